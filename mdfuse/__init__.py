@@ -1,0 +1,102 @@
+"""mdfuse: one tensor program in global view, one inspectable program per rank.
+
+A `FusionDefinition` records tensor operations in global view. Layouts say which part of each tensor
+each rank of a `DeviceMesh` holds. `compile` infers the layouts that were not stated, makes every
+change of layout an explicit `set`, and lowers the whole to one host program: local operations, and
+communications exactly where the placement changes. A rank runs its projection of it; `simulate`
+runs all ranks in this process.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from mdfuse.config import Options
+from mdfuse.errors import (
+    BackendError,
+    CommunicationError,
+    DefinitionError,
+    LayoutError,
+    LoweringError,
+    MdfuseError,
+    MeshError,
+    ProgramError,
+)
+from mdfuse.layout import Layout, Partial, Replicate, Shard, Stream
+from mdfuse.mesh import DeviceMesh
+from mdfuse.sharding import shard_tensor, unshard_tensor
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from mdfuse import hir
+    from mdfuse.evaluator import HostIrEvaluator
+    from mdfuse.frontend import ops
+    from mdfuse.frontend.definition import FusionDefinition
+    from mdfuse.frontend.trace import TensorSpec, fusion
+    from mdfuse.program import Program, compile
+    from mdfuse.reference import reference
+    from mdfuse.runtime.communicator import init
+    from mdfuse.simulate import simulate
+
+#: Names whose modules import torch: they are imported when they are first used.
+_LAZY = {
+    "FusionDefinition": "mdfuse.frontend.definition",
+    "HostIrEvaluator": "mdfuse.evaluator",
+    "Program": "mdfuse.program",
+    "TensorSpec": "mdfuse.frontend.trace",
+    "compile": "mdfuse.program",
+    "fusion": "mdfuse.frontend.trace",
+    "init": "mdfuse.runtime.communicator",
+    "reference": "mdfuse.reference",
+    "simulate": "mdfuse.simulate",
+}
+_LAZY_MODULES = {"hir": "mdfuse.hir", "ops": "mdfuse.frontend.ops"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY_MODULES:
+        found: Any = import_module(_LAZY_MODULES[name])
+    elif name in _LAZY:
+        found = getattr(import_module(_LAZY[name]), name)
+    else:
+        raise AttributeError(f"module 'mdfuse' has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY, *_LAZY_MODULES})
+
+
+__all__ = [
+    "BackendError",
+    "CommunicationError",
+    "DefinitionError",
+    "DeviceMesh",
+    "FusionDefinition",
+    "HostIrEvaluator",
+    "Layout",
+    "LayoutError",
+    "LoweringError",
+    "MdfuseError",
+    "MeshError",
+    "Options",
+    "Partial",
+    "Program",
+    "ProgramError",
+    "Replicate",
+    "Shard",
+    "Stream",
+    "TensorSpec",
+    "compile",
+    "fusion",
+    "hir",
+    "init",
+    "ops",
+    "reference",
+    "shard_tensor",
+    "simulate",
+    "unshard_tensor",
+]

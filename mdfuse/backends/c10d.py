@@ -1,0 +1,110 @@
+"""Communications through torch.distributed's libraries: gloo, NCCL and UCC."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+
+import torch
+
+from mdfuse.backends.base import Call, Poster
+from mdfuse.backends.c10d_groups import LIBRARIES, Group, PrefixStore, Store
+from mdfuse.backends.c10d_posts import KINDS, BoundCall, Team
+from mdfuse.backends.c10d_work import first_line
+from mdfuse.errors import BackendError, CommunicationError
+
+
+class C10dBackend:
+    """One of torch.distributed's libraries, on groups of this rank's own teams.
+
+    Args:
+        name: "gloo", "nccl" or "ucc".
+        rank: this rank.
+        device: where this rank's buffers are.
+        store: shared by all ranks; nobody else uses its keys.
+        timeout_s: seconds after which a communication that does not finish is an error.
+        network: arguments of gloo's network devices; empty: its own choice.
+
+    Raises:
+        BackendError: this process cannot use the library.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        rank: int,
+        device: torch.device,
+        store: Store,
+        timeout_s: float,
+        network: Sequence[dict[str, str]] = (),
+    ) -> None:
+        self.name = name
+        self._library = LIBRARIES[name]
+        refusal = self._library.why_not()
+        if refusal:
+            because, hint = refusal
+            raise BackendError(f"backend {name!r} cannot be used", because=because, hint=hint)
+        self._rank = rank
+        self._device = device
+        self._store = store
+        self._timeout = timedelta(seconds=timeout_s)
+        self._network = network
+        self._open: Callable[[Store, int, int], Group] | None = None
+        self._teams: dict[tuple[int, ...], Team] = {}
+
+    def prepare(self, teams: Iterable[tuple[int, ...]]) -> None:
+        """Make the teams this rank is in; every rank passes its own, all in one global order.
+
+        A team that exists, has one member, or lacks this rank needs nothing. Blocks until every
+        member has come.
+
+        Raises:
+            BackendError: a member did not come in time.
+        """
+        for team in teams:
+            if len(team) > 1 and self._rank in team and team not in self._teams:
+                self._teams[team] = self._make(team)
+
+    def bind(self, call: Call) -> Poster:
+        """Prepare a call that will be posted many times.
+
+        Raises:
+            CommunicationError: the kind is unknown, or its team was not prepared.
+        """
+        if call.kind not in KINDS:
+            raise CommunicationError(
+                f"{call.kind} is not a kind of communication",
+                because=f"kinds are {', '.join(KINDS)}",
+            )
+        team = self._teams.get(call.team)
+        if team is None and len(call.team) > 1:
+            raise CommunicationError(
+                f"{call.kind} on team {call.team}, which rank {self._rank} has not prepared",
+                because="groups are made before programs run, in one order on all ranks",
+                hint="pass the team to prepare() on each of its members first",
+            )
+        alone = Team(library=self._library, ranks=call.team, group=None)
+        return BoundCall(call, team or alone)
+
+    def close(self) -> None:
+        """Give up all groups."""
+        for team in self._teams.values():
+            team.group.shutdown()
+        self._teams.clear()
+        self._open = None
+
+    def _make(self, team: tuple[int, ...]) -> Team:
+        self._open = self._open or self._library.opener(self._device, self._timeout, self._network)
+        name = hashlib.sha256(repr(team).encode()).hexdigest()[:32]
+        store = PrefixStore(f"team/{name}", self._store)
+        try:
+            group = self._open(store, team.index(self._rank), len(team))
+        except (RuntimeError, ValueError) as error:
+            raise BackendError(
+                f"{self.name} cannot connect rank {self._rank} with the team {team}",
+                because=first_line(error),
+                hint="every member must prepare the team; check that their hosts reach each other",
+            ) from error
+        return Team(library=self._library, ranks=team, group=group)

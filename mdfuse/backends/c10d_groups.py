@@ -1,0 +1,201 @@
+"""The communication libraries inside torch.distributed: what each needs, lacks, and how it opens.
+
+Groups are built directly from a library's own class. `torch.distributed.new_group` sorts the ranks
+of a team and must be called by ranks outside it too; a group built here has the team's own order
+and concerns its members alone. Names that moved between torch releases are chosen here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch.distributed offers these without exporting them explicitly
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+    Work,
+)
+
+__all__ = [
+    "LIBRARIES",
+    "AllgatherOptions",
+    "Group",
+    "HashStore",
+    "Library",
+    "PrefixStore",
+    "Store",
+    "TCPStore",
+    "Transfer",
+]
+
+#: A process group backend of torch: `ProcessGroupGloo`, `ProcessGroupNCCL` or `ProcessGroupUCC`.
+#: torch's stubs lack most methods that these classes have.
+Group = Any
+
+#: Opens a group: (store of the team alone, index of this rank in the team, size of the team).
+OpenGroup = Callable[[Store, int, int], Group]
+
+#: One side of a point-to-point transfer: the other rank's index in the team, a flat buffer.
+Transfer = tuple[int, Tensor]
+
+#: Both ends match the i-th send to the i-th receive, so that one tag serves all.
+_TAG = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Library:
+    """What distinguishes one library from another.
+
+    Attributes:
+        name: the backend's name in `Options`.
+        devices: device types whose tensors it carries, the preferred one first.
+        why_not: a reason why it cannot be used in this process and a remedy, or None.
+        opener: (device, timeout, network devices) -> how a group is opened.
+        transfer: posts a batch of receives and sends in a group.
+        lacks: reduce ops that it cannot do.
+        needs_flat: its collectives split along dim 0 instead of by element.
+        reduce_clobbers: its rooted reduce also writes into the buffers of ranks other than root.
+    """
+
+    name: str
+    devices: tuple[str, ...]
+    why_not: Callable[[], tuple[str, str] | None]
+    opener: Callable[[torch.device, timedelta, Sequence[dict[str, str]]], OpenGroup]
+    transfer: Callable[[Group, Iterable[Transfer], Iterable[Transfer]], list[Work]]
+    lacks: frozenset[str] = frozenset()
+    needs_flat: bool = True
+    reduce_clobbers: bool = True
+
+
+def _is_always_there() -> None:
+    return None
+
+
+def _why_not_nccl() -> tuple[str, str] | None:
+    remedy = 'install a CUDA build of torch on a machine with GPUs, or use backend="gloo"'
+    if not dist.is_nccl_available():
+        return f"torch {torch.__version__} was built without NCCL", remedy
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device", remedy
+    return None
+
+
+def _why_not_ucc() -> tuple[str, str] | None:
+    if dist.is_ucc_available():
+        return None
+    return (
+        f"torch {torch.__version__} was built without UCC",
+        'use a torch built with USE_UCC=1 (the images of NVIDIA NGC are), or backend="nccl" or '
+        '"gloo"',
+    )
+
+
+def _open_gloo(
+    device: torch.device, timeout: timedelta, devices: Sequence[dict[str, str]]
+) -> OpenGroup:
+    """All groups share their network devices: each device runs a thread of its own."""
+    gloo: Any = dist.ProcessGroupGloo
+    options: Any = getattr(gloo, "_Options", None) or gloo.Options
+    shared = [gloo.create_device(**d) for d in devices] or [gloo.create_default_device()]
+
+    def open_group(store: Store, index: int, size: int) -> Group:
+        chosen = options()
+        chosen._devices, chosen._threads, chosen._timeout = shared, 2, timeout
+        return gloo(store, index, size, chosen)
+
+    return open_group
+
+
+def _open_nccl(
+    device: torch.device, timeout: timedelta, devices: Sequence[dict[str, str]]
+) -> OpenGroup:
+    """Communicators are made at once: made by a first use, they could wait for each other."""
+    from torch.distributed.distributed_c10d import ProcessGroupNCCL
+
+    nccl: Any = ProcessGroupNCCL
+
+    def open_group(store: Store, index: int, size: int) -> Group:
+        options = nccl.Options()
+        options._timeout = timeout
+        group = nccl(store, index, size, options)
+        group.eager_connect_single_device(device)
+        return group
+
+    return open_group
+
+
+def _open_ucc(
+    device: torch.device, timeout: timedelta, devices: Sequence[dict[str, str]]
+) -> OpenGroup:
+    """UCC connects at the first collective, so each group does a tiny one at once."""
+    from torch.distributed.distributed_c10d import ProcessGroupUCC
+
+    ucc: Any = ProcessGroupUCC
+
+    def open_group(store: Store, index: int, size: int) -> Group:
+        group = ucc(store, index, size, timeout)
+        group.allreduce([torch.zeros(1, device=device)], dist.AllreduceOptions()).wait()
+        return group
+
+    return open_group
+
+
+def _transfer_each(
+    group: Group, recvs: Iterable[Transfer], sends: Iterable[Transfer]
+) -> list[Work]:
+    works = [group.recv([buffer], peer, _TAG) for peer, buffer in recvs]
+    works += [group.send([buffer], peer, _TAG) for peer, buffer in sends]
+    return works
+
+
+def _transfer_grouped(
+    group: Group, recvs: Iterable[Transfer], sends: Iterable[Transfer]
+) -> list[Work]:
+    """All in one group call: NCCL would run them one after the other and could deadlock."""
+    group._start_coalescing()
+    for peer, buffer in recvs:
+        group.recv([buffer], peer, _TAG)
+    for peer, buffer in sends:
+        group.send([buffer], peer, _TAG)
+    return [group._end_coalescing()]
+
+
+LIBRARIES: dict[str, Library] = {
+    row.name: row
+    for row in (
+        Library(
+            name="gloo",
+            devices=("cpu",),
+            why_not=_is_always_there,
+            opener=_open_gloo,
+            transfer=_transfer_each,
+        ),
+        Library(
+            name="nccl",
+            devices=("cuda",),
+            why_not=_why_not_nccl,
+            opener=_open_nccl,
+            transfer=_transfer_grouped,
+            lacks=frozenset({"band", "bor", "bxor"}),
+            needs_flat=False,
+            reduce_clobbers=False,
+        ),
+        Library(
+            name="ucc",
+            devices=("cuda", "cpu"),
+            why_not=_why_not_ucc,
+            opener=_open_ucc,
+            transfer=_transfer_each,
+        ),
+    )
+}

@@ -1,0 +1,391 @@
+"""What each kind of communication posts to a library of torch.distributed.
+
+The builder of a kind yields, for one dtype, a function that only posts. What a library cannot carry
+travels as bytes; what it cannot reduce is gathered and reduced locally.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mdfuse.backends.base import Call, Work
+from mdfuse.backends.c10d_groups import AllgatherOptions, Group, Library, Transfer
+from mdfuse.backends.c10d_work import DONE, Posted, failure
+from mdfuse.backends.reduction import BOOL_OPS, check_reduction, combine
+from mdfuse.errors import CommunicationError
+
+_Post = Callable[[Sequence[Tensor], Sequence[Tensor]], Work]
+_View = Callable[[Tensor], Tensor]
+
+#: Dtypes that every library here carries and reduces; the others travel as bytes.
+_NATIVE = frozenset(
+    {
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+    }
+)
+
+_REDUCE_OPS: dict[str, Any] = {
+    "sum": dist.ReduceOp.SUM,
+    "prod": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "avg": dist.ReduceOp.AVG,
+    "band": dist.ReduceOp.BAND,
+    "bor": dist.ReduceOp.BOR,
+    "bxor": dist.ReduceOp.BXOR,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Team:
+    """A group and whose it is; a team of one has no group."""
+
+    library: Library
+    ranks: tuple[int, ...]
+    group: Group
+
+    def transfer(self, call: Call, recvs: Sequence[Transfer], sends: Sequence[Transfer]) -> Work:
+        """Post transfers with the members at the given indices; empty ones are left out."""
+        recvs = [t for t in recvs if t[1].numel()]
+        sends = [t for t in sends if t[1].numel()]
+        if not recvs and not sends:
+            return DONE
+        works = self.library.transfer(self.group, recvs, sends)
+        return Posted(call, works, (recvs, sends))
+
+
+class BoundCall:
+    """A call bound to its team; keeps one posting function per dtype."""
+
+    __slots__ = ("_call", "_posts", "_team")
+
+    def __init__(self, call: Call, team: Team) -> None:
+        self._call = call
+        self._team = team
+        self._posts: dict[torch.dtype, _Post] = {}
+
+    def __call__(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+        buffers = srcs or dsts
+        if not buffers:
+            return DONE
+        dtype = buffers[0].dtype
+        post = self._posts.get(dtype)
+        if post is None:
+            post = self._posts[dtype] = _build(self._team, self._call, dtype)
+        try:
+            return post(srcs, dsts)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            raise failure(self._call, error) from error
+
+
+def _build(team: Team, call: Call, dtype: torch.dtype) -> _Post:
+    """The posting function of a call on one dtype."""
+    kind = call.kind
+    if kind in _REDUCING:
+        check_reduction(call.reduce_op, dtype)
+    if len(call.team) == 1 and kind in _COPIES_ALONE:
+        return _copy
+    if kind in _REDUCING and not _is_reducible(team.library, call, dtype):
+        return _GATHERED[kind](team, call, dtype)
+    return KINDS[kind](team, call, dtype)
+
+
+def _is_reducible(library: Library, call: Call, dtype: torch.dtype) -> bool:
+    """Whether the library itself reduces this; bool does as uint8."""
+    if dtype is torch.bool:
+        return BOOL_OPS[call.reduce_op or ""] not in library.lacks
+    return dtype in _NATIVE and call.reduce_op not in library.lacks
+
+
+# -- views ---------------------------------------------------------------------------------------
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """A dense tensor's elements in memory order."""
+    if tensor.dim() == 1:
+        return tensor
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _flat_bytes(tensor: Tensor) -> Tensor:
+    return _flat(tensor).view(torch.uint8)
+
+
+def _as_is(tensor: Tensor) -> Tensor:
+    """A contiguous tensor serves a library that counts elements; saves 0.7 us per view."""
+    return tensor if tensor.is_contiguous() else _flat(tensor)
+
+
+def _flat_view(dtype: torch.dtype) -> _View:
+    return _flat if dtype in _NATIVE else _flat_bytes
+
+
+def _any_view(library: Library, dtype: torch.dtype) -> _View:
+    return _flat_view(dtype) if library.needs_flat or dtype not in _NATIVE else _as_is
+
+
+def _reduce_op(call: Call, dtype: torch.dtype) -> Any:
+    op = call.reduce_op or ""
+    return _REDUCE_OPS[BOOL_OPS[op] if dtype is torch.bool else op]
+
+
+def _fill(dst: Tensor, src: Tensor) -> None:
+    if dst.data_ptr() != src.data_ptr():
+        _flat(dst).copy_(_flat(src))
+
+
+# -- collectives ---------------------------------------------------------------------------------
+
+
+def _copy(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+    """A team of one: what it would get is what it has."""
+    if srcs and dsts:
+        _fill(dsts[0], srcs[0])
+    return DONE
+
+
+def _allgather(team: Team, call: Call, dtype: torch.dtype) -> _Post:
+    view = _any_view(team.library, dtype)
+    gather, options = team.group._allgather_base, AllgatherOptions()
+
+    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+        src, dst = view(srcs[0]), view(dsts[0])
+        if not dst.numel():
+            return DONE
+        return Posted(call, (gather(dst, src, options),), (src, dst))
+
+    return post
+
+
+def _reduce_scatter(team: Team, call: Call, dtype: torch.dtype) -> _Post:
+    view = _any_view(team.library, dtype)
+    reduce_scatter, options = team.group._reduce_scatter_base, dist.ReduceScatterOptions()
+    options.reduceOp = _reduce_op(call, dtype)
+
+    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+        src, dst = view(srcs[0]), view(dsts[0])
+        if not src.numel():
+            return DONE
+        return Posted(call, (reduce_scatter(dst, src, options),), (src, dst))
+
+    return post
+
+
+def _allreduce(team: Team, call: Call, dtype: torch.dtype) -> _Post:
+    view = _any_view(team.library, dtype)
+    allreduce, options = team.group.allreduce, dist.AllreduceOptions()
+    options.reduceOp = _reduce_op(call, dtype)
+
+    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+        dst = view(dsts[0])
+        if not dst.numel():
+            return DONE
+        _fill(dsts[0], srcs[0])
+        return Posted(call, (allreduce([dst], options),), dst)
+
+    return post
+
+
+def _broadcast(team: Team, call: Call, dtype: torch.dtype) -> _Post:
+    view = _any_view(team.library, dtype)
+    broadcast, options = team.group.broadcast, dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = _root_index(call), 0
+
+    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+        buffer = view((srcs or dsts)[0])
+        if not buffer.numel():
+            return DONE
+        return Posted(call, (broadcast([buffer], options),), buffer)
+
+    return post
+
+
+def _reduce(team: Team, call: Call, dtype: torch.dtype) -> _Post:
+    view = _any_view(team.library, dtype)
+    reduce_to, options = team.group.reduce, dist.ReduceOptions()
+    options.reduceOp, options.rootRank = _reduce_op(call, dtype), _root_index(call)
+    is_root, clobbers = call.rank == call.root, team.library.reduce_clobbers
+
+    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+        buffer = view(srcs[0])
+        if not buffer.numel():
+            return DONE
+        if is_root:
+            _fill(dsts[0], srcs[0])
+            buffer = view(dsts[0])
+        elif clobbers:
+            buffer = buffer.clone()
+        return Posted(call, (reduce_to([buffer], options),), buffer)
+
+    return post
+
+
+def _alltoall(team: Team, call: Call, dtype: torch.dtype) -> _Post:
+    """Posted even where this rank has no elements at all: others may have some."""
+    view = _flat_view(dtype)
+    scale = 1 if dtype in _NATIVE else dtype.itemsize
+    sends = [count * scale for count in call.send_counts]
+    recvs = [count * scale for count in call.recv_counts]
+    alltoall, options = team.group.alltoall_base, dist.AllToAllOptions()
+
+    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+        src, dst = view(srcs[0]), view(dsts[0])
+        return Posted(call, (alltoall(dst, src, recvs, sends, options),), (src, dst))
+
+    return post
+
+
+# -- transfers between pairs -----------------------------------------------------------------------
+
+
+def _gather(team: Team, call: Call, dtype: torch.dtype) -> _Post:
+    """Point-to-point, as libraries do it too, so that the root need not be one of the parts."""
+    view, root = _flat_view(dtype), _root_index(call)
+    is_root, is_part = call.rank == call.root, call.rank in call.parts
+    count, own = len(call.parts), call.parts.index(call.rank) if is_part else -1
+    senders = [(i, call.team.index(r)) for i, r in enumerate(call.parts) if r != call.rank]
+
+    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+        if not is_root:
+            return team.transfer(call, (), [(root, view(srcs[0]))] if is_part else ())
+        if not count:
+            return DONE
+        blocks = view(dsts[0]).chunk(count)
+        if not blocks[0].numel():
+            return DONE
+        if is_part:
+            blocks[own].copy_(view(srcs[0]))
+        return team.transfer(call, [(peer, blocks[i]) for i, peer in senders], ())
+
+    return post
+
+
+def _scatter(team: Team, call: Call, dtype: torch.dtype) -> _Post:
+    view, root = _flat_view(dtype), _root_index(call)
+    is_root = call.rank == call.root
+    count = call.source_blocks or max(call.blocks, default=-1) + 1
+    pairs = list(zip(call.parts, call.blocks, strict=True))
+    own = next((block for part, block in pairs if part == call.rank), None)
+    receivers = [(call.team.index(part), block) for part, block in pairs if part != call.rank]
+
+    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+        if not is_root:
+            return team.transfer(call, [(root, view(dst)) for dst in dsts], ())
+        src = view(srcs[0])
+        if not src.numel() or not count:
+            return DONE
+        blocks = src.view(count, -1)
+        if own is not None:
+            view(dsts[0]).copy_(blocks[own])
+        return team.transfer(call, (), [(peer, blocks[block]) for peer, block in receivers])
+
+    return post
+
+
+def _exchange(team: Team, call: Call, dtype: torch.dtype) -> _Post:
+    view = _as_is if dtype in _NATIVE else _flat_bytes  # no library here looks at shapes
+    receivers = [call.team.index(rank) for rank in call.sends]
+    senders = [call.team.index(rank) for rank in call.recvs]
+
+    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+        recvs = [(p, view(dst)) for p, dst in zip(senders, dsts, strict=True)]
+        sends = [(p, view(src)) for p, src in zip(receivers, srcs, strict=True)]
+        return team.transfer(call, recvs, sends)
+
+    return post
+
+
+# -- reductions that the library lacks: gather the operands, reduce here ---------------------------
+
+
+def _reduce_rows(call: Call, work: Work, rows: Tensor, dst: Tensor, kept: object) -> Work:
+    """The work that fills `dst` [k] from `rows` [n, k] once `work` has brought them."""
+    op = call.reduce_op or ""
+    return Posted(call, (work,), kept, lambda: _flat(dst).copy_(combine(op, rows)))
+
+
+def _gathered_allreduce(team: Team, call: Call, dtype: torch.dtype) -> _Post:
+    gather = _allgather(team, call, dtype)
+
+    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+        rows = srcs[0].new_empty((len(call.team), srcs[0].numel()))
+        return _reduce_rows(call, gather(srcs, (rows,)), rows, dsts[0], srcs)
+
+    return post
+
+
+def _gathered_reduce_scatter(team: Team, call: Call, dtype: torch.dtype) -> _Post:
+    exchange = _alltoall(team, call, dtype)  # without counts: equal blocks
+
+    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+        if not srcs[0].numel():
+            return DONE
+        rows = srcs[0].new_empty((len(call.team), dsts[0].numel()))
+        return _reduce_rows(call, exchange(srcs, (rows,)), rows, dsts[0], srcs)
+
+    return post
+
+
+def _gathered_reduce(team: Team, call: Call, dtype: torch.dtype) -> _Post:
+    gather = _gather(team, replace(call, parts=call.team), dtype)
+
+    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+        if call.rank != call.root:
+            return gather(srcs, ())
+        rows = srcs[0].new_empty((len(call.team), srcs[0].numel()))
+        return _reduce_rows(call, gather(srcs, (rows,)), rows, dsts[0], srcs)
+
+    return post
+
+
+def _root_index(call: Call) -> int:
+    if call.root is None or call.root not in call.team:
+        raise CommunicationError(
+            f"{call.kind} on team {call.team} has root {call.root}",
+            because="its root is one of the team",
+        )
+    return call.team.index(call.root)
+
+
+_Builder = Callable[[Team, Call, torch.dtype], _Post]
+
+KINDS: dict[str, _Builder] = {
+    "Allgather": _allgather,
+    "ReduceScatter": _reduce_scatter,
+    "Allreduce": _allreduce,
+    "AllToAll": _alltoall,
+    "Broadcast": _broadcast,
+    "Reduce": _reduce,
+    "Gather": _gather,
+    "Scatter": _scatter,
+    "SendRecv": _exchange,
+    "Exchange": _exchange,
+}
+
+_GATHERED: dict[str, _Builder] = {
+    "Allreduce": _gathered_allreduce,
+    "ReduceScatter": _gathered_reduce_scatter,
+    "Reduce": _gathered_reduce,
+}
+
+_REDUCING = frozenset(_GATHERED)
+
+#: Kinds that are a copy in a team of one. Of the others, those between pairs have no pair then.
+_COPIES_ALONE = _REDUCING | {"Allgather", "AllToAll", "Broadcast"}

@@ -1,0 +1,74 @@
+"""A communication in flight through torch.distributed, and how its failure reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from mdfuse.backends.base import Call
+from mdfuse.errors import BackendError
+
+
+class _Done:
+    """The work of a communication with nothing left to do."""
+
+    __slots__ = ()
+
+    def wait(self) -> None:
+        return None
+
+
+DONE = _Done()
+
+
+class _Waitable(Protocol):
+    def wait(self) -> Any: ...
+
+
+class Posted:
+    """Works in flight, the buffers they need, and what to do when they are done."""
+
+    __slots__ = ("_call", "_finish", "_kept", "_works")
+
+    def __init__(
+        self,
+        call: Call,
+        works: Sequence[_Waitable],
+        kept: object,
+        finish: Callable[[], object] | None = None,
+    ) -> None:
+        self._call = call
+        self._works = works
+        self._kept = kept
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Return once the buffers may be used; a second wait returns at once.
+
+        Raises:
+            BackendError: the communication failed or timed out; a second wait raises again.
+        """
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise failure(self._call, error) from error
+        self._works = ()
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+        self._kept = None
+
+
+def failure(call: Call, error: Exception) -> BackendError:
+    return BackendError(
+        f"{call.kind} failed on rank {call.rank}",
+        where=f"team {call.team}" + ("" if call.root is None else f", root {call.root}"),
+        because=first_line(error),
+        hint="see what the other members did: each must post the same communications, of the same "
+        "sizes, in the same order; raise timeout_s where they are only slow",
+    )
+
+
+def first_line(error: Exception) -> str:
+    return str(error).split("\n", 1)[0]

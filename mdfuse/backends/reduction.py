@@ -1,0 +1,93 @@
+"""Reductions that ranks do among themselves: which are allowed, and how to do one locally."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from mdfuse.errors import CommunicationError
+
+#: What each op becomes on bool, which travels as uint8 holding 0 or 1.
+BOOL_OPS = {
+    "sum": "max",
+    "prod": "min",
+    "min": "min",
+    "max": "max",
+    "band": "min",
+    "bor": "max",
+    "bxor": "bxor",
+}
+
+#: Where the local reduction of a dtype is not done in that dtype: narrow floats are rounded once,
+#: at the end, and torch has no reductions on wide unsigned integers.
+_WORKING_DTYPES = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e5m2: torch.float32,
+    torch.float8_e4m3fnuz: torch.float32,
+    torch.float8_e5m2fnuz: torch.float32,
+    torch.uint16: torch.int64,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+    torch.bool: torch.uint8,
+}
+
+_COMBINE: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda rows: rows.sum(0, dtype=rows.dtype),
+    "prod": lambda rows: rows.prod(0, dtype=rows.dtype),
+    "min": lambda rows: rows.amin(0),
+    "max": lambda rows: rows.amax(0),
+    "avg": lambda rows: rows.mean(0),
+    "band": lambda rows: reduce(torch.bitwise_and, rows.unbind(0)),
+    "bor": lambda rows: reduce(torch.bitwise_or, rows.unbind(0)),
+    "bxor": lambda rows: reduce(torch.bitwise_xor, rows.unbind(0)),
+}
+
+_ORDERED = frozenset({"min", "max"})
+_BITWISE = frozenset({"band", "bor", "bxor"})
+_ON_FLOATS = frozenset(_COMBINE) - _BITWISE
+
+
+def check_reduction(op: str | None, dtype: torch.dtype) -> None:
+    """Refuse a reduce op that has no meaning on `dtype`.
+
+    Raises:
+        CommunicationError: an unknown op, `avg` of integers, bits of floats, or an order that the
+            dtype does not have here.
+    """
+    if op not in _COMBINE:
+        raise CommunicationError(
+            f"reduce op {op!r} is unknown", because=f"reduce ops are {', '.join(_COMBINE)}"
+        )
+    if op not in _allowed(dtype):
+        raise CommunicationError(
+            f"{op} of {str(dtype).removeprefix('torch.')} values across ranks is not defined",
+            because="sum, prod, min and max are of numbers, avg of floats, band, bor and bxor of "
+            "integers and bool",
+            hint="cast before the reduction",
+        )
+
+
+def combine(op: str, rows: Tensor) -> Tensor:
+    """Reduce `rows` [n, k], one row per rank, to [k] of the same dtype.
+
+    >>> combine("max", torch.tensor([[1, 5], [2, 3]]))
+    tensor([2, 5])
+    """
+    if rows.dtype is torch.bool:
+        op = BOOL_OPS[op]
+    working = rows.to(_WORKING_DTYPES.get(rows.dtype, rows.dtype))
+    return _COMBINE[op](working).to(rows.dtype)
+
+
+def _allowed(dtype: torch.dtype) -> frozenset[str]:
+    if dtype.is_floating_point:
+        return _ON_FLOATS
+    if dtype.is_complex:
+        return _ON_FLOATS - _ORDERED
+    integer = frozenset(_COMBINE) - {"avg"}
+    return integer - _ORDERED if dtype is torch.uint64 else integer

@@ -1,0 +1,72 @@
+"""Options of a compilation and a run, and every environment variable that sets one."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from mdfuse.errors import ProgramError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How programs are lowered and run.
+
+    Attributes:
+        backend: "auto" (nccl where this rank drives a GPU, gloo elsewhere), or a backend's name.
+        streams: how many streams a lowering with streams uses.
+        graph: "auto", "always" or "never": whether runs are captured as CUDA graphs.
+        verify: check a host program before its first run.
+        timeout_s: seconds after which a communication that does not finish is an error.
+        poison: fill every new buffer with NaN (the largest value for integers, True for bool), so
+            that an element that nothing wrote shows.
+        trace: a file to write a trace of each run to, or None.
+    """
+
+    backend: str = "auto"
+    streams: int = 4
+    graph: Literal["auto", "always", "never"] = "auto"
+    verify: bool = True
+    timeout_s: float = 600.0
+    poison: bool = False
+    trace: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.streams < 1:
+            raise ProgramError(f"streams={self.streams}", because="at least one stream is needed")
+        if self.timeout_s <= 0:
+            raise ProgramError(f"timeout_s={self.timeout_s}", because="a timeout is positive")
+        if self.graph not in ("auto", "always", "never"):
+            raise ProgramError(
+                f"graph={self.graph!r}", because='graph is "auto", "always" or "never"'
+            )
+
+
+#: Every variable that mdfuse reads: name -> (option, parser, help).
+VARIABLES: dict[str, tuple[str, Any, str]] = {
+    "MDFUSE_BACKEND": ("backend", str, "backend to use: auto, gloo, nccl, ucc, mpi, ucx"),
+    "MDFUSE_STREAMS": ("streams", int, "number of streams of a streamed lowering"),
+    "MDFUSE_GRAPH": ("graph", str, "CUDA graphs: auto, always or never"),
+    "MDFUSE_VERIFY": ("verify", lambda s: s != "0", "0 turns verification off"),
+    "MDFUSE_TIMEOUT_S": ("timeout_s", float, "deadline of a communication, seconds"),
+    "MDFUSE_POISON": ("poison", lambda s: s == "1", "1 fills new buffers with NaN"),
+    "MDFUSE_TRACE": ("trace", str, "file to write a trace to"),
+}
+
+
+def options_from_environment(base: Options | None = None) -> Options:
+    """`base` where given, else the defaults overridden by the `MDFUSE_*` variables that are set."""
+    if base is not None:
+        return base
+    changes: dict[str, Any] = {}
+    for variable, (option, parse, what) in VARIABLES.items():
+        text = os.environ.get(variable)
+        if text is None:
+            continue
+        try:
+            changes[option] = parse(text)
+        except ValueError as error:
+            raise ProgramError(f"{variable}={text!r} cannot be read", because=what) from error
+    assert changes.keys() <= {f.name for f in fields(Options)}
+    return replace(Options(), **changes)

@@ -1,0 +1,1 @@
+"""How users write fusions: definitions, operators on handles, traced functions."""

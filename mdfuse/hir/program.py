@@ -1,0 +1,205 @@
+"""Host programs: instructions over buffers, global or projected onto one rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+
+from mdfuse.communication import Communication
+from mdfuse.ir.graph import Operand, Source, dtype_name
+from mdfuse.layout import Layout, Replicate, replicated
+from mdfuse.mesh import DeviceMesh
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Padding:
+    """A split dim rounded up so that every block of a team is equally long.
+
+    Attributes:
+        side: "block": one rank's block; "team": all blocks of the team.
+        dim: the dim of the buffer.
+        parts: how many blocks.
+        axis: the mesh axis that splits the dim, where the buffer's mesh has it.
+    """
+
+    side: Literal["block", "team"]
+    dim: int
+    parts: int
+    axis: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferType:
+    """What a name of a host program stands for.
+
+    Attributes:
+        dtype: the element type.
+        shape: global extents, dims in the buffer's own order.
+        layout: over the same dims; None for a scalar, which every rank has.
+        padding: rounds one dim up.
+        flat: the elements of all dims in a row.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...] = ()
+    layout: Layout | None = None
+    padding: Padding | None = None
+    flat: bool = False
+
+    def local_shape(self, rank: int | None = None) -> tuple[int, ...]:
+        """The shape on one rank; without a rank the largest."""
+        if self.layout is None:
+            return ()
+        shape = self.layout.local_shape(self.shape, rank)
+        if self.padding is not None:
+            shape = self._padded(self.padding, shape, rank)
+        return (math.prod(shape),) if self.flat else shape
+
+    def _padded(
+        self, padding: Padding, shape: tuple[int, ...], rank: int | None
+    ) -> tuple[int, ...]:
+        assert self.layout is not None
+        whole = self.layout
+        if padding.side == "block" and padding.axis is not None:
+            whole = whole.with_placement(padding.axis, Replicate())
+        rows = whole.local_shape(self.shape, rank)[padding.dim]
+        block = -(-rows // padding.parts)
+        n = block * (padding.parts if padding.side == "team" else 1)
+        return (*shape[: padding.dim], n, *shape[padding.dim + 1 :])
+
+    def text(self, rank: int | None = None) -> str:
+        """The local type: `f32[3,1,3]`."""
+        shape = ",".join(map(str, self.local_shape(rank)))
+        return f"{dtype_name(self.dtype)}[{shape}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instruction:
+    """One thing that the host does.
+
+    Attributes:
+        op: alloc, set, permute, binary, …, launch, post, wait, return.
+        fn: the row of the op table that it runs, or the name of the host unit.
+        inputs: names, numbers, or None (a buffer that this rank does not have).
+        outputs: the names that it binds.
+        attrs: global attributes; `mdfuse.ir.ops.local_attrs` makes them one rank's.
+        order: the memory order that its result must have.
+        mesh: the ranks that execute it; None for all.
+        comm: what a post posts.
+        body: the instructions of a host unit.
+        source: the user's line.
+    """
+
+    op: str
+    fn: str = ""
+    inputs: tuple[Operand, ...] = ()
+    outputs: tuple[str, ...] = ()
+    attrs: tuple[tuple[str, Any], ...] = ()
+    order: tuple[int, ...] | None = None
+    mesh: DeviceMesh | None = None
+    comm: Communication | None = None
+    body: tuple[Instruction, ...] = ()
+    orelse: tuple[Instruction, ...] = ()
+    source: Source | None = None
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The names that it reads (for a post: also the buffer that it writes)."""
+        return tuple(x for x in self.inputs if isinstance(x, str))
+
+    def runs_on(self, rank: int) -> bool:
+        """Whether a rank executes it."""
+        if self.comm is not None:
+            return bool(self.comm.team(rank)) or rank in self.comm.destination.mesh
+        return self.mesh is None or rank in self.mesh
+
+    def __str__(self) -> str:
+        from mdfuse.hir.text import instruction_text
+
+        return instruction_text(self, {}, None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostProgram:
+    """Instructions for all ranks, or for one.
+
+    Attributes:
+        name: of the fusion.
+        types: buffer name -> type.
+        inputs: names of the inputs, in definition order.
+        outputs: names of the outputs, in definition order.
+        instructions: one flat list; `body` nests.
+        aliases: name -> the name whose buffer it shares.
+        rank: None for the global program, else the rank it was projected onto.
+    """
+
+    name: str
+    types: Mapping[str, BufferType]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    instructions: tuple[Instruction, ...]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    rank: int | None = None
+
+    def __iter__(self) -> Iterator[Instruction]:
+        return iter(self.instructions)
+
+    def __len__(self) -> int:
+        return len(self.instructions)
+
+    def __str__(self) -> str:
+        from mdfuse.hir.text import program_text
+
+        return program_text(self)
+
+    @cached_property
+    def meshes(self) -> tuple[DeviceMesh, ...]:
+        """The meshes of its buffers."""
+        found = (t.layout.mesh for t in self.types.values() if t.layout is not None)
+        return tuple(dict.fromkeys(found))
+
+    @cached_property
+    def last_rank(self) -> int:
+        """The highest rank of any mesh."""
+        return max((m.last_rank for m in self.meshes), default=0)
+
+    @cached_property
+    def communications(self) -> tuple[Communication, ...]:
+        """What the posts post, in order."""
+        return tuple(i.comm for i in self.instructions if i.comm is not None)
+
+    def has(self, name: str, rank: int) -> bool:
+        """Whether a rank has a part of a buffer."""
+        layout = self.types[name].layout
+        return layout is None or rank in layout.mesh
+
+    def project(self, rank: int) -> HostProgram:
+        """What one rank runs."""
+        kept = []
+        handles: set[str] = set()
+        for i in self.instructions:
+            if i.op == "wait":
+                keep = any(x in handles for x in i.reads)
+            else:
+                keep = i.runs_on(rank)
+            if not keep:
+                continue
+            if i.op == "post":
+                handles.update(i.outputs)
+            kept.append(replace(i, inputs=tuple(self._mine(x, rank) for x in i.inputs)))
+        return replace(self, instructions=tuple(kept), rank=rank)
+
+    def _mine(self, operand: Operand, rank: int) -> Operand:
+        if isinstance(operand, str) and operand in self.types:
+            return operand if self.has(operand, rank) else None
+        return operand
+
+
+def whole_type(dtype: torch.dtype, shape: tuple[int, ...], mesh: DeviceMesh) -> BufferType:
+    """A buffer that every rank of a mesh holds whole."""
+    return BufferType(dtype=dtype, shape=shape, layout=replicated(mesh))

@@ -1,0 +1,1 @@
+"""The fusion IR: values, expressions, the op table, inference, printer, verifier."""

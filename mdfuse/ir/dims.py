@@ -1,0 +1,267 @@
+"""How an op's dims correspond: the rule from which its layouts follow.
+
+Every dim of every operand and of the result carries a *label*, as in an einsum. Dims with one label
+are split together. A label that the result lacks is reduced: splitting it makes the result Partial.
+A dim without a label (None) must be whole on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+from mdfuse.layout import nth_chunk
+
+Shape = tuple[int, ...]
+Shapes = Sequence[Shape | None]
+Labels = tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DimMap:
+    """Labels of the dims of an op.
+
+    Attributes:
+        operands: labels per operand; () for operands that are not tensors.
+        result: labels of the result.
+        reduces: label -> the reduce op that joins the parts, where a split of it is possible.
+        fits: (label, sizes of the axes that split it, outermost first) -> the pieces fall together.
+    """
+
+    operands: tuple[Labels, ...]
+    result: Labels
+    reduces: Mapping[int, str] = field(default_factory=dict)
+    fits: Callable[[int, tuple[int, ...]], bool] = lambda label, sizes: True
+
+
+Rule = Callable[[Shapes, Shape, Mapping[str, Any]], DimMap]
+
+
+def pointwise(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
+    """Broadcasting: dims align from the right; a dim that is stretched is whole."""
+    operands = tuple(_align(shape, result) for shape in shapes)
+    return DimMap(operands=operands, result=tuple(range(len(result))))
+
+
+def _align(shape: Shape | None, result: Shape) -> Labels:
+    if shape is None:
+        return ()
+    skip = len(result) - len(shape)
+    return tuple(d + skip if n == result[d + skip] else None for d, n in enumerate(shape))
+
+
+def rowwise(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
+    """Softmax and its like: `dim` is whole, the others are free."""
+    whole = attrs["dim"] % max(len(result), 1)
+    labels = tuple(None if d == whole else d for d in range(len(result)))
+    return DimMap(operands=(labels,), result=labels)
+
+
+def permute(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
+    """Labels move with their dims."""
+    rank = len(result)
+    dims = tuple(d % rank for d in attrs["dims"])
+    return DimMap(operands=(tuple(range(rank)),), result=dims)
+
+
+def reduction(op: str) -> Rule:
+    """Reduced dims may be split: the result is then Partial(op)."""
+
+    def rule(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
+        shape = shapes[0] or ()
+        dims = reduced_dims(attrs["dims"], len(shape))
+        kept: list[int | None] = []
+        for d in range(len(shape)):
+            if d not in dims:
+                kept.append(d)
+            elif attrs["keepdim"]:
+                kept.append(None)
+        return DimMap(
+            operands=(tuple(range(len(shape))),),
+            result=tuple(kept),
+            reduces=dict.fromkeys(dims, op),
+        )
+
+    return rule
+
+
+def reduced_dims(dims: Sequence[int] | None, rank: int) -> tuple[int, ...]:
+    """Non-negative reduced dims; None means all."""
+    return tuple(range(rank)) if dims is None else tuple(d % rank for d in dims)
+
+
+def expand(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
+    """Dims that grow are free in the result and whole in the operand."""
+    return pointwise(shapes, result, attrs)
+
+
+def unsqueeze(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
+    """New dims of extent 1 are whole."""
+    new = {d % len(result) for d in attrs["dims"]}
+    kept = [d for d in range(len(result)) if d not in new]
+    labels = tuple(None if d in new else d for d in range(len(result)))
+    return DimMap(operands=(tuple(kept),), result=labels)
+
+
+def squeeze(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
+    """Dims of extent 1 go; they are whole."""
+    shape = shapes[0] or ()
+    gone = {d % len(shape) for d in attrs["dims"] if shape[d] == 1}
+    labels = tuple(None if d in gone else d for d in range(len(shape)))
+    return DimMap(operands=(labels,), result=tuple(x for x in labels if x is not None))
+
+
+def window(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
+    """A slice: dims that are cut are whole, dims taken entirely are free."""
+    shape = shapes[0] or ()
+    taken = zip(attrs["starts"], attrs["ends"], attrs["steps"], shape, strict=True)
+    labels = tuple(
+        d if (start, step) == (0, 1) and end >= n else None
+        for d, (start, end, step, n) in enumerate(taken)
+    )
+    return DimMap(operands=(labels,), result=labels)
+
+
+def concatenation(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
+    """The dim along which tensors are joined is whole."""
+    whole = attrs["dim"] % len(result)
+    labels = tuple(None if d == whole else d for d in range(len(result)))
+    return DimMap(operands=(labels,) * len(shapes), result=labels)
+
+
+def matmul(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
+    """`[…,m,k] @ […,k,n]` as torch.matmul does it; a split k gives Partial(sum)."""
+    a, b = shapes[0] or (), shapes[1] or ()
+    rows, columns = len(a) > 1, len(b) > 1
+    batch = len(result) - rows - columns
+    m, n, k = batch, batch + rows, len(result)
+    left = _align(a[:-2], result[:batch]) if rows else ()
+    right = _align(b[:-2], result[:batch]) if columns else ()
+    return DimMap(
+        operands=((*left, m, k) if rows else (k,), (*right, k, n) if columns else (k,)),
+        result=tuple(range(len(result))),
+        reduces={k: "sum"},
+    )
+
+
+def linear(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
+    """`x[…,k], w[n,k], b[n]`; a split k gives Partial(sum), which a bias does not allow."""
+    x, w, bias = (*shapes, None)[:3]
+    assert x is not None and w is not None
+    k, n = len(x) + len(w), len(x) - 1
+    rows = tuple(range(len(x) - 1))
+    has_n = len(w) == 2
+    return DimMap(
+        operands=((*rows, k), (n, k) if has_n else (k,), (n,) if bias else ())[: len(shapes)],
+        result=(*rows, n) if has_n else rows,
+        reduces={k: "sum"} if bias is None else {},
+    )
+
+
+def embedding(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
+    """`indices[…], table[v,d]`; a split v looks up what it has and gives Partial(sum)."""
+    d, v = len(result) - 1, len(result)
+    indices = tuple(range(len(result) - 1))
+    return DimMap(operands=(indices, (v, d)), result=(*indices, d), reduces={v: "sum"})
+
+
+def layer_norm(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
+    """The normalised dims are whole, the others are free."""
+    free = len(result) - len(attrs["normalized_shape"])
+    labels = tuple(d if d < free else None for d in range(len(result)))
+    whole = tuple((None,) * len(shape) if shape is not None else () for shape in shapes[1:])
+    return DimMap(operands=(labels, *whole), result=labels)
+
+
+def attention(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
+    """q[…,l,e], k[…,s,e], v[…,s,f]: batch dims, heads and f are free; l too unless causal."""
+    batch = len(result) - 2
+    rows = None if attrs["is_causal"] else batch
+    q, k, v, mask = (*shapes, None)[:4]
+    assert q is not None and k is not None and v is not None
+    lead = [_align(shape[:-2], result[:-2]) for shape in (q, k, v)]
+    masked = _align(mask, (*result[:-1], k[-2])) if mask is not None else ()
+    return DimMap(
+        operands=(
+            (*lead[0], rows, None),
+            (*lead[1], None, None),
+            (*lead[2], None, batch + 1),
+            tuple(None if x == batch + 1 or (x == batch and rows is None) else x for x in masked),
+        )[: len(shapes)],
+        result=(*range(batch), rows, batch + 1),
+    )
+
+
+def creation(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
+    """No tensor operands; every dim of the result is free."""
+    return DimMap(operands=((),) * len(shapes), result=tuple(range(len(result))))
+
+
+def reshape(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
+    """Dims are merged and split in groups of equal products; the outermost of a group may be split.
+
+    It may where the pieces' boundaries fall together before and after.
+    """
+    shape = shapes[0] or ()
+    before: list[int | None] = [None] * len(shape)
+    after: list[int | None] = [None] * len(result)
+    inner: dict[int, tuple[int, int, int, int]] = {}
+    for old, new in reshape_groups(shape, result):
+        i = next((d for d in old if shape[d] != 1), None)
+        j = next((d for d in new if result[d] != 1), None)
+        if i is None or j is None:
+            continue
+        before[i] = after[j] = i
+        rest = math.prod(shape[d] for d in old if d > i), math.prod(result[d] for d in new if d > j)
+        inner[i] = (shape[i], rest[0], result[j], rest[1])
+
+    def fits(label: int, sizes: tuple[int, ...]) -> bool:
+        n, n_inner, m, m_inner = inner[label]
+        parts = math.prod(sizes)
+        if (n == m and n_inner == m_inner) or (n % parts == 0 and m % parts == 0):
+            return True
+        return _boundaries(n, n_inner, sizes) == _boundaries(m, m_inner, sizes)
+
+    return DimMap(operands=(tuple(before),), result=tuple(after), fits=fits)
+
+
+def reshape_groups(shape: Shape, result: Shape) -> list[tuple[list[int], list[int]]]:
+    """The smallest runs of dims whose extents have the same product.
+
+    >>> reshape_groups((2, 3, 4), (6, 4))
+    [([0, 1], [0]), ([2], [1])]
+    """
+    if 0 in shape:
+        common = next(
+            (d for d, (a, b) in enumerate(zip(shape, result, strict=False)) if a != b),
+            min(len(shape), len(result)),
+        )
+        return [([d], [d]) for d in range(common)]
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(shape) and j < len(result):
+        old, new = [i], [j]
+        p, q = shape[i], result[j]
+        i, j = i + 1, j + 1
+        while p != q:
+            if p < q:
+                p, i = p * shape[i], i + 1
+                old.append(i - 1)
+            else:
+                q, j = q * result[j], j + 1
+                new.append(j - 1)
+        groups.append((old, new))
+    return groups
+
+
+def _boundaries(extent: int, inner: int, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
+    pieces = []
+    for choice in product(*map(range, sizes)):
+        interval = (0, extent)
+        for size, i in zip(sizes, choice, strict=True):
+            interval = nth_chunk(interval, size, i)
+        pieces.append((interval[0] * inner, interval[1] * inner))
+    return pieces

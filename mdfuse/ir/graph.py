@@ -1,0 +1,266 @@
+"""The fusion IR: an immutable graph of expressions over named values."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+
+from mdfuse.errors import MdfuseError
+from mdfuse.layout import Layout
+
+#: What an expression reads: the name of a value, or a number, or nothing (an absent bias).
+Operand = str | bool | int | float | None
+
+_PACKAGE = str(Path(__file__).resolve().parent.parent) + "/"
+
+#: torch dtype -> its short name in printed programs.
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as programs print it: `torch.float32` -> "f32"."""
+    return DTYPE_NAMES.get(dtype) or str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A line of the user's program."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{Path(self.file).name}:{self.line}"
+
+    def quote(self) -> str:
+        """The place and the text of the line, for error messages."""
+        import linecache
+
+        return f"{self}   {linecache.getline(self.file, self.line).strip()}".rstrip()
+
+
+def user_source() -> Source | None:
+    """The innermost line on the stack that is not mdfuse's own."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return Source(frame.f_code.co_filename, frame.f_lineno)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """A tensor (or a host scalar) of a fusion, in global view.
+
+    Attributes:
+        name: unique in its fusion.
+        shape: global extents; () for scalars.
+        dtype: the element type.
+        kind: "tensor", or "scalar" for a number that the host holds.
+        order: the dims from outermost to innermost in memory that the value has on one device.
+        expanded: dims that `expand` made: all their elements are one.
+        layout: where the value lives; None until it is inferred.
+        is_law: the user stated the layout.
+        source: the user's line.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    kind: Literal["tensor", "scalar"] = "tensor"
+    order: tuple[int, ...] = ()
+    expanded: frozenset[int] = frozenset()
+    layout: Layout | None = None
+    is_law: bool = False
+    source: Source | None = None
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.kind == "tensor"
+
+    @property
+    def size(self) -> int:
+        """How many elements."""
+        n = 1
+        for extent in self.shape:
+            n *= extent
+        return n
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole value, expanded dims counted once."""
+        n = self.dtype.itemsize
+        for dim, extent in enumerate(self.shape):
+            n *= 1 if dim in self.expanded else extent
+        return n
+
+    def type_text(self) -> str:
+        """The type as programs print it: `f32[8,16]`."""
+        return f"{dtype_name(self.dtype)}[{','.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expr:
+    """One operation: a row of the op table, what it reads, what it defines.
+
+    Attributes:
+        op: a name of `mdfuse.ir.ops.TABLE`.
+        inputs: value names, numbers, or None.
+        output: the name of the value that it defines.
+        attrs: keyword arguments of the op, hashable.
+        source: the user's line.
+    """
+
+    op: str
+    inputs: tuple[Operand, ...]
+    output: str
+    attrs: tuple[tuple[str, Any], ...] = ()
+    source: Source | None = None
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The names of the values that it reads."""
+        return tuple(x for x in self.inputs if isinstance(x, str))
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """The attributes as keyword arguments."""
+        return dict(self.attrs)
+
+    def attrs_text(self) -> str:
+        """The attributes as programs print them."""
+        return ", ".join(f"{k}={_attr_text(v)}" for k, v in self.attrs if v is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fusion:
+    """A tensor program in global view: expressions in the order of their definition."""
+
+    name: str
+    values: Mapping[str, Value]
+    exprs: tuple[Expr, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    #: outputs that are written into an input: output name -> input name.
+    reuse: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    @cached_property
+    def producers(self) -> dict[str, Expr]:
+        """The expression that defines each value."""
+        return {e.output: e for e in self.exprs}
+
+    @cached_property
+    def consumers(self) -> dict[str, tuple[Expr, ...]]:
+        """The expressions that read each value."""
+        readers: dict[str, list[Expr]] = {name: [] for name in self.values}
+        for expr in self.exprs:
+            for name in dict.fromkeys(expr.reads):
+                readers[name].append(expr)
+        return {name: tuple(exprs) for name, exprs in readers.items()}
+
+    def layout(self, name: str) -> Layout:
+        """The layout of a value that has one."""
+        layout = self.values[name].layout
+        assert layout is not None, f"{name} has no layout yet"
+        return layout
+
+    def with_layouts(self, layouts: Mapping[str, Layout]) -> Fusion:
+        """This fusion with the layouts of some values set."""
+        values = dict(self.values)
+        for name, layout in layouts.items():
+            values[name] = replace(values[name], layout=layout)
+        return replace(self, values=values)
+
+    def where(self, *names: str) -> list[str]:
+        """The source lines of some values, for error messages."""
+        sources = (self.values[n].source for n in names)
+        return list(dict.fromkeys(s.quote() for s in sources if s))
+
+    def __str__(self) -> str:
+        return fusion_text(self)
+
+
+def fresh_name(taken: Iterable[str] | Mapping[str, Any], base: str) -> str:
+    """`base`, or `base_1`, `base_2`, … where that is taken."""
+    name, n = base, 0
+    while name in taken:
+        n += 1
+        name = f"{base}_{n}"
+    return name
+
+
+def _attr_text(value: Any) -> str:
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    if isinstance(value, tuple):
+        return f"[{','.join(map(_attr_text, value))}]"
+    return str(value)
+
+
+def operand_text(operand: Operand) -> str:
+    """An operand as programs print it."""
+    return f"%{operand}" if isinstance(operand, str) else str(operand)
+
+
+def value_text(value: Value) -> str:
+    """A value with its type and layout: `%x: f32[8,16] (tp=S0)`."""
+    layout = f" {value.layout}" if value.layout is not None else ""
+    law = "!" if value.is_law else ""
+    return f"%{value.name}: {value.type_text()}{layout}{law}"
+
+
+def fusion_text(fusion: Fusion) -> str:
+    """The whole fusion; a layout marked ! is the user's, the others are inferred."""
+    rows: list[tuple[str, Source | None]] = []
+    for name in fusion.inputs:
+        value = fusion.values[name]
+        rows.append((f"{value_text(value)} = input", value.source))
+    for e in fusion.exprs:
+        arguments = ", ".join(filter(None, (*map(operand_text, e.inputs), e.attrs_text())))
+        rows.append((f"{value_text(fusion.values[e.output])} = {e.op}({arguments})", e.source))
+    returned = ", ".join(
+        f"%{n}" + (f" (into %{fusion.reuse[n]})" if n in fusion.reuse else "")
+        for n in fusion.outputs
+    )
+    rows.append((f"return {returned}".rstrip(), None))
+    width = min(max((len(t) for t, _ in rows), default=0), 88)
+    lines = [f"  {t:<{width}}  # {s}" if s else f"  {t}" for t, s in rows]
+    meshes = dict.fromkeys(v.layout.mesh for v in fusion.values.values() if v.layout is not None)
+    on = f" on {', '.join(map(repr, meshes))}" if meshes else ""
+    return "\n".join((f"fusion @{fusion.name}{on} {{", *lines, "}"))
+
+
+def check_fusion(fusion: Fusion) -> None:
+    """Raise MdfuseError unless every value is defined once, before its use."""
+    defined = set(fusion.inputs)
+    for expr in fusion.exprs:
+        missing = [name for name in expr.reads if name not in defined]
+        if missing or expr.output in defined:
+            raise MdfuseError(
+                f"@{fusion.name}: {expr.op} -> %{expr.output} "
+                + (f"reads undefined {missing}" if missing else "defines a value twice"),
+                because="a fusion defines every value once, before its first use",
+            )
+        defined.add(expr.output)
+    for name in fusion.outputs:
+        if name not in defined:
+            raise MdfuseError(f"@{fusion.name}: output %{name} is not defined")

@@ -1,0 +1,90 @@
+"""Shapes, dtypes and memory order of results: torch's own answer, on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mdfuse.errors import DefinitionError
+from mdfuse.ir.graph import Operand, Source, Value
+from mdfuse.ir.ops import Op
+
+_SCALARS: dict[torch.dtype, Any] = {torch.bool: True}
+
+
+def dense_strides(shape: Sequence[int], order: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Strides of a dense tensor whose dims lie in `order`, outermost first.
+
+    >>> dense_strides((3, 4, 5), (1, 0, 2))
+    (5, 15, 1)
+    """
+    strides = [0] * len(shape)
+    step = 1
+    for dim in reversed(range(len(shape)) if order is None else order):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)
+
+
+def meta_tensor(value: Value) -> Any:
+    """What stands for a value on the meta device; a number for a host scalar."""
+    if not value.is_tensor:
+        return scalar_sample(value.dtype)
+    strides = [
+        0 if d in value.expanded else s
+        for d, s in enumerate(dense_strides(value.shape, value.order))
+    ]
+    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device="meta")
+
+
+def scalar_sample(dtype: torch.dtype) -> bool | int | float:
+    """A number of the kind that a host scalar of this dtype is."""
+    if dtype == torch.bool:
+        return True
+    return 1.0 if dtype.is_floating_point else 1
+
+
+def infer(
+    op: Op,
+    inputs: Sequence[Operand],
+    attrs: Mapping[str, Any],
+    values: Mapping[str, Value],
+    source: Source | None,
+) -> Tensor | bool | int | float:
+    """Run an op on the meta device; what torch refuses is a DefinitionError.
+
+    Returns:
+        A meta tensor with the result's shape, dtype and strides; a number where every operand
+        is a number.
+    """
+    operands = [meta_tensor(values[x]) if isinstance(x, str) else x for x in inputs]
+    try:
+        if op.name == "uniform":
+            return op.call(*operands, **attrs, device="meta")  # type: ignore[no-any-return]
+        return op.call(*operands, **attrs)  # type: ignore[no-any-return]
+    except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
+        described = ", ".join(
+            f"%{x}: {values[x].type_text()}" if isinstance(x, str) else str(x) for x in inputs
+        )
+        settings = ", ".join(f"{k}={v}" for k, v in attrs.items())
+        raise DefinitionError(
+            f"{op.name}({described}{', ' if settings else ''}{settings}) means nothing",
+            where=source.quote() if source else (),
+            because=f"torch says: {str(error).strip().splitlines()[0]}",
+        ) from error
+
+
+def memory_order(x: Tensor) -> tuple[int, ...]:
+    """The dims from outermost to innermost in memory."""
+    strides = x.stride()
+    return tuple(sorted(range(x.ndim), key=lambda d: (-strides[d], d)))
+
+
+def expanded_dims(x: Tensor) -> frozenset[int]:
+    """Dims of extent > 1 whose elements are all one."""
+    return frozenset(
+        d for d, (n, s) in enumerate(zip(x.shape, x.stride(), strict=True)) if s == 0 and n > 1
+    )

@@ -1,0 +1,382 @@
+"""The op table: one row per op says what torch call runs it and how its dims correspond."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mdfuse.ir import dims, random
+from mdfuse.layout import Box, box_shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What a rank holds of an expression's operands and result.
+
+    Attributes:
+        shapes: global shapes of the operands; None for those that are not tensors.
+        boxes: this rank's parts of the operands.
+        shape: global shape of the result.
+        box: this rank's part of the result.
+    """
+
+    shapes: tuple[tuple[int, ...] | None, ...]
+    boxes: tuple[Box | None, ...]
+    shape: tuple[int, ...]
+    box: Box
+
+
+Localize = Callable[[dict[str, Any], Part], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """A row of the op table.
+
+    Attributes:
+        name: as in `fd.ops.<name>`.
+        call: `call(*operands, **attrs)` on whole tensors or on a rank's parts.
+        rule: the labels of its dims.
+        host: the host instruction that runs it.
+        out: `out(*operands, out=buffer, **attrs)`, where torch can write in place.
+        localize: the attributes for one rank's part.
+        partial: which Partial operands it may take as they are:
+            "view" any, "sum" all operands Partial(sum), "scale" the first Partial(sum),
+            "reduce" an operand with the op that it reduces by itself.
+        is_view: the result may share storage with the first operand.
+        is_single: runs as a single host op; others are merged into host units.
+    """
+
+    name: str
+    call: Callable[..., Any]
+    rule: dims.Rule
+    host: str
+    out: Callable[..., Any] | None = None
+    localize: Localize | None = None
+    partial: str = ""
+    is_view: bool = False
+    is_single: bool = True
+
+
+TABLE: dict[str, Op] = {}
+
+
+def _row(name: str, call: Callable[..., Any], rule: dims.Rule, host: str, **more: Any) -> None:
+    TABLE[name] = Op(name=name, call=call, rule=rule, host=host, **more)
+
+
+def local_attrs(op: Op, attrs: Mapping[str, Any], part: Part) -> dict[str, Any]:
+    """The attributes of an op for one rank's part of it."""
+    attrs = dict(attrs)
+    return op.localize(attrs, part) if op.localize else attrs
+
+
+# -- views ---------------------------------------------------------------------------------------
+
+
+def _local_shape(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
+    return {**attrs, "shape": box_shape(part.box)}
+
+
+def _local_ends(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
+    """Dims taken entirely end where this rank's part ends; the others are whole here."""
+    box = part.boxes[0]
+    assert box is not None
+    ends = tuple(min(e, stop - start) for e, (start, stop) in zip(attrs["ends"], box, strict=True))
+    return {**attrs, "ends": ends}
+
+
+def _window(
+    x: Tensor, *, starts: Sequence[int], ends: Sequence[int], steps: Sequence[int]
+) -> Tensor:
+    return x[tuple(map(slice, starts, ends, steps))]
+
+
+def _unsqueeze(x: Tensor, *, dims: Sequence[int]) -> Tensor:
+    rank = x.ndim + len(dims)
+    for d in sorted(d % rank for d in dims):
+        x = x.unsqueeze(d)
+    return x
+
+
+def _squeeze(x: Tensor, *, dims: Sequence[int]) -> Tensor:
+    return x.squeeze(tuple(dims))
+
+
+def _local_squeeze(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
+    """Only dims whose global extent is 1 go; a local extent of 1 is no reason."""
+    shape = part.shapes[0]
+    assert shape is not None
+    return {"dims": tuple(d % len(shape) for d in attrs["dims"] if shape[d] == 1)}
+
+
+_VIEW: dict[str, Any] = {"is_view": True, "partial": "view"}
+_row("set", lambda x: x, dims.pointwise, "set", **_VIEW)
+_row("stride_order", lambda x, *, order: x, dims.pointwise, "set", **_VIEW)
+_row("permute", lambda x, *, dims: x.permute(dims), dims.permute, "permute", **_VIEW)
+_row(
+    "reshape",
+    lambda x, *, shape: x.reshape(shape),
+    dims.reshape,
+    "reshape",
+    localize=_local_shape,
+    **_VIEW,
+)
+_row(
+    "expand",
+    lambda x, *, shape: x.expand(shape),
+    dims.expand,
+    "expand",
+    localize=_local_shape,
+    **_VIEW,
+)
+_row("unsqueeze", _unsqueeze, dims.unsqueeze, "unsqueeze", **_VIEW)
+_row("squeeze", _squeeze, dims.squeeze, "squeeze", localize=_local_squeeze, **_VIEW)
+_row("slice", _window, dims.window, "slice", localize=_local_ends, **_VIEW)
+
+
+# -- pointwise -----------------------------------------------------------------------------------
+
+
+def _binary(name: str, call: Callable[..., Any], torch_name: str, **more: Any) -> None:
+    _row(name, call, dims.pointwise, "binary", out=getattr(torch, torch_name), **more)
+
+
+def _tensors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A torch function that wants tensors, made to take a number on either side."""
+
+    def call(a: Any, b: Any) -> Any:
+        like = a if isinstance(a, Tensor) else b
+        return function(_as_tensor(a, like), _as_tensor(b, like))
+
+    return call
+
+
+def _as_tensor(x: Any, like: Tensor) -> Tensor:
+    if isinstance(x, Tensor):
+        return x
+    dtype = torch.result_type(like, x)
+    return torch.full((), x, dtype=dtype, device=like.device)
+
+
+_binary("add", operator.add, "add", partial="sum")
+_binary("sub", operator.sub, "sub", partial="sum")
+_binary("mul", operator.mul, "mul", partial="scale")
+_binary("div", operator.truediv, "div", partial="scale")
+_binary("floor_divide", operator.floordiv, "floor_divide")
+_binary("remainder", operator.mod, "remainder")
+_binary("pow", operator.pow, "pow")
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    _binary(_name, getattr(operator, _name), _name)
+for _name, _symbol in (("and", operator.and_), ("or", operator.or_), ("xor", operator.xor)):
+    _binary(f"bitwise_{_name}", _symbol, f"bitwise_{_name}")
+for _name in ("maximum", "minimum", "fmod", "atan2", "logical_and", "logical_or", "logical_xor"):
+    _binary(_name, _tensors(getattr(torch, _name)), _name)
+
+UNARY = (
+    "abs acos acosh asin asinh atan atanh bitwise_not ceil cos cosh erf erfc exp exp2 expm1 floor "
+    "isfinite isinf isnan log log10 log1p log2 logical_not neg reciprocal round rsqrt "
+    "sigmoid sign sin sinh sqrt square tan tanh trunc"
+).split()
+for _name in UNARY:
+    _call = getattr(torch, _name)
+    _linear = {"partial": "scale"} if _name == "neg" else {}
+    _out = None if _name in ("isfinite", "isinf", "isnan") else _call
+    _row(_name, _call, dims.pointwise, "unary", out=_out, **_linear)
+
+_F = torch.nn.functional
+_row("relu", _F.relu, dims.pointwise, "unary")
+_row("silu", _F.silu, dims.pointwise, "unary")
+_row("elu", _F.elu, dims.pointwise, "unary")
+_row("softplus", _F.softplus, dims.pointwise, "unary")
+_row("leaky_relu", _F.leaky_relu, dims.pointwise, "unary")
+_row("gelu", _F.gelu, dims.pointwise, "unary")
+_row("clamp", torch.clamp, dims.pointwise, "unary", out=torch.clamp)
+_row("cast", lambda x, *, dtype: x.to(dtype), dims.pointwise, "unary")
+
+
+def _where(condition: Any, a: Any, b: Any) -> Any:
+    return torch.where(condition, a, b)
+
+
+_row("where", _where, dims.pointwise, "where", is_single=False)
+
+
+# -- reductions ----------------------------------------------------------------------------------
+
+
+def _dims(x: Tensor, chosen: Sequence[int] | None) -> tuple[int, ...]:
+    return dims.reduced_dims(chosen, x.ndim)
+
+
+def _sum(
+    x: Tensor, *, dims: Any, keepdim: bool, dtype: Any = None, out: Tensor | None = None
+) -> Tensor:
+    if not _dims(x, dims):
+        return x.to(dtype or torch.sum(x.new_empty(0)).dtype)
+    if out is not None:
+        return torch.sum(x, _dims(x, dims), keepdim=keepdim, dtype=out.dtype, out=out)
+    return torch.sum(x, _dims(x, dims), keepdim=keepdim, dtype=dtype)
+
+
+def _prod(x: Tensor, *, dims: Any, keepdim: bool, dtype: Any = None) -> Tensor:
+    chosen = sorted(_dims(x, dims), reverse=True)
+    if not chosen:
+        return x.to(dtype or torch.prod(x.new_empty(0)).dtype)
+    for d in chosen:
+        x = torch.prod(x, d, keepdim=keepdim, dtype=dtype)
+    return x
+
+
+def _extreme(name: str, pick: Callable[[torch.dtype], float | int | bool]) -> Callable[..., Tensor]:
+    """min or max; an empty shard contributes the identity where the whole is not empty."""
+    function = getattr(torch, name)
+
+    def call(x: Tensor, *, dims: Any, keepdim: bool, identity: bool = False) -> Tensor:
+        chosen = _dims(x, dims)
+        if not chosen:
+            return x
+        if identity and 0 in (x.shape[d] for d in chosen):
+            shape = [n if d not in chosen else 1 for d, n in enumerate(x.shape)]
+            kept = [n for d, n in enumerate(shape) if keepdim or d not in chosen]
+            return x.new_full(kept, pick(x.dtype))
+        return function(x, dim=chosen, keepdim=keepdim)  # type: ignore[no-any-return]
+
+    return call
+
+
+def lowest(dtype: torch.dtype) -> float | int | bool:
+    """The identity of max."""
+    if dtype == torch.bool:
+        return False
+    return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def highest(dtype: torch.dtype) -> float | int | bool:
+    """The identity of min."""
+    if dtype == torch.bool:
+        return True
+    return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def _mean(x: Tensor, *, dims: Any, keepdim: bool, count: int | None = None) -> Tensor:
+    """The mean; with `count`, this part's share of the mean over `count` elements."""
+    chosen = _dims(x, dims)
+    if count is None:
+        return torch.mean(x, chosen, keepdim=keepdim) if chosen else x.clone()
+    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    return (torch.sum(x, chosen, keepdim=keepdim, dtype=wide) / count).to(x.dtype)
+
+
+def _truth(name: str) -> Callable[..., Tensor]:
+    function = getattr(torch, name)
+
+    def call(x: Tensor, *, dims: Any, keepdim: bool) -> Tensor:
+        chosen = _dims(x, dims)
+        return function(x, dim=chosen, keepdim=keepdim) if chosen else x.bool()
+
+    return call
+
+
+def _global_count(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
+    """Where a reduced dim is split, a part of a mean is divided by the global count."""
+    shape, box = part.shapes[0], part.boxes[0]
+    assert shape is not None and box is not None
+    chosen = dims.reduced_dims(attrs["dims"], len(shape))
+    if all(box[d] == (0, shape[d]) for d in chosen):
+        return attrs
+    return {**attrs, "count": math.prod(shape[d] for d in chosen)}
+
+
+def _with_identity(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
+    return {**attrs, "identity": True}
+
+
+def _reduce(name: str, call: Callable[..., Any], op: str, **more: Any) -> None:
+    _row(name, call, dims.reduction(op), "reduce", partial="reduce", **more)
+
+
+_reduce("sum", _sum, "sum", out=_sum)
+_reduce("prod", _prod, "prod")
+_reduce("max", _extreme("amax", lowest), "max", localize=_with_identity)
+_reduce("min", _extreme("amin", highest), "min", localize=_with_identity)
+_reduce("mean", _mean, "sum", localize=_global_count)
+_reduce("any", _truth("any"), "bor")
+_reduce("all", _truth("all"), "band")
+
+
+# -- contractions and composite ops --------------------------------------------------------------
+
+
+def _lookup(
+    indices: Tensor, table: Tensor, *, part: tuple[int, int, int] | None = None
+) -> Tensor:
+    """Rows of a table; with `part=(start, stop, rows in all)` the table is a piece of a larger one.
+
+    Rows outside the piece come back as zeros, so that the sum over all pieces is the lookup.
+    """
+    if part is None:
+        return _F.embedding(indices, table)
+    start, stop, _ = part
+    here = (indices >= start) & (indices < stop)
+    if start == stop:
+        return table.new_zeros((*indices.shape, table.shape[1]))
+    rows = _F.embedding((indices - start).clamp(0, stop - start - 1), table)
+    return torch.where(here.unsqueeze(-1), rows, 0)
+
+
+def _local_rows(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
+    shape, box = part.shapes[1], part.boxes[1]
+    assert shape is not None and box is not None
+    if box[0] == (0, shape[0]):
+        return attrs
+    return {**attrs, "part": (*box[0], shape[0])}
+
+
+def _normalize(
+    x: Tensor, weight: Any, bias: Any, *, normalized_shape: Sequence[int], eps: float
+) -> Tensor:
+    return _F.layer_norm(x, list(normalized_shape), weight, bias, eps)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, *, is_causal: bool, scale: Any) -> Tensor:
+    return _F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale)
+
+
+def _local_draw(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
+    return {**attrs, "shape": part.shape, "box": part.box}
+
+
+_COMPOSITE: dict[str, Any] = {"is_single": False}
+_row("matmul", torch.matmul, dims.matmul, "matmul", out=torch.matmul)
+_row("linear", lambda x, w, b=None: _F.linear(x, w, b), dims.linear, "linear")
+_row("embedding", _lookup, dims.embedding, "embedding", localize=_local_rows, **_COMPOSITE)
+_row("softmax", lambda x, *, dim: torch.softmax(x, dim), dims.rowwise, "softmax", **_COMPOSITE)
+_row(
+    "log_softmax",
+    lambda x, *, dim: torch.log_softmax(x, dim),
+    dims.rowwise,
+    "log_softmax",
+    **_COMPOSITE,
+)
+_row("layer_norm", _normalize, dims.layer_norm, "layer_norm", **_COMPOSITE)
+_row("scaled_dot_product_attention", _attend, dims.attention, "attention", **_COMPOSITE)
+_row(
+    "cat",
+    lambda *xs, dim: torch.cat(xs, dim),
+    dims.concatenation,
+    "cat",
+    **_COMPOSITE,
+)
+_row(
+    "uniform", random.uniform, dims.creation, "uniform", localize=_local_draw, **_COMPOSITE
+)
+_row(
+    "dropout", random.dropout, dims.pointwise, "dropout", localize=_local_draw, **_COMPOSITE
+)

@@ -1,0 +1,332 @@
+"""Placements and layouts: which part of a tensor each rank of a mesh holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+from mdfuse.errors import LayoutError, MeshError
+from mdfuse.mesh import DeviceMesh
+
+#: A half-open range of indices along one dim.
+Interval = tuple[int, int]
+#: One interval per dim: a part of a tensor.
+Box = tuple[Interval, ...]
+
+REDUCE_OPS = ("sum", "prod", "min", "max", "avg", "band", "bor", "bxor")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Along this axis the tensor is split on `dim`, in pieces as `torch.chunk` makes them."""
+
+    dim: int
+
+    def __str__(self) -> str:
+        return f"S{self.dim}"
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Every rank along this axis holds the same."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """The value is what `op` makes of what the ranks along this axis hold."""
+
+    op: str = "sum"
+
+    def __post_init__(self) -> None:
+        if self.op not in REDUCE_OPS:
+            raise LayoutError(f"Partial({self.op!r})", hint="one of " + ", ".join(REDUCE_OPS))
+
+    def __str__(self) -> str:
+        return f"P({self.op})"
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The host computes the tensor in a loop over chunks of `dim`.
+
+    Args:
+        dim: the dim that is split.
+        chunks: how many chunks, or a tuple of their lengths.
+        rotate: an axis; each rank along it starts at its own chunk.
+    """
+
+    dim: int
+    chunks: int | tuple[int, ...]
+    rotate: str | None = None
+
+    def __str__(self) -> str:
+        turn = f",rotate={self.rotate}" if self.rotate else ""
+        chunks = str(self.chunks).replace(" ", "")
+        return f"stream({self.dim},{chunks}{turn})"
+
+
+Placement = Shard | Replicate | Partial
+
+
+class Layout:
+    """A mesh, one placement per mesh axis, and the order of axes that split one dim.
+
+    Args:
+        mesh: the mesh.
+        placements: axis name -> placement; axes not named are `Replicate()`.
+        order: dim -> the axes that split it, outermost first; mesh order where it is not given.
+        stream: a `Stream`, where the host loops over chunks of a dim.
+
+    Raises:
+        MeshError: an axis that the mesh does not have.
+        LayoutError: an order that does not name exactly the axes that split the dim.
+
+    >>> layout = Layout(DeviceMesh.arange(dp=2, tp=2), {"dp": Shard(0), "tp": Shard(0)})
+    >>> layout, layout.local_shape((5, 3), 0), layout.local_shape((5, 3), 3)
+    ((dp=S0, tp=S0), (2, 3), (1, 3))
+    """
+
+    __slots__ = ("__dict__", "mesh", "placements", "splits", "stream")
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    #: dim -> the axes that split it, outermost first; only dims that are split.
+    splits: tuple[tuple[int, tuple[str, ...]], ...]
+    stream: Stream | None
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        placements: Mapping[str, Placement] | None = None,
+        order: Mapping[int, Sequence[str]] | None = None,
+        stream: Stream | None = None,
+    ) -> None:
+        placements = dict(placements or {})
+        for axis, placement in placements.items():
+            mesh.axis_index(axis)
+            if isinstance(placement, Stream):
+                raise LayoutError(
+                    f"axis {axis}: {placement} is not a placement of a mesh axis",
+                    hint="pass stream=Stream(dim, chunks)",
+                )
+            if not isinstance(placement, Placement):
+                raise LayoutError(
+                    f"axis {axis}: {placement!r} is not a placement",
+                    hint="Shard(dim), Replicate() or Partial(op)",
+                )
+        self.mesh = mesh
+        self.placements = tuple(placements.get(a, Replicate()) for a in mesh.axes)
+        self.stream = stream
+        self.splits = self._order(order or {})
+
+    def _order(
+        self, order: Mapping[int, Sequence[str]]
+    ) -> tuple[tuple[int, tuple[str, ...]], ...]:
+        splits: dict[int, tuple[str, ...]] = {}
+        for axis, placement in zip(self.mesh.axes, self.placements, strict=True):
+            if isinstance(placement, Shard):
+                splits[placement.dim] = (*splits.get(placement.dim, ()), axis)
+        for dim, axes in order.items():
+            named = tuple(a for a in axes if a != "stream")
+            if sorted(named) != sorted(splits.get(dim, ())):
+                raise LayoutError(
+                    f"order {{{dim}: {tuple(axes)}}} for axes {splits.get(dim, ())}",
+                    because=f"an order names exactly the axes that split dim {dim}, each once",
+                )
+            if named:
+                splits[dim] = named
+        return tuple(sorted(splits.items()))
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def placement(self, axis: str) -> Placement:
+        """The placement along a named axis."""
+        return self.placements[self.mesh.axis_index(axis)]
+
+    def split_axes(self, dim: int) -> tuple[str, ...]:
+        """The axes that split a dim, outermost first."""
+        return next((axes for d, axes in self.splits if d == dim), ())
+
+    @cached_property
+    def partial_axes(self) -> tuple[str, ...]:
+        """The axes along which the value is Partial."""
+        return tuple(
+            a
+            for a, p in zip(self.mesh.axes, self.placements, strict=True)
+            if isinstance(p, Partial)
+        )
+
+    @property
+    def is_replicated(self) -> bool:
+        """Every rank holds the whole value."""
+        return all(isinstance(p, Replicate) for p in self.placements)
+
+    def intervals_at(self, shape: Sequence[int], coordinate: Sequence[int]) -> Box:
+        """The part of a tensor that the rank at a mesh coordinate holds."""
+        box = [(0, n) for n in shape]
+        for dim, axes in self.splits:
+            for axis in axes:
+                i = self.mesh.axis_index(axis)
+                box[dim] = nth_chunk(box[dim], self.mesh.shape[i], coordinate[i])
+        return tuple(box)
+
+    def intervals(self, shape: Sequence[int], rank: int) -> Box:
+        """The part of a tensor that a rank holds; MeshError where it is not in the mesh."""
+        coordinate = self.mesh.coordinate(rank)
+        if coordinate is None:
+            raise MeshError(f"rank {rank} is not in {self.mesh}")
+        return self.intervals_at(shape, coordinate)
+
+    def local_shape(self, shape: Sequence[int], rank: int | None = None) -> tuple[int, ...]:
+        """The shape of a rank's part; without a rank, of the largest part (the first rank's)."""
+        coordinate = (0,) * self.mesh.ndim
+        box = self.intervals(shape, rank) if rank is not None else None
+        return box_shape(box if box is not None else self.intervals_at(shape, coordinate))
+
+    def chunks_of(self, dim: int, extent: int) -> Iterator[tuple[tuple[int, ...], Interval]]:
+        """Each way to choose coordinates on the axes that split a dim, and the interval it gives."""
+        axes = self.split_axes(dim)
+        sizes = [self.mesh.axis_size(a) for a in axes]
+        for choice in product(*map(range, sizes)):
+            interval = (0, extent)
+            for size, i in zip(sizes, choice, strict=True):
+                interval = nth_chunk(interval, size, i)
+            yield choice, interval
+
+    # -- changing --------------------------------------------------------------------------------
+
+    @property
+    def order(self) -> dict[int, tuple[str, ...]]:
+        """The splits as an `order` argument."""
+        return dict(self.splits)
+
+    def by_axis(self) -> dict[str, Placement]:
+        """The placements as a `placements` argument."""
+        return dict(zip(self.mesh.axes, self.placements, strict=True))
+
+    def with_placement(self, axis: str, placement: Placement) -> Layout:
+        """This layout with one axis changed; a new split comes innermost."""
+        placements = {**self.by_axis(), axis: placement}
+        order = {d: tuple(a for a in axes if a != axis) for d, axes in self.splits}
+        if isinstance(placement, Shard):
+            order[placement.dim] = (*order.get(placement.dim, ()), axis)
+        return Layout(self.mesh, placements, order, self.stream)
+
+    def permuted(self, dims: Sequence[int]) -> Layout:
+        """The layout of `permute(x, dims)` where this is the layout of x."""
+        return self.with_dims({d: i for i, d in enumerate(dims)})
+
+    def with_dims(self, new: Mapping[int, int]) -> Layout:
+        """This layout with dims renamed; splits of dims that are not in `new` are dropped."""
+        placements: dict[str, Placement] = {
+            a: (Shard(new[p.dim]) if p.dim in new else Replicate()) if isinstance(p, Shard) else p
+            for a, p in self.by_axis().items()
+        }
+        order = {new[d]: axes for d, axes in self.splits if d in new}
+        return Layout(self.mesh, placements, order, self.stream)
+
+    def normalized(self, ndim: int) -> Layout:
+        """Non-negative dims, checked against a rank; axes of size 1 are replicated."""
+        placements: dict[str, Placement] = {}
+        for axis, placement in self.by_axis().items():
+            if isinstance(placement, Shard):
+                placement = Shard(_wrap(placement.dim, ndim, f"axis {axis}: {placement!r}"))
+            if self.mesh.axis_size(axis) == 1:
+                placement = Replicate()
+            placements[axis] = placement
+        order: dict[int, tuple[str, ...]] = {}
+        for dim, axes in self.splits:
+            kept = tuple(a for a in axes if self.mesh.axis_size(a) > 1)
+            # Shard(-1) and Shard(1) of a matrix name one dim: then mesh order decides.
+            here = (*order.get(dim % ndim, ()), *kept)
+            order[dim % ndim] = here if dim >= 0 else tuple(sorted(here, key=self.mesh.axis_index))
+        stream = self.stream
+        if stream is not None:
+            dim = _wrap(stream.dim, ndim, repr(stream))
+            stream = Stream(dim, stream.chunks, stream.rotate)
+        return Layout(self.mesh, placements, {d: a for d, a in order.items() if a}, stream)
+
+    # -- identity --------------------------------------------------------------------------------
+
+    @cached_property
+    def _key(self) -> tuple[object, ...]:
+        return (self.mesh, self.placements, self.splits, self.stream)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Layout):
+            return NotImplemented
+        return self is other or self._key == other._key
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        parts = [f"{a}={p}" for a, p in zip(self.mesh.axes, self.placements, strict=True)]
+        for dim, axes in self.splits:
+            if len(axes) > 1 and axes != tuple(a for a in self.mesh.axes if a in axes):
+                parts.append(f"order {dim}:{'>'.join(axes)}")
+        if self.stream:
+            parts.append(str(self.stream))
+        return f"({', '.join(parts)})"
+
+
+def replicated(mesh: DeviceMesh) -> Layout:
+    """Every rank of the mesh holds the whole."""
+    return Layout(mesh, {})
+
+
+def is_reshard(source: Layout, destination: Layout) -> bool:
+    """A set between these layouts changes who holds what."""
+    return source != destination
+
+
+def nth_chunk(interval: Interval, parts: int, i: int) -> Interval:
+    """The i-th of the pieces that `torch.chunk` makes of an interval; empty where it makes fewer.
+
+    >>> [nth_chunk((0, 5), 4, i) for i in range(4)]
+    [(0, 2), (2, 4), (4, 5), (5, 5)]
+    """
+    start, stop = interval
+    length = -(-(stop - start) // parts)
+    begin = min(start + i * length, stop)
+    return begin, min(begin + length, stop)
+
+
+def box_shape(box: Box) -> tuple[int, ...]:
+    """The extents of a box."""
+    return tuple(stop - start for start, stop in box)
+
+
+def box_size(box: Box) -> int:
+    """How many elements a box holds."""
+    return math.prod(stop - start for start, stop in box)
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """What two boxes share; None where that is nothing."""
+    both = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
+    return both if all(start < stop for start, stop in both) else None
+
+
+def relative(box: Box, to: Box) -> Box:
+    """A box in the coordinates of the box that holds it."""
+    return tuple((s - t, e - t) for (s, e), (t, _) in zip(box, to, strict=True))
+
+
+def _wrap(dim: int, ndim: int, what: str) -> int:
+    if not -ndim <= dim < ndim:
+        raise LayoutError(
+            f"{what}: dim {dim} is out of range for a tensor with {ndim} dims",
+            hint=f"dims go from {-ndim} to {ndim - 1}" if ndim else "a scalar cannot be split",
+        )
+    return dim % ndim

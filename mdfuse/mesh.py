@@ -1,0 +1,211 @@
+"""Device meshes: named axes over ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+from mdfuse.errors import MeshError
+
+_DEFAULT_AXES = {1: ("x",), 2: ("y", "x"), 3: ("z", "y", "x")}
+
+
+class DeviceMesh:
+    """An n-d array of ranks whose axes have names.
+
+    Args:
+        ranks: nested lists, a numpy array, a torch tensor, or a torch `DeviceMesh`. Any order,
+            no duplicates.
+        axes: one name per axis; by default ("x",), ("y", "x") or ("z", "y", "x"), or the names
+            that a torch `DeviceMesh` has.
+
+    Raises:
+        MeshError: the ranks are ragged, repeated, negative or not integers, or the names do not
+            fit them.
+
+    >>> mesh = DeviceMesh([[3, 4, 1], [0, 8, 2]], axes=("dp", "tp"))
+    >>> mesh.shape, mesh.coordinate(8), mesh.team(8, "tp"), mesh.team(8, "dp")
+    ((2, 3), (1, 1), (0, 8, 2), (4, 8))
+    >>> DeviceMesh.arange(dp=2, tp=4)
+    mesh(dp=2, tp=4)
+    """
+
+    __slots__ = ("__dict__", "_ranks", "axes", "shape")
+
+    def __init__(self, ranks: Any, axes: Sequence[str] | None = None) -> None:
+        names = getattr(ranks, "mesh_dim_names", None)
+        if hasattr(ranks, "mesh"):  # torch.distributed.DeviceMesh
+            axes, ranks = axes or names, ranks.mesh
+        shape, flat = _flatten(ranks.tolist() if hasattr(ranks, "tolist") else ranks)
+        self._set(shape, _canonical(flat), axes)
+
+    def _set(
+        self, shape: tuple[int, ...], ranks: Sequence[int], axes: Sequence[str] | None
+    ) -> None:
+        if axes is None:
+            if len(shape) not in _DEFAULT_AXES:
+                raise MeshError(
+                    f"a mesh with {len(shape)} axes has no default names",
+                    hint="pass axes=(...), one name per axis",
+                )
+            axes = _DEFAULT_AXES[len(shape)]
+        axes = (axes,) if isinstance(axes, str) else tuple(axes)
+        if len(axes) != len(shape) or len(set(axes)) != len(axes):
+            raise MeshError(
+                f"axes {axes} do not name the {len(shape)} axes of a mesh of shape {shape}",
+                because="every axis has one name, and no two share one",
+            )
+        if not all(isinstance(a, str) and a.isidentifier() and a != "stream" for a in axes):
+            raise MeshError(f"axes {axes}", because='a name is an identifier other than "stream"')
+        self.axes, self.shape, self._ranks = axes, shape, ranks
+
+    @classmethod
+    def arange(cls, **sizes: int) -> DeviceMesh:
+        """Ranks 0, 1, 2, … over axes in the order given, the last one fastest."""
+        if not sizes or not all(isinstance(n, int) and n > 0 for n in sizes.values()):
+            raise MeshError(f"arange({sizes})", because="each axis has a size of at least 1")
+        mesh = cls.__new__(cls)
+        shape = tuple(sizes.values())
+        mesh._set(shape, range(math.prod(shape)), tuple(sizes))
+        return mesh
+
+    @property
+    def size(self) -> int:
+        """How many ranks."""
+        return len(self._ranks)
+
+    @property
+    def ndim(self) -> int:
+        """How many axes."""
+        return len(self.shape)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks in row-major order."""
+        return tuple(self._ranks)
+
+    @property
+    def first(self) -> int:
+        """The rank at coordinate (0, …, 0)."""
+        return self._ranks[0]
+
+    @cached_property
+    def last_rank(self) -> int:
+        """The highest rank."""
+        return max(self._ranks[0], self._ranks[-1], *self._explicit)
+
+    @cached_property
+    def _explicit(self) -> tuple[int, ...]:
+        return () if isinstance(self._ranks, range) else tuple(self._ranks)
+
+    @cached_property
+    def _index(self) -> dict[int, int]:
+        return {rank: i for i, rank in enumerate(self._explicit)}
+
+    def axis_index(self, axis: str) -> int:
+        """The position of a named axis; MeshError where there is none."""
+        if axis not in self.axes:
+            raise MeshError(
+                f"{self} has no axis {axis!r}",
+                hint="its axes are " + ", ".join(map(repr, self.axes)),
+            )
+        return self.axes.index(axis)
+
+    def axis_size(self, axis: str) -> int:
+        """How many ranks lie along a named axis."""
+        return self.shape[self.axis_index(axis)]
+
+    def coordinate(self, rank: int) -> tuple[int, ...] | None:
+        """Where a rank is, one index per axis; None when it is not in the mesh."""
+        if isinstance(self._ranks, range):
+            index = rank - self._ranks.start if rank in self._ranks else None
+        else:
+            index = self._index.get(rank)
+        return None if index is None else self.unravel(index)
+
+    def unravel(self, index: int) -> tuple[int, ...]:
+        """The coordinate of the index-th rank in row-major order."""
+        coordinate = []
+        for n in reversed(self.shape):
+            index, i = divmod(index, n)
+            coordinate.append(i)
+        return tuple(reversed(coordinate))
+
+    def rank_at(self, coordinate: Sequence[int]) -> int:
+        """The rank at a coordinate."""
+        index = 0
+        for i, n in zip(coordinate, self.shape, strict=True):
+            index = index * n + i
+        return self._ranks[index]
+
+    def team(self, rank: int, axis: str) -> tuple[int, ...]:
+        """The ranks that differ from `rank` only along `axis`, in mesh order."""
+        position, here = self.axis_index(axis), self.coordinate(rank)
+        if here is None:
+            raise MeshError(f"rank {rank} is not in {self}", hint=f"its ranks: {self._describe()}")
+        return tuple(
+            self.rank_at((*here[:position], i, *here[position + 1 :]))
+            for i in range(self.shape[position])
+        )
+
+    def _describe(self) -> str:
+        shown = ", ".join(map(str, self._ranks[:16]))
+        return f"{shown}, … ({self.size} in all)" if self.size > 16 else shown
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self._ranks if isinstance(self._ranks, range) else rank in self._index
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ranks)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, DeviceMesh):
+            return NotImplemented
+        return self is other or self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @cached_property
+    def _key(self) -> tuple[Any, ...]:
+        return (self.axes, self.shape, self._ranks)
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{a}={n}" for a, n in zip(self.axes, self.shape, strict=True))
+        if self._ranks == range(self.size):
+            return f"mesh({sizes})"
+        return f"mesh({sizes}: {' '.join(map(str, self._ranks[:16]))}{' …' * (self.size > 16)})"
+
+
+def _flatten(nested: Any) -> tuple[tuple[int, ...], list[int]]:
+    """Shape and elements of nested sequences."""
+    if isinstance(nested, Sequence) and not isinstance(nested, str):
+        parts = [_flatten(part) for part in nested]
+        shapes = {shape for shape, _ in parts}
+        if len(shapes) != 1:
+            raise MeshError(
+                f"ranks {nested!r} do not form an array",
+                because="a mesh has at least one rank, and its rows are equally long",
+            )
+        return (len(parts), *shapes.pop()), [rank for _, flat in parts for rank in flat]
+    if isinstance(nested, bool) or not hasattr(nested, "__index__"):
+        raise MeshError(f"{nested!r} is not a rank", because="ranks are integers")
+    return (), [nested.__index__()]
+
+
+def _canonical(flat: list[int]) -> Sequence[int]:
+    """A range where the ranks are one, so that a large mesh is not a long list."""
+    if min(flat) < 0:
+        raise MeshError(f"rank {min(flat)} is negative", because="ranks count from 0")
+    span = range(flat[0], flat[0] + len(flat))
+    if flat == list(span):
+        return span
+    if len(set(flat)) != len(flat):
+        twice = sorted({r for r in flat if flat.count(r) > 1})
+        raise MeshError(
+            "a mesh holds each rank once; twice or more: " + ", ".join(map(str, twice)),
+            hint="leave the repeated ranks out",
+        )
+    return tuple(flat)

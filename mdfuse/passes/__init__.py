@@ -1,0 +1,1 @@
+"""Fusion-to-fusion passes, one file each, in the order in which `hir_lowering.PASSES` runs them."""

@@ -1,0 +1,154 @@
+"""Make every change of layout a `set`: operands that do not fit, and results that must be elsewhere.
+
+    %c: f32[8,8] (tp=S0) = add(%a, %b)              # %b is (tp=S1)
+->
+    %b.tp_S0: f32[8,8] (tp=S0) = set(%b)
+    %c: f32[8,8] (tp=S0) = add(%a, %b.tp_S0)
+
+Afterwards `set` is the only expression whose operand and result differ in layout. A value that is
+wanted in one layout several times is resharded once, from whichever copy of it costs least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from mdfuse.communication import cost
+from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
+from mdfuse.layout import Layout, Partial, Replicate
+from mdfuse.passes.strategy import choose
+
+name = "insert_reshards"
+
+
+@dataclass
+class _Rewriter:
+    """The fusion under construction; it lives inside one call of `run`."""
+
+    values: dict[str, Value]
+    exprs: list[Expr] = field(default_factory=list)
+    #: value -> its copies in other layouts, itself included.
+    copies: dict[str, list[str]] = field(default_factory=dict)
+
+    def layout(self, value: str) -> Layout:
+        layout = self.values[value].layout
+        assert layout is not None
+        return layout
+
+    def new_value(self, like: Value, base: str, layout: Layout) -> str:
+        output = fresh_name(self.values, base)
+        self.values[output] = replace(like, name=output, layout=layout, is_law=False)
+        return output
+
+    def reshard(self, value: str, layout: Layout, expr: Expr) -> str:
+        """The name of a copy of a value in a layout, made by a new set where there is none."""
+        copies = self.copies.setdefault(value, [value])
+        for copy in copies:
+            if self.layout(copy) == layout:
+                return copy
+        shape = self.values[value].shape
+        source = min(copies, key=lambda c: cost(self.layout(c), layout, shape))
+        output = self.new_value(self.values[value], f"{value}.{_suffix(layout)}", layout)
+        self.exprs.append(Expr(op="set", inputs=(source,), output=output, source=expr.source))
+        copies.append(output)
+        return output
+
+
+def run(fusion: Fusion) -> Fusion:
+    """Return the fusion with explicit sets."""
+    rewriter = _Rewriter(values=dict(fusion.values))
+    wants = _wants(fusion)
+    for expr in fusion.exprs:
+        _rewrite(rewriter, expr, wants)
+    return replace(fusion, values=rewriter.values, exprs=tuple(rewriter.exprs))
+
+
+def _wants(fusion: Fusion) -> dict[str, set[Layout]]:
+    """The layouts in which each value is read."""
+    wants: dict[str, set[Layout]] = {}
+    for expr in fusion.exprs:
+        for operand, layout in _wanted(expr, fusion.values).items():
+            wants.setdefault(operand, set()).add(layout)
+    return wants
+
+
+def _wanted(expr: Expr, values: Mapping[str, Value]) -> Mapping[str, Layout]:
+    out = values[expr.output]
+    if not out.is_tensor:
+        return {}
+    assert out.layout is not None
+    if expr.op == "set":
+        return dict.fromkeys(expr.reads, out.layout)
+    strategy = choose(expr, values, out.layout)
+    assert strategy is not None
+    return strategy.wanted
+
+
+def _rewrite(rewriter: _Rewriter, expr: Expr, wants: dict[str, set[Layout]]) -> None:
+    out = rewriter.values[expr.output]
+    if not out.is_tensor:
+        rewriter.exprs.append(expr)
+        return
+    if expr.op == "set":
+        (operand,) = expr.reads
+        source = _best_copy(rewriter, operand, rewriter.layout(expr.output), expr, wants)
+        rewriter.exprs.append(replace(expr, inputs=(source,)))
+        return
+    strategy = choose(expr, rewriter.values, out.layout)
+    assert strategy is not None and out.layout is not None
+    names = {}
+    for operand, layout in strategy.wanted.items():
+        _reduce_once(rewriter, operand, expr, wants)
+        names[operand] = rewriter.reshard(operand, layout, expr)
+    inputs = tuple(names.get(x, x) if isinstance(x, str) else x for x in expr.inputs)
+    if strategy.result == out.layout:
+        rewriter.exprs.append(replace(expr, inputs=inputs))
+        return
+    local = rewriter.new_value(out, f"{expr.output}.{_suffix(strategy.result)}", strategy.result)
+    rewriter.exprs.append(replace(expr, inputs=inputs, output=local))
+    rewriter.exprs.append(
+        Expr(op="set", inputs=(local,), output=expr.output, source=expr.source)
+    )
+
+
+def _best_copy(
+    rewriter: _Rewriter, operand: str, layout: Layout, expr: Expr, wants: dict[str, set[Layout]]
+) -> str:
+    """Which copy of its operand a user's set reads."""
+    _reduce_once(rewriter, operand, expr, wants)
+    shape = rewriter.values[operand].shape
+    copies = rewriter.copies.get(operand, [operand])
+    return min(copies, key=lambda c: _safe_cost(rewriter.layout(c), layout, shape))
+
+
+def _safe_cost(source: Layout, destination: Layout, shape: tuple[int, ...]) -> float:
+    """The cost, where a change into Partial is only defined from some copies."""
+    return 0.0 if destination.partial_axes else cost(source, destination, shape)
+
+
+def _reduce_once(
+    rewriter: _Rewriter, operand: str, expr: Expr, wants: dict[str, set[Layout]]
+) -> None:
+    """A Partial value that is read in several layouts is reduced once, then sliced."""
+    layout = rewriter.layout(operand)
+    goals = {g for g in wants.get(operand, set()) if g != layout}
+    if not layout.partial_axes or len(goals) < 2 or operand in rewriter.copies:
+        return
+    if any(g.mesh != layout.mesh or g.partial_axes for g in goals):
+        return
+    joined = layout
+    for axis, placement in layout.by_axis().items():
+        if isinstance(placement, Partial):
+            after = {g.placement(axis) for g in goals}
+            joined = joined.with_placement(axis, after.pop() if len(after) == 1 else Replicate())
+    rewriter.reshard(operand, joined, expr)
+
+
+def _suffix(layout: Layout) -> str:
+    parts = [
+        f"{a}_{p}".replace("(", "_").replace(")", "")
+        for a, p in layout.by_axis().items()
+        if not isinstance(p, Replicate)
+    ]
+    return "_".join(parts) or "whole"

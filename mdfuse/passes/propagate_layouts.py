@@ -1,0 +1,83 @@
+"""Give every value a layout: the user's are laws, the rest is inferred forwards, then backwards.
+
+    %x: f32[8,16] (tp=R)! = input              %x: f32[8,16] (tp=R)! = input
+    %w: f32[16,64] (tp=S1)! = input     ->     %w: f32[16,64] (tp=S1)! = input
+    %h: f32[8,64] = matmul(%x, %w)             %h: f32[8,64] (tp=S1) = matmul(%x, %w)
+    %y: f32[8,64] = gelu(%h)                   %y: f32[8,64] (tp=S1) = gelu(%h)
+
+An inferred value may be Partial: what reads it says what it must become.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mdfuse.ir.graph import Fusion
+from mdfuse.layout import Replicate, replicated
+from mdfuse.mesh import DeviceMesh
+from mdfuse.passes.strategy import choose
+
+name = "propagate_layouts"
+
+
+def run(fusion: Fusion) -> Fusion:
+    """Return the fusion with a layout on every tensor."""
+    while True:
+        fusion = _forwards(fusion)
+        fusion, changed = _backwards(fusion)
+        if changed:
+            continue
+        lost = [n for n, v in fusion.values.items() if v.is_tensor and v.layout is None]
+        if not lost:
+            break
+        # Nothing around these says where they live: they go where the rest of the fusion starts.
+        fusion = fusion.with_layouts({lost[0]: replicated(_default_mesh(fusion))})
+    return _whole_outputs(fusion)
+
+
+def _default_mesh(fusion: Fusion) -> DeviceMesh:
+    layouts = (v.layout for v in fusion.values.values())
+    return next((x.mesh for x in layouts if x is not None), DeviceMesh([0]))
+
+
+def _forwards(fusion: Fusion) -> Fusion:
+    """Infer results from operands, in order."""
+    values = dict(fusion.values)
+    for expr in fusion.exprs:
+        out = values[expr.output]
+        if not out.is_tensor or out.layout is not None:
+            continue
+        strategy = choose(expr, values)
+        if strategy is not None:
+            values[expr.output] = replace(out, layout=strategy.result)
+    return replace(fusion, values=values)
+
+
+def _backwards(fusion: Fusion) -> tuple[Fusion, bool]:
+    """Infer operands that nothing determines from what reads them, in reverse order."""
+    values = dict(fusion.values)
+    changed = False
+    for expr in reversed(fusion.exprs):
+        unknown = [n for n in expr.reads if values[n].is_tensor and values[n].layout is None]
+        if not unknown:
+            continue
+        strategy = choose(expr, values, values[expr.output].layout)
+        if strategy is None:
+            continue
+        for operand in unknown:
+            values[operand] = replace(values[operand], layout=strategy.wanted[operand])
+            changed = True
+    return replace(fusion, values=values), changed
+
+
+def _whole_outputs(fusion: Fusion) -> Fusion:
+    """A program output that nobody gave a layout is not left Partial."""
+    layouts = {}
+    for output in fusion.outputs:
+        value = fusion.values[output]
+        if value.layout is not None and value.layout.partial_axes and not value.is_law:
+            layout = value.layout
+            for axis in layout.partial_axes:
+                layout = layout.with_placement(axis, Replicate())
+            layouts[output] = layout
+    return fusion.with_layouts(layouts)

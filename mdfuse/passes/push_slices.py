@@ -1,0 +1,57 @@
+"""Split inferred values of which every reader wants the same part.
+
+    %y: f32[8,16] (tp=R) = add(%p, %b)              # %p is (tp=P(sum))
+    %z: f32[8,16] (tp=S0)! = set(%y)
+->
+    %y: f32[8,16] (tp=S0) = add(%p, %b)             # %p is reduce-scattered, not all-reduced
+    %z: f32[8,16] (tp=S0)! = set(%y)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mdfuse.ir.graph import Expr, Fusion
+from mdfuse.layout import Layout, Partial, Replicate, Shard
+from mdfuse.passes.strategy import Strategy, choose
+
+name = "push_slices"
+
+
+def run(fusion: Fusion) -> Fusion:
+    """Return the fusion with such values split, from the last to the first."""
+    values = dict(fusion.values)
+    for expr in reversed(fusion.exprs):
+        out = values[expr.output]
+        if not out.is_tensor or out.is_law or expr.output in fusion.outputs:
+            continue
+        wanted = set()
+        for reader in fusion.consumers[expr.output]:
+            strategy = _strategy(reader, replace(fusion, values=values))
+            wanted.add(strategy.wanted[expr.output])
+        assert out.layout is not None
+        if len(wanted) == 1 and _is_slice(out.layout, goal := wanted.pop()):
+            values[expr.output] = replace(out, layout=goal)
+    return replace(fusion, values=values)
+
+
+def _strategy(expr: Expr, fusion: Fusion) -> Strategy:
+    strategy = choose(expr, fusion.values, fusion.values[expr.output].layout)
+    assert strategy is not None
+    if expr.op == "set":  # a set reads its operand as it is; the change of layout is its own
+        (operand,) = expr.reads
+        layout = fusion.layout(expr.output)
+        source = fusion.layout(operand)
+        wanted = layout if source.mesh == layout.mesh else source
+        return Strategy(wanted={operand: wanted}, result=layout)
+    return strategy
+
+
+def _is_slice(layout: Layout, goal: Layout) -> bool:
+    """The goal differs from the layout only by splitting what was whole."""
+    if layout.mesh != goal.mesh or layout == goal:
+        return False
+    pairs = zip(layout.placements, goal.placements, strict=True)
+    return all(
+        p == q or (isinstance(p, Replicate) and isinstance(q, Shard)) for p, q in pairs
+    ) and not any(isinstance(p, Partial) for p in layout.placements)

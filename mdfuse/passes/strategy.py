@@ -1,0 +1,274 @@
+"""How one expression runs on a mesh: which layouts it wants of its operands, what it then yields.
+
+A pure function of the operands' layouts, the layout that the user asked of the result, and the op's
+dim labels. Every pass that needs the answer asks here again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mdfuse.ir.dims import DimMap, Labels
+from mdfuse.ir.graph import Expr, Value
+from mdfuse.ir.ops import TABLE
+from mdfuse.layout import Layout, Partial, Placement, Replicate, Shard
+from mdfuse.mesh import DeviceMesh
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """Layouts of an expression that runs without communication.
+
+    Attributes:
+        wanted: value name -> the layout that the expression reads it in.
+        result: the layout of what it yields.
+    """
+
+    wanted: Mapping[str, Layout]
+    result: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class _Operand:
+    value: Value
+    labels: Labels
+    layout: Layout | None
+
+
+def choose(expr: Expr, values: Mapping[str, Value], law: Layout | None = None) -> Strategy | None:
+    """The strategy of an expression, or None while nothing around it has a layout.
+
+    Args:
+        expr: the expression.
+        values: all values; operands without a layout have no say.
+        law: the layout that the result must have in the end.
+    """
+    operands, labels = _operands(expr, values)
+    mesh = _mesh(operands, law)
+    if mesh is None:
+        return None
+    here = [
+        _Operand(o.value, o.labels, o.layout if o.layout and o.layout.mesh == mesh else None)
+        for o in operands
+    ]
+    out = values[expr.output]
+    law_here = law if law is not None and law.mesh == mesh else None
+    chosen: dict[str, int | str | None] = {}
+    for axis in mesh.axes:
+        if mesh.axis_size(axis) > 1:
+            chosen[axis] = _vote(expr, axis, here, labels, out, law_here, operands)
+    splits = _splits(mesh, chosen, here, labels, law_here)
+    wanted = {
+        o.value.name: _layout(mesh, o.labels, splits, _partials(chosen, o, mesh)) for o in here
+    }
+    passed = {a: Partial(op) for a, op in chosen.items() if isinstance(op, str)}
+    reduced = {
+        axis: Partial(labels.reduces[label])
+        for label, axes in splits.items()
+        if label in labels.reduces
+        for axis in axes
+    }
+    return Strategy(
+        wanted=wanted, result=_layout(mesh, labels.result, splits, {**passed, **reduced})
+    )
+
+
+def dim_map(expr: Expr, values: Mapping[str, Value]) -> DimMap:
+    """The labels of an expression's dims."""
+    shapes = [
+        values[x].shape if isinstance(x, str) and values[x].is_tensor else None
+        for x in expr.inputs
+    ]
+    return TABLE[expr.op].rule(shapes, values[expr.output].shape, expr.kwargs)
+
+
+def _operands(expr: Expr, values: Mapping[str, Value]) -> tuple[list[_Operand], DimMap]:
+    labels = dim_map(expr, values)
+    found: dict[str, _Operand] = {}
+    for position, x in enumerate(expr.inputs):
+        if not isinstance(x, str) or not values[x].is_tensor:
+            continue
+        mine = labels.operands[position]
+        if x in found:  # read twice: a dim whose labels disagree is whole
+            mine = tuple(
+                p if p == q else None for p, q in zip(found[x].labels, mine, strict=True)
+            )
+        found[x] = _Operand(values[x], mine, values[x].layout)
+    return list(found.values()), labels
+
+
+def _mesh(operands: Sequence[_Operand], law: Layout | None) -> DeviceMesh | None:
+    """Where the expression runs: its operands' mesh; among several the law's, else the heaviest."""
+    weight: dict[DeviceMesh, int] = {}
+    for o in operands:
+        if o.layout is not None:
+            weight[o.layout.mesh] = weight.get(o.layout.mesh, 0) + o.value.bytes
+    if law is not None and (law.mesh in weight or not weight):
+        return law.mesh
+    return max(weight, key=lambda m: weight[m]) if weight else None
+
+
+def _vote(
+    expr: Expr,
+    axis: str,
+    operands: Sequence[_Operand],
+    labels: DimMap,
+    out: Value,
+    law: Layout | None,
+    original: Sequence[_Operand],
+) -> int | str | None:
+    """What an axis does: a label that it splits, a reduce op that it leaves Partial, or nothing."""
+    passed = _passes_partial(expr, axis, operands, out, original)
+    if passed is not None:
+        return passed
+    candidates: list[int | None] = []
+    for o in operands:
+        placement = o.layout.placement(axis) if o.layout else None
+        if isinstance(placement, Shard):
+            candidates.append(o.labels[placement.dim])
+    law_placement = law.placement(axis) if law is not None else None
+    if isinstance(law_placement, Shard):
+        candidates.append(labels.result[law_placement.dim])
+    candidates = [c for c in candidates if c is not None and _can_split(c, labels)]
+    if not candidates:
+        return None
+    n = (law or next(o.layout for o in operands if o.layout)).mesh.axis_size(axis)
+    options = [*dict.fromkeys(candidates), None]
+    prices = [_price(c, axis, n, operands, labels, out, law_placement) for c in options]
+    return options[prices.index(min(prices))]
+
+
+def _can_split(label: int, labels: DimMap) -> bool:
+    return label in labels.result or label in labels.reduces
+
+
+def _price(
+    label: int | None,
+    axis: str,
+    n: int,
+    operands: Sequence[_Operand],
+    labels: DimMap,
+    out: Value,
+    law: Placement | None,
+) -> float:
+    """Bytes that arrive at a rank if `axis` (of n ranks) splits `label`."""
+    total = 0.0
+    for o in operands:
+        if o.layout is not None:
+            wanted: Placement = Replicate()
+            if label is not None and label in o.labels:
+                wanted = Shard(o.labels.index(label))
+            total += _change(o.layout.placement(axis), wanted, n) * o.value.bytes
+    result: Placement = Replicate()
+    if label is not None:
+        result = (
+            Shard(labels.result.index(label))
+            if label in labels.result
+            else Partial(labels.reduces[label])
+        )
+    goal = law if law is not None else (Replicate() if isinstance(result, Partial) else result)
+    return total + _change(result, goal, n) * out.bytes
+
+
+def _change(before: Placement, after: Placement, n: int) -> float:
+    """Share of the whole tensor that arrives at a rank for a change along one axis of n ranks."""
+    if before == after or isinstance(before, Replicate):
+        return 0.0
+    if isinstance(before, Partial):
+        return (n - 1) / n * (1 if isinstance(after, Shard) else 2)
+    return (n - 1) / n / (n if isinstance(after, Shard) else 1)
+
+
+def _passes_partial(
+    expr: Expr, axis: str, operands: Sequence[_Operand], out: Value, original: Sequence[_Operand]
+) -> str | None:
+    """The reduce op, where the op may take its operands Partial along the axis as they are.
+
+    Only where that does not make more to reduce later.
+    """
+    rule = TABLE[expr.op].partial
+    placements = [o.layout.placement(axis) if o.layout else None for o in operands]
+    partials = [p for p in placements if isinstance(p, Partial)]
+    if not rule or not partials or any(o.layout is None for o in operands):
+        return None
+    op = partials[0].op
+    first = operands[0]
+    if out.bytes > max(o.value.bytes for o in operands):
+        return None
+    if rule == "view":
+        return op
+    if rule == "reduce":
+        reduces = dict(dim_map_reduces(expr))
+        return op if op in reduces.values() else None
+    if op != "sum":
+        return None
+    tensors = [x for x in expr.inputs if x is not None]
+    if rule == "sum":
+        every = len(partials) == len(operands) and all(isinstance(x, str) for x in tensors)
+        return op if every and partials.count(partials[0]) == len(partials) else None
+    alone = expr.inputs[0] == first.value.name and isinstance(placements[0], Partial)
+    others = all(isinstance(p, Replicate) for p in placements[1:]) and len(operands) == len(
+        [x for x in expr.inputs if x in {o.value.name for o in operands}]
+    )
+    return op if rule == "scale" and alone and others else None
+
+
+def dim_map_reduces(expr: Expr) -> Mapping[str, str]:
+    """The reduce op of a reduction, as `{"op": ...}`; empty for mean, which scales."""
+    ops = {"sum": "sum", "max": "max", "min": "min", "prod": "prod", "any": "bor", "all": "band"}
+    return {"op": ops[expr.op]} if expr.op in ops else {}
+
+
+def _splits(
+    mesh: DeviceMesh,
+    chosen: Mapping[str, int | str | None],
+    operands: Sequence[_Operand],
+    labels: DimMap,
+    law: Layout | None,
+) -> dict[int, tuple[str, ...]]:
+    """label -> the axes that split it, outermost first; only splits whose pieces fall together."""
+    splits: dict[int, tuple[str, ...]] = {}
+    for label in dict.fromkeys(c for c in chosen.values() if isinstance(c, int)):
+        axes = tuple(a for a in mesh.axes if chosen.get(a) == label)
+        orders = [
+            o.layout.split_axes(o.labels.index(label))
+            for o in operands
+            if o.layout is not None and label in o.labels
+        ]
+        if law is not None and label in labels.result:
+            orders.append(law.split_axes(labels.result.index(label)))
+        axes = next((o for o in orders if sorted(o) == sorted(axes)), axes)
+        while axes and not labels.fits(label, tuple(mesh.axis_size(a) for a in axes)):
+            axes = axes[:-1]
+        if axes:
+            splits[label] = axes
+    return splits
+
+
+def _partials(
+    chosen: Mapping[str, int | str | None], operand: _Operand, mesh: DeviceMesh
+) -> dict[str, Partial]:
+    """The axes along which an operand is read as the Partial that it is."""
+    if operand.layout is None:
+        return {}
+    return {
+        a: p
+        for a, p in operand.layout.by_axis().items()
+        if isinstance(p, Partial) and isinstance(chosen.get(a), str)
+    }
+
+
+def _layout(
+    mesh: DeviceMesh,
+    labels: Labels,
+    splits: Mapping[int, tuple[str, ...]],
+    partials: Mapping[str, Partial],
+) -> Layout:
+    placements: dict[str, Placement] = dict(partials)
+    order: dict[int, tuple[str, ...]] = {}
+    for dim, label in enumerate(labels):
+        if label is not None and label in splits:
+            order[dim] = splits[label]
+            placements.update({axis: Shard(dim) for axis in splits[label]})
+    return Layout(mesh, placements, order)

@@ -1,0 +1,143 @@
+"""Compiled programs: what `mf.compile` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from mdfuse import hir_lowering
+from mdfuse.communication import Communication
+from mdfuse.config import Options
+from mdfuse.errors import DefinitionError, ProgramError
+from mdfuse.evaluator import HostIrEvaluator
+from mdfuse.frontend.definition import FusionDefinition
+from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.ir.graph import Fusion
+from mdfuse.segmentation import Segment, ShouldMerge
+
+
+@dataclass(frozen=True)
+class Program:
+    """One program for all ranks; printing it shows the global host program.
+
+    Attributes:
+        fusion: the fusion as lowered: every value with its layout, every reshard a set.
+        segments: runs of expressions without a reshard.
+        host: the global host program.
+        options: how it runs.
+    """
+
+    fusion: Fusion
+    segments: tuple[Segment, ...]
+    host: HostProgram
+    options: Options | None = None
+
+    def __str__(self) -> str:
+        return str(self.host)
+
+    def __iter__(self) -> Iterator[Instruction]:
+        return iter(self.host)
+
+    def for_rank(self, rank: int) -> HostProgram:
+        """What one rank runs: prints, and iterating yields its instructions."""
+        return self.host.project(rank)
+
+    @property
+    def communications(self) -> tuple[Communication, ...]:
+        """The communications in order, each a family projected per rank."""
+        return self.host.communications
+
+    def bytes_received(self, rank: int) -> int:
+        """Bytes that arrive at a rank from others in one run, ring model, padding included."""
+        return sum(c.bytes_received(rank) for c in self.communications)
+
+    def explain(self) -> str:
+        """The choices that were made, and why, as text."""
+        lines = [f"@{self.host.name}: {len(self.segments)} segments, {len(self.host)} instructions"]
+        for c in self.communications:
+            lines.append(f"  {c}: {c.source} -> {c.destination}, {_reason(c)}")
+        if not self.communications:
+            lines.append("  no communication: every operand is where it is needed")
+        lines.append("  streams: every instruction runs on the caller's stream")
+        lines.append("  graphs: runs are not captured")
+        return "\n".join(lines)
+
+    @cached_property
+    def evaluator(self) -> HostIrEvaluator:
+        """What runs the program on this rank."""
+        return HostIrEvaluator(self.host, None, self.options)
+
+    def run(
+        self,
+        *inputs: Any,
+        out: Sequence[Tensor | None] | None = None,
+        extents: Mapping[str, int] | None = None,
+        options: Options | None = None,
+    ) -> list[Any]:
+        """Run on this rank.
+
+        Args:
+            inputs: local tensors in definition order; None for an input whose mesh this rank is
+                not in; numbers for scalars.
+            out: buffers for the outputs, all or none.
+            extents: symbolic extents by name.
+            options: instead of those given to `compile`.
+
+        Returns:
+            Local outputs; None where this rank is outside the output's mesh.
+        """
+        problem = None
+        if extents:
+            problem = ProgramError(
+                f"extents {dict(extents)}", because="this program has no symbolic extents"
+            )
+        evaluator = self.evaluator
+        if options is not None and options != self.options:
+            evaluator = replace(self, options=options).evaluator
+        results = evaluator.call(inputs, out, problem)
+        return self._reused(inputs, results)
+
+    def _reused(self, inputs: Sequence[Any], results: list[Any]) -> list[Any]:
+        """Outputs declared `reuse=x` are written into x's buffer, after every read of it."""
+        places = {n: i for i, n in enumerate(self.fusion.inputs)}
+        for at, name in enumerate(self.fusion.outputs):
+            if name in self.fusion.reuse and results[at] is not None:
+                buffer = inputs[places[self.fusion.reuse[name]]]
+                results[at] = buffer.copy_(results[at])
+        return results
+
+
+def _reason(c: Communication) -> str:
+    if c.kind == "Exchange":
+        return "no one collective does this; each rank receives just what it lacks"
+    if c.axis is not None and c.source.mesh == c.destination.mesh:
+        return f"the placement changes along {c.axis}"
+    return "the meshes differ"
+
+
+def compile(  # noqa: A001
+    definition: FusionDefinition,
+    options: Options | None = None,
+    should_merge: ShouldMerge | None = None,
+) -> Program:
+    """Lower a definition: pure, for any number of ranks, without process group or GPU.
+
+    Args:
+        definition: its `with` block has ended.
+        options: how the program will run.
+        should_merge: see `mdfuse.segmentation.segment`.
+
+    Raises:
+        MdfuseError: what does not fit, with the user's line.
+    """
+    if not isinstance(definition, FusionDefinition):
+        raise DefinitionError(
+            f"compile takes a FusionDefinition, not {type(definition).__name__}",
+            hint="for a traced function: mf.compile(f.define(...))",
+        )
+    fusion, segments, host = hir_lowering.lower(definition.fusion, should_merge)
+    return Program(fusion, segments, host, options)

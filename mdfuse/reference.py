@@ -1,0 +1,44 @@
+"""The same fusion on one device, ignoring layouts: what every distributed run is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from mdfuse.errors import ProgramError
+from mdfuse.frontend.definition import FusionDefinition
+from mdfuse.ir.graph import Fusion
+from mdfuse.ir.ops import TABLE
+from mdfuse.plan import scalar_call
+
+
+def reference(definition: FusionDefinition | Fusion, inputs: Sequence[Any]) -> list[Tensor]:
+    """Evaluate each expression with the torch call of its op, on whole tensors.
+
+    Args:
+        definition: the fusion.
+        inputs: global tensors (numbers for scalars), in definition order.
+
+    Returns:
+        The global outputs.
+    """
+    fusion = definition.fusion if isinstance(definition, FusionDefinition) else definition
+    if len(inputs) != len(fusion.inputs):
+        raise ProgramError(
+            f"@{fusion.name}: {len(inputs)} arguments for {len(fusion.inputs)} inputs",
+            hint="pass, in this order: " + ", ".join(fusion.inputs),
+        )
+    known: dict[str, Any] = dict(zip(fusion.inputs, inputs, strict=True))
+    device = next((x.device for x in inputs if isinstance(x, Tensor)), None)
+    for expr in fusion.exprs:
+        operands = [known[x] if isinstance(x, str) else x for x in expr.inputs]
+        attrs = expr.kwargs
+        if not fusion.values[expr.output].is_tensor:
+            known[expr.output] = scalar_call(lambda *a: TABLE[expr.op].call(*a, **attrs), operands)  # noqa: B023
+            continue
+        if expr.op == "uniform":
+            attrs["device"] = device
+        known[expr.output] = TABLE[expr.op].call(*operands, **attrs)
+    return [known[name] for name in fusion.outputs]

@@ -1,0 +1,117 @@
+"""Agreement of all ranks through a store, outside any collective."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from mdfuse.errors import BackendError
+
+if TYPE_CHECKING:
+    from mdfuse.backends.c10d_groups import Store
+
+#: The count of arrivals carries the number of ranks with a text above this bit, so that a meeting
+#: where nobody has one costs each rank one arrival and one wait, whatever the number of ranks.
+_TEXTS = 32
+
+
+class Agreement:
+    """Meetings of all ranks, each known by its number.
+
+    Keys of meeting s are deleted by the last rank to arrive at meeting s + 1: everybody has then
+    left meeting s. So the store holds the keys of two meetings and one key per rank.
+
+    Args:
+        store: shared by all ranks; nobody else uses its keys.
+        rank: this rank.
+        size: the number of ranks.
+        timeout_s: how long to wait for the others, seconds.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._timeout = timedelta(seconds=timeout_s)
+        self._meeting = 0
+        self._with_text: tuple[int, ...] = ()
+
+    def exchange(self, text: str | None) -> tuple[str | None, ...]:
+        """Give this rank's text, or None, and get every rank's, in rank order.
+
+        Raises:
+            BackendError: not all ranks arrived in time; the message names those that did not.
+        """
+        if self._size == 1:
+            return (text,)
+        before = self._with_text
+        self._with_text = self._meet(text, before)
+        texts: list[str | None] = [None] * self._size
+        for rank in self._with_text:
+            texts[rank] = self._store.get(f"{self._meeting}/text/{rank}").decode()
+        self._meeting += 1
+        return tuple(texts)
+
+    def leave(self, grace_s: float, wait: bool) -> bool:
+        """Say goodbye; with `wait`, wait up to `grace_s` for all others to have done so."""
+        if self._size == 1:
+            return True
+        if self._store.add("bye", 1) == self._size:
+            self._store.set("bye/all", "")
+        if not wait:
+            return True
+        try:
+            self._store.wait(["bye/all"], timedelta(seconds=grace_s))
+        except RuntimeError:
+            return False
+        return True
+
+    def _meet(self, text: str | None, before: tuple[int, ...]) -> tuple[int, ...]:
+        """Arrive, wait for the others, and get the ranks that left a text."""
+        store, meeting = self._store, self._meeting
+        store.set(f"at/{self._rank}", str(meeting))
+        if text is not None:
+            store.set(f"{meeting}/text/{self._rank}", text)
+        arrived = store.add(f"{meeting}/in", 1 if text is None else 1 + (1 << _TEXTS))
+        if arrived & ((1 << _TEXTS) - 1) < self._size:
+            self._wait_for_the_last()
+            arrived = store.add(f"{meeting}/in", 0)  # a get would take two round trips
+            return self._find_texts(arrived)
+        with_text = self._find_texts(arrived)
+        store.set(f"{meeting}/go", "")
+        if meeting:
+            self._forget(meeting - 1, before)
+        return with_text
+
+    def _find_texts(self, arrived: int) -> tuple[int, ...]:
+        if not arrived >> _TEXTS:
+            return ()
+        keys = ((r, f"{self._meeting}/text/{r}") for r in range(self._size))
+        return tuple(r for r, key in keys if self._store.check([key]))
+
+    def _forget(self, meeting: int, with_text: tuple[int, ...]) -> None:
+        for name in ("in", "go", *(f"text/{rank}" for rank in with_text)):
+            self._store.delete_key(f"{meeting}/{name}")
+
+    def _wait_for_the_last(self) -> None:
+        try:
+            self._store.wait([f"{self._meeting}/go"], self._timeout)
+        except RuntimeError as error:
+            raise self._absence(self._meeting, error) from error
+
+    def _absence(self, meeting: int, error: RuntimeError) -> BackendError:
+        try:
+            missing = [r for r in range(self._size) if not self._has_arrived(r, meeting)]
+        except RuntimeError:
+            missing = []
+        who = f"ranks {missing}" if missing else "the store"
+        return BackendError(
+            f"rank {self._rank} waited {self._timeout.total_seconds():g} s for {who}",
+            where=f"meeting {meeting} of all {self._size} ranks",
+            because=str(error).split("\n", 1)[0],
+            hint="see what those ranks did instead; raise timeout_s where they are only slow",
+        )
+
+    def _has_arrived(self, rank: int, meeting: int) -> bool:
+        key = f"at/{rank}"
+        return self._store.check([key]) and int(self._store.get(key)) >= meeting

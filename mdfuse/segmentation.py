@@ -1,0 +1,157 @@
+"""Segments: runs of expressions with no reshard in them, merged as a predicate says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import networkx as nx
+
+from mdfuse.errors import LoweringError
+from mdfuse.ir.graph import Expr, Fusion
+from mdfuse.ir.ops import TABLE
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Expressions that run as one: what a merging predicate sees."""
+
+    exprs: tuple[Expr, ...]
+
+    @property
+    def is_reshard(self) -> bool:
+        """The group is a set, which may change a layout; it never merges."""
+        return any(e.op == "set" for e in self.exprs)
+
+    @property
+    def is_single_op(self) -> bool:
+        """The group is one expression that the host runs as one op."""
+        return len(self.exprs) == 1 and TABLE[self.exprs[0].op].is_single
+
+
+ShouldMerge = Callable[[Group, Group], bool]
+
+
+def merge_composite(a: Group, b: Group) -> bool:
+    """The default: what the host runs as a single op stays alone, the rest merges."""
+    return not a.is_single_op and not b.is_single_op
+
+
+def merge_local(a: Group, b: Group) -> bool:
+    """Everything between two reshards merges into host units."""
+    return True
+
+
+def merge_nothing(a: Group, b: Group) -> bool:
+    """Every expression is a segment of its own."""
+    return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A group with its place in the program.
+
+    Attributes:
+        name: `seg0`, `seg1`, … in topological order.
+        fusion: its expressions as a fusion of their own; names are those of the whole fusion.
+    """
+
+    name: str
+    fusion: Fusion
+
+    @property
+    def exprs(self) -> tuple[Expr, ...]:
+        return self.fusion.exprs
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return self.fusion.inputs
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return self.fusion.outputs
+
+
+def segment(fusion: Fusion, should_merge: ShouldMerge | None = None) -> tuple[Segment, ...]:
+    """Cut a fusion into segments, topologically ordered.
+
+    Args:
+        fusion: every change of layout in it is a set.
+        should_merge: may two neighbouring groups on one mesh become one? Reshards never merge, and
+            neither do groups whose union would depend on itself.
+    """
+    merge = should_merge or merge_composite
+    graph: nx.DiGraph[int] = nx.DiGraph()
+    owner: dict[str, int] = {}
+    groups: dict[int, list[Expr]] = {}
+    for i, expr in enumerate(fusion.exprs):
+        producers = dict.fromkeys(owner[x] for x in expr.reads if x in owner)
+        graph.add_node(i)
+        graph.add_edges_from((p, i) for p in producers)
+        groups[i] = [expr]
+        owner[expr.output] = i
+        for producer in producers:
+            here = owner[expr.output]
+            if producer == here or not _may_merge(fusion, groups, producer, here, graph, merge):
+                continue
+            _absorb(graph, groups, owner, producer, here)
+    if not nx.is_directed_acyclic_graph(graph):
+        raise LoweringError("the segments depend on each other in a cycle")
+    ordered = nx.lexicographical_topological_sort(graph)
+    return tuple(_segment(fusion, f"seg{n}", groups[g]) for n, g in enumerate(ordered))
+
+
+def _may_merge(
+    fusion: Fusion,
+    groups: dict[int, list[Expr]],
+    a: int,
+    b: int,
+    graph: nx.DiGraph[int],
+    merge: ShouldMerge,
+) -> bool:
+    first, second = Group(tuple(groups[a])), Group(tuple(groups[b]))
+    if first.is_reshard or second.is_reshard or not merge(first, second):
+        return False
+    values = [fusion.values[e.output] for g in (first, second) for e in g.exprs]
+    if len({v.layout.mesh if v.layout else None for v in values}) > 1:
+        return False
+    return not (_is_indirect(graph, a, b) or _is_indirect(graph, b, a))
+
+
+def _is_indirect(graph: nx.DiGraph[int], a: int, b: int) -> bool:
+    """A way from a to b through a third group; merging the two would make it a cycle."""
+    return any(n != b and nx.has_path(graph, n, b) for n in graph.successors(a))
+
+
+def _absorb(
+    graph: nx.DiGraph[int],
+    groups: dict[int, list[Expr]],
+    owner: dict[str, int],
+    into: int,
+    group: int,
+) -> None:
+    groups[into] += groups.pop(group)
+    for expr in groups[into]:
+        owner[expr.output] = into
+    edges = [(p, into) for p in graph.predecessors(group) if p != into]
+    edges += [(into, s) for s in graph.successors(group) if s != into]
+    graph.remove_node(group)
+    graph.add_edges_from(edges)
+
+
+def _segment(fusion: Fusion, name: str, exprs: list[Expr]) -> Segment:
+    position = {e.output: i for i, e in enumerate(fusion.exprs)}
+    ordered = tuple(sorted(exprs, key=lambda e: position[e.output]))
+    made = {e.output for e in ordered}
+    inputs = tuple(dict.fromkeys(x for e in ordered for x in e.reads if x not in made))
+    outputs = tuple(
+        e.output
+        for e in ordered
+        if e.output in fusion.outputs
+        or any(reader.output not in made for reader in fusion.consumers[e.output])
+    )
+    values = {n: fusion.values[n] for n in (*inputs, *(e.output for e in ordered))}
+    part = replace(
+        fusion, name=name, values=values, exprs=ordered, inputs=inputs, outputs=outputs, reuse={}
+    )
+    return Segment(name=name, fusion=part)

@@ -1,0 +1,69 @@
+"""Meetings of ranks through a store: threads stand for ranks, a dictionary for the network."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from mdfuse.errors import BackendError
+from mdfuse.runtime.agreement import Agreement
+
+SIZE = 4
+
+
+def _say(rank: int, meeting: int) -> str | None:
+    return f"rank {rank} at {meeting}" if (rank + meeting) % 3 == 0 and meeting % 5 else None
+
+
+def test_everybody_gets_everybodys_text_and_the_store_does_not_grow() -> None:
+    store, meetings = dist.HashStore(), 40
+    keys: list[int] = []
+
+    def attend(rank: int) -> list[tuple[str | None, ...]]:
+        agreement = Agreement(store, rank, SIZE, timeout_s=20)
+        heard = []
+        for meeting in range(meetings):
+            heard.append(agreement.exchange(_say(rank, meeting)))
+            keys.append(store.num_keys())
+        return heard
+
+    with ThreadPoolExecutor(SIZE) as pool:
+        heard = list(pool.map(attend, range(SIZE)))
+    expected = [tuple(_say(r, m) for r in range(SIZE)) for m in range(meetings)]
+    assert heard == [expected] * SIZE
+    # one key per rank, and of two meetings at most "in", "go" and one text per rank
+    assert max(keys) <= SIZE + 2 * (2 + SIZE)
+
+
+def test_who_does_not_come_is_named() -> None:
+    store = dist.HashStore()
+
+    def attend(rank: int) -> str:
+        agreement = Agreement(store, rank, SIZE, timeout_s=0.3)
+        with pytest.raises(BackendError) as caught:
+            agreement.exchange(None)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        messages = list(pool.map(attend, (0, 2)))
+    assert messages[0].startswith("rank 0 waited 0.3 s for ranks [1, 3]")
+    assert messages[1].startswith("rank 2 waited 0.3 s for ranks [1, 3]")
+
+
+def test_a_world_of_one_asks_nobody() -> None:
+    store = dist.HashStore()
+    assert Agreement(store, 0, 1, timeout_s=1).exchange("text") == ("text",)
+    assert store.num_keys() == 0
+
+
+def test_leaving_waits_for_the_last() -> None:
+    store = dist.HashStore()
+
+    def leave(rank: int) -> bool:
+        return Agreement(store, rank, SIZE, timeout_s=1).leave(20, wait=rank == 0)
+
+    assert not Agreement(store, 3, SIZE, timeout_s=1).leave(0.1, wait=True)
+    with ThreadPoolExecutor(SIZE) as pool:
+        assert all(pool.map(leave, range(SIZE - 1)))

@@ -1,0 +1,109 @@
+"""Which launcher is seen in which environment."""
+
+from __future__ import annotations
+
+import pytest
+
+from mdfuse.errors import BackendError
+from mdfuse.runtime.bootstrap import Launch, detect, gloo_devices
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "host",
+    "MASTER_PORT": "29500",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "2",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+BATCH_SCRIPT = {
+    "SLURM_JOB_ID": "17",
+    "SLURM_PROCID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_LOCALID": "0",
+    "SLURM_NNODES": "2",
+}
+SRUN = BATCH_SCRIPT | {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
+
+
+def _facts(launch: Launch) -> tuple[str, int, int, int, int | None]:
+    return launch.name, launch.rank, launch.size, launch.local_rank, launch.local_size
+
+
+@pytest.mark.parametrize(
+    ("environment", "facts"),
+    [
+        pytest.param({}, ("single", 0, 1, 0, 1), id="nothing"),
+        pytest.param(TORCHRUN, ("torchrun", 5, 8, 1, 4), id="torchrun"),
+        pytest.param(OPEN_MPI, ("mpirun", 2, 4, 2, 4), id="open mpi"),
+        pytest.param(HYDRA, ("mpirun", 1, 2, 0, 1), id="hydra"),
+        pytest.param(SRUN, ("srun", 3, 4, 1, None), id="srun"),
+        pytest.param(SRUN | {"SLURM_NNODES": "1"}, ("srun", 3, 4, 1, 4), id="srun, one node"),
+        pytest.param(
+            SRUN | {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "1"},
+            ("srun", 3, 8, 1, 8),
+            id="a step smaller or larger than its job",
+        ),
+        pytest.param(
+            {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, ("srun", 1, 2, 1, None), id="bare slurm"
+        ),
+        pytest.param(BATCH_SCRIPT, ("single", 0, 1, 0, 1), id="batch script"),
+        pytest.param(TORCHRUN | OPEN_MPI, ("torchrun", 5, 8, 1, 4), id="torchrun under mpirun"),
+        pytest.param(OPEN_MPI | SRUN, ("mpirun", 2, 4, 2, 4), id="mpirun under slurm"),
+        pytest.param(HYDRA | SRUN, ("mpirun", 1, 2, 0, 1), id="hydra's proxy under srun"),
+        pytest.param({"RANK": "3"}, ("single", 0, 1, 0, 1), id="RANK alone means nothing"),
+        pytest.param(
+            {"RANK": "3", "WORLD_SIZE": "4"}, ("single", 0, 1, 0, 1), id="no address, no torchrun"
+        ),
+        pytest.param(
+            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
+            ("mpirun", 1, 2, 1, None),
+            id="no local rank",
+        ),
+    ],
+)
+def test_launcher(
+    environment: dict[str, str], facts: tuple[str, int, int, int, int | None]
+) -> None:
+    assert _facts(detect(environment)) == facts
+
+
+def test_the_default_group_goes_first_and_borrows_the_local_rank() -> None:
+    assert _facts(detect(TORCHRUN, (5, 8))) == ("default group", 5, 8, 1, 4)
+    assert _facts(detect(OPEN_MPI, (3, 4))) == ("default group", 3, 4, 3, None)
+    assert _facts(detect({}, (1, 2))) == ("default group", 1, 2, 1, None)
+
+
+def test_why_names_what_was_seen() -> None:
+    assert detect(OPEN_MPI).why == "OMPI_COMM_WORLD_RANK=2 and OMPI_COMM_WORLD_SIZE=4 are set"
+    assert detect({}).why == "no launcher set its variables"
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "two"}, "OMPI_COMM_WORLD_RANK='two'"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "-1"}, "OMPI_COMM_WORLD_RANK='-1'"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK=2 does not fit"),
+        (TORCHRUN | {"WORLD_SIZE": ""}, "WORLD_SIZE=''"),
+        ({"PMIX_RANK": "1"}, "PMIX_RANK=1 is set, but not the number of ranks"),
+    ],
+)
+def test_contradictions_are_errors(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(BackendError, match=message):
+        detect(environment)
+
+
+def test_gloo_uses_loopback_on_one_host_unless_told_otherwise() -> None:
+    assert gloo_devices({}, detect(OPEN_MPI)) == ({"hostname": "127.0.0.1"},)
+    assert gloo_devices({}, detect(TORCHRUN)) == ()
+    assert gloo_devices({"GLOO_SOCKET_IFNAME": "eth0, eth1"}, detect(OPEN_MPI)) == (
+        {"interface": "eth0"},
+        {"interface": "eth1"},
+    )
