@@ -634,7 +634,10 @@ def _across(source: Layout, destination: Layout, shape: tuple[int, ...]) -> tupl
     """The rows of the table for two meshes."""
     if source.partial_axes:
         return _reduce_across(source, destination, shape)
-    if not any(_lacks(source, destination, shape, rank) for rank in destination.mesh):
+    if not any(
+        rank not in source.mesh or _lacks(source, destination, shape, rank)
+        for rank in destination.mesh
+    ):
         return (Local(kind="slice", source=source, destination=destination),)
     before, after = _only_split(source), _only_split(destination)
 

@@ -24,11 +24,7 @@ def assigned_name() -> str | None:
 
 @lru_cache(maxsize=4096)
 def _name_after(code: CodeType, offset: int) -> str | None:
-    instructions = iter(dis.get_instructions(code))
-    for instruction in instructions:
-        if instruction.offset == offset:
-            break
-    following = next((i for i in instructions if i.opname != "CACHE"), None)
+    following = next((i for i in dis.get_instructions(code) if i.offset > offset), None)
     if following is not None and following.opname in _STORES:
         return str(following.argval)
     return None

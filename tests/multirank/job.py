@@ -170,7 +170,7 @@ class HostedTests:
 
     def _end(self, job: Job, how: str, *, is_good: bool) -> None:
         """Settle what an ended job left open: whoever it was busy with, or nobody's failure."""
-        story = f"{how}; its last output:\n{job.output_tail()}"
+        story = f"{how}\nits last output:\n{job.output_tail()}"
         self.close()
         if self._under_way is not None and self._under_way in self._remaining:
             self._fail(self._under_way, f"no verdict: {story}")

@@ -87,7 +87,8 @@ class VerdictReader:
     def processes(self) -> list[Process]:
         """The processes of the ranks that have come up."""
         texts = [path.read_text() for path in self._folder.glob("rank*.process")]
-        return [Process.from_text(text) for text in texts if text]
+        found = [Process.from_text(text) for text in texts if text]
+        return sorted(found, key=lambda process: process.rank)
 
     def new(self) -> Iterator[str | Verdict]:
         """Yield the name of each test that was started, and each verdict."""

@@ -1,0 +1,19 @@
+"""The two-stage matrix on real ranks."""
+
+from __future__ import annotations
+
+import pytest
+from two_stage import CASES, Case
+
+import mdfuse as mf
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_two_stages(case: Case, comm: mf.Communicator) -> None:
+    before, _ = case.layouts()
+    whole, mine = case.input().to(comm.device), None
+    if comm.rank in before.mesh:
+        mine = mf.shard_tensor(whole, before, rank=comm.rank)
+    (got,) = case.program().run(mine)
+    case.check(comm.rank, got)

@@ -1,0 +1,289 @@
+"""The harness of the multi-rank tests: what must be red is red, and says where."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from multirank.job import MOST_JOBS, HostedTests
+from multirank.launchers import LAUNCHERS, environment_of_ranks
+from multirank.verdicts import Verdict
+
+TESTS = Path(__file__).parent
+
+INI = """
+[pytest]
+addopts = --strict-markers
+timeout = 60
+"""
+
+CONFTEST = 'pytest_plugins = ("multirank.plugin",)\n'
+
+#: Every test here but the first and the last goes wrong in its own way. Each line that would hang
+#: without the harness waits for a rank that never comes.
+WRONG = """
+import os
+import pytest
+
+pytestmark = pytest.mark.world(2)
+
+def test_good(comm):
+    assert comm.size == 2
+
+def test_fails_on_one(comm):
+    assert comm.rank == 0, "rank one says no"
+
+def test_others_wait_for_the_one_that_fails(comm):
+    assert comm.rank == 1, "rank zero says no"
+    comm.barrier()
+
+def test_rank_exits(comm):
+    if comm.rank == 1:
+        os._exit(0)
+    comm.barrier()
+
+def test_skips(comm):
+    pytest.skip("as if there were nothing to see")
+
+@pytest.fixture
+def broken(comm):
+    yield
+    assert comm.rank != 1, "cleaning up went wrong"
+
+def test_teardown_fails(broken):
+    pass
+
+@pytest.mark.parametrize("text", ["a b", "[é]::x"])
+def test_good_again(comm, text):
+    comm.barrier()
+"""
+
+
+def write_folder(folder: Path, tests: str) -> Path:
+    """Make `folder` a small checkout with tests of its own, run by this checkout's harness."""
+    (folder / "pytest.ini").write_text(INI)
+    (folder / "conftest.py").write_text(CONFTEST)
+    multidevice = folder / "multidevice"
+    multidevice.mkdir()
+    (multidevice / "conftest.py").write_text((TESTS / "multidevice/conftest.py").read_text())
+    (multidevice / "test_it.py").write_text(tests)
+    return folder
+
+
+def run(folder: Path, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    environment = environment_of_ranks()
+    paths = [str(TESTS), str(TESTS.parent), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def pytest_command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+
+
+class TestHostedRun:
+    """One run of plain pytest over all of `WRONG`."""
+
+    @pytest.fixture(scope="class", params=LAUNCHERS)
+    def output(
+        self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    ) -> str:
+        folder = write_folder(tmp_path_factory.mktemp("hosted"), WRONG)
+        done = run(folder, pytest_command("-v", "--launcher", request.param))
+        assert done.returncode == 1, done.stdout + done.stderr
+        return done.stdout
+
+    @staticmethod
+    def failure(output: str, test: str) -> str:
+        """What the run's report says of a failed test."""
+        found = re.search(rf"^_+ {test} _+$(.*?)^[_=]{{3,}} \w", output, re.DOTALL | re.MULTILINE)
+        assert found, f"{test} did not fail:\n{output}"
+        return found.group(1)
+
+    def test_every_test_has_its_own_verdict(self, output: str) -> None:
+        verdicts = re.findall(r"::(test_\w+).* (PASSED|FAILED)", output)
+        assert verdicts == [
+            ("test_good", "PASSED"),
+            ("test_fails_on_one", "FAILED"),
+            ("test_others_wait_for_the_one_that_fails", "FAILED"),
+            ("test_rank_exits", "FAILED"),
+            ("test_skips", "FAILED"),
+            ("test_teardown_fails", "FAILED"),
+            ("test_good_again", "PASSED"),
+            ("test_good_again", "PASSED"),
+        ]
+
+    def test_a_failure_on_one_rank_names_it(self, output: str) -> None:
+        text = self.failure(output, "test_fails_on_one")
+        assert "rank 1: AssertionError: rank one says no" in text
+        assert "rank 0" not in text
+
+    def test_ranks_that_wait_are_shown_with_their_stacks(self, output: str) -> None:
+        text = self.failure(output, "test_others_wait_for_the_one_that_fails")
+        assert "rank 0: AssertionError: rank zero says no" in text
+        assert "rank 1: no verdict" in text
+        assert re.search(r'File ".*test_it.py", line \d+ in test_others_wait', text)
+
+    def test_a_rank_that_leaves_is_not_waited_for(self, output: str) -> None:
+        assert "no verdict" in self.failure(output, "test_rank_exits")
+
+    def test_a_skip_is_a_failure(self, output: str) -> None:
+        text = self.failure(output, "test_skips")
+        assert "ranks 0, 1: skipped itself" in text
+        assert "as if there were nothing to see" in text
+
+    def test_a_failure_in_teardown_is_the_tests_own(self, output: str) -> None:
+        text = self.failure(output, "test_teardown_fails")
+        assert "rank 1: teardown: AssertionError: cleaning up went wrong" in text
+
+
+class TestDirectRun:
+    """pytest that is itself started by a launcher."""
+
+    @pytest.fixture(params=LAUNCHERS)
+    def two_ranks(self, request: pytest.FixtureRequest, tmp_path: Path) -> DirectRun:
+        return DirectRun(request.param, tmp_path)
+
+    def test_matching_tests_run_and_the_others_are_deselected(self, two_ranks: DirectRun) -> None:
+        done = two_ranks.of(
+            "import pytest\n"
+            "@pytest.mark.world(2)\n"
+            "def test_two(comm): comm.barrier()\n"
+            "@pytest.mark.world(4)\n"
+            "def test_four(comm): assert False\n"
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.count("1 passed, 1 deselected") == 1, "only rank 0 reports"
+
+    def test_no_matching_test_is_red(self, two_ranks: DirectRun) -> None:
+        done = two_ranks.of(
+            "import pytest\n@pytest.mark.world(3)\ndef test_three(comm): comm.barrier()\n"
+        )
+        assert done.returncode != 0
+        assert "1 deselected" in done.stdout
+
+    def test_a_failure_stops_every_rank(self, two_ranks: DirectRun) -> None:
+        done = two_ranks.of(WRONG)
+        assert done.returncode != 0
+        assert "rank 1: AssertionError: rank one says no" in done.stdout
+        assert "1 failed, 1 passed" in done.stdout
+
+    def test_ranks_that_collect_different_tests_do_not_start(self, two_ranks: DirectRun) -> None:
+        done = two_ranks.of(
+            "import os\n"
+            "import pytest\n"
+            "RANK = os.environ.get('RANK') or os.environ['OMPI_COMM_WORLD_RANK']\n"
+            "@pytest.mark.world(2)\n"
+            "@pytest.mark.parametrize('rank', [RANK])\n"
+            "def test_that_differs(comm, rank): comm.barrier()\n"
+        )
+        assert done.returncode != 0
+        assert "the ranks did not collect the same tests" in done.stdout
+
+
+class DirectRun:
+    """Two ranks of pytest under a launcher."""
+
+    def __init__(self, launcher: str, folder: Path) -> None:
+        self._launcher = launcher
+        self._folder = folder
+
+    def of(self, tests: str) -> subprocess.CompletedProcess[str]:
+        folder = write_folder(self._folder, tests)
+        arguments = ["-p", "no:cacheprovider", "--color=no"]
+        return run(folder, LAUNCHERS[self._launcher](2, arguments))
+
+
+@pytest.mark.parametrize(
+    ("marker", "complaint"),
+    [
+        ("", "a test in multidevice/ needs @pytest.mark.world(N)"),
+        ("@pytest.mark.world", "world takes one number of ranks"),
+        ("@pytest.mark.world(0)", "world takes one number of ranks"),
+        ("@pytest.mark.world(2, 4)", "world takes one number of ranks"),
+    ],
+)
+def test_a_test_without_a_world_is_an_error(tmp_path: Path, marker: str, complaint: str) -> None:
+    write_folder(tmp_path, f"import pytest\n{marker}\ndef test_it(): pass\n")
+    done = run(tmp_path, pytest_command("--collect-only"))
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert complaint in done.stderr
+
+
+class FakeJob:
+    """A job that has already ended, with what its ranks wrote before."""
+
+    def __init__(self, news: Sequence[str | Verdict], status: int) -> None:
+        self.status = status
+        self.reader = self
+        self._news = news
+
+    def new(self) -> Sequence[str | Verdict]:
+        return self._news
+
+    def output_tail(self) -> str:
+        return "the job's last words"
+
+    def close(self) -> None:
+        pass
+
+
+def hosted(tests: Sequence[str], *jobs: FakeJob) -> dict[str, str | None]:
+    """The failures of `tests`, by test, where those jobs run them one after the other."""
+    waiting = iter(jobs)
+    world = HostedTests(tests, lambda _: next(waiting), patience_s=1)  # type: ignore[arg-type,return-value]
+    return {test: world.verdict(test).failure for test in tests}
+
+
+def passed(test: str) -> list[str | Verdict]:
+    return [test, Verdict(test=test, failure=None)]
+
+
+def failed(test: str) -> list[str | Verdict]:
+    return [test, Verdict(test=test, failure=f"{test} is wrong")]
+
+
+def test_after_a_failure_another_job_runs_the_rest() -> None:
+    failures = hosted("abc", FakeJob(passed("a") + failed("b"), 1), FakeJob(passed("c"), 0))
+    assert failures == {"a": None, "b": "b is wrong", "c": None}
+
+
+def test_the_test_under_way_when_a_job_dies_has_failed() -> None:
+    failures = hosted("abc", FakeJob([*passed("a"), "b"], 139), FakeJob(passed("c"), 0))
+    assert failures["a"] is None
+    assert "the job ended with status 139" in str(failures["b"])
+    assert "the job's last words" in str(failures["b"])
+    assert failures["c"] is None
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_tests_that_a_job_never_ran_have_failed(status: int) -> None:
+    failures = hosted("abc", FakeJob(passed("a"), status))
+    assert failures["a"] is None
+    assert "never run" in str(failures["b"])
+    assert "never run" in str(failures["c"])
+
+
+def test_a_job_that_ends_badly_after_its_last_test_is_red() -> None:
+    failures = hosted("ab", FakeJob(passed("a") + passed("b"), 134))
+    assert failures["a"] is None
+    assert "passed, but then the job ended with status 134" in str(failures["b"])
+
+
+def test_a_line_that_a_slow_rank_wrote_late_is_not_a_test_under_way() -> None:
+    late: list[str | Verdict] = [*passed("a"), "b", "a"]
+    assert "no verdict" in str(hosted("ab", FakeJob(late, 1))["b"])
+
+
+def test_jobs_are_not_started_for_ever() -> None:
+    tests = [str(number) for number in range(MOST_JOBS + 2)]
+    failures = hosted(tests, *[FakeJob(failed(test), 1) for test in tests[:MOST_JOBS]])
+    assert "not run" in str(failures[tests[-1]])
