@@ -1,7 +1,7 @@
 """Communications: what a change of layout sends, as families that are projected per rank.
 
-`steps(source, destination, shape)` is the table *transition -> kinds*; a `Communication` is one row of
-it applied to one tensor. Nothing here lists the ranks of a mesh unless one rank's part is asked for.
+`steps(source, destination, shape)` is the table *transition -> kinds*; a `Communication` is one row
+of it applied to one tensor. Nothing lists the ranks of a mesh unless one rank's part is asked for.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ _BITWISE = ("band", "bor", "bxor")
 class Local:
     """A step without communication.
 
-    "slice": each rank keeps a part of what it has. "zeros": each rank puts what it has into zeros of
-    the destination's size, which makes it Partial(sum).
+    "slice": each rank keeps a part of what it has. "zeros": each rank puts what it has into zeros
+    of the destination's size, which makes it Partial(sum).
     """
 
     kind: str
@@ -115,7 +115,7 @@ class Communication:
 
     def team(self, rank: int) -> tuple[int, ...]:
         """The ranks that take part together with `rank`, in mesh order; () where it does not."""
-        source, destination = self.source.mesh, self.destination.mesh
+        source = self.source.mesh
         if self.axis is not None and self._is_along_axis:
             return source.team(rank, self.axis) if rank in source else ()
         if self.kind == "SendRecv":
@@ -172,7 +172,7 @@ class Communication:
         return mesh.axis_size(self.axis) if self.axis is not None else mesh.size
 
     def whole(self) -> Layout:
-        """The layout of the side on which the dim is not yet, or no longer, split along the axis."""
+        """The layout of the side on which the dim is not split along the axis."""
         gathers = self.kind in ("Gather", "Allgather")
         return self.destination if gathers else self.source
 
@@ -187,7 +187,7 @@ class Communication:
         return stop - start, -(-(stop - start) // self.size)
 
     def bytes_received(self, rank: int) -> int:
-        """Bytes that arrive at a rank from others in one run, in the ring model, padding included."""
+        """Bytes that arrive at a rank from others in one run, ring model, padding included."""
         team = self.team(rank)
         itemsize = self.dtype.itemsize if self.dtype is not None else 1
         return itemsize * (self._elements_received(rank, team) if team else 0)
@@ -383,12 +383,12 @@ def _exchange(comm: Communication, rank: int) -> Part:
                 recvs.append((_choose(holders, index), inside))
     if have is not None and box_size(have):
         for index, receiver in enumerate(destination.mesh.ranks):
-            block = intersect(have, destination.intervals(shape, receiver))
-            if block is None or receiver == rank:
+            wanted = intersect(have, destination.intervals(shape, receiver))
+            if wanted is None or receiver == rank:
                 continue
             holders = _holders_at(source, rank)
             if receiver not in holders and _choose(holders, index) == rank:
-                sends.append((receiver, relative(block, have)))
+                sends.append((receiver, relative(wanted, have)))
     return _point_to_point(comm, rank, sends, recvs, copies)
 
 
@@ -480,7 +480,8 @@ def steps(source: Layout, destination: Layout, shape: tuple[int, ...]) -> tuple[
 
     >>> from mdfuse import DeviceMesh, Layout, Partial, Shard
     >>> mesh = DeviceMesh.arange(tp=4)
-    >>> [str(s) for s in steps(Layout(mesh, {"tp": Partial()}), Layout(mesh, {"tp": Shard(0)}), (8,))]
+    >>> before, after = Layout(mesh, {"tp": Partial()}), Layout(mesh, {"tp": Shard(0)})
+    >>> [str(step) for step in steps(before, after, (8,))]
     ['ReduceScatter[sum] axis=tp dim=0']
     """
     if source == destination:
@@ -612,7 +613,9 @@ def _step_cost(step: Step, shape: tuple[int, ...]) -> float:
     return before * (n - 1) / n * (2 if step.kind == "Allreduce" else 1)
 
 
-def _lacking(source: Layout, destination: Layout, shape: tuple[int, ...], sample: int = 64) -> float:
+def _lacking(
+    source: Layout, destination: Layout, shape: tuple[int, ...], sample: int = 64
+) -> float:
     """The most elements that a rank lacks, over a sample of ranks spread over the mesh."""
     mesh = destination.mesh
     stride = max(1, mesh.size // sample)
@@ -665,9 +668,7 @@ def _only_split(layout: Layout) -> tuple[str, int] | None:
     return (axis, dim) if layout.mesh.axis_size(axis) == layout.mesh.size else None
 
 
-def _reduce_across(
-    source: Layout, destination: Layout, shape: tuple[int, ...]
-) -> tuple[Step, ...]:
+def _reduce_across(source: Layout, destination: Layout, shape: tuple[int, ...]) -> tuple[Step, ...]:
     """Reduce at one sender where that is all there is to do, else scatter the sum and go on."""
     mesh, (axis, *_) = source.mesh, source.partial_axes
     placement = source.placement(axis)

@@ -149,7 +149,8 @@ def check_outputs(
     """Raise ProgramError unless preallocated outputs are what the program says: all or none."""
     if len(out) != len(program.outputs):
         raise ProgramError(
-            f"@{program.name} on rank {rank}: {len(out)} buffers for {len(program.outputs)} outputs",
+            f"@{program.name} on rank {rank}: {len(out)} buffers for {len(program.outputs)} "
+            "outputs",
             hint="pass a buffer for every output, or none",
         )
     for name, buffer in zip(program.outputs, out, strict=True):

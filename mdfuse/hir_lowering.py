@@ -253,9 +253,7 @@ def _emit_post(
     handle = f"c{out.posts}"
     out.posts += 1
     out.code.append(
-        Instruction(
-            op="post", inputs=(current, name), outputs=(handle,), comm=comm, source=source
-        )
+        Instruction(op="post", inputs=(current, name), outputs=(handle,), comm=comm, source=source)
     )
     out.code.append(Instruction(op="wait", inputs=(handle,), source=source))
     return name

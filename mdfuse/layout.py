@@ -125,9 +125,7 @@ class Layout:
         self.stream = stream
         self.splits = self._order(order or {})
 
-    def _order(
-        self, order: Mapping[int, Sequence[str]]
-    ) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    def _order(self, order: Mapping[int, Sequence[str]]) -> tuple[tuple[int, tuple[str, ...]], ...]:
         splits: dict[int, tuple[str, ...]] = {}
         for axis, placement in zip(self.mesh.axes, self.placements, strict=True):
             if isinstance(placement, Shard):
@@ -190,7 +188,7 @@ class Layout:
         return box_shape(box if box is not None else self.intervals_at(shape, coordinate))
 
     def chunks_of(self, dim: int, extent: int) -> Iterator[tuple[tuple[int, ...], Interval]]:
-        """Each way to choose coordinates on the axes that split a dim, and the interval it gives."""
+        """Each choice of coordinates on the axes that split a dim, and the interval it gives."""
         axes = self.split_axes(dim)
         sizes = [self.mesh.axis_size(a) for a in axes]
         for choice in product(*map(range, sizes)):

@@ -1,7 +1,7 @@
 """Plans: a host program specialised for one rank, as a flat list of prepared calls.
 
-Building decides everything that does not depend on data; running walks the list. A slot is a place in
-one list of tensors, so that no name is looked up while a program runs.
+Building decides everything that does not depend on data; running walks the list. A slot is a place
+in one list of tensors, so that no name is looked up while a program runs.
 """
 
 from __future__ import annotations
@@ -138,9 +138,7 @@ def build(
         if dead := dying.get(id(instruction)):
             thunks.append(_drop(tuple(context.slot(n) for n in dead)))
             labels.append("free " + ", ".join(dead))
-    outputs = tuple(
-        context.slot(n) if program.has(n, rank) else None for n in program.outputs
-    )
+    outputs = tuple(context.slot(n) if program.has(n, rank) else None for n in program.outputs)
     return Plan(len(context.slots), inputs, outputs, tuple(thunks), waits, tuple(labels))
 
 
@@ -310,9 +308,7 @@ def _alloc(instruction: Instruction, context: _Context) -> Thunk:
     return _allocate(context.slot(output), context.local(output), kind.dtype, context)
 
 
-def _allocate(
-    target: int, shape: tuple[int, ...], dtype: torch.dtype, context: _Context
-) -> Thunk:
+def _allocate(target: int, shape: tuple[int, ...], dtype: torch.dtype, context: _Context) -> Thunk:
     empty = partial(torch.empty, shape, dtype=dtype, device=context.device)
     if not context.poison:
 
@@ -513,9 +509,7 @@ def _index(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box)
 
 
-def _copy_pieces(
-    part: Part, s: Slots, source: int | None, destination: int | None
-) -> None:
+def _copy_pieces(part: Part, s: Slots, source: int | None, destination: int | None) -> None:
     """What stays on this rank."""
     for before, after in part.copies:
         assert source is not None and destination is not None
@@ -534,8 +528,8 @@ def _post_pieces(
         if poster is None:
             s[handle] = Pending(None)
             return
-        srcs = [s[source][index].contiguous() for index in outgoing]
-        places = [s[destination][index] for index in incoming]
+        srcs = [s[source][index].contiguous() for index in outgoing]  # type: ignore[index]
+        places = [s[destination][index] for index in incoming]  # type: ignore[index]
         dsts = [p if p.is_contiguous() else torch.empty_like(p).contiguous() for p in places]
         unpack = tuple((p, d) for p, d in zip(places, dsts, strict=True) if p is not d)
         s[handle] = Pending(poster(srcs, dsts), unpack)

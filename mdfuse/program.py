@@ -119,7 +119,7 @@ def _reason(c: Communication) -> str:
     return "the meshes differ"
 
 
-def compile(  # noqa: A001
+def compile(
     definition: FusionDefinition,
     options: Options | None = None,
     should_merge: ShouldMerge | None = None,

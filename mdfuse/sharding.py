@@ -105,9 +105,7 @@ def _global_shape(layout: Layout, parts: Sequence[Tensor]) -> tuple[int, ...]:
         total = 0
         for index, part in enumerate(parts):
             coordinate = layout.mesh.unravel(index)
-            others = [
-                c for a, c in zip(layout.mesh.axes, coordinate, strict=True) if a not in axes
-            ]
+            others = [c for a, c in zip(layout.mesh.axes, coordinate, strict=True) if a not in axes]
             total += part.shape[dim] if not any(others) else 0
         shape[dim] = total
     return tuple(shape)

@@ -100,7 +100,9 @@ def simulate(
         outputs = tuple(
             program._reused(a, list(o)) for a, o in zip(arguments, outputs, strict=True)
         )
-    return Simulated(outputs, [_global(host, name, i, outputs) for i, name in enumerate(host.outputs)])
+    return Simulated(
+        outputs, [_global(host, name, i, outputs) for i, name in enumerate(host.outputs)]
+    )
 
 
 def _arguments(
@@ -167,9 +169,7 @@ def _run(ranks: Sequence[_Rank], network: SimNetwork) -> None:
         raise CommunicationError("posts that nobody answered", where=left)
 
 
-def _global(
-    host: HostProgram, name: str, index: int, outputs: Sequence[Sequence[Any]]
-) -> Tensor:
+def _global(host: HostProgram, name: str, index: int, outputs: Sequence[Sequence[Any]]) -> Tensor:
     layout = host.types[name].layout
     assert layout is not None
     return unshard_tensor([outputs[r][index] for r in layout.mesh.ranks], layout)

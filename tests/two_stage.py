@@ -150,7 +150,15 @@ def cases() -> Iterator[Case]:
                     for units in UNITS:
                         for extra in (0, 1):
                             yield Case(
-                                family, before, after, dim, split, split_after, reduces, units, extra
+                                family,
+                                before,
+                                after,
+                                dim,
+                                split,
+                                split_after,
+                                reduces,
+                                units,
+                                extra,
                             )
 
 

@@ -53,9 +53,7 @@ class SimNetwork:
     meetings: dict[tuple[tuple[int, ...], int], dict[int, _Posted]] = field(
         default_factory=lambda: defaultdict(dict)
     )
-    counts: dict[tuple[tuple[int, ...], int], int] = field(
-        default_factory=lambda: defaultdict(int)
-    )
+    counts: dict[tuple[tuple[int, ...], int], int] = field(default_factory=lambda: defaultdict(int))
     #: (sender, receiver) -> pieces under way, and places that wait for one
     sent: dict[tuple[int, int], list[tuple[Tensor, SimWork]]] = field(
         default_factory=lambda: defaultdict(list)
@@ -117,8 +115,16 @@ class SimNetwork:
             for (team, _), meeting in self.meetings.items()
             for p in list(meeting.values())[:1]
         ]
-        left += [f"rank {s} sent to rank {r}, which did not receive" for (s, r), q in self.sent.items() if q]
-        left += [f"rank {r} awaits rank {s}, which did not send" for (s, r), q in self.awaited.items() if q]
+        left += [
+            f"rank {s} sent to rank {r}, which did not receive"
+            for (s, r), q in self.sent.items()
+            if q
+        ]
+        left += [
+            f"rank {r} awaits rank {s}, which did not send"
+            for (s, r), q in self.awaited.items()
+            if q
+        ]
         return left
 
 
@@ -180,7 +186,8 @@ def _joined(posts: list[_Posted]) -> Tensor:
     sizes = {p.srcs[0].numel() for p in posts}
     if len(sizes) > 1:
         raise CommunicationError(
-            f"{posts[0].call.kind} on team {posts[0].call.team}: blocks of {sorted(sizes)} elements",
+            f"{posts[0].call.kind} on team {posts[0].call.team}: blocks of {sorted(sizes)} "
+            "elements",
             because="all ranks of a team post equal sizes",
         )
     return torch.stack([p.srcs[0].reshape(-1) for p in posts])

@@ -162,9 +162,7 @@ class FusionDefinition:
                 )
             places = tuple(stride_order)
             dims = tuple(sorted(dims, key=lambda d: -places[d]))
-        handle = self._add(
-            name or assigned_name() or "in", shape=extents, dtype=dtype, order=dims
-        )
+        handle = self._add(name or assigned_name() or "in", shape=extents, dtype=dtype, order=dims)
         self._inputs.append(handle)
         if isinstance(layout, Layout):
             mesh, layout = layout, None
@@ -286,9 +284,7 @@ class FusionDefinition:
             return TABLE[op].call(*numbers, **attrs)
 
         constant = not any(isinstance(x, str) for x in inputs)
-        samples = [
-            scalar_sample(self.values[x].dtype) if isinstance(x, str) else x for x in inputs
-        ]
+        samples = [scalar_sample(self.values[x].dtype) if isinstance(x, str) else x for x in inputs]
         try:
             result = scalar_call(call, samples)
         except (RuntimeError, TypeError, KeyError, AttributeError) as error:

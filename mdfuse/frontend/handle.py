@@ -168,7 +168,7 @@ class Handle:
         return self._call("transpose", a, b)
 
     @property
-    def T(self) -> Handle:  # noqa: N802
+    def T(self) -> Handle:
         """All dims reversed."""
         return self._call("permute", tuple(reversed(range(self.ndim))))
 

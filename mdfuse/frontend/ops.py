@@ -52,7 +52,7 @@ def _dims(dims: Dims) -> tuple[int, ...] | None:
 # -- views and copies ----------------------------------------------------------------------------
 
 
-def set(x: Handle) -> Handle:  # noqa: A001
+def set(x: Handle) -> Handle:
     """The value itself, to be placed elsewhere: `set(x).on(mesh, {...})` is a reshard."""
     return _record("set", x)
 
@@ -87,7 +87,7 @@ view = reshape
 
 def flatten(x: Handle, start_dim: int = 0, end_dim: int = -1) -> Handle:
     """Dims from start to end (inclusive) as one."""
-    first, last = start_dim % max(x.ndim, 1), end_dim % max(x.ndim, 1)
+    first, last = start_dim % builtins.max(x.ndim, 1), end_dim % builtins.max(x.ndim, 1)
     merged = math.prod(x.shape[first : last + 1])
     return reshape(x, (*x.shape[:first], merged, *x.shape[last + 1 :]))
 
@@ -95,9 +95,7 @@ def flatten(x: Handle, start_dim: int = 0, end_dim: int = -1) -> Handle:
 def expand(x: Handle, shape: Sequence[int]) -> Handle:
     """Dims of extent 1 repeated without copies; -1 keeps an extent; new dims come in front."""
     skip = len(shape) - x.ndim
-    kept = tuple(
-        x.shape[d - skip] if n == -1 and d >= skip else n for d, n in enumerate(shape)
-    )
+    kept = tuple(x.shape[d - skip] if n == -1 and d >= skip else n for d, n in enumerate(shape))
     return _record("expand", x, shape=kept)
 
 
@@ -106,7 +104,7 @@ broadcast_to = expand
 
 def broadcast(x: Handle, dims: Sequence[bool] | Sequence[int]) -> Handle:
     """With a list of bools: a new dim of extent 1 where True. With a shape: `expand`."""
-    if all(isinstance(d, bool) for d in dims):
+    if builtins.all(isinstance(d, bool) for d in dims):
         if builtins.sum(not d for d in dims) != x.ndim:
             raise DefinitionError(
                 f"broadcast(%{x.name}, {list(dims)}): one False for each of its {x.ndim} dims"
@@ -135,7 +133,7 @@ def squeeze(x: Handle, dims: Dims = None) -> Handle:
     return _record("squeeze", x, dims=tuple(range(x.ndim)) if chosen is None else chosen)
 
 
-def slice(  # noqa: A001
+def slice(
     x: Handle,
     start_indices: Sequence[int],
     end_indices: Sequence[int],
@@ -144,7 +142,9 @@ def slice(  # noqa: A001
     """The window from start to end (exclusive) with steps, one entry per dim."""
     steps = tuple(strides) if strides is not None else (1,) * x.ndim
     if not len(start_indices) == len(end_indices) == len(steps) == x.ndim:
-        raise DefinitionError(f"slice(%{x.name}): one start, end and step for each of {x.ndim} dims")
+        raise DefinitionError(
+            f"slice(%{x.name}): one start, end and step for each of {x.ndim} dims"
+        )
     return index(x, tuple(map(builtins.slice, start_indices, end_indices, steps)))
 
 
@@ -158,20 +158,20 @@ def index(x: Handle, where: Any) -> Handle:
         raise DefinitionError(f"%{x.name}[{where}]: {used} indices for {x.ndim} dims")
     at = next((k for k, i in enumerate(items) if i is Ellipsis), len(items))
     items[at : at + 1] = [builtins.slice(None)] * (x.ndim - used)
-    starts, ends, steps, gone, new = [], [], [], [], []
+    windows: list[tuple[int, int, int]] = []
+    gone: list[int] = []
+    new: list[int] = []
     for item in items:
-        dim = len(starts)
+        dim = len(windows)
         if item is None:
             new.append(dim - len(gone) + len(new))
             continue
-        start, end, step = _window(x, item, dim)
-        starts.append(start), ends.append(end), steps.append(step)
+        windows.append(_window(x, item, dim))
         if not isinstance(item, builtins.slice):
             gone.append(dim)
-    whole = all((s, t) == (0, 1) and e >= n for s, e, t, n in zip(starts, ends, steps, x.shape, strict=True))
-    if not whole:
-        attrs = {"starts": tuple(starts), "ends": tuple(ends), "steps": tuple(steps)}
-        x = _record("slice", x, **attrs)
+    if windows != [(0, n, 1) for n in x.shape]:
+        starts, ends, steps = zip(*windows, strict=True)
+        x = _record("slice", x, starts=starts, ends=ends, steps=steps)
     if gone:
         x = _record("squeeze", x, dims=tuple(gone))
     return _record("unsqueeze", x, dims=tuple(new)) if new else x
@@ -183,7 +183,7 @@ def _window(x: Handle, item: Any, dim: int) -> tuple[int, int, int]:
         start, end, step = item.indices(extent)
         if step < 1:
             raise DefinitionError(f"%{x.name}[{item}]: steps are positive")
-        return start, max(start, end), step
+        return start, builtins.max(start, end), step
     if isinstance(item, bool) or not isinstance(item, int):
         raise DefinitionError(
             f"%{x.name} cannot be indexed with {item!r}",
@@ -236,7 +236,7 @@ def gelu(x: Handle, approximate: str = "none") -> Handle:
     return _record("gelu", x, approximate=approximate)
 
 
-def clamp(x: Handle, min: Any = None, max: Any = None) -> Handle:  # noqa: A002
+def clamp(x: Handle, min: Any = None, max: Any = None) -> Handle:
     """Values limited to [min, max]."""
     return _record("clamp", x, min=min, max=max)
 
@@ -265,7 +265,7 @@ def _binary(name: str) -> Callable[[Any, Any], Handle]:
 # -- reductions ----------------------------------------------------------------------------------
 
 
-def sum(  # noqa: A001
+def sum(
     x: Handle, dims: Dims = None, keepdim: bool = False, dtype: torch.dtype | None = None
 ) -> Handle:
     """Sum over dims (all by default)."""

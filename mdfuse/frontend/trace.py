@@ -64,9 +64,7 @@ class TracedFunction:
 def _argument(fd: FusionDefinition, name: str, x: Any) -> Any:
     if not isinstance(x, TensorSpec):
         return x
-    return fd.define_tensor(
-        x.shape, x.dtype, x.mesh, x.layout, x.order, x.stride_order, name=name
-    )
+    return fd.define_tensor(x.shape, x.dtype, x.mesh, x.layout, x.order, x.stride_order, name=name)
 
 
 def fusion(function: Callable[..., Any]) -> TracedFunction:

@@ -183,11 +183,8 @@ class HostProgram:
         kept = []
         handles: set[str] = set()
         for i in self.instructions:
-            if i.op == "wait":
-                keep = any(x in handles for x in i.reads)
-            else:
-                keep = i.runs_on(rank)
-            if not keep:
+            waits = i.op == "wait"
+            if not (any(x in handles for x in i.reads) if waits else i.runs_on(rank)):
                 continue
             if i.op == "post":
                 handles.update(i.outputs)

@@ -59,9 +59,7 @@ def instruction_text(instruction: Instruction, types: Types, rank: int | None) -
                 f"{_operands(instruction.outputs)}"
             )
     name = instruction.fn or instruction.op
-    arguments = ", ".join(
-        filter(None, (_operands(instruction.inputs), _attributes(instruction)))
-    )
+    arguments = ", ".join(filter(None, (_operands(instruction.inputs), _attributes(instruction))))
     call = name if name == "alloc" else f"{name}({arguments})"
     flags = " contiguous" if dict(instruction.attrs).get("contiguous") else ""
     if instruction.order is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,6 +51,8 @@ class Op:
             "reduce" an operand with the op that it reduces by itself.
         is_view: the result may share storage with the first operand.
         is_single: runs as a single host op; others are merged into host units.
+        stays: the position of a matrix operand that keeps its split of the result's dims; the
+            other operand moves (weights stay where they are).
     """
 
     name: str
@@ -62,6 +64,7 @@ class Op:
     partial: str = ""
     is_view: bool = False
     is_single: bool = True
+    stays: int | None = None
 
 
 TABLE: dict[str, Op] = {}
@@ -179,11 +182,46 @@ for _name, _symbol in (("and", operator.and_), ("or", operator.or_), ("xor", ope
 for _name in ("maximum", "minimum", "fmod", "atan2", "logical_and", "logical_or", "logical_xor"):
     _binary(_name, _tensors(getattr(torch, _name)), _name)
 
-UNARY = (
-    "abs acos acosh asin asinh atan atanh bitwise_not ceil cos cosh erf erfc exp exp2 expm1 floor "
-    "isfinite isinf isnan log log10 log1p log2 logical_not neg reciprocal round rsqrt "
-    "sigmoid sign sin sinh sqrt square tan tanh trunc"
-).split()
+UNARY = [
+    "abs",
+    "acos",
+    "acosh",
+    "asin",
+    "asinh",
+    "atan",
+    "atanh",
+    "bitwise_not",
+    "ceil",
+    "cos",
+    "cosh",
+    "erf",
+    "erfc",
+    "exp",
+    "exp2",
+    "expm1",
+    "floor",
+    "isfinite",
+    "isinf",
+    "isnan",
+    "log",
+    "log10",
+    "log1p",
+    "log2",
+    "logical_not",
+    "neg",
+    "reciprocal",
+    "round",
+    "rsqrt",
+    "sigmoid",
+    "sign",
+    "sin",
+    "sinh",
+    "sqrt",
+    "square",
+    "tan",
+    "tanh",
+    "trunc",
+]
 for _name in UNARY:
     _call = getattr(torch, _name)
     _linear = {"partial": "scale"} if _name == "neg" else {}
@@ -314,9 +352,7 @@ _reduce("all", _truth("all"), "band")
 # -- contractions and composite ops --------------------------------------------------------------
 
 
-def _lookup(
-    indices: Tensor, table: Tensor, *, part: tuple[int, int, int] | None = None
-) -> Tensor:
+def _lookup(indices: Tensor, table: Tensor, *, part: tuple[int, int, int] | None = None) -> Tensor:
     """Rows of a table; with `part=(start, stop, rows in all)` the table is a piece of a larger one.
 
     Rows outside the piece come back as zeros, so that the sum over all pieces is the lookup.
@@ -354,8 +390,8 @@ def _local_draw(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
 
 
 _COMPOSITE: dict[str, Any] = {"is_single": False}
-_row("matmul", torch.matmul, dims.matmul, "matmul", out=torch.matmul)
-_row("linear", lambda x, w, b=None: _F.linear(x, w, b), dims.linear, "linear")
+_row("matmul", torch.matmul, dims.matmul, "matmul", out=torch.matmul, stays=1)
+_row("linear", lambda x, w, b=None: _F.linear(x, w, b), dims.linear, "linear", stays=1)
 _row("embedding", _lookup, dims.embedding, "embedding", localize=_local_rows, **_COMPOSITE)
 _row("softmax", lambda x, *, dim: torch.softmax(x, dim), dims.rowwise, "softmax", **_COMPOSITE)
 _row(
@@ -374,9 +410,5 @@ _row(
     "cat",
     **_COMPOSITE,
 )
-_row(
-    "uniform", random.uniform, dims.creation, "uniform", localize=_local_draw, **_COMPOSITE
-)
-_row(
-    "dropout", random.dropout, dims.pointwise, "dropout", localize=_local_draw, **_COMPOSITE
-)
+_row("uniform", random.uniform, dims.creation, "uniform", localize=_local_draw, **_COMPOSITE)
+_row("dropout", random.dropout, dims.pointwise, "dropout", localize=_local_draw, **_COMPOSITE)

@@ -1,4 +1,4 @@
-"""Make every change of layout a `set`: operands that do not fit, and results that must be elsewhere.
+"""Make every change of layout a `set`: of operands that do not fit, of results wanted elsewhere.
 
     %c: f32[8,8] (tp=S0) = add(%a, %b)              # %b is (tp=S1)
 ->
@@ -107,9 +107,7 @@ def _rewrite(rewriter: _Rewriter, expr: Expr, wants: dict[str, set[Layout]]) -> 
         return
     local = rewriter.new_value(out, f"{expr.output}.{_suffix(strategy.result)}", strategy.result)
     rewriter.exprs.append(replace(expr, inputs=inputs, output=local))
-    rewriter.exprs.append(
-        Expr(op="set", inputs=(local,), output=expr.output, source=expr.source)
-    )
+    rewriter.exprs.append(Expr(op="set", inputs=(local,), output=expr.output, source=expr.source))
 
 
 def _best_copy(

@@ -77,8 +77,7 @@ def choose(expr: Expr, values: Mapping[str, Value], law: Layout | None = None) -
 def dim_map(expr: Expr, values: Mapping[str, Value]) -> DimMap:
     """The labels of an expression's dims."""
     shapes = [
-        values[x].shape if isinstance(x, str) and values[x].is_tensor else None
-        for x in expr.inputs
+        values[x].shape if isinstance(x, str) and values[x].is_tensor else None for x in expr.inputs
     ]
     return TABLE[expr.op].rule(shapes, values[expr.output].shape, expr.kwargs)
 
@@ -91,9 +90,7 @@ def _operands(expr: Expr, values: Mapping[str, Value]) -> tuple[list[_Operand], 
             continue
         mine = labels.operands[position]
         if x in found:  # read twice: a dim whose labels disagree is whole
-            mine = tuple(
-                p if p == q else None for p, q in zip(found[x].labels, mine, strict=True)
-            )
+            mine = tuple(p if p == q else None for p, q in zip(found[x].labels, mine, strict=True))
         found[x] = _Operand(values[x], mine, values[x].layout)
     return list(found.values()), labels
 
@@ -123,20 +120,54 @@ def _vote(
     if passed is not None:
         return passed
     candidates: list[int | None] = []
+    moves = False
     for o in operands:
         placement = o.layout.placement(axis) if o.layout else None
         if isinstance(placement, Shard):
             candidates.append(o.labels[placement.dim])
+        moves = moves or isinstance(placement, Partial)
     law_placement = law.placement(axis) if law is not None else None
+    if not candidates and not isinstance(law_placement, Shard):
+        return None
+    if candidates and not moves and _is_free(candidates, labels, law_placement):
+        return candidates[0]
     if isinstance(law_placement, Shard):
         candidates.append(labels.result[law_placement.dim])
     candidates = [c for c in candidates if c is not None and _can_split(c, labels)]
     if not candidates:
         return None
+    kept = _stays(expr, axis, operands, labels)
+    if kept in candidates and (
+        law_placement is None
+        or (isinstance(law_placement, Shard) and labels.result[law_placement.dim] == kept)
+    ):
+        return kept
     n = (law or next(o.layout for o in operands if o.layout)).mesh.axis_size(axis)
     options = [*dict.fromkeys(candidates), None]
     prices = [_price(c, axis, n, operands, labels, out, law_placement) for c in options]
     return options[prices.index(min(prices))]
+
+
+def _is_free(candidates: Sequence[int | None], labels: DimMap, law: Placement | None) -> bool:
+    """Every split operand is split on one label, and the result stays split on it."""
+    (label, *others) = candidates
+    if label is None or label not in labels.result or any(c != label for c in others):
+        return False
+    return law is None or (isinstance(law, Shard) and labels.result[law.dim] == label)
+
+
+def _stays(expr: Expr, axis: str, operands: Sequence[_Operand], labels: DimMap) -> int | None:
+    """The label of the result that the operand that stays is split on along an axis."""
+    position = TABLE[expr.op].stays
+    if position is None:
+        return None
+    name = expr.inputs[position]
+    for o in operands:
+        placement = o.layout.placement(axis) if o.layout else None
+        if o.value.name == name and len(o.labels) == 2 and isinstance(placement, Shard):
+            label = o.labels[placement.dim]
+            return label if label in labels.result else None
+    return None
 
 
 def _can_split(label: int, labels: DimMap) -> bool:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    import mdfuse
+    from mdfuse.runtime.communicator import Communicator
 
 
 @pytest.fixture(scope="session")
-def comm(request: pytest.FixtureRequest) -> mdfuse.Communicator:
+def comm(request: pytest.FixtureRequest) -> Communicator:
     """This rank's communicator. All tests of a world share it, and the session closes it."""
-    communicator: mdfuse.Communicator = request.config.pluginmanager.getplugin(
+    communicator: Communicator = request.config.pluginmanager.getplugin(
         "multirank-joint"
     ).communicator
     return communicator

@@ -19,7 +19,7 @@ MOST_JOBS = 8
 
 #: How long the other ranks of a test may go on after one has exited. They are probably stuck; where
 #: they notice by themselves, they tell more.
-LOSS_S = 10.0
+LOSS_S = 6.0
 
 #: How much of a job's output a verdict quotes.
 _TAIL_CHARACTERS = 8000

@@ -20,7 +20,7 @@ from multirank.time_limits import end_from_a_thread, time_limit
 from multirank.verdicts import Verdict, VerdictWriter
 
 if TYPE_CHECKING:
-    import mdfuse
+    from mdfuse.runtime.communicator import Communicator
 
 #: A communication that does not finish fails after this long: half of the time that a test has, so
 #: that it fails with its own message.
@@ -43,7 +43,7 @@ class JointSession:
         self._config = config
         self._launch = launch
         self._writer = VerdictWriter(reports, launch.rank)
-        self._communicator: mdfuse.Communicator | None = None
+        self._communicator: Communicator | None = None
         self._agreement: Agreement | None = None
         self._executed = 0
         self._status = 0
@@ -52,7 +52,7 @@ class JointSession:
             _silence(config)
 
     @property
-    def communicator(self) -> mdfuse.Communicator:
+    def communicator(self) -> Communicator:
         assert self._communicator is not None, "there is no communicator before the first test"
         return self._communicator
 
