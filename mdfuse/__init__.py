@@ -37,11 +37,12 @@ if TYPE_CHECKING:
     from mdfuse.frontend.trace import TensorSpec, fusion
     from mdfuse.program import Program, compile
     from mdfuse.reference import reference
-    from mdfuse.runtime.communicator import init
+    from mdfuse.runtime.communicator import Communicator, init
     from mdfuse.simulate import simulate
 
 #: Names whose modules import torch: they are imported when they are first used.
 _LAZY = {
+    "Communicator": "mdfuse.runtime.communicator",
     "FusionDefinition": "mdfuse.frontend.definition",
     "HostIrEvaluator": "mdfuse.evaluator",
     "Program": "mdfuse.program",
@@ -73,6 +74,7 @@ def __dir__() -> list[str]:
 __all__ = [
     "BackendError",
     "CommunicationError",
+    "Communicator",
     "DefinitionError",
     "DeviceMesh",
     "FusionDefinition",

@@ -7,6 +7,7 @@ its placements, its order), and `torch.chunk` does the cutting.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,7 +15,10 @@ from torch import Tensor
 import mdfuse as mf
 from mdfuse import DeviceMesh, Layout, Partial, Shard
 from mdfuse.program import Program
-from mdfuse.simulate import Simulated
+
+if TYPE_CHECKING:
+    from mdfuse.simulate import Simulated
+
 
 POISON = mf.Options(poison=True)
 

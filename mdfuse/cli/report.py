@@ -1,0 +1,103 @@
+"""What the command line shows, as rich renderables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from mdfuse.cli.execution import Difference
+from mdfuse.communication import Communication
+from mdfuse.program import Program
+
+#: Bytes are computed for at most this many ranks; those of a larger mesh repeat.
+_RANKS_SHOWN = 64
+
+
+def facts(rows: Iterable[tuple[str, str]]) -> Table:
+    """Names and what is to be said about them, in two columns."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, what in rows:
+        table.add_row(name, Text(what))
+    return table
+
+
+def communications(program: Program) -> Table:
+    """Kinds, axes, how many, and the bytes that arrive at a rank in one run."""
+    table = Table(box=box.SIMPLE_HEAD, title="communications per run", title_justify="left")
+    table.add_column("kind")
+    table.add_column("axis")
+    table.add_column("count", justify="right")
+    table.add_column("bytes received per rank", justify="right")
+    ranks = range(min(program.host.last_rank + 1, _RANKS_SHOWN))
+    for (kind, where), found in grouped(program.communications).items():
+        table.add_row(kind, where, str(len(found)), _range(_received(found, ranks)))
+    table.add_section()
+    table.add_row(
+        "all",
+        "",
+        str(len(program.communications)),
+        _range([program.bytes_received(rank) for rank in ranks]),
+    )
+    return table
+
+
+def grouped(
+    communications: Iterable[Communication],
+) -> dict[tuple[str, str], list[Communication]]:
+    """Communications by kind and axis (or meshes, where they differ), in order of appearance."""
+    groups: dict[tuple[str, str], list[Communication]] = {}
+    for c in communications:
+        source, destination = c.source.mesh, c.destination.mesh
+        where = c.axis or "several"
+        if source != destination:
+            where = f"{source} to {destination}"
+        kind = f"{c.kind} ({c.reduce_op})" if c.reduce_op else c.kind
+        groups.setdefault((kind, where), []).append(c)
+    return groups
+
+
+def _received(communications: Sequence[Communication], ranks: Iterable[int]) -> list[int]:
+    return [sum(c.bytes_received(rank) for c in communications) for rank in ranks]
+
+
+def _range(sizes: Sequence[int]) -> str:
+    low, high = min(sizes), max(sizes)
+    return size_text(high) if low == high else f"{size_text(low)} to {size_text(high)}"
+
+
+def size_text(n: int) -> str:
+    """Bytes for people: `1536` -> "1.5 KiB"."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = min(max(n.bit_length() - 1, 0) // 10, len(units) - 1)
+    return f"{n} B" if power == 0 else f"{n / 1024**power:.3g} {units[power]}"
+
+
+def time_text(seconds: float) -> str:
+    """Seconds for people."""
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
+
+
+def differences(names: Iterable[str], found: Iterable[Difference]) -> Table:
+    """Outputs against one device."""
+    table = Table(box=box.SIMPLE_HEAD, title="against one device", title_justify="left")
+    table.add_column("output")
+    table.add_column("largest difference", justify="right")
+    table.add_column("allowed", justify="right")
+    table.add_column("")
+    for name, d in zip(names, found, strict=True):
+        verdict = Text("equal", "green") if d.is_allowed else Text("DIFFERS", "bold red")
+        table.add_row(f"%{name}", f"{d.largest:.2g}", f"{d.allowed:.2g}", verdict)
+    return table
+
+
+def program_text(program: str) -> Text:
+    """A printed program; communications stand out, source lines stand back."""
+    text = Text(program)
+    text.highlight_regex(r"(?m)#.*$", "dim")
+    text.highlight_regex(r"(?m)%\S+ = post .*?(?=\s+#|$)", "bold cyan")
+    return text

@@ -84,7 +84,9 @@ def post(comm: Any, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) 
 
 def same(got: Tensor, expected: Tensor, what: object = "") -> None:
     assert got.dtype is expected.dtype
-    if got.dtype in FLOATS:
+    if str(what).startswith("avg"):  # NCCL divides before it adds
+        is_same = torch.allclose(got, expected, rtol=4 * torch.finfo(got.dtype).eps, atol=0.02)
+    elif got.dtype in FLOATS:
         is_same = torch.equal(got, expected)
     else:  # not every dtype has a comparison
         is_same = torch.equal(got.view(torch.uint8), expected.view(torch.uint8))

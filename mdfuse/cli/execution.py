@@ -1,0 +1,140 @@
+"""Runs a program on the launched ranks, or simulates them, and compares it with one device."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mdfuse.errors import ProgramError
+from mdfuse.frontend.definition import FusionDefinition
+from mdfuse.mesh import DeviceMesh
+from mdfuse.program import Program, compile
+from mdfuse.runtime.communicator import Communicator
+from mdfuse.sharding import shard_tensor
+from mdfuse.simulate import simulate
+
+#: Timed runs, after the first one, which builds the plan.
+RUNS = 5
+
+#: Largest difference from one device, as a share of the largest element: the order of additions
+#: differs. Other dtypes must agree exactly.
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a run gave.
+
+    Attributes:
+        outputs: the global outputs; empty on ranks other than 0.
+        seconds: time of each run after the first.
+    """
+
+    outputs: list[Tensor]
+    seconds: list[float]
+
+    @property
+    def median(self) -> float:
+        """Seconds of the run in the middle."""
+        return statistics.median(self.seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """How far an output is from what one device gives.
+
+    Attributes:
+        largest: of all elements, absolute; infinite where NaNs do not match.
+        allowed: what counts as equal.
+    """
+
+    largest: float
+    allowed: float
+
+    @property
+    def is_allowed(self) -> bool:
+        return self.largest <= self.allowed
+
+
+def run_on_ranks(program: Program, inputs: Sequence[Any], comm: Communicator) -> Outcome:
+    """Run on every rank of a communicator; all ranks call it.
+
+    Args:
+        program: its meshes fit into the communicator.
+        inputs: global tensors (numbers for scalars), the same on all ranks.
+        comm: what `mdfuse.init()` gave.
+    """
+    mine = local_inputs(program, inputs, comm)
+    results = program.run(*mine)
+    seconds = [_timed(lambda: program.run(*mine), comm) for _ in range(RUNS)]
+    return Outcome(outputs=gather(program, results, comm), seconds=seconds)
+
+
+def run_simulated(program: Program, inputs: Sequence[Any]) -> Outcome:
+    """Run all ranks in this process, once: its time says nothing about real ranks."""
+    start = time.perf_counter()
+    outputs = simulate(program, inputs).outputs
+    return Outcome(outputs=outputs, seconds=[time.perf_counter() - start])
+
+
+def local_inputs(program: Program, inputs: Sequence[Any], comm: Communicator) -> list[Any]:
+    """This rank's part of each input, on its device; None where it has none."""
+    names = program.host.inputs
+    if len(inputs) != len(names):
+        raise ProgramError(
+            f"build gave {len(inputs)} inputs for {len(names)}",
+            hint="return a global tensor or number for each of " + ", ".join(names),
+        )
+    return [_local(program, n, x, comm) for n, x in zip(names, inputs, strict=True)]
+
+
+def _local(program: Program, name: str, x: Any, comm: Communicator) -> Any:
+    layout = program.host.types[name].layout
+    if layout is None:
+        return x
+    if comm.rank not in layout.mesh:
+        return None
+    part = shard_tensor(x, layout, rank=comm.rank)
+    return torch.empty_like(part, device=comm.device).copy_(part)  # dense, in the order of x
+
+
+def _timed(call: Callable[[], object], comm: Communicator) -> float:
+    """Seconds on this rank, from when all ranks are ready."""
+    comm.barrier()
+    start = time.perf_counter()
+    call()
+    if comm.device.type == "cuda":
+        torch.cuda.synchronize(comm.device)
+    return time.perf_counter() - start
+
+
+def gather(program: Program, results: Sequence[Any], comm: Communicator) -> list[Tensor]:
+    """The global outputs on rank 0; all ranks call it. It is itself a program: sets to one rank."""
+    kinds = [program.host.types[name] for name in program.host.outputs]
+    with FusionDefinition("gather") as fd:
+        for i, kind in enumerate(kinds):
+            x = fd.define_tensor(kind.shape, kind.dtype, kind.layout, name=f"out{i}")
+            fd.add_output(fd.ops.set(x).on(DeviceMesh([0])))
+    gathered = compile(fd, program.options).run(*results)
+    return gathered if comm.rank == 0 else []
+
+
+def compare(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> list[Difference]:
+    """Each output against what one device gives."""
+    return [_difference(a, b) for a, b in zip(outputs, expected, strict=True)]
+
+
+def _difference(output: Tensor, expected: Tensor) -> Difference:
+    """In double precision; NaN equals NaN, and infinities equal themselves."""
+    a, b = (x.detach().cpu().to(torch.float64) for x in (output, expected))
+    gap = (a - b).abs().masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)
+    largest = gap.nan_to_num(nan=torch.inf).max().item() if gap.numel() else 0.0
+    finite = b[b.isfinite()].abs()
+    scale = max(1.0, finite.max().item() if finite.numel() else 0.0)
+    return Difference(largest=largest, allowed=scale * TOLERANCES.get(expected.dtype, 0.0))

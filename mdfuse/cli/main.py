@@ -1,0 +1,177 @@
+"""The commands `mdfuse run`, `dump`, `doctor` and `bench`."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mdfuse.cli import screen
+from mdfuse.errors import MeshError, ProgramError
+from mdfuse.mesh import DeviceMesh
+
+if TYPE_CHECKING:
+    from mdfuse.frontend.definition import FusionDefinition
+
+# torch is slow to import: what needs it is imported by the commands that use it.
+
+app = typer.Typer(
+    help="One tensor program in global view, one inspectable program per rank.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+File = Annotated[
+    Path,
+    typer.Argument(
+        exists=True,
+        dir_okay=False,
+        metavar="FILE.py",
+        help="Defines build(mesh) -> (FusionDefinition, global_inputs).",
+    ),
+]
+
+
+class Stage(StrEnum):
+    """How far a program is lowered before it is shown."""
+
+    FUSION = "fusion"
+    LAYOUTS = "layouts"
+    SEGMENTS = "segments"
+    HOST = "host"
+
+
+@app.command()
+def run(
+    file: File,
+    sim: Annotated[
+        str | None,
+        typer.Option(metavar="dp=2,tp=4", help="Simulate every rank of this mesh in this process."),
+    ] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            metavar="dp=2,tp=2",
+            help="The mesh over the launched ranks; by default one axis tp over all of them.",
+        ),
+    ] = None,
+) -> None:
+    """Run a program on the launched ranks, or simulate it, and compare it with one device.
+
+    Start it with a launcher: torchrun --nproc-per-node 4 -m mdfuse run FILE.py, or
+    mpirun -n 4 python -m mpi4py -m mdfuse run FILE.py. Without launcher and --sim it is one rank.
+    """
+    if sim is not None and mesh is not None:
+        raise typer.BadParameter("--sim names the mesh already", param_hint="--mesh")
+    simulated, launched = _mesh(sim, "--sim"), _mesh(mesh, "--mesh")
+    with screen.errors():
+        from mdfuse.cli import running
+        from mdfuse.cli.program_file import load_build
+
+        build = load_build(file)
+        if simulated is not None:
+            running.simulate(build, simulated)
+        else:
+            running.launch(build, launched, str(file))
+
+
+@app.command()
+def dump(
+    file: File,
+    mesh: Annotated[
+        str, typer.Option(metavar="dp=2,tp=4", help="The mesh to build the program for.")
+    ] = "tp=4",
+    rank: Annotated[
+        int | None, typer.Option(min=0, help="Show what this rank runs (stage host).")
+    ] = None,
+    stage: Annotated[Stage, typer.Option(help="How far to lower.")] = Stage.HOST,
+) -> None:
+    """Show a program; nothing runs.
+
+    Stages: fusion (as defined, with the stated layouts), layouts (every value's layout), segments
+    (after all passes, every reshard a set), host (what the ranks execute).
+    """
+    if rank is not None and stage is not Stage.HOST:
+        raise typer.BadParameter("only the stage host differs by rank", param_hint="--rank")
+    chosen = _mesh(mesh, "--mesh")
+    assert chosen is not None
+    with screen.errors():
+        from mdfuse.cli.program_file import call_build, load_build
+        from mdfuse.cli.report import program_text
+
+        with screen.progress("building"):
+            definition, _ = call_build(load_build(file), chosen)
+            text = program_text(_stage_text(definition, stage, rank))
+        screen.output().print(text, soft_wrap=True)
+
+
+@app.command()
+def doctor() -> None:
+    """Show versions, the launcher that was seen, devices, and which backends are usable."""
+    from mdfuse.cli.doctor import examine
+
+    examine(screen.output())
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="A file of benchmarks/, without .py.")],
+) -> None:
+    """Run a benchmark of benchmarks/; further arguments are its own."""
+    found = _benchmarks()
+    if name not in found:
+        known = ", ".join(sorted(found)) or "none here; run it in a checkout of mdfuse"
+        raise typer.BadParameter(f"no benchmark {name!r}. There are: {known}", param_hint="NAME")
+    sys.argv = [str(found[name]), *context.args]
+    sys.path.insert(0, str(found[name].parent))
+    with screen.errors():
+        runpy.run_path(str(found[name]), run_name="__main__")
+
+
+def _mesh(text: str | None, option: str) -> DeviceMesh | None:
+    """The mesh of an option; what is no mesh is a mistake in the command's usage."""
+    if text is None:
+        return None
+    from mdfuse.cli.program_file import parse_mesh
+
+    try:
+        return parse_mesh(text)
+    except MeshError as error:
+        raise typer.BadParameter(f"{error.what}: {error.hint}", param_hint=option) from error
+
+
+def _stage_text(definition: FusionDefinition, stage: Stage, rank: int | None) -> str:
+    from mdfuse.program import compile
+
+    match stage:
+        case Stage.FUSION:
+            return str(definition.fusion)
+        case Stage.LAYOUTS:
+            return str(definition)
+        case Stage.SEGMENTS:
+            return "\n\n".join(str(part.fusion) for part in compile(definition).segments)
+        case Stage.HOST:
+            program = compile(definition)
+            if rank is None:
+                return str(program)
+            if rank > program.host.last_rank:
+                raise ProgramError(
+                    f"rank {rank} of a program for ranks 0 to {program.host.last_rank}",
+                    hint="choose a rank of its meshes, or a larger --mesh",
+                )
+            return str(program.for_rank(rank))
+
+
+def _benchmarks() -> dict[str, Path]:
+    """Benchmarks by name: those of the current folder, else of the checkout of this package."""
+    for root in (Path.cwd(), Path(__file__).parents[2]):
+        found = {p.stem: p for p in (root / "benchmarks").glob("*.py") if p.stem[0] != "_"}
+        if found:
+            return found
+    return {}

@@ -1,0 +1,139 @@
+"""What `mdfuse run` does."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mdfuse.cli import report, screen
+from mdfuse.cli.execution import Outcome, compare, run_on_ranks, run_simulated
+from mdfuse.cli.program_file import Build, call_build, parse_mesh
+from mdfuse.errors import ProgramError
+from mdfuse.frontend.definition import FusionDefinition
+from mdfuse.mesh import DeviceMesh
+from mdfuse.program import Program, compile
+from mdfuse.reference import reference
+from mdfuse.runtime.bootstrap import Launch, detect
+from mdfuse.runtime.communicator import init
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    definition: FusionDefinition
+    inputs: Sequence[Any]
+    program: Program
+
+
+def run_build(build: Build, alone: str = "tp=4") -> None:
+    """`mdfuse run` for a program that is running already; without a launcher it simulates.
+
+    Args:
+        build: `build(mesh) -> (definition, global inputs)`.
+        alone: the mesh that is simulated where no launcher started this process.
+    """
+    with screen.errors():
+        if detect(os.environ).size == 1:
+            simulate(build, parse_mesh(alone))
+        else:
+            launch(build, None, Path(sys.argv[0]).name)
+
+
+def simulate(build: Build, mesh: DeviceMesh) -> None:
+    """Run every rank of a mesh in this process; of several processes only rank 0 does.
+
+    Raises:
+        SystemExit: status 1 where an output differs from one device.
+    """
+    if not screen.is_first():
+        return
+    job = _compiled(build, mesh)
+    ranks = job.program.host.last_rank + 1
+    with screen.progress(f"simulating {ranks} ranks"):
+        outcome = run_simulated(job.program, job.inputs)
+    time = report.time_text(outcome.median)
+    rows = [
+        ("mesh", str(mesh)),
+        ("ranks", f"{ranks}, simulated in this process"),
+        ("time", f"{time} for all ranks, one after another: no measure of real ones"),
+    ]
+    problem = _report(job, job.inputs, outcome, rows)
+    if problem is not None:
+        screen.fail(problem)
+
+
+def launch(build: Build, mesh: DeviceMesh | None, name: str) -> None:
+    """Run on the ranks that a launcher started; all of them call it.
+
+    Args:
+        build: makes the program and its inputs, alike on all ranks.
+        mesh: by default one axis `tp` over all ranks.
+        name: the program's file, for messages.
+
+    Raises:
+        ProgramError: the mesh has more ranks than there are.
+        SystemExit: status 1 where an output differs from one device.
+    """
+    here = detect(os.environ)
+    mesh = mesh or DeviceMesh.arange(tp=here.size)
+    _check_fits(mesh, here, name)
+    job = _compiled(build, mesh)
+    comm = init()
+    with screen.progress(f"running on {here.size} ranks"):
+        outcome = run_on_ranks(job.program, job.inputs, comm)
+    time = report.time_text(outcome.median)
+    rows = [
+        ("mesh", str(mesh)),
+        ("ranks", f"{here.size}, started by {here.name} ({here.why})"),
+        ("backend", f"{comm.backend} on {comm.device.type}"),
+        ("time", f"{time}, median of {len(outcome.seconds)} runs on rank 0"),
+    ]
+    problem = None
+    if comm.rank == 0:
+        inputs = [x.to(comm.device) if isinstance(x, Tensor) else x for x in job.inputs]
+        problem = _report(job, inputs, outcome, rows)
+    if any(comm.all_ok(problem)):
+        screen.fail(problem or "")
+
+
+def _check_fits(mesh: DeviceMesh, here: Launch, name: str) -> None:
+    if mesh.last_rank < here.size:
+        return
+    axes = ",".join(f"{a}={n}" for a, n in zip(mesh.axes, mesh.shape, strict=True))
+    there = "is 1 process" if here.size == 1 else f"are {here.size} processes"
+    raise ProgramError(
+        f"{mesh} has {mesh.size} ranks, but there {there}",
+        where=f"launcher {here.name}: {here.why}",
+        because="every rank of a mesh is one process",
+        hint=f"torchrun --nproc-per-node {mesh.size} -m mdfuse run {name} --mesh {axes}, "
+        f"or mdfuse run {name} --sim {axes}",
+    )
+
+
+def _compiled(build: Build, mesh: DeviceMesh) -> _Job:
+    with screen.progress("building"):
+        definition, inputs = call_build(build, mesh)
+    with screen.progress("compiling"):
+        return _Job(definition=definition, inputs=inputs, program=compile(definition))
+
+
+def _report(
+    job: _Job, inputs: Sequence[Any], outcome: Outcome, rows: list[tuple[str, str]]
+) -> str | None:
+    """Print everything about a run; what is wrong with it, or None."""
+    program = job.program
+    with screen.progress("computing on one device"):
+        found = compare(outcome.outputs, reference(job.definition, inputs))
+    console = screen.output()
+    counts = f"{len(program.segments)} segments, {len(program.host)} instructions"
+    console.print(report.facts([("program", f"@{program.host.name}: {counts}"), *rows]))
+    console.print()
+    console.print(report.communications(program))
+    console.print(report.differences(program.host.outputs, found))
+    wrong = [n for n, d in zip(program.host.outputs, found, strict=True) if not d.is_allowed]
+    return f"differs from one device: {', '.join(wrong)}" if wrong else None
