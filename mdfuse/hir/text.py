@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
-from mdfuse.ir.graph import Operand, _attr_text, operand_text
+from mdfuse.ir.graph import Operand, attr_text, attrs_text, operand_text
 
 Types = Mapping[str, BufferType]
 
@@ -63,7 +63,7 @@ def instruction_text(instruction: Instruction, types: Types, rank: int | None) -
     call = name if name == "alloc" else f"{name}({arguments})"
     flags = " contiguous" if dict(instruction.attrs).get("contiguous") else ""
     if instruction.order is not None:
-        flags += f" order={_attr_text(instruction.order)}"
+        flags += f" order={attr_text(instruction.order)}"
     (output,) = instruction.outputs
     kind = types.get(output)
     result = f": {kind.text(rank)}" if kind is not None else ""
@@ -71,8 +71,7 @@ def instruction_text(instruction: Instruction, types: Types, rank: int | None) -
 
 
 def _attributes(instruction: Instruction) -> str:
-    shown = ((k, v) for k, v in instruction.attrs if v is not None and k != "contiguous")
-    return ", ".join(f"{k}={_attr_text(v)}" for k, v in shown)
+    return attrs_text((k, v) for k, v in instruction.attrs if k != "contiguous")
 
 
 def _operands(operands: tuple[Operand, ...]) -> str:

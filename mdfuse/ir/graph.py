@@ -148,7 +148,7 @@ class Expr:
 
     def attrs_text(self) -> str:
         """The attributes as programs print them."""
-        return ", ".join(f"{k}={_attr_text(v)}" for k, v in self.attrs if v is not None)
+        return attrs_text(self.attrs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,12 +208,19 @@ def fresh_name(taken: Iterable[str] | Mapping[str, Any], base: str) -> str:
     return name
 
 
-def _attr_text(value: Any) -> str:
+def attr_text(value: Any) -> str:
+    """One attribute's value as programs print it."""
     if isinstance(value, torch.dtype):
         return dtype_name(value)
     if isinstance(value, tuple):
-        return f"[{','.join(map(_attr_text, value))}]"
+        return f"[{','.join(map(attr_text, value))}]"
     return str(value)
+
+
+def attrs_text(attrs: Iterable[tuple[str, Any]]) -> str:
+    """Attributes as programs print them: `dims=[3], keepdim=True`; None and False are left out."""
+    shown = ((k, v) for k, v in attrs if v is not None and v is not False)
+    return ", ".join(f"{k}={attr_text(v)}" for k, v in shown)
 
 
 def operand_text(operand: Operand) -> str:
