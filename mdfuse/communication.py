@@ -267,6 +267,8 @@ def check_reduce_op(op: str, dtype: torch.dtype) -> None:
         good, of = not floats, "integers and bool"
     elif op == "avg":
         good, of = floats, "floating dtypes"
+    elif op in ("min", "max"):
+        good, of = True, "numbers and bool"
     else:
         good, of = dtype != torch.bool, "numbers, not bool"
     if not good:

@@ -12,7 +12,7 @@ from torch import Tensor
 from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import MdfuseError, ProgramError
 from mdfuse.hir.program import HostProgram
-from mdfuse.plan import Plan, build
+from mdfuse.plan import Plan, as_number, build
 
 if TYPE_CHECKING:
     from mdfuse.runtime.communicator import Communicator
@@ -163,9 +163,14 @@ def _check(
     kind = program.types[name]
     where = f"rank {rank}, {role} %{name} of @{program.name}"
     if kind.layout is None:
-        if isinstance(x, bool | int | float) or (isinstance(x, Tensor) and x.ndim == 0):
-            return
-        raise ProgramError(f"{x!r} is no number", where=where, because="this input is a scalar")
+        if as_number(x, kind.dtype) is None:
+            raise ProgramError(
+                f"{x!r} for %{name}",
+                where=where,
+                because=f"this input is a number of dtype {kind.dtype}",
+                hint="pass such a number, or define the scalar with another dtype",
+            )
+        return
     if rank not in kind.layout.mesh:
         if x is not None:
             raise ProgramError(
@@ -203,10 +208,11 @@ def _check(
 
 
 def numbers(program: HostProgram, arguments: Sequence[Any]) -> list[Any]:
-    """The arguments, with those for scalars as Python numbers."""
+    """The arguments, with those for scalars as Python numbers of the kind that was defined."""
+    kinds = [program.types[name] for name in program.inputs]
     return [
-        x.item() if isinstance(x, Tensor) and program.types[name].layout is None else x
-        for name, x in zip(program.inputs, arguments, strict=True)
+        as_number(x, kind.dtype) if kind.layout is None else x
+        for kind, x in zip(kinds, arguments, strict=True)
     ]
 
 

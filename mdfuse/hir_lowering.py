@@ -285,11 +285,8 @@ def _emit_split_outermost(
 
     before, after = kind(comm.source, sides[0]), kind(comm.destination, sides[1])
     if front != tuple(range(rank)):
-        flat = replace(before, padding=None)
-        current = out.op(
-            "permute", f"{result}.send", flat, (current,), source, dims=front, contiguous=True
-        )
-        out.dense.add(current)
+        view, attrs = replace(before, padding=None), {"dims": front, "contiguous": not padded}
+        current = out.op("permute", f"{result}.send", view, (current,), source, **attrs)
     elif not padded:
         current = _dense(out, current, source)
     if padded:

@@ -269,6 +269,19 @@ def scalar_call(call: Callable[..., Any], operands: Sequence[Any]) -> Any:
     return call(*tensors).item()
 
 
+def as_number(x: Any, dtype: torch.dtype) -> bool | int | float | None:
+    """A number of the kind that a host scalar of this dtype is; None where x cannot be one."""
+    x = x.item() if isinstance(x, Tensor) and x.ndim == 0 else x
+    if not isinstance(x, bool | int | float):
+        return None
+    if dtype.is_floating_point:
+        return float(x)
+    if isinstance(x, float) and not x.is_integer():
+        return None
+    kind = bool if dtype == torch.bool else int
+    return kind(x) if kind(x) == x else None
+
+
 def _part(instruction: Instruction, context: _Context) -> ops.Part:
     shapes: list[tuple[int, ...] | None] = []
     boxes: list[Box | None] = []

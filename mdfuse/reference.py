@@ -11,7 +11,7 @@ from mdfuse.errors import ProgramError
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.ir.graph import Fusion
 from mdfuse.ir.ops import TABLE
-from mdfuse.plan import scalar_call
+from mdfuse.plan import as_number, scalar_call
 
 
 def reference(definition: FusionDefinition | Fusion, inputs: Sequence[Any]) -> list[Tensor]:
@@ -30,7 +30,10 @@ def reference(definition: FusionDefinition | Fusion, inputs: Sequence[Any]) -> l
             f"@{fusion.name}: {len(inputs)} arguments for {len(fusion.inputs)} inputs",
             hint="pass, in this order: " + ", ".join(fusion.inputs),
         )
-    known: dict[str, Any] = dict(zip(fusion.inputs, inputs, strict=True))
+    known: dict[str, Any] = {
+        name: x if fusion.values[name].is_tensor else as_number(x, fusion.values[name].dtype)
+        for name, x in zip(fusion.inputs, inputs, strict=True)
+    }
     device = next((x.device for x in inputs if isinstance(x, Tensor)), None)
     for expr in fusion.exprs:
         operands = [known[x] if isinstance(x, str) else x for x in expr.inputs]

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import mdfuse
 from mdfuse.errors import ProgramError
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.mesh import DeviceMesh
 from mdfuse.program import Program, compile
 from mdfuse.runtime.communicator import Communicator
 from mdfuse.sharding import shard_tensor
-from mdfuse.simulate import simulate
 
 #: Timed runs, after the first one, which builds the plan.
 RUNS = 5
@@ -79,7 +79,7 @@ def run_on_ranks(program: Program, inputs: Sequence[Any], comm: Communicator) ->
 def run_simulated(program: Program, inputs: Sequence[Any]) -> Outcome:
     """Run all ranks in this process, once: its time says nothing about real ranks."""
     start = time.perf_counter()
-    outputs = simulate(program, inputs).outputs
+    outputs = mdfuse.simulate(program, inputs).outputs
     return Outcome(outputs=outputs, seconds=[time.perf_counter() - start])
 
 

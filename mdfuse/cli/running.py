@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+import mdfuse
 from mdfuse.cli import report, screen
 from mdfuse.cli.execution import Outcome, compare, run_on_ranks, run_simulated
 from mdfuse.cli.program_file import Build, call_build, parse_mesh
@@ -18,7 +19,6 @@ from mdfuse.errors import ProgramError
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.mesh import DeviceMesh
 from mdfuse.program import Program, compile
-from mdfuse.reference import reference
 from mdfuse.runtime.bootstrap import Launch, detect
 from mdfuse.runtime.communicator import init
 
@@ -128,7 +128,7 @@ def _report(
     """Print everything about a run; what is wrong with it, or None."""
     program = job.program
     with screen.progress("computing on one device"):
-        found = compare(outcome.outputs, reference(job.definition, inputs))
+        found = compare(outcome.outputs, mdfuse.reference(job.definition, inputs))
     console = screen.output()
     counts = f"{len(program.segments)} segments, {len(program.host)} instructions"
     console.print(report.facts([("program", f"@{program.host.name}: {counts}"), *rows]))

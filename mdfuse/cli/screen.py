@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.text import Text
 
 from mdfuse.errors import BackendError, CommunicationError, MdfuseError
 from mdfuse.runtime.bootstrap import detect
+
+#: How much later than rank 0 other ranks fail, seconds: launchers stop all ranks when one fails,
+#: and rank 0 is to say why before that.
+_GRACE_S = 1.0
 
 
 def is_first() -> bool:
@@ -23,14 +28,26 @@ def is_first() -> bool:
 
 
 def output() -> Console:
-    """Where results go: on rank 0 standard output, elsewhere nowhere. NO_COLOR is honoured."""
-    return Console(highlight=False, quiet=not is_first())
+    """Where results go: on rank 0 standard output, elsewhere nowhere."""
+    return _console(quiet=not is_first())
+
+
+def _console(**settings: Any) -> Console:
+    """With NO_COLOR (https://no-color.org) there are no escape sequences at all."""
+    if os.environ.get("NO_COLOR") or _is_behind_mpirun():
+        settings |= {"color_system": None, "force_terminal": False}
+    return Console(highlight=False, markup=False, **settings)
+
+
+def _is_behind_mpirun() -> bool:
+    """Open MPI gives a rank's output a terminal of its own, even when it ends in a file."""
+    return any(name.startswith("OMPI_COMM_WORLD_") for name in os.environ)
 
 
 @contextmanager
 def progress(what: str) -> Iterator[None]:
     """Say on a terminal what is being waited for."""
-    console = Console(stderr=True)
+    console = _console(stderr=True)
     if not is_first() or not console.is_terminal:
         yield
         return
@@ -54,5 +71,7 @@ def errors() -> Iterator[None]:
 def fail(why: Text | str, everywhere: bool = False) -> NoReturn:
     """Print why on standard error, on rank 0 or on every rank that gets here; exit status 1."""
     if everywhere or is_first():
-        Console(stderr=True, highlight=False, markup=False).print(why, soft_wrap=True)
+        _console(stderr=True).print(why, soft_wrap=True)
+    else:
+        time.sleep(_GRACE_S)
     raise SystemExit(1)

@@ -6,8 +6,8 @@ dim labels. Every pass that needs the answer asks here again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
 from mdfuse.ir.dims import DimMap, Labels
 from mdfuse.ir.graph import Expr, Value
@@ -84,15 +84,24 @@ def dim_map(expr: Expr, values: Mapping[str, Value]) -> DimMap:
 
 def _operands(expr: Expr, values: Mapping[str, Value]) -> tuple[list[_Operand], DimMap]:
     labels = dim_map(expr, values)
-    found: dict[str, _Operand] = {}
+    read: dict[str, list[Labels]] = {}
     for position, x in enumerate(expr.inputs):
-        if not isinstance(x, str) or not values[x].is_tensor:
-            continue
-        mine = labels.operands[position]
-        if x in found:  # read twice: a dim whose labels disagree is whole
-            mine = tuple(p if p == q else None for p, q in zip(found[x].labels, mine, strict=True))
-        found[x] = _Operand(values[x], mine, values[x].layout)
-    return list(found.values()), labels
+        if isinstance(x, str) and values[x].is_tensor:
+            read.setdefault(x, []).append(labels.operands[position])
+    # Where a value is read twice, a dim with two labels would be split in two ways at once.
+    dims = [dim for each in read.values() for dim in zip(*each, strict=True)]
+    clashing = {label for dim in dims if len({*dim}) > 1 for label in dim}
+    operands = [
+        _Operand(values[x], _without(each[0], clashing), values[x].layout)
+        for x, each in read.items()
+    ]
+    result = _without(labels.result, clashing)
+    reduces = {label: op for label, op in labels.reduces.items() if label not in clashing}
+    return operands, replace(labels, result=result, reduces=reduces)
+
+
+def _without(labels: Labels, whole: Set[int | None]) -> Labels:
+    return tuple(None if x in whole else x for x in labels)
 
 
 def _mesh(operands: Sequence[_Operand], law: Layout | None) -> DeviceMesh | None:
@@ -131,6 +140,8 @@ def _vote(
         return None
     if candidates and not moves and _is_free(candidates, labels, law_placement):
         return candidates[0]
+    if len(candidates) > 1 and _is_contracted(candidates, labels):
+        return candidates[0]
     if isinstance(law_placement, Shard):
         candidates.append(labels.result[law_placement.dim])
     candidates = [c for c in candidates if c is not None and _can_split(c, labels)]
@@ -154,6 +165,16 @@ def _is_free(candidates: Sequence[int | None], labels: DimMap, law: Placement | 
     if label is None or label not in labels.result or any(c != label for c in others):
         return False
     return law is None or (isinstance(law, Shard) and labels.result[law.dim] == label)
+
+
+def _is_contracted(candidates: Sequence[int | None], labels: DimMap) -> bool:
+    """Several operands are split on the label over which they are contracted.
+
+    Then they stay, and the result is Partial, even where to gather them would move fewer bytes: a
+    row-parallel linear is one all-reduce whatever the batch, as the user who split it so expects.
+    """
+    (label, *others) = candidates
+    return label in labels.reduces and all(c == label for c in others)
 
 
 def _stays(expr: Expr, axis: str, operands: Sequence[_Operand], labels: DimMap) -> int | None:

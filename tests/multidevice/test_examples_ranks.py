@@ -1,0 +1,49 @@
+"""The examples on real ranks, against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from example_files import SMALL, example
+
+import mdfuse as mf
+from mdfuse import DeviceMesh
+from mdfuse.cli.execution import gather, local_inputs
+
+pytestmark = pytest.mark.world(4)
+
+
+def check(
+    program: mf.Program,
+    inputs: list[torch.Tensor],
+    expected: list[torch.Tensor],
+    comm: mf.Communicator,
+) -> None:
+    """Every rank's outputs are its parts of what is expected, and gathering puts them together."""
+    results = program.run(*local_inputs(program, inputs, comm))
+    gathered = gather(program, results, comm)
+    for name, result, whole in zip(program.host.outputs, results, expected, strict=True):
+        layout = program.host.types[name].layout
+        assert layout is not None
+        if comm.rank in layout.mesh:
+            part = mf.shard_tensor(whole, layout, rank=comm.rank)
+            torch.testing.assert_close(result.cpu(), part, rtol=1e-5, atol=1e-5)
+        else:
+            assert result is None
+    if comm.rank == 0:
+        for got, whole in zip(gathered, expected, strict=True):
+            torch.testing.assert_close(got.cpu(), whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_examples(name: str, comm: mf.Communicator) -> None:
+    build, expected = SMALL[name]
+    fd, inputs = build(DeviceMesh.arange(tp=4))
+    check(mf.compile(fd), inputs, list(expected(*inputs)), comm)
+
+
+@pytest.mark.parametrize("mesh", [DeviceMesh.arange(tp=4), DeviceMesh.arange(dp=2, tp=2)], ids=str)
+def test_minilm(mesh: DeviceMesh, comm: mf.Communicator) -> None:
+    minilm = example("minilm")
+    fd, inputs = minilm.build(mesh)
+    check(mf.compile(fd), inputs, [minilm.single_device()], comm)

@@ -1,0 +1,253 @@
+"""The command line: what it prints, and its exit status."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from example_files import FOLDER
+from expecttest import assert_expected_inline
+from typer.testing import CliRunner, Result
+
+import mdfuse as lib
+from mdfuse.cli.execution import compare
+from mdfuse.cli.main import app
+from mdfuse.cli.program_file import parse_mesh
+from mdfuse.cli.report import size_text
+
+HELLO = str(FOLDER / "hello_mesh.py")
+MLP = str(FOLDER / "tp_mlp.py")
+
+
+def mdfuse(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments, env={"COLUMNS": "200", "NO_COLOR": "1"})
+
+
+def shown(*arguments: str) -> str:
+    """Output without source lines, which move when an example is edited."""
+    result = mdfuse(*arguments)
+    assert result.exit_code == 0, result.output
+    return re.sub(r" +# .*", "", result.output).rstrip()
+
+
+def file_with(folder: Path, text: str) -> str:
+    (folder / "program.py").write_text(text)
+    return str(folder / "program.py")
+
+
+# -- dump ------------------------------------------------------------------------------------------
+
+
+def test_dump_fusion() -> None:
+    assert_expected_inline(
+        shown("dump", HELLO, "--stage", "fusion"),
+        """\
+fusion @hello_mesh on mesh(tp=4) {
+  %x: f32[8,6] (tp=S0)! = input
+  %t: f32[6] = sum(%x, dims=[0])
+  %sums: f32[6] (tp=R)! = set(%t)
+  %columns: f32[8,6] (tp=S1)! = set(%x)
+  %t_1: f32[8,6] = mul(%columns, 2)
+  return %sums, %t_1
+}""",
+    )
+
+
+def test_dump_layouts() -> None:
+    assert_expected_inline(
+        shown("dump", HELLO, "--stage", "layouts", "--mesh", "tp=2"),
+        """\
+fusion @hello_mesh on mesh(tp=2) {
+  %x: f32[8,6] (tp=S0)! = input
+  %t: f32[6] (tp=P(sum)) = sum(%x, dims=[0])
+  %sums: f32[6] (tp=R)! = set(%t)
+  %columns: f32[8,6] (tp=S1)! = set(%x)
+  %t_1: f32[8,6] (tp=S1) = mul(%columns, 2)
+  return %sums, %t_1
+}""",
+    )
+
+
+def test_dump_segments() -> None:
+    text = shown("dump", MLP, "--stage", "segments")
+    assert [line.split()[1] for line in text.splitlines() if line.startswith("fusion")] == [
+        f"@seg{i}" for i in range(text.count("fusion @"))
+    ]
+    assert text.count(" = set(") >= 1
+
+
+def test_dump_host() -> None:
+    assert_expected_inline(
+        shown("dump", HELLO),
+        """\
+host @hello_mesh on mesh(tp=4) {
+  %x: f32[2,6] (tp=S0)
+  %t: f32[6] = sum(%x, dims=[0]) order=[0]
+  %sums: f32[6] = alloc
+  %c0 = post allreduce[sum](%t) -> %sums axis=tp
+  wait %c0
+  %columns.send: f32[12] = pack(%x, dim=0, to_dim=1, axis=tp)
+  %columns: f32[8,2] = alloc
+  %c1 = post alltoall(%columns.send) -> %columns axis=tp
+  wait %c1
+  %t_1: f32[8,2] = mul(%columns, 2) order=[0,1]
+  return %sums (tp=R), %t_1 (tp=S1)
+}""",
+    )
+
+
+def test_dump_one_rank() -> None:
+    text = shown("dump", HELLO, "--rank", "3")
+    assert "host @hello_mesh on mesh(tp=4) rank 3 {" in text
+    assert "team=(0 1 2 3)" in text
+
+
+def test_dump_two_axes() -> None:
+    assert "%x: f32[48,64] (dp=S0, tp=R)" in shown("dump", MLP, "--mesh", "dp=2,tp=4")
+
+
+# -- run -------------------------------------------------------------------------------------------
+
+
+def test_run_simulates() -> None:
+    text = shown("run", MLP, "--sim", "dp=2,tp=4")
+    for what in (
+        r"program +@mlp: \d+ segments, \d+ instructions",
+        r"mesh +mesh\(dp=2, tp=4\)",
+        r"ranks +8, simulated in this process",
+        r"Allreduce \(sum\) +tp +1 +18 KiB",
+        r"equal",
+    ):
+        assert re.search(what, text), what
+
+
+def test_run_alone_is_a_world_of_one() -> None:
+    text = shown("run", MLP)
+    assert re.search(r"ranks +1, started by single \(no launcher set its variables\)", text)
+    assert re.search(r"all +0 +0 B", text)
+
+
+def test_run_says_how_to_start_more_ranks() -> None:
+    result = mdfuse("run", MLP, "--mesh", "tp=4")
+    assert result.exit_code == 1
+    assert_expected_inline(
+        result.output.replace(MLP, "FILE").replace(", or ", ",\n  or ").rstrip(),
+        """\
+ProgramError: mesh(tp=4) has 4 ranks, but there is 1 process
+  launcher single: no launcher set its variables
+  because     every rank of a mesh is one process
+  try         torchrun --nproc-per-node 4 -m mdfuse run FILE --mesh tp=4,
+  or mdfuse run FILE --sim tp=4""",
+    )
+
+
+def test_run_tells_when_an_output_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = [torch.zeros(8, 6), torch.zeros(6)]
+    monkeypatch.setattr(lib, "reference", lambda fd, inputs: wrong[::-1])
+    result = mdfuse("run", HELLO, "--sim", "tp=2")
+    assert result.exit_code == 1
+    assert result.output.count("DIFFERS") == 2
+    assert "differs from one device: sums, t_1" in result.output
+
+
+def test_differences_are_relative_to_the_largest_element() -> None:
+    expected = torch.tensor([1000.0, torch.inf, torch.nan])
+    near, far = expected.clone(), expected.clone()
+    near[0] += 0.001
+    far[2] = 0.0
+    found = compare([near, far], [expected, expected])
+    assert [d.is_allowed for d in found] == [True, False]
+    assert not compare([torch.tensor([1])], [torch.tensor([2])])[0].is_allowed
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "does not define build"),
+        ("def build(mesh): return 3", "build(mesh(tp=2)) returned int"),
+        (
+            "import mdfuse as mf\n"
+            "def build(mesh):\n"
+            "    with mf.FusionDefinition('empty') as fd:\n"
+            "        fd.add_output(fd.define_tensor([2], mesh=mesh) + 1)\n"
+            "    return fd, []",
+            "0 arguments for 1 inputs",
+        ),
+    ],
+)
+def test_files_that_do_not_fit(tmp_path: Path, text: str, message: str) -> None:
+    result = mdfuse("run", file_with(tmp_path, text), "--sim", "tp=2")
+    assert result.exit_code == 1
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+# -- usage, doctor, bench --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("run", "no_such_file.py"),
+        ("run", HELLO, "--sim", "tp=0"),
+        ("run", HELLO, "--sim", "tp"),
+        ("run", HELLO, "--sim", "tp=2", "--mesh", "tp=2"),
+        ("dump", HELLO, "--stage", "nonsense"),
+        ("dump", HELLO, "--stage", "fusion", "--rank", "0"),
+        ("bench", "no_such_benchmark"),
+        ("nonsense",),
+    ],
+)
+def test_usage_errors_exit_2(arguments: tuple[str, ...]) -> None:
+    assert mdfuse(*arguments).exit_code == 2
+
+
+def test_dump_of_a_rank_that_is_not_there() -> None:
+    result = mdfuse("dump", HELLO, "--rank", "4")
+    assert result.exit_code == 1
+    assert "rank 4 of a program for ranks 0 to 3" in result.output
+
+
+def test_doctor() -> None:
+    text = shown("doctor")
+    for what in (r"torch +\d", r"launcher +single", r"gloo +cpu +yes"):
+        assert re.search(what, text), what
+
+
+def test_bench_runs_a_file_and_lists_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "tiny.py").write_text(
+        "import sys\nif __name__ == '__main__':\n    print('ran', sys.argv[1:])\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert shown("bench", "tiny", "--size", "3") == "ran ['--size', '3']"
+    assert "There are: tiny" in mdfuse("bench", "other").output
+
+
+def test_module_without_color() -> None:
+    """As a process: it starts fast enough for --help, and NO_COLOR leaves no escape sequence."""
+    environment = {**os.environ, "NO_COLOR": "1", "FORCE_COLOR": "1"}
+    command = [sys.executable, "-m", "mdfuse", "dump", HELLO]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "post allreduce" in done.stdout
+    assert "\x1b" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("n", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (3 << 40, "3 TiB")],
+)
+def test_size_text(n: int, text: str) -> None:
+    assert size_text(n) == text
+
+
+def test_parse_mesh() -> None:
+    assert repr(parse_mesh("dp=2, tp=4")) == "mesh(dp=2, tp=4)"

