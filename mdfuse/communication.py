@@ -212,7 +212,8 @@ class Communication:
             if self.kind == "Scatter":
                 return block if rank != root and rank in self.destination.mesh else 0
             return block * (n - 1)
-        elements = box_size(self.source.intervals(self.shape, team[0]))
+        holder = team[0] if root is None else root
+        elements = box_size(self.source.intervals(self.shape, holder))
         if self.kind == "Allreduce":
             return -(-2 * (n - 1) * elements // n)
         if self.kind == "Broadcast":
@@ -490,13 +491,17 @@ def steps(source: Layout, destination: Layout, shape: tuple[int, ...]) -> tuple[
         return ()
     if source.mesh == destination.mesh:
         _check_into_partial(source, destination)
-        return _same_mesh(source, destination, shape)
-    if destination.partial_axes:
+    elif destination.partial_axes:
         raise LayoutError(
             f"a set from {source} to {destination} across meshes",
             because="only a Partial on the same mesh can be made",
             hint="move the value first, then make it Partial",
         )
+    if 0 in shape:
+        return (Local(kind="empty", source=source, destination=destination),)
+    if source.mesh == destination.mesh:
+        path = _same_mesh(source, destination, shape)
+        return tuple(_without_idle_posts(step, shape) for step in path)
     return _across(source, destination, shape)
 
 
@@ -542,6 +547,15 @@ def _same_mesh(source: Layout, destination: Layout, shape: tuple[int, ...]) -> t
             item = (total, effort, next(tick), step.destination, (*path, step))
             heapq.heappush(frontier, item)
     raise AssertionError(f"no way from {source} to {destination}")
+
+
+def _without_idle_posts(step: Step, shape: tuple[int, ...]) -> Step:
+    """Where nobody lacks anything (only short dims do that) there is nothing to send."""
+    if isinstance(step, Local) or step.reduce_op is not None:
+        return step
+    if _is_lacking(step.source, step.destination, shape):
+        return step
+    return Local(kind="slice", source=step.source, destination=step.destination)
 
 
 def _direct(source: Layout, destination: Layout) -> Step | None:
@@ -627,6 +641,14 @@ def _lacking(
     return float(worst)
 
 
+def _is_lacking(source: Layout, destination: Layout, shape: tuple[int, ...]) -> bool:
+    """Some rank has no part of the source, or needs more than its part."""
+    return any(
+        rank not in source.mesh or _lacks(source, destination, shape, rank)
+        for rank in destination.mesh
+    )
+
+
 def _lacks(source: Layout, destination: Layout, shape: tuple[int, ...], rank: int) -> int:
     need = destination.intervals(shape, rank)
     if rank not in source.mesh:
@@ -639,10 +661,7 @@ def _across(source: Layout, destination: Layout, shape: tuple[int, ...]) -> tupl
     """The rows of the table for two meshes."""
     if source.partial_axes:
         return _reduce_across(source, destination, shape)
-    if not any(
-        rank not in source.mesh or _lacks(source, destination, shape, rank)
-        for rank in destination.mesh
-    ):
+    if not _is_lacking(source, destination, shape):
         return (Local(kind="slice", source=source, destination=destination),)
     before, after = _only_split(source), _only_split(destination)
 

@@ -228,8 +228,9 @@ def _emit_step(
     dtype = out.types[current].dtype
     kind = BufferType(dtype=dtype, shape=shape, layout=step.destination)
     if isinstance(step, Local):
-        op = "slice" if step.kind == "slice" else "zeros"
-        return out.op(op, result, kind, (current,), source)
+        if step.kind == "empty":
+            return out.op("alloc", result, kind, (), source)
+        return out.op(step.kind, result, kind, (current,), source)
     if step.kind == "AllToAll":
         return _emit_all_to_all(out, step, current, result, source)
     if step.kind in SPLIT_OUTERMOST:

@@ -363,6 +363,9 @@ def _permute(instruction: Instruction, context: _Context) -> Thunk:
 def _slice(instruction: Instruction, context: _Context) -> Thunk:
     """This rank's part of what it holds: a view."""
     (output,) = instruction.outputs
+    if 0 in context.local(output):
+        kind = context.type(output)
+        return _allocate(context.slot(output), context.local(output), kind.dtype, context)
     source, target = context.slot(instruction.reads[0]), context.slot(output)
     box = relative(context.box(output), context.box(instruction.reads[0]))
     index = tuple(slice(start, stop) for start, stop in box)

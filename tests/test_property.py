@@ -350,15 +350,13 @@ def test_programs_give_what_one_device_gives(drawn: Drawn) -> None:
 def test_computed_outputs_are_dense_in_the_order_of_one_device(drawn: Drawn) -> None:
     """Except where the result itself was communicated: it keeps the order left behind."""
     expected = drawn.plain()[-1]
-    assume(drawn.steps[-1].text != "set" and drawn.steps[-1].law is None)
-    assume(not any(s == 0 for s in expected.stride()))
+    if any(s == 0 for s in expected.stride()):
+        return  # expanded: torch itself has no order of those dims
     program = mf.compile(drawn.define())
     (name,) = program.fusion.outputs
-    layout = program.fusion.values[name].layout
-    assert layout is not None
-    order = memory_order(expected)
     if program.fusion.producers[name].op == "set":
         return
+    order = memory_order(expected)
     for rank, (output,) in enumerate(simulate_shares(program, drawn.tensors()).per_rank):
         if output is not None:
             strides = dense_strides(output.shape, order)

@@ -144,9 +144,7 @@ def _reduce_once(
 
 
 def _suffix(layout: Layout) -> str:
-    parts = [
-        f"{a}_{p}".replace("(", "_").replace(")", "")
-        for a, p in layout.by_axis().items()
-        if not isinstance(p, Replicate)
-    ]
+    if layout.partial_axes:
+        return "partial"
+    parts = [f"{a}_{p}" for a, p in layout.by_axis().items() if not isinstance(p, Replicate)]
     return "_".join(parts) or "whole"

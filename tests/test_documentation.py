@@ -1,0 +1,60 @@
+"""What the README and the docstrings show is what happens."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mdfuse
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def modules() -> list[str]:
+    found = [m.name for m in pkgutil.walk_packages(mdfuse.__path__, "mdfuse.")]
+    return ["mdfuse", *(name for name in found if not name.endswith("__main__"))]
+
+
+@pytest.mark.parametrize("name", modules())
+def test_docstrings(name: str) -> None:
+    failed, _ = doctest.testmod(importlib.import_module(name))
+    assert failed == 0
+
+
+def test_some_docstrings_have_examples() -> None:
+    tried = [doctest.testmod(importlib.import_module(n)).attempted for n in modules()]
+    assert sum(tried) > 20
+
+
+def test_readme_program(tmp_path: Path) -> None:
+    """The program of the README runs, and prints the text that stands below it."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    match = re.search(r"```python\n(.*?)```\n.*?```\n(host.*?)```", text, re.DOTALL)
+    assert match is not None
+    code, printed = match.groups()
+    (tmp_path / "mlp.py").write_text(code, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "mlp.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == printed
+
+
+def test_import_is_cheap() -> None:
+    """`import mdfuse` brings in neither torch nor MPI."""
+    code = "import sys, mdfuse; print({'torch', 'mpi4py', 'numpy', 'networkx'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_readme_paths_exist() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for path in re.findall(r"\]\(([^)#]+)\)", text):
+        assert (ROOT / path).exists(), path
