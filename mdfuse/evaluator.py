@@ -81,10 +81,10 @@ class HostIrEvaluator:
         return results if out is None else _into(results, out)
 
     def _communicator(self) -> Communicator:
-        if self.communicator is None:
+        if self.communicator is None or self.communicator.is_closed:
             from mdfuse.runtime.communicator import init
 
-            self.communicator = init(self.options)
+            self.communicator, self._plan = init(self.options), None
         return self.communicator
 
     def _problem(
@@ -198,11 +198,11 @@ def _check(
             where=where,
             hint=f"pass x.to({kind.dtype}), or define the {role} with {x.dtype}",
         )
-    if x.device.type != device.type:
+    if x.device != device:
         raise ProgramError(
             f"%{name} is on {x.device}, expected {device}",
             where=where,
-            because=f"this rank's backend moves {device.type} tensors",
+            because=f"rank {rank} computes on {device}",
             hint=f"pass x.to({str(device)!r})",
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import os
 import pkgutil
 import re
 import subprocess
@@ -41,7 +42,12 @@ def test_readme_program(tmp_path: Path) -> None:
     code, printed = match.groups()
     (tmp_path / "mlp.py").write_text(code, encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "mlp.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, "mlp.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == printed
@@ -56,5 +62,6 @@ def test_import_is_cheap() -> None:
 
 def test_readme_paths_exist() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     for path in re.findall(r"\]\(([^)#]+)\)", text):
         assert (ROOT / path).exists(), path

@@ -407,7 +407,11 @@ BY_NAME |= {"view": reshape, "broadcast_to": expand, "mod": BY_NAME["remainder"]
 globals().update(BY_NAME)
 
 
+class UnknownOperation(DefinitionError, AttributeError):
+    """A name that is no operation."""
+
+
 def __getattr__(name: str) -> Callable[..., Handle]:
-    raise DefinitionError(
+    raise UnknownOperation(
         f"there is no operation {name!r}", hint="the operations: " + ", ".join(sorted(BY_NAME))
     )

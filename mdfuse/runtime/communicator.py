@@ -30,6 +30,11 @@ _GRACE_S = 10.0
 
 
 class _OpenBackend(Backend, Protocol):
+    @property
+    def is_closed(self) -> bool:
+        """Its groups and store are given up; `init` makes a new one."""
+        return self._is_closed
+
     def close(self) -> None: ...
 
 

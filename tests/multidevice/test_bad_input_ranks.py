@@ -25,6 +25,7 @@ def program(mesh: DeviceMesh = WORLD) -> mf.Program:
 WRONG: dict[str, tuple[Callable[[Tensor], object], str]] = {
     "shape": (lambda x: x[:1], "shape"),
     "dtype": (lambda x: x.double(), "dtype"),
+    "device": (lambda x: x.to("meta"), "meta"),
     "nothing": (lambda x: None, "NoneType"),
     "number": (lambda x: 3.0, "float"),
 }
