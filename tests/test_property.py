@@ -144,8 +144,15 @@ class Step:
         return self.text + more + on
 
 
+class Printed:
+    """Hypothesis prints a failing example as `repr` does, meshes included."""
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))
+
+
 @dataclass(frozen=True)
-class Drawn:
+class Drawn(Printed):
     """A program: an input and steps."""
 
     shape: tuple[int, ...]
@@ -367,7 +374,7 @@ def test_computed_outputs_are_dense_in_the_order_of_one_device(drawn: Drawn) -> 
 
 
 @dataclass(frozen=True)
-class Reshard:
+class Reshard(Printed):
     """A tensor, where it is and where it goes."""
 
     shape: tuple[int, ...]

@@ -30,11 +30,6 @@ _GRACE_S = 10.0
 
 
 class _OpenBackend(Backend, Protocol):
-    @property
-    def is_closed(self) -> bool:
-        """Its groups and store are given up; `init` makes a new one."""
-        return self._is_closed
-
     def close(self) -> None: ...
 
 
@@ -146,6 +141,11 @@ class Communicator:
         """
         self._check_open("meet the other ranks")
         return self._agreement.exchange(error_text)
+
+    @property
+    def is_closed(self) -> bool:
+        """Its groups and store are given up; `init` makes a new one."""
+        return self._is_closed
 
     def barrier(self) -> None:
         """Return once all ranks have called it; does not wait for work queued on devices."""
