@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from mdfuse.frontend.definition import FusionDefinition
     from mdfuse.frontend.trace import TensorSpec, fusion
     from mdfuse.program import Program, compile
-    from mdfuse.reference import reference
+    from mdfuse.single_device import reference
     from mdfuse.runtime.communicator import Communicator, init
-    from mdfuse.simulate import simulate
+    from mdfuse.simulation import simulate
 
 #: Names whose modules import torch: they are imported when they are first used.
 _LAZY = {
@@ -50,8 +50,8 @@ _LAZY = {
     "compile": "mdfuse.program",
     "fusion": "mdfuse.frontend.trace",
     "init": "mdfuse.runtime.communicator",
-    "reference": "mdfuse.reference",
-    "simulate": "mdfuse.simulate",
+    "reference": "mdfuse.single_device",
+    "simulate": "mdfuse.simulation",
 }
 _LAZY_MODULES = {"hir": "mdfuse.hir", "ops": "mdfuse.frontend.ops"}
 

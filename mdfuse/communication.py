@@ -186,6 +186,18 @@ class Communication:
             start, stop = 0, self.shape[self.dim]
         return stop - start, -(-(stop - start) // self.size)
 
+    def front(self) -> tuple[int, ...]:
+        """The dims of its buffers, outermost first: the split one leads.
+
+        They stay as they are where those before it have one element.
+        """
+        assert self.dim is not None
+        split = self.destination if self.whole() == self.source else self.source
+        dims = range(len(self.shape))
+        if all(n <= 1 for n in split.local_shape(self.shape)[: self.dim]):
+            return tuple(dims)
+        return (self.dim, *(d for d in dims if d != self.dim))
+
     def bytes_received(self, rank: int) -> int:
         """Bytes that arrive at a rank from others in one run, ring model, padding included."""
         team = self.team(rank)
@@ -318,8 +330,11 @@ def _own_block(comm: Communication, i: int) -> tuple[Box, Box]:
     """Scatter: the i-th block of the padded, permuted source, and the whole destination buffer."""
     assert comm.dim is not None
     _, chunk = comm.rows(comm.source.mesh.first)
-    rest = tuple((0, n) for d, n in enumerate(comm.shape) if d != comm.dim)
-    return ((i * chunk, (i + 1) * chunk), *rest), ((0, chunk), *rest)
+
+    def rows(start: int, stop: int) -> Box:
+        return tuple((start, stop) if d == comm.dim else (0, comm.shape[d]) for d in comm.front())
+
+    return rows(i * chunk, (i + 1) * chunk), rows(0, chunk)
 
 
 def _all_to_all(comm: Communication, rank: int, team: tuple[int, ...]) -> Part:

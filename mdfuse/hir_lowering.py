@@ -267,7 +267,7 @@ def _emit_split_outermost(
     assert comm.dim is not None
     dtype, shape = out.types[current].dtype, comm.shape
     rank = len(shape)
-    front = _front(comm, rank)
+    front = comm.front()
     sides = ("block", "team") if comm.whole() == comm.destination else ("team", "block")
     padded = not _divides(comm)
 
@@ -310,16 +310,6 @@ def _emit_split_outermost(
 
 def _is_split_by(layout: Layout, dim: int | None, axis: str) -> bool:
     return dim is not None and axis in layout.split_axes(dim)
-
-
-def _front(comm: Communication, rank: int) -> tuple[int, ...]:
-    """The dims with the split one first; as they are where those before it have one element."""
-    assert comm.dim is not None
-    split = comm.destination if comm.whole() == comm.source else comm.source
-    before = split.local_shape(comm.shape)[: comm.dim]
-    if all(n <= 1 for n in before):
-        return tuple(range(rank))
-    return (comm.dim, *(d for d in range(rank) if d != comm.dim))
 
 
 def _divides(comm: Communication) -> bool:

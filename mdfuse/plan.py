@@ -100,9 +100,7 @@ class _Context:
         return self.program.types[name]
 
     def box(self, name: str) -> Box:
-        kind = self.type(name)
-        assert kind.layout is not None
-        return kind.layout.intervals(kind.shape, self.rank)
+        return self.type(name).box(self.rank)
 
     def local(self, name: str) -> tuple[int, ...]:
         return self.type(name).local_shape(self.rank)
@@ -190,7 +188,7 @@ def _compute(instruction: Instruction, context: _Context) -> Thunk:
     shape = context.local(output)
     if math.prod(shape) == 0:
         return _allocate(target, shape, kind.dtype, context)
-    attrs = ops.local_attrs(row, dict(instruction.attrs), _part(instruction, context))
+    attrs = dict(instruction.attrs)
     if row.name == "uniform":
         attrs["device"] = context.device
     call = partial(row.call, **attrs) if attrs else row.call
@@ -280,22 +278,6 @@ def as_number(x: Any, dtype: torch.dtype) -> bool | int | float | None:
         return None
     kind = bool if dtype == torch.bool else int
     return kind(x) if kind(x) == x else None
-
-
-def _part(instruction: Instruction, context: _Context) -> ops.Part:
-    shapes: list[tuple[int, ...] | None] = []
-    boxes: list[Box | None] = []
-    for x in instruction.inputs:
-        tensor = isinstance(x, str) and context.type(x).layout is not None
-        shapes.append(context.type(x).shape if tensor and isinstance(x, str) else None)
-        boxes.append(context.box(x) if tensor and isinstance(x, str) else None)
-    output = instruction.outputs[0]
-    return ops.Part(
-        shapes=tuple(shapes),
-        boxes=tuple(boxes),
-        shape=context.type(output).shape,
-        box=context.box(output),
-    )
 
 
 def _launch(instruction: Instruction, context: _Context) -> Thunk:

@@ -17,7 +17,7 @@ from mdfuse import DeviceMesh, Layout, Partial, Shard
 from mdfuse.program import Program
 
 if TYPE_CHECKING:
-    from mdfuse.simulate import Simulated
+    from mdfuse.simulation import Simulated
 
 
 POISON = mf.Options(poison=True)

@@ -12,7 +12,8 @@ import torch
 
 from mdfuse.communication import Communication
 from mdfuse.ir.graph import Operand, Source, dtype_name
-from mdfuse.layout import Layout, Replicate, replicated
+from mdfuse.ir.ops import TABLE, Part, local_attrs
+from mdfuse.layout import Box, Layout, Replicate, replicated
 from mdfuse.mesh import DeviceMesh
 
 
@@ -50,6 +51,11 @@ class BufferType:
     layout: Layout | None = None
     padding: Padding | None = None
     flat: bool = False
+
+    def box(self, rank: int) -> Box:
+        """The part of the whole that a rank holds, without padding."""
+        assert self.layout is not None
+        return self.layout.intervals(self.shape, rank)
 
     def local_shape(self, rank: int | None = None) -> tuple[int, ...]:
         """The shape on one rank; without a rank the largest."""
@@ -188,8 +194,29 @@ class HostProgram:
                 continue
             if i.op == "post":
                 handles.update(i.outputs)
-            kept.append(replace(i, inputs=tuple(self._mine(x, rank) for x in i.inputs)))
+            kept.append(self._localized(i, rank))
         return replace(self, instructions=tuple(kept), rank=rank)
+
+    def _localized(self, i: Instruction, rank: int) -> Instruction:
+        """An instruction with one rank's buffers and attributes."""
+        body = tuple(self._localized(inner, rank) for inner in i.body)
+        attrs = i.attrs
+        if i.fn in TABLE and i.outputs and self.types[i.outputs[0]].layout is not None:
+            attrs = tuple(local_attrs(TABLE[i.fn], dict(attrs), self._part(i, rank)).items())
+        inputs = tuple(self._mine(x, rank) for x in i.inputs)
+        return replace(i, inputs=inputs, attrs=attrs, body=body)
+
+    def _part(self, i: Instruction, rank: int) -> Part:
+        """What a rank holds of the operands and the result of an op of the table."""
+        kinds = [self.types[x] if isinstance(x, str) else None for x in i.inputs]
+        tensors = [k if k is not None and k.layout is not None else None for k in kinds]
+        output = self.types[i.outputs[0]]
+        return Part(
+            shapes=tuple(k.shape if k is not None else None for k in tensors),
+            boxes=tuple(k.box(rank) if k is not None else None for k in tensors),
+            shape=output.shape,
+            box=output.box(rank),
+        )
 
     def _mine(self, operand: Operand, rank: int) -> Operand:
         if isinstance(operand, str) and operand in self.types:

@@ -290,16 +290,23 @@ def _truth(name: str) -> Callable[..., Tensor]:
 
 def _global_count(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
     """Where a reduced dim is split, a part of a mean is divided by the global count."""
-    shape, box = part.shapes[0], part.boxes[0]
-    assert shape is not None and box is not None
-    chosen = dims.reduced_dims(attrs["dims"], len(shape))
-    if all(box[d] == (0, shape[d]) for d in chosen):
+    if not _is_partial(attrs, part):
         return attrs
+    shape = part.shapes[0] or ()
+    chosen = dims.reduced_dims(attrs["dims"], len(shape))
     return {**attrs, "count": math.prod(shape[d] for d in chosen)}
 
 
+def _is_partial(attrs: dict[str, Any], part: Part) -> bool:
+    """This rank has only a part of a dim that is reduced."""
+    shape, box = part.shapes[0], part.boxes[0]
+    assert shape is not None and box is not None
+    return any(box[d] != (0, shape[d]) for d in dims.reduced_dims(attrs["dims"], len(shape)))
+
+
 def _with_identity(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
-    return {**attrs, "identity": True}
+    """Where a reduced dim is split, an empty part is no error."""
+    return {**attrs, "identity": True} if _is_partial(attrs, part) else attrs
 
 
 def _reduce(name: str, call: Callable[..., Any], op: str, **more: Any) -> None:
