@@ -556,12 +556,19 @@ def _same_mesh(source: Layout, destination: Layout, shape: tuple[int, ...]) -> t
             continue
         done.add(here)
         for step in _moves(here, destination):
-            # At equal bytes two collectives are preferred to one Exchange.
-            effort = weight + (3 if isinstance(step, Communication) and step.axis is None else 1)
+            effort = weight + _effort(step, path)
             total = spent + _step_cost(step, shape)
             item = (total, effort, next(tick), step.destination, (*path, step))
             heapq.heappush(frontier, item)
     raise AssertionError(f"no way from {source} to {destination}")
+
+
+def _effort(step: Step, path: tuple[Step, ...]) -> int:
+    """What decides at equal bytes: two collectives before one Exchange, which comes before a
+    collective whose result is sliced (some ranks then receive what they throw away)."""
+    if isinstance(step, Local):
+        return 3 if any(isinstance(s, Communication) for s in path) else 1
+    return 3 if step.axis is None else 1
 
 
 def _without_idle_posts(step: Step, shape: tuple[int, ...]) -> Step:

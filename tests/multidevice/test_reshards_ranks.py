@@ -1,0 +1,64 @@
+"""Changes of layout on real ranks: many pairs of layouts, meshes and dtypes, drawn from a seed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from oracle import local_part, shares
+from torch import Tensor
+
+import mdfuse as mf
+from mdfuse import DeviceMesh, Layout, Partial, Replicate, Shard
+from mdfuse.layout import Placement
+
+MESHES = (
+    DeviceMesh([0, 1, 2, 3]),
+    DeviceMesh([[0, 1], [2, 3]]),
+    DeviceMesh([[3, 0], [1, 2]]),
+    DeviceMesh([2, 0, 3]),
+    DeviceMesh([1, 3]),
+    DeviceMesh([0, 2]),
+    DeviceMesh([[[1], [0]]]),
+    DeviceMesh([3]),
+)
+SHAPES = ((8, 4), (5, 7), (3, 2, 6), (4,), (1, 9), (2, 0, 3), (7, 4, 2, 3))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool)
+CASES = 120
+
+
+def layout(draw: random.Random, mesh: DeviceMesh, rank: int, may_be_partial: bool) -> Layout:
+    choices: list[Placement] = [Shard(d) for d in range(rank)] + [Replicate()]
+    if may_be_partial:
+        choices.append(Partial("sum"))
+    return Layout(mesh, {axis: draw.choice(choices) for axis in mesh.axes})
+
+
+def whole(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """Small integers: sums are exact in every dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 3, shape, generator=generator).to(dtype)
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("seed", range(CASES))
+def test_reshard(seed: int, comm: mf.Communicator) -> None:
+    draw = random.Random(seed)
+    shape, dtype = draw.choice(SHAPES), draw.choice(DTYPES)
+    before, after = draw.choice(MESHES), draw.choice(MESHES)
+    source = layout(draw, before, len(shape), dtype != torch.bool)
+    goal = layout(draw, after, len(shape), False)
+    with mf.FusionDefinition("reshard") as fd:
+        x = fd.define_tensor(shape, dtype, source)
+        fd.add_output(fd.ops.set(x).on(goal))
+    program = mf.compile(fd, mf.Options(poison=True))
+    value = whole(shape, dtype, seed)
+    mine = shares(value, source.normalized(len(shape))).get(comm.rank)
+    (got,) = program.run(None if mine is None else mine.to(comm.device))
+    if comm.rank not in after:
+        assert got is None
+        return
+    want = local_part(value, goal, comm.rank)
+    assert got.shape == want.shape, f"{source} -> {goal} of {shape}"
+    assert torch.equal(got.cpu(), want), f"{source} -> {goal} of {shape}"
