@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from mdfuse.frontend.definition import FusionDefinition
     from mdfuse.frontend.trace import TensorSpec, fusion
     from mdfuse.program import Program, compile
-    from mdfuse.single_device import reference
     from mdfuse.runtime.communicator import Communicator, init
     from mdfuse.simulation import simulate
+    from mdfuse.single_device import reference
 
 #: Names whose modules import torch: they are imported when they are first used.
 _LAZY = {

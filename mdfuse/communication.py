@@ -508,7 +508,7 @@ def steps(source: Layout, destination: Layout, shape: tuple[int, ...]) -> tuple[
         _check_into_partial(source, destination)
     elif destination.partial_axes:
         raise LayoutError(
-            f"a set from {source} to {destination} across meshes",
+            f"{source} on {source.mesh} cannot become {destination} on {destination.mesh}",
             because="only a Partial on the same mesh can be made",
             hint="move the value first, then make it Partial",
         )
@@ -535,6 +535,7 @@ def _check_into_partial(source: Layout, destination: Layout) -> None:
             raise LayoutError(
                 f"axis {axis}: {before[axis]} cannot become {after}",
                 because="R becomes P(sum), P(min), P(max) or P(avg), and S(d) becomes P(sum)",
+                hint="make it Replicate() first with another set, or leave it Partial",
             )
 
 

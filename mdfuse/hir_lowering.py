@@ -14,7 +14,7 @@ from mdfuse.communication import (
     steps,
     with_type,
 )
-from mdfuse.errors import LoweringError
+from mdfuse.errors import LayoutError, LoweringError
 from mdfuse.hir.program import BufferType, HostProgram, Instruction, Padding
 from mdfuse.ir.graph import Expr, Fusion, Source, Value, check_fusion, fresh_name
 from mdfuse.ir.ops import TABLE
@@ -207,7 +207,7 @@ def _emit_steps(
 ) -> str:
     """The steps of one reshard; returns the name of the last buffer, `result` where it is new."""
     dtype = out.types[current].dtype
-    path = steps(source, target, shape)
+    path = _path(out, expr, source, target, shape)
     if not path:
         kind = BufferType(dtype=dtype, shape=shape, layout=target)
         return out.op("set", result, kind, (current,), expr.source)
@@ -215,6 +215,18 @@ def _emit_steps(
         name = result if i == len(path) - 1 else fresh_name(out.types, f"{result}.{i}")
         current = _emit_step(out, with_type(step, shape, dtype), current, shape, name, expr.source)
     return current
+
+
+def _path(
+    out: _Emitter, expr: Expr, source: Layout, target: Layout, shape: tuple[int, ...]
+) -> tuple[Step, ...]:
+    """`steps`, with the user's line in its errors."""
+    try:
+        return steps(source, target, shape)
+    except LayoutError as error:
+        what = f"%{expr.output} = set(%{expr.reads[0]}) from {source} to {target}: {error.what}"
+        where = out.fusion.where(*expr.reads, expr.output)
+        raise LayoutError(what, where=where, because=error.because, hint=error.hint) from None
 
 
 def _emit_step(

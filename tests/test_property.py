@@ -423,7 +423,9 @@ def test_a_reshard_moves_what_is_lacking(reshard: Reshard) -> None:
     check_everywhere(program, [reshard.tensor()], [reshard.tensor()], exact=True)
     ranks = range(program.host.last_rank + 1)
     lacking = [reshard.lacking(rank) for rank in ranks]
-    if not any(lacking):
+    # A rank outside the source has no value of its own, even where its part is empty.
+    has_value = {*reshard.destination.mesh.ranks} <= {*reshard.source.mesh.ranks}
+    if not any(lacking) and (has_value or not math.prod(reshard.shape)):
         assert not program.communications, f"nobody lacks anything\n{program}"
     itemsize = reshard.dtype.itemsize
     for rank in ranks:
@@ -533,7 +535,7 @@ def test_into_partial_as_the_table_says_or_not_at_all(reshard: Reshard) -> None:
 @given(reshard=into_partial())
 @settings(SAME_EVERY_TIME, max_examples=60)
 def test_an_oracle_that_agrees_with_itself(reshard: Reshard) -> None:
-    """The parts that the oracle cuts cover a tensor, each element once per Partial or whole copy."""
+    """The parts that the oracle cuts cover a tensor, each element once per copy."""
     source = reshard.source
     counts = torch.zeros(reshard.shape, dtype=torch.int64).flatten()
     index = torch.arange(counts.numel()).reshape(reshard.shape)

@@ -1,8 +1,8 @@
 """The table *layout transition -> communication*, row by row, with numbers written by hand.
 
 A row says what every rank of the program sees of each communication: its team, the root, and the
-bytes that arrive there in the ring model. Ranks that a row does not mention have no part in it. Every
-row is also run on the simulator, against the global tensor.
+bytes that arrive there in the ring model. Ranks that a row does not mention have no part in it.
+Every row is also run on the simulator, against the global tensor.
 """
 
 from __future__ import annotations
@@ -555,14 +555,14 @@ SIZE_ONE = [
         (8, 3),
         on([1], S0),
         on([0], R),
-        (Post("Broadcast", team(0, 1, root=1, bytes=96)),),
+        (Post("Broadcast", team(1, 0, root=1, bytes=96)),),
     ),
     Row(
         "one P->R elsewhere",
         (8, 3),
         on([1], P),
         on([0], R),
-        (Post("Broadcast", team(0, 1, root=1, bytes=96)),),
+        (Post("Broadcast", team(1, 0, root=1, bytes=96)),),
     ),
 ]
 
@@ -647,8 +647,12 @@ ILLEGAL = [
 
 @pytest.mark.parametrize(("source", "destination"), ILLEGAL, ids=str)
 def test_no_other_way_into_partial(source: Layout, destination: Layout) -> None:
-    with pytest.raises(LayoutError, match="set"):
+    with pytest.raises(LayoutError, match="cannot become") as caught:
         Row("illegal", (8, 3), source, destination).compile()
+    text = str(caught.value)
+    assert "test_transitions.py:" in text
+    assert "%x" in text
+    assert "try " in text
 
 
 # -- expanded dims -------------------------------------------------------------------------------
@@ -698,7 +702,9 @@ GOOD: dict[str, dict[str, Any]] = {
     "Allgather": {"source": on(FOUR, S0), "destination": on(FOUR, R), "dim": 0, "axis": "x"},
     "Scatter": {"source": on([0], R), "destination": on(FOUR, S0), "dim": 0, "axis": "x"},
     "Reduce": {"source": on(FOUR, P), "destination": on([0], R), "reduce_op": "sum"},
-    "Allreduce": {"source": on(FOUR, P), "destination": on(FOUR, R), "reduce_op": "sum", "axis": "x"},
+    "Allreduce": {
+        "source": on(FOUR, P), "destination": on(FOUR, R), "reduce_op": "sum", "axis": "x",
+    },
     "ReduceScatter": {
         "source": on(FOUR, P), "destination": on(FOUR, S0), "dim": 0, "reduce_op": "sum",
         "axis": "x",
@@ -753,7 +759,7 @@ def test_a_dim_exactly_for_the_kinds_that_split_one(kind: str) -> None:
 
 
 def test_an_unknown_kind() -> None:
-    with pytest.raises(CommunicationError, match="AllGather.*Allgather"):
+    with pytest.raises(CommunicationError, match="'AllGather' is no kind"):
         make("AllGather")
 
 
@@ -766,7 +772,6 @@ def test_an_unknown_kind() -> None:
         ("avg", torch.int64),
         ("avg", torch.bool),
         ("sum", torch.bool),
-        ("max", torch.bool),
     ],
     ids=str,
 )

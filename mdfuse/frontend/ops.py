@@ -1,7 +1,8 @@
 """The operations of `fd.ops` and `mf.ops`, with the arguments that a torch user expects.
 
 Every function takes handles (and numbers where torch takes numbers) and records one expression, or
-a few where an operation is made of others.
+a few where an operation is made of others. The result is always a value of its own, so that placing
+it with `.on()` never places an operand.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def broadcast(x: Handle, dims: Sequence[bool] | Sequence[int]) -> Handle:
                 f"broadcast(%{x.name}, {list(dims)}): one False for each of its {x.ndim} dims"
             )
         new = tuple(i for i, is_new in enumerate(dims) if is_new)
-        return _record("unsqueeze", x, dims=new) if new else x
+        return _record("unsqueeze", x, dims=new) if new else set(x)
     return expand(x, dims)
 
 
@@ -169,12 +170,15 @@ def index(x: Handle, where: Any) -> Handle:
         windows.append(_window(x, item, dim))
         if not isinstance(item, builtins.slice):
             gone.append(dim)
-    if windows != [(0, n, 1) for n in x.shape]:
+    is_whole = windows == [(0, n, 1) for n in x.shape]
+    if not is_whole:
         starts, ends, steps = zip(*windows, strict=True)
         x = _record("slice", x, starts=starts, ends=ends, steps=steps)
     if gone:
         x = _record("squeeze", x, dims=tuple(gone))
-    return _record("unsqueeze", x, dims=tuple(new)) if new else x
+    if new:
+        x = _record("unsqueeze", x, dims=tuple(new))
+    return set(x) if is_whole and not gone and not new else x
 
 
 def _window(x: Handle, item: Any, dim: int) -> tuple[int, int, int]:
@@ -382,7 +386,7 @@ def dropout(x: Handle, p: float = 0.5, seed: Any = 0, training: bool = True) -> 
     if not 0.0 <= p <= 1.0:
         raise DefinitionError(f"dropout with p={p}", because="p is a probability")
     if not training or p == 0.0:
-        return x
+        return set(x)
     return _record("dropout", x, seed, p=p, stream=_definition(x).next_stream())
 
 
