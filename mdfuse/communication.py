@@ -285,7 +285,11 @@ def check_reduce_op(op: str, dtype: torch.dtype) -> None:
     else:
         good, of = dtype != torch.bool, "numbers, not bool"
     if not good:
-        raise CommunicationError(f"Partial({op!r}) of {dtype}", because=f"{op} is for {of}")
+        raise CommunicationError(
+            f"Partial({op!r}) of {dtype}",
+            because=f"{op} is for {of}",
+            hint="another reduce op, or cast the value to another dtype first",
+        )
 
 
 def _whole(box: Box) -> Box:

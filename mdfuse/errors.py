@@ -2,7 +2,45 @@
 
 from __future__ import annotations
 
+import linecache
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+
+#: Where mdfuse's own code lies; lines elsewhere are the user's.
+PACKAGE = str(Path(__file__).resolve().parent) + "/"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A line of the user's program."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{Path(self.file).name}:{self.line}"
+
+    def quote(self) -> str:
+        """The place and the text of the line, for error messages."""
+        return f"{self}   {linecache.getline(self.file, self.line).strip()}".rstrip()
+
+
+def _is_own(code: CodeType) -> bool:
+    is_dataclass = code.co_filename == "<string>" and code.co_name == "__init__"
+    return is_dataclass or code.co_filename.startswith(PACKAGE)
+
+
+def user_source() -> Source | None:
+    """The innermost line on the stack that is not mdfuse's own."""
+    frame = sys._getframe(1)
+    while frame is not None and _is_own(frame.f_code):
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return Source(frame.f_code.co_filename, frame.f_lineno)
 
 
 class MdfuseError(Exception):
@@ -10,7 +48,8 @@ class MdfuseError(Exception):
 
     Args:
         what: the fact, with the values in it.
-        where: lines that locate it: the user's file and line, a rank, an instruction.
+        where: lines that locate it: the user's file and line (by default the line that called), a
+            rank, an instruction.
         because: the rule that was broken.
         hint: what to do instead.
     """
@@ -24,7 +63,8 @@ class MdfuseError(Exception):
         hint: str | None = None,
     ) -> None:
         self.what = what
-        self.where = (where,) if isinstance(where, str) else tuple(where)
+        where = (where,) if isinstance(where, str) else tuple(where)
+        self.where = where or _calling_line()
         self.because = because
         self.hint = hint
         super().__init__(self._text())
@@ -36,6 +76,12 @@ class MdfuseError(Exception):
         if self.hint:
             lines.append(f"  try         {self.hint}")
         return "\n".join(lines)
+
+
+def _calling_line() -> tuple[str, ...]:
+    """The user's line; none where a tool calls, as the command line does through its library."""
+    source = user_source()
+    return () if source is None or "site-packages" in source.file else (source.quote(),)
 
 
 class MeshError(MdfuseError):

@@ -14,9 +14,9 @@ from mdfuse.communication import (
     steps,
     with_type,
 )
-from mdfuse.errors import LayoutError, LoweringError
+from mdfuse.errors import LayoutError, LoweringError, Source
 from mdfuse.hir.program import BufferType, HostProgram, Instruction, Padding
-from mdfuse.ir.graph import Expr, Fusion, Source, Value, check_fusion, fresh_name
+from mdfuse.ir.graph import Expr, Fusion, Value, check_fusion, fresh_name
 from mdfuse.ir.ops import TABLE
 from mdfuse.layout import Layout
 from mdfuse.passes import decompose, insert_reshards, propagate_layouts, push_slices

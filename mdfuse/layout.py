@@ -25,6 +25,12 @@ class Shard:
 
     dim: int
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.dim, int) or isinstance(self.dim, bool):
+            raise LayoutError(
+                f"Shard({self.dim!r})", because="a dim is an integer", hint="for example Shard(0)"
+            )
+
     def __str__(self) -> str:
         return f"S{self.dim}"
 
@@ -107,6 +113,10 @@ class Layout:
         order: Mapping[int, Sequence[str]] | None = None,
         stream: Stream | None = None,
     ) -> None:
+        if not isinstance(mesh, DeviceMesh):
+            raise LayoutError(
+                f"{mesh!r} is not a mesh", hint="Layout(DeviceMesh(ranks, axes), {axis: placement})"
+            )
         placements = dict(placements or {})
         for axis, placement in placements.items():
             mesh.axis_index(axis)
@@ -131,11 +141,13 @@ class Layout:
             if isinstance(placement, Shard):
                 splits[placement.dim] = (*splits.get(placement.dim, ()), axis)
         for dim, axes in order.items():
+            axes = (axes,) if isinstance(axes, str) else tuple(axes)
             named = tuple(a for a in axes if a != "stream")
             if sorted(named) != sorted(splits.get(dim, ())):
                 raise LayoutError(
-                    f"order {{{dim}: {tuple(axes)}}} for axes {splits.get(dim, ())}",
+                    f"order {{{dim}: {axes}}} for axes {splits.get(dim, ())}",
                     because=f"an order names exactly the axes that split dim {dim}, each once",
+                    hint="leave order= out where the axes' order in the mesh will do",
                 )
             if named:
                 splits[dim] = named

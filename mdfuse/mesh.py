@@ -56,16 +56,25 @@ class DeviceMesh:
             raise MeshError(
                 f"axes {axes} do not name the {len(shape)} axes of a mesh of shape {shape}",
                 because="every axis has one name, and no two share one",
+                hint=f"pass axes=(...) with {len(shape)} different names",
             )
         if not all(isinstance(a, str) and a.isidentifier() and a != "stream" for a in axes):
-            raise MeshError(f"axes {axes}", because='a name is an identifier other than "stream"')
+            raise MeshError(
+                f"axes {axes}",
+                because='a name is an identifier other than "stream"',
+                hint='for example axes=("dp", "tp")',
+            )
         self.axes, self.shape, self._ranks = axes, shape, ranks
 
     @classmethod
     def arange(cls, **sizes: int) -> DeviceMesh:
         """Ranks 0, 1, 2, … over axes in the order given, the last one fastest."""
         if not sizes or not all(isinstance(n, int) and n > 0 for n in sizes.values()):
-            raise MeshError(f"arange({sizes})", because="each axis has a size of at least 1")
+            raise MeshError(
+                f"arange({sizes})",
+                because="each axis has a size of at least 1",
+                hint="for example DeviceMesh.arange(dp=2, tp=4)",
+            )
         mesh = cls.__new__(cls)
         shape = tuple(sizes.values())
         mesh._set(shape, range(math.prod(shape)), tuple(sizes))
@@ -188,17 +197,26 @@ def _flatten(nested: Any) -> tuple[tuple[int, ...], list[int]]:
             raise MeshError(
                 f"ranks {nested!r} do not form an array",
                 because="a mesh has at least one rank, and its rows are equally long",
+                hint="for example [[0, 1], [2, 3]]",
             )
         return (len(parts), *shapes.pop()), [rank for _, flat in parts for rank in flat]
     if isinstance(nested, bool) or not hasattr(nested, "__index__"):
-        raise MeshError(f"{nested!r} is not a rank", because="ranks are integers")
+        raise MeshError(
+            f"{nested!r} is not a rank",
+            because="ranks are integers",
+            hint="pass nested lists of ranks, an array, or a torch DeviceMesh",
+        )
     return (), [nested.__index__()]
 
 
 def _canonical(flat: list[int]) -> Sequence[int]:
     """A range where the ranks are one, so that a large mesh is not a long list."""
     if min(flat) < 0:
-        raise MeshError(f"rank {min(flat)} is negative", because="ranks count from 0")
+        raise MeshError(
+            f"rank {min(flat)} is negative",
+            because="ranks count from 0",
+            hint="name the ranks as the launcher does: 0 to world size - 1",
+        )
     span = range(flat[0], flat[0] + len(flat))
     if flat == list(span):
         return span

@@ -158,7 +158,8 @@ def simulate_shares(program: Program, inputs: Sequence[object]) -> Simulated:
                 row[name] = x
             continue
         for rank, part in shares(x, layout).items():
-            given[rank][name] = part
+            # Views, as a caller may pass them, unless they will be written.
+            given[rank][name] = part.clone() if program.fusion.reuse else part
     return mf.simulate(program, per_rank=given, options=POISON)
 
 

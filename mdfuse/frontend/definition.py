@@ -11,16 +11,22 @@ from typing import Any, Self
 import torch
 
 from mdfuse.communication import check_reduce_op
-from mdfuse.errors import CommunicationError, DefinitionError, LayoutError
+from mdfuse.errors import (
+    CommunicationError,
+    DefinitionError,
+    LayoutError,
+    Source,
+    user_source,
+)
 from mdfuse.frontend import ops as operations
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.names import assigned_name
-from mdfuse.ir.graph import Expr, Fusion, Operand, Source, Value, fresh_name, user_source
+from mdfuse.ir.graph import DTYPE_NAMES, Expr, Fusion, Operand, Value, fresh_name
 from mdfuse.ir.infer import expanded_dims, infer, memory_order, scalar_sample
 from mdfuse.ir.ops import TABLE
 from mdfuse.layout import Layout, Partial, Placement, Stream
 from mdfuse.mesh import DeviceMesh
-from mdfuse.plan import scalar_call
+from mdfuse.plan import as_number, scalar_call
 
 _SCALAR_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
@@ -105,7 +111,10 @@ class FusionDefinition:
     def fusion(self) -> Fusion:
         """The immutable fusion; there once the `with` block has ended."""
         if self._open:
-            raise DefinitionError(f"@{self.name} is still being defined")
+            raise DefinitionError(
+                f"@{self.name} is still being defined",
+                hint="compile it after its `with` block",
+            )
         return Fusion(
             name=self.name,
             values=dict(self.values),
@@ -152,6 +161,7 @@ class FusionDefinition:
             raise DefinitionError(
                 f"dtype={dtype!r}", where=self.fusion_where(), hint="a torch dtype: torch.float32"
             )
+        _check_name(name)
         dims = tuple(range(len(extents)))
         if stride_order is not None:
             if sorted(stride_order) != list(dims):
@@ -159,6 +169,7 @@ class FusionDefinition:
                     f"stride_order={tuple(stride_order)} for {len(dims)} dims",
                     where=self.fusion_where(),
                     because=f"it is a permutation of 0..{len(dims) - 1}",
+                    hint="the place of each dim in memory, 0 the fastest",
                 )
             places = tuple(stride_order)
             dims = tuple(sorted(dims, key=lambda d: -places[d]))
@@ -187,10 +198,16 @@ class FusionDefinition:
             name: how programs print it.
         """
         self._check_open()
-        if value is not None and type(value) not in _SCALAR_DTYPES:
-            raise DefinitionError(f"{value!r} is not a number", where=self.fusion_where())
         kind = dtype or (type(value) if value is not None else float)
         kind = _SCALAR_DTYPES.get(kind, kind)
+        if kind not in DTYPE_NAMES or (value is not None and as_number(value, kind) is None):
+            raise DefinitionError(
+                f"define_scalar(value={value!r}, dtype={dtype})",
+                because="a scalar is a bool, an int or a float, and its dtype is of that kind",
+                hint="define_scalar(2.0), or define_scalar(dtype=int) for an input of each run",
+            )
+        _check_name(name)
+        value = None if value is None else as_number(value, kind)
         handle = self._add(
             name or assigned_name() or "s", shape=(), dtype=kind, kind="scalar", constant=value
         )
@@ -215,7 +232,11 @@ class FusionDefinition:
         self._check_open()
         where = self.fusion_where()
         if not isinstance(t, Handle) or t.definition is not self:
-            raise DefinitionError(f"{t!r} is not a value of @{self.name}", where=where)
+            raise DefinitionError(
+                f"{t!r} is not a value of @{self.name}",
+                where=where,
+                hint="pass what an operation of this definition returned",
+            )
         if not t.value.is_tensor:
             raise DefinitionError(f"%{t.name} is a scalar", where=where, hint="outputs are tensors")
         if stride_order is not None:
@@ -225,7 +246,7 @@ class FusionDefinition:
                 f"%{t.name} is an output already",
                 where=where,
                 because="an output does not alias another output",
-                hint="add fd.ops.set(t) + 0, or use the first output twice",
+                hint="use the first output twice, or copy it: t * 1",
             )
         if reuse is not None:
             self._check_reuse(t, reuse, where)
@@ -234,15 +255,26 @@ class FusionDefinition:
 
     def _check_reuse(self, t: Handle, reuse: Handle, where: list[str]) -> None:
         if all(reuse is not i for i in self._inputs) or not reuse.value.is_tensor:
-            raise DefinitionError(f"reuse=%{reuse.name} is not a tensor input", where=where)
+            raise DefinitionError(
+                f"reuse={reuse!r} is not an input tensor of @{self.name}",
+                where=where,
+                hint="pass what define_tensor returned",
+            )
         if (t.shape, t.dtype) != (reuse.shape, reuse.dtype):
             raise DefinitionError(
                 f"%{t.name}: {t.value.type_text()} cannot be written into "
                 f"%{reuse.name}: {reuse.value.type_text()}",
                 where=where,
+                because="the result takes the place of the input's elements",
+                hint="leave reuse= out, or cast or reshape the result",
             )
         if reuse.name in self._reuse.values():
-            raise DefinitionError(f"%{reuse.name} is reused twice", where=where)
+            raise DefinitionError(
+                f"%{reuse.name} is reused twice",
+                where=where,
+                because="one buffer holds one result",
+                hint="leave reuse= out for one of them",
+            )
 
     # -- what handles and operations call --------------------------------------------------------
 
@@ -321,7 +353,12 @@ class FusionDefinition:
         value = handle.value
         layout = self._layout(handle, mesh, placements, order, stream, where)
         if not value.is_tensor:
-            raise LayoutError(f"%{handle.name} is a scalar; every rank has it", where=where)
+            raise LayoutError(
+                f"%{handle.name} is placed, but it is a scalar",
+                where=where,
+                because="every rank has every scalar",
+                hint="leave .on() out",
+            )
         if value.layout is not None:
             raise self._contradiction(handle, layout, where)
         if handle.name in self._used:
@@ -352,7 +389,11 @@ class FusionDefinition:
             mesh = mesh if isinstance(mesh, DeviceMesh) else DeviceMesh(mesh)
             layout = Layout(mesh, placements, order, stream)
         elif placements or order or stream:
-            raise LayoutError("a Layout and placements at once", where=where)
+            raise LayoutError(
+                f"%{handle.name}: a Layout and placements at once",
+                where=where,
+                hint=".on(layout), or .on(mesh, {axis: placement})",
+            )
         else:
             layout = mesh
         try:
@@ -392,6 +433,8 @@ class FusionDefinition:
                 raise DefinitionError(
                     f"%{x.name} belongs to @{x.definition.name}, not to @{self.name}",
                     where=[source.quote()] if source else (),
+                    because="a fusion computes with its own values only",
+                    hint="define the value in this fusion as well",
                 )
             return x.constant if x.constant is not None else x.name
         if x is None or isinstance(x, bool | int | float):
@@ -420,10 +463,15 @@ class FusionDefinition:
 
 
 def _extents(shape: Sequence[int], where: list[str]) -> tuple[int, ...]:
-    extents = tuple(shape)
-    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= -1 for n in extents):
+    extents = tuple(shape) if isinstance(shape, Sequence) else (shape,)
+    if not isinstance(shape, Sequence) or not all(
+        isinstance(n, int) and not isinstance(n, bool) and n >= -1 for n in extents
+    ):
         raise DefinitionError(
-            f"shape {extents}", where=where, because="extents are integers of at least 0"
+            f"shape {shape!r}",
+            where=where,
+            because="a shape is a list of integers of at least 0",
+            hint="for example [8, 16]",
         )
     if -1 in extents:
         raise DefinitionError(
@@ -433,6 +481,15 @@ def _extents(shape: Sequence[int], where: list[str]) -> tuple[int, ...]:
             hint="define one fusion per shape",
         )
     return extents
+
+
+def _check_name(name: str | None) -> None:
+    if name is not None and not name.isidentifier():
+        raise DefinitionError(
+            f"name={name!r}",
+            because="programs print and parse it as an identifier",
+            hint="letters, digits and _",
+        )
 
 
 def _frozen(x: Any) -> Any:

@@ -126,7 +126,7 @@ class Handle:
         )
 
     def __iter__(self) -> Any:
-        raise DefinitionError(f"%{self.name} cannot be iterated", hint="index it with slices")
+        raise DefinitionError(f"%{self.name} cannot be iterated", hint="index it: x[0], x[1], …")
 
     def __getitem__(self, index: Any) -> Handle:
         from mdfuse.frontend import ops

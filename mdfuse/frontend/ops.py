@@ -8,6 +8,7 @@ it with `.on()` never places an operand.
 from __future__ import annotations
 
 import builtins
+import difflib
 import math
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -32,7 +33,11 @@ def _definition(*operands: Any) -> FusionDefinition:
     found = {id(x.definition): x.definition for x in operands if isinstance(x, Handle)}
     if len(found) > 1:
         names = ", ".join(f"@{d.name}" for d in found.values())
-        raise DefinitionError(f"operands of different definitions: {names}")
+        raise DefinitionError(
+            f"operands of different definitions: {names}",
+            because="a fusion computes with its own values only",
+            hint="define the value in this fusion as well, or make it an input of each",
+        )
     definition = next(iter(found.values()), None) or current.get()
     if definition is None:
         raise DefinitionError(
@@ -46,8 +51,21 @@ def _record(op: str, *operands: Any, **attrs: Any) -> Handle:
     return _definition(*operands).record(op, operands, **attrs)
 
 
-def _dims(dims: Dims) -> tuple[int, ...] | None:
-    return dims if dims is None else (dims,) if isinstance(dims, int) else tuple(dims)
+def _dims(x: Handle, dims: Dims) -> tuple[int, ...] | None:
+    """The dims as a tuple, each checked against x; None stays."""
+    if dims is None:
+        return None
+    chosen = tuple(dims) if isinstance(dims, Sequence) else (dims,)
+    rank = builtins.max(x.ndim, 1)  # torch lets a scalar have dims 0 and -1
+    if not builtins.all(isinstance(d, int) and -rank <= d < rank for d in chosen):
+        raise _out_of_range(x, chosen)
+    if len({d % rank for d in chosen}) < len(chosen):
+        raise DefinitionError(
+            f"dims {chosen} of %{x.name}: {x.value.type_text()}",
+            because="a dim is named once",
+            hint="leave the repeated ones out",
+        )
+    return chosen if x.ndim else ()
 
 
 # -- views and copies ----------------------------------------------------------------------------
@@ -88,6 +106,8 @@ view = reshape
 
 def flatten(x: Handle, start_dim: int = 0, end_dim: int = -1) -> Handle:
     """Dims from start to end (inclusive) as one."""
+    for dim in (start_dim, end_dim):
+        _dims(x, dim)
     first, last = start_dim % builtins.max(x.ndim, 1), end_dim % builtins.max(x.ndim, 1)
     merged = math.prod(x.shape[first : last + 1])
     return reshape(x, (*x.shape[:first], merged, *x.shape[last + 1 :]))
@@ -108,7 +128,9 @@ def broadcast(x: Handle, dims: Sequence[bool] | Sequence[int]) -> Handle:
     if builtins.all(isinstance(d, bool) for d in dims):
         if builtins.sum(not d for d in dims) != x.ndim:
             raise DefinitionError(
-                f"broadcast(%{x.name}, {list(dims)}): one False for each of its {x.ndim} dims"
+                f"broadcast(%{x.name}, {list(dims)}) for {x.value.type_text()}",
+                because="a new dim stands where True is, the dims of the value where False is",
+                hint=f"pass {x.ndim} times False",
             )
         new = tuple(i for i, is_new in enumerate(dims) if is_new)
         return _record("unsqueeze", x, dims=new) if new else set(x)
@@ -130,7 +152,7 @@ def unsqueeze(x: Handle, dim: int) -> Handle:
 
 def squeeze(x: Handle, dims: Dims = None) -> Handle:
     """Without the given dims (all by default) where their extent is 1."""
-    chosen = _dims(dims)
+    chosen = _dims(x, dims)
     return _record("squeeze", x, dims=tuple(range(x.ndim)) if chosen is None else chosen)
 
 
@@ -144,7 +166,9 @@ def slice(
     steps = tuple(strides) if strides is not None else (1,) * x.ndim
     if not len(start_indices) == len(end_indices) == len(steps) == x.ndim:
         raise DefinitionError(
-            f"slice(%{x.name}): one start, end and step for each of {x.ndim} dims"
+            f"slice(%{x.name}, {list(start_indices)}, {list(end_indices)}, {list(steps)})",
+            because=f"%{x.name} has {x.ndim} dims, each with one start, end and step",
+            hint="or index it: x[2:5, ...]",
         )
     return index(x, tuple(map(builtins.slice, start_indices, end_indices, steps)))
 
@@ -153,10 +177,18 @@ def index(x: Handle, where: Any) -> Handle:
     """`x[where]` with slices, integers, None and `...`."""
     items = list(where) if isinstance(where, tuple) else [where]
     if builtins.sum(i is Ellipsis for i in items) > 1:
-        raise DefinitionError(f"%{x.name}[{where}]: at most one `...`")
+        raise DefinitionError(
+            f"%{x.name}[{where}]: two `...`",
+            because="one stands for all dims that are not indexed",
+            hint="write : for a dim that is taken whole",
+        )
     used = builtins.sum(i is not None and i is not Ellipsis for i in items)
     if used > x.ndim:
-        raise DefinitionError(f"%{x.name}[{where}]: {used} indices for {x.ndim} dims")
+        raise DefinitionError(
+            f"%{x.name}[{where}]: {used} indices for {x.value.type_text()}",
+            because=f"it has {x.ndim} dims",
+            hint="None adds a dim",
+        )
     at = next((k for k, i in enumerate(items) if i is Ellipsis), len(items))
     items[at : at + 1] = [builtins.slice(None)] * (x.ndim - used)
     windows: list[tuple[int, int, int]] = []
@@ -186,7 +218,9 @@ def _window(x: Handle, item: Any, dim: int) -> tuple[int, int, int]:
     if isinstance(item, builtins.slice):
         start, end, step = item.indices(extent)
         if step < 1:
-            raise DefinitionError(f"%{x.name}[{item}]: steps are positive")
+            raise DefinitionError(
+                f"%{x.name}[{item}]", because="steps are positive, as in torch", hint="x[::2]"
+            )
         return start, builtins.max(start, end), step
     if isinstance(item, bool) or not isinstance(item, int):
         raise DefinitionError(
@@ -195,12 +229,18 @@ def _window(x: Handle, item: Any, dim: int) -> tuple[int, int, int]:
             hint="to gather rows by a tensor use fd.ops.embedding(indices, table)",
         )
     if not -extent <= item < extent:
-        raise DefinitionError(f"index {item} is out of range for dim {dim} of %{x.name}: {extent}")
+        raise DefinitionError(
+            f"index {item} is out of range for dim {dim} of %{x.name}: {x.value.type_text()}",
+            because=f"its indices go from {-extent} to {extent - 1}",
+            hint="slices, unlike indices, may reach beyond the end",
+        )
     return item % extent, item % extent + 1, 1
 
 
 def cat(tensors: Sequence[Handle], dim: int = 0) -> Handle:
     """Tensors joined along a dim."""
+    if not tensors:
+        raise DefinitionError("cat of no tensors", hint="pass at least one")
     return _record("cat", *tensors, dim=dim)
 
 
@@ -210,6 +250,7 @@ def stride_order(x: Handle, order: Sequence[int]) -> Handle:
         raise DefinitionError(
             f"stride_order {tuple(order)} of %{x.name}",
             because=f"it is a permutation of 0..{x.ndim - 1}",
+            hint="the place of each dim in memory, 0 the fastest",
         )
     dims = tuple(sorted(range(x.ndim), key=lambda d: -order[d]))
     return _record("stride_order", x, order=dims)
@@ -218,7 +259,8 @@ def stride_order(x: Handle, order: Sequence[int]) -> Handle:
 def _out_of_range(x: Handle, dims: Sequence[int]) -> DefinitionError:
     return DefinitionError(
         f"dims {tuple(dims)} of %{x.name}: {x.value.type_text()}",
-        because=f"its dims go from {-x.ndim} to {x.ndim - 1}",
+        because=f"its dims go from {-x.ndim} to {x.ndim - 1}" if x.ndim else "it has no dims",
+        hint="a negative dim counts from the last one",
     )
 
 
@@ -273,19 +315,19 @@ def sum(
     x: Handle, dims: Dims = None, keepdim: bool = False, dtype: torch.dtype | None = None
 ) -> Handle:
     """Sum over dims (all by default)."""
-    return _record("sum", x, dims=_dims(dims), keepdim=keepdim, dtype=dtype)
+    return _record("sum", x, dims=_dims(x, dims), keepdim=keepdim, dtype=dtype)
 
 
 def prod(
     x: Handle, dims: Dims = None, keepdim: bool = False, dtype: torch.dtype | None = None
 ) -> Handle:
     """Product over dims (all by default)."""
-    return _record("prod", x, dims=_dims(dims), keepdim=keepdim, dtype=dtype)
+    return _record("prod", x, dims=_dims(x, dims), keepdim=keepdim, dtype=dtype)
 
 
 def _reduction(name: str) -> Callable[..., Handle]:
     def function(x: Handle, dims: Dims = None, keepdim: bool = False) -> Handle:
-        return _record(name, x, dims=_dims(dims), keepdim=keepdim)
+        return _record(name, x, dims=_dims(x, dims), keepdim=keepdim)
 
     function.__name__, function.__doc__ = name, f"{name} over dims (all by default)."
     return function
@@ -311,11 +353,13 @@ def embedding(indices: Handle, weight: Handle) -> Handle:
 
 def softmax(x: Handle, dim: int = -1) -> Handle:
     """Softmax along a dim."""
+    _dims(x, dim)
     return _record("softmax", x, dim=dim)
 
 
 def log_softmax(x: Handle, dim: int = -1) -> Handle:
     """Logarithm of the softmax along a dim."""
+    _dims(x, dim)
     return _record("log_softmax", x, dim=dim)
 
 
@@ -368,7 +412,11 @@ def uniform(
         seed: an integer, or a scalar input for new numbers in each run.
     """
     if dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
-        raise DefinitionError(f"uniform of {dtype}", because="f64, f32, f16 and bf16 are drawn")
+        raise DefinitionError(
+            f"uniform of {dtype}",
+            because="f64, f32, f16 and bf16 are drawn",
+            hint="draw torch.float32 and cast it",
+        )
     definition = _definition(seed)
     attrs = {"shape": tuple(shape), "dtype": dtype, "low": low, "high": high}
     return definition.record("uniform", (seed,), **attrs, stream=definition.next_stream())
@@ -384,7 +432,9 @@ def dropout(x: Handle, p: float = 0.5, seed: Any = 0, training: bool = True) -> 
         training: without it x itself.
     """
     if not 0.0 <= p <= 1.0:
-        raise DefinitionError(f"dropout with p={p}", because="p is a probability")
+        raise DefinitionError(
+            f"dropout with p={p}", because="p is a probability", hint="a number from 0 to 1"
+        )
     if not training or p == 0.0:
         return set(x)
     return _record("dropout", x, seed, p=p, stream=_definition(x).next_stream())
@@ -416,6 +466,8 @@ class UnknownOperation(DefinitionError, AttributeError):
 
 
 def __getattr__(name: str) -> Callable[..., Handle]:
+    close = difflib.get_close_matches(name, BY_NAME)
     raise UnknownOperation(
-        f"there is no operation {name!r}", hint="the operations: " + ", ".join(sorted(BY_NAME))
+        f"there is no operation {name!r}",
+        hint=" or ".join(close) or "one of " + ", ".join(sorted(BY_NAME)),
     )

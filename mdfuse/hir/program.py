@@ -11,7 +11,8 @@ from typing import Any, Literal
 import torch
 
 from mdfuse.communication import Communication
-from mdfuse.ir.graph import Operand, Source, dtype_name
+from mdfuse.errors import Source
+from mdfuse.ir.graph import Operand, dtype_name
 from mdfuse.ir.ops import TABLE, Part, local_attrs
 from mdfuse.layout import Box, Layout, Replicate, replicated
 from mdfuse.mesh import DeviceMesh

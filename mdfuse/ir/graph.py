@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 
-from mdfuse.errors import MdfuseError
+from mdfuse.errors import MdfuseError, Source
 from mdfuse.layout import Layout
 
 #: What an expression reads: the name of a value, or a number, or nothing (an absent bias).
 Operand = str | bool | int | float | None
-
-_PACKAGE = str(Path(__file__).resolve().parent.parent) + "/"
 
 #: torch dtype -> its short name in printed programs.
 DTYPE_NAMES: dict[torch.dtype, str] = {
@@ -38,33 +34,6 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 def dtype_name(dtype: torch.dtype) -> str:
     """A dtype as programs print it: `torch.float32` -> "f32"."""
     return DTYPE_NAMES.get(dtype) or str(dtype).removeprefix("torch.")
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A line of the user's program."""
-
-    file: str
-    line: int
-
-    def __str__(self) -> str:
-        return f"{Path(self.file).name}:{self.line}"
-
-    def quote(self) -> str:
-        """The place and the text of the line, for error messages."""
-        import linecache
-
-        return f"{self}   {linecache.getline(self.file, self.line).strip()}".rstrip()
-
-
-def user_source() -> Source | None:
-    """The innermost line on the stack that is not mdfuse's own."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
-    return Source(frame.f_code.co_filename, frame.f_lineno)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.errors import DefinitionError
-from mdfuse.ir.graph import Operand, Source, Value
+from mdfuse.errors import DefinitionError, Source
+from mdfuse.ir.graph import Operand, Value
 from mdfuse.ir.ops import Op
 
 _SCALARS: dict[torch.dtype, Any] = {torch.bool: True}
@@ -56,6 +56,9 @@ def infer(
 ) -> Tensor | bool | int | float:
     """Run an op on the meta device; what torch refuses is a DefinitionError.
 
+    The meta device is lenient about dtypes (a matmul of f32 and i64 passes), so where the op takes
+    any shape it also runs on one element per operand.
+
     Returns:
         A meta tensor with the result's shape, dtype and strides; a number where every operand
         is a number.
@@ -64,7 +67,10 @@ def infer(
     try:
         if op.name == "uniform":
             return op.call(*operands, **attrs, device="meta")  # type: ignore[no-any-return]
-        return op.call(*operands, **attrs)  # type: ignore[no-any-return]
+        result: Tensor | bool | int | float = op.call(*operands, **attrs)
+        if not op.is_view and not any("shape" in name for name in attrs):
+            op.call(*map(_one_element, operands), **attrs)
+        return result
     except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
         described = ", ".join(
             f"%{x}: {values[x].type_text()}" if isinstance(x, str) else str(x) for x in inputs
@@ -74,7 +80,14 @@ def infer(
             f"{op.name}({described}{', ' if settings else ''}{settings}) means nothing",
             where=source.quote() if source else (),
             because=f"torch says: {str(error).strip().splitlines()[0]}",
+            hint=f"shapes, dtypes and arguments that torch takes for {op.name}",
         ) from error
+
+
+def _one_element(operand: Any) -> Any:
+    if not isinstance(operand, Tensor):
+        return operand
+    return torch.zeros((1,) * operand.ndim, dtype=operand.dtype)
 
 
 def memory_order(x: Tensor) -> tuple[int, ...]:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mdfuse.errors import LayoutError
 from mdfuse.ir.graph import Fusion
-from mdfuse.layout import Replicate, replicated
+from mdfuse.layout import Layout, Replicate, replicated
 from mdfuse.mesh import DeviceMesh
 from mdfuse.passes.strategy import choose
 
@@ -71,13 +72,28 @@ def _backwards(fusion: Fusion) -> tuple[Fusion, bool]:
 
 
 def _whole_outputs(fusion: Fusion) -> Fusion:
-    """A program output that nobody gave a layout is not left Partial."""
+    """A program output that nobody gave a layout is not left Partial; a reused input says its own."""
     layouts = {}
     for output in fusion.outputs:
         value = fusion.values[output]
-        if value.layout is not None and value.layout.partial_axes and not value.is_law:
+        if output in fusion.reuse:
+            layouts[output] = _reused(fusion, output, fusion.reuse[output])
+        elif value.layout is not None and value.layout.partial_axes and not value.is_law:
             layout = value.layout
             for axis in layout.partial_axes:
                 layout = layout.with_placement(axis, Replicate())
             layouts[output] = layout
     return fusion.with_layouts(layouts)
+
+
+def _reused(fusion: Fusion, output: str, buffer: str) -> Layout:
+    """The layout of the input that an output is written into."""
+    value, layout = fusion.values[output], fusion.layout(buffer)
+    if value.is_law and value.layout != layout:
+        raise LayoutError(
+            f"%{output} is laid out as {value.layout}, but it is written into %{buffer}: {layout}",
+            where=fusion.where(output, buffer),
+            because="a rank's part of the result takes the place of its part of the input",
+            hint=f"place both alike, or leave reuse={buffer} out",
+        )
+    return layout
