@@ -143,6 +143,49 @@ def check_arguments(
         _check(program, rank, name, argument, device, "input")
 
 
+def check_global(
+    program: str, name: str, x: Any, shape: tuple[int, ...] | None, dtype: torch.dtype
+) -> None:
+    """Raise ProgramError unless a global input is a tensor of a shape; without one, a number."""
+    where = f"input %{name} of @{program}"
+    if shape is None:
+        if as_number(x, dtype) is None:
+            raise _no_number(name, x, dtype, where)
+        return
+    if isinstance(x, Tensor) and (tuple(x.shape), x.dtype) == (shape, dtype):
+        _check_strided(name, x, where)
+        return
+    found = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+    raise ProgramError(
+        f"{found} for %{name}, expected a global tensor: {dtype} {shape}",
+        where=where,
+        hint="pass the whole tensor, not the part of one rank",
+    )
+
+
+def _check_strided(name: str, x: Tensor, where: str) -> None:
+    if x.layout is not torch.strided:
+        raise ProgramError(
+            f"%{name} is a {x.layout} tensor",
+            where=where,
+            because="a program computes with strided tensors",
+            hint="pass x.to_dense()",
+        )
+
+
+def _no_number(name: str, x: Any, dtype: torch.dtype, where: str) -> ProgramError:
+    return ProgramError(
+        f"{_described(x)} for %{name}",
+        where=where,
+        because=f"this input is a number of dtype {dtype}",
+        hint="pass such a number, or define the scalar with another dtype",
+    )
+
+
+def _described(x: Any) -> str:
+    return f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
+
+
 def check_outputs(
     program: HostProgram, rank: int, out: Sequence[Any], device: torch.device
 ) -> None:
@@ -164,12 +207,7 @@ def _check(
     where = f"rank {rank}, {role} %{name} of @{program.name}"
     if kind.layout is None:
         if as_number(x, kind.dtype) is None:
-            raise ProgramError(
-                f"{x!r} for %{name}",
-                where=where,
-                because=f"this input is a number of dtype {kind.dtype}",
-                hint="pass such a number, or define the scalar with another dtype",
-            )
+            raise _no_number(name, x, kind.dtype, where)
         return
     if rank not in kind.layout.mesh:
         if x is not None:
@@ -184,6 +222,7 @@ def _check(
         raise ProgramError(
             f"{type(x).__name__} for %{name}", where=where, hint="pass this rank's local tensor"
         )
+    _check_strided(name, x, where)
     expected = kind.local_shape(rank)
     if tuple(x.shape) != expected:
         raise ProgramError(

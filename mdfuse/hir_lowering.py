@@ -110,14 +110,13 @@ class _Emitter:
     ) -> str:
         """Append an instruction with one result; returns the name it got."""
         name = self.new(output, kind)
-        assert kind.layout is not None
         self.code.append(
             Instruction(
                 op=op,
+                fn=op if op in TABLE else "",
                 inputs=inputs,
                 outputs=(name,),
                 attrs=tuple(attrs.items()),
-                mesh=kind.layout.mesh,
                 source=source,
             )
         )
@@ -152,7 +151,7 @@ def _emit_segment(out: _Emitter, part: Segment) -> None:
     if first.op == "set" and values[first.output].is_tensor:
         _emit_set(out, first)
         return
-    body = tuple(_local(e, values) for e in part.exprs)
+    body = tuple(_local(e) for e in part.exprs)
     for expr in part.exprs:
         out.types[expr.output] = value_type(values[expr.output])
     if len(body) == 1:
@@ -164,22 +163,20 @@ def _emit_segment(out: _Emitter, part: Segment) -> None:
             fn=part.name,
             inputs=part.inputs,
             outputs=part.outputs,
-            mesh=body[0].mesh,
             body=body,
             source=first.source,
         )
     )
 
 
-def _local(expr: Expr, values: Any) -> Instruction:
-    row, layout = TABLE[expr.op], values[expr.output].layout
+def _local(expr: Expr) -> Instruction:
+    row = TABLE[expr.op]
     return Instruction(
         op=row.host,
         fn=row.name,
         inputs=expr.inputs,
         outputs=(expr.output,),
         attrs=expr.attrs,
-        mesh=layout.mesh if layout is not None else None,
         source=expr.source,
     )
 
@@ -242,7 +239,8 @@ def _emit_step(
     if isinstance(step, Local):
         if step.kind == "empty":
             return out.op("alloc", result, kind, (), source)
-        return out.op(step.kind, result, kind, (current,), source)
+        op = "narrow" if step.kind == "slice" else step.kind
+        return out.op(op, result, kind, (current,), source)
     if step.kind == "AllToAll":
         return _emit_all_to_all(out, step, current, result, source)
     if step.kind in SPLIT_OUTERMOST:
@@ -298,8 +296,10 @@ def _emit_split_outermost(
 
     before, after = kind(comm.source, sides[0]), kind(comm.destination, sides[1])
     if front != tuple(range(rank)):
-        view, attrs = replace(before, padding=None), {"dims": front, "contiguous": not padded}
-        current = out.op("permute", f"{result}.send", view, (current,), source, **attrs)
+        view = replace(before, padding=None)
+        current = out.op("permute", f"{result}.send", view, (current,), source, dims=front)
+        if not padded:
+            out.code[-1] = replace(out.code[-1], order=tuple(range(rank)))
     elif not padded:
         current = _dense(out, current, source)
     if padded:
@@ -312,7 +312,7 @@ def _emit_split_outermost(
         last = front == tuple(range(rank))
         trimmed = replace(after, padding=None)
         name = result if last else f"{result}.rows"
-        current = out.op("slice", name, trimmed, (current,), source)
+        current = out.op("narrow", name, trimmed, (current,), source)
     if front != tuple(range(rank)):
         back = tuple(front.index(d) for d in range(rank))
         whole = BufferType(dtype=dtype, shape=shape, layout=comm.destination)
@@ -415,7 +415,7 @@ def _require_output_orders(out: _Emitter) -> None:
 def _follows_post(out: _Emitter, at: int) -> bool:
     """The instruction only reads back what a communication delivered (a permute or slice of it)."""
     instruction = out.code[at]
-    if instruction.fn or instruction.op not in ("permute", "slice"):
+    if instruction.op not in ("permute", "narrow"):
         return False
     read = instruction.reads[0]
     return read.endswith((".recv", ".rows"))

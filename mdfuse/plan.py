@@ -319,30 +319,7 @@ def _allocate(target: int, shape: tuple[int, ...], dtype: torch.dtype, context: 
     return poisoned
 
 
-def _set(instruction: Instruction, context: _Context) -> Thunk:
-    (output,) = instruction.outputs
-    source, target = context.slot(instruction.reads[0]), context.slot(output)
-
-    def thunk(s: Slots) -> None:
-        s[target] = s[source]
-
-    return _ordered(thunk, target, context.local(output), instruction.order)
-
-
-def _permute(instruction: Instruction, context: _Context) -> Thunk:
-    (output,) = instruction.outputs
-    source, target = context.slot(instruction.reads[0]), context.slot(output)
-    attrs = dict(instruction.attrs)
-    dims = attrs["dims"]
-
-    def view(s: Slots) -> None:
-        s[target] = s[source].permute(dims)
-
-    order = tuple(range(len(dims))) if attrs.get("contiguous") else instruction.order
-    return _ordered(view, target, context.local(output), order)
-
-
-def _slice(instruction: Instruction, context: _Context) -> Thunk:
+def _narrow(instruction: Instruction, context: _Context) -> Thunk:
     """This rank's part of what it holds: a view."""
     (output,) = instruction.outputs
     if 0 in context.local(output):
@@ -370,17 +347,6 @@ def _select(instruction: Instruction, context: _Context) -> Thunk:
         s[target] = s[source][index]
 
     return view
-
-
-def _expand(instruction: Instruction, context: _Context) -> Thunk:
-    (output,) = instruction.outputs
-    source, target = context.slot(instruction.reads[0]), context.slot(output)
-    shape = context.local(output)
-
-    def view(s: Slots) -> None:
-        s[target] = s[source].expand(shape)
-
-    return _ordered(view, target, shape, instruction.order)
 
 
 def _pad(instruction: Instruction, context: _Context) -> Thunk:
@@ -546,11 +512,8 @@ def _wait(instruction: Instruction, context: _Context) -> Thunk:
 
 _BUILDERS: dict[str, Callable[[Instruction, _Context], Thunk]] = {
     "alloc": _alloc,
-    "set": _set,
-    "permute": _permute,
-    "slice": _slice,
+    "narrow": _narrow,
     "select": _select,
-    "expand": _expand,
     "pad": _pad,
     "pack": _pack,
     "zeros": _zeros,

@@ -12,7 +12,7 @@ from torch import Tensor
 from mdfuse.backends.sim import SimNetwork
 from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import CommunicationError, ProgramError
-from mdfuse.evaluator import check_arguments, numbers
+from mdfuse.evaluator import check_arguments, check_global, numbers
 from mdfuse.hir.program import HostProgram
 from mdfuse.plan import Plan, Slots, build
 from mdfuse.program import Program
@@ -82,6 +82,10 @@ def simulate(
         CommunicationError: posts of different ranks do not fit, or ranks wait for each other.
     """
     host = program.host if isinstance(program, Program) else program
+    if not isinstance(host, HostProgram):
+        raise ProgramError(
+            f"{type(program).__name__} is no program", hint="pass what mf.compile(fd) returns"
+        )
     if extents:
         raise ProgramError(f"extents {dict(extents)}", because="there are no symbolic extents")
     size = host.last_rank + 1
@@ -113,7 +117,11 @@ def _arguments(
 ) -> list[list[Any]]:
     if per_rank is not None:
         if len(per_rank) != size:
-            raise ProgramError(f"{len(per_rank)} dicts of inputs for {size} ranks")
+            raise ProgramError(
+                f"{len(per_rank)} dicts of inputs for {size} ranks",
+                hint=f"pass one for each of the ranks 0 to {size - 1}",
+            )
+        _check_names(host, inputs, per_rank)
         return [[given.get(name) for name in host.inputs] for given in per_rank]
     inputs = inputs or []
     if len(inputs) != len(host.inputs):
@@ -123,19 +131,24 @@ def _arguments(
         )
     pairs = list(zip(host.inputs, inputs, strict=True))
     for name, x in pairs:
-        _check_global(host, name, x)
+        kind = host.types[name]
+        shape = kind.shape if kind.layout is not None else None
+        check_global(host.name, name, x, shape, kind.dtype)
     return [[_local(host, name, x, rank) for name, x in pairs] for rank in range(size)]
 
 
-def _check_global(host: HostProgram, name: str, x: Any) -> None:
-    kind = host.types[name]
-    if kind.layout is None:
-        return
-    if not isinstance(x, Tensor) or tuple(x.shape) != kind.shape:
-        found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise ProgramError(
-            f"%{name} of @{host.name}: {found}, expected a global tensor of shape {kind.shape}"
-        )
+def _check_names(
+    host: HostProgram, inputs: Sequence[Any] | None, per_rank: Sequence[Mapping[str, Any]]
+) -> None:
+    if inputs is not None:
+        raise ProgramError("inputs and per_rank= at once", hint="pass one of them")
+    for rank, given in enumerate(per_rank):
+        unknown = [name for name in given if name not in host.inputs]
+        if unknown:
+            raise ProgramError(
+                f"@{host.name} on rank {rank}: unknown {unknown}",
+                hint="its inputs are " + ", ".join(host.inputs),
+            )
 
 
 def _local(host: HostProgram, name: str, x: Any, rank: int) -> Any:

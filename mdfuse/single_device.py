@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from mdfuse.errors import ProgramError
+from mdfuse.evaluator import check_global
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.ir.graph import Fusion
 from mdfuse.ir.ops import TABLE
@@ -23,6 +24,9 @@ def reference(definition: FusionDefinition | Fusion, inputs: Sequence[Any]) -> l
 
     Returns:
         The global outputs.
+
+    Raises:
+        ProgramError: the inputs do not fit.
     """
     fusion = definition.fusion if isinstance(definition, FusionDefinition) else definition
     if len(inputs) != len(fusion.inputs):
@@ -30,10 +34,11 @@ def reference(definition: FusionDefinition | Fusion, inputs: Sequence[Any]) -> l
             f"@{fusion.name}: {len(inputs)} arguments for {len(fusion.inputs)} inputs",
             hint="pass, in this order: " + ", ".join(fusion.inputs),
         )
-    known: dict[str, Any] = {
-        name: x if fusion.values[name].is_tensor else as_number(x, fusion.values[name].dtype)
-        for name, x in zip(fusion.inputs, inputs, strict=True)
-    }
+    known: dict[str, Any] = {}
+    for name, x in zip(fusion.inputs, inputs, strict=True):
+        value = fusion.values[name]
+        check_global(fusion.name, name, x, value.shape if value.is_tensor else None, value.dtype)
+        known[name] = x if value.is_tensor else as_number(x, value.dtype)
     device = next((x.device for x in inputs if isinstance(x, Tensor)), None)
     for expr in fusion.exprs:
         operands = [known[x] if isinstance(x, str) else x for x in expr.inputs]

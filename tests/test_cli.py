@@ -87,7 +87,7 @@ def test_dump_host() -> None:
         """\
 host @hello_mesh on mesh(tp=4) {
   %x: f32[2,6] (tp=S0)
-  %t: f32[6] = sum(%x, dims=[0]) order=[0]
+  %t: f32[6] = sum(%x, dims=[0]) contiguous
   %sums: f32[6] = alloc
   %c0 = post allreduce[sum](%t) -> %sums axis=tp
   wait %c0
@@ -95,7 +95,7 @@ host @hello_mesh on mesh(tp=4) {
   %columns: f32[8,2] = alloc
   %c1 = post alltoall(%columns.send) -> %columns axis=tp
   wait %c1
-  %t_1: f32[8,2] = mul(%columns, 2) order=[0,1]
+  %t_1: f32[8,2] = mul(%columns, 2) contiguous
   return %sums (tp=R), %t_1 (tp=S1)
 }""",
     )

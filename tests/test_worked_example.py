@@ -50,7 +50,7 @@ host @two_stages on mesh(x=1), mesh(x=4) {
   %c0 = post scatter(%b.send) -> %b.recv axis=x from mesh(x=1) to mesh(x=4)
   wait %c0
   %b: f32[3,1,3] = permute(%b.recv, dims=[1,0,2])
-  %t: f32[3,1,3] = add(%b, %b) order=[0,1,2]
+  %t: f32[3,1,3] = add(%b, %b) contiguous
   return %t (x=S1)
 }""")
 
@@ -66,7 +66,7 @@ host @two_stages on mesh(x=1), mesh(x=4) rank 0 {
   %c0 = post scatter(%b.send) -> %b.recv team=(0 1 2 3) root=0
   wait %c0
   %b: f32[3,1,3] = permute(%b.recv, dims=[1,0,2])
-  %t: f32[3,1,3] = add(%b, %b) order=[0,1,2]
+  %t: f32[3,1,3] = add(%b, %b) contiguous
   return %t (x=S1)
 }""",
         )
@@ -81,7 +81,7 @@ host @two_stages on mesh(x=1), mesh(x=4) rank 2 {
   %c0 = post scatter() -> %b.recv team=(0 1 2 3) root=0
   wait %c0
   %b: f32[3,1,3] = permute(%b.recv, dims=[1,0,2])
-  %t: f32[3,1,3] = add(%b, %b) order=[0,1,2]
+  %t: f32[3,1,3] = add(%b, %b) contiguous
   return %t (x=S1)
 }""",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextvars import Token
 from dataclasses import replace
@@ -303,7 +304,7 @@ class FusionDefinition:
             expanded=expanded_dims(result),
             source=source,
         )
-        settings = tuple((k, _frozen(v)) for k, v in attrs.items())
+        settings = _settings(attrs)
         self._exprs.append(
             Expr(op=op, inputs=inputs, output=handle.name, attrs=settings, source=source)
         )
@@ -333,7 +334,7 @@ class FusionDefinition:
             constant=result if constant else None,
         )
         if not constant:
-            settings = tuple((k, _frozen(v)) for k, v in attrs.items())
+            settings = _settings(attrs)
             self._exprs.append(
                 Expr(op=op, inputs=inputs, output=handle.name, attrs=settings, source=source)
             )
@@ -463,10 +464,8 @@ class FusionDefinition:
 
 
 def _extents(shape: Sequence[int], where: list[str]) -> tuple[int, ...]:
-    extents = tuple(shape) if isinstance(shape, Sequence) else (shape,)
-    if not isinstance(shape, Sequence) or not all(
-        isinstance(n, int) and not isinstance(n, bool) and n >= -1 for n in extents
-    ):
+    extents = tuple(shape) if isinstance(shape, Sequence) else ("not a sequence",)
+    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= -1 for n in extents):
         raise DefinitionError(
             f"shape {shape!r}",
             where=where,
@@ -484,12 +483,18 @@ def _extents(shape: Sequence[int], where: list[str]) -> tuple[int, ...]:
 
 
 def _check_name(name: str | None) -> None:
-    if name is not None and not name.isidentifier():
+    if name is not None and not re.fullmatch(r"[\w.]+", name):
         raise DefinitionError(
             f"name={name!r}",
-            because="programs print and parse it as an identifier",
-            hint="letters, digits and _",
+            because="programs print and parse it as one word",
+            hint="letters, digits, _ and .",
         )
+
+
+def _settings(attrs: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Attributes as expressions hold them: hashable; None and False are left out."""
+    said = ((k, v) for k, v in attrs.items() if v is not None and v is not False)
+    return tuple((k, _frozen(v)) for k, v in said)
 
 
 def _frozen(x: Any) -> Any:

@@ -417,6 +417,7 @@ def uniform(
             because="f64, f32, f16 and bf16 are drawn",
             hint="draw torch.float32 and cast it",
         )
+    _check_seed(seed)
     definition = _definition(seed)
     attrs = {"shape": tuple(shape), "dtype": dtype, "low": low, "high": high}
     return definition.record("uniform", (seed,), **attrs, stream=definition.next_stream())
@@ -435,9 +436,22 @@ def dropout(x: Handle, p: float = 0.5, seed: Any = 0, training: bool = True) -> 
         raise DefinitionError(
             f"dropout with p={p}", because="p is a probability", hint="a number from 0 to 1"
         )
+    _check_seed(seed)
     if not training or p == 0.0:
         return set(x)
     return _record("dropout", x, seed, p=p, stream=_definition(x).next_stream())
+
+
+def _check_seed(seed: Any) -> None:
+    is_number = isinstance(seed, int)
+    if isinstance(seed, Handle):
+        is_number = not seed.value.is_tensor and not seed.dtype.is_floating_point
+    if not is_number:
+        raise DefinitionError(
+            f"seed={seed!r}",
+            because="a seed is an integer, or an integer scalar",
+            hint="define_scalar(dtype=int) makes it an input of each run",
+        )
 
 
 _UNARY = (*table.UNARY, "relu", "silu", "elu", "softplus")

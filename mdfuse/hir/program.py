@@ -96,7 +96,6 @@ class Instruction:
         outputs: the names that it binds.
         attrs: global attributes; `mdfuse.ir.ops.local_attrs` makes them one rank's.
         order: the memory order that its result must have.
-        mesh: the ranks that execute it; None for all.
         comm: what a post posts.
         body: the instructions of a host unit.
         source: the user's line.
@@ -108,22 +107,15 @@ class Instruction:
     outputs: tuple[str, ...] = ()
     attrs: tuple[tuple[str, Any], ...] = ()
     order: tuple[int, ...] | None = None
-    mesh: DeviceMesh | None = None
     comm: Communication | None = None
     body: tuple[Instruction, ...] = ()
     orelse: tuple[Instruction, ...] = ()
-    source: Source | None = None
+    source: Source | None = field(default=None, compare=False)
 
     @property
     def reads(self) -> tuple[str, ...]:
         """The names that it reads (for a post: also the buffer that it writes)."""
         return tuple(x for x in self.inputs if isinstance(x, str))
-
-    def runs_on(self, rank: int) -> bool:
-        """Whether a rank executes it."""
-        if self.comm is not None:
-            return bool(self.comm.team(rank)) or rank in self.comm.destination.mesh
-        return self.mesh is None or rank in self.mesh
 
     def __str__(self) -> str:
         from mdfuse.hir.text import instruction_text
@@ -185,13 +177,19 @@ class HostProgram:
         layout = self.types[name].layout
         return layout is None or rank in layout.mesh
 
+    def runs_on(self, i: Instruction, rank: int) -> bool:
+        """Whether a rank executes an instruction: it takes part, or has what is computed."""
+        if i.comm is not None:
+            return bool(i.comm.team(rank)) or rank in i.comm.destination.mesh
+        return all(self.has(name, rank) for name in i.outputs if name in self.types)
+
     def project(self, rank: int) -> HostProgram:
         """What one rank runs."""
         kept = []
         handles: set[str] = set()
         for i in self.instructions:
             waits = i.op == "wait"
-            if not (any(x in handles for x in i.reads) if waits else i.runs_on(rank)):
+            if not (any(x in handles for x in i.reads) if waits else self.runs_on(i, rank)):
                 continue
             if i.op == "post":
                 handles.update(i.outputs)

@@ -59,19 +59,20 @@ def instruction_text(instruction: Instruction, types: Types, rank: int | None) -
                 f"{_operands(instruction.outputs)}"
             )
     name = instruction.fn or instruction.op
-    arguments = ", ".join(filter(None, (_operands(instruction.inputs), _attributes(instruction))))
+    arguments = ", ".join(
+        filter(None, (_operands(instruction.inputs), attrs_text(instruction.attrs)))
+    )
     call = name if name == "alloc" else f"{name}({arguments})"
-    flags = " contiguous" if dict(instruction.attrs).get("contiguous") else ""
-    if instruction.order is not None:
-        flags += f" order={attr_text(instruction.order)}"
+    flags = "" if instruction.order is None else f" {_order_text(instruction.order)}"
     (output,) = instruction.outputs
     kind = types.get(output)
     result = f": {kind.text(rank)}" if kind is not None else ""
     return f"%{output}{result} = {call}{flags}"
 
 
-def _attributes(instruction: Instruction) -> str:
-    return attrs_text((k, v) for k, v in instruction.attrs if k != "contiguous")
+def _order_text(order: tuple[int, ...]) -> str:
+    in_order = order == tuple(range(len(order)))
+    return "contiguous" if in_order else f"order={attr_text(order)}"
 
 
 def _operands(operands: tuple[Operand, ...]) -> str:

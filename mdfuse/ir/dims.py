@@ -72,12 +72,12 @@ def reduction(op: str) -> Rule:
 
     def rule(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
         shape = shapes[0] or ()
-        dims = reduced_dims(attrs["dims"], len(shape))
+        dims = reduced_dims(attrs.get("dims"), len(shape))
         kept: list[int | None] = []
         for d in range(len(shape)):
             if d not in dims:
                 kept.append(d)
-            elif attrs["keepdim"]:
+            elif attrs.get("keepdim"):
                 kept.append(None)
         return DimMap(
             operands=(tuple(range(len(shape))),),
@@ -179,7 +179,7 @@ def layer_norm(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMa
 def attention(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
     """q[…,l,e], k[…,s,e], v[…,s,f]: batch dims, heads and f are free; l too unless causal."""
     batch = len(result) - 2
-    rows = None if attrs["is_causal"] else batch
+    rows = None if attrs.get("is_causal") else batch
     q, k, v, mask = (*shapes, None)[:4]
     assert q is not None and k is not None and v is not None
     lead = [_align(shape[:-2], result[:-2]) for shape in (q, k, v)]

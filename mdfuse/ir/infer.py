@@ -57,7 +57,7 @@ def infer(
     """Run an op on the meta device; what torch refuses is a DefinitionError.
 
     The meta device is lenient about dtypes (a matmul of f32 and i64 passes), so where the op takes
-    any shape it also runs on one element per operand.
+    any shape it also runs on a few elements on the CPU.
 
     Returns:
         A meta tensor with the result's shape, dtype and strides; a number where every operand
@@ -69,7 +69,7 @@ def infer(
             return op.call(*operands, **attrs, device="meta")  # type: ignore[no-any-return]
         result: Tensor | bool | int | float = op.call(*operands, **attrs)
         if not op.is_view and not any("shape" in name for name in attrs):
-            op.call(*map(_one_element, operands), **attrs)
+            op.call(*map(_few_elements, operands), **attrs)
         return result
     except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
         described = ", ".join(
@@ -84,10 +84,11 @@ def infer(
         ) from error
 
 
-def _one_element(operand: Any) -> Any:
+def _few_elements(operand: Any) -> Any:
+    """Ones, which may be divided by and are indices; two along each dim, so that shapes fit."""
     if not isinstance(operand, Tensor):
         return operand
-    return torch.zeros((1,) * operand.ndim, dtype=operand.dtype)
+    return torch.ones((2,) * operand.ndim, dtype=operand.dtype)
 
 
 def memory_order(x: Tensor) -> tuple[int, ...]:

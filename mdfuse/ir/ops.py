@@ -220,7 +220,12 @@ def _dims(x: Tensor, chosen: Sequence[int] | None) -> tuple[int, ...]:
 
 
 def _sum(
-    x: Tensor, *, dims: Any, keepdim: bool, dtype: Any = None, out: Tensor | None = None
+    x: Tensor,
+    *,
+    dims: Any = None,
+    keepdim: bool = False,
+    dtype: Any = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     if not _dims(x, dims):
         return x.to(dtype or torch.sum(x.new_empty(0)).dtype)
@@ -229,7 +234,7 @@ def _sum(
     return torch.sum(x, _dims(x, dims), keepdim=keepdim, dtype=dtype)
 
 
-def _prod(x: Tensor, *, dims: Any, keepdim: bool, dtype: Any = None) -> Tensor:
+def _prod(x: Tensor, *, dims: Any = None, keepdim: bool = False, dtype: Any = None) -> Tensor:
     chosen = sorted(_dims(x, dims), reverse=True)
     if not chosen:
         return x.to(dtype or torch.prod(x.new_empty(0)).dtype)
@@ -242,7 +247,9 @@ def _extreme(name: str, pick: Callable[[torch.dtype], float | int | bool]) -> Ca
     """min or max; an empty shard contributes the identity where the whole is not empty."""
     function = getattr(torch, name)
 
-    def call(x: Tensor, *, dims: Any, keepdim: bool, identity: bool = False) -> Tensor:
+    def call(
+        x: Tensor, *, dims: Any = None, keepdim: bool = False, identity: bool = False
+    ) -> Tensor:
         chosen = _dims(x, dims)
         if not chosen:
             return x
@@ -269,7 +276,9 @@ def highest(dtype: torch.dtype) -> float | int | bool:
     return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
-def _mean(x: Tensor, *, dims: Any, keepdim: bool, count: int | None = None) -> Tensor:
+def _mean(
+    x: Tensor, *, dims: Any = None, keepdim: bool = False, count: int | None = None
+) -> Tensor:
     """The mean; with `count`, this part's share of the mean over `count` elements."""
     chosen = _dims(x, dims)
     if count is None:
@@ -281,7 +290,7 @@ def _mean(x: Tensor, *, dims: Any, keepdim: bool, count: int | None = None) -> T
 def _truth(name: str) -> Callable[..., Tensor]:
     function = getattr(torch, name)
 
-    def call(x: Tensor, *, dims: Any, keepdim: bool) -> Tensor:
+    def call(x: Tensor, *, dims: Any = None, keepdim: bool = False) -> Tensor:
         chosen = _dims(x, dims)
         return function(x, dim=chosen, keepdim=keepdim) if chosen else x.bool()
 
@@ -293,7 +302,7 @@ def _global_count(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
     if not _is_partial(attrs, part):
         return attrs
     shape = part.shapes[0] or ()
-    chosen = dims.reduced_dims(attrs["dims"], len(shape))
+    chosen = dims.reduced_dims(attrs.get("dims"), len(shape))
     return {**attrs, "count": math.prod(shape[d] for d in chosen)}
 
 
@@ -301,7 +310,7 @@ def _is_partial(attrs: dict[str, Any], part: Part) -> bool:
     """This rank has only a part of a dim that is reduced."""
     shape, box = part.shapes[0], part.boxes[0]
     assert shape is not None and box is not None
-    return any(box[d] != (0, shape[d]) for d in dims.reduced_dims(attrs["dims"], len(shape)))
+    return any(box[d] != (0, shape[d]) for d in dims.reduced_dims(attrs.get("dims"), len(shape)))
 
 
 def _with_identity(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
@@ -354,7 +363,15 @@ def _normalize(
     return _F.layer_norm(x, list(normalized_shape), weight, bias, eps)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, *, is_causal: bool, scale: Any) -> Tensor:
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
     return _F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale)
 
 

@@ -72,7 +72,7 @@ def _backwards(fusion: Fusion) -> tuple[Fusion, bool]:
 
 
 def _whole_outputs(fusion: Fusion) -> Fusion:
-    """A program output that nobody gave a layout is not left Partial; a reused input says its own."""
+    """What nobody placed is not left Partial as an output; one that reuses an input lies as it."""
     layouts = {}
     for output in fusion.outputs:
         value = fusion.values[output]
