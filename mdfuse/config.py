@@ -34,13 +34,17 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.streams < 1:
-            raise ProgramError(f"streams={self.streams}", because="at least one stream is needed")
-        if self.timeout_s <= 0:
-            raise ProgramError(f"timeout_s={self.timeout_s}", because="a timeout is positive")
-        if self.graph not in ("auto", "always", "never"):
             raise ProgramError(
-                f"graph={self.graph!r}", because='graph is "auto", "always" or "never"'
+                f"streams={self.streams}", because="at least one is needed", hint="the default is 4"
             )
+        if self.timeout_s <= 0:
+            raise ProgramError(
+                f"timeout_s={self.timeout_s}",
+                because="a timeout is positive",
+                hint="seconds; the default is 600",
+            )
+        if self.graph not in ("auto", "always", "never"):
+            raise ProgramError(f"graph={self.graph!r}", hint='"auto", "always" or "never"')
 
 
 #: Every variable that mdfuse reads: name -> (option, parser, help).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import sys
 from collections.abc import Sequence
@@ -29,8 +30,10 @@ class Source:
 
 
 def _is_own(code: CodeType) -> bool:
+    """mdfuse's code, or what stands between it and its caller: dataclasses, cached properties."""
     is_dataclass = code.co_filename == "<string>" and code.co_name == "__init__"
-    return is_dataclass or code.co_filename.startswith(PACKAGE)
+    is_property = code.co_filename == functools.__file__
+    return is_dataclass or is_property or code.co_filename.startswith(PACKAGE)
 
 
 def user_source() -> Source | None:

@@ -190,7 +190,9 @@ class Layout:
         """The part of a tensor that a rank holds; MeshError where it is not in the mesh."""
         coordinate = self.mesh.coordinate(rank)
         if coordinate is None:
-            raise MeshError(f"rank {rank} is not in {self.mesh}")
+            raise MeshError(
+                f"rank {rank} is not in {self.mesh}", hint="a rank outside holds no part of it"
+            )
         return self.intervals_at(shape, coordinate)
 
     def local_shape(self, shape: Sequence[int], rank: int | None = None) -> tuple[int, ...]:

@@ -93,7 +93,9 @@ class Program:
         problem = None
         if extents:
             problem = ProgramError(
-                f"extents {dict(extents)}", because="this program has no symbolic extents"
+                f"extents {dict(extents)}",
+                because="this program has no symbolic extents",
+                hint="leave extents= out",
             )
         evaluator = self.evaluator
         if options is not None and options != self.options:

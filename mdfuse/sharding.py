@@ -124,6 +124,7 @@ def _assemble(layout: Layout, parts: Sequence[Tensor], shape: tuple[int, ...]) -
             raise LayoutError(
                 f"the part of rank {layout.mesh.ranks[index]} has shape {tuple(part.shape)}",
                 because=f"its part of {shape} laid out as {layout} is {box_shape(box)}",
+                hint="pass the parts in the row-major order of the mesh, with its layout",
             )
         layer = tuple(coordinate[i] for i in partial_at)
         if layer not in layers:

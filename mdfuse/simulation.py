@@ -87,7 +87,11 @@ def simulate(
             f"{type(program).__name__} is no program", hint="pass what mf.compile(fd) returns"
         )
     if extents:
-        raise ProgramError(f"extents {dict(extents)}", because="there are no symbolic extents")
+        raise ProgramError(
+            f"extents {dict(extents)}",
+            because="this program has no symbolic extents",
+            hint="leave extents= out",
+        )
     size = host.last_rank + 1
     arguments = _arguments(host, inputs, per_rank, size)
     network = SimNetwork()

@@ -165,7 +165,7 @@ def simulate_shares(program: Program, inputs: Sequence[object]) -> Simulated:
 
 def check_everywhere(
     program: Program, inputs: Sequence[object], expected: Sequence[Tensor], *, exact: bool = False
-) -> None:
+) -> Simulated:
     """Simulate, and compare the global outputs and what every rank holds of them.
 
     A rank outside an output's mesh has None; along Partial axes only the joined value is compared.
@@ -188,3 +188,4 @@ def check_everywhere(
                 assert is_close(outputs[i], part, exact=exact), (
                     f"%{name} {layout} on rank {rank}:\n{outputs[i]}\nexpected\n{part}\n{program}"
                 )
+    return result

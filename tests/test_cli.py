@@ -86,17 +86,17 @@ def test_dump_host() -> None:
         shown("dump", HELLO),
         """\
 host @hello_mesh on mesh(tp=4) {
-  %x: f32[2,6] (tp=S0)
-  %t: f32[6] = sum(%x, dims=[0]) contiguous
-  %sums: f32[6] = alloc
-  %c0 = post allreduce[sum](%t) -> %sums axis=tp
+  input %x: f32[2,6] of [8,6] (tp=S0)
+  %t: f32[6] (tp=P(sum)) = sum(%x, dims=[0]) contiguous
+  %sums: f32[6] (tp=R) = alloc
+  %c0 = post allreduce[sum](%t) -> %sums f32[6] (tp=P(sum)) => (tp=R) axis=tp
   wait %c0
-  %columns.send: f32[12] = pack(%x, dim=0, to_dim=1, axis=tp)
-  %columns: f32[8,2] = alloc
-  %c1 = post alltoall(%columns.send) -> %columns axis=tp
+  %columns.send: f32[12] of [8,6] (tp=S0) flat = pack(%x, dim=0, to_dim=1, axis=tp)
+  %columns: f32[8,2] of [8,6] (tp=S1) = alloc
+  %c1 = post alltoall(%columns.send) -> %columns f32[8,6] (tp=S0) => (tp=S1) axis=tp dim=0 to_dim=1
   wait %c1
-  %t_1: f32[8,2] = mul(%columns, 2) contiguous
-  return %sums (tp=R), %t_1 (tp=S1)
+  %t_1: f32[8,2] of [8,6] (tp=S1) = mul(%columns, 2) contiguous
+  return %sums, %t_1
 }""",
     )
 
@@ -108,7 +108,7 @@ def test_dump_one_rank() -> None:
 
 
 def test_dump_two_axes() -> None:
-    assert "%x: f32[48,64] (dp=S0, tp=R)" in shown("dump", MLP, "--mesh", "dp=2,tp=4")
+    assert "%x: f32[48,64] of [96,64] (dp=S0, tp=R)" in shown("dump", MLP, "--mesh", "dp=2,tp=4")
 
 
 # -- run -------------------------------------------------------------------------------------------

@@ -65,3 +65,16 @@ def test_readme_paths_exist() -> None:
     text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     for path in re.findall(r"\]\(([^)#]+)\)", text):
         assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("page", sorted(p.name for p in (ROOT / "docs").glob("*.md")))
+def test_host_programs_in_the_documentation(page: str) -> None:
+    """Host programs that a page shows are host programs, and reading them loses nothing."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    for shown in re.findall(r"```\n(host @.*?)```", text, re.DOTALL):
+        program = mdfuse.hir.parse(shown)
+        assert mdfuse.hir.parse(str(program)) == program
+
+
+def test_some_host_program_is_documented() -> None:
+    assert "host @" in (ROOT / "docs" / "host_ir.md").read_text(encoding="utf-8")

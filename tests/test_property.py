@@ -32,6 +32,7 @@ from mdfuse import DeviceMesh, Layout, LayoutError, Partial, Replicate, Shard
 from mdfuse.communication import Communication
 from mdfuse.ir.graph import dtype_name
 from mdfuse.layout import Placement
+from mdfuse.segmentation import ShouldMerge, merge_local, merge_nothing
 
 SAME_EVERY_TIME = settings(max_examples=500, derandomize=True, deadline=None, database=None)
 FEWER = settings(SAME_EVERY_TIME, max_examples=250)
@@ -341,10 +342,10 @@ def programs(draw: st.DrawFn) -> Drawn:
     return Drawn(shape, dtype, source, tuple(steps))
 
 
-@given(drawn=programs())
+@given(drawn=programs(), merge=st.sampled_from([None, merge_local, merge_nothing]))
 @SAME_EVERY_TIME
-def test_programs_give_what_one_device_gives(drawn: Drawn) -> None:
-    program = mf.compile(drawn.define())
+def test_programs_give_what_one_device_gives(drawn: Drawn, merge: ShouldMerge | None) -> None:
+    program = mf.compile(drawn.define(), should_merge=merge)
     tensors, expected = drawn.tensors(), drawn.plain()[-1]
     is_exact = not any(p == Partial("avg") for p in drawn.source.placements)
     check_everywhere(program, tensors, [expected], exact=is_exact)

@@ -42,32 +42,32 @@ fusion @two_stages on mesh(x=1), mesh(x=4) {
 
     def test_global_program(self) -> None:
         self.assertExpectedInline(without_lines(mf.compile(definition())), """\
-host @two_stages on mesh(x=1), mesh(x=4) {
-  %x: f32[3,4,3,5] (x=R)
-  %a: f32[3,4,3] = sum(%x, dims=[3])
-  %b.send: f32[4,3,3] = permute(%a, dims=[1,0,2]) contiguous
-  %b.recv: f32[1,3,3] = alloc
-  %c0 = post scatter(%b.send) -> %b.recv axis=x from mesh(x=1) to mesh(x=4)
+host @two_stages on m0=mesh(x=1), m1=mesh(x=4) {
+  input %x: f32[3,4,3,5] m0(x=R)
+  %a: f32[3,4,3] m0(x=R) = sum(%x, dims=[3])
+  %b.send: f32[4,3,3] m0(x=R) = permute(%a, dims=[1,0,2]) contiguous
+  %b.recv: f32[1,3,3] of [4,3,3] m1(x=S0) = alloc
+  %c0 = post scatter(%b.send) -> %b.recv f32[3,4,3] m0(x=R) => m1(x=S1) axis=x dim=1
   wait %c0
-  %b: f32[3,1,3] = permute(%b.recv, dims=[1,0,2])
-  %t: f32[3,1,3] = add(%b, %b) contiguous
-  return %t (x=S1)
+  %b: f32[3,1,3] of [3,4,3] m1(x=S1) = permute(%b.recv, dims=[1,0,2])
+  %t: f32[3,1,3] of [3,4,3] m1(x=S1) = add(%b, %b) contiguous
+  return %t
 }""")
 
     def test_rank_0(self) -> None:
         self.assertExpectedInline(
             without_lines(mf.compile(definition()).for_rank(0)),
             """\
-host @two_stages on mesh(x=1), mesh(x=4) rank 0 {
-  %x: f32[3,4,3,5] (x=R)
-  %a: f32[3,4,3] = sum(%x, dims=[3])
-  %b.send: f32[4,3,3] = permute(%a, dims=[1,0,2]) contiguous
-  %b.recv: f32[1,3,3] = alloc
-  %c0 = post scatter(%b.send) -> %b.recv team=(0 1 2 3) root=0
+host @two_stages on m0=mesh(x=1), m1=mesh(x=4) rank 0 {
+  input %x: f32[3,4,3,5] m0(x=R)
+  %a: f32[3,4,3] m0(x=R) = sum(%x, dims=[3])
+  %b.send: f32[4,3,3] m0(x=R) = permute(%a, dims=[1,0,2]) contiguous
+  %b.recv: f32[1,3,3] of [4,3,3] m1(x=S0) = alloc
+  %c0 = post scatter(%b.send) -> %b.recv f32[3,4,3] m0(x=R) => m1(x=S1) axis=x dim=1 team=(0 1 2 3) root=0
   wait %c0
-  %b: f32[3,1,3] = permute(%b.recv, dims=[1,0,2])
-  %t: f32[3,1,3] = add(%b, %b) contiguous
-  return %t (x=S1)
+  %b: f32[3,1,3] of [3,4,3] m1(x=S1) = permute(%b.recv, dims=[1,0,2])
+  %t: f32[3,1,3] of [3,4,3] m1(x=S1) = add(%b, %b) contiguous
+  return %t
 }""",
         )
 
@@ -75,14 +75,14 @@ host @two_stages on mesh(x=1), mesh(x=4) rank 0 {
         self.assertExpectedInline(
             without_lines(mf.compile(definition()).for_rank(2)),
             """\
-host @two_stages on mesh(x=1), mesh(x=4) rank 2 {
-  %x: none
-  %b.recv: f32[1,3,3] = alloc
-  %c0 = post scatter() -> %b.recv team=(0 1 2 3) root=0
+host @two_stages on m0=mesh(x=1), m1=mesh(x=4) rank 2 {
+  input %x: f32 none of [3,4,3,5] m0(x=R)
+  %b.recv: f32[1,3,3] of [4,3,3] m1(x=S0) = alloc
+  %c0 = post scatter() -> %b.recv f32[3,4,3] m0(x=R) => m1(x=S1) axis=x dim=1 team=(0 1 2 3) root=0
   wait %c0
-  %b: f32[3,1,3] = permute(%b.recv, dims=[1,0,2])
-  %t: f32[3,1,3] = add(%b, %b) contiguous
-  return %t (x=S1)
+  %b: f32[3,1,3] of [3,4,3] m1(x=S1) = permute(%b.recv, dims=[1,0,2])
+  %t: f32[3,1,3] of [3,4,3] m1(x=S1) = add(%b, %b) contiguous
+  return %t
 }""",
         )
 

@@ -324,7 +324,8 @@ class FusionDefinition:
             raise DefinitionError(
                 f"{op} of scalars means nothing",
                 where=[source.quote()] if source else (),
-                because=str(error).splitlines()[0],
+                because=f"torch says: {str(error).splitlines()[0]}",
+                hint=f"numbers and arguments that torch takes for {op}",
             ) from error
         handle = self._add(
             assigned_name() or "s",

@@ -1,5 +1,15 @@
 """The host IR: what the host executes, for all ranks at once or projected onto one."""
 
+from __future__ import annotations
+
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 
-__all__ = ["BufferType", "HostProgram", "Instruction"]
+
+def parse(text: str) -> HostProgram:
+    """The program that `str(program)` printed; see `mdfuse.hir.parser`."""
+    from mdfuse.hir.parser import parse as read  # its library is imported by those who read
+
+    return read(text)
+
+
+__all__ = ["BufferType", "HostProgram", "Instruction", "parse"]

@@ -118,9 +118,7 @@ class Instruction:
         return tuple(x for x in self.inputs if isinstance(x, str))
 
     def __str__(self) -> str:
-        from mdfuse.hir.text import instruction_text
-
-        return instruction_text(self, {}, None)
+        return f"{self.fn or self.op} -> {', '.join(self.outputs)}" if self.outputs else self.op
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,8 +156,9 @@ class HostProgram:
 
     @cached_property
     def meshes(self) -> tuple[DeviceMesh, ...]:
-        """The meshes of its buffers."""
-        found = (t.layout.mesh for t in self.types.values() if t.layout is not None)
+        """The meshes of its buffers and communications."""
+        found = [t.layout.mesh for t in self.types.values() if t.layout is not None]
+        found += [m for c in self.communications for m in (c.source.mesh, c.destination.mesh)]
         return tuple(dict.fromkeys(found))
 
     @cached_property
@@ -194,7 +193,10 @@ class HostProgram:
             if i.op == "post":
                 handles.update(i.outputs)
             kept.append(self._localized(i, rank))
-        return replace(self, instructions=tuple(kept), rank=rank)
+        named = {*self.inputs, *self.outputs}
+        named.update(n for i in kept for j in (i, *i.body) for n in j.outputs)
+        types = {n: t for n, t in self.types.items() if n in named}
+        return replace(self, types=types, instructions=tuple(kept), rank=rank)
 
     def _localized(self, i: Instruction, rank: int) -> Instruction:
         """An instruction with one rank's buffers and attributes."""
@@ -202,7 +204,7 @@ class HostProgram:
         attrs = i.attrs
         if i.fn in TABLE and i.outputs and self.types[i.outputs[0]].layout is not None:
             attrs = tuple(local_attrs(TABLE[i.fn], dict(attrs), self._part(i, rank)).items())
-        inputs = tuple(self._mine(x, rank) for x in i.inputs)
+        inputs = i.inputs if i.op == "return" else tuple(self._mine(x, rank) for x in i.inputs)
         return replace(i, inputs=inputs, attrs=attrs, body=body)
 
     def _part(self, i: Instruction, rank: int) -> Part:

@@ -1,73 +1,138 @@
-"""Host programs as text."""
+"""Host programs as text; `parser.py` reads what this prints, `grammar.lark` is the grammar."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
-from mdfuse.ir.graph import Operand, attr_text, attrs_text, operand_text
+from mdfuse.ir.graph import Operand, attr_text, attrs_text, dtype_name, operand_text
+from mdfuse.layout import Layout
+from mdfuse.mesh import DeviceMesh
 
-Types = Mapping[str, BufferType]
+_WIDEST = 100
+
+
+@dataclass(frozen=True, slots=True)
+class _Printer:
+    """What texts depend on: the program (its meshes, types and rank)."""
+
+    program: HostProgram
+
+    # -- meshes, layouts, types ------------------------------------------------------------------
+
+    def layout(self, layout: Layout) -> str:
+        """`(tp=S0)`, with the mesh's name in front where there are several."""
+        meshes = self.program.meshes
+        prefix = f"m{meshes.index(layout.mesh)}" if len(meshes) > 1 else ""
+        return prefix + repr(layout)
+
+    def header(self) -> str:
+        meshes = self.program.meshes
+        texts = [mesh_text(m) for m in meshes]
+        if len(meshes) > 1:
+            texts = [f"m{i}={text}" for i, text in enumerate(texts)]
+        rank = "" if self.program.rank is None else f" rank {self.program.rank}"
+        return f"host @{self.program.name} on {', '.join(texts)}{rank} {{"
+
+    def type(self, kind: BufferType) -> str:
+        """Local shape, global shape where it differs, layout."""
+        rank = self.program.rank
+        if kind.layout is None:
+            return f"{dtype_name(kind.dtype)} scalar"
+        absent = rank is not None and rank not in kind.layout.mesh
+        local = None if absent else kind.local_shape(rank)
+        parts = [dtype_name(kind.dtype) + (" none" if local is None else _extents(local))]
+        if local != kind.shape:
+            parts.append(f"of {_extents(kind.shape)}")
+        parts.append(self.layout(kind.layout))
+        if kind.padding is not None:
+            p = kind.padding
+            axis = f",axis={attr_text(p.axis)}" if p.axis else ""
+            parts.append(f"pad={p.side}(dim={p.dim},parts={p.parts}{axis})")
+        return " ".join((*parts, *(["flat"] if kind.flat else [])))
+
+    # -- instructions ----------------------------------------------------------------------------
+
+    def rows(self, instruction: Instruction, indent: str) -> list[tuple[str, str]]:
+        """(text, comment) of an instruction and its body."""
+        note = str(instruction.source) if instruction.source else ""
+        text = indent + self.instruction(instruction)
+        if not instruction.body:
+            return [(text, note)]
+        inner = [row for i in instruction.body for row in self.rows(i, indent + "  ")]
+        return [(text + " {", note), *inner, (indent + "}", "")]
+
+    def instruction(self, i: Instruction) -> str:
+        """One instruction without its body."""
+        match i.op:
+            case "post":
+                return self.post(i)
+            case "wait":
+                return f"wait {_operands(i.inputs)}"
+            case "return":
+                return f"return {', '.join(map(self.returned, i.reads))}".rstrip()
+            case "launch":
+                return f"launch {i.fn}({_operands(i.inputs)}) -> {_operands(i.outputs)}"
+        name = i.fn or i.op
+        arguments = ", ".join(filter(None, (_operands(i.inputs), attrs_text(i.attrs))))
+        call = f"{name}({arguments})" if arguments else name
+        order = "" if i.order is None else f" {_order_text(i.order)}"
+        (output,) = i.outputs
+        return f"%{output}: {self.type(self.program.types[output])} = {call}{order}"
+
+    def returned(self, name: str) -> str:
+        """An output; with its type where this rank does not compute it."""
+        kind, rank = self.program.types[name], self.program.rank
+        if rank is None or self.program.has(name, rank):
+            return f"%{name}"
+        return f"%{name}: {self.type(kind)}"
+
+    def post(self, i: Instruction) -> str:
+        comm, rank = i.comm, self.program.rank
+        assert comm is not None and comm.dtype is not None
+        source, destination = i.inputs
+        op = f"[{comm.reduce_op}]" if comm.reduce_op else ""
+        parts = [
+            f"%{i.outputs[0]} = post {comm.kind.lower()}{op}"
+            f"({'' if source is None else operand_text(source)})"
+        ]
+        if destination is not None:
+            parts.append(f"-> {operand_text(destination)}")
+        before, after = self.layout(comm.source), self.layout(comm.destination)
+        parts.append(f"{dtype_name(comm.dtype)}{_extents(comm.shape)} {before} => {after}")
+        settings = {"axis": comm.axis, "dim": comm.dim, "to_dim": comm.to_dim}
+        parts += [f"{k}={attr_text(v)}" for k, v in settings.items() if v is not None]
+        if rank is not None:
+            team, root = comm.team(rank), comm.root(rank)
+            parts.append(f"team=({' '.join(map(str, team))})" if team else "local")
+            parts += [f"root={root}"] if root is not None else []
+        return " ".join(parts)
 
 
 def program_text(program: HostProgram) -> str:
-    """The whole program: inputs, instructions, source lines as comments."""
-    rows: list[tuple[str, str]] = []
-    for name in program.inputs:
-        rows.append((_input_text(program, name), "input"))
+    """The whole program; source lines stand behind it as comments."""
+    printer = _Printer(program)
+    rows = [(f"input %{n}: {printer.type(program.types[n])}", "") for n in program.inputs]
+    rows += [(f"alias %{name} = %{of}", "") for name, of in program.aliases.items()]
     for instruction in program.instructions:
-        rows += _rows(instruction, program.types, program.rank, "")
-    width = min(max((len(text) for text, _ in rows), default=0), 92)
+        rows += printer.rows(instruction, "")
+    width = min(max((len(text) for text, _ in rows), default=0), _WIDEST)
     lines = [f"  {text:<{width}}  # {note}" if note else f"  {text}" for text, note in rows]
-    on = ", ".join(map(repr, program.meshes))
-    who = "" if program.rank is None else f" rank {program.rank}"
-    return "\n".join((f"host @{program.name} on {on}{who} {{", *lines, "}"))
+    return "\n".join((printer.header(), *lines, "}"))
 
 
-def _input_text(program: HostProgram, name: str) -> str:
-    kind = program.types[name]
-    if kind.layout is None:
-        return f"%{name}: {kind.text()} scalar"
-    if program.rank is not None and program.rank not in kind.layout.mesh:
-        return f"%{name}: none"
-    return f"%{name}: {kind.text(program.rank)} {kind.layout}"
+def mesh_text(mesh: DeviceMesh) -> str:
+    """A mesh with all its ranks: `mesh(x=4)`, `mesh(x=2: 4..5)`, `mesh(x=3: 1 0 2)`."""
+    sizes = ", ".join(f"{a}={n}" for a, n in zip(mesh.axes, mesh.shape, strict=True))
+    first, ranks = mesh.first, mesh.ranks
+    if ranks == tuple(range(first, first + mesh.size)) and (first == 0 or mesh.size > 1):
+        return f"mesh({sizes})" if first == 0 else f"mesh({sizes}: {first}..{ranks[-1]})"
+    return f"mesh({sizes}: {' '.join(map(str, ranks))})"
 
 
-def _rows(
-    instruction: Instruction, types: Types, rank: int | None, indent: str
-) -> list[tuple[str, str]]:
-    note = str(instruction.source) if instruction.source else ""
-    text = indent + instruction_text(instruction, types, rank)
-    if not instruction.body:
-        return [(text, note)]
-    inner = [row for i in instruction.body for row in _rows(i, types, rank, indent + "  ")]
-    return [(text + " {", note), *inner, (indent + "}", "")]
-
-
-def instruction_text(instruction: Instruction, types: Types, rank: int | None) -> str:
-    """One instruction, without its body."""
-    match instruction.op:
-        case "post":
-            return _post_text(instruction, types, rank)
-        case "wait":
-            return f"wait {_operands(instruction.inputs)}"
-        case "return":
-            return f"return {', '.join(_returned(x, types) for x in instruction.inputs)}".rstrip()
-        case "launch":
-            return (
-                f"launch {instruction.fn}({_operands(instruction.inputs)}) -> "
-                f"{_operands(instruction.outputs)}"
-            )
-    name = instruction.fn or instruction.op
-    arguments = ", ".join(
-        filter(None, (_operands(instruction.inputs), attrs_text(instruction.attrs)))
-    )
-    call = name if name == "alloc" else f"{name}({arguments})"
-    flags = "" if instruction.order is None else f" {_order_text(instruction.order)}"
-    (output,) = instruction.outputs
-    kind = types.get(output)
-    result = f": {kind.text(rank)}" if kind is not None else ""
-    return f"%{output}{result} = {call}{flags}"
+def _extents(shape: Sequence[int]) -> str:
+    return f"[{','.join(map(str, shape))}]"
 
 
 def _order_text(order: tuple[int, ...]) -> str:
@@ -75,40 +140,5 @@ def _order_text(order: tuple[int, ...]) -> str:
     return "contiguous" if in_order else f"order={attr_text(order)}"
 
 
-def _operands(operands: tuple[Operand, ...]) -> str:
+def _operands(operands: Sequence[Operand]) -> str:
     return ", ".join(operand_text(x) for x in operands)
-
-
-def _returned(operand: Operand, types: Types) -> str:
-    kind = types.get(operand) if isinstance(operand, str) else None
-    layout = f" {kind.layout}" if kind is not None and kind.layout is not None else ""
-    return operand_text(operand) + layout
-
-
-def _post_text(instruction: Instruction, types: Types, rank: int | None) -> str:
-    comm = instruction.comm
-    assert comm is not None
-    source, destination = instruction.inputs
-    op = f"[{comm.reduce_op}]" if comm.reduce_op else ""
-    parts = [
-        f"%{instruction.outputs[0]} = post {comm.kind.lower()}{op}"
-        f"({'' if source is None else operand_text(source)})"
-    ]
-    if destination is not None:
-        parts.append(f"-> {operand_text(destination)}")
-    if rank is None:
-        if comm.axis is not None:
-            parts.append(f"axis={comm.axis}")
-        if comm.source.mesh != comm.destination.mesh:
-            parts.append(f"from {comm.source.mesh} to {comm.destination.mesh}")
-    else:
-        parts += _team_text(instruction, rank)
-    return " ".join(parts)
-
-
-def _team_text(instruction: Instruction, rank: int) -> list[str]:
-    comm = instruction.comm
-    assert comm is not None
-    team, root = comm.team(rank), comm.root(rank)
-    parts = [f"team=({' '.join(map(str, team))})"] if team else ["local"]
-    return parts + ([f"root={root}"] if root is not None else [])

@@ -183,6 +183,8 @@ def attr_text(value: Any) -> str:
         return dtype_name(value)
     if isinstance(value, tuple):
         return f"[{','.join(map(attr_text, value))}]"
+    if isinstance(value, str) and (not value.isidentifier() or hasattr(torch, value)):
+        return f'"{value}"'  # else it would read as something other than a word
     return str(value)
 
 
