@@ -15,17 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import Call, Poster, Work
-from mdfuse.communication import POINT_TO_POINT, Communication, Part
-from mdfuse.errors import CommunicationError, ProgramError
-from mdfuse.hir.program import BufferType, HostProgram, Instruction
+from mdfuse.backends.base import Call, Poster
+from mdfuse.errors import ProgramError
+from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.ir import ops
 from mdfuse.ir.graph import Operand
 from mdfuse.ir.infer import dense_strides
-from mdfuse.layout import Box, nth_chunk, relative
-
-Slots = list[Any]
-Thunk = Callable[[Slots], None]
+from mdfuse.layout import nth_chunk, relative
+from mdfuse.posts import Context, Slots, Thunk, post, wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,45 +64,6 @@ class Plan:
         return self.finish(slots)
 
 
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """A posted communication: its work, and copies to make once it is done."""
-
-    work: Work | None
-    unpack: tuple[tuple[Tensor, Tensor], ...] = ()
-
-    def wait(self) -> None:
-        """Wait for the work, then move what arrived to where it belongs."""
-        if self.work is not None:
-            self.work.wait()
-        for destination, source in self.unpack:
-            destination.copy_(source)
-
-
-@dataclass(frozen=True, slots=True)
-class _Context:
-    """What building a thunk needs to know."""
-
-    program: HostProgram
-    rank: int
-    slots: dict[str, int]
-    bind: Callable[[Call], Poster]
-    device: torch.device
-    poison: bool
-
-    def slot(self, name: str) -> int:
-        return self.slots.setdefault(name, len(self.slots))
-
-    def type(self, name: str) -> BufferType:
-        return self.program.types[name]
-
-    def box(self, name: str) -> Box:
-        return self.type(name).box(self.rank)
-
-    def local(self, name: str) -> tuple[int, ...]:
-        return self.type(name).local_shape(self.rank)
-
-
 def build(
     program: HostProgram, bind: Callable[[Call], Poster], device: torch.device, poison: bool
 ) -> Plan:
@@ -120,7 +78,7 @@ def build(
     rank = program.rank
     if rank is None:
         raise ProgramError("a plan is for one rank", hint="project the program first")
-    context = _Context(program, rank, {}, bind, device, poison)
+    context = Context(program, rank, {}, bind, device, poison)
     inputs = tuple(context.slot(name) for name in program.inputs)
     thunks: list[Thunk] = []
     labels: list[str] = []
@@ -168,7 +126,7 @@ def _drop(slots: tuple[int, ...]) -> Thunk:
     return thunk
 
 
-def _thunk(instruction: Instruction, context: _Context) -> Thunk:
+def _thunk(instruction: Instruction, context: Context) -> Thunk:
     if instruction.fn in ops.TABLE and instruction.op != "launch":
         return _compute(instruction, context)
     return _BUILDERS[instruction.op](instruction, context)
@@ -177,7 +135,7 @@ def _thunk(instruction: Instruction, context: _Context) -> Thunk:
 # -- local ops -----------------------------------------------------------------------------------
 
 
-def _compute(instruction: Instruction, context: _Context) -> Thunk:
+def _compute(instruction: Instruction, context: Context) -> Thunk:
     """A row of the op table on this rank's parts."""
     row = ops.TABLE[instruction.fn]
     (output,) = instruction.outputs
@@ -218,7 +176,7 @@ def _apply(call: Callable[..., Any], get: Sequence[tuple[bool, Any]], target: in
     return general
 
 
-def _getters(inputs: Sequence[Operand], context: _Context) -> list[tuple[bool, Any]]:
+def _getters(inputs: Sequence[Operand], context: Context) -> list[tuple[bool, Any]]:
     """Per operand: (True, its slot) or (False, the number)."""
     return [(True, context.slot(x)) if isinstance(x, str) else (False, x) for x in inputs]
 
@@ -248,7 +206,7 @@ def in_order(x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Ten
     return made.copy_(x)
 
 
-def _scalar(instruction: Instruction, row: ops.Op, context: _Context) -> Thunk:
+def _scalar(instruction: Instruction, row: ops.Op, context: Context) -> Thunk:
     """An op on numbers only: torch computes it on the CPU, in the widest type of its kind."""
     target = context.slot(instruction.outputs[0])
     get = _getters(instruction.inputs, context)
@@ -280,7 +238,7 @@ def as_number(x: Any, dtype: torch.dtype) -> bool | int | float | None:
     return kind(x) if kind(x) == x else None
 
 
-def _launch(instruction: Instruction, context: _Context) -> Thunk:
+def _launch(instruction: Instruction, context: Context) -> Thunk:
     """A host unit: its expressions in a row, its inner values forgotten at the end."""
     thunks = [_thunk(i, context) for i in instruction.body]
     inner = [o for i in instruction.body for o in i.outputs if o not in instruction.outputs]
@@ -297,13 +255,13 @@ def _launch(instruction: Instruction, context: _Context) -> Thunk:
 # -- buffers -------------------------------------------------------------------------------------
 
 
-def _alloc(instruction: Instruction, context: _Context) -> Thunk:
+def _alloc(instruction: Instruction, context: Context) -> Thunk:
     (output,) = instruction.outputs
     kind = context.type(output)
     return _allocate(context.slot(output), context.local(output), kind.dtype, context)
 
 
-def _allocate(target: int, shape: tuple[int, ...], dtype: torch.dtype, context: _Context) -> Thunk:
+def _allocate(target: int, shape: tuple[int, ...], dtype: torch.dtype, context: Context) -> Thunk:
     empty = partial(torch.empty, shape, dtype=dtype, device=context.device)
     if not context.poison:
 
@@ -319,7 +277,7 @@ def _allocate(target: int, shape: tuple[int, ...], dtype: torch.dtype, context: 
     return poisoned
 
 
-def _narrow(instruction: Instruction, context: _Context) -> Thunk:
+def _narrow(instruction: Instruction, context: Context) -> Thunk:
     """This rank's part of what it holds: a view."""
     (output,) = instruction.outputs
     if 0 in context.local(output):
@@ -335,7 +293,7 @@ def _narrow(instruction: Instruction, context: _Context) -> Thunk:
     return _ordered(view, target, context.local(output), instruction.order)
 
 
-def _select(instruction: Instruction, context: _Context) -> Thunk:
+def _select(instruction: Instruction, context: Context) -> Thunk:
     """One element of each expanded dim: a view."""
     source = context.slot(instruction.reads[0])
     target = context.slot(instruction.outputs[0])
@@ -349,7 +307,7 @@ def _select(instruction: Instruction, context: _Context) -> Thunk:
     return view
 
 
-def _pad(instruction: Instruction, context: _Context) -> Thunk:
+def _pad(instruction: Instruction, context: Context) -> Thunk:
     """The same rows, then zeros up to the length of a block; a new dense buffer."""
     (output,) = instruction.outputs
     source, target = context.slot(instruction.reads[0]), context.slot(output)
@@ -367,7 +325,7 @@ def _pad(instruction: Instruction, context: _Context) -> Thunk:
     return thunk
 
 
-def _pack(instruction: Instruction, context: _Context) -> Thunk:
+def _pack(instruction: Instruction, context: Context) -> Thunk:
     """One block after the other, each with the dim that is joined outermost."""
     source = context.slot(instruction.reads[0])
     target = context.slot(instruction.outputs[0])
@@ -387,7 +345,7 @@ def _pack(instruction: Instruction, context: _Context) -> Thunk:
     return thunk
 
 
-def _zeros(instruction: Instruction, context: _Context) -> Thunk:
+def _zeros(instruction: Instruction, context: Context) -> Thunk:
     """What this rank holds, in zeros of the new size; zeros only away from coordinate 0."""
     (output,) = instruction.outputs
     (operand,) = instruction.reads
@@ -412,105 +370,7 @@ def _zeros(instruction: Instruction, context: _Context) -> Thunk:
     return _ordered(thunk, target, shape, instruction.order)
 
 
-# -- communications ------------------------------------------------------------------------------
-
-
-def _post(instruction: Instruction, context: _Context) -> Thunk:
-    comm = instruction.comm
-    assert comm is not None
-    part = comm.part(context.rank)
-    source, destination = (
-        context.slot(x) if isinstance(x, str) else None for x in instruction.inputs
-    )
-    handle = context.slot(instruction.outputs[0])
-    poster = context.bind(part.call) if part.call is not None else None
-    if comm.kind in POINT_TO_POINT:
-        return _post_pieces(part, poster, source, destination, handle)
-    takes, gives = _roles(comm, part, source, destination)
-    described = f"{comm} ({instruction.source or comm.kind})"
-
-    def thunk(s: Slots) -> None:
-        _copy_pieces(part, s, source, destination)
-        if poster is None:
-            s[handle] = Pending(None)
-            return
-        srcs = (s[source],) if takes and source is not None else ()
-        dsts = (s[destination],) if gives and destination is not None else ()
-        for buffer in (*srcs, *dsts):
-            if not buffer.is_contiguous():
-                raise _not_dense(described, buffer)
-        s[handle] = Pending(poster(srcs, dsts))
-
-    return thunk
-
-
-def _roles(
-    comm: Communication, part: Part, source: int | None, destination: int | None
-) -> tuple[bool, bool]:
-    """Whether this rank gives the library its source, and its destination."""
-    call = part.call
-    if call is None:
-        return False, False
-    at_root = call.root == call.rank
-    table = {
-        "Broadcast": (at_root, not at_root),
-        "Reduce": (True, at_root),
-        "Gather": (call.rank in call.parts, at_root),
-        "Scatter": (at_root, call.rank in call.parts),
-    }
-    return table.get(comm.kind, (True, True))
-
-
-def _not_dense(described: str, buffer: Tensor) -> CommunicationError:
-    return CommunicationError(
-        f"{described}: a buffer of shape {tuple(buffer.shape)} has strides {buffer.stride()}",
-        because="a communication sees a pointer and a count, so its buffers are dense",
-        hint="make it contiguous before the post",
-    )
-
-
-def _index(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in box)
-
-
-def _copy_pieces(part: Part, s: Slots, source: int | None, destination: int | None) -> None:
-    """What stays on this rank."""
-    for before, after in part.copies:
-        assert source is not None and destination is not None
-        s[destination][_index(after)] = s[source][_index(before)]
-
-
-def _post_pieces(
-    part: Part, poster: Any, source: int | None, destination: int | None, handle: int
-) -> Thunk:
-    """Point-to-point: pieces of the source go out, pieces of the destination come in."""
-    outgoing = tuple(map(_index, part.sends))
-    incoming = tuple(map(_index, part.recvs))
-
-    def thunk(s: Slots) -> None:
-        _copy_pieces(part, s, source, destination)
-        if poster is None:
-            s[handle] = Pending(None)
-            return
-        srcs = [s[source][index].contiguous() for index in outgoing]  # type: ignore[index]
-        places = [s[destination][index] for index in incoming]  # type: ignore[index]
-        dsts = [p if p.is_contiguous() else torch.empty_like(p).contiguous() for p in places]
-        unpack = tuple((p, d) for p, d in zip(places, dsts, strict=True) if p is not d)
-        s[handle] = Pending(poster(srcs, dsts), unpack)
-
-    return thunk
-
-
-def _wait(instruction: Instruction, context: _Context) -> Thunk:
-    handle = context.slot(instruction.reads[0])
-
-    def thunk(s: Slots) -> None:
-        s[handle].wait()
-
-    return thunk
-
-
-_BUILDERS: dict[str, Callable[[Instruction, _Context], Thunk]] = {
+_BUILDERS: dict[str, Callable[[Instruction, Context], Thunk]] = {
     "alloc": _alloc,
     "narrow": _narrow,
     "select": _select,
@@ -518,6 +378,6 @@ _BUILDERS: dict[str, Callable[[Instruction, _Context], Thunk]] = {
     "pack": _pack,
     "zeros": _zeros,
     "launch": _launch,
-    "post": _post,
-    "wait": _wait,
+    "post": post,
+    "wait": wait,
 }

@@ -14,7 +14,8 @@ from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import CommunicationError, ProgramError
 from mdfuse.evaluator import check_arguments, check_global, numbers
 from mdfuse.hir.program import HostProgram
-from mdfuse.plan import Plan, Slots, build
+from mdfuse.plan import Plan, build
+from mdfuse.posts import Slots
 from mdfuse.program import Program
 from mdfuse.sharding import shard_tensor, unshard_tensor
 

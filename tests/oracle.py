@@ -63,8 +63,8 @@ def local_part(x: Tensor, layout: Layout, rank: int) -> Tensor:
 def shares(x: Tensor, layout: Layout) -> dict[int, Tensor]:
     """What each rank is given of a global tensor.
 
-    Along Partial axes no rank is given the value itself, so that an op which takes a Partial for the
-    whole cannot pass by luck.
+    Along Partial axes no rank is given the value itself, so that an op which takes a Partial for
+    the whole cannot pass by luck.
     """
     layers: dict[tuple[int, ...], Tensor] = {(): x}
     axes = [

@@ -41,7 +41,9 @@ fusion @two_stages on mesh(x=1), mesh(x=4) {
         )
 
     def test_global_program(self) -> None:
-        self.assertExpectedInline(without_lines(mf.compile(definition())), """\
+        self.assertExpectedInline(
+            without_lines(mf.compile(definition())),
+            """\
 host @two_stages on m0=mesh(x=1), m1=mesh(x=4) {
   input %x: f32[3,4,3,5] m0(x=R)
   %a: f32[3,4,3] m0(x=R) = sum(%x, dims=[3])
@@ -53,7 +55,8 @@ host @two_stages on m0=mesh(x=1), m1=mesh(x=4) {
   %b: f32[3,1,3] of [3,4,3] m1(x=S1) = permute(%b.recv, dims=[1,0,2])
   %t: f32[3,1,3] of [3,4,3] m1(x=S1) = add(%b, %b) contiguous
   return %t
-}""")
+}""",
+        )
 
     def test_rank_0(self) -> None:
         self.assertExpectedInline(

@@ -119,9 +119,15 @@ def _local_squeeze(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
     return {"dims": tuple(d % len(shape) for d in attrs["dims"] if shape[d] == 1)}
 
 
+def _in_order(x: Tensor, *, order: Sequence[int]) -> Tensor:
+    """The tensor itself where its dims lie in `order`, outermost first, else a copy that does."""
+    back = [order.index(d) for d in range(x.ndim)]
+    return x.permute(*order).contiguous().permute(back)
+
+
 _VIEW: dict[str, Any] = {"is_view": True, "partial": "view"}
 _row("set", lambda x: x, dims.pointwise, "set", **_VIEW)
-_row("stride_order", lambda x, *, order: x, dims.pointwise, "set", **_VIEW)
+_row("stride_order", _in_order, dims.pointwise, "set", **_VIEW)
 _row("permute", lambda x, *, dims: x.permute(dims), dims.permute, "permute", **_VIEW)
 _row(
     "reshape",

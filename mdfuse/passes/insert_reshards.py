@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from mdfuse.communication import cost
 from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
 from mdfuse.layout import Layout, Partial, Replicate
 from mdfuse.passes.strategy import choose
+from mdfuse.reshard import cost
 
 name = "insert_reshards"
 

@@ -44,6 +44,9 @@ def choose(expr: Expr, values: Mapping[str, Value], law: Layout | None = None) -
         values: all values; operands without a layout have no say.
         law: the layout that the result must have in the end.
     """
+    if expr.op == "stride_order" and law is not None:
+        # A memory order is required of the value where it is in the end, so a reshard comes before.
+        return Strategy(wanted=dict.fromkeys(expr.reads, law), result=law)
     operands, labels = _operands(expr, values)
     mesh = _mesh(operands, law)
     if mesh is None:
