@@ -325,7 +325,7 @@ def _with_identity(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
 
 
 def _reduce(name: str, call: Callable[..., Any], op: str, **more: Any) -> None:
-    _row(name, call, dims.reduction(op), "reduce", partial="reduce", **more)
+    _row(name, call, dims.reduction(op), "reduce", **{"partial": "reduce", **more})
 
 
 _reduce("sum", _sum, "sum", out=_sum)
@@ -334,7 +334,8 @@ _reduce("max", _extreme("amax", lowest), "max", localize=_with_identity)
 _reduce("min", _extreme("amin", highest), "min", localize=_with_identity)
 _reduce("mean", _mean, "sum", localize=_global_count)
 _reduce("any", _truth("any"), "bor")
-_reduce("all", _truth("all"), "band")
+# The bits that all parts of an integer share say nothing of what each part is: no Partial(band).
+_reduce("all", _truth("all"), "band", partial="")
 
 
 # -- contractions and composite ops --------------------------------------------------------------

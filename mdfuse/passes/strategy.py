@@ -60,7 +60,7 @@ def choose(expr: Expr, values: Mapping[str, Value], law: Layout | None = None) -
     chosen: dict[str, int | str | None] = {}
     for axis in mesh.axes:
         if mesh.axis_size(axis) > 1:
-            chosen[axis] = _vote(expr, axis, here, labels, out, law_here, operands)
+            chosen[axis] = _vote(expr, axis, here, labels, out, law_here)
     splits = _splits(mesh, chosen, here, labels, law_here)
     wanted = {
         o.value.name: _layout(mesh, o.labels, splits, _partials(chosen, o, mesh)) for o in here
@@ -125,10 +125,9 @@ def _vote(
     labels: DimMap,
     out: Value,
     law: Layout | None,
-    original: Sequence[_Operand],
 ) -> int | str | None:
     """What an axis does: a label that it splits, a reduce op that it leaves Partial, or nothing."""
-    passed = _passes_partial(expr, axis, operands, out, original)
+    passed = _passes_partial(expr, axis, operands, labels, out)
     if passed is not None:
         return passed
     candidates: list[int | None] = []
@@ -236,7 +235,7 @@ def _change(before: Placement, after: Placement, n: int) -> float:
 
 
 def _passes_partial(
-    expr: Expr, axis: str, operands: Sequence[_Operand], out: Value, original: Sequence[_Operand]
+    expr: Expr, axis: str, operands: Sequence[_Operand], labels: DimMap, out: Value
 ) -> str | None:
     """The reduce op, where the op may take its operands Partial along the axis as they are.
 
@@ -254,25 +253,18 @@ def _passes_partial(
     if rule == "view":
         return op
     if rule == "reduce":
-        reduces = dict(dim_map_reduces(expr))
-        return op if op in reduces.values() else None
+        return op if op in labels.reduces.values() else None
     if op != "sum":
         return None
     tensors = [x for x in expr.inputs if x is not None]
     if rule == "sum":
         every = len(partials) == len(operands) and all(isinstance(x, str) for x in tensors)
         return op if every and partials.count(partials[0]) == len(partials) else None
+    # "scale": the first operand alone is Partial, and it is read once.
     alone = expr.inputs[0] == first.value.name and isinstance(placements[0], Partial)
-    others = all(isinstance(p, Replicate) for p in placements[1:]) and len(operands) == len(
-        [x for x in expr.inputs if x in {o.value.name for o in operands}]
-    )
-    return op if rule == "scale" and alone and others else None
-
-
-def dim_map_reduces(expr: Expr) -> Mapping[str, str]:
-    """The reduce op of a reduction, as `{"op": ...}`; empty for mean, which scales."""
-    ops = {"sum": "sum", "max": "max", "min": "min", "prod": "prod", "any": "bor", "all": "band"}
-    return {"op": ops[expr.op]} if expr.op in ops else {}
+    others = all(isinstance(p, Replicate) for p in placements[1:])
+    once = expr.inputs.count(first.value.name) == 1
+    return op if alone and others and once else None
 
 
 def _splits(
