@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mdfuse.errors import LoweringError
+from mdfuse.hir import sink_waits
 from mdfuse.hir.emit import emit
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.graph import Fusion, check_fusion
@@ -23,6 +24,14 @@ PASSES: tuple[tuple[str, Pass], ...] = (
     (push_slices.name, push_slices.run),
     # Last: afterwards every expression but set runs without communication.
     (insert_reshards.name, insert_reshards.run),
+)
+
+HostPass = Callable[[HostProgram], HostProgram]
+
+#: The passes over the host program, likewise.
+HOST_PASSES: tuple[tuple[str, HostPass], ...] = (
+    # The emitter puts a wait right behind its post; here it moves to where the data is needed.
+    (sink_waits.name, sink_waits.run),
 )
 
 #: Called after each pass with its name and the fusion: printing, timing and checks hang here.
@@ -55,7 +64,10 @@ def lower(
     _refuse_streams(fusion)
     prepared = prepare(fusion, observe)
     segments = segment(prepared, should_merge)
-    return prepared, segments, emit(prepared, segments)
+    host = emit(prepared, segments)
+    for _, run in HOST_PASSES:
+        host = run(host)
+    return prepared, segments, host
 
 
 def _refuse_streams(fusion: Fusion) -> None:

@@ -90,12 +90,12 @@ host @hello_mesh on mesh(tp=4) {
   %t: f32[6] (tp=P(sum)) = sum(%x, dims=[0]) contiguous
   %sums: f32[6] (tp=R) = alloc
   %c0 = post allreduce[sum](%t) -> %sums f32[6] (tp=P(sum)) => (tp=R) axis=tp
-  wait %c0
   %columns.send: f32[12] of [8,6] (tp=S0) flat = pack(%x, dim=0, to_dim=1, axis=tp)
   %columns: f32[8,2] of [8,6] (tp=S1) = alloc
   %c1 = post alltoall(%columns.send) -> %columns f32[8,6] (tp=S0) => (tp=S1) axis=tp dim=0 to_dim=1
   wait %c1
   %t_1: f32[8,2] of [8,6] (tp=S1) = mul(%columns, 2) contiguous
+  wait %c0
   return %sums, %t_1
 }""",
     )
