@@ -23,6 +23,15 @@ MESHES = (
     DeviceMesh([[[1], [0]]]),
     DeviceMesh([3]),
 )
+MESHES_OF_8 = (
+    DeviceMesh.arange(x=8),
+    DeviceMesh.arange(y=2, x=4),
+    DeviceMesh([[7, 2, 5, 0], [1, 6, 3, 4]]),
+    DeviceMesh.arange(z=2, y=2, x=2),
+    DeviceMesh([6, 1, 4]),
+    DeviceMesh([[0, 7], [5, 2]]),
+    DeviceMesh([3]),
+)
 SHAPES = ((8, 4), (5, 7), (3, 2, 6), (4,), (1, 9), (2, 0, 3), (7, 4, 2, 3))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool)
 CASES = 120
@@ -44,16 +53,29 @@ def whole(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
 @pytest.mark.world(4)
 @pytest.mark.parametrize("seed", range(CASES))
 def test_reshard(seed: int, comm: mf.Communicator) -> None:
-    draw = random.Random(seed)
+    check_reshard(random.Random(seed), MESHES, comm)
+
+
+@pytest.mark.world(8)
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(CASES))
+def test_reshard_of_8(seed: int, comm: mf.Communicator) -> None:
+    check_reshard(random.Random(seed), MESHES_OF_8, comm)
+
+
+def check_reshard(
+    draw: random.Random, meshes: tuple[DeviceMesh, ...], comm: mf.Communicator
+) -> None:
+    """Draw a tensor and two layouts, run the set between them, compare this rank's part."""
     shape, dtype = draw.choice(SHAPES), draw.choice(DTYPES)
-    before, after = draw.choice(MESHES), draw.choice(MESHES)
+    before, after = draw.choice(meshes), draw.choice(meshes)
     source = layout(draw, before, len(shape), dtype != torch.bool)
     goal = layout(draw, after, len(shape), False)
     with mf.FusionDefinition("reshard") as fd:
         x = fd.define_tensor(shape, dtype, source)
         fd.add_output(fd.ops.set(x).on(goal))
     program = mf.compile(fd, mf.Options(poison=True))
-    value = whole(shape, dtype, seed)
+    value = whole(shape, dtype, draw.randrange(1000))
     mine = shares(value, source.normalized(len(shape))).get(comm.rank)
     (got,) = program.run(None if mine is None else mine.to(comm.device))
     if comm.rank not in after:

@@ -11,6 +11,18 @@ import mdfuse as mf
 @pytest.mark.world(4)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_two_stages(case: Case, comm: mf.Communicator) -> None:
+    check(case, comm)
+
+
+@pytest.mark.world(8)
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_two_stages_among_8(case: Case, comm: mf.Communicator) -> None:
+    """The same where half of the ranks are in no mesh."""
+    check(case, comm)
+
+
+def check(case: Case, comm: mf.Communicator) -> None:
     before, _ = case.layouts()
     whole, mine = case.input().to(comm.device), None
     if comm.rank in before.mesh:
