@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -67,9 +67,9 @@ class Program:
         return "\n".join(lines)
 
     @cached_property
-    def evaluator(self) -> HostIrEvaluator:
-        """What runs the program on this rank."""
-        return HostIrEvaluator(self.host, None, self.options)
+    def _evaluators(self) -> dict[Options | None, HostIrEvaluator]:
+        """What runs the program on this rank, for each options it was run with."""
+        return {}
 
     def run(
         self,
@@ -97,10 +97,10 @@ class Program:
                 because="this program has no symbolic extents",
                 hint="leave extents= out",
             )
-        evaluator = self.evaluator
-        if options is not None and options != self.options:
-            evaluator = replace(self, options=options).evaluator
-        results = evaluator.call(inputs, out, problem)
+        options = options or self.options
+        if options not in self._evaluators:
+            self._evaluators[options] = HostIrEvaluator(self.host, None, options)
+        results = self._evaluators[options].call(inputs, out, problem)
         return self._reused(inputs, results)
 
     def _reused(self, inputs: Sequence[Any], results: list[Any]) -> list[Any]:

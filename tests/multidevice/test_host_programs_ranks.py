@@ -66,3 +66,18 @@ def test_a_missing_buffer_is_refused_on_every_rank(comm: mf.Communicator) -> Non
     out = None if comm.rank not in PLACE else torch.empty(4, 3, device=comm.device)
     with pytest.raises(mf.ProgramError, match="shape"):
         mf.HostIrEvaluator(program, comm).run({"x": x, "z": out})
+
+
+@pytest.mark.world(4)
+def test_options_of_one_run(comm: mf.Communicator) -> None:
+    """Another plan for other options, kept as well."""
+    mesh = DeviceMesh([0, 1, 2, 3])
+    with mf.FusionDefinition("rows") as fd:
+        x = fd.define_tensor([8, 3], torch.float32, mesh, {"x": Shard(0)})
+        fd.add_output(fd.ops.set(x).on(mesh, {}))
+    program = mf.compile(fd)
+    mine = torch.full((2, 3), float(comm.rank), device=comm.device)
+    rows = torch.arange(4.0).repeat_interleave(2)[:, None].expand(8, 3)
+    for options in (None, mf.Options(poison=True), None, mf.Options(poison=True)):
+        (got,) = program.run(mine, options=options)
+        assert torch.equal(got.cpu(), rows)
