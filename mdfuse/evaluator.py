@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -10,12 +11,15 @@ import torch
 from torch import Tensor
 
 from mdfuse.config import Options, options_from_environment
-from mdfuse.errors import MdfuseError, ProgramError
+from mdfuse.errors import BackendError, MdfuseError, ProgramError
 from mdfuse.hir.program import HostProgram
 from mdfuse.plan import Plan, as_number, build
 
 if TYPE_CHECKING:
     from mdfuse.runtime.communicator import Communicator
+
+
+_serials = itertools.count()
 
 
 @dataclass
@@ -32,7 +36,9 @@ class HostIrEvaluator:
     communicator: Communicator | None = None
     options: Options | None = None
     _plan: Plan | None = field(default=None, init=False, repr=False)
-    _local: HostProgram | None = field(default=None, init=False, repr=False)
+    #: Tells this evaluator and its runs from others; all ranks make the same ones in one order.
+    _serial: int = field(default=0, init=False, repr=False)
+    _runs: int = field(default=0, init=False, repr=False)
 
     def run(self, arguments: Mapping[str, Any]) -> list[Any]:
         """Run once.
@@ -74,11 +80,33 @@ class HostIrEvaluator:
         if self._plan is None:
             self._agree(problem, communicator)
             self._prepare(communicator)
-        elif problem is not None:
-            raise problem
         assert self._plan is not None
-        results = self._plan.run(numbers(self.program, arguments))
+        self._runs += 1
+        if problem is not None:
+            if self.program.communications:
+                communicator.refuse(self._occasion, str(problem))
+            raise problem
+        try:
+            results = self._plan.run(numbers(self.program, arguments))
+        except BackendError as error:
+            raise self._refused(communicator) or error from error
         return results if out is None else _into(results, out)
+
+    @property
+    def _occasion(self) -> str:
+        """This run, by a name that is the same on all ranks."""
+        return f"{self._serial}/{self._runs}"
+
+    def _refused(self, communicator: Communicator) -> ProgramError | None:
+        """Why a communication broke, where another rank refused this run."""
+        reason = communicator.why_refused(self._occasion)
+        if reason is None:
+            return None
+        return ProgramError(
+            f"@{self.program.name} broke off on rank {communicator.rank}: another rank refused it",
+            where=reason.splitlines(),
+            because="all ranks run, or none does",
+        )
 
     def _communicator(self) -> Communicator:
         if self.communicator is None or self.communicator.is_closed:
@@ -125,7 +153,7 @@ class HostIrEvaluator:
         teams = [c.group(rank) for c in local.communications]
         communicator.prepare(t for t in dict.fromkeys(teams) if len(t) > 1)
         options = options_from_environment(self.options)
-        self._local = local
+        self._serial, self._runs = next(_serials), 0
         self._plan = build(local, communicator.poster, communicator.device, options.poison)
 
 

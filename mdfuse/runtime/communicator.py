@@ -142,6 +142,21 @@ class Communicator:
         self._check_open("meet the other ranks")
         return self._agreement.exchange(error_text)
 
+    def refuse(self, occasion: str, reason: str) -> None:
+        """Leave word why this rank does not take part in what the others may have begun.
+
+        Args:
+            occasion: the same on all ranks, used once.
+            reason: what the others are told when their communication breaks.
+        """
+        if self.size > 1:
+            self.store.set(f"refused/{occasion}", f"rank {self.rank}: {reason}")
+
+    def why_refused(self, occasion: str) -> str | None:
+        """What a rank that refused said; None where none did."""
+        key = f"refused/{occasion}"
+        return self.store.get(key).decode() if self.store.check([key]) else None
+
     @property
     def is_closed(self) -> bool:
         """Its groups and store are given up; `init` makes a new one."""

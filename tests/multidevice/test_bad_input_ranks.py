@@ -62,3 +62,15 @@ def test_the_world_is_usable_afterwards(comm: mf.Communicator) -> None:
     x = torch.full((2, 2), float(comm.rank), device=comm.device)
     (got,) = program().run(x)
     assert torch.equal(got.cpu(), torch.arange(4.0).repeat_interleave(2)[:, None].expand(8, 2))
+
+
+@pytest.mark.world(4)
+def test_all_ranks_refuse_a_later_run(comm: mf.Communicator) -> None:
+    """Alike on all ranks it is an error of that run only."""
+    ready = program()
+    x = torch.ones(2, 2, device=comm.device)
+    ready.run(x)
+    with pytest.raises(mf.ProgramError, match="shape"):
+        ready.run(x[:1])
+    (got,) = ready.run(x)
+    assert torch.equal(got.cpu(), torch.ones(8, 2))
