@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mdfuse.backends.base import POINT_TO_POINT
 from mdfuse.errors import CommunicationError
 from mdfuse.layout import Layout, box_size, replicated
 from mdfuse.transfers import Part, part_of
@@ -30,8 +31,6 @@ KINDS: dict[str, tuple[bool, bool]] = {
 }
 #: Kinds whose buffers have the dim that is split outermost.
 SPLIT_OUTERMOST = ("Gather", "Allgather", "Scatter", "ReduceScatter", "AllToAll")
-#: Kinds that move boxes between pairs of ranks, each buffer in its own dim order.
-POINT_TO_POINT = ("SendRecv", "Exchange")
 
 _BITWISE = ("band", "bor", "bxor")
 

@@ -9,7 +9,13 @@ from mdfuse.hir import sink_waits
 from mdfuse.hir.emit import emit
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.graph import Fusion, check_fusion
-from mdfuse.passes import decompose, insert_reshards, propagate_layouts, push_slices
+from mdfuse.passes import (
+    decompose,
+    drop_unread,
+    insert_reshards,
+    propagate_layouts,
+    push_slices,
+)
 from mdfuse.segmentation import Segment, ShouldMerge, segment
 
 Pass = Callable[[Fusion], Fusion]
@@ -22,8 +28,10 @@ PASSES: tuple[tuple[str, Pass], ...] = (
     (decompose.name, decompose.run),
     # Before sets exist, since it decides which sets reduce-scatter instead of all-reduce.
     (push_slices.name, push_slices.run),
-    # Last: afterwards every expression but set runs without communication.
+    # Afterwards every expression but set runs without communication.
     (insert_reshards.name, insert_reshards.run),
+    # Last, so that a law on a value that nobody reads still counts where layouts are inferred.
+    (drop_unread.name, drop_unread.run),
 )
 
 HostPass = Callable[[HostProgram], HostProgram]

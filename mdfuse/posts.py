@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import Call, Poster, Work
-from mdfuse.communication import POINT_TO_POINT, Communication
+from mdfuse.backends.base import POINT_TO_POINT, Call, Poster, Work
 from mdfuse.errors import CommunicationError
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.layout import Box
@@ -70,7 +69,7 @@ def post(instruction: Instruction, context: Context) -> Thunk:
     poster = context.bind(part.call) if part.call is not None else None
     if comm.kind in POINT_TO_POINT:
         return _post_pieces(part, poster, source, destination, handle)
-    takes, gives = _roles(comm, part, source, destination)
+    takes, gives = _roles(part)
     described = f"{comm} ({instruction.source or comm.kind})"
 
     def thunk(s: Slots) -> None:
@@ -88,9 +87,7 @@ def post(instruction: Instruction, context: Context) -> Thunk:
     return thunk
 
 
-def _roles(
-    comm: Communication, part: Part, source: int | None, destination: int | None
-) -> tuple[bool, bool]:
+def _roles(part: Part) -> tuple[bool, bool]:
     """Whether this rank gives the library its source, and its destination."""
     call = part.call
     if call is None:
@@ -102,7 +99,7 @@ def _roles(
         "Gather": (call.rank in call.parts, at_root),
         "Scatter": (at_root, call.rank in call.parts),
     }
-    return table.get(comm.kind, (True, True))
+    return table.get(call.kind, (True, True))
 
 
 def _not_dense(described: str, buffer: Tensor) -> CommunicationError:

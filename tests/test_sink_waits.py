@@ -42,12 +42,20 @@ def test_two_posts_are_under_way_at_once() -> None:
     assert torch.equal(mf.simulate(program, given).outputs[0], given[0] + given[1])
 
 
-def test_what_nobody_reads_is_waited_for_before_the_return() -> None:
-    with mf.FusionDefinition("unread") as fd:
+def test_an_output_that_nothing_else_reads_is_waited_for_before_the_return() -> None:
+    with mf.FusionDefinition("last") as fd:
         a = fd.define_tensor([8], mesh=MESH, layout={"tp": Shard(0)})
-        fd.ops.set(a).on(MESH, {})
+        fd.add_output(fd.ops.set(a).on(MESH, {}))
         fd.add_output(a * 2)
     assert kinds(mf.compile(fd))[-3:] == ["mul", "wait", "return"]
+
+
+def test_what_nobody_reads_is_not_run() -> None:
+    with mf.FusionDefinition("unread") as fd:
+        a = fd.define_tensor([8], mesh=MESH, layout={"tp": Shard(0)})
+        fd.ops.set(a).on(MESH, {}).sum()
+        fd.add_output(a * 2)
+    assert kinds(mf.compile(fd)) == ["mul", "return"]
 
 
 def test_a_dependent_chain_stays_as_it_is() -> None:

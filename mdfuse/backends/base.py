@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     Buffers = Sequence[Tensor]
 
 
+#: Kinds that move pieces between pairs of ranks; the others are collectives.
+POINT_TO_POINT = ("SendRecv", "Exchange")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """One rank's part of one communication, as a communication library sees it.

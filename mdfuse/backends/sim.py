@@ -13,11 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import Call, Poster
+from mdfuse.backends.base import POINT_TO_POINT, Call, Poster
 from mdfuse.backends.reduction import combine
 from mdfuse.errors import CommunicationError
-
-_POINT_TO_POINT = ("SendRecv", "Exchange")
 
 
 @dataclass(slots=True)
@@ -68,7 +66,7 @@ class SimNetwork:
 
     def post(self, posted: _Posted) -> None:
         """Take a post; move bytes where it was the last that was missing."""
-        if posted.call.kind in _POINT_TO_POINT:
+        if posted.call.kind in POINT_TO_POINT:
             self._post_pieces(posted)
             return
         team, rank = posted.call.team, posted.call.rank

@@ -214,11 +214,12 @@ def _emit_split_outermost(
     sides = ("block", "team") if comm.whole() == comm.destination else ("team", "block")
     padded = not _divides(comm)
 
+    is_moved = front != tuple(range(rank))
+    dim = front.index(comm.dim)
+    split = comm.dim
+
     def kind(layout: Layout, side: Any) -> BufferType:
-        dim = front.index(comm.dim) if comm.dim is not None else 0
-        axis = comm.axis if comm.axis in layout.mesh.axes else None
-        if axis is not None and not _is_split_by(layout, comm.dim, axis):
-            axis = None
+        axis = comm.axis if comm.axis in layout.split_axes(split) else None
         padding = Padding(side=side, dim=dim, parts=comm.size, axis=axis) if padded else None
         return BufferType(
             dtype=dtype,
@@ -228,7 +229,7 @@ def _emit_split_outermost(
         )
 
     before, after = kind(comm.source, sides[0]), kind(comm.destination, sides[1])
-    if front != tuple(range(rank)):
+    if is_moved:
         view = replace(before, padding=None)
         current = out.op("permute", f"{result}.send", view, (current,), source, dims=front)
         if not padded:
@@ -236,25 +237,27 @@ def _emit_split_outermost(
     elif not padded:
         current = _dense(out, current, source)
     if padded:
-        dim = front.index(comm.dim)
         current = out.op("pad", f"{result}.pad", before, (current,), source, dim=dim)
-    is_last = front == tuple(range(rank)) and not padded
-    name = result if is_last else f"{result}.recv"
+    name = f"{result}.recv" if is_moved or padded else result
     current = _emit_post(out, comm, current, after, name, source)
     if padded:
-        last = front == tuple(range(rank))
-        trimmed = replace(after, padding=None)
-        name = result if last else f"{result}.rows"
-        current = out.op("narrow", name, trimmed, (current,), source)
-    if front != tuple(range(rank)):
-        back = tuple(front.index(d) for d in range(rank))
-        whole = BufferType(dtype=dtype, shape=shape, layout=comm.destination)
-        current = out.op("permute", result, whole, (current,), source, dims=back)
-    return current
+        name = f"{result}.rows" if is_moved else result
+        current = out.op("narrow", name, replace(after, padding=None), (current,), source)
+    return _put_back(out, comm, front, current, result, source) if is_moved else current
 
 
-def _is_split_by(layout: Layout, dim: int | None, axis: str) -> bool:
-    return dim is not None and axis in layout.split_axes(dim)
+def _put_back(
+    out: _Emitter,
+    comm: Communication,
+    front: tuple[int, ...],
+    current: str,
+    result: str,
+    source: Source | None,
+) -> str:
+    """What arrived with its dims in the order `front`, in their own order again: a view."""
+    back = tuple(front.index(d) for d in range(len(front)))
+    whole = BufferType(dtype=out.types[current].dtype, shape=comm.shape, layout=comm.destination)
+    return out.op("permute", result, whole, (current,), source, dims=back)
 
 
 def _divides(comm: Communication) -> bool:
@@ -285,9 +288,7 @@ def _emit_all_to_all(
     if front == tuple(range(rank)):
         return _emit_post(out, comm, current, kind, result, source)
     current = _emit_post(out, comm, current, kind, f"{result}.recv", source)
-    back = tuple(front.index(d) for d in range(rank))
-    whole = BufferType(dtype=dtype, shape=shape, layout=comm.destination)
-    return out.op("permute", result, whole, (current,), source, dims=back)
+    return _put_back(out, comm, front, current, result, source)
 
 
 def _dense(out: _Emitter, name: str, source: Source | None) -> str:
@@ -296,13 +297,18 @@ def _dense(out: _Emitter, name: str, source: Source | None) -> str:
         return name
     out.dense.add(name)
     order = tuple(range(len(out.types[name].shape)))
-    if _ask_producer(out, name, order):
+    if not _lies_otherwise(out, name, order) and _ask_producer(out, name, order):
         return name
     copy = out.op("set", f"{name}.dense", out.types[name], (name,), source)
     out.code[-1] = replace(out.code[-1], order=order)
     out.dense.discard(name)
     out.dense.add(copy)
     return copy
+
+
+def _lies_otherwise(out: _Emitter, name: str, order: tuple[int, ...]) -> bool:
+    """The buffer is a program output, which is written in another memory order."""
+    return name in out.fusion.outputs and out.fusion.values[name].order != order
 
 
 def _ask_producer(out: _Emitter, name: str, order: tuple[int, ...]) -> bool:

@@ -14,7 +14,7 @@ from mdfuse.communication import Communication
 from mdfuse.errors import Source
 from mdfuse.ir.graph import Operand, dtype_name
 from mdfuse.ir.ops import TABLE, Part, local_attrs
-from mdfuse.layout import Box, Layout, Replicate, replicated
+from mdfuse.layout import Box, Layout, Replicate
 from mdfuse.mesh import DeviceMesh
 
 
@@ -223,8 +223,3 @@ class HostProgram:
         if isinstance(operand, str) and operand in self.types:
             return operand if self.has(operand, rank) else None
         return operand
-
-
-def whole_type(dtype: torch.dtype, shape: tuple[int, ...], mesh: DeviceMesh) -> BufferType:
-    """A buffer that every rank of a mesh holds whole."""
-    return BufferType(dtype=dtype, shape=shape, layout=replicated(mesh))

@@ -1,0 +1,27 @@
+"""Leave out expressions whose result nobody reads: a tensor program has no other effects.
+
+%a: f32[8] (tp=R) = set(%x)                     # neither read nor an output
+%b: f32[8] (tp=S0) = add(%x, %x)        ->      %b: f32[8] (tp=S0) = add(%x, %x)
+return %b                                       return %b
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mdfuse.ir.graph import Fusion
+
+name = "drop_unread"
+
+
+def run(fusion: Fusion) -> Fusion:
+    """Return the fusion without them."""
+    read = {*fusion.outputs}
+    kept = []
+    for expr in reversed(fusion.exprs):
+        if expr.output in read:
+            read.update(expr.reads)
+            kept.append(expr)
+    named = {*fusion.inputs, *(e.output for e in kept)}
+    values = {n: v for n, v in fusion.values.items() if n in named}
+    return replace(fusion, values=values, exprs=tuple(reversed(kept)))
