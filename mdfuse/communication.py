@@ -7,12 +7,14 @@ here lists the ranks of a mesh unless one rank's part is asked for.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
 from mdfuse.backends.base import POINT_TO_POINT
 from mdfuse.errors import CommunicationError
+from mdfuse.index import Term
 from mdfuse.layout import Layout, box_size, replicated
 from mdfuse.transfers import Part, part_of
 
@@ -28,6 +30,7 @@ KINDS: dict[str, tuple[bool, bool]] = {
     "SendRecv": (True, False),
     "AllToAll": (False, False),
     "Exchange": (False, False),
+    "Barrier": (False, False),
 }
 #: Kinds whose buffers have the dim that is split outermost.
 SPLIT_OUTERMOST = ("Gather", "Allgather", "Scatter", "ReduceScatter", "AllToAll")
@@ -123,15 +126,42 @@ class Communication:
         return ()
 
     def root(self, rank: int) -> int | None:
-        """The root of the team that `rank` is in; None for kinds without, and outside the team."""
+        """The root of the team that `rank` is in; None for kinds without, and outside the team.
+
+        None as well where the root follows from a loop index that is not known yet.
+        """
         team = self.team(rank)
         if not KINDS[self.kind][0] or not team:
             return None
         if self.kind == "SendRecv":
             return team[0]
+        if self._is_along_axis and self.kind in ("Broadcast", "Reduce"):
+            return self._holder(rank, team)
         root = (self.destination if self.kind in ("Gather", "Reduce") else self.source).mesh.first
         assert root in team
         return root
+
+    def at(self, known: Callable[[Term], int | None]) -> Communication:
+        """This communication with what the index of its chunk is made of put in."""
+        source, destination = self.source.at(known), self.destination.at(known)
+        if source is self.source and destination is self.destination:
+            return self
+        return replace(self, source=source, destination=destination)
+
+    def _holder(self, rank: int, team: tuple[int, ...]) -> int | None:
+        """The member of a team whose part is the chunk that all of them send or receive."""
+        if self.kind == "Broadcast":
+            split, chunk = self.source, self.destination
+        else:
+            split, chunk = self.destination, self.source
+        index = chunk.stream.index if chunk.stream is not None else None
+        if index is not None and not isinstance(index, int):
+            return None
+        wanted = chunk.intervals(self.shape, rank)
+        holders = [r for r in team if split.intervals(self.shape, r) == wanted]
+        # Of several, which hold nothing, the one whose turn it is.
+        turn = [r for i, r in enumerate(team) if i == index and r in holders]
+        return (*turn, *holders)[0]
 
     # -- how much --------------------------------------------------------------------------------
 
@@ -163,6 +193,9 @@ class Communication:
         """
         assert self.dim is not None
         split = self.destination if self.whole() == self.source else self.source
+        chunk = split.stream
+        if chunk is not None and chunk.index is not None:  # short chunks lie as the others do
+            split = split.with_stream(chunk.at(chunk.largest))
         dims = range(len(self.shape))
         if all(n <= 1 for n in split.local_shape(self.shape)[: self.dim]):
             return tuple(dims)
@@ -185,7 +218,9 @@ class Communication:
             return sum(call.recv_counts) - own
         if self.dim is not None:
             _, chunk = self.rows(rank)
-            layout = self.whole() if rank in self.whole().mesh else replicated(self.whole().mesh)
+            layout = self.whole()
+            if rank not in layout.mesh:
+                layout = replicated(layout.mesh).with_stream(layout.stream)
             local = layout.local_shape(self.shape, rank if rank in layout.mesh else None)
             block = chunk * math.prod(n for d, n in enumerate(local) if d != self.dim)
             if self.kind == "Gather":

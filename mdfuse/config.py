@@ -16,6 +16,9 @@ class Options:
     Attributes:
         backend: "auto" (nccl where this rank drives a GPU, gloo elsewhere), or a backend's name.
         streams: how many streams a lowering with streams uses.
+        stream_policy: which stream an instruction of a streamed loop goes to. "round_robin": each
+            iteration on the next stream; "copy_compute": transfers on one stream, the rest on
+            another; "auto": copy_compute where the loop communicates.
         graph: "auto", "always" or "never": whether runs are captured as CUDA graphs.
         verify: check a host program before its first run.
         timeout_s: seconds after which a communication that does not finish is an error.
@@ -26,6 +29,7 @@ class Options:
 
     backend: str = "auto"
     streams: int = 4
+    stream_policy: Literal["auto", "round_robin", "copy_compute"] = "auto"
     graph: Literal["auto", "always", "never"] = "auto"
     verify: bool = True
     timeout_s: float = 600.0
@@ -43,6 +47,11 @@ class Options:
                 because="a timeout is positive",
                 hint="seconds; the default is 600",
             )
+        if self.stream_policy not in ("auto", "round_robin", "copy_compute"):
+            raise ProgramError(
+                f"stream_policy={self.stream_policy!r}",
+                hint='"auto", "round_robin" or "copy_compute"',
+            )
         if self.graph not in ("auto", "always", "never"):
             raise ProgramError(f"graph={self.graph!r}", hint='"auto", "always" or "never"')
 
@@ -51,6 +60,7 @@ class Options:
 VARIABLES: dict[str, tuple[str, Any, str]] = {
     "MDFUSE_BACKEND": ("backend", str, "backend to use: auto, gloo, nccl, ucc, mpi, ucx"),
     "MDFUSE_STREAMS": ("streams", int, "number of streams of a streamed lowering"),
+    "MDFUSE_STREAM_POLICY": ("stream_policy", str, "auto, round_robin or copy_compute"),
     "MDFUSE_GRAPH": ("graph", str, "CUDA graphs: auto, always or never"),
     "MDFUSE_VERIFY": ("verify", lambda s: s != "0", "0 turns verification off"),
     "MDFUSE_TIMEOUT_S": ("timeout_s", float, "deadline of a communication, seconds"),

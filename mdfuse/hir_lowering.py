@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mdfuse.errors import LoweringError
-from mdfuse.hir import sink_waits
+from mdfuse.config import Options, options_from_environment
+from mdfuse.hir import assign_streams, insert_frees, sink_waits
 from mdfuse.hir.emit import emit
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.graph import Fusion, check_fusion
@@ -15,6 +15,7 @@ from mdfuse.passes import (
     insert_reshards,
     propagate_layouts,
     push_slices,
+    streams,
 )
 from mdfuse.segmentation import Segment, ShouldMerge, segment
 
@@ -22,7 +23,9 @@ Pass = Callable[[Fusion], Fusion]
 
 #: The passes over the fusion, in order, with the reason why each stands where it stands.
 PASSES: tuple[tuple[str, Pass], ...] = (
-    # First of all every value needs a layout; no later pass infers one.
+    # Layouts are compared from here on, and a stream is no part of where data is.
+    (streams.name, streams.run),
+    # Every value needs a layout; no later pass infers one.
     (propagate_layouts.name, propagate_layouts.run),
     # Needs to know which contractions are split; makes Partials that the next pass can use.
     (decompose.name, decompose.run),
@@ -30,16 +33,22 @@ PASSES: tuple[tuple[str, Pass], ...] = (
     (push_slices.name, push_slices.run),
     # Afterwards every expression but set runs without communication.
     (insert_reshards.name, insert_reshards.run),
+    # Knows every layout; what follows only drops values.
+    ("check_stream_lengths", streams.check_lengths),
     # Last, so that a law on a value that nobody reads still counts where layouts are inferred.
     (drop_unread.name, drop_unread.run),
 )
 
-HostPass = Callable[[HostProgram], HostProgram]
+HostPass = Callable[[HostProgram, Options], HostProgram]
 
 #: The passes over the host program, likewise.
 HOST_PASSES: tuple[tuple[str, HostPass], ...] = (
     # The emitter puts a wait right behind its post; here it moves to where the data is needed.
     (sink_waits.name, sink_waits.run),
+    # Needs the waits where they stay: a stream that waits holds up what is queued behind.
+    (assign_streams.name, assign_streams.run),
+    # Last: the others move uses.
+    (insert_frees.name, insert_frees.run),
 )
 
 #: Called after each pass with its name and the fusion: printing, timing and checks hang here.
@@ -57,7 +66,10 @@ def prepare(fusion: Fusion, observe: Observer | None = None) -> Fusion:
 
 
 def lower(
-    fusion: Fusion, should_merge: ShouldMerge | None = None, observe: Observer | None = None
+    fusion: Fusion,
+    should_merge: ShouldMerge | None = None,
+    observe: Observer | None = None,
+    options: Options | None = None,
 ) -> tuple[Fusion, tuple[Segment, ...], HostProgram]:
     """Lower a fusion.
 
@@ -65,25 +77,14 @@ def lower(
         fusion: with the user's layouts.
         should_merge: see `mdfuse.segmentation.segment`.
         observe: called after each pass.
+        options: how loops over chunks are spread over streams.
 
     Returns:
         The fusion after all passes, its segments, and the global host program.
     """
-    _refuse_streams(fusion)
     prepared = prepare(fusion, observe)
     segments = segment(prepared, should_merge)
     host = emit(prepared, segments)
     for _, run in HOST_PASSES:
-        host = run(host)
+        host = run(host, options_from_environment(options))
     return prepared, segments, host
-
-
-def _refuse_streams(fusion: Fusion) -> None:
-    for value in fusion.values.values():
-        if value.layout is not None and value.layout.stream is not None:
-            raise LoweringError(
-                f"%{value.name} is laid out with {value.layout.stream}",
-                where=[value.source.quote()] if value.source else (),
-                because="loops over stream chunks are not lowered yet",
-                hint="leave stream= out; the result is the same",
-            )

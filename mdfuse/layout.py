@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
 from mdfuse.errors import LayoutError, MeshError
+from mdfuse.index import Index, Term, resolve
 from mdfuse.mesh import DeviceMesh
 
 #: A half-open range of indices along one dim.
@@ -62,18 +63,74 @@ class Stream:
     """The host computes the tensor in a loop over chunks of `dim`.
 
     Args:
-        dim: the dim that is split.
-        chunks: how many chunks, or a tuple of their lengths.
+        dim: the dim that is split; each rank splits its own part of it.
+        chunks: how many chunks, as `torch.chunk` makes them (missing ones are empty), or a tuple of
+            their lengths.
         rotate: an axis; each rank along it starts at its own chunk.
+        index: None for the whole tensor; in host programs, which of the chunks a buffer is.
+
+    Raises:
+        LayoutError: no chunks, or an axis that is no name.
+
+    >>> [Stream(0, 4).interval((0, 5), i) for i in range(4)]
+    [(0, 2), (2, 4), (4, 5), (5, 5)]
     """
 
     dim: int
     chunks: int | tuple[int, ...]
     rotate: str | None = None
+    index: Index | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dim, int) or isinstance(self.dim, bool):
+            raise LayoutError(
+                f"Stream({self.dim!r}, {self.chunks!r})",
+                because="a dim is an integer",
+                hint="for example Stream(0, 4)",
+            )
+        lengths = self.chunks if isinstance(self.chunks, tuple) else (self.chunks,)
+        good = all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in lengths)
+        if not good or not lengths or self.chunks == 0:
+            raise LayoutError(
+                f"Stream({self.dim}, {self.chunks!r})",
+                because="chunks is how many there are, or a tuple of their lengths",
+                hint="for example Stream(0, 4) or Stream(0, (3, 1))",
+            )
+
+    @property
+    def count(self) -> int:
+        """How many chunks: how often the host loop runs."""
+        return len(self.chunks) if isinstance(self.chunks, tuple) else self.chunks
+
+    @property
+    def largest(self) -> int:
+        """The first of the longest chunks."""
+        return self.chunks.index(max(self.chunks)) if isinstance(self.chunks, tuple) else 0
+
+    def interval(self, interval: Interval, i: int) -> Interval:
+        """The i-th chunk of an interval."""
+        if isinstance(self.chunks, int):
+            return nth_chunk(interval, self.chunks, i)
+        start, stop = interval
+        if sum(self.chunks) != stop - start:
+            raise LayoutError(
+                f"{self} of a dim with {stop - start} rows on a rank",
+                because=f"the chunks have {sum(self.chunks)} rows together",
+                hint="give lengths that add up to each rank's part, or a count",
+            )
+        begin = start + sum(self.chunks[:i])
+        return begin, begin + self.chunks[i]
+
+    def at(self, index: Index) -> Stream:
+        """One of the chunks."""
+        return Stream(self.dim, self.chunks, self.rotate, index)
 
     def __str__(self) -> str:
+        chunks = str(self.chunks).replace(" ", "").replace("(", "[").replace(")", "]")
+        chunks = chunks.replace(",]", "]")
+        if self.index is not None:
+            return f"chunk({self.dim},{chunks},{self.index})"
         turn = f",rotate={self.rotate}" if self.rotate else ""
-        chunks = str(self.chunks).replace(" ", "")
         return f"stream({self.dim},{chunks}{turn})"
 
 
@@ -117,6 +174,8 @@ class Layout:
             raise LayoutError(
                 f"{mesh!r} is not a mesh", hint="Layout(DeviceMesh(ranks, axes), {axis: placement})"
             )
+        if not (stream is None or isinstance(stream, Stream)):
+            raise LayoutError(f"stream={stream!r}", hint="stream=Stream(dim, chunks), or none")
         placements = dict(placements or {})
         for axis, placement in placements.items():
             mesh.axis_index(axis)
@@ -148,6 +207,12 @@ class Layout:
                     f"order {{{dim}: {axes}}} for axes {splits.get(dim, ())}",
                     because=f"an order names exactly the axes that split dim {dim}, each once",
                     hint="leave order= out where the axes' order in the mesh will do",
+                )
+            if named and "stream" in axes[:-1]:
+                raise LayoutError(
+                    f"order {{{dim}: {axes}}}: the stream comes before {axes[-1]}",
+                    because="each rank's part is one run of rows, which the stream then splits",
+                    hint="put the stream last, or give the stream a dim of its own with reshape",
                 )
             if named:
                 splits[dim] = named
@@ -184,6 +249,11 @@ class Layout:
             for axis in axes:
                 i = self.mesh.axis_index(axis)
                 box[dim] = nth_chunk(box[dim], self.mesh.shape[i], coordinate[i])
+        chunk = self.stream
+        if chunk is not None and chunk.index is not None:
+            # A chunk whose index only the running loop knows counts as the largest.
+            i = chunk.index if isinstance(chunk.index, int) else chunk.largest
+            box[chunk.dim] = chunk.interval(box[chunk.dim], i)
         return tuple(box)
 
     def intervals(self, shape: Sequence[int], rank: int) -> Box:
@@ -209,6 +279,9 @@ class Layout:
             interval = (0, extent)
             for size, i in zip(sizes, choice, strict=True):
                 interval = nth_chunk(interval, size, i)
+            chunk = self.stream
+            if chunk is not None and chunk.dim == dim and isinstance(chunk.index, int):
+                interval = chunk.interval(interval, chunk.index)
             yield choice, interval
 
     # -- changing --------------------------------------------------------------------------------
@@ -230,6 +303,29 @@ class Layout:
             order[placement.dim] = (*order.get(placement.dim, ()), axis)
         return Layout(self.mesh, placements, order, self.stream)
 
+    def at(self, known: Callable[[Term], int | None]) -> Layout:
+        """This layout with what its chunk's index is made of put in."""
+        chunk = self.stream
+        if chunk is None or chunk.index is None or isinstance(chunk.index, int):
+            return self
+        return self.with_stream(chunk.at(resolve(chunk.index, self._knows(known))))
+
+    def _knows(self, known: Callable[[Term], int | None]) -> Callable[[Term], int | None]:
+        """Coordinates are those in this mesh."""
+
+        def here(term: Term) -> int | None:
+            rank = known(Term("rank"))
+            if term.kind != "coord" or rank is None or term.name not in self.mesh.axes:
+                return known(term)
+            coordinate = self.mesh.coordinate(rank)
+            return coordinate[self.mesh.axis_index(term.name)] if coordinate else known(term)
+
+        return here
+
+    def with_stream(self, stream: Stream | None) -> Layout:
+        """This layout with another stream, or none."""
+        return Layout(self.mesh, self.by_axis(), self.order, stream)
+
     def permuted(self, dims: Sequence[int]) -> Layout:
         """The layout of `permute(x, dims)` where this is the layout of x."""
         return self.with_dims({d: i for i, d in enumerate(dims)})
@@ -241,7 +337,10 @@ class Layout:
             for a, p in self.by_axis().items()
         }
         order = {new[d]: axes for d, axes in self.splits if d in new}
-        return Layout(self.mesh, placements, order, self.stream)
+        stream = self.stream
+        if stream is not None:
+            stream = replace(stream, dim=new[stream.dim]) if stream.dim in new else None
+        return Layout(self.mesh, placements, order, stream)
 
     def normalized(self, ndim: int) -> Layout:
         """Non-negative dims, checked against a rank; axes of size 1 are replicated."""
@@ -260,8 +359,9 @@ class Layout:
             order[dim % ndim] = here if dim >= 0 else tuple(sorted(here, key=self.mesh.axis_index))
         stream = self.stream
         if stream is not None:
-            dim = _wrap(stream.dim, ndim, repr(stream))
-            stream = Stream(dim, stream.chunks, stream.rotate)
+            stream = replace(stream, dim=_wrap(stream.dim, ndim, str(stream)))
+            if stream.rotate is not None:
+                self.mesh.axis_index(stream.rotate)
         return Layout(self.mesh, placements, {d: a for d, a in order.items() if a}, stream)
 
     # -- identity --------------------------------------------------------------------------------

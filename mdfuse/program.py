@@ -16,6 +16,7 @@ from mdfuse.errors import DefinitionError, ProgramError
 from mdfuse.evaluator import HostIrEvaluator
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.traffic import received
 from mdfuse.ir.graph import Fusion
 from mdfuse.segmentation import Segment, ShouldMerge
 
@@ -53,16 +54,17 @@ class Program:
 
     def bytes_received(self, rank: int) -> int:
         """Bytes that arrive at a rank from others in one run, ring model, padding included."""
-        return sum(c.bytes_received(rank) for c in self.communications)
+        return sum(size for _, size in received(self.host, rank))
 
     def explain(self) -> str:
         """The choices that were made, and why, as text."""
         lines = [f"@{self.host.name}: {len(self.segments)} segments, {len(self.host)} instructions"]
         for c in self.communications:
             lines.append(f"  {c}: {c.source} -> {c.destination}, {_reason(c)}")
-        if not self.communications:
+        posts = [i for i in self.host.walk() if i.op in ("post", "recv")]
+        if not posts:
             lines.append("  no communication: every operand is where it is needed")
-        lines.append("  streams: every instruction runs on the caller's stream")
+        lines += [f"  {line}" for line in _streams(self.host)]
         lines.append("  graphs: runs are not captured")
         return "\n".join(lines)
 
@@ -100,17 +102,24 @@ class Program:
         options = options or self.options
         if options not in self._evaluators:
             self._evaluators[options] = HostIrEvaluator(self.host, None, options)
-        results = self._evaluators[options].call(inputs, out, problem)
-        return self._reused(inputs, results)
+        return self._evaluators[options].call(inputs, out, problem)
 
-    def _reused(self, inputs: Sequence[Any], results: list[Any]) -> list[Any]:
-        """Outputs declared `reuse=x` are written into x's buffer, after every read of it."""
-        places = {n: i for i, n in enumerate(self.fusion.inputs)}
-        for at, name in enumerate(self.fusion.outputs):
-            if name in self.fusion.reuse and results[at] is not None:
-                buffer = inputs[places[self.fusion.reuse[name]]]
-                results[at] = buffer.copy_(results[at])
-        return results
+
+def _streams(host: HostProgram) -> Iterator[str]:
+    """What runs on which stream."""
+    loops = [i for i in host.instructions if i.op == "for" and any(j.outputs for j in i.body)]
+    if not loops:
+        yield "streams: every instruction runs on the caller's stream"
+    for i in loops:
+        used = [j for j in i.body if j.op == "set_stream"]
+        stream = used[0].kwargs["stream"] if used else None
+        how = "on the caller's stream"
+        if isinstance(stream, int):
+            how = "transfers on stream 1, the rest on stream 0"
+        elif stream is not None:
+            how = f"iteration %{i.outputs[0]} on stream {stream}"
+        where = f" ({i.source})" if i.source else ""
+        yield f"streams: {i.kwargs['stop']} chunks{where}, {how}"
 
 
 def _reason(c: Communication) -> str:
@@ -141,5 +150,5 @@ def compile(
             f"compile takes a FusionDefinition, not {type(definition).__name__}",
             hint="for a traced function: mf.compile(f.define(...))",
         )
-    fusion, segments, host = hir_lowering.lower(definition.fusion, should_merge)
+    fusion, segments, host = hir_lowering.lower(definition.fusion, should_merge, options=options)
     return Program(fusion, segments, host, options)

@@ -275,7 +275,7 @@ def _reduce_across(source: Layout, destination: Layout, shape: tuple[int, ...]) 
     assert isinstance(placement, Partial)
     if mesh.axis_size(axis) == mesh.size and destination.is_replicated:
         root = next((r for r in destination.mesh.ranks if r in mesh), mesh.first)
-        at_root = replicated(DeviceMesh([root]))
+        at_root = replicated(DeviceMesh([root])).with_stream(source.stream)
         if destination.mesh.ranks == (root,):
             at_root = destination
         reduced = Communication(
@@ -288,11 +288,13 @@ def _reduce_across(source: Layout, destination: Layout, shape: tuple[int, ...]) 
             return (reduced, sent)
         return (reduced, *steps(at_root, destination, shape))
     done = source
+    chunked = source.stream.dim if source.stream is not None else None  # no rank splits a chunk
     for axis in source.partial_axes:
         n = mesh.axis_size(axis)
         gathered = done.with_placement(axis, Replicate())
         room = gathered.local_shape(shape)
-        dim = next((d for d, extent in enumerate(room) if extent >= n), None)
+        dims = (d for d, extent in enumerate(room) if extent >= n and d != chunked)
+        dim = next(dims, None)
         done = gathered if dim is None else gathered.with_placement(axis, Shard(dim))
     return (*steps(source, done, shape), *steps(done, destination, shape))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import networkx as nx
@@ -10,6 +10,9 @@ import networkx as nx
 from mdfuse.errors import LoweringError
 from mdfuse.ir.graph import Expr, Fusion
 from mdfuse.ir.ops import TABLE
+from mdfuse.layout import Stream
+from mdfuse.passes.streams import operand_streams, streamed_alike
+from mdfuse.stream_forms import FORMS, form
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,11 @@ class Segment:
         return self.fusion.exprs
 
     @property
+    def is_streamed(self) -> bool:
+        """It runs in a host loop over chunks."""
+        return self.fusion.values[self.exprs[0].output].stream is not None
+
+    @property
     def inputs(self) -> tuple[str, ...]:
         return self.fusion.inputs
 
@@ -81,6 +89,7 @@ def segment(fusion: Fusion, should_merge: ShouldMerge | None = None) -> tuple[Se
             neither do groups whose union would depend on itself.
     """
     merge = should_merge or merge_composite
+    loops = HostLoops(fusion)
     graph: nx.DiGraph[int] = nx.DiGraph()
     owner: dict[str, int] = {}
     groups: dict[int, list[Expr]] = {}
@@ -92,7 +101,7 @@ def segment(fusion: Fusion, should_merge: ShouldMerge | None = None) -> tuple[Se
         owner[expr.output] = i
         for producer in producers:
             here = owner[expr.output]
-            if producer == here or not _may_merge(fusion, groups, producer, here, graph, merge):
+            if producer == here or not _may_merge(loops, groups, producer, here, graph, merge):
                 continue
             _absorb(graph, groups, owner, producer, here)
     if not nx.is_directed_acyclic_graph(graph):
@@ -102,7 +111,7 @@ def segment(fusion: Fusion, should_merge: ShouldMerge | None = None) -> tuple[Se
 
 
 def _may_merge(
-    fusion: Fusion,
+    loops: HostLoops,
     groups: dict[int, list[Expr]],
     a: int,
     b: int,
@@ -112,10 +121,70 @@ def _may_merge(
     first, second = Group(tuple(groups[a])), Group(tuple(groups[b]))
     if first.is_reshard or second.is_reshard or not merge(first, second):
         return False
-    values = [fusion.values[e.output] for g in (first, second) for e in g.exprs]
+    if not loops.may_share(first.exprs, second.exprs):
+        return False
+    values = [loops.fusion.values[e.output] for g in (first, second) for e in g.exprs]
     if len({v.layout.mesh if v.layout else None for v in values}) > 1:
         return False
     return not (_is_indirect(graph, a, b) or _is_indirect(graph, b, a))
+
+
+class HostLoops:
+    """Which streamed expressions of a fusion may run in one host loop."""
+
+    def __init__(self, fusion: Fusion) -> None:
+        self.fusion = fusion
+        self._alike = streamed_alike(fusion)
+
+    def key(self, expr: Expr) -> tuple[object, ...] | None:
+        """What expressions in one loop have in common; None where it is not streamed.
+
+        Several meshes may share a loop, unless each rank starts at its own chunk.
+        """
+        value = self.fusion.values[expr.output]
+        if value.stream is None or value.layout is None:
+            return None
+        rotated = (value.stream.rotate, value.layout.mesh) if value.stream.rotate else None
+        return self._alike(expr.output), value.stream.chunks, rotated
+
+    def may_share(self, exprs: Iterable[Expr], more: Iterable[Expr]) -> bool:
+        """Whether one loop, or no loop, can run both; `more` come after or among the others."""
+        exprs, more = tuple(exprs), tuple(more)
+        key = self.key(exprs[0])
+        if key != self.key(more[0]):
+            return False
+        made = {e.output: e for e in (*exprs, *more)}
+        return key is None or all(self._reads_chunks(e, made) for e in (*exprs, *more))
+
+    def _reads_chunks(self, expr: Expr, made: Mapping[str, Expr]) -> bool:
+        """What the expression reads of others in its loop is the chunk just computed."""
+        pairs = zip(expr.inputs, streams_read(self.fusion, expr), strict=True)
+        inside = [(x, stream) for x, stream in pairs if isinstance(x, str) and x in made]
+        return all(
+            self.fusion.values[x].stream == stream and _gives_chunks(self.fusion, made[x])
+            for x, stream in inside
+        )
+
+
+def streams_read(fusion: Fusion, expr: Expr) -> tuple[Stream | None, ...]:
+    """How a streamed expression reads each operand: in chunks of a dim, or whole (None)."""
+    how = set_form(fusion, expr)
+    if how is None:
+        return operand_streams(expr, fusion.values)
+    return (fusion.values[expr.output].stream if FORMS[how][0] else None,)
+
+
+def _gives_chunks(fusion: Fusion, expr: Expr) -> bool:
+    how = set_form(fusion, expr)
+    return how is None or FORMS[how][1]
+
+
+def set_form(fusion: Fusion, expr: Expr) -> str | None:
+    """The form of a streamed set; None for other expressions."""
+    stream = fusion.values[expr.output].stream
+    if expr.op != "set" or stream is None:
+        return None
+    return form(fusion.layout(expr.reads[0]), fusion.layout(expr.output), stream)
 
 
 def _is_indirect(graph: nx.DiGraph[int], a: int, b: int) -> bool:

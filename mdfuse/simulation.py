@@ -1,23 +1,27 @@
-"""Run every rank of a program in this process, step by step, on the `sim` backend."""
+"""Run every rank of a program in this process, on the `sim` backend."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mdfuse.arguments import check_arguments, check_global, check_names, check_outputs, numbers
 from mdfuse.backends.sim import SimNetwork
 from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import CommunicationError, ProgramError
-from mdfuse.evaluator import check_arguments, check_global, numbers
 from mdfuse.hir.program import HostProgram
-from mdfuse.plan import Plan, build
-from mdfuse.posts import Slots
+from mdfuse.plan.build import Plan, build
+from mdfuse.plan.slots import Slots, Step
 from mdfuse.program import Program
+from mdfuse.schedules import run_shuffled
 from mdfuse.sharding import shard_tensor, unshard_tensor
+
+#: What simulates: a compiled program, a host program, or the projection of each rank.
+Simulable = Program | HostProgram | Sequence[HostProgram]
 
 
 @dataclass(frozen=True)
@@ -26,11 +30,42 @@ class Simulated:
 
     Attributes:
         per_rank: for each rank from 0 to the highest of any mesh, its local outputs.
-        outputs: the global outputs.
+        outputs: the global outputs (numbers for scalars); empty where each rank has a program of
+            its own.
+        peak_bytes: for each rank, the most bytes of buffers that it held at once, inputs included;
+            empty for a shuffled schedule.
     """
 
     per_rank: tuple[list[Any], ...]
-    outputs: list[Tensor]
+    outputs: list[Any]
+    peak_bytes: tuple[int, ...] = ()
+
+
+@dataclass
+class _Memory:
+    """Accounts for the memory that is bound to slots."""
+
+    #: storage of an input -> bytes of the rank's part, which may be a view of a global tensor
+    sizes: dict[int, int] = field(default_factory=dict)
+    held: dict[int, tuple[int, int]] = field(default_factory=dict)
+    users: dict[int, int] = field(default_factory=dict)
+    now: int = 0
+    peak: int = 0
+
+    def update(self, slot: int, x: Any) -> None:
+        """A slot holds a buffer from now on, or none."""
+        if slot in self.held:
+            key, size = self.held.pop(slot)
+            self.users[key] -= 1
+            self.now -= 0 if self.users[key] else size
+        if isinstance(x, Tensor) and x.untyped_storage().nbytes():
+            storage = x.untyped_storage()
+            key = storage.data_ptr()
+            size = self.sizes.get(key, storage.nbytes())
+            self.now += 0 if self.users.get(key) else size
+            self.users[key] = self.users.get(key, 0) + 1
+            self.held[slot] = key, size
+            self.peak = max(self.peak, self.now)
 
 
 @dataclass
@@ -39,79 +74,160 @@ class _Rank:
 
     plan: Plan
     slots: Slots
+    memory: _Memory = field(default_factory=_Memory)
     at: int = 0
+
+    def __post_init__(self) -> None:
+        for slot, x in enumerate(self.slots):
+            if isinstance(x, Tensor):
+                storage = x.untyped_storage()
+                self.memory.sizes[storage.data_ptr()] = min(storage.nbytes(), x.nbytes)
+            self.memory.update(slot, x)
 
     def step(self) -> bool:
         """Go on to the next wait that is not done; whether anything ran."""
         start = self.at
-        while self.at < len(self.plan.thunks):
-            handle = self.plan.waits.get(self.at)
-            if handle is not None and not _is_done(self.slots[handle]):
+        while self.at < len(self.plan.steps):
+            step = self.plan.steps[self.at]
+            if step.waits is not None and not self.may_go(step.waits):
                 break
-            self.plan.thunks[self.at](self.slots)
+            self.run(step)
+            for slot in (*step.outputs, *(step.inputs if step.op == "free" else ())):
+                self.memory.update(slot, self.slots[slot])
             self.at += 1
         return self.at > start
 
+    def run(self, step: Step) -> None:
+        try:
+            step.run(self.slots)
+        except Exception as error:
+            error.add_note(f"in {step.label}")
+            raise
+
+    def may_go(self, waits: tuple[int, int | None]) -> bool:
+        """Whether a wait would not block."""
+        handle, piece = waits
+        return bool(self.slots[handle].is_done(piece))
+
     @property
     def is_done(self) -> bool:
-        return self.at == len(self.plan.thunks)
-
-
-def _is_done(pending: Any) -> bool:
-    return pending.work is None or pending.work.is_done
+        return self.at == len(self.plan.steps)
 
 
 def simulate(
-    program: Program | HostProgram,
+    program: Simulable,
     inputs: Sequence[Any] | None = None,
     extents: Mapping[str, int] | None = None,
     *,
     per_rank: Sequence[Mapping[str, Any]] | None = None,
     options: Options | None = None,
+    schedule: int | None = None,
 ) -> Simulated:
-    """Run all ranks in lockstep; deterministic.
+    """Run all ranks; deterministic.
 
     Args:
-        program: a compiled program, or a host program.
+        program: a compiled program, a host program, or the projections of all ranks in rank order.
         inputs: global tensors (numbers for scalars) in definition order.
         extents: symbolic extents by name.
-        per_rank: instead of `inputs`: for each rank, name -> local tensor.
+        per_rank: instead of `inputs`: for each rank, name -> local tensor; names of outputs give
+            preallocated buffers.
         options: `poison` is the one that matters here.
+        schedule: None: the ranks go on in lockstep, and a wait blocks its rank. A number: each
+            stream of each rank and each transfer goes on by itself, as on GPUs, in a random order
+            drawn from this seed. A result that nothing ordered before its use is then wrong.
 
     Raises:
         ProgramError: the inputs do not fit.
         CommunicationError: posts of different ranks do not fit, or ranks wait for each other.
     """
-    host = program.host if isinstance(program, Program) else program
-    if not isinstance(host, HostProgram):
-        raise ProgramError(
-            f"{type(program).__name__} is no program", hint="pass what mf.compile(fd) returns"
-        )
+    host = _host(program)
     if extents:
         raise ProgramError(
             f"extents {dict(extents)}",
             because="this program has no symbolic extents",
             hint="leave extents= out",
         )
-    size = host.last_rank + 1
-    arguments = _arguments(host, inputs, per_rank, size)
-    network = SimNetwork()
-    poison = options_from_environment(options).poison
-    device = _device(arguments)
-    ranks = []
-    for rank in range(size):
-        check_arguments(host, rank, arguments[rank], device)
-        plan = build(host.project(rank), network.backend(rank).bind, device, poison)
-        ranks.append(_Rank(plan, plan.start(numbers(host, arguments[rank]))))
-    _run(ranks, network)
-    outputs = tuple(r.plan.finish(r.slots) for r in ranks)
-    if isinstance(program, Program):
-        outputs = tuple(
-            program._reused(a, list(o)) for a, o in zip(arguments, outputs, strict=True)
+    locals_ = _projections(program)
+    arguments, out = _arguments(host, inputs, per_rank, len(locals_))
+    network = SimNetwork(is_late=schedule is not None)
+    with torch.no_grad():
+        plans = _plans(locals_, arguments, out, network, options)
+        slots = [
+            plan.start(numbers(host, given), buffers)
+            for plan, given, buffers in zip(plans, arguments, out, strict=True)
+        ]
+        if schedule is None:
+            results, peaks = _run_in_lockstep(plans, slots, network, out)
+        else:
+            results, peaks = run_shuffled(plans, slots, network, schedule, out), ()
+    if host.rank is not None:
+        return Simulated(results, [], peaks)
+    outputs = [_global(host, name, i, results) for i, name in enumerate(host.outputs)]
+    return Simulated(results, outputs, peaks)
+
+
+def _plans(
+    locals_: Sequence[HostProgram],
+    arguments: Sequence[Sequence[Any]],
+    out: Sequence[Sequence[Any]],
+    network: SimNetwork,
+    options: Options | None,
+) -> list[Plan]:
+    poison, device = options_from_environment(options).poison, _device(arguments)
+    plans = []
+    for rank, local in enumerate(locals_):
+        check_arguments(local, rank, arguments[rank], device)
+        check_outputs(local, rank, arguments[rank], out[rank], device, is_partial=True)
+        bind = network.backend(rank).bind
+        plans.append(build(local, bind, device, poison, is_simulated=True))
+    return plans
+
+
+def _host(program: Simulable) -> HostProgram:
+    """The host program whose inputs and outputs count."""
+    host = program.host if isinstance(program, Program) else program
+    if isinstance(host, Sequence) and host and all(isinstance(p, HostProgram) for p in host):
+        host = host[0]
+    if not isinstance(host, HostProgram):
+        raise ProgramError(
+            f"{type(program).__name__} is no program", hint="pass what mf.compile(fd) returns"
         )
-    return Simulated(
-        outputs, [_global(host, name, i, outputs) for i, name in enumerate(host.outputs)]
-    )
+    return host
+
+
+def _projections(program: Simulable) -> list[HostProgram]:
+    """The program of each rank."""
+    host = _host(program)
+    if isinstance(program, Sequence):
+        _check_projections(program)
+        return list(program)
+    check_names(host)
+    if host.rank is not None:
+        raise ProgramError(
+            f"@{host.name} is the projection onto rank {host.rank} alone",
+            hint="pass the global program, or the projections of all ranks",
+        )
+    return [host.project(rank) for rank in range(host.last_rank + 1)]
+
+
+def _check_projections(programs: Sequence[HostProgram]) -> None:
+    first = programs[0]
+    for rank, local in enumerate(programs):
+        check_names(local)
+        if local.rank != rank:
+            raise ProgramError(
+                f"the projection onto rank {local.rank} in place {rank}",
+                hint="pass the projections of all ranks in rank order",
+            )
+        if (local.inputs, local.outputs) != (first.inputs, first.outputs):
+            raise ProgramError(
+                f"@{local.name} on rank {rank} has other inputs or outputs than on rank 0",
+                where=[
+                    f"rank {r}: {p.inputs} -> {p.outputs}" for r, p in ((0, first), (rank, local))
+                ],
+                because="the ranks run one program",
+                hint="name them alike; a rank outside of one's mesh passes, and gets, None",
+            )
 
 
 def _arguments(
@@ -119,7 +235,9 @@ def _arguments(
     inputs: Sequence[Any] | None,
     per_rank: Sequence[Mapping[str, Any]] | None,
     size: int,
-) -> list[list[Any]]:
+) -> tuple[list[list[Any]], list[list[Any]]]:
+    """The arguments and the preallocated outputs of each rank."""
+    nothing = [[None] * len(host.outputs) for _ in range(size)]
     if per_rank is not None:
         if len(per_rank) != size:
             raise ProgramError(
@@ -127,7 +245,9 @@ def _arguments(
                 hint=f"pass one for each of the ranks 0 to {size - 1}",
             )
         _check_names(host, inputs, per_rank)
-        return [[given.get(name) for name in host.inputs] for given in per_rank]
+        arguments = [[given.get(name) for name in host.inputs] for given in per_rank]
+        buffers = [n if n not in host.inputs else None for n in host.outputs]
+        return arguments, [[given.get(n) if n else None for n in buffers] for given in per_rank]
     inputs = inputs or []
     if len(inputs) != len(host.inputs):
         raise ProgramError(
@@ -139,7 +259,7 @@ def _arguments(
         kind = host.types[name]
         shape = kind.shape if kind.layout is not None else None
         check_global(host.name, name, x, shape, kind.dtype)
-    return [[_local(host, name, x, rank) for name, x in pairs] for rank in range(size)]
+    return [[_local(host, name, x, rank) for name, x in pairs] for rank in range(size)], nothing
 
 
 def _check_names(
@@ -148,11 +268,11 @@ def _check_names(
     if inputs is not None:
         raise ProgramError("inputs and per_rank= at once", hint="pass one of them")
     for rank, given in enumerate(per_rank):
-        unknown = [name for name in given if name not in host.inputs]
+        unknown = [name for name in given if name not in (*host.inputs, *host.outputs)]
         if unknown:
             raise ProgramError(
                 f"@{host.name} on rank {rank}: unknown {unknown}",
-                hint="its inputs are " + ", ".join(host.inputs),
+                hint="its inputs and outputs are " + ", ".join((*host.inputs, *host.outputs)),
             )
 
 
@@ -160,7 +280,11 @@ def _local(host: HostProgram, name: str, x: Any, rank: int) -> Any:
     layout = host.types[name].layout
     if layout is None:
         return x
-    return shard_tensor(x, layout, rank=rank) if rank in layout.mesh else None
+    if rank not in layout.mesh:
+        return None
+    part = shard_tensor(x, layout, rank=rank)
+    # Ranks have memory of their own, which matters where one of them writes into it.
+    return part.clone() if host.aliases else part
 
 
 def _device(arguments: Sequence[Sequence[Any]]) -> torch.device:
@@ -168,26 +292,40 @@ def _device(arguments: Sequence[Sequence[Any]]) -> torch.device:
     return next(found, torch.device("cpu"))
 
 
-def _run(ranks: Sequence[_Rank], network: SimNetwork) -> None:
+def _run_in_lockstep(
+    plans: Sequence[Plan],
+    slots: Sequence[Slots],
+    network: SimNetwork,
+    out: Sequence[Sequence[Any]],
+) -> tuple[tuple[list[Any], ...], tuple[int, ...]]:
+    """The outputs of each rank, and its peak of memory."""
+    ranks = [_Rank(plan, s) for plan, s in zip(plans, slots, strict=True)]
     while not all(r.is_done for r in ranks):
         progress = [r.step() for r in ranks]
         if not any(progress):
-            stuck = [
-                f"rank {i} waits at {r.plan.labels[r.at]}"
-                for i, r in enumerate(ranks)
-                if not r.is_done
-            ]
-            raise CommunicationError(
-                "no rank can go on",
-                where=[*stuck, *network.leftovers()],
-                because="each waits for a communication that another rank has not posted",
-            )
+            raise _stuck(ranks, network)
     left = network.leftovers()
     if left:
         raise CommunicationError("posts that nobody answered", where=left)
+    results = tuple(r.plan.finish(r.slots, o) for r, o in zip(ranks, out, strict=True))
+    return results, tuple(r.memory.peak for r in ranks)
 
 
-def _global(host: HostProgram, name: str, index: int, outputs: Sequence[Sequence[Any]]) -> Tensor:
+def _stuck(ranks: Sequence[_Rank], network: SimNetwork) -> CommunicationError:
+    at = [
+        f"rank {i} waits at {r.plan.steps[r.at].label}"
+        for i, r in enumerate(ranks)
+        if not r.is_done
+    ]
+    return CommunicationError(
+        "no rank can go on",
+        where=[*at, *network.leftovers()],
+        because="each waits for a communication that another rank has not posted",
+    )
+
+
+def _global(host: HostProgram, name: str, index: int, outputs: Sequence[Sequence[Any]]) -> Any:
     layout = host.types[name].layout
-    assert layout is not None
+    if layout is None:
+        return outputs[0][index]
     return unshard_tensor([outputs[r][index] for r in layout.mesh.ranks], layout)

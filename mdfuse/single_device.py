@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
+from mdfuse.arguments import check_global
 from mdfuse.errors import ProgramError
-from mdfuse.evaluator import check_global
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.ir.graph import Fusion
 from mdfuse.ir.ops import TABLE
-from mdfuse.plan import as_number, scalar_call
+from mdfuse.plan.local_ops import as_number, scalar_call
 
 
 def reference(definition: FusionDefinition | Fusion, inputs: Sequence[Any]) -> list[Tensor]:

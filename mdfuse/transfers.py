@@ -61,7 +61,7 @@ def _with_root(comm: Communication, rank: int, team: tuple[int, ...]) -> Part:
         parts, blocks = tuple(r for _, r in lacking), tuple(i for i, _ in lacking)
         if rank in source and rank in destination:
             copies = (_own_block(comm, receivers.index(rank)),)
-    elif comm.kind == "Broadcast" and rank in source and rank in destination:
+    elif comm.kind == "Broadcast" and _keeps_own(comm, rank):
         box = _whole(comm.source.intervals(comm.shape, rank))
         copies = ((box, box),)
     elif comm.kind == "Gather":
@@ -83,13 +83,21 @@ def _with_root(comm: Communication, rank: int, team: tuple[int, ...]) -> Part:
     return Part(call=call, copies=copies)
 
 
+def _keeps_own(comm: Communication, rank: int) -> bool:
+    """A rank that has what is broadcast: each sender, or the one whose part it is."""
+    if comm.source.mesh == comm.destination.mesh:
+        return comm.root(rank) == rank
+    return rank in comm.source.mesh and rank in comm.destination.mesh
+
+
 def _own_block(comm: Communication, i: int) -> tuple[Box, Box]:
     """Scatter: the i-th block of the padded, permuted source, and the whole destination buffer."""
     assert comm.dim is not None
     _, chunk = comm.rows(comm.source.mesh.first)
 
     def rows(start: int, stop: int) -> Box:
-        return tuple((start, stop) if d == comm.dim else (0, comm.shape[d]) for d in comm.front())
+        local = comm.source.local_shape(comm.shape)
+        return tuple((start, stop) if d == comm.dim else (0, local[d]) for d in comm.front())
 
     return rows(i * chunk, (i + 1) * chunk), rows(0, chunk)
 

@@ -2,10 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import settings
 
+from mdfuse import hir_lowering
+from mdfuse.config import Options
+from mdfuse.hir import HostProgram
+from mdfuse.hir.verify import verify
+
 pytest_plugins = ("multirank.plugin",)
+
+
+def _verified(run: hir_lowering.HostPass) -> hir_lowering.HostPass:
+    def verified(program: HostProgram, options: Options) -> HostProgram:
+        program = run(program, options)
+        verify(program)
+        return program
+
+    return verified
+
+
+def _as_it_is(program: HostProgram, options: Options) -> HostProgram:
+    return program
+
+
+@pytest.fixture(autouse=True, scope="session")
+def verified_passes() -> Iterator[None]:
+    """Every host program that a test lowers is verified as emitted, and after every pass."""
+    passes = hir_lowering.HOST_PASSES
+    named = (("emit", _as_it_is), *passes)
+    hir_lowering.HOST_PASSES = tuple((name, _verified(run)) for name, run in named)
+    yield
+    hir_lowering.HOST_PASSES = passes
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -42,6 +42,10 @@ def _pipeline(x: Tensor, *weights: Tensor) -> list[Tensor]:
     return [x]
 
 
+def _overlap(x: Tensor, w1: Tensor, w2: Tensor) -> list[Tensor]:
+    return [(x @ w1).relu() @ w2]
+
+
 def _build(name: str, **settings: Any) -> Callable[[Any], Any]:
     return partial(example(name).build, **settings)
 
@@ -52,4 +56,5 @@ SMALL: dict[str, tuple[Callable[[Any], Any], Callable[..., Sequence[Tensor]]]] =
     "tp_mlp": (_build("tp_mlp"), _mlp),
     "tp_mlp, sequence-parallel": (_build("tp_mlp", is_sequence_parallel=True), _mlp),
     "pipeline": (_build("pipeline"), _pipeline),
+    "overlap": (_build("overlap"), _overlap),
 }

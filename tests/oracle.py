@@ -148,7 +148,9 @@ def is_close(actual: Tensor, expected: Tensor, *, exact: bool = False) -> bool:
     return torch.allclose(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
-def simulate_shares(program: Program, inputs: Sequence[object]) -> Simulated:
+def simulate_shares(
+    program: Program, inputs: Sequence[object], schedule: int | None = None
+) -> Simulated:
     """Simulate from global inputs that are cut here, not by the code under test."""
     given: list[dict[str, object]] = [{} for _ in range(program.host.last_rank + 1)]
     for name, x in zip(program.fusion.inputs, inputs, strict=True):
@@ -160,17 +162,22 @@ def simulate_shares(program: Program, inputs: Sequence[object]) -> Simulated:
         for rank, part in shares(x, layout).items():
             # Views, as a caller may pass them, unless they will be written.
             given[rank][name] = part.clone() if program.fusion.reuse else part
-    return mf.simulate(program, per_rank=given, options=POISON)
+    return mf.simulate(program, per_rank=given, options=POISON, schedule=schedule)
 
 
 def check_everywhere(
-    program: Program, inputs: Sequence[object], expected: Sequence[Tensor], *, exact: bool = False
+    program: Program,
+    inputs: Sequence[object],
+    expected: Sequence[Tensor],
+    *,
+    exact: bool = False,
+    schedule: int | None = None,
 ) -> Simulated:
     """Simulate, and compare the global outputs and what every rank holds of them.
 
     A rank outside an output's mesh has None; along Partial axes only the joined value is compared.
     """
-    result = simulate_shares(program, inputs)
+    result = simulate_shares(program, inputs, schedule)
     for i, (name, whole) in enumerate(zip(program.fusion.outputs, expected, strict=True)):
         layout = program.fusion.values[name].layout
         assert layout is not None

@@ -94,8 +94,11 @@ host @hello_mesh on mesh(tp=4) {
   %columns: f32[8,2] of [8,6] (tp=S1) = alloc
   %c1 = post alltoall(%columns.send) -> %columns f32[8,6] (tp=S0) => (tp=S1) axis=tp dim=0 to_dim=1
   wait %c1
+  free %columns.send
   %t_1: f32[8,2] of [8,6] (tp=S1) = mul(%columns, 2) contiguous
+  free %columns
   wait %c0
+  free %t
   return %sums, %t_1
 }""",
     )

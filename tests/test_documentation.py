@@ -76,5 +76,31 @@ def test_host_programs_in_the_documentation(page: str) -> None:
         assert mdfuse.hir.parse(str(program)) == program
 
 
+@pytest.mark.parametrize("page", sorted(p.name for p in (ROOT / "docs").glob("*.md")))
+def test_examples_in_the_documentation(page: str) -> None:
+    """Examples that a page shows run, and give what stands below them."""
+    failed, _ = doctest.testfile(str(ROOT / "docs" / page), module_relative=False)
+    assert failed == 0
+
+
+def test_every_instruction_has_an_example() -> None:
+    """Each instruction of the language stands in an example of its page, which runs."""
+    text = (ROOT / "docs" / "host_ir.md").read_text(encoding="utf-8")
+    examples = "\n".join(e.source for e in doctest.DocTestParser().get_examples(text))
+    words = (
+        "alias alloc free set permute add sum max exp chunk select launch post wait send recv "
+        "group_start group_end barrier for if else get_stream set_stream sync return narrow pad "
+        "mul neg coord pieces schedule"
+    )
+    assert [word for word in words.split() if not re.search(rf"\b{word}\b", examples)] == []
+
+
+def test_the_grammar_page_is_the_grammar() -> None:
+    page = (ROOT / "docs" / "host_ir_grammar.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"```ebnf\n(.*?)\n```", page, re.DOTALL)
+    grammar = (ROOT / "mdfuse" / "hir" / "grammar.lark").read_text(encoding="utf-8")
+    assert shown == grammar.rstrip()
+
+
 def test_some_host_program_is_documented() -> None:
     assert "host @" in (ROOT / "docs" / "host_ir.md").read_text(encoding="utf-8")

@@ -710,6 +710,7 @@ GOOD: dict[str, dict[str, Any]] = {
         "axis": "x",
     },
     "Broadcast": {"source": on([0], R), "destination": on(FOUR, R)},
+    "Barrier": {"source": on(FOUR, R), "destination": on(FOUR, R)},
     "SendRecv": {"source": on([0, 1], S0), "destination": on([2, 3], S0)},
     "AllToAll": {
         "source": on(FOUR, S0), "destination": on(FOUR, S1), "dim": 0, "to_dim": 1, "axis": "x",

@@ -141,6 +141,11 @@ def _any_view(library: Library, dtype: torch.dtype) -> _View:
     return _flat_view(dtype) if library.needs_flat or dtype not in _NATIVE else _as_is
 
 
+def _carried(tensor: Tensor) -> Tensor:
+    """What a transfer carries: the dtypes of one group may differ, and nobody looks at shapes."""
+    return _as_is(tensor) if tensor.dtype in _NATIVE else _flat_bytes(tensor)
+
+
 def _reduce_op(call: Call, dtype: torch.dtype) -> Any:
     op = call.reduce_op or ""
     return _REDUCE_OPS[BOOL_OPS[op] if dtype is torch.bool else op]
@@ -300,13 +305,12 @@ def _scatter(team: Team, call: Call, dtype: torch.dtype) -> _Post:
 
 
 def _exchange(team: Team, call: Call, dtype: torch.dtype) -> _Post:
-    view = _as_is if dtype in _NATIVE else _flat_bytes  # no library here looks at shapes
     receivers = [call.team.index(rank) for rank in call.sends]
     senders = [call.team.index(rank) for rank in call.recvs]
 
     def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
-        recvs = [(p, view(dst)) for p, dst in zip(senders, dsts, strict=True)]
-        sends = [(p, view(src)) for p, src in zip(receivers, srcs, strict=True)]
+        recvs = [(p, _carried(dst)) for p, dst in zip(senders, dsts, strict=True)]
+        sends = [(p, _carried(src)) for p, src in zip(receivers, srcs, strict=True)]
         return team.transfer(call, recvs, sends)
 
     return post

@@ -7,13 +7,13 @@ arrives is one as soon as nobody else can go on.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import POINT_TO_POINT, Call, Poster
+from mdfuse.backends.base import POINT_TO_POINT, Call
 from mdfuse.backends.reduction import combine
 from mdfuse.errors import CommunicationError
 
@@ -43,68 +43,98 @@ class _Posted:
     work: SimWork
 
 
+#: One side of a transfer between two ranks: a buffer, and the post that it belongs to.
+_Piece = tuple[Tensor, SimWork]
+
+
 @dataclass(slots=True)
 class SimNetwork:
-    """Where the simulated ranks meet."""
+    """Where the simulated ranks meet.
 
+    Posts of a team meet in the order in which each rank's host issues (`announce`s) them, as in
+    the libraries; they begin once all of them have arrived. What is ready to move is moved at once,
+    or, with `is_late`, when `move` is called.
+    """
+
+    is_late: bool = False
+    ready: list[Callable[[], None]] = field(default_factory=list)
     #: (team, how many-th post of it) -> rank -> post
     meetings: dict[tuple[tuple[int, ...], int], dict[int, _Posted]] = field(
         default_factory=lambda: defaultdict(dict)
     )
-    counts: dict[tuple[tuple[int, ...], int], int] = field(default_factory=lambda: defaultdict(int))
-    #: (sender, receiver) -> pieces under way, and places that wait for one
-    sent: dict[tuple[int, int], list[tuple[Tensor, SimWork]]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
-    awaited: dict[tuple[int, int], list[tuple[Tensor, SimWork]]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
+    counts: dict[object, int] = field(default_factory=lambda: defaultdict(int))
+    #: (sender, receiver, how many-th) -> the piece under way, and the place that waits for it
+    sent: dict[tuple[int, int, int], _Piece] = field(default_factory=dict)
+    awaited: dict[tuple[int, int, int], _Piece] = field(default_factory=dict)
 
     def backend(self, rank: int) -> SimBackend:
         """The backend of one simulated rank."""
         return SimBackend(self, rank)
 
-    def post(self, posted: _Posted) -> None:
-        """Take a post; move bytes where it was the last that was missing."""
+    def announce(self, call: Call) -> list[int]:
+        """Take the numbers of a post: of the team, or of each piece between two ranks."""
+        if call.kind not in POINT_TO_POINT:
+            return [self._next((call.team, call.rank))]
+        outgoing = [self._next(("send", call.rank, peer)) for peer in call.sends]
+        return outgoing + [self._next(("recv", peer, call.rank)) for peer in call.recvs]
+
+    def _next(self, key: object) -> int:
+        self.counts[key] += 1
+        return self.counts[key] - 1
+
+    def post(self, posted: _Posted, numbers: list[int]) -> None:
+        """Take a post; what was waiting for it is ready to move."""
         if posted.call.kind in POINT_TO_POINT:
-            self._post_pieces(posted)
+            self._post_pieces(posted, numbers)
             return
-        team, rank = posted.call.team, posted.call.rank
-        nth = self.counts[team, rank]
-        self.counts[team, rank] += 1
-        meeting = self.meetings[team, nth]
-        meeting[rank] = posted
+        team = posted.call.team
+        meeting = self.meetings[team, numbers[0]]
+        meeting[posted.call.rank] = posted
         if len(meeting) < len(team):
             return
-        del self.meetings[team, nth]
+        del self.meetings[team, numbers[0]]
         _check(team, meeting)
-        _MOVES[posted.call.kind]([meeting[r] for r in team])
-        for p in meeting.values():
-            p.work.missing = 0
+        self._begin(lambda: _move(team, meeting))
 
-    def _post_pieces(self, posted: _Posted) -> None:
+    def _begin(self, transfer: Callable[[], None]) -> None:
+        if self.is_late:
+            self.ready.append(transfer)
+        else:
+            transfer()
+
+    def move(self, n: int) -> None:
+        """Carry out one of the transfers that are ready."""
+        self.ready.pop(n)()
+
+    def _post_pieces(self, posted: _Posted, numbers: list[int]) -> None:
         call, rank = posted.call, posted.call.rank
         posted.work.missing = len(call.sends) + len(call.recvs)
-        for peer, src in zip(call.sends, posted.srcs, strict=True):
-            self.sent[rank, peer].append((src, posted.work))
-            self._meet(rank, peer)
-        for peer, dst in zip(call.recvs, posted.dsts, strict=True):
-            self.awaited[peer, rank].append((dst, posted.work))
-            self._meet(peer, rank)
+        outgoing, incoming = numbers[: len(call.sends)], numbers[len(call.sends) :]
+        for peer, src, n in zip(call.sends, posted.srcs, outgoing, strict=True):
+            self.sent[rank, peer, n] = (src, posted.work)
+            self._meet((rank, peer, n))
+        for peer, dst, n in zip(call.recvs, posted.dsts, incoming, strict=True):
+            self.awaited[peer, rank, n] = (dst, posted.work)
+            self._meet((peer, rank, n))
 
-    def _meet(self, sender: int, receiver: int) -> None:
-        key = sender, receiver
-        while self.sent[key] and self.awaited[key]:
-            (src, sending), (dst, receiving) = self.sent[key].pop(0), self.awaited[key].pop(0)
-            if src.numel() != dst.numel() or src.dtype != dst.dtype:
-                raise CommunicationError(
-                    f"rank {sender} sends {src.numel()} x {src.dtype} to rank {receiver}, which "
-                    f"expects {dst.numel()} x {dst.dtype}",
-                    because="a send and its receive have one size and one dtype",
-                )
+    def _meet(self, key: tuple[int, int, int]) -> None:
+        if key not in self.sent or key not in self.awaited:
+            return
+        (src, sending), (dst, receiving) = self.sent.pop(key), self.awaited.pop(key)
+        if src.numel() != dst.numel() or src.dtype != dst.dtype:
+            sender, receiver, _ = key
+            raise CommunicationError(
+                f"rank {sender} sends {src.numel()} x {src.dtype} to rank {receiver}, which "
+                f"expects {dst.numel()} x {dst.dtype}",
+                because="a send and its receive have one size and one dtype",
+            )
+
+        def transfer() -> None:
             dst.copy_(src.reshape(dst.shape))
             sending.missing -= 1
             receiving.missing -= 1
+
+        self._begin(transfer)
 
     def leftovers(self) -> list[str]:
         """Posts that never met their counterpart."""
@@ -113,17 +143,37 @@ class SimNetwork:
             for (team, _), meeting in self.meetings.items()
             for p in list(meeting.values())[:1]
         ]
-        left += [
-            f"rank {s} sent to rank {r}, which did not receive"
-            for (s, r), q in self.sent.items()
-            if q
-        ]
-        left += [
-            f"rank {r} awaits rank {s}, which did not send"
-            for (s, r), q in self.awaited.items()
-            if q
-        ]
+        left += [f"rank {s} sent to rank {r}, which did not receive" for s, r, _ in self.sent]
+        left += [f"rank {r} awaits rank {s}, which did not send" for s, r, _ in self.awaited]
         return left
+
+
+def _move(team: tuple[int, ...], meeting: dict[int, _Posted]) -> None:
+    _MOVES[meeting[team[0]].call.kind]([meeting[r] for r in team])
+    for p in meeting.values():
+        p.work.missing = 0
+
+
+@dataclass(slots=True)
+class SimPoster:
+    """A call bound to one simulated rank."""
+
+    network: SimNetwork
+    call: Call
+    numbers: list[int] | None = None
+
+    def announce(self) -> None:
+        """Take the next place in the order of posts, for the post that follows."""
+        self.numbers = self.network.announce(self.call)
+
+    def __call__(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> SimWork:
+        if self.numbers is None:
+            self.announce()
+        numbers, self.numbers = self.numbers, None
+        assert numbers is not None
+        work = SimWork(self.call)
+        self.network.post(_Posted(self.call, srcs, dsts, work), numbers)
+        return work
 
 
 class SimBackend:
@@ -137,15 +187,9 @@ class SimBackend:
     def prepare(self, teams: Iterable[tuple[int, ...]]) -> None:
         """Nothing to make."""
 
-    def bind(self, call: Call) -> Poster:
+    def bind(self, call: Call) -> SimPoster:
         """Prepare a call."""
-
-        def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> SimWork:
-            work = SimWork(call)
-            self.network.post(_Posted(call, srcs, dsts, work))
-            return work
-
-        return post
+        return SimPoster(self.network, call)
 
 
 def _check(team: tuple[int, ...], meeting: dict[int, _Posted]) -> None:

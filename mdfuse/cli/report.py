@@ -10,6 +10,7 @@ from rich.text import Text
 
 from mdfuse.cli.execution import Difference
 from mdfuse.communication import Communication
+from mdfuse.hir.traffic import received
 from mdfuse.program import Program
 
 #: Bytes are computed for at most this many ranks; those of a larger mesh repeat.
@@ -34,35 +35,46 @@ def communications(program: Program) -> Table:
     table.add_column("count", justify="right")
     table.add_column("bytes received per rank", justify="right")
     ranks = range(min(program.host.last_rank + 1, _RANKS_SHOWN))
-    for (kind, where), found in grouped(program.communications).items():
-        table.add_row(kind, where, str(len(found)), _range(_received(found, ranks)))
+    total = _Traffic(len(ranks))
+    for (kind, where), found in _grouped(program, ranks).items():
+        table.add_row(kind, where, str(max(found.times)), _range(found.bytes))
+        total.add(found)
     table.add_section()
-    table.add_row(
-        "all",
-        "",
-        str(len(program.communications)),
-        _range([program.bytes_received(rank) for rank in ranks]),
-    )
+    table.add_row("all", "", str(max(total.times)), _range(total.bytes))
     return table
 
 
-def grouped(
-    communications: Iterable[Communication],
-) -> dict[tuple[str, str], list[Communication]]:
-    """Communications by kind and axis (or meshes, where they differ), in order of appearance."""
-    groups: dict[tuple[str, str], list[Communication]] = {}
-    for c in communications:
-        source, destination = c.source.mesh, c.destination.mesh
-        where = c.axis or "several"
-        if source != destination:
-            where = f"{source} to {destination}"
-        kind = f"{c.kind} ({c.reduce_op})" if c.reduce_op else c.kind
-        groups.setdefault((kind, where), []).append(c)
+class _Traffic:
+    """How often some ranks post, and how much arrives at each."""
+
+    def __init__(self, ranks: int) -> None:
+        self.times = [0] * ranks
+        self.bytes = [0] * ranks
+
+    def add(self, other: _Traffic) -> None:
+        self.times = [a + b for a, b in zip(self.times, other.times, strict=True)]
+        self.bytes = [a + b for a, b in zip(self.bytes, other.bytes, strict=True)]
+
+
+def _grouped(program: Program, ranks: Sequence[int]) -> dict[tuple[str, str], _Traffic]:
+    """Traffic by kind and axis (or meshes, where they differ), in order of appearance."""
+    groups: dict[tuple[str, str], _Traffic] = {}
+    for at, rank in enumerate(ranks):
+        for i, size in received(program.host, rank):
+            found = groups.setdefault(_group(i.comm), _Traffic(len(ranks)))
+            found.times[at] += 1
+            found.bytes[at] += size
     return groups
 
 
-def _received(communications: Sequence[Communication], ranks: Iterable[int]) -> list[int]:
-    return [sum(c.bytes_received(rank) for c in communications) for rank in ranks]
+def _group(c: Communication | None) -> tuple[str, str]:
+    if c is None:
+        return "send and receive", "pairs"
+    source, destination = c.source.mesh, c.destination.mesh
+    where = c.axis or "several"
+    if source != destination:
+        where = f"{source} to {destination}"
+    return (f"{c.kind} ({c.reduce_op})" if c.reduce_op else c.kind), where
 
 
 def _range(sizes: Sequence[int]) -> str:

@@ -27,7 +27,7 @@ from mdfuse.ir.infer import expanded_dims, infer, memory_order, scalar_sample
 from mdfuse.ir.ops import TABLE
 from mdfuse.layout import Layout, Partial, Placement, Stream
 from mdfuse.mesh import DeviceMesh
-from mdfuse.plan import as_number, scalar_call
+from mdfuse.plan.local_ops import as_number, scalar_call
 
 _SCALAR_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
 

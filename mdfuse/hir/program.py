@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -11,11 +11,14 @@ from typing import Any, Literal
 import torch
 
 from mdfuse.communication import Communication
-from mdfuse.errors import Source
+from mdfuse.errors import ProgramError, Source
+from mdfuse.index import Calc, Index, Term, resolve, terms
 from mdfuse.ir.graph import Operand, dtype_name
 from mdfuse.ir.ops import TABLE, Part, local_attrs
 from mdfuse.layout import Box, Layout, Replicate
 from mdfuse.mesh import DeviceMesh
+
+Known = Callable[[Term], int | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +82,11 @@ class BufferType:
         n = block * (padding.parts if padding.side == "team" else 1)
         return (*shape[: padding.dim], n, *shape[padding.dim + 1 :])
 
+    def at(self, known: Known) -> BufferType:
+        """This type with what the index of its chunk is made of put in."""
+        layout = self.layout.at(known) if self.layout is not None else None
+        return self if layout is self.layout else replace(self, layout=layout)
+
     def text(self, rank: int | None = None) -> str:
         """The local type: `f32[3,1,3]`."""
         shape = ",".join(map(str, self.local_shape(rank)))
@@ -90,14 +98,15 @@ class Instruction:
     """One thing that the host does.
 
     Attributes:
-        op: alloc, set, permute, binary, …, launch, post, wait, return.
+        op: alloc, free, set, permute, binary, …, launch, post, wait, for, if, …, return.
         fn: the row of the op table that it runs, or the name of the host unit.
-        inputs: names, numbers, or None (a buffer that this rank does not have).
-        outputs: the names that it binds.
+        inputs: names, numbers, index expressions, or None (a buffer that this rank lacks).
+        outputs: the names that it binds; the index of a loop, the handle of a post.
         attrs: global attributes; `mdfuse.ir.ops.local_attrs` makes them one rank's.
         order: the memory order that its result must have.
-        comm: what a post posts.
-        body: the instructions of a host unit.
+        comm: what a post posts, or the ranks of a barrier.
+        body: the instructions of a host unit, a loop, or a branch.
+        orelse: the instructions of the other branch.
         source: the user's line.
     """
 
@@ -114,8 +123,25 @@ class Instruction:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The names that it reads (for a post: also the buffer that it writes)."""
+        """The names that it reads (for a post or recv: also the buffer that it writes)."""
         return tuple(x for x in self.inputs if isinstance(x, str))
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """The attributes by name."""
+        return dict(self.attrs)
+
+    @property
+    def indices(self) -> Iterator[Index]:
+        """The index expressions in its operands and attributes."""
+        values = (*self.inputs, *(v for _, v in self.attrs))
+        return (x for x in values if isinstance(x, Calc | Term))
+
+    def walk(self) -> Iterator[Instruction]:
+        """The instruction, then those inside it."""
+        yield self
+        for inner in (*self.body, *self.orelse):
+            yield from inner.walk()
 
     def __str__(self) -> str:
         return f"{self.fn or self.op} -> {', '.join(self.outputs)}" if self.outputs else self.op
@@ -127,10 +153,10 @@ class HostProgram:
 
     Attributes:
         name: of the fusion.
-        types: buffer name -> type.
+        types: buffer name -> type; loop indices are i64 scalars.
         inputs: names of the inputs, in definition order.
         outputs: names of the outputs, in definition order.
-        instructions: one flat list; `body` nests.
+        instructions: one flat list; `body` and `orelse` nest.
         aliases: name -> the name whose buffer it shares.
         rank: None for the global program, else the rank it was projected onto.
     """
@@ -154,6 +180,11 @@ class HostProgram:
 
         return program_text(self)
 
+    def walk(self) -> Iterator[Instruction]:
+        """All instructions, those inside loops, branches and host units included."""
+        for i in self.instructions:
+            yield from i.walk()
+
     @cached_property
     def meshes(self) -> tuple[DeviceMesh, ...]:
         """The meshes of its buffers and communications."""
@@ -168,44 +199,162 @@ class HostProgram:
 
     @cached_property
     def communications(self) -> tuple[Communication, ...]:
-        """What the posts post, in order."""
-        return tuple(i.comm for i in self.instructions if i.comm is not None)
+        """What the posts post, in order; a post in a loop counts once."""
+        return tuple(i.comm for i in self.walk() if i.comm is not None)
 
     def has(self, name: str, rank: int) -> bool:
         """Whether a rank has a part of a buffer."""
         layout = self.types[name].layout
         return layout is None or rank in layout.mesh
 
+    def root(self, name: str) -> str:
+        """The name whose buffer a name acts on; chains of aliases resolve in any order.
+
+        Raises:
+            ProgramError: the aliases go round in a circle.
+        """
+        if name not in self.aliases:
+            return name
+        seen = [name]
+        while seen[-1] in self.aliases:
+            seen.append(self.aliases[seen[-1]])
+            if seen[-1] in seen[:-1]:
+                raise ProgramError(
+                    f"@{self.name}: the aliases " + " = ".join(f"%{n}" for n in seen) + " form a "
+                    "cycle",
+                    because="an alias shares the buffer of a name that has one",
+                    hint="leave one of them out",
+                )
+        return seen[-1]
+
+    # -- projection ------------------------------------------------------------------------------
+
     def runs_on(self, i: Instruction, rank: int) -> bool:
         """Whether a rank executes an instruction: it takes part, or has what is computed."""
         if i.comm is not None:
-            return bool(i.comm.team(rank)) or rank in i.comm.destination.mesh
+            return bool(i.comm.team(rank)) or (i.op == "post" and rank in i.comm.destination.mesh)
+        if i.op in ("send", "recv"):
+            return all(self.has(name, rank) for name in i.reads)
         return all(self.has(name, rank) for name in i.outputs if name in self.types)
 
     def project(self, rank: int) -> HostProgram:
-        """What one rank runs."""
-        kept = []
-        handles: set[str] = set()
-        for i in self.instructions:
-            waits = i.op == "wait"
-            if not (any(x in handles for x in i.reads) if waits else self.runs_on(i, rank)):
-                continue
-            if i.op == "post":
-                handles.update(i.outputs)
-            kept.append(self._localized(i, rank))
+        """What one rank runs; a program that is a projection already is returned as it is."""
+        if self.rank is not None:
+            return self
+        kept = self._block(self.instructions, rank, set())
         named = {*self.inputs, *self.outputs}
-        named.update(n for i in kept for j in (i, *i.body) for n in j.outputs)
-        types = {n: t for n, t in self.types.items() if n in named}
+        named.update(n for i in kept for j in i.walk() for n in j.outputs)
+        named.update(n for pair in self.aliases.items() for n in pair)
+        known = self.knows(rank)
+        types = {n: t.at(known) for n, t in self.types.items() if n in named}
         return replace(self, types=types, instructions=tuple(kept), rank=rank)
+
+    def knows(self, rank: int, mesh: DeviceMesh | None = None) -> Known:
+        """What a rank knows of index expressions: everything but loop indices.
+
+        Coordinates are those in `mesh`, else in the first mesh that has the axis and the rank.
+        """
+
+        def known(term: Term) -> int | None:
+            match term.kind:
+                case "rank":
+                    return rank
+                case "coord":
+                    return self._coordinate(term.name, rank, mesh)
+                case "extent":
+                    kind = self.types[term.name]
+                    is_fixed = kind.layout is not None and kind.layout == kind.layout.at(_first)
+                    return kind.local_shape(rank)[term.dim] if is_fixed else None
+            return None
+
+        return known
+
+    def _coordinate(self, axis: str, rank: int, first: DeviceMesh | None) -> int:
+        """A rank's coordinate on the first mesh that has the axis and the rank; -1 outside."""
+        for mesh in (first, *self.meshes) if first is not None else self.meshes:
+            coordinate = mesh.coordinate(rank) if axis in mesh.axes else None
+            if coordinate is not None:
+                return coordinate[mesh.axis_index(axis)]
+        if not any(axis in mesh.axes for mesh in self.meshes):
+            raise ProgramError(
+                f"@{self.name}: coord({axis}), but no mesh has an axis {axis!r}",
+                hint="the axes: " + ", ".join(a for m in self.meshes for a in m.axes),
+            )
+        return -1
+
+    def _block(
+        self, block: tuple[Instruction, ...], rank: int, handles: set[str]
+    ) -> list[Instruction]:
+        """The instructions of a block that a rank executes."""
+        known = self.knows(rank)
+        kept: list[Instruction] = []
+        for i in block:
+            match i.op:
+                case "for":
+                    body = self._block(i.body, rank, handles)
+                    if body:
+                        kept.append(replace(i, attrs=resolved(i.attrs, known), body=tuple(body)))
+                case "if":
+                    kept += self._branch(i, rank, handles)
+                case "free":
+                    mine = tuple(n for n in i.reads if self.has(n, rank))
+                    kept += [replace(i, inputs=mine)] if mine else []
+                case "wait":
+                    kept += [self._localized(i, rank)] if handles.intersection(i.reads) else []
+                case _ if self.runs_on(i, rank):
+                    if i.op in ("post", "send", "recv"):
+                        handles.update(i.outputs)
+                    kept.append(self._localized(i, rank))
+        return kept
+
+    def _branch(self, i: Instruction, rank: int, handles: set[str]) -> list[Instruction]:
+        """A branch; just its instructions where the rank knows which way it goes."""
+        attrs = resolved(i.attrs, self.knows(rank))
+        test = dict(attrs)["test"]
+        if isinstance(test, int):
+            return self._block(i.body if test else i.orelse, rank, handles)
+        body = tuple(self._block(i.body, rank, handles))
+        orelse = tuple(self._block(i.orelse, rank, handles))
+        return [replace(i, attrs=attrs, body=body, orelse=orelse)] if body or orelse else []
 
     def _localized(self, i: Instruction, rank: int) -> Instruction:
         """An instruction with one rank's buffers and attributes."""
         body = tuple(self._localized(inner, rank) for inner in i.body)
-        attrs = i.attrs
-        if i.fn in TABLE and i.outputs and self.types[i.outputs[0]].layout is not None:
+        attrs, comm, known = i.attrs, i.comm, self.knows(rank)
+        if i.op in ("send", "recv"):
+            layout = self.types[i.reads[0]].layout
+            known = self.knows(rank, layout.mesh if layout is not None else None)
+        if any(True for _ in i.indices):
+            attrs = resolved(attrs, known)
+        if i.op in ("send", "recv"):
+            attrs = self._peer(i, dict(attrs), rank)
+        elif i.fn in TABLE and i.outputs and self.types[i.outputs[0]].layout is not None:
             attrs = tuple(local_attrs(TABLE[i.fn], dict(attrs), self._part(i, rank)).items())
+        if comm is not None:
+            comm = comm.at(known)
         inputs = i.inputs if i.op == "return" else tuple(self._mine(x, rank) for x in i.inputs)
-        return replace(i, inputs=inputs, attrs=attrs, body=body)
+        return replace(i, inputs=inputs, attrs=attrs, comm=comm, body=body)
+
+    def _peer(
+        self, i: Instruction, attrs: dict[str, Any], rank: int
+    ) -> tuple[tuple[str, Any], ...]:
+        """The other side of a send or recv: a position along an axis becomes a rank, if known."""
+        side = "to" if i.op == "send" else "from"
+        axis, peer = attrs.get("axis"), attrs[side]
+        if axis is None or not isinstance(peer, int):
+            return tuple(attrs.items())
+        layout = self.types[i.reads[0]].layout
+        assert layout is not None
+        team = layout.mesh.team(rank, axis)
+        if not 0 <= peer < len(team):
+            raise ProgramError(
+                f"@{self.name}: {i.op} %{i.reads[0]} has {side}={peer} along {axis}",
+                where=[i.source.quote()] if i.source else (),
+                because=f"the positions along {axis} are 0 to {len(team) - 1}",
+                hint="take it modulo the size of the axis",
+            )
+        del attrs["axis"]
+        return tuple({**attrs, side: team[peer]}.items())
 
     def _part(self, i: Instruction, rank: int) -> Part:
         """What a rank holds of the operands and the result of an op of the table."""
@@ -222,4 +371,32 @@ class HostProgram:
     def _mine(self, operand: Operand, rank: int) -> Operand:
         if isinstance(operand, str) and operand in self.types:
             return operand if self.has(operand, rank) else None
+        if isinstance(operand, Calc | Term):
+            return resolve(operand, self.knows(rank))
         return operand
+
+    def relocalized(self, i: Instruction) -> Instruction:
+        """An instruction of a projection whose types became more exact: its attributes again."""
+        assert self.rank is not None
+        return self._localized(i, self.rank)
+
+
+def resolved(attrs: tuple[tuple[str, Any], ...], known: Known) -> tuple[tuple[str, Any], ...]:
+    """Attributes with their index expressions resolved."""
+    return tuple((k, resolve(v, known) if isinstance(v, Calc | Term) else v) for k, v in attrs)
+
+
+def _first(term: Term) -> int:
+    return 0
+
+
+def index_names(i: Instruction, types: Mapping[str, BufferType]) -> set[str]:
+    """The loop indices that an instruction depends on by itself, not through what it reads."""
+    found = [*i.indices]
+    layouts = [types[n].layout for n in i.outputs if n in types]
+    if i.comm is not None:
+        layouts += [i.comm.source, i.comm.destination]
+    for layout in layouts:
+        if layout is not None and layout.stream is not None and layout.stream.index is not None:
+            found.append(layout.stream.index)
+    return {t.name for index in found for t in terms(index) if t.kind == "index"}

@@ -6,53 +6,90 @@
     %d = matmul(%x, %w)                             %v = permute(%b, dims=[1,0])
     %e = add(%v, %d)                                %e = add(%v, %d)
 
-Views of what arrives go with the wait. Posts keep their order, which is the same on all ranks.
+Views of what arrives go with the wait. Posts keep their order, which is the same on all ranks. A
+wait stays in its block: an iteration of a loop ends with all its posts done. It stands before what
+writes where the post reads, as an output does that is written into an input.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from mdfuse.config import Options
 from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.sharing import storage
 from mdfuse.ir.ops import TABLE
 
 name = "sink_waits"
 
 #: Views on buffers that are no rows of the op table.
-_VIEWS = ("narrow", "select")
+_VIEWS = ("narrow", "unexpand", "chunk")
 
 
 @dataclass(eq=False)
 class _Deferred:
-    """A wait that was put off, with the views of what it waits for."""
+    """A wait that was put off, with the views of what it waits for.
+
+    Attributes:
+        instructions: the wait and the views.
+        names: what must not be used before it.
+        sources: the memory that must not be written before it.
+    """
 
     instructions: list[Instruction]
     names: set[str] = field(default_factory=set)
+    sources: set[str] = field(default_factory=set)
 
 
-def run(program: HostProgram) -> HostProgram:
+def run(program: HostProgram, options: Options) -> HostProgram:
     """Return the program with its waits moved down."""
+    block = _block(program, program.instructions, storage(program), set(program.inputs))
+    return replace(program, instructions=block)
+
+
+def _block(
+    program: HostProgram,
+    block: tuple[Instruction, ...],
+    shared: Mapping[str, str],
+    before: set[str],
+) -> tuple[Instruction, ...]:
+    """A block with its waits moved down.
+
+    Args:
+        program: that the block is part of.
+        block: the instructions.
+        shared: name -> the name whose memory it may share.
+        before: the buffers that there are before the block.
+    """
     done: list[Instruction] = []
     waiting: list[_Deferred] = []
-    arrives: dict[str, str] = {}  # handle -> the buffer that its post writes
-    for i in program.instructions:
-        if i.op == "post":
-            destination = i.inputs[1]
-            assert isinstance(destination, str)
-            arrives[i.outputs[0]] = destination
-        needed = [d for d in waiting if d.names.intersection(i.reads)]
+    #: handle -> the buffers that its post uses
+    posted: dict[str, set[str]] = {}
+    reads: dict[str, set[str]] = {}
+    bound = set(before)
+    for i in block:
+        if i.op in ("post", "send", "recv"):
+            posted[i.outputs[0]] = set(i.reads if i.op != "post" else i.reads[-1:])
+            reads[i.outputs[0]] = {shared[x] for x in i.reads if x in shared}
+        touched = {x for j in i.walk() for x in (*j.reads, *j.outputs)}
+        outputs = {x for j in i.walk() for x in j.outputs}
+        written = {shared[x] for x in outputs if x in shared and program.root(x) in bound}
+        needed = [d for d in waiting if d.names & touched or d.sources & written]
         if i.op == "wait":
-            waiting.append(_Deferred([i], {arrives[i.reads[0]]}))
-        elif len(needed) == 1 and _is_view(i):
+            waiting.append(_Deferred([i], posted[i.reads[0]], reads[i.reads[0]]))
+        elif len(needed) == 1 and _is_view(i) and bound.isdisjoint(map(program.root, i.outputs)):
             needed[0].instructions.append(i)
             needed[0].names.update(i.outputs)
         else:
             for d in waiting if i.op == "return" else needed:
                 done += d.instructions
             waiting = [] if i.op == "return" else [d for d in waiting if d not in needed]
-            done.append(i)
-    assert not waiting, "a program ends with its return"
-    return replace(program, instructions=tuple(done))
+            done.append(
+                replace(i, body=_block(program, i.body, shared, bound)) if i.op == "for" else i
+            )
+        bound.update(map(program.root, i.outputs))
+    return (*done, *(i for d in waiting for i in d.instructions))
 
 
 def _is_view(i: Instruction) -> bool:

@@ -11,10 +11,12 @@ from typing import Any, Literal
 import torch
 
 from mdfuse.errors import MdfuseError, Source
-from mdfuse.layout import Layout
+from mdfuse.index import Calc, Term
+from mdfuse.layout import Layout, Stream
 
-#: What an expression reads: the name of a value, or a number, or nothing (an absent bias).
-Operand = str | bool | int | float | None
+#: What an expression reads: the name of a value, or a number, or nothing (an absent bias). In host
+#: programs a number may be an index expression.
+Operand = str | bool | int | float | Calc | Term | None
 
 #: torch dtype -> its short name in printed programs.
 DTYPE_NAMES: dict[torch.dtype, str] = {
@@ -29,6 +31,9 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.uint8: "u8",
     torch.bool: "bool",
 }
+
+
+_RESERVED = ("rank", "coord", "extent", "mod")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -49,6 +54,7 @@ class Value:
         expanded: dims that `expand` made: all their elements are one.
         layout: where the value lives; None until it is inferred.
         is_law: the user stated the layout.
+        stream: the host computes it in a loop over chunks; its layout then says nothing of it.
         source: the user's line.
     """
 
@@ -60,6 +66,7 @@ class Value:
     expanded: frozenset[int] = frozenset()
     layout: Layout | None = None
     is_law: bool = False
+    stream: Stream | None = None
     source: Source | None = None
 
     @property
@@ -183,8 +190,9 @@ def attr_text(value: Any) -> str:
         return dtype_name(value)
     if isinstance(value, tuple):
         return f"[{','.join(map(attr_text, value))}]"
-    if isinstance(value, str) and (not value.isidentifier() or hasattr(torch, value)):
-        return f'"{value}"'  # else it would read as something other than a word
+    if isinstance(value, str):  # quoted where it would read as something other than a word
+        is_word = value.isidentifier() and not hasattr(torch, value) and value not in _RESERVED
+        return value if is_word else f'"{value}"'
     return str(value)
 
 
@@ -201,7 +209,10 @@ def operand_text(operand: Operand) -> str:
 
 def value_text(value: Value) -> str:
     """A value with its type and layout: `%x: f32[8,16] (tp=S0)`."""
-    layout = f" {value.layout}" if value.layout is not None else ""
+    where = value.layout
+    if where is not None and value.stream is not None:
+        where = where.with_stream(value.stream)
+    layout = f" {where}" if where is not None else ""
     law = "!" if value.is_law else ""
     return f"%{value.name}: {value.type_text()}{layout}{law}"
 

@@ -12,6 +12,9 @@ from mdfuse.errors import DefinitionError, Source
 from mdfuse.ir.graph import Operand, Value
 from mdfuse.ir.ops import Op
 
+#: How torch refuses operands.
+_REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AssertionError, AttributeError)
+
 _SCALARS: dict[torch.dtype, Any] = {torch.bool: True}
 
 
@@ -71,7 +74,7 @@ def infer(
         if not op.is_view and not any("shape" in name for name in attrs):
             op.call(*map(_few_elements, operands), **attrs)
         return result
-    except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
+    except _REFUSALS as error:
         described = ", ".join(
             f"%{x}: {values[x].type_text()}" if isinstance(x, str) else str(x) for x in inputs
         )

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from mdfuse.ir import dims, random
+from mdfuse.ir.extremes import highest, lowest
+from mdfuse.ir.writes import on_tensors, write_of
 from mdfuse.layout import Box, box_shape
 
 
@@ -44,7 +46,8 @@ class Op:
         call: `call(*operands, **attrs)` on whole tensors or on a rank's parts.
         rule: the labels of its dims.
         host: the host instruction that runs it.
-        out: `out(*operands, out=buffer, **attrs)`, where torch can write in place.
+        out: `out(*operands, out=buffer, **attrs)`, where torch can write in place; the first
+            operand is a tensor.
         localize: the attributes for one rank's part.
         partial: which Partial operands it may take as they are:
             "view" any, "sum" all operands Partial(sum), "scale" the first Partial(sum),
@@ -71,7 +74,7 @@ TABLE: dict[str, Op] = {}
 
 
 def _row(name: str, call: Callable[..., Any], rule: dims.Rule, host: str, **more: Any) -> None:
-    TABLE[name] = Op(name=name, call=call, rule=rule, host=host, **more)
+    TABLE[name] = Op(name=name, call=call, rule=rule, host=host, out=write_of(name, call), **more)
 
 
 def local_attrs(op: Op, attrs: Mapping[str, Any], part: Part) -> dict[str, Any]:
@@ -153,40 +156,23 @@ _row("slice", _window, dims.window, "slice", localize=_local_ends, **_VIEW)
 # -- pointwise -----------------------------------------------------------------------------------
 
 
-def _binary(name: str, call: Callable[..., Any], torch_name: str, **more: Any) -> None:
-    _row(name, call, dims.pointwise, "binary", out=getattr(torch, torch_name), **more)
+def _binary(name: str, call: Callable[..., Any], **more: Any) -> None:
+    _row(name, call, dims.pointwise, "binary", **more)
 
 
-def _tensors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A torch function that wants tensors, made to take a number on either side."""
-
-    def call(a: Any, b: Any) -> Any:
-        like = a if isinstance(a, Tensor) else b
-        return function(_as_tensor(a, like), _as_tensor(b, like))
-
-    return call
-
-
-def _as_tensor(x: Any, like: Tensor) -> Tensor:
-    if isinstance(x, Tensor):
-        return x
-    dtype = torch.result_type(like, x)
-    return torch.full((), x, dtype=dtype, device=like.device)
-
-
-_binary("add", operator.add, "add", partial="sum")
-_binary("sub", operator.sub, "sub", partial="sum")
-_binary("mul", operator.mul, "mul", partial="scale")
-_binary("div", operator.truediv, "div", partial="scale")
-_binary("floor_divide", operator.floordiv, "floor_divide")
-_binary("remainder", operator.mod, "remainder")
-_binary("pow", operator.pow, "pow")
+_binary("add", operator.add, partial="sum")
+_binary("sub", operator.sub, partial="sum")
+_binary("mul", operator.mul, partial="scale")
+_binary("div", operator.truediv, partial="scale")
+_binary("floor_divide", operator.floordiv)
+_binary("remainder", operator.mod)
+_binary("pow", operator.pow)
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    _binary(_name, getattr(operator, _name), _name)
+    _binary(_name, getattr(operator, _name))
 for _name, _symbol in (("and", operator.and_), ("or", operator.or_), ("xor", operator.xor)):
-    _binary(f"bitwise_{_name}", _symbol, f"bitwise_{_name}")
+    _binary(f"bitwise_{_name}", _symbol)
 for _name in ("maximum", "minimum", "fmod", "atan2", "logical_and", "logical_or", "logical_xor"):
-    _binary(_name, _tensors(getattr(torch, _name)), _name)
+    _binary(_name, on_tensors(getattr(torch, _name)))
 
 UNARY = [
     "abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "bitwise_not", "ceil", "cos",
@@ -195,10 +181,8 @@ UNARY = [
     "sign", "sin", "sinh", "sqrt", "square", "tan", "tanh", "trunc",
 ]  # fmt: skip
 for _name in UNARY:
-    _call = getattr(torch, _name)
     _linear = {"partial": "scale"} if _name == "neg" else {}
-    _out = None if _name in ("isfinite", "isinf", "isnan") else _call
-    _row(_name, _call, dims.pointwise, "unary", out=_out, **_linear)
+    _row(_name, getattr(torch, _name), dims.pointwise, "unary", **_linear)
 
 _F = torch.nn.functional
 _row("relu", _F.relu, dims.pointwise, "unary")
@@ -207,8 +191,8 @@ _row("elu", _F.elu, dims.pointwise, "unary")
 _row("softplus", _F.softplus, dims.pointwise, "unary")
 _row("leaky_relu", _F.leaky_relu, dims.pointwise, "unary")
 _row("gelu", _F.gelu, dims.pointwise, "unary")
-_row("clamp", torch.clamp, dims.pointwise, "unary", out=torch.clamp)
-_row("cast", lambda x, *, dtype: x.to(dtype), dims.pointwise, "unary")
+_row("clamp", torch.clamp, dims.pointwise, "unary")
+_row("cast", lambda x, *, dtype: x.to(dtype, copy=True), dims.pointwise, "unary")
 
 
 def _where(condition: Any, a: Any, b: Any) -> Any:
@@ -225,25 +209,16 @@ def _dims(x: Tensor, chosen: Sequence[int] | None) -> tuple[int, ...]:
     return dims.reduced_dims(chosen, x.ndim)
 
 
-def _sum(
-    x: Tensor,
-    *,
-    dims: Any = None,
-    keepdim: bool = False,
-    dtype: Any = None,
-    out: Tensor | None = None,
-) -> Tensor:
+def _sum(x: Tensor, *, dims: Any = None, keepdim: bool = False, dtype: Any = None) -> Tensor:
     if not _dims(x, dims):
-        return x.to(dtype or torch.sum(x.new_empty(0)).dtype)
-    if out is not None:
-        return torch.sum(x, _dims(x, dims), keepdim=keepdim, dtype=out.dtype, out=out)
+        return x.to(dtype or torch.sum(x.new_empty(0)).dtype, copy=True)
     return torch.sum(x, _dims(x, dims), keepdim=keepdim, dtype=dtype)
 
 
 def _prod(x: Tensor, *, dims: Any = None, keepdim: bool = False, dtype: Any = None) -> Tensor:
     chosen = sorted(_dims(x, dims), reverse=True)
     if not chosen:
-        return x.to(dtype or torch.prod(x.new_empty(0)).dtype)
+        return x.to(dtype or torch.prod(x.new_empty(0)).dtype, copy=True)
     for d in chosen:
         x = torch.prod(x, d, keepdim=keepdim, dtype=dtype)
     return x
@@ -258,7 +233,7 @@ def _extreme(name: str, pick: Callable[[torch.dtype], float | int | bool]) -> Ca
     ) -> Tensor:
         chosen = _dims(x, dims)
         if not chosen:
-            return x
+            return x.clone()
         if identity and 0 in (x.shape[d] for d in chosen):
             shape = [n if d not in chosen else 1 for d, n in enumerate(x.shape)]
             kept = [n for d, n in enumerate(shape) if keepdim or d not in chosen]
@@ -266,20 +241,6 @@ def _extreme(name: str, pick: Callable[[torch.dtype], float | int | bool]) -> Ca
         return function(x, dim=chosen, keepdim=keepdim)  # type: ignore[no-any-return]
 
     return call
-
-
-def lowest(dtype: torch.dtype) -> float | int | bool:
-    """The identity of max."""
-    if dtype == torch.bool:
-        return False
-    return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
-
-
-def highest(dtype: torch.dtype) -> float | int | bool:
-    """The identity of min."""
-    if dtype == torch.bool:
-        return True
-    return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
 def _mean(
@@ -298,7 +259,7 @@ def _truth(name: str) -> Callable[..., Tensor]:
 
     def call(x: Tensor, *, dims: Any = None, keepdim: bool = False) -> Tensor:
         chosen = _dims(x, dims)
-        return function(x, dim=chosen, keepdim=keepdim) if chosen else x.bool()
+        return function(x, dim=chosen, keepdim=keepdim) if chosen else x.to(torch.bool, copy=True)
 
     return call
 
@@ -328,7 +289,7 @@ def _reduce(name: str, call: Callable[..., Any], op: str, **more: Any) -> None:
     _row(name, call, dims.reduction(op), "reduce", **{"partial": "reduce", **more})
 
 
-_reduce("sum", _sum, "sum", out=_sum)
+_reduce("sum", _sum, "sum")
 _reduce("prod", _prod, "prod")
 _reduce("max", _extreme("amax", lowest), "max", localize=_with_identity)
 _reduce("min", _extreme("amin", highest), "min", localize=_with_identity)
@@ -387,7 +348,7 @@ def _local_draw(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
 
 
 _COMPOSITE: dict[str, Any] = {"is_single": False}
-_row("matmul", torch.matmul, dims.matmul, "matmul", out=torch.matmul, stays=1)
+_row("matmul", torch.matmul, dims.matmul, "matmul", stays=1)
 _row("linear", lambda x, w, b=None: _F.linear(x, w, b), dims.linear, "linear", stays=1)
 _row("embedding", _lookup, dims.embedding, "embedding", localize=_local_rows, **_COMPOSITE)
 _row("softmax", lambda x, *, dim: torch.softmax(x, dim), dims.rowwise, "softmax", **_COMPOSITE)

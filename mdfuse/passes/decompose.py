@@ -34,6 +34,7 @@ def run(fusion: Fusion) -> Fusion:
             dtype=out.dtype,
             order=out.order,
             layout=layout,
+            stream=out.stream if out.layout and out.layout.mesh == layout.mesh else None,
             source=out.source,
         )
         bias = expr.inputs[2]

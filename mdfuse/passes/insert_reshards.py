@@ -13,11 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
-from mdfuse.layout import Layout, Partial, Replicate
+from mdfuse.layout import Layout, Partial, Replicate, Stream
 from mdfuse.passes.strategy import choose
+from mdfuse.passes.streams import operand_streams
 from mdfuse.reshard import cost
+from mdfuse.stream_forms import FORMS, form
 
 name = "insert_reshards"
 
@@ -36,12 +39,19 @@ class _Rewriter:
         assert layout is not None
         return layout
 
-    def new_value(self, like: Value, base: str, layout: Layout) -> str:
+    def form(self, source: str, layout: Layout, stream: Stream) -> str | None:
+        """How a streamed set of a value goes; None: whole. Expanded dims do not travel."""
+        if self.values[source].expanded and self.layout(source) != layout:
+            return None
+        return form(self.layout(source), layout, stream)
+
+    def new_value(self, like: Value, base: str, layout: Layout, stream: Stream | None) -> str:
         output = fresh_name(self.values, base)
-        self.values[output] = replace(like, name=output, layout=layout, is_law=False)
+        changes = {"name": output, "layout": layout, "stream": stream, "is_law": False}
+        self.values[output] = replace(like, **changes)  # type: ignore[arg-type]
         return output
 
-    def reshard(self, value: str, layout: Layout, expr: Expr) -> str:
+    def reshard(self, value: str, layout: Layout, expr: Expr, stream: Stream | None = None) -> str:
         """The name of a copy of a value in a layout, made by a new set where there is none."""
         copies = self.copies.setdefault(value, [value])
         for copy in copies:
@@ -49,10 +59,28 @@ class _Rewriter:
                 return copy
         shape = self.values[value].shape
         source = min(copies, key=lambda c: cost(self.layout(c), layout, shape))
-        output = self.new_value(self.values[value], f"{value}.{_suffix(layout)}", layout)
-        self.exprs.append(Expr(op="set", inputs=(source,), output=output, source=expr.source))
+        if stream is not None and self.form(source, layout, stream) is None:
+            stream = None
+        output = self.new_value(self.values[value], f"{value}.{_suffix(layout)}", layout, stream)
+        made = Expr(op="set", inputs=(source,), output=output, source=expr.source)
+        self.exprs.insert(self.place(made, expr), made)
         copies.append(output)
         return output
+
+    def place(self, made: Expr, expr: Expr) -> int:
+        """Where a new set goes: before the streamed expressions that `expr` follows, if it may.
+
+        Between them it would end their loop.
+        """
+
+        def is_streamed(e: Expr) -> bool:
+            return self.values[e.output].stream is not None
+
+        at = len(self.exprs)
+        if is_streamed(made) or not is_streamed(expr):
+            return at
+        run = list(takewhile(is_streamed, reversed(self.exprs)))
+        return at if any(e.output in made.reads for e in run) else at - len(run)
 
 
 def run(fusion: Fusion) -> Fusion:
@@ -93,21 +121,51 @@ def _rewrite(rewriter: _Rewriter, expr: Expr, wants: dict[str, set[Layout]]) -> 
     if expr.op == "set":
         (operand,) = expr.reads
         source = _best_copy(rewriter, operand, rewriter.layout(expr.output), expr, wants)
+        layout = rewriter.layout(expr.output)
+        if out.stream is not None and rewriter.form(source, layout, out.stream) is None:
+            rewriter.values[expr.output] = replace(out, stream=None)
         rewriter.exprs.append(replace(expr, inputs=(source,)))
         return
     strategy = choose(expr, rewriter.values, out.layout)
     assert strategy is not None and out.layout is not None
     names = {}
+    streams = _copy_streams(expr, rewriter.values)
     for operand, layout in strategy.wanted.items():
         _reduce_once(rewriter, operand, expr, wants)
-        names[operand] = rewriter.reshard(operand, layout, expr)
+        names[operand] = rewriter.reshard(operand, layout, expr, streams.get(operand))
     inputs = tuple(names.get(x, x) if isinstance(x, str) else x for x in expr.inputs)
     if strategy.result == out.layout:
         rewriter.exprs.append(replace(expr, inputs=inputs))
         return
-    local = rewriter.new_value(out, f"{expr.output}.{_suffix(strategy.result)}", strategy.result)
+    local = _local(rewriter, out, strategy.result)
     rewriter.exprs.append(replace(expr, inputs=inputs, output=local))
     rewriter.exprs.append(Expr(op="set", inputs=(local,), output=expr.output, source=expr.source))
+
+
+def _copy_streams(expr: Expr, values: Mapping[str, Value]) -> dict[str, Stream | None]:
+    """The streams of operands that must be resharded first: those in which they are read."""
+    if values[expr.output].stream is None:
+        return {}
+    found: dict[str, Stream | None] = {}
+    for x, stream in zip(expr.inputs, operand_streams(expr, values), strict=True):
+        if isinstance(x, str):
+            found[x] = stream if found.get(x, stream) == stream else None
+    return found
+
+
+def _local(rewriter: _Rewriter, out: Value, layout: Layout) -> str:
+    """A new value for what an expression yields before it is resharded into its result.
+
+    It is streamed with the result, where the set between them reads it in chunks.
+    """
+    assert out.layout is not None
+    how = None
+    if out.stream is not None and not out.expanded:
+        how = form(layout, out.layout, out.stream)
+    if how is None:
+        rewriter.values[out.name] = replace(out, stream=None)
+    stream = out.stream if how is not None and FORMS[how][0] else None
+    return rewriter.new_value(out, f"{out.name}.{_suffix(layout)}", layout, stream)
 
 
 def _best_copy(

@@ -1,0 +1,31 @@
+"""Which names of a host program may stand for the same memory."""
+
+from __future__ import annotations
+
+from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.ir.ops import TABLE
+
+#: Buffer operations whose result may be a view of their operand.
+_VIEWS = ("narrow", "chunk", "select", "unexpand", "pad")
+
+
+def shared_operand(i: Instruction) -> str | None:
+    """The operand whose memory the result of an instruction may share.
+
+    Also where a memory order is required: an operand that lies so already is not copied.
+    """
+    is_view = i.op in _VIEWS or (i.fn in TABLE and TABLE[i.fn].is_view)
+    return i.reads[0] if is_view and i.reads else None
+
+
+def storage(program: HostProgram) -> dict[str, str]:
+    """Name -> the name whose memory it may share; itself where it has memory of its own."""
+    shared = {name: name for name in program.inputs}
+    for i in program.walk():
+        operand = shared_operand(i)
+        of = program.root(operand) if operand is not None else None
+        for name in map(program.root, i.outputs if i.op != "launch" else ()):
+            if name not in shared:  # later ones write into the buffer that it has
+                shared[name] = name if of is None else shared.get(of, of)
+    roots = {alias: program.root(alias) for alias in program.aliases}
+    return {**shared, **{alias: shared.get(root, root) for alias, root in roots.items()}}

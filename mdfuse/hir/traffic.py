@@ -1,0 +1,31 @@
+"""What arrives at a rank in one run: each communication that it takes part in, with its bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.unroll import unroll
+
+
+def received(program: HostProgram, rank: int) -> Iterator[tuple[Instruction, int]]:
+    """Each post and receive that a rank runs, iterations one by one, and the bytes it brings.
+
+    Bytes that arrive from other ranks, ring model, padding included.
+    """
+    if program.rank is None and not _is_straight(program):
+        program = unroll(program.project(rank))
+    for i in program.walk():
+        if i.comm is not None:
+            if i.op == "post" and program.runs_on(i, rank):
+                yield i, i.comm.bytes_received(rank)
+        elif i.op == "recv":
+            kind = program.types[i.reads[0]]
+            is_own = i.kwargs["from"] == rank
+            yield i, 0 if is_own else math.prod(kind.local_shape(rank)) * kind.dtype.itemsize
+
+
+def _is_straight(program: HostProgram) -> bool:
+    """Every instruction runs once, and none has an index that only a rank knows."""
+    return not any(i.op in ("for", "if", "recv") for i in program.instructions)

@@ -1,0 +1,189 @@
+"""The instructions of one rank in the order in which they run: no loop, no branch, no alias.
+
+    for %i in 0..2 {                                    %x.i@1: … chunk(0,2,0) = chunk(%x)
+      %x.i: … chunk(0,2,%i) = chunk(%x)        ->       %y.i@1 = add(%x.i@1, 0)
+      %y.i = add(%x.i, %i)                              %x.i@2: … chunk(0,2,1) = chunk(%x)
+    }                                                   %y.i@2 = add(%x.i@2, 1)
+
+Loop bounds and branches are index expressions, so a projection can be written out before it runs.
+Before each iteration the values that depend on the index are dropped: here they get a new name.
+What had a buffer before the loop keeps it, unless an earlier loop left it there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+from mdfuse.errors import ProgramError
+from mdfuse.hir.program import BufferType, HostProgram, Instruction, index_names, resolved
+from mdfuse.index import Calc, Index, Term, resolve
+from mdfuse.ir.graph import Operand
+
+#: More instructions than this are not written out.
+LIMIT = 1_000_000
+
+
+def unroll(program: HostProgram) -> HostProgram:
+    """Write out a projection; names of iterations are `name@1`, `name@2`, …
+
+    Raises:
+        ProgramError: aliases in a cycle; a step of 0; more than a million instructions.
+    """
+    if program.rank is None:
+        raise ProgramError("only one rank's program is written out", hint="project it first")
+    return _Writer(program).write()
+
+
+@dataclass
+class _Writer:
+    program: HostProgram
+    code: list[Instruction] = field(default_factory=list)
+    types: dict[str, BufferType] = field(default_factory=dict)
+    #: name in the program -> name of the iteration
+    names: dict[str, str] = field(default_factory=dict)
+    versions: Counter[str] = field(default_factory=Counter)
+    #: loop index -> its number
+    env: dict[str, int] = field(default_factory=dict)
+    #: names that have a buffer, and those of them whose buffer a finished loop left
+    bound: set[str] = field(default_factory=set)
+    left: set[str] = field(default_factory=set)
+    #: the program with the types that were found so far
+    local: HostProgram = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.local = replace(self.program, types=self.types, aliases={})
+
+    def write(self) -> HostProgram:
+        program = self.program
+        for name in (*program.inputs, *program.outputs):
+            self.types[program.root(name)] = program.types[program.root(name)]
+        self.bound.update(program.inputs)
+        self.block(program.instructions)
+        return replace(
+            program,
+            types=self.types,
+            inputs=tuple(map(self.name, program.inputs)),
+            outputs=tuple(map(self.name, program.outputs)),
+            instructions=tuple(self.code),
+            aliases={},
+        )
+
+    def name(self, name: str) -> str:
+        root = self.program.root(name)
+        return self.names.get(root, root)
+
+    def known(self, term: Term) -> int | None:
+        if term.kind == "index":
+            return self.env.get(term.name)
+        if term.kind == "extent":
+            kind = self.types.get(self.name(term.name))
+            return kind.local_shape(self.program.rank)[term.dim] if kind is not None else None
+        return None
+
+    def number(self, index: Index, what: str, i: Instruction) -> int:
+        value = resolve(index, self.known)
+        if isinstance(value, int):
+            return value
+        raise self.unknown(value, what, i)
+
+    def unknown(self, index: Index, what: str, i: Instruction) -> ProgramError:
+        return ProgramError(
+            f"@{self.program.name} on rank {self.program.rank}: {what} {index} has no value",
+            where=[i.source.quote()] if i.source else (),
+            because="an index is known inside its loop only, an extent where there is a buffer",
+            hint="move the instruction into the loop, or write a number",
+        )
+
+    def block(self, block: tuple[Instruction, ...]) -> None:
+        for i in block:
+            match i.op:
+                case "for":
+                    self.loop(i)
+                case "if":
+                    test = self.number(i.kwargs["test"], "the branch on", i)
+                    self.block(i.body if test else i.orelse)
+                case _:
+                    self.append(i)
+
+    def loop(self, i: Instruction) -> None:
+        (index,) = i.outputs
+        start, stop, step = (
+            self.number(i.kwargs[k], f"the loop's {k}", i) for k in ("start", "stop", "step")
+        )
+        if step == 0:
+            raise ProgramError(
+                f"@{self.program.name}: a loop over %{index} with step 0",
+                where=[i.source.quote()] if i.source else (),
+                because="it would never end",
+            )
+        kept = self.bound - self.left
+        dropped = [n for n in self.dependent(i) if n not in kept]
+        outer = self.env.get(index)
+        for n in range(start, stop, step):
+            self.env[index] = n
+            for name in dropped:
+                self.versions[name] += 1
+                self.names[name] = f"{name}@{self.versions[name]}"
+                self.bound.discard(name)
+                self.left.discard(name)
+            self.block(i.body)
+        self.left.update(self.bound.intersection(dropped))
+        if outer is None:
+            self.env.pop(index, None)
+        else:
+            self.env[index] = outer
+
+    def dependent(self, loop: Instruction) -> list[str]:
+        """The names that a loop's body computes from its index, and the handles of its posts."""
+        (index,) = loop.outputs
+        found: dict[str, None] = {index: None}
+        for i in (inner for top in loop.body for inner in top.walk()):
+            reads = {self.program.root(n) for n in i.reads}
+            depends = index in index_names(i, self.program.types) or not reads.isdisjoint(found)
+            if depends or i.op in ("post", "send", "recv"):
+                found.update(dict.fromkeys(map(self.program.root, i.outputs)))
+        del found[index]
+        return list(found)
+
+    def append(self, i: Instruction) -> None:
+        if len(self.code) >= LIMIT:
+            raise ProgramError(
+                f"@{self.program.name} runs more than {LIMIT} instructions",
+                because="a plan holds one prepared call for each",
+                hint="loop over fewer, larger pieces",
+            )
+        self.bound.update(map(self.program.root, i.outputs))
+        self.left.difference_update(map(self.program.root, i.outputs))
+        if i.op == "free":
+            self.bound.difference_update(map(self.program.root, i.reads))
+        i = self.renamed(i)
+        for index in (x for inner in i.walk() for x in inner.indices):
+            raise self.unknown(index, f"{i.fn or i.op}: the index", i)
+        self.code.append(i)
+
+    def renamed(self, i: Instruction) -> Instruction:
+        """An instruction with the names, numbers and types of this iteration."""
+        inputs = tuple(self.operand(x) for x in i.inputs)
+        outputs = tuple(map(self.name, i.outputs))
+        for old, new in zip(i.outputs, outputs, strict=True):
+            kind = self.program.types.get(self.program.root(old))
+            if kind is not None:
+                self.types[new] = kind.at(self.known)
+        body = tuple(map(self.renamed, i.body))
+        comm = i.comm.at(self.known) if i.comm is not None else None
+        attrs = resolved(i.attrs, self.known)
+        i = replace(i, inputs=inputs, outputs=outputs, attrs=attrs, comm=comm, body=body)
+        return self.local.relocalized(i) if self.env and i.op not in ("launch", "free") else i
+
+    def typed(self, name: str) -> str:
+        """The name in this iteration; it has a type even where nothing has bound it."""
+        new, kind = self.name(name), self.program.types.get(self.program.root(name))
+        if new not in self.types and kind is not None:
+            self.types[new] = kind.at(self.known)
+        return new
+
+    def operand(self, x: Operand) -> Operand:
+        if isinstance(x, str):
+            return self.env[x] if x in self.env else self.typed(x)
+        return resolve(x, self.known) if isinstance(x, Calc | Term) else x

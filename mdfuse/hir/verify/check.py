@@ -1,0 +1,304 @@
+"""Is a host program right? Checked before it first runs, and after every pass in tests.
+
+    host @p on mesh(x=2) {                          ProgramError: @p: add -> y reads %b, which post
+      ...                                           %c is still using
+      %c = post allgather(%a) -> %b ...       ->      rank 0   %y: ... = add(%b, 1.0)
+      %y: ... = add(%b, 1.0)                          because  what a communication reads and ...
+      wait %c                                         try      wait %c before
+
+A program for all ranks is checked once per class of ranks that run the same instructions, so the
+cost does not grow with the number of ranks. Programs per rank, and those whose control flow depends
+on the rank, are also compared with each other.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from mdfuse.errors import ProgramError
+from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.unroll import unroll
+from mdfuse.hir.verify.flow import Flow
+from mdfuse.hir.verify.sizes import check_sizes
+from mdfuse.hir.verify.structure import POSTS, check_defined, check_structure
+from mdfuse.hir.verify.teams import check_teams
+from mdfuse.hir.verify.types import check_types
+from mdfuse.index import Calc, Term, terms
+from mdfuse.ir.graph import Operand
+from mdfuse.layout import Layout
+from mdfuse.mesh import DeviceMesh
+
+
+def verify(program: HostProgram | Mapping[int, HostProgram]) -> None:
+    """Raise an error where a host program is wrong.
+
+    Args:
+        program: for all ranks, or the projection of one; or rank -> its projection, for all ranks.
+
+    Raises:
+        ProgramError: a value is read before it is there, a buffer is freed too early or never, a
+            post is not waited for, accesses to a buffer are in no order, a type is wrong, …
+        CommunicationError: ranks do not post the same, a send meets no receive, or ranks wait for
+            each other; the message shows the instruction of each.
+    """
+    if not isinstance(program, HostProgram):
+        _verify_ranks(program)
+    elif program.rank is not None:
+        _verify_rank(program)
+    else:
+        _verify_global(program)
+
+
+# -- one program for all ranks -------------------------------------------------------------------
+
+
+def _verify_global(program: HostProgram) -> None:
+    check_structure(program)
+    check_types(program)
+    layouts = [k.layout for k in program.types.values() if k.layout is not None]
+    special = [i for i in program.instructions if i.op in _SPECIAL]
+    meshes = _meshes(program, layouts)
+    if special:
+        check_defined(program)
+    if any(map(_depends_on_rank, _inside(special))):
+        ranks = sorted({r for mesh in meshes for r in mesh})
+        _verify_ranks({rank: program.project(rank) for rank in ranks})
+        return
+    is_straight = not any(map(_has_index, special)) and all(map(_is_known, layouts))
+    for first, last in _classes(meshes):
+        for rank in dict.fromkeys((first, last)):
+            local = _mine(program, rank, meshes) if is_straight else _written_out(program, rank)
+            if rank == first or not is_straight or special:
+                _check_flow(local, program)
+            if not is_straight:
+                check_types(local)
+            _check_sizes(local)
+    if any(i.op in POSTS for i in _inside(special)):
+        _check_transfers(program)
+
+
+#: What may depend on an index or the rank, or what takes part of a buffer.
+_SPECIAL = frozenset(
+    {"for", "if", "send", "recv", "select", "narrow", "chunk", "set_stream", "sync"}
+)
+
+
+def _inside(block: Iterable[Instruction]) -> Iterator[Instruction]:
+    """The instructions of a block and of its loops and branches."""
+    for i in block:
+        yield i
+        if i.op in ("for", "if"):
+            yield from _inside(i.body)
+            yield from _inside(i.orelse)
+
+
+def _depends_on_rank(i: Instruction) -> bool:
+    """Which way it goes, or whom it meets, cannot be said for all ranks at once."""
+    if i.op in ("for", "if"):
+        found = (t for _, v in i.attrs if isinstance(v, Calc | Term) for t in terms(v))
+        return any(t.kind != "index" for t in found)
+    return i.op in ("send", "recv") and "axis" not in i.kwargs
+
+
+def _has_index(i: Instruction) -> bool:
+    return i.op in ("for", "if") or any(isinstance(v, Calc | Term) for _, v in i.attrs)
+
+
+def _is_known(layout: Layout) -> bool:
+    """A whole buffer, or a chunk with a number."""
+    return layout.stream is None or not isinstance(layout.stream.index, Calc | Term)
+
+
+def _meshes(program: HostProgram, layouts: Iterable[Layout]) -> list[DeviceMesh]:
+    """The meshes of the program, as `program.meshes`, but each object is looked at once."""
+    found = {id(layout.mesh): layout.mesh for layout in layouts}
+    for i in _inside(program.instructions):
+        if i.comm is not None:
+            found.update({id(m): m for m in (i.comm.source.mesh, i.comm.destination.mesh)})
+    return list(dict.fromkeys(found.values()))
+
+
+def _classes(meshes: list[DeviceMesh]) -> Iterator[tuple[int, int]]:
+    """The first and the last rank of those that are in the same meshes and lead the same ones.
+
+    They run the same instructions. Of a mesh, the first rank has the largest parts, the last one
+    the smallest.
+    """
+    if not meshes:
+        yield 0, 0  # only numbers
+        return
+    if len(meshes) == 1:
+        (mesh,) = meshes
+        yield mesh.first, mesh.rank_at([n - 1 for n in mesh.shape])
+        return
+    found: dict[tuple[tuple[bool, bool], ...], list[int]] = defaultdict(list)
+    for rank in sorted({r for mesh in meshes for r in _borders(mesh)}):
+        found[tuple((rank in mesh, rank == mesh.first) for mesh in meshes)].append(rank)
+    for places, ranks in found.items():
+        if any(is_in for is_in, _ in places):
+            yield ranks[0], ranks[-1]
+
+
+def _borders(mesh: DeviceMesh) -> set[int]:
+    """The ranks next to which others may be in other meshes."""
+    first, ranks = mesh.first, mesh.ranks
+    is_range = ranks == tuple(range(first, first + mesh.size))
+    return {r + d for r in ((first, ranks[-1]) if is_range else ranks) for d in (-1, 0, 1)}
+
+
+def _written_out(program: HostProgram, rank: int) -> HostProgram:
+    return _unrolled(program.project(rank))
+
+
+def _unrolled(program: HostProgram) -> HostProgram:
+    """A projection written out."""
+    check_defined(program)
+    try:
+        return unroll(program)
+    except KeyError as error:  # made in a branch that this rank does not take
+        raise ProgramError(
+            f"@{program.name} reads %{error.args[0]} on rank {program.rank}, where nothing made it",
+            where=f"host @{program.name}",
+            because="each run starts with an empty table of values",
+            hint="compute it in both branches",
+        ) from None
+
+
+def _mine(program: HostProgram, rank: int, meshes: list[DeviceMesh]) -> HostProgram:
+    """`unroll(program.project(rank))` of a program without loops, but with global attributes."""
+    if len(meshes) == 1 and not program.aliases:
+        return replace(program, rank=rank)
+    roots = {name: program.root(name) for name in program.aliases}
+    instructions = tuple(_with_roots(i, roots) for i in _executed(program, rank))
+    outputs = tuple(roots.get(n, n) for n in program.outputs)
+    return replace(program, instructions=instructions, outputs=outputs, aliases={}, rank=rank)
+
+
+def _executed(program: HostProgram, rank: int) -> Iterator[Instruction]:
+    """The instructions of one rank, as `project` chooses them."""
+    handles: set[str] = set()
+    for i in program.instructions:
+        match i.op:
+            case "wait":
+                if i.reads[0] in handles:
+                    yield i
+            case "free" | "post" | "send" | "recv" if program.runs_on(i, rank):
+                handles.update(i.outputs)
+                mine = tuple(x if _has(program, x, rank) else None for x in i.inputs)
+                yield i if mine == i.inputs else replace(i, inputs=mine)
+            case _ if i.op == "return" or program.runs_on(i, rank):
+                yield i
+
+
+def _has(program: HostProgram, x: Operand, rank: int) -> bool:
+    return not isinstance(x, str) or x not in program.types or program.has(x, rank)
+
+
+def _with_roots(i: Instruction, roots: Mapping[str, str]) -> Instruction:
+    """An instruction on the names that have the buffers."""
+    if not roots or roots.keys().isdisjoint((*i.reads, *i.outputs)):
+        return i
+    inputs = tuple(roots.get(x, x) if isinstance(x, str) else x for x in i.inputs)
+    outputs = tuple(roots.get(x, x) for x in i.outputs)
+    body = tuple(_with_roots(inner, roots) for inner in i.body)
+    return replace(i, inputs=inputs, outputs=outputs, body=body)
+
+
+def _check_transfers(program: HostProgram) -> None:
+    """Sends and receives along an axis, on the first and the last team of it."""
+    teams: dict[tuple[int, ...], None] = {}
+    for i in _inside(program.instructions):
+        layout = program.types[i.reads[0]].layout if i.op in ("send", "recv") else None
+        if layout is not None:
+            mesh, axis = layout.mesh, i.kwargs["axis"]
+            for coordinate in ([0] * mesh.ndim, [n - 1 for n in mesh.shape]):
+                teams[mesh.team(mesh.rank_at(coordinate), axis)] = None
+    bare = replace(program, instructions=_communications(program)) if teams else program
+    for team in teams:
+        check_teams({rank: unroll(bare.project(rank)) for rank in team}, is_whole=False)
+
+
+def _communications(program: HostProgram) -> tuple[Instruction, ...]:
+    """Those of the instructions, so that many ranks' programs are written out cheaply.
+
+    The buffers that they use are just allocated.
+    """
+    every, root = [*_inside(program.instructions)], program.root
+    posted = {root(n) for i in every if i.op in POSTS for n in i.reads}
+
+    def bare(block: tuple[Instruction, ...]) -> Iterator[Instruction]:
+        for i in block:
+            if i.op in ("for", "if"):
+                yield replace(i, body=tuple(bare(i.body)), orelse=tuple(bare(i.orelse)))
+            elif i.op in _ABOUT_RANKS:
+                yield i
+            for name in i.outputs:
+                if root(name) in posted:
+                    yield Instruction(op="alloc", outputs=(name,))
+
+    return tuple(bare(program.instructions))
+
+
+_ABOUT_RANKS = frozenset({*POSTS, "wait", "barrier", "group_start", "group_end"})
+
+
+# -- one rank's program --------------------------------------------------------------------------
+
+
+def _verify_rank(program: HostProgram) -> None:
+    """A projection by itself."""
+    _verify_written_out(_checked(program), program)
+
+
+def _checked(program: HostProgram) -> HostProgram:
+    """A projection written out, after what has to be right before."""
+    check_structure(program)
+    if any(i.op in ("for", "if") for i in program.instructions):
+        check_types(program)
+    return _unrolled(program)
+
+
+def _verify_written_out(local: HostProgram, program: HostProgram) -> None:
+    """A projection written out; `program` is it as it was."""
+    check_types(local)
+    _check_flow(local, program)
+    _check_sizes(local)
+
+
+def _check_flow(local: HostProgram, program: HostProgram) -> None:
+    """What a straight-line program does on its rank; `program` is what it was written as."""
+    updated = frozenset(map(program.root, program.aliases)).intersection(local.inputs)
+    has_frees = any(i.op == "free" for i in _inside(program.instructions))  # also in loops
+    Flow(local, updated, has_frees).run()
+
+
+def _check_sizes(local: HostProgram) -> None:
+    assert local.rank is not None
+    for i in local.instructions:
+        if i.op == "post":
+            check_sizes(local, i, local.rank)
+
+
+# -- a program for each rank ---------------------------------------------------------------------
+
+
+def _verify_ranks(programs: Mapping[int, HostProgram]) -> None:
+    """Each class of equal programs by itself, then all of them together."""
+    projected = {rank: program.project(rank) for rank, program in programs.items()}
+    written: dict[int, HostProgram] = {}
+    classes: dict[object, list[int]] = defaultdict(list)
+    for rank, program in projected.items():
+        if program.rank != rank:
+            raise ProgramError(
+                f"@{program.name}: the program for rank {rank} is the projection of {program.rank}",
+                hint="pass {rank: program.project(rank)} for every rank",
+            )
+        local = written[rank] = _checked(program)
+        types = tuple(local.types.items())
+        classes[types, local.instructions, local.inputs, local.outputs].append(rank)
+    for ranks in classes.values():
+        for rank in dict.fromkeys((ranks[0], ranks[-1])):
+            _verify_written_out(written[rank], projected[rank])
+    check_teams(written)

@@ -1,0 +1,158 @@
+"""What the ranks begin: their communications, as backends see them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mdfuse.backends.base import Call
+from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.verify.report import wrong
+from mdfuse.hir.verify.sizes import elements, part_on
+from mdfuse.hir.verify.structure import POSTS
+from mdfuse.ir.graph import dtype_name
+
+#: Straight-line programs by rank.
+Programs = Mapping[int, HostProgram]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Event:
+    """A rank begins a communication.
+
+    Attributes:
+        program: what the rank runs.
+        at: the position of the instruction.
+        i: the instruction.
+        call: what it posts, as backends see it; for send and recv an Exchange.
+        dtype: of the elements.
+        counts: elements of the source and of the destination; None where it has none.
+        sends: point-to-point: the elements of each send.
+        recvs: point-to-point: the elements of each receive.
+    """
+
+    program: HostProgram
+    at: int
+    i: Instruction
+    call: Call
+    dtype: torch.dtype | None = None
+    counts: tuple[int | None, int | None] = (None, None)
+    sends: tuple[int, ...] = ()
+    recvs: tuple[int, ...] = ()
+
+    @property
+    def rank(self) -> int:
+        return self.call.rank
+
+    @property
+    def handle(self) -> str:
+        """The name that tells it from others, the number of the iteration included."""
+        return self.i.outputs[0] if self.i.outputs else ""
+
+    @property
+    def base(self) -> str:
+        """The handle without the number of the iteration."""
+        return self.handle.split("@")[0]
+
+    @property
+    def name(self) -> str:
+        """What error messages call it."""
+        return f"%{self.handle}" if self.handle else self.i.op
+
+    @property
+    def place(self) -> tuple[HostProgram, Instruction]:
+        return self.program, self.i
+
+
+def events(program: HostProgram) -> Iterator[Event]:
+    """The communications that a rank begins, in order."""
+    assert program.rank is not None
+    for at, i in enumerate(program.instructions):
+        if i.op == "barrier":
+            yield from _barrier(program, at, i)
+        elif i.op == "post":
+            yield from _post(program, at, i)
+        elif i.op in POSTS:
+            yield _transfer(program, at, i)
+
+
+def _barrier(program: HostProgram, at: int, i: Instruction) -> Iterator[Event]:
+    assert i.comm is not None and program.rank is not None
+    team = i.comm.team(program.rank)
+    if len(team) > 1:
+        yield Event(program, at, i, Call(kind="Barrier", team=team, rank=program.rank))
+
+
+def _post(program: HostProgram, at: int, i: Instruction) -> Iterator[Event]:
+    assert i.comm is not None and program.rank is not None
+    part = part_on(program, i, program.rank)
+    if part.call is not None:
+        source, destination = (
+            _elements(program, x) if isinstance(x, str) else None for x in i.inputs
+        )
+        yield Event(
+            program,
+            at,
+            i,
+            part.call,
+            i.comm.dtype,
+            (source, destination),
+            elements(part.sends),
+            elements(part.recvs),
+        )
+
+
+def _elements(program: HostProgram, name: str) -> int:
+    return math.prod(program.types[name].local_shape(program.rank))
+
+
+def _transfer(program: HostProgram, at: int, i: Instruction) -> Event:
+    """A send or receive by itself."""
+    (name,) = i.reads
+    kind, rank = program.types[name], program.rank
+    assert rank is not None and kind.layout is not None
+    team, peer = kind.layout.mesh.ranks, i.kwargs["to" if i.op == "send" else "from"]
+    if not isinstance(peer, int) or peer not in team:
+        raise wrong(
+            program,
+            i,
+            f"{i.op} of %{name} with rank {peer}",
+            because=f"the buffer lives on the ranks {', '.join(map(str, team))}",
+            hint="name one of them",
+        )
+    peers, size = (peer,), (_elements(program, name),)
+    if i.op == "send":
+        call = Call(kind="Exchange", team=team, rank=rank, sends=peers)
+        return Event(program, at, i, call, kind.dtype, sends=size)
+    call = Call(kind="Exchange", team=team, rank=rank, recvs=peers)
+    return Event(program, at, i, call, kind.dtype, recvs=size)
+
+
+def _buffers(event: Event) -> list[str | None]:
+    """The names of its buffers, without the number of the iteration."""
+    inputs = event.i.inputs if event.i.op == "post" else ()
+    return [x.split("@")[0] if isinstance(x, str) else None for x in inputs]
+
+
+def difference(a: Event, b: Event) -> tuple[str, str, str] | None:
+    """(what, of the one, of the other) of the first thing in which two posts differ."""
+    if a.handle != b.handle:
+        return "", a.name, b.name
+    facts: list[tuple[str, Callable[[Event], Any]]] = [
+        ("kind", lambda e: e.call.kind),
+        ("reduce op", lambda e: e.call.reduce_op),
+        ("root", lambda e: e.call.root),
+        ("pieces", lambda e: e.i.kwargs.get("pieces")),
+        ("dtype", lambda e: dtype_name(e.dtype) if e.dtype is not None else None),
+    ]
+    for what, fact in facts:
+        if fact(a) != fact(b):
+            return what, str(fact(a)), str(fact(b))
+    for x, y in zip(_buffers(a), _buffers(b), strict=True):
+        if x is not None and y is not None and x != y:
+            return "buffer", f"%{x}", f"%{y}"
+    return None

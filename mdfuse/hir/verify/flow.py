@@ -1,0 +1,397 @@
+"""One rank's instructions in order: what is bound, written, freed, under way, and on which stream.
+
+The instructions are straight-line: loops are written out and aliases resolved, so that a name is a
+buffer. Nothing here knows of other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from mdfuse.errors import ProgramError
+from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.verify import refusals
+from mdfuse.hir.verify.memory import (
+    CALLER,
+    Access,
+    Clocks,
+    Posted,
+    Storage,
+    View,
+    conflict,
+    missing,
+    note_written,
+    record,
+)
+from mdfuse.hir.verify.sizes import uses
+from mdfuse.hir.verify.views import SLICES, VIEWS, may_copy, pieces_of, shape_of, whole
+from mdfuse.ir.graph import Operand
+from mdfuse.layout import Box
+
+
+@dataclass
+class Flow:
+    """Goes through the instructions of one rank.
+
+    Args:
+        program: straight-line, with the rank that runs it.
+        updated: inputs that an alias writes into.
+        has_frees: the program frees what it binds: nothing may be left.
+    """
+
+    program: HostProgram
+    updated: frozenset[str] = frozenset()
+    has_frees: bool = False
+    is_streamed: bool = False
+    bound: dict[str, View] = field(default_factory=dict)
+    #: names of host numbers that are known
+    numbers: set[str] = field(default_factory=set)
+    freed: dict[str, Instruction] = field(default_factory=dict)
+    posted: dict[str, Posted] = field(default_factory=dict)
+    waited: dict[str, Instruction] = field(default_factory=dict)
+    #: values of get_stream -> the stream
+    streams: dict[str, int] = field(default_factory=dict)
+    clocks: Clocks = field(default_factory=Clocks)
+
+    def __post_init__(self) -> None:
+        program = self.program
+        self.is_streamed = any(i.op == "set_stream" for i in program.instructions)
+        self.kept = {*program.inputs, *program.outputs}
+        for name in program.inputs:
+            layout = program.types[name].layout
+            if layout is None:
+                self.numbers.add(name)
+            elif self.rank in layout.mesh:
+                first = [Access(CALLER, 0, None, True, None)] if self.is_streamed else []
+                self.bound[name] = View(Storage(name, accesses=first, is_input=True))
+
+    @property
+    def rank(self) -> int:
+        assert self.program.rank is not None
+        return self.program.rank
+
+    def run(self) -> None:
+        """Check all instructions.
+
+        Raises:
+            ProgramError: the first one that is wrong.
+        """
+        steps = _STEPS
+        for i in self.program.instructions:
+            steps.get(i.op, Flow.compute)(self, i)
+        if not self.program.instructions or self.program.instructions[-1].op != "return":
+            self.end(None)
+
+    # -- reading and writing ---------------------------------------------------------------------
+
+    def view(self, name: str, i: Instruction) -> View | None:
+        """What a name stands for; None for a number."""
+        view = self.bound.get(name)
+        if view is None and name not in self.numbers:
+            raise self.unbound(name, i)
+        return view
+
+    def unbound(self, name: str, i: Instruction) -> ProgramError:
+        return refusals.unbound(self.program, name, i, self.freed.get(name))
+
+    def read(self, name: str, i: Instruction) -> View | None:
+        """A name is read by work on the current stream."""
+        view = self.view(name, i)
+        if view is None:
+            return None
+        if view.storage.accesses or view.born is not None:
+            self.check_order(name, view, False, i)
+        if view.storage.written is not None:
+            self.check_written(name, view, i)
+        if self.is_streamed:
+            self.record(view, False, i)
+        return view
+
+    def write(self, name: str, i: Instruction) -> None:
+        """Work on the current stream makes a value: in its buffer, or in a new one."""
+        view = self.bound.get(name)
+        if view is not None:
+            self.check_writable(name, view, i)
+            self.check_order(name, view, True, i)
+            note_written(view.storage, view.region, self.box(view.storage))
+        elif self.program.types[name].layout is None:
+            self.numbers.add(name)
+            return
+        else:
+            self.bound[name] = view = View(Storage(name))
+        if self.is_streamed:
+            self.check_callers(name, i)
+            self.record(view, True, i)
+
+    def box(self, storage: Storage) -> Box:
+        """All of a storage."""
+        return whole(self.program.types[storage.name], self.rank)
+
+    def record(self, view: View, is_write: bool, i: Instruction) -> None:
+        stream = self.clocks.current
+        record(view, Access(stream, self.clocks.now[stream], view.region, is_write, i))
+
+    def check_written(self, name: str, view: View, i: Instruction) -> None:
+        box = self.box(view.storage) if view.region is None else view.region
+        lacking = missing(view.storage, box)
+        if lacking:
+            raise refusals.unwritten(self.program, name, i, view.storage, lacking)
+
+    def check_writable(self, name: str, view: View, i: Instruction) -> None:
+        """Nobody else's value is overwritten."""
+        storage, made_by = view.storage, view.made_by
+        if made_by is not None and made_by.op not in SLICES:
+            raise refusals.overwrites_view(self.program, name, i, made_by)
+        if storage.is_input and storage.name not in self.updated:
+            raise refusals.overwrites_input(self.program, name, i, storage)
+        frozen_by = storage.frozen_by
+        if frozen_by is not None and name not in frozen_by.outputs:
+            raise refusals.overwrites_output(self.program, name, i, frozen_by)
+
+    # -- order -----------------------------------------------------------------------------------
+
+    def check_order(self, name: str, view: View, is_write: bool, i: Instruction) -> None:
+        """Whatever the access conflicts with is over before it begins."""
+        clock = self.clocks.now
+        other = conflict(view, is_write, clock)
+        if other is not None:
+            raise self.race(name, other, is_write, i)
+        if view.born is not None and clock.get(view.born[0], -1) < view.born[1]:
+            made = Access(*view.born, None, True, view.made_by)
+            raise self.race(name, made, is_write, i)
+
+    def race(self, name: str, other: Access, is_write: bool, i: Instruction) -> ProgramError:
+        return refusals.race(self.program, name, i, is_write, self.clocks.current, other)
+
+    def check_callers(self, name: str, i: Instruction) -> None:
+        """An output may be a buffer that the caller passed."""
+        if name in self.kept and CALLER not in self.clocks.now:
+            raise self.race(name, Access(CALLER, 0, None, True, None), True, i)
+
+    # -- local ops -------------------------------------------------------------------------------
+
+    def compute(self, i: Instruction) -> None:
+        """A row of the op table, or a buffer op."""
+        (output,) = i.outputs
+        if (i.fn or i.op) in VIEWS and i.order is None and output not in self.bound:
+            self.bind_view(output, i)
+            return
+        for x in i.inputs:
+            if type(x) is str:
+                self.read(x, i)
+        self.write(output, i)
+
+    def bind_view(self, output: str, i: Instruction) -> None:
+        """The result is its operand's memory."""
+        source = i.inputs[0]
+        view = self.view(source, i) if isinstance(source, str) else None
+        if view is None or not isinstance(source, str):
+            self.numbers.add(output)
+            return
+        storage, born = view.storage, None
+        is_delicate = self.is_streamed or storage.accesses or storage.written is not None
+        if output in self.kept or (is_delicate and may_copy(self.program, i)):
+            self.read(source, i)
+            storage.frozen_by = i if output in self.kept else storage.frozen_by
+            if self.is_streamed:
+                self.check_callers(output, i)
+                born = self.clocks.current, self.clocks.now[self.clocks.current]
+        region, dims = shape_of(self.program, view, i)
+        self.bound[output] = View(storage, region, dims, i, born)
+
+    def launch(self, i: Instruction) -> None:
+        """A host unit: what is inside it, and its own values are forgotten at the end."""
+        for name in i.reads:
+            self.view(name, i)
+        for inner in i.body:
+            self.compute(inner)
+        for name in {n for inner in i.body for n in inner.outputs}.difference(i.outputs):
+            self.bound.pop(name, None)
+
+    # -- buffers ---------------------------------------------------------------------------------
+
+    def alloc(self, i: Instruction) -> None:
+        """A buffer without contents; nothing where there is one."""
+        (name,) = i.outputs
+        if name in self.bound:
+            return
+        self.bound[name] = view = View(Storage(name, written={}))
+        if self.is_streamed:
+            self.check_callers(name, i)
+            self.record(view, True, i)
+
+    def free(self, i: Instruction) -> None:
+        for name in i.inputs:
+            if not isinstance(name, str):  # a buffer that this rank lacks
+                continue
+            if name in self.kept:
+                raise refusals.not_to_free(self.program, name, i)
+            if self.posted:
+                self.check_idle(name, i)
+            if self.bound.pop(name, None) is None and name not in self.numbers:
+                raise self.unbound(name, i)
+            self.numbers.discard(name)
+            self.freed[name] = i
+
+    def check_idle(self, name: str, i: Instruction) -> None:
+        """No communication under way uses a buffer that is freed."""
+        for posted in self.posted.values():
+            views = [self.bound.get(n) for n in posted.i.reads]
+            owners = [v.storage.name for v in views if v is not None]
+            if name in (*posted.i.reads, *owners):
+                raise refusals.freed_in_use(self.program, name, i, posted.i)
+
+    # -- communications --------------------------------------------------------------------------
+
+    def post(self, i: Instruction) -> None:
+        assert i.comm is not None
+        source, destination = i.inputs
+        takes, gives = uses(self.program, i, self.rank)
+        buffers = [(source, False)] if takes else []
+        buffers += [(destination, True)] if gives else []
+        self.begin(i, buffers, i.kwargs.get("pieces") if i.attrs else None)
+
+    def send(self, i: Instruction) -> None:
+        self.begin(i, [(i.inputs[0], False)])
+
+    def recv(self, i: Instruction) -> None:
+        self.begin(i, [(i.inputs[0], True)])
+
+    def begin(
+        self, i: Instruction, buffers: list[tuple[Operand, bool]], count: int | None = None
+    ) -> None:
+        """A communication starts after what is queued on the current stream.
+
+        Args:
+            i: the instruction.
+            buffers: those that it uses, and whether it writes them.
+            count: of its pieces; None where it is one.
+        """
+        (handle,) = i.outputs
+        if handle in self.posted:
+            raise refusals.posted_twice(self.program, i, self.posted[handle].i)
+        for name in i.reads:
+            self.view(name, i)
+        used = [
+            (name, view, is_write)
+            for name, is_write in buffers
+            if isinstance(name, str) and (view := self.access(name, is_write, i)) is not None
+        ]
+        clock = self.clocks.snapshot(self.clocks.current) if self.is_streamed else {}
+        self.posted[handle] = Posted(i, clock, pieces_of(self.program, i, used, count))
+
+    def access(self, name: str, is_write: bool, i: Instruction) -> View | None:
+        """A buffer that a communication is about to use."""
+        if not is_write:
+            return self.read(name, i)
+        view = self.view(name, i)
+        if view is not None:
+            self.check_writable(name, view, i)
+            self.check_order(name, view, True, i)
+        return view
+
+    def wait(self, i: Instruction) -> None:
+        """The current stream goes on once the communication, or a piece of it, is done."""
+        handle = i.reads[0]
+        posted = self.posted.get(handle)
+        if posted is None:
+            raise refusals.nothing_to_wait_for(self.program, i, self.waited.get(handle))
+        piece = i.kwargs["piece"] if i.attrs else None
+        if piece is not None and piece not in posted.pieces:
+            raise refusals.no_piece(self.program, i, piece, posted.i)
+        for n in [piece] if piece is not None else list(posted.pieces):
+            for view, access in posted.pieces.pop(n):
+                self.finish(view, access)
+        if self.is_streamed:
+            self.clocks.join(posted.clock)
+        if not posted.pieces:
+            del self.posted[handle]
+            self.waited[handle] = i
+
+    def finish(self, view: View, access: Access) -> None:
+        """What a communication accessed counts as work of the stream that waited for it."""
+        access.who = self.clocks.current
+        access.tick = self.clocks.now[access.who]
+        if not self.is_streamed:
+            view.storage.accesses.remove(access)
+        if access.is_write:
+            note_written(view.storage, view.region, self.box(view.storage))
+
+    # -- streams ---------------------------------------------------------------------------------
+
+    def get_stream(self, i: Instruction) -> None:
+        self.streams[i.outputs[0]] = self.clocks.current
+
+    def set_stream(self, i: Instruction) -> None:
+        self.clocks.current = self.stream(i)
+
+    def sync(self, i: Instruction) -> None:
+        other = self.stream(i)
+        if other != self.clocks.current:
+            self.clocks.join(self.clocks.snapshot(other))
+
+    def stream(self, i: Instruction) -> int:
+        """The stream that an instruction names."""
+        value = i.kwargs["stream"] if i.attrs else i.inputs[0]
+        if isinstance(value, str) and value in self.streams:
+            return self.streams[value]
+        if isinstance(value, int) and value >= 0:
+            return value
+        raise refusals.no_stream(self.program, i, value)
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def end(self, i: Instruction | None) -> None:
+        """Everything is waited for, the outputs are there, and nothing else is left."""
+        for posted in self.posted.values():
+            raise refusals.never_waited(self.program, posted.i, posted.pieces)
+        self.clocks.current = CALLER
+        for name in i.reads if i is not None else ():
+            if i is not None and self.program.has(name, self.rank):
+                self.hand_over(name, i)
+        for name in self.program.inputs:
+            if name in self.bound and self.is_streamed:
+                self.check_joined(name, self.bound[name], i)
+        if self.has_frees:
+            self.check_leaks()
+
+    def hand_over(self, name: str, i: Instruction) -> None:
+        """An output is the caller's from now on."""
+        view = self.read(name, i)
+        if view is not None and self.is_streamed:
+            self.check_joined(name, view, i)
+
+    def check_joined(self, name: str, view: View, i: Instruction | None) -> None:
+        """The caller may do what it likes with its buffers afterwards, on its own stream."""
+        other = conflict(view, True, self.clocks.now)
+        if other is not None:
+            raise refusals.not_joined(self.program, name, i, other)
+
+    def check_leaks(self) -> None:
+        for name in self.bound:
+            if name not in self.kept:
+                raise refusals.leak(self.program, name)
+
+
+def _nothing(flow: Flow, i: Instruction) -> None:
+    """It touches no buffer of the program."""
+
+
+#: op -> what it does; the others are local ops.
+_STEPS: dict[str, Callable[[Flow, Instruction], None]] = {
+    "launch": Flow.launch,
+    "alloc": Flow.alloc,
+    "free": Flow.free,
+    "post": Flow.post,
+    "send": Flow.send,
+    "recv": Flow.recv,
+    "wait": Flow.wait,
+    "barrier": _nothing,
+    "group_start": _nothing,
+    "group_end": _nothing,
+    "get_stream": Flow.get_stream,
+    "set_stream": Flow.set_stream,
+    "sync": Flow.sync,
+    "return": Flow.end,
+}

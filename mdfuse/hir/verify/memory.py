@@ -1,0 +1,184 @@
+"""Memory while a program is verified: who shares it, what is written, in what order it is used.
+
+Every stream has a vector clock: for each stream, how far along that one it has waited. An access
+is later than another if its stream has waited for as much as the other's tick says (Lamport 1978,
+Fidge 1988, Mattern 1989). A communication under way is later than nothing and earlier than nothing
+until a stream waits for it; then it counts as work of that stream.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from mdfuse.hir.program import Instruction
+from mdfuse.layout import Box, box_shape, box_size, intersect
+
+#: The stream that is current when a run starts.
+CALLER = -1
+#: Stands for a stream in accesses of a communication that nothing has waited for.
+PENDING = -2
+
+Clock = dict[int, int]
+
+
+@dataclass(slots=True, eq=False)
+class Access:
+    """Someone reads or writes a region.
+
+    Attributes:
+        who: a stream, or PENDING.
+        tick: how far the stream had come.
+        region: the box of the storage; None for all of it.
+        is_write: it changes the region.
+        by: the instruction; None for the caller, who wrote the inputs.
+    """
+
+    who: int
+    tick: int
+    region: Box | None
+    is_write: bool
+    by: Instruction | None
+
+
+@dataclass(slots=True, eq=False)
+class Storage:
+    """Memory that one or several names stand for.
+
+    Attributes:
+        name: the name that it was made for.
+        written: box -> elements, of what was written; None once all of it is.
+        accesses: those that a later access may have to wait for.
+        is_input: it is the caller's.
+        frozen_by: what made an output a view of it; after that it must not change.
+    """
+
+    name: str
+    written: dict[Box, int] | None = None
+    accesses: list[Access] = field(default_factory=list)
+    is_input: bool = False
+    frozen_by: Instruction | None = None
+
+
+@dataclass(slots=True, eq=False)
+class View:
+    """What a name stands for.
+
+    Attributes:
+        storage: the memory.
+        region: the box of it; None for all of it.
+        dims: for each dim of the view the storage's; None where they are the same.
+        made_by: the instruction that made it a view of another name.
+        born: the stream and its tick, where making it may have copied (a reshape).
+    """
+
+    storage: Storage
+    region: Box | None = None
+    dims: tuple[int, ...] | None = None
+    made_by: Instruction | None = None
+    born: tuple[int, int] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Posted:
+    """A communication under way.
+
+    Attributes:
+        i: what began it.
+        clock: what came before it.
+        pieces: piece (None: all there is) -> what it accesses, each with the view of the buffer.
+    """
+
+    i: Instruction
+    clock: Clock
+    pieces: dict[int | None, list[tuple[View, Access]]]
+
+
+# -- what is written -----------------------------------------------------------------------------
+
+
+def note_written(storage: Storage, region: Box | None, box: Box) -> None:
+    """A region has contents from now on; `box` is all of the storage."""
+    if storage.written is None:
+        return
+    if region is not None:
+        storage.written[region] = box_size(region)
+    if region is None or sum(storage.written.values()) >= box_size(box):
+        storage.written = None
+
+
+def missing(storage: Storage, region: Box) -> int:
+    """How many elements of a region nothing has written (distinct boxes count as disjoint)."""
+    shared = (intersect(box, region) for box in storage.written or ())
+    found = sum(box_size(b) for b in shared if b is not None)
+    return max(math.prod(box_shape(region)) - found, 0)
+
+
+# -- order ---------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Clocks:
+    """The streams of one rank, and what each has waited for."""
+
+    current: int = CALLER
+    streams: dict[int, Clock] = field(default_factory=lambda: {CALLER: {CALLER: 0}})
+
+    @property
+    def now(self) -> Clock:
+        """What the current stream has waited for."""
+        return self.of(self.current)
+
+    def of(self, stream: int) -> Clock:
+        return self.streams.setdefault(stream, {stream: 0})
+
+    def snapshot(self, stream: int) -> Clock:
+        """What is queued on a stream so far, for another one to wait for."""
+        clock = self.of(stream)
+        taken = dict(clock)
+        clock[stream] += 1
+        return taken
+
+    def join(self, taken: Clock) -> None:
+        """The current stream waits for what a snapshot holds."""
+        clock = self.now
+        for stream, tick in taken.items():
+            if clock.get(stream, -1) < tick:
+                clock[stream] = tick
+
+
+def conflict(view: View, is_write: bool, clock: Clock) -> Access | None:
+    """An access to what a view stands for that is not over for someone with this clock."""
+    for a in view.storage.accesses:
+        is_free = clock.get(a.who, -1) < a.tick
+        if is_free and (is_write or a.is_write) and _overlap(a.region, view.region):
+            return a
+    return None
+
+
+def _overlap(a: Box | None, b: Box | None) -> bool:
+    return a is None or b is None or intersect(a, b) is not None
+
+
+def record(view: View, access: Access) -> None:
+    """Remember an access that conflicts with none; those that it makes superfluous go.
+
+    Whoever waits for a write has waited for all that the write waited for, and whoever waits for a
+    read of a stream has waited for that stream's earlier reads.
+    """
+    kept = [
+        a
+        for a in view.storage.accesses
+        if not (
+            (access.is_write or (a.who == access.who and not a.is_write))
+            and a.who != PENDING
+            and _covers(access.region, a.region)
+        )
+    ]
+    view.storage.accesses = [*kept, access]
+
+
+def _covers(a: Box | None, b: Box | None) -> bool:
+    return a is None or (
+        b is not None and all(p <= r and s <= q for (p, q), (r, s) in zip(a, b, strict=True))
+    )

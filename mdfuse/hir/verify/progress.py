@@ -1,0 +1,84 @@
+"""Across ranks: nobody waits forever."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
+
+from mdfuse.errors import CommunicationError
+from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.verify.events import Event, Programs
+from mdfuse.hir.verify.report import disagreement
+from mdfuse.hir.verify.structure import POSTS
+
+#: Events that are one communication: of a team, or a send and its receive.
+Meeting = tuple[Event, ...]
+#: A communication, by its number, or the point after a wait: (rank, position).
+_Node = int | tuple[int, int]
+
+
+def check_progress(programs: Programs, meetings: list[Meeting]) -> None:
+    """No communication waits, through the waits of some ranks, for itself to be posted.
+
+    A communication is done once all its ranks have posted it, which each does after its waits
+    before that post: a graph over communications and points of programs, refused with a cycle.
+    """
+    posted: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for n, events in enumerate(meetings):
+        for e in events:
+            posted[e.rank, e.at].append(n)
+    before: dict[_Node, set[_Node]] = defaultdict(set)
+    for rank, program in programs.items():
+        _order_rank(before, program, rank, posted)
+    try:
+        TopologicalSorter(before).prepare()
+    except CycleError as error:
+        raise _deadlock(programs, meetings, error.args[1]) from None
+
+
+def _order_rank(
+    before: dict[_Node, set[_Node]],
+    program: HostProgram,
+    rank: int,
+    posted: Mapping[tuple[int, int], list[int]],
+) -> None:
+    """A rank's posts come after the waits before them, and waits after their communications."""
+    point: tuple[int, int] | None = None
+    under_way: dict[str, list[int]] = {}
+    for at, i in enumerate(program.instructions):
+        here, awaited = posted.get((rank, at), []), []
+        if point is not None:
+            for n in here:
+                before[n].add(point)
+        if i.op in POSTS:
+            under_way[i.outputs[0]] = here
+        elif i.op in ("wait", "barrier"):
+            awaited = here if i.op == "barrier" else under_way.get(i.reads[0], [])
+        if awaited:
+            last, point = point, (rank, at)
+            before[point].update(awaited, [last] if last is not None else [])
+
+
+def _deadlock(
+    programs: Programs, meetings: list[Meeting], cycle: list[_Node]
+) -> CommunicationError:
+    """The error, with the waits and posts of the cycle in order."""
+    start = next(at for at, node in enumerate(cycle) if isinstance(node, int))
+    cycle = [*cycle[start:-1], *cycle[: start + 1]]
+    places: list[tuple[HostProgram, Instruction | None]] = []
+    for here, following in pairwise(cycle):
+        if isinstance(here, int) and isinstance(following, tuple):
+            rank, at = following
+            places.append((programs[rank], programs[rank].instructions[at]))
+        elif isinstance(here, tuple) and isinstance(following, int):
+            places.append(next(e for e in meetings[following] if e.rank == here[0]).place)
+    ranks = dict.fromkeys(node[0] for node in cycle if isinstance(node, tuple))
+    shown = ", ".join(map(str, ranks))
+    return disagreement(
+        places,
+        f"ranks {shown} wait for each other" if len(ranks) > 1 else f"rank {shown} waits forever",
+        because="each waits for a communication that another posts only after its own wait",
+        hint="post before waiting on every rank, or wait in one order on all of them",
+    )

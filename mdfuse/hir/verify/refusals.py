@@ -1,0 +1,251 @@
+"""What is refused in the flow of one rank's program, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mdfuse.errors import ProgramError
+from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.verify.memory import CALLER, PENDING, Access, Storage
+from mdfuse.hir.verify.report import wrong
+
+_IN_USE = "what a communication reads and writes is in use until its wait"
+_SYNC_CALLER = "`%s = get_stream` at the start, and `sync %s` on this stream before"
+
+
+def _stream_text(stream: int) -> str:
+    return "the caller's stream" if stream == CALLER else f"stream {stream}"
+
+
+def _doing(access: Access) -> str:
+    return "writing" if access.is_write else "reading"
+
+
+# -- names ---------------------------------------------------------------------------------------
+
+
+def unbound(
+    program: HostProgram, name: str, i: Instruction, freed: Instruction | None
+) -> ProgramError:
+    """A name without a buffer is read, returned or freed."""
+    what = f"{i.op} of %{name}" if i.op in ("free", "return") else f"{i} reads %{name}"
+    if freed is not None:
+        return wrong(
+            program,
+            i,
+            f"{what}, which was freed before",
+            because="a buffer is freed once, after its last use",
+            hint=f"move `free %{name}` down, or leave one out",
+            also=[freed],
+        )
+    kind = program.types.get(name)
+    because = "each run starts with an empty table of values"
+    if kind is not None and kind.layout is not None and program.rank not in kind.layout.mesh:
+        because = f"%{name} lives on {kind.layout.mesh}, which rank {program.rank} is not in"
+    hint = "compute it, or alloc and receive it, before; an input must be in the header"
+    return wrong(program, i, f"{what}, which nothing computed", because=because, hint=hint)
+
+
+def not_to_free(program: HostProgram, name: str, i: Instruction) -> ProgramError:
+    role = "an input" if name in program.inputs else "an output"
+    return wrong(
+        program,
+        i,
+        f"free of %{name}, which is {role}",
+        because="inputs and outputs are the caller's",
+        hint="leave it out",
+    )
+
+
+def leak(program: HostProgram, name: str) -> ProgramError:
+    made = next((i for i in program.instructions if name in i.outputs), None)
+    return wrong(
+        program,
+        made,
+        f"%{name} is never freed",
+        because="where a program frees buffers, it frees all but inputs and outputs",
+        hint=f"free %{name} after its last use",
+    )
+
+
+# -- contents ------------------------------------------------------------------------------------
+
+
+def unwritten(
+    program: HostProgram, name: str, i: Instruction, storage: Storage, lacking: int
+) -> ProgramError:
+    return wrong(
+        program,
+        i,
+        f"{i} reads %{name}, of which nothing has written {lacking} elements",
+        because="a buffer that was only allocated has no contents",
+        hint=f"write all of %{storage.name} before",
+    )
+
+
+def overwrites_view(
+    program: HostProgram, name: str, i: Instruction, made_by: Instruction
+) -> ProgramError:
+    return wrong(
+        program,
+        i,
+        f"{i} writes into %{name}, which is a view of %{made_by.reads[0]}",
+        because="that would overwrite another value",
+        hint=f"alloc %{name} before it is first computed",
+        also=[made_by],
+    )
+
+
+def overwrites_input(
+    program: HostProgram, name: str, i: Instruction, storage: Storage
+) -> ProgramError:
+    return wrong(
+        program,
+        i,
+        f"{i} writes into %{name}, which is memory of input %{storage.name}",
+        because="inputs are the caller's; only an alias of one updates it in place",
+        hint=f"give the result another name, or declare `alias %new = %{storage.name}`",
+    )
+
+
+def overwrites_output(
+    program: HostProgram, name: str, i: Instruction, frozen_by: Instruction
+) -> ProgramError:
+    output = frozen_by.outputs[0]
+    return wrong(
+        program,
+        i,
+        f"{i} writes into %{name}, of which output %{output} is a view",
+        because="the output would change with it, but not where the caller passed a buffer for it",
+        hint=f"compute %{output} after the last write",
+        also=[frozen_by],
+    )
+
+
+# -- order ---------------------------------------------------------------------------------------
+
+
+def race(
+    program: HostProgram,
+    name: str,
+    i: Instruction,
+    is_write: bool,
+    stream: int,
+    other: Access,
+) -> ProgramError:
+    """An access on a stream, and another one that may not be over."""
+    does, here, there = "writes" if is_write else "reads", _stream_text(stream), other.who
+    also = [other.by] if other.by is not None else []
+    because = "accesses to one buffer are ordered by one stream, or by syncs and waits"
+    hint = f"sync {there} on {here} before" if there != CALLER else _SYNC_CALLER
+    if there == PENDING:
+        assert other.by is not None
+        handle = other.by.outputs[0]
+        what = f"{i} {does} %{name}, which {other.by.op} %{handle} is still using"
+        because, hint = _IN_USE, f"wait %{handle} before"
+    elif other.by is None:
+        what = f"{i} {does} %{name} on {here}, which has not waited for the caller's stream"
+        because = "the caller's buffers are ready on the caller's stream"
+    else:
+        what = f"{i} {does} %{name} on {here} while {_stream_text(there)} may still be "
+        what += f"{_doing(other)} it"
+        if other.by.fn == "reshape":
+            because = "a reshape that merges dims may copy, on the stream that is current there"
+    return wrong(program, i, what, because=because, hint=hint, also=also)
+
+
+def not_joined(
+    program: HostProgram, name: str, i: Instruction | None, other: Access
+) -> ProgramError:
+    """The caller gets a buffer back while a stream is still at it."""
+    return wrong(
+        program,
+        i,
+        f"return while {_stream_text(other.who)} may still be {_doing(other)} %{name}",
+        because="inputs and outputs are the caller's again after the return, on its stream",
+        hint=f"sync {other.who} on the caller's stream before the return",
+        also=[other.by],
+    )
+
+
+def no_stream(program: HostProgram, i: Instruction, value: object) -> ProgramError:
+    is_number = isinstance(value, int)
+    return wrong(
+        program,
+        i,
+        f"{i.op} %{value}" if isinstance(value, str) else f"{i.op} {value}",
+        because="streams are numbered from 0" if is_number else "get_stream did not give it",
+        hint="name a stream by a number, or by a value of get_stream",
+    )
+
+
+# -- communications ------------------------------------------------------------------------------
+
+
+def freed_in_use(
+    program: HostProgram, name: str, i: Instruction, post: Instruction
+) -> ProgramError:
+    return wrong(
+        program,
+        i,
+        f"free of %{name}, which {post.op} %{post.outputs[0]} is still using",
+        because=_IN_USE,
+        hint=f"free it after wait %{post.outputs[0]}",
+        also=[post],
+    )
+
+
+def posted_twice(program: HostProgram, i: Instruction, first: Instruction) -> ProgramError:
+    return wrong(
+        program,
+        i,
+        f"{i.op} %{i.outputs[0]}, while another %{i.outputs[0]} is under way",
+        because="a handle names one communication until its wait",
+        hint="wait for the first one before, or name this one otherwise",
+        also=[first],
+    )
+
+
+def nothing_to_wait_for(
+    program: HostProgram, i: Instruction, before: Instruction | None
+) -> ProgramError:
+    handle = i.reads[0]
+    return wrong(
+        program,
+        i,
+        f"wait %{handle}, " + ("which was waited for before" if before else "which is no post"),
+        because="each wait names an earlier post that nothing has waited for yet",
+        hint="leave it out" if before else f"move it behind the post of %{handle}",
+        also=[before] if before else [],
+    )
+
+
+def no_piece(
+    program: HostProgram, i: Instruction, piece: object, post: Instruction
+) -> ProgramError:
+    handle, count = post.outputs[0], post.kwargs.get("pieces")
+    because = f"%{handle} arrives in one piece"
+    if count is not None:
+        because = f"it has the pieces 0 to {count - 1}, and each is waited for once"
+    return wrong(
+        program,
+        i,
+        f"wait %{handle}[{piece}]: there is no such piece to wait for",
+        because=because,
+        hint=f"wait %{handle}, or post it with pieces=",
+        also=[post],
+    )
+
+
+def never_waited(
+    program: HostProgram, post: Instruction, left: Iterable[int | None]
+) -> ProgramError:
+    pieces = ", ".join(str(n) for n in left if n is not None)
+    return wrong(
+        program,
+        post,
+        f"{post.op} %{post.outputs[0]} is never waited for"
+        + (f": piece {pieces}" if pieces else ""),
+        because="its buffers are in use until then",
+        hint=f"wait %{post.outputs[0]} before the return",
+    )

@@ -1,0 +1,167 @@
+"""How many elements a communication takes and gives on one rank, as backends see it."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+from mdfuse.backends.base import POINT_TO_POINT, Call
+from mdfuse.communication import Communication
+from mdfuse.errors import MdfuseError
+from mdfuse.hir.program import BufferType, HostProgram, Instruction
+from mdfuse.hir.verify.report import wrong
+from mdfuse.layout import Box, Layout, box_shape, box_size
+from mdfuse.transfers import Part
+
+
+def multiples(call: Call) -> tuple[int | None, int | None]:
+    """How many blocks the source and the destination of one rank hold; None: it is not used.
+
+    A block is what the table of `mdfuse.backends.base.Call` calls k. Not for AllToAll and
+    point-to-point, which have counts.
+    """
+    n, at_root, is_part = len(call.team), call.rank == call.root, call.rank in call.parts
+    match call.kind:
+        case "Allgather":
+            return 1, n
+        case "ReduceScatter":
+            return n, 1
+        case "Broadcast":
+            return (1, None) if at_root else (None, 1)
+        case "Reduce":
+            return 1, 1 if at_root else None
+        case "Gather":
+            return 1 if is_part else None, len(call.parts) if at_root else None
+        case "Scatter":
+            blocks = call.source_blocks or max(call.blocks, default=-1) + 1
+            return blocks if at_root else None, 1 if is_part else None
+    return 1, 1
+
+
+def part_on(program: HostProgram, i: Instruction, rank: int) -> Part:
+    """A rank's part of what an instruction posts; ProgramError where it has none."""
+    assert i.comm is not None
+    try:
+        return i.comm.part(rank)
+    except (MdfuseError, StopIteration, AssertionError, ValueError, IndexError) as error:
+        raise wrong(
+            program,
+            i,
+            f"{i.comm} means nothing on rank {rank}",
+            because=str(error) or f"from {i.comm.source} to {i.comm.destination}",
+            hint="post what changes one layout into the other",
+        ) from error
+
+
+def uses(program: HostProgram, i: Instruction, rank: int) -> tuple[bool, bool]:
+    """Whether a rank's part of a communication reads its source, and writes its destination."""
+    assert i.comm is not None
+    try:
+        return _uses(i.comm, rank)
+    except (MdfuseError, StopIteration, AssertionError, ValueError, IndexError):
+        return _used(part_on(program, i, rank))
+
+
+@lru_cache(maxsize=4096)
+def _uses(comm: Communication, rank: int) -> tuple[bool, bool]:
+    return _used(comm.part(rank))
+
+
+def _used(part: Part) -> tuple[bool, bool]:
+    own = bool(part.copies)
+    if part.call is None:
+        return own, own
+    if part.call.kind in POINT_TO_POINT:
+        return bool(part.sends) or own, bool(part.recvs) or own
+    source, destination = multiples(part.call)
+    return source is not None or own, destination is not None or own
+
+
+def check_sizes(program: HostProgram, i: Instruction, rank: int) -> None:
+    """Raise ProgramError where a post's buffers are not as large as its communication says."""
+    assert i.comm is not None
+    types = program.types
+    held = [types.get(x) if isinstance(x, str) else None for x in i.inputs]
+    source, destination = (
+        k if k is not None and k.layout is not None and rank in k.layout.mesh else None
+        for k in held
+    )
+    problem = size_problem(i.comm, source, destination, rank)
+    if problem is not None:
+        which, found, expected = problem
+        raise wrong(
+            program,
+            i,
+            f"rank {rank} posts {i.comm} with {found} of %{i.inputs[which]}, expected {expected}",
+            because=f"it is posted for {list(i.comm.shape)} from {i.comm.source} to "
+            f"{i.comm.destination}",
+            hint="post a buffer of that size; pad it where the parts of the ranks differ",
+        )
+
+
+@lru_cache(maxsize=4096)
+def size_problem(
+    comm: Communication, source: BufferType | None, destination: BufferType | None, rank: int
+) -> tuple[int, str, str] | None:
+    """(which of the two, what it is, what it should be) of a wrong buffer; None: both fit."""
+    part = comm.part(rank)
+    expected = _shapes(comm, part, rank) if comm.kind in POINT_TO_POINT else _counts(comm, part)
+    for which, kind in enumerate((source, destination)):
+        want = expected[which]
+        if want is None:
+            continue
+        if kind is None:
+            return which, "nothing", _text(want)
+        shape = kind.local_shape(rank)
+        if want not in (shape, math.prod(shape)):
+            return which, _text(shape if isinstance(want, tuple) else math.prod(shape)), _text(want)
+    return None
+
+
+_Size = int | tuple[int, ...] | None
+
+
+def _text(size: _Size) -> str:
+    return f"shape {list(size)}" if isinstance(size, tuple) else f"{size} elements"
+
+
+def _shapes(comm: Communication, part: Part, rank: int) -> tuple[_Size, _Size]:
+    """Point-to-point: boxes are cut out of what the layouts say."""
+    source = destination = None
+    if part.sends or part.copies:
+        source = box_shape(comm.source.intervals(comm.shape, rank))
+    if part.recvs or part.copies:
+        destination = box_shape(comm.destination.intervals(comm.shape, rank))
+    return source, destination
+
+
+def _counts(comm: Communication, part: Part) -> tuple[_Size, _Size]:
+    call = part.call
+    if call is None:
+        return None, None
+    if call.kind == "AllToAll":
+        return sum(call.send_counts), sum(call.recv_counts)
+    source, destination = multiples(call)
+    if comm.dim is None:
+        before, after = (_held(x, comm, call.rank) for x in (comm.source, comm.destination))
+        return source and before, destination and after
+    k = block(comm, call.rank)
+    return source and source * k, destination and destination * k
+
+
+def _held(layout: Layout, comm: Communication, rank: int) -> int | None:
+    return box_size(layout.intervals(comm.shape, rank)) if rank in layout.mesh else None
+
+
+def block(comm: Communication, rank: int) -> int:
+    """The elements of one block, of a kind that splits a dim."""
+    assert comm.dim is not None
+    _, rows = comm.rows(rank)
+    layout = comm.whole()
+    local = layout.local_shape(comm.shape, rank if rank in layout.mesh else None)
+    return rows * math.prod(n for d, n in enumerate(local) if d != comm.dim)
+
+
+def elements(boxes: tuple[Box, ...]) -> tuple[int, ...]:
+    """How many elements each box holds."""
+    return tuple(map(box_size, boxes))

@@ -1,0 +1,319 @@
+"""What is wrong with a host program by its text alone: aliases, blocks, units, handles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from mdfuse.errors import ProgramError
+from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.verify.report import wrong
+from mdfuse.ir.ops import TABLE
+
+#: What begins a communication; the only instructions between group_start and group_end.
+POSTS = ("post", "send", "recv")
+#: Local ops that are no rows of the op table.
+BUFFER_OPS = ("narrow", "chunk", "select", "unexpand", "pad", "pack", "zeros")
+_IN_PIECES = ("Allreduce", "Reduce", "Broadcast")
+
+
+def check_structure(program: HostProgram) -> None:
+    """Raise ProgramError for what holds or does not hold on every rank, whatever it runs."""
+    if program.aliases:
+        _check_aliases(program)
+    check = _Structure(program)
+    check.block(program.instructions)
+    check.check_return()
+
+
+def check_defined(program: HostProgram) -> None:
+    """Raise ProgramError where a name is read that no earlier instruction makes, on any path.
+
+    Programs with loops are written out before their flow is checked, which needs the types of what
+    is read.
+    """
+    known = {program.root(n) for n in (*program.inputs, *program.outputs)}
+    for i in program.walk():
+        for name in i.reads:
+            if program.root(name) not in known and i.op not in ("wait", "return"):
+                raise _undefined(program, i, name)
+        known.update(map(program.root, i.outputs))
+
+
+def _undefined(program: HostProgram, i: Instruction, name: str) -> ProgramError:
+    return wrong(
+        program,
+        i,
+        f"{i} reads %{name}, which nothing computed",
+        because="each run starts with an empty table of values",
+        hint="compute it, or alloc and receive it, before; an input must be in the header",
+    )
+
+
+def _check_aliases(program: HostProgram) -> None:
+    for name, of in program.aliases.items():
+        root = program.root(name)
+        if name in program.inputs:
+            raise ProgramError(
+                f"@{program.name}: input %{name} is an alias of %{of}",
+                where=f"alias %{name} = %{of}",
+                because="inputs cannot be aliased: their buffers are the caller's",
+                hint=f"alias %{of} = %{name} instead: %{of} then acts on the caller's buffer",
+            )
+        kind, other = program.types.get(name), program.types.get(root)
+        if kind is not None and other is not None and kind != other:
+            raise ProgramError(
+                f"@{program.name}: %{name} is an alias of %{root}, but has another type",
+                where=f"alias %{name} = %{of}",
+                because="names that share a buffer have one type: "
+                f"{kind.text()} {kind.layout} is not {other.text()} {other.layout}",
+                hint="leave the alias out, or change the type",
+            )
+
+
+@dataclass(slots=True)
+class _Structure:
+    program: HostProgram
+    allocated: dict[str, Instruction] = field(default_factory=dict)
+    handles: set[str] = field(default_factory=set)
+    group: Instruction | None = None
+
+    def block(self, block: tuple[Instruction, ...]) -> None:
+        rules, inputs = _RULES, frozenset(self.program.inputs)
+        for i in block:
+            if self.group is not None and i.op not in (*POSTS, "group_end"):
+                raise self.wrong_in_group(i)
+            rule = rules.get(i.op)
+            if rule is not None:
+                rule(self, i)
+            elif not i.fn and i.op not in BUFFER_OPS:
+                raise self.unknown(i)
+            if not inputs.isdisjoint(i.outputs):
+                self.check_writes(i, i.outputs)
+        if self.group is not None:
+            group, self.group = self.group, None
+            raise self.unbalanced(group)
+
+    def check_writes(self, i: Instruction, names: tuple[str, ...]) -> None:
+        """Inputs are written through aliases only."""
+        for name in names:
+            if name in self.program.inputs:
+                raise wrong(
+                    self.program,
+                    i,
+                    f"{i} writes into %{name}, which is an input",
+                    because="inputs are the caller's; only an alias of one updates it in place",
+                    hint=f"declare `alias %new = %{name}` and write %new",
+                )
+
+    def unknown(self, i: Instruction) -> ProgramError:
+        known = ", ".join((*sorted({row.host for row in TABLE.values()}), *BUFFER_OPS, *_RULES))
+        return wrong(self.program, i, f"there is no instruction {i.op!r}", hint=f"one of {known}")
+
+    # -- blocks ----------------------------------------------------------------------------------
+
+    def loop(self, i: Instruction) -> None:
+        self.check_no_return(i)
+        kind = self.program.types.get(i.outputs[0])
+        if kind is not None and kind.layout is not None:
+            raise wrong(
+                self.program,
+                i,
+                f"a loop over %{i.outputs[0]}, which is a buffer",
+                because="an index is a number of the host",
+                hint="name it otherwise",
+            )
+        self.block(i.body)
+
+    def branch(self, i: Instruction) -> None:
+        """Only one of the blocks runs."""
+        self.check_no_return(i)
+        before = dict(self.allocated)
+        self.block(i.body)
+        after, self.allocated = self.allocated, before
+        self.block(i.orelse)
+        self.allocated.update(after)
+
+    def check_no_return(self, i: Instruction) -> None:
+        for inner in (*i.body, *i.orelse):
+            if inner.op == "return":
+                raise self.early(inner)
+
+    def early(self, i: Instruction) -> ProgramError:
+        return wrong(
+            self.program,
+            i,
+            "return before the end",
+            because="a program has one return, which is its last instruction",
+            hint="move it to the end",
+        )
+
+    def check_return(self) -> None:
+        program = self.program
+        for i in program.instructions[:-1]:
+            if i.op == "return":
+                raise self.early(i)
+        last = program.instructions[-1] if program.instructions else None
+        returned = last.inputs if last is not None and last.op == "return" else ()
+        if returned != program.outputs:
+            raise wrong(
+                program,
+                last,
+                "the last instruction does not return the outputs",
+                because=f"the outputs are {', '.join(f'%{n}' for n in program.outputs) or 'none'}",
+                hint="end the program with return and its outputs",
+            )
+
+    def group_start(self, i: Instruction) -> None:
+        self.group = i
+
+    def group_end(self, i: Instruction) -> None:
+        if self.group is None:
+            raise self.unbalanced(i)
+        self.group = None
+
+    def unbalanced(self, i: Instruction) -> ProgramError:
+        other = "group_end" if i.op == "group_start" else "group_start"
+        return wrong(
+            self.program,
+            i,
+            f"{i.op} without a {other} in the same block",
+            because="a group is what stands between the two",
+            hint=f"add the {other}, or leave this one out",
+        )
+
+    def wrong_in_group(self, i: Instruction) -> ProgramError:
+        assert self.group is not None
+        return wrong(
+            self.program,
+            i,
+            f"{i.op} inside a group",
+            because="a group holds only " + ", ".join(POSTS),
+            hint="move it out of the group",
+            also=[self.group],
+        )
+
+    # -- instructions ----------------------------------------------------------------------------
+
+    def launch(self, i: Instruction) -> None:
+        """A unit reads its inputs and what it defines, and defines its outputs."""
+        known, made = set(i.inputs), {n for j in i.body for n in j.outputs}
+        for inner in i.body:
+            if not inner.fn and inner.op not in BUFFER_OPS:
+                raise wrong(
+                    self.program,
+                    inner,
+                    f"{inner.op} inside launch {i.fn}",
+                    because="a host unit holds local ops only",
+                    hint="move it out of the unit",
+                    also=[i],
+                )
+            for name in inner.reads:
+                if name not in known:
+                    raise self.foreign(i, inner, name)
+            known.update(inner.outputs)
+            self.check_writes(inner, inner.outputs)
+        for name in i.outputs:
+            if name not in made:
+                raise wrong(
+                    self.program,
+                    i,
+                    f"launch {i.fn} does not define its output %{name}",
+                    because="the outputs of a host unit are made inside it",
+                    hint=f"compute %{name} in the unit, or drop it from the outputs",
+                )
+
+    def foreign(self, unit: Instruction, i: Instruction, name: str) -> ProgramError:
+        return wrong(
+            self.program,
+            i,
+            f"{i} reads %{name}, which is no input of launch {unit.fn}",
+            because="a host unit reads its inputs and what was defined in it before",
+            hint=f"add %{name} to the inputs of the unit",
+            also=[unit],
+        )
+
+    def alloc(self, i: Instruction) -> None:
+        (name,) = i.outputs
+        if name in self.allocated:
+            raise wrong(
+                self.program,
+                i,
+                f"%{name} is allocated twice",
+                because="each buffer is allocated once",
+                hint="leave one out, or name it otherwise",
+                also=[self.allocated[name]],
+            )
+        self.allocated[name] = i
+
+    def post(self, i: Instruction) -> None:
+        self.handles.update(i.outputs)
+        for name in i.reads:
+            kind = self.program.types.get(name)
+            if kind is None:
+                raise _undefined(self.program, i, name)
+            if kind.layout is None:
+                raise wrong(self.program, i, f"{i.op} of %{name}, which is a number")
+        if i.op != "post" and len(i.reads) != 1:
+            raise wrong(
+                self.program, i, f"{i.op} of no buffer", hint=f"{i.op} takes the name of a buffer"
+            )
+        if i.op != "send":
+            written = i.inputs[1] if i.op == "post" else i.inputs[0]
+            self.check_writes(i, (written,) if isinstance(written, str) else ())
+        comm, count = i.comm, i.kwargs.get("pieces") if i.op == "post" else None
+        if comm is None or count is None:
+            return
+        if comm.kind not in _IN_PIECES or count < 1:
+            raise wrong(
+                self.program,
+                i,
+                f"{comm.kind} in {count} pieces",
+                because="only " + ", ".join(_IN_PIECES) + " deliver in pieces, at least one",
+                hint="leave pieces= out, or post it in a loop over chunks",
+            )
+
+    def wait(self, i: Instruction) -> None:
+        if i.reads[0] not in self.handles:
+            raise wrong(
+                self.program,
+                i,
+                f"wait %{i.reads[0]}, which nothing posted before",
+                because="each wait names an earlier post",
+                hint="move it behind the post, or leave it out",
+            )
+
+    def free(self, i: Instruction) -> None:
+        for name in i.inputs:
+            if isinstance(name, str) and name not in self.program.types:
+                raise wrong(
+                    self.program,
+                    i,
+                    f"free of %{name}, which is no buffer",
+                    hint="free names of buffers; a handle ends with its wait",
+                )
+
+
+def _anything(structure: _Structure, i: Instruction) -> None:
+    """Nothing to check here."""
+
+
+#: op -> what is checked; the others are local ops.
+_RULES: dict[str, Callable[[_Structure, Instruction], None]] = {
+    "for": _Structure.loop,
+    "if": _Structure.branch,
+    "group_start": _Structure.group_start,
+    "group_end": _Structure.group_end,
+    "launch": _Structure.launch,
+    "alloc": _Structure.alloc,
+    "post": _Structure.post,
+    "send": _Structure.post,
+    "recv": _Structure.post,
+    "wait": _Structure.wait,
+    "free": _Structure.free,
+    "barrier": _anything,
+    "get_stream": _anything,
+    "set_stream": _anything,
+    "sync": _anything,
+    "return": _anything,
+}

@@ -1,0 +1,137 @@
+"""Across ranks: the members of a team post the same, in the same order."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from mdfuse.backends.base import POINT_TO_POINT
+from mdfuse.errors import CommunicationError
+from mdfuse.hir.verify.events import Event, Programs, difference, events
+from mdfuse.hir.verify.progress import Meeting, check_progress
+from mdfuse.hir.verify.report import disagreement
+from mdfuse.hir.verify.sizes import multiples
+from mdfuse.hir.verify.transfers import match_transfers
+
+Team = tuple[int, ...]
+
+_SAME = "all ranks of a team post the same communications in the same order, with equal kind, "
+_SAME += "size, dtype, reduce op and root"
+
+
+def check_teams(programs: Programs, is_whole: bool = True) -> None:
+    """Raise CommunicationError where communications of several ranks do not fit together.
+
+    Args:
+        programs: straight-line, by rank.
+        is_whole: all ranks that take part; else only transfers among these ranks are looked at.
+    """
+    begun = {rank: list(events(program)) for rank, program in programs.items()}
+    meetings: list[Meeting] = []
+    if is_whole:
+        meetings += _match_collectives(programs, begun)
+    meetings += match_transfers(programs, begun, is_whole)
+    check_progress(programs, meetings)
+
+
+def _match_collectives(programs: Programs, begun: Mapping[int, list[Event]]) -> Iterator[Meeting]:
+    """The n-th post of a team on each of its ranks."""
+    posted: dict[Team, dict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
+    for rank, found in begun.items():
+        for event in found:
+            if event.call.kind not in POINT_TO_POINT:
+                posted[event.call.team][rank].append(event)
+    for team, by_rank in posted.items():
+        for n in range(max(map(len, by_rank.values()))):
+            here = {r: by_rank[r][n] for r in team if n < len(by_rank[r])}
+            first = next(iter(here.values()))
+            for rank in team:
+                if rank not in here:
+                    raise _never_posts(programs, rank, n, by_rank[rank], first, begun)
+                _check_agree(n, first, here[rank])
+            _check_blocks(n, tuple(here.values()))
+            yield tuple(here.values())
+
+
+def _team_text(team: Team) -> str:
+    shown = " ".join(map(str, team[:16]))
+    return f"team ({shown} …)" if len(team) > 16 else f"team ({shown})"
+
+
+def _never_posts(
+    programs: Programs,
+    rank: int,
+    n: int,
+    before: list[Event],
+    first: Event,
+    begun: Mapping[int, list[Event]],
+) -> CommunicationError:
+    """A member of the team lacks a post: what it posts instead."""
+    what = f"{_team_text(first.call.team)}, communication {n}: rank {rank} never posts "
+    what += f"{first.name}, which rank {first.rank} does"
+    if rank not in programs:
+        return disagreement([first.place], f"{what}: it has no program", because=_SAME)
+    mine = begun[rank]
+    rest = mine[mine.index(before[-1]) + 1 :] if before else mine
+    same = [e for e in mine if e.handle and e.handle == first.handle]
+    instead = (same or rest)[:1]
+    with_team = [f" with {_team_text(e.call.team)}" for e in instead]
+    what += f"; instead it posts {instead[0].name}{with_team[0]}" if instead else ""
+    nothing = [(programs[rank], None)] if not instead else []
+    return disagreement(
+        [first.place, *(e.place for e in instead), *nothing],
+        what,
+        because=_SAME,
+        hint="post it on every rank of the team, at the same place in the order",
+    )
+
+
+def _check_agree(n: int, a: Event, b: Event) -> None:
+    """Two members post the same as the n-th of their team."""
+    problem = difference(a, b)
+    if problem is not None:
+        what, mine, theirs = problem
+        posts = f"posts {what} {mine}" if what else f"posts {mine}"
+        raise disagreement(
+            [a.place, b.place],
+            f"{_team_text(a.call.team)}, communication {n}: rank {a.rank} {posts}, "
+            f"rank {b.rank} posts {theirs}",
+            because=_SAME,
+            hint="a communication that only some ranks should run belongs on a mesh of these ranks",
+        )
+
+
+def _check_blocks(n: int, here: tuple[Event, ...]) -> None:
+    """The sizes of all members fit together."""
+    if here[0].call.kind == "AllToAll":
+        _check_all_to_all(n, here)
+        return
+    blocks = [(size, event) for event in here for size in _blocks(event)]
+    for size, event in blocks:
+        if size != blocks[0][0]:
+            _refuse_sizes(n, blocks[0][1], event, blocks[0][0], size)
+
+
+def _blocks(event: Event) -> Iterator[float]:
+    """The elements of a block by each of its buffers."""
+    for count, multiple in zip(event.counts, multiples(event.call), strict=True):
+        if count is not None and multiple:
+            yield count // multiple if count % multiple == 0 else count / multiple
+
+
+def _check_all_to_all(n: int, here: tuple[Event, ...]) -> None:
+    for x, a in enumerate(here):
+        for y, b in enumerate(here):
+            sent, received = a.call.send_counts[y], b.call.recv_counts[x]
+            if sent != received:
+                _refuse_sizes(n, a, b, sent, received)
+
+
+def _refuse_sizes(n: int, a: Event, b: Event, mine: float, theirs: float) -> None:
+    raise disagreement(
+        [a.place, b.place],
+        f"{_team_text(a.call.team)}, communication {n}: blocks of {mine:g} elements on rank "
+        f"{a.rank}, of {theirs:g} on rank {b.rank}",
+        because=_SAME,
+        hint="pad the buffers where the parts of the ranks differ",
+    )

@@ -1,0 +1,168 @@
+"""Views while a program is verified: which part of whose memory a view op takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from mdfuse.hir.program import BufferType, HostProgram, Instruction
+from mdfuse.hir.verify.memory import PENDING, Access, View
+from mdfuse.ir.dims import reshape_groups
+from mdfuse.ir.ops import TABLE
+from mdfuse.layout import Box, Interval, nth_chunk, relative
+
+#: The dims of a view of which only the memory is known that it lies in.
+OPAQUE = (-1,)
+
+
+def whole(kind: BufferType, rank: int) -> Box:
+    """All of a buffer, in its own coordinates."""
+    return tuple((0, n) for n in kind.local_shape(rank))
+
+
+def cut(view: View, box: Box, intervals: Iterable[tuple[int, Interval]]) -> Box | None:
+    """The region of a part of a view.
+
+    Args:
+        view: what is cut.
+        box: all of its storage.
+        intervals: (dim of the view, interval of it).
+    """
+    if view.dims == OPAQUE:
+        return view.region
+    region = list(box if view.region is None else view.region)
+    for d, (start, stop) in intervals:
+        at = d if view.dims is None else view.dims[d]
+        first = region[at][0]
+        region[at] = (first + start, first + stop)
+    return tuple(region)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A view op about to bind: the view that it reads, and both types."""
+
+    view: View
+    storage: BufferType
+    source: BufferType
+    result: BufferType
+    rank: int
+    i: Instruction
+
+    def part(self, intervals: Iterable[tuple[int, Interval]]) -> Box | None:
+        return cut(self.view, whole(self.storage, self.rank), intervals)
+
+    def dims(self, ndim: int) -> tuple[int, ...]:
+        return tuple(range(ndim)) if self.view.dims is None else self.view.dims
+
+
+Shape = tuple[Box | None, tuple[int, ...] | None]
+
+
+def _same(c: Cut) -> Shape:
+    return c.view.region, c.view.dims
+
+
+def _permute(c: Cut) -> Shape:
+    if c.view.dims == OPAQUE:
+        return c.view.region, OPAQUE
+    before, n = c.dims(len(c.source.shape)), len(c.source.shape)
+    return c.view.region, tuple(before[d % n] for d in c.i.kwargs["dims"])
+
+
+def _narrow(c: Cut) -> Shape:
+    box = relative(c.result.box(c.rank), c.source.box(c.rank))
+    return c.part(enumerate(box)), c.view.dims
+
+
+def _window(c: Cut) -> Shape:
+    starts, ends = c.i.kwargs["starts"], c.i.kwargs["ends"]
+    extents = c.source.local_shape(c.rank)
+    stops = [max(s, min(e, n)) for s, e, n in zip(starts, ends, extents, strict=True)]
+    if min(starts, default=0) < 0 or any(step != 1 for step in c.i.kwargs["steps"]):
+        return c.view.region, OPAQUE
+    return c.part(enumerate(zip(starts, stops, strict=True))), c.view.dims
+
+
+def _select(c: Cut) -> Shape:
+    shape = c.source.local_shape(c.rank)
+    dim = c.i.kwargs["dim"] % len(shape)
+    index = 0 if shape[dim] == 1 else c.i.kwargs["index"] % max(shape[dim], 1)
+    region = c.part([(dim, (index, index + 1))])
+    if c.view.dims == OPAQUE:
+        return region, OPAQUE
+    return region, tuple(d for at, d in enumerate(c.dims(len(shape))) if at != dim)
+
+
+def _unexpand(c: Cut) -> Shape:
+    return c.part([(d, (0, 1)) for d in c.i.kwargs["dims"]]), c.view.dims
+
+
+#: view op -> the region and the dims of its result; the others may lie anyhow in their operand.
+SHAPES: dict[str, Callable[[Cut], Shape]] = {
+    "set": _same,
+    "permute": _permute,
+    "narrow": _narrow,
+    "chunk": _narrow,
+    "slice": _window,
+    "select": _select,
+    "unexpand": _unexpand,
+}
+
+#: Ops whose result is their first operand's memory where it has no buffer of its own yet.
+VIEWS = frozenset({n for n, row in TABLE.items() if row.is_view} | {*SHAPES})
+#: Views whose buffer may be written: parts of a larger one that is filled piece by piece.
+SLICES = ("chunk", "narrow", "select")
+
+
+def shape_of(program: HostProgram, view: View, i: Instruction) -> Shape:
+    """The region of the storage that a view op takes, and how its dims lie there."""
+    shape, source = SHAPES.get(i.fn or i.op), i.inputs[0]
+    if shape is None:
+        return view.region, OPAQUE
+    assert isinstance(source, str) and program.rank is not None
+    types = program.types
+    kinds = types[view.storage.name], types[source], types[i.outputs[0]]
+    return shape(Cut(view, *kinds, program.rank, i))
+
+
+def may_copy(program: HostProgram, i: Instruction) -> bool:
+    """Making the view may turn out to be a copy, which reads: where a reshape merges dims."""
+    if i.fn != "reshape":
+        return i.fn == "stride_order"
+    names = (*i.reads[:1], *i.outputs)
+    before, after = (program.types[x].local_shape(program.rank) for x in names)
+    return any(sum(before[d] != 1 for d in old) > 1 for old, _ in reshape_groups(before, after))
+
+
+def pieces_of(
+    program: HostProgram, i: Instruction, used: list[tuple[str, View, bool]], count: int | None
+) -> dict[int | None, list[tuple[View, Access]]]:
+    """What each piece of a communication accesses from now on.
+
+    Args:
+        program: straight-line, with its rank.
+        i: what begins it.
+        used: the name of each buffer, its view, and whether it is written.
+        count: of the pieces; None where it arrives at once.
+    """
+    found: dict[int | None, list[tuple[View, Access]]] = {}
+    for n in (None,) if count is None else range(count):
+        found[n] = []
+        for name, view, is_write in used:
+            part = view if count is None else _rows(program, name, view, count, n or 0)
+            access = Access(PENDING, 0, part.region, is_write, i)
+            part.storage.accesses.append(access)
+            found[n].append((part, access))
+    return found
+
+
+def _rows(program: HostProgram, name: str, view: View, count: int, n: int) -> View:
+    """The n-th of the pieces in which a buffer arrives: a chunk of its outermost dim."""
+    assert program.rank is not None
+    extents = program.types[name].local_shape(program.rank)
+    if not extents:
+        return view
+    box = whole(program.types[view.storage.name], program.rank)
+    rows = nth_chunk((0, extents[0]), count, n)
+    return View(view.storage, cut(view, box, [(0, rows)]), view.dims)

@@ -1,0 +1,114 @@
+"""Index expressions: the integers that host programs compute with.
+
+Loop indices, the rank, its coordinate along a mesh axis, the extent of a buffer, and arithmetic on
+them. What an expression needs of one rank is known when a program is projected; what is left then
+are loop indices.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+#: op -> how it is computed. Comparisons give 0 or 1.
+ARITHMETIC: dict[str, Callable[[int, int], int]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "//": operator.floordiv,
+    "mod": operator.mod,
+    "==": lambda a, b: int(a == b),
+    "!=": lambda a, b: int(a != b),
+    "<": lambda a, b: int(a < b),
+    "<=": lambda a, b: int(a <= b),
+    ">": lambda a, b: int(a > b),
+    ">=": lambda a, b: int(a >= b),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A number that is not written down.
+
+    Attributes:
+        kind: "index" (of a loop), "rank", "coord" (along an axis) or "extent" (of a buffer).
+        name: the loop index, the axis, or the buffer.
+        dim: extent: the dim of the buffer.
+    """
+
+    kind: str
+    name: str = ""
+    dim: int = 0
+
+    def __str__(self) -> str:
+        match self.kind:
+            case "index":
+                return f"%{self.name}"
+            case "coord":
+                return f"coord({self.name})"
+            case "extent":
+                return f"extent(%{self.name},{self.dim})"
+        return self.kind
+
+
+@dataclass(frozen=True, slots=True)
+class Calc:
+    """A key of `ARITHMETIC` on two indices."""
+
+    op: str
+    left: Index
+    right: Index
+
+    def __str__(self) -> str:
+        return f"{_nested(self.left)} {self.op} {_nested(self.right)}"
+
+
+Index = int | Term | Calc
+
+
+def _nested(index: Index) -> str:
+    return f"({index})" if isinstance(index, Calc) else str(index)
+
+
+def loop(name: str) -> Term:
+    """A loop index.
+
+    >>> str(calc("mod", calc("+", loop("i"), Term("coord", "tp")), 4))
+    '(%i + coord(tp)) mod 4'
+    """
+    return Term("index", name)
+
+
+def calc(op: str, left: Index, right: Index) -> Index:
+    """An operation, carried out where both sides are numbers.
+
+    Raises:
+        ZeroDivisionError: a division by zero.
+    """
+    if isinstance(left, int) and isinstance(right, int):
+        return ARITHMETIC[op](left, right)
+    return Calc(op, left, right)
+
+
+def resolve(index: Index, known: Callable[[Term], int | None]) -> Index:
+    """The index with every term that is known as a number, and folded.
+
+    >>> resolve(Calc("+", loop("i"), 2), {loop("i"): 3}.get)
+    5
+    """
+    if isinstance(index, Term):
+        value = known(index)
+        return index if value is None else value
+    if isinstance(index, Calc):
+        return calc(index.op, resolve(index.left, known), resolve(index.right, known))
+    return index
+
+
+def terms(index: Index) -> Iterator[Term]:
+    """The terms that an index is made of."""
+    if isinstance(index, Term):
+        yield index
+    elif isinstance(index, Calc):
+        yield from terms(index.left)
+        yield from terms(index.right)

@@ -1,0 +1,225 @@
+"""Results written into a buffer: torch's own `out=` forms, where they give the same bits.
+
+Most of torch's loops compute an element otherwise where they go through memory in another way: a
+sigmoid in vectors and one at a time, a product in blocks that start at an aligned address or not.
+So `write_of` writes in place where the buffer lies as the plain result would, or where the op is
+exact whatever the way; else it computes and copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mdfuse.ir.dims import reduced_dims
+from mdfuse.ir.extremes import highest, lowest
+
+Write = Callable[..., Any]
+
+_ATEN: Any = torch.ops.aten
+
+#: Ops that IEEE arithmetic, or none, defines to the last bit.
+EXACT = {
+    "add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge", "bitwise_and", "bitwise_or",
+    "bitwise_xor", "bitwise_not", "maximum", "minimum", "logical_and", "logical_or", "logical_xor",
+    "logical_not", "abs", "ceil", "floor", "neg", "reciprocal", "round", "sign", "sqrt", "square",
+    "trunc", "clamp", "cast", "where", "any", "all", "cat",
+}  # fmt: skip
+
+#: Ops whose `out=` form has the name and the arguments of the op.
+_SAME = [
+    "add", "sub", "mul", "div", "floor_divide", "remainder", "pow", "eq", "ne", "lt", "le", "gt",
+    "ge", "bitwise_and", "bitwise_or", "bitwise_xor", "abs", "acos", "acosh", "asin", "asinh",
+    "atan", "atanh", "bitwise_not", "ceil", "cos", "cosh", "erf", "erfc", "exp", "exp2", "expm1",
+    "floor", "log", "log10", "log1p", "log2", "logical_not", "neg", "reciprocal", "round", "rsqrt",
+    "sigmoid", "sign", "sin", "sinh", "sqrt", "square", "tan", "tanh", "trunc", "clamp", "softmax",
+    "log_softmax",
+]  # fmt: skip
+
+#: Ops that want tensors on both sides.
+_ON_TENSORS = ["maximum", "minimum", "fmod", "atan2", "logical_and", "logical_or", "logical_xor"]
+
+#: Activations, whose Python functions take no buffer.
+_ACTIVATIONS = ["silu", "elu", "softplus", "leaky_relu", "gelu"]
+
+
+def on_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A torch function that wants tensors, made to take a number on either side."""
+
+    def call(a: Any, b: Any, **more: Any) -> Any:
+        like = a if isinstance(a, Tensor) else b
+        return function(_as_tensor(a, like), _as_tensor(b, like), **more)
+
+    return call
+
+
+def _as_tensor(x: Any, like: Tensor) -> Tensor:
+    if isinstance(x, Tensor):
+        return x
+    dtype = torch.result_type(like, x)
+    return torch.full((), x, dtype=dtype, device=like.device)
+
+
+def _activation(name: str) -> Write:
+    function = getattr(_ATEN, name).out
+
+    def write(x: Tensor, *, out: Tensor, **attrs: Any) -> None:
+        function(x, out=out, **attrs)
+
+    return write
+
+
+def _cast(x: Tensor, *, dtype: torch.dtype, out: Tensor) -> None:
+    out.copy_(x)
+
+
+def _where(condition: Tensor, a: Any, b: Any, *, out: Tensor) -> None:
+    """Only two tensors have an `out=` form."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        torch.where(condition, a, b, out=out)
+    else:
+        out.copy_(torch.where(condition, a, b))
+
+
+# -- reductions: over one or more dims; over none they are copies --------------------------------
+
+
+def _reduction(name: str) -> Write:
+    function = getattr(torch, name)
+
+    def write(
+        x: Tensor, *, out: Tensor, dims: Any = None, keepdim: bool = False, **more: Any
+    ) -> None:
+        chosen = reduced_dims(dims, x.ndim)
+        if chosen:
+            function(x, dim=chosen, keepdim=keepdim, out=out, **more)
+        else:
+            out.copy_(x)
+
+    return write
+
+
+def _sum(x: Tensor, *, out: Tensor, dtype: Any = None, **more: Any) -> None:
+    _SUM(x, out=out, dtype=out.dtype, **more)
+
+
+_SUM = _reduction("sum")
+
+
+def _prod(
+    x: Tensor, *, out: Tensor, dims: Any = None, keepdim: bool = False, dtype: Any = None
+) -> None:
+    """torch multiplies over one dim at a time."""
+    *others, last = sorted(reduced_dims(dims, x.ndim), reverse=True) or (None,)
+    for d in others:
+        x = torch.prod(x, d, keepdim=keepdim, dtype=dtype)
+    if last is None:
+        out.copy_(x)
+    else:
+        torch.prod(x, last, keepdim=keepdim, dtype=out.dtype, out=out)
+
+
+def _extreme(name: str, pick: Callable[[torch.dtype], float | int | bool]) -> Write:
+    """An empty shard contributes the identity where the whole is not empty."""
+    reduce = _reduction(name)
+
+    def write(
+        x: Tensor, *, out: Tensor, dims: Any = None, identity: bool = False, **more: Any
+    ) -> None:
+        if identity and 0 in (x.shape[d] for d in reduced_dims(dims, x.ndim)):
+            out.fill_(pick(x.dtype))
+        else:
+            reduce(x, out=out, dims=dims, **more)
+
+    return write
+
+
+# -- contractions and composite ops --------------------------------------------------------------
+
+
+def _matmul(a: Tensor, b: Tensor, *, out: Tensor) -> None:
+    """Of a vector and a matrix torch would make a matrix of the buffer and back."""
+    if a.ndim == 1 and b.ndim > 1:
+        out.copy_(torch.matmul(a, b))
+    else:
+        torch.matmul(a, b, out=out)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor) -> None:
+    """With a bias one fused product, as `torch.nn.functional.linear` does it of dense operands."""
+    if bias is None:
+        _matmul(x, weight.t(), out=out)
+    elif x.ndim == weight.ndim == 2:
+        torch.addmm(bias, x, weight.t(), out=out)
+    elif x.ndim > 2 and weight.ndim == 2 and x.is_contiguous():
+        torch.addmm(bias, x.flatten(0, -2), weight.t(), out=out.flatten(0, -2))
+    else:
+        out.copy_(torch.nn.functional.linear(x, weight, bias))
+
+
+def _cat(*xs: Tensor, dim: int, out: Tensor) -> None:
+    torch.cat(xs, dim, out=out)
+
+
+#: Ops that copy their operands into blocks before they compute.
+_PRODUCTS = {"matmul", "linear"}
+
+#: op -> `write(*operands, out=buffer, **attrs)`. The first operand is a tensor. `mean` is not here
+#: because a part of it is divided by the global count; of relu, embedding and layer_norm torch has
+#: an `out=` form that computes and copies.
+WRITES: dict[str, Write] = {
+    **{name: getattr(torch, name) for name in _SAME},
+    **{name: on_tensors(getattr(torch, name)) for name in _ON_TENSORS},
+    **{name: _activation(name) for name in _ACTIVATIONS},
+    "cast": _cast,
+    "where": _where,
+    "sum": _sum,
+    "prod": _prod,
+    "max": _extreme("amax", lowest),
+    "min": _extreme("amin", highest),
+    "any": _reduction("any"),
+    "all": _reduction("all"),
+    "matmul": _matmul,
+    "linear": _linear,
+    "cat": _cat,
+}
+
+
+def write_of(name: str, call: Callable[..., Any]) -> Write | None:
+    """How an op writes into a buffer what `call` would give; None where torch cannot."""
+    write = WRITES.get(name)
+    if write is None or name in EXACT:
+        return write
+    return _where_alike(call, write, _are_rows if name in _PRODUCTS else _are_dense)
+
+
+def _where_alike(
+    call: Callable[..., Any], write: Write, may: Callable[[Tensor, Sequence[Any]], bool]
+) -> Write:
+    """`write` where that goes through memory as `call` does."""
+
+    def either(*operands: Any, out: Tensor, **attrs: Any) -> None:
+        if _lies_plainly(out) and may(out, operands):
+            write(*operands, out=out, **attrs)
+        else:
+            out.copy_(call(*operands, **attrs))
+
+    return either
+
+
+def _lies_plainly(out: Tensor) -> bool:
+    """As a new buffer does: dense, at an address that is a multiple of 64."""
+    return out.is_contiguous() and out.data_ptr() % 64 == 0
+
+
+def _are_dense(out: Tensor, operands: Sequence[Any]) -> bool:
+    """Results of operands that lie otherwise would not be dense in their own order."""
+    return all(x.is_contiguous() for x in operands if isinstance(x, Tensor))
+
+
+def _are_rows(out: Tensor, operands: Sequence[Any]) -> bool:
+    """Products are dense however the operands lie; of one row cuBLAS still looks at the stride."""
+    return out.ndim < 2 or out.stride(-2) >= out.shape[-1]

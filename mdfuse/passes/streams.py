@@ -1,0 +1,150 @@
+"""Take the streams out of the layouts, so that a layout says where data is, a stream when.
+
+    %y: f32[8,4] (tp=S1, stream(0,4))! = add(%x, %b)    # layout (tp=S1), stream (0,4)
+
+Every pass after this one compares layouts without streams. What a stream means for the operands of
+an expression is `operand_streams`: the dims with the label of the streamed dim are streamed alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+from networkx.utils import UnionFind
+
+from mdfuse.errors import LoweringError
+from mdfuse.ir.dims import reshape_groups
+from mdfuse.ir.graph import Expr, Fusion, Value
+from mdfuse.layout import Stream
+from mdfuse.passes.strategy import dim_map
+
+name = "split_streams"
+
+_RESHAPED = (
+    "the reshape splits or merges that dim: a chunk of the result is none of its operand",
+    "stream a dim that the reshape keeps, or stream what comes before and after it",
+)
+
+
+def run(fusion: Fusion) -> Fusion:
+    """Return the fusion with streams apart from layouts.
+
+    Raises:
+        LoweringError: an op cannot compute the result chunk by chunk along that dim; the lengths
+            of chunks do not fit.
+    """
+    values = dict(fusion.values)
+    for value in fusion.values.values():
+        if value.layout is not None and value.layout.stream is not None:
+            layout = value.layout.with_stream(None)
+            values[value.name] = replace(value, layout=layout, stream=value.layout.stream)
+    fusion = check_lengths(replace(fusion, values=values))
+    for expr in fusion.exprs:
+        if values[expr.output].stream is not None:
+            _check(fusion, expr)
+    return fusion
+
+
+def operand_streams(expr: Expr, values: Mapping[str, Value]) -> tuple[Stream | None, ...]:
+    """How an expression with a streamed result reads each operand: in chunks of a dim, or whole."""
+    stream = values[expr.output].stream
+    assert stream is not None
+    if expr.op == "reshape":
+        dim = _kept_dim(expr, values, stream.dim)
+        return (replace(stream, dim=dim) if dim is not None else None,)
+    labels = dim_map(expr, values)
+    label = labels.result[stream.dim]
+    return tuple(
+        replace(stream, dim=dims.index(label)) if label is not None and label in dims else None
+        for dims in labels.operands
+    )
+
+
+def _kept_dim(expr: Expr, values: Mapping[str, Value], dim: int) -> int | None:
+    """The operand's dim that a dim of a reshape's result is; None where it is no one dim."""
+    before, after = values[expr.reads[0]].shape, values[expr.output].shape
+    for old, new in reshape_groups(before, after):
+        if dim not in new:
+            continue
+        if after[dim] != 1:  # dims of one element come and go
+            old = [d for d in old if before[d] != 1]
+            new = [d for d in new if after[d] != 1]
+        return old[0] if len(old) == len(new) == 1 else None
+    return None
+
+
+def streamed_alike(fusion: Fusion) -> Callable[[str], object]:
+    """For a streamed value, what all those have in common whose streamed dims correspond to its."""
+    same: UnionFind[tuple[str, int]] = UnionFind()
+    for expr in fusion.exprs:
+        for first, *others in _corresponding(expr, fusion.values):
+            same.union(first, *others)
+
+    def key(value: str) -> object:
+        stream = fusion.values[value].stream
+        return same[value, stream.dim] if stream is not None else None
+
+    return key
+
+
+def _corresponding(expr: Expr, values: Mapping[str, Value]) -> Iterable[list[tuple[str, int]]]:
+    """Dims of an expression's operands and result that are streamed together, as (value, dim)."""
+    out = values[expr.output]
+    if not out.is_tensor:
+        return
+    if out.stream is not None:
+        pairs = zip(expr.inputs, operand_streams(expr, values), strict=True)
+        read = [(x, s.dim) for x, s in pairs if isinstance(x, str) and s is not None]
+        yield [(out.name, out.stream.dim), *read]
+    labels = dim_map(expr, values)
+    found: dict[int, list[tuple[str, int]]] = {}
+    names, dims_of = (*expr.inputs, expr.output), (*labels.operands, labels.result)
+    for name, dims in zip(names, dims_of, strict=True):
+        for dim, label in enumerate(dims):
+            if isinstance(name, str) and label is not None:
+                found.setdefault(label, []).append((name, dim))
+    yield from found.values()
+
+
+def check_lengths(fusion: Fusion) -> Fusion:
+    """Return the fusion; once layouts are known, lengths of chunks must fit each rank's part.
+
+    Raises:
+        LoweringError: they do not.
+    """
+    for value in fusion.values.values():
+        stream, layout = value.stream, value.layout
+        if stream is None or layout is None or not isinstance(stream.chunks, tuple):
+            continue
+        parts = {b - a for _, (a, b) in layout.chunks_of(stream.dim, value.shape[stream.dim])}
+        if parts != {sum(stream.chunks)}:
+            raise LoweringError(
+                f"%{value.name} is streamed in chunks of {stream.chunks} rows of dim {stream.dim}",
+                where=fusion.where(value.name),
+                because=f"laid out as {layout}, the ranks have {sorted(parts)} rows of that dim",
+                hint="give lengths that add up to each rank's part, or a count of chunks",
+            )
+    return fusion
+
+
+def _check(fusion: Fusion, expr: Expr) -> None:
+    """Raise LoweringError where the result cannot be computed in chunks of its streamed dim."""
+    value = fusion.values[expr.output]
+    assert value.stream is not None
+    dim, what = value.stream.dim, expr.op
+    if expr.op == "reshape":
+        is_possible = _kept_dim(expr, fusion.values, dim) is not None
+        what += f"{fusion.values[expr.reads[0]].shape} -> {value.shape}"
+        because, hint = _RESHAPED
+    else:
+        is_possible = dim_map(expr, fusion.values).result[dim] is not None
+        because = f"{expr.op} needs dim {dim} as a whole"
+        hint = "stream another dim, or leave stream= out: the result is the same"
+    if not is_possible:
+        raise LoweringError(
+            f"%{value.name} = {what} is streamed over dim {dim}",
+            where=fusion.where(value.name),
+            because=because,
+            hint=hint,
+        )

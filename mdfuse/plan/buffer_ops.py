@@ -1,0 +1,169 @@
+"""Prepared buffer operations: parts of a buffer as views, and what posts need around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mdfuse.errors import ProgramError
+from mdfuse.hir.program import Instruction
+from mdfuse.layout import nth_chunk, relative
+from mdfuse.plan.allocation import empty
+from mdfuse.plan.local_ops import bind_or_write, ordered
+from mdfuse.plan.slots import Binding, Context, Slots, Thunk, base_name
+
+
+def _filled(i: Instruction, context: Context, binding: Binding, value: Callable[..., Any]) -> Thunk:
+    """Bind what `value(slots)` gives, or copy it into the buffer that there is."""
+    (output,) = i.outputs
+    target = context.slot(output)
+    overlaps = any(context.share(x, output) for x in i.reads)
+
+    def plain(s: Slots) -> None:
+        s[target] = value(s)
+
+    def copied(s: Slots) -> None:
+        s[target].copy_(value(s))
+
+    def copied_from_itself(s: Slots) -> None:
+        s[target].copy_(value(s).clone())
+
+    bind = ordered(i, context, plain)
+    return bind_or_write(binding, target, bind, copied_from_itself if overlaps else copied)
+
+
+def _narrow(i: Instruction, context: Context, binding: Binding) -> Thunk:
+    """This rank's part, or one chunk of it, of what it holds: a view."""
+    (output,), (operand,) = i.outputs, i.reads
+    if 0 in context.local(output):
+        return empty(output, i.order, context, binding)
+    source, whole, part = context.slot(operand), context.box(operand), context.box(output)
+    if any(p < a or q > b for (p, q), (a, b) in zip(part, whole, strict=True)):
+        raise ProgramError(
+            f"{i.op}(%{base_name(operand)}): %{base_name(output)} is no part of it",
+            where=context.where(i),
+            because=f"rank {context.rank} holds {whole} of one, and {part} of the other",
+            hint="a part has the layout of the whole, split further",
+        )
+    box = relative(part, whole)
+    index = tuple(slice(start, stop) for start, stop in box)
+    return _filled(i, context, binding, lambda s: s[source][index])
+
+
+def _select(i: Instruction, context: Context, binding: Binding) -> Thunk:
+    """The slice at an index of a dim: a view."""
+    (source,) = i.reads
+    dim, index = i.kwargs["dim"], i.kwargs["index"]
+    shape = context.local(source)
+    if not -len(shape) <= dim < len(shape):
+        raise _not_there(
+            i, context, f"there is no dim {dim}", f"dims go from {-len(shape)} to {len(shape) - 1}"
+        )
+    extent = shape[dim]
+    if extent == 1 or dim % len(shape) in context.expanded.get(source, ()):
+        index = 0
+    if not -extent <= index < extent:
+        raise _not_there(
+            i,
+            context,
+            f"index {index} is out of range for dim {dim}",
+            f"indices go from 0 to {extent - 1}",
+        )
+    slot = context.slot(source)
+    return _filled(i, context, binding, lambda s: s[slot].select(dim, index))
+
+
+def _not_there(i: Instruction, context: Context, what: str, hint: str) -> ProgramError:
+    (source,), attrs = i.reads, i.kwargs
+    return ProgramError(
+        f"select(%{base_name(source)}, dim={attrs['dim']}, index={attrs['index']}): {what}",
+        where=context.where(i),
+        because=f"%{base_name(source)} has shape {context.local(source)} on rank {context.rank}",
+        hint=hint,
+    )
+
+
+def _unexpand(i: Instruction, context: Context, binding: Binding) -> Thunk:
+    """One element of each expanded dim: a view."""
+    source = context.slot(i.reads[0])
+    dims = i.kwargs["dims"]
+    rank = len(context.type(i.outputs[0]).shape)
+    index = tuple(slice(0, 1) if d in dims else slice(None) for d in range(rank))
+    return _filled(i, context, binding, lambda s: s[source][index])
+
+
+def _pad(i: Instruction, context: Context, binding: Binding) -> Thunk:
+    """The same rows, then zeros up to the length of a block; dense."""
+    (output,) = i.outputs
+    source = context.slot(i.reads[0])
+    shape, dim = context.local(output), i.kwargs["dim"]
+
+    def value(s: Slots) -> Tensor:
+        x: Tensor = s[source]
+        if x.shape[dim] == shape[dim]:
+            return x.contiguous()
+        made = x.new_zeros(shape)
+        made.narrow(dim, 0, x.shape[dim]).copy_(x)
+        return made
+
+    return _filled(i, context, binding, value)
+
+
+def _pack(i: Instruction, context: Context, binding: Binding) -> Thunk:
+    """One block after the other, each with the dim that is joined outermost."""
+    source, attrs = context.slot(i.reads[0]), i.kwargs
+    layout = context.type(i.reads[0]).layout
+    assert layout is not None
+    parts = layout.mesh.axis_size(attrs["axis"])
+    extent = context.local(i.reads[0])[attrs["to_dim"]]
+    blocks = [nth_chunk((0, extent), parts, n) for n in range(parts)]
+
+    def value(s: Slots) -> Tensor:
+        x = s[source].movedim(attrs["dim"], 0)
+        to = attrs["to_dim"] + (attrs["to_dim"] < attrs["dim"])
+        return torch.cat([x.narrow(to, a, b - a).reshape(-1) for a, b in blocks])
+
+    return _filled(i, context, binding, value)
+
+
+def _zeros(i: Instruction, context: Context, binding: Binding) -> Thunk:
+    """What this rank holds, in zeros of the new size; zeros only away from coordinate 0."""
+    (output,), (operand,) = i.outputs, i.reads
+    source, shape = context.slot(operand), context.local(output)
+    box = relative(context.box(operand), context.box(output))
+    index = tuple(slice(start, stop) for start, stop in box)
+    keeps = _is_first_along_new_axes(i, context)
+
+    def value(s: Slots) -> Tensor:
+        made: Tensor = s[source].new_zeros(shape)
+        if keeps:
+            made[index] = s[source]
+        return made
+
+    return _filled(i, context, binding, value)
+
+
+def _is_first_along_new_axes(i: Instruction, context: Context) -> bool:
+    """This rank is at coordinate 0 of each axis that becomes Partial."""
+    before, after = (context.type(n).layout for n in (*i.reads, *i.outputs))
+    assert before is not None and after is not None
+    coordinate = before.mesh.coordinate(context.rank)
+    assert coordinate is not None
+    old, new = before.by_axis(), after.by_axis()
+    changed = [a for a in before.mesh.axes if old[a] != new[a] and str(old[a]) == "R"]
+    return all(coordinate[before.mesh.axis_index(a)] == 0 for a in changed)
+
+
+#: op -> what prepares it.
+BUFFER_OPS: dict[str, Callable[[Instruction, Context, Binding], Thunk]] = {
+    "narrow": _narrow,
+    "chunk": _narrow,
+    "select": _select,
+    "unexpand": _unexpand,
+    "pad": _pad,
+    "pack": _pack,
+    "zeros": _zeros,
+}

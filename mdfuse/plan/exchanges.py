@@ -1,0 +1,241 @@
+"""Prepared sends and receives: those of one group are posted at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from mdfuse.backends.base import Call, Poster, Work
+from mdfuse.errors import ProgramError
+from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.plan.pending import Pending, landing, nothing_posted
+from mdfuse.plan.slots import Context, Slots, Step, Thunk, base_name, label
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """One rank's side of a transfer: the other rank, and the slots of its buffer and handle."""
+
+    i: Instruction
+    peer: int
+    buffer: int
+    handle: int
+
+
+@dataclass(slots=True)
+class Exchanges:
+    """Prepares the sends and receives of one rank, in program order.
+
+    Attributes:
+        context: the rank's slots and bindings.
+        group: the sends and receives since group_start; None outside of a group.
+        own: what was sent to this rank itself and not received yet: its name, the slot of a copy.
+        copies: how many such copies were made.
+    """
+
+    context: Context
+    group: list[Instruction] | None = None
+    own: list[tuple[str, int]] = field(default_factory=list)
+    copies: int = 0
+
+    def steps(self, i: Instruction) -> list[Step]:
+        """What a send, a receive, or the start or end of a group becomes."""
+        if i.op == "group_start":
+            self.check_group(i, is_open=False)
+            self.group = []
+            return []
+        if i.op == "group_end":
+            self.check_group(i, is_open=True)
+            members, self.group = self.group or [], None
+            return self.transfer(members)
+        if self.group is None:
+            return self.transfer([i])
+        self.group.append(i)
+        return []
+
+    def check_group(self, i: Instruction, is_open: bool) -> None:
+        if (self.group is not None) != is_open:
+            raise ProgramError(
+                f"{i.op} on rank {self.context.rank} "
+                + ("without a group_start" if is_open else "inside a group"),
+                where=self.context.where(i),
+                because="groups stand one after the other",
+                hint="give each group_start its group_end",
+            )
+
+    def finish(self) -> None:
+        """Raise ProgramError where a group, or a send to oneself, was not ended."""
+        rank = self.context.rank
+        if self.group is not None:
+            raise ProgramError(
+                f"a group on rank {rank} that does not end",
+                because="what is in a group is posted at its end",
+                hint="write group_end behind the last send or recv of it",
+            )
+        if self.own:
+            raise ProgramError(
+                f"rank {rank} sends to itself what it does not receive",
+                because="each send has its recv",
+                hint="write the recv, behind the send or in the same group",
+            )
+
+    def transfer(self, members: Sequence[Instruction]) -> list[Step]:
+        """Sends and receives that are posted at once: one post per group of ranks."""
+        by_team: dict[tuple[int, ...], list[Instruction]] = {}
+        for i in members:
+            self.context.check_bound(i)
+            by_team.setdefault(transfer_team(self.context.program, i), []).append(i)
+        return [step for team, found in by_team.items() for step in self.exchange(team, found)]
+
+    def exchange(self, team: tuple[int, ...], members: Sequence[Instruction]) -> list[Step]:
+        """The post, and around it what this rank sends to itself."""
+        ends = [self.end(i, team) for i in members]
+        pairs, kept, dropped = self.to_oneself([e for e in ends if e.peer == self.context.rank])
+        away = [e for e in ends if e.peer != self.context.rank]
+        sends, recvs = ([e for e in away if e.i.op == op] for op in ("send", "recv"))
+        poster = self.poster(team, sends, recvs)
+        for i in members:
+            self.context.bind_name(i.outputs[0])
+        post = Step(
+            run=_exchange(self.post(poster), sends, recvs, pairs, [e.handle for e in ends]),
+            label=" and ".join(map(label, members)),
+            op="post",
+            inputs=(*(e.buffer for e in ends), *(source for source, _ in pairs)),
+            outputs=tuple(e.handle for e in ends),
+            posters=(poster,) if poster is not None else (),
+        )
+        return [*kept, post, *dropped]
+
+    def end(self, i: Instruction, team: tuple[int, ...]) -> _End:
+        slot = self.context.slot
+        return _End(i, self.peer(i, team), slot(i.reads[0]), slot(i.outputs[0]))
+
+    def poster(
+        self, team: tuple[int, ...], sends: Sequence[_End], recvs: Sequence[_End]
+    ) -> Poster | None:
+        if not sends and not recvs:
+            return None
+        call = Call(
+            kind="Exchange",
+            team=team,
+            rank=self.context.rank,
+            sends=tuple(e.peer for e in sends),
+            recvs=tuple(e.peer for e in recvs),
+        )
+        return self.context.bind(call)
+
+    def post(self, poster: Poster | None) -> _Post:
+        """Posts to other ranks, or stands for copies to this rank alone."""
+        if poster is None:
+            alone = nothing_posted(self.context.has_streams)
+            return lambda srcs, dsts: alone()
+        return lambda srcs, dsts: (poster(srcs, dsts),)
+
+    def peer(self, i: Instruction, team: tuple[int, ...]) -> int:
+        side = "to" if i.op == "send" else "from"
+        peer = i.kwargs[side]
+        if isinstance(peer, int) and peer in team:
+            return peer
+        raise ProgramError(
+            f"{i.op} %{base_name(i.reads[0])} {side} rank {peer} on rank {self.context.rank}",
+            where=self.context.where(i),
+            because=f"the buffer lives on the ranks {team}",
+            hint="name one of them",
+        )
+
+    # -- to oneself ------------------------------------------------------------------------------
+
+    def to_oneself(
+        self, ends: Sequence[_End]
+    ) -> tuple[list[tuple[int, int]], list[Step], list[Step]]:
+        """What this rank sends to itself: the first sent is received first.
+
+        Returns:
+            (slot of the source, slot of the destination) of what is copied now; steps that copy
+            what is received later, since its buffer may be written before that; and steps that
+            drop such copies of what is received now.
+        """
+        before = self.own
+        sent = [(e.i.reads[0], e.buffer) for e in ends if e.i.op == "send"]
+        received = [e for e in ends if e.i.op == "recv"]
+        if len(received) > len(before) + len(sent):
+            raise ProgramError(
+                f"rank {self.context.rank} receives from itself what it has not sent",
+                where=self.context.where(received[-1].i),
+                hint="send before, or put both into one group",
+            )
+        pairs = []
+        for (name, source), e in zip([*before, *sent], received, strict=False):
+            self.check_alike(name, e.i)
+            pairs.append((source, e.buffer))
+        kept = [self.keep(*x) for x in sent[max(len(received) - len(before), 0) :]]
+        self.own = before[len(received) :] + [x for x, _ in kept]
+        dropped = [_drop(copy) for _, copy in before[: len(received)]]
+        return pairs, [step for _, step in kept], dropped
+
+    def keep(self, name: str, buffer: int) -> tuple[tuple[str, int], Step]:
+        """Copy what is sent now and received later."""
+        copy = self.context.slot(f"own@{self.copies}")
+        self.copies += 1
+
+        def thunk(s: Slots) -> None:
+            s[copy] = s[buffer].clone()
+
+        what = f"send %{base_name(name)}"
+        step = Step(run=thunk, label=what, op="send", inputs=(buffer,), outputs=(copy,))
+        return (name, copy), step
+
+    def check_alike(self, name: str, i: Instruction) -> None:
+        context, into = self.context, i.reads[0]
+        a, b = (context.type(n) for n in (name, into))
+        if (a.dtype, math.prod(context.local(name))) != (b.dtype, math.prod(context.local(into))):
+            rank = context.rank
+            raise ProgramError(
+                f"rank {rank} sends {a.text(rank)} to itself and receives {b.text(rank)}",
+                where=context.where(i),
+                because="a send and its receive have one size and one dtype",
+            )
+
+
+def transfer_team(program: HostProgram, i: Instruction) -> tuple[int, ...]:
+    """The ranks among which a send or receive takes place."""
+    layout = program.types[i.reads[0]].layout
+    assert layout is not None
+    return layout.mesh.ranks
+
+
+def _drop(slot: int) -> Step:
+    def thunk(s: Slots) -> None:
+        s[slot] = None
+
+    return Step(run=thunk, label="recv", op="free", inputs=(slot,))
+
+
+_Post = Callable[[list[Tensor], list[Tensor]], tuple[Work, ...]]
+
+
+def _exchange(
+    post: _Post,
+    sends: Sequence[_End],
+    recvs: Sequence[_End],
+    pairs: Sequence[tuple[int, int]],
+    handles: Sequence[int],
+) -> Thunk:
+    """Copy, and post; the handle of each receive delivers into its place."""
+    sources, places = [e.buffer for e in sends], [e.buffer for e in recvs]
+    receiving = [e.handle for e in recvs]
+
+    def thunk(s: Slots) -> None:
+        for source, destination in pairs:
+            s[destination].copy_(s[source].reshape(s[destination].shape))
+        landed = [landing(s[place]) for place in places]
+        works = post([s[x].contiguous() for x in sources], [d for d, _ in landed])
+        for handle in handles:
+            s[handle] = Pending(works)
+        for handle, (_, unpack) in zip(receiving, landed, strict=True):
+            s[handle] = Pending(works, unpack)
+
+    return thunk

@@ -1,0 +1,64 @@
+"""What stands in the slot of a post until it is waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mdfuse.backends.base import Work
+
+#: (where something belongs, the dense buffer in which it arrives)
+Copies = tuple[tuple[Tensor, Tensor], ...]
+
+
+@dataclass(slots=True)
+class Pending:
+    """A posted communication: its pieces, and copies to make once it is done."""
+
+    works: tuple[Work, ...]
+    unpack: Copies = ()
+
+    def wait(self, piece: int | None = None) -> None:
+        """Wait for the work, or a piece of it, then move what arrived to where it belongs."""
+        for work in self.works if piece is None else self.works[piece : piece + 1]:
+            work.wait()
+        unpack, self.unpack = self.unpack, ()
+        for destination, source in unpack:
+            destination.copy_(source)
+
+    def is_done(self, piece: int | None = None) -> bool:
+        """On the simulator: whether a wait for it, or for a piece of it, would not block."""
+        works = self.works if piece is None else self.works[piece : piece + 1]
+        return all(work.is_done for work in works)  # type: ignore[attr-defined]
+
+
+class _Copied:
+    """The work of a post that only copies on its own rank, queued on the current stream."""
+
+    __slots__ = ("_event",)
+
+    is_done = True
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def wait(self) -> None:
+        """Let the stream that is current now wait for the copies."""
+        self._event.wait()
+
+
+def nothing_posted(has_streams: bool) -> Callable[[], tuple[Work, ...]]:
+    """What makes the works of such posts; without streams nothing is to be waited for."""
+    return (lambda: (_Copied(),)) if has_streams else tuple
+
+
+def landing(place: Tensor) -> tuple[Tensor, Copies]:
+    """A dense buffer to receive into, and the copy to make where it is not the place itself."""
+    if place.is_contiguous():
+        return place, ()
+    dst = torch.empty(place.shape, dtype=place.dtype, device=place.device)
+    return dst, ((place, dst),)

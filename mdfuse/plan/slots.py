@@ -1,0 +1,200 @@
+"""What preparing a call needs to know: the program, this rank's slots, and what has a buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+
+from mdfuse.backends.base import Call, Poster
+from mdfuse.errors import ProgramError
+from mdfuse.hir.program import BufferType, HostProgram, Instruction
+from mdfuse.hir.sharing import storage
+from mdfuse.layout import Box
+from mdfuse.plan.streams import CALLER
+
+Slots = list[Any]
+Thunk = Callable[[Slots], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One prepared call.
+
+    Attributes:
+        run: what to call with the slots.
+        label: what it does, for error messages.
+        op: the instruction's op.
+        outputs: the slots that it binds or writes.
+        inputs: the slots that it reads.
+        stream: the stream that is current when it runs.
+        waits: the slot of the communication that it waits for, and which piece of it.
+        joins: the stream that the current one waits for.
+        posters: what it posts.
+    """
+
+    run: Thunk
+    label: str
+    op: str
+    outputs: tuple[int, ...] = ()
+    inputs: tuple[int, ...] = ()
+    stream: int = CALLER
+    waits: tuple[int, int | None] | None = None
+    joins: int | None = None
+    posters: tuple[Poster, ...] = ()
+
+
+class Binding(Enum):
+    """Whether a name has a buffer at some point of the program."""
+
+    FRESH = "no: the result is bound"
+    BOUND = "yes: it is written"
+    MAYBE = "only if the caller passed one for this output"
+
+
+@dataclass(slots=True)
+class Context:
+    """What is known while the steps of one rank are prepared, in program order.
+
+    Attributes:
+        program: written out for the rank.
+        rank: the rank.
+        slots: name -> slot.
+        bind: prepares a call on a backend whose teams are made.
+        device: where buffers lie.
+        poison: fill new buffers with NaN or the largest value.
+        has_streams: the device has streams, and the plan switches them.
+        bound: names that have a buffer here.
+        maybe: outputs that have one only if the caller passed it.
+        allocated: names whose buffer an `alloc` made, and in which memory.
+        expanded: name -> the dims of it that `expand` made.
+        storage: name -> the name whose memory it shares; names with memory of their own are absent.
+        updated: names that may share memory with what is written again after it was bound.
+    """
+
+    program: HostProgram
+    rank: int
+    slots: dict[str, int]
+    bind: Callable[[Call], Poster]
+    device: torch.device
+    poison: bool
+    has_streams: bool
+    bound: set[str] = field(default_factory=set)
+    maybe: set[str] = field(default_factory=set)
+    allocated: dict[str, str] = field(default_factory=dict)
+    expanded: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    storage: dict[str, str] = field(default_factory=dict)
+    updated: frozenset[str] = frozenset()
+
+    def slot(self, name: str) -> int:
+        return self.slots.setdefault(name, len(self.slots))
+
+    def type(self, name: str) -> BufferType:
+        return self.program.types[name]
+
+    def box(self, name: str) -> Box:
+        return self.type(name).box(self.rank)
+
+    def local(self, name: str) -> tuple[int, ...]:
+        return self.type(name).local_shape(self.rank)
+
+    # -- which names have a buffer ---------------------------------------------------------------
+
+    def binding(self, name: str) -> Binding:
+        if name in self.bound:
+            return Binding.BOUND
+        return Binding.MAYBE if name in self.maybe else Binding.FRESH
+
+    def bind_name(self, name: str, shares: str | None = None) -> None:
+        """The name has a buffer from here on."""
+        if name not in self.bound and shares is not None:
+            self.storage[name] = self.storage.get(shares, shares)
+        self.bound.add(name)
+        self.maybe.discard(name)
+
+    def forget(self, name: str, i: Instruction) -> None:
+        """The name has no buffer from here on."""
+        if name in (*self.program.inputs, *self.program.outputs):
+            raise ProgramError(
+                f"{i.op} %{base_name(name)} on rank {self.rank}",
+                where=self.where(i),
+                because="inputs and outputs of a program are the caller's",
+                hint="leave it out",
+            )
+        if name not in self.bound:
+            raise ProgramError(
+                f"{i.op} %{base_name(name)}, which has no buffer on rank {self.rank}",
+                where=self.where(i),
+                because="it was freed already, or nothing computed it",
+                hint="free each buffer once, after its last use",
+            )
+        self.bound.discard(name)
+        self.storage.pop(name, None)
+        self.expanded.pop(name, None)
+        self.allocated.pop(name, None)
+
+    def is_on_device(self, name: str) -> bool:
+        """The name's buffer is where this rank computes."""
+        memory = self.allocated.get(self.storage.get(name, name), "device")
+        return self.device.type == "cpu" or memory not in ("host", "pinned")
+
+    def share(self, a: str, b: str) -> bool:
+        """Two names share memory."""
+        return self.storage.get(a, a) == self.storage.get(b, b)
+
+    def check_bound(self, i: Instruction) -> None:
+        """Raise ProgramError where an instruction reads what nothing computed."""
+        for name in i.reads:
+            if name not in self.bound:
+                raise unbound(self.program, name, i)
+
+    def where(self, i: Instruction) -> list[str]:
+        """The user's line of an instruction, for error messages."""
+        return [i.source.quote()] if i.source else []
+
+
+def unbound(program: HostProgram, name: str, i: Instruction) -> ProgramError:
+    """An instruction reads what nothing computed."""
+    on = f" on rank {program.rank}" if program.rank is not None else ""
+    return ProgramError(
+        f"@{program.name}{on}: {described(i)} reads %{base_name(name)}, which nothing computed",
+        where=[i.source.quote()] if i.source else (),
+        because="each run starts with an empty table of values",
+        hint="compute it, or alloc it, before; an input must be in the header",
+    )
+
+
+def base_name(name: str) -> str:
+    """The name as the program has it, without the number of the iteration."""
+    return name.split("@")[0]
+
+
+def described(i: Instruction) -> str:
+    """What an instruction does, in short, for error messages."""
+    made = ", ".join(f"%{base_name(n)}" for n in i.outputs)
+    if made:
+        return f"{made} = {i.fn or i.op}"
+    read = ", ".join(f"%{base_name(n)}" for n in i.reads)
+    piece = f"[{i.kwargs['piece']}]" if "piece" in i.kwargs else ""
+    return f"{i.op} {read}{piece}".rstrip()
+
+
+def label(i: Instruction) -> str:
+    """The user's line of an instruction, or what it does."""
+    return str(i.source or described(i))
+
+
+def updated_names(program: HostProgram) -> frozenset[str]:
+    """The names that may share memory with what is written again after it was bound."""
+    shared, bound = storage(program), set(program.inputs)
+    found: set[str] = set()
+    for i in program.walk():
+        found.update(shared.get(name, name) for name in i.outputs if name in bound)
+        if i.op != "launch":
+            bound.update(i.outputs)
+        if i.op == "free":
+            bound.difference_update(i.reads)
+    return frozenset(name for name, of in shared.items() if of in found)

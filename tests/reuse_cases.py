@@ -1,0 +1,123 @@
+"""Fusions whose outputs are written into their inputs, with what plain torch makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from host_programs import numbers
+from torch import Tensor
+
+from mdfuse import DeviceMesh, FusionDefinition, Shard
+from mdfuse.frontend.handle import Handle
+
+MESH = DeviceMesh([0, 1])
+SPLIT: dict[str, Any] = {"x": Shard(0)}
+
+Build = Callable[[FusionDefinition, Handle, Handle], None]
+Expect = Callable[[Tensor, Tensor], list[Tensor]]
+
+
+def to_all(fd: FusionDefinition, x: Handle) -> Handle:
+    return fd.ops.set(x).on(MESH, {})
+
+
+def one_op(fd: FusionDefinition, x: Handle, w: Handle) -> None:
+    fd.add_output(x + 1.0, reuse=x)
+
+
+def a_later_reader(fd: FusionDefinition, x: Handle, w: Handle) -> None:
+    fd.add_output(x + 1.0, reuse=x)
+    fd.add_output(x * 2.0)
+
+
+def a_view_of_the_input(fd: FusionDefinition, x: Handle, w: Handle) -> None:
+    fd.add_output(x + 1.0, reuse=x)
+    fd.add_output(fd.ops.permute(x, [1, 0]))
+
+
+def the_input_itself(fd: FusionDefinition, x: Handle, w: Handle) -> None:
+    fd.add_output(x + 1.0, reuse=x)
+    fd.add_output(fd.ops.set(x))
+
+
+def a_view_of_a_view(fd: FusionDefinition, x: Handle, w: Handle) -> None:
+    fd.add_output(x + 1.0, reuse=x)
+    fd.add_output(fd.ops.permute(fd.ops.permute(x, [1, 0])[1:, :], [1, 0]))
+
+
+def two_that_swap(fd: FusionDefinition, x: Handle, w: Handle) -> None:
+    fd.add_output(w + 0.0, reuse=x)
+    fd.add_output(x + 0.0, reuse=w)
+
+
+def two_inputs_that_swap(fd: FusionDefinition, x: Handle, w: Handle) -> None:
+    fd.add_output(fd.ops.set(w), reuse=x)
+    fd.add_output(fd.ops.set(x), reuse=w)
+
+
+def two_views_that_swap(fd: FusionDefinition, x: Handle, w: Handle) -> None:
+    fd.add_output(fd.ops.reshape(w, [4, 3]), reuse=x)
+    fd.add_output(fd.ops.reshape(x, [4, 3]), reuse=w)
+
+
+def a_post_of_the_input(fd: FusionDefinition, x: Handle, w: Handle) -> None:
+    """The communication reads x while x + 1 is computed."""
+    fd.add_output(x + 1.0, reuse=x)
+    fd.add_output(to_all(fd, x) * 2.0)
+
+
+def a_post_before_and_after(fd: FusionDefinition, x: Handle, w: Handle) -> None:
+    everything = to_all(fd, x)
+    fd.add_output(x + fd.ops.sum(everything), reuse=x)
+    fd.add_output(fd.ops.sum(everything * 2.0))
+
+
+def several_segments(fd: FusionDefinition, x: Handle, w: Handle) -> None:
+    h = fd.ops.set(to_all(fd, x * 2.0) + 1.0).on(MESH, SPLIT)
+    y = h + x
+    fd.add_output(fd.ops.set(to_all(fd, y)).on(MESH, SPLIT), reuse=x)
+    fd.add_output(x - w)
+    fd.add_output(w + fd.ops.sum(to_all(fd, x)), reuse=w)
+
+
+def a_result_that_is_read_again(fd: FusionDefinition, x: Handle, w: Handle) -> None:
+    y = x + 1.0
+    fd.add_output(y, reuse=x)
+    fd.add_output(y * 2.0)
+    fd.add_output(fd.ops.permute(y, [1, 0]))
+
+
+def a_reshard_into_the_input(fd: FusionDefinition, x: Handle, w: Handle) -> None:
+    """What a communication delivers goes into the input's buffer."""
+    total = fd.ops.sum(to_all(fd, x), dims=[1], keepdim=True) + to_all(fd, w)
+    fd.add_output(fd.ops.set(total).on(MESH, SPLIT), reuse=x)
+
+
+CASES: list[tuple[Build, Expect]] = [
+    (one_op, lambda x, w: [x + 1]),
+    (a_later_reader, lambda x, w: [x + 1, x * 2]),
+    (a_view_of_the_input, lambda x, w: [x + 1, x.T]),
+    (the_input_itself, lambda x, w: [x + 1, x]),
+    (a_view_of_a_view, lambda x, w: [x + 1, x[:, 1:]]),
+    (two_that_swap, lambda x, w: [w, x]),
+    (two_inputs_that_swap, lambda x, w: [w, x]),
+    (two_views_that_swap, lambda x, w: [w, x]),
+    (a_post_of_the_input, lambda x, w: [x + 1, x * 2]),
+    (a_post_before_and_after, lambda x, w: [x + x.sum(), 2 * x.sum()]),
+    (several_segments, lambda x, w: [3 * x + 1, x - w, w + x.sum()]),
+    (a_result_that_is_read_again, lambda x, w: [x + 1, (x + 1) * 2, (x + 1).T]),
+    (a_reshard_into_the_input, lambda x, w: [x.sum(1, keepdim=True) + w]),
+]
+
+
+def define(build: Build) -> FusionDefinition:
+    with FusionDefinition(build.__name__) as fd:
+        x = fd.define_tensor([4, 3], mesh=MESH, layout=SPLIT)
+        w = fd.define_tensor([4, 3], mesh=MESH, layout=SPLIT)
+        build(fd, x, w)
+    return fd
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    return numbers(4, 3), numbers(4, 3, start=100)

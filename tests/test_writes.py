@@ -1,0 +1,221 @@
+"""Every op that writes into a given buffer writes the bits that it would have returned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mdfuse.ir import writes
+from mdfuse.ir.ops import TABLE
+
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
+    torch.int8, torch.uint8, torch.bool,
+]  # fmt: skip
+SHAPES = [(7,), (3, 5, 7), (8, 64)]
+
+Operands = tuple[Any, ...]
+Attrs = dict[str, Any]
+
+
+def draw(dtype: torch.dtype, *shape: int) -> Tensor:
+    """Numbers of both signs; integers without 0, by which nothing divides."""
+    x = torch.randn(shape) * 4
+    if dtype == torch.bool:
+        return x > 0
+    return x.to(dtype) if dtype.is_floating_point else (x.abs().round() + 1).to(dtype)
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.new_empty(x.numel()).copy_(x.reshape(-1)).view(torch.uint8)
+
+
+def binary(dtype: torch.dtype) -> Iterator[tuple[Operands, Attrs]]:
+    for shape in SHAPES:
+        x, y = draw(dtype, *shape), draw(dtype, *shape)
+        yield (x, y), {}
+        yield (x, y[..., :1]), {}
+        yield (x, draw(torch.float32, *shape)), {}
+        yield (x.mT.contiguous().mT if x.ndim > 1 else x, y), {}
+        for number in (2, 2.3, True):
+            yield (x, number), {}
+
+
+def unary(dtype: torch.dtype) -> Iterator[tuple[Operands, Attrs]]:
+    for shape in SHAPES:
+        x = draw(dtype, *shape)
+        for operand in (x, x.transpose(0, -1), x.expand(2, *shape), x[..., ::2]):
+            yield (operand,), {}
+
+
+def reductions(dtype: torch.dtype) -> Iterator[tuple[Operands, Attrs]]:
+    for shape in SHAPES:
+        x = draw(dtype, *shape)
+        for dims in (None, (0,), (-1,), *([(0, -1), (1,)] if x.ndim > 1 else [])):
+            for keepdim in (False, True):
+                yield (x,), {"dims": dims, "keepdim": keepdim}
+                yield (x.transpose(0, -1),), {"dims": dims, "keepdim": keepdim}
+    yield (draw(dtype),), {"dims": ()}
+
+
+def matmuls(dtype: torch.dtype) -> Iterator[tuple[Operands, Attrs]]:
+    sizes = [
+        ((5, 7), (7, 3)), ((64, 128), (128, 32)), ((33, 257), (257, 65)), ((1, 256), (256, 64)),
+        ((7,), (7,)), ((5, 7), (7,)), ((7,), (7, 3)), ((4, 5, 7), (7, 3)), ((4, 5, 7), (4, 7, 3)),
+        ((2, 4, 5, 7), (4, 7, 3)),
+    ]  # fmt: skip
+    for a, b in sizes:
+        yield (draw(dtype, *a), draw(dtype, *b)), {}
+        if len(b) == 2:
+            yield (draw(dtype, *a), draw(dtype, *b[::-1]).T), {}
+
+
+def linears(dtype: torch.dtype) -> Iterator[tuple[Operands, Attrs]]:
+    for shape in [(7,), (1, 7), (5, 7), (64, 7), (4, 5, 7), (2, 3, 4, 7)]:
+        for n in (3, 65):
+            x, w, b = draw(dtype, *shape), draw(dtype, n, 7), draw(dtype, n)
+            yield (x, w), {}
+            yield (x, w, b), {}
+            if len(shape) > 2:
+                yield (x.transpose(0, 1), w, b), {}
+
+
+def wheres(dtype: torch.dtype) -> Iterator[tuple[Operands, Attrs]]:
+    for shape in SHAPES:
+        condition, x, y = draw(torch.bool, *shape), draw(dtype, *shape), draw(dtype, *shape)
+        yield (condition, x, y), {}
+        yield (condition, x, 1.5), {}
+        yield (condition, 2, 3), {}
+
+
+def with_attrs(*choices: Attrs) -> Any:
+    def cases(dtype: torch.dtype) -> Iterator[tuple[Operands, Attrs]]:
+        for operands, _ in unary(dtype):
+            for attrs in choices:
+                yield operands, attrs
+
+    return cases
+
+
+def joins(dtype: torch.dtype) -> Iterator[tuple[Operands, Attrs]]:
+    for shape in SHAPES:
+        yield (draw(dtype, *shape), draw(dtype, *shape)), {"dim": 0}
+        yield (draw(dtype, *shape), draw(torch.float32, *shape)), {"dim": -1}
+
+
+#: The operands of an op, by its name, else by the host instruction that runs it.
+CASES: dict[str, Any] = {
+    "clamp": with_attrs({"min": -1, "max": 1.5}, {"min": 2}),
+    "gelu": with_attrs({"approximate": "none"}, {"approximate": "tanh"}),
+    "cast": with_attrs(*({"dtype": d} for d in DTYPES)),
+    "leaky_relu": with_attrs({}, {"negative_slope": 0.2}),
+    "softmax": with_attrs({"dim": 0}, {"dim": -1}),
+    "log_softmax": with_attrs({"dim": 0}, {"dim": -1}),
+    "where": wheres,
+    "cat": joins,
+    "matmul": matmuls,
+    "linear": linears,
+    "binary": binary,
+    "unary": unary,
+    "reduce": reductions,
+}
+
+
+def buffers(like: Tensor) -> dict[str, Tensor]:
+    """Dense; a run of rows and of columns of a larger one; in another memory order.
+
+    One row of the last has a stride of 1, too, with which cuBLAS cannot do.
+    """
+    shape, dtype = like.shape, like.dtype
+    first, last = (shape[0], shape[-1]) if shape else (1, 1)
+    rows = torch.empty((first + 2, *shape[1:]), dtype=dtype).narrow(0, 1, first)
+    columns = torch.empty((*shape[:-1], last + 3), dtype=dtype).narrow(-1, 1, last)
+    return {
+        "dense": torch.empty(shape, dtype=dtype),
+        "rows": rows.reshape(shape) if shape else rows[0],
+        "columns": columns if shape else columns[0],
+        "transposed": torch.empty(shape[::-1], dtype=dtype).permute([*range(len(shape))][::-1]),
+    }
+
+
+def given(name: str, dtype: torch.dtype) -> Iterator[tuple[Operands, Attrs, Tensor]]:
+    """What torch takes, with what it then returns."""
+    row = TABLE[name]
+    for operands, attrs in (CASES.get(name) or CASES[row.host])(dtype):
+        try:
+            yield operands, attrs, row.call(*operands, **attrs)
+        except (RuntimeError, TypeError):
+            continue
+
+
+@pytest.mark.parametrize("name", [name for name, row in TABLE.items() if row.out])
+def test_the_bits_are_those_of_the_plain_op(name: str) -> None:
+    torch.manual_seed(0)
+    write = TABLE[name].out
+    assert write is not None
+    cases = 0
+    for dtype in DTYPES:
+        for operands, attrs, expected in given(name, dtype):
+            for kind, out in buffers(expected).items():
+                place = out.data_ptr()
+                write(*operands, out=out, **attrs)
+                assert torch.equal(bits(out), bits(expected)), (dtype, kind, operands, attrs)
+                assert (out.data_ptr(), out.shape) == (place, expected.shape)
+                cases += 1
+    assert cases
+
+
+@pytest.mark.parametrize(
+    "name", sorted(n for n, row in TABLE.items() if row.out and row.host in ("unary", "binary"))
+)
+def test_in_place_of_an_operand(name: str) -> None:
+    """Element by element, so that the result may take the operand's place."""
+    torch.manual_seed(0)
+    write = TABLE[name].out
+    assert write is not None
+    for operands, attrs, expected in given(name, torch.float32):
+        x = operands[0]
+        if (expected.dtype, expected.shape) == (x.dtype, x.shape) and x.is_contiguous():
+            write(*operands, out=x, **attrs)
+            assert torch.equal(bits(x), bits(expected))
+
+
+@pytest.mark.parametrize("name", ["max", "min"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_empty_part_of_an_extreme(name: str, dtype: torch.dtype) -> None:
+    """An empty shard gives the identity, in a buffer too."""
+    attrs = {"dims": (0,), "identity": True}
+    expected = TABLE[name].call(torch.empty(0, 3, dtype=dtype), **attrs)
+    out = torch.zeros(3, dtype=dtype)
+    assert TABLE[name].out is not None
+    TABLE[name].out(torch.empty(0, 3, dtype=dtype), out=out, **attrs)
+    assert torch.equal(out, expected)
+
+
+def test_what_is_written_in_place() -> None:
+    """The ops of the contract, and that nothing claims what has no row."""
+    assert set(writes.WRITES) <= set(TABLE)
+    for name in ("add", "sub", "mul", "div", "sum", "max", "min", "matmul", "linear"):
+        assert TABLE[name].out is not None
+
+
+@pytest.mark.parametrize("name", ["add", "sum", "matmul", "sigmoid"])
+def test_a_dense_buffer_takes_no_copy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even torch's own copy is called."""
+    x = torch.rand(8, 8)
+    operands = (x, x) if name in ("add", "matmul") else (x,)
+    attrs = {"dims": (1,)} if name == "sum" else {}
+    expected = TABLE[name].call(*operands, **attrs)
+    out = torch.empty_like(expected)
+
+    def refused(*_: object) -> None:
+        raise AssertionError("copied")
+
+    monkeypatch.setattr(Tensor, "copy_", refused)
+    assert TABLE[name].out is not None
+    TABLE[name].out(*operands, out=out, **attrs)
+    assert torch.equal(out, expected)
