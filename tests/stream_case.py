@@ -6,6 +6,7 @@ import re
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,6 +42,11 @@ class Case:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def family(self) -> str:
+        """Of the module that defines it: "local", "sets" or "meshes"."""
+        return self.define.__module__.rpartition("_")[2]
+
     def definition(self, n: int = 4, rows: int = 8) -> mf.FusionDefinition:
         """The program on n ranks."""
         with mf.FusionDefinition(self.name) as fd:
@@ -48,7 +54,8 @@ class Case:
         return fd
 
     def compile(self, n: int = 4, rows: int = 8, options: mf.Options | None = None) -> mf.Program:
-        return mf.compile(self.definition(n, rows), options, self.merge)
+        """The program, lowered once."""
+        return _compiled(self, n, rows, options)
 
     def inputs(self, program: mf.Program, seed: int = 0) -> list[Any]:
         """Small integers, so that sums are exact whatever their order."""
@@ -61,6 +68,11 @@ class Case:
         """The whole outputs."""
         found = self.plain(*inputs)
         return [found] if isinstance(found, Tensor) else list(found)
+
+
+@cache
+def _compiled(case: Case, n: int, rows: int, options: mf.Options | None) -> mf.Program:
+    return mf.compile(case.definition(n, rows), options, case.merge)
 
 
 def text(program: object) -> str:

@@ -134,6 +134,15 @@ def reduce_to_a_split_mesh(fd: mf.FusionDefinition, n: int, rows: int) -> None:
     fd.add_output(y)
 
 
+@case(lambda x, w: x @ w)
+def rotated_on_another_mesh(fd: mf.FusionDefinition, n: int, rows: int) -> None:
+    """The product is computed where its operands are: there is no axis y to rotate by."""
+    x = fd.define_tensor([rows, 4], mesh=DeviceMesh(range(n)), layout={"x": Shard(0)})
+    w = fd.define_tensor([4, 6], mesh=DeviceMesh(range(n)), layout={"x": Shard(1)})
+    y = (x @ w).on(DeviceMesh(range(n), axes=("y",)), stream=Stream(0, n, rotate="y"))
+    fd.add_output(y)
+
+
 @case(lambda x: x)
 def resplit_on_a_mesh(fd: mf.FusionDefinition, n: int, rows: int) -> None:
     """The streamed dim is split before and after, on ranks that overlap."""

@@ -123,7 +123,7 @@ def programs() -> dict[str, tuple[Programs, Given]]:
     found = {"ring": by_hand(RING), "in_place": by_hand(IN_PLACE)}
     found["two_streams"] = by_hand(TWO_STREAMS)
     for name in (
-        "one_op", "host_unit", "several_loops", "gather_another_dim", "gather_matmul",
+        "one_op", "several_loops", "gather_another_dim", "gather_matmul",
         "gather_matmul_in_a_ring", "matmul_scatter", "matmul_scatter_in_a_ring",
         "matmul_scatter_columns", "matmul_reduce", "gather_by_exchanges", "ring_in_a_grid",
         "send_to_a_mesh", "reduce_to_a_mesh", "reused",

@@ -26,7 +26,7 @@ from test_property import (
 from torch import Tensor
 
 import mdfuse as mf
-from mdfuse import Layout, Partial, Stream, hir
+from mdfuse import Layout, Partial, Stream, hir, hir_lowering
 from mdfuse.errors import LoweringError
 from mdfuse.segmentation import ShouldMerge, merge_local, merge_nothing
 
@@ -115,7 +115,7 @@ class Branching(Drawn):
 def is_streamable(drawn: Branching) -> bool:
     """Whether the last step can be computed as its law says."""
     try:
-        mf.compile(drawn.define())
+        hir_lowering.prepare(drawn.define().fusion)
     except LoweringError as error:
         if "is streamed over dim" in str(error) and error.because and error.hint and error.where:
             return False
