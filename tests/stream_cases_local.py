@@ -237,6 +237,16 @@ def several_loops(fd: mf.FusionDefinition, n: int, rows: int) -> None:
     fd.add_output(v)
 
 
+@case(lambda x: (x * 2) @ (x * 2).T)
+def read_whole(fd: mf.FusionDefinition, n: int, rows: int) -> None:
+    """The second product needs all of what the loop computes: another loop."""
+    x = fd.define_tensor([rows, 4], mesh=line(n))
+    h = (x * 2).on(line(n), stream=Stream(0, 3))
+    t = h.T.on(line(n), stream=Stream(1, 3))
+    y = (h @ t).on(line(n), stream=Stream(0, 3))
+    fd.add_output(y)
+
+
 @case(lambda x: ((x + 1), x * 2))
 def reused(fd: mf.FusionDefinition, n: int, rows: int) -> None:
     """Written into the input, which a loop still reads."""

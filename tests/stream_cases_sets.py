@@ -131,22 +131,32 @@ def all_to_all(fd: mf.FusionDefinition, n: int, rows: int) -> None:
     fd.add_output(y)
 
 
-@case(lambda x, p: ((x * 2).T, (x * 2).reshape(-1, 3, 2).mT.reshape(-1, 6), x * 2 + p))
+@case(lambda x, p, q: ((x * 2).T, (x * 2).reshape(-1, 3, 2).mT.reshape(-1, 6) + q, x * 2 + p))
 def copies_of_views(fd: mf.FusionDefinition, n: int, rows: int) -> None:
-    """A view that is written into its place, and one that must copy, while a transfer goes on."""
+    """A view that is written into its place, and one that must copy, while transfers go on."""
     x = fd.define_tensor([rows, 6], mesh=line(n))
     p = fd.define_tensor([rows, 6], mesh=line(n), layout={"tp": Shard(1)})
+    q = fd.define_tensor([rows, 6], mesh=line(n), layout={"tp": Shard(1)})
     a = (x * 2).on(line(n), stream=Stream(0, 3))
     b = fd.ops.set(p).on(line(n), stream=Stream(0, 3))
     c = a.T.on(line(n), stream=Stream(1, 3))
-    d = a.reshape(rows, 3, 2).on(line(n), stream=Stream(0, 3))
-    e = d.permute(0, 2, 1).on(line(n), stream=Stream(0, 3))
-    f = e.reshape(rows, 6).on(line(n), stream=Stream(0, 3))
-    g = (f * 1).on(line(n), stream=Stream(0, 3))
-    h = (a + b).on(line(n), stream=Stream(0, 3))
+    d = fd.ops.set(q).on(line(n), stream=Stream(0, 3))
+    e = a.reshape(rows, 3, 2).on(line(n), stream=Stream(0, 3))
+    f = e.permute(0, 2, 1).on(line(n), stream=Stream(0, 3))
+    g = f.reshape(rows, 6).on(line(n), stream=Stream(0, 3))
+    h = (g + d).on(line(n), stream=Stream(0, 3))
+    i = (a + b).on(line(n), stream=Stream(0, 3))
     fd.add_output(c)
-    fd.add_output(g)
     fd.add_output(h)
+    fd.add_output(i)
+
+
+@case(lambda x: x)
+def rotated_gather_of_another_dim(fd: mf.FusionDefinition, n: int, rows: int) -> None:
+    """Ranks with different chunks would have to meet: posted whole."""
+    x = fd.define_tensor([rows, 6], mesh=line(n), layout={"tp": Shard(1)})
+    y = fd.ops.set(x).on(line(n), stream=Stream(0, 3, rotate="tp"))
+    fd.add_output(y)
 
 
 @case(lambda x: (x, x + 1))
