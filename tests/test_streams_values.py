@@ -266,6 +266,13 @@ def test_an_expanded_dim_does_not_travel() -> None:
     assert gather.shape == (8, 1, 3)
 
 
+@pytest.mark.parametrize("how", ["broadcasts", "exchanges", "ring"])
+def test_each_row_arrives_once(how: str) -> None:
+    program = CASES[f"gather_by_{how}"].compile()
+    lacking = (8 - 2) * 3 * 4  # rows, columns, bytes
+    assert [program.bytes_received(rank) for rank in range(4)] == [lacking] * 4
+
+
 def test_every_rank_posts_for_every_chunk() -> None:
     """Also for empty ones: two rows, four chunks."""
     program = CASES["gather_by_broadcasts"].compile(rows=2)
