@@ -59,11 +59,9 @@ class Program:
     def explain(self) -> str:
         """The choices that were made, and why, as text."""
         lines = [f"@{self.host.name}: {len(self.segments)} segments, {len(self.host)} instructions"]
-        for c in self.communications:
-            lines.append(f"  {c}: {c.source} -> {c.destination}, {_reason(c)}")
-        posts = [i for i in self.host.walk() if i.op in ("post", "recv")]
-        if not posts:
-            lines.append("  no communication: every operand is where it is needed")
+        posts = [_why(i) for i in self.host.walk() if i.comm is not None or i.op == "recv"]
+        posts = posts or ["no communication: every operand is where it is needed"]
+        lines += [f"  {line}" for line in posts]
         lines += [f"  {line}" for line in _streams(self.host)]
         lines.append("  graphs: runs are not captured")
         return "\n".join(lines)
@@ -120,6 +118,14 @@ def _streams(host: HostProgram) -> Iterator[str]:
             how = f"iteration %{i.outputs[0]} on stream {stream}"
         where = f" ({i.source})" if i.source else ""
         yield f"streams: {i.kwargs['stop']} chunks{where}, {how}"
+
+
+def _why(i: Instruction) -> str:
+    """What a post or a receive is there for."""
+    if i.comm is not None:
+        return f"{i.comm}: {i.comm.source} -> {i.comm.destination}, {_reason(i.comm)}"
+    along = f" along {i.kwargs['axis']}" if "axis" in i.kwargs else ""
+    return f"Recv %{i.reads[0]} from {i.kwargs['from']}{along}, which sends it: a ring"
 
 
 def _reason(c: Communication) -> str:

@@ -43,6 +43,16 @@ def test_mlp_on_two_axes(name: str) -> None:
     assert {axis for _, axis in kinds(program)} == {"tp"}
 
 
+def test_overlap_is_explained() -> None:
+    """Rings post sends and receives, which no communication stands for."""
+    fd, _ = SMALL["overlap"][0](DeviceMesh.arange(tp=4))
+    text = mf.compile(fd).explain()
+    assert text.count("Recv %") == 2
+    assert "from (coord(tp) + %i) mod 4 along tp" in text
+    assert text.count("4 chunks") == 2
+    assert "no communication" not in text
+
+
 def test_hello_mesh_is_an_all_reduce_and_an_all_to_all() -> None:
     fd, _ = SMALL["hello_mesh"][0](DeviceMesh.arange(tp=4))
     program = mf.compile(fd)
