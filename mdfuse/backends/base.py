@@ -6,9 +6,9 @@ must pass for each kind is written here, once, for all backends.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,6 +85,47 @@ class Poster(Protocol):
     """A `Call` bound to its process group and argument lists."""
 
     def __call__(self, srcs: Buffers, dsts: Buffers) -> Work: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Stands for a buffer of a post among the arguments of a prepared call.
+
+    Attributes:
+        side: whether it is sent or received.
+        index: which one of its side.
+        form: the tensor itself, its elements in a row (`x.view(-1)`), or its address (an int).
+    """
+
+    side: Literal["src", "dst"]
+    index: int = 0
+    form: Literal["tensor", "flat", "pointer"] = "tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A call with nothing left to decide: `run(*args)`.
+
+    Attributes:
+        run: what is called.
+        args: constants, `Buffer`s, and lists of these.
+    """
+
+    run: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Posting:
+    """A post, and its wait, as prepared calls on the library's own functions.
+
+    Attributes:
+        post: called in order; the last one returns the handle.
+        wait: called where the program waits; None: the handle's own `wait()`.
+    """
+
+    post: tuple[Prepared, ...]
+    wait: tuple[Prepared, ...] | None = None
 
 
 class Backend(Protocol):
