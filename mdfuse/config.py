@@ -21,9 +21,12 @@ class Options:
             another; "auto": copy_compute where the loop communicates.
         graph: "auto", "always" or "never": whether runs are captured as CUDA graphs.
         verify: check a host program before its first run.
+        fast_lane: whether posts on NVIDIA GPUs go through nccl4py instead of torch.distributed:
+            "auto" where all ranks have it, "never", or "always": else an error.
         timeout_s: seconds after which a communication that does not finish is an error.
         poison: fill every new buffer with NaN (the largest value for integers, True for bool), so
             that an element that nothing wrote shows.
+        plans: how many plans an evaluator keeps; each owns the buffers of its intermediates.
         trace: a file to write a trace of each run to, or None.
     """
 
@@ -32,14 +35,20 @@ class Options:
     stream_policy: Literal["auto", "round_robin", "copy_compute"] = "auto"
     graph: Literal["auto", "always", "never"] = "auto"
     verify: bool = True
+    fast_lane: Literal["auto", "never", "always"] = "auto"
     timeout_s: float = 600.0
     poison: bool = False
+    plans: int = 32
     trace: str | None = None
 
     def __post_init__(self) -> None:
         if self.streams < 1:
             raise ProgramError(
                 f"streams={self.streams}", because="at least one is needed", hint="the default is 4"
+            )
+        if self.plans < 1:
+            raise ProgramError(
+                f"plans={self.plans}", because="a run needs one", hint="the default is 32"
             )
         if self.timeout_s <= 0:
             raise ProgramError(
@@ -54,6 +63,8 @@ class Options:
             )
         if self.graph not in ("auto", "always", "never"):
             raise ProgramError(f"graph={self.graph!r}", hint='"auto", "always" or "never"')
+        if self.fast_lane not in ("auto", "never", "always"):
+            raise ProgramError(f"fast_lane={self.fast_lane!r}", hint='"auto", "never" or "always"')
 
 
 #: Every variable that mdfuse reads: name -> (option, parser, help).
@@ -62,6 +73,8 @@ VARIABLES: dict[str, tuple[str, Any, str]] = {
     "MDFUSE_STREAMS": ("streams", int, "number of streams of a streamed lowering"),
     "MDFUSE_STREAM_POLICY": ("stream_policy", str, "auto, round_robin or copy_compute"),
     "MDFUSE_GRAPH": ("graph", str, "CUDA graphs: auto, always or never"),
+    "MDFUSE_PLANS": ("plans", int, "how many plans an evaluator keeps"),
+    "MDFUSE_FAST_LANE": ("fast_lane", str, "posts through nccl4py: auto, never or always"),
     "MDFUSE_VERIFY": ("verify", lambda s: s != "0", "0 turns verification off"),
     "MDFUSE_TIMEOUT_S": ("timeout_s", float, "deadline of a communication, seconds"),
     "MDFUSE_POISON": ("poison", lambda s: s == "1", "1 fills new buffers with NaN"),

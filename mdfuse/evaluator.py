@@ -1,9 +1,14 @@
-"""The evaluator: checks arguments, builds a plan per rank, keeps it, runs it."""
+"""The evaluator: checks arguments, builds a plan per kind of arguments, keeps it, runs it.
+
+A run whose arguments look like those of an earlier one (shapes, strides, dtypes, devices) takes
+the plan that was built then and makes its calls: nothing is inferred, checked or decided again.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -16,7 +21,9 @@ from mdfuse.errors import BackendError, MdfuseError, ProgramError
 from mdfuse.hir.program import HostProgram
 from mdfuse.hir.verify import verify
 from mdfuse.plan.build import Plan, build
+from mdfuse.plan.cache import Cache
 from mdfuse.plan.posts import groups
+from mdfuse.plan.signature import Signature, signature_of
 
 if TYPE_CHECKING:
     from mdfuse.runtime.communicator import Communicator
@@ -34,6 +41,9 @@ class HostIrEvaluator:
         communicator: by default what `mdfuse.init()` gives.
         options: by default those of the environment.
 
+    Attributes:
+        plans: what was prepared, by signature of the arguments; `plans.info()` counts.
+
     Raises:
         ProgramError: an input is an alias, aliases form a cycle, or a name means nothing.
     """
@@ -41,14 +51,20 @@ class HostIrEvaluator:
     program: HostProgram
     communicator: Communicator | None = None
     options: Options | None = None
-    _plan: Plan | None = field(default=None, init=False, repr=False)
+    plans: Cache[Plan] = field(init=False, repr=False)
+    #: What the last run was given, and its plan.
+    _last: tuple[Hashable | None, Plan | None] = field(default=(None, None), init=False, repr=False)
+    #: What this rank runs, once all ranks agreed to.
     _local: HostProgram | None = field(default=None, init=False, repr=False)
+    _signature: Signature | None = field(default=None, init=False, repr=False)
     #: Tells this evaluator and its runs from others; all ranks make the same ones in one order.
     _serial: int = field(default=0, init=False, repr=False)
     _runs: int = field(default=0, init=False, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_names(self.program)
+        self.plans = Cache(options_from_environment(self.options).plans)
 
     def run(self, arguments: Mapping[str, Any]) -> list[Any]:
         """Run once.
@@ -85,23 +101,144 @@ class HostIrEvaluator:
         is_partial: bool = False,
     ) -> list[Any]:
         """`run` with positional arguments; `is_partial`: some outputs may have no buffer."""
+        with self._lock:  # a plan's buffers serve one run at a time
+            plan = self._known(arguments, out) if problem is None else None
+            if plan is None:
+                plan = self._plan(arguments, out, problem, is_partial)
+            self._runs += 1
+            try:
+                if plan.numbers:
+                    arguments = numbers(self.program, arguments)
+                return plan.run(arguments, out)
+            except BackendError as error:
+                assert self.communicator is not None
+                raise self._refused(self.communicator) or error from error
+
+    # -- the plan of a run -----------------------------------------------------------------------
+
+    def _known(self, arguments: Sequence[Any], out: Sequence[Any] | None) -> Plan | None:
+        """The plan of the last run where it fits this one."""
+        signature, communicator = self._signature, self.communicator
+        if signature is None or communicator is None or communicator.is_closed:
+            return None
+        key = signature.read(arguments, out)
+        last, plan = self._last
+        if plan is None or key is None or key != last:
+            return None
+        if plan.may_overlap and not signature.are_apart(arguments, out):
+            return None
+        self.plans.hits += 1
+        return plan
+
+    def _plan(
+        self,
+        arguments: Sequence[Any],
+        out: Sequence[Any] | None,
+        problem: MdfuseError | None,
+        is_partial: bool,
+    ) -> Plan:
+        """The plan of a run whose arguments are not those of the last one, checked."""
         communicator = self._communicator()
         if problem is None:
             problem = self._problem(arguments, out, is_partial, communicator)
-        if self._plan is None:
-            problem = problem or self._check(communicator)
+        is_first = self._local is None
+        if is_first:
+            self._meet(problem, communicator)
+        plan = None
+        if problem is None:
+            plan, problem = self._cached(arguments, out, communicator)
+        if is_first:
             self._agree(problem, communicator)
-            self._prepare(communicator)
-        assert self._plan is not None
-        self._runs += 1
+        if problem is not None or plan is None:
+            self._refuse(problem, communicator)
+        assert plan is not None
+        return plan
+
+    def _cached(
+        self, arguments: Sequence[Any], out: Sequence[Any] | None, communicator: Communicator
+    ) -> tuple[Plan | None, MdfuseError | None]:
+        """The plan of a signature, made where there is none; or why there cannot be one."""
+        assert self._local is not None and self._signature is not None
+        key = self._signature.read(arguments, out)
+        plan = self.plans.get(key) if key is not None else None
+        if plan is None:
+            options = options_from_environment(self.options)
+            try:
+                plan = build(
+                    self._local,
+                    communicator.poster,
+                    communicator.device,
+                    options.poison,
+                    arguments,
+                    out,
+                    caller=self._signature.stream(),
+                )
+            except MdfuseError as error:
+                return None, error
+            if key is not None:
+                self.plans.put(key, plan)
+        self._last = key, plan
+        return plan, None
+
+    def _communicator(self) -> Communicator:
+        if self.communicator is None or self.communicator.is_closed:
+            from mdfuse.runtime.communicator import init
+
+            self.communicator = init(self.options)
+            self._forget()
+        return self.communicator
+
+    def _forget(self) -> None:
+        """The next run is a first one."""
+        self._local, self._signature, self._last = None, None, (None, None)
+        self.plans.clear()
+
+    # -- all ranks run, or none ------------------------------------------------------------------
+
+    def _meet(self, problem: MdfuseError | None, communicator: Communicator) -> None:
+        """Before the first run: all ranks are well, and make their teams in program order.
+
+        Raises:
+            ProgramError: the program means nothing, or a rank was given what does not fit; on
+                every rank alike.
+        """
+        local = None
+        if problem is None:
+            try:
+                if options_from_environment(self.options).verify:
+                    verify(self.program)
+                local = self.program.project(communicator.rank)
+            except MdfuseError as error:
+                problem = error
+        self._agree(problem, communicator)
+        assert local is not None
+        communicator.prepare(groups(local, communicator.rank))
+        self._signature = signature_of(self.program, communicator.rank, communicator.device)
+        self._serial, self._runs = next(_serials), 0
+        self._local = local
+
+    def _agree(self, problem: MdfuseError | None, communicator: Communicator) -> None:
+        """Raise on every rank where one has a problem, before anything is posted."""
+        reports = communicator.all_ok(str(problem) if problem is not None else None)
+        if any(report is not None for report in reports):
+            self._forget()
         if problem is not None:
-            if self._communicates:
-                communicator.refuse(self._occasion, str(problem))
             raise problem
-        try:
-            return self._plan.run(numbers(self.program, arguments), out)
-        except BackendError as error:
-            raise self._refused(communicator) or error from error
+        for rank, report in enumerate(reports):
+            if report is not None:
+                raise ProgramError(
+                    f"rank {rank} refused to run @{self.program.name}",
+                    where=report.splitlines(),
+                    because="all ranks run, or none does",
+                )
+
+    def _refuse(self, problem: MdfuseError | None, communicator: Communicator) -> None:
+        """Not to run what others may have begun: tell them why."""
+        assert problem is not None
+        self._runs += 1
+        if self._communicates:
+            communicator.refuse(self._occasion, str(problem))
+        raise problem
 
     @cached_property
     def _communicates(self) -> bool:
@@ -122,13 +259,6 @@ class HostIrEvaluator:
             where=reason.splitlines(),
             because="all ranks run, or none does",
         )
-
-    def _communicator(self) -> Communicator:
-        if self.communicator is None or self.communicator.is_closed:
-            from mdfuse.runtime.communicator import init
-
-            self.communicator, self._plan = init(self.options), None
-        return self.communicator
 
     def _problem(
         self,
@@ -158,44 +288,3 @@ class HostIrEvaluator:
         except MdfuseError as error:
             return error
         return None
-
-    def _agree(self, problem: MdfuseError | None, communicator: Communicator) -> None:
-        """Raise on every rank where one has a problem, before anything is posted."""
-        reports = communicator.all_ok(str(problem) if problem is not None else None)
-        if problem is not None:
-            raise problem
-        for rank, report in enumerate(reports):
-            if report is not None:
-                raise ProgramError(
-                    f"rank {rank} refused to run @{self.program.name}",
-                    where=report.splitlines(),
-                    because="all ranks run, or none does",
-                )
-
-    def _check(self, communicator: Communicator) -> MdfuseError | None:
-        """What is wrong with the program, if anything; before its first run."""
-        try:
-            if options_from_environment(self.options).verify:
-                verify(self.program)
-            self._local = self.program.project(communicator.rank)
-        except MdfuseError as error:
-            return error
-        return None
-
-    def _prepare(self, communicator: Communicator) -> None:
-        """Make the teams in program order, build the plan.
-
-        Raises:
-            ProgramError: the program means nothing on some rank; on every rank alike.
-        """
-        problem, plan = None, None
-        options, local = options_from_environment(self.options), self._local
-        assert local is not None
-        communicator.prepare(groups(local, communicator.rank))
-        try:
-            plan = build(local, communicator.poster, communicator.device, options.poison)
-        except MdfuseError as error:
-            problem = error
-        self._agree(problem, communicator)
-        self._serial, self._runs = next(_serials), 0
-        self._plan = plan

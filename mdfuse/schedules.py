@@ -19,8 +19,9 @@ from torch import Tensor
 from mdfuse.backends.sim import SimNetwork
 from mdfuse.errors import CommunicationError
 from mdfuse.plan.build import Plan
+from mdfuse.plan.lines import Slots
 from mdfuse.plan.pending import Pending
-from mdfuse.plan.slots import Slots, Step
+from mdfuse.plan.slots import Step
 from mdfuse.plan.streams import CALLER
 
 #: What the host does by itself, in program order.
@@ -32,12 +33,11 @@ def run_shuffled(
     slots: Sequence[Slots],
     network: SimNetwork,
     seed: int,
-    out: Sequence[Sequence[Any] | None],
 ) -> tuple[list[Any], ...]:
     """Run all ranks in an order drawn from a seed; copies of the outputs of each, as the caller's
     stream sees them at the end of its work."""
     draw = random.Random(seed)
-    ranks = [_Queues(plan, s, o) for plan, s, o in zip(plans, slots, out, strict=True)]
+    ranks = [_Queues(plan, s) for plan, s in zip(plans, slots, strict=True)]
     for rank in ranks:
         rank.issue()
     while True:
@@ -91,7 +91,6 @@ class _Queues:
 
     plan: Plan
     slots: Slots
-    out: Sequence[Any] | None
     queues: dict[int, deque[_Task]] = field(default_factory=lambda: defaultdict(deque))
     queued: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     outputs: list[Any] = field(default_factory=list)
@@ -104,7 +103,7 @@ class _Queues:
 
     def finish(self) -> None:
         """The caller's stream reads the outputs."""
-        found = self.plan.finish(self.slots, self.out)
+        found = self.plan.finish(self.slots)
         self.outputs = [x.clone() if isinstance(x, Tensor) else x for x in found]
 
     def push(self, stream: int, task: _Task) -> None:

@@ -13,9 +13,11 @@ from mdfuse.arguments import check_arguments, check_global, check_names, check_o
 from mdfuse.backends.sim import SimNetwork
 from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import CommunicationError, ProgramError
+from mdfuse.extent_arguments import check_extents, global_extents
 from mdfuse.hir.program import HostProgram
 from mdfuse.plan.build import Plan, build
-from mdfuse.plan.slots import Slots, Step
+from mdfuse.plan.lines import Slots
+from mdfuse.plan.slots import Step
 from mdfuse.program import Program
 from mdfuse.schedules import run_shuffled
 from mdfuse.sharding import shard_tensor, unshard_tensor
@@ -128,7 +130,7 @@ def simulate(
     Args:
         program: a compiled program, a host program, or the projections of all ranks in rank order.
         inputs: global tensors (numbers for scalars) in definition order.
-        extents: symbolic extents by name.
+        extents: symbolic extents by name; by default those of the global inputs.
         per_rank: instead of `inputs`: for each rank, name -> local tensor; names of outputs give
             preallocated buffers.
         options: `poison` is the one that matters here.
@@ -140,13 +142,11 @@ def simulate(
         ProgramError: the inputs do not fit.
         CommunicationError: posts of different ranks do not fit, or ranks wait for each other.
     """
+    if isinstance(program, Program):
+        program = _with_extents(program, inputs, extents)
+    elif extents:
+        check_extents(_host(program).name, (), extents)
     host = _host(program)
-    if extents:
-        raise ProgramError(
-            f"extents {dict(extents)}",
-            because="this program has no symbolic extents",
-            hint="leave extents= out",
-        )
     locals_ = _projections(program)
     arguments, out = _arguments(host, inputs, per_rank, len(locals_))
     network = SimNetwork(is_late=schedule is not None)
@@ -157,9 +157,9 @@ def simulate(
             for plan, given, buffers in zip(plans, arguments, out, strict=True)
         ]
         if schedule is None:
-            results, peaks = _run_in_lockstep(plans, slots, network, out)
+            results, peaks = _run_in_lockstep(plans, slots, network)
         else:
-            results, peaks = run_shuffled(plans, slots, network, schedule, out), ()
+            results, peaks = run_shuffled(plans, slots, network, schedule), ()
     if host.rank is not None:
         return Simulated(results, [], peaks)
     outputs = [_global(host, name, i, results) for i, name in enumerate(host.outputs)]
@@ -179,8 +179,18 @@ def _plans(
         check_arguments(local, rank, arguments[rank], device)
         check_outputs(local, rank, arguments[rank], out[rank], device, is_partial=True)
         bind = network.backend(rank).bind
-        plans.append(build(local, bind, device, poison, is_simulated=True))
+        given = arguments[rank], out[rank]
+        plans.append(build(local, bind, device, poison, *given, is_simulated=True))
     return plans
+
+
+def _with_extents(
+    program: Program, inputs: Sequence[Any] | None, extents: Mapping[str, int] | None
+) -> HostProgram:
+    """The host program for the extents that are given, or that global inputs have."""
+    if program.symbolic is not None and inputs is not None:
+        extents = global_extents(program.symbolic.fusion, inputs, extents)
+    return program.host_for(extents)
 
 
 def _host(program: Simulable) -> HostProgram:
@@ -296,7 +306,6 @@ def _run_in_lockstep(
     plans: Sequence[Plan],
     slots: Sequence[Slots],
     network: SimNetwork,
-    out: Sequence[Sequence[Any]],
 ) -> tuple[tuple[list[Any], ...], tuple[int, ...]]:
     """The outputs of each rank, and its peak of memory."""
     ranks = [_Rank(plan, s) for plan, s in zip(plans, slots, strict=True)]
@@ -307,7 +316,7 @@ def _run_in_lockstep(
     left = network.leftovers()
     if left:
         raise CommunicationError("posts that nobody answered", where=left)
-    results = tuple(r.plan.finish(r.slots, o) for r, o in zip(ranks, out, strict=True))
+    results = tuple(r.plan.finish(r.slots) for r in ranks)
     return results, tuple(r.memory.peak for r in ranks)
 
 

@@ -81,12 +81,6 @@ class Work(Protocol):
         """Return once the buffers may be used (on GPUs: by work queued on the current stream)."""
 
 
-class Poster(Protocol):
-    """A `Call` bound to its process group and argument lists."""
-
-    def __call__(self, srcs: Buffers, dsts: Buffers) -> Work: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Buffer:
     """Stands for a buffer of a post among the arguments of a prepared call.
@@ -107,11 +101,11 @@ class Prepared:
     """A call with nothing left to decide: `run(*args)`.
 
     Attributes:
-        run: what is called.
+        run: what is called; a text is a method of the first argument.
         args: constants, `Buffer`s, and lists of these.
     """
 
-    run: Callable[..., Any]
+    run: Callable[..., Any] | str
     args: tuple[Any, ...]
 
 
@@ -122,10 +116,45 @@ class Posting:
     Attributes:
         post: called in order; the last one returns the handle.
         wait: called where the program waits; None: the handle's own `wait()`.
+        explain: makes an error of the library one that says what was posted.
     """
 
     post: tuple[Prepared, ...]
     wait: tuple[Prepared, ...] | None = None
+    explain: Callable[[Exception], Exception] | None = None
+
+
+class Poster(Protocol):
+    """A `Call` bound to its process group and argument lists."""
+
+    def __call__(self, srcs: Buffers, dsts: Buffers) -> Work: ...
+
+    def prepare(self, srcs: Buffers, dsts: Buffers, place: Place) -> Posting | None:
+        """The same as calls of the library's own, for dense buffers like these.
+
+        Args:
+            srcs: what is sent: tensors on the meta device.
+            dsts: what is received, likewise.
+            place: where in a program it is posted.
+
+        Returns:
+            None where the post needs more than the library's own calls.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where in a program something is posted.
+
+    Attributes:
+        where: the user's line.
+        stream: the handle of the CUDA stream that is current there; 0 without a GPU.
+        at_once: the wait follows, on the same stream.
+    """
+
+    where: str
+    stream: int = 0
+    at_once: bool = False
 
 
 class Backend(Protocol):

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mdfuse.backends.base import Call, Work
+from mdfuse.backends.base import Buffer, Call, Place, Posting, Prepared, Work
 from mdfuse.backends.c10d_groups import AllgatherOptions, Group, Library, Transfer
-from mdfuse.backends.c10d_work import DONE, Posted, failure
+from mdfuse.backends.c10d_work import DONE, Posted, explained
 from mdfuse.backends.reduction import BOOL_OPS, check_reduction, combine
 from mdfuse.errors import CommunicationError
 
@@ -87,10 +88,30 @@ class BoundCall:
             post = self._posts[dtype] = _build(self._team, self._call, dtype)
         try:
             return post(srcs, dsts)
-        except torch.OutOfMemoryError:
-            raise
         except (RuntimeError, ValueError) as error:
-            raise failure(self._call, error) from error
+            raise explained(self._call, error) from error
+
+    def prepare(
+        self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: Place
+    ) -> Posting | None:
+        """The same as calls of the group's own methods, for dense buffers like these."""
+        buffers = (*srcs, *dsts)
+        call, team = self._call, self._team
+        if team.group is None or call.kind not in _PREPARED or not all(x.numel() for x in buffers):
+            return None
+        dtype = buffers[0].dtype
+        if call.kind in _REDUCING:
+            check_reduction(call.reduce_op, dtype)
+            if not _is_reducible(team.library, call, dtype):
+                return None
+        if dtype not in _NATIVE:
+            return None
+        post = _PREPARED[call.kind](team, call, dtype)
+        if call.kind == "Allreduce":  # in place in the library
+            form: Literal["flat", "tensor"] = "tensor" if _are_alike(srcs, dsts) else "flat"
+            copy = Prepared("copy_", (Buffer("dst", form=form), Buffer("src", form=form)))
+            post = (copy, *post)
+        return Posting(post=post, explain=partial(explained, call))
 
 
 def _build(team: Team, call: Call, dtype: torch.dtype) -> _Post:
@@ -257,6 +278,53 @@ def _alltoall(team: Team, call: Call, dtype: torch.dtype) -> _Post:
     return post
 
 
+# -- the same, prepared --------------------------------------------------------------------------
+
+
+def _forms(team: Team) -> tuple[Buffer, Buffer]:
+    """How the library takes what is sent and received."""
+    form: Literal["flat", "tensor"] = "flat" if team.library.needs_flat else "tensor"
+    return Buffer("src", form=form), Buffer("dst", form=form)
+
+
+def _are_alike(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> bool:
+    return srcs[0].shape == dsts[0].shape
+
+
+def _prepared_allgather(team: Team, call: Call, dtype: torch.dtype) -> tuple[Prepared, ...]:
+    src, dst = _forms(team)
+    return (Prepared(team.group._allgather_base, (dst, src, AllgatherOptions())),)
+
+
+def _prepared_reduce_scatter(team: Team, call: Call, dtype: torch.dtype) -> tuple[Prepared, ...]:
+    src, dst = _forms(team)
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = _reduce_op(call, dtype)
+    return (Prepared(team.group._reduce_scatter_base, (dst, src, options)),)
+
+
+def _prepared_allreduce(team: Team, call: Call, dtype: torch.dtype) -> tuple[Prepared, ...]:
+    _, dst = _forms(team)
+    options = dist.AllreduceOptions()
+    options.reduceOp = _reduce_op(call, dtype)
+    return (Prepared(team.group.allreduce, ([dst], options)),)
+
+
+def _prepared_broadcast(team: Team, call: Call, dtype: torch.dtype) -> tuple[Prepared, ...]:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = _root_index(call), 0
+    src, dst = _forms(team)
+    buffer = src if call.rank == call.root else dst
+    return (Prepared(team.group.broadcast, ([buffer], options)),)
+
+
+def _prepared_alltoall(team: Team, call: Call, dtype: torch.dtype) -> tuple[Prepared, ...]:
+    src, dst = Buffer("src", form="flat"), Buffer("dst", form="flat")
+    counts = list(call.recv_counts), list(call.send_counts)
+    args = (dst, src, *counts, dist.AllToAllOptions())
+    return (Prepared(team.group.alltoall_base, args),)
+
+
 # -- transfers between pairs -----------------------------------------------------------------------
 
 
@@ -369,6 +437,15 @@ def _root_index(call: Call) -> int:
 
 
 _Builder = Callable[[Team, Call, torch.dtype], _Post]
+
+#: Kinds that are one call of the group's own, whatever is in the buffers.
+_PREPARED: dict[str, Callable[[Team, Call, torch.dtype], tuple[Prepared, ...]]] = {
+    "Allgather": _prepared_allgather,
+    "ReduceScatter": _prepared_reduce_scatter,
+    "Allreduce": _prepared_allreduce,
+    "Broadcast": _prepared_broadcast,
+    "AllToAll": _prepared_alltoall,
+}
 
 KINDS: dict[str, _Builder] = {
     "Allgather": _allgather,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from torch import OutOfMemoryError
+
 from mdfuse.backends.base import Call
 from mdfuse.errors import BackendError
 
@@ -68,6 +70,13 @@ def failure(call: Call, error: Exception) -> BackendError:
         hint="see what the other members did: each must post the same communications, of the same "
         "sizes, in the same order; raise timeout_s where they are only slow",
     )
+
+
+def explained(call: Call, error: Exception) -> Exception:
+    """What an error of the library says of the post; memory that runs out is no fault of it."""
+    if isinstance(error, RuntimeError | ValueError) and not isinstance(error, OutOfMemoryError):
+        return failure(call, error)
+    return error
 
 
 def first_line(error: Exception) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import POINT_TO_POINT, Call
+from mdfuse.backends.base import POINT_TO_POINT, Call, Place
 from mdfuse.backends.reduction import combine
 from mdfuse.errors import CommunicationError
 
@@ -174,6 +174,9 @@ class SimPoster:
         work = SimWork(self.call)
         self.network.post(_Posted(self.call, srcs, dsts, work), numbers)
         return work
+
+    def prepare(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: Place) -> None:
+        """There is no library under it."""
 
 
 class SimBackend:

@@ -188,6 +188,24 @@ WRITES: dict[str, Write] = {
 }
 
 
+#: Ops without such a form whose result is dense where the operands are.
+DENSE = {"relu", "mean", "layer_norm", "embedding", "isfinite", "isinf", "isnan"}
+
+
+def fresh_write(name: str, facts: Sequence[Tensor | None]) -> Write | None:
+    """How an op fills a new buffer with what its call would give; None where it may differ.
+
+    Args:
+        name: the op.
+        facts: for each tensor operand, a meta tensor with its strides, or None: not known.
+    """
+    if name == "matmul" and all(x is not None and x.ndim == 2 for x in facts):
+        return torch.mm  # what matmul comes to, without its look at the shapes
+    if name in EXACT or name in _PRODUCTS or all(x is not None and x.is_contiguous() for x in facts):
+        return WRITES.get(name)
+    return None
+
+
 def write_of(name: str, call: Callable[..., Any]) -> Write | None:
     """How an op writes into a buffer what `call` would give; None where torch cannot."""
     write = WRITES.get(name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,99 +12,84 @@ from mdfuse.errors import ProgramError
 from mdfuse.hir.program import Instruction
 from mdfuse.ir.extremes import highest
 from mdfuse.ir.infer import dense_strides
-from mdfuse.plan.slots import Binding, Context, Slots, Thunk
-
-_Extents = tuple[int, ...]
-_Make = Callable[[], Tensor]
+from mdfuse.plan.lines import Extents, Line
+from mdfuse.plan.slots import Context
 
 
-def allocate(i: Instruction, context: Context, binding: Binding) -> Thunk:
+def allocate(i: Instruction, context: Context) -> list[Line]:
     """A new buffer; nothing where there is one."""
     (output,) = i.outputs
     memory = i.kwargs.get("memory", "device")
-    if memory not in MEMORY:
+    if memory not in ("device", *MEMORY):
         raise ProgramError(
             f"%{output} = alloc(memory={memory}): there is no such memory",
             where=context.where(i),
-            hint="one of " + ", ".join(MEMORY),
+            hint="one of " + ", ".join(("device", *MEMORY)),
         )
-    return empty(output, i.order, context, binding, memory)
+    return empty(output, i.order, context, memory)
 
 
 def empty(
-    output: str,
-    order: tuple[int, ...] | None,
-    context: Context,
-    binding: Binding,
-    memory: str = "device",
-) -> Thunk:
+    output: str, order: tuple[int, ...] | None, context: Context, memory: str = "device"
+) -> list[Line]:
     """Bind a name to a new buffer, unless it has one."""
-    if binding is Binding.BOUND:
-        return _nothing
-    target = context.slot(output)
-    make = _maker(output, order, context, memory)
-
-    def always(s: Slots) -> None:
-        s[target] = make()
-
-    def where_there_is_none(s: Slots) -> None:
-        if s[target] is None:
-            s[target] = make()
-
-    return always if binding is Binding.FRESH else where_there_is_none
+    if context.has_buffer(output):
+        return []
+    return new_buffer(output, order, context, memory)
 
 
-def _nothing(s: Slots) -> None:
-    """The buffer is there."""
-
-
-def _maker(output: str, order: tuple[int, ...] | None, context: Context, memory: str) -> _Make:
+def new_buffer(
+    output: str, order: tuple[int, ...] | None, context: Context, memory: str = "device"
+) -> list[Line]:
+    """Bind a name to a new buffer."""
     shape, dtype = context.local(output), context.type(output).dtype
-    make = MEMORY[memory](shape, dense_strides(shape, order), dtype, context.device)
-    if not context.poison:
-        return make
-    poison = math.nan if dtype.is_floating_point else highest(dtype)
-    return lambda: make().fill_(poison)
+    strides = dense_strides(shape, order)
+    new = Extents(shape=shape, strides=strides, dtype=dtype, device=context.device)
+    context.know(output, torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
+    made = [_make(memory, new, context.slot(output))]
+    if context.poison:
+        poison = math.nan if dtype.is_floating_point else highest(dtype)
+        made.append(Line(run="fill_", args=(context.ref(output), poison)))
+    return made
 
 
-def _on_device(
-    shape: _Extents, strides: _Extents, dtype: torch.dtype, device: torch.device
-) -> _Make:
-    if strides == dense_strides(shape):
-        return partial(torch.empty, shape, dtype=dtype, device=device)
-    return partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
+def _make(memory: str, new: Extents, slot: int) -> Line:
+    if memory == "device":
+        extents, kwargs = (new.shape, new.strides), (("dtype", new.dtype), ("device", new.device))
+        return Line(run=torch.empty_strided, args=extents, kwargs=kwargs, into=slot, new=new)
+    args = (new.shape, new.strides, new.dtype, new.device)
+    return Line(run=MEMORY[memory], args=args, into=slot, on_host=True)
 
 
-def _on_host(shape: _Extents, strides: _Extents, dtype: torch.dtype, device: torch.device) -> _Make:
-    return partial(torch.empty_strided, shape, strides, dtype=dtype, device="cpu")
+_Make = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device], Tensor]
 
 
-def _pinned(shape: _Extents, strides: _Extents, dtype: torch.dtype, device: torch.device) -> _Make:
+def _on_host(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+
+
+def _pinned(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """Host memory that a GPU reads directly; without a GPU nothing needs it pinned."""
     pin = device.type == "cuda"
-    return partial(torch.empty_strided, shape, strides, dtype=dtype, device="cpu", pin_memory=pin)
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cpu", pin_memory=pin)
 
 
 def _symmetric(
-    shape: _Extents, strides: _Extents, dtype: torch.dtype, device: torch.device
-) -> _Make:
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """Memory that the other ranks of a host can be given access to; on CPU plain memory."""
     if device.type != "cuda":
-        return _on_device(shape, strides, dtype, device)
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
     from torch.distributed import _symmetric_memory
 
     size = math.prod(shape)
-
-    def make() -> Tensor:
-        return _symmetric_memory.empty(size, dtype=dtype, device=device).as_strided(shape, strides)
-
-    return make
+    made: Tensor = _symmetric_memory.empty(size, dtype=dtype, device=device)
+    return made.as_strided(shape, strides)
 
 
-#: Where `alloc` may put a buffer.
-MEMORY: dict[str, Callable[[_Extents, _Extents, torch.dtype, torch.device], _Make]] = {
-    "device": _on_device,
-    "host": _on_host,
-    "pinned": _pinned,
-    "symmetric": _symmetric,
-}
+#: Where `alloc` may put a buffer, beside "device".
+MEMORY: dict[str, _Make] = {"host": _on_host, "pinned": _pinned, "symmetric": _symmetric}

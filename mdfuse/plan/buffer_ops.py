@@ -12,35 +12,49 @@ from mdfuse.errors import ProgramError
 from mdfuse.hir.program import Instruction
 from mdfuse.layout import nth_chunk, relative
 from mdfuse.plan.allocation import empty
-from mdfuse.plan.local_ops import bind_or_write, ordered
-from mdfuse.plan.slots import Binding, Context, Slots, Thunk, base_name
+from mdfuse.plan.lines import Line
+from mdfuse.plan.local_ops import ordered
+from mdfuse.plan.slots import Context, base_name
+
+_Value = Callable[..., Tensor]
 
 
-def _filled(i: Instruction, context: Context, binding: Binding, value: Callable[..., Any]) -> Thunk:
-    """Bind what `value(slots)` gives, or copy it into the buffer that there is."""
-    (output,) = i.outputs
-    target = context.slot(output)
-    overlaps = any(context.share(x, output) for x in i.reads)
-
-    def plain(s: Slots) -> None:
-        s[target] = value(s)
-
-    def copied(s: Slots) -> None:
-        s[target].copy_(value(s))
-
-    def copied_from_itself(s: Slots) -> None:
-        s[target].copy_(value(s).clone())
-
-    bind = ordered(i, context, plain)
-    return bind_or_write(binding, target, bind, copied_from_itself if overlaps else copied)
+def _view(i: Instruction, context: Context, run: _Value | str, *args: Any) -> list[Line]:
+    """Bind a view of the operand, or copy it into the buffer that there is."""
+    (output,), (operand,) = i.outputs, i.reads
+    fact = context.fact(operand)
+    if not context.has_buffer(output) and fact is not None:
+        context.know(
+            output, getattr(fact, run)(*args) if isinstance(run, str) else run(fact, *args)
+        )
+    return _made(i, context, run, *args, is_view=True)
 
 
-def _narrow(i: Instruction, context: Context, binding: Binding) -> Thunk:
+def _made(
+    i: Instruction, context: Context, run: _Value | str, *args: Any, is_view: bool = False
+) -> list[Line]:
+    """Bind what a call makes of the operand, or copy it into the buffer that there is."""
+    (output,), (operand,) = i.outputs, i.reads
+    source = context.ref(operand)
+    if not context.has_buffer(output):
+        target, shares = context.slot(output), (source.slot,)
+        line = Line(run=run, args=(source, *args), into=target, shares=shares, is_view=is_view)
+        return ordered(i, context, line)
+    overlaps = context.share(operand, output)
+
+    def copy(target: Tensor, source: Tensor) -> None:
+        x = getattr(source, run)(*args) if isinstance(run, str) else run(source, *args)
+        target.copy_(x.clone() if overlaps else x)
+
+    return [Line(run=copy, args=(context.ref(output), source))]
+
+
+def _narrow(i: Instruction, context: Context) -> list[Line]:
     """This rank's part, or one chunk of it, of what it holds: a view."""
     (output,), (operand,) = i.outputs, i.reads
     if 0 in context.local(output):
-        return empty(output, i.order, context, binding)
-    source, whole, part = context.slot(operand), context.box(operand), context.box(output)
+        return empty(output, i.order, context)
+    whole, part = context.box(operand), context.box(output)
     if any(p < a or q > b for (p, q), (a, b) in zip(part, whole, strict=True)):
         raise ProgramError(
             f"{i.op}(%{base_name(operand)}): %{base_name(output)} is no part of it",
@@ -50,10 +64,10 @@ def _narrow(i: Instruction, context: Context, binding: Binding) -> Thunk:
         )
     box = relative(part, whole)
     index = tuple(slice(start, stop) for start, stop in box)
-    return _filled(i, context, binding, lambda s: s[source][index])
+    return _view(i, context, "__getitem__", index)
 
 
-def _select(i: Instruction, context: Context, binding: Binding) -> Thunk:
+def _select(i: Instruction, context: Context) -> list[Line]:
     """The slice at an index of a dim: a view."""
     (source,) = i.reads
     dim, index = i.kwargs["dim"], i.kwargs["index"]
@@ -72,8 +86,7 @@ def _select(i: Instruction, context: Context, binding: Binding) -> Thunk:
             f"index {index} is out of range for dim {dim}",
             f"indices go from 0 to {extent - 1}",
         )
-    slot = context.slot(source)
-    return _filled(i, context, binding, lambda s: s[slot].select(dim, index))
+    return _view(i, context, "select", dim, index)
 
 
 def _not_there(i: Instruction, context: Context, what: str, hint: str) -> ProgramError:
@@ -86,64 +99,73 @@ def _not_there(i: Instruction, context: Context, what: str, hint: str) -> Progra
     )
 
 
-def _unexpand(i: Instruction, context: Context, binding: Binding) -> Thunk:
+def _unexpand(i: Instruction, context: Context) -> list[Line]:
     """One element of each expanded dim: a view."""
-    source = context.slot(i.reads[0])
     dims = i.kwargs["dims"]
     rank = len(context.type(i.outputs[0]).shape)
     index = tuple(slice(0, 1) if d in dims else slice(None) for d in range(rank))
-    return _filled(i, context, binding, lambda s: s[source][index])
+    return _view(i, context, "__getitem__", index)
 
 
-def _pad(i: Instruction, context: Context, binding: Binding) -> Thunk:
+def _pad(i: Instruction, context: Context) -> list[Line]:
     """The same rows, then zeros up to the length of a block; dense."""
     (output,) = i.outputs
-    source = context.slot(i.reads[0])
     shape, dim = context.local(output), i.kwargs["dim"]
+    _know_dense(i, context)
+    if context.local(i.reads[0]) == shape:
+        return _made(i, context, "contiguous")
 
-    def value(s: Slots) -> Tensor:
-        x: Tensor = s[source]
-        if x.shape[dim] == shape[dim]:
-            return x.contiguous()
+    def pad(x: Tensor) -> Tensor:
         made = x.new_zeros(shape)
         made.narrow(dim, 0, x.shape[dim]).copy_(x)
         return made
 
-    return _filled(i, context, binding, value)
+    return _made(i, context, pad)
 
 
-def _pack(i: Instruction, context: Context, binding: Binding) -> Thunk:
+def _know_dense(i: Instruction, context: Context) -> None:
+    """What is bound here is dense."""
+    (output,) = i.outputs
+    if not context.has_buffer(output):
+        shape, dtype = context.local(output), context.type(output).dtype
+        context.know(output, torch.empty(shape, dtype=dtype, device="meta"))
+
+
+def _pack(i: Instruction, context: Context) -> list[Line]:
     """One block after the other, each with the dim that is joined outermost."""
-    source, attrs = context.slot(i.reads[0]), i.kwargs
+    attrs = i.kwargs
     layout = context.type(i.reads[0]).layout
     assert layout is not None
     parts = layout.mesh.axis_size(attrs["axis"])
     extent = context.local(i.reads[0])[attrs["to_dim"]]
     blocks = [nth_chunk((0, extent), parts, n) for n in range(parts)]
 
-    def value(s: Slots) -> Tensor:
-        x = s[source].movedim(attrs["dim"], 0)
+    _know_dense(i, context)
+
+    def pack(x: Tensor) -> Tensor:
+        x = x.movedim(attrs["dim"], 0)
         to = attrs["to_dim"] + (attrs["to_dim"] < attrs["dim"])
         return torch.cat([x.narrow(to, a, b - a).reshape(-1) for a, b in blocks])
 
-    return _filled(i, context, binding, value)
+    return _made(i, context, pack)
 
 
-def _zeros(i: Instruction, context: Context, binding: Binding) -> Thunk:
+def _zeros(i: Instruction, context: Context) -> list[Line]:
     """What this rank holds, in zeros of the new size; zeros only away from coordinate 0."""
     (output,), (operand,) = i.outputs, i.reads
-    source, shape = context.slot(operand), context.local(output)
+    shape = context.local(output)
     box = relative(context.box(operand), context.box(output))
     index = tuple(slice(start, stop) for start, stop in box)
     keeps = _is_first_along_new_axes(i, context)
+    _know_dense(i, context)
 
-    def value(s: Slots) -> Tensor:
-        made: Tensor = s[source].new_zeros(shape)
+    def zeros(x: Tensor) -> Tensor:
+        made = x.new_zeros(shape)
         if keeps:
-            made[index] = s[source]
+            made[index] = x
         return made
 
-    return _filled(i, context, binding, value)
+    return _made(i, context, zeros)
 
 
 def _is_first_along_new_axes(i: Instruction, context: Context) -> bool:
@@ -158,7 +180,7 @@ def _is_first_along_new_axes(i: Instruction, context: Context) -> bool:
 
 
 #: op -> what prepares it.
-BUFFER_OPS: dict[str, Callable[[Instruction, Context, Binding], Thunk]] = {
+BUFFER_OPS: dict[str, Callable[[Instruction, Context], list[Line]]] = {
     "narrow": _narrow,
     "chunk": _narrow,
     "select": _select,

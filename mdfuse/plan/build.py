@@ -1,8 +1,8 @@
-"""Plans: a host program specialised for one rank, as a flat list of prepared calls.
+"""Plans: a host program specialised for one rank and one kind of arguments, as prepared calls.
 
 Building decides everything that does not depend on data: loops are written out, branches taken,
-streams and peers known. Running walks the list. A slot is a place in one list of tensors, so that
-no name is looked up while a program runs.
+streams and peers known, the buffers that the caller never sees are made. What is left is a flat
+list of calls, written down as one function (`mdfuse.plan.lines`).
 """
 
 from __future__ import annotations
@@ -10,16 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mdfuse.backends.base import Call, Poster
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import HostProgram
 from mdfuse.hir.unroll import unroll
+from mdfuse.plan.lines import Function, Line, Ref, Slots, write
+from mdfuse.plan.memory import Owned, own
 from mdfuse.plan.posts import Posts
-from mdfuse.plan.slots import Context, Slots, Step, Thunk, updated_names
+from mdfuse.plan.slots import CALLER_SLOT, Context, Step, updated_names
 from mdfuse.plan.steps import Builder
 
 __all__ = ["Context", "Plan", "Step", "build"]
@@ -30,72 +34,120 @@ class Plan:
     """Prepared calls of one rank.
 
     Attributes:
+        name: of the program.
         size: how many slots.
         inputs: the slots of the inputs.
+        given: for each output the slot of the caller's buffer, where there is one.
         outputs: the slots of the outputs; None for what this rank does not compute.
-        steps: what to call, in order, with the list of slots.
-        caller: the slot of the caller's stream, where the plan switches streams.
+        steps: what to call, in order.
         device: whose streams.
+        switches: whether it changes the current stream.
+        one_stream: everything runs on the stream that is current when a run starts.
+        numbers: inputs of it are numbers.
+        may_overlap: it writes into buffers of the caller.
+        records: autograd would record it.
     """
 
+    name: str
     size: int
     inputs: tuple[int, ...]
+    given: tuple[int | None, ...]
     outputs: tuple[int | None, ...]
     steps: tuple[Step, ...]
-    caller: int | None
     device: torch.device
+    switches: bool
+    one_stream: bool
+    numbers: bool = False
+    may_overlap: bool = False
+    records: bool = False
 
-    @cached_property
-    def thunks(self) -> tuple[Thunk, ...]:
-        """The calls alone."""
-        return tuple(step.run for step in self.steps)
+    # -- step by step, as the simulator goes -----------------------------------------------------
 
     def start(self, arguments: Sequence[Any], out: Sequence[Any] | None = None) -> Slots:
         """Fresh slots with the caller's buffers in them."""
         slots: Slots = [None] * self.size
         for slot, argument in zip(self.inputs, arguments, strict=True):
             slots[slot] = argument
-        for place, buffer in zip(self.outputs, out or (), strict=False):
-            if place is not None and place not in self.inputs and slots[place] is None:
+        for place, buffer in zip(self.given, out or (), strict=False):
+            if place is not None:
                 slots[place] = buffer
         return slots
 
-    def finish(self, slots: Slots, out: Sequence[Any] | None = None) -> list[Any]:
-        """The outputs, in the caller's buffers where there are any."""
-        results = [None if slot is None else slots[slot] for slot in self.outputs]
-        if out is None:
-            return results
-        for at, buffer in enumerate(out):  # an output that is an input, or given twice
-            if buffer is not None and results[at] is not buffer:
-                results[at] = buffer.copy_(results[at])
-        return results
+    def finish(self, slots: Slots) -> list[Any]:
+        """The outputs."""
+        return [None if slot is None else slots[slot] for slot in self.outputs]
+
+    # -- at once ---------------------------------------------------------------------------------
+
+    @cached_property
+    def lines(self) -> tuple[Line, ...]:
+        """All calls."""
+        return tuple(line for step in self.steps for line in step.lines)
+
+    @cached_property
+    def owned(self) -> Owned:
+        """The buffers that are the same in all runs, and the calls that are left."""
+        if self.one_stream:
+            return own(self.lines, self.outputs, self.device)
+        numbers = tuple(range(len(self.lines)))
+        return Owned(buffers={}, lines=self.lines, numbers=numbers, nbytes=0)
+
+    @cached_property
+    def function(self) -> Function:
+        """All of them as one function of the caller's stream, the inputs and the given outputs."""
+        places = [slot for slot in self.given if slot is not None]
+        parameters = [CALLER_SLOT, *self.inputs, *places]
+        return write(self.name, self.owned.lines, parameters, self.outputs, self.owned.buffers)
 
     def run(self, arguments: Sequence[Any], out: Sequence[Any] | None = None) -> list[Any]:
-        """Run from start to end on a backend whose waits block; nothing is recorded for autograd,
-        which knows no writes into given buffers."""
-        with torch.no_grad():
-            slots = self.start(arguments, out)
-            if self.caller is None:
-                self._run(slots)
-            else:
-                self._run_on_streams(slots, self.caller)
-            return self.finish(slots, out)
+        """Run from start to end on a backend whose waits block.
 
-    def _run(self, slots: Slots) -> None:
+        Nothing is recorded for autograd, which knows no writes into given buffers.
+        """
+        if out is not None:
+            arguments = [*arguments, *self.taken(out)]
+        if self.records:
+            with torch.no_grad():
+                return self.call(arguments)
+        return self.call(arguments)
+
+    def taken(self, out: Sequence[Any]) -> list[Any]:
+        """The caller's buffers that have a slot."""
+        return [x for x, slot in zip(out, self.given, strict=True) if slot is not None]
+
+    def call(self, values: Sequence[Any]) -> list[Any]:
+        """`run` on the values of the inputs and of the given outputs."""
+        caller = torch.cuda.current_stream(self.device) if self.switches else None
         try:
-            for thunk in self.thunks:
-                thunk(slots)
+            return self.function.call(caller, *values)
         except Exception as error:
-            error.add_note(f"in {self.steps[self.thunks.index(thunk)].label}")
-            raise
-
-    def _run_on_streams(self, slots: Slots, caller: int) -> None:
-        """Whatever happens, the caller's stream is current again afterwards."""
-        slots[caller] = torch.cuda.current_stream(self.device)
-        try:
-            self._run(slots)
+            raise self.explained(error, error.__traceback__) from error.__cause__
         finally:
-            torch.cuda.set_stream(slots[caller])
+            if caller is not None:  # whatever happened, it is current again
+                torch.cuda.set_stream(caller)
+
+    def explained(self, error: Exception, trace: TracebackType | None) -> Exception:
+        """An error that says which instruction it comes from."""
+        found = self.function.line_of(trace)
+        if found is None or found >= len(self.owned.numbers):
+            return error
+        number = self.owned.numbers[found]
+        line, step = self.lines[number], self.step_of(number)
+        if line.explain is not None:
+            explained = line.explain(error)
+            if explained is not error:
+                explained.__cause__ = error
+                error = explained
+        error.add_note(f"in {step.label}")
+        return error
+
+    def step_of(self, number: int) -> Step:
+        """The step that a line belongs to."""
+        for step in self.steps:
+            number -= len(step.lines)
+            if number < 0:
+                return step
+        raise IndexError(number)
 
 
 def build(
@@ -103,7 +155,10 @@ def build(
     bind: Callable[[Call], Poster],
     device: torch.device,
     poison: bool,
+    arguments: Sequence[Any] | None = None,
+    out: Sequence[Any] | None = None,
     is_simulated: bool = False,
+    caller: int = 0,
 ) -> Plan:
     """Prepare the calls of a projected program.
 
@@ -112,27 +167,73 @@ def build(
         bind: prepares a call on a backend whose teams are made.
         device: where its buffers lie.
         poison: fill new buffers with NaN or the largest value.
+        arguments: what it is run with; runs with others of the same shapes and strides may follow.
+            None: nothing is known of them but their shapes.
+        out: likewise the caller's buffers for outputs, None for those without.
         is_simulated: streams are those of the simulator, whatever the device.
+        caller: the handle of the caller's CUDA stream.
 
     Raises:
         ProgramError: an instruction of it means nothing on this rank.
     """
     if program.rank is None:
         raise ProgramError("a plan is for one rank", hint="project the program first")
-    written = unroll(program)
+    written, arguments, out = unroll(program), arguments or (), out or ()
     has_streams = device.type == "cuda" and not is_simulated
-    context = Context(written, program.rank, {}, bind, device, poison, has_streams)
+    context = Context(
+        written, program.rank, {}, bind, device, poison, has_streams,
+        one_stream=not any(i.op == "set_stream" for i in written.instructions),
+        caller=caller, stream=caller,
+    )  # fmt: skip
     inputs = tuple(context.slot(name) for name in written.inputs)
     context.bound.update(n for n in written.inputs if written.has(n, program.rank))
     context.updated = updated_names(written)
-    context.maybe.update(n for n in written.outputs if n not in context.bound)
+    for name, x in zip(written.inputs, arguments, strict=False):
+        _know(context, name, x)
+    given = _given(context, out)
     builder = Builder(context, Posts(context))
-    for instruction in written.instructions:
-        builder.add(instruction)
-    builder.finish()
-    outputs = tuple(
-        context.slot(n) if written.has(n, program.rank) else None for n in written.outputs
-    )
-    size = len(context.slots) + 1
-    caller = size - 1 if builder.switches else None
-    return Plan(size, inputs, outputs, tuple(builder.steps(size - 1)), caller, device)
+    builder.build(written.instructions)
+    outputs = [context.slot(n) if written.has(n, program.rank) else None for n in written.outputs]
+    _fill_given(builder, given, outputs)
+    return Plan(
+        program.name, context.size, inputs, tuple(given), tuple(outputs), tuple(builder.steps),
+        device, builder.switches, context.one_stream,
+        numbers=any(program.types[n].layout is None for n in program.inputs),
+        may_overlap=bool(program.aliases) or any(x is not None for x in given),
+        records=any(isinstance(x, Tensor) and x.requires_grad for x in (*arguments, *out)),
+    )  # fmt: skip
+
+
+def _know(context: Context, name: str, x: Any) -> None:
+    """What the caller passes says how it lies."""
+    if isinstance(x, Tensor):
+        fact = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        context.know(name, fact)
+
+
+def _given(context: Context, out: Sequence[Any]) -> list[int | None]:
+    """The slots of the caller's buffers for outputs, which are bound from the start."""
+    found: list[int | None] = []
+    for name, buffer in zip(context.program.outputs, out, strict=False):
+        is_new = buffer is not None and not context.has_buffer(name)
+        if is_new:
+            _know(context, name, buffer)
+            context.given.add(name)
+        place = context.slot(name) if is_new else None
+        found.append(context.new_slot() if buffer is not None and not is_new else place)
+    return found
+
+
+def _fill_given(builder: Builder, given: Sequence[int | None], outputs: list[int | None]) -> None:
+    """An output that is an input, or is given twice, is copied into the caller's buffer."""
+    for n, place in enumerate(given):
+        result = outputs[n]
+        if place is None or result is None or place == result:
+            continue
+        made = builder.context.new_slot()
+        line = Line(run="copy_", args=(Ref(place), Ref(result)), into=made, shares=(place,))
+        step = Step(
+            lines=(line,), label="return", op="return", inputs=(place, result), outputs=(made,)
+        )
+        builder.steps.append(step)
+        outputs[n] = made

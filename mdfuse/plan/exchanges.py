@@ -11,8 +11,9 @@ from torch import Tensor
 from mdfuse.backends.base import Call, Poster, Work
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.plan.lines import Line, Ref, drop
 from mdfuse.plan.pending import Pending, landing, nothing_posted
-from mdfuse.plan.slots import Context, Slots, Step, Thunk, base_name, label
+from mdfuse.plan.slots import Context, Step, base_name, label
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +34,11 @@ class Exchanges:
         context: the rank's slots and bindings.
         group: the sends and receives since group_start; None outside of a group.
         own: what was sent to this rank itself and not received yet: its name, the slot of a copy.
-        copies: how many such copies were made.
     """
 
     context: Context
     group: list[Instruction] | None = None
     own: list[tuple[str, int]] = field(default_factory=list)
-    copies: int = 0
 
     def steps(self, i: Instruction) -> list[Step]:
         """What a send, a receive, or the start or end of a group becomes."""
@@ -99,15 +98,22 @@ class Exchanges:
         poster = self.poster(team, sends, recvs)
         for i in members:
             self.context.bind_name(i.outputs[0])
-        post = Step(
-            run=_exchange(self.post(poster), sends, recvs, pairs, [e.handle for e in ends]),
+        used = (*(x for pair in pairs for x in pair), *(e.buffer for e in (*sends, *recvs)))
+        post = Line(
+            run=_exchange(self.post(poster), len(pairs), len(sends), [e in recvs for e in ends]),
+            args=tuple(map(Ref, used)),
+            into=tuple(e.handle for e in ends),
+            shares=used,
+        )
+        step = Step(
+            lines=(post,),
             label=" and ".join(map(label, members)),
             op="post",
             inputs=(*(e.buffer for e in ends), *(source for source, _ in pairs)),
             outputs=tuple(e.handle for e in ends),
             posters=(poster,) if poster is not None else (),
         )
-        return [*kept, post, *dropped]
+        return [*kept, step, *dropped]
 
     def end(self, i: Instruction, team: tuple[int, ...]) -> _End:
         slot = self.context.slot
@@ -178,14 +184,10 @@ class Exchanges:
 
     def keep(self, name: str, buffer: int) -> tuple[tuple[str, int], Step]:
         """Copy what is sent now and received later."""
-        copy = self.context.slot(f"own@{self.copies}")
-        self.copies += 1
-
-        def thunk(s: Slots) -> None:
-            s[copy] = s[buffer].clone()
-
+        copy = self.context.new_slot()
+        line = Line(run="clone", args=(Ref(buffer),), into=copy)
         what = f"send %{base_name(name)}"
-        step = Step(run=thunk, label=what, op="send", inputs=(buffer,), outputs=(copy,))
+        step = Step(lines=(line,), label=what, op="send", inputs=(buffer,), outputs=(copy,))
         return (name, copy), step
 
     def check_alike(self, name: str, i: Instruction) -> None:
@@ -208,34 +210,31 @@ def transfer_team(program: HostProgram, i: Instruction) -> tuple[int, ...]:
 
 
 def _drop(slot: int) -> Step:
-    def thunk(s: Slots) -> None:
-        s[slot] = None
-
-    return Step(run=thunk, label="recv", op="free", inputs=(slot,))
+    return Step(lines=(drop(slot),), label="recv", op="free", inputs=(slot,))
 
 
 _Post = Callable[[list[Tensor], list[Tensor]], tuple[Work, ...]]
 
 
 def _exchange(
-    post: _Post,
-    sends: Sequence[_End],
-    recvs: Sequence[_End],
-    pairs: Sequence[tuple[int, int]],
-    handles: Sequence[int],
-) -> Thunk:
-    """Copy, and post; the handle of each receive delivers into its place."""
-    sources, places = [e.buffer for e in sends], [e.buffer for e in recvs]
-    receiving = [e.handle for e in recvs]
+    post: _Post, pairs: int, sends: int, receives: Sequence[bool]
+) -> Callable[..., tuple[Pending, ...]]:
+    """Copy, and post; the handle of each receive delivers into its place.
 
-    def thunk(s: Slots) -> None:
-        for source, destination in pairs:
-            s[destination].copy_(s[source].reshape(s[destination].shape))
-        landed = [landing(s[place]) for place in places]
-        works = post([s[x].contiguous() for x in sources], [d for d, _ in landed])
-        for handle in handles:
-            s[handle] = Pending(works)
-        for handle, (_, unpack) in zip(receiving, landed, strict=True):
-            s[handle] = Pending(works, unpack)
+    Args:
+        post: posts what goes to, and comes from, other ranks.
+        pairs: how many copies on this rank: the first arguments are their sources and places.
+        sends: how many of the following arguments are sent; into the others is received.
+        receives: for each handle, whether it is one of a receive from another rank.
+    """
 
-    return thunk
+    def exchange(*buffers: Tensor) -> tuple[Pending, ...]:
+        own, away = buffers[: 2 * pairs], buffers[2 * pairs :]
+        for source, destination in zip(own[::2], own[1::2], strict=True):
+            destination.copy_(source.reshape(destination.shape))
+        landed = [landing(place) for place in away[sends:]]
+        works = post([x.contiguous() for x in away[:sends]], [d for d, _ in landed])
+        unpacks = (unpack for _, unpack in landed)
+        return tuple(Pending(works, next(unpacks) if is_one else ()) for is_one in receives)
+
+    return exchange

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
-from operator import itemgetter
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,34 +19,32 @@ from mdfuse.hir.program import Instruction
 from mdfuse.ir import ops
 from mdfuse.ir.graph import Operand
 from mdfuse.ir.infer import dense_strides
-from mdfuse.plan.allocation import empty
-from mdfuse.plan.slots import Binding, Context, Slots, Thunk, base_name, described
+from mdfuse.ir.writes import DENSE, EXACT, fresh_write
+from mdfuse.plan.allocation import empty, new_buffer
+from mdfuse.plan.lines import Line, Ref, drop
+from mdfuse.plan.slots import Context, base_name, described
 
 #: Ops that read and write element by element: their result may take the place of an operand.
 _ELEMENTWISE = ("unary", "binary", "where")
 
-Get = Sequence[tuple[bool, Any]]
 
-
-def compute(i: Instruction, context: Context, binding: Binding) -> Thunk:
+def compute(i: Instruction, context: Context) -> list[Line]:
     """A row of the op table on this rank's parts."""
     row = ops.TABLE[i.fn]
     (output,) = i.outputs
-    target, shape = context.slot(output), context.local(output)
-    get = _getters(i.inputs, context)
+    shape = context.local(output)
     if context.type(output).layout is None:
-        return _scalar(i, row, get, target)
+        return [_scalar(i, row, context)]
     if math.prod(shape) == 0:
-        return empty(output, i.order, context, binding)
+        return empty(output, i.order, context)
     attrs = dict(i.attrs)
     if row.name == "permute":
         _check_permutation(i, context, len(shape))
     if row.name == "uniform":
         attrs["device"] = context.device
-    bind = ordered(i, context, _bound(_with(row.call, attrs), get, target))
-    if binding is Binding.FRESH:
-        return bind
-    return bind_or_write(binding, target, bind, _written(i, attrs, get, context))
+    if context.has_buffer(output):
+        return [_written(i, row, attrs, context)]
+    return _filled(i, row, attrs, context) or _bound(i, row, attrs, context)
 
 
 def _check_permutation(i: Instruction, context: Context, ndim: int) -> None:
@@ -61,87 +58,92 @@ def _check_permutation(i: Instruction, context: Context, ndim: int) -> None:
         )
 
 
-def _with(call: Callable[..., Any], attrs: dict[str, Any]) -> Callable[..., Any]:
-    return partial(call, **attrs) if attrs else call
-
-
-def bind_or_write(binding: Binding, target: int, bind: Thunk, write: Thunk) -> Thunk:
-    """Write where there is a buffer, else bind."""
-    if binding is not Binding.MAYBE:
-        return bind if binding is Binding.FRESH else write
-
-    def thunk(s: Slots) -> None:
-        if s[target] is None:
-            bind(s)
-        else:
-            write(s)
-
-    return thunk
-
-
-def _bound(call: Callable[..., Any], get: Get, target: int) -> Thunk:
-    match get:
-        case [(True, a)]:
-
-            def unary(s: Slots) -> None:
-                s[target] = call(s[a])
-
-            return unary
-        case [(True, a), (True, b)]:
-
-            def binary(s: Slots) -> None:
-                s[target] = call(s[a], s[b])
-
-            return binary
-
-    operands = _operands(get)
-
-    def general(s: Slots) -> None:
-        s[target] = call(*operands(s))
-
-    return general
-
-
-def _getters(inputs: Sequence[Operand], context: Context) -> Get:
-    """Per operand: (True, its slot) or (False, the number)."""
-    return [(True, context.slot(x)) if isinstance(x, str) else (False, x) for x in inputs]
-
-
-def _operands(get: Get) -> Callable[[Slots], Sequence[Any]]:
-    """What to call an op with, from the slots."""
-    if len(get) > 1 and all(is_slot for is_slot, _ in get):
-        return itemgetter(*(x for _, x in get))
-    return lambda s: [s[x] if is_slot else x for is_slot, x in get]
-
-
-# -- results that have a buffer ------------------------------------------------------------------
-
-
-def _written(i: Instruction, attrs: dict[str, Any], get: Get, context: Context) -> Thunk:
-    """The result in the target's buffer."""
-    row, (output,) = ops.TABLE[i.fn], i.outputs
-    target, operands, overlaps = context.slot(output), _operands(get), _overlaps(i, context)
-    may = not overlaps and _is_tensor(i.inputs[0], context) and context.is_on_device(output)
-    if row.out is not None and may:
-        out = _with(row.out, attrs)
-
-        def in_place(s: Slots) -> None:
-            out(*operands(s), out=s[target])
-
-        return in_place
-    call = _with(row.call, attrs)
-
-    def copied(s: Slots) -> None:
-        s[target].copy_(call(*operands(s)))
-
-    def copied_from_itself(s: Slots) -> None:
-        s[target].copy_(call(*operands(s)).clone())
-
-    return copied_from_itself if overlaps and row.is_view else copied
+def _operands(i: Instruction, context: Context) -> tuple[Any, ...]:
+    return tuple(context.ref(x) if isinstance(x, str) else x for x in i.inputs)
 
 
 def _is_tensor(x: Operand, context: Context) -> bool:
     return isinstance(x, str) and context.type(x).layout is not None
+
+
+def _on_host(i: Instruction, context: Context) -> bool:
+    """A number that is known only in a run goes in."""
+    return any(context.type(x).layout is None for x in i.reads)
+
+
+def _call(i: Instruction, row: ops.Op, attrs: dict[str, Any], context: Context) -> Line:
+    (output,) = i.outputs
+    return Line(
+        run=row.call,
+        args=_operands(i, context),
+        kwargs=tuple(attrs.items()),
+        into=context.slot(output),
+        shares=(context.slot(i.reads[0]),) if row.is_view and i.reads else (),
+        is_view=row.is_view,
+        on_host=_on_host(i, context),
+    )
+
+
+# -- results that have no buffer -------------------------------------------------------------------
+
+
+def _filled(
+    i: Instruction, row: ops.Op, attrs: dict[str, Any], context: Context
+) -> list[Line] | None:
+    """The result in a new buffer that the plan may keep; None where it is bound rather.
+
+    Outputs are new in each run, so that torch may as well make them.
+    """
+    (output,) = i.outputs
+    is_kept = context.one_stream and output not in context.program.outputs
+    if not is_kept or not i.inputs or not _is_tensor(i.inputs[0], context):
+        return None
+    is_plain = i.order is None or list(i.order) == list(range(len(i.order)))
+    if not is_plain and row.name not in EXACT:  # other loops, other last bits
+        return None
+    write = fresh_write(row.name, [context.fact(x) for x in i.reads if _is_tensor(x, context)])
+    if write is None:
+        return None
+    lines = new_buffer(output, i.order, context)
+    kwargs = (*attrs.items(), ("out", context.ref(output)))
+    args, on_host = _operands(i, context), _on_host(i, context)
+    return [*lines, Line(run=write, args=args, kwargs=kwargs, on_host=on_host)]
+
+
+def _bound(i: Instruction, row: ops.Op, attrs: dict[str, Any], context: Context) -> list[Line]:
+    (output,) = i.outputs
+    line = _call(i, row, attrs, context)
+    facts = [context.fact(x) for x in i.reads if _is_tensor(x, context)]
+    if row.is_view and facts and facts[0] is not None:
+        context.know(output, row.call(facts[0], **attrs))
+    elif row.name in DENSE and all(x is not None and x.is_contiguous() for x in facts):
+        shape, dtype = context.local(output), context.type(output).dtype
+        context.know(output, torch.empty(shape, dtype=dtype, device="meta"))
+    return ordered(i, context, line)
+
+
+# -- results that have a buffer --------------------------------------------------------------------
+
+
+def _written(i: Instruction, row: ops.Op, attrs: dict[str, Any], context: Context) -> Line:
+    """The result in the target's buffer."""
+    (output,) = i.outputs
+    target, operands, overlaps = context.ref(output), _operands(i, context), _overlaps(i, context)
+    may = not overlaps and _is_tensor(i.inputs[0], context) and context.is_on_device(output)
+    on_host = _on_host(i, context)
+    if row.out is not None and may:
+        kwargs = (*attrs.items(), ("out", target))
+        return Line(run=row.out, args=operands, kwargs=kwargs, on_host=on_host)
+    call = row.call
+
+    def copy(target: Tensor, *operands: Any) -> None:
+        target.copy_(call(*operands, **attrs))
+
+    def copy_from_itself(target: Tensor, *operands: Any) -> None:
+        target.copy_(call(*operands, **attrs).clone())
+
+    run = copy_from_itself if overlaps and row.is_view else copy
+    return Line(run=run, args=(target, *operands), on_host=on_host)
 
 
 def _overlaps(i: Instruction, context: Context) -> bool:
@@ -156,23 +158,38 @@ def _overlaps(i: Instruction, context: Context) -> bool:
 # -- memory order --------------------------------------------------------------------------------
 
 
-def ordered(i: Instruction, context: Context, plain: Thunk) -> Thunk:
+def ordered(i: Instruction, context: Context, line: Line) -> list[Line]:
     """Make the result dense in the order asked for; free where it lies so already.
 
     Where what it would share memory with is written again, it is a copy always.
     """
-    if i.order is None:
-        return plain
     (output,) = i.outputs
-    target, shape = context.slot(output), context.local(output)
+    shape, dtype = context.local(output), context.type(output).dtype
+    if i.order is None:
+        return [line]
     strides = dense_strides(shape, i.order)
-    arrange = _copied if output in context.updated else _in_order
+    plain, fact = replace(line, into=context.new_slot()), context.fact(output)
+    (made,) = plain.targets
+    context.know(output, torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
+    if fact is None and output not in context.updated:
+        args, target = (Ref(made), shape, strides), context.slot(output)
+        arranged = Line(run=_in_order, args=args, into=target, shares=(made,))
+        return [plain, arranged, drop(made)]
+    if output in context.updated or not _lies_so(shape, fact.stride(), strides):  # type: ignore[union-attr]
+        copy = Line(run="copy_", args=(context.ref(output), Ref(made)))
+        return [plain, *new_buffer(output, i.order, context), copy, drop(made)]
+    if fact.stride() == strides:  # type: ignore[union-attr]
+        return [line]
+    args = (Ref(made), shape, strides)
+    view = Line(
+        run="as_strided", args=args, into=context.slot(output), shares=(made,), is_view=True
+    )
+    return [plain, view, drop(made)]
 
-    def thunk(s: Slots) -> None:
-        plain(s)
-        s[target] = arrange(s[target], shape, strides)
 
-    return thunk
+def _lies_so(shape: tuple[int, ...], found: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Strides of dims of one element mean nothing."""
+    return all(n <= 1 or s == t for n, s, t in zip(shape, found, strides, strict=True))
 
 
 def _copied(x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
@@ -183,7 +200,7 @@ def _in_order(x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Te
     """The tensor itself where it has these strides, else a copy that has."""
     if x.stride() == strides:
         return x
-    if all(n <= 1 or s == t for n, s, t in zip(shape, x.stride(), strides, strict=True)):
+    if _lies_so(shape, x.stride(), strides):
         return x.as_strided(shape, strides)
     return _copied(x, shape, strides)
 
@@ -191,14 +208,15 @@ def _in_order(x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Te
 # -- numbers -------------------------------------------------------------------------------------
 
 
-def _scalar(i: Instruction, row: ops.Op, get: Get, target: int) -> Thunk:
+def _scalar(i: Instruction, row: ops.Op, context: Context) -> Line:
     """An op on numbers only: torch computes it on the CPU, in the widest type of its kind."""
-    call, operands = partial(row.call, **dict(i.attrs)), _operands(get)
+    attrs = dict(i.attrs)
 
-    def thunk(s: Slots) -> None:
-        s[target] = scalar_call(call, operands(s))
+    def compute_number(*operands: Any) -> Any:
+        return scalar_call(lambda *x: row.call(*x, **attrs), operands)
 
-    return thunk
+    args = _operands(i, context)
+    return Line(run=compute_number, args=args, into=context.slot(i.outputs[0]), on_host=True)
 
 
 def scalar_call(call: Callable[..., Any], operands: Sequence[Any]) -> Any:

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import POINT_TO_POINT, Call, Poster, Work
+from mdfuse.backends.base import POINT_TO_POINT, Buffer, Call, Place, Poster, Prepared, Work
 from mdfuse.errors import CommunicationError, ProgramError
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.layout import Box, nth_chunk
 from mdfuse.plan.exchanges import Exchanges, transfer_team
+from mdfuse.plan.lines import Line, Ref, drop, is_dense
 from mdfuse.plan.pending import Pending, landing, nothing_posted
-from mdfuse.plan.slots import Context, Slots, Step, Thunk, described, label
+from mdfuse.plan.slots import Context, Step, described, label
 from mdfuse.transfers import Part
 
 #: Kinds whose elements travel alike, so that any run of rows is a communication of its own.
@@ -28,15 +29,17 @@ class Posts:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.exchanges = Exchanges(context)
-        self.barriers = 0
         #: handle -> in how many pieces its post delivers, where these are several
         self.pieces: dict[str, int] = {}
+        #: handle -> how its post is waited for, where it is the library's own
+        self.waits: dict[str, tuple[Line, ...]] = {}
 
-    def steps(self, i: Instruction) -> list[Step]:
-        """What an instruction becomes."""
+    def steps(self, i: Instruction, following: Instruction | None = None) -> list[Step]:
+        """What an instruction becomes; `following` runs right behind it."""
         match i.op:
             case "post":
-                return [self.post(i)]
+                waits = following if following is not None and following.op == "wait" else None
+                return [self.post(i, waits is not None and waits.reads == i.outputs)]
             case "wait":
                 return [self.wait(i)]
             case "barrier":
@@ -47,26 +50,79 @@ class Posts:
         """Raise ProgramError where a group, or a send to oneself, was not ended."""
         self.exchanges.finish()
 
-    def post(self, i: Instruction) -> Step:
+    def post(self, i: Instruction, at_once: bool) -> Step:
+        """A post; `at_once`: its wait follows, on the same stream."""
         context, comm = self.context, i.comm
         assert comm is not None
         part, pieces = comm.part(context.rank), _pieces(i)
         source, destination = (self.buffer(x, i) for x in i.inputs)
-        handle = context.slot(i.outputs[0])
         context.bind_name(i.outputs[0])
         self.pieces[i.outputs[0]] = pieces
         call = part.call
         posters = tuple(context.bind(call) for _ in range(pieces)) if call is not None else ()
-        alone = nothing_posted(self.context.has_streams)
-        ends = _Ends(part, posters, source, destination, handle, alone)
+        lines = self.prepared(i, part, posters, at_once) if pieces == 1 and posters else None
+        used = tuple(x for x in (source, destination) if x is not None)
         return Step(
-            run=_post_pieces(ends) if comm.kind in POINT_TO_POINT else _post_collective(i, ends),
+            lines=lines or (self.general(i, part, posters),),
             label=label(i),
             op="post",
-            inputs=tuple(x for x in (source, destination) if x is not None),
-            outputs=(handle,),
+            inputs=used,
+            outputs=(context.slot(i.outputs[0]),),
             posters=posters,
         )
+
+    def general(self, i: Instruction, part: Part, posters: tuple[Poster, ...]) -> Line:
+        """A post that looks at its buffers when it runs."""
+        context, comm = self.context, i.comm
+        assert comm is not None
+        ends = _Ends(part, posters, nothing_posted(context.has_streams))
+        pairs = comm.kind in POINT_TO_POINT
+        args = tuple(context.ref(x) if isinstance(x, str) else None for x in i.inputs)
+        return Line(
+            run=_post_pieces(ends) if pairs else _post_collective(i, ends),
+            args=args,
+            into=context.slot(i.outputs[0]),
+            shares=tuple(x.slot for x in args if x is not None),
+        )
+
+    def prepared(
+        self, i: Instruction, part: Part, posters: tuple[Poster, ...], at_once: bool
+    ) -> tuple[Line, ...] | None:
+        """A post as calls of the library's own, where its buffers are known to be dense."""
+        assert i.comm is not None
+        if part.copies or i.comm.kind in POINT_TO_POINT:
+            return None
+        roles = zip(i.inputs, _roles(part), strict=True)
+        srcs, dsts = ([x] if takes and isinstance(x, str) else [] for x, takes in roles)
+        facts = {n: self.context.fact(n) for n in (*srcs, *dsts)}
+        if not all(map(is_dense, facts.values())):
+            return None
+        sent, received = ([x for n in side if (x := facts[n]) is not None] for side in (srcs, dsts))
+        place = Place(where=label(i), stream=self.context.stream, at_once=at_once)
+        posting = posters[0].prepare(sent, received, place)
+        if posting is None:
+            return None
+        lines = [self.line(p, srcs, dsts) for p in posting.post]
+        handle = self.context.slot(i.outputs[0])
+        buffers = tuple(self.context.slot(n) for n in (*srcs, *dsts))
+        lines[-1] = replace(lines[-1], into=handle, shares=buffers)
+        explain = posting.explain
+        wait: tuple[Line, ...] = (_waited(handle),)
+        if posting.wait is not None:
+            wait = tuple(self.line(p, srcs, dsts) for p in posting.wait)
+        self.waits[i.outputs[0]] = tuple(replace(w, explain=explain) for w in wait)
+        return tuple(replace(x, explain=explain) for x in lines)
+
+    def line(self, call: Prepared, srcs: list[str], dsts: list[str]) -> Line:
+        """A prepared call on slots."""
+
+        def arg(x: Any) -> Any:
+            if isinstance(x, Buffer):
+                name = (srcs if x.side == "src" else dsts)[x.index]
+                return Ref(self.context.slot(name), x.form)
+            return [arg(y) for y in x] if isinstance(x, list) else x
+
+        return Line(run=call.run, args=tuple(map(arg, call.args)))
 
     def buffer(self, name: Any, i: Instruction) -> int | None:
         """The slot of a buffer that is posted."""
@@ -81,18 +137,12 @@ class Posts:
         handle, piece = self.context.slot(name), i.kwargs.get("piece")
         if piece is not None:
             self.check_piece(i, self.pieces.get(name, 1))
-
-        def whole(s: Slots) -> None:
-            s[handle].wait()
-            s[handle] = None  # it holds on to buffers
-
-        def part(s: Slots) -> None:
-            s[handle].wait(piece)
-
-        if piece is None:  # a second wait would find nothing
-            self.context.bound.discard(name)
-        run = whole if piece is None else part
-        return Step(run=run, label=label(i), op="wait", waits=(handle, piece))
+            piece_of = Line(run="wait", args=(Ref(handle), piece))
+            return Step(lines=(piece_of,), label=label(i), op="wait", waits=(handle, piece))
+        usual = (_waited(handle),)
+        lines = (*self.waits.pop(name, usual), drop(handle))  # it holds on to buffers
+        self.context.release(name)  # a second wait would find nothing
+        return Step(lines=lines, label=label(i), op="wait", waits=(handle, piece))
 
     def check_piece(self, i: Instruction, pieces: int) -> None:
         if not 0 <= i.kwargs["piece"] < pieces:
@@ -112,20 +162,22 @@ class Posts:
             return []
         call = Call(kind="Allreduce", team=team, rank=context.rank, reduce_op="sum")
         poster, ones = context.bind(call), torch.ones(1, device=context.device)
-        handle = context.slot(f"barrier@{self.barriers}")
-        self.barriers += 1
+        handle = context.new_slot()
 
-        def post(s: Slots) -> None:
-            s[handle] = Pending((poster((ones,), (ones.clone(),)),))
-
-        def wait(s: Slots) -> None:
-            s[handle].wait()
+        def post_barrier() -> Pending:
+            return Pending((poster((ones,), (ones.clone(),)),))
 
         where = label(i)
+        posted = Line(run=post_barrier, into=handle)
+        waited = _waited(handle)
         return [
-            Step(run=post, label=where, op="post", outputs=(handle,), posters=(poster,)),
-            Step(run=wait, label=where, op="wait", waits=(handle, None)),
+            Step(lines=(posted,), label=where, op="post", outputs=(handle,), posters=(poster,)),
+            Step(lines=(waited, drop(handle)), label=where, op="wait", waits=(handle, None)),
         ]
+
+
+def _waited(handle: int) -> Line:
+    return Line(run="wait", args=(Ref(handle),))
 
 
 def groups(program: HostProgram, rank: int) -> list[tuple[int, ...]]:
@@ -166,36 +218,34 @@ def _pieces(i: Instruction) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Ends:
-    """One rank's part of a communication, its posters, and the slots of buffers and handle."""
+    """One rank's part of a communication, its posters, and the works where nothing is posted."""
 
     part: Part
     posters: tuple[Poster, ...]
-    source: int | None
-    destination: int | None
-    handle: int
     alone: Callable[[], tuple[Work, ...]]
 
 
-def _post_collective(i: Instruction, ends: _Ends) -> Thunk:
-    """A post whose buffers the library takes as they are."""
-    assert i.comm is not None
-    takes, gives = _roles(ends.part)
-    source = ends.source if takes else None
-    destination = ends.destination if gives else None
-    described = f"{i.comm} ({i.source or i.comm.kind})"
-    post = _post_rows if len(ends.posters) > 1 else _post_whole
+_Post = Callable[[Tensor | None, Tensor | None], Pending]
 
-    def thunk(s: Slots) -> None:
-        _copy_pieces(ends, s)
-        srcs = () if source is None else (s[source],)
-        dsts = () if destination is None else (s[destination],)
-        for buffer in (*srcs, *dsts) if ends.posters else ():
+
+def _post_collective(i: Instruction, ends: _Ends) -> _Post:
+    """A post whose buffers the library takes as they are."""
+    takes, gives = _roles(ends.part)
+    described = f"{i.comm} ({i.source or i.comm.kind})"  # type: ignore[union-attr]
+    run = _post_rows if len(ends.posters) > 1 else _post_whole
+
+    def post(source: Tensor | None, destination: Tensor | None) -> Pending:
+        _copy_pieces(ends.part, source, destination)
+        if not ends.posters:
+            return Pending(ends.alone())
+        srcs = (source,) if takes and source is not None else ()
+        dsts = (destination,) if gives and destination is not None else ()
+        for buffer in (*srcs, *dsts):
             if not buffer.is_contiguous():
                 raise _not_dense(described, buffer)
-        posted = post(ends.posters, srcs, dsts) if ends.posters else Pending(ends.alone())
-        s[ends.handle] = posted
+        return run(ends.posters, srcs, dsts)
 
-    return thunk
+    return post
 
 
 def _post_whole(
@@ -246,27 +296,25 @@ def _index(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box)
 
 
-def _copy_pieces(ends: _Ends, s: Slots) -> None:
+def _copy_pieces(part: Part, source: Tensor | None, destination: Tensor | None) -> None:
     """What stays on this rank."""
-    for before, after in ends.part.copies:
-        assert ends.source is not None and ends.destination is not None
-        s[ends.destination][_index(after)] = s[ends.source][_index(before)]
+    for before, after in part.copies:
+        assert source is not None and destination is not None
+        destination[_index(after)] = source[_index(before)]
 
 
-def _post_pieces(ends: _Ends) -> Thunk:
+def _post_pieces(ends: _Ends) -> _Post:
     """Pieces of the source go out, pieces of the destination come in."""
     outgoing = tuple(map(_index, ends.part.sends))
     incoming = tuple(map(_index, ends.part.recvs))
-    source, destination, handle = ends.source, ends.destination, ends.handle
 
-    def thunk(s: Slots) -> None:
-        _copy_pieces(ends, s)
+    def post(source: Tensor | None, destination: Tensor | None) -> Pending:
+        _copy_pieces(ends.part, source, destination)
         if not ends.posters:
-            s[handle] = Pending(ends.alone())
-            return
-        srcs = [s[source][index].contiguous() for index in outgoing]  # type: ignore[index]
-        landed = [landing(s[destination][index]) for index in incoming]  # type: ignore[index]
+            return Pending(ends.alone())
+        srcs = [source[index].contiguous() for index in outgoing]  # type: ignore[index]
+        landed = [landing(destination[index]) for index in incoming]  # type: ignore[index]
         work = ends.posters[0](srcs, [dst for dst, _ in landed])
-        s[handle] = Pending((work,), tuple(c for _, copies in landed for c in copies))
+        return Pending((work,), tuple(c for _, copies in landed for c in copies))
 
-    return thunk
+    return post

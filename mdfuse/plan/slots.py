@@ -4,28 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mdfuse.backends.base import Call, Poster
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.sharing import storage
 from mdfuse.layout import Box
+from mdfuse.plan.lines import Line, Ref, Slots
 from mdfuse.plan.streams import CALLER
 
-Slots = list[Any]
-Thunk = Callable[[Slots], None]
+#: The slot of the caller's stream in every plan.
+CALLER_SLOT = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One prepared call.
+    """The prepared calls of one instruction.
 
     Attributes:
-        run: what to call with the slots.
+        lines: the calls, in order.
         label: what it does, for error messages.
         op: the instruction's op.
         outputs: the slots that it binds or writes.
@@ -36,7 +37,7 @@ class Step:
         posters: what it posts.
     """
 
-    run: Thunk
+    lines: tuple[Line, ...]
     label: str
     op: str
     outputs: tuple[int, ...] = ()
@@ -46,13 +47,10 @@ class Step:
     joins: int | None = None
     posters: tuple[Poster, ...] = ()
 
-
-class Binding(Enum):
-    """Whether a name has a buffer at some point of the program."""
-
-    FRESH = "no: the result is bound"
-    BOUND = "yes: it is written"
-    MAYBE = "only if the caller passed one for this output"
+    def run(self, slots: Slots) -> None:
+        """Make its calls on a list of slots."""
+        for line in self.lines:
+            line(slots)
 
 
 @dataclass(slots=True)
@@ -62,13 +60,18 @@ class Context:
     Attributes:
         program: written out for the rank.
         rank: the rank.
-        slots: name -> slot.
+        slots: name -> slot; a name that is bound again, after it was freed, gets another one.
+        size: how many slots there are.
         bind: prepares a call on a backend whose teams are made.
         device: where buffers lie.
         poison: fill new buffers with NaN or the largest value.
         has_streams: the device has streams, and the plan switches them.
-        bound: names that have a buffer here.
-        maybe: outputs that have one only if the caller passed it.
+        one_stream: everything runs on the stream that is current when a run starts.
+        caller: the handle of the caller's CUDA stream; 0 without a GPU.
+        stream: that of the stream which is current.
+        facts: name -> a meta tensor with the strides of its buffer, where these are known.
+        bound: names that have a value here.
+        given: outputs for which the caller passed a buffer.
         allocated: names whose buffer an `alloc` made, and in which memory.
         expanded: name -> the dims of it that `expand` made.
         storage: name -> the name whose memory it shares; names with memory of their own are absent.
@@ -82,15 +85,30 @@ class Context:
     device: torch.device
     poison: bool
     has_streams: bool
+    one_stream: bool
+    caller: int = 0
+    stream: int = 0
+    size: int = CALLER_SLOT + 1
+    facts: dict[str, Tensor] = field(default_factory=dict)
     bound: set[str] = field(default_factory=set)
-    maybe: set[str] = field(default_factory=set)
+    given: set[str] = field(default_factory=set)
     allocated: dict[str, str] = field(default_factory=dict)
     expanded: dict[str, tuple[int, ...]] = field(default_factory=dict)
     storage: dict[str, str] = field(default_factory=dict)
     updated: frozenset[str] = frozenset()
 
     def slot(self, name: str) -> int:
-        return self.slots.setdefault(name, len(self.slots))
+        if name not in self.slots:
+            self.slots[name] = self.new_slot()
+        return self.slots[name]
+
+    def new_slot(self) -> int:
+        """A slot for a value without a name."""
+        self.size += 1
+        return self.size - 1
+
+    def ref(self, name: str) -> Ref:
+        return Ref(self.slot(name))
 
     def type(self, name: str) -> BufferType:
         return self.program.types[name]
@@ -103,20 +121,18 @@ class Context:
 
     # -- which names have a buffer ---------------------------------------------------------------
 
-    def binding(self, name: str) -> Binding:
-        if name in self.bound:
-            return Binding.BOUND
-        return Binding.MAYBE if name in self.maybe else Binding.FRESH
+    def has_buffer(self, name: str) -> bool:
+        """Results are written into the name's buffer; else one is bound to it."""
+        return name in self.bound or name in self.given
 
     def bind_name(self, name: str, shares: str | None = None) -> None:
         """The name has a buffer from here on."""
-        if name not in self.bound and shares is not None:
+        if shares is not None and not self.has_buffer(name):
             self.storage[name] = self.storage.get(shares, shares)
         self.bound.add(name)
-        self.maybe.discard(name)
 
-    def forget(self, name: str, i: Instruction) -> None:
-        """The name has no buffer from here on."""
+    def check_free(self, name: str, i: Instruction) -> None:
+        """Raise ProgramError unless the name's buffer may be freed."""
         if name in (*self.program.inputs, *self.program.outputs):
             raise ProgramError(
                 f"{i.op} %{base_name(name)} on rank {self.rank}",
@@ -131,15 +147,30 @@ class Context:
                 because="it was freed already, or nothing computed it",
                 hint="free each buffer once, after its last use",
             )
+
+    def release(self, name: str) -> None:
+        """Forget all that is known of a name; it may be bound again."""
         self.bound.discard(name)
-        self.storage.pop(name, None)
-        self.expanded.pop(name, None)
-        self.allocated.pop(name, None)
+        for known in (self.slots, self.storage, self.expanded, self.allocated, self.facts):
+            known.pop(name, None)
 
     def is_on_device(self, name: str) -> bool:
         """The name's buffer is where this rank computes."""
         memory = self.allocated.get(self.storage.get(name, name), "device")
         return self.device.type == "cpu" or memory not in ("host", "pinned")
+
+    # -- what is known of buffers ----------------------------------------------------------------
+
+    def fact(self, x: Any) -> Tensor | None:
+        """A meta tensor like an operand's buffer; None where its strides are not known."""
+        return self.facts.get(x) if isinstance(x, str) else None
+
+    def know(self, name: str, fact: Tensor | None) -> None:
+        """What a name's buffer is like, from here on."""
+        if fact is None:
+            self.facts.pop(name, None)
+        else:
+            self.facts[name] = fact
 
     def share(self, a: str, b: str) -> bool:
         """Two names share memory."""

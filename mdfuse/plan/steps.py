@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+
+import torch
 
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import Instruction
@@ -12,9 +14,10 @@ from mdfuse.ir import ops
 from mdfuse.plan import streams
 from mdfuse.plan.allocation import allocate
 from mdfuse.plan.buffer_ops import BUFFER_OPS
+from mdfuse.plan.lines import Line, Ref, drop
 from mdfuse.plan.local_ops import compute
 from mdfuse.plan.posts import Posts
-from mdfuse.plan.slots import Binding, Context, Slots, Step, Thunk, base_name, label
+from mdfuse.plan.slots import CALLER_SLOT, Context, Step, base_name, label
 from mdfuse.plan.streams import CALLER
 
 
@@ -25,7 +28,7 @@ class Builder:
     Attributes:
         context: the rank's slots and bindings.
         posts: prepares its communications.
-        made: the steps, each to be told the slot of the caller's stream.
+        steps: what was made so far.
         handles: values of get_stream -> the stream.
         homes: slot -> the stream that was current when it was bound.
         current: the stream that is current.
@@ -34,17 +37,19 @@ class Builder:
 
     context: Context
     posts: Posts
-    made: list[Callable[[int], Step]] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
     handles: dict[str, int] = field(default_factory=dict)
     homes: dict[int, int] = field(default_factory=dict)
     current: int = CALLER
     switches: bool = False
 
-    def steps(self, caller: int) -> list[Step]:
-        """The steps, now that the slot of the caller's stream is known."""
-        return [make(caller) for make in self.made]
+    def build(self, instructions: Sequence[Instruction]) -> None:
+        """Make the steps of all instructions."""
+        for i, following in zip(instructions, (*instructions[1:], None), strict=True):
+            self.add(i, following)
+        self.finish()
 
-    def add(self, i: Instruction) -> None:
+    def add(self, i: Instruction, following: Instruction | None) -> None:
         match i.op:
             case "return":
                 return
@@ -59,7 +64,7 @@ class Builder:
             case "launch":
                 self.launch(i)
             case "post" | "wait" | "send" | "recv" | "barrier" | "group_start" | "group_end":
-                for step in self.posts.steps(i):
+                for step in self.posts.steps(i, following):
                     self.append(step)
             case _:
                 self.append(local_step(i, self.context))
@@ -75,49 +80,42 @@ class Builder:
 
     def append(self, step: Step) -> None:
         """Add a step on the current stream."""
-        current = self.current
-        self.made.append(lambda _: _on(step, current))
+        self.steps.append(step if self.current == CALLER else replace(step, stream=self.current))
         for slot in step.outputs:
-            self.homes.setdefault(slot, current)
+            self.homes.setdefault(slot, self.current)
         self.guard((*step.inputs, *step.outputs))
 
     # -- streams ---------------------------------------------------------------------------------
 
+    def handle(self, index: int) -> Ref | torch.cuda.Stream:
+        """A stream as an argument of a call."""
+        return Ref(CALLER_SLOT) if index == CALLER else streams.stream(self.context.device, index)
+
     def guard(self, slots: Sequence[int]) -> None:
         """Keep the memory of buffers that were made on another stream than the current one."""
         away = tuple(x for x in slots if self.homes.get(x, self.current) != self.current)
-        device, current = self.context.device, self.current
         if away and self.context.has_streams:
-            self.made.append(
-                lambda caller: Step(
-                    run=streams.keep(device, current, away, caller), label="keep", op="keep"
-                )
-            )
+            line = Line(run=streams.keep, args=(self.handle(self.current), *map(Ref, away)))
+            self.steps.append(Step(lines=(line,), label="keep", op="keep"))
 
     def switch(self, i: Instruction) -> None:
         self.current = to = self.stream(i)
-        device = self.context.device
         if self.context.has_streams:
             self.switches = True
-            self.made.append(
-                lambda caller: Step(
-                    run=streams.switch(device, to, caller),
-                    label="set_stream",
-                    op="set_stream",
-                    stream=to,
-                )
-            )
+            self.context.stream = streams.raw(self.context.device, to, self.context.caller)
+            line = Line(run=torch.cuda.set_stream, args=(self.handle(to),))
+            self.steps.append(Step(lines=(line,), label="set_stream", op="set_stream", stream=to))
 
     def sync(self, i: Instruction) -> None:
-        other, current, device = self.stream(i), self.current, self.context.device
-        has_streams = self.context.has_streams
-        self.switches = self.switches or has_streams
-
-        def make(caller: int) -> Step:
-            run = streams.join(device, current, other, caller) if has_streams else _nothing
-            return Step(run=run, label="sync", op="sync", stream=current, joins=other)
-
-        self.made.append(make)
+        other = self.stream(i)
+        lines: tuple[Line, ...] = ()
+        if self.context.has_streams:
+            self.switches = True
+            event = streams.event(self.context.device, other)
+            args = (event, self.handle(other), self.handle(self.current))
+            lines = (Line(run=streams.join, args=args),)
+        step = Step(lines=lines, label="sync", op="sync", stream=self.current, joins=other)
+        self.steps.append(step)
 
     def stream(self, i: Instruction) -> int:
         """The stream that an instruction names."""
@@ -133,17 +131,23 @@ class Builder:
     # -- values ----------------------------------------------------------------------------------
 
     def free(self, i: Instruction) -> None:
+        slots = []
         for name in i.reads:
-            self.context.forget(name, i)
-        self.drop(i.reads, label(i))
+            self.context.check_free(name, i)
+            slots.append(self.release(name))
+        self.drop(slots, label(i))
 
-    def drop(self, names: Sequence[str], what: str) -> None:
+    def release(self, name: str) -> int:
+        """Forget a name; the slot that it had."""
+        slot = self.context.slot(name)
+        self.homes.pop(slot, None)
+        self.context.release(name)
+        return slot
+
+    def drop(self, slots: Sequence[int], what: str) -> None:
         """Let go of buffers."""
-        slots = tuple(map(self.context.slot, names))
-        for slot in slots:
-            self.homes.pop(slot, None)
-        step = Step(run=_dropped(slots), label=what, op="free", inputs=slots)
-        self.made.append(lambda _: step)
+        step = Step(lines=(drop(*slots),), label=what, op="free", inputs=tuple(slots))
+        self.steps.append(step)
 
     def launch(self, i: Instruction) -> None:
         """A host unit: its expressions in a row, inner values forgotten after their last use."""
@@ -155,13 +159,11 @@ class Builder:
             self.append(local_step(j, context))
             gone = [n for n, user in last.items() if user is j and n not in given]
             if gone:
-                context.bound.difference_update(gone)
-                self.drop(gone, f"launch {i.fn}")
+                self.drop([self.release(n) for n in gone], f"launch {i.fn}")
 
     def check_unit(self, i: Instruction) -> None:
         """A host unit writes all its outputs into buffers, or none."""
-        bindings = {n: self.context.binding(n) for n in i.outputs}
-        lacking = [n for n, b in bindings.items() if b is Binding.FRESH]
+        lacking = [n for n in i.outputs if not self.context.has_buffer(n)]
         if lacking and not self.context.allocated.keys().isdisjoint(i.outputs):
             raise ProgramError(
                 f"launch {i.fn}: buffers for some of its outputs, but not for "
@@ -172,52 +174,29 @@ class Builder:
             )
 
 
-def _on(step: Step, stream: int) -> Step:
-    return step if stream == CALLER else replace(step, stream=stream)
-
-
-def _nothing(s: Slots) -> None:
-    """What a stream instruction does where there are no streams."""
-
-
-def _dropped(slots: tuple[int, ...]) -> Thunk:
-    if len(slots) == 1:
-        (only,) = slots
-
-        def one(s: Slots) -> None:
-            s[only] = None
-
-        return one
-
-    def thunk(s: Slots) -> None:
-        for slot in slots:
-            s[slot] = None
-
-    return thunk
-
-
 def local_step(i: Instruction, context: Context) -> Step:
     """A step without communication."""
     context.check_bound(i)
     inputs = tuple(context.slot(x) for x in i.reads)
     (name,) = i.outputs
-    binding = context.binding(name)
-    run = _prepared(i, context, binding)
-    context.bind_name(name, shared_operand(i) if binding is not Binding.BOUND else None)
-    if i.op == "alloc" and binding is not Binding.BOUND:
+    is_bound = context.has_buffer(name)
+    lines = tuple(_prepared(i, context))
+    context.bind_name(name, None if is_bound else shared_operand(i))
+    if i.op == "alloc" and not is_bound:
         context.allocated[name] = i.kwargs.get("memory", "device")
     if i.fn == "expand":
         context.expanded[name] = _expanded_dims(i, context)
-    return Step(run=run, label=label(i), op=i.op, outputs=(context.slot(name),), inputs=inputs)
+    outputs = (context.slot(name),)
+    return Step(lines=lines, label=label(i), op=i.op, outputs=outputs, inputs=inputs)
 
 
-def _prepared(i: Instruction, context: Context, binding: Binding) -> Thunk:
+def _prepared(i: Instruction, context: Context) -> list[Line]:
     if i.op == "alloc":
-        return allocate(i, context, binding)
+        return allocate(i, context)
     if i.fn in ops.TABLE:
-        return compute(i, context, binding)
+        return compute(i, context)
     if i.op in BUFFER_OPS:
-        return BUFFER_OPS[i.op](i, context, binding)
+        return BUFFER_OPS[i.op](i, context)
     raise ProgramError(
         f"there is no instruction {i.fn or i.op!r}",
         where=context.where(i),

@@ -17,8 +17,8 @@ import mdfuse as mf
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.plan import streams
 from mdfuse.plan.build import Plan, build
+from mdfuse.plan.lines import Line
 from mdfuse.plan.posts import groups
-from mdfuse.plan.slots import Slots, Thunk
 
 ALL = list(CASES.values())
 COMMUNICATING = [case for case in ALL if case.family != "local"]
@@ -103,23 +103,22 @@ class Delays:
 
     def into(self, plan: Plan) -> Plan:
         """The plan with delays before some of its steps, others in each run."""
-        steps = tuple(replace(step, run=self._before(step.run)) for step in plan.steps)
+        held = Line(run=self.maybe)
+        steps = tuple(replace(step, lines=(held, *step.lines)) for step in plan.steps)
         return replace(plan, steps=steps)
 
-    def _before(self, run: Thunk) -> Thunk:
-        def thunk(slots: Slots) -> None:
-            if self.draw.random() < 0.3:
-                self()
-            run(slots)
-
-        return thunk
+    def maybe(self) -> None:
+        """A delay, in some of the cases."""
+        if self.draw.random() < 0.3:
+            self()
 
 
 def plan_of(host: HostProgram, comm: mf.Communicator) -> Plan:
     """The plan of this rank, whatever verification would say of the program."""
     local = host.project(comm.rank)
     comm.prepare(groups(local, comm.rank))
-    return build(local, comm.poster, comm.device, poison=True)
+    caller = torch.cuda.current_stream().cuda_stream if comm.device.type == "cuda" else 0
+    return build(local, comm.poster, comm.device, poison=True, caller=caller)
 
 
 def poisoned(x: Any) -> Any:

@@ -1,0 +1,68 @@
+"""Plans by what they are run with, the least recently used one dropped first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
+
+Value = TypeVar("Value")
+
+
+class CacheInfo(NamedTuple):
+    """How a cache was used: `CacheInfo(hits=99, misses=1, evictions=0, size=1, limit=32)`."""
+
+    hits: int
+    misses: int
+    evictions: int
+    size: int
+    limit: int
+
+
+@dataclass
+class Cache(Generic[Value]):
+    """Values by key; the least recently used is dropped where there are more than `limit`.
+
+    >>> cache = Cache[str](limit=1)
+    >>> cache.get("a"), cache.put("a", "plan"), cache.get("a"), cache.put("b", "other")
+    (None, [], 'plan', ['plan'])
+    >>> cache.info()
+    CacheInfo(hits=1, misses=1, evictions=1, size=1, limit=1)
+    """
+
+    limit: int
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    _values: OrderedDict[Hashable, Value] = field(default_factory=OrderedDict)
+
+    def get(self, key: Hashable) -> Value | None:
+        """The value, which is the most recently used one from now on; None: a miss."""
+        value = self._values.get(key)
+        if value is None:
+            self.misses += 1
+            return None
+        self.hits += 1
+        self._values.move_to_end(key)
+        return value
+
+    def put(self, key: Hashable, value: Value) -> list[Value]:
+        """Keep a value; those that had to go for it."""
+        self._values[key] = value
+        self._values.move_to_end(key)
+        gone = []
+        while len(self._values) > self.limit:
+            gone.append(self._values.popitem(last=False)[1])
+            self.evictions += 1
+        return gone
+
+    def clear(self) -> list[Value]:
+        """Drop everything; the counters stay."""
+        gone = list(self._values.values())
+        self._values.clear()
+        return gone
+
+    def info(self) -> CacheInfo:
+        """The counters, how many values there are, and how many there may be."""
+        return CacheInfo(self.hits, self.misses, self.evictions, len(self._values), self.limit)

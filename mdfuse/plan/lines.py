@@ -1,0 +1,273 @@
+"""Prepared calls, and the function that makes all of them in a row.
+
+A line is a call with nothing left to decide: what is called, constants, and slots. A slot stands
+for one value of one run. The simulator makes the calls one by one, on a list of slots; a plan
+writes them down as one Python function without branches, whose local variables are the slots, so
+that a run costs what the same calls cost when written by hand:
+
+    def run(v0, v1):
+        v3 = allgather(b2, v0, c0)
+        v3.wait()
+        v3 = None
+        v4 = mm(b2, v1)
+        return [v4]
+"""
+
+from __future__ import annotations
+
+import linecache
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from types import CodeType, TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from mdfuse.ir.ops import itself
+
+Slots = list[Any]
+Form = Literal["tensor", "flat", "pointer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """The value of a slot: itself, its elements in a row, or its address."""
+
+    slot: int
+    form: Form = "tensor"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extents:
+    """What a new buffer is like.
+
+    Attributes:
+        shape: its extents.
+        strides: of its dims, in elements.
+        dtype: its element type.
+        device: where it lies.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes from the first element to the last."""
+        if 0 in self.shape:
+            return 0
+        span = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) + 1
+        return span * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One prepared call.
+
+    Attributes:
+        run: what is called; a text is a method of the first argument; None: nothing, the slots of
+            `into` are emptied.
+        args: constants, `Ref`s, and lists of these.
+        kwargs: likewise, by name.
+        into: the slot that the result is bound to; a tuple of slots for a tuple of results.
+        shares: slots whose memory the result may refer to, or keep in use.
+        new: the result is a new buffer of this form, with nothing in it.
+        is_view: the result may be a view of the first argument, and no number goes into it.
+        on_host: it depends on numbers of the run, so that it cannot be replayed with others.
+        explain: makes an error of the library one that says what was posted.
+    """
+
+    run: Callable[..., Any] | str | None
+    args: tuple[Any, ...] = ()
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    into: int | tuple[int, ...] | None = None
+    shares: tuple[int, ...] = ()
+    new: Extents | None = None
+    is_view: bool = False
+    on_host: bool = False
+    explain: Callable[[Exception], Exception] | None = None
+
+    @property
+    def targets(self) -> tuple[int, ...]:
+        """The slots that it binds or empties."""
+        if self.into is None:
+            return ()
+        return self.into if isinstance(self.into, tuple) else (self.into,)
+
+    @property
+    def refs(self) -> tuple[int, ...]:
+        """The slots that it reads or writes into."""
+        values = (*self.args, *(x for _, x in self.kwargs))
+        return tuple(dict.fromkeys(r.slot for x in values for r in _refs(x)))
+
+    def __call__(self, slots: Slots | dict[int, Any]) -> None:
+        """Make the call on a list of slots."""
+        if self.run is None:
+            for slot in self.targets:
+                slots[slot] = None
+            return
+        args = [_value(x, slots) for x in self.args]
+        kwargs = {name: _value(x, slots) for name, x in self.kwargs}
+        if isinstance(self.run, str):
+            result = getattr(args[0], self.run)(*args[1:], **kwargs)
+        else:
+            result = self.run(*args, **kwargs)
+        if isinstance(self.into, tuple):
+            for slot, x in zip(self.into, result, strict=True):
+                slots[slot] = x
+        elif self.into is not None:
+            slots[self.into] = result
+
+
+def drop(*slots: int) -> Line:
+    """Let go of what is in some slots."""
+    return Line(run=None, into=slots)
+
+
+def _refs(x: Any) -> Iterator[Ref]:
+    if isinstance(x, Ref):
+        yield x
+    elif isinstance(x, list):
+        for y in x:
+            yield from _refs(y)
+
+
+def _value(x: Any, slots: Sequence[Any] | Mapping[int, Any]) -> Any:
+    if isinstance(x, Ref):
+        return in_form(slots[x.slot], x.form)
+    return [_value(y, slots) for y in x] if isinstance(x, list) else x
+
+
+def in_form(x: Any, form: Form) -> Any:
+    """A buffer as a call takes it."""
+    if form == "tensor":
+        return x
+    return x.view(-1) if form == "flat" else x.data_ptr()
+
+
+# -- the function --------------------------------------------------------------------------------
+
+_FORMS: dict[Form, str] = {"tensor": "{}", "flat": "{}.view(-1)", "pointer": "{}.data_ptr()"}
+_serials = count()
+
+
+@dataclass
+class _Writer:
+    """Writes lines down; what is constant gets a name among the function's globals."""
+
+    owned: Mapping[int, Any]
+    scope: dict[str, Any] = field(default_factory=dict)
+    names: dict[tuple[int, str], str] = field(default_factory=dict)
+    #: constants made of buffers that stay, so that each is made once
+    made: dict[Any, Any] = field(default_factory=dict)
+
+    def constant(self, x: Any, like: str = "c") -> str:
+        if x is None or type(x) in (bool, int, str):
+            return repr(x)
+        key = (id(x), like)
+        if key not in self.names:
+            self.names[key] = f"{like}{len(self.names)}"
+            self.scope[self.names[key]] = x
+        return self.names[key]
+
+    def slot(self, slot: int) -> str:
+        return self.constant(self.owned[slot], "b") if slot in self.owned else f"v{slot}"
+
+    def operand(self, x: Any) -> str:
+        if isinstance(x, Ref):
+            if x.slot not in self.owned:
+                return _FORMS[x.form].format(f"v{x.slot}")
+            return self.constant(self.kept(x), "b")
+        if isinstance(x, list):
+            if all(r.slot in self.owned for r in _refs(x)):
+                return self.constant(self.kept(x))
+            return f"[{', '.join(map(self.operand, x))}]"
+        return self.constant(x)
+
+    def kept(self, x: Any) -> Any:
+        """A constant made of buffers that stay."""
+        key = x if isinstance(x, Ref) else id(x)
+        if key not in self.made:
+            self.made[key] = _value(x, self.owned)
+        return self.made[key]
+
+    def line(self, line: Line) -> str:
+        if line.run is None:
+            return " = ".join([*(f"v{slot}" for slot in line.targets), "None"])
+        args = [self.operand(x) for x in line.args]
+        args += [f"{name}={self.operand(x)}" for name, x in line.kwargs]
+        if line.run is itself:
+            (call,) = args
+        elif isinstance(line.run, str):
+            call = f"{args[0]}.{line.run}({', '.join(args[1:])})"
+        else:
+            name = getattr(line.run, "__name__", "f")
+            name = name.strip("_<>") if name.strip("_<>").isidentifier() else "f"
+            call = f"{self.constant(line.run, name + '_')}({', '.join(args)})"
+        targets = ", ".join(self.slot(slot) for slot in line.targets)
+        if isinstance(line.into, tuple):
+            targets += ","
+        return f"{targets} = {call}" if line.into is not None else call
+
+
+@dataclass(frozen=True)
+class Function:
+    """Lines written down as one function.
+
+    Attributes:
+        call: takes the values of the parameters, gives a list of results.
+        source: its text.
+        code: tells its frame from others in a traceback.
+    """
+
+    call: Callable[..., list[Any]]
+    source: str
+    code: CodeType
+
+    def line_of(self, trace: TracebackType | None) -> int | None:
+        """Which of its lines raised, counted from 0."""
+        while trace is not None:
+            if trace.tb_frame.f_code is self.code:
+                return trace.tb_lineno - 2
+            trace = trace.tb_next
+        return None
+
+
+def write(
+    name: str,
+    lines: Sequence[Line],
+    parameters: Sequence[int],
+    results: Sequence[int | None],
+    owned: Mapping[int, Any],
+) -> Function:
+    """Write lines down as a function.
+
+    Args:
+        name: of the program, for tracebacks.
+        lines: what it does.
+        parameters: the slots that the caller fills.
+        results: the slots that it returns; None for what this rank lacks.
+        owned: slots whose value is the same in all runs.
+    """
+    writer = _Writer(owned)
+    text = [f"def run({', '.join(f'v{slot}' for slot in parameters)}):"]
+    text += [f"    {writer.line(line)}" for line in lines]
+    found = ["None" if slot is None else writer.slot(slot) for slot in results]
+    text.append(f"    return [{', '.join(found)}]")
+    source = "\n".join(text) + "\n"
+    file = f"<plan {next(_serials)} of @{name}>"
+    exec(compile(source, file, "exec"), writer.scope)
+    run = writer.scope["run"]
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    weakref.finalize(run, linecache.cache.pop, file, None)
+    return Function(run, source, run.__code__)
+
+
+def is_dense(x: Tensor | None) -> bool:
+    """What is known of a buffer says that it is contiguous."""
+    return x is not None and x.is_contiguous()

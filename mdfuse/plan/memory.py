@@ -1,0 +1,234 @@
+"""Which buffers a plan owns, and where they lie in one piece of memory.
+
+    v3 = empty(…)                     b0: bytes 0-4096 of the plan's memory, in use in lines 0-2
+    v4 = empty(…)            ->       b1: bytes 4096-8192, in lines 1-4
+    v5 = empty(…)                     b2: bytes 0-4096 again, in lines 3-5
+
+A buffer that the caller never sees has the same place in all runs; buffers that are not in use at
+the same time share one. Where a buffer is in use until is known from the lines: until the last one
+that has to do with it, or with what may share its memory, or with a communication of it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mdfuse.plan.lines import Extents, Line
+
+#: Offsets are multiples of this: torch aligns new buffers so, kernels may count on it.
+ALIGNMENT = {"cpu": 64, "cuda": 512}
+
+#: A plan owns its buffers where that takes no more memory than this, compared with what torch's
+#: allocator would hold at once.
+WORTH = 1.05
+
+#: With more buffers than this only those of equal size share a place: packing is quadratic.
+MANY = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """A buffer, and the first and last line that it is in use.
+
+    Attributes:
+        slot: where it is bound.
+        new: what it is like.
+        start: the line that makes it.
+        stop: the last line that uses it.
+    """
+
+    slot: int
+    new: Extents
+    start: int
+    stop: int
+
+    def meets(self, other: Life) -> bool:
+        """Both are in use at some time."""
+        return self.start <= other.stop and other.start <= self.stop
+
+
+def lives(lines: Sequence[Line], results: Iterable[int | None]) -> list[Life]:
+    """The buffers that lines make and that no result may refer to."""
+    bases = _bases(lines)
+    last: dict[int, int] = {}
+    for n, line in enumerate(lines):
+        for slot in (*line.refs, *line.targets):
+            for base in bases.get(slot, ()):
+                last[base] = n
+    kept = {base for slot in results if slot is not None for base in bases.get(slot, ())}
+    return [
+        Life(slot=slot, new=line.new, start=n, stop=last[slot])
+        for n, line in enumerate(lines)
+        if line.new is not None and (slot := line.targets[0]) not in kept
+    ]
+
+
+def _bases(lines: Sequence[Line]) -> dict[int, frozenset[int]]:
+    """Slot -> the slots whose buffers it may refer to, or keep in use."""
+    bases: dict[int, frozenset[int]] = defaultdict(frozenset)
+    for line in lines:
+        if line.run is None:
+            continue
+        shared = frozenset().union(*(bases[slot] for slot in line.shares))
+        for slot in line.targets:
+            own = frozenset({slot}) if line.new is not None else frozenset()
+            bases[slot] = bases[slot] | shared | own
+    return bases
+
+
+def place(found: Sequence[Life], alignment: int) -> dict[int, int]:
+    """An offset for each buffer: those in use at the same time do not overlap.
+
+    The largest first, each as far down as it fits; of two orders the one that takes less memory.
+    """
+    if len(found) > MANY:
+        return _place_equal(found, alignment)
+    orders = (
+        sorted(found, key=lambda x: (-x.new.nbytes, x.start)),
+        sorted(found, key=lambda x: (x.start - x.stop, -x.new.nbytes)),
+    )
+    tried = [_place_in(order, alignment) for order in orders]
+    return min(tried, key=lambda offsets: size_of(found, offsets))
+
+
+def size_of(found: Sequence[Life], offsets: Mapping[int, int]) -> int:
+    """Bytes that buffers take in all."""
+    return max((offsets[x.slot] + x.new.nbytes for x in found), default=0)
+
+
+def _place_in(order: Sequence[Life], alignment: int) -> dict[int, int]:
+    offsets: dict[int, int] = {}
+    placed: list[Life] = []
+    for life in order:
+        taken = sorted(
+            (offsets[x.slot], offsets[x.slot] + x.new.nbytes) for x in placed if x.meets(life)
+        )
+        at = 0
+        for start, stop in taken:
+            if at + life.new.nbytes <= start:
+                break
+            at = max(at, _up(stop, alignment))
+        offsets[life.slot] = at
+        placed.append(life)
+    return offsets
+
+
+def _place_equal(found: Sequence[Life], alignment: int) -> dict[int, int]:
+    """Buffers of equal size take each other's place."""
+    offsets: dict[int, int] = {}
+    free: dict[int, list[tuple[int, int]]] = defaultdict(list)  # size -> (in use until, offset)
+    end = 0
+    for life in found:
+        places = free[life.new.nbytes]
+        ready = next((p for p in places if p[0] < life.start), None)
+        if ready is not None:
+            places.remove(ready)
+        offset = end if ready is None else ready[1]
+        end = max(end, _up(offset + life.new.nbytes, alignment))
+        offsets[life.slot] = offset
+        places.append((life.stop, offset))
+    return offsets
+
+
+def _up(n: int, alignment: int) -> int:
+    return -(-n // alignment) * alignment
+
+
+def peak(found: Iterable[Life]) -> int:
+    """The most bytes that are in use at once."""
+    changes: dict[int, int] = defaultdict(int)
+    for life in found:
+        changes[2 * life.start] += life.new.nbytes
+        changes[2 * life.stop + 1] -= life.new.nbytes
+    now = most = 0
+    for _, change in sorted(changes.items()):
+        now += change
+        most = max(most, now)
+    return most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owned:
+    """The buffers of a plan that are the same in all runs.
+
+    Attributes:
+        buffers: slot -> its buffer, or a view of one.
+        lines: what is left to do in each run.
+        numbers: for each of them, which of the lines that were given it is.
+        nbytes: what they take.
+    """
+
+    buffers: Mapping[int, Tensor]
+    lines: tuple[Line, ...]
+    numbers: tuple[int, ...]
+    nbytes: int
+
+
+def own(lines: Sequence[Line], results: Sequence[int | None], device: torch.device) -> Owned:
+    """Make the buffers that a plan owns, and the views of them; drop the lines that made them."""
+    found = lives(lines, results)
+    offsets = place(found, ALIGNMENT.get(device.type, 512))
+    size = size_of(found, offsets)
+    if size > WORTH * peak(found) + ALIGNMENT.get(device.type, 512):
+        return Owned(buffers={}, lines=tuple(lines), numbers=tuple(range(len(lines))), nbytes=0)
+    with torch.inference_mode(False), torch.no_grad():
+        memory = torch.empty(size, dtype=torch.uint8, device=device)
+        buffers = {x.slot: _at(memory, offsets[x.slot], x.new) for x in found}
+        kept, numbers = _fold(lines, buffers)
+    return Owned(buffers=buffers, lines=kept, numbers=numbers, nbytes=size)
+
+
+def _at(memory: Tensor, offset: int, new: Extents) -> Tensor:
+    """A buffer in a piece of memory."""
+    flat = memory[offset : offset + new.nbytes].view(new.dtype)
+    return flat.as_strided(new.shape, new.strides)
+
+
+def _fold(
+    lines: Sequence[Line], buffers: dict[int, Tensor]
+) -> tuple[tuple[Line, ...], tuple[int, ...]]:
+    """Carry out what makes owned buffers, and views of them; what is left runs each time."""
+    bound = _bound_once(lines)
+    kept = [n for n, line in enumerate(lines) if not _is_made(line, buffers, bound)]
+    return tuple(_left(lines[n], buffers) for n in kept), tuple(kept)
+
+
+def _is_made(line: Line, buffers: dict[int, Tensor], bound: set[int]) -> bool:
+    """Nothing is left to do in a run: it makes an owned buffer, or a view of one, or drops it."""
+    if line.run is None:
+        return all(slot in buffers for slot in line.targets)
+    if line.new is not None:
+        return line.targets[0] in buffers
+    if not line.is_view or not bound.issuperset(line.targets):
+        return False
+    if not all(slot in buffers for slot in line.refs):
+        return False
+    found: dict[int, Any] = dict(buffers)
+    line(found)
+    view, base = found[line.targets[0]], buffers[line.refs[0]]
+    if view.untyped_storage().data_ptr() != base.untyped_storage().data_ptr():
+        return False  # a copy
+    buffers[line.targets[0]] = view
+    return True
+
+
+def _left(line: Line, buffers: Mapping[int, Tensor]) -> Line:
+    """A line that empties slots, without those that are owned."""
+    if line.run is not None:
+        return line
+    return Line(run=None, into=tuple(s for s in line.targets if s not in buffers))
+
+
+def _bound_once(lines: Sequence[Line]) -> set[int]:
+    """The slots that one line alone binds."""
+    count: dict[int, int] = defaultdict(int)
+    for line in lines:
+        for slot in line.targets if line.run is not None else ():
+            count[slot] += 1
+    return {slot for slot, n in count.items() if n == 1}
