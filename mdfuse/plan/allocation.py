@@ -58,7 +58,7 @@ def _make(memory: str, new: Extents, slot: int) -> Line:
         extents, kwargs = (new.shape, new.strides), (("dtype", new.dtype), ("device", new.device))
         return Line(run=torch.empty_strided, args=extents, kwargs=kwargs, into=slot, new=new)
     args = (new.shape, new.strides, new.dtype, new.device)
-    return Line(run=MEMORY[memory], args=args, into=slot, on_host=True)
+    return Line(run=MEMORY[memory], args=args, into=slot)
 
 
 _Make = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device], Tensor]

@@ -11,8 +11,8 @@ from torch import Tensor
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import Instruction
 from mdfuse.layout import nth_chunk, relative
-from mdfuse.plan.allocation import empty
-from mdfuse.plan.lines import Line
+from mdfuse.plan.allocation import empty, new_buffer
+from mdfuse.plan.lines import Line, Ref, drop
 from mdfuse.plan.local_ops import ordered
 from mdfuse.plan.slots import Context, base_name
 
@@ -138,8 +138,10 @@ def _pack(i: Instruction, context: Context) -> list[Line]:
     assert layout is not None
     parts = layout.mesh.axis_size(attrs["axis"])
     extent = context.local(i.reads[0])[attrs["to_dim"]]
+    fact = context.fact(i.reads[0])
+    if extent % parts == 0 and fact is not None and not context.has_buffer(i.outputs[0]):
+        return _pack_evenly(i, context, fact, parts)
     blocks = [nth_chunk((0, extent), parts, n) for n in range(parts)]
-
     _know_dense(i, context)
 
     def pack(x: Tensor) -> Tensor:
@@ -148,6 +150,24 @@ def _pack(i: Instruction, context: Context) -> list[Line]:
         return torch.cat([x.narrow(to, a, b - a).reshape(-1) for a, b in blocks])
 
     return _made(i, context, pack)
+
+
+def _pack_evenly(i: Instruction, context: Context, fact: Tensor, parts: int) -> list[Line]:
+    """Equal blocks: one copy of a view with the dim of the blocks outermost."""
+    (output,), attrs = i.outputs, i.kwargs
+    rows = fact.unflatten(attrs["to_dim"], (parts, -1))
+    dim = attrs["dim"] + (attrs["to_dim"] < attrs["dim"])
+    rows = rows.movedim((attrs["to_dim"], dim), (0, 1))
+    source, view = context.ref(i.reads[0]), context.new_slot()
+    buffer, shaped = new_buffer(output, None, context), context.new_slot()
+    target, form = context.ref(output), (tuple(rows.shape), rows.stride())
+    return [
+        Line(run="as_strided", args=(source, *form), into=view, shares=(source.slot,), is_view=True),
+        *buffer,
+        Line(run="view", args=(target, form[0]), into=shaped, shares=(target.slot,), is_view=True),
+        Line(run="copy_", args=(Ref(shaped), Ref(view))),
+        drop(view, shaped),
+    ]
 
 
 def _zeros(i: Instruction, context: Context) -> list[Line]:

@@ -78,7 +78,6 @@ class Line:
         shares: slots whose memory the result may refer to, or keep in use.
         new: the result is a new buffer of this form, with nothing in it.
         is_view: the result may be a view of the first argument, and no number goes into it.
-        on_host: it depends on numbers of the run, so that it cannot be replayed with others.
         explain: makes an error of the library one that says what was posted.
     """
 
@@ -89,7 +88,6 @@ class Line:
     shares: tuple[int, ...] = ()
     new: Extents | None = None
     is_view: bool = False
-    on_host: bool = False
     explain: Callable[[Exception], Exception] | None = None
 
     @property

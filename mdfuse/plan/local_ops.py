@@ -66,11 +66,6 @@ def _is_tensor(x: Operand, context: Context) -> bool:
     return isinstance(x, str) and context.type(x).layout is not None
 
 
-def _on_host(i: Instruction, context: Context) -> bool:
-    """A number that is known only in a run goes in."""
-    return any(context.type(x).layout is None for x in i.reads)
-
-
 def _call(i: Instruction, row: ops.Op, attrs: dict[str, Any], context: Context) -> Line:
     (output,) = i.outputs
     return Line(
@@ -80,7 +75,6 @@ def _call(i: Instruction, row: ops.Op, attrs: dict[str, Any], context: Context) 
         into=context.slot(output),
         shares=(context.slot(i.reads[0]),) if row.is_view and i.reads else (),
         is_view=row.is_view,
-        on_host=_on_host(i, context),
     )
 
 
@@ -106,8 +100,7 @@ def _filled(
         return None
     lines = new_buffer(output, i.order, context)
     kwargs = (*attrs.items(), ("out", context.ref(output)))
-    args, on_host = _operands(i, context), _on_host(i, context)
-    return [*lines, Line(run=write, args=args, kwargs=kwargs, on_host=on_host)]
+    return [*lines, Line(run=write, args=_operands(i, context), kwargs=kwargs)]
 
 
 def _bound(i: Instruction, row: ops.Op, attrs: dict[str, Any], context: Context) -> list[Line]:
@@ -130,10 +123,9 @@ def _written(i: Instruction, row: ops.Op, attrs: dict[str, Any], context: Contex
     (output,) = i.outputs
     target, operands, overlaps = context.ref(output), _operands(i, context), _overlaps(i, context)
     may = not overlaps and _is_tensor(i.inputs[0], context) and context.is_on_device(output)
-    on_host = _on_host(i, context)
     if row.out is not None and may:
         kwargs = (*attrs.items(), ("out", target))
-        return Line(run=row.out, args=operands, kwargs=kwargs, on_host=on_host)
+        return Line(run=row.out, args=operands, kwargs=kwargs)
     call = row.call
 
     def copy(target: Tensor, *operands: Any) -> None:
@@ -143,7 +135,7 @@ def _written(i: Instruction, row: ops.Op, attrs: dict[str, Any], context: Contex
         target.copy_(call(*operands, **attrs).clone())
 
     run = copy_from_itself if overlaps and row.is_view else copy
-    return Line(run=run, args=(target, *operands), on_host=on_host)
+    return Line(run=run, args=(target, *operands))
 
 
 def _overlaps(i: Instruction, context: Context) -> bool:
@@ -216,7 +208,7 @@ def _scalar(i: Instruction, row: ops.Op, context: Context) -> Line:
         return scalar_call(lambda *x: row.call(*x, **attrs), operands)
 
     args = _operands(i, context)
-    return Line(run=compute_number, args=args, into=context.slot(i.outputs[0]), on_host=True)
+    return Line(run=compute_number, args=args, into=context.slot(i.outputs[0]))
 
 
 def scalar_call(call: Callable[..., Any], operands: Sequence[Any]) -> Any:

@@ -39,7 +39,7 @@ class Life:
     Attributes:
         slot: where it is bound.
         new: what it is like.
-        start: the line that makes it.
+        start: the first line that uses it.
         stop: the last line that uses it.
     """
 
@@ -56,14 +56,16 @@ class Life:
 def lives(lines: Sequence[Line], results: Iterable[int | None]) -> list[Life]:
     """The buffers that lines make and that no result may refer to."""
     bases = _bases(lines)
+    first: dict[int, int] = {}
     last: dict[int, int] = {}
     for n, line in enumerate(lines):
-        for slot in (*line.refs, *line.targets):
-            for base in bases.get(slot, ()):
-                last[base] = n
+        used = line.refs if line.new is not None else (*line.refs, *line.targets)
+        for base in (base for slot in used for base in bases.get(slot, ())):
+            first.setdefault(base, n)
+            last[base] = n
     kept = {base for slot in results if slot is not None for base in bases.get(slot, ())}
     return [
-        Life(slot=slot, new=line.new, start=n, stop=last[slot])
+        Life(slot=slot, new=line.new, start=first.get(slot, n), stop=last.get(slot, n))
         for n, line in enumerate(lines)
         if line.new is not None and (slot := line.targets[0]) not in kept
     ]
@@ -85,7 +87,8 @@ def _bases(lines: Sequence[Line]) -> dict[int, frozenset[int]]:
 def place(found: Sequence[Life], alignment: int) -> dict[int, int]:
     """An offset for each buffer: those in use at the same time do not overlap.
 
-    The largest first, each as far down as it fits; of two orders the one that takes less memory.
+    Tried are: the largest first, the longest first, each as far down as it fits; and in the order
+    of their use. What takes the least memory is taken.
     """
     if len(found) > MANY:
         return _place_equal(found, alignment)
@@ -94,6 +97,7 @@ def place(found: Sequence[Life], alignment: int) -> dict[int, int]:
         sorted(found, key=lambda x: (x.start - x.stop, -x.new.nbytes)),
     )
     tried = [_place_in(order, alignment) for order in orders]
+    tried.append(_place_in_time(found, alignment))
     return min(tried, key=lambda offsets: size_of(found, offsets))
 
 
@@ -117,6 +121,38 @@ def _place_in(order: Sequence[Life], alignment: int) -> dict[int, int]:
         offsets[life.slot] = at
         placed.append(life)
     return offsets
+
+
+def _place_in_time(found: Sequence[Life], alignment: int) -> dict[int, int]:
+    """In the order of use, each in the smallest gap, at the bottom or the top of all memory.
+
+    So a small buffer does not lie in the middle of what the next large one needs: in a chain of
+    large buffers and small ones between them, the large ones change places.
+    """
+    bound, offsets = _up(peak(found), alignment), dict[int, int]()
+    placed: list[Life] = []
+    for life in sorted(found, key=lambda x: (x.start, -x.new.nbytes)):
+        taken = [(offsets[x.slot], offsets[x.slot] + x.new.nbytes) for x in placed if x.meets(life)]
+        size = _up(life.new.nbytes, alignment)
+        gaps = [(a, b) for a, b in _gaps(taken, bound, alignment) if b - a >= size]
+        if gaps:
+            start, stop = min(gaps, key=lambda gap: gap[1] - gap[0])
+            offsets[life.slot] = stop - size if start > 0 and stop == bound else start
+        else:
+            offsets[life.slot] = max((_up(stop, alignment) for _, stop in taken), default=0)
+        placed.append(life)
+    return offsets
+
+
+def _gaps(
+    taken: Sequence[tuple[int, int]], bound: int, alignment: int
+) -> list[tuple[int, int]]:
+    """What is free between taken pieces of memory."""
+    gaps, at = [], 0
+    for start, stop in sorted(taken):
+        gaps.append((at, start))
+        at = max(at, _up(stop, alignment))
+    return [*gaps, (at, bound)]
 
 
 def _place_equal(found: Sequence[Life], alignment: int) -> dict[int, int]:

@@ -46,6 +46,11 @@ class Posts:
                 return self.barrier(i)
         return self.exchanges.steps(i)
 
+    @property
+    def in_group(self) -> bool:
+        """Sends and receives are being collected."""
+        return self.exchanges.group is not None
+
     def finish(self) -> None:
         """Raise ProgramError where a group, or a send to oneself, was not ended."""
         self.exchanges.finish()

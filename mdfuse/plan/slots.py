@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mdfuse.backends.base import Call, Poster
 from mdfuse.errors import ProgramError
+from mdfuse.hir.capture import HostValues
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.sharing import storage
 from mdfuse.layout import Box
@@ -35,6 +36,7 @@ class Step:
         waits: the slot of the communication that it waits for, and which piece of it.
         joins: the stream that the current one waits for.
         posters: what it posts.
+        eager: why no CUDA graph can hold it; None where one can.
     """
 
     lines: tuple[Line, ...]
@@ -46,6 +48,7 @@ class Step:
     waits: tuple[int, int | None] | None = None
     joins: int | None = None
     posters: tuple[Poster, ...] = ()
+    eager: str | None = None
 
     def run(self, slots: Slots) -> None:
         """Make its calls on a list of slots."""
@@ -76,6 +79,7 @@ class Context:
         expanded: name -> the dims of it that `expand` made.
         storage: name -> the name whose memory it shares; names with memory of their own are absent.
         updated: names that may share memory with what is written again after it was bound.
+        host_values: which names stand for numbers of a run, or for host memory.
     """
 
     program: HostProgram
@@ -96,6 +100,10 @@ class Context:
     expanded: dict[str, tuple[int, ...]] = field(default_factory=dict)
     storage: dict[str, str] = field(default_factory=dict)
     updated: frozenset[str] = frozenset()
+    host_values: HostValues = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.host_values = HostValues(self.program)
 
     def slot(self, name: str) -> int:
         if name not in self.slots:

@@ -33,6 +33,7 @@ class Builder:
         homes: slot -> the stream that was current when it was bound.
         current: the stream that is current.
         switches: whether there is more than one.
+        why: why what is being added cannot be in a CUDA graph.
     """
 
     context: Context
@@ -42,6 +43,7 @@ class Builder:
     homes: dict[int, int] = field(default_factory=dict)
     current: int = CALLER
     switches: bool = False
+    why: str | None = None
 
     def build(self, instructions: Sequence[Instruction]) -> None:
         """Make the steps of all instructions."""
@@ -50,6 +52,8 @@ class Builder:
         self.finish()
 
     def add(self, i: Instruction, following: Instruction | None) -> None:
+        why = self.context.host_values.why_eager(i) if i.op != "launch" else None
+        self.why = why or (self.why if self.posts.in_group else None)
         match i.op:
             case "return":
                 return
@@ -80,7 +84,7 @@ class Builder:
 
     def append(self, step: Step) -> None:
         """Add a step on the current stream."""
-        self.steps.append(step if self.current == CALLER else replace(step, stream=self.current))
+        self.steps.append(replace(step, stream=self.current, eager=self.why))
         for slot in step.outputs:
             self.homes.setdefault(slot, self.current)
         self.guard((*step.inputs, *step.outputs))
@@ -156,6 +160,7 @@ class Builder:
         given, kept = set(context.bound), {*i.inputs, *i.outputs}
         last = {name: j for j in i.body for name in (*j.reads, *j.outputs) if name not in kept}
         for j in i.body:
+            self.why = context.host_values.why_eager(j)
             self.append(local_step(j, context))
             gone = [n for n, user in last.items() if user is j and n not in given]
             if gone:

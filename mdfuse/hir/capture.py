@@ -1,0 +1,68 @@
+"""What a CUDA graph cannot hold: whatever depends on a number that is known only in a run.
+
+A replay repeats the same kernels on the same addresses. Numbers (host scalars of an input, and what
+is computed from them) go into a kernel's launch, and copies between the host's memory and the
+device's would be repeated from an address that is not the plan's to keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mdfuse.hir.program import HostProgram, Instruction
+
+
+class HostValues:
+    """Goes through instructions in order, and knows which names stand for values on the host.
+
+    >>> # values = HostValues(program)
+    >>> # [values.why_eager(i) for i in program.walk()]
+    """
+
+    def __init__(self, program: HostProgram) -> None:
+        self.program = program
+        loops = {n for i in program.walk() if i.op == "for" for n in i.outputs}
+        #: name -> what it is
+        self.known: dict[str, str] = {
+            n: f"%{n}, a number of each run"
+            for n in program.inputs
+            if n not in loops and self._is_number(n)
+        }
+
+    def why_eager(self, i: Instruction) -> str | None:
+        """Why an instruction cannot be captured; None where it can."""
+        if i.op == "alloc" and i.kwargs.get("memory", "device") in ("host", "pinned"):
+            reason = f"%{_plain(i.outputs[0])}, which lies in host memory"
+            self.known[i.outputs[0]] = reason
+            return f"allocates {reason}"
+        if i.op == "free":
+            return None
+        read = next((self.known[n] for n in map(self._root, i.reads) if n in self.known), None)
+        if read is None:
+            return None
+        for name in i.outputs:
+            if self._is_number(name):
+                self.known[name] = f"%{_plain(name)}, computed from {read}"
+        return f"reads {read}"
+
+    def _root(self, name: str) -> str:
+        return self.program.root(name)
+
+    def _is_number(self, name: str) -> bool:
+        kind = self.program.types.get(self._root(name))
+        return kind is not None and kind.layout is None
+
+
+def eager(program: HostProgram) -> Iterator[tuple[Instruction, str]]:
+    """The instructions that no graph can hold, each with the reason."""
+    values = HostValues(program)
+    for i in program.walk():
+        if i.op in ("for", "if", "launch", "return"):
+            continue
+        why = values.why_eager(i)
+        if why is not None:
+            yield i, why
+
+
+def _plain(name: str) -> str:
+    return name.split("@")[0]
