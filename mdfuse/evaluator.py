@@ -11,7 +11,7 @@ import threading
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -24,12 +24,28 @@ from mdfuse.plan.build import Plan, build
 from mdfuse.plan.cache import Cache
 from mdfuse.plan.posts import groups
 from mdfuse.plan.signature import Signature, signature_of
+from mdfuse.plan.streams import capture_stream
 
 if TYPE_CHECKING:
     from mdfuse.runtime.communicator import Communicator
 
 
 _serials = itertools.count()
+_numbers = itertools.count()
+
+
+class Runnable(Protocol):
+    """A plan, eager or captured."""
+
+    @property
+    def numbers(self) -> bool: ...
+
+    @property
+    def may_overlap(self) -> bool: ...
+
+    def run(self, arguments: Sequence[Any], out: Sequence[Any] | None = None) -> list[Any]: ...
+
+    def release(self) -> None: ...
 
 
 @dataclass
@@ -40,6 +56,7 @@ class HostIrEvaluator:
         program: for all ranks, then it is projected onto this one; or the projection itself.
         communicator: by default what `mdfuse.init()` gives.
         options: by default those of the environment.
+        cache: keeps its plans, which others may share; by default one of its own.
 
     Attributes:
         plans: what was prepared, by signature of the arguments; `plans.info()` counts.
@@ -51,9 +68,15 @@ class HostIrEvaluator:
     program: HostProgram
     communicator: Communicator | None = None
     options: Options | None = None
-    plans: Cache[Plan] = field(init=False, repr=False)
+    cache: Cache[Runnable] | None = field(default=None, repr=False)
+    plans: Cache[Runnable] = field(init=False, repr=False)
+    _number: int = field(default_factory=_numbers.__next__, init=False, repr=False)
     #: What the last run was given, and its plan.
-    _last: tuple[Hashable | None, Plan | None] = field(default=(None, None), init=False, repr=False)
+    _last: tuple[Hashable | None, Runnable | None] = field(
+        default=(None, None), init=False, repr=False
+    )
+    #: Signatures that were run once and are to be captured: where the arguments lay.
+    _firsts: dict[Hashable, dict[int, int]] = field(default_factory=dict, init=False, repr=False)
     #: What this rank runs, once all ranks agreed to.
     _local: HostProgram | None = field(default=None, init=False, repr=False)
     _signature: Signature | None = field(default=None, init=False, repr=False)
@@ -64,7 +87,8 @@ class HostIrEvaluator:
 
     def __post_init__(self) -> None:
         check_names(self.program)
-        self.plans = Cache(options_from_environment(self.options).plans)
+        limit = options_from_environment(self.options).plans
+        self.plans = Cache(limit) if self.cache is None else self.cache
 
     def run(self, arguments: Mapping[str, Any]) -> list[Any]:
         """Run once.
@@ -116,7 +140,7 @@ class HostIrEvaluator:
 
     # -- the plan of a run -----------------------------------------------------------------------
 
-    def _known(self, arguments: Sequence[Any], out: Sequence[Any] | None) -> Plan | None:
+    def _known(self, arguments: Sequence[Any], out: Sequence[Any] | None) -> Runnable | None:
         """The plan of the last run where it fits this one."""
         signature, communicator = self._signature, self.communicator
         if signature is None or communicator is None or communicator.is_closed:
@@ -127,8 +151,7 @@ class HostIrEvaluator:
             return None
         if plan.may_overlap and not signature.are_apart(arguments, out):
             return None
-        self.plans.hits += 1
-        return plan
+        return plan if self.plans.again(key, plan) else None
 
     def _plan(
         self,
@@ -136,7 +159,7 @@ class HostIrEvaluator:
         out: Sequence[Any] | None,
         problem: MdfuseError | None,
         is_partial: bool,
-    ) -> Plan:
+    ) -> Runnable:
         """The plan of a run whose arguments are not those of the last one, checked."""
         communicator = self._communicator()
         if problem is None:
@@ -156,29 +179,94 @@ class HostIrEvaluator:
 
     def _cached(
         self, arguments: Sequence[Any], out: Sequence[Any] | None, communicator: Communicator
-    ) -> tuple[Plan | None, MdfuseError | None]:
+    ) -> tuple[Runnable | None, MdfuseError | None]:
         """The plan of a signature, made where there is none; or why there cannot be one."""
         assert self._local is not None and self._signature is not None
         key = self._signature.read(arguments, out)
         plan = self.plans.get(key) if key is not None else None
-        if plan is None:
-            options = options_from_environment(self.options)
-            try:
-                plan = build(
-                    self._local,
-                    communicator.poster,
-                    communicator.device,
-                    options.poison,
-                    arguments,
-                    out,
-                    caller=self._signature.stream(),
-                )
-            except MdfuseError as error:
-                return None, error
-            if key is not None:
-                self.plans.put(key, plan)
-        self._last = key, plan
+        try:
+            if plan is None:
+                plan = self._first(key, arguments, out, communicator)
+            elif isinstance(plan, Plan) and key in self._firsts:
+                plan = self._captured(plan, self._firsts.pop(key), arguments, out, communicator)
+        except MdfuseError as error:
+            return None, error
+        if key is not None:
+            self._drop(self.plans.put(key, plan))
+        self._last = (None, None) if key in self._firsts else (key, plan)
         return plan, None
+
+    def _built(
+        self,
+        arguments: Sequence[Any],
+        out: Sequence[Any] | None,
+        communicator: Communicator,
+        caller: int,
+    ) -> Plan:
+        assert self._local is not None
+        poison = options_from_environment(self.options).poison
+        bind, device = communicator.poster, communicator.device
+        return build(self._local, bind, device, poison, arguments, out, caller=caller)
+
+    # -- graphs ----------------------------------------------------------------------------------
+
+    def _first(
+        self,
+        key: Hashable | None,
+        arguments: Sequence[Any],
+        out: Sequence[Any] | None,
+        communicator: Communicator,
+    ) -> Plan:
+        """The plan of a first run; where the arguments lie then, if the second one is captured."""
+        assert self._signature is not None
+        plan = self._built(arguments, out, communicator, self._signature.stream())
+        options = options_from_environment(self.options)
+        if options.graph != "never" and communicator.device.type == "cuda" and key is not None:
+            self._firsts[key] = plan.addresses(arguments, out)
+        return plan
+
+    def _captured(
+        self,
+        plan: Plan,
+        addresses: dict[int, int],
+        arguments: Sequence[Any],
+        out: Sequence[Any] | None,
+        communicator: Communicator,
+    ) -> Runnable:
+        """What runs from the second run on: graphs, where there is something to capture.
+
+        Raises:
+            ProgramError: all was to be captured, and some of it cannot.
+        """
+        from mdfuse.plan.graphs import CudaRecorder, GraphPlan
+
+        assert self._signature is not None
+        stream = capture_stream(communicator.device)
+        captured = self._built(arguments, out, communicator, stream.cuda_stream)
+        plan.release()
+        recorder = CudaRecorder(communicator.device, stream)
+        now = plan.addresses(arguments, out)
+        stays = {slot: at for slot, at in addresses.items() if now[slot] == at}
+        name = f"@{self.program.name} ({self._serial})"
+        watch = communicator.replays(name, self._signature.stream())
+        graphs = GraphPlan(captured, plan, recorder, stays, watch)
+        reasons = {r.eager for r in graphs.regions if r.eager is not None}
+        if reasons and options_from_environment(self.options).graph == "always":
+            raise ProgramError(
+                f"@{self.program.name} cannot be captured whole: " + "; ".join(sorted(reasons)),
+                because='graph="always"',
+                hint='graph="auto" captures the rest; program.explain() lists what runs eagerly',
+            )
+        if all(r.eager is not None for r in graphs.regions):
+            return plan
+        communicator.hold(graphs)
+        return graphs
+
+    @staticmethod
+    def _drop(plans: Sequence[Runnable]) -> None:
+        """Give up what plans hold that are not kept."""
+        for plan in plans:
+            plan.release()
 
     def _communicator(self) -> Communicator:
         if self.communicator is None or self.communicator.is_closed:
@@ -191,7 +279,8 @@ class HostIrEvaluator:
     def _forget(self) -> None:
         """The next run is a first one."""
         self._local, self._signature, self._last = None, None, (None, None)
-        self.plans.clear()
+        self._firsts.clear()
+        self._drop(self.plans.clear(self._number))
 
     # -- all ranks run, or none ------------------------------------------------------------------
 
@@ -213,7 +302,9 @@ class HostIrEvaluator:
         self._agree(problem, communicator)
         assert local is not None
         communicator.prepare(groups(local, communicator.rank))
-        self._signature = signature_of(self.program, communicator.rank, communicator.device)
+        self._signature = signature_of(
+            self.program, communicator.rank, communicator.device, self._number
+        )
         self._serial, self._runs = next(_serials), 0
         self._local = local
 
@@ -281,6 +372,8 @@ class HostIrEvaluator:
                     f"this is rank {communicator.rank}",
                     hint="pass the global program, or each rank its own projection",
                 )
+            if communicator.device.type != "cuda":
+                self._check_graph(communicator)
             check_arguments(self.program, communicator.rank, arguments, communicator.device)
             if out is not None:
                 rank, device = communicator.rank, communicator.device
@@ -288,3 +381,11 @@ class HostIrEvaluator:
         except MdfuseError as error:
             return error
         return None
+
+    def _check_graph(self, communicator: Communicator) -> None:
+        if options_from_environment(self.options).graph == "always":
+            raise ProgramError(
+                f'@{self.program.name} with graph="always" on {communicator.device}',
+                because="CUDA graphs are for GPUs",
+                hint='graph="auto" captures where it can',
+            )

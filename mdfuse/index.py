@@ -32,8 +32,9 @@ class Term:
     """A number that is not written down.
 
     Attributes:
-        kind: "index" (of a loop), "rank", "coord" (along an axis) or "extent" (of a buffer).
-        name: the loop index, the axis, or the buffer.
+        kind: "index" (of a loop), "rank", "coord" (along an axis), "extent" (of a buffer) or
+            "symbol" (an extent of an input that is not known yet).
+        name: the loop index, the axis, the buffer, or the symbol.
         dim: extent: the dim of the buffer.
     """
 
@@ -49,6 +50,8 @@ class Term:
                 return f"coord({self.name})"
             case "extent":
                 return f"extent(%{self.name},{self.dim})"
+            case "symbol":
+                return self.name
         return self.kind
 
 

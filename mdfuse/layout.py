@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import product
 
 from mdfuse.errors import LayoutError, MeshError
+from mdfuse.extents import smaller
 from mdfuse.index import Index, Term, resolve
 from mdfuse.mesh import DeviceMesh
 
@@ -410,6 +411,9 @@ def nth_chunk(interval: Interval, parts: int, i: int) -> Interval:
     """
     start, stop = interval
     length = -(-(stop - start) // parts)
+    if type(length) is not int:
+        begin = smaller(start + i * length, stop)
+        return begin, smaller(begin + length, stop)
     begin = min(start + i * length, stop)
     return begin, min(begin + length, stop)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,13 +12,24 @@ from torch import Tensor
 
 from mdfuse import hir_lowering
 from mdfuse.communication import Communication
-from mdfuse.config import Options
-from mdfuse.errors import DefinitionError, ProgramError
-from mdfuse.evaluator import HostIrEvaluator
+from mdfuse.config import Options, options_from_environment
+from mdfuse.errors import DefinitionError, MdfuseError
+from mdfuse.evaluator import HostIrEvaluator, Runnable
+from mdfuse.extent_arguments import (
+    LocalExtents,
+    check_extents,
+    complete_extents,
+    local_extents,
+)
+from mdfuse.extents import with_numbers
 from mdfuse.frontend.definition import FusionDefinition
+from mdfuse.hir.capture import eager
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.traffic import received
 from mdfuse.ir.graph import Fusion
+from mdfuse.lowerings import LIMIT, Lowering, Lowerings, lowerings_of
+from mdfuse.plan.cache import Cache
+from mdfuse.runtime.communicator import init
 from mdfuse.segmentation import Segment, ShouldMerge
 
 
@@ -30,31 +42,63 @@ class Program:
         segments: runs of expressions without a reshard.
         host: the global host program.
         options: how it runs.
+        symbolic: where the definition has symbolic extents: all its lowerings. `fusion`, `segments`
+            and `host` are those of the first.
     """
 
     fusion: Fusion
     segments: tuple[Segment, ...]
     host: HostProgram
     options: Options | None = None
+    symbolic: Lowerings | None = None
 
     def __str__(self) -> str:
-        return str(self.host)
+        return str(self.host) if self.symbolic is None else str(self.symbolic.made[0])
 
     def __iter__(self) -> Iterator[Instruction]:
         return iter(self.host)
 
-    def for_rank(self, rank: int) -> HostProgram:
+    @property
+    def lowerings(self) -> tuple[Lowering, ...]:
+        """For a symbolic definition, the lowerings so far; each prints its guards."""
+        return () if self.symbolic is None else tuple(self.symbolic.made)
+
+    def host_for(self, extents: Mapping[str, int] | None = None) -> HostProgram:
+        """The global host program for some extents: of a lowering whose guards they satisfy.
+
+        Args:
+            extents: every symbolic extent by name; none where the definition has none.
+
+        Raises:
+            MdfuseError: extents are missing or unknown; the definition means nothing for them.
+        """
+        symbols = () if self.symbolic is None else self.symbolic.symbols
+        known = check_extents(self.host.name, symbols, extents)
+        if self.symbolic is None:
+            return self.host
+        return self.symbolic.host_for(complete_extents(self.host.name, symbols, known))
+
+    def with_extents(self, extents: Mapping[str, int]) -> Program:
+        """The program for some extents, with numbers everywhere."""
+        host = self.host_for(extents)
+        if self.symbolic is None:
+            return self
+        of = self.symbolic.lowering_for(extents)
+        fusion, segments = with_numbers((of.fusion, of.segments), extents)
+        return Program(fusion, segments, host, self.options)
+
+    def for_rank(self, rank: int, extents: Mapping[str, int] | None = None) -> HostProgram:
         """What one rank runs: prints, and iterating yields its instructions."""
-        return self.host.project(rank)
+        return self.host_for(extents).project(rank)
 
     @property
     def communications(self) -> tuple[Communication, ...]:
         """The communications in order, each a family projected per rank."""
         return self.host.communications
 
-    def bytes_received(self, rank: int) -> int:
+    def bytes_received(self, rank: int, extents: Mapping[str, int] | None = None) -> int:
         """Bytes that arrive at a rank from others in one run, ring model, padding included."""
-        return sum(size for _, size in received(self.host, rank))
+        return sum(size for _, size in received(self.host_for(extents), rank))
 
     def explain(self) -> str:
         """The choices that were made, and why, as text."""
@@ -63,13 +107,29 @@ class Program:
         posts = posts or ["no communication: every operand is where it is needed"]
         lines += [f"  {line}" for line in posts]
         lines += [f"  {line}" for line in _streams(self.host)]
-        lines.append("  graphs: runs are not captured")
+        lines += [f"  graphs: {line}" for line in _graphs(self.host, self.options)]
+        for n, lowering in enumerate(self.lowerings):
+            lines.append(f"  lowering {n}: for {', '.join(map(str, lowering.guards)) or 'all'}")
         return "\n".join(lines)
 
     @cached_property
-    def _evaluators(self) -> dict[Options | None, HostIrEvaluator]:
-        """What runs the program on this rank, for each options it was run with."""
-        return {}
+    def plans(self) -> Cache[Runnable]:
+        """What runs prepared, for all extents, options and kinds of arguments.
+
+        `plans.info()` counts hits, misses and evictions; `Options.plans` is the limit.
+        """
+        return Cache(options_from_environment(self.options).plans)
+
+    @cached_property
+    def _evaluators(self) -> OrderedDict[tuple[int, Options | None], HostIrEvaluator]:
+        """What runs the program on this rank, for each host program and options; the last used at
+        the end."""
+        return OrderedDict()
+
+    @cached_property
+    def _local_extents(self) -> LocalExtents:
+        assert self.symbolic is not None
+        return local_extents(self.host, self.symbolic.fusion)
 
     def run(
         self,
@@ -84,23 +144,46 @@ class Program:
             inputs: local tensors in definition order; None for an input whose mesh this rank is
                 not in; numbers for scalars.
             out: buffers for the outputs, all or none.
-            extents: symbolic extents by name.
+            extents: symbolic extents by name: those that are sharded or that some rank does not
+                see must be given, the others follow from the inputs.
             options: instead of those given to `compile`.
 
         Returns:
             Local outputs; None where this rank is outside the output's mesh.
         """
-        problem = None
-        if extents:
-            problem = ProgramError(
-                f"extents {dict(extents)}",
-                because="this program has no symbolic extents",
-                hint="leave extents= out",
-            )
+        if extents is None and options is None and self.symbolic is None:
+            return self._usual.call(inputs, out)
         options = options or self.options
-        if options not in self._evaluators:
-            self._evaluators[options] = HostIrEvaluator(self.host, None, options)
-        return self._evaluators[options].call(inputs, out, problem)
+        host, problem = self._host_for_run(inputs, extents, options)
+        return self._evaluator(host, options).call(inputs, out, problem)
+
+    @cached_property
+    def _usual(self) -> HostIrEvaluator:
+        """What runs a program without symbolic extents, with the options it was compiled with."""
+        return self._evaluator(self.host, self.options)
+
+    def _evaluator(self, host: HostProgram, options: Options | None) -> HostIrEvaluator:
+        key = id(host), options
+        if key not in self._evaluators:
+            self._evaluators[key] = HostIrEvaluator(host, None, options, self.plans)
+            if len(self._evaluators) > LIMIT:
+                self._evaluators.popitem(last=False)
+        if self.symbolic is not None:
+            self._evaluators.move_to_end(key)
+        return self._evaluators[key]
+
+    def _host_for_run(
+        self, inputs: Sequence[Any], extents: Mapping[str, int] | None, options: Options | None
+    ) -> tuple[HostProgram, MdfuseError | None]:
+        """The host program for a run; with a problem, one on which the ranks can fail together."""
+        try:
+            if self.symbolic is None:
+                return self.host_for(extents), None
+            rank = init(options).rank
+            return self.symbolic.host_for(self._local_extents.of(rank, inputs, extents)), None
+        except MdfuseError as problem:
+            last = next(reversed(self._evaluators.values()), None)
+            return last.program if last is not None else self.host, problem
 
 
 def _streams(host: HostProgram) -> Iterator[str]:
@@ -118,6 +201,22 @@ def _streams(host: HostProgram) -> Iterator[str]:
             how = f"iteration %{i.outputs[0]} on stream {stream}"
         where = f" ({i.source})" if i.source else ""
         yield f"streams: {i.kwargs['stop']} chunks{where}, {how}"
+
+
+def _graphs(host: HostProgram, options: Options | None) -> Iterator[str]:
+    """What is captured as CUDA graphs, and what is not."""
+    if options_from_environment(options).graph == "never":
+        yield 'none, because graph="never"'
+        return
+    reasons: dict[str, list[str]] = {}
+    for i, why in eager(host):
+        reasons.setdefault(why, []).append(", ".join(f"%{n}" for n in i.outputs) or i.op)
+    if not reasons:
+        yield "on GPUs the whole program is captured in the second run, and replayed from then on"
+        return
+    yield "on GPUs captured in the second run, and replayed from then on, but for"
+    for why, names in reasons.items():
+        yield f"  {', '.join(names)}: {'runs' if len(names) == 1 else 'run'} eagerly, {why}"
 
 
 def _why(i: Instruction) -> str:
@@ -156,5 +255,11 @@ def compile(
             f"compile takes a FusionDefinition, not {type(definition).__name__}",
             hint="for a traced function: mf.compile(f.define(...))",
         )
+    if definition.examples:
+        symbolic = lowerings_of(
+            definition.fusion, definition.examples, definition.assumed, should_merge, options
+        )
+        (first,) = symbolic.made
+        return Program(first.fusion, first.segments, first.host, options, symbolic)
     fusion, segments, host = hir_lowering.lower(definition.fusion, should_merge, options=options)
     return Program(fusion, segments, host, options)

@@ -17,6 +17,7 @@ import torch
 
 from mdfuse.communication import Communication
 from mdfuse.errors import LayoutError
+from mdfuse.extents import is_symbolic
 from mdfuse.layout import Layout, Partial, Replicate, Shard, box_size, intersect, replicated
 from mdfuse.mesh import DeviceMesh
 
@@ -37,7 +38,11 @@ class Local:
 Step = Local | Communication
 
 
-@lru_cache(maxsize=4096)
+#: Costs are whole numbers of this part of an element, so that they compare exactly: it is divisible
+#: by most sizes of axes.
+_UNIT = 8192 * 3 * 3 * 5 * 7
+
+
 def steps(source: Layout, destination: Layout, shape: tuple[int, ...]) -> tuple[Step, ...]:
     """The steps that turn one layout into another.
 
@@ -58,6 +63,12 @@ def steps(source: Layout, destination: Layout, shape: tuple[int, ...]) -> tuple[
     >>> [str(step) for step in steps(before, after, (8,))]
     ['ReduceScatter[sum] axis=tp dim=0']
     """
+    if is_symbolic(shape):
+        return _steps(source, destination, shape)  # what it assumes counts for its caller alone
+    return _known_steps(source, destination, shape)
+
+
+def _steps(source: Layout, destination: Layout, shape: tuple[int, ...]) -> tuple[Step, ...]:
     if source == destination:
         return ()
     if source.mesh == destination.mesh:
@@ -76,8 +87,11 @@ def steps(source: Layout, destination: Layout, shape: tuple[int, ...]) -> tuple[
     return _across(source, destination, shape)
 
 
-def cost(source: Layout, destination: Layout, shape: tuple[int, ...]) -> float:
-    """Elements that arrive at a rank for a change of layout."""
+_known_steps = lru_cache(maxsize=4096)(_steps)
+
+
+def cost(source: Layout, destination: Layout, shape: tuple[int, ...]) -> int:
+    """Elements that arrive at a rank for a change of layout, in parts of an element."""
     return sum(_step_cost(step, shape) for step in steps(source, destination, shape))
 
 
@@ -101,8 +115,8 @@ def _same_mesh(source: Layout, destination: Layout, shape: tuple[int, ...]) -> t
     if direct is not None:
         return (direct,)
     tick = count()
-    frontier: list[tuple[float, int, int, Layout, tuple[Step, ...]]] = [
-        (0.0, 0, next(tick), source, ())
+    frontier: list[tuple[int, int, int, Layout, tuple[Step, ...]]] = [
+        (0, 0, next(tick), source, ())
     ]
     done: set[Layout] = set()
     while frontier:
@@ -193,31 +207,29 @@ def _axis_moves(here: Layout, axis: str, destination: Layout) -> Iterator[Step]:
             yield Local(kind="zeros", source=here, destination=made)
 
 
-def _step_cost(step: Step, shape: tuple[int, ...]) -> float:
-    """Elements that arrive at a rank, without padding."""
+def _step_cost(step: Step, shape: tuple[int, ...]) -> int:
+    """Elements that arrive at a rank, without padding, in parts of an element."""
     if isinstance(step, Local):
-        return 0.0
+        return 0
     before = math.prod(step.source.local_shape(shape))
     if step.kind == "Exchange":
-        return _lacking(step.source, step.destination, shape)
+        return _UNIT * _lacking(step.source, step.destination, shape)
     if step.kind in ("SendRecv", "Broadcast", "Gather", "Scatter", "Reduce"):
-        return max(before, math.prod(step.destination.local_shape(shape)))
+        return _UNIT * max(before, math.prod(step.destination.local_shape(shape)))
     n = step.size
     if step.kind == "Allgather":
-        return before * (n - 1)
-    return before * (n - 1) / n * (2 if step.kind == "Allreduce" else 1)
+        return _UNIT * before * (n - 1)
+    return _UNIT * before * (n - 1) * (2 if step.kind == "Allreduce" else 1) // n
 
 
-def _lacking(
-    source: Layout, destination: Layout, shape: tuple[int, ...], sample: int = 64
-) -> float:
+def _lacking(source: Layout, destination: Layout, shape: tuple[int, ...], sample: int = 64) -> int:
     """The most elements that a rank lacks, over a sample of ranks spread over the mesh."""
     mesh = destination.mesh
     stride = max(1, mesh.size // sample)
     worst = 0
     for rank in islice(mesh, 0, None, stride):
         worst = max(worst, _lacks(source, destination, shape, rank))
-    return float(worst)
+    return worst
 
 
 def _is_lacking(source: Layout, destination: Layout, shape: tuple[int, ...]) -> bool:

@@ -9,9 +9,12 @@ from torch import Tensor
 
 from mdfuse.arguments import check_global
 from mdfuse.errors import ProgramError
+from mdfuse.extent_arguments import global_extents
+from mdfuse.extents import Extent
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.ir.graph import Fusion
 from mdfuse.ir.ops import TABLE
+from mdfuse.ir.symbolic import with_known_extents
 from mdfuse.plan.local_ops import as_number, scalar_call
 
 
@@ -34,6 +37,7 @@ def reference(definition: FusionDefinition | Fusion, inputs: Sequence[Any]) -> l
             f"@{fusion.name}: {len(inputs)} arguments for {len(fusion.inputs)} inputs",
             hint="pass, in this order: " + ", ".join(fusion.inputs),
         )
+    fusion = _numbered(definition, fusion, inputs)
     known: dict[str, Any] = {}
     for name, x in zip(fusion.inputs, inputs, strict=True):
         value = fusion.values[name]
@@ -50,3 +54,16 @@ def reference(definition: FusionDefinition | Fusion, inputs: Sequence[Any]) -> l
             attrs["device"] = device
         known[expr.output] = TABLE[expr.op].call(*operands, **attrs)
     return [known[name] for name in fusion.outputs]
+
+
+def _numbered(
+    definition: FusionDefinition | Fusion, fusion: Fusion, inputs: Sequence[Any]
+) -> Fusion:
+    """The fusion with the extents that the inputs have in the place of symbols."""
+    shapes = (fusion.values[name].shape for name in fusion.inputs)
+    if not any(type(n) is Extent for shape in shapes for n in shape):
+        return fusion
+    extents = global_extents(fusion, inputs)
+    if isinstance(definition, FusionDefinition):
+        definition.check_extents(extents)
+    return with_known_extents(fusion, extents)

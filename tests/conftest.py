@@ -9,6 +9,7 @@ from hypothesis import settings
 
 from mdfuse import hir_lowering
 from mdfuse.config import Options
+from mdfuse.extents import example, mapped
 from mdfuse.hir import HostProgram
 from mdfuse.hir.verify import verify
 
@@ -18,7 +19,7 @@ pytest_plugins = ("multirank.plugin",)
 def _verified(run: hir_lowering.HostPass) -> hir_lowering.HostPass:
     def verified(program: HostProgram, options: Options) -> HostProgram:
         program = run(program, options)
-        verify(program)
+        verify(mapped(program, example))  # with numbers: a symbol must not notice
         return program
 
     return verified

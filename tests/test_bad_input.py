@@ -241,7 +241,7 @@ DEFINED = [
     ),
     Row("fraction", DefinitionError, lambda fd, x, y: fd.define_tensor([3.0]), ("[3.0]",)),
     Row("no list", DefinitionError, lambda fd, x, y: fd.define_tensor(3), ("shape 3", "list")),
-    Row("symbolic", DefinitionError, lambda fd, x, y: fd.define_tensor([-1, 3]), ("symbolic",)),
+    Row("negative", DefinitionError, lambda fd, x, y: fd.define_tensor([-2, 3]), ("[-2, 3]",)),
     Row(
         "stride order",
         DefinitionError,

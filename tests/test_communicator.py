@@ -61,14 +61,21 @@ assert again is not comm and again.size == 1
 """
 
 
-def test_a_single_process_needs_no_launcher_and_no_network() -> None:
-    environment = {
+def bare_environment() -> dict[str, str]:
+    """This process's environment without what launchers set."""
+    return {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(_PREFIXES) and name not in _NAMES
     }
+
+
+def test_a_single_process_needs_no_launcher_and_no_network() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM], env=environment, capture_output=True, text=True
+        [sys.executable, "-c", _PROGRAM],
+        env=bare_environment(),
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert not done.stderr

@@ -12,6 +12,7 @@ from mdfuse.backends.base import Call, Poster
 from mdfuse.backends.c10d_groups import LIBRARIES, Group, PrefixStore, Store
 from mdfuse.backends.c10d_posts import KINDS, BoundCall, Team
 from mdfuse.backends.c10d_work import first_line
+from mdfuse.backends.nccl_lane import LaneOpener, NcclLane
 from mdfuse.errors import BackendError, CommunicationError
 
 
@@ -25,6 +26,7 @@ class C10dBackend:
         store: shared by all ranks; nobody else uses its keys.
         timeout_s: seconds after which a communication that does not finish is an error.
         network: arguments of gloo's network devices; empty: its own choice.
+        lanes: opens a fast lane beside each team's group; None: there is none.
 
     Raises:
         BackendError: this process cannot use the library.
@@ -39,6 +41,7 @@ class C10dBackend:
         store: Store,
         timeout_s: float,
         network: Sequence[dict[str, str]] = (),
+        lanes: LaneOpener | None = None,
     ) -> None:
         self.name = name
         self._library = LIBRARIES[name]
@@ -51,6 +54,8 @@ class C10dBackend:
         self._store = store
         self._timeout = timedelta(seconds=timeout_s)
         self._network = network
+        self._opener = lanes
+        self._lanes: dict[tuple[int, ...], NcclLane] = {}
         self._open: Callable[[Store, int, int], Group] | None = None
         self._teams: dict[tuple[int, ...], Team] = {}
 
@@ -66,6 +71,8 @@ class C10dBackend:
         for team in teams:
             if len(team) > 1 and self._rank in team and team not in self._teams:
                 self._teams[team] = self._make(team)
+                if self._opener is not None:  # after the group: all members are there
+                    self._lanes[team] = self._opener.open(team, self._store_of(team, "lane"))
 
     def bind(self, call: Call) -> Poster:
         """Prepare a call that will be posted many times.
@@ -86,10 +93,19 @@ class C10dBackend:
                 hint="pass the team to prepare() on each of its members first",
             )
         alone = Team(library=self._library, ranks=call.team, group=None)
-        return BoundCall(call, team or alone)
+        return BoundCall(call, team or alone, self.lane(call.team))
+
+    def lane(self, team: tuple[int, ...]) -> NcclLane | None:
+        """The fast lane beside a team's group, where there is one."""
+        return self._lanes.get(team)
 
     def close(self) -> None:
-        """Give up all groups."""
+        """Give up all groups, and the lanes beside them first."""
+        for lane in self._lanes.values():
+            lane.close()
+        self._lanes.clear()
+        if self._opener is not None:
+            self._opener.close()
         for team in self._teams.values():
             team.group.shutdown()
         self._teams.clear()
@@ -97,8 +113,7 @@ class C10dBackend:
 
     def _make(self, team: tuple[int, ...]) -> Team:
         self._open = self._open or self._library.opener(self._device, self._timeout, self._network)
-        name = hashlib.sha256(repr(team).encode()).hexdigest()[:32]
-        store = PrefixStore(f"team/{name}", self._store)
+        store = self._store_of(team, "team")
         try:
             group = self._open(store, team.index(self._rank), len(team))
         except (RuntimeError, ValueError) as error:
@@ -108,3 +123,8 @@ class C10dBackend:
                 hint="every member must prepare the team; check that their hosts reach each other",
             ) from error
         return Team(library=self._library, ranks=team, group=group)
+
+    def _store_of(self, team: tuple[int, ...], purpose: str) -> Store:
+        """Keys of a team alone."""
+        name = hashlib.sha256(repr(team).encode()).hexdigest()[:32]
+        return PrefixStore(f"{purpose}/{name}", self._store)

@@ -18,6 +18,7 @@ from torch import Tensor
 from mdfuse.backends.base import Buffer, Call, Place, Posting, Prepared, Work
 from mdfuse.backends.c10d_groups import AllgatherOptions, Group, Library, Transfer
 from mdfuse.backends.c10d_work import DONE, Posted, explained
+from mdfuse.backends.nccl_lane import NcclLane
 from mdfuse.backends.reduction import BOOL_OPS, check_reduction, combine
 from mdfuse.errors import CommunicationError
 
@@ -71,17 +72,22 @@ class Team:
 class BoundCall:
     """A call bound to its team; keeps one posting function per dtype."""
 
-    __slots__ = ("_call", "_posts", "_team")
+    __slots__ = ("_call", "_lane", "_posts", "_team")
 
-    def __init__(self, call: Call, team: Team) -> None:
+    def __init__(self, call: Call, team: Team, lane: NcclLane | None = None) -> None:
         self._call = call
         self._team = team
+        self._lane = lane
         self._posts: dict[torch.dtype, _Post] = {}
 
     def __call__(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
         buffers = srcs or dsts
         if not buffers:
             return DONE
+        if self._lane is not None:  # on all ranks, or on none: see NcclLane
+            work = self._lane.post(self._call, srcs, dsts)
+            if work is not None:
+                return work
         dtype = buffers[0].dtype
         post = self._posts.get(dtype)
         if post is None:
@@ -95,6 +101,10 @@ class BoundCall:
         self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: Place
     ) -> Posting | None:
         """The same as calls of the group's own methods, for dense buffers like these."""
+        if self._lane is not None:
+            posting = self._lane.prepare(self._call, srcs, dsts, place)
+            if posting is not None:
+                return posting
         buffers = (*srcs, *dsts)
         call, team = self._call, self._team
         if team.group is None or call.kind not in _PREPARED or not all(x.numel() for x in buffers):

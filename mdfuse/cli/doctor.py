@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mdfuse.backends import nccl_library
 from mdfuse.cli import report
 from mdfuse.config import VARIABLES
 from mdfuse.errors import BackendError
@@ -31,7 +32,8 @@ _PACKAGES = {
 
 def examine(console: Console) -> None:
     """Print everything."""
-    console.print(report.facts([*_versions(), *_launcher(), *_devices(), *_environment()]))
+    rows = [*_versions(), *_launcher(), *_devices(), _fast_lane(), *_environment()]
+    console.print(report.facts(rows))
     console.print(_backends())
 
 
@@ -66,6 +68,13 @@ def _devices() -> list[tuple[str, str]]:
         found = torch.cuda.get_device_properties(i)
         rows.append((f"GPU {i}", f"{found.name}, {report.size_text(found.total_memory)}"))
     return rows
+
+
+def _fast_lane() -> tuple[str, str]:
+    refusal = nccl_library.why_not()
+    if refusal:
+        return "fast lane", f"no: {refusal[0]}; {refusal[1]}"
+    return "fast lane", f"usable, through {nccl_library.library()}"
 
 
 def _environment() -> list[tuple[str, str]]:

@@ -6,7 +6,7 @@ import runpy
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -105,8 +105,8 @@ def dump(
         from mdfuse.cli.report import program_text
 
         with screen.progress("building"):
-            definition, _ = call_build(load_build(file), chosen)
-            text = program_text(_stage_text(definition, stage, rank))
+            definition, inputs = call_build(load_build(file), chosen)
+            text = program_text(_stage_text(definition, inputs, stage, rank))
         screen.output().print(text, soft_wrap=True)
 
 
@@ -146,7 +146,11 @@ def _mesh(text: str | None, option: str) -> DeviceMesh | None:
         raise typer.BadParameter(f"{error.what}: {error.hint}", param_hint=option) from error
 
 
-def _stage_text(definition: FusionDefinition, stage: Stage, rank: int | None) -> str:
+def _stage_text(
+    definition: FusionDefinition, inputs: list[Any], stage: Stage, rank: int | None
+) -> str:
+    """A rank's program is that for the extents of the inputs."""
+    from mdfuse.extent_arguments import global_extents
     from mdfuse.program import compile
 
     match stage:
@@ -165,7 +169,7 @@ def _stage_text(definition: FusionDefinition, stage: Stage, rank: int | None) ->
                     f"rank {rank} of a program for ranks 0 to {program.host.last_rank}",
                     hint="choose a rank of its meshes, or a larger --mesh",
                 )
-            return str(program.for_rank(rank))
+            return str(program.for_rank(rank, global_extents(definition.fusion, inputs)))
 
 
 def _benchmarks() -> dict[str, Path]:

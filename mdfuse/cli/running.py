@@ -16,6 +16,7 @@ from mdfuse.cli import report, screen
 from mdfuse.cli.execution import Outcome, compare, run_on_ranks, run_simulated
 from mdfuse.cli.program_file import Build, call_build, parse_mesh
 from mdfuse.errors import ProgramError
+from mdfuse.extent_arguments import global_extents
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.mesh import DeviceMesh
 from mdfuse.program import Program, compile
@@ -119,7 +120,10 @@ def _compiled(build: Build, mesh: DeviceMesh) -> _Job:
     with screen.progress("building"):
         definition, inputs = call_build(build, mesh)
     with screen.progress("compiling"):
-        return _Job(definition=definition, inputs=inputs, program=compile(definition))
+        program = compile(definition)
+        if definition.examples:
+            program = program.with_extents(global_extents(definition.fusion, inputs))
+        return _Job(definition=definition, inputs=inputs, program=program)
 
 
 def _report(

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import torch
 
+from mdfuse.assumptions import Assumptions, assuming
 from mdfuse.communication import check_reduce_op
 from mdfuse.errors import (
     CommunicationError,
@@ -19,12 +20,15 @@ from mdfuse.errors import (
     Source,
     user_source,
 )
+from mdfuse.extents import Extent, pinned
 from mdfuse.frontend import ops as operations
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.names import assigned_name
+from mdfuse.frontend.symbols import Symbols
 from mdfuse.ir.graph import DTYPE_NAMES, Expr, Fusion, Operand, Value, fresh_name
-from mdfuse.ir.infer import expanded_dims, infer, memory_order, scalar_sample
+from mdfuse.ir.infer import inferred, scalar_sample
 from mdfuse.ir.ops import TABLE
+from mdfuse.ir.symbolic import check_definition
 from mdfuse.layout import Layout, Partial, Placement, Stream
 from mdfuse.mesh import DeviceMesh
 from mdfuse.plan.local_ops import as_number, scalar_call
@@ -57,6 +61,10 @@ class FusionDefinition:
         self._streams = 0
         self._open = False
         self._token: Token[FusionDefinition | None] | None = None
+        #: what the user's code, and operations that look at extents, decided about them
+        self.assumed = Assumptions()
+        self._assuming = assuming(self.assumed)
+        self._symbols = Symbols(self.assumed)
 
     # -- life ------------------------------------------------------------------------------------
 
@@ -65,11 +73,13 @@ class FusionDefinition:
             raise DefinitionError(f"@{self.name} is defined already", hint="make a new definition")
         self._open = True
         self._token = operations.current.set(self)
+        self._assuming.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._open = False
         assert self._token is not None
+        self._assuming.__exit__(None, None, None)
         operations.current.reset(self._token)
 
     def _check_open(self) -> None:
@@ -87,6 +97,11 @@ class FusionDefinition:
         return [source.quote()] if source else []
 
     # -- reading ---------------------------------------------------------------------------------
+
+    @property
+    def examples(self) -> Mapping[str, int]:
+        """The symbolic extents, each with what it is while the fusion is defined."""
+        return self._symbols.examples
 
     @property
     def ops(self) -> Any:
@@ -148,7 +163,7 @@ class FusionDefinition:
         """An input.
 
         Args:
-            shape: global extents.
+            shape: global extents; -1 stands for one that each run chooses: `x.0` is dim 0 of x.
             dtype: element type.
             mesh: where it lives; alone: replicated; without mesh and layout: inferred.
             layout: axis -> placement.
@@ -157,7 +172,7 @@ class FusionDefinition:
             name: how programs print it; by default the variable that it is assigned to.
         """
         self._check_open()
-        extents = _extents(shape, self.fusion_where())
+        extents = self._symbols.current(_extents(shape, self.fusion_where()))
         if not isinstance(dtype, torch.dtype):
             raise DefinitionError(
                 f"dtype={dtype!r}", where=self.fusion_where(), hint="a torch dtype: torch.float32"
@@ -174,8 +189,12 @@ class FusionDefinition:
                 )
             places = tuple(stride_order)
             dims = tuple(sorted(dims, key=lambda d: -places[d]))
-        handle = self._add(name or assigned_name() or "in", shape=extents, dtype=dtype, order=dims)
+        name = self._symbols.unused(name or assigned_name() or "in")
+        handle = self._add(name, shape=extents, dtype=dtype, order=dims)
         self._inputs.append(handle)
+        if any(type(n) is int and n == -1 for n in extents):
+            shape = self._symbols.made(handle.name, extents)
+            self.values[handle.name] = replace(handle.value, shape=shape)
         if isinstance(layout, Layout):
             mesh, layout = layout, None
         if mesh is not None:
@@ -199,6 +218,7 @@ class FusionDefinition:
             name: how programs print it.
         """
         self._check_open()
+        value = pinned(value) if isinstance(value, Extent) else value
         kind = dtype or (type(value) if value is not None else float)
         kind = _SCALAR_DTYPES.get(kind, kind)
         if kind not in DTYPE_NAMES or (value is not None and as_number(value, kind) is None):
@@ -289,30 +309,49 @@ class FusionDefinition:
         self._check_open()
         source = user_source()
         inputs = tuple(self._operand(x, op, source) for x in operands)
+        inputs, attrs = self._symbols.current((inputs, attrs))
         names = [x for x in inputs if isinstance(x, str)]
         if not any(self.values[n].is_tensor for n in names) and op != "uniform":
             return self._record_scalar(op, inputs, attrs, source)
-        result = infer(TABLE[op], inputs, attrs, self.values, source)
-        assert isinstance(result, torch.Tensor)
+        found = self._inferred(op, inputs, attrs, source)
         for name in names:
             self._used.setdefault(name, source)
-        handle = self._add(
-            assigned_name() or "t",
-            shape=tuple(result.shape),
-            dtype=result.dtype,
-            order=memory_order(result),
-            expanded=expanded_dims(result),
-            source=source,
-        )
-        settings = _settings(attrs)
+        handle = self._add(assigned_name() or "t", source=source, **found)
+        settings = _settings(self._symbols.current(attrs))
         self._exprs.append(
             Expr(op=op, inputs=inputs, output=handle.name, attrs=settings, source=source)
         )
         return handle
 
+    def check_extents(self, extents: Mapping[str, int]) -> None:
+        """Raise DefinitionError where the definition would be another one for these extents."""
+        check_definition(self.name, self.assumed, extents)
+
+    def _inferred(
+        self, op: str, inputs: tuple[Operand, ...], attrs: dict[str, Any], source: Source | None
+    ) -> dict[str, Any]:
+        """What an operation gives; where it refuses the examples of symbols, others are tried."""
+        row, symbols = TABLE[op], self._symbols
+        if not symbols.examples:
+            return inferred(row, inputs, attrs, self.values, source)
+        # What inference assumes counts when the fusion is lowered, which infers again.
+        with assuming(Assumptions()):
+            try:
+                return inferred(row, inputs, attrs, self.values, source)
+            except DefinitionError:
+                expr = Expr(op=op, inputs=inputs, output="", attrs=_settings(attrs))
+                found = symbols.unified(self.values, self._exprs, expr)
+                if found is None:
+                    raise
+            self.values, self._exprs = found
+            inputs, attrs = symbols.current((inputs, attrs))
+            return inferred(row, inputs, attrs, self.values, source)
+
     def _record_scalar(
         self, op: str, inputs: tuple[Operand, ...], attrs: dict[str, Any], source: Source | None
     ) -> Handle:
+        inputs = tuple(pinned(x) if isinstance(x, Extent) else x for x in inputs)
+
         def call(*numbers: Any) -> Any:
             return TABLE[op].call(*numbers, **attrs)
 
@@ -428,6 +467,7 @@ class FusionDefinition:
         }
         self._exprs = [replace(e, output=new) if e.output == old else e for e in self._exprs]
         self._stated[new] = self._stated.pop(old)
+        self.values, self._exprs = self._symbols.rename(old, new, self.values, self._exprs)
 
     def _operand(self, x: Any, op: str, source: Source | None) -> Operand:
         if isinstance(x, Handle):
@@ -439,7 +479,7 @@ class FusionDefinition:
                     hint="define the value in this fusion as well",
                 )
             return x.constant if x.constant is not None else x.name
-        if x is None or isinstance(x, bool | int | float):
+        if x is None or isinstance(x, bool | int | float | Extent):
             return x
         raise DefinitionError(
             f"{op}: {type(x).__name__} is no operand",
@@ -466,21 +506,18 @@ class FusionDefinition:
 
 def _extents(shape: Sequence[int], where: list[str]) -> tuple[int, ...]:
     extents = tuple(shape) if isinstance(shape, Sequence) else ("not a sequence",)
-    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= -1 for n in extents):
+    if not all(type(n) is Extent or _is_extent(n) for n in extents):
         raise DefinitionError(
             f"shape {shape!r}",
             where=where,
-            because="a shape is a list of integers of at least 0",
-            hint="for example [8, 16]",
-        )
-    if -1 in extents:
-        raise DefinitionError(
-            f"shape {extents} has a symbolic extent",
-            where=where,
-            because="this version lowers programs of known extents only",
-            hint="define one fusion per shape",
+            because="a shape is a list of integers of at least 0, or -1 for a symbolic extent",
+            hint="for example [8, 16], or [-1, 16]",
         )
     return extents
+
+
+def _is_extent(n: Any) -> bool:
+    return isinstance(n, int) and not isinstance(n, bool) and n >= -1
 
 
 def _check_name(name: str | None) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mdfuse.errors import DefinitionError
+from mdfuse.extents import Extent, are_same, is_symbolic, larger, smaller
 from mdfuse.frontend.handle import Handle
 from mdfuse.ir import ops as table
 
@@ -93,7 +94,7 @@ def transpose(x: Handle, dim0: int = -2, dim1: int = -1) -> Handle:
 
 def reshape(x: Handle, shape: int | Sequence[int]) -> Handle:
     """The same elements in row-major order in another shape; one extent may be -1."""
-    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    shape = (shape,) if isinstance(shape, int | Extent) else tuple(shape)
     if shape.count(-1) == 1:
         known = -math.prod(shape)
         missing = x.value.size // known if known else 0
@@ -202,7 +203,12 @@ def index(x: Handle, where: Any) -> Handle:
         windows.append(_window(x, item, dim))
         if not isinstance(item, builtins.slice):
             gone.append(dim)
-    is_whole = windows == [(0, n, 1) for n in x.shape]
+    whole = [(0, n, 1) for n in x.shape]
+    is_whole = builtins.all(
+        are_same(a, b)
+        for w, v in zip(windows, whole, strict=True)
+        for a, b in zip(w, v, strict=True)
+    )
     if not is_whole:
         starts, ends, steps = zip(*windows, strict=True)
         x = _record("slice", x, starts=starts, ends=ends, steps=steps)
@@ -216,13 +222,13 @@ def index(x: Handle, where: Any) -> Handle:
 def _window(x: Handle, item: Any, dim: int) -> tuple[int, int, int]:
     extent = x.shape[dim]
     if isinstance(item, builtins.slice):
-        start, end, step = item.indices(extent)
+        start, end, step = _indices(item, extent)
         if step < 1:
             raise DefinitionError(
                 f"%{x.name}[{item}]", because="steps are positive, as in torch", hint="x[::2]"
             )
-        return start, builtins.max(start, end), step
-    if isinstance(item, bool) or not isinstance(item, int):
+        return start, larger(start, end), step
+    if isinstance(item, bool) or not isinstance(item, int | Extent):
         raise DefinitionError(
             f"%{x.name} cannot be indexed with {item!r}",
             because="an index is an integer, a slice, None or `...`",
@@ -234,7 +240,21 @@ def _window(x: Handle, item: Any, dim: int) -> tuple[int, int, int]:
             because=f"its indices go from {-extent} to {extent - 1}",
             hint="slices, unlike indices, may reach beyond the end",
         )
-    return item % extent, item % extent + 1, 1
+    item = item if item >= 0 else item + extent
+    return item, item + 1, 1
+
+
+def _indices(item: builtins.slice, extent: int) -> tuple[int, int, int]:
+    """`slice.indices`, which takes numbers only."""
+    if not is_symbolic((extent, item.start, item.stop)):
+        return item.indices(extent)
+
+    def place(at: Any, default: int) -> int:
+        if at is None:
+            return default
+        return larger(at + extent, 0) if at < 0 else smaller(at, extent)
+
+    return place(item.start, 0), place(item.stop, extent), 1 if item.step is None else item.step
 
 
 def cat(tensors: Sequence[Handle], dim: int = 0) -> Handle:
@@ -372,7 +392,7 @@ def layer_norm(
 ) -> Handle:
     """Layer normalisation over the last dims (the last one by default)."""
     shape = normalized_shape if normalized_shape is not None else x.shape[-1:]
-    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    shape = (shape,) if isinstance(shape, int | Extent) else tuple(shape)
     return _record("layer_norm", x, weight, bias, normalized_shape=shape, eps=eps)
 
 

@@ -34,7 +34,7 @@ class HostValues:
         if i.op == "alloc" and i.kwargs.get("memory", "device") in ("host", "pinned"):
             reason = f"%{_plain(i.outputs[0])}, which lies in host memory"
             self.known[i.outputs[0]] = reason
-            return f"allocates {reason}"
+            return f"it allocates {reason}"
         if i.op == "free":
             return None
         read = next((self.known[n] for n in map(self._root, i.reads) if n in self.known), None)
@@ -43,7 +43,7 @@ class HostValues:
         for name in i.outputs:
             if self._is_number(name):
                 self.known[name] = f"%{_plain(name)}, computed from {read}"
-        return f"reads {read}"
+        return f"it reads {read}"
 
     def _root(self, name: str) -> str:
         return self.program.root(name)

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from mdfuse.errors import DefinitionError, Source
+from mdfuse.extents import example, is_symbolic, mapped
 from mdfuse.ir.graph import Operand, Value
 from mdfuse.ir.ops import Op
+from mdfuse.ir.shapes import symbolic_shape
 
 #: How torch refuses operands.
 _REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AssertionError, AttributeError)
@@ -56,11 +58,20 @@ def infer(
     attrs: Mapping[str, Any],
     values: Mapping[str, Value],
     source: Source | None,
+    shown: Mapping[str, Value] | None = None,
 ) -> Tensor | bool | int | float:
     """Run an op on the meta device; what torch refuses is a DefinitionError.
 
     The meta device is lenient about dtypes (a matmul of f32 and i64 passes), so where the op takes
     any shape it also runs on a few elements on the CPU.
+
+    Args:
+        op: the row of the op table.
+        inputs: names of values, and numbers.
+        attrs: of the op.
+        values: what the names stand for.
+        source: the user's line.
+        shown: the values as an error shows them, where they are others.
 
     Returns:
         A meta tensor with the result's shape, dtype and strides; a number where every operand
@@ -75,8 +86,9 @@ def infer(
             op.call(*map(_few_elements, operands), **attrs)
         return result
     except _REFUSALS as error:
+        shown = shown or values
         described = ", ".join(
-            f"%{x}: {values[x].type_text()}" if isinstance(x, str) else str(x) for x in inputs
+            f"%{x}: {shown[x].type_text()}" if isinstance(x, str) else str(x) for x in inputs
         )
         settings = ", ".join(f"{k}={v}" for k, v in attrs.items())
         raise DefinitionError(
@@ -92,6 +104,34 @@ def _few_elements(operand: Any) -> Any:
     if not isinstance(operand, Tensor):
         return operand
     return torch.ones((2,) * operand.ndim, dtype=operand.dtype)
+
+
+def inferred(
+    op: Op,
+    inputs: Sequence[Operand],
+    attrs: Mapping[str, Any],
+    values: Mapping[str, Value],
+    source: Source | None,
+) -> dict[str, Any]:
+    """Shape, dtype, memory order and expanded dims of an op's result, as `Value` has them."""
+    shapes = tuple(
+        values[x].shape if isinstance(x, str) and values[x].is_tensor else None for x in inputs
+    )
+    is_plain = not is_symbolic(shapes) and not is_symbolic((*attrs.values(), *inputs))
+    if is_plain:
+        result = infer(op, inputs, attrs, values, source)
+    else:
+        known = {x: mapped(values[x], example) for x in inputs if isinstance(x, str)}
+        numbers = mapped(dict(attrs), example)
+        result = infer(op, mapped(tuple(inputs), example), numbers, known, source, values)
+    assert isinstance(result, Tensor)
+    shape = tuple(result.shape)
+    return {
+        "shape": shape if is_plain else symbolic_shape(op.host, shapes, attrs, shape),
+        "dtype": result.dtype,
+        "order": memory_order(result),
+        "expanded": expanded_dims(result),
+    }
 
 
 def memory_order(x: Tensor) -> tuple[int, ...]:

@@ -192,6 +192,17 @@ WRITES: dict[str, Write] = {
 DENSE = {"relu", "mean", "layer_norm", "embedding", "isfinite", "isinf", "isnan"}
 
 
+def is_dense_result(name: str, facts: Sequence[Tensor | None]) -> bool:
+    """Whether the op's own result is contiguous, whatever torch may choose for other operands."""
+    if name in _PRODUCTS and all(x is not None and x.ndim == 2 for x in facts):
+        return True
+    known = (name in WRITES or name in DENSE) and all(
+        x is not None and x.is_contiguous() for x in facts
+    )
+    shapes = {x.shape for x in facts if x is not None and x.ndim}
+    return known and (len(shapes) == 1 or name in DENSE)
+
+
 def fresh_write(name: str, facts: Sequence[Tensor | None]) -> Write | None:
     """How an op fills a new buffer with what its call would give; None where it may differ.
 
@@ -201,7 +212,11 @@ def fresh_write(name: str, facts: Sequence[Tensor | None]) -> Write | None:
     """
     if name == "matmul" and all(x is not None and x.ndim == 2 for x in facts):
         return torch.mm  # what matmul comes to, without its look at the shapes
-    if name in EXACT or name in _PRODUCTS or all(x is not None and x.is_contiguous() for x in facts):
+    if (
+        name in EXACT
+        or name in _PRODUCTS
+        or all(x is not None and x.is_contiguous() for x in facts)
+    ):
         return WRITES.get(name)
     return None
 

@@ -178,9 +178,9 @@ def _best_copy(
     return min(copies, key=lambda c: _safe_cost(rewriter.layout(c), layout, shape))
 
 
-def _safe_cost(source: Layout, destination: Layout, shape: tuple[int, ...]) -> float:
+def _safe_cost(source: Layout, destination: Layout, shape: tuple[int, ...]) -> int:
     """The cost, where a change into Partial is only defined from some copies."""
-    return 0.0 if destination.partial_axes else cost(source, destination, shape)
+    return 0 if destination.partial_axes else cost(source, destination, shape)
 
 
 def _reduce_once(

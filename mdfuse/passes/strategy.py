@@ -205,9 +205,9 @@ def _price(
     labels: DimMap,
     out: Value,
     law: Placement | None,
-) -> float:
-    """Bytes that arrive at a rank if `axis` (of n ranks) splits `label`."""
-    total = 0.0
+) -> int:
+    """Bytes that arrive at a rank if `axis` (of n ranks) splits `label`, in parts of 1 / n²."""
+    total = 0
     for o in operands:
         if o.layout is not None:
             wanted: Placement = Replicate()
@@ -225,13 +225,16 @@ def _price(
     return total + _change(result, goal, n) * out.bytes
 
 
-def _change(before: Placement, after: Placement, n: int) -> float:
-    """Share of the whole tensor that arrives at a rank for a change along one axis of n ranks."""
+def _change(before: Placement, after: Placement, n: int) -> int:
+    """Share of the whole tensor that arrives at a rank for a change along one axis of n ranks.
+
+    In parts of 1 / n², so that prices compare exactly.
+    """
     if before == after or isinstance(before, Replicate):
-        return 0.0
+        return 0
     if isinstance(before, Partial):
-        return (n - 1) / n * (1 if isinstance(after, Shard) else 2)
-    return (n - 1) / n / (n if isinstance(after, Shard) else 1)
+        return (n - 1) * n * (1 if isinstance(after, Shard) else 2)
+    return (n - 1) * (1 if isinstance(after, Shard) else n)
 
 
 def _passes_partial(

@@ -117,12 +117,12 @@ def check_lengths(fusion: Fusion) -> Fusion:
         stream, layout = value.stream, value.layout
         if stream is None or layout is None or not isinstance(stream.chunks, tuple):
             continue
-        parts = {b - a for _, (a, b) in layout.chunks_of(stream.dim, value.shape[stream.dim])}
-        if parts != {sum(stream.chunks)}:
+        parts = [b - a for _, (a, b) in layout.chunks_of(stream.dim, value.shape[stream.dim])]
+        if any(n != sum(stream.chunks) for n in parts):
             raise LoweringError(
                 f"%{value.name} is streamed in chunks of {stream.chunks} rows of dim {stream.dim}",
                 where=fusion.where(value.name),
-                because=f"laid out as {layout}, the ranks have {sorted(parts)} rows of that dim",
+                because=f"laid out as {layout}, the ranks have {sorted({*parts})} rows of that dim",
                 hint="give lengths that add up to each rank's part, or a count of chunks",
             )
     return fusion

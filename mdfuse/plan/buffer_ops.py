@@ -162,7 +162,9 @@ def _pack_evenly(i: Instruction, context: Context, fact: Tensor, parts: int) -> 
     buffer, shaped = new_buffer(output, None, context), context.new_slot()
     target, form = context.ref(output), (tuple(rows.shape), rows.stride())
     return [
-        Line(run="as_strided", args=(source, *form), into=view, shares=(source.slot,), is_view=True),
+        Line(
+            run="as_strided", args=(source, *form), into=view, shares=(source.slot,), is_view=True
+        ),
         *buffer,
         Line(run="view", args=(target, form[0]), into=shaped, shares=(target.slot,), is_view=True),
         Line(run="copy_", args=(Ref(shaped), Ref(view))),

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -45,6 +44,7 @@ class Plan:
         one_stream: everything runs on the stream that is current when a run starts.
         numbers: inputs of it are numbers.
         may_overlap: it writes into buffers of the caller.
+        written: the slots of inputs that it writes into.
         records: autograd would record it.
     """
 
@@ -59,6 +59,7 @@ class Plan:
     one_stream: bool
     numbers: bool = False
     may_overlap: bool = False
+    written: tuple[int, ...] = ()
     records: bool = False
 
     # -- step by step, as the simulator goes -----------------------------------------------------
@@ -121,17 +122,35 @@ class Plan:
         try:
             return self.function.call(caller, *values)
         except Exception as error:
-            raise self.explained(error, error.__traceback__) from error.__cause__
+            raise self.explained(error, self.function) from error.__cause__
         finally:
             if caller is not None:  # whatever happened, it is current again
                 torch.cuda.set_stream(caller)
 
-    def explained(self, error: Exception, trace: TracebackType | None) -> Exception:
-        """An error that says which instruction it comes from."""
-        found = self.function.line_of(trace)
-        if found is None or found >= len(self.owned.numbers):
+    def addresses(self, arguments: Sequence[Any], out: Sequence[Any] | None) -> dict[int, int]:
+        """Where the caller's buffers lie, by slot."""
+        places = [slot for slot in self.given if slot is not None]
+        values = [*arguments, *(self.taken(out) if out is not None else ())]
+        pairs = zip((*self.inputs, *places), values, strict=True)
+        return {slot: x.data_ptr() for slot, x in pairs if isinstance(x, Tensor)}
+
+    def release(self) -> None:
+        """Give up the buffers; the next run makes them again."""
+        self.__dict__.pop("owned", None)
+        self.__dict__.pop("function", None)
+
+    def explained(self, error: Exception, function: Function, first: int = 0) -> Exception:
+        """An error that says which instruction it comes from.
+
+        Args:
+            error: what a function raised that was written from the plan's lines.
+            function: that one.
+            first: the first of its lines.
+        """
+        found = function.line_of(error.__traceback__)
+        if found is None or first + found >= len(self.owned.numbers):
             return error
-        number = self.owned.numbers[found]
+        number = self.owned.numbers[first + found]
         line, step = self.lines[number], self.step_of(number)
         if line.explain is not None:
             explained = line.explain(error)
@@ -200,6 +219,11 @@ def build(
         device, builder.switches, context.one_stream,
         numbers=any(program.types[n].layout is None for n in program.inputs),
         may_overlap=bool(program.aliases) or any(x is not None for x in given),
+        written=tuple(
+            slot
+            for slot, name in zip(inputs, program.inputs, strict=True)
+            if name in {program.root(n) for n in program.aliases}
+        ),
         records=any(isinstance(x, Tensor) and x.requires_grad for x in (*arguments, *out)),
     )  # fmt: skip
 

@@ -35,6 +35,7 @@ class Cache(Generic[Value]):
     hits: int = 0
     misses: int = 0
     evictions: int = 0
+    recent: Value | None = None
     _values: OrderedDict[Hashable, Value] = field(default_factory=OrderedDict)
 
     def get(self, key: Hashable) -> Value | None:
@@ -44,24 +45,40 @@ class Cache(Generic[Value]):
             self.misses += 1
             return None
         self.hits += 1
-        self._values.move_to_end(key)
+        self._use(key, value)
         return value
+
+    def again(self, key: Hashable, value: Value) -> bool:
+        """Use a value that was got before; False: it is not kept any more.
+
+        The one that was used last is not looked up: no key is hashed.
+        """
+        if self.recent is not value:
+            if self._values.get(key) is not value:
+                return False
+            self._use(key, value)
+        self.hits += 1
+        return True
+
+    def _use(self, key: Hashable, value: Value) -> None:
+        self._values.move_to_end(key)
+        self.recent = value
 
     def put(self, key: Hashable, value: Value) -> list[Value]:
         """Keep a value; those that had to go for it."""
         self._values[key] = value
-        self._values.move_to_end(key)
+        self._use(key, value)
         gone = []
         while len(self._values) > self.limit:
             gone.append(self._values.popitem(last=False)[1])
             self.evictions += 1
         return gone
 
-    def clear(self) -> list[Value]:
-        """Drop everything; the counters stay."""
-        gone = list(self._values.values())
-        self._values.clear()
-        return gone
+    def clear(self, owner: object) -> list[Value]:
+        """Drop the values whose keys begin with `owner`; the counters stay."""
+        gone = [key for key in self._values if isinstance(key, tuple) and key[0] == owner]
+        self.recent = None
+        return [self._values.pop(key) for key in gone]
 
     def info(self) -> CacheInfo:
         """The counters, how many values there are, and how many there may be."""

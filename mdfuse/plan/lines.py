@@ -78,6 +78,7 @@ class Line:
         shares: slots whose memory the result may refer to, or keep in use.
         new: the result is a new buffer of this form, with nothing in it.
         is_view: the result may be a view of the first argument, and no number goes into it.
+        in_place: what it writes may lie where an operand of the same form lies that dies here.
         explain: makes an error of the library one that says what was posted.
     """
 
@@ -88,6 +89,7 @@ class Line:
     shares: tuple[int, ...] = ()
     new: Extents | None = None
     is_view: bool = False
+    in_place: bool = False
     explain: Callable[[Exception], Exception] | None = None
 
     @property
@@ -260,7 +262,7 @@ def write(
     source = "\n".join(text) + "\n"
     file = f"<plan {next(_serials)} of @{name}>"
     exec(compile(source, file, "exec"), writer.scope)
-    run = writer.scope["run"]
+    run = writer.scope.pop("run")  # not to refer to itself: its buffers go when it goes
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     weakref.finalize(run, linecache.cache.pop, file, None)
     return Function(run, source, run.__code__)

@@ -19,7 +19,7 @@ from mdfuse.hir.program import Instruction
 from mdfuse.ir import ops
 from mdfuse.ir.graph import Operand
 from mdfuse.ir.infer import dense_strides
-from mdfuse.ir.writes import DENSE, EXACT, fresh_write
+from mdfuse.ir.writes import EXACT, fresh_write, is_dense_result
 from mdfuse.plan.allocation import empty, new_buffer
 from mdfuse.plan.lines import Line, Ref, drop
 from mdfuse.plan.slots import Context, base_name, described
@@ -100,7 +100,8 @@ def _filled(
         return None
     lines = new_buffer(output, i.order, context)
     kwargs = (*attrs.items(), ("out", context.ref(output)))
-    return [*lines, Line(run=write, args=_operands(i, context), kwargs=kwargs)]
+    may = row.host in _ELEMENTWISE
+    return [*lines, Line(run=write, args=_operands(i, context), kwargs=kwargs, in_place=may)]
 
 
 def _bound(i: Instruction, row: ops.Op, attrs: dict[str, Any], context: Context) -> list[Line]:
@@ -109,7 +110,7 @@ def _bound(i: Instruction, row: ops.Op, attrs: dict[str, Any], context: Context)
     facts = [context.fact(x) for x in i.reads if _is_tensor(x, context)]
     if row.is_view and facts and facts[0] is not None:
         context.know(output, row.call(facts[0], **attrs))
-    elif row.name in DENSE and all(x is not None and x.is_contiguous() for x in facts):
+    elif is_dense_result(row.name, facts):
         shape, dtype = context.local(output), context.type(output).dtype
         context.know(output, torch.empty(shape, dtype=dtype, device="meta"))
     return ordered(i, context, line)

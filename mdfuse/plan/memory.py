@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mdfuse.plan.lines import Extents, Line
+from mdfuse.plan.lines import Extents, Line, in_form
 
 #: Offsets are multiples of this: torch aligns new buffers so, kernels may count on it.
 ALIGNMENT = {"cpu": 64, "cuda": 512}
@@ -59,6 +59,8 @@ def lives(lines: Sequence[Line], results: Iterable[int | None]) -> list[Life]:
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for n, line in enumerate(lines):
+        if line.run is None:
+            continue
         used = line.refs if line.new is not None else (*line.refs, *line.targets)
         for base in (base for slot in used for base in bases.get(slot, ())):
             first.setdefault(base, n)
@@ -82,6 +84,39 @@ def _bases(lines: Sequence[Line]) -> dict[int, frozenset[int]]:
             own = frozenset({slot}) if line.new is not None else frozenset()
             bases[slot] = bases[slot] | shared | own
     return bases
+
+
+def merged(lines: Sequence[Line], found: Sequence[Life]) -> dict[int, int]:
+    """Buffers that take over the place of an operand that dies where they come to life.
+
+    Returns:
+        slot -> the slot of the first buffer that was in its place; itself for most.
+    """
+    lives_of = {life.slot: life for life in found}
+    home = {slot: slot for slot in lives_of}
+    for n, line in enumerate(lines):
+        for made in (s for s in line.refs if line.in_place and s in lives_of):
+            born = lives_of[made]
+            if born.start != n or home[made] != made:
+                continue
+            dying = [s for s in line.refs if s in lives_of and s != made and lives_of[s].stop == n]
+            alike = [s for s in dying if lives_of[s].new == born.new and lives_of[s].start < n]
+            if alike:
+                home[made] = home[alike[0]]
+    return home
+
+
+def _joined(found: Sequence[Life], home: Mapping[int, int]) -> list[Life]:
+    """One life for each place."""
+    by_home: dict[int, list[Life]] = defaultdict(list)
+    for life in found:
+        by_home[home[life.slot]].append(life)
+    return [
+        replace(
+            parts[0], slot=slot, start=min(x.start for x in parts), stop=max(x.stop for x in parts)
+        )
+        for slot, parts in by_home.items()
+    ]
 
 
 def place(found: Sequence[Life], alignment: int) -> dict[int, int]:
@@ -144,9 +179,7 @@ def _place_in_time(found: Sequence[Life], alignment: int) -> dict[int, int]:
     return offsets
 
 
-def _gaps(
-    taken: Sequence[tuple[int, int]], bound: int, alignment: int
-) -> list[tuple[int, int]]:
+def _gaps(taken: Sequence[tuple[int, int]], bound: int, alignment: int) -> list[tuple[int, int]]:
     """What is free between taken pieces of memory."""
     gaps, at = [], 0
     for start, stop in sorted(taken):
@@ -208,14 +241,17 @@ class Owned:
 
 def own(lines: Sequence[Line], results: Sequence[int | None], device: torch.device) -> Owned:
     """Make the buffers that a plan owns, and the views of them; drop the lines that made them."""
-    found = lives(lines, results)
+    alone = lives(lines, results)
+    home = merged(lines, alone)
+    found = _joined(alone, home)
     offsets = place(found, ALIGNMENT.get(device.type, 512))
     size = size_of(found, offsets)
     if size > WORTH * peak(found) + ALIGNMENT.get(device.type, 512):
         return Owned(buffers={}, lines=tuple(lines), numbers=tuple(range(len(lines))), nbytes=0)
     with torch.inference_mode(False), torch.no_grad():
         memory = torch.empty(size, dtype=torch.uint8, device=device)
-        buffers = {x.slot: _at(memory, offsets[x.slot], x.new) for x in found}
+        places = {x.slot: _at(memory, offsets[x.slot], x.new) for x in found}
+        buffers = {x.slot: places[home[x.slot]] for x in alone}
         kept, numbers = _fold(lines, buffers)
     return Owned(buffers=buffers, lines=kept, numbers=numbers, nbytes=size)
 
@@ -241,6 +277,9 @@ def _is_made(line: Line, buffers: dict[int, Tensor], bound: set[int]) -> bool:
         return all(slot in buffers for slot in line.targets)
     if line.new is not None:
         return line.targets[0] in buffers
+    if line.run == "copy_" and all(slot in buffers for slot in line.refs):
+        a, b = (in_form(buffers[x.slot], x.form) for x in line.args)
+        return bool(a.data_ptr() == b.data_ptr() and a.stride() == b.stride())
     if not line.is_view or not bound.issuperset(line.targets):
         return False
     if not all(slot in buffers for slot in line.refs):

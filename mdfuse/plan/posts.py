@@ -109,8 +109,8 @@ class Posts:
             return None
         lines = [self.line(p, srcs, dsts) for p in posting.post]
         handle = self.context.slot(i.outputs[0])
-        buffers = tuple(self.context.slot(n) for n in (*srcs, *dsts))
-        lines[-1] = replace(lines[-1], into=handle, shares=buffers)
+        used = {slot for line in lines if not line.in_place for slot in line.refs}
+        lines[-1] = replace(lines[-1], into=handle, shares=tuple(sorted(used)))
         explain = posting.explain
         wait: tuple[Line, ...] = (_waited(handle),)
         if posting.wait is not None:
@@ -127,7 +127,8 @@ class Posts:
                 return Ref(self.context.slot(name), x.form)
             return [arg(y) for y in x] if isinstance(x, list) else x
 
-        return Line(run=call.run, args=tuple(map(arg, call.args)))
+        may = call.run == "copy_"  # a library that reduces in place may have the operand's
+        return Line(run=call.run, args=tuple(map(arg, call.args)), in_place=may)
 
     def buffer(self, name: Any, i: Instruction) -> int | None:
         """The slot of a buffer that is posted."""

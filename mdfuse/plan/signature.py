@@ -25,6 +25,7 @@ class Signature:
         numbers: those that are numbers.
         written: those whose buffers are written through an alias.
         device: whose current stream counts; None on CPU.
+        owner: tells the signatures of one program from those of others.
     """
 
     count: int
@@ -33,6 +34,7 @@ class Signature:
     numbers: tuple[int, ...]
     written: tuple[int, ...]
     device: int | None
+    owner: int
 
     def read(self, arguments: Sequence[Any], out: Sequence[Any] | None) -> Hashable | None:
         """Shapes, strides, dtypes and devices; None: the arguments need a closer look."""
@@ -53,7 +55,7 @@ class Signature:
                 ]
         except _NO_TENSOR:
             return None
-        return (self.stream(), out is None, *found)
+        return (self.owner, self.stream(), out is None, *found)
 
     def stream(self) -> int:
         """The handle of the current CUDA stream; 0 on CPU."""
@@ -84,7 +86,9 @@ def _span(x: Any) -> tuple[int, int]:
     return start, start + ((last + 1) * x.itemsize if x.numel() else 0)
 
 
-def signature_of(program: HostProgram, rank: int, device: torch.device) -> Signature:
+def signature_of(
+    program: HostProgram, rank: int, device: torch.device, owner: int = 0
+) -> Signature:
     """What to read off the arguments of one rank."""
     kinds = [program.types[name] for name in program.inputs]
     written = {program.root(name) for name in program.aliases}
@@ -99,4 +103,5 @@ def signature_of(program: HostProgram, rank: int, device: torch.device) -> Signa
         numbers=tuple(n for n, (_, k) in numbered if k.layout is None),
         written=tuple(n for n, (name, _) in numbered if name in written and n in mine),
         device=device.index if device.type == "cuda" else None,
+        owner=owner,
     )

@@ -20,6 +20,12 @@ def stream(device: torch.device, index: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Where CUDA graphs are captured: the default stream cannot be."""
+    return torch.cuda.Stream(device)
+
+
 def raw(device: torch.device, index: int, caller: int) -> int:
     """The handle of a stream; `caller` is that of the caller's."""
     return caller if index == CALLER else int(stream(device, index).cuda_stream)

@@ -13,7 +13,8 @@ class Launch:
     """How this process was started.
 
     Attributes:
-        name: "default group", "torchrun", "mpirun", "srun" or "single".
+        name: "default group", "torchrun", "mpirun", "srun", "single", or "null" where nobody
+            launched this rank.
         rank: 0 <= rank < size.
         size: number of ranks.
         local_rank: the rank's number on its host; `rank` where the launcher does not tell.

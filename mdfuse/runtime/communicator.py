@@ -7,7 +7,8 @@ import itertools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,17 +17,25 @@ import torch.distributed as dist
 
 from mdfuse.backends.base import Backend, Call, Poster
 from mdfuse.backends.c10d import C10dBackend
-from mdfuse.backends.c10d_groups import LIBRARIES, PrefixStore, Store
+from mdfuse.backends.c10d_groups import LIBRARIES, HashStore, PrefixStore, Store
 from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import BackendError
 from mdfuse.runtime.agreement import Agreement
 from mdfuse.runtime.bootstrap import Launch, detect, gloo_devices
+from mdfuse.runtime.fast_lane import Lanes, Replays, agree_on_lanes
+from mdfuse.runtime.null_world import NULL, check_null_arguments, null_device, null_launch
 from mdfuse.runtime.stores import open_store
 
 _log = logging.getLogger("mdfuse.comm")
 
 #: How long the rank that hosts the store waits at its end for ranks that still use it, seconds.
 _GRACE_S = 10.0
+
+
+class Resettable(Protocol):
+    """Something that uses the groups of a communicator, and does not any more once it is reset."""
+
+    def reset(self) -> None: ...
 
 
 class _OpenBackend(Backend, Protocol):
@@ -42,12 +51,14 @@ class World:
         device: where this rank's buffers are.
         store: shared by all ranks, for this backend alone.
         timeout_s: deadline of a communication, seconds.
+        lanes: opens the fast lanes of teams, where all ranks have them.
     """
 
     launch: Launch
     device: torch.device
     store: Store
     timeout_s: float
+    lanes: Lanes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,13 +85,14 @@ def _c10d_row(name: str) -> BackendRow:
             store=world.store,
             timeout_s=world.timeout_s,
             network=gloo_devices(os.environ, world.launch),
+            lanes=world.lanes,
         )
 
     library = LIBRARIES[name]
     return BackendRow(devices=library.devices, why_not=library.why_not, open=open_c10d)
 
 
-BACKENDS: dict[str, BackendRow] = {name: _c10d_row(name) for name in ("gloo", "nccl", "ucc")}
+BACKENDS: dict[str, BackendRow] = {name: _c10d_row(name) for name in LIBRARIES}
 
 
 class Communicator:
@@ -110,6 +122,8 @@ class Communicator:
         self._agreement = agreement
         self._is_host = is_host
         self._is_closed = False
+        self._lanes = world.lanes
+        self._graphs: weakref.WeakSet[Resettable] = weakref.WeakSet()
 
     def __repr__(self) -> str:
         return (
@@ -157,6 +171,24 @@ class Communicator:
         key = f"refused/{occasion}"
         return self.store.get(key).decode() if self.store.check([key]) else None
 
+    def hold(self, graph: Resettable) -> None:
+        """Give up a CUDA graph before the groups whose communications it repeats.
+
+        NCCL counts the graphs that use a communicator, and destroying it would wait for them.
+        """
+        self._graphs.add(graph)
+
+    def replays(self, name: str, stream: int) -> Replays | None:
+        """What notes the replays of a program's graphs; None where torch's own watchdog is all.
+
+        Args:
+            name: the same on all ranks, used for one program alone.
+            stream: the handle of the stream on which they are replayed.
+        """
+        if self._lanes is None:
+            return None
+        return Replays(self._lanes, name, tuple(range(self.size)), stream)
+
     @property
     def is_closed(self) -> bool:
         """Its groups and store are given up; `init` makes a new one."""
@@ -175,6 +207,7 @@ class Communicator:
             return
         self._is_closed = True
         _forget(self)
+        self._drop_graphs()
         has_failed = any(name in vars(sys) for name in ("last_exc", "last_value"))
         try:
             if not self._agreement.leave(_GRACE_S, wait=self._is_host and not has_failed):
@@ -182,6 +215,12 @@ class Communicator:
         except RuntimeError as error:
             _log.info("rank %d: the store was closed first: %s", self.rank, error)
         self._backend.close()
+
+    def _drop_graphs(self) -> None:
+        if self._graphs:
+            torch.cuda.synchronize(self.device)
+        for graph in list(self._graphs):
+            graph.reset()
 
     def _check_open(self, what: str) -> None:
         if self._is_closed:
@@ -199,37 +238,81 @@ _live: Communicator | None = None
 _generations = itertools.count()
 
 
-def init(options: Options | None = None, backend: str | None = None) -> Communicator:
+def init(
+    options: Options | None = None,
+    backend: str | None = None,
+    *,
+    rank: int | None = None,
+    size: int | None = None,
+    device: torch.device | str | None = None,
+) -> Communicator:
     """Join the ranks that the launcher started; the second call returns the same communicator.
 
     Works under torchrun, mpirun, srun and in a single process, and beside a default process group
     of torch, which it uses to find the others and otherwise leaves alone.
 
+    Backend "null" is for measuring and for tests of host time, never for results: this process
+    stands for one rank of a world of any size, contacts nobody, and its communications are posted
+    but bring nothing from other ranks, so that what they return means nothing. It must be named.
+
     Args:
         options: `backend` and `timeout_s` count here; by default the `MDFUSE_*` variables decide.
         backend: goes before `options.backend`.
+        rank: backend "null" only: the rank this process stands for; by default the launcher's.
+        size: backend "null" only: the number of ranks; by default the launcher's.
+        device: backend "null" only: where buffers are, "cpu" (the default) or "cuda".
 
     Raises:
         BackendError: the ranks do not find each other, or one of them cannot use the backend (all
-            ranks raise then), or a live communicator has another backend.
+            ranks raise then), or a live communicator has another backend, or stands for another
+            rank, or `rank`, `size` or `device` do not fit the backend.
     """
     global _live
     options = options_from_environment(options)
     wanted = backend or options.backend
+    given = {"rank": rank, "size": size, "device": device}
+    check_null_arguments(wanted, given)
     if _live is not None:
-        return _same(_live, wanted)
-    _live = _join(wanted, options.timeout_s)
+        return _same(_live, wanted, given | {"device": device and null_device(device)})
+    if wanted == NULL:
+        _live = _stand_in(rank, size, device, options.timeout_s)
+    else:
+        _live = _join(wanted, options)
     atexit.register(_live.close)
     return _live
 
 
-def _same(live: Communicator, wanted: str) -> Communicator:
+def _stand_in(
+    rank: int | None, size: int | None, device: torch.device | str | None, timeout_s: float
+) -> Communicator:
+    """A rank without a world: its store is a dictionary, and it agrees with itself alone."""
+    world = World(
+        launch=null_launch(os.environ, _default_group(), rank, size),
+        device=null_device(device),
+        store=HashStore(),
+        timeout_s=timeout_s,
+    )
+    agreement = Agreement(world.store, 0, 1, timeout_s)
+    opened = BACKENDS[NULL].open(world)
+    return Communicator(world=world, backend=opened, agreement=agreement, is_host=False)
+
+
+def _same(live: Communicator, wanted: str, given: Mapping[str, object]) -> Communicator:
+    has = {"rank": live.rank, "size": live.size, "device": live.device}
     if wanted not in ("auto", live.backend):
         raise BackendError(
             f"backend {wanted!r} is wanted, but this process already communicates by "
             f"{live.backend!r}",
             because="a process has one communicator at a time",
             hint="close() the first on all ranks, or name the backend in the first init()",
+        )
+    other = [f"{k}={v}" for k, v in given.items() if v is not None and str(v) != str(has[k])]
+    if other:
+        raise BackendError(
+            f"{', '.join(other)} wanted, but this process stands for rank {live.rank} of "
+            f"{live.size} on {live.device}",
+            because="a process has one communicator at a time",
+            hint="close() the first",
         )
     return live
 
@@ -241,7 +324,8 @@ def _forget(communicator: Communicator) -> None:
         _live = None
 
 
-def _join(wanted: str, timeout_s: float) -> Communicator:
+def _join(wanted: str, options: Options) -> Communicator:
+    timeout_s = options.timeout_s
     launch = detect(os.environ, _default_group())
     base, is_host = open_store(launch, timeout_s, os.environ)
     store = PrefixStore(f"mdfuse/{next(_generations)}", base)
@@ -256,7 +340,22 @@ def _join(wanted: str, timeout_s: float) -> Communicator:
         raise problem or _problem_elsewhere(texts, launch)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    world = World(launch=launch, device=device, store=store, timeout_s=timeout_s)
+    lanes = None
+    if name == "nccl" and launch.size > 1:
+        watch = PrefixStore("watch", store)
+        try:
+            lanes = agree_on_lanes(
+                options.fast_lane,
+                rank=launch.rank,
+                device=device,
+                store=watch,
+                timeout_s=timeout_s,
+                agreement=agreement,
+            )
+        except BackendError:
+            agreement.leave(_GRACE_S, wait=is_host)
+            raise
+    world = World(launch=launch, device=device, store=store, timeout_s=timeout_s, lanes=lanes)
     _log.info("rank %d of %d: %s, %s on %s", launch.rank, launch.size, launch.why, name, device)
     return Communicator(
         world=world, backend=BACKENDS[name].open(world), agreement=agreement, is_host=is_host

@@ -113,12 +113,12 @@ class Delays:
             self()
 
 
-def plan_of(host: HostProgram, comm: mf.Communicator) -> Plan:
+def plan_of(host: HostProgram, arguments: list[Any], out: list[Any], comm: mf.Communicator) -> Plan:
     """The plan of this rank, whatever verification would say of the program."""
     local = host.project(comm.rank)
     comm.prepare(groups(local, comm.rank))
     caller = torch.cuda.current_stream().cuda_stream if comm.device.type == "cuda" else 0
-    return build(local, comm.poster, comm.device, poison=True, caller=caller)
+    return build(local, comm.poster, comm.device, True, arguments, out, caller=caller)
 
 
 def poisoned(x: Any) -> Any:
@@ -133,11 +133,11 @@ def runs(
 
     Inputs become right late, on the caller's stream, which reads the outputs as soon as it may.
     """
-    plan = delays.into(plan_of(host, comm))
+    like = [None if n in host.aliases else y for n, y in zip(host.outputs, like, strict=True)]
+    plan = delays.into(plan_of(host, arguments, like, comm))
     results = []
     for _ in range(RUNS):
         given, out = [poisoned(x) for x in arguments], [poisoned(y) for y in like]
-        out = [None if n in host.aliases else y for n, y in zip(host.outputs, out, strict=True)]
         hold_up_all(delays, comm.device)
         for x, late in zip(given, arguments, strict=True):
             if isinstance(x, Tensor):

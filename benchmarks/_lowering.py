@@ -1,0 +1,64 @@
+"""Programs whose lowering is timed on a small and on a large mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from _measure import Contender
+
+import mdfuse as mf
+from mdfuse import DeviceMesh, Shard
+from mdfuse.frontend.handle import Handle
+from mdfuse.hir.verify import verify
+
+#: Divides by every axis of either mesh.
+_EXTENT = 16384
+
+
+def tensor_parallel(mesh: DeviceMesh) -> mf.FusionDefinition:
+    """An MLP whose hidden units are split: one all-reduce."""
+    with mf.FusionDefinition("mlp") as fd:
+        x = fd.define_tensor([_EXTENT, 64], torch.float32, mesh, {})
+        _mlp(fd, x, mesh)
+    return fd
+
+
+def sequence_parallel(mesh: DeviceMesh) -> mf.FusionDefinition:
+    """Two MLPs, rows split along both axes outside of them: all-gathers and reduce-scatters."""
+    rows = {axis: Shard(0) for axis in mesh.axes}
+    with mf.FusionDefinition("two_mlps") as fd:
+        x = fd.define_tensor([_EXTENT, 64], torch.float32, mesh, rows)
+        for _ in range(2):
+            x = fd.ops.set(_mlp(fd, x, mesh, is_output=False)).on(mesh, rows)
+        fd.add_output(x)
+    return fd
+
+
+def _mlp(fd: mf.FusionDefinition, x: Handle, mesh: DeviceMesh, is_output: bool = True) -> Handle:
+    w1 = fd.define_tensor([_EXTENT, 64], torch.float32, mesh, {"tp": Shard(0)})
+    w2 = fd.define_tensor([64, _EXTENT], torch.float32, mesh, {"tp": Shard(1)})
+    y: Handle = x + fd.ops.linear(fd.ops.gelu(fd.ops.linear(x, w1)), w2)
+    if is_output:
+        fd.add_output(y)
+    return y
+
+
+#: name, definition, small mesh, large mesh of 8,192 ranks.
+PROGRAMS: tuple[
+    tuple[str, Callable[[DeviceMesh], mf.FusionDefinition], dict[str, int], dict[str, int]], ...
+] = (
+    ("tensor-parallel MLP", tensor_parallel, {"tp": 8}, {"tp": 8192}),
+    ("sequence-parallel MLPs", sequence_parallel, {"dp": 2, "tp": 4}, {"dp": 64, "tp": 128}),
+)
+
+
+def lowering(
+    define: Callable[[DeviceMesh], mf.FusionDefinition], mesh: dict[str, int]
+) -> Contender:
+    """Lowering and verification; each on a new mesh and definition, so that nothing is kept."""
+    return Contender(call=_lower, fresh=lambda: define(DeviceMesh.arange(**mesh)))
+
+
+def _lower(definition: mf.FusionDefinition) -> None:
+    verify(mf.compile(definition).host)

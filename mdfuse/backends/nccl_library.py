@@ -1,0 +1,45 @@
+"""NCCL's own functions, through nccl4py, where it is installed.
+
+Which NCCL: nccl4py takes the libnccl that is loaded already, and torch loads its own at import. So
+both use one library, and a process holds one NCCL, whatever else is installed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mdfuse.backends.c10d_work import first_line
+
+
+def why_not() -> tuple[str, str] | None:
+    """Why this process has no fast lane, and the remedy; None where it has one."""
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device", "the fast lane is for backend nccl on NVIDIA GPUs"
+    try:
+        load().get_version()
+    except ImportError as error:
+        return f"nccl4py cannot be imported ({first_line(error)})", "pip install mdfuse[nccl]"
+    except Exception as error:  # nccl4py's own errors have no common base
+        return (
+            f"nccl4py finds no NCCL ({first_line(error)})",
+            "pip install nccl4py for the CUDA version of torch, which brings libnccl.so.2",
+        )
+    return None
+
+
+def load() -> Any:
+    """NCCL's functions. torch is imported by now, so that its libnccl is the one in use."""
+    from nccl.bindings import nccl
+
+    return nccl
+
+
+def library() -> str:
+    """The NCCL that the lane uses: its version, and the file where nccl4py tells."""
+    binding = load()
+    major, rest = divmod(binding.get_version(), 10_000)
+    minor, patch = divmod(rest, 100)
+    path = getattr(binding, "get_library_path", lambda: "")()
+    return f"NCCL {major}.{minor}.{patch} {path}".rstrip()

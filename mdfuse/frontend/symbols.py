@@ -1,0 +1,99 @@
+"""The symbolic extents of a definition: their names, and what they are while it is defined."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+
+from mdfuse.assumptions import Assumptions
+from mdfuse.extents import example, is_symbolic, symbolic, with_examples
+from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
+from mdfuse.ir.symbolic import unified, with_new_examples
+
+T = TypeVar("T")
+
+#: What a symbolic extent is at first: divisible by most sizes of meshes.
+_EXAMPLE = 1680
+
+Recorded = tuple[dict[str, Value], list[Expr]]
+
+
+class Symbols:
+    """Names and examples; both may change until the definition ends.
+
+    An example changes where an operation refuses it, a name where `.on()` tells the variable. What
+    the user's code holds is brought up to date when it comes back (`current`).
+
+    Args:
+        assumed: what the definition decided so far.
+    """
+
+    def __init__(self, assumed: Assumptions) -> None:
+        self.examples: dict[str, int] = {}
+        self._assumed = assumed
+        #: names of symbols and inputs that are others now
+        self._renamed: dict[str, str] = {}
+
+    def unused(self, name: str) -> str:
+        """A name for an input which none had before."""
+        return fresh_name(self._renamed, name)
+
+    def made(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of an input with symbols in the place of -1."""
+        names = {f"{name}.{d}": d for d, n in enumerate(shape) if type(n) is int and n == -1}
+        self.examples |= dict.fromkeys(names, _EXAMPLE)
+        new = {d: symbolic(s, _EXAMPLE) for s, d in names.items()}
+        return tuple(new.get(d, n) for d, n in enumerate(shape))
+
+    def current(self, x: T) -> T:
+        """Operands or attributes with the names and examples that symbols have now."""
+        if not self.examples or not is_symbolic(x):
+            return x
+        return with_examples(x, self.examples, self._renamed)
+
+    def rename(self, old: str, new: str, values: dict[str, Value], exprs: list[Expr]) -> Recorded:
+        """The definition after an input got another name."""
+        names = {
+            s: f"{new}.{s.removeprefix(old + '.')}"
+            for s in self.examples
+            if s.rpartition(".")[0] == old
+        }
+        if not names:
+            return values, exprs
+        self._renamed |= {old: new, **names}
+        self.examples = {names.get(s, s): n for s, n in self.examples.items()}
+        return with_examples((values, exprs), self.examples, names)
+
+    def unified(
+        self, values: Mapping[str, Value], exprs: Sequence[Expr], refused: Expr
+    ) -> Recorded | None:
+        """The definition with another example of one symbol, such that the operation takes it.
+
+        None where there is no such example.
+        """
+        trial = fresh_name(values, "trial")
+        made = Value(name=trial, shape=(), dtype=torch.float32)
+        fusion = Fusion(
+            name=trial,
+            values={**values, trial: made},
+            exprs=(*exprs, replace(refused, output=trial)),
+            inputs=(),
+            outputs=(),
+        )
+        for examples in unified(fusion, self.examples, _numbers(values, refused)):
+            if self._assumed.hold(examples):
+                found = with_new_examples(fusion, examples)
+                self.examples = examples
+                kept = {n: v for n, v in found.values.items() if n != trial}
+                return kept, list(found.exprs[:-1])
+        return None
+
+
+def _numbers(values: Mapping[str, Value], refused: Expr) -> list[int]:
+    """The extents of an operation's operands, and those that it is asked for."""
+    shapes: list[Any] = [values[x].shape for x in refused.reads]
+    shapes.append(refused.kwargs.get("shape", ()))
+    return [example(n) for shape in shapes for n in shape]

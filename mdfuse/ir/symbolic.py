@@ -1,0 +1,82 @@
+"""Fusions with symbolic extents: inferred again for other examples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from mdfuse.assumptions import Assumptions, assuming
+from mdfuse.errors import DefinitionError
+from mdfuse.extents import with_examples, with_numbers
+from mdfuse.ir.graph import Fusion, Value
+from mdfuse.ir.infer import inferred
+from mdfuse.ir.ops import TABLE
+
+Examples = Mapping[str, int]
+
+
+def with_new_examples(fusion: Fusion, examples: Examples) -> Fusion:
+    """The fusion with other examples of its symbols: every shape and memory order anew.
+
+    Raises:
+        DefinitionError: an op refuses extents like these.
+    """
+    return _inferred(with_examples(fusion, examples, {}))
+
+
+def with_known_extents(fusion: Fusion, extents: Examples) -> Fusion:
+    """The fusion for these extents, with numbers only.
+
+    Raises:
+        DefinitionError: an op refuses these extents.
+    """
+    return _inferred(with_numbers(fusion, extents))
+
+
+def _inferred(fusion: Fusion) -> Fusion:
+    values: dict[str, Value] = dict(fusion.values)
+    for expr in fusion.exprs:
+        out = values[expr.output]
+        if out.is_tensor:
+            found = inferred(TABLE[expr.op], expr.inputs, expr.kwargs, values, expr.source)
+            values[out.name] = replace(out, **found)
+    return replace(fusion, values=values)
+
+
+def is_possible(fusion: Fusion, examples: Examples) -> bool:
+    """Whether the ops take extents like these."""
+    try:
+        with assuming(Assumptions()):
+            with_new_examples(fusion, examples)
+    except (DefinitionError, ZeroDivisionError):
+        return False
+    return True
+
+
+def unified(fusion: Fusion, examples: Examples, numbers: Iterable[int]) -> Iterator[dict[str, Any]]:
+    """Examples with one symbol changed, for which the fusion so far is possible.
+
+    Args:
+        fusion: what is defined so far.
+        examples: those that an op refused.
+        numbers: extents that the symbol might have to be.
+    """
+    candidates = sorted({*numbers} | {*examples.values()})
+    for name in sorted(examples, reverse=True):
+        for n in candidates:
+            changed = {**examples, name: n}
+            if n != examples[name] and is_possible(fusion, changed):
+                yield changed
+
+
+def check_definition(fusion: str, assumed: Assumptions, extents: Examples) -> None:
+    """Raise DefinitionError where the definition itself would have been another one."""
+    broken = [g for g in assumed.guards if not g.holds(extents)]
+    if broken:
+        raise DefinitionError(
+            f"@{fusion} for the extents {dict(extents)}",
+            because="the definition looked at its extents, and went on for "
+            + ", ".join(map(str, broken)),
+            hint="extents for which that holds, or another definition for these",
+        )

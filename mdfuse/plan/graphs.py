@@ -1,0 +1,365 @@
+"""Plans as CUDA graphs: runs of calls are captured once, and replayed from then on.
+
+    eager     v5 = scale(...)               reads a number of this run
+    captured  v7 = allgather(...) … mm(...)    copy inputs in, replay, hand results out
+
+A graph repeats the same kernels on the same addresses. An argument that lay at one address in the
+first two runs (weights, say) is read where it lies, as long as it stays there; others are copied
+into buffers of the graph. Results are copied out: the caller's outputs are never written again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mdfuse.plan.build import Plan
+from mdfuse.plan.lines import Function, Line, write
+from mdfuse.plan.slots import CALLER_SLOT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """Lines that run one after the other, all captured or all eager.
+
+    Attributes:
+        start: the first of the plan's lines.
+        stop: one behind the last.
+        eager: why they are not captured; None: they are.
+    """
+
+    start: int
+    stop: int
+    eager: str | None
+
+
+def regions(plan: Plan) -> list[Region]:
+    """The regions of a plan, in order.
+
+    Between a post and its wait there is no border: a library may not know that a communication was
+    captured. Where a plan switches streams there is none at all: what is captured on a stream must
+    come together again.
+    """
+    lines = plan.owned.lines
+    reasons = _reasons(plan)
+    borders = [0, len(lines)] if plan.switches else [*_quiet(plan), len(lines)]
+    found: list[Region] = []
+    for start, stop in zip(borders, borders[1:], strict=False):
+        why = next((r for r in reasons[start:stop] if r is not None), None)
+        if found and (found[-1].eager is None) == (why is None):
+            found[-1] = Region(start=found[-1].start, stop=stop, eager=found[-1].eager)
+        elif start < stop:
+            found.append(Region(start=start, stop=stop, eager=why))
+    return found
+
+
+def _reasons(plan: Plan) -> list[str | None]:
+    """For each line why it cannot be captured."""
+    by_line = [step.eager for step in plan.steps for _ in step.lines]
+    return [by_line[n] for n in plan.owned.numbers]
+
+
+def _quiet(plan: Plan) -> list[int]:
+    """The lines before which nothing is under way."""
+    handles = {slot for step in plan.steps if step.op == "post" for slot in step.outputs}
+    lines = plan.owned.lines
+    last = {s: n for n, line in enumerate(lines) for s in (*line.refs, *line.targets)}
+    busy_until, quiet = -1, []
+    for n, line in enumerate(lines):
+        if n > busy_until:
+            quiet.append(n)
+        posted = [last[slot] for slot in line.targets if slot in handles and line.run is not None]
+        busy_until = max([busy_until, *posted])
+    return quiet
+
+
+# -- capturing -----------------------------------------------------------------------------------
+
+
+class Recording(Protocol):
+    """Something that was recorded."""
+
+    def replay(self) -> None:
+        """Do it again, on the current stream."""
+
+    def reset(self) -> None:
+        """Give up what it holds; it is never replayed again."""
+
+
+class Recorder(Protocol):
+    """Records what a function queues on the device, without doing it.
+
+    Attributes:
+        stream: the stream that is current meanwhile.
+    """
+
+    stream: Any
+
+    def record(self, run: Callable[[], list[Any]]) -> tuple[list[Any], Recording]:
+        """Call the function; its results, whose buffers each replay fills."""
+
+
+class CudaRecorder:
+    """Records CUDA graphs on a stream of its own, each with its own pool of memory.
+
+    Args:
+        device: the GPU.
+        stream: where captures take place; plans are built for it.
+    """
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self.device, self.stream = device, stream
+
+    def record(self, run: Callable[[], list[Any]]) -> tuple[list[Any], Recording]:
+        """Capture what a function queues.
+
+        Other threads go on as they like meanwhile: the libraries' watchdogs ask for events.
+        """
+        graph = torch.cuda.CUDAGraph()
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                results = run()
+            except BaseException:
+                torch.cuda.set_stream(self.stream)
+                with suppress(RuntimeError):  # the capture is broken off, which is an error again
+                    graph.capture_end()
+                raise
+            torch.cuda.set_stream(self.stream)
+            graph.capture_end()
+        return results, graph
+
+
+class Watch(Protocol):
+    """Notes captures and replays, so that a replay that hangs is found."""
+
+    def begin(self) -> None:
+        """A capture begins."""
+
+    def end(self, region: int) -> tuple[Callable[[], None], Callable[[], None]]:
+        """It ended: what to call before and behind each replay."""
+
+
+def _unwatched() -> None:
+    """Nobody watches."""
+
+
+# -- replaying -----------------------------------------------------------------------------------
+
+
+@dataclass
+class _Captured:
+    """A captured region.
+
+    Attributes:
+        bound: parameters that the graph reads where they lie -> their address.
+        copied: parameters that are copied -> the graph's buffer.
+        results: slots -> what each replay fills.
+        written: those of `copied` that the region writes into.
+        recording: the graph.
+        notes: what is called before and behind a replay, for whoever watches.
+    """
+
+    bound: dict[int, int]
+    copied: dict[int, Tensor]
+    results: dict[int, Any]
+    written: tuple[int, ...]
+    recording: Recording
+    notes: tuple[Callable[[], None], Callable[[], None]]
+
+    def replay(self, slots: dict[int, Any]) -> None:
+        for slot, buffer in self.copied.items():
+            buffer.copy_(slots[slot])
+        before, behind = self.notes
+        before()
+        self.recording.replay()
+        behind()
+        for slot in self.written:
+            slots[slot].copy_(self.copied[slot])
+        slots.update(self.results)
+
+    def fits(self, slots: Mapping[int, Any]) -> bool:
+        """What it reads in place is still there."""
+        return all(slots[slot].data_ptr() == at for slot, at in self.bound.items())
+
+
+@dataclass(eq=False)
+class GraphPlan:
+    """A plan whose regions are captured; runs like a `Plan`.
+
+    Args:
+        plan: built for the stream of captures.
+        eager: the same built for the caller's stream; its lines run in eager regions.
+        recorder: captures.
+        stays: parameters that lay at one address so far: slot -> address.
+        watch: notes captures and replays.
+    """
+
+    plan: Plan
+    eager: Plan
+    recorder: Recorder
+    stays: dict[int, int]
+    watch: Watch | None = None
+    _captured: dict[int, _Captured] = field(default_factory=dict)
+    _functions: dict[tuple[bool, int], Function] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.regions = regions(self.plan)
+        self.numbers, self.may_overlap = self.plan.numbers, self.plan.may_overlap
+        places = [slot for slot in self.plan.given if slot is not None]
+        self._parameters = (*self.plan.inputs, *places)
+        self._written = {*self.plan.written, *places}
+        self._uses = [self._use(region) for region in self.regions]
+        self._views = _views(self.plan, self._parameters)
+
+    # -- a run -----------------------------------------------------------------------------------
+
+    def run(self, arguments: Sequence[Any], out: Sequence[Any] | None = None) -> list[Any]:
+        """Run once; regions that are not captured yet are captured."""
+        if out is not None:
+            arguments = [*arguments, *self.plan.taken(out)]
+        with torch.no_grad():
+            given = dict(zip(self._parameters, arguments, strict=True))
+            slots = dict(given)
+            for n, region in enumerate(self.regions):
+                if region.eager is not None:
+                    self._run_eagerly(n, slots)
+                    continue
+                captured = self._captured.get(n)
+                if captured is None or not captured.fits(slots):
+                    captured = self._captured[n] = self._capture(n, slots)
+                captured.replay(slots)
+            return [self._result(slot, slots, given) for slot in self.plan.outputs]
+
+    def _result(self, slot: int | None, slots: dict[int, Any], given: dict[int, Any]) -> Any:
+        """An output: the caller's own buffer, or one that no later run writes into."""
+        if slot is None or slot in given:
+            return given.get(slot) if slot is not None else None
+        if slot in self._views:
+            return self._views[slot](given)
+        made = slots[slot]
+        if any(slot in captured.results for captured in self._captured.values()):
+            return made.clone()
+        return made
+
+    def reset(self) -> None:
+        """Give up the graphs; before their communicators are destroyed."""
+        for captured in self._captured.values():
+            captured.recording.reset()
+        self._captured.clear()
+
+    def release(self) -> None:
+        """Give up graphs and buffers."""
+        self.reset()
+        self._functions.clear()
+        self.plan.release()
+
+    # -- regions ---------------------------------------------------------------------------------
+
+    def _use(self, region: Region) -> tuple[list[int], list[int]]:
+        """What a region takes from outside, and what of its results is used later."""
+        lines, owned = self.plan.owned.lines, self.plan.owned.buffers
+        inside = lines[region.start : region.stop]
+        made = {s for line in inside if line.run is not None for s in line.targets}
+        read = {s for line in inside for s in line.refs}
+        later = {s for line in lines[region.stop :] for s in line.refs}
+        later.update(s for s in self.plan.outputs if s is not None)
+        taken = sorted(s for s in read - made if s not in owned and s != CALLER_SLOT)
+        return taken, sorted(s for s in made & later if s not in owned)
+
+    def _call(self, plan: Plan, n: int, caller: Any, values: Sequence[Any]) -> list[Any]:
+        """Make a region's calls: what is handed out is not dropped."""
+        region, (taken, made) = self.regions[n], self._uses[n]
+        key = (plan is self.eager, n)
+        if key not in self._functions:
+            numbers = self.plan.owned.numbers[region.start : region.stop]
+            owned = self.plan.owned.buffers
+            kept = [_without(plan.lines[number], {*made, *owned}) for number in numbers]
+            self._functions[key] = write(plan.name, kept, [CALLER_SLOT, *taken], made, owned)
+        function = self._functions[key]
+        try:
+            return function.call(caller, *values)
+        except Exception as error:
+            raise self.plan.explained(error, function, region.start) from error.__cause__
+
+    def _run_eagerly(self, n: int, slots: dict[int, Any]) -> None:
+        taken, made = self._uses[n]
+        slots.update(
+            zip(made, self._call(self.eager, n, None, [slots[s] for s in taken]), strict=True)
+        )
+
+    def _capture(self, n: int, slots: dict[int, Any]) -> _Captured:
+        """Capture a region on buffers of its own, and on what lies where it lay."""
+        taken, made = self._uses[n]
+        old = self._captured.pop(n, None)
+        if old is not None:
+            old.recording.reset()
+        bound = {s: at for s in taken if (at := self._address(s, slots)) is not None}
+        tensors = [s for s in taken if isinstance(slots[s], Tensor)]
+        copied = {s: torch.empty_like(slots[s]) for s in tensors if s not in bound}
+        values = [copied.get(s, slots[s]) for s in taken]
+        run = partial(self._call, self.plan, n, self.recorder.stream, values)
+        if self.watch is not None:
+            self.watch.begin()
+        results, recording = self.recorder.record(run)
+        return _Captured(
+            bound=bound,
+            copied=copied,
+            results=dict(zip(made, results, strict=True)),
+            written=tuple(s for s in copied if s in self._written),
+            recording=recording,
+            notes=self.watch.end(n) if self.watch is not None else (_unwatched, _unwatched),
+        )
+
+    def _address(self, slot: int, slots: Mapping[int, Any]) -> int | None:
+        """Where a parameter lies, if it has always lain there."""
+        x = slots[slot]
+        if slot not in self.stays or not isinstance(x, Tensor):
+            return None
+        if self.stays[slot] != x.data_ptr():
+            del self.stays[slot]  # from now on it is copied
+            return None
+        return x.data_ptr()
+
+
+def _without(line: Line, kept: Container[int]) -> Line:
+    """A line that empties slots leaves some of them."""
+    if line.run is not None:
+        return line
+    return Line(run=None, into=tuple(s for s in line.targets if s not in kept))
+
+
+def _views(plan: Plan, parameters: Sequence[int]) -> dict[int, Callable[[Mapping[int, Any]], Any]]:
+    """Outputs that are views of what the caller passes: made of it in each run, as without graphs.
+
+    Returns:
+        slot of the output -> what makes it of the parameters.
+    """
+    makers: dict[int, Line] = {}
+    known = set(parameters)
+    for line in plan.owned.lines:
+        if line.is_view and known.issuperset(line.refs):
+            makers[line.targets[0]] = line
+            known.update(line.targets)
+    chains: dict[int, list[Line]] = {}
+    for slot, line in makers.items():
+        chains[slot] = [*(chains.get(line.refs[0], ())), line]
+    outputs = {s for s in plan.outputs if s is not None}
+    return {s: _maker(chain, s) for s, chain in chains.items() if s in outputs}
+
+
+def _maker(chain: Sequence[Line], slot: int) -> Callable[[Mapping[int, Any]], Any]:
+    def make(given: Mapping[int, Any]) -> Any:
+        slots = dict(given)
+        for line in chain:
+            line(slots)
+        return slots[slot]
+
+    return make

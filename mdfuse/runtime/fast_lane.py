@@ -1,0 +1,156 @@
+"""Whether the ranks of a communicator post through nccl4py: all of them, or none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mdfuse.backends import nccl_lane, nccl_library
+from mdfuse.backends.c10d_groups import Store
+from mdfuse.backends.cuda_driver import CudaDevice, Device
+from mdfuse.backends.nccl_lane import NcclLane
+from mdfuse.backends.noting import Subject
+from mdfuse.errors import BackendError
+from mdfuse.runtime.agreement import Agreement
+from mdfuse.runtime.watch import Watch
+
+_log = logging.getLogger("mdfuse.comm")
+
+#: How many posts of a graph a report lists.
+_LISTED = 6
+
+#: What a rank says first where it insists.
+_ALWAYS = "always"
+
+
+class Lanes:
+    """Opens the lane of each team, all on one device and under one watch.
+
+    Args:
+        rank: this rank.
+        binding: NCCL's functions.
+        device: this rank's GPU.
+        watch: notes the posts of all lanes.
+    """
+
+    def __init__(self, *, rank: int, binding: Any, device: Device, watch: Watch) -> None:
+        self.watch = watch
+        self._rank = rank
+        self._binding = binding
+        self._device = device
+
+    def open(self, team: tuple[int, ...], store: Store) -> NcclLane:
+        """Make a team's lane; all members call it, for their teams in one global order."""
+        self.watch.start()
+        return nccl_lane.open_lane(
+            team,
+            rank=self._rank,
+            store=store,
+            binding=self._binding,
+            device=self._device,
+            noter=self.watch,
+        )
+
+    def replays(
+        self, name: str, team: tuple[int, ...], stream: int, posts: Sequence[Subject]
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """What to call before and behind each replay of a CUDA graph, outside of any capture.
+
+        The watch sees a replay as one post. Marks inside the graph would tell which of its posts
+        hangs, but each is a node that the device stops for, and small programs would feel it.
+
+        Args:
+            name: the program's, the same on all ranks that replay it, and used for it alone.
+            team: the ranks that replay it, the same on all of them.
+            stream: the handle of the stream it is replayed on.
+            posts: what is in it: `watch.captured` after the capture.
+        """
+        listed = ", ".join(f"{post.kind} ({post.where})" for post in posts[:_LISTED])
+        more = f" and {len(posts) - _LISTED} more" if len(posts) > _LISTED else ""
+        subject = Subject(
+            kind="replay of a graph",
+            team=team,
+            bytes=sum(post.bytes for post in posts),
+            where=f"{name}: {listed}{more}",
+            family=f"replays of {name}",
+        )
+        return self.watch.prepare(subject, self._device.track(stream))
+
+    def close(self) -> None:
+        """Stop the watch; lanes are closed before."""
+        self.watch.close()
+
+
+class Replays:
+    """Notes what is captured, and each replay of it.
+
+    Args:
+        lanes: whose watch takes the notes.
+        name: of a program, the same on all ranks.
+        team: the ranks that run it.
+        stream: the handle of the stream on which graphs are replayed.
+    """
+
+    def __init__(self, lanes: Lanes, name: str, team: tuple[int, ...], stream: int) -> None:
+        self._lanes, self._name, self._team, self._stream = lanes, name, team, stream
+
+    def begin(self) -> None:
+        """A capture begins."""
+        self._lanes.watch.captured.clear()
+
+    def end(self, region: int) -> tuple[Callable[[], None], Callable[[], None]]:
+        """A capture of a program's region ended: what to call before and behind each replay."""
+        posts = tuple(self._lanes.watch.captured)
+        name = f"{self._name}, region {region}"
+        return self._lanes.replays(name, self._team, self._stream, posts)
+
+
+def agree_on_lanes(
+    setting: str,
+    *,
+    rank: int,
+    device: torch.device,
+    store: Store,
+    timeout_s: float,
+    agreement: Agreement,
+) -> Lanes | None:
+    """Ask all ranks whether they can use the fast lane; None where one of them cannot.
+
+    A post through NCCL's own communicator and one through a process group do not meet, so that all
+    ranks must do the same. All ranks call it once, under backend nccl.
+
+    Args:
+        setting: `Options.fast_lane`.
+        rank: this rank.
+        device: this rank's GPU.
+        store: shared by all ranks, for the watch alone.
+        timeout_s: deadline of a post.
+        agreement: the ranks' meetings.
+
+    Raises:
+        BackendError: a rank says "always" and a rank cannot, or says "never". All ranks raise.
+    """
+    refusal = nccl_library.why_not() if setting != "never" else ("fast_lane='never'", "say 'auto'")
+    said = (_ALWAYS if setting == "always" else "", *(refusal or ("", "")))
+    texts = agreement.exchange("\n".join(said) if any(said) else None)
+    answers = [(text or "\n\n").split("\n", 2) for text in texts]
+    against = {
+        other: (because, hint) for other, (_, because, hint) in enumerate(answers) if because
+    }
+    if not against:
+        watch = Watch(
+            rank=rank,
+            timeout_s=timeout_s,
+            store=store,
+            is_capturing=torch._C._cuda_isCurrentStreamCapturing,
+        )
+        gpu = CudaDevice(device)
+        return Lanes(rank=rank, binding=nccl_library.load(), device=gpu, watch=watch)
+    first, (because, hint) = next(iter(against.items()))
+    if any(insists == _ALWAYS for insists, _, _ in answers):
+        raise BackendError(f"rank {first} has no fast lane", because=because, hint=hint)
+    _log.info("rank %d: no fast lane: rank %d: %s", rank, first, because)
+    return None

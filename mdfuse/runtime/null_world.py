@@ -1,0 +1,85 @@
+"""A world for measuring: this process stands for one rank, and the others do not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from mdfuse.errors import BackendError
+from mdfuse.runtime.bootstrap import Launch, detect
+
+#: The backend that contacts nobody.
+NULL = "null"
+
+
+def null_launch(
+    environment: Mapping[str, str],
+    default_group: tuple[int, int] | None,
+    rank: int | None,
+    size: int | None,
+) -> Launch:
+    """Which rank of which world this process stands for.
+
+    Args:
+        environment: the process's environment variables.
+        default_group: (rank, size) of torch's default process group where one exists.
+        rank: goes before what the launcher says; with a `size` alone, 0.
+        size: goes before what the launcher says.
+
+    Raises:
+        BackendError: the rank does not fit the size.
+
+    >>> null_launch({"RANK": "5", "WORLD_SIZE": "8"}, None, None, None).rank
+    5
+    """
+    if rank is None and size is None:
+        return _launched(environment, default_group)
+    if size is None:
+        size = _launched(environment, default_group).size
+    rank = rank or 0
+    if not 0 <= rank < size:
+        raise BackendError(
+            f"rank {rank} does not fit size {size}",
+            because="a rank is not negative, and smaller than the number of ranks",
+            hint='init(backend="null", rank=0, size=8) stands for the first of 8 ranks',
+        )
+    return Launch(name="null", rank=rank, size=size, local_rank=rank, why="init() was told so")
+
+
+def null_device(device: torch.device | str | None) -> torch.device:
+    """Where buffers are: on the CPU unless told otherwise; "cuda" is the current GPU."""
+    chosen = torch.device(device or "cpu")
+    if chosen.type not in ("cpu", "cuda"):
+        raise BackendError(
+            f"backend 'null' cannot be used on {chosen}", hint='device="cpu" or device="cuda"'
+        )
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise BackendError(
+            "backend 'null' cannot be used on cuda",
+            because="torch sees no CUDA device",
+            hint="leave device= out",
+        )
+    if str(chosen) == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return chosen
+
+
+def check_null_arguments(backend: str, arguments: Mapping[str, object]) -> None:
+    """Refuse `rank`, `size` and `device` for a backend that finds them out by itself.
+
+    Raises:
+        BackendError: one is given, and the backend is another one.
+    """
+    given = [name for name, value in arguments.items() if value is not None]
+    if given and backend != NULL:
+        raise BackendError(
+            f"init() got {', '.join(given)} for backend {backend!r}",
+            because="only backend 'null' stands for a rank that nobody started",
+            hint=f'init(backend="null", ...), or leave {", ".join(given)} to the launcher',
+        )
+
+
+def _launched(environment: Mapping[str, str], default_group: tuple[int, int] | None) -> Launch:
+    """What the launcher says; RANK and WORLD_SIZE are enough, since there is nobody to find."""
+    return detect({"MASTER_ADDR": "", "MASTER_PORT": "", **environment}, default_group)

@@ -1,0 +1,255 @@
+"""Plans as graphs: what is captured, what is copied in and out, on a recorder that repeats calls.
+
+A fake recorder stands for CUDA graphs: a replay makes the recorded calls again, on the addresses
+that they had, and puts the results where the first ones lay. On GPUs the same is tested with CUDA's
+own in `tests/multidevice/test_graphs_ranks.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mdfuse as mf
+from mdfuse.hir.parser import parse
+from mdfuse.plan.build import Plan, build
+from mdfuse.plan.graphs import GraphPlan, regions
+from mdfuse.runtime.communicator import Communicator
+
+CPU = torch.device("cpu")
+
+
+class Repeat:
+    """A recording: calls made again, on the same buffers."""
+
+    def __init__(self, run: Callable[[], list[Any]], results: list[Any]) -> None:
+        self.run, self.results, self.count, self.is_reset = run, results, 0, False
+
+    def replay(self) -> None:
+        assert not self.is_reset
+        self.count += 1
+        for old, new in zip(self.results, self.run(), strict=True):
+            old.copy_(new)
+
+    def reset(self) -> None:
+        self.is_reset = True
+
+
+class FakeRecorder:
+    stream = None
+
+    def __init__(self) -> None:
+        self.made: list[Repeat] = []
+
+    def record(self, run: Callable[[], list[Any]]) -> tuple[list[Any], Repeat]:
+        results = run()
+        self.made.append(Repeat(run, results))
+        return results, self.made[-1]
+
+
+def program(body: str) -> Any:
+    return parse(f"host @small on mesh(x=1) {{ {body} }}").project(0)
+
+
+def refuse(call: Any) -> Any:
+    raise AssertionError("nothing is posted here")
+
+
+def plan_of(body: str, arguments: list[Any], out: list[Any] | None = None) -> Plan:
+    return build(program(body), refuse, CPU, True, arguments, out)
+
+
+def graphs_of(
+    body: str, arguments: list[Any], out: list[Any] | None = None, stay: tuple[int, ...] = ()
+) -> tuple[GraphPlan, FakeRecorder]:
+    """A captured plan; the arguments at positions `stay` lay at one address so far."""
+    plan, recorder = plan_of(body, arguments, out), FakeRecorder()
+    slots = [plan.inputs[n] for n in stay]
+    found = plan.addresses(arguments, out)
+    return GraphPlan(plan, plan, recorder, {s: found[s] for s in slots}), recorder
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape)
+
+
+CHAIN = """
+  input %x: f32[4,3] (x=R) input %w: f32[3,5] (x=R)
+  %h: f32[4,5] (x=R) = matmul(%x, %w)
+  %a: f32[4,5] (x=R) = mul(%h, 2.0)
+  free %h
+  %y: f32[4,5] (x=R) = add(%a, 1.0)
+  free %a
+  return %y"""
+
+
+def test_replays_take_new_arguments_and_give_new_outputs() -> None:
+    graphs, recorder = graphs_of(CHAIN, [draw(4, 3), draw(3, 5)])
+    kept: list[tuple[Tensor, Tensor]] = []
+    for _ in range(4):
+        x, w = draw(4, 3), draw(3, 5)
+        (y,) = graphs.run([x, w])
+        kept.append((y, x @ w * 2 + 1))
+    assert all(torch.allclose(y, want) for y, want in kept)
+    assert len({y.data_ptr() for y, _ in kept}) == 4
+    assert [r.count for r in recorder.made] == [4]
+
+
+def test_what_stays_is_read_in_place_until_it_moves() -> None:
+    w = draw(3, 5)
+    graphs, recorder = graphs_of(CHAIN, [draw(4, 3), w], stay=(1,))
+    for _ in range(2):
+        x = draw(4, 3)
+        assert torch.allclose(graphs.run([x, w])[0], x @ w * 2 + 1)
+        w.copy_(draw(3, 5))  # in place: the graph sees it
+    assert len(recorder.made) == 1
+    for _ in range(3):
+        x, moved = draw(4, 3), draw(3, 5)
+        assert torch.allclose(graphs.run([x, moved])[0], x @ moved * 2 + 1)
+    assert [r.count for r in recorder.made] == [2, 3]
+    assert recorder.made[0].is_reset
+
+
+NUMBERS = """
+  input %x: f32[4] (x=R)
+  input %s: f32 scalar
+  %a: f32[4] (x=R) = mul(%x, 2.0)
+  %t: f32 scalar = mul(%s, 3.0)
+  %b: f32[4] (x=R) = mul(%a, %t)
+  free %a
+  %c: f32[4] (x=R) = exp(%b)
+  free %b
+  %y: f32[4] (x=R) = add(%c, %x)
+  free %c
+  return %y"""
+
+
+def test_numbers_run_eagerly_between_captured_regions() -> None:
+    graphs, recorder = graphs_of(NUMBERS, [draw(4), 1.0])
+    reasons = [r.eager for r in graphs.regions]
+    assert [r is None for r in reasons] == [True, False, True]
+    assert reasons[1] == "it reads %s, a number of each run"
+    for s in (0.5, -1.0, 0.25):
+        x = draw(4)
+        assert torch.allclose(graphs.run([x, s])[0], torch.exp(x * 2 * (s * 3)) + x)
+    assert [r.count for r in recorder.made] == [3, 3]
+
+
+def test_buffers_of_the_caller() -> None:
+    """Given outputs are filled and handed back; the graph writes where it was captured to."""
+    graphs, _ = graphs_of(CHAIN, [draw(4, 3), draw(3, 5)], [draw(4, 5)])
+    for _ in range(3):
+        x, w, out = draw(4, 3), draw(3, 5), draw(4, 5)
+        (y,) = graphs.run([x, w], [out])
+        assert y is out
+        assert torch.allclose(out, x @ w * 2 + 1)
+
+
+def test_inputs_that_are_written() -> None:
+    body = """
+      input %x: f32[4] (x=R)
+      alias %y = %x
+      %y: f32[4] (x=R) = add(%x, 1.0)
+      return %y"""
+    graphs, _ = graphs_of(body, [draw(4)])
+    for _ in range(3):
+        x = draw(4)
+        want = x + 1
+        (y,) = graphs.run([x])
+        assert y is x
+        assert torch.equal(x, want)
+
+
+def test_outputs_that_are_inputs_or_views_of_them() -> None:
+    body = """
+      input %x: f32[4,3] (x=R)
+      %t: f32[3,4] (x=R) = permute(%x, dims=[1,0])
+      %y: f32[4,3] (x=R) = add(%x, 1.0)
+      return %t, %x, %y"""
+    graphs, _ = graphs_of(body, [draw(4, 3)])
+    for _ in range(2):
+        x = draw(4, 3)
+        t, same, y = graphs.run([x])
+        assert same is x
+        assert t.data_ptr() == x.data_ptr() and torch.equal(t, x.t())
+        assert torch.equal(y, x + 1)
+
+
+def test_an_error_names_the_instruction() -> None:
+    plan = plan_of(CHAIN, [draw(4, 3), draw(3, 5)])
+
+    class Broken(FakeRecorder):
+        def record(self, run: Callable[[], list[Any]]) -> tuple[list[Any], Repeat]:
+            return super().record(run)
+
+    graphs = GraphPlan(plan, plan, Broken(), {})
+    with pytest.raises(RuntimeError) as caught:
+        graphs._call(plan, 0, None, [draw(4, 4), draw(3, 5)])
+    assert caught.value.__notes__ == ["in %h = matmul"]
+
+
+def test_no_border_between_a_post_and_its_wait(null: Communicator) -> None:
+    body = """
+      input %x: f32[2] of [8] (x=S0)
+      input %s: f32 scalar
+      %g: f32[8] (x=R) = alloc
+      %c = post allgather(%x) -> %g f32[8] (x=S0) => (x=R) axis=x dim=0
+      %a: f32[2] of [8] (x=S0) = mul(%x, %s)
+      wait %c
+      %y: f32[8] (x=R) = add(%g, 1.0)
+      return %y, %a"""
+    local = parse(f"host @small on mesh(x=4) {{ {body} }}").project(0)
+    null.prepare([(0, 1, 2, 3)])
+    plan = build(local, null.poster, CPU, False, [draw(2), 1.0])
+    found = [(r.eager is None, r.stop - r.start) for r in regions(plan)]
+    assert [captured for captured, _ in found] == [False, True]
+
+
+@pytest.fixture
+def null() -> Any:
+    comm = mf.init(backend="null", rank=0, size=4)
+    yield comm
+    comm.close()
+
+
+# -- the options ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone() -> Any:
+    comm = mf.init()
+    yield comm
+    comm.close()
+
+
+def test_always_needs_a_gpu(alone: Communicator) -> None:
+    with mf.FusionDefinition("f") as fd:
+        x = fd.define_tensor([4], dtype=torch.float32, mesh=mf.DeviceMesh([0]), layout={})
+        fd.add_output(x + 1)
+    with pytest.raises(mf.ProgramError, match='graph="always"') as caught:
+        mf.compile(fd).run(torch.ones(4), options=mf.Options(graph="always"))
+    assert "CUDA graphs are for GPUs" in str(caught.value)
+    assert torch.equal(mf.compile(fd).run(torch.ones(4))[0], torch.full((4,), 2.0))
+
+
+def test_explain_says_what_runs_eagerly() -> None:
+    with mf.FusionDefinition("f") as fd:
+        x = fd.define_tensor([4], dtype=torch.float32, mesh=mf.DeviceMesh([0]), layout={})
+        s = fd.define_scalar(None, dtype=torch.float32)
+        fd.add_output(x * s + 1)
+    text = mf.compile(fd).explain()
+    assert "graphs: " in text
+    assert "reads %s, a number of each run" in text
+
+
+def test_explain_says_that_all_is_captured() -> None:
+    with mf.FusionDefinition("f") as fd:
+        x = fd.define_tensor([4], dtype=torch.float32, mesh=mf.DeviceMesh([0]), layout={})
+        fd.add_output(x * 2 + 1)
+    assert "the whole program is captured in the second run" in mf.compile(fd).explain()
+    never = mf.compile(fd, mf.Options(graph="never")).explain()
+    assert 'graphs: none, because graph="never"' in never
