@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import mdfuse as mf
+from mdfuse.backends.base import Buffer, Place, Posting, Prepared
 from mdfuse.hir.parser import parse
 from mdfuse.plan.build import Plan, build
 from mdfuse.plan.graphs import GraphPlan, regions
@@ -132,7 +133,7 @@ def test_numbers_run_eagerly_between_captured_regions() -> None:
     graphs, recorder = graphs_of(NUMBERS, [draw(4), 1.0])
     reasons = [r.eager for r in graphs.regions]
     assert [r is None for r in reasons] == [True, False, True]
-    assert reasons[1] == "it reads %s, a number of each run"
+    assert reasons[1] == "it uses %s, a number of each run"
     for s in (0.5, -1.0, 0.25):
         x = draw(4)
         assert torch.allclose(graphs.run([x, s])[0], torch.exp(x * 2 * (s * 3)) + x)
@@ -243,7 +244,7 @@ def test_explain_says_what_runs_eagerly() -> None:
         fd.add_output(x * s + 1)
     text = mf.compile(fd).explain()
     assert "graphs: " in text
-    assert "reads %s, a number of each run" in text
+    assert "uses %s, a number of each run" in text
 
 
 def test_explain_says_that_all_is_captured() -> None:
@@ -253,3 +254,39 @@ def test_explain_says_that_all_is_captured() -> None:
     assert "the whole program is captured in the second run" in mf.compile(fd).explain()
     never = mf.compile(fd, mf.Options(graph="never")).explain()
     assert 'graphs: none, because graph="never"' in never
+
+
+# -- lifetimes -----------------------------------------------------------------------------------
+
+
+class Lane:
+    """Posts whose waits name neither handle nor buffers."""
+
+    def __init__(self, at_once: bool) -> None:
+        self.is_at_once = at_once
+
+    def __call__(self, srcs: Any, dsts: Any) -> Any:
+        raise AssertionError("all is prepared")
+
+    def prepare(self, srcs: Any, dsts: Any, place: Place) -> Posting:
+        assert place.at_once == self.is_at_once
+        args = (Buffer("src", form="pointer"), Buffer("dst", form="pointer"))
+        return Posting(post=(Prepared(max, args), Prepared(list, ())), wait=(Prepared(list, ()),))
+
+
+@pytest.mark.parametrize("between", ["", "%b: f32[8] (x=R) = mul(%x, 3.0)"])
+def test_what_is_under_way_keeps_its_memory(between: str) -> None:
+    """Until the wait, no other buffer takes the place of what is sent or received."""
+    body = f"""
+      input %x: f32[8] (x=R)
+      %s: f32[8] (x=R) = mul(%x, 2.0)
+      %d: f32[8] (x=R) = alloc
+      %c = post allreduce[sum](%s) -> %d f32[8] (x=P(sum)) => (x=R) axis=x
+      {between}
+      wait %c
+      %y: f32[8] (x=R) = add(%d, {"%b" if between else "%x"})
+      return %y"""
+    local = parse(f"host @small on mesh(x=4) {{ {body} }}").project(0)
+    plan = build(local, lambda call: Lane(not between), CPU, False, [draw(8)])
+    lies = {n: x.data_ptr() for n, x in plan.owned.buffers.items()}
+    assert len(set(lies.values())) == len(lies) == (3 if between else 2)

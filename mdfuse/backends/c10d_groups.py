@@ -65,6 +65,8 @@ class Library:
         transfer: posts a batch of receives and sends in a group.
         lacks: reduce ops that it cannot do.
         needs_flat: its collectives split along dim 0 instead of by element.
+        on_current: a collective that is waited for at once runs on the stream that is current, with
+            nothing left to wait for.
         reduce_clobbers: its rooted reduce also writes into the buffers of ranks other than root.
     """
 
@@ -75,6 +77,7 @@ class Library:
     transfer: Callable[[Group, Iterable[Transfer], Iterable[Transfer]], list[Work]]
     lacks: frozenset[str] = frozenset()
     needs_flat: bool = True
+    on_current: bool = False
     reduce_clobbers: bool = True
 
 
@@ -233,6 +236,7 @@ LIBRARIES: dict[str, Library] = {
             transfer=_transfer_grouped,
             lacks=frozenset({"band", "bor", "bxor"}),
             needs_flat=False,
+            on_current=True,
             reduce_clobbers=False,
         ),
         Library(

@@ -116,12 +116,14 @@ class BoundCall:
                 return None
         if dtype not in _NATIVE:
             return None
-        post = _PREPARED[call.kind](team, call, dtype)
+        at_once = place.at_once and team.library.on_current
+        post = _PREPARED[call.kind](team, call, dtype, at_once)
         if call.kind == "Allreduce":  # in place in the library
             form: Literal["flat", "tensor"] = "tensor" if _are_alike(srcs, dsts) else "flat"
             copy = Prepared("copy_", (Buffer("dst", form=form), Buffer("src", form=form)))
             post = (copy, *post)
-        return Posting(post=post, explain=partial(explained, call))
+        wait: tuple[Prepared, ...] | None = () if at_once else None
+        return Posting(post=post, wait=wait, explain=partial(explained, call))
 
 
 def _build(team: Team, call: Call, dtype: torch.dtype) -> _Post:
@@ -301,37 +303,51 @@ def _are_alike(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> bool:
     return srcs[0].shape == dsts[0].shape
 
 
-def _prepared_allgather(team: Team, call: Call, dtype: torch.dtype) -> tuple[Prepared, ...]:
+def _prepared_allgather(
+    team: Team, call: Call, dtype: torch.dtype, at_once: bool
+) -> tuple[Prepared, ...]:
     src, dst = _forms(team)
-    return (Prepared(team.group._allgather_base, (dst, src, AllgatherOptions())),)
+    options = AllgatherOptions()
+    options.asyncOp = not at_once
+    return (Prepared(team.group._allgather_base, (dst, src, options)),)
 
 
-def _prepared_reduce_scatter(team: Team, call: Call, dtype: torch.dtype) -> tuple[Prepared, ...]:
+def _prepared_reduce_scatter(
+    team: Team, call: Call, dtype: torch.dtype, at_once: bool
+) -> tuple[Prepared, ...]:
     src, dst = _forms(team)
     options = dist.ReduceScatterOptions()
-    options.reduceOp = _reduce_op(call, dtype)
+    options.reduceOp, options.asyncOp = _reduce_op(call, dtype), not at_once
     return (Prepared(team.group._reduce_scatter_base, (dst, src, options)),)
 
 
-def _prepared_allreduce(team: Team, call: Call, dtype: torch.dtype) -> tuple[Prepared, ...]:
+def _prepared_allreduce(
+    team: Team, call: Call, dtype: torch.dtype, at_once: bool
+) -> tuple[Prepared, ...]:
     _, dst = _forms(team)
     options = dist.AllreduceOptions()
-    options.reduceOp = _reduce_op(call, dtype)
+    options.reduceOp, options.asyncOp = _reduce_op(call, dtype), not at_once
     return (Prepared(team.group.allreduce, ([dst], options)),)
 
 
-def _prepared_broadcast(team: Team, call: Call, dtype: torch.dtype) -> tuple[Prepared, ...]:
+def _prepared_broadcast(
+    team: Team, call: Call, dtype: torch.dtype, at_once: bool
+) -> tuple[Prepared, ...]:
     options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = _root_index(call), 0
+    options.rootRank, options.rootTensor, options.asyncOp = _root_index(call), 0, not at_once
     src, dst = _forms(team)
     buffer = src if call.rank == call.root else dst
     return (Prepared(team.group.broadcast, ([buffer], options)),)
 
 
-def _prepared_alltoall(team: Team, call: Call, dtype: torch.dtype) -> tuple[Prepared, ...]:
+def _prepared_alltoall(
+    team: Team, call: Call, dtype: torch.dtype, at_once: bool
+) -> tuple[Prepared, ...]:
     src, dst = Buffer("src", form="flat"), Buffer("dst", form="flat")
     counts = list(call.recv_counts), list(call.send_counts)
-    args = (dst, src, *counts, dist.AllToAllOptions())
+    options = dist.AllToAllOptions()
+    options.asyncOp = not at_once
+    args = (dst, src, *counts, options)
     return (Prepared(team.group.alltoall_base, args),)
 
 
@@ -449,7 +465,7 @@ def _root_index(call: Call) -> int:
 _Builder = Callable[[Team, Call, torch.dtype], _Post]
 
 #: Kinds that are one call of the group's own, whatever is in the buffers.
-_PREPARED: dict[str, Callable[[Team, Call, torch.dtype], tuple[Prepared, ...]]] = {
+_PREPARED: dict[str, Callable[[Team, Call, torch.dtype, bool], tuple[Prepared, ...]]] = {
     "Allgather": _prepared_allgather,
     "ReduceScatter": _prepared_reduce_scatter,
     "Allreduce": _prepared_allreduce,

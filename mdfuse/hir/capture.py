@@ -37,13 +37,14 @@ class HostValues:
             return f"it allocates {reason}"
         if i.op == "free":
             return None
-        read = next((self.known[n] for n in map(self._root, i.reads) if n in self.known), None)
+        names = map(self._root, (*i.reads, *i.outputs))
+        read = next((self.known[n] for n in names if n in self.known), None)
         if read is None:
             return None
         for name in i.outputs:
             if self._is_number(name):
                 self.known[name] = f"%{_plain(name)}, computed from {read}"
-        return f"it reads {read}"
+        return f"it uses {read}"
 
     def _root(self, name: str) -> str:
         return self.program.root(name)

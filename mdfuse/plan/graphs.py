@@ -14,6 +14,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -50,7 +51,7 @@ def regions(plan: Plan) -> list[Region]:
     reasons = _reasons(plan)
     borders = [0, len(lines)] if plan.switches else [*_quiet(plan), len(lines)]
     found: list[Region] = []
-    for start, stop in zip(borders, borders[1:], strict=False):
+    for start, stop in pairwise(borders):
         why = next((r for r in reasons[start:stop] if r is not None), None)
         if found and (found[-1].eager is None) == (why is None):
             found[-1] = Region(start=found[-1].start, stop=stop, eager=found[-1].eager)

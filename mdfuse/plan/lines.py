@@ -76,6 +76,7 @@ class Line:
         kwargs: likewise, by name.
         into: the slot that the result is bound to; a tuple of slots for a tuple of results.
         shares: slots whose memory the result may refer to, or keep in use.
+        ends: slots whose memory is in use until here, though no argument says so.
         new: the result is a new buffer of this form, with nothing in it.
         is_view: the result may be a view of the first argument, and no number goes into it.
         in_place: what it writes may lie where an operand of the same form lies that dies here.
@@ -87,6 +88,7 @@ class Line:
     kwargs: tuple[tuple[str, Any], ...] = ()
     into: int | tuple[int, ...] | None = None
     shares: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
     new: Extents | None = None
     is_view: bool = False
     in_place: bool = False

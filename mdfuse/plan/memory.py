@@ -61,7 +61,7 @@ def lives(lines: Sequence[Line], results: Iterable[int | None]) -> list[Life]:
     for n, line in enumerate(lines):
         if line.run is None:
             continue
-        used = line.refs if line.new is not None else (*line.refs, *line.targets)
+        used = (*line.refs, *line.ends, *(line.targets if line.new is None else ()))
         for base in (base for slot in used for base in bases.get(slot, ())):
             first.setdefault(base, n)
             last[base] = n

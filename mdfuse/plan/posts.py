@@ -115,7 +115,7 @@ class Posts:
         wait: tuple[Line, ...] = (_waited(handle),)
         if posting.wait is not None:
             wait = tuple(self.line(p, srcs, dsts) for p in posting.wait)
-        self.waits[i.outputs[0]] = tuple(replace(w, explain=explain) for w in wait)
+        self.waits[i.outputs[0]] = tuple(replace(w, ends=(handle,), explain=explain) for w in wait)
         return tuple(replace(x, explain=explain) for x in lines)
 
     def line(self, call: Prepared, srcs: list[str], dsts: list[str]) -> Line:

@@ -47,8 +47,8 @@ class Builder:
 
     def build(self, instructions: Sequence[Instruction]) -> None:
         """Make the steps of all instructions."""
-        for i, following in zip(instructions, (*instructions[1:], None), strict=True):
-            self.add(i, following)
+        for n, i in enumerate(instructions):
+            self.add(i, _following(instructions, n) if i.op == "post" else None)
         self.finish()
 
     def add(self, i: Instruction, following: Instruction | None) -> None:
@@ -177,6 +177,16 @@ class Builder:
                 because="a host unit writes all its outputs into buffers, or none",
                 hint="alloc each of them, or none",
             )
+
+
+#: What does nothing on the device.
+_ON_HOST = ("alloc", "free", "narrow", "chunk", "select", "unexpand")
+
+
+def _following(instructions: Sequence[Instruction], n: int) -> Instruction | None:
+    """The next instruction that does something on the device."""
+    later = (i for i in instructions[n + 1 :] if i.op not in _ON_HOST)
+    return next(later, None)
 
 
 def local_step(i: Instruction, context: Context) -> Step:
