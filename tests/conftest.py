@@ -39,6 +39,20 @@ def verified_passes() -> Iterator[None]:
     hir_lowering.HOST_PASSES = passes
 
 
+@pytest.fixture
+def unjoined() -> Iterator[None]:
+    """No communicator before and after; one that an earlier test left is closed."""
+    from mdfuse.runtime import communicator
+
+    def leave() -> None:
+        if communicator._live is not None:
+            communicator._live.close()
+
+    leave()
+    yield
+    leave()
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Times are not asserted; and ranks must draw the same examples as each other."""
     settings.register_profile("one process", deadline=None)

@@ -211,23 +211,15 @@ def test_no_border_between_a_post_and_its_wait(null: Communicator) -> None:
 
 
 @pytest.fixture
-def null() -> Any:
-    comm = mf.init(backend="null", rank=0, size=4)
-    yield comm
-    comm.close()
+def null(unjoined: None) -> Communicator:
+    return mf.init(backend="null", rank=0, size=4)
 
 
 # -- the options ---------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def alone() -> Any:
-    comm = mf.init()
-    yield comm
-    comm.close()
-
-
-def test_always_needs_a_gpu(alone: Communicator) -> None:
+@pytest.mark.usefixtures("unjoined")
+def test_always_needs_a_gpu() -> None:
     with mf.FusionDefinition("f") as fd:
         x = fd.define_tensor([4], dtype=torch.float32, mesh=mf.DeviceMesh([0]), layout={})
         fd.add_output(x + 1)

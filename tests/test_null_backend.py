@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from test_communicator import bare_environment
 
 import mdfuse as mf
 from mdfuse import BackendError, DeviceMesh, Layout, Options, Partial, Replicate, Shard
-from mdfuse.runtime import communicator
 
 RING = DeviceMesh.arange(tp=8)
 THREE = DeviceMesh([0, 5, 2])
@@ -22,14 +20,10 @@ NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MDFUSE_BACKEND")
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No launcher and no communicator before a test, none after it."""
+def alone(monkeypatch: pytest.MonkeyPatch, unjoined: None) -> None:
+    """No launcher and no communicator."""
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
-    assert communicator._live is None
-    yield
-    if communicator._live is not None:
-        communicator._live.close()
 
 
 RESHARDS = {

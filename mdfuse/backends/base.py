@@ -103,10 +103,12 @@ class Prepared:
     Attributes:
         run: what is called; a text is a method of the first argument.
         args: constants, `Buffer`s, and lists of these.
+        in_place: what it writes may lie where what it reads lies, which is not used afterwards.
     """
 
     run: Callable[..., Any] | str
     args: tuple[Any, ...]
+    in_place: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -120,7 +120,7 @@ class BoundCall:
         post = _PREPARED[call.kind](team, call, dtype, at_once)
         if call.kind == "Allreduce":  # in place in the library
             form: Literal["flat", "tensor"] = "tensor" if _are_alike(srcs, dsts) else "flat"
-            copy = Prepared("copy_", (Buffer("dst", form=form), Buffer("src", form=form)))
+            copy = Prepared("copy_", (Buffer("dst", form=form), Buffer("src", form=form)), True)
             post = (copy, *post)
         wait: tuple[Prepared, ...] | None = () if at_once else None
         return Posting(post=post, wait=wait, explain=partial(explained, call))

@@ -276,7 +276,7 @@ def _reduce_scatter(
 def _allreduce(port: Port, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Prepared:
     whole = _carried(dsts[0], dsts[0].numel())
     arguments = (_SRC, _DST, *whole, _op(call), port.comm, port.stream)
-    return Prepared(port.binding.all_reduce, arguments)
+    return Prepared(port.binding.all_reduce, arguments, in_place=True)
 
 
 def _broadcast(port: Port, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Prepared:

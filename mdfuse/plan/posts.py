@@ -109,7 +109,7 @@ class Posts:
             return None
         lines = [self.line(p, srcs, dsts) for p in posting.post]
         handle = self.context.slot(i.outputs[0])
-        used = {slot for line in lines if not line.in_place for slot in line.refs}
+        used = {slot for line in lines if line.run != "copy_" for slot in line.refs}
         lines[-1] = replace(lines[-1], into=handle, shares=tuple(sorted(used)))
         explain = posting.explain
         wait: tuple[Line, ...] = (_waited(handle),)
@@ -127,8 +127,7 @@ class Posts:
                 return Ref(self.context.slot(name), x.form)
             return [arg(y) for y in x] if isinstance(x, list) else x
 
-        may = call.run == "copy_"  # a library that reduces in place may have the operand's
-        return Line(run=call.run, args=tuple(map(arg, call.args)), in_place=may)
+        return Line(run=call.run, args=tuple(map(arg, call.args)), in_place=call.in_place)
 
     def buffer(self, name: Any, i: Instruction) -> int | None:
         """The slot of a buffer that is posted."""

@@ -7,6 +7,7 @@ import hashlib
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -70,8 +71,9 @@ class JointSession:
         if session.config.option.collectonly or not (session.items or session.testsfailed):
             return
         import mdfuse
+        from mdfuse.config import options_from_environment
 
-        options = mdfuse.Options(timeout_s=COMMUNICATION_TIMEOUT_S)
+        options = replace(options_from_environment(), timeout_s=COMMUNICATION_TIMEOUT_S)
         self._communicator = mdfuse.init(options)
         self._agreement = Agreement(self.communicator.store, self._launch.rank, self._launch.size)
         self._agree_on_tests(session)
