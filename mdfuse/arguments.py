@@ -25,6 +25,7 @@ def check_names(program: HostProgram) -> None:
         _check_alias(program, name, of)
     for name in program.outputs:
         _check_output(program, name)
+    _check_outputs_apart(program)
     known = set(map(program.root, program.inputs))
     known.update(program.root(n) for i in program.walk() for n in i.outputs)
     for i in program.walk():
@@ -33,6 +34,21 @@ def check_names(program: HostProgram) -> None:
                 i.op == "return" and _is_elsewhere(program, name)
             ):
                 raise unbound(program, name, i)
+
+
+def _check_outputs_apart(program: HostProgram) -> None:
+    """No two outputs are one buffer: what a caller does to one would show in the other."""
+    seen: dict[str, str] = {}
+    for name in program.outputs:
+        root = program.root(name)
+        if root in seen:
+            twice = "returned twice" if seen[root] == name else f"an alias of output %{seen[root]}"
+            raise ProgramError(
+                f"@{program.name}: output %{name} is {twice}",
+                because="each output is a buffer of its own, or one of the caller's",
+                hint=f"return a copy: %copy = mul(%{name}, 1)",
+            )
+        seen[root] = name
 
 
 def _names(i: Instruction) -> Iterator[str]:

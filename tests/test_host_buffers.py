@@ -144,15 +144,34 @@ def test_an_output_that_is_an_input() -> None:
     assert got is x
 
 
-def test_an_output_that_is_returned_twice() -> None:
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("%y: f32[3] (x=R) = add(%x, 1.0) return %y, %y", "output %y is returned twice"),
+        (
+            "alias %z: f32[3] (x=R) = %y %y: f32[3] (x=R) = add(%x, 1.0) return %y, %z",
+            "output %z is an alias of output %y",
+        ),
+        ("alias %z: f32[3] (x=R) = %x %z = add(%x, 1.0) return %x, %z", "alias of output %x"),
+    ],
+)
+def test_outputs_that_are_one_buffer(code: str, words: str) -> None:
+    with pytest.raises(mf.ProgramError, match=words) as caught:
+        alone(f"input %x: f32[3] (x=R) {code}", x=numbers(3))
+    assert "try" in str(caught.value)
+
+
+def test_an_output_that_would_be_a_view_of_another_is_a_copy() -> None:
     body = """
-      input %x: f32[3] (x=R)
-      %y: f32[3] (x=R) = add(%x, 1.0)
-      return %y, %y"""
-    buffer = torch.empty(3)
-    got = alone(body, x=numbers(3), y=buffer)
-    assert [t.data_ptr() for t in got] == [buffer.data_ptr()] * 2
-    assert got[1].tolist() == [1, 2, 3]
+      input %x: f32[2,3] (x=R)
+      %y: f32[2,3] (x=R) = add(%x, 1.0)
+      %t: f32[3,2] (x=R) = permute(%y, dims=[1,0])
+      %v: f32[3,2] (x=R) = permute(%x, dims=[1,0])
+      return %y, %t, %v"""
+    x = numbers(2, 3)
+    y, t, v = alone(body, x=x)
+    assert torch.equal(t, (x + 1).t()) and t.data_ptr() != y.data_ptr()
+    assert torch.equal(v, x.t()) and v.data_ptr() == x.data_ptr()
 
 
 INTO_AN_INPUT = """

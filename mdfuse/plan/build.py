@@ -214,6 +214,7 @@ def build(
     builder.build(written.instructions)
     outputs = [context.slot(n) if written.has(n, program.rank) else None for n in written.outputs]
     _fill_given(builder, given, outputs)
+    _part_outputs(builder, given, outputs)
     return Plan(
         program.name, context.size, inputs, tuple(given), tuple(outputs), tuple(builder.steps),
         device, builder.switches, context.one_stream,
@@ -246,6 +247,22 @@ def _given(context: Context, out: Sequence[Any]) -> list[int | None]:
         place = context.slot(name) if is_new else None
         found.append(context.new_slot() if buffer is not None and not is_new else place)
     return found
+
+
+def _part_outputs(builder: Builder, given: Sequence[int | None], outputs: list[int | None]) -> None:
+    """An output that would be a view of another one is copied; views of inputs stay views."""
+    context = builder.context
+    names = context.program.outputs
+    for n, name in enumerate(names):
+        slot, root = outputs[n], context.storage.get(name, name)
+        is_own = root in context.program.inputs or (n < len(given) and given[n] is not None)
+        if slot is None or is_own or not any(context.share(name, x) for x in names[:n]):
+            continue
+        outputs[n] = made = context.new_slot()
+        line = Line(run="clone", args=(Ref(slot),), into=made)
+        builder.steps.append(
+            Step(lines=(line,), label="return", op="return", inputs=(slot,), outputs=(made,))
+        )
 
 
 def _fill_given(builder: Builder, given: Sequence[int | None], outputs: list[int | None]) -> None:

@@ -110,7 +110,8 @@ class Posts:
         lines = [self.line(p, srcs, dsts) for p in posting.post]
         handle = self.context.slot(i.outputs[0])
         used = {slot for line in lines if line.run != "copy_" for slot in line.refs}
-        lines[-1] = replace(lines[-1], into=handle, shares=tuple(sorted(used)))
+        is_done = posting.wait == ()  # what comes next on the stream finds the buffers free
+        lines[-1] = replace(lines[-1], into=handle, shares=() if is_done else tuple(sorted(used)))
         explain = posting.explain
         wait: tuple[Line, ...] = (_waited(handle),)
         if posting.wait is not None:

@@ -311,12 +311,13 @@ def check_hang(comm: mf.Communicator, mode: str) -> None:
     port = where.get("port").decode()
     tests = Path(__file__).parent.parent
     arguments = [str(comm.rank), str(comm.size), port, str(TIMEOUT_S), str(comm.device.index), mode]
+    paths = [str(tests.parent), str(tests), os.environ.get("PYTHONPATH", "")]
     child = subprocess.Popen(
         [sys.executable, "-c", _PROGRAM, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": f"{tests.parent}:{tests}"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )
     try:
         if comm.rank < comm.size - 1:
