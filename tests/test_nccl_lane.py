@@ -491,9 +491,9 @@ def test_failure_is_told_until_the_end() -> None:
     assert lane.failure() is None
     world.bindings[0].result = 6
     assert lane.failure() == "unhandled result 6: the network is down"
-    lane.abort()
-    lane.abort()
-    assert world.log == ["abort"] and lane.failure() is None
+    lane.close()
+    lane.close()
+    assert world.log[-1] == "destroy" and lane.failure() is None
 
 
 def both(work: Callable[[int], Any]) -> list[Any]:

@@ -135,16 +135,14 @@ def test_in_time() -> None:
 
 
 def test_overdue() -> None:
-    aborted: list[str] = []
     rank = Rank()
-    rank.watch.on_end(lambda: aborted.append("first"))
     rank.post(3)
     rank.finish(1)
     rank.look()
     rank.look(4.9)
     assert rank.statuses == []
     rank.look(0.2)
-    assert rank.statuses == [EXIT_STATUS] and aborted == ["first"]
+    assert rank.statuses == [EXIT_STATUS]
     assert_expected_inline(
         rank.texts[0],
         """\
@@ -207,16 +205,6 @@ def test_a_communicator_that_failed() -> None:
     rank.watch.forget(ask)
     rank.look()
     assert len(rank.texts) == 1
-
-
-def test_aborting_may_hang() -> None:
-    rank, hang = Rank(), threading.Event()
-    rank.watch.on_end(lambda: hang.wait(30))
-    rank.post()
-    rank.look()
-    rank.look(6)
-    assert rank.statuses == [EXIT_STATUS]
-    hang.set()
 
 
 # -- several ranks ---------------------------------------------------------------------------------

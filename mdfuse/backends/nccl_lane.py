@@ -97,7 +97,6 @@ class NcclLane:
         self._lock = threading.Lock()
         self._track(self.stream)  # the first one allocates, which must not happen in a capture
         noter.on_error(team, self.failure)
-        noter.on_end(self.abort)
 
     def prepare(
         self, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: Place
@@ -240,12 +239,6 @@ class NcclLane:
             words = self._binding.get_error_string(result)
             return f"{words}: {self._binding.get_last_error(self._comm)}"
 
-    def abort(self) -> None:
-        """End the communicator without the other members; nothing is posted afterwards."""
-        comm = self._take()
-        if comm is not None:
-            self._binding.comm_abort(comm)
-
     def close(self) -> None:
         """Destroy the graphs that are held, then the communicator; a second close does nothing.
 
@@ -257,7 +250,7 @@ class NcclLane:
             held, self._held = self._held, {}
         for destroy in held.values():
             destroy()
-        self._noter.forget(self.failure, self.abort)
+        self._noter.forget(self.failure)
         comm = self._take()
         if comm is None:
             return

@@ -53,8 +53,5 @@ class Noter(Protocol):
     def on_error(self, team: tuple[int, ...], ask: Callable[[], str | None]) -> None:
         """Ask for errors of a team's communicator now and then; a text is one."""
 
-    def on_end(self, abort: Callable[[], object]) -> None:
-        """Call this before the process is ended."""
-
     def forget(self, *functions: Callable[..., object]) -> None:
-        """Take back what was given to `on_error` and `on_end`."""
+        """Take back what was given to `on_error`."""

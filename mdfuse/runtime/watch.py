@@ -33,9 +33,6 @@ EXIT_STATUS = 70
 #: Code that is not the user's, besides installed packages.
 _LIBRARIES = (PACKAGE, sys.base_prefix + "/lib/", "<")
 
-#: How long giving up the communicators may take before the process ends all the same, seconds.
-_ABORT_S = 2.0
-
 
 class Post(NamedTuple):
     """One entry of the ring.
@@ -142,7 +139,6 @@ class Watch:
         self._write = write or _write_error
         self._end = end or _end_process
         self._sources: list[tuple[tuple[int, ...], Callable[[], str | None]]] = []
-        self._aborts: list[Callable[[], object]] = []
         self._seen = -1
         self._oldest: Post | None = None
         self._moved_at = clock()
@@ -179,14 +175,9 @@ class Watch:
         """Ask for errors of a team's communicator at each look; a text is one."""
         self._sources.append((team, ask))
 
-    def on_end(self, abort: Callable[[], object]) -> None:
-        """Call this before the watchdog ends the process."""
-        self._aborts.append(abort)
-
     def forget(self, *functions: Callable[..., object]) -> None:
-        """Take back what was given to `on_error` and `on_end`."""
+        """Take back what was given to `on_error`."""
         self._sources = [row for row in self._sources if row[1] not in functions]
-        self._aborts = [abort for abort in self._aborts if abort not in functions]
 
     def start(self) -> None:
         """Start the watchdog, once."""
@@ -269,15 +260,10 @@ class Watch:
         self._write(report(alarm, position, others, self._posts()))
         if self._bulletin is not None:
             self._bulletin.linger(others)
-        aborting = threading.Thread(target=self._abort, daemon=True)
-        aborting.start()
-        aborting.join(_ABORT_S)
         self._stop.set()
+        # no communicator is aborted first: that would let the program go on with what is in the
+        # buffers, and even end well
         self._end(EXIT_STATUS)
-
-    def _abort(self) -> None:
-        for abort in list(self._aborts):
-            abort()
 
 
 def _host_line() -> str:
