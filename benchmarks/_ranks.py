@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from mdfuse import DeviceMesh, Layout
 from mdfuse.backends.c10d_groups import LIBRARIES, HashStore
 from mdfuse.cli import screen
 from mdfuse.runtime.bootstrap import detect
+
+FastLane = Literal["auto", "never", "always"]
 
 #: Deadline of a communication, seconds: a benchmark that hangs should say so soon.
 _TIMEOUT_S = 120.0
@@ -52,9 +54,10 @@ class Ranks:
 
     @property
     def name(self) -> str:
-        """For a file: backend, ranks, and the device where the backend leaves it open."""
+        """For a file: backend, ranks, the device where the backend leaves it open, the lane."""
         device = f"-{self.device.type}" if self.is_null else ""
-        return f"{self.comm.backend}-{self.comm.size}{device}"
+        lane = "-fast-lane" if self.comm.has_fast_lane else ""
+        return f"{self.comm.backend}-{self.comm.size}{device}{lane}"
 
     def settle(self) -> None:
         """Wait until nothing is under way on any rank."""
@@ -72,7 +75,7 @@ class Ranks:
         dist.destroy_process_group()
 
 
-def start(backend: str, size: int, device: str | None) -> Ranks:
+def start(backend: str, size: int, device: str | None, fast_lane: FastLane = "auto") -> Ranks:
     """Join the ranks of the launcher, or stand for rank 0 of `size` (backend null)."""
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
@@ -88,7 +91,8 @@ def start(backend: str, size: int, device: str | None) -> Ranks:
         if detect(os.environ).is_one_host:  # by loopback, as mdfuse does
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(backend)
-    comm, world = mf.init(mf.Options(timeout_s=_TIMEOUT_S), backend), dist.group.WORLD
+    options = mf.Options(timeout_s=_TIMEOUT_S, fast_lane=fast_lane)
+    comm, world = mf.init(options, backend), dist.group.WORLD
     return _ranks(comm, cast(Any, world)._get_backend(comm.device))
 
 

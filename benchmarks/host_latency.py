@@ -3,6 +3,7 @@
 python benchmarks/host_latency.py                                        # no ranks, nothing is sent
 ./launch/torchrun 4 benchmarks/host_latency.py --backend gloo
 ./launch/torchrun 8 benchmarks/host_latency.py                           # NCCL, on GPUs
+./launch/torchrun 8 benchmarks/host_latency.py --fast-lane always        # posts through nccl4py
 mdfuse bench host_latency --rows instructions,reshard --quick
 
 Prints one table and stores it with every round. docs/host_time.md says how to read it.
@@ -217,6 +218,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--backend", choices=("null", "gloo", "nccl"), default=choose_backend())
     parser.add_argument("--ranks", type=int, default=8, help="of the world (backend null)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="of buffers (backend null)")
+    parser.add_argument(
+        "--fast-lane",
+        choices=("auto", "never", "always"),
+        default="never",
+        help="posts through nccl4py (backend nccl); the loops by hand post through torch",
+    )
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--rows", help=f"some of {','.join(ROWS)}; by default all that apply")
     parser.add_argument("--output", type=Path, help="by default in benchmarks/results")
@@ -237,7 +244,7 @@ def _chosen(wanted: str | None, ranks: Ranks) -> Sequence[str]:
 def main() -> None:
     """Measure, print, store."""
     arguments = _arguments()
-    ranks = start(arguments.backend, arguments.ranks, arguments.device)
+    ranks = start(arguments.backend, arguments.ranks, arguments.device, arguments.fast_lane)
     plan = Plan(
         ranks=ranks,
         rounds=3 if arguments.quick else arguments.rounds,
@@ -252,8 +259,10 @@ def main() -> None:
             "backend": ranks.comm.backend,
             "ranks": ranks.comm.size,
             "device": str(ranks.device),
+            "fast_lane": ranks.comm.has_fast_lane,
         }
-        given = {name: value and str(value) for name, value in vars(arguments).items()}
+        chosen_by = {k: v for k, v in vars(arguments).items() if k != "output"}
+        given = {name: value and str(value) for name, value in chosen_by.items()}
         show(screen.output(), f"host latency on {ranks.name}", rows)
         Report(benchmark="host_latency", arguments=given, rows=rows, where=where).write(path)
         screen.output().print(f"written: {path}", soft_wrap=True)

@@ -52,7 +52,11 @@ def _bound(calls: Sequence[Prepared], src: Tensor, dst: Tensor) -> _Calls:
     def given(argument: Any) -> Any:
         return sides[argument.side] if isinstance(argument, Buffer) else argument
 
-    return [(call.run, tuple(map(given, call.args))) for call in calls]
+    found = []
+    for call in calls:
+        assert callable(call.run)  # a lane's are functions, no names of methods
+        found.append((call.run, tuple(map(given, call.args))))
+    return found
 
 
 def _walk(calls: _Calls) -> None:
@@ -89,10 +93,15 @@ def _contenders(ranks: Ranks, lane: NcclLane, src: Tensor, dst: Tensor) -> dict[
     }
 
 
+def _event() -> Any:
+    make: Any = torch.cuda.Event
+    return make()
+
+
 def _pieces(ranks: Ranks, lane: NcclLane, src: Tensor, dst: Tensor) -> dict[str, Any]:
     """What a post of the lane consists of, and torch's own way of an event."""
     device, stream = CudaDevice(ranks.device), torch.cuda.current_stream()
-    handle, event, theirs = device.stream(stream.cuda_stream), device.event(), torch.cuda.Event()
+    handle, event, theirs = device.stream(stream.cuda_stream), device.event(), _event()
     call = Call(kind="Allgather", team=lane.team, rank=ranks.comm.rank)
     posting = lane.prepare(
         call, [src], [dst], Place(stream=stream.cuda_stream, at_once=True, where="posting_lanes.py")
@@ -166,7 +175,7 @@ def main() -> None:
     if choose_backend() != "nccl" or refusal:
         because, hint = refusal or ("there are no ranks", "start them by ./launch/torchrun 2 ...")
         screen.fail(f"posting_lanes needs two GPUs and nccl4py: {because}; {hint}")
-    ranks = start("nccl", 0, None)
+    ranks = start("nccl", 0, None, "always")
     lanes = _lanes(ranks)
     lane = lanes.open(tuple(range(ranks.comm.size)), PrefixStore("benchmark/id", ranks.comm.store))
     src = torch.full((arguments.bytes // 2,), ranks.comm.rank, dtype=torch.bfloat16)
@@ -180,7 +189,7 @@ def main() -> None:
     rows += _rows(_measured(pieces, ranks, rounds), "NCCL's call", sizes, "of it")
     if ranks.comm.rank == 0:
         path = arguments.output or _RESULTS / f"posting_lanes-{ranks.name}.json"
-        given = {name: value and str(value) for name, value in vars(arguments).items()}
+        given = {k: v and str(v) for k, v in vars(arguments).items() if k != "output"}
         where = {"backend": "nccl", "ranks": ranks.comm.size, "library": nccl_library.library()}
         show(screen.output(), f"posting lanes on {ranks.name}", rows)
         Report(benchmark="posting_lanes", arguments=given, rows=rows, where=where).write(path)

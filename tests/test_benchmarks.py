@@ -38,7 +38,7 @@ def test_host_latency_stores_every_row(tmp_path: Path) -> None:
     names = [row["name"] for row in stored["rows"]]
     for words in ("all-gather, matmul, reduce-scatter", "added", "reshard", "lower", "peak"):
         assert [name for name in names if words in name], words
-    assert stored["world"] == {"backend": "null", "ranks": 8, "device": "cpu"}
+    assert stored["world"] == {"backend": "null", "ranks": 8, "device": "cpu", "fast_lane": False}
     assert stored["machine"]["processor"] and stored["versions"]["torch"] and stored["date"]
     for row in stored["rows"]:
         rounds = row["rounds"]

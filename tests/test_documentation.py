@@ -77,6 +77,7 @@ def test_host_programs_in_the_documentation(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", sorted(p.name for p in (ROOT / "docs").glob("*.md")))
+@pytest.mark.usefixtures("unjoined")
 def test_examples_in_the_documentation(page: str) -> None:
     """Examples that a page shows run, and give what stands below them."""
     failed, _ = doctest.testfile(str(ROOT / "docs" / page), module_relative=False)

@@ -7,6 +7,7 @@ and concerns its members alone. Names that moved between torch releases are chos
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -123,7 +124,12 @@ def _open_gloo(
 def _open_nccl(
     device: torch.device, timeout: timedelta, devices: Sequence[dict[str, str]]
 ) -> OpenGroup:
-    """Communicators are made at once: made by a first use, they could wait for each other."""
+    """Communicators are made at once: made by a first use, they could wait for each other.
+
+    NCCL would register the buffers of posts that are captured in CUDA graphs, which all ranks have
+    to do together; here each rank captures when it finds its arguments moved.
+    """
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     from torch.distributed.distributed_c10d import ProcessGroupNCCL
 
     nccl: Any = ProcessGroupNCCL

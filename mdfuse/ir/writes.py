@@ -69,6 +69,7 @@ def _activation(name: str) -> Write:
     def write(x: Tensor, *, out: Tensor, **attrs: Any) -> None:
         function(x, out=out, **attrs)
 
+    write.__name__ = name
     return write
 
 
@@ -99,6 +100,7 @@ def _reduction(name: str) -> Write:
         else:
             out.copy_(x)
 
+    write.__name__ = name
     return write
 
 
@@ -134,6 +136,7 @@ def _extreme(name: str, pick: Callable[[torch.dtype], float | int | bool]) -> Wr
         else:
             reduce(x, out=out, dims=dims, **more)
 
+    write.__name__ = name
     return write
 
 

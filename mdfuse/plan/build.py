@@ -7,7 +7,7 @@ list of calls, written down as one function (`mdfuse.plan.lines`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -35,6 +35,7 @@ class Plan:
     Attributes:
         name: of the program.
         size: how many slots.
+        names: slot -> the name of its buffer or handle in the program.
         inputs: the slots of the inputs.
         given: for each output the slot of the caller's buffer, where there is one.
         outputs: the slots of the outputs; None for what this rank does not compute.
@@ -50,6 +51,7 @@ class Plan:
 
     name: str
     size: int
+    names: Mapping[int, str]
     inputs: tuple[int, ...]
     given: tuple[int | None, ...]
     outputs: tuple[int | None, ...]
@@ -98,7 +100,24 @@ class Plan:
         """All of them as one function of the caller's stream, the inputs and the given outputs."""
         places = [slot for slot in self.given if slot is not None]
         parameters = [CALLER_SLOT, *self.inputs, *places]
-        return write(self.name, self.owned.lines, parameters, self.outputs, self.owned.buffers)
+        return write(
+            self.name,
+            self.owned.lines,
+            parameters,
+            self.outputs,
+            self.owned.buffers,
+            self.names,
+            [self.labels[n] for n in self.owned.numbers],
+        )
+
+    def __str__(self) -> str:
+        """The calls of a run, as the function that makes them."""
+        return self.function.source.rstrip()
+
+    @cached_property
+    def labels(self) -> tuple[str, ...]:
+        """What each line belongs to."""
+        return tuple(step.label for step in self.steps for _ in step.lines)
 
     def run(self, arguments: Sequence[Any], out: Sequence[Any] | None = None) -> list[Any]:
         """Run from start to end on a backend whose waits block.
@@ -216,8 +235,8 @@ def build(
     _fill_given(builder, given, outputs)
     _part_outputs(builder, given, outputs)
     return Plan(
-        program.name, context.size, inputs, tuple(given), tuple(outputs), tuple(builder.steps),
-        device, builder.switches, context.one_stream,
+        program.name, context.size, context.names, inputs, tuple(given), tuple(outputs),
+        tuple(builder.steps), device, builder.switches, context.one_stream,
         numbers=any(program.types[n].layout is None for n in program.inputs),
         may_overlap=bool(program.aliases) or any(x is not None for x in given),
         written=tuple(

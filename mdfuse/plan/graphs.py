@@ -250,6 +250,16 @@ class GraphPlan:
             return made.clone()
         return made
 
+    def __str__(self) -> str:
+        """The regions, each with why it is not captured."""
+        lines = self.plan.function.source.splitlines()
+        text = [lines[0]]
+        for region in self.regions:
+            what = "captured" if region.eager is None else f"eager, because {region.eager}"
+            text.append(f"    # -- {what}")
+            text += lines[1 + region.start : 1 + region.stop]
+        return "\n".join([*text, *lines[1 + len(self.plan.owned.lines) :]])
+
     def reset(self) -> None:
         """Give up the graphs; before their communicators are destroyed."""
         for captured in self._captured.values():
@@ -283,7 +293,10 @@ class GraphPlan:
             numbers = self.plan.owned.numbers[region.start : region.stop]
             owned = self.plan.owned.buffers
             kept = [_without(plan.lines[number], {*made, *owned}) for number in numbers]
-            self._functions[key] = write(plan.name, kept, [CALLER_SLOT, *taken], made, owned)
+            labels = [plan.labels[number] for number in numbers]
+            self._functions[key] = write(
+                plan.name, kept, [CALLER_SLOT, *taken], made, owned, plan.names, labels
+            )
         function = self._functions[key]
         try:
             return function.call(caller, *values)

@@ -5,17 +5,19 @@ for one value of one run. The simulator makes the calls one by one, on a list of
 writes them down as one Python function without branches, whose local variables are the slots, so
 that a run costs what the same calls cost when written by hand:
 
-    def run(v0, v1):
-        v3 = allgather(b2, v0, c0)
-        v3.wait()
-        v3 = None
-        v4 = mm(b2, v1)
-        return [v4]
+    def run(caller, x, w):
+        c0 = allgather_base(g, x, options)  # mlp.py:14
+        c0.wait()  # mlp.py:14
+        c0 = None
+        mm(g, w, out=y)  # mlp.py:15
+        return [y]
 """
 
 from __future__ import annotations
 
+import keyword
 import linecache
+import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -163,28 +165,46 @@ class _Writer:
     """Writes lines down; what is constant gets a name among the function's globals."""
 
     owned: Mapping[int, Any]
+    names: Mapping[int, str]
     scope: dict[str, Any] = field(default_factory=dict)
-    names: dict[tuple[int, str], str] = field(default_factory=dict)
+    #: slot -> its variable; id of a constant -> its name
+    slots: dict[int, str] = field(default_factory=dict)
+    constants: dict[int, str] = field(default_factory=dict)
+    taken: set[str] = field(default_factory=lambda: {"run", *keyword.kwlist})
     #: constants made of buffers that stay, so that each is made once
     made: dict[Any, Any] = field(default_factory=dict)
+
+    def fresh(self, like: str) -> str:
+        """A name that nothing has."""
+        base = re.sub(r"\W", "_", like).strip("_") or "f"
+        base = base if base.isidentifier() else f"v{base}"
+        name, n = base, 0
+        while name in self.taken:
+            n += 1
+            name = f"{base}_{n}"
+        self.taken.add(name)
+        return name
 
     def constant(self, x: Any, like: str = "c") -> str:
         if x is None or type(x) in (bool, int, str):
             return repr(x)
-        key = (id(x), like)
-        if key not in self.names:
-            self.names[key] = f"{like}{len(self.names)}"
-            self.scope[self.names[key]] = x
-        return self.names[key]
+        if id(x) not in self.constants:
+            name = self.constants[id(x)] = self.fresh(like)
+            self.scope[name] = x
+        return self.constants[id(x)]
 
     def slot(self, slot: int) -> str:
-        return self.constant(self.owned[slot], "b") if slot in self.owned else f"v{slot}"
+        if slot in self.owned:
+            return self.constant(self.owned[slot], self.names.get(slot, "b"))
+        if slot not in self.slots:
+            self.slots[slot] = self.fresh(self.names.get(slot, "v"))
+        return self.slots[slot]
 
     def operand(self, x: Any) -> str:
         if isinstance(x, Ref):
             if x.slot not in self.owned:
-                return _FORMS[x.form].format(f"v{x.slot}")
-            return self.constant(self.kept(x), "b")
+                return _FORMS[x.form].format(self.slot(x.slot))
+            return self.constant(self.kept(x), self.names.get(x.slot, "b"))
         if isinstance(x, list):
             if all(r.slot in self.owned for r in _refs(x)):
                 return self.constant(self.kept(x))
@@ -200,7 +220,7 @@ class _Writer:
 
     def line(self, line: Line) -> str:
         if line.run is None:
-            return " = ".join([*(f"v{slot}" for slot in line.targets), "None"])
+            return " = ".join([*map(self.slot, line.targets), "None"])
         args = [self.operand(x) for x in line.args]
         args += [f"{name}={self.operand(x)}" for name, x in line.kwargs]
         if line.run is itself:
@@ -209,8 +229,7 @@ class _Writer:
             call = f"{args[0]}.{line.run}({', '.join(args[1:])})"
         else:
             name = getattr(line.run, "__name__", "f")
-            name = name.strip("_<>") if name.strip("_<>").isidentifier() else "f"
-            call = f"{self.constant(line.run, name + '_')}({', '.join(args)})"
+            call = f"{self.constant(line.run, name)}({', '.join(args)})"
         targets = ", ".join(self.slot(slot) for slot in line.targets)
         if isinstance(line.into, tuple):
             targets += ","
@@ -246,6 +265,8 @@ def write(
     parameters: Sequence[int],
     results: Sequence[int | None],
     owned: Mapping[int, Any],
+    names: Mapping[int, str] | None = None,
+    labels: Sequence[str] | None = None,
 ) -> Function:
     """Write lines down as a function.
 
@@ -255,10 +276,14 @@ def write(
         parameters: the slots that the caller fills.
         results: the slots that it returns; None for what this rank lacks.
         owned: slots whose value is the same in all runs.
+        names: slot -> what to call it.
+        labels: what each line belongs to, as comments.
     """
-    writer = _Writer(owned)
-    text = [f"def run({', '.join(f'v{slot}' for slot in parameters)}):"]
-    text += [f"    {writer.line(line)}" for line in lines]
+    writer = _Writer(owned, names or {})
+    text = [f"def run({', '.join(map(writer.slot, parameters))}):"]
+    for n, line in enumerate(lines):
+        label = labels[n].replace("\n", " ") if labels is not None and line.run is not None else ""
+        text.append(f"    {writer.line(line)}" + (f"  # {label}" if label else ""))
     found = ["None" if slot is None else writer.slot(slot) for slot in results]
     text.append(f"    return [{', '.join(found)}]")
     source = "\n".join(text) + "\n"

@@ -65,6 +65,7 @@ class Context:
         rank: the rank.
         slots: name -> slot; a name that is bound again, after it was freed, gets another one.
         size: how many slots there are.
+        names: slot -> the name.
         bind: prepares a call on a backend whose teams are made.
         device: where buffers lie.
         poison: fill new buffers with NaN or the largest value.
@@ -93,6 +94,7 @@ class Context:
     caller: int = 0
     stream: int = 0
     size: int = CALLER_SLOT + 1
+    names: dict[int, str] = field(default_factory=lambda: {CALLER_SLOT: "caller"})
     facts: dict[str, Tensor] = field(default_factory=dict)
     bound: set[str] = field(default_factory=set)
     given: set[str] = field(default_factory=set)
@@ -108,6 +110,7 @@ class Context:
     def slot(self, name: str) -> int:
         if name not in self.slots:
             self.slots[name] = self.new_slot()
+            self.names[self.slots[name]] = name
         return self.slots[name]
 
     def new_slot(self) -> int:

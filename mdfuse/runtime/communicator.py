@@ -178,6 +178,11 @@ class Communicator:
         """
         self._graphs.add(graph)
 
+    @property
+    def has_fast_lane(self) -> bool:
+        """Posts go through NCCL's own functions."""
+        return self._lanes is not None
+
     def replays(self, name: str, stream: int) -> Replays | None:
         """What notes the replays of a program's graphs; None where torch's own watchdog is all.
 
