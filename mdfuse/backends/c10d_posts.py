@@ -340,11 +340,16 @@ def _prepared_broadcast(
     return (Prepared(team.group.broadcast, ([buffer], options)),)
 
 
+def _splits(counts: Sequence[int]) -> list[int]:
+    """As the library is told: nothing of blocks that are equal, which it then need not look at."""
+    return list(counts) if len(set(counts)) > 1 else []
+
+
 def _prepared_alltoall(
     team: Team, call: Call, dtype: torch.dtype, at_once: bool
 ) -> tuple[Prepared, ...]:
     src, dst = Buffer("src", form="flat"), Buffer("dst", form="flat")
-    counts = list(call.recv_counts), list(call.send_counts)
+    counts = _splits(call.recv_counts), _splits(call.send_counts)
     options = dist.AllToAllOptions()
     options.asyncOp = not at_once
     args = (dst, src, *counts, options)

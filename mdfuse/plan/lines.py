@@ -80,6 +80,7 @@ class Line:
         shares: slots whose memory the result may refer to, or keep in use.
         ends: slots whose memory is in use until here, though no argument says so.
         new: the result is a new buffer of this form, with nothing in it.
+        makes: bytes of the result, where the call itself allocates it.
         is_view: the result may be a view of the first argument, and no number goes into it.
         in_place: what it writes may lie where an operand of the same form lies that dies here.
         explain: makes an error of the library one that says what was posted.
@@ -92,6 +93,7 @@ class Line:
     shares: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
     new: Extents | None = None
+    makes: int = 0
     is_view: bool = False
     in_place: bool = False
     explain: Callable[[Exception], Exception] | None = None

@@ -107,11 +107,13 @@ def _filled(
 def _bound(i: Instruction, row: ops.Op, attrs: dict[str, Any], context: Context) -> list[Line]:
     (output,) = i.outputs
     line = _call(i, row, attrs, context)
+    if not row.is_view:
+        dtype, shape = context.type(output).dtype, context.local(output)
+        line = replace(line, makes=math.prod(shape) * dtype.itemsize)
     facts = [context.fact(x) for x in i.reads if _is_tensor(x, context)]
     if row.is_view and facts and facts[0] is not None:
         context.know(output, row.call(facts[0], **attrs))
     elif is_dense_result(row.name, facts):
-        shape, dtype = context.local(output), context.type(output).dtype
         context.know(output, torch.empty(shape, dtype=dtype, device="meta"))
     return ordered(i, context, line)
 

@@ -38,13 +38,15 @@ class Life:
 
     Attributes:
         slot: where it is bound.
-        new: what it is like.
+        new: what it is like; None: what torch allocates in each run.
+        nbytes: what it takes.
         start: the first line that uses it.
         stop: the last line that uses it.
     """
 
     slot: int
-    new: Extents
+    new: Extents | None
+    nbytes: int
     start: int
     stop: int
 
@@ -54,7 +56,7 @@ class Life:
 
 
 def lives(lines: Sequence[Line], results: Iterable[int | None]) -> list[Life]:
-    """The buffers that lines make and that no result may refer to."""
+    """The buffers that lines make, or torch for them, and that no result may refer to."""
     bases = _bases(lines)
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -67,9 +69,15 @@ def lives(lines: Sequence[Line], results: Iterable[int | None]) -> list[Life]:
             last[base] = n
     kept = {base for slot in results if slot is not None for base in bases.get(slot, ())}
     return [
-        Life(slot=slot, new=line.new, start=first.get(slot, n), stop=last.get(slot, n))
+        Life(
+            slot=slot,
+            new=line.new,
+            nbytes=line.makes if line.new is None else line.new.nbytes,
+            start=first.get(slot, n),
+            stop=last.get(slot, n),
+        )
         for n, line in enumerate(lines)
-        if line.new is not None and (slot := line.targets[0]) not in kept
+        if (line.new is not None or line.makes) and (slot := line.targets[0]) not in kept
     ]
 
 
@@ -81,7 +89,8 @@ def _bases(lines: Sequence[Line]) -> dict[int, frozenset[int]]:
             continue
         shared = frozenset().union(*(bases[slot] for slot in line.shares))
         for slot in line.targets:
-            own = frozenset({slot}) if line.new is not None else frozenset()
+            is_own = line.new is not None or line.makes
+            own = frozenset({slot}) if is_own else frozenset()
             bases[slot] = bases[slot] | shared | own
     return bases
 
@@ -128,8 +137,8 @@ def place(found: Sequence[Life], alignment: int) -> dict[int, int]:
     if len(found) > MANY:
         return _place_equal(found, alignment)
     orders = (
-        sorted(found, key=lambda x: (-x.new.nbytes, x.start)),
-        sorted(found, key=lambda x: (x.start - x.stop, -x.new.nbytes)),
+        sorted(found, key=lambda x: (-x.nbytes, x.start)),
+        sorted(found, key=lambda x: (x.start - x.stop, -x.nbytes)),
     )
     tried = [_place_in(order, alignment) for order in orders]
     tried.append(_place_in_time(found, alignment))
@@ -138,7 +147,7 @@ def place(found: Sequence[Life], alignment: int) -> dict[int, int]:
 
 def size_of(found: Sequence[Life], offsets: Mapping[int, int]) -> int:
     """Bytes that buffers take in all."""
-    return max((offsets[x.slot] + x.new.nbytes for x in found), default=0)
+    return max((offsets[x.slot] + x.nbytes for x in found), default=0)
 
 
 def _place_in(order: Sequence[Life], alignment: int) -> dict[int, int]:
@@ -146,11 +155,11 @@ def _place_in(order: Sequence[Life], alignment: int) -> dict[int, int]:
     placed: list[Life] = []
     for life in order:
         taken = sorted(
-            (offsets[x.slot], offsets[x.slot] + x.new.nbytes) for x in placed if x.meets(life)
+            (offsets[x.slot], offsets[x.slot] + x.nbytes) for x in placed if x.meets(life)
         )
         at = 0
         for start, stop in taken:
-            if at + life.new.nbytes <= start:
+            if at + life.nbytes <= start:
                 break
             at = max(at, _up(stop, alignment))
         offsets[life.slot] = at
@@ -166,9 +175,9 @@ def _place_in_time(found: Sequence[Life], alignment: int) -> dict[int, int]:
     """
     bound, offsets = _up(peak(found), alignment), dict[int, int]()
     placed: list[Life] = []
-    for life in sorted(found, key=lambda x: (x.start, -x.new.nbytes)):
-        taken = [(offsets[x.slot], offsets[x.slot] + x.new.nbytes) for x in placed if x.meets(life)]
-        size = _up(life.new.nbytes, alignment)
+    for life in sorted(found, key=lambda x: (x.start, -x.nbytes)):
+        taken = [(offsets[x.slot], offsets[x.slot] + x.nbytes) for x in placed if x.meets(life)]
+        size = _up(life.nbytes, alignment)
         gaps = [(a, b) for a, b in _gaps(taken, bound, alignment) if b - a >= size]
         if gaps:
             start, stop = min(gaps, key=lambda gap: gap[1] - gap[0])
@@ -194,12 +203,12 @@ def _place_equal(found: Sequence[Life], alignment: int) -> dict[int, int]:
     free: dict[int, list[tuple[int, int]]] = defaultdict(list)  # size -> (in use until, offset)
     end = 0
     for life in found:
-        places = free[life.new.nbytes]
+        places = free[life.nbytes]
         ready = next((p for p in places if p[0] < life.start), None)
         if ready is not None:
             places.remove(ready)
         offset = end if ready is None else ready[1]
-        end = max(end, _up(offset + life.new.nbytes, alignment))
+        end = max(end, _up(offset + life.nbytes, alignment))
         offsets[life.slot] = offset
         places.append((life.stop, offset))
     return offsets
@@ -213,8 +222,8 @@ def peak(found: Iterable[Life]) -> int:
     """The most bytes that are in use at once."""
     changes: dict[int, int] = defaultdict(int)
     for life in found:
-        changes[2 * life.start] += life.new.nbytes
-        changes[2 * life.stop + 1] -= life.new.nbytes
+        changes[2 * life.start] += life.nbytes
+        changes[2 * life.stop + 1] -= life.nbytes
     now = most = 0
     for _, change in sorted(changes.items()):
         now += change
@@ -241,16 +250,19 @@ class Owned:
 
 def own(lines: Sequence[Line], results: Sequence[int | None], device: torch.device) -> Owned:
     """Make the buffers that a plan owns, and the views of them; drop the lines that made them."""
-    alone = lives(lines, results)
+    living = lives(lines, results)
+    alone = [life for life in living if life.new is not None]
+    others = [life for life in living if life.new is None]
     home = merged(lines, alone)
     found = _joined(alone, home)
-    offsets = place(found, ALIGNMENT.get(device.type, 512))
+    alignment = ALIGNMENT.get(device.type, 512)
+    offsets = place(found, alignment)
     size = size_of(found, offsets)
-    if size > WORTH * peak(found) + ALIGNMENT.get(device.type, 512):
+    if size + peak(others) > WORTH * peak(living) + alignment:
         return Owned(buffers={}, lines=tuple(lines), numbers=tuple(range(len(lines))), nbytes=0)
     with torch.inference_mode(False), torch.no_grad():
         memory = torch.empty(size, dtype=torch.uint8, device=device)
-        places = {x.slot: _at(memory, offsets[x.slot], x.new) for x in found}
+        places = {x.slot: _at(memory, offsets[x.slot], x.new) for x in found if x.new}
         buffers = {x.slot: places[home[x.slot]] for x in alone}
         kept, numbers = _fold(lines, buffers)
     return Owned(buffers=buffers, lines=kept, numbers=numbers, nbytes=size)

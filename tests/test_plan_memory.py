@@ -1,0 +1,180 @@
+"""Where a plan's buffers lie: packed, apart while both are in use, in place of what dies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mdfuse as mf
+from mdfuse import DeviceMesh
+from mdfuse.hir.parser import parse
+from mdfuse.plan.build import Plan, build
+from mdfuse.plan.lines import Extents
+from mdfuse.plan.memory import MANY, Life, peak, place, size_of
+
+CPU = torch.device("cpu")
+
+
+def life(slot: int, start: int, stop: int, size: int) -> Life:
+    new = Extents(shape=(size,), strides=(1,), dtype=torch.uint8, device=CPU)
+    return Life(slot=slot, new=new, nbytes=size, start=start, stop=stop)
+
+
+spans = st.tuples(st.integers(0, 30), st.integers(0, 8), st.integers(0, 1000))
+
+
+@given(st.lists(spans, max_size=25), st.sampled_from([1, 64, 512]))
+@settings(max_examples=300)
+def test_what_is_in_use_together_lies_apart(drawn: list[tuple[int, int, int]], step: int) -> None:
+    found = [life(n, start, start + more, size) for n, (start, more, size) in enumerate(drawn)]
+    offsets = place(found, step)
+    assert all(at % step == 0 for at in offsets.values())
+    for a in found:
+        for b in found:
+            together = a.start <= b.stop and b.start <= a.stop
+            first, second = sorted((offsets[x.slot], x.nbytes, x.slot) for x in (a, b))
+            if a.slot < b.slot and together and a.nbytes and b.nbytes:
+                assert first[0] + first[1] <= second[0]
+    in_use = [sum(x.nbytes for x in found if x.start <= t <= x.stop) for t in range(40)]
+    assert peak(found) == max(in_use, default=0)
+    assert size_of(found, offsets) >= peak(found)
+
+
+def test_large_buffers_change_places_around_small_ones() -> None:
+    """Gathered and product, then a small shard, in turns: packed without a gap."""
+    found, slot = [], 0
+    for n in range(8):
+        at = 3 * n
+        for start, stop, size in ((at, at + 1, 16), (at + 1, at + 2, 16), (at + 2, at + 3, 2)):
+            found.append(life(slot, start, stop, 64 * size))
+            slot += 1
+    assert size_of(found, place(found, 64)) == peak(found) == 64 * 32
+
+
+def test_many_buffers_take_each_others_place() -> None:
+    found = [life(n, n, n + 1, 64) for n in range(MANY + 10)]
+    offsets = place(found, 64)
+    assert size_of(found, offsets) == 128
+    assert all(offsets[n] != offsets[n + 1] for n in range(MANY))
+
+
+# -- plans ---------------------------------------------------------------------------------------
+
+
+def refuse(call: Any) -> Any:
+    raise AssertionError("nothing is posted here")
+
+
+def plan_of(body: str, *arguments: Any) -> Plan:
+    local = parse(f"host @small on mesh(x=1) {{ {body} }}").project(0)
+    return build(local, refuse, CPU, False, arguments)
+
+
+def addresses(plan: Plan) -> dict[str, int]:
+    return {plan.names[slot]: x.data_ptr() for slot, x in plan.owned.buffers.items()}
+
+
+def test_elementwise_results_take_the_place_of_what_dies() -> None:
+    body = """
+      input %x: f32[8,8] (x=R)
+      %a: f32[8,8] (x=R) = exp(%x)
+      %b: f32[8,8] (x=R) = add(%a, 1.0)
+      %c: f32[8,8] (x=R) = matmul(%b, %a)
+      %d: f32[8,8] (x=R) = tanh(%c)
+      %y: f32[8,8] (x=R) = mul(%d, 2.0)
+      return %y"""
+    x = torch.randn(8, 8)
+    plan = plan_of(body, x)
+    where = addresses(plan)
+    assert where["a"] != where["b"]  # read again by the matmul
+    assert where["c"] == where["d"]
+    assert len({where["a"], where["b"], where["c"]}) == 3
+    a = torch.exp(x)
+    for _ in range(2):
+        assert torch.equal(plan.run([x])[0], torch.tanh((a + 1) @ a) * 2)
+
+
+def test_views_keep_their_buffer() -> None:
+    body = """
+      input %x: f32[4,4] (x=R)
+      %a: f32[4,4] (x=R) = exp(%x)
+      %t: f32[4,4] (x=R) = permute(%a, dims=[1,0])
+      free %a
+      %b: f32[4,4] (x=R) = exp(%x)
+      %c: f32[4,4] (x=R) = matmul(%b, %t)
+      %y: f32[4,4] (x=R) = add(%c, %b)
+      return %y"""
+    x = torch.randn(4, 4)
+    plan = plan_of(body, x)
+    where = addresses(plan)
+    assert where["t"] == where["a"] != where["b"]
+    e = torch.exp(x)
+    assert torch.equal(plan.run([x])[0], e @ e.t() + e)
+
+
+def test_results_of_another_size_or_dtype_have_their_own_place() -> None:
+    body = """
+      input %x: f32[4,4] (x=R)
+      %a: f32[4,4] (x=R) = exp(%x)
+      %b: f64[4,4] (x=R) = cast(%a, dtype=f64)
+      %c: f32[4,4] (x=R) = cast(%b, dtype=f32)
+      %y: f32[4,4] (x=R) = add(%c, 1.0)
+      return %y"""
+    x = torch.randn(4, 4)
+    plan = plan_of(body, x)
+    where = addresses(plan)
+    assert len({where["a"], where["b"]}) == 2
+    assert torch.equal(plan.run([x])[0], torch.exp(x) + 1)
+
+
+def test_poisoned_buffers_are_poisoned_in_each_run() -> None:
+    """Nothing takes the place of an operand then: the poison would go over it."""
+    body = """
+      input %x: f32[4] (x=R)
+      %a: f32[4] (x=R) = exp(%x)
+      %b: f32[4] (x=R) = alloc
+      %c: f32[4] (x=R) = add(%a, %b)
+      %y: f32[4] (x=R) = add(%c, 1.0)
+      return %y"""
+    local = parse(f"host @small on mesh(x=1) {{ {body} }}").project(0)
+    plan = build(local, refuse, CPU, True, [torch.randn(4)])
+    for _ in range(3):
+        assert plan.run([torch.randn(4)])[0].isnan().all()
+
+
+def test_memory_that_packs_badly_is_not_owned() -> None:
+    """What torch allocates and what the plan would own peak at different times."""
+    with mf.FusionDefinition("two_phases") as fd:
+        x = fd.define_tensor([64, 64], mesh=DeviceMesh([0]), layout={})
+        first = [fd.ops.tanh(x * float(n)) for n in range(1, 9)]
+        total = first[0]
+        for h in first[1:]:
+            total = total @ h
+        second = [fd.ops.relu(total + float(n)) for n in range(8)]
+        y = second[0]
+        for h in second[1:]:
+            y = y @ h
+        fd.add_output(y)
+    program, x = mf.compile(fd), torch.randn(64, 64) / 8
+    plan = build(program.host.project(0), refuse, CPU, False, [x])
+    assert plan.owned.nbytes == 0
+    (want,) = mf.reference(fd, [x])
+    assert torch.equal(plan.run([x])[0], want)
+
+
+@pytest.mark.parametrize("op", ["relu", "layer_norm"])
+def test_what_torch_allocates_counts(op: str) -> None:
+    """A chain of one kind holds as much as its two buffers."""
+    with mf.FusionDefinition("chain") as fd:
+        h = x = fd.define_tensor([16, 16], mesh=DeviceMesh([0]), layout={})
+        for _ in range(4):
+            h = fd.ops.relu(h) if op == "relu" else fd.ops.layer_norm(h, [16])
+            h = fd.ops.tanh(h @ x)
+        fd.add_output(h * 2.0)
+    program = mf.compile(fd)
+    plan = build(program.host.project(0), refuse, CPU, False, [torch.randn(16, 16)])
+    assert plan.owned.nbytes == 16 * 16 * 4
