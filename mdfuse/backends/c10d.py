@@ -9,8 +9,9 @@ from datetime import timedelta
 import torch
 
 from mdfuse.backends.base import Call, Poster
+from mdfuse.backends.c10d_bound import BoundCall
 from mdfuse.backends.c10d_groups import LIBRARIES, Group, PrefixStore, Store
-from mdfuse.backends.c10d_posts import KINDS, BoundCall, Team
+from mdfuse.backends.c10d_posts import KINDS, Team
 from mdfuse.backends.c10d_work import first_line
 from mdfuse.backends.nccl_lane import LaneOpener, NcclLane
 from mdfuse.errors import BackendError, CommunicationError

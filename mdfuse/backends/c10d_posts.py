@@ -8,25 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mdfuse.backends.base import Buffer, Call, Place, Posting, Prepared, Work
+from mdfuse.backends.base import Call, Work
 from mdfuse.backends.c10d_groups import AllgatherOptions, Group, Library, Transfer
-from mdfuse.backends.c10d_work import DONE, Posted, explained
-from mdfuse.backends.nccl_lane import NcclLane
+from mdfuse.backends.c10d_work import DONE, Posted
 from mdfuse.backends.reduction import BOOL_OPS, check_reduction, combine
 from mdfuse.errors import CommunicationError
 
-_Post = Callable[[Sequence[Tensor], Sequence[Tensor]], Work]
+Post = Callable[[Sequence[Tensor], Sequence[Tensor]], Work]
 _View = Callable[[Tensor], Tensor]
 
 #: Dtypes that every library here carries and reduces; the others travel as bytes.
-_NATIVE = frozenset(
+NATIVE = frozenset(
     {
         torch.float16,
         torch.bfloat16,
@@ -69,80 +67,23 @@ class Team:
         return Posted(call, works, (recvs, sends))
 
 
-class BoundCall:
-    """A call bound to its team; keeps one posting function per dtype."""
-
-    __slots__ = ("_call", "_lane", "_posts", "_team")
-
-    def __init__(self, call: Call, team: Team, lane: NcclLane | None = None) -> None:
-        self._call = call
-        self._team = team
-        self._lane = lane
-        self._posts: dict[torch.dtype, _Post] = {}
-
-    def __call__(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
-        buffers = srcs or dsts
-        if not buffers:
-            return DONE
-        if self._lane is not None:  # on all ranks, or on none: see NcclLane
-            work = self._lane.post(self._call, srcs, dsts)
-            if work is not None:
-                return work
-        dtype = buffers[0].dtype
-        post = self._posts.get(dtype)
-        if post is None:
-            post = self._posts[dtype] = _build(self._team, self._call, dtype)
-        try:
-            return post(srcs, dsts)
-        except (RuntimeError, ValueError) as error:
-            raise explained(self._call, error) from error
-
-    def prepare(
-        self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: Place
-    ) -> Posting | None:
-        """The same as calls of the group's own methods, for dense buffers like these."""
-        if self._lane is not None:
-            posting = self._lane.prepare(self._call, srcs, dsts, place)
-            if posting is not None:
-                return posting
-        buffers = (*srcs, *dsts)
-        call, team = self._call, self._team
-        if team.group is None or call.kind not in _PREPARED or not all(x.numel() for x in buffers):
-            return None
-        dtype = buffers[0].dtype
-        if call.kind in _REDUCING:
-            check_reduction(call.reduce_op, dtype)
-            if not _is_reducible(team.library, call, dtype):
-                return None
-        if dtype not in _NATIVE:
-            return None
-        at_once = place.at_once and team.library.on_current
-        post = _PREPARED[call.kind](team, call, dtype, at_once)
-        if call.kind == "Allreduce":  # in place in the library
-            form: Literal["flat", "tensor"] = "tensor" if _are_alike(srcs, dsts) else "flat"
-            copy = Prepared("copy_", (Buffer("dst", form=form), Buffer("src", form=form)), True)
-            post = (copy, *post)
-        wait: tuple[Prepared, ...] | None = () if at_once else None
-        return Posting(post=post, wait=wait, explain=partial(explained, call))
-
-
-def _build(team: Team, call: Call, dtype: torch.dtype) -> _Post:
+def build_post(team: Team, call: Call, dtype: torch.dtype) -> Post:
     """The posting function of a call on one dtype."""
     kind = call.kind
-    if kind in _REDUCING:
+    if kind in REDUCING:
         check_reduction(call.reduce_op, dtype)
     if len(call.team) == 1 and kind in _COPIES_ALONE:
         return _copy
-    if kind in _REDUCING and not _is_reducible(team.library, call, dtype):
+    if kind in REDUCING and not is_reducible(team.library, call, dtype):
         return _GATHERED[kind](team, call, dtype)
     return KINDS[kind](team, call, dtype)
 
 
-def _is_reducible(library: Library, call: Call, dtype: torch.dtype) -> bool:
+def is_reducible(library: Library, call: Call, dtype: torch.dtype) -> bool:
     """Whether the library itself reduces this; bool does as uint8."""
     if dtype is torch.bool:
         return BOOL_OPS[call.reduce_op or ""] not in library.lacks
-    return dtype in _NATIVE and call.reduce_op not in library.lacks
+    return dtype in NATIVE and call.reduce_op not in library.lacks
 
 
 # -- views ---------------------------------------------------------------------------------------
@@ -167,19 +108,19 @@ def _as_is(tensor: Tensor) -> Tensor:
 
 
 def _flat_view(dtype: torch.dtype) -> _View:
-    return _flat if dtype in _NATIVE else _flat_bytes
+    return _flat if dtype in NATIVE else _flat_bytes
 
 
 def _any_view(library: Library, dtype: torch.dtype) -> _View:
-    return _flat_view(dtype) if library.needs_flat or dtype not in _NATIVE else _as_is
+    return _flat_view(dtype) if library.needs_flat or dtype not in NATIVE else _as_is
 
 
 def _carried(tensor: Tensor) -> Tensor:
     """What a transfer carries: the dtypes of one group may differ, and nobody looks at shapes."""
-    return _as_is(tensor) if tensor.dtype in _NATIVE else _flat_bytes(tensor)
+    return _as_is(tensor) if tensor.dtype in NATIVE else _flat_bytes(tensor)
 
 
-def _reduce_op(call: Call, dtype: torch.dtype) -> Any:
+def reduce_op(call: Call, dtype: torch.dtype) -> Any:
     op = call.reduce_op or ""
     return _REDUCE_OPS[BOOL_OPS[op] if dtype is torch.bool else op]
 
@@ -199,7 +140,7 @@ def _copy(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
     return DONE
 
 
-def _allgather(team: Team, call: Call, dtype: torch.dtype) -> _Post:
+def _allgather(team: Team, call: Call, dtype: torch.dtype) -> Post:
     view = _any_view(team.library, dtype)
     gather, options = team.group._allgather_base, AllgatherOptions()
 
@@ -212,10 +153,10 @@ def _allgather(team: Team, call: Call, dtype: torch.dtype) -> _Post:
     return post
 
 
-def _reduce_scatter(team: Team, call: Call, dtype: torch.dtype) -> _Post:
+def _reduce_scatter(team: Team, call: Call, dtype: torch.dtype) -> Post:
     view = _any_view(team.library, dtype)
     reduce_scatter, options = team.group._reduce_scatter_base, dist.ReduceScatterOptions()
-    options.reduceOp = _reduce_op(call, dtype)
+    options.reduceOp = reduce_op(call, dtype)
 
     def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
         src, dst = view(srcs[0]), view(dsts[0])
@@ -226,10 +167,10 @@ def _reduce_scatter(team: Team, call: Call, dtype: torch.dtype) -> _Post:
     return post
 
 
-def _allreduce(team: Team, call: Call, dtype: torch.dtype) -> _Post:
+def _allreduce(team: Team, call: Call, dtype: torch.dtype) -> Post:
     view = _any_view(team.library, dtype)
     allreduce, options = team.group.allreduce, dist.AllreduceOptions()
-    options.reduceOp = _reduce_op(call, dtype)
+    options.reduceOp = reduce_op(call, dtype)
 
     def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
         dst = view(dsts[0])
@@ -241,10 +182,10 @@ def _allreduce(team: Team, call: Call, dtype: torch.dtype) -> _Post:
     return post
 
 
-def _broadcast(team: Team, call: Call, dtype: torch.dtype) -> _Post:
+def _broadcast(team: Team, call: Call, dtype: torch.dtype) -> Post:
     view = _any_view(team.library, dtype)
     broadcast, options = team.group.broadcast, dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = _root_index(call), 0
+    options.rootRank, options.rootTensor = root_index(call), 0
 
     def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
         buffer = view((srcs or dsts)[0])
@@ -255,10 +196,10 @@ def _broadcast(team: Team, call: Call, dtype: torch.dtype) -> _Post:
     return post
 
 
-def _reduce(team: Team, call: Call, dtype: torch.dtype) -> _Post:
+def _reduce(team: Team, call: Call, dtype: torch.dtype) -> Post:
     view = _any_view(team.library, dtype)
     reduce_to, options = team.group.reduce, dist.ReduceOptions()
-    options.reduceOp, options.rootRank = _reduce_op(call, dtype), _root_index(call)
+    options.reduceOp, options.rootRank = reduce_op(call, dtype), root_index(call)
     is_root, clobbers = call.rank == call.root, team.library.reduce_clobbers
 
     def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
@@ -275,10 +216,10 @@ def _reduce(team: Team, call: Call, dtype: torch.dtype) -> _Post:
     return post
 
 
-def _alltoall(team: Team, call: Call, dtype: torch.dtype) -> _Post:
+def _alltoall(team: Team, call: Call, dtype: torch.dtype) -> Post:
     """Posted even where this rank has no elements at all: others may have some."""
     view = _flat_view(dtype)
-    scale = 1 if dtype in _NATIVE else dtype.itemsize
+    scale = 1 if dtype in NATIVE else dtype.itemsize
     sends = [count * scale for count in call.send_counts]
     recvs = [count * scale for count in call.recv_counts]
     alltoall, options = team.group.alltoall_base, dist.AllToAllOptions()
@@ -290,78 +231,12 @@ def _alltoall(team: Team, call: Call, dtype: torch.dtype) -> _Post:
     return post
 
 
-# -- the same, prepared --------------------------------------------------------------------------
-
-
-def _forms(team: Team) -> tuple[Buffer, Buffer]:
-    """How the library takes what is sent and received."""
-    form: Literal["flat", "tensor"] = "flat" if team.library.needs_flat else "tensor"
-    return Buffer("src", form=form), Buffer("dst", form=form)
-
-
-def _are_alike(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> bool:
-    return srcs[0].shape == dsts[0].shape
-
-
-def _prepared_allgather(
-    team: Team, call: Call, dtype: torch.dtype, at_once: bool
-) -> tuple[Prepared, ...]:
-    src, dst = _forms(team)
-    options = AllgatherOptions()
-    options.asyncOp = not at_once
-    return (Prepared(team.group._allgather_base, (dst, src, options)),)
-
-
-def _prepared_reduce_scatter(
-    team: Team, call: Call, dtype: torch.dtype, at_once: bool
-) -> tuple[Prepared, ...]:
-    src, dst = _forms(team)
-    options = dist.ReduceScatterOptions()
-    options.reduceOp, options.asyncOp = _reduce_op(call, dtype), not at_once
-    return (Prepared(team.group._reduce_scatter_base, (dst, src, options)),)
-
-
-def _prepared_allreduce(
-    team: Team, call: Call, dtype: torch.dtype, at_once: bool
-) -> tuple[Prepared, ...]:
-    _, dst = _forms(team)
-    options = dist.AllreduceOptions()
-    options.reduceOp, options.asyncOp = _reduce_op(call, dtype), not at_once
-    return (Prepared(team.group.allreduce, ([dst], options)),)
-
-
-def _prepared_broadcast(
-    team: Team, call: Call, dtype: torch.dtype, at_once: bool
-) -> tuple[Prepared, ...]:
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor, options.asyncOp = _root_index(call), 0, not at_once
-    src, dst = _forms(team)
-    buffer = src if call.rank == call.root else dst
-    return (Prepared(team.group.broadcast, ([buffer], options)),)
-
-
-def _splits(counts: Sequence[int]) -> list[int]:
-    """As the library is told: nothing of blocks that are equal, which it then need not look at."""
-    return list(counts) if len(set(counts)) > 1 else []
-
-
-def _prepared_alltoall(
-    team: Team, call: Call, dtype: torch.dtype, at_once: bool
-) -> tuple[Prepared, ...]:
-    src, dst = Buffer("src", form="flat"), Buffer("dst", form="flat")
-    counts = _splits(call.recv_counts), _splits(call.send_counts)
-    options = dist.AllToAllOptions()
-    options.asyncOp = not at_once
-    args = (dst, src, *counts, options)
-    return (Prepared(team.group.alltoall_base, args),)
-
-
 # -- transfers between pairs -----------------------------------------------------------------------
 
 
-def _gather(team: Team, call: Call, dtype: torch.dtype) -> _Post:
+def _gather(team: Team, call: Call, dtype: torch.dtype) -> Post:
     """Point-to-point, as libraries do it too, so that the root need not be one of the parts."""
-    view, root = _flat_view(dtype), _root_index(call)
+    view, root = _flat_view(dtype), root_index(call)
     is_root, is_part = call.rank == call.root, call.rank in call.parts
     count, own = len(call.parts), call.parts.index(call.rank) if is_part else -1
     senders = [(i, call.team.index(r)) for i, r in enumerate(call.parts) if r != call.rank]
@@ -381,8 +256,8 @@ def _gather(team: Team, call: Call, dtype: torch.dtype) -> _Post:
     return post
 
 
-def _scatter(team: Team, call: Call, dtype: torch.dtype) -> _Post:
-    view, root = _flat_view(dtype), _root_index(call)
+def _scatter(team: Team, call: Call, dtype: torch.dtype) -> Post:
+    view, root = _flat_view(dtype), root_index(call)
     is_root = call.rank == call.root
     count = call.source_blocks or max(call.blocks, default=-1) + 1
     pairs = list(zip(call.parts, call.blocks, strict=True))
@@ -403,7 +278,7 @@ def _scatter(team: Team, call: Call, dtype: torch.dtype) -> _Post:
     return post
 
 
-def _exchange(team: Team, call: Call, dtype: torch.dtype) -> _Post:
+def _exchange(team: Team, call: Call, dtype: torch.dtype) -> Post:
     receivers = [call.team.index(rank) for rank in call.sends]
     senders = [call.team.index(rank) for rank in call.recvs]
 
@@ -424,7 +299,7 @@ def _reduce_rows(call: Call, work: Work, rows: Tensor, dst: Tensor, kept: object
     return Posted(call, (work,), kept, lambda: _flat(dst).copy_(combine(op, rows)))
 
 
-def _gathered_allreduce(team: Team, call: Call, dtype: torch.dtype) -> _Post:
+def _gathered_allreduce(team: Team, call: Call, dtype: torch.dtype) -> Post:
     gather = _allgather(team, call, dtype)
 
     def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
@@ -434,7 +309,7 @@ def _gathered_allreduce(team: Team, call: Call, dtype: torch.dtype) -> _Post:
     return post
 
 
-def _gathered_reduce_scatter(team: Team, call: Call, dtype: torch.dtype) -> _Post:
+def _gathered_reduce_scatter(team: Team, call: Call, dtype: torch.dtype) -> Post:
     exchange = _alltoall(team, call, dtype)  # without counts: equal blocks
 
     def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
@@ -446,7 +321,7 @@ def _gathered_reduce_scatter(team: Team, call: Call, dtype: torch.dtype) -> _Pos
     return post
 
 
-def _gathered_reduce(team: Team, call: Call, dtype: torch.dtype) -> _Post:
+def _gathered_reduce(team: Team, call: Call, dtype: torch.dtype) -> Post:
     gather = _gather(team, replace(call, parts=call.team), dtype)
 
     def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
@@ -458,7 +333,7 @@ def _gathered_reduce(team: Team, call: Call, dtype: torch.dtype) -> _Post:
     return post
 
 
-def _root_index(call: Call) -> int:
+def root_index(call: Call) -> int:
     if call.root is None or call.root not in call.team:
         raise CommunicationError(
             f"{call.kind} on team {call.team} has root {call.root}",
@@ -467,16 +342,7 @@ def _root_index(call: Call) -> int:
     return call.team.index(call.root)
 
 
-_Builder = Callable[[Team, Call, torch.dtype], _Post]
-
-#: Kinds that are one call of the group's own, whatever is in the buffers.
-_PREPARED: dict[str, Callable[[Team, Call, torch.dtype, bool], tuple[Prepared, ...]]] = {
-    "Allgather": _prepared_allgather,
-    "ReduceScatter": _prepared_reduce_scatter,
-    "Allreduce": _prepared_allreduce,
-    "Broadcast": _prepared_broadcast,
-    "AllToAll": _prepared_alltoall,
-}
+_Builder = Callable[[Team, Call, torch.dtype], Post]
 
 KINDS: dict[str, _Builder] = {
     "Allgather": _allgather,
@@ -497,7 +363,7 @@ _GATHERED: dict[str, _Builder] = {
     "Reduce": _gathered_reduce,
 }
 
-_REDUCING = frozenset(_GATHERED)
+REDUCING = frozenset(_GATHERED)
 
 #: Kinds that are a copy in a team of one. Of the others, those between pairs have no pair then.
-_COPIES_ALONE = _REDUCING | {"Allgather", "AllToAll", "Broadcast"}
+_COPIES_ALONE = REDUCING | {"Allgather", "AllToAll", "Broadcast"}
