@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
+from mdfuse.agreeing import agree, fingerprint
 from mdfuse.arguments import check_arguments, check_names, check_outputs, numbers
 from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import BackendError, MdfuseError, ProgramError
@@ -299,7 +300,7 @@ class HostIrEvaluator:
                 local = self.program.project(communicator.rank)
             except MdfuseError as error:
                 problem = error
-        self._agree(problem, communicator)
+        self._agree(problem, communicator, fingerprint(self.program))
         assert local is not None
         communicator.prepare(groups(local, communicator.rank))
         self._signature = signature_of(
@@ -308,20 +309,15 @@ class HostIrEvaluator:
         self._serial, self._runs = next(_serials), 0
         self._local = local
 
-    def _agree(self, problem: MdfuseError | None, communicator: Communicator) -> None:
+    def _agree(
+        self, problem: MdfuseError | None, communicator: Communicator, what: str | None = None
+    ) -> None:
         """Raise on every rank where one has a problem, before anything is posted."""
-        reports = communicator.all_ok(str(problem) if problem is not None else None)
-        if any(report is not None for report in reports):
+        try:
+            agree(self.program.name, problem, communicator, what)
+        except MdfuseError:
             self._forget()
-        if problem is not None:
-            raise problem
-        for rank, report in enumerate(reports):
-            if report is not None:
-                raise ProgramError(
-                    f"rank {rank} refused to run @{self.program.name}",
-                    where=report.splitlines(),
-                    because="all ranks run, or none does",
-                )
+            raise
 
     def _refuse(self, problem: MdfuseError | None, communicator: Communicator) -> None:
         """Not to run what others may have begun: tell them why."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -153,14 +153,41 @@ class Program:
         """
         if extents is None and options is None and self.symbolic is None:
             return self._usual.call(inputs, out)
+        given = extents or {}
+        if not isinstance(given, Mapping) or any(type(n) is not int for n in given.values()):
+            return self._run_other(None, inputs, out, extents, options)
+        shapes = tuple([x.shape if isinstance(x, Tensor) else None for x in inputs])
+        key = shapes, tuple(given.items()), options
+        evaluator = self._chosen.get(key)
+        if evaluator is None:
+            return self._run_other(key, inputs, out, extents, options)
+        return evaluator.call(inputs, out)
+
+    def _run_other(
+        self,
+        key: Hashable | None,
+        inputs: Sequence[Any],
+        out: Sequence[Tensor | None] | None,
+        extents: Mapping[str, int] | None,
+        options: Options | None,
+    ) -> list[Any]:
+        """Run with extents or options that were not met before; under `key` they will be known."""
         options = options or self.options
         host, problem = self._host_for_run(inputs, extents, options)
-        return self._evaluator(host, options).call(inputs, out, problem)
+        evaluator = self._evaluator(host, options)
+        if problem is None and key is not None:
+            self._chosen.put(key, evaluator)
+        return evaluator.call(inputs, out, problem)
 
     @cached_property
     def _usual(self) -> HostIrEvaluator:
         """What runs a program without symbolic extents, with the options it was compiled with."""
         return self._evaluator(self.host, self.options)
+
+    @cached_property
+    def _chosen(self) -> Cache[HostIrEvaluator]:
+        """What ran arguments of these shapes, which determine the extents that were not given."""
+        return Cache(LIMIT)
 
     def _evaluator(self, host: HostProgram, options: Options | None) -> HostIrEvaluator:
         key = id(host), options

@@ -106,6 +106,21 @@ class Recorder(Protocol):
         """Call the function; its results, whose buffers each replay fills."""
 
 
+@dataclass(frozen=True, slots=True)
+class _CudaRecording:
+    """A CUDA graph; its memory goes back to the allocator only when no replay is under way."""
+
+    graph: torch.cuda.CUDAGraph
+    device: torch.device
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+    def reset(self) -> None:
+        torch.cuda.synchronize(self.device)
+        self.graph.reset()
+
+
 class CudaRecorder:
     """Records CUDA graphs on a stream of its own, each with its own pool of memory.
 
@@ -135,7 +150,7 @@ class CudaRecorder:
                 raise
             torch.cuda.set_stream(self.stream)
             graph.capture_end()
-        return results, graph
+        return results, _CudaRecording(graph, self.device)
 
 
 class Watch(Protocol):

@@ -98,3 +98,21 @@ def test_what_some_rank_does_not_see_must_be_given(comm: mf.Communicator) -> Non
         assert got is None
     else:
         assert is_close(got.cpu(), (x + 1).chunk(2)[comm.rank - 2])
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("odd", [0, 1])
+def test_extents_that_differ_between_ranks(odd: int, comm: mf.Communicator) -> None:
+    """Two rows fit both 7 and 8, so that no rank can tell by itself."""
+    mesh = DeviceMesh.arange(tp=4)
+    with mf.FusionDefinition("gathered") as fd:
+        x = fd.define_tensor([-1, 3], mesh=mesh, layout={"tp": Shard(0)})
+        fd.add_output(fd.ops.set(x).on(mesh, {}))
+    program, whole = mf.compile(fd), torch.arange(24.0).view(8, 3)
+    (mine,) = parts(program, [whole], comm)
+    with pytest.raises(mf.ProgramError, match="runs another program than rank 0") as caught:
+        program.run(mine, extents={"x.0": 7 if comm.rank == odd else 8})
+    assert "(7, 3)" in str(caught.value) and "(8, 3)" in str(caught.value)
+    assert "pass the same extents=" in str(caught.value)
+    (got,) = program.run(mine, extents={"x.0": 8})
+    assert torch.equal(got.cpu(), whole)
