@@ -239,7 +239,7 @@ class HostIrEvaluator:
         Raises:
             ProgramError: all was to be captured, and some of it cannot.
         """
-        from mdfuse.plan.graphs import CudaRecorder, GraphPlan
+        from mdfuse.plan.graphs import COPY_LIMIT, CudaRecorder, GraphPlan
 
         assert self._signature is not None
         stream = capture_stream(communicator.device)
@@ -250,9 +250,11 @@ class HostIrEvaluator:
         stays = {slot: at for slot, at in addresses.items() if now[slot] == at}
         name = f"@{self.program.name} ({self._serial})"
         watch = communicator.replays(name, self._signature.stream())
-        graphs = GraphPlan(captured, plan, recorder, stays, watch)
+        always = options_from_environment(self.options).graph == "always"
+        limit = None if always else COPY_LIMIT
+        graphs = GraphPlan(captured, plan, recorder, stays, watch, limit)
         reasons = {r.eager for r in graphs.regions if r.eager is not None}
-        if reasons and options_from_environment(self.options).graph == "always":
+        if reasons and always:
             raise ProgramError(
                 f"@{self.program.name} cannot be captured whole: " + "; ".join(sorted(reasons)),
                 because='graph="always"',

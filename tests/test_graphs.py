@@ -115,6 +115,19 @@ def test_what_stays_is_read_in_place_until_it_moves() -> None:
     assert recorder.made[0].is_reset
 
 
+def test_arguments_that_are_too_large_to_copy() -> None:
+    """Weights that move: the region runs eagerly from then on, and says so."""
+    w = draw(3, 5)
+    plan, recorder = plan_of(CHAIN, [draw(4, 3), w]), FakeRecorder()
+    stays = {plan.inputs[1]: w.data_ptr()}
+    graphs = GraphPlan(plan, plan, recorder, stays, None, 4 * 3 * 4)  # the bytes of x
+    for weights in (w, w, draw(3, 5), draw(3, 5), w):
+        x = draw(4, 3)
+        assert torch.allclose(graphs.run([x, weights])[0], x @ weights * 2 + 1)
+    assert [r.count for r in recorder.made] == [2] and recorder.made[0].is_reset
+    assert "-- eager, because 0 MiB of its arguments lie elsewhere" in str(graphs)
+
+
 NUMBERS = """
   input %x: f32[4] (x=R)
   input %s: f32 scalar

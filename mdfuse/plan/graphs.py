@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
@@ -23,6 +23,10 @@ from torch import Tensor
 from mdfuse.plan.build import Plan
 from mdfuse.plan.lines import Function, Line, write
 from mdfuse.plan.slots import CALLER_SLOT
+
+#: With graph="auto", bytes of arguments that a region may copy in each run. A GPU with 4 TB/s takes
+#: some 30 us for that, about what three posts cost the host.
+COPY_LIMIT = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +220,8 @@ class GraphPlan:
         recorder: captures.
         stays: parameters that lay at one address so far: slot -> address.
         watch: notes captures and replays.
+        limit: a region that would copy more bytes of arguments in each run is not captured; None:
+            there is no limit.
     """
 
     plan: Plan
@@ -223,6 +229,7 @@ class GraphPlan:
     recorder: Recorder
     stays: dict[int, int]
     watch: Watch | None = None
+    limit: int | None = None
     _captured: dict[int, _Captured] = field(default_factory=dict)
     _functions: dict[tuple[bool, int], Function] = field(default_factory=dict)
 
@@ -244,15 +251,33 @@ class GraphPlan:
         with torch.no_grad():
             given = dict(zip(self._parameters, arguments, strict=True))
             slots = dict(given)
-            for n, region in enumerate(self.regions):
-                if region.eager is not None:
+            for n in range(len(self.regions)):
+                captured = self._graph(n, slots)
+                if captured is None:
                     self._run_eagerly(n, slots)
-                    continue
-                captured = self._captured.get(n)
-                if captured is None or not captured.fits(slots):
-                    captured = self._captured[n] = self._capture(n, slots)
-                captured.replay(slots)
+                else:
+                    captured.replay(slots)
             return [self._result(slot, slots, given) for slot in self.plan.outputs]
+
+    def _graph(self, n: int, slots: dict[int, Any]) -> _Captured | None:
+        """The graph of a region for these arguments; None where it runs eagerly."""
+        if self.regions[n].eager is not None:
+            return None
+        captured = self._captured.get(n)
+        if captured is not None and captured.fits(slots):
+            return captured
+        if captured is not None:
+            captured.recording.reset()
+            del self._captured[n]
+        taken, _ = self._uses[n]
+        moving = [s for s in taken if self._address(s, slots) is None]
+        size = sum(slots[s].nbytes for s in moving if isinstance(slots[s], Tensor))
+        if self.limit is not None and size > self.limit:
+            why = f"{size >> 20} MiB of its arguments lie elsewhere in each run"
+            self.regions[n] = replace(self.regions[n], eager=why)
+            return None
+        self._captured[n] = self._capture(n, slots)
+        return self._captured[n]
 
     def _result(self, slot: int | None, slots: dict[int, Any], given: dict[int, Any]) -> Any:
         """An output: the caller's own buffer, or one that no later run writes into."""
@@ -320,16 +345,19 @@ class GraphPlan:
 
     def _run_eagerly(self, n: int, slots: dict[int, Any]) -> None:
         taken, made = self._uses[n]
-        slots.update(
-            zip(made, self._call(self.eager, n, None, [slots[s] for s in taken]), strict=True)
-        )
+        values = [slots[s] for s in taken]
+        if not self.plan.switches:
+            slots.update(zip(made, self._call(self.eager, n, None, values), strict=True))
+            return
+        caller = torch.cuda.current_stream(self.plan.device)
+        try:
+            slots.update(zip(made, self._call(self.eager, n, caller, values), strict=True))
+        finally:
+            torch.cuda.set_stream(caller)
 
     def _capture(self, n: int, slots: dict[int, Any]) -> _Captured:
         """Capture a region on buffers of its own, and on what lies where it lay."""
         taken, made = self._uses[n]
-        old = self._captured.pop(n, None)
-        if old is not None:
-            old.recording.reset()
         bound = {s: at for s in taken if (at := self._address(s, slots)) is not None}
         tensors = [s for s in taken if isinstance(slots[s], Tensor)]
         copied = {s: torch.empty_like(slots[s]) for s in tensors if s not in bound}
