@@ -107,7 +107,8 @@ def segment(fusion: Fusion, should_merge: ShouldMerge | None = None) -> tuple[Se
     if not nx.is_directed_acyclic_graph(graph):
         raise LoweringError("the segments depend on each other in a cycle")
     ordered = nx.lexicographical_topological_sort(graph)
-    return tuple(_segment(fusion, f"seg{n}", groups[g]) for n, g in enumerate(ordered))
+    position = {e.output: i for i, e in enumerate(fusion.exprs)}
+    return tuple(_segment(fusion, f"seg{n}", groups[g], position) for n, g in enumerate(ordered))
 
 
 def _may_merge(
@@ -208,8 +209,8 @@ def _absorb(
     graph.add_edges_from(edges)
 
 
-def _segment(fusion: Fusion, name: str, exprs: list[Expr]) -> Segment:
-    position = {e.output: i for i, e in enumerate(fusion.exprs)}
+def _segment(fusion: Fusion, name: str, exprs: list[Expr], position: Mapping[str, int]) -> Segment:
+    """A segment; `position` says where in the fusion an expression stands."""
     ordered = tuple(sorted(exprs, key=lambda e: position[e.output]))
     made = {e.output for e in ordered}
     inputs = tuple(dict.fromkeys(x for e in ordered for x in e.reads if x not in made))

@@ -43,26 +43,35 @@ class _Frees:
             later: names that are used after the block.
             before: names that were bound before the block.
         """
-        bound = [before]
-        for i in block:
-            self.note_posts(i)
-            bound.append(bound[-1].union(self.binds(i)))
+        here = self.bound_at_nested(block, before)
         done: list[Instruction] = []
-        for i, here in zip(reversed(block), reversed(bound[:-1]), strict=True):
-            inner = self.nested(i, later, here)
+        needed = set(later)  # grows as the block is read backwards
+        for n, i in reversed(list(enumerate(block))):
+            inner = self.nested(i, frozenset(needed), here[n]) if n in here else i
             used = list(self.uses(i))
-            gone = {n for j in inner.walk() if j.op == "free" for n in j.reads}
-            dying = [n for n in used if n not in {*later, *before, *self.keep, *gone}]
+            gone = {name for j in inner.walk() if j.op == "free" for name in j.reads}
+            kept = (needed, before, self.keep, gone)
+            dying = [name for name in used if not any(name in names for names in kept)]
             if dying and i.op != "return":
                 done.append(Instruction(op="free", inputs=tuple(dict.fromkeys(dying))))
             done.append(inner)
-            later = later.union(used)
+            needed.update(used)
         return tuple(reversed(done))
+
+    def bound_at_nested(
+        self, block: tuple[Instruction, ...], before: frozenset[str]
+    ) -> dict[int, frozenset[str]]:
+        """What is bound before each loop and branch of a block, by its place."""
+        bound, found = set(before), dict[int, frozenset[str]]()
+        for n, i in enumerate(block):
+            self.note_posts(i)
+            if i.op in ("for", "if"):
+                found[n] = frozenset(bound)
+            bound.update(self.binds(i))
+        return found
 
     def nested(self, i: Instruction, later: frozenset[str], before: frozenset[str]) -> Instruction:
         """A loop or branch with frees inside it."""
-        if i.op not in ("for", "if"):
-            return i
         body = self.block(i.body, later, before)
         return replace(i, body=body, orelse=self.block(i.orelse, later, before))
 
