@@ -152,6 +152,12 @@ def simulate_shares(
     program: Program, inputs: Sequence[object], schedule: int | None = None
 ) -> Simulated:
     """Simulate from global inputs that are cut here, not by the code under test."""
+    given = given_to_each(program, inputs)
+    return mf.simulate(program, per_rank=given, options=POISON, schedule=schedule)
+
+
+def given_to_each(program: Program, inputs: Sequence[object]) -> list[dict[str, object]]:
+    """What each rank is given of global inputs, by name."""
     given: list[dict[str, object]] = [{} for _ in range(program.host.last_rank + 1)]
     for name, x in zip(program.fusion.inputs, inputs, strict=True):
         layout = program.fusion.values[name].layout
@@ -162,7 +168,7 @@ def simulate_shares(
         for rank, part in shares(x, layout).items():
             # Views, as a caller may pass them, unless they will be written.
             given[rank][name] = part.clone() if program.fusion.reuse else part
-    return mf.simulate(program, per_rank=given, options=POISON, schedule=schedule)
+    return given
 
 
 def check_everywhere(

@@ -12,6 +12,7 @@ from torch import Tensor
 import mdfuse as mf
 from mdfuse import DeviceMesh, Layout, Partial, Replicate, Shard
 from mdfuse.layout import Placement
+from mdfuse.segmentation import ShouldMerge
 
 MESHES = (
     DeviceMesh.arange(x=2),
@@ -59,8 +60,8 @@ def step(draw: random.Random, h: mf.ops.Handle, x: Tensor) -> tuple[mf.ops.Handl
             return h[:, :], x
 
 
-@pytest.mark.parametrize("seed", range(150))
-def test_every_value_may_be_an_output(seed: int) -> None:
+def many(seed: int) -> tuple[mf.FusionDefinition, Tensor, list[Tensor], ShouldMerge | None]:
+    """A drawn definition with several outputs, its input, what it gives, and how to merge."""
     draw = random.Random(seed)
     shape = draw.choice(((4, 6), (5, 3), (1, 7), (2, 2)))
     x = torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).double()
@@ -80,6 +81,11 @@ def test_every_value_may_be_an_output(seed: int) -> None:
                 expected.append(value)
         fd.add_output(handles[-1] * 2)
         expected.append(values[-1] * 2)
-    should_merge = draw.choice((None, mf.segmentation.merge_local, mf.segmentation.merge_nothing))
-    program = mf.compile(fd, should_merge=should_merge)
-    check_everywhere(program, [x], expected, exact=True)
+    merge = draw.choice((None, mf.segmentation.merge_local, mf.segmentation.merge_nothing))
+    return fd, x, expected, merge
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_every_value_may_be_an_output(seed: int) -> None:
+    fd, x, expected, merge = many(seed)
+    check_everywhere(mf.compile(fd, should_merge=merge), [x], expected, exact=True)
