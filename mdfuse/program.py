@@ -107,7 +107,7 @@ class Program:
         posts = posts or ["no communication: every operand is where it is needed"]
         lines += [f"  {line}" for line in posts]
         lines += [f"  {line}" for line in _streams(self.host)]
-        lines += [f"  graphs: {line}" for line in _graphs(self.host, self.options)]
+        lines += [f"  {line}" for line in _graphs(self.host, self.options)]
         for n, lowering in enumerate(self.lowerings):
             lines.append(f"  lowering {n}: for {', '.join(map(str, lowering.guards)) or 'all'}")
         return "\n".join(lines)
@@ -233,15 +233,18 @@ def _streams(host: HostProgram) -> Iterator[str]:
 def _graphs(host: HostProgram, options: Options | None) -> Iterator[str]:
     """What is captured as CUDA graphs, and what is not."""
     if options_from_environment(options).graph == "never":
-        yield 'none, because graph="never"'
+        yield 'graphs: none, because graph="never"'
         return
     reasons: dict[str, list[str]] = {}
     for i, why in eager(host):
         reasons.setdefault(why, []).append(", ".join(f"%{n}" for n in i.outputs) or i.op)
     if not reasons:
-        yield "on GPUs the whole program is captured in the second run, and replayed from then on"
+        yield (
+            "graphs: on GPUs the whole program is captured in the second run, and replayed from "
+            "then on"
+        )
         return
-    yield "on GPUs captured in the second run, and replayed from then on, but for"
+    yield "graphs: on GPUs captured in the second run, and replayed from then on, but for"
     for why, names in reasons.items():
         yield f"  {', '.join(names)}: {'runs' if len(names) == 1 else 'run'} eagerly, {why}"
 
