@@ -49,6 +49,28 @@ class Runnable(Protocol):
     def release(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class _Once:
+    """The plan of a kind of arguments that ran once, and where they lay: next it is captured."""
+
+    plan: Plan
+    addresses: dict[int, int]
+
+    @property
+    def numbers(self) -> bool:
+        return self.plan.numbers
+
+    @property
+    def may_overlap(self) -> bool:
+        return self.plan.may_overlap
+
+    def run(self, arguments: Sequence[Any], out: Sequence[Any] | None = None) -> list[Any]:
+        return self.plan.run(arguments, out)
+
+    def release(self) -> None:
+        self.plan.release()
+
+
 @dataclass
 class HostIrEvaluator:
     """Runs a global host program on this rank.
@@ -76,8 +98,6 @@ class HostIrEvaluator:
     _last: tuple[Hashable | None, Runnable | None] = field(
         default=(None, None), init=False, repr=False
     )
-    #: Signatures that were run once and are to be captured: where the arguments lay.
-    _firsts: dict[Hashable, dict[int, int]] = field(default_factory=dict, init=False, repr=False)
     #: What this rank runs, once all ranks agreed to.
     _local: HostProgram | None = field(default=None, init=False, repr=False)
     _signature: Signature | None = field(default=None, init=False, repr=False)
@@ -142,17 +162,31 @@ class HostIrEvaluator:
     # -- the plan of a run -----------------------------------------------------------------------
 
     def _known(self, arguments: Sequence[Any], out: Sequence[Any] | None) -> Runnable | None:
-        """The plan of the last run where it fits this one."""
+        """The plan of an earlier run of such arguments."""
         signature, communicator = self._signature, self.communicator
         if signature is None or communicator is None or communicator.is_closed:
             return None
         key = signature.read(arguments, out)
         last, plan = self._last
-        if plan is None or key is None or key != last:
+        if key is None:
+            return None
+        if key != last:
+            plan = self.plans.find(key)
+        if plan is None or isinstance(plan, _Once):
             return None
         if plan.may_overlap and not signature.are_apart(arguments, out):
             return None
-        return plan if self.plans.again(key, plan) else None
+        if plan.numbers and not self._are_numbers(signature, arguments):
+            return None
+        if not self.plans.again(key, plan):
+            return None
+        self._last = key, plan
+        return plan
+
+    def _are_numbers(self, signature: Signature, arguments: Sequence[Any]) -> bool:
+        """Numbers are no part of a signature: whether each is of its kind is asked in each run."""
+        given = numbers(self.program, arguments)
+        return not any(given[n] is None for n in signature.numbers)
 
     def _plan(
         self,
@@ -161,7 +195,7 @@ class HostIrEvaluator:
         problem: MdfuseError | None,
         is_partial: bool,
     ) -> Runnable:
-        """The plan of a run whose arguments are not those of the last one, checked."""
+        """The plan of a run with arguments of a new kind, checked."""
         communicator = self._communicator()
         if problem is None:
             problem = self._problem(arguments, out, is_partial, communicator)
@@ -187,14 +221,13 @@ class HostIrEvaluator:
         plan = self.plans.get(key) if key is not None else None
         try:
             if plan is None:
-                plan = self._first(key, arguments, out, communicator)
-            elif isinstance(plan, Plan) and key in self._firsts:
-                plan = self._captured(plan, self._firsts.pop(key), arguments, out, communicator)
+                plan = self._first(arguments, out, communicator)
+            elif isinstance(plan, _Once):
+                plan = self._captured(plan, arguments, out, communicator)
         except MdfuseError as error:
             return None, error
         if key is not None:
             self._drop(self.plans.put(key, plan))
-        self._last = (None, None) if key in self._firsts else (key, plan)
         return plan, None
 
     def _built(
@@ -212,24 +245,19 @@ class HostIrEvaluator:
     # -- graphs ----------------------------------------------------------------------------------
 
     def _first(
-        self,
-        key: Hashable | None,
-        arguments: Sequence[Any],
-        out: Sequence[Any] | None,
-        communicator: Communicator,
-    ) -> Plan:
-        """The plan of a first run; where the arguments lie then, if the second one is captured."""
+        self, arguments: Sequence[Any], out: Sequence[Any] | None, communicator: Communicator
+    ) -> Runnable:
+        """The plan of a first run; the second one is captured, if at all."""
         assert self._signature is not None
         plan = self._built(arguments, out, communicator, self._signature.stream())
         options = options_from_environment(self.options)
-        if options.graph != "never" and communicator.device.type == "cuda" and key is not None:
-            self._firsts[key] = plan.addresses(arguments, out)
-        return plan
+        if options.graph == "never" or communicator.device.type != "cuda":
+            return plan
+        return _Once(plan, plan.addresses(arguments, out))
 
     def _captured(
         self,
-        plan: Plan,
-        addresses: dict[int, int],
+        once: _Once,
         arguments: Sequence[Any],
         out: Sequence[Any] | None,
         communicator: Communicator,
@@ -242,12 +270,12 @@ class HostIrEvaluator:
         from mdfuse.plan.graphs import COPY_LIMIT, CudaRecorder, GraphPlan
 
         assert self._signature is not None
-        stream = capture_stream(communicator.device)
+        plan, stream = once.plan, capture_stream(communicator.device)
         captured = self._built(arguments, out, communicator, stream.cuda_stream)
         plan.release()
         recorder = CudaRecorder(communicator.device, stream)
         now = plan.addresses(arguments, out)
-        stays = {slot: at for slot, at in addresses.items() if now[slot] == at}
+        stays = {slot: at for slot, at in once.addresses.items() if now[slot] == at}
         name = f"@{self.program.name} ({self._serial})"
         watch = communicator.replays(name, self._signature.stream())
         always = options_from_environment(self.options).graph == "always"
@@ -282,7 +310,6 @@ class HostIrEvaluator:
     def _forget(self) -> None:
         """The next run is a first one."""
         self._local, self._signature, self._last = None, None, (None, None)
-        self._firsts.clear()
         self._drop(self.plans.clear(self._number))
 
     # -- all ranks run, or none ------------------------------------------------------------------

@@ -196,11 +196,7 @@ def test_outputs_that_are_inputs_or_views_of_them() -> None:
 def test_an_error_names_the_instruction() -> None:
     plan = plan_of(CHAIN, [draw(4, 3), draw(3, 5)])
 
-    class Broken(FakeRecorder):
-        def record(self, run: Callable[[], list[Any]]) -> tuple[list[Any], Repeat]:
-            return super().record(run)
-
-    graphs = GraphPlan(plan, plan, Broken(), {})
+    graphs = GraphPlan(plan, plan, FakeRecorder(), {})
     with pytest.raises(RuntimeError) as caught:
         graphs._call(plan, 0, None, [draw(4, 4), draw(3, 5)])
     assert caught.value.__notes__ == ["in %h = matmul"]

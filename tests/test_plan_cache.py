@@ -99,6 +99,36 @@ def test_what_does_not_fit_is_refused_in_any_run(name: str, runs: int) -> None:
     assert torch.allclose(program.run(x, w)[0].double(), want(x, w))
 
 
+@pytest.mark.parametrize("runs", [0, 2])
+@pytest.mark.parametrize("number", [2.5, "two", None, torch.ones(2)])
+def test_a_number_of_another_kind_is_refused_in_any_run(number: Any, runs: int) -> None:
+    with mf.FusionDefinition("scaled") as fd:
+        x = fd.define_tensor([4], mesh=ONE, layout={})
+        n = fd.define_scalar(None, dtype=torch.int64)
+        fd.add_output(x * n)
+    program, x = mf.compile(fd), torch.randn(4)
+    for factor in range(runs):
+        assert torch.equal(program.run(x, factor)[0], x * factor)
+    with pytest.raises(mf.ProgramError, match="for %n"):
+        program.run(x, number)
+    assert torch.equal(program.run(x, 3.0)[0], x * 3)
+
+
+def test_kinds_that_take_turns_are_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, (x, w) = product(), drawn()
+    turned = x.t().contiguous().t()
+    for given in (x, turned):
+        program.run(given, w)
+
+    def refuse(*arguments: Any) -> None:
+        raise AssertionError("checked again")
+
+    monkeypatch.setattr("mdfuse.evaluator.check_arguments", refuse)
+    for given in (x, turned, x, turned):
+        assert torch.allclose(program.run(given, w)[0].double(), want(x, w))
+    assert program.plans.info() == (4, 2, 0, 2, 32)
+
+
 # -- buffers of the caller -------------------------------------------------------------------------
 
 

@@ -116,6 +116,33 @@ def test_views_keep_their_buffer() -> None:
     assert torch.equal(plan.run([x])[0], e @ e.t() + e)
 
 
+@pytest.mark.parametrize(
+    ("view", "read"),
+    [
+        ("%v: f32[4,4] (x=R) = permute(%a, dims=[1,0])", lambda a: a.t()),
+        (
+            "%v: f32[1,4] (x=R) = slice(%a, starts=[0,0], ends=[1,4], steps=[1,1])",
+            lambda a: a[:1],
+        ),
+    ],
+)
+def test_an_operand_that_is_read_through_a_view_too_keeps_its_place(view: str, read: Any) -> None:
+    body = f"""
+      input %x: f32[4,4] (x=R)
+      %a: f32[4,4] (x=R) = exp(%x)
+      {view}
+      %b: f32[4,4] (x=R) = add(%a, %v)
+      %y: f32[4,4] (x=R) = mul(%b, 2.0)
+      return %y"""
+    x = torch.randn(4, 4)
+    plan = plan_of(body, x)
+    where = addresses(plan)
+    assert where["a"] != where["b"]
+    a = torch.exp(x)
+    for _ in range(2):
+        assert torch.equal(plan.run([x])[0], (a + read(a)) * 2)
+
+
 def test_results_of_another_size_or_dtype_have_their_own_place() -> None:
     body = """
       input %x: f32[4,4] (x=R)

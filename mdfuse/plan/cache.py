@@ -48,6 +48,10 @@ class Cache(Generic[Value]):
         self._use(key, value)
         return value
 
+    def find(self, key: Hashable) -> Value | None:
+        """The value, without counting it as used."""
+        return self._values.get(key)
+
     def again(self, key: Hashable, value: Value) -> bool:
         """Use a value that was got before; False: it is not kept any more.
 

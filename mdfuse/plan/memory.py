@@ -98,18 +98,27 @@ def _bases(lines: Sequence[Line]) -> dict[int, frozenset[int]]:
 def merged(lines: Sequence[Line], found: Sequence[Life]) -> dict[int, int]:
     """Buffers that take over the place of an operand that dies where they come to life.
 
+    Not where the call reads the operand through a view of it, too: `h + h.T` would read what it has
+    written.
+
     Returns:
         slot -> the slot of the first buffer that was in its place; itself for most.
     """
     lives_of = {life.slot: life for life in found}
-    home = {slot: slot for slot in lives_of}
+    home, bases = {slot: slot for slot in lives_of}, _bases(lines)
     for n, line in enumerate(lines):
         for made in (s for s in line.refs if line.in_place and s in lives_of):
             born = lives_of[made]
             if born.start != n or home[made] != made:
                 continue
             dying = [s for s in line.refs if s in lives_of and s != made and lives_of[s].stop == n]
-            alike = [s for s in dying if lives_of[s].new == born.new and lives_of[s].start < n]
+            alike = [
+                s
+                for s in dying
+                if lives_of[s].new == born.new
+                and lives_of[s].start < n
+                and not any(s in bases[view] for view in line.refs if view != s)
+            ]
             if alike:
                 home[made] = home[alike[0]]
     return home
