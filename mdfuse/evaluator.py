@@ -250,10 +250,13 @@ class HostIrEvaluator:
         """The plan of a first run; the second one is captured, if at all."""
         assert self._signature is not None
         plan = self._built(arguments, out, communicator, self._signature.stream())
-        options = options_from_environment(self.options)
-        if options.graph == "never" or communicator.device.type != "cuda":
+        if not self._may_capture(communicator):
             return plan
         return _Once(plan, plan.addresses(arguments, out))
+
+    def _may_capture(self, communicator: Communicator) -> bool:
+        graph = options_from_environment(self.options).graph
+        return graph != "never" and communicator.device.type == "cuda"
 
     def _captured(
         self,

@@ -224,6 +224,58 @@ def null(unjoined: None) -> Communicator:
     return mf.init(backend="null", rank=0, size=4)
 
 
+# -- the evaluator -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recorders(monkeypatch: pytest.MonkeyPatch, unjoined: None) -> list[FakeRecorder]:
+    """An evaluator on CPU that captures, on fakes."""
+    made: list[FakeRecorder] = []
+
+    def recorder(device: torch.device, stream: Any) -> FakeRecorder:
+        made.append(FakeRecorder())
+        return made[-1]
+
+    class Stream:
+        cuda_stream = 0
+
+    evaluator = "mdfuse.evaluator"
+    monkeypatch.setattr(f"{evaluator}.HostIrEvaluator._may_capture", lambda *_: True)
+    monkeypatch.setattr(f"{evaluator}.HostIrEvaluator._check_graph", lambda *_: None)
+    monkeypatch.setattr(f"{evaluator}.capture_stream", lambda _: Stream())
+    monkeypatch.setattr("mdfuse.plan.graphs.CudaRecorder", recorder)
+    mf.init(backend="gloo")
+    return made
+
+
+def test_the_second_run_captures_and_each_kind_by_itself(recorders: list[FakeRecorder]) -> None:
+    one = mf.DeviceMesh([0])
+    with mf.FusionDefinition("f") as fd:
+        x = fd.define_tensor([4, 3], mesh=one, layout={})
+        w = fd.define_tensor([3, 5], mesh=one, layout={})
+        fd.add_output(fd.ops.tanh(x @ w) + 1.0)
+    program, weights, kept = mf.compile(fd), draw(3, 5), []
+    for n in range(5):
+        for given in (draw(4, 3), draw(3, 4).t()):
+            kept.append((program.run(given, weights)[0], torch.tanh(given @ weights) + 1))
+            assert len(recorders) == (0 if n == 0 else 1 if n == 1 and given.is_contiguous() else 2)
+    assert all(torch.allclose(y, want) for y, want in kept)
+    assert program.plans.info() == (8, 2, 0, 2, 32)
+    assert [[r.count for r in recorder.made] for recorder in recorders] == [[4], [4]]
+
+
+def test_always_is_refused_each_time(recorders: list[FakeRecorder]) -> None:
+    with mf.FusionDefinition("f") as fd:
+        x = fd.define_tensor([4], mesh=mf.DeviceMesh([0]), layout={})
+        s = fd.define_scalar(None, dtype=torch.float32)
+        fd.add_output(x * s + 1.0)
+    program = mf.compile(fd, mf.Options(graph="always"))
+    assert torch.equal(program.run(torch.ones(4), 2.0)[0], torch.full((4,), 3.0))
+    for _ in range(2):
+        with pytest.raises(mf.ProgramError, match="cannot be captured whole: it uses %s"):
+            program.run(torch.ones(4), 2.0)
+
+
 # -- the options ---------------------------------------------------------------------------------
 
 

@@ -212,7 +212,8 @@ class Communicator:
             return
         self._is_closed = True
         _forget(self)
-        self._drop_graphs()
+        for graph in list(self._graphs):
+            graph.reset()
         has_failed = any(name in vars(sys) for name in ("last_exc", "last_value"))
         try:
             if not self._agreement.leave(_GRACE_S, wait=self._is_host and not has_failed):
@@ -220,12 +221,6 @@ class Communicator:
         except RuntimeError as error:
             _log.info("rank %d: the store was closed first: %s", self.rank, error)
         self._backend.close()
-
-    def _drop_graphs(self) -> None:
-        if self._graphs:
-            torch.cuda.synchronize(self.device)
-        for graph in list(self._graphs):
-            graph.reset()
 
     def _check_open(self, what: str) -> None:
         if self._is_closed:
