@@ -13,6 +13,7 @@ from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.index import terms
 from mdfuse.ir.infer import dense_strides
 from mdfuse.plan.local_ops import as_number
+from mdfuse.plan.signature import span
 from mdfuse.plan.slots import unbound
 
 
@@ -113,9 +114,9 @@ def _check_written(program: HostProgram, rank: int, given: dict[str, Any]) -> No
     tensors = {n: x for n, x in given.items() if isinstance(x, Tensor)}
     written = {program.root(n) for n in program.aliases}
     for name in sorted(written.intersection(tensors)):
-        start, end = _extent(tensors[name])
+        start, end = span(tensors[name])
         for other, x in tensors.items():
-            first, last = _extent(x)
+            first, last = span(x)
             if other != name and start < last and first < end:
                 raise ProgramError(
                     f"%{name} shares memory with %{other} on rank {rank}",
@@ -238,9 +239,9 @@ def _check_apart(
     program: HostProgram, rank: int, name: str, buffer: Tensor, taken: dict[str, Tensor]
 ) -> None:
     """A buffer shares no memory with an input or another output."""
-    start, end = _extent(buffer)
+    start, end = span(buffer)
     for other, x in taken.items():
-        first, last = _extent(x)
+        first, last = span(x)
         if other == name:  # returned twice
             continue
         if start < last and first < end:
@@ -250,14 +251,6 @@ def _check_apart(
                 because="it may be written while the other is still read",
                 hint=f"pass a buffer of its own, or say add_output({name}, reuse={other})",
             )
-
-
-def _extent(x: Tensor) -> tuple[int, int]:
-    """The addresses between which a tensor's elements lie."""
-    if not x.numel():
-        return 0, 0
-    span = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1
-    return x.data_ptr(), x.data_ptr() + span * x.element_size()
 
 
 def output_order(program: HostProgram, name: str) -> tuple[int, ...] | None:

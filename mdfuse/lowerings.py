@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -15,6 +14,7 @@ from mdfuse.extents import with_numbers
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.graph import Fusion
 from mdfuse.ir.symbolic import check_definition, is_possible, with_new_examples
+from mdfuse.plan.cache import Cache
 from mdfuse.segmentation import Segment, ShouldMerge
 
 Extents = Mapping[str, int]
@@ -68,7 +68,7 @@ class Lowerings:
     assumed: Assumptions
     lower: Callable[[Fusion], tuple[Fusion, tuple[Segment, ...], HostProgram]]
     made: list[Lowering] = field(default_factory=list)
-    _hosts: OrderedDict[tuple[int, ...], HostProgram] = field(default_factory=OrderedDict)
+    _hosts: Cache[HostProgram] = field(default_factory=lambda: Cache(LIMIT))
 
     @property
     def symbols(self) -> tuple[str, ...]:
@@ -94,13 +94,10 @@ class Lowerings:
             MdfuseError: the definition means nothing for them.
         """
         key = tuple(extents[s] for s in self.symbols)
-        if key in self._hosts:
-            self._hosts.move_to_end(key)
-            return self._hosts[key]
-        host = with_numbers(self.lowering_for(extents).host, extents)
-        self._hosts[key] = host
-        if len(self._hosts) > LIMIT:
-            self._hosts.popitem(last=False)
+        host = self._hosts.get(key)
+        if host is None:
+            host = with_numbers(self.lowering_for(extents).host, extents)
+            self._hosts.put(key, host)
         return host
 
     def lowering_for(self, extents: Extents) -> Lowering:

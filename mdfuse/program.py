@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -121,10 +120,9 @@ class Program:
         return Cache(options_from_environment(self.options).plans)
 
     @cached_property
-    def _evaluators(self) -> OrderedDict[tuple[int, Options | None], HostIrEvaluator]:
-        """What runs the program on this rank, for each host program and options; the last used at
-        the end."""
-        return OrderedDict()
+    def _evaluators(self) -> Cache[HostIrEvaluator]:
+        """What runs the program on this rank, for each host program and options."""
+        return Cache(LIMIT)
 
     @cached_property
     def _local_extents(self) -> LocalExtents:
@@ -191,13 +189,11 @@ class Program:
 
     def _evaluator(self, host: HostProgram, options: Options | None) -> HostIrEvaluator:
         key = id(host), options
-        if key not in self._evaluators:
-            self._evaluators[key] = HostIrEvaluator(host, None, options, self.plans)
-            if len(self._evaluators) > LIMIT:
-                self._evaluators.popitem(last=False)
-        if self.symbolic is not None:
-            self._evaluators.move_to_end(key)
-        return self._evaluators[key]
+        evaluator = self._evaluators.get(key)
+        if evaluator is None:
+            evaluator = HostIrEvaluator(host, None, options, self.plans)
+            self._evaluators.put(key, evaluator)
+        return evaluator
 
     def _host_for_run(
         self, inputs: Sequence[Any], extents: Mapping[str, int] | None, options: Options | None
@@ -209,7 +205,7 @@ class Program:
             rank = init(options).rank
             return self.symbolic.host_for(self._local_extents.of(rank, inputs, extents)), None
         except MdfuseError as problem:
-            last = next(reversed(self._evaluators.values()), None)
+            last = self._evaluators.recent
             return last.program if last is not None else self.host, problem
 
 

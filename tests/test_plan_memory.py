@@ -13,14 +13,14 @@ import mdfuse as mf
 from mdfuse import DeviceMesh
 from mdfuse.hir.parser import parse
 from mdfuse.plan.build import Plan, build
-from mdfuse.plan.lines import Extents
+from mdfuse.plan.lines import NewBuffer
 from mdfuse.plan.memory import MANY, Life, peak, place, size_of
 
 CPU = torch.device("cpu")
 
 
 def life(slot: int, start: int, stop: int, size: int) -> Life:
-    new = Extents(shape=(size,), strides=(1,), dtype=torch.uint8, device=CPU)
+    new = NewBuffer(shape=(size,), strides=(1,), dtype=torch.uint8, device=CPU)
     return Life(slot=slot, new=new, nbytes=size, start=start, stop=stop)
 
 

@@ -12,7 +12,7 @@ from mdfuse.errors import ProgramError
 from mdfuse.hir.program import Instruction
 from mdfuse.ir.extremes import highest
 from mdfuse.ir.infer import dense_strides
-from mdfuse.plan.lines import Extents, Line
+from mdfuse.plan.lines import Line, NewBuffer
 from mdfuse.plan.slots import Context
 
 
@@ -44,7 +44,7 @@ def new_buffer(
     """Bind a name to a new buffer."""
     shape, dtype = context.local(output), context.type(output).dtype
     strides = dense_strides(shape, order)
-    new = Extents(shape=shape, strides=strides, dtype=dtype, device=context.device)
+    new = NewBuffer(shape=shape, strides=strides, dtype=dtype, device=context.device)
     context.know(output, torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
     made = [_make(memory, new, context.slot(output))]
     if context.poison:
@@ -53,7 +53,7 @@ def new_buffer(
     return made
 
 
-def _make(memory: str, new: Extents, slot: int) -> Line:
+def _make(memory: str, new: NewBuffer, slot: int) -> Line:
     if memory == "device":
         extents, kwargs = (new.shape, new.strides), (("dtype", new.dtype), ("device", new.device))
         return Line(run=torch.empty_strided, args=extents, kwargs=kwargs, into=slot, new=new)

@@ -43,7 +43,7 @@ class Ref:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Extents:
+class NewBuffer:
     """What a new buffer is like.
 
     Attributes:
@@ -92,7 +92,7 @@ class Line:
     into: int | tuple[int, ...] | None = None
     shares: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
-    new: Extents | None = None
+    new: NewBuffer | None = None
     makes: int = 0
     is_view: bool = False
     in_place: bool = False

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.plan.lines import Extents, Line, in_form
+from mdfuse.plan.lines import Line, NewBuffer, in_form
 
 #: Offsets are multiples of this: torch aligns new buffers so, kernels may count on it.
 ALIGNMENT = {"cpu": 64, "cuda": 512}
@@ -45,7 +45,7 @@ class Life:
     """
 
     slot: int
-    new: Extents | None
+    new: NewBuffer | None
     nbytes: int
     start: int
     stop: int
@@ -277,7 +277,7 @@ def own(lines: Sequence[Line], results: Sequence[int | None], device: torch.devi
     return Owned(buffers=buffers, lines=kept, numbers=numbers, nbytes=size)
 
 
-def _at(memory: Tensor, offset: int, new: Extents) -> Tensor:
+def _at(memory: Tensor, offset: int, new: NewBuffer) -> Tensor:
     """A buffer in a piece of memory."""
     flat = memory[offset : offset + new.nbytes].view(new.dtype)
     return flat.as_strided(new.shape, new.strides)

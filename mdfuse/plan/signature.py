@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mdfuse.hir.program import HostProgram
 
@@ -69,7 +70,7 @@ class Signature:
             return True
         read = [arguments[n] for n in self.tensors if n not in self.written]
         spans = sorted(
-            (*_span(x), is_written) for xs, is_written in ((written, 1), (read, 0)) for x in xs
+            (*span(x), is_written) for xs, is_written in ((written, 1), (read, 0)) for x in xs
         )
         end, was_written = 0, 0
         for start, stop, is_written in spans:
@@ -80,10 +81,13 @@ class Signature:
         return True
 
 
-def _span(x: Any) -> tuple[int, int]:
-    start = x.data_ptr()
+def span(x: Tensor) -> tuple[int, int]:
+    """The addresses between which a tensor's elements lie."""
+    if not x.numel():
+        return 0, 0
     last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-    return start, start + ((last + 1) * x.itemsize if x.numel() else 0)
+    start = x.data_ptr()
+    return start, start + (last + 1) * x.itemsize
 
 
 def signature_of(
