@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from mdfuse import hir
     from mdfuse.evaluator import HostIrEvaluator
     from mdfuse.frontend import ops
+    from mdfuse.frontend.cache import FusionCache
     from mdfuse.frontend.definition import FusionDefinition
     from mdfuse.frontend.trace import TensorSpec, fusion
     from mdfuse.program import Program, compile
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 #: Names whose modules import torch: they are imported when they are first used.
 _LAZY = {
     "Communicator": "mdfuse.runtime.communicator",
+    "FusionCache": "mdfuse.frontend.cache",
     "FusionDefinition": "mdfuse.frontend.definition",
     "HostIrEvaluator": "mdfuse.evaluator",
     "Program": "mdfuse.program",
@@ -77,6 +79,7 @@ __all__ = [
     "Communicator",
     "DefinitionError",
     "DeviceMesh",
+    "FusionCache",
     "FusionDefinition",
     "HostIrEvaluator",
     "Layout",

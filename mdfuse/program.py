@@ -21,6 +21,7 @@ from mdfuse.extent_arguments import (
     local_extents,
 )
 from mdfuse.extents import with_numbers
+from mdfuse.frontend.cache import Spelled, program_of
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.hir.capture import eager
 from mdfuse.hir.program import HostProgram, Instruction
@@ -268,6 +269,8 @@ def compile(
 ) -> Program:
     """Lower a definition: pure, for any number of ranks, without process group or GPU.
 
+    What was compiled before, in an equal definition, is returned again (`FusionCache`).
+
     Args:
         definition: its `with` block has ended.
         options: how the program will run.
@@ -281,11 +284,19 @@ def compile(
             f"compile takes a FusionDefinition, not {type(definition).__name__}",
             hint="for a traced function: mf.compile(f.define(...))",
         )
-    if definition.examples:
+    spelled = definition.spelled
+    key = should_merge, options, None if options else options_from_environment()
+    return program_of(spelled, key, lambda s: _lowered(s, options, should_merge))
+
+
+def _lowered(
+    spelled: Spelled, options: Options | None, should_merge: ShouldMerge | None
+) -> Program:
+    if spelled.examples:
         symbolic = lowerings_of(
-            definition.fusion, definition.examples, definition.assumed, should_merge, options
+            spelled.fusion, spelled.examples, spelled.assumed, should_merge, options
         )
         (first,) = symbolic.made
         return Program(first.fusion, first.segments, first.host, options, symbolic)
-    fusion, segments, host = hir_lowering.lower(definition.fusion, should_merge, options=options)
+    fusion, segments, host = hir_lowering.lower(spelled.fusion, should_merge, options=options)
     return Program(fusion, segments, host, options)

@@ -10,6 +10,7 @@ from hypothesis import settings
 from mdfuse import hir_lowering
 from mdfuse.config import Options
 from mdfuse.extents import example, mapped
+from mdfuse.frontend.cache import FusionCache
 from mdfuse.hir import HostProgram
 from mdfuse.hir.verify import verify
 
@@ -37,6 +38,12 @@ def verified_passes() -> Iterator[None]:
     hir_lowering.HOST_PASSES = tuple((name, _verified(run)) for name, run in named)
     yield
     hir_lowering.HOST_PASSES = passes
+
+
+@pytest.fixture(autouse=True)
+def undefined() -> None:
+    """No definition of an earlier test is found again."""
+    FusionCache.reset()
 
 
 @pytest.fixture

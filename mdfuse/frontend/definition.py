@@ -5,58 +5,48 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextvars import Token
-from dataclasses import replace
 from functools import cached_property
+from types import CodeType, MappingProxyType
 from typing import Any, Self
 
 import torch
 
 from mdfuse.assumptions import Assumptions, assuming
-from mdfuse.communication import check_reduce_op
-from mdfuse.errors import (
-    CommunicationError,
-    DefinitionError,
-    LayoutError,
-    Source,
-    user_source,
-)
-from mdfuse.extents import Extent, pinned
+from mdfuse.errors import DefinitionError, LayoutError, user_source
+from mdfuse.extents import Extent, is_symbolic, with_examples
 from mdfuse.frontend import ops as operations
+from mdfuse.frontend.cache import Call, FusionCache, Leaf, Node, Spelled, Spelling
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.names import assigned_name
-from mdfuse.frontend.symbols import Symbols
-from mdfuse.ir.graph import DTYPE_NAMES, Expr, Fusion, Operand, Value, fresh_name
-from mdfuse.ir.infer import inferred, scalar_sample
-from mdfuse.ir.ops import TABLE
+from mdfuse.frontend.recorder import Recorder, Ref, frozen
+from mdfuse.frontend.sites import Site, find_site
+from mdfuse.ir.graph import Fusion, Value
 from mdfuse.ir.symbolic import check_definition
-from mdfuse.layout import Layout, Partial, Placement, Stream
+from mdfuse.layout import Layout, Placement, Stream
 from mdfuse.mesh import DeviceMesh
-from mdfuse.plan.local_ops import as_number, scalar_call
 
-_SCALAR_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
+_NO_ATTRS: Mapping[str, Any] = MappingProxyType({})
 
 
 class FusionDefinition:
     """Records a fusion, operation by operation.
+
+    What was recorded before, in this or another definition, is looked up (`FusionCache`); names and
+    expressions are made when something new is recorded, or when they are asked for.
 
     >>> import mdfuse as mf
     >>> mesh = mf.DeviceMesh.arange(tp=2)
     >>> with mf.FusionDefinition("double") as fd:
     ...     x = fd.define_tensor([4], mesh=mesh, layout={"tp": mf.Shard(0)})
     ...     fd.add_output(x + x)
-    >>> fd.outputs
-    [1]
+    >>> fd.inputs, fd.outputs, fd.extents
+    ([0], [1], [-1])
     """
 
     def __init__(self, name: str = "fusion") -> None:
         self.name = name
-        self.values: dict[str, Value] = {}
-        self._exprs: list[Expr] = []
-        self._inputs: list[Handle] = []
-        self._outputs: list[Handle] = []
-        self._reuse: dict[str, str] = {}
-        self._used: dict[str, Source | None] = {}
-        self._stated: dict[str, Source | None] = {}
+        self.inputs: list[int] = []
+        self.outputs: list[int] = []
+        self._dims = 0
         self._handles = 0
         self._streams = 0
         self._open = False
@@ -64,23 +54,30 @@ class FusionDefinition:
         #: what the user's code, and operations that look at extents, decided about them
         self.assumed = Assumptions()
         self._assuming = assuming(self.assumed)
-        self._symbols = Symbols(self.assumed)
+        self._at = FusionCache.get().root
+        self._codes: list[CodeType] = []
+        #: for each call where in its code it is, and the name that it gives
+        self._sites: list[Any] = []
+        self._recorder: Recorder | None = None
+        self._leaf: Leaf | None = None
 
     # -- life ------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        if self._handles or self._open:
+        if self._codes or self._open or self._leaf is not None:
             raise DefinitionError(f"@{self.name} is defined already", hint="make a new definition")
         self._open = True
         self._token = operations.current.set(self)
         self._assuming.__enter__()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, *exception: object) -> None:
         self._open = False
         assert self._token is not None
         self._assuming.__exit__(None, None, None)
         operations.current.reset(self._token)
+        if kind is None:
+            self._leaf = FusionCache.get().leaf(self._at)
 
     def _check_open(self) -> None:
         if not self._open:
@@ -99,46 +96,47 @@ class FusionDefinition:
     # -- reading ---------------------------------------------------------------------------------
 
     @property
-    def examples(self) -> Mapping[str, int]:
-        """The symbolic extents, each with what it is while the fusion is defined."""
-        return self._symbols.examples
-
-    @property
     def ops(self) -> Any:
         """The operations, as functions."""
         return operations
 
     @property
-    def inputs(self) -> list[int]:
-        """Ids of the inputs."""
-        return [h.id for h in self._inputs]
-
-    @property
-    def outputs(self) -> list[int]:
-        """Ids of the outputs."""
-        return [h.id for h in self._outputs]
-
-    @property
     def extents(self) -> list[int]:
         """Ids of the inputs' extents: -1, -2, … in order of inputs and dims."""
-        return [-1 - i for i in range(sum(h.ndim for h in self._inputs if h.value.is_tensor))]
+        return [-1 - i for i in range(self._dims)]
 
-    @cached_property
+    @property
+    def examples(self) -> Mapping[str, int]:
+        """The symbolic extents, each with what it is while the fusion is defined."""
+        return self._at.symbols.examples if self._at.symbols is not None else {}
+
+    @property
     def fusion(self) -> Fusion:
         """The immutable fusion; there once the `with` block has ended."""
+        return self.spelled.fusion
+
+    @cached_property
+    def spelled(self) -> Spelled:
+        """What is kept of this definition, with its names and lines."""
         if self._open:
             raise DefinitionError(
                 f"@{self.name} is still being defined",
                 hint="compile it after its `with` block",
             )
-        return Fusion(
-            name=self.name,
-            values=dict(self.values),
-            exprs=tuple(self._exprs),
-            inputs=tuple(h.name for h in self._inputs),
-            outputs=tuple(h.name for h in self._outputs),
-            reuse=dict(self._reuse),
-        )
+        leaf = self._leaf or Leaf(self._at)
+        spelling = self._spelling()
+        found = leaf.find(spelling)
+        if found is not None:
+            return found
+        recorder = self._recorded()
+        assumed = self.assumed.copy()
+        for guard in recorder.assumed.guards:
+            assumed.assume(guard.poly, guard.op, self.examples)
+        return leaf.add(Spelled(spelling, recorder.fusion(), self.examples, assumed))
+
+    def _spelling(self) -> Spelling:
+        guards = tuple(map(str, self.assumed.guards)) if self.examples else ()
+        return Spelling(tuple(self._codes), (self.name, guards, *self._sites))
 
     def __str__(self) -> str:
         """Every value with its layout: the user's marked !, the others inferred."""
@@ -147,6 +145,10 @@ class FusionDefinition:
         if self._open:
             return f"fusion @{self.name} (still being defined)"
         return str(propagate_layouts.run(self.fusion))
+
+    def check_extents(self, extents: Mapping[str, int]) -> None:
+        """Raise DefinitionError where the definition would be another one for these extents."""
+        check_definition(self.name, self.spelled.assumed, extents)
 
     # -- defining --------------------------------------------------------------------------------
 
@@ -172,33 +174,17 @@ class FusionDefinition:
             name: how programs print it; by default the variable that it is assigned to.
         """
         self._check_open()
-        extents = self._symbols.current(_extents(shape, self.fusion_where()))
-        if not isinstance(dtype, torch.dtype):
-            raise DefinitionError(
-                f"dtype={dtype!r}", where=self.fusion_where(), hint="a torch dtype: torch.float32"
-            )
         _check_name(name)
-        dims = tuple(range(len(extents)))
-        if stride_order is not None:
-            if sorted(stride_order) != list(dims):
-                raise DefinitionError(
-                    f"stride_order={tuple(stride_order)} for {len(dims)} dims",
-                    where=self.fusion_where(),
-                    because=f"it is a permutation of 0..{len(dims) - 1}",
-                    hint="the place of each dim in memory, 0 the fastest",
-                )
-            places = tuple(stride_order)
-            dims = tuple(sorted(dims, key=lambda d: -places[d]))
-        name = self._symbols.unused(name or assigned_name() or "in")
-        handle = self._add(name, shape=extents, dtype=dtype, order=dims)
-        self._inputs.append(handle)
-        if any(type(n) is int and n == -1 for n in extents):
-            shape = self._symbols.made(handle.name, extents)
-            self.values[handle.name] = replace(handle.value, shape=shape)
+        shape, places = frozen(shape), frozen(stride_order)
+        key = ("tensor", _key(shape), dtype, places)
+        named = type(shape) is tuple and any(type(n) is int and n == -1 for n in shape)
+        handle = self._made("tensor", key, (shape, dtype, places), name, named)
+        self.inputs.append(handle.id)
+        self._dims += handle.ndim
         if isinstance(layout, Layout):
             mesh, layout = layout, None
         if mesh is not None:
-            self.place(handle, mesh, layout, order, None)
+            self.place(handle, mesh, layout, order, None, name)
         elif layout is not None:
             raise LayoutError(
                 f"%{handle.name} has a layout but no mesh",
@@ -218,22 +204,10 @@ class FusionDefinition:
             name: how programs print it.
         """
         self._check_open()
-        value = pinned(value) if isinstance(value, Extent) else value
-        kind = dtype or (type(value) if value is not None else float)
-        kind = _SCALAR_DTYPES.get(kind, kind)
-        if kind not in DTYPE_NAMES or (value is not None and as_number(value, kind) is None):
-            raise DefinitionError(
-                f"define_scalar(value={value!r}, dtype={dtype})",
-                because="a scalar is a bool, an int or a float, and its dtype is of that kind",
-                hint="define_scalar(2.0), or define_scalar(dtype=int) for an input of each run",
-            )
         _check_name(name)
-        value = None if value is None else as_number(value, kind)
-        handle = self._add(
-            name or assigned_name() or "s", shape=(), dtype=kind, kind="scalar", constant=value
-        )
+        handle = self._made("scalar", ("scalar", _key(value), dtype), (value, dtype), name)
         if value is None:
-            self._inputs.append(handle)
+            self.inputs.append(handle.id)
         return handle
 
     def define_vector(self, values: Sequence[float | int | bool]) -> list[Handle]:
@@ -251,51 +225,23 @@ class FusionDefinition:
             reuse: an input into whose buffer the result is written.
         """
         self._check_open()
-        where = self.fusion_where()
         if not isinstance(t, Handle) or t.definition is not self:
             raise DefinitionError(
                 f"{t!r} is not a value of @{self.name}",
-                where=where,
+                where=self.fusion_where(),
                 hint="pass what an operation of this definition returned",
             )
-        if not t.value.is_tensor:
-            raise DefinitionError(f"%{t.name} is a scalar", where=where, hint="outputs are tensors")
-        if stride_order is not None:
-            t = operations.stride_order(t, stride_order)
-        if any(t.name == o.name for o in self._outputs):
-            raise DefinitionError(
-                f"%{t.name} is an output already",
-                where=where,
-                because="an output does not alias another output",
-                hint="use the first output twice, or copy it: t * 1",
-            )
-        if reuse is not None:
-            self._check_reuse(t, reuse, where)
-            self._reuse[t.name] = reuse.name
-        self._outputs.append(t)
-
-    def _check_reuse(self, t: Handle, reuse: Handle, where: list[str]) -> None:
-        if all(reuse is not i for i in self._inputs) or not reuse.value.is_tensor:
+        if reuse is not None and not (isinstance(reuse, Handle) and reuse.definition is self):
             raise DefinitionError(
                 f"reuse={reuse!r} is not an input tensor of @{self.name}",
-                where=where,
+                where=self.fusion_where(),
                 hint="pass what define_tensor returned",
             )
-        if (t.shape, t.dtype) != (reuse.shape, reuse.dtype):
-            raise DefinitionError(
-                f"%{t.name}: {t.value.type_text()} cannot be written into "
-                f"%{reuse.name}: {reuse.value.type_text()}",
-                where=where,
-                because="the result takes the place of the input's elements",
-                hint="leave reuse= out, or cast or reshape the result",
-            )
-        if reuse.name in self._reuse.values():
-            raise DefinitionError(
-                f"%{reuse.name} is reused twice",
-                where=where,
-                because="one buffer holds one result",
-                hint="leave reuse= out for one of them",
-            )
+        if stride_order is not None and t.is_tensor:
+            t = operations.stride_order(t, stride_order)
+        arguments = t.id, None if reuse is None else reuse.id
+        self._do("output", ("output", *arguments), arguments)
+        self.outputs.append(t.id)
 
     # -- what handles and operations call --------------------------------------------------------
 
@@ -304,220 +250,155 @@ class FusionDefinition:
         self._streams += 1
         return self._streams
 
-    def record(self, op: str, operands: Sequence[Any], **attrs: Any) -> Handle:
-        """Append an expression; returns the handle of its result."""
-        self._check_open()
-        source = user_source()
-        inputs = tuple(self._operand(x, op, source) for x in operands)
-        inputs, attrs = self._symbols.current((inputs, attrs))
-        names = [x for x in inputs if isinstance(x, str)]
-        if not any(self.values[n].is_tensor for n in names) and op != "uniform":
-            return self._record_scalar(op, inputs, attrs, source)
-        found = self._inferred(op, inputs, attrs, source)
-        for name in names:
-            self._used.setdefault(name, source)
-        handle = self._add(assigned_name() or "t", source=source, **found)
-        settings = _settings(self._symbols.current(attrs))
-        self._exprs.append(
-            Expr(op=op, inputs=inputs, output=handle.name, attrs=settings, source=source)
-        )
-        return handle
-
-    def check_extents(self, extents: Mapping[str, int]) -> None:
-        """Raise DefinitionError where the definition would be another one for these extents."""
-        check_definition(self.name, self.assumed, extents)
-
-    def _inferred(
-        self, op: str, inputs: tuple[Operand, ...], attrs: dict[str, Any], source: Source | None
-    ) -> dict[str, Any]:
-        """What an operation gives; where it refuses the examples of symbols, others are tried."""
-        row, symbols = TABLE[op], self._symbols
-        if not symbols.examples:
-            return inferred(row, inputs, attrs, self.values, source)
-        # What inference assumes counts when the fusion is lowered, which infers again.
-        with assuming(Assumptions()):
-            try:
-                return inferred(row, inputs, attrs, self.values, source)
-            except DefinitionError:
-                expr = Expr(op=op, inputs=inputs, output="", attrs=_settings(attrs))
-                found = symbols.unified(self.values, self._exprs, expr)
-                if found is None:
-                    raise
-            self.values, self._exprs = found
-            inputs, attrs = symbols.current((inputs, attrs))
-            return inferred(row, inputs, attrs, self.values, source)
-
-    def _record_scalar(
-        self, op: str, inputs: tuple[Operand, ...], attrs: dict[str, Any], source: Source | None
+    def record(
+        self, op: str, operands: Sequence[Any], attrs: Mapping[str, Any] = _NO_ATTRS
     ) -> Handle:
-        inputs = tuple(pinned(x) if isinstance(x, Extent) else x for x in inputs)
-
-        def call(*numbers: Any) -> Any:
-            return TABLE[op].call(*numbers, **attrs)
-
-        constant = not any(isinstance(x, str) for x in inputs)
-        samples = [scalar_sample(self.values[x].dtype) if isinstance(x, str) else x for x in inputs]
-        try:
-            result = scalar_call(call, samples)
-        except (RuntimeError, TypeError, KeyError, AttributeError) as error:
-            raise DefinitionError(
-                f"{op} of scalars means nothing",
-                where=[source.quote()] if source else (),
-                because=f"torch says: {str(error).splitlines()[0]}",
-                hint=f"numbers and arguments that torch takes for {op}",
-            ) from error
-        handle = self._add(
-            assigned_name() or "s",
-            shape=(),
-            dtype=_SCALAR_DTYPES[type(result)],
-            kind="scalar",
-            constant=result if constant else None,
-        )
-        if not constant:
-            settings = _settings(attrs)
-            self._exprs.append(
-                Expr(op=op, inputs=inputs, output=handle.name, attrs=settings, source=source)
-            )
-        return handle
+        """Append an expression; returns the handle of its result."""
+        if not self._open:
+            self._check_open()
+        key: list[Any] = [op]
+        for x in operands:
+            if type(x) is Handle:
+                if x.definition is not self:
+                    raise self._foreign(x)
+                key.append(x.id)
+            else:
+                key.append(_key(x))
+        for name, value in attrs.items():
+            key.append(name)
+            key.append(_key(value))
+        return self._made("op", tuple(key), (op, operands, attrs))
 
     def place(
         self,
         handle: Handle,
-        mesh: DeviceMesh | Layout,
+        mesh: Any,
         placements: Mapping[str, Placement] | None,
         order: Mapping[int, Sequence[str]] | None,
         stream: Stream | None,
+        name: str | None = None,
     ) -> None:
         """State a value's layout; see `Handle.on`."""
         self._check_open()
-        where = self.fusion_where()
-        value = handle.value
-        layout = self._layout(handle, mesh, placements, order, stream, where)
-        if not value.is_tensor:
-            raise LayoutError(
-                f"%{handle.name} is placed, but it is a scalar",
-                where=where,
-                because="every rank has every scalar",
-                hint="leave .on() out",
-            )
-        if value.layout is not None:
-            raise self._contradiction(handle, layout, where)
-        if handle.name in self._used:
-            used = self._used[handle.name]
-            raise LayoutError(
-                f"%{handle.name} is placed after its first use",
-                where=[*where, f"used at {used.quote()}" if used else ""],
-                because="a law is stated before the value is used",
-                hint="write .on(...) where the value is defined",
-            )
-        self.values[handle.name] = replace(value, layout=layout, is_law=True)
-        self._stated[handle.name] = user_source()
-        name = assigned_name()
-        if name and handle.name.rstrip("_0123456789") in ("t", "in"):
-            self._rename(handle, name)
-
-    def _layout(
-        self,
-        handle: Handle,
-        mesh: DeviceMesh | Layout,
-        placements: Mapping[str, Placement] | None,
-        order: Mapping[int, Sequence[str]] | None,
-        stream: Stream | None,
-        where: list[str],
-    ) -> Layout:
-        value = handle.value
-        if not isinstance(mesh, Layout):
-            mesh = mesh if isinstance(mesh, DeviceMesh) else DeviceMesh(mesh)
-            layout = Layout(mesh, placements, order, stream)
-        elif placements or order or stream:
-            raise LayoutError(
-                f"%{handle.name}: a Layout and placements at once",
-                where=where,
-                hint=".on(layout), or .on(mesh, {axis: placement})",
-            )
-        else:
-            layout = mesh
-        try:
-            layout = layout.normalized(len(value.shape))
-            for placement in layout.placements:
-                if isinstance(placement, Partial):
-                    check_reduce_op(placement.op, value.dtype)
-        except (LayoutError, CommunicationError) as error:
-            raise LayoutError(
-                f"%{handle.name}: {error.what}", where=where, because=error.because, hint=error.hint
-            ) from error
-        return layout
-
-    def _contradiction(self, handle: Handle, layout: Layout, where: list[str]) -> LayoutError:
-        first = self._stated.get(handle.name)
-        return LayoutError(
-            f"%{handle.name} is laid out as {layout}, but its law says {handle.value.layout}",
-            where=[*where, f"stated at {first.quote()}" if first else ""],
-            because="a value has one layout; the second .on() contradicts the first",
-            hint=f"reshard with a set: fd.ops.set({handle.name}).on(...)",
+        if not isinstance(mesh, DeviceMesh | Layout):
+            mesh = DeviceMesh(mesh)
+        said = (
+            tuple(placements.items()) if isinstance(placements, Mapping) else placements,
+            tuple([(d, tuple(axes)) for d, axes in order.items()]) if order else (),
+            stream,
         )
+        arguments = (handle.id, mesh, *said)
+        self._do("place", ("place", *arguments), arguments, name)
 
-    def _rename(self, handle: Handle, name: str) -> None:
-        """Give a value the name of the variable it is assigned to, once that is known."""
-        new = fresh_name(self.values, name)
-        old, handle.name = handle.name, new
-        self.values = {
-            (new if k == old else k): (replace(v, name=new) if k == old else v)
-            for k, v in self.values.items()
-        }
-        self._exprs = [replace(e, output=new) if e.output == old else e for e in self._exprs]
-        self._stated[new] = self._stated.pop(old)
-        self.values, self._exprs = self._symbols.rename(old, new, self.values, self._exprs)
+    # -- the trie --------------------------------------------------------------------------------
 
-    def _operand(self, x: Any, op: str, source: Source | None) -> Operand:
-        if isinstance(x, Handle):
-            if x.definition is not self:
-                raise DefinitionError(
-                    f"%{x.name} belongs to @{x.definition.name}, not to @{self.name}",
-                    where=[source.quote()] if source else (),
-                    because="a fusion computes with its own values only",
-                    hint="define the value in this fusion as well",
-                )
-            return x.constant if x.constant is not None else x.name
-        if x is None or isinstance(x, bool | int | float | Extent):
-            return x
-        raise DefinitionError(
-            f"{op}: {type(x).__name__} is no operand",
-            where=[source.quote()] if source else (),
-            because="operands are values of the definition and numbers",
-            hint="make it an input with fd.define_tensor",
-        )
-
-    def _add(
-        self,
-        name: str,
-        *,
-        constant: float | int | bool | None = None,
-        source: Source | None = None,
-        **fields: Any,
+    def _made(
+        self, method: str, key: tuple[Any, ...], arguments: tuple[Any, ...], *named: Any
     ) -> Handle:
-        name = fresh_name(self.values, name)
-        source = source or user_source()
-        self.values[name] = Value(name=name, source=source, **fields)
-        handle = Handle(self, name, self._handles, constant)
+        """Record a call that makes a value; its handle."""
+        fact = self._do(method, key, arguments, *named)
+        handle = Handle(self, self._handles, fact)
         self._handles += 1
         return handle
 
+    def _do(
+        self,
+        method: str,
+        key: tuple[Any, ...],
+        arguments: tuple[Any, ...],
+        name: str | None = None,
+        named: bool = False,
+    ) -> Any:
+        """Record a call, or find that it was recorded before; what is known of its value.
 
-def _extents(shape: Sequence[int], where: list[str]) -> tuple[int, ...]:
-    extents = tuple(shape) if isinstance(shape, Sequence) else ("not a sequence",)
-    if not all(type(n) is Extent or _is_extent(n) for n in extents):
-        raise DefinitionError(
-            f"shape {shape!r}",
-            where=where,
-            because="a shape is a list of integers of at least 0, or -1 for a symbolic extent",
-            hint="for example [8, 16], or [-1, 16]",
+        Args:
+            method: of `Recorder`.
+            key: tells the call from others.
+            arguments: of the method.
+            name: that the call gives.
+            named: names matter from here on, since symbolic extents have them.
+        """
+        place = find_site()
+        at = self._at
+        if named or at.symbols is not None:
+            before = () if at.symbols is not None else (tuple(self._codes), tuple(self._sites))
+            key = (*key, before, place, name)
+        node = at.children.get(key)
+        if node is None or self._recorder is not None:
+            node = self._newly(method, key, arguments, Site(place, name))
+        self._at = node
+        self._codes.append(place[0])
+        self._sites += (place[1], name)
+        return node.fact
+
+    def _newly(
+        self, method: str, key: tuple[Any, ...], arguments: tuple[Any, ...], site: Site
+    ) -> Node:
+        """The node after a call that is recorded."""
+        recorder = self._recorded()
+        fact = recorder.call(method, site, tuple(map(_ids, arguments)))
+        node = self._at.children.get(key)
+        call = Call(method, tuple(map(_ids, arguments)))
+        return node or Node(self._at, key, call, fact, recorder.symbols)
+
+    def _recorded(self) -> Recorder:
+        """The names and expressions so far."""
+        if self._recorder is None:
+            made = Recorder(self.name, self.assumed)
+            for node, site in zip(self._at.path(), self._calls(), strict=True):
+                assert node.call is not None
+                made.call(node.call.method, site, node.call.arguments)
+            self._recorder = made
+        return self._recorder
+
+    def _calls(self) -> list[Site]:
+        """The user's calls so far."""
+        offsets, names = self._sites[::2], self._sites[1::2]
+        return list(map(Site, zip(self._codes, offsets, strict=True), names))
+
+    def value_of(self, id_: int) -> Value:
+        """The IR value of an id, as it is now."""
+        recorder = self._recorded()
+        return recorder.values[recorder.names[id_]]
+
+    def current(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """A shape with the names and examples that symbols have now."""
+        symbols = self._at.symbols
+        if symbols is None or not is_symbolic(shape):
+            return shape
+        return with_examples(shape, symbols.examples, symbols.renamed)
+
+    def _foreign(self, x: Handle) -> DefinitionError:
+        return DefinitionError(
+            f"%{x.name} belongs to @{x.definition.name}, not to @{self.name}",
+            where=self.fusion_where(),
+            because="a fusion computes with its own values only",
+            hint="define the value in this fusion as well",
         )
-    return extents
 
 
-def _is_extent(n: Any) -> bool:
-    return isinstance(n, int) and not isinstance(n, bool) and n >= -1
+def _ids(x: Any) -> Any:
+    """Arguments without handles, which belong to one definition."""
+    if type(x) is Handle:
+        return Ref(x.id)
+    return tuple(map(_ids, x)) if isinstance(x, tuple | list) else x
+
+
+def _key(x: Any) -> Any:
+    """What tells an argument from others: 1, 1.0 and True are three, and so are 0.0 and -0.0."""
+    kind = type(x)
+    if kind is tuple or kind is list:
+        return tuple(x if _NUMBERS.issuperset(map(type, x)) else map(_key, x))
+    if kind is int or kind is bool:
+        return (kind, x)
+    if kind is float:
+        return (float, x if x and x == x else repr(x))
+    if kind is Extent:
+        return (Extent, str(x.poly))
+    return (kind, id(x)) if kind.__hash__ is None else x
+
+
+_NUMBERS = frozenset((int,))
 
 
 def _check_name(name: str | None) -> None:
@@ -527,13 +408,3 @@ def _check_name(name: str | None) -> None:
             because="programs print and parse it as one word",
             hint="letters, digits, _ and .",
         )
-
-
-def _settings(attrs: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Attributes as expressions hold them: hashable; None and False are left out."""
-    said = ((k, v) for k, v in attrs.items() if v is not None and v is not False)
-    return tuple((k, _frozen(v)) for k, v in said)
-
-
-def _frozen(x: Any) -> Any:
-    return tuple(map(_frozen, x)) if isinstance(x, list | tuple) else x

@@ -13,6 +13,7 @@ from mdfuse.layout import Layout, Placement, Stream
 from mdfuse.mesh import DeviceMesh
 
 if TYPE_CHECKING:
+    from mdfuse.frontend.cache import Fact
     from mdfuse.frontend.definition import FusionDefinition
 
 
@@ -30,34 +31,43 @@ class Handle:
     Operators and methods record expressions; `.on(mesh, {...})` states where the value lives.
     """
 
-    __slots__ = ("constant", "definition", "id", "name")
+    __slots__ = ("definition", "fact", "id")
 
-    def __init__(
-        self,
-        definition: FusionDefinition,
-        name: str,
-        id_: int,
-        constant: float | int | bool | None = None,
-    ) -> None:
-        self.definition, self.name, self.id, self.constant = definition, name, id_, constant
+    def __init__(self, definition: FusionDefinition, id_: int, fact: Fact) -> None:
+        self.definition, self.id, self.fact = definition, id_, fact
+
+    @property
+    def name(self) -> str:
+        """How programs print it."""
+        return self.value.name
 
     @property
     def value(self) -> Value:
         """The IR value that it stands for, as it is now."""
-        return self.definition.values[self.name]
+        return self.definition.value_of(self.id)
+
+    @property
+    def constant(self) -> float | int | bool | None:
+        """The number that it is, where the definition knows it."""
+        return self.fact.constant
+
+    @property
+    def is_tensor(self) -> bool:
+        """It is a tensor, not a number that the host holds."""
+        return self.fact.is_tensor
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Global extents."""
-        return self.value.shape
+        return self.definition.current(self.fact.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.value.dtype
+        return self.fact.dtype
 
     @property
     def ndim(self) -> int:
-        return len(self.value.shape)
+        return len(self.fact.shape)
 
     @property
     def layout(self) -> Layout | None:

@@ -49,7 +49,10 @@ def _definition(*operands: Any) -> FusionDefinition:
 
 
 def _record(op: str, *operands: Any, **attrs: Any) -> Handle:
-    return _definition(*operands).record(op, operands, **attrs)
+    for x in operands:
+        if type(x) is Handle:
+            return x.definition.record(op, operands, attrs)
+    return _definition(*operands).record(op, operands, attrs)
 
 
 def _dims(x: Handle, dims: Dims) -> tuple[int, ...] | None:
@@ -440,7 +443,8 @@ def uniform(
     _check_seed(seed)
     definition = _definition(seed)
     attrs = {"shape": tuple(shape), "dtype": dtype, "low": low, "high": high}
-    return definition.record("uniform", (seed,), **attrs, stream=definition.next_stream())
+    attrs["stream"] = definition.next_stream()
+    return definition.record("uniform", (seed,), attrs)
 
 
 def dropout(x: Handle, p: float = 0.5, seed: Any = 0, training: bool = True) -> Handle:

@@ -10,6 +10,7 @@ import torch
 
 from mdfuse.assumptions import Assumptions
 from mdfuse.extents import example, is_symbolic, symbolic, with_examples
+from mdfuse.frontend.cache import Symbolic
 from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
 from mdfuse.ir.symbolic import unified, with_new_examples
 
@@ -28,14 +29,19 @@ class Symbols:
     the user's code holds is brought up to date when it comes back (`current`).
 
     Args:
-        assumed: what the definition decided so far.
+        assumed: what was decided about them so far.
     """
 
-    def __init__(self, assumed: Assumptions) -> None:
+    def __init__(self, *assumed: Assumptions) -> None:
         self.examples: dict[str, int] = {}
         self._assumed = assumed
         #: names of symbols and inputs that are others now
         self._renamed: dict[str, str] = {}
+
+    @property
+    def now(self) -> Symbolic | None:
+        """What brings up to date what was read of the definition before; None without symbols."""
+        return Symbolic(self.examples, self._renamed) if self.examples else None
 
     def unused(self, name: str) -> str:
         """A name for an input which none had before."""
@@ -44,7 +50,7 @@ class Symbols:
     def made(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of an input with symbols in the place of -1."""
         names = {f"{name}.{d}": d for d, n in enumerate(shape) if type(n) is int and n == -1}
-        self.examples |= dict.fromkeys(names, _EXAMPLE)
+        self.examples = {**self.examples, **dict.fromkeys(names, _EXAMPLE)}
         new = {d: symbolic(s, _EXAMPLE) for s, d in names.items()}
         return tuple(new.get(d, n) for d, n in enumerate(shape))
 
@@ -63,7 +69,7 @@ class Symbols:
         }
         if not names:
             return values, exprs
-        self._renamed |= {old: new, **names}
+        self._renamed = {**self._renamed, old: new, **names}
         self.examples = {names.get(s, s): n for s, n in self.examples.items()}
         return with_examples((values, exprs), self.examples, names)
 
@@ -84,7 +90,7 @@ class Symbols:
             outputs=(),
         )
         for examples in unified(fusion, self.examples, _numbers(values, refused)):
-            if self._assumed.hold(examples):
+            if all(a.hold(examples) for a in self._assumed):
                 found = with_new_examples(fusion, examples)
                 self.examples = examples
                 kept = {n: v for n, v in found.values.items() if n != trial}

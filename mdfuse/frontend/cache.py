@@ -1,0 +1,318 @@
+"""Definitions that were made before: a trie of what they record, and what was lowered from them.
+
+Each recorded operation is an edge. Its key is what the operation does: the op, its operands by id,
+its arguments, and for inputs and `.on()` the shapes, dtypes, memory orders, meshes, layouts and
+streams. Walking an edge that is there tells the result's shape and dtype, so nothing is inferred.
+
+Names of variables and lines of the user's file are no part of it. They are the *spelling* of a
+definition: each spelling that a leaf has met has programs of its own, so that prints and errors
+show the names and lines of the code that runs.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mdfuse.assumptions import Assumptions
+from mdfuse.errors import DefinitionError
+from mdfuse.ir.graph import Fusion
+from mdfuse.plan.cache import Cache, CacheInfo
+
+if TYPE_CHECKING:
+    from mdfuse.program import Program
+
+#: How many definitions are kept.
+LIMIT = 128
+
+#: How many spellings of one definition, and how many programs of one spelling.
+_SPELLINGS = _PROGRAMS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """What is known of a recorded value, whatever it is called."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_tensor: bool = True
+    constant: float | int | bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A recorded operation: a method of `Recorder`, and its arguments."""
+
+    method: str
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Symbolic:
+    """The examples that symbols have at some point of a definition, and which were renamed."""
+
+    examples: Mapping[str, int]
+    renamed: Mapping[str, str]
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """A definition up to some operation.
+
+    Attributes:
+        parent: up to the operation before; None for the empty definition.
+        key: of the last operation.
+        call: the last operation.
+        fact: of the value that it made, if it made one.
+        symbols: of the definition so far.
+        children: by key of the next operation.
+        leaf: what ends here.
+    """
+
+    parent: Node | None = None
+    key: Hashable = None
+    call: Call | None = None
+    fact: Fact | None = None
+    symbols: Symbolic | None = None
+    children: dict[Hashable, Node] = field(default_factory=dict)
+    leaf: Leaf | None = None
+
+    def path(self) -> list[Node]:
+        """The nodes from the first operation to this."""
+        found, node = [], self
+        while node.parent is not None:
+            found.append(node)
+            node = node.parent
+        return found[::-1]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spelling:
+    """How a definition was written.
+
+    Attributes:
+        codes: of the user's calls.
+        rest: where in them, names that were given, and what was decided about extents.
+    """
+
+    codes: tuple[CodeType, ...]
+    rest: tuple[object, ...]
+
+    def is_same(self, other: Spelling) -> bool:
+        """Whether all names and lines are the same."""
+        if self.rest != other.rest or self.codes != other.codes:
+            return False
+        return all(map(operator.is_, self.codes, other.codes)) or self._files == other._files
+
+    @property
+    def _files(self) -> list[str]:
+        """Equal code may stand in several files."""
+        return [c.co_filename for c in self.codes]
+
+
+@dataclass(eq=False)
+class Spelled:
+    """A definition with names and lines.
+
+    Attributes:
+        spelling: how it was written.
+        fusion: as defined.
+        examples: of the symbolic extents.
+        assumed: what the definition decided about them.
+        programs: by options and predicate.
+        lock: held while one is lowered, so that threads get the same one.
+    """
+
+    spelling: Spelling
+    fusion: Fusion
+    examples: Mapping[str, int]
+    assumed: Assumptions
+    programs: Cache[Program] = field(default_factory=lambda: Cache(_PROGRAMS))
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+
+@dataclass(eq=False)
+class Leaf:
+    """A whole definition."""
+
+    node: Node
+    spelled: list[Spelled] = field(default_factory=list)
+    hits: int = 0
+
+    def find(self, spelling: Spelling) -> Spelled | None:
+        """What was defined with these names, at these lines."""
+        return next((s for s in self.spelled if s.spelling.is_same(spelling)), None)
+
+    def add(self, made: Spelled) -> Spelled:
+        """Keep it; what another thread added meanwhile is returned instead."""
+        found = self.find(made.spelling)
+        if found is not None:
+            return found
+        self.spelled = [made, *self.spelled[: _SPELLINGS - 1]]
+        return made
+
+
+class FusionCache:
+    """The definitions of this process, the least recently used one dropped first.
+
+    What is kept is what `compile` returned, with its plans and their buffers. Every rank defines
+    the same programs, so every rank keeps the same ones; drop them on all ranks alike.
+
+    >>> import mdfuse as mf
+    >>> mf.FusionCache.reset()
+    >>> def define():
+    ...     with mf.FusionDefinition("double") as fd:
+    ...         x = fd.define_tensor([4])
+    ...         fd.add_output(x + x)
+    ...     return mf.compile(fd)
+    >>> define() is define()
+    True
+    >>> print(mf.FusionCache.get())
+    1 of 128 definitions: 1 hit, 1 miss, 0 evictions
+      @double: 1 operation, x f32[4], found 1 time
+    """
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self._lock = threading.Lock()
+        self._limit = limit
+        self._clear()
+
+    def _clear(self) -> None:
+        self.root = Node()
+        self._leaves: OrderedDict[Leaf, None] = OrderedDict()
+        self.hits = self.misses = self.evictions = 0
+
+    @classmethod
+    def get(cls) -> FusionCache:
+        """The cache of this process."""
+        return _CACHE
+
+    @staticmethod
+    def reset() -> None:
+        """Forget all definitions, and begin to count anew."""
+        with _CACHE._lock:
+            _CACHE._clear()
+
+    @property
+    def limit(self) -> int:
+        """How many definitions are kept; setting it drops those that are too many."""
+        return self._limit
+
+    @limit.setter
+    def limit(self, limit: int) -> None:
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+            raise DefinitionError(
+                f"FusionCache limit = {limit!r}",
+                because="it keeps at least the definition that was made last",
+                hint=f"a number from 1; the default is {LIMIT}",
+            )
+        with self._lock:
+            self._limit = limit
+            self._evict()
+
+    def info(self) -> CacheInfo:
+        """Definitions that were found, not found and dropped; how many there are and may be."""
+        with self._lock:
+            return CacheInfo(self.hits, self.misses, self.evictions, len(self), self._limit)
+
+    def __len__(self) -> int:
+        return len(self._leaves)
+
+    def leaf(self, node: Node) -> Leaf:
+        """The leaf of a definition that ends, from now on the one used last."""
+        with self._lock:
+            leaf = node.leaf
+            if leaf is None or leaf not in self._leaves:
+                node = self._attached(node)
+                leaf = node.leaf
+            if leaf is None:
+                leaf = node.leaf = Leaf(node)
+                self.misses += 1
+            else:
+                leaf.hits += 1
+                self.hits += 1
+            self._leaves[leaf] = None
+            self._leaves.move_to_end(leaf)
+            self._evict()
+            return leaf
+
+    def _attached(self, node: Node) -> Node:
+        """The node of the trie for what a node outside of it stands for."""
+        at = self.root
+        for step in node.path():
+            found = at.children.get(step.key)
+            if found is None:
+                found = Node(at, step.key, step.call, step.fact, step.symbols)
+                at.children[step.key] = found
+            at = found
+        return at
+
+    def _evict(self) -> None:
+        while len(self._leaves) > self._limit:
+            leaf, _ = self._leaves.popitem(last=False)
+            self.evictions += 1
+            _prune(leaf.node)
+
+    def nodes(self) -> int:
+        """How many operations are kept; equal beginnings of definitions count once."""
+        with self._lock:
+            return sum(1 for _ in _walk(self.root)) - 1
+
+    def __str__(self) -> str:
+        info = self.info()
+        counts = (_count(info.hits, "hit"), _count(info.misses, "miss", "misses"))
+        evicted = _count(info.evictions, "eviction")
+        with self._lock:
+            rows = [_described(leaf) for leaf in reversed(self._leaves)]
+        first = f"{info.size} of {info.limit} definitions: {', '.join((*counts, evicted))}"
+        return "\n".join((first, *rows))
+
+
+_CACHE = FusionCache()
+
+
+def _prune(node: Node) -> None:
+    """Take a leaf's node out, and those before it that lead nowhere else."""
+    node.leaf = None
+    while node.parent is not None and not node.children and node.leaf is None:
+        node.parent.children.pop(node.key, None)
+        node = node.parent
+
+
+def _walk(node: Node) -> Iterator[Node]:
+    left = [node]
+    while left:
+        node = left.pop()
+        yield node
+        left += node.children.values()
+
+
+def _count(n: int, one: str, more: str | None = None) -> str:
+    return f"{n} {one if n == 1 else more or one + 's'}"
+
+
+def _described(leaf: Leaf) -> str:
+    operations = _count(sum(n.call.method == "op" for n in leaf.node.path() if n.call), "operation")
+    found = f"found {_count(leaf.hits, 'time')}"
+    if not leaf.spelled:
+        return f"  {operations}, {found}, not lowered"
+    fusion = leaf.spelled[0].fusion
+    inputs = (f"{n} {fusion.values[n].type_text()}" for n in fusion.inputs)
+    return "  " + ", ".join((f"@{fusion.name}: {operations}", *inputs, found))
+
+
+def program_of(spelled: Spelled, key: Hashable, lower: Callable[[Spelled], Program]) -> Program:
+    """The program for some options and predicate, lowered where there is none."""
+    with spelled.lock:
+        program = spelled.programs.get(key)
+        if program is None:
+            program = lower(spelled)
+            spelled.programs.put(key, program)
+        return program

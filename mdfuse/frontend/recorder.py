@@ -1,0 +1,374 @@
+"""Makes the fusion of a definition, call by call: names, values, expressions, and their checks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mdfuse.assumptions import Assumptions, assuming
+from mdfuse.communication import check_reduce_op
+from mdfuse.errors import CommunicationError, DefinitionError, LayoutError, Source
+from mdfuse.extents import Extent, pinned
+from mdfuse.frontend.cache import Fact, Symbolic
+from mdfuse.frontend.sites import Site
+from mdfuse.frontend.symbols import Symbols
+from mdfuse.ir.graph import DTYPE_NAMES, Expr, Fusion, Operand, Value, fresh_name, value_text
+from mdfuse.ir.infer import inferred, scalar_sample
+from mdfuse.ir.ops import TABLE
+from mdfuse.layout import Layout, Partial, Placement, Stream
+from mdfuse.mesh import DeviceMesh
+from mdfuse.plan.local_ops import as_number, scalar_call
+
+_SCALAR_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+
+class Ref(int):
+    """The id of a value, among operands that may be numbers."""
+
+
+class Recorder:
+    """A definition's fusion as far as it is recorded.
+
+    Its methods take the arguments of one call, and the site where the user calls; what they return
+    is known of the value that the call makes. A call that raises leaves everything as it was.
+
+    Args:
+        name: of the definition.
+        decided: what the user's code decided about extents.
+
+    Attributes:
+        assumed: what the calls decided about extents.
+    """
+
+    def __init__(self, name: str, decided: Assumptions) -> None:
+        self.name = name
+        self.assumed = Assumptions()
+        self.values: dict[str, Value] = {}
+        #: names of the values, by id
+        self.names: list[str] = []
+        self._constants: dict[int, float | int | bool] = {}
+        self._exprs: list[Expr] = []
+        self._inputs: list[int] = []
+        self._outputs: list[int] = []
+        self._reuse: dict[int, int] = {}
+        self._used: dict[str, Source | None] = {}
+        self._stated: dict[str, Source | None] = {}
+        self._symbols = Symbols(decided, self.assumed)
+
+    @property
+    def symbols(self) -> Symbolic | None:
+        """The symbolic extents so far; None where there are none."""
+        return self._symbols.now
+
+    def fusion(self) -> Fusion:
+        """The fusion so far."""
+        return Fusion(
+            name=self.name,
+            values=dict(self.values),
+            exprs=tuple(self._exprs),
+            inputs=tuple(self.names[i] for i in self._inputs),
+            outputs=tuple(self.names[i] for i in self._outputs),
+            reuse={self.names[i]: self.names[j] for i, j in self._reuse.items()},
+        )
+
+    def call(self, method: str, site: Site, arguments: tuple[Any, ...]) -> Fact | None:
+        """Record a call: one of the methods that follow."""
+        with assuming(self.assumed):
+            fact: Fact | None = getattr(self, method)(site, *arguments)
+        return fact
+
+    # -- calls -----------------------------------------------------------------------------------
+
+    def tensor(
+        self,
+        site: Site,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        order: Sequence[int] | None,
+    ) -> Fact:
+        """An input; see `FusionDefinition.define_tensor`."""
+        extents = self._symbols.current(_extents(shape, site.where))
+        if not isinstance(dtype, torch.dtype):
+            raise DefinitionError(
+                f"dtype={dtype!r}", where=site.where, hint="a torch dtype: torch.float32"
+            )
+        dims = tuple(range(len(extents)))
+        if order is not None:
+            if sorted(order) != list(dims):
+                raise DefinitionError(
+                    f"stride_order={tuple(order)} for {len(dims)} dims",
+                    where=site.where,
+                    because=f"it is a permutation of 0..{len(dims) - 1}",
+                    hint="the place of each dim in memory, 0 the fastest",
+                )
+            places = tuple(order)
+            dims = tuple(sorted(dims, key=lambda d: -places[d]))
+        name = fresh_name(self.values, self._symbols.unused(site.name or "in"))
+        if any(type(n) is int and n == -1 for n in extents):
+            extents = self._symbols.made(name, extents)
+        self._inputs.append(len(self.names))
+        return self._add(name, site.source, shape=extents, dtype=dtype, order=dims)
+
+    def scalar(self, site: Site, value: float | int | bool | None, dtype: Any) -> Fact:
+        """A number; see `FusionDefinition.define_scalar`."""
+        value = pinned(value) if isinstance(value, Extent) else value
+        kind = dtype or (type(value) if value is not None else float)
+        kind = _SCALAR_DTYPES.get(kind, kind)
+        if kind not in DTYPE_NAMES or (value is not None and as_number(value, kind) is None):
+            raise DefinitionError(
+                f"define_scalar(value={value!r}, dtype={dtype})",
+                where=site.where,
+                because="a scalar is a bool, an int or a float, and its dtype is of that kind",
+                hint="define_scalar(2.0), or define_scalar(dtype=int) for an input of each run",
+            )
+        value = None if value is None else as_number(value, kind)
+        if value is None:
+            self._inputs.append(len(self.names))
+        return self._add_scalar(site, kind, value)
+
+    def op(self, site: Site, op: str, operands: Sequence[Any], attrs: Mapping[str, Any]) -> Fact:
+        """An expression."""
+        inputs = tuple(self._operand(x, op, site) for x in operands)
+        inputs, attrs = self._symbols.current((inputs, attrs))
+        names = [x for x in inputs if isinstance(x, str)]
+        if not any(self.values[n].is_tensor for n in names) and op != "uniform":
+            return self._scalar_op(site, op, inputs, attrs)
+        found = self._inferred(op, inputs, attrs, site.source)
+        for name in names:
+            self._used.setdefault(name, site.source)
+        settings = _settings(self._symbols.current(attrs))
+        name = fresh_name(self.values, site.name or "t")
+        self._exprs.append(
+            Expr(op=op, inputs=inputs, output=name, attrs=settings, source=site.source)
+        )
+        return self._add(name, site.source, **found)
+
+    def place(
+        self,
+        site: Site,
+        of: int,
+        mesh: DeviceMesh | Layout,
+        placements: tuple[tuple[str, Placement], ...] | None,
+        order: tuple[tuple[int, tuple[str, ...]], ...],
+        stream: Stream | None,
+    ) -> None:
+        """State a value's layout; see `Handle.on`."""
+        name = self.names[of]
+        value = self.values[name]
+        if not isinstance(mesh, Layout):
+            layout = Layout(mesh, dict(placements or ()), dict(order), stream)
+        elif placements or order or stream:
+            raise LayoutError(
+                f"%{name}: a Layout and placements at once",
+                where=site.where,
+                hint=".on(layout), or .on(mesh, {axis: placement})",
+            )
+        else:
+            layout = mesh
+        layout = self._checked(value, layout, site)
+        if not value.is_tensor:
+            raise LayoutError(
+                f"%{name} is placed, but it is a scalar",
+                where=site.where,
+                because="every rank has every scalar",
+                hint="leave .on() out",
+            )
+        if value.layout is not None:
+            raise self._contradiction(value, layout, site)
+        if name in self._used:
+            used = self._used[name]
+            raise LayoutError(
+                f"%{name} is placed after its first use",
+                where=[*site.where, f"used at {used.quote()}" if used else ""],
+                because="a law is stated before the value is used",
+                hint="write .on(...) where the value is defined",
+            )
+        self.values[name] = replace(value, layout=layout, is_law=True)
+        self._stated[name] = site.source
+        if site.name and name.rstrip("_0123456789") in ("t", "in"):
+            self._rename(of, site.name)
+
+    def output(self, site: Site, of: int, reuse: int | None) -> None:
+        """An output of the program; see `FusionDefinition.add_output`."""
+        name = self.names[of]
+        if not self.values[name].is_tensor:
+            raise DefinitionError(
+                f"%{name} is a scalar", where=site.where, hint="outputs are tensors"
+            )
+        if of in self._outputs:
+            raise DefinitionError(
+                f"%{name} is an output already",
+                where=site.where,
+                because="an output does not alias another output",
+                hint="use the first output twice, or copy it: t * 1",
+            )
+        if reuse is not None:
+            self._check_reuse(of, reuse, site)
+            self._reuse[of] = reuse
+        self._outputs.append(of)
+
+    # -- how -------------------------------------------------------------------------------------
+
+    def _check_reuse(self, of: int, reuse: int, site: Site) -> None:
+        name, other = self.names[of], self.names[reuse]
+        result, buffer = self.values[name], self.values[other]
+        if reuse not in self._inputs or not buffer.is_tensor:
+            raise DefinitionError(
+                f"reuse={value_text(buffer)} is not an input tensor of @{self.name}",
+                where=site.where,
+                hint="pass what define_tensor returned",
+            )
+        if (result.shape, result.dtype) != (buffer.shape, buffer.dtype):
+            raise DefinitionError(
+                f"%{name}: {result.type_text()} cannot be written into "
+                f"%{other}: {buffer.type_text()}",
+                where=site.where,
+                because="the result takes the place of the input's elements",
+                hint="leave reuse= out, or cast or reshape the result",
+            )
+        if reuse in self._reuse.values():
+            raise DefinitionError(
+                f"%{other} is reused twice",
+                where=site.where,
+                because="one buffer holds one result",
+                hint="leave reuse= out for one of them",
+            )
+
+    def _inferred(
+        self, op: str, inputs: tuple[Operand, ...], attrs: Mapping[str, Any], source: Source | None
+    ) -> dict[str, Any]:
+        """What an operation gives; where it refuses the examples of symbols, others are tried."""
+        row, symbols = TABLE[op], self._symbols
+        attrs = dict(attrs)
+        if not symbols.examples:
+            return inferred(row, inputs, attrs, self.values, source)
+        # What inference assumes counts when the fusion is lowered, which infers again.
+        with assuming(Assumptions()):
+            try:
+                return inferred(row, inputs, attrs, self.values, source)
+            except DefinitionError:
+                expr = Expr(op=op, inputs=inputs, output="", attrs=_settings(attrs))
+                found = symbols.unified(self.values, self._exprs, expr)
+                if found is None:
+                    raise
+            self.values, self._exprs = found
+            inputs, attrs = symbols.current((inputs, attrs))
+            return inferred(row, inputs, attrs, self.values, source)
+
+    def _scalar_op(
+        self, site: Site, op: str, inputs: tuple[Operand, ...], attrs: Mapping[str, Any]
+    ) -> Fact:
+        inputs = tuple(pinned(x) if isinstance(x, Extent) else x for x in inputs)
+
+        def call(*numbers: Any) -> Any:
+            return TABLE[op].call(*numbers, **attrs)
+
+        constant = not any(isinstance(x, str) for x in inputs)
+        samples = [scalar_sample(self.values[x].dtype) if isinstance(x, str) else x for x in inputs]
+        try:
+            result = scalar_call(call, samples)
+        except (RuntimeError, TypeError, KeyError, AttributeError) as error:
+            raise DefinitionError(
+                f"{op} of scalars means nothing",
+                where=site.where,
+                because=f"torch says: {str(error).splitlines()[0]}",
+                hint=f"numbers and arguments that torch takes for {op}",
+            ) from error
+        fact = self._add_scalar(site, _SCALAR_DTYPES[type(result)], result if constant else None)
+        if not constant:
+            settings, name = _settings(attrs), self.names[-1]
+            self._exprs.append(
+                Expr(op=op, inputs=inputs, output=name, attrs=settings, source=site.source)
+            )
+        return fact
+
+    def _checked(self, value: Value, layout: Layout, site: Site) -> Layout:
+        try:
+            layout = layout.normalized(len(value.shape))
+            for placement in layout.placements:
+                if isinstance(placement, Partial):
+                    check_reduce_op(placement.op, value.dtype)
+        except (LayoutError, CommunicationError) as error:
+            raise LayoutError(
+                f"%{value.name}: {error.what}",
+                where=site.where,
+                because=error.because,
+                hint=error.hint,
+            ) from error
+        return layout
+
+    def _contradiction(self, value: Value, layout: Layout, site: Site) -> LayoutError:
+        first = self._stated.get(value.name)
+        return LayoutError(
+            f"%{value.name} is laid out as {layout}, but its law says {value.layout}",
+            where=[*site.where, f"stated at {first.quote()}" if first else ""],
+            because="a value has one layout; the second .on() contradicts the first",
+            hint=f"reshard with a set: fd.ops.set({value.name}).on(...)",
+        )
+
+    def _rename(self, of: int, name: str) -> None:
+        """Give a value the name of the variable it is assigned to, once that is known."""
+        new = fresh_name(self.values, name)
+        old, self.names[of] = self.names[of], new
+        self.values = {
+            (new if k == old else k): (replace(v, name=new) if k == old else v)
+            for k, v in self.values.items()
+        }
+        self._exprs = [replace(e, output=new) if e.output == old else e for e in self._exprs]
+        self._stated[new] = self._stated.pop(old)
+        self.values, self._exprs = self._symbols.rename(old, new, self.values, self._exprs)
+
+    def _operand(self, x: Any, op: str, site: Site) -> Operand:
+        if isinstance(x, Ref):
+            return self._constants.get(x, self.names[x])
+        if x is None or isinstance(x, bool | int | float | Extent):
+            return x
+        raise DefinitionError(
+            f"{op}: {type(x).__name__} is no operand",
+            where=site.where,
+            because="operands are values of the definition and numbers",
+            hint="make it an input with fd.define_tensor",
+        )
+
+    def _add_scalar(self, site: Site, dtype: torch.dtype, constant: Any) -> Fact:
+        if constant is not None:
+            self._constants[len(self.names)] = constant
+        name = fresh_name(self.values, site.name or "s")
+        fact = self._add(name, site.source, shape=(), dtype=dtype, kind="scalar")
+        return replace(fact, constant=constant)
+
+    def _add(self, name: str, source: Source | None, **fields: Any) -> Fact:
+        value = Value(name=name, source=source, **fields)
+        self.values[name] = value
+        self.names.append(name)
+        return Fact(value.shape, value.dtype, value.is_tensor)
+
+
+def _extents(shape: Sequence[int], where: list[str]) -> tuple[int, ...]:
+    extents = tuple(shape) if isinstance(shape, Sequence) else ("not a sequence",)
+    if not all(type(n) is Extent or _is_extent(n) for n in extents):
+        raise DefinitionError(
+            f"shape {shape!r}",
+            where=where,
+            because="a shape is a list of integers of at least 0, or -1 for a symbolic extent",
+            hint="for example [8, 16], or [-1, 16]",
+        )
+    return extents
+
+
+def _is_extent(n: Any) -> bool:
+    return isinstance(n, int) and not isinstance(n, bool) and n >= -1
+
+
+def _settings(attrs: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Attributes as expressions hold them: hashable; None and False are left out."""
+    said = ((k, v) for k, v in attrs.items() if v is not None and v is not False)
+    return tuple((k, frozen(v)) for k, v in said)
+
+
+def frozen(x: Any) -> Any:
+    """Lists as tuples."""
+    return tuple(map(frozen, x)) if isinstance(x, list | tuple) else x
