@@ -11,11 +11,11 @@ show the names and lines of the code that runs.
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,12 @@ class Call:
     method: str
     arguments: tuple[Any, ...]
 
+    @property
+    def has_symbols(self) -> bool:
+        """It defines an input with symbolic extents."""
+        shape = self.arguments[0] if self.method == "tensor" else ()
+        return isinstance(shape, tuple) and any(type(n) is int and n == -1 for n in shape)
+
 
 @dataclass(frozen=True, slots=True)
 class Symbolic:
@@ -71,6 +77,7 @@ class Node:
         key: of the last operation.
         call: the last operation.
         fact: of the value that it made, if it made one.
+        id: of the value that was made last.
         symbols: of the definition so far.
         children: by key of the next operation.
         leaf: what ends here.
@@ -79,7 +86,8 @@ class Node:
     parent: Node | None = None
     key: Hashable = None
     call: Call | None = None
-    fact: Fact | None = None
+    fact: Any = None
+    id: int = -1
     symbols: Symbolic | None = None
     children: dict[Hashable, Node] = field(default_factory=dict)
     leaf: Leaf | None = None
@@ -93,28 +101,36 @@ class Node:
         return found[::-1]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+#: A call of the user's: its code, how far in it, and the name that the call gives its result.
+Written = tuple[CodeType, int, str | None]
+
+
+@dataclass(frozen=True, eq=False)
 class Spelling:
     """How a definition was written.
 
     Attributes:
-        codes: of the user's calls.
-        rest: where in them, names that were given, and what was decided about extents.
+        name: of the definition.
+        guards: what the user's code decided about extents.
+        calls: the user's calls.
     """
 
-    codes: tuple[CodeType, ...]
-    rest: tuple[object, ...]
+    name: str
+    guards: tuple[str, ...]
+    calls: list[Written]
 
     def is_same(self, other: Spelling) -> bool:
         """Whether all names and lines are the same."""
-        if self.rest != other.rest or self.codes != other.codes:
-            return False
-        return all(map(operator.is_, self.codes, other.codes)) or self._files == other._files
+        return (
+            self.calls == other.calls
+            and (self.name, self.guards) == (other.name, other.guards)
+            and self._files == other._files
+        )
 
-    @property
+    @cached_property
     def _files(self) -> list[str]:
         """Equal code may stand in several files."""
-        return [c.co_filename for c in self.codes]
+        return [code.co_filename for code, _, _ in self.calls]
 
 
 @dataclass(eq=False)
@@ -249,7 +265,7 @@ class FusionCache:
         for step in node.path():
             found = at.children.get(step.key)
             if found is None:
-                found = Node(at, step.key, step.call, step.fact, step.symbols)
+                found = Node(at, step.key, step.call, step.fact, step.id, step.symbols)
                 at.children[step.key] = found
             at = found
         return at

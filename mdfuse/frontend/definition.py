@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextvars import Token
 from functools import cached_property
-from types import CodeType, MappingProxyType
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
 
 from mdfuse.assumptions import Assumptions, assuming
-from mdfuse.errors import DefinitionError, LayoutError, user_source
+from mdfuse.errors import DefinitionError, user_source
 from mdfuse.extents import Extent, is_symbolic, with_examples
 from mdfuse.frontend import ops as operations
-from mdfuse.frontend.cache import Call, FusionCache, Leaf, Node, Spelled, Spelling
+from mdfuse.frontend.cache import Call, FusionCache, Leaf, Node, Spelled, Spelling, Written
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.recorder import Recorder, Ref, frozen
 from mdfuse.frontend.sites import Site, find_site
@@ -25,6 +25,8 @@ from mdfuse.layout import Layout, Placement, Stream
 from mdfuse.mesh import DeviceMesh
 
 _NO_ATTRS: Mapping[str, Any] = MappingProxyType({})
+_NONE: Mapping[Hashable, Node] = MappingProxyType({})
+_NUMBERS = frozenset((int,))
 
 
 class FusionDefinition:
@@ -46,33 +48,34 @@ class FusionDefinition:
         self.name = name
         self.inputs: list[int] = []
         self.outputs: list[int] = []
+        #: what the user's code, and operations that look at extents, decided about them
+        self.assumed = Assumptions()
         self._dims = 0
-        self._handles = 0
         self._streams = 0
         self._open = False
         self._token: Token[FusionDefinition | None] | None = None
-        #: what the user's code, and operations that look at extents, decided about them
-        self.assumed = Assumptions()
         self._assuming = assuming(self.assumed)
         self._at = FusionCache.get().root
-        self._codes: list[CodeType] = []
-        #: for each call where in its code it is, and the name that it gives
-        self._sites: list[Any] = []
+        #: where a call is looked up; empty where looking it up is not all that is to be done
+        self._children: Mapping[Hashable, Node] = _NONE
+        self._calls: list[Written] = []
         self._recorder: Recorder | None = None
         self._leaf: Leaf | None = None
 
     # -- life ------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        if self._codes or self._open or self._leaf is not None:
+        if self._calls or self._open or self._leaf is not None:
             raise DefinitionError(f"@{self.name} is defined already", hint="make a new definition")
         self._open = True
+        self._children = self._at.children
         self._token = operations.current.set(self)
         self._assuming.__enter__()
         return self
 
     def __exit__(self, kind: object, *exception: object) -> None:
         self._open = False
+        self._children = _NONE
         assert self._token is not None
         self._assuming.__exit__(None, None, None)
         operations.current.reset(self._token)
@@ -136,7 +139,7 @@ class FusionDefinition:
 
     def _spelling(self) -> Spelling:
         guards = tuple(map(str, self.assumed.guards)) if self.examples else ()
-        return Spelling(tuple(self._codes), (self.name, guards, *self._sites))
+        return Spelling(self.name, guards, self._calls)
 
     def __str__(self) -> str:
         """Every value with its layout: the user's marked !, the others inferred."""
@@ -173,24 +176,15 @@ class FusionDefinition:
             stride_order: the memory order of what is passed: the place of each dim, 0 the fastest.
             name: how programs print it; by default the variable that it is assigned to.
         """
-        self._check_open()
-        _check_name(name)
-        shape, places = frozen(shape), frozen(stride_order)
-        key = ("tensor", _key(shape), dtype, places)
-        named = type(shape) is tuple and any(type(n) is int and n == -1 for n in shape)
-        handle = self._made("tensor", key, (shape, dtype, places), name, named)
-        self.inputs.append(handle.id)
-        self._dims += handle.ndim
         if isinstance(layout, Layout):
             mesh, layout = layout, None
-        if mesh is not None:
-            self.place(handle, mesh, layout, order, None, name)
-        elif layout is not None:
-            raise LayoutError(
-                f"%{handle.name} has a layout but no mesh",
-                where=self.fusion_where(),
-                hint="pass mesh= as well",
-            )
+        place = None if mesh is None and layout is None else _place(mesh, layout, order, None)
+        places = None if stride_order is None else frozen(stride_order)
+        shape = tuple(shape) if type(shape) is list else shape
+        key = ("tensor", self._key(shape), self._key(dtype), places, place)
+        handle = self._made(key, (shape, dtype, places, place), name)
+        self.inputs.append(handle.id)
+        self._dims += handle.ndim
         return handle
 
     def define_scalar(
@@ -203,9 +197,7 @@ class FusionDefinition:
             dtype: of an input: float (the default), int, bool or a torch dtype.
             name: how programs print it.
         """
-        self._check_open()
-        _check_name(name)
-        handle = self._made("scalar", ("scalar", _key(value), dtype), (value, dtype), name)
+        handle = self._made(("scalar", self._key(value), dtype), (value, dtype), name)
         if value is None:
             self.inputs.append(handle.id)
         return handle
@@ -239,8 +231,8 @@ class FusionDefinition:
             )
         if stride_order is not None and t.is_tensor:
             t = operations.stride_order(t, stride_order)
-        arguments = t.id, None if reuse is None else reuse.id
-        self._do("output", ("output", *arguments), arguments)
+        buffer = None if reuse is None else reuse.id
+        self._do(("output", t.id, buffer), (t.id, buffer))
         self.outputs.append(t.id)
 
     # -- what handles and operations call --------------------------------------------------------
@@ -254,20 +246,26 @@ class FusionDefinition:
         self, op: str, operands: Sequence[Any], attrs: Mapping[str, Any] = _NO_ATTRS
     ) -> Handle:
         """Append an expression; returns the handle of its result."""
-        if not self._open:
-            self._check_open()
         key: list[Any] = [op]
         for x in operands:
-            if type(x) is Handle:
-                if x.definition is not self:
-                    raise self._foreign(x)
+            if type(x) is Handle and x.definition is self:
                 key.append(x.id)
             else:
-                key.append(_key(x))
+                key.append(self._key(x))
         for name, value in attrs.items():
-            key.append(name)
-            key.append(_key(value))
-        return self._made("op", tuple(key), (op, operands, attrs))
+            if value is not None and value is not False:
+                key.append(name)
+                key.append(self._key(value))
+        edge = tuple(key)
+        node = self._children.get(edge)
+        code, offset = find_site()
+        if node is None:
+            node = self._newly(edge, Call("op", (op, operands, attrs)), (code, offset, None))
+        else:
+            self._at = node
+            self._children = node.children
+            self._calls.append((code, offset, None))
+        return Handle(self, node.id, node.fact)
 
     def place(
         self,
@@ -276,85 +274,90 @@ class FusionDefinition:
         placements: Mapping[str, Placement] | None,
         order: Mapping[int, Sequence[str]] | None,
         stream: Stream | None,
-        name: str | None = None,
     ) -> None:
         """State a value's layout; see `Handle.on`."""
-        self._check_open()
-        if not isinstance(mesh, DeviceMesh | Layout):
-            mesh = DeviceMesh(mesh)
-        said = (
-            tuple(placements.items()) if isinstance(placements, Mapping) else placements,
-            tuple([(d, tuple(axes)) for d, axes in order.items()]) if order else (),
-            stream,
-        )
-        arguments = (handle.id, mesh, *said)
-        self._do("place", ("place", *arguments), arguments, name)
+        place = _place(mesh, placements, order, stream)
+        self._do(("place", handle.id, place), (handle.id, *place))
 
     # -- the trie --------------------------------------------------------------------------------
 
-    def _made(
-        self, method: str, key: tuple[Any, ...], arguments: tuple[Any, ...], *named: Any
-    ) -> Handle:
+    def _made(self, key: tuple[Any, ...], arguments: tuple[Any, ...], name: str | None) -> Handle:
         """Record a call that makes a value; its handle."""
-        fact = self._do(method, key, arguments, *named)
-        handle = Handle(self, self._handles, fact)
-        self._handles += 1
-        return handle
+        if name is not None:
+            _check_name(name)
+        node = self._do(key, arguments, name)
+        return Handle(self, node.id, node.fact)
 
     def _do(
-        self,
-        method: str,
-        key: tuple[Any, ...],
-        arguments: tuple[Any, ...],
-        name: str | None = None,
-        named: bool = False,
-    ) -> Any:
-        """Record a call, or find that it was recorded before; what is known of its value.
+        self, key: tuple[Any, ...], arguments: tuple[Any, ...], name: str | None = None
+    ) -> Node:
+        """Record a call of a method of `Recorder`, or find that it was recorded before.
 
         Args:
-            method: of `Recorder`.
-            key: tells the call from others.
+            key: the method's name, and what tells this call from others.
             arguments: of the method.
-            name: that the call gives.
-            named: names matter from here on, since symbolic extents have them.
+            name: that the call gives its result.
         """
-        place = find_site()
-        at = self._at
-        if named or at.symbols is not None:
-            before = () if at.symbols is not None else (tuple(self._codes), tuple(self._sites))
-            key = (*key, before, place, name)
+        code, offset = find_site()
+        node = self._children.get(key)
+        if node is None:
+            return self._newly(key, Call(key[0], arguments), (code, offset, name))
+        self._at = node
+        self._children = node.children
+        self._calls.append((code, offset, name))
+        return node
+
+    def _newly(self, key: tuple[Any, ...], call: Call, written: Written) -> Node:
+        """The node after a call that is new, or that needs more than to be looked up."""
+        self._check_open()
+        at, call = self._at, Call(call.method, _ids(call.arguments))
+        if at.symbols is not None:
+            key = (*key, written)
+        elif call.has_symbols:
+            # symbols are called as their inputs: from here on all names matter
+            key = (*key, written, tuple(self._calls))
         node = at.children.get(key)
         if node is None or self._recorder is not None:
-            node = self._newly(method, key, arguments, Site(place, name))
+            recorder = self._recorded()
+            fact = recorder.call(call, Site(written))
+            node = node or Node(at, key, call, fact, len(recorder.names) - 1, recorder.symbols)
         self._at = node
-        self._codes.append(place[0])
-        self._sites += (place[1], name)
-        return node.fact
-
-    def _newly(
-        self, method: str, key: tuple[Any, ...], arguments: tuple[Any, ...], site: Site
-    ) -> Node:
-        """The node after a call that is recorded."""
-        recorder = self._recorded()
-        fact = recorder.call(method, site, tuple(map(_ids, arguments)))
-        node = self._at.children.get(key)
-        call = Call(method, tuple(map(_ids, arguments)))
-        return node or Node(self._at, key, call, fact, recorder.symbols)
+        self._children = node.children if node.symbols is None else _NONE
+        if self._recorder is not None:
+            self._children = _NONE
+        self._calls.append(written)
+        return node
 
     def _recorded(self) -> Recorder:
         """The names and expressions so far."""
         if self._recorder is None:
             made = Recorder(self.name, self.assumed)
-            for node, site in zip(self._at.path(), self._calls(), strict=True):
+            for node, written in zip(self._at.path(), self._calls, strict=True):
                 assert node.call is not None
-                made.call(node.call.method, site, node.call.arguments)
+                made.call(node.call, Site(written))
             self._recorder = made
+            self._children = _NONE
         return self._recorder
 
-    def _calls(self) -> list[Site]:
-        """The user's calls so far."""
-        offsets, names = self._sites[::2], self._sites[1::2]
-        return list(map(Site, zip(self._codes, offsets, strict=True), names))
+    def _key(self, x: Any) -> Any:
+        """What tells an argument from others: 1, 1.0 and True are three, and so are 0.0 and -0.0.
+
+        A handle is its id: where one may stand there are no plain numbers.
+        """
+        kind = type(x)
+        if kind is int or kind is bool:
+            return (kind, x)
+        if kind is tuple or kind is list:
+            return tuple(x if _NUMBERS.issuperset(map(type, x)) else map(self._key, x))
+        if kind is float:
+            return (float, x if x and x == x else repr(x))
+        if kind is Handle:
+            if x.definition is not self:
+                raise self._foreign(x)
+            return x.id
+        if kind is Extent:
+            return (Extent, str(x.poly))
+        return (kind, id(x)) if kind.__hash__ is None else x
 
     def value_of(self, id_: int) -> Value:
         """The IR value of an id, as it is now."""
@@ -377,28 +380,32 @@ class FusionDefinition:
         )
 
 
+def _place(
+    mesh: Any,
+    placements: Mapping[str, Placement] | None,
+    order: Mapping[int, Sequence[str]] | None,
+    stream: Stream | None,
+) -> tuple[Any, ...]:
+    """A layout as it was said, to be looked up."""
+    if mesh is not None and type(mesh) is not DeviceMesh and type(mesh) is not Layout:
+        mesh = DeviceMesh(mesh)
+    if placements is not None and not isinstance(placements, Mapping):
+        raise LayoutError(
+            f"{placements!r} is no layout", hint='a mapping of axes: {"tp": Shard(0)}, or a Layout'
+        )
+    return (
+        mesh,
+        tuple(placements.items()) if placements else (),
+        tuple([(d, tuple(axes)) for d, axes in order.items()]) if order else (),
+        stream,
+    )
+
+
 def _ids(x: Any) -> Any:
     """Arguments without handles, which belong to one definition."""
     if type(x) is Handle:
         return Ref(x.id)
     return tuple(map(_ids, x)) if isinstance(x, tuple | list) else x
-
-
-def _key(x: Any) -> Any:
-    """What tells an argument from others: 1, 1.0 and True are three, and so are 0.0 and -0.0."""
-    kind = type(x)
-    if kind is tuple or kind is list:
-        return tuple(x if _NUMBERS.issuperset(map(type, x)) else map(_key, x))
-    if kind is int or kind is bool:
-        return (kind, x)
-    if kind is float:
-        return (float, x if x and x == x else repr(x))
-    if kind is Extent:
-        return (Extent, str(x.poly))
-    return (kind, id(x)) if kind.__hash__ is None else x
-
-
-_NUMBERS = frozenset((int,))
 
 
 def _check_name(name: str | None) -> None:

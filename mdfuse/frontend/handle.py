@@ -34,7 +34,9 @@ class Handle:
     __slots__ = ("definition", "fact", "id")
 
     def __init__(self, definition: FusionDefinition, id_: int, fact: Fact) -> None:
-        self.definition, self.id, self.fact = definition, id_, fact
+        self.definition = definition
+        self.id = id_
+        self.fact = fact
 
     @property
     def name(self) -> str:

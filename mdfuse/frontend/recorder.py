@@ -12,7 +12,7 @@ from mdfuse.assumptions import Assumptions, assuming
 from mdfuse.communication import check_reduce_op
 from mdfuse.errors import CommunicationError, DefinitionError, LayoutError, Source
 from mdfuse.extents import Extent, pinned
-from mdfuse.frontend.cache import Fact, Symbolic
+from mdfuse.frontend.cache import Call, Fact, Symbolic
 from mdfuse.frontend.sites import Site
 from mdfuse.frontend.symbols import Symbols
 from mdfuse.ir.graph import DTYPE_NAMES, Expr, Fusion, Operand, Value, fresh_name, value_text
@@ -74,10 +74,10 @@ class Recorder:
             reuse={self.names[i]: self.names[j] for i, j in self._reuse.items()},
         )
 
-    def call(self, method: str, site: Site, arguments: tuple[Any, ...]) -> Fact | None:
+    def call(self, call: Call, site: Site) -> Fact | None:
         """Record a call: one of the methods that follow."""
         with assuming(self.assumed):
-            fact: Fact | None = getattr(self, method)(site, *arguments)
+            fact: Fact | None = getattr(self, call.method)(site, *call.arguments)
         return fact
 
     # -- calls -----------------------------------------------------------------------------------
@@ -88,6 +88,7 @@ class Recorder:
         shape: Sequence[int],
         dtype: torch.dtype,
         order: Sequence[int] | None,
+        place: tuple[Any, ...] | None,
     ) -> Fact:
         """An input; see `FusionDefinition.define_tensor`."""
         extents = self._symbols.current(_extents(shape, site.where))
@@ -109,8 +110,13 @@ class Recorder:
         name = fresh_name(self.values, self._symbols.unused(site.name or "in"))
         if any(type(n) is int and n == -1 for n in extents):
             extents = self._symbols.made(name, extents)
+        layout = None if place is None else self._layout(name, len(extents), dtype, site, *place)
+        if layout is not None:
+            self._stated[name] = site.source
         self._inputs.append(len(self.names))
-        return self._add(name, site.source, shape=extents, dtype=dtype, order=dims)
+        is_law = layout is not None
+        fields = {"shape": extents, "dtype": dtype, "order": dims, "is_law": is_law}
+        return self._add(name, site.source, layout=layout, **fields)
 
     def scalar(self, site: Site, value: float | int | bool | None, dtype: Any) -> Fact:
         """A number; see `FusionDefinition.define_scalar`."""
@@ -158,17 +164,8 @@ class Recorder:
         """State a value's layout; see `Handle.on`."""
         name = self.names[of]
         value = self.values[name]
-        if not isinstance(mesh, Layout):
-            layout = Layout(mesh, dict(placements or ()), dict(order), stream)
-        elif placements or order or stream:
-            raise LayoutError(
-                f"%{name}: a Layout and placements at once",
-                where=site.where,
-                hint=".on(layout), or .on(mesh, {axis: placement})",
-            )
-        else:
-            layout = mesh
-        layout = self._checked(value, layout, site)
+        said = mesh, placements, order, stream
+        layout = self._layout(name, len(value.shape), value.dtype, site, *said)
         if not value.is_tensor:
             raise LayoutError(
                 f"%{name} is placed, but it is a scalar",
@@ -285,18 +282,38 @@ class Recorder:
             )
         return fact
 
-    def _checked(self, value: Value, layout: Layout, site: Site) -> Layout:
+    def _layout(
+        self,
+        name: str,
+        rank: int,
+        dtype: torch.dtype,
+        site: Site,
+        mesh: DeviceMesh | Layout | None,
+        placements: tuple[tuple[str, Placement], ...] | None,
+        order: tuple[tuple[int, tuple[str, ...]], ...],
+        stream: Stream | None,
+    ) -> Layout:
+        """A layout as it was said, checked against what it is for."""
+        if mesh is None:
+            raise LayoutError(
+                f"%{name} has a layout but no mesh", where=site.where, hint="pass mesh= as well"
+            )
+        if isinstance(mesh, Layout) and (placements or order or stream):
+            raise LayoutError(
+                f"%{name}: a Layout and placements at once",
+                where=site.where,
+                hint=".on(layout), or .on(mesh, {axis: placement})",
+            )
         try:
-            layout = layout.normalized(len(value.shape))
+            if not isinstance(mesh, Layout):
+                mesh = Layout(mesh, dict(placements or ()), dict(order), stream)
+            layout = mesh.normalized(rank)
             for placement in layout.placements:
                 if isinstance(placement, Partial):
-                    check_reduce_op(placement.op, value.dtype)
+                    check_reduce_op(placement.op, dtype)
         except (LayoutError, CommunicationError) as error:
             raise LayoutError(
-                f"%{value.name}: {error.what}",
-                where=site.where,
-                because=error.because,
-                hint=error.hint,
+                f"%{name}: {error.what}", where=site.where, because=error.because, hint=error.hint
             ) from error
         return layout
 

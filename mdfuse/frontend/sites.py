@@ -21,7 +21,7 @@ def find_site() -> tuple[CodeType, int]:
 
     Where all of the stack is mdfuse's, as in its command line, the outermost one.
     """
-    frame = sys._getframe(3)
+    frame = sys._getframe(2)
     while True:
         code = frame.f_code
         is_own = _OWN.get(code.co_filename)
@@ -38,17 +38,16 @@ class Site:
     """One call of the user's.
 
     Attributes:
-        place: code and offset of the instruction that calls.
-        said: the name that the call itself gives its result.
+        written: code, offset of the instruction that calls, and the name that the call gives its
+            result.
     """
 
-    place: tuple[CodeType, int]
-    said: str | None = None
+    written: tuple[CodeType, int, str | None]
 
     @property
     def source(self) -> Source | None:
         """The line."""
-        code, offset = self.place
+        code, offset, _ = self.written
         return _source(code.co_filename, code, offset)
 
     @property
@@ -59,7 +58,8 @@ class Site:
     @property
     def name(self) -> str | None:
         """`h` for the call in `h = f(...)`; None for other calls."""
-        return self.said or _name_after(*self.place)
+        code, offset, said = self.written
+        return said or _name_after(code, offset)
 
 
 @lru_cache(maxsize=4096)
