@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 
 from mdfuse.assumptions import Assumptions, assuming
-from mdfuse.errors import DefinitionError, user_source
+from mdfuse.errors import DefinitionError, LayoutError, user_source
 from mdfuse.extents import Extent, is_symbolic, with_examples
 from mdfuse.frontend import ops as operations
 from mdfuse.frontend.cache import Call, FusionCache, Leaf, Node, Spelled, Spelling, Written
