@@ -138,6 +138,7 @@ class FusionDefinition:
             inputs=tuple(h.name for h in self._inputs),
             outputs=tuple(h.name for h in self._outputs),
             reuse=dict(self._reuse),
+            ids={name: i for i, name in enumerate(self.values)},  # one handle each, in this order
         )
 
     def __str__(self) -> str:
