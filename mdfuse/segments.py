@@ -11,7 +11,7 @@ outputs = [values[i] for i in fd.outputs]
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,8 @@ from mdfuse.extents import with_numbers
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.ids import Dim, extent_ids, input_extents
 from mdfuse.ir.graph import Expr, Fusion
+from mdfuse.ir.ops import TABLE
+from mdfuse.ir.writes import fresh_write
 from mdfuse.plan.cache import Cache
 from mdfuse.segmentation import Part
 
@@ -252,21 +254,31 @@ def last_uses(segments: Sequence[Segment], kept: Iterable[int]) -> tuple[tuple[i
 
 
 def _orders(host: HostProgram) -> Orders:
-    """The memory order that the instruction which binds a name states.
+    """The memory orders in which a program computes its values.
 
     Results of reductions depend in their last bits on where the elements lie, so a segment leaves
     its results as the program does.
     """
-    orders: dict[str, tuple[int, ...] | None] = {}
-    for i in _binding(host.instructions):
-        for name in i.outputs:
-            orders.setdefault(name, i.order)
-    return {name: order for name, order in orders.items() if name not in host.aliases}
+    found: dict[str, tuple[int, ...] | None] = {}
+    keeps_buffers = not any(i.op == "set_stream" for i in host.walk())
+    for i in host.walk():
+        for name in i.outputs if i.op != "launch" else ():
+            if name not in host.aliases:
+                order = _row_major(host, i) if keeps_buffers and i.order is None else i.order
+                found.setdefault(name, order)
+    return found
 
 
-def _binding(block: Iterable[Instruction]) -> Iterator[Instruction]:
-    """The instructions that compute something, those inside host units included."""
-    return (j for i in block for j in i.walk() if j.op != "launch")
+def _row_major(host: HostProgram, i: Instruction) -> tuple[int, ...] | None:
+    """Row by row, where a plan makes a buffer of its own for what is no output; else None."""
+    if i.fn not in TABLE:
+        return None
+    tensors = [x for x in i.reads if host.types[x].layout is not None]
+    if not tensors or i.inputs[0] != tensors[0]:
+        return None
+    if fresh_write(i.fn, [None] * len(tensors)) is None:
+        return None
+    return tuple(range(len(host.types[i.outputs[0]].shape)))
 
 
 def _with_orders(host: HostProgram, orders: Orders) -> HostProgram:
@@ -275,7 +287,7 @@ def _with_orders(host: HostProgram, orders: Orders) -> HostProgram:
 
     def ordered(i: Instruction) -> Instruction:
         body = tuple(map(ordered, i.body))
-        found = [left.pop(name) for name in i.outputs if name in left and i.op != "launch"]
-        return replace(i, body=body, order=found[0] if found else i.order)
+        names = [name for name in i.outputs if name in left and i.op != "launch"]
+        return replace(i, body=body, order=left.pop(names[0]) if names else i.order)
 
     return replace(host, instructions=tuple(map(ordered, host.instructions)))
