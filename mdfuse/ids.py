@@ -43,7 +43,8 @@ def input_extents(fusion: Fusion) -> dict[Dim, int]:
     >>> list(input_extents(fd.fusion).values())
     [-1, -2, -3]
     """
-    named = ((name, dim) for name in fusion.inputs for dim in range(_ndim(fusion.values[name])))
+    shapes = ((name, fusion.values[name].shape) for name in fusion.inputs)
+    named = ((name, dim) for name, shape in shapes for dim in range(len(shape)))
     return {dim: -1 - i for i, dim in enumerate(named)}
 
 
@@ -61,17 +62,22 @@ def extent_ids(fusion: Fusion) -> dict[Dim, int]:
             by_symbol.setdefault(extent, i)
     for expr in fusion.exprs:
         out = fusion.values[expr.output]
-        for dim in range(_ndim(out)):
-            ids = [found[d] for d in _sources(expr, fusion.values, dim) if d in found]
-            ids += filter(None, [by_symbol.get(poly_from(out.shape[dim]))])
+        if not out.is_tensor:
+            continue
+        labels = dim_map(expr, fusion.values)
+        for dim, n in enumerate(out.shape):
+            ids = [found[d] for d in _sources(expr, fusion.values, labels, dim) if d in found]
+            ids += filter(None, [by_symbol.get(poly_from(n))])
             if ids:
                 found[expr.output, dim] = ids[0]
     return found
 
 
-def _sources(expr: Expr, values: Mapping[str, Value], dim: int) -> Iterator[Dim]:
+def _sources(
+    expr: Expr, values: Mapping[str, Value], labels: dims.DimMap, dim: int
+) -> Iterator[Dim]:
     """The operands' dims that a dim of the result is: with its label, and as long."""
-    labels, shape = dim_map(expr, values), values[expr.output].shape
+    shape = values[expr.output].shape
     label = labels.result[dim]
     for x, own in zip(expr.inputs, labels.operands, strict=True):
         if not isinstance(x, str):
@@ -86,7 +92,3 @@ def _stays(expr: Expr, operand: Value, d: int, dim: int, shape: tuple[int, ...])
     """A dim without a label is the first operand's, in the same place counted from the right."""
     is_first = expr.inputs[0] == operand.name and TABLE[expr.op].rule in _WHOLE_DIMS_STAY
     return is_first and len(operand.shape) - d == len(shape) - dim
-
-
-def _ndim(value: Value) -> int:
-    return len(value.shape) if value.is_tensor else 0

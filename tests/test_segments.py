@@ -163,7 +163,7 @@ def check_by_hand(program: mf.Program, whole: Sequence[Any], expected: Sequence[
 def test_streamed_segments_loop_alone(name: str) -> None:
     """Also those that share a loop in the program, and those that keep chunks only."""
     case = STREAMED[name]
-    program = case.compile(4, 8 if case.fixed else 7)
+    program = case.compile(2, 8 if case.fixed else 7)
     given = case.inputs(program)
     check_by_hand(program, given, case.expected(given))
 
