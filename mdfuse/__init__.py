@@ -30,7 +30,7 @@ from mdfuse.sharding import shard_tensor, unshard_tensor
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from mdfuse import hir
+    from mdfuse import hir, segmentation
     from mdfuse.evaluator import HostIrEvaluator
     from mdfuse.frontend import ops
     from mdfuse.frontend.cache import FusionCache
@@ -55,7 +55,11 @@ _LAZY = {
     "reference": "mdfuse.single_device",
     "simulate": "mdfuse.simulation",
 }
-_LAZY_MODULES = {"hir": "mdfuse.hir", "ops": "mdfuse.frontend.ops"}
+_LAZY_MODULES = {
+    "hir": "mdfuse.hir",
+    "ops": "mdfuse.frontend.ops",
+    "segmentation": "mdfuse.segmentation",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -101,6 +105,7 @@ __all__ = [
     "init",
     "ops",
     "reference",
+    "segmentation",
     "shard_tensor",
     "simulate",
     "unshard_tensor",

@@ -8,6 +8,7 @@ from mdfuse.config import Options, options_from_environment
 from mdfuse.hir import assign_streams, insert_frees, sink_waits
 from mdfuse.hir.emit import emit
 from mdfuse.hir.program import HostProgram
+from mdfuse.ids import with_ids
 from mdfuse.ir.graph import Fusion, check_fusion
 from mdfuse.passes import (
     decompose,
@@ -17,7 +18,7 @@ from mdfuse.passes import (
     push_slices,
     streams,
 )
-from mdfuse.segmentation import Segment, ShouldMerge, segment
+from mdfuse.segmentation import Part, ShouldMerge, segment
 
 Pass = Callable[[Fusion], Fusion]
 
@@ -65,12 +66,20 @@ def prepare(fusion: Fusion, observe: Observer | None = None) -> Fusion:
     return fusion
 
 
+def host_program(fusion: Fusion, parts: tuple[Part, ...], options: Options | None) -> HostProgram:
+    """The global host program of a fusion that the passes prepared, and its parts."""
+    host = emit(fusion, parts)
+    for _, run in HOST_PASSES:
+        host = run(host, options_from_environment(options))
+    return host
+
+
 def lower(
     fusion: Fusion,
     should_merge: ShouldMerge | None = None,
     observe: Observer | None = None,
     options: Options | None = None,
-) -> tuple[Fusion, tuple[Segment, ...], HostProgram]:
+) -> tuple[Fusion, tuple[Part, ...], HostProgram]:
     """Lower a fusion.
 
     Args:
@@ -80,11 +89,9 @@ def lower(
         options: how loops over chunks are spread over streams.
 
     Returns:
-        The fusion after all passes, its segments, and the global host program.
+        The fusion after all passes, with ids for what they added; its parts, each of which becomes
+        a segment; and the global host program.
     """
-    prepared = prepare(fusion, observe)
-    segments = segment(prepared, should_merge)
-    host = emit(prepared, segments)
-    for _, run in HOST_PASSES:
-        host = run(host, options_from_environment(options))
-    return prepared, segments, host
+    prepared = with_ids(prepare(fusion, observe))
+    parts = segment(prepared, should_merge)
+    return prepared, parts, host_program(prepared, parts, options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mdfuse import hir_lowering
 from mdfuse.assumptions import Assumptions, Guard, assuming
@@ -15,12 +15,10 @@ from mdfuse.hir.program import HostProgram
 from mdfuse.ir.graph import Fusion
 from mdfuse.ir.symbolic import check_definition, is_possible, with_new_examples
 from mdfuse.plan.cache import Cache
-from mdfuse.segmentation import Segment, ShouldMerge
+from mdfuse.segmentation import ShouldMerge
+from mdfuse.segments import LIMIT, Segment, segments_of
 
 Extents = Mapping[str, int]
-
-#: How many host programs of known extents are kept.
-LIMIT = 32
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,10 @@ class Lowerings:
         assumed = Assumptions()
         assumed.seen(examples)
         with assuming(assumed):
-            made = Lowering(*self.lower(with_new_examples(self.fusion, examples)), assumed)
+            fusion, segments, host = self.lower(with_new_examples(self.fusion, examples))
+        guards = (*self.assumed.guards, *assumed.guards)
+        segments = tuple(replace(s, guards=guards, examples=dict(examples)) for s in segments)
+        made = Lowering(fusion, segments, host, assumed)
         self.made.append(made)
         return made
 
@@ -134,7 +135,8 @@ def lowerings_of(
     """The first lowering of a fusion with symbolic extents, and what makes others."""
 
     def lower(fusion: Fusion) -> tuple[Fusion, tuple[Segment, ...], HostProgram]:
-        return hir_lowering.lower(fusion, should_merge, options=options)
+        fusion, parts, host = hir_lowering.lower(fusion, should_merge, options=options)
+        return fusion, segments_of(fusion, parts, host, options), host
 
     made = Lowerings(fusion, examples, assumed, lower)
     made.first()

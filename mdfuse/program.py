@@ -27,10 +27,11 @@ from mdfuse.hir.capture import eager
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.traffic import received
 from mdfuse.ir.graph import Fusion
-from mdfuse.lowerings import LIMIT, Lowering, Lowerings, lowerings_of
+from mdfuse.lowerings import Lowering, Lowerings, lowerings_of
 from mdfuse.plan.cache import Cache
 from mdfuse.runtime.communicator import init
-from mdfuse.segmentation import Segment, ShouldMerge
+from mdfuse.segmentation import ShouldMerge
+from mdfuse.segments import LIMIT, Segment, last_uses, segments_of
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Program:
 
     Attributes:
         fusion: the fusion as lowered: every value with its layout, every reshard a set.
-        segments: runs of expressions without a reshard.
+        segments: reshards, and runs of expressions without one, in topological order; see
+            `mdfuse.segments.Segment`.
         host: the global host program.
         options: how it runs.
         symbolic: where the definition has symbolic extents: all its lowerings. `fusion`, `segments`
@@ -83,9 +85,24 @@ class Program:
         host = self.host_for(extents)
         if self.symbolic is None:
             return self
-        of = self.symbolic.lowering_for(extents)
-        fusion, segments = with_numbers((of.fusion, of.segments), extents)
-        return Program(fusion, segments, host, self.options)
+        key = tuple(extents[name] for name in self.symbolic.symbols)
+        found = self._numbered.get(key)
+        if found is None:
+            of = self.symbolic.lowering_for(extents)
+            segments = tuple(s.with_extents(extents) for s in of.segments)
+            found = Program(with_numbers(of.fusion, extents), segments, host, self.options)
+            self._numbered.put(key, found)
+        return found
+
+    @cached_property
+    def _numbered(self) -> Cache[Program]:
+        """The programs of extents that were asked for."""
+        return Cache(LIMIT)
+
+    @cached_property
+    def last_uses(self) -> tuple[tuple[int, ...], ...]:
+        """For each segment, the ids of the definition that nothing needs any more once it ran."""
+        return last_uses(self.segments, (self.fusion.ids[name] for name in self.fusion.outputs))
 
     def for_rank(self, rank: int, extents: Mapping[str, int] | None = None) -> HostProgram:
         """What one rank runs: prints, and iterating yields its instructions."""
@@ -161,6 +178,10 @@ class Program:
         if evaluator is None:
             return self._run_other(key, inputs, out, extents, options)
         return evaluator.call(inputs, out)
+
+    def refuse(self, problem: MdfuseError, options: Options | None = None) -> None:
+        """Raise a problem where this rank would run, so that no rank waits for it."""
+        self._evaluator(self.host, options or self.options).call((), None, problem)
 
     def _run_other(
         self,
@@ -298,5 +319,5 @@ def _lowered(
         )
         (first,) = symbolic.made
         return Program(first.fusion, first.segments, first.host, options, symbolic)
-    fusion, segments, host = hir_lowering.lower(spelled.fusion, should_merge, options=options)
-    return Program(fusion, segments, host, options)
+    fusion, parts, host = hir_lowering.lower(spelled.fusion, should_merge, options=options)
+    return Program(fusion, segments_of(fusion, parts, host, options), host, options)

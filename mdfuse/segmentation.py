@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import networkx as nx
 
-from mdfuse.errors import LoweringError
+from mdfuse.errors import LoweringError, Source
 from mdfuse.ir.graph import Expr, Fusion
 from mdfuse.ir.ops import TABLE
 from mdfuse.layout import Stream
@@ -17,9 +18,16 @@ from mdfuse.stream_forms import FORMS, form
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Expressions that run as one: what a merging predicate sees."""
+    """Expressions that run as one: what a merging predicate sees.
+
+    Attributes:
+        exprs: each has `.op`, `.inputs`, `.output` (names of values) and `.source`.
+    """
 
     exprs: tuple[Expr, ...]
+
+    def __str__(self) -> str:
+        return _group_text(e.output for e in self.exprs)
 
     @property
     def is_reshard(self) -> bool:
@@ -51,7 +59,7 @@ def merge_nothing(a: Group, b: Group) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class Part:
     """A group with its place in the program.
 
     Attributes:
@@ -80,15 +88,34 @@ class Segment:
         return self.fusion.outputs
 
 
-def segment(fusion: Fusion, should_merge: ShouldMerge | None = None) -> tuple[Segment, ...]:
-    """Cut a fusion into segments, topologically ordered.
+def segment(fusion: Fusion, should_merge: ShouldMerge | None = None) -> tuple[Part, ...]:
+    """Cut a fusion into parts, topologically ordered.
 
     Args:
         fusion: every change of layout in it is a set.
-        should_merge: may two neighbouring groups on one mesh become one? Reshards never merge, and
-            neither do groups whose union would depend on itself.
+        should_merge: may two neighbouring groups become one? Where it says so they do, but for
+            reshards, groups on different meshes, groups in different host loops, and groups whose
+            union would depend on itself.
+
+    Raises:
+        LoweringError: the predicate is no function, raises, or answers neither True nor False.
     """
-    merge = should_merge or merge_composite
+    merge = merge_composite if should_merge is None else should_merge
+    if not callable(merge):
+        raise LoweringError(
+            f"should_merge={merge!r}",
+            because="it says of two groups whether they may become one",
+            hint="a function of two groups, for example mf.segmentation.merge_local",
+        )
+    groups, graph = _merged(fusion, merge)
+    check(fusion, [[e.output for e in group] for group in groups.values()])
+    ordered = nx.lexicographical_topological_sort(graph)
+    position = {e.output: i for i, e in enumerate(fusion.exprs)}
+    return tuple(_part(fusion, f"seg{n}", groups[g], position) for n, g in enumerate(ordered))
+
+
+def _merged(fusion: Fusion, merge: ShouldMerge) -> tuple[dict[int, list[Expr]], nx.DiGraph[int]]:
+    """The groups by number, and which of them read what others compute."""
     loops = HostLoops(fusion)
     graph: nx.DiGraph[int] = nx.DiGraph()
     owner: dict[str, int] = {}
@@ -104,11 +131,80 @@ def segment(fusion: Fusion, should_merge: ShouldMerge | None = None) -> tuple[Se
             if producer == here or not _may_merge(loops, groups, producer, here, graph, merge):
                 continue
             _absorb(graph, groups, owner, producer, here)
-    if not nx.is_directed_acyclic_graph(graph):
-        raise LoweringError("the segments depend on each other in a cycle")
-    ordered = nx.lexicographical_topological_sort(graph)
-    position = {e.output: i for i, e in enumerate(fusion.exprs)}
-    return tuple(_segment(fusion, f"seg{n}", groups[g], position) for n, g in enumerate(ordered))
+    return groups, graph
+
+
+def check(fusion: Fusion, groups: Iterable[Iterable[str]]) -> None:
+    """Raise LoweringError unless each group can run as a whole, one group after another.
+
+    Args:
+        fusion: whose expressions are grouped.
+        groups: names of values; expressions that are in none run by themselves.
+
+    Raises:
+        LoweringError: groups depend on each other in a cycle; a name is in two groups, or of no
+            expression.
+
+    >>> import mdfuse as mf
+    >>> with mf.FusionDefinition("chain") as fd:
+    ...     x = fd.define_tensor([4])
+    ...     a = x + 1
+    ...     b = a * 2
+    ...     fd.add_output(a + b)
+    >>> mf.segmentation.check(fd.fusion, [["a", "b"]])
+    >>> try:
+    ...     mf.segmentation.check(fd.fusion, [["a", fd.fusion.outputs[0]], ["b"]])
+    ... except mf.LoweringError as error:
+    ...     print(error.what)
+    the groups (%a, %t) and (%b) of @chain depend on each other in a cycle
+    """
+    owner = _owners(fusion, [tuple(group) for group in groups])
+    graph: nx.DiGraph[tuple[str, ...]] = nx.DiGraph()
+    for expr in fusion.exprs:
+        for x in expr.reads:
+            if owner.get(x, owner[expr.output]) != owner[expr.output]:
+                graph.add_edge(owner[x], owner[expr.output], by=expr, value=x)
+    try:
+        cycle = nx.find_cycle(graph)
+    except nx.NetworkXNoCycle:
+        return
+    names = " and ".join(_group_text(group) for group, _ in cycle)
+    raise LoweringError(
+        f"the groups {names} of @{fusion.name} depend on each other in a cycle",
+        where=[_dependence(graph.edges[edge]) for edge in cycle],
+        because="a group runs as a whole, after the groups that it reads",
+        hint="leave one of these expressions out of its group, or make one group of all of them",
+    )
+
+
+def _owners(fusion: Fusion, groups: Iterable[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """The group of each expression's result; of those in none, one of their own."""
+    owner: dict[str, tuple[str, ...]] = {}
+    for group in groups:
+        for name in group:
+            if name not in fusion.producers or name in owner:
+                what = "is in two groups" if name in owner else "is no result of an expression"
+                raise LoweringError(
+                    f"%{name} {what} of @{fusion.name}",
+                    where=fusion.where(name) if name in fusion.values else (),
+                    because="groups are made of expressions, each of which runs once",
+                    hint="the expressions compute " + ", ".join(fusion.producers),
+                )
+            owner[name] = group
+    return {name: owner.get(name, (name,)) for name in fusion.producers}
+
+
+def _dependence(edge: Mapping[str, Any]) -> str:
+    expr: Expr = edge["by"]
+    return f"%{expr.output} = {expr.op} reads %{edge['value']}" + _quoted(expr.source)
+
+
+def _quoted(source: Source | None) -> str:
+    return f"   {source.quote()}" if source else ""
+
+
+def _group_text(names: Iterable[str]) -> str:
+    return f"({', '.join(f'%{name}' for name in names)})"
 
 
 def _may_merge(
@@ -120,7 +216,7 @@ def _may_merge(
     merge: ShouldMerge,
 ) -> bool:
     first, second = Group(tuple(groups[a])), Group(tuple(groups[b]))
-    if first.is_reshard or second.is_reshard or not merge(first, second):
+    if first.is_reshard or second.is_reshard or not _asked(merge, first, second):
         return False
     if not loops.may_share(first.exprs, second.exprs):
         return False
@@ -128,6 +224,28 @@ def _may_merge(
     if len({v.layout.mesh if v.layout else None for v in values}) > 1:
         return False
     return not (_is_indirect(graph, a, b) or _is_indirect(graph, b, a))
+
+
+def _asked(merge: ShouldMerge, first: Group, second: Group) -> bool:
+    """What the predicate says of two groups."""
+    where = [f"{e.op} -> %{e.output}{_quoted(e.source)}" for e in (*first.exprs, *second.exprs)]
+    try:
+        answer = merge(first, second)
+    except Exception as error:
+        raise LoweringError(
+            f"should_merge raised {type(error).__name__}: {error}",
+            where=[f"asked of {first} and {second}", *where],
+            because="it is asked of groups of which one reads what the other computes",
+            hint="return True or False for every two groups",
+        ) from error
+    if type(answer) is not bool:
+        raise LoweringError(
+            f"should_merge answered {answer!r} for {first} and {second}",
+            where=where,
+            because="two groups may become one, or not",
+            hint="return True or False",
+        )
+    return answer
 
 
 class HostLoops:
@@ -209,8 +327,8 @@ def _absorb(
     graph.add_edges_from(edges)
 
 
-def _segment(fusion: Fusion, name: str, exprs: list[Expr], position: Mapping[str, int]) -> Segment:
-    """A segment; `position` says where in the fusion an expression stands."""
+def _part(fusion: Fusion, name: str, exprs: list[Expr], position: Mapping[str, int]) -> Part:
+    """A part; `position` says where in the fusion an expression stands."""
     ordered = tuple(sorted(exprs, key=lambda e: position[e.output]))
     made = {e.output for e in ordered}
     inputs = tuple(dict.fromkeys(x for e in ordered for x in e.reads if x not in made))
@@ -224,4 +342,4 @@ def _segment(fusion: Fusion, name: str, exprs: list[Expr], position: Mapping[str
     part = replace(
         fusion, name=name, values=values, exprs=ordered, inputs=inputs, outputs=outputs, reuse={}
     )
-    return Segment(name=name, fusion=part)
+    return Part(name=name, fusion=part)

@@ -72,6 +72,7 @@ class Recorder:
             inputs=tuple(self.names[i] for i in self._inputs),
             outputs=tuple(self.names[i] for i in self._outputs),
             reuse={self.names[i]: self.names[j] for i, j in self._reuse.items()},
+            ids={name: i for i, name in enumerate(self.names)},
         )
 
     def call(self, call: Call, site: Site) -> Fact | None:

@@ -9,10 +9,10 @@ from mdfuse.hir.emit_loops import emit_loop, loops
 from mdfuse.hir.emit_sets import Emitter, emit_set, local, value_type
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.ir.graph import Fusion
-from mdfuse.segmentation import Segment
+from mdfuse.segmentation import Part
 
 
-def emit(fusion: Fusion, segments: tuple[Segment, ...]) -> HostProgram:
+def emit(fusion: Fusion, segments: tuple[Part, ...]) -> HostProgram:
     """The global host program of a fusion whose only changes of layout are sets."""
     out = Emitter(fusion)
     for name in fusion.inputs:
@@ -34,7 +34,7 @@ def emit(fusion: Fusion, segments: tuple[Segment, ...]) -> HostProgram:
     return reuse_inputs.run(program, fusion.reuse)
 
 
-def _emit_segment(out: Emitter, part: Segment) -> None:
+def _emit_segment(out: Emitter, part: Part) -> None:
     values = out.fusion.values
     first = part.exprs[0]
     if first.op == "set" and values[first.output].is_tensor:

@@ -26,13 +26,13 @@ from mdfuse.index import Index, Term, calc, loop
 from mdfuse.ir.graph import Expr, Fusion, Operand, fresh_name
 from mdfuse.layout import Layout, Partial, Stream
 from mdfuse.reshard import Local, steps
-from mdfuse.segmentation import HostLoops, Segment, set_form, streams_read
+from mdfuse.segmentation import HostLoops, Part, set_form, streams_read
 from mdfuse.stream_forms import FORMS
 
 
-def loops(fusion: Fusion, segments: Iterable[Segment]) -> list[list[Segment]]:
+def loops(fusion: Fusion, segments: Iterable[Part]) -> list[list[Part]]:
     """Neighbouring segments that share a host loop; the others by themselves."""
-    found: list[list[Segment]] = []
+    found: list[list[Part]] = []
     host_loops = HostLoops(fusion)
     for part in segments:
         last = [e for p in found[-1] for e in p.exprs] if found else []
@@ -128,7 +128,7 @@ class _Loop:
         return layout.with_stream(Stream(stream.dim, stream.chunks, None, self.index))
 
 
-def emit_loop(out: Emitter, parts: Sequence[Segment]) -> None:
+def emit_loop(out: Emitter, parts: Sequence[Part]) -> None:
     """Append a loop that computes the values of some streamed segments."""
     stream = out.fusion.values[parts[0].exprs[0].output].stream
     assert stream is not None
@@ -150,7 +150,7 @@ def emit_loop(out: Emitter, parts: Sequence[Segment]) -> None:
     )
 
 
-def _emit_part(loop: _Loop, part: Segment) -> None:
+def _emit_part(loop: _Loop, part: Part) -> None:
     """What an iteration does of a segment."""
     if part.exprs[0].op == "set":
         _emit_set(loop, part.exprs[0])
@@ -173,7 +173,7 @@ def _emit_part(loop: _Loop, part: Segment) -> None:
     )
 
 
-def _emit_expr(loop: _Loop, part: Segment, expr: Expr, made: dict[str, str]) -> Instruction:
+def _emit_expr(loop: _Loop, part: Part, expr: Expr, made: dict[str, str]) -> Instruction:
     """An expression on chunks; `made` has the names of the segment's results so far."""
     inputs: list[Operand] = []
     for x, stream in zip(expr.inputs, streams_read(loop.fusion, expr), strict=True):

@@ -138,6 +138,8 @@ class Fusion:
     outputs: tuple[str, ...]
     #: outputs that are written into an input: output name -> input name.
     reuse: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    #: value name -> its id in the definition; what passes added gets the following ones.
+    ids: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
     @cached_property
     def producers(self) -> dict[str, Expr]:
