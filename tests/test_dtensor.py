@@ -1,0 +1,736 @@
+"""DTensors, torch's meshes and traced functions, in one process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import shares
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+from torch.distributed.tensor import DTensor, init_device_mesh
+from torch.distributed.tensor import Partial as TorchPartial
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import mdfuse as mf
+from mdfuse import DeviceMesh, Layout, Partial, Replicate, Shard
+from mdfuse.dtensor import placements_of
+
+FOUR = DeviceMesh.arange(tp=4)
+GRID = DeviceMesh.arange(dp=2, tp=2)
+
+
+def join_fake(rank: int, size: int = 4) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+
+
+@pytest.fixture(params=[0, 3])
+def rank(request: pytest.FixtureRequest, unjoined: None) -> Iterator[int]:
+    """One of four ranks; nothing moves, so that values mean nothing."""
+    join_fake(request.param)
+    mf.init(backend="null", rank=request.param, size=4)
+    yield request.param
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def fake(unjoined: None) -> Iterator[None]:
+    """Rank 2 of four."""
+    join_fake(2)
+    mf.init(backend="null", rank=2, size=4)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def alone(unjoined: None) -> Iterator[TorchMesh]:
+    """A world of one rank, with a group that was there before; its mesh."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    dist.destroy_process_group()
+
+
+def torch_mesh(mesh: DeviceMesh, named: bool = True) -> TorchMesh:
+    ranks = torch.tensor(mesh.ranks).reshape(mesh.shape)
+    return TorchMesh("cpu", ranks, mesh_dim_names=mesh.axes if named else None)
+
+
+def cut(whole: Tensor, layout: Layout, mesh: TorchMesh, rank: int) -> DTensor:
+    """A rank's DTensor of a tensor, made by torch alone."""
+    part = shares(whole, layout).get(rank)
+    part = torch.empty(0, dtype=whole.dtype) if part is None else part
+    return DTensor.from_local(
+        part,
+        mesh,
+        [TORCH[type(p)](p) for p in layout.placements],
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+
+
+TORCH: dict[type, Callable[[Any], Any]] = {
+    Shard: lambda p: TorchShard(p.dim),
+    Replicate: lambda p: TorchReplicate(),
+    Partial: lambda p: TorchPartial({"prod": "product"}.get(p.op, p.op)),
+}
+
+
+# -- meshes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("fake")
+def test_a_torch_mesh_is_a_mesh() -> None:
+    named, bare = torch_mesh(GRID), torch_mesh(GRID, named=False)
+    turned = TorchMesh("cpu", [[3, 1], [2, 0]], mesh_dim_names=("a", "b"))
+    assert DeviceMesh(named) == GRID
+    assert DeviceMesh(bare) == DeviceMesh([[0, 1], [2, 3]], axes=("y", "x"))
+    assert DeviceMesh(bare, axes=("dp", "tp")) == DeviceMesh(named, axes=("dp", "tp")) == GRID
+    assert DeviceMesh(turned) == DeviceMesh([[3, 1], [2, 0]], axes=("a", "b"))
+    assert DeviceMesh(TorchMesh("cpu", [1, 2])) == DeviceMesh([1, 2])
+
+
+@pytest.mark.usefixtures("fake")
+def test_a_torch_mesh_wherever_a_mesh_stands() -> None:
+    torchs = torch_mesh(GRID)
+    split = {"dp": Shard(0), "tp": Shard(1)}
+    whole = torch.arange(20).reshape(5, 4)
+    with mf.FusionDefinition("both") as fd:
+        x = fd.define_tensor([5, 4], torch.int64, mesh=torchs, layout=split)
+        y = fd.define_tensor([5, 4], torch.int64, mesh=Layout(torchs, split))
+        fd.add_output(fd.ops.set(x + y).on(torchs, {"tp": Shard(0)}))
+    program = mf.compile(fd)
+    assert {v.layout.mesh for v in program.fusion.values.values() if v.layout} == {GRID}
+    assert torch.equal(mf.simulate(program, [whole, whole]).outputs[0], whole * 2)
+    parts = [mf.shard_tensor(whole, torchs, split, rank=r) for r in range(4)]
+    assert torch.equal(parts[3], whole[3:, 2:])
+    assert torch.equal(mf.unshard_tensor(parts, torchs, split), whole)
+
+
+@pytest.mark.usefixtures("fake")
+def test_a_slice_is_no_mesh_of_a_program() -> None:
+    """Rank 2 sees the slice (2, 3), rank 0 would see (0, 1)."""
+    whole = torch_mesh(GRID)
+    with pytest.raises(mf.MeshError, match="is a slice of") as caught:
+        DeviceMesh(whole["tp"])
+    assert "pass the whole mesh" in str(caught.value)
+    assert DeviceMesh(whole["dp", "tp"]) == GRID
+    assert DeviceMesh(whole["dp", "tp"]._flatten("all")) == DeviceMesh.arange(all=4)
+
+
+@pytest.mark.usefixtures("fake")
+def test_names_that_a_mesh_cannot_have() -> None:
+    with pytest.raises(mf.MeshError, match="identifier"):
+        DeviceMesh(TorchMesh("cpu", [0, 1], mesh_dim_names=("data parallel",)))
+    with pytest.raises(mf.MeshError, match="has no default names"):
+        DeviceMesh(TorchMesh("cpu", [[[[0, 1]]]]))
+
+
+# -- layouts -------------------------------------------------------------------------------------
+
+PLACEMENTS: list[tuple[list[Any], dict[str, Any]]] = [
+    ([TorchReplicate(), TorchReplicate()], {}),
+    ([TorchShard(0), TorchReplicate()], {"dp": Shard(0)}),
+    ([TorchShard(1), TorchShard(0)], {"dp": Shard(1), "tp": Shard(0)}),
+    ([TorchShard(0), TorchShard(0)], {"dp": Shard(0), "tp": Shard(0)}),
+    ([TorchPartial(), TorchShard(1)], {"dp": Partial(), "tp": Shard(1)}),
+    ([TorchReplicate(), TorchPartial("avg")], {"tp": Partial("avg")}),
+    ([TorchPartial("product"), TorchReplicate()], {"dp": Partial("prod")}),
+]
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize(("placements", "ours"), PLACEMENTS)
+def test_placements(placements: list[Any], ours: dict[str, Any]) -> None:
+    x = DTensor.from_local(torch.ones(2, 2), torch_mesh(GRID), placements, run_check=False)
+    assert mf.layout_of(x) == Layout(GRID, ours)
+    assert placements_of(Layout(GRID, ours)) == tuple(placements)
+    bare = DTensor.from_local(
+        torch.ones(2, 2), torch_mesh(GRID, named=False), placements, run_check=False
+    )
+    assert mf.layout_of(bare, axes=("dp", "tp")) == Layout(GRID, ours)
+    assert mf.layout_of(bare).mesh.axes == ("y", "x")
+
+
+@pytest.mark.usefixtures("fake")
+def test_placements_without_counterpart() -> None:
+    mesh, part = torch_mesh(GRID), torch.ones(2, 2)
+    strided = [_StridedShard(0, split_factor=2), TorchShard(0)]
+    x = DTensor.from_local(part, mesh, strided, run_check=False)
+    with pytest.raises(mf.LayoutError, match="has no counterpart") as caught:
+        mf.layout_of(x)
+    assert "_StridedShard" in str(caught.value)
+    assert "x.redistribute(x.device_mesh, [Shard(0), Shard(0)])" in str(caught.value)
+    masked = [TorchPartial("max"), _MaskPartial(offset_shape=torch.Size((2, 2)), offset_dim=0)]
+    spec = DTensor.from_local(part, mesh, [TorchReplicate()] * 2, run_check=False)._spec
+    spec.placements = tuple(masked)
+    with pytest.raises(mf.LayoutError, match="has no counterpart") as caught:
+        mf.layout_of(DTensor(part, spec, requires_grad=False))
+    assert "[Partial('max'), Replicate()]" in str(caught.value)
+
+
+def test_layouts_without_counterpart() -> None:
+    both = {"dp": Shard(0), "tp": Shard(0)}
+    with pytest.raises(mf.LayoutError, match="not a layout of DTensors") as caught:
+        placements_of(Layout(GRID, both, order={0: ("tp", "dp")}))
+    assert "without order=" in str(caught.value)
+    assert placements_of(Layout(GRID, both, order={0: ("dp", "tp")})) == (TorchShard(0),) * 2
+    with pytest.raises(mf.LayoutError, match="Partial in one way") as caught:
+        placements_of(Layout(GRID, {"dp": Partial("max"), "tp": Partial("sum")}))
+    assert "reduce max first" in str(caught.value)
+
+
+@pytest.mark.usefixtures("fake")
+def test_a_spec_says_how_a_dtensor_lies() -> None:
+    mesh, layout = torch_mesh(GRID), Layout(GRID, {"tp": Shard(1)})
+    x = cut(torch.ones(4, 6, dtype=torch.float64), layout, mesh, 2)
+    spec = mf.spec_of(x)
+    assert (spec.shape, spec.dtype, spec.mesh, spec.stride_order) == (
+        (4, 6), torch.float64, layout, None,
+    )  # fmt: skip
+    turned = mf.spec_of(cut(torch.ones(6, 4).t(), layout, mesh, 2))
+    assert (turned.shape, turned.stride_order) == ((4, 6), (0, 1))
+    with mf.FusionDefinition("turned") as fd:
+        fd.add_output(fd.define_tensor(turned.shape, stride_order=turned.stride_order) * 2.0)
+    assert mf.reference(fd, [torch.ones(6, 4).t()])[0].stride() == (1, 4)
+
+
+@pytest.mark.parametrize("rows", [4, 5, 6, 7, 3, 0])
+@pytest.mark.parametrize("order", [None, (0, 1, 2), (1, 2, 0)])
+def test_local_tensors_to_dtensors(rows: int, order: Any, rank: int) -> None:
+    """Uneven parts, empty ones too; the shape and the strides are those of the whole."""
+    whole = torch.empty(rows, 2, 3)
+    if order == (1, 2, 0):
+        whole = torch.empty(2, 3, rows).permute(2, 0, 1)
+    mesh, layout = torch_mesh(FOUR, named=False), Layout(FOUR, {"tp": Shard(0)})
+    part = shares(whole, layout)[rank]
+    x = mf.to_dtensor(part, mesh, layout, whole.shape, order)
+    assert (x.shape, x.dtype, x.requires_grad) == (whole.shape, whole.dtype, False)
+    assert x.device_mesh is mesh
+    assert x.placements == (TorchShard(0),)
+    assert x._local_tensor.data_ptr() == part.data_ptr()
+    if rows:
+        assert x.stride() == whole.stride()
+
+
+@pytest.mark.usefixtures("fake")
+def test_a_part_that_does_not_fit() -> None:
+    layout = Layout(FOUR, {"tp": Shard(0)})
+    with pytest.raises(mf.LayoutError, match="rank 2, expected") as caught:
+        mf.to_dtensor(torch.ones(2, 2), torch_mesh(FOUR), layout, (5, 2))
+    assert "(1, 2)" in str(caught.value)
+    with pytest.raises(mf.MeshError, match="same ranks in the same shape"):
+        mf.to_dtensor(torch.ones(1, 2), torch_mesh(GRID), layout, (5, 2))
+    with pytest.raises(mf.MeshError, match="same names"):
+        mf.to_dtensor(torch.ones(1, 2), torch_mesh(DeviceMesh.arange(dp=4)), layout, (5, 2))
+
+
+# -- runs ----------------------------------------------------------------------------------------
+
+
+def mlp_definition(rows: int = 8) -> mf.FusionDefinition:
+    with mf.FusionDefinition("mlp") as fd:
+        x = fd.define_tensor([rows, 4], mesh=FOUR, layout={"tp": Shard(0)})
+        w = fd.define_tensor([4, 8], mesh=FOUR, layout={"tp": Shard(1)})
+        h = fd.ops.set(x).on(FOUR, {}) @ w
+        fd.add_output(h)
+        fd.add_output(fd.ops.set(h).on(FOUR, {"tp": Shard(0)}))
+    return fd
+
+
+def mlp_arguments(rank: int, rows: int = 8, named: bool = True) -> list[DTensor]:
+    mesh = torch_mesh(FOUR, named)
+    x = cut(torch.ones(rows, 4), Layout(FOUR, {"tp": Shard(0)}), mesh, rank)
+    return [x, cut(torch.ones(4, 8), Layout(FOUR, {"tp": Shard(1)}), mesh, rank)]
+
+
+@pytest.mark.parametrize("rows", [8, 5])
+@pytest.mark.parametrize("named", [True, False])
+def test_dtensors_come_back(rows: int, named: bool, rank: int) -> None:
+    program, arguments = mf.compile(mlp_definition(rows)), mlp_arguments(rank, rows, named)
+    for _ in range(3):
+        h, y = program.run(*arguments)
+        assert h.placements == (TorchShard(1),)
+        assert y.placements == (TorchShard(0),)
+        for out in (h, y):
+            assert type(out) is DTensor
+            assert out.device_mesh is arguments[0].device_mesh
+            assert (out.shape, out.requires_grad) == ((rows, 8), False)
+        assert h.stride() == (8, 1)
+        assert y.stride() == (1, rows)  # as the all-to-all leaves it, also where a rank has one row
+        assert h.to_local().shape == (rows, 2)
+        layout = Layout(FOUR, {"tp": Shard(0)})
+        assert y.to_local().shape == shares(torch.empty(rows, 8), layout)[rank].shape
+    assert program.plans.info()[:2] == (2, 1)
+
+
+@pytest.mark.usefixtures("fake")
+def test_plain_tensors_stay_plain_beside_dtensors() -> None:
+    program, (x, w) = mf.compile(mlp_definition()), mlp_arguments(2)
+    plain = [x.to_local(), w.to_local()]
+    for _ in range(2):
+        assert [type(y) for y in program.run(*plain)] == [Tensor, Tensor]
+        assert [type(y) for y in program.run(x, plain[1])] == [DTensor, DTensor]
+        assert [type(y) for y in program.run(plain[0], w)] == [DTensor, DTensor]
+    assert program.plans.info()[:2] == (5, 1)
+
+
+@pytest.mark.usefixtures("fake")
+def test_a_whole_dtensor_is_not_taken_for_its_local_tensor() -> None:
+    """Replicated, both have one shape: the plan of plain tensors must not meet a DTensor."""
+    with mf.FusionDefinition("double") as fd:
+        fd.add_output(fd.define_tensor([3], mesh=FOUR) * 2.0)
+    program = mf.compile(fd)
+    plain = torch.tensor([1.0, 2.0, 3.0])
+    x = DTensor.from_local(plain, torch_mesh(FOUR), [TorchReplicate()], run_check=False)
+    for _ in range(2):
+        (y,) = program.run(plain)
+        assert type(y) is Tensor
+        (y,) = program.run(x)
+        assert type(y) is DTensor
+        assert y.to_local().tolist() == [2, 4, 6]
+
+
+@pytest.mark.usefixtures("fake")
+def test_buffers_that_are_dtensors() -> None:
+    program, arguments = mf.compile(mlp_definition()), mlp_arguments(2)
+    mesh = arguments[0].device_mesh
+    h = cut(torch.zeros(8, 8), Layout(FOUR, {"tp": Shard(1)}), mesh, 2)
+    y = cut(torch.zeros(8, 8), Layout(FOUR, {"tp": Shard(0)}), mesh, 2)
+    plain = torch.zeros(2, 8)
+    for given in (arguments, [x.to_local() for x in arguments]):
+        outputs = program.run(*given, out=[h, y])
+        assert outputs[0] is h
+        assert outputs[1] is y
+    outputs = program.run(*arguments, out=[h, plain])
+    assert outputs[0] is h
+    assert outputs[1] is plain
+    with pytest.raises(mf.ProgramError, match="%t is a DTensor laid out as") as caught:
+        program.run(*arguments, out=[y, y])
+    assert "output %t of @mlp" in str(caught.value)
+    with pytest.raises(mf.ProgramError, match="1 buffers for 2 outputs"):
+        program.run(*arguments, out=[h])
+
+
+@pytest.mark.usefixtures("fake")
+def test_an_input_that_comes_back_is_itself() -> None:
+    with mf.FusionDefinition("back") as fd:
+        x = fd.define_tensor([8], mesh=FOUR, layout={"tp": Shard(0)})
+        y = fd.define_tensor([8], mesh=FOUR, layout={"tp": Shard(0)})
+        fd.add_output(x)
+        fd.add_output(x + y, reuse=y)
+    mesh, layout = torch_mesh(FOUR), Layout(FOUR, {"tp": Shard(0)})
+    a, b = (cut(torch.ones(8), layout, mesh, 2) for _ in range(2))
+    outputs = mf.compile(fd).run(a, b)
+    assert outputs[0] is a
+    assert outputs[1] is b
+    assert b.to_local().tolist() == [2, 2]
+
+
+@pytest.mark.usefixtures("fake")
+def test_a_transposed_dtensor() -> None:
+    with mf.FusionDefinition("turned") as fd:
+        x = fd.define_tensor([8, 6], mesh=FOUR, layout={"tp": Shard(0)}, stride_order=(0, 1))
+        fd.add_output(x * 2.0)
+        fd.add_output(fd.ops.transpose(x, 0, 1))
+    whole = torch.arange(48.0).reshape(6, 8).t()
+    x = cut(whole, Layout(FOUR, {"tp": Shard(0)}), torch_mesh(FOUR), 2)
+    y, t = mf.compile(fd).run(x)
+    assert (y.shape, y.stride()) == ((8, 6), (whole * 2).stride())
+    assert (t.shape, t.stride(), t.placements) == ((6, 8), whole.t().stride(), (TorchShard(1),))
+    assert torch.equal(y.to_local(), whole[4:6] * 2)
+    assert torch.equal(t.to_local(), whole.t()[:, 4:6])
+
+
+def test_numbers_partials_and_an_evaluator(rank: int) -> None:
+    with mf.FusionDefinition("scaled") as fd:
+        x = fd.define_tensor([8, 2], mesh=GRID, layout={"dp": Partial(), "tp": Shard(0)})
+        s = fd.define_scalar()
+        fd.add_output(x * s)
+    program = mf.compile(fd)
+    mesh = torch_mesh(GRID)
+    part = torch.full((4, 2), 3.0)
+    x = DTensor.from_local(part, mesh, [TorchPartial(), TorchShard(0)], run_check=False)
+    for outputs in (program.run(x, 2.0), mf.HostIrEvaluator(program.host).run({"x": x, "s": 2.0})):
+        (y,) = outputs
+        assert y.placements == x.placements
+        assert torch.equal(y._local_tensor, part * 2)
+    with pytest.raises(mf.ProgramError, match="this input is a number"):
+        program.run(x, x)
+
+
+def test_a_mesh_of_some_ranks(rank: int) -> None:
+    """A rank outside has an empty DTensor and gets one; the other stage's mesh comes with out=."""
+    first, second = DeviceMesh([0, 1], axes=("tp",)), DeviceMesh([2, 3], axes=("tp",))
+    with mf.FusionDefinition("stages") as fd:
+        x = fd.define_tensor([4, 2], mesh=first, layout={"tp": Shard(0)})
+        fd.add_output(x * 2.0)
+        fd.add_output(fd.ops.set(x).on(second, {"tp": Shard(1)}))
+    program, whole = mf.compile(fd), torch.ones(4, 2)
+    meshes = torch_mesh(first), torch_mesh(second)
+    x = cut(whole, Layout(first, {"tp": Shard(0)}), meshes[0], rank)
+    with pytest.raises(mf.ProgramError, match="cannot be a DTensor") as caught:
+        program.run(x)
+    assert "pass out= with a DTensor on that mesh" in str(caught.value)
+    layouts = Layout(first, {"tp": Shard(0)}), Layout(second, {"tp": Shard(1)})
+    out = [cut(whole, at, mesh, rank) for at, mesh in zip(layouts, meshes, strict=True)]
+    assert all(a is b for a, b in zip(program.run(x, out=out), out, strict=True))
+    y = mf.compile(one_stage(first)).run(x)[0]
+    assert (y.shape, y.placements, y.device_mesh) == ((4, 2), (TorchShard(0),), meshes[0])
+    assert y.to_local().numel() == (4 if rank == 0 else 0)
+
+
+def one_stage(mesh: DeviceMesh) -> mf.FusionDefinition:
+    with mf.FusionDefinition("stage") as fd:
+        fd.add_output(fd.define_tensor([4, 2], mesh=mesh, layout={"tp": Shard(0)}) * 2.0)
+    return fd
+
+
+@pytest.mark.usefixtures("fake")
+def test_outputs_that_are_no_dtensors() -> None:
+    with mf.FusionDefinition("ordered") as fd:
+        x = fd.define_tensor([8], mesh=GRID, layout={"dp": Shard(0), "tp": Shard(0)})
+        split = {"dp": Shard(0), "tp": Shard(0)}
+        fd.add_output(fd.ops.set(x).on(GRID, split, order={0: ("tp", "dp")}))
+    program = mf.compile(fd)
+    x = cut(torch.ones(8), Layout(GRID, split), torch_mesh(GRID), 2)
+    with pytest.raises(mf.ProgramError, match="cannot be a DTensor") as caught:
+        program.run(x)
+    assert "without order=" in str(caught.value)
+    assert "x.to_local()" in str(caught.value)
+    assert type(program.run(x.to_local())[0]) is Tensor
+
+
+Spoil = Callable[[DTensor, TorchMesh], Any]
+
+WRONG: dict[str, tuple[Spoil, list[str]]] = {
+    "placement": (
+        lambda x, mesh: DTensor.from_local(torch.ones(8, 1), mesh, [TorchShard(1)]),
+        ["laid out as (tp=S1), expected (tp=S0)", "x.redistribute(mesh, [Shard(0)])",
+         'layout={"tp": Shard(dim=1)}', "input %x of @mlp"],
+    ),
+    "partial": (
+        lambda x, mesh: DTensor.from_local(torch.ones(8, 4), mesh, [TorchPartial()]),
+        ["(tp=P(sum))", "x.redistribute"],
+    ),
+    "shape": (
+        lambda x, mesh: cut(torch.ones(12, 4), Layout(FOUR, {"tp": Shard(0)}), mesh, 2),
+        ["DTensor of shape (12, 4), expected (8, 4)"],
+    ),
+    "a part of another shape": (
+        lambda x, mesh: DTensor.from_local(
+            torch.ones(3, 4), mesh, [TorchShard(0)], run_check=False,
+            shape=torch.Size((8, 4)), stride=(4, 1),
+        ),
+        ["%x has shape (3, 4) on rank 2, expected (2, 4)"],
+    ),
+    "dtype": (
+        lambda x, mesh: cut(
+            torch.ones(8, 4).double(), Layout(FOUR, {"tp": Shard(0)}), mesh, 2
+        ),
+        ["dtype torch.float64, expected torch.float32"],
+    ),
+    "mesh": (
+        lambda x, mesh: DTensor.from_local(
+            torch.ones(2, 4), TorchMesh("cpu", [1, 0, 2, 3]), [TorchShard(0)], run_check=False
+        ),
+        ["expected mesh(tp=4)", "init_device_mesh(device, (4,), mesh_dim_names=('tp',))"],
+    ),
+    "shape of the mesh": (
+        lambda x, mesh: DTensor.from_local(
+            torch.ones(4, 4), torch_mesh(GRID), [TorchShard(0), TorchReplicate()]
+        ),
+        ["on mesh(dp=2, tp=2), expected mesh(tp=4)"],
+    ),
+    "names of the mesh": (
+        lambda x, mesh: cut(
+            torch.ones(8, 4), Layout(FOUR, {"tp": Shard(0)}),
+            torch_mesh(DeviceMesh.arange(dp=4)), 2,
+        ),
+        ["on mesh(dp=4), expected mesh(tp=4)"],
+    ),
+    "slice": (
+        lambda x, mesh: DTensor.from_local(
+            torch.ones(4, 4), torch_mesh(GRID)["tp"], [TorchShard(0)], run_check=False
+        ),
+        ["%x: ", "is a slice of", "replicate along the axes"],
+    ),
+    "strided": (
+        lambda x, mesh: DTensor.from_local(
+            torch.ones(2, 4), mesh, [_StridedShard(0, split_factor=2)], run_check=False
+        ),
+        ["%x: a DTensor placed as", "_StridedShard"],
+    ),
+    "more dims than the definition": (
+        lambda x, mesh: cut(torch.ones(8, 4, 1), Layout(FOUR, {"tp": Shard(0)}), mesh, 2),
+        ["DTensor of shape (8, 4, 1), expected (8, 4)"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize("ran", [False, True])
+def test_a_dtensor_that_does_not_fit(what: str, ran: bool) -> None:
+    spoil, texts = WRONG[what]
+    program, (x, w) = mf.compile(mlp_definition()), mlp_arguments(2)
+    if ran:
+        program.run(x, w)
+    with pytest.raises(mf.ProgramError) as caught:
+        program.run(spoil(x, x.device_mesh), w)
+    for text in texts:
+        assert text in str(caught.value)
+    assert type(program.run(x, w)[0]) is DTensor
+    with pytest.raises(mf.ProgramError, match="1 arguments for 2 inputs"):
+        program.run(x)
+
+
+@pytest.mark.usefixtures("fake")
+def test_tools_of_one_process_refuse_dtensors() -> None:
+    fd, arguments = mlp_definition(), mlp_arguments(2)
+    for run in (
+        lambda: mf.simulate(mf.compile(fd), arguments),
+        lambda: mf.reference(fd, arguments),
+    ):
+        with pytest.raises(mf.ProgramError, match="a DTensor for %x") as caught:
+            run()
+        assert "x.full_tensor()" in str(caught.value)
+
+
+@pytest.mark.usefixtures("fake")
+def test_a_padded_buffer_is_no_dtensor() -> None:
+    program = mf.hir.parse(PADDED)
+    mesh = torch_mesh(DeviceMesh.arange(tp=4))
+    x = DTensor.from_local(torch.ones(2), mesh, [TorchShard(0)], run_check=False)
+    with pytest.raises(mf.ProgramError, match="padded or flat"):
+        mf.HostIrEvaluator(program).run({"x": x})
+
+
+PADDED = """
+host @padded on mesh(tp=4) {
+  input %x: f32[2] of [5] (tp=S0) padded block dim=0 parts=4 axis=tp
+  %y: f32[2] of [5] (tp=S0) padded block dim=0 parts=4 axis=tp = exp(%x)
+  return %y
+}
+"""
+
+
+# -- symbolic extents ----------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("fake")
+def test_dtensors_say_their_extents() -> None:
+    """Local shapes of split dims do not: ranks hold 2 rows each of 5 to 8."""
+    with mf.FusionDefinition("grow") as fd:
+        x = fd.define_tensor([-1, 2], mesh=FOUR, layout={"tp": Shard(0)})
+        fd.add_output(x * 2.0)
+    program, mesh = mf.compile(fd), torch_mesh(FOUR)
+    layout = Layout(FOUR, {"tp": Shard(0)})
+    for rows in (8, 5, 7, 8, 5):
+        whole = torch.arange(2.0 * rows).reshape(rows, 2)
+        (y,) = program.run(cut(whole, layout, mesh, 2))
+        assert y.shape == (rows, 2)
+        assert torch.equal(y.to_local(), shares(whole * 2, layout)[2])
+    (y,) = program.run(cut(torch.ones(6, 2), layout, mesh, 2), extents={"x.0": 6})
+    assert y.shape == (6, 2)
+    for wrong in ({"x.0": 8}, {"y.0": 6}, 6):
+        with pytest.raises(mf.ProgramError):
+            program.run(cut(torch.ones(6, 2), layout, mesh, 2), extents=wrong)  # type: ignore[arg-type]
+
+
+# -- a process group that is there before --------------------------------------------------------
+
+
+def test_the_default_group_is_used_and_left(alone: TorchMesh) -> None:
+    comm = mf.init()
+    assert comm.launch.name == "default group"
+    x = DTensor.from_local(torch.arange(6.0).reshape(2, 3), alone, [TorchShard(0), TorchShard(1)])
+    with mf.FusionDefinition("total") as fd:
+        total = fd.ops.sum(fd.define_tensor([2, 3], mesh=alone), dims=[1])
+        fd.add_output(fd.ops.set(total).on(alone, {"dp": Shard(0)}))
+    (y,) = mf.compile(fd).run(x.redistribute(alone, [TorchReplicate()] * 2))
+    assert y.device_mesh is alone
+    comm.close()
+    assert dist.is_initialized()
+    assert y.full_tensor().tolist() == [3, 12]
+    assert (y + y).redistribute(alone, [TorchReplicate()] * 2).to_local().tolist() == [6, 24]
+
+
+# -- traced functions ----------------------------------------------------------------------------
+
+
+@mf.fusion
+def scaled(x: Any, w: Any, factor: Any = 2.0, *, turn: bool = False) -> Any:
+    """x @ w, scaled."""
+    y = mf.ops.set(x @ w).on(GRID, {"dp": Shard(0)}) * factor
+    return (y, mf.ops.transpose(y, 0, 1)) if turn else y
+
+
+def specs() -> list[mf.TensorSpec]:
+    return [
+        mf.TensorSpec((8, 4), torch.float32, GRID, {"dp": Shard(0)}),
+        mf.TensorSpec((4, 6), torch.float32, GRID, {"tp": Shard(0)}),
+    ]
+
+
+def test_a_function_is_traced_once_for_arguments_of_a_kind() -> None:
+    counted: list[Any] = []
+
+    @mf.fusion
+    def add(x: Any, n: Any) -> Any:
+        counted.append(n)
+        return x + (n[0] if isinstance(n, tuple) else n)
+
+    base = mf.TensorSpec((8, 4), torch.float32, GRID, {"dp": Shard(0)})
+    fd = add.define(base, 1)
+    for same in (
+        mf.TensorSpec([8, 4], torch.float32, GRID, {"dp": Shard(-2), "tp": Replicate()}),
+        mf.TensorSpec((8, 4), mesh=Layout(GRID, {"dp": Shard(0)})),
+        mf.TensorSpec((8, 4), torch.float32, DeviceMesh([[0, 1], [2, 3]], ("dp", "tp")),
+                      {"dp": Shard(0)}, {0: ("dp",)}),
+    ):  # fmt: skip
+        assert add.define(same, n=1) is fd
+    assert counted == [1]
+    others = [
+        (base, True), (base, 1.0), (base, 0.0), (base, -0.0), (base, (1,)), (base, (1.0,)),
+        (mf.TensorSpec((4, 8), torch.float32, GRID, {"dp": Shard(0)}), 1),
+        (mf.TensorSpec((8, 4), torch.float64, GRID, {"dp": Shard(0)}), 1),
+        (mf.TensorSpec((8, 4), torch.float32, GRID, {"tp": Shard(0)}), 1),
+        (mf.TensorSpec((8, 4), torch.float32, GRID, {"dp": Shard(0)}, stride_order=(0, 1)), 1),
+        (mf.TensorSpec((8, 4)), 1),
+    ]  # fmt: skip
+    made = [add.define(*other) for other in others]
+    assert len({id(x) for x in (fd, *made)}) == len(others) + 1
+    assert all(add.define(*other) is x for other, x in zip(others, made, strict=True))
+    assert add.program(base, 1) is add.program(base, n=1)
+
+
+def test_few_definitions_are_kept() -> None:
+    spec = mf.TensorSpec((2,))
+    double = mf.fusion(lambda x, n: x * n)
+    first = double.define(spec, 0)
+    for n in range(100):
+        double.define(spec, n)
+    assert double._traces.info().size == 64
+    assert double.define(spec, 0) is not first
+
+
+def test_threads_share_a_trace() -> None:
+    counted: list[int] = []
+
+    @mf.fusion
+    def slow(x: Any) -> Any:
+        counted.append(1)
+        for _ in range(20):
+            x = x + 1.0
+        return x
+
+    found: list[Any] = []
+    define = [lambda: found.append(slow.define(mf.TensorSpec((2,)))) for _ in range(8)]
+    threads = [threading.Thread(target=one) for one in define]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert len(counted) == 1
+    assert len({id(fd) for fd in found}) == 1
+
+
+def test_values_of_a_traced_function() -> None:
+    x, w = torch.randn(8, 4), torch.randn(4, 6)
+    y, t = mf.simulate(scaled.program(*specs(), 3.0, turn=True), [x, w]).outputs
+    torch.testing.assert_close(y, x @ w * 3.0)
+    torch.testing.assert_close(t, (x @ w * 3.0).t())
+    assert (scaled.__name__, scaled.__doc__) == ("scaled", "x @ w, scaled.")
+
+
+def test_inside_a_definition_the_body_stands_there() -> None:
+    x, w = torch.randn(8, 4), torch.randn(4, 6)
+    with mf.FusionDefinition("outer") as fd:
+        a = fd.define_tensor([8, 4], mesh=GRID)
+        b = fd.define_tensor([4, 6], mesh=GRID)
+        fd.add_output(scaled(a, b, factor=fd.define_scalar(0.5)) + 1.0)
+    assert len(fd.fusion.exprs) == 4
+    torch.testing.assert_close(mf.simulate(mf.compile(fd), [x, w]).outputs[0], x @ w / 2 + 1)
+    with pytest.raises(mf.DefinitionError, match="@outer is not being defined"):
+        scaled(a, b)
+
+
+def test_tensors_among_other_arguments() -> None:
+    """Of *args and **kwargs each tensor is an input, whatever the order of the names."""
+
+    @mf.fusion
+    def weighted(*terms: Any, bias: float = 0.0, **named: Any) -> Any:
+        return terms[0] - terms[1] + named["a"] * named["b"] + bias
+
+    one, two = mf.TensorSpec((2,)), mf.TensorSpec((1,))
+    fd = weighted.define(one, one, b=two, a=one, bias=1.0)
+    assert fd.fusion.inputs == ("terms_0", "terms_1", "named_a", "named_b")
+    assert weighted.define(one, one, bias=1.0, a=one, b=two) is fd
+    x, y, a, b = torch.randn(2), torch.randn(2), torch.randn(2), torch.randn(1)
+    torch.testing.assert_close(mf.reference(fd, [x, y, a, b])[0], x - y + a * b + 1)
+
+
+def refused(call: Callable[[], Any], *texts: str) -> None:
+    with pytest.raises(mf.DefinitionError) as caught:
+        call()
+    for text in texts:
+        assert text in str(caught.value)
+
+
+def test_traces_that_are_refused() -> None:
+    spec, plain = mf.TensorSpec((2,)), torch.ones(2)
+    same = mf.fusion(lambda x, n=None: x)
+    refused(lambda: same.define(spec, {1}), "set for n", "told from others")
+    refused(lambda: same.define(spec, [{}]), "dict for n")
+    refused(lambda: same.define(plain), "a tensor for x", "pass TensorSpec")
+    refused(lambda: same.define(spec, (plain,)), "a Tensor inside of n", "an argument of its own")
+    refused(lambda: same.define(spec, [spec]), "a TensorSpec inside of n")
+    refused(lambda: same.define(), "missing a required argument: 'x'", "(x, n=None)")
+    refused(lambda: same.define(mf.TensorSpec(3)), "shape 3")  # type: ignore[arg-type]
+    refused(lambda: mf.fusion(lambda x: 3.0).define(spec), "returns float", "tuple of them")
+    refused(lambda: mf.fusion(lambda x: (x, None)).define(spec), "returns NoneType")
+    refused(lambda: same(plain), "a plain tensor for x", "distribute_tensor(x, mesh")
+    refused(lambda: same(3.0), "outside of a definition, with no tensor")
+    refused(lambda: same(spec), "outside of a definition, with a TensorSpec for x")
+    with mf.FusionDefinition("open") as fd:
+        x = fd.define_tensor([2])
+        refused(lambda: same.define(x), "%x of @open for x", "call the function inside")
+
+
+def test_calls_on_dtensors(alone: TorchMesh) -> None:
+    counted: list[Any] = []
+
+    @mf.fusion
+    def layer(x: Any, w: Any, n: float = 1.0, split: bool = False) -> Any:
+        counted.append(n)
+        y = mf.ops.set(x @ w).on(alone, {"tp": Shard(1)}) * n
+        return [y, mf.ops.sum(y, dims=[0])] if split else y
+
+    placed = [TorchReplicate(), TorchReplicate()]
+    for _ in range(3):
+        x, w = torch.randn(3, 4), torch.randn(4, 6)
+        a, b = (DTensor.from_local(t, alone, placed) for t in (x, w))
+        y = layer(a, w=b)
+        assert type(y) is DTensor
+        assert y.device_mesh is alone
+        torch.testing.assert_close(y.full_tensor(), x @ w)
+        found = layer(a, b, 2.0, split=True)
+        assert type(found) is list
+        torch.testing.assert_close(found[1].full_tensor(), (x @ w * 2).sum(0))
+    assert counted == [1.0, 2.0]
+    assert layer.program(mf.spec_of(a), mf.spec_of(b)).plans.info().hits == 2
+    refused(lambda: layer(a, torch.ones(4, 6)), "a plain tensor for w")
+    refused(lambda: layer(a, b, n=[a]), "a DTensor inside of n")
+    turned = DTensor.from_local(torch.randn(4, 3).t(), alone, placed)
+    assert mf.fusion(lambda x: x * 2.0)(turned).stride() == (1, 3)
+    with mf.FusionDefinition("other") as fd:
+        fd.add_output(fd.define_tensor([2]) * 2.0)
+        assert type(layer(a, b)) is DTensor
