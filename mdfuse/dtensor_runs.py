@@ -223,7 +223,7 @@ def _check(program: HostProgram, name: str, x: DTensor) -> None:
             "distribute_tensor",
         )
     if found.normalized(x.ndim) != kind.layout.with_stream(None).normalized(x.ndim):
-        raise _other_layout(name, found, kind.layout.with_stream(None), where)
+        raise _other_layout(program, name, found)
 
 
 def _where(program: HostProgram, name: str) -> str:
@@ -242,24 +242,28 @@ def _other_mesh(name: str, found: DeviceMesh, expected: DeviceMesh, where: str) 
     )
 
 
-def _other_layout(name: str, found: Layout, expected: Layout, where: str) -> ProgramError:
-    axes = ", ".join(f'"{a}": {p!r}' for a, p in found.by_axis().items())
+def _other_layout(program: HostProgram, name: str, found: Layout) -> ProgramError:
+    expected = program.types[name].layout
+    assert expected is not None
+    axes = ", ".join(f'"{a}": {_code(p)}' for a, p in found.by_axis().items())
     hints = [f"define %{name} with layout={{{axes}}}"]
+    if name not in program.inputs:
+        hints = [f"state it in the program: {name}.on(mesh, {{{axes}}})"]
     if why_not(expected) is None:
-        plain = ", ".join(str(p).replace("dim=", "") for p in map(_code, placements_of(expected)))
-        hints.insert(0, f"x.redistribute(mesh, [{plain}])")
+        hints.insert(0, f"x.redistribute(mesh, [{', '.join(map(_code, placements_of(expected)))}])")
     return ProgramError(
         f"%{name} is a DTensor laid out as {found}, expected {expected}",
-        where=where,
-        because="a program takes its inputs as they are defined; it moves nothing unasked",
+        where=_where(program, name),
+        because="a program takes inputs and buffers as it says, and moves nothing unasked",
         hint=", or ".join(hints),
     )
 
 
 def _code(placement: Any) -> str:
-    """A placement of torch's as the code that makes it."""
-    op = getattr(placement, "reduce_op", None)
-    return repr(placement) if op is None else f"Partial({op!r})"
+    """A placement, torch's or ours, as the code that makes it."""
+    values = (getattr(placement, name, None) for name in ("dim", "reduce_op", "op"))
+    known = ", ".join(repr(x) for x in values if x is not None)
+    return f"{type(placement).__name__}({known})"
 
 
 def _output(program: HostProgram, name: str, meshes: Sequence[TorchMesh]) -> Output | None:

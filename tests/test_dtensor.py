@@ -65,7 +65,7 @@ def torch_mesh(mesh: DeviceMesh, named: bool = True) -> TorchMesh:
 def cut(whole: Tensor, layout: Layout, mesh: TorchMesh, rank: int) -> DTensor:
     """A rank's DTensor of a tensor, made by torch alone."""
     part = shares(whole, layout).get(rank)
-    part = torch.empty(0, dtype=whole.dtype) if part is None else part
+    part = torch.empty(0, dtype=whole.dtype) if part is None else part.clone()
     return DTensor.from_local(
         part,
         mesh,
@@ -312,9 +312,10 @@ def test_buffers_that_are_dtensors() -> None:
     outputs = program.run(*arguments, out=[h, plain])
     assert outputs[0] is h
     assert outputs[1] is plain
-    with pytest.raises(mf.ProgramError, match="%t is a DTensor laid out as") as caught:
+    with pytest.raises(mf.ProgramError, match="%h is a DTensor laid out as") as caught:
         program.run(*arguments, out=[y, y])
-    assert "output %t of @mlp" in str(caught.value)
+    assert 'h.on(mesh, {"tp": Shard(0)})' in str(caught.value)
+    assert "output %h of @mlp" in str(caught.value)
     with pytest.raises(mf.ProgramError, match="1 buffers for 2 outputs"):
         program.run(*arguments, out=[h])
 
@@ -353,7 +354,7 @@ def test_numbers_partials_and_an_evaluator(rank: int) -> None:
     with mf.FusionDefinition("scaled") as fd:
         x = fd.define_tensor([8, 2], mesh=GRID, layout={"dp": Partial(), "tp": Shard(0)})
         s = fd.define_scalar()
-        fd.add_output(x * s)
+        fd.add_output((x * s).on(GRID, {"dp": Partial(), "tp": Shard(0)}))
     program = mf.compile(fd)
     mesh = torch_mesh(GRID)
     part = torch.full((4, 2), 3.0)
@@ -414,7 +415,7 @@ WRONG: dict[str, tuple[Spoil, list[str]]] = {
     "placement": (
         lambda x, mesh: DTensor.from_local(torch.ones(8, 1), mesh, [TorchShard(1)]),
         ["laid out as (tp=S1), expected (tp=S0)", "x.redistribute(mesh, [Shard(0)])",
-         'layout={"tp": Shard(dim=1)}', "input %x of @mlp"],
+         'layout={"tp": Shard(1)}', "input %x of @mlp"],
     ),
     "partial": (
         lambda x, mesh: DTensor.from_local(torch.ones(8, 4), mesh, [TorchPartial()]),
@@ -515,8 +516,8 @@ def test_a_padded_buffer_is_no_dtensor() -> None:
 
 PADDED = """
 host @padded on mesh(tp=4) {
-  input %x: f32[2] of [5] (tp=S0) padded block dim=0 parts=4 axis=tp
-  %y: f32[2] of [5] (tp=S0) padded block dim=0 parts=4 axis=tp = exp(%x)
+  input %x: f32[2] of [5] (tp=S0) pad=block(dim=0,parts=4,axis=tp)
+  %y: f32[2] of [5] (tp=S0) pad=block(dim=0,parts=4,axis=tp) = exp(%x)
   return %y
 }
 """
