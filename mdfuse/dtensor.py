@@ -45,7 +45,8 @@ def layout_of(x: DTensor, axes: Sequence[str] | None = None) -> Layout:
         Its layout; a dim that several axes split is split in torch's order, outermost first.
 
     Raises:
-        LayoutError: a placement that has no counterpart, such as `_StridedShard`.
+        LayoutError: a placement that has no counterpart, such as `_StridedShard`; a dim that is
+            split along an axis on which the ranks do not ascend.
         MeshError: the mesh is a slice of another one, or the names do not fit it.
 
     >>> import torch, torch.distributed as dist
@@ -61,7 +62,30 @@ def layout_of(x: DTensor, axes: Sequence[str] | None = None) -> Layout:
     # torch 2.10 and later may split a dim in another order than that of the mesh's dims
     stated = getattr(x._spec, "shard_order", None) or ()
     order = {dim: [mesh.axes[i] for i in mesh_dims] for dim, mesh_dims in stated}
-    return Layout(mesh, placements, order)
+    layout = Layout(mesh, placements, order)
+    turned = _turned_axis(layout)
+    if turned is not None:
+        because, hint = _TURNED
+        raise LayoutError(f"a DTensor split along {turned} of {mesh}", because=because, hint=hint)
+    return layout
+
+
+#: A scatter or gather of torch's on such a mesh, of uneven parts say, gives a wrong tensor.
+_TURNED = (
+    "torch's collectives go along an axis in the order of the ranks, while its coordinates go in "
+    "that of the mesh: which rank holds which part is ambiguous",
+    "a mesh whose ranks ascend along the axis",
+)
+
+
+def _turned_axis(layout: Layout) -> str | None:
+    """An axis that splits a dim, and along which the ranks do not ascend."""
+    mesh = layout.mesh
+    if list(mesh.ranks) == sorted(mesh.ranks):
+        return None
+    splits = (axis for _, axes in layout.splits for axis in axes)
+    teams = ((axis, mesh.team(rank, axis)) for axis in splits for rank in mesh)
+    return next((axis for axis, team in teams if list(team) != sorted(team)), None)
 
 
 def _own(x: DTensor, placement: TorchPlacement) -> Placement:
@@ -147,6 +171,8 @@ def why_not(layout: Layout) -> tuple[str, str] | None:
             "the axes split a DTensor's dim in the order that they have in the mesh",
             "another layout, without order=",
         )
+    if _turned_axis(layout) is not None:
+        return _TURNED
     ops = sorted({p.op for p in layout.placements if isinstance(p, Partial)})
     if len(ops) > 1:
         return f"a DTensor is Partial in one way, not in {len(ops)}", f"reduce {ops[0]} first"

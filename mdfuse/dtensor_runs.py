@@ -206,14 +206,13 @@ def _check(program: HostProgram, name: str, x: DTensor) -> None:
             hint=f"pass this rank's buffer, of type {kind.text()}",
         )
     try:
-        fits = describes(x.device_mesh, kind.layout.mesh)
-        found = layout_of(x, kind.layout.mesh.axes if fits else None)
+        if not describes(x.device_mesh, kind.layout.mesh):
+            raise _other_mesh(name, DeviceMesh(x.device_mesh), kind.layout.mesh, where)
+        found = layout_of(x, kind.layout.mesh.axes)
     except (LayoutError, MeshError) as error:
         raise ProgramError(
             f"%{name}: {error.what}", where=where, because=error.because, hint=error.hint
         ) from error
-    if not fits:
-        raise _other_mesh(name, found.mesh, kind.layout.mesh, where)
     if tuple(x.shape) != kind.shape:
         raise ProgramError(
             f"%{name} is a DTensor of shape {tuple(x.shape)}, expected {kind.shape}",

@@ -176,6 +176,21 @@ def test_placements_without_counterpart() -> None:
     assert "[Partial('max'), Replicate()]" in str(caught.value)
 
 
+@pytest.mark.usefixtures("fake")
+def test_ranks_that_do_not_ascend_along_an_axis() -> None:
+    """There torch's own gather of uneven parts gives a wrong tensor."""
+    mesh, part = TorchMesh("cpu", [[2, 3], [0, 1]], mesh_dim_names=("dp", "tp")), torch.ones(2, 2)
+    x = DTensor.from_local(part, mesh, [TorchShard(0), TorchReplicate()], run_check=False)
+    with pytest.raises(mf.LayoutError, match="split along dp of") as caught:
+        mf.layout_of(x)
+    assert "a mesh whose ranks ascend along the axis" in str(caught.value)
+    with pytest.raises(mf.LayoutError, match="order of the ranks"):
+        placements_of(Layout(DeviceMesh(mesh), {"dp": Shard(0)}))
+    for placements in ([TorchReplicate(), TorchShard(0)], [TorchPartial(), TorchReplicate()]):
+        x = DTensor.from_local(part, mesh, placements, run_check=False)
+        assert placements_of(mf.layout_of(x)) == tuple(placements)
+
+
 def test_layouts_without_counterpart() -> None:
     both = {"dp": Shard(0), "tp": Shard(0)}
     with pytest.raises(mf.LayoutError, match="not a layout of DTensors") as caught:
