@@ -50,7 +50,8 @@ def layout_of(x: DTensor, axes: Sequence[str] | None = None) -> Layout:
         MeshError: the mesh is a slice of another one, or the names do not fit it.
 
     >>> import torch, torch.distributed as dist
-    >>> from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> from torch.distributed.tensor import DTensor, Shard
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
     >>> layout_of(DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)]))

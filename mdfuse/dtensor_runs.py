@@ -6,7 +6,7 @@ a known kind takes their local tensors, and wraps the results. Nothing communica
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from mdfuse.dtensor import describes, layout_of, placements_of, to_dtensor, why_not
 from mdfuse.errors import LayoutError, MdfuseError, MeshError, ProgramError
-from mdfuse.extent_arguments import LocalExtents, check_extents
 from mdfuse.hir.program import BufferType, HostProgram
 from mdfuse.layout import Layout
 from mdfuse.mesh import DeviceMesh
@@ -172,22 +171,6 @@ def _local(x: DTensor) -> Tensor | None:
     if type(local) is AsyncCollectiveTensor:
         local = local.wait()
     return local if x.device_mesh.get_coordinate() is not None else None
-
-
-def known_extents(
-    local: LocalExtents, inputs: Sequence[Any], given: Mapping[str, int] | None
-) -> dict[str, int]:
-    """The extents that are given, and those that the global shapes of DTensors say.
-
-    Raises:
-        ProgramError: what is given are no extents.
-    """
-    known = check_extents(local.fusion.name, local.symbols, given)
-    for d, _ in local.dims:
-        x = inputs[d.at] if d.at < len(inputs) else None
-        if d.symbol is not None and type(x) is DTensor and x.ndim > d.dim:
-            known.setdefault(d.symbol, x.shape[d.dim])
-    return known
 
 
 # -- checks --------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from mdfuse.extent_arguments import (
     LocalExtents,
     check_extents,
     complete_extents,
+    known_extents,
     local_extents,
 )
 from mdfuse.extents import with_numbers
@@ -208,7 +209,7 @@ class Program:
                 return self.host_for(extents), None
             rank = init(options).rank
             if has_dtensors(inputs):
-                from mdfuse.dtensor_runs import known_extents, locals_of
+                from mdfuse.dtensor_runs import locals_of
 
                 extents = known_extents(self._local_extents, inputs, extents)
                 inputs = locals_of(inputs)

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
-from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import Partial as TorchPartial
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
@@ -183,6 +184,15 @@ def test_buffers(line: TorchMesh) -> None:
     (y,) = mf.compile(fd).run(spread(whole, line, S0), out=[buffer])
     assert y is buffer
     torch.testing.assert_close(buffer.to_local().cpu(), whole * 2)
+
+
+@pytest.mark.world(4)
+def test_a_dtensor_that_is_still_under_way(line: TorchMesh) -> None:
+    whole = drawn(8, 2)
+    with mf.FusionDefinition("whole") as fd:
+        fd.add_output(fd.define_tensor([8, 2], mesh=line) * 2.0)
+    x = spread(whole, line, S0).redistribute(line, [R], async_op=True)
+    check(mf.compile(fd).run(x)[0], whole * 2, line, R)
 
 
 @pytest.mark.world(4)
