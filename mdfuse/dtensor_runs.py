@@ -6,6 +6,7 @@ a known kind takes their local tensors, and wraps the results. Nothing communica
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -99,6 +100,7 @@ class Border:
 
     program: HostProgram
     _crossings: Cache[Crossing] = field(default_factory=lambda: Cache(LIMIT))
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def call(
         self,
@@ -130,10 +132,11 @@ class Border:
             ProgramError: one does not fit the program; an output cannot be a DTensor.
         """
         key = tuple(map(_kind, arguments)), None if out is None else tuple(map(_kind, out))
-        found = self._crossings.get(key)
-        if found is None:
-            found = self._checked(arguments, out)
-            self._crossings.put(key, found)
+        with self._lock:
+            found = self._crossings.get(key)
+            if found is None:
+                found = self._checked(arguments, out)
+                self._crossings.put(key, found)
         return found
 
     def _checked(self, arguments: Sequence[Any], out: Sequence[Any] | None) -> Crossing:

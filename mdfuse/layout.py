@@ -189,7 +189,7 @@ class Layout:
             if not isinstance(placement, Placement):
                 raise LayoutError(
                     f"axis {axis}: {placement!r} is not a placement",
-                    hint="Shard(dim), Replicate() or Partial(op)",
+                    hint="mdfuse's own: mdfuse.Shard(dim), mdfuse.Replicate(), mdfuse.Partial(op)",
                 )
         self.mesh = mesh
         self.placements = tuple(placements.get(a, Replicate()) for a in mesh.axes)

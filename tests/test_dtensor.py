@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import copy
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Partial as TorchPartial
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor._dtensor_spec import ShardOrderEntry
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -132,6 +136,9 @@ def test_names_that_a_mesh_cannot_have() -> None:
         DeviceMesh(TorchMesh("cpu", [0, 1], mesh_dim_names=("data parallel",)))
     with pytest.raises(mf.MeshError, match="has no default names"):
         DeviceMesh(TorchMesh("cpu", [[[[0, 1]]]]))
+    with pytest.raises(mf.LayoutError, match="is not a placement") as caught:
+        Layout(torch_mesh(FOUR), {"tp": TorchShard(0)})  # type: ignore[dict-item]
+    assert "mdfuse.Shard(dim)" in str(caught.value)
 
 
 # -- layouts -------------------------------------------------------------------------------------
@@ -190,6 +197,27 @@ def test_ranks_that_do_not_ascend_along_an_axis() -> None:
     for placements in ([TorchReplicate(), TorchShard(0)], [TorchPartial(), TorchReplicate()]):
         x = DTensor.from_local(part, mesh, placements, run_check=False)
         assert placements_of(mf.layout_of(x)) == tuple(placements)
+
+
+@pytest.mark.usefixtures("fake")
+def test_an_order_that_torch_knows() -> None:
+    """Placements alike, but tp splits first: what a spec says besides counts."""
+    mesh, both = torch_mesh(GRID), {"dp": Shard(0), "tp": Shard(0)}
+    usual = cut(torch.arange(8.0), Layout(GRID, both), mesh, 2)
+    spec = copy.copy(usual._spec)
+    spec.shard_order = (ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)
+    turned = DTensor(usual.to_local(), spec, requires_grad=False)
+    layout = Layout(GRID, both, order={0: ("tp", "dp")})
+    assert mf.layout_of(turned) == layout
+    assert mf.layout_of(usual) == Layout(GRID, both)
+    with mf.FusionDefinition("ordered") as fd:
+        x = fd.define_tensor([8], mesh=layout)
+        fd.add_output(fd.ops.set(x).on(GRID, {}))
+    program = mf.compile(fd)
+    assert program.run(turned)[0].placements == (TorchReplicate(),) * 2
+    with pytest.raises(mf.ProgramError, match="order 0:tp>dp") as caught:
+        program.run(usual)
+    assert "redistribute" not in str(caught.value)
 
 
 def test_layouts_without_counterpart() -> None:
@@ -334,6 +362,29 @@ def test_buffers_that_are_dtensors() -> None:
     assert "output %h of @mlp" in str(caught.value)
     with pytest.raises(mf.ProgramError, match="1 buffers for 2 outputs"):
         program.run(*arguments, out=[h])
+
+
+@pytest.mark.usefixtures("fake")
+def test_an_evaluator_with_a_buffer_for_one_output() -> None:
+    program, (x, w) = mf.compile(mlp_definition()), mlp_arguments(2)
+    t = cut(torch.zeros(8, 8), Layout(FOUR, {"tp": Shard(1)}), x.device_mesh, 2)
+    evaluator = mf.HostIrEvaluator(program.host)
+    outputs = evaluator.run({"x": x, "w": w, program.host.outputs[0]: t})
+    assert outputs[0] is t
+    assert outputs[1].placements == (TorchShard(0),)
+    with pytest.raises(mf.ProgramError, match="missing"):
+        evaluator.run({"x": x})
+
+
+@pytest.mark.usefixtures("fake")
+def test_parameters() -> None:
+    """A parameter is a DTensor; a run has no gradient."""
+    program, (x, w) = mf.compile(mlp_definition()), mlp_arguments(2)
+    parameter = torch.nn.Parameter(w)
+    for _ in range(2):
+        outputs = program.run(x, parameter)
+        assert all(type(y) is DTensor and not y.requires_grad for y in outputs)
+    assert program.plans.info()[:2] == (1, 1)
 
 
 @pytest.mark.usefixtures("fake")
@@ -578,6 +629,19 @@ def test_the_default_group_is_used_and_left(alone: TorchMesh) -> None:
     assert dist.is_initialized()
     assert y.full_tensor().tolist() == [3, 12]
     assert (y + y).redistribute(alone, [TorchReplicate()] * 2).to_local().tolist() == [6, 24]
+
+
+def test_dtensors_are_imported_where_they_are_used() -> None:
+    """A program on plain tensors does not pay for importing torch's module of DTensors."""
+    package = Path(mf.__file__).parent
+    for file in package.rglob("*.py"):
+        if file.parent == package and file.name.startswith("dtensor"):
+            continue
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            lazy = ("torch.distributed.tensor", "mdfuse.dtensor")
+            assert not [n for n in names if n.startswith(lazy)], file
 
 
 # -- traced functions ----------------------------------------------------------------------------
