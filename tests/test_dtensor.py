@@ -21,6 +21,7 @@ from torch.distributed.tensor import Partial as TorchPartial
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor._dtensor_spec import ShardOrderEntry
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -30,6 +31,7 @@ from mdfuse.dtensor import placements_of
 
 FOUR = DeviceMesh.arange(tp=4)
 GRID = DeviceMesh.arange(dp=2, tp=2)
+S0, S1 = TorchShard(0), TorchShard(1)
 
 
 def join_fake(rank: int, size: int = 4) -> None:
@@ -137,7 +139,7 @@ def test_names_that_a_mesh_cannot_have() -> None:
     with pytest.raises(mf.MeshError, match="has no default names"):
         DeviceMesh(TorchMesh("cpu", [[[[0, 1]]]]))
     with pytest.raises(mf.LayoutError, match="is not a placement") as caught:
-        Layout(torch_mesh(FOUR), {"tp": TorchShard(0)})  # type: ignore[dict-item]
+        Layout(torch_mesh(FOUR), {"tp": S0})  # type: ignore[dict-item]
     assert "mdfuse.Shard(dim)" in str(caught.value)
 
 
@@ -145,10 +147,10 @@ def test_names_that_a_mesh_cannot_have() -> None:
 
 PLACEMENTS: list[tuple[list[Any], dict[str, Any]]] = [
     ([TorchReplicate(), TorchReplicate()], {}),
-    ([TorchShard(0), TorchReplicate()], {"dp": Shard(0)}),
-    ([TorchShard(1), TorchShard(0)], {"dp": Shard(1), "tp": Shard(0)}),
-    ([TorchShard(0), TorchShard(0)], {"dp": Shard(0), "tp": Shard(0)}),
-    ([TorchPartial(), TorchShard(1)], {"dp": Partial(), "tp": Shard(1)}),
+    ([S0, TorchReplicate()], {"dp": Shard(0)}),
+    ([S1, S0], {"dp": Shard(1), "tp": Shard(0)}),
+    ([S0, S0], {"dp": Shard(0), "tp": Shard(0)}),
+    ([TorchPartial(), S1], {"dp": Partial(), "tp": Shard(1)}),
     ([TorchReplicate(), TorchPartial("avg")], {"tp": Partial("avg")}),
     ([TorchPartial("product"), TorchReplicate()], {"dp": Partial("prod")}),
 ]
@@ -167,10 +169,28 @@ def test_placements(placements: list[Any], ours: dict[str, Any]) -> None:
     assert mf.layout_of(bare).mesh.axes == ("y", "x")
 
 
+@pytest.mark.parametrize("at", range(6))
+def test_torch_splits_as_layouts_do(at: int, unjoined: None) -> None:
+    """Which part a rank holds, of dims of any extent, split by one axis or by both."""
+    join_fake(at, 6)
+    ours = DeviceMesh.arange(dp=2, tp=3)
+    mesh = torch_mesh(ours)
+    for n in range(15):
+        for placements in ([S0, S0], [S0, S1], [S1, S0], [S1, S1], [TorchReplicate(), S0]):
+            splits = zip(ours.axes, placements, strict=True)
+            layout = Layout(ours, {a: Shard(p.dim) for a, p in splits if type(p) is TorchShard})
+            box = layout.intervals((n, 4), at)
+            shape, offset = compute_local_shape_and_global_offset((n, 4), mesh, placements)
+            assert tuple(shape) == tuple(stop - start for start, stop in box)
+            if 0 not in shape:
+                assert tuple(offset) == tuple(start for start, _ in box)
+    dist.destroy_process_group()
+
+
 @pytest.mark.usefixtures("fake")
 def test_placements_without_counterpart() -> None:
     mesh, part = torch_mesh(GRID), torch.ones(2, 2)
-    strided = [_StridedShard(0, split_factor=2), TorchShard(0)]
+    strided = [_StridedShard(0, split_factor=2), S0]
     x = DTensor.from_local(part, mesh, strided, run_check=False)
     with pytest.raises(mf.LayoutError, match="has no counterpart") as caught:
         mf.layout_of(x)
@@ -188,13 +208,13 @@ def test_placements_without_counterpart() -> None:
 def test_ranks_that_do_not_ascend_along_an_axis() -> None:
     """There torch's own gather of uneven parts gives a wrong tensor."""
     mesh, part = TorchMesh("cpu", [[2, 3], [0, 1]], mesh_dim_names=("dp", "tp")), torch.ones(2, 2)
-    x = DTensor.from_local(part, mesh, [TorchShard(0), TorchReplicate()], run_check=False)
+    x = DTensor.from_local(part, mesh, [S0, TorchReplicate()], run_check=False)
     with pytest.raises(mf.LayoutError, match="split along dp of") as caught:
         mf.layout_of(x)
     assert "a mesh whose ranks ascend along the axis" in str(caught.value)
     with pytest.raises(mf.LayoutError, match="order of the ranks"):
         placements_of(Layout(DeviceMesh(mesh), {"dp": Shard(0)}))
-    for placements in ([TorchReplicate(), TorchShard(0)], [TorchPartial(), TorchReplicate()]):
+    for placements in ([TorchReplicate(), S0], [TorchPartial(), TorchReplicate()]):
         x = DTensor.from_local(part, mesh, placements, run_check=False)
         assert placements_of(mf.layout_of(x)) == tuple(placements)
 
@@ -225,7 +245,7 @@ def test_layouts_without_counterpart() -> None:
     with pytest.raises(mf.LayoutError, match="not a layout of DTensors") as caught:
         placements_of(Layout(GRID, both, order={0: ("tp", "dp")}))
     assert "without order=" in str(caught.value)
-    assert placements_of(Layout(GRID, both, order={0: ("dp", "tp")})) == (TorchShard(0),) * 2
+    assert placements_of(Layout(GRID, both, order={0: ("dp", "tp")})) == (S0,) * 2
     with pytest.raises(mf.LayoutError, match="Partial in one way") as caught:
         placements_of(Layout(GRID, {"dp": Partial("max"), "tp": Partial("sum")}))
     assert "reduce max first" in str(caught.value)
@@ -258,7 +278,7 @@ def test_local_tensors_to_dtensors(rows: int, order: Any, rank: int) -> None:
     x = mf.to_dtensor(part, mesh, layout, whole.shape, order)
     assert (x.shape, x.dtype, x.requires_grad) == (whole.shape, whole.dtype, False)
     assert x.device_mesh is mesh
-    assert x.placements == (TorchShard(0),)
+    assert x.placements == (S0,)
     assert x._local_tensor.data_ptr() == part.data_ptr()
     if rows:
         assert x.stride() == whole.stride()
@@ -301,8 +321,8 @@ def test_dtensors_come_back(rows: int, named: bool, rank: int) -> None:
     program, arguments = mf.compile(mlp_definition(rows)), mlp_arguments(rank, rows, named)
     for _ in range(3):
         h, y = program.run(*arguments)
-        assert h.placements == (TorchShard(1),)
-        assert y.placements == (TorchShard(0),)
+        assert h.placements == (S1,)
+        assert y.placements == (S0,)
         for out in (h, y):
             assert type(out) is DTensor
             assert out.device_mesh is arguments[0].device_mesh
@@ -371,7 +391,7 @@ def test_an_evaluator_with_a_buffer_for_one_output() -> None:
     evaluator = mf.HostIrEvaluator(program.host)
     outputs = evaluator.run({"x": x, "w": w, program.host.outputs[0]: t})
     assert outputs[0] is t
-    assert outputs[1].placements == (TorchShard(0),)
+    assert outputs[1].placements == (S0,)
     with pytest.raises(mf.ProgramError, match="missing"):
         evaluator.run({"x": x})
 
@@ -412,7 +432,7 @@ def test_a_transposed_dtensor() -> None:
     x = cut(whole, Layout(FOUR, {"tp": Shard(0)}), torch_mesh(FOUR), 2)
     y, t = mf.compile(fd).run(x)
     assert (y.shape, y.stride()) == ((8, 6), (whole * 2).stride())
-    assert (t.shape, t.stride(), t.placements) == ((6, 8), whole.t().stride(), (TorchShard(1),))
+    assert (t.shape, t.stride(), t.placements) == ((6, 8), whole.t().stride(), (S1,))
     assert torch.equal(y.to_local(), whole[4:6] * 2)
     assert torch.equal(t.to_local(), whole.t()[:, 4:6])
 
@@ -425,7 +445,7 @@ def test_numbers_partials_and_an_evaluator(rank: int) -> None:
     program = mf.compile(fd)
     mesh = torch_mesh(GRID)
     part = torch.full((4, 2), 3.0)
-    x = DTensor.from_local(part, mesh, [TorchPartial(), TorchShard(0)], run_check=False)
+    x = DTensor.from_local(part, mesh, [TorchPartial(), S0], run_check=False)
     for outputs in (program.run(x, 2.0), mf.HostIrEvaluator(program.host).run({"x": x, "s": 2.0})):
         (y,) = outputs
         assert y.placements == x.placements
@@ -451,7 +471,7 @@ def test_a_mesh_of_some_ranks(rank: int) -> None:
     out = [cut(whole, at, mesh, rank) for at, mesh in zip(layouts, meshes, strict=True)]
     assert all(a is b for a, b in zip(program.run(x, out=out), out, strict=True))
     y = mf.compile(one_stage(first)).run(x)[0]
-    assert (y.shape, y.placements, y.device_mesh) == ((4, 2), (TorchShard(0),), meshes[0])
+    assert (y.shape, y.placements, y.device_mesh) == ((4, 2), (S0,), meshes[0])
     assert y.to_local().numel() == (4 if rank == 0 else 0)
 
 
@@ -480,7 +500,7 @@ Spoil = Callable[[DTensor, TorchMesh], Any]
 
 WRONG: dict[str, tuple[Spoil, list[str]]] = {
     "placement": (
-        lambda x, mesh: DTensor.from_local(torch.ones(8, 1), mesh, [TorchShard(1)]),
+        lambda x, mesh: DTensor.from_local(torch.ones(8, 1), mesh, [S1]),
         ["laid out as (tp=S1), expected (tp=S0)", "x.redistribute(mesh, [Shard(0)])",
          'layout={"tp": Shard(1)}', "input %x of @mlp"],
     ),
@@ -494,7 +514,7 @@ WRONG: dict[str, tuple[Spoil, list[str]]] = {
     ),
     "a part of another shape": (
         lambda x, mesh: DTensor.from_local(
-            torch.ones(3, 4), mesh, [TorchShard(0)], run_check=False,
+            torch.ones(3, 4), mesh, [S0], run_check=False,
             shape=torch.Size((8, 4)), stride=(4, 1),
         ),
         ["%x has shape (3, 4) on rank 2, expected (2, 4)"],
@@ -507,13 +527,13 @@ WRONG: dict[str, tuple[Spoil, list[str]]] = {
     ),
     "mesh": (
         lambda x, mesh: DTensor.from_local(
-            torch.ones(2, 4), TorchMesh("cpu", [1, 0, 2, 3]), [TorchShard(0)], run_check=False
+            torch.ones(2, 4), TorchMesh("cpu", [1, 0, 2, 3]), [S0], run_check=False
         ),
         ["expected mesh(tp=4)", "init_device_mesh(device, (4,), mesh_dim_names=('tp',))"],
     ),
     "shape of the mesh": (
         lambda x, mesh: DTensor.from_local(
-            torch.ones(4, 4), torch_mesh(GRID), [TorchShard(0), TorchReplicate()]
+            torch.ones(4, 4), torch_mesh(GRID), [S0, TorchReplicate()]
         ),
         ["on mesh(dp=2, tp=2), expected mesh(tp=4)"],
     ),
@@ -526,7 +546,7 @@ WRONG: dict[str, tuple[Spoil, list[str]]] = {
     ),
     "slice": (
         lambda x, mesh: DTensor.from_local(
-            torch.ones(4, 4), torch_mesh(GRID)["tp"], [TorchShard(0)], run_check=False
+            torch.ones(4, 4), torch_mesh(GRID)["tp"], [S0], run_check=False
         ),
         ["%x: ", "is a slice of", "replicate along the axes"],
     ),
@@ -576,7 +596,7 @@ def test_tools_of_one_process_refuse_dtensors() -> None:
 def test_a_padded_buffer_is_no_dtensor() -> None:
     program = mf.hir.parse(PADDED)
     mesh = torch_mesh(DeviceMesh.arange(tp=4))
-    x = DTensor.from_local(torch.ones(2), mesh, [TorchShard(0)], run_check=False)
+    x = DTensor.from_local(torch.ones(2), mesh, [S0], run_check=False)
     with pytest.raises(mf.ProgramError, match="padded or flat"):
         mf.HostIrEvaluator(program).run({"x": x})
 
@@ -619,7 +639,7 @@ def test_dtensors_say_their_extents() -> None:
 def test_the_default_group_is_used_and_left(alone: TorchMesh) -> None:
     comm = mf.init()
     assert comm.launch.name == "default group"
-    x = DTensor.from_local(torch.arange(6.0).reshape(2, 3), alone, [TorchShard(0), TorchShard(1)])
+    x = DTensor.from_local(torch.arange(6.0).reshape(2, 3), alone, [S0, S1])
     with mf.FusionDefinition("total") as fd:
         total = fd.ops.sum(fd.define_tensor([2, 3], mesh=alone), dims=[1])
         fd.add_output(fd.ops.set(total).on(alone, {"dp": Shard(0)}))
@@ -810,6 +830,10 @@ def test_calls_on_dtensors(alone: TorchMesh) -> None:
     assert layer.program(mf.spec_of(a), mf.spec_of(b)).plans.info().hits == 2
     refused(lambda: layer(a, torch.ones(4, 6)), "a plain tensor for w")
     refused(lambda: layer(a, b, n=[a]), "a DTensor inside of n")
+    grow = mf.fusion(lambda x: x + 1.0).program(mf.TensorSpec((-1, 4), mesh=alone))
+    for rows in (2, 3):
+        z = DTensor.from_local(torch.zeros(rows, 4), alone, placed)
+        assert torch.equal(grow.run(z)[0].full_tensor(), torch.ones(rows, 4))
     turned = DTensor.from_local(torch.randn(4, 3).t(), alone, placed)
     assert mf.fusion(lambda x: x * 2.0)(turned).stride() == (1, 3)
     with mf.FusionDefinition("other") as fd:
