@@ -598,7 +598,19 @@ def test_a_padded_buffer_is_no_dtensor() -> None:
     x = DTensor.from_local(torch.ones(2), mesh, [S0], run_check=False)
     with pytest.raises(mf.ProgramError, match="padded or flat"):
         mf.HostIrEvaluator(program).run({"x": x})
+    x = cut(torch.ones(5), Layout(FOUR, {"tp": Shard(0)}), mesh, 2)
+    with pytest.raises(mf.ProgramError, match="%y cannot be a DTensor") as caught:
+        mf.HostIrEvaluator(mf.hir.parse(PADDED_OUTPUT)).run({"x": x})
+    assert "padded or flat" in str(caught.value)
 
+
+PADDED_OUTPUT = """
+host @padded on mesh(tp=4) {
+  input %x: f32[2] of [5] (tp=S0)
+  %y: f32[2] of [5] (tp=S0) pad=block(dim=0,parts=4,axis=tp) = pad(%x, dim=0)
+  return %y
+}
+"""
 
 PADDED = """
 host @padded on mesh(tp=4) {
