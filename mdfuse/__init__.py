@@ -31,6 +31,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from mdfuse import hir, segmentation
+    from mdfuse.dtensor import layout_of, spec_of, to_dtensor
     from mdfuse.evaluator import HostIrEvaluator
     from mdfuse.frontend import ops
     from mdfuse.frontend.cache import FusionCache
@@ -52,8 +53,11 @@ _LAZY = {
     "compile": "mdfuse.program",
     "fusion": "mdfuse.frontend.trace",
     "init": "mdfuse.runtime.communicator",
+    "layout_of": "mdfuse.dtensor",
     "reference": "mdfuse.single_device",
     "simulate": "mdfuse.simulation",
+    "spec_of": "mdfuse.dtensor",
+    "to_dtensor": "mdfuse.dtensor",
 }
 _LAZY_MODULES = {
     "hir": "mdfuse.hir",
@@ -103,10 +107,13 @@ __all__ = [
     "fusion",
     "hir",
     "init",
+    "layout_of",
     "ops",
     "reference",
     "segmentation",
     "shard_tensor",
     "simulate",
+    "spec_of",
+    "to_dtensor",
     "unshard_tensor",
 ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from sys import modules
 from typing import Any
 
 import torch
@@ -15,6 +16,12 @@ from mdfuse.ir.infer import dense_strides
 from mdfuse.plan.local_ops import as_number
 from mdfuse.plan.signature import span
 from mdfuse.plan.slots import unbound
+
+
+def has_dtensors(xs: Iterable[Any]) -> bool:
+    """Whether a DTensor is among them; torch's module of DTensors is not imported for this."""
+    dtensor = getattr(modules.get("torch.distributed.tensor"), "DTensor", None)
+    return dtensor is not None and dtensor in map(type, xs)
 
 
 def check_names(program: HostProgram) -> None:
@@ -135,6 +142,13 @@ def check_global(
         if as_number(x, dtype) is None:
             raise _no_number(name, x, dtype, where)
         return
+    if has_dtensors((x,)):
+        raise ProgramError(
+            f"a DTensor for %{name}",
+            where=where,
+            because="one process stands for all ranks here",
+            hint="pass the whole tensor: x.full_tensor()",
+        )
     if isinstance(x, Tensor) and (tuple(x.shape), x.dtype) == (shape, dtype):
         _check_strided(name, x, where)
         return

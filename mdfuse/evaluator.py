@@ -11,6 +11,7 @@ import threading
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from sys import modules
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -28,6 +29,7 @@ from mdfuse.plan.signature import Signature, signature_of
 from mdfuse.plan.streams import capture_stream
 
 if TYPE_CHECKING:
+    from mdfuse.dtensor_runs import Border
     from mdfuse.runtime.communicator import Communicator
 
 
@@ -115,11 +117,12 @@ class HostIrEvaluator:
         """Run once.
 
         Args:
-            arguments: name -> local tensor (None where this rank is outside the input's mesh) or
-                number; names of outputs give preallocated buffers.
+            arguments: name -> local tensor (None where this rank is outside the input's mesh),
+                DTensor or number; names of outputs give preallocated buffers.
 
         Returns:
-            The local outputs; None where this rank is outside the output's mesh.
+            The local outputs; None where this rank is outside the output's mesh. With DTensors
+            among the arguments: DTensors.
 
         Raises:
             ProgramError: an argument is missing, unknown, or does not fit the program. Before the
@@ -146,6 +149,12 @@ class HostIrEvaluator:
         is_partial: bool = False,
     ) -> list[Any]:
         """`run` with positional arguments; `is_partial`: some outputs may have no buffer."""
+        # a lookup in each run, and no import: without torch's module there are no DTensors
+        dtensor = getattr(modules.get("torch.distributed.tensor"), "DTensor", None)
+        if dtensor is not None and (
+            dtensor in map(type, arguments) or (out is not None and dtensor in map(type, out))
+        ):
+            return self._border.call(self.call, arguments, out, problem, is_partial)
         with self._lock:  # a plan's buffers serve one run at a time
             plan = self._known(arguments, out) if problem is None else None
             if plan is None:
@@ -158,6 +167,12 @@ class HostIrEvaluator:
             except BackendError as error:
                 assert self.communicator is not None
                 raise self._refused(self.communicator) or error from error
+
+    @cached_property
+    def _border(self) -> Border:
+        from mdfuse.dtensor_runs import Border
+
+        return Border(self.program)
 
     # -- the plan of a run -----------------------------------------------------------------------
 

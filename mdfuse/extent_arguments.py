@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mdfuse.arguments import has_dtensors
 from mdfuse.errors import ProgramError
 from mdfuse.extents import Extent
 from mdfuse.hir.program import HostProgram
@@ -182,6 +183,22 @@ def local_extents(host: HostProgram, fusion: Fusion) -> LocalExtents:
     everyone = {r for mesh in host.meshes for r in mesh}
     seen = (d for d, at in dims if not at.split_axes(d.dim) and everyone <= {*at.mesh.ranks})
     return LocalExtents(fusion, dims, tuple(seen))
+
+
+def known_extents(
+    local: LocalExtents, inputs: Sequence[Any], given: Extents | None
+) -> dict[str, int]:
+    """The extents that are given, and those that the global shapes of DTensors say.
+
+    Raises:
+        ProgramError: what is given are no extents.
+    """
+    known = check_extents(local.fusion.name, local.symbols, given)
+    for d, _ in local.dims:
+        x = inputs[d.at] if d.at < len(inputs) else None
+        if d.symbol is not None and x is not None and has_dtensors((x,)) and x.ndim > d.dim:
+            known.setdefault(d.symbol, x.shape[d.dim])
+    return known
 
 
 def _layout(host: HostProgram, d: _Dim) -> Layout:

@@ -11,7 +11,7 @@ from itertools import product
 from mdfuse.errors import LayoutError, MeshError
 from mdfuse.extents import smaller
 from mdfuse.index import Index, Term, resolve
-from mdfuse.mesh import DeviceMesh
+from mdfuse.mesh import DeviceMesh, as_mesh
 
 #: A half-open range of indices along one dim.
 Interval = tuple[int, int]
@@ -142,7 +142,7 @@ class Layout:
     """A mesh, one placement per mesh axis, and the order of axes that split one dim.
 
     Args:
-        mesh: the mesh.
+        mesh: the mesh, or a torch `DeviceMesh`.
         placements: axis name -> placement; axes not named are `Replicate()`.
         order: dim -> the axes that split it, outermost first; mesh order where it is not given.
         stream: a `Stream`, where the host loops over chunks of a dim.
@@ -171,6 +171,7 @@ class Layout:
         order: Mapping[int, Sequence[str]] | None = None,
         stream: Stream | None = None,
     ) -> None:
+        mesh = as_mesh(mesh)
         if not isinstance(mesh, DeviceMesh):
             raise LayoutError(
                 f"{mesh!r} is not a mesh", hint="Layout(DeviceMesh(ranks, axes), {axis: placement})"
@@ -188,7 +189,7 @@ class Layout:
             if not isinstance(placement, Placement):
                 raise LayoutError(
                     f"axis {axis}: {placement!r} is not a placement",
-                    hint="Shard(dim), Replicate() or Partial(op)",
+                    hint="mdfuse's own: mdfuse.Shard(dim), mdfuse.Replicate(), mdfuse.Partial(op)",
                 )
         self.mesh = mesh
         self.placements = tuple(placements.get(a, Replicate()) for a in mesh.axes)

@@ -16,14 +16,14 @@ class DeviceMesh:
     """An n-d array of ranks whose axes have names.
 
     Args:
-        ranks: nested lists, a numpy array, a torch tensor, or a torch `DeviceMesh`. Any order,
-            no duplicates.
+        ranks: nested lists, a numpy array, a torch tensor, or a torch `DeviceMesh` that is no
+            slice of a larger one. Any order, no duplicates.
         axes: one name per axis; by default ("x",), ("y", "x") or ("z", "y", "x"), or the names
             that a torch `DeviceMesh` has.
 
     Raises:
-        MeshError: the ranks are ragged, repeated, negative or not integers, or the names do not
-            fit them.
+        MeshError: the ranks are ragged, repeated, negative or not integers, the names do not fit
+            them, or they are a slice of torch's.
 
     >>> mesh = DeviceMesh([[3, 4, 1], [0, 8, 2]], axes=("dp", "tp"))
     >>> mesh.shape, mesh.coordinate(8), mesh.team(8, "tp"), mesh.team(8, "dp")
@@ -35,9 +35,9 @@ class DeviceMesh:
     __slots__ = ("__dict__", "_ranks", "axes", "shape")
 
     def __init__(self, ranks: Any, axes: Sequence[str] | None = None) -> None:
-        names = getattr(ranks, "mesh_dim_names", None)
-        if hasattr(ranks, "mesh"):  # torch.distributed.DeviceMesh
-            axes, ranks = axes or names, ranks.mesh
+        if is_torch_mesh(ranks):
+            _check_whole(ranks)
+            axes, ranks = axes or ranks.mesh_dim_names, ranks.mesh
         shape, flat = _flatten(ranks.tolist() if hasattr(ranks, "tolist") else ranks)
         self._set(shape, _canonical(flat), axes)
 
@@ -190,6 +190,27 @@ class DeviceMesh:
         if self._ranks == range(self.size):
             return f"mesh({sizes})"
         return f"mesh({sizes}: {' '.join(map(str, self._ranks[:16]))}{' …' * (self.size > 16)})"
+
+
+def is_torch_mesh(x: object) -> bool:
+    """Whether something is a `torch.distributed.DeviceMesh`; torch is not imported for this."""
+    return hasattr(x, "mesh_dim_names") and hasattr(x, "device_type")
+
+
+def as_mesh(mesh: Any) -> Any:
+    """A torch `DeviceMesh` as a mesh; anything else as it is."""
+    return DeviceMesh(mesh) if is_torch_mesh(mesh) else mesh
+
+
+def _check_whole(mesh: Any) -> None:
+    """Each rank's slice of a torch mesh is another mesh; a program is one for all ranks."""
+    root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+    if root.size() != mesh.size():
+        raise MeshError(
+            f"{mesh} is a slice of {root}",
+            because="a slice holds other ranks on each rank, and a program is one for all of them",
+            hint="pass the whole mesh, and replicate along the axes that the slice lacks",
+        )
 
 
 def _flatten(nested: Any) -> tuple[tuple[int, ...], list[int]]:

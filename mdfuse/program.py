@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from mdfuse import hir_lowering
+from mdfuse.arguments import has_dtensors
 from mdfuse.communication import Communication
 from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import DefinitionError, MdfuseError
@@ -18,6 +19,7 @@ from mdfuse.extent_arguments import (
     LocalExtents,
     check_extents,
     complete_extents,
+    known_extents,
     local_extents,
 )
 from mdfuse.extents import with_numbers
@@ -157,15 +159,18 @@ class Program:
         """Run on this rank.
 
         Args:
-            inputs: local tensors in definition order; None for an input whose mesh this rank is
-                not in; numbers for scalars.
+            inputs: local tensors or DTensors in definition order; None for an input whose mesh
+                this rank is not in; numbers for scalars.
             out: buffers for the outputs, all or none.
             extents: symbolic extents by name: those that are sharded or that some rank does not
-                see must be given, the others follow from the inputs.
+                see must be given, the others follow from the inputs, and from the global shapes
+                of DTensors.
             options: instead of those given to `compile`.
 
         Returns:
-            Local outputs; None where this rank is outside the output's mesh.
+            Local outputs; None where this rank is outside the output's mesh. Where an input or a
+            buffer is a DTensor, DTensors on the same mesh of torch's, which on a rank outside of
+            the mesh are empty; an output with a buffer is what was passed.
         """
         if extents is None and options is None and self.symbolic is None:
             return self._usual.call(inputs, out)
@@ -225,6 +230,11 @@ class Program:
             if self.symbolic is None:
                 return self.host_for(extents), None
             rank = init(options).rank
+            if has_dtensors(inputs):
+                from mdfuse.dtensor_runs import locals_of
+
+                extents = known_extents(self._local_extents, inputs, extents)
+                inputs = locals_of(inputs)
             return self.symbolic.host_for(self._local_extents.of(rank, inputs, extents)), None
         except MdfuseError as problem:
             last = self._evaluators.recent
