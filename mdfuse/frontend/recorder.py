@@ -305,9 +305,9 @@ class Recorder:
                 where=site.where,
                 hint=".on(layout), or .on(mesh, {axis: placement})",
             )
+        if not isinstance(mesh, Layout):
+            mesh = Layout(mesh, dict(placements or ()), dict(order), stream)
         try:
-            if not isinstance(mesh, Layout):
-                mesh = Layout(mesh, dict(placements or ()), dict(order), stream)
             layout = mesh.normalized(rank)
             for placement in layout.placements:
                 if isinstance(placement, Partial):
