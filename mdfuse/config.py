@@ -82,6 +82,11 @@ VARIABLES: dict[str, tuple[str, Any, str]] = {
 }
 
 
+def environment() -> tuple[str | None, ...]:
+    """What the variables say, in the order of `VARIABLES`."""
+    return tuple([os.environ.get(name) for name in VARIABLES])
+
+
 def options_from_environment(base: Options | None = None) -> Options:
     """`base` where given, else the defaults overridden by the `MDFUSE_*` variables that are set."""
     if base is not None:

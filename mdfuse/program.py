@@ -12,7 +12,7 @@ from torch import Tensor
 from mdfuse import hir_lowering
 from mdfuse.arguments import has_dtensors
 from mdfuse.communication import Communication
-from mdfuse.config import Options, options_from_environment
+from mdfuse.config import Options, environment, options_from_environment
 from mdfuse.errors import DefinitionError, MdfuseError
 from mdfuse.evaluator import HostIrEvaluator, Runnable
 from mdfuse.extent_arguments import (
@@ -316,7 +316,7 @@ def compile(
             hint="for a traced function: mf.compile(f.define(...))",
         )
     spelled = definition.spelled
-    key = should_merge, options, None if options else options_from_environment()
+    key = should_merge, options, None if options else environment()
     return program_of(spelled, key, lambda s: _lowered(s, options, should_merge))
 
 
