@@ -7,7 +7,7 @@ import sys
 from functools import lru_cache
 from types import CodeType
 
-from mdfuse.errors import PACKAGE
+from mdfuse.errors import is_own
 
 _STORES = ("STORE_NAME", "STORE_FAST", "STORE_GLOBAL", "STORE_DEREF")
 
@@ -15,7 +15,7 @@ _STORES = ("STORE_NAME", "STORE_FAST", "STORE_GLOBAL", "STORE_DEREF")
 def assigned_name() -> str | None:
     """`h` while the user's frame executes the call in `h = f(...)`; None for other calls."""
     frame = sys._getframe(1)
-    while frame.f_code.co_filename.startswith(PACKAGE):
+    while is_own(frame.f_code):
         if frame.f_back is None:
             return None
         frame = frame.f_back
