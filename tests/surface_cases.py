@@ -56,13 +56,11 @@ ACTIVATIONS = (
 #: name -> (operands, program).
 CASES: dict[str, tuple[str, Callable[..., Any]]] = {}
 for _name in UNARY:
-    CASES[f"{_name}-method"] = ("x", lambda x, n=_name: getattr(x, n)())
-    CASES[f"{_name}-torch"] = ("x", lambda x, n=_name: getattr(torch, n)(x))
+    CASES[_name] = ("x", lambda x, n=_name: (getattr(x, n)(), getattr(torch, n)(x)))
 for _name in POSITIVE_UNARY:
     CASES[_name] = ("p", lambda x, n=_name: (getattr(torch, n)(x), getattr(x, n)()))
 for _name in BINARY:
-    CASES[f"{_name}-method"] = ("x y", lambda x, y, n=_name: getattr(x, n)(y))
-    CASES[f"{_name}-torch"] = ("x v", lambda x, y, n=_name: getattr(torch, n)(x, y))
+    CASES[_name] = ("x v", lambda x, v, n=_name: (getattr(x, n)(v), getattr(torch, n)(x, v)))
 for _name in ACTIVATIONS:
     CASES[f"{_name}-F"] = ("x", lambda x, n=_name: getattr(F, n)(x))
 for _name in ("bitwise_and", "bitwise_or", "bitwise_xor"):
@@ -103,6 +101,7 @@ CASES |= {
     "masked_fill-integer": ("i m", lambda i, m: i.masked_fill(m, 3)),
     "where": ("x y m", lambda x, y, m: (torch.where(m, x, y), x.where(m, y), x.where(x > y, 0.0))),
     "nan_to_num": ("x", lambda x: (x / (x * 0)).nan_to_num(1.5, neginf=-2)),
+    "nan_to_num-integer": ("i", lambda i: i.nan_to_num(2.0)),
     "nan_to_num-defaults": ("h", lambda h: torch.nan_to_num(h.log() / 0)),
     "full_like": ("x", lambda x: (torch.full_like(x, 0.1), torch.full_like(x / 0 * 0, 0.1))),
     "full_like-dtypes": (
@@ -231,6 +230,7 @@ OWN: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
     "broadcast_in_dim": (
         "v", lambda ops, v: ops.broadcast_in_dim(v, (5, 4), (1,)), lambda v: v.expand(5, 4)),
     "stride_order": ("x", lambda ops, x: ops.stride_order(x, (0, 1)), lambda x: x),
+    "sum-none": ("x", lambda ops, x: ops.sum(x, dim=()), lambda x: x),
     "sum-dims": ("a", lambda ops, a: ops.sum(a, dims=[0, 2]), lambda a: a.sum((0, 2))),
     "squeeze-dims": ("one", lambda ops, x: ops.squeeze(x, dims=1), lambda x: x.squeeze(1)),
     "var-dims": ("a", lambda ops, a: ops.var(a, dims=(0, 1)), lambda a: a.var((0, 1))),

@@ -68,6 +68,7 @@ def _equals() -> dict[Any, str]:
         for name in names
         if hasattr(space, name)
     }
+    del found[torch.embedding]  # it takes the table first
     return found | _RENAMED
 
 
@@ -119,7 +120,8 @@ def _as_ours(
 
 
 def _says_nothing(x: Any, usual: Any) -> bool:
-    return x is None or x is False or (isinstance(x, int | float) and x == usual)
+    """An argument that is what it would be without being said."""
+    return x is None or (isinstance(x, bool | int | float | str) and x == usual)
 
 
 def _defaults(func: Callable[..., Any]) -> dict[str, Any]:

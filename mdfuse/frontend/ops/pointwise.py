@@ -165,6 +165,8 @@ def nan_to_num(
     x: Handle, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None
 ) -> Handle:
     """Numbers in the place of NaN and infinities, by default 0 and the largest of the dtype."""
+    if not x.dtype.is_floating_point:
+        return record("set", x)
     limits = torch.finfo(x.dtype)
     high = limits.max if posinf is None else posinf
     low = limits.min if neginf is None else neginf
@@ -174,7 +176,7 @@ def nan_to_num(
 
 
 def full_like(x: Handle, fill_value: float, *, dtype: torch.dtype | None = None) -> Handle:
-    """One number everywhere, in the shape and where it is not said otherwise the layout of x."""
+    """One number everywhere, in the shape and the layout of x."""
     dtype = dtype or x.dtype
     zero = where(_equal(x, x), 0, 0)  # a choice, since 0 * NaN is NaN
     zero = cast(zero, dtype) if zero.dtype != dtype else zero

@@ -70,7 +70,7 @@ def checked(x: Handle, dims: Dims) -> tuple[int, ...] | None:
         return None
     found = tuple(dims) if isinstance(dims, Sequence) else (dims,)
     rank = max(x.ndim, 1)  # torch lets a scalar have dims 0 and -1
-    if not all(isinstance(d, int) and -rank <= d < rank for d in found):
+    if not all(_is_dim(d) and -rank <= d < rank for d in found):
         raise out_of_range(x, found)
     if len({d % rank for d in found}) < len(found):
         raise DefinitionError(
@@ -81,10 +81,15 @@ def checked(x: Handle, dims: Dims) -> tuple[int, ...] | None:
     return found if x.ndim else ()
 
 
+def _is_dim(dim: Any) -> bool:
+    """A bool, which Python counts among the integers, is some other argument at a wrong place."""
+    return isinstance(dim, int) and not isinstance(dim, bool)
+
+
 def place(x: Handle, dim: int, new: int = 0) -> int:
     """A dim of x counted from the first; with new=1 also the place behind the last."""
     rank = x.ndim + new or 1
-    if not isinstance(dim, int) or not -rank <= dim < rank:
+    if not _is_dim(dim) or not -rank <= dim < rank:
         raise out_of_range(x, (dim,))
     return dim % rank
 

@@ -10,6 +10,7 @@ import math
 
 import torch
 
+from mdfuse.errors import DefinitionError
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import pointwise
 from mdfuse.frontend.ops.pointwise import ROWS, as_dtype, cast
@@ -168,6 +169,12 @@ def norm(
     dims: Dims = None,
 ) -> Handle:
     """The p-norm of the elements along dims (of all by default), also of a matrix ("fro": 2)."""
+    if isinstance(p, str) and p != "fro":
+        raise DefinitionError(
+            f"norm of %{x.name} with p={p!r}",
+            because="a norm is that of all elements along the dims",
+            hint='a number, or "fro", which is 2',
+        )
     over = checked(x, chosen(dim, dims))
     wide = in_f32(as_dtype(x, dtype) if dtype is not None else x)
     result = _norm(wide, 2.0 if p == "fro" else float(p), over, keepdim)
