@@ -170,6 +170,8 @@ WRONG: dict[str, tuple[Typed, tuple[str, ...]]] = {
     "function of a tensor": (
         lambda ops, x: torch.add(torch.ones(4), x), ("torch.add", "Tensor", "define_tensor")),
     "list with a tensor": (lambda ops, x: torch.cat([torch.ones(5, 4), x]), ("torch.cat",)),
+    "own function of a tensor": (
+        lambda ops, x: ops.softmax(torch.ones(3), 5), ("Tensor is no value", "define_tensor")),
     "tensor on the left": (lambda ops, x: torch.ones(4) - x, ("Tensor", "define_tensor")),
     "tensor on the right": (lambda ops, x: x * torch.ones(4), ("Tensor", "define_tensor")),
     "a module": (lambda ops, x: torch.nn.Linear(4, 2)(x), ("Parameter", "define_tensor")),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.ops.recording import Operation, record
+from mdfuse.frontend.ops.recording import Operation, record, shown
 
 
 def matmul(x: Handle, other: Handle) -> Handle:
@@ -17,7 +17,7 @@ def _ranked(name: str, *ranks: tuple[Handle, int]) -> None:
     for x, rank in ranks:
         if x.ndim != rank:
             raise DefinitionError(
-                f"{name} of %{x.name}: {x.value.type_text()}",
+                f"{name} of {shown(x)}",
                 because=f"{name} takes it with {rank} dim{'s' * (rank != 1)}",
                 hint="matmul takes vectors, matrices and batches of them",
             )
@@ -34,7 +34,7 @@ def bmm(x: Handle, mat2: Handle) -> Handle:
     _ranked("bmm", (x, 3), (mat2, 3))
     if x.shape[0] != mat2.shape[0]:
         raise DefinitionError(
-            f"bmm of %{x.name}: {x.value.type_text()} and %{mat2.name}: {mat2.value.type_text()}",
+            f"bmm of {shown(x)} and {shown(mat2)}",
             because="their batches differ",
             hint="matmul repeats a batch of extent 1",
         )

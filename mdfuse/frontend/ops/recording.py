@@ -48,6 +48,17 @@ def record(op: str, *operands: Any, **attrs: Any) -> Handle:
     return definition_of(*operands).record(op, operands, **attrs)
 
 
+def shown(x: Any) -> str:
+    """A value with its type, for messages; what is no value at all is the worse mistake."""
+    if not isinstance(x, Handle):
+        raise DefinitionError(
+            f"{type(x).__name__} is no value of a fusion",
+            because="operations take values of the definition, and numbers",
+            hint="make it an input with fd.define_tensor",
+        )
+    return f"%{x.name}: {x.value.type_text()}"
+
+
 # -- dims ----------------------------------------------------------------------------------------
 
 
@@ -74,7 +85,7 @@ def checked(x: Handle, dims: Dims) -> tuple[int, ...] | None:
         raise out_of_range(x, found)
     if len({d % rank for d in found}) < len(found):
         raise DefinitionError(
-            f"dims {found} of %{x.name}: {x.value.type_text()}",
+            f"dims {found} of {shown(x)}",
             because="a dim is named once",
             hint="leave the repeated ones out",
         )
@@ -97,7 +108,7 @@ def place(x: Handle, dim: int, new: int = 0) -> int:
 def out_of_range(x: Handle, dims: Sequence[Any]) -> DefinitionError:
     """The error for dims that x does not have."""
     return DefinitionError(
-        f"dims {tuple(dims)} of %{x.name}: {x.value.type_text()}",
+        f"dims {tuple(dims)} of {shown(x)}",
         because=f"its dims go from {-x.ndim} to {x.ndim - 1}" if x.ndim else "it has no dims",
         hint="a negative dim counts from the last one",
     )
