@@ -22,7 +22,7 @@ def _directory_of(package: str) -> str:
 
 
 #: mdfuse, and torch, whose functions call mdfuse when they meet one of its values.
-_OWN = (PACKAGE, _directory_of("torch"))
+OWN = (PACKAGE, _directory_of("torch"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def is_own(code: CodeType) -> bool:
     """
     is_dataclass = code.co_filename == "<string>" and code.co_name == "__init__"
     is_property = code.co_filename == functools.__file__
-    return is_dataclass or is_property or code.co_filename.startswith(_OWN)
+    return is_dataclass or is_property or code.co_filename.startswith(OWN)
 
 
 def user_source() -> Source | None:

@@ -125,7 +125,7 @@ class Methods:
 
     def __getattr__(self, name: str) -> Any:
         """No such attribute: an error that says what to use instead."""
-        if name.startswith("_") or name in type(self).__slots__:
+        if name.startswith("_") or hasattr(type(self), name):  # a slot that is not set yet
             raise AttributeError(name)
         if name.endswith("_"):
             raise UnknownOperation(
