@@ -7,11 +7,22 @@ import linecache
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType
 
 #: Where mdfuse's own code lies; lines elsewhere are the user's.
 PACKAGE = str(Path(__file__).resolve().parent) + "/"
+
+
+def _directory_of(package: str) -> str:
+    """Where a package lies, without importing it."""
+    found = find_spec(package)
+    return f"{Path(found.origin).parent}/" if found and found.origin else PACKAGE
+
+
+#: mdfuse, and torch, whose functions call mdfuse when they meet one of its values.
+OWN = (PACKAGE, _directory_of("torch"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +40,20 @@ class Source:
         return f"{self}   {linecache.getline(self.file, self.line).strip()}".rstrip()
 
 
-def _is_own(code: CodeType) -> bool:
-    """mdfuse's code, or what stands between it and its caller: dataclasses, cached properties."""
+def is_own(code: CodeType) -> bool:
+    """mdfuse's code, or what stands between it and its caller.
+
+    That is dataclasses, cached properties, and functions of torch.
+    """
     is_dataclass = code.co_filename == "<string>" and code.co_name == "__init__"
     is_property = code.co_filename == functools.__file__
-    return is_dataclass or is_property or code.co_filename.startswith(PACKAGE)
+    return is_dataclass or is_property or code.co_filename.startswith(OWN)
 
 
 def user_source() -> Source | None:
     """The innermost line on the stack that is not mdfuse's own."""
     frame = sys._getframe(1)
-    while frame is not None and _is_own(frame.f_code):
+    while frame is not None and is_own(frame.f_code):
         if frame.f_back is None:
             return None
         frame = frame.f_back

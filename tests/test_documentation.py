@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import inspect
 import os
 import pkgutil
 import re
@@ -105,3 +106,16 @@ def test_the_grammar_page_is_the_grammar() -> None:
 
 def test_some_host_program_is_documented() -> None:
     assert "host @" in (ROOT / "docs" / "host_ir.md").read_text(encoding="utf-8")
+
+
+def test_the_page_of_operations_names_them_all() -> None:
+    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    by_name = mdfuse.ops.BY_NAME
+    assert [n for n in by_name if not re.search(rf"`{n}[`(]", page)] == []
+    shown = re.findall(r"^\| `(\w+)\((.*?)\)` \|", page, re.MULTILINE)
+    assert len(shown) > 80
+    for name, arguments in shown:
+        # `dims` is another name of `dim`, and `more` the rest of a list that is written out
+        known = inspect.signature(by_name[name]).parameters.keys() - {"more"}
+        known = known - {"dims"} if "dim" in known else known
+        assert set(arguments.split(", ")) == known, name

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mdfuse.errors import DefinitionError
+from mdfuse.frontend.methods import Methods
 from mdfuse.ir.graph import Value
 from mdfuse.layout import Layout, Placement, Stream
 from mdfuse.mesh import DeviceMesh
@@ -17,18 +17,11 @@ if TYPE_CHECKING:
     from mdfuse.frontend.definition import FusionDefinition
 
 
-def _binary(op: str, swapped: bool = False) -> Callable[[Handle, Any], Handle]:
-    def method(self: Handle, other: Any) -> Handle:
-        operands = (other, self) if swapped else (self, other)
-        return self.definition.record(op, operands)
-
-    return method
-
-
-class Handle:
+class Handle(Methods):
     """A value of a definition: a tensor in global view, or a host scalar.
 
-    Operators and methods record expressions; `.on(mesh, {...})` states where the value lives.
+    Operators and methods (`Methods`) record expressions; `.on(mesh, {...})` states where the value
+    lives.
     """
 
     __slots__ = ("definition", "fact", "id")
@@ -76,10 +69,6 @@ class Handle:
         """The layout that the user stated, if any."""
         return self.value.layout
 
-    def size(self, dim: int | None = None) -> Any:
-        """Global extents, or one of them."""
-        return self.shape if dim is None else self.shape[dim]
-
     def on(
         self,
         mesh: DeviceMesh | Layout,
@@ -104,98 +93,16 @@ class Handle:
         self.definition.place(self, mesh, layout, order, stream)
         return self
 
-    __add__, __radd__ = _binary("add"), _binary("add", True)
-    __sub__, __rsub__ = _binary("sub"), _binary("sub", True)
-    __mul__, __rmul__ = _binary("mul"), _binary("mul", True)
-    __truediv__, __rtruediv__ = _binary("div"), _binary("div", True)
-    __floordiv__, __rfloordiv__ = _binary("floor_divide"), _binary("floor_divide", True)
-    __mod__, __rmod__ = _binary("remainder"), _binary("remainder", True)
-    __pow__, __rpow__ = _binary("pow"), _binary("pow", True)
-    __matmul__, __rmatmul__ = _binary("matmul"), _binary("matmul", True)
-    __and__, __rand__ = _binary("bitwise_and"), _binary("bitwise_and", True)
-    __or__, __ror__ = _binary("bitwise_or"), _binary("bitwise_or", True)
-    __xor__, __rxor__ = _binary("bitwise_xor"), _binary("bitwise_xor", True)
-    __lt__, __le__, __gt__, __ge__ = map(_binary, ("lt", "le", "gt", "ge"))
-    __eq__ = _binary("eq")  # type: ignore[assignment]
-    __ne__ = _binary("ne")  # type: ignore[assignment]
-    __hash__ = object.__hash__
-
-    def __neg__(self) -> Handle:
-        return self.definition.record("neg", (self,))
-
-    def __abs__(self) -> Handle:
-        return self.definition.record("abs", (self,))
-
-    def __invert__(self) -> Handle:
-        return self.definition.record("bitwise_not", (self,))
-
-    def __bool__(self) -> bool:
-        raise DefinitionError(
-            f"the truth of %{self.name} is not known while the fusion is defined",
-            where=self.definition.fusion_where(),
-            because="a handle stands for a tensor that does not exist yet",
-            hint="use fd.ops.where(condition, a, b)",
-        )
-
-    def __iter__(self) -> Any:
-        raise DefinitionError(f"%{self.name} cannot be iterated", hint="index it: x[0], x[1], …")
-
-    def __getitem__(self, index: Any) -> Handle:
-        from mdfuse.frontend import ops
-
-        return ops.index(self, index)
-
     def __repr__(self) -> str:
         from mdfuse.ir.graph import value_text
 
         return value_text(self.value)
 
-    # -- what a torch user would type ------------------------------------------------------------
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """`torch.softmax(x, -1)` and its like: the operation of the same meaning."""
+        from mdfuse.frontend import torch_functions
 
-    def _call(self, name: str, *args: Any, **kwargs: Any) -> Handle:
-        from mdfuse.frontend import ops
-
-        return ops.BY_NAME[name](self, *args, **kwargs)
-
-    def sum(self, dims: Any = None, keepdim: bool = False, dtype: Any = None) -> Handle:
-        """Sum over dims (all by default)."""
-        return self._call("sum", dims, keepdim, dtype)
-
-    def mean(self, dims: Any = None, keepdim: bool = False) -> Handle:
-        """Mean over dims (all by default)."""
-        return self._call("mean", dims, keepdim)
-
-    def reshape(self, *shape: Any) -> Handle:
-        """The same elements in another shape; one extent may be -1."""
-        return self._call("reshape", shape[0] if len(shape) == 1 else shape)
-
-    view = reshape
-
-    def permute(self, *dims: Any) -> Handle:
-        """Dims in another order."""
-        return self._call("permute", dims[0] if len(dims) == 1 else dims)
-
-    def transpose(self, a: int, b: int) -> Handle:
-        """Two dims swapped."""
-        return self._call("transpose", a, b)
-
-    @property
-    def T(self) -> Handle:
-        """All dims reversed."""
-        return self._call("permute", tuple(reversed(range(self.ndim))))
-
-    def unsqueeze(self, dim: int) -> Handle:
-        """A new dim of extent 1."""
-        return self._call("unsqueeze", dim)
-
-    def squeeze(self, dims: Any = None) -> Handle:
-        """Without dims of extent 1."""
-        return self._call("squeeze", dims)
-
-    def expand(self, *shape: Any) -> Handle:
-        """Dims of extent 1 repeated without copies."""
-        return self._call("expand", shape[0] if len(shape) == 1 else shape)
-
-    def to(self, dtype: torch.dtype) -> Handle:
-        """Another dtype."""
-        return self._call("cast", dtype)
+        return torch_functions.call(func, args, kwargs or {})

@@ -13,6 +13,7 @@ from mdfuse.communication import check_reduce_op
 from mdfuse.errors import CommunicationError, DefinitionError, LayoutError, Source
 from mdfuse.extents import Extent, pinned
 from mdfuse.frontend.cache import Call, Fact, Symbolic
+from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.sites import Site
 from mdfuse.frontend.symbols import Symbols
 from mdfuse.ir.graph import DTYPE_NAMES, Expr, Fusion, Operand, Value, fresh_name, value_text
@@ -138,6 +139,14 @@ class Recorder:
 
     def op(self, site: Site, op: str, operands: Sequence[Any], attrs: Mapping[str, Any]) -> Fact:
         """An expression."""
+        for key, setting in attrs.items():
+            if isinstance(setting, Handle):
+                raise DefinitionError(
+                    f"{op}: {key} is %{setting.name}, a value of the fusion",
+                    where=site.where,
+                    because=f"{key} is fixed when the fusion is defined",
+                    hint="pass a number",
+                )
         inputs = tuple(self._operand(x, op, site) for x in operands)
         inputs, attrs = self._symbols.current((inputs, attrs))
         names = [x for x in inputs if isinstance(x, str)]

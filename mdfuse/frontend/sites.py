@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType
 
-from mdfuse.errors import PACKAGE, Source
+from mdfuse.errors import OWN, PACKAGE, Source
 
 _STORES = ("STORE_NAME", "STORE_FAST", "STORE_GLOBAL", "STORE_DEREF")
 
-#: Whether a file is one of mdfuse's.
-_OWN: dict[str, bool] = {}
+#: Whether a file is one of mdfuse's, or of torch's.
+_KNOWN: dict[str, bool] = {}
 
 
 def find_site() -> tuple[CodeType, int]:
@@ -24,9 +24,9 @@ def find_site() -> tuple[CodeType, int]:
     frame = sys._getframe(2)
     while True:
         code = frame.f_code
-        is_own = _OWN.get(code.co_filename)
+        is_own = _KNOWN.get(code.co_filename)
         if is_own is None:
-            is_own = _OWN[code.co_filename] = code.co_filename.startswith(PACKAGE)
+            is_own = _KNOWN[code.co_filename] = code.co_filename.startswith(OWN)
         outer = frame.f_back if is_own else None
         if outer is None:
             return code, frame.f_lasti

@@ -1,0 +1,346 @@
+"""Operators and methods of handles: those that a torch user would type.
+
+The operations themselves are in `mdfuse.frontend.ops`, which cannot be imported here (its functions
+take handles); it fills `OPERATIONS` when it is imported, before there can be a handle.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from mdfuse.errors import DefinitionError
+
+if TYPE_CHECKING:
+    from mdfuse.frontend.definition import FusionDefinition
+    from mdfuse.frontend.handle import Handle
+
+#: Every operation by name.
+OPERATIONS: dict[str, Callable[..., Any]] = {}
+
+Dims = int | Sequence[int] | None
+
+
+class UnknownOperation(DefinitionError, AttributeError):
+    """A name that is no operation."""
+
+
+def _operator(op: str, swapped: bool = False) -> Callable[[Any, Any], Handle]:
+    def method(self: Any, other: Any) -> Handle:
+        operands = (other, self) if swapped else (self, other)
+        result: Handle = self.definition.record(op, operands)
+        return result
+
+    return method
+
+
+def _sign(op: str) -> Callable[[Any], Handle]:
+    def method(self: Any) -> Handle:
+        result: Handle = self.definition.record(op, (self,))
+        return result
+
+    return method
+
+
+def _unknown_number(kind: str) -> Callable[[Any], NoReturn]:
+    """Refuses to be a Python number."""
+
+    def method(self: Any) -> NoReturn:
+        raise DefinitionError(
+            f"{kind}(%{self.name}) is not known while the fusion is defined",
+            where=self.definition.fusion_where(),
+            because="a handle stands for a tensor that does not exist yet",
+            hint="compute with the value itself, or run the program and look at its output",
+        )
+
+    return method
+
+
+class Methods:
+    """What handles can do besides being placed; `Handle` adds the value that they stand for."""
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:  # of Handle
+        definition: FusionDefinition
+
+        @property
+        def name(self) -> str: ...
+        @property
+        def shape(self) -> tuple[int, ...]: ...
+        @property
+        def dtype(self) -> torch.dtype: ...
+        @property
+        def ndim(self) -> int: ...
+
+    # -- operators -------------------------------------------------------------------------------
+
+    __add__, __radd__ = _operator("add"), _operator("add", True)
+    __sub__, __rsub__ = _operator("sub"), _operator("sub", True)
+    __mul__, __rmul__ = _operator("mul"), _operator("mul", True)
+    __truediv__, __rtruediv__ = _operator("div"), _operator("div", True)
+    __floordiv__, __rfloordiv__ = _operator("floor_divide"), _operator("floor_divide", True)
+    __mod__, __rmod__ = _operator("remainder"), _operator("remainder", True)
+    __pow__, __rpow__ = _operator("pow"), _operator("pow", True)
+    __matmul__, __rmatmul__ = _operator("matmul"), _operator("matmul", True)
+    __and__, __rand__ = _operator("bitwise_and"), _operator("bitwise_and", True)
+    __or__, __ror__ = _operator("bitwise_or"), _operator("bitwise_or", True)
+    __xor__, __rxor__ = _operator("bitwise_xor"), _operator("bitwise_xor", True)
+    __lt__, __le__, __gt__, __ge__ = map(_operator, ("lt", "le", "gt", "ge"))
+    __eq__ = _operator("eq")  # type: ignore[assignment]
+    __ne__ = _operator("ne")  # type: ignore[assignment]
+    __hash__ = object.__hash__
+    __neg__, __abs__, __invert__, __pos__ = map(_sign, ("neg", "abs", "bitwise_not", "set"))
+
+    #: numpy leaves `np.float64(2) * x` to x, instead of looking for an array in it.
+    __array_ufunc__ = None
+
+    # -- what a value that is not there yet cannot do --------------------------------------------
+
+    __float__, __int__, __index__, __complex__ = map(
+        _unknown_number, ("float", "int", "operator.index", "complex")
+    )
+
+    def __bool__(self) -> bool:
+        raise DefinitionError(
+            f"the truth of %{self.name} is not known while the fusion is defined",
+            where=self.definition.fusion_where(),
+            because="a handle stands for a tensor that does not exist yet",
+            hint="use fd.ops.where(condition, a, b)",
+        )
+
+    def __iter__(self) -> Any:
+        raise DefinitionError(
+            f"%{self.name} cannot be iterated", hint="index it: x[0], x[1], …, or x.unbind(0)"
+        )
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise DefinitionError(
+            f"%{self.name}[…] = … writes into a value",
+            because="a value of a fusion is computed once",
+            hint="make another: fd.ops.where(mask, new, x), or fd.ops.cat([x[:2], new, x[3:]])",
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        """No such attribute: an error that says what to use instead."""
+        if name.startswith("_") or hasattr(type(self), name):  # a slot that is not set yet
+            raise AttributeError(name)
+        if name.endswith("_"):
+            raise UnknownOperation(
+                f"%{self.name}.{name} writes into a value",
+                because="a value of a fusion is computed once",
+                hint=f"x = x.{name.rstrip('_')}(...)",
+            )
+        close = difflib.get_close_matches(name, {*dir(type(self)), *OPERATIONS})
+        raise UnknownOperation(
+            f"%{self.name} has no {name!r}",
+            because=_ABSENT.get(name),
+            hint=" or ".join(close) or "docs/operations.md lists what there is",
+        )
+
+    # -- facts -----------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise DefinitionError(
+                f"len(%{self.name})",
+                because="it has no dims",
+                hint="x.numel() is 1; torch.tensor(x) and the like need a tensor that exists",
+            )
+        return self.shape[0]
+
+    def size(self, dim: int | None = None) -> Any:
+        """Global extents, or one of them."""
+        return self.shape if dim is None else self.shape[self._place(dim)]
+
+    def _place(self, dim: int) -> int:
+        if not isinstance(dim, int) or not -self.ndim <= dim < self.ndim:
+            raise DefinitionError(
+                f"size({dim!r}) of %{self.name}, which has {self.ndim} dims",
+                hint="a negative dim counts from the last one",
+            )
+        return dim
+
+    def dim(self) -> int:
+        """How many dims."""
+        return self.ndim
+
+    def numel(self) -> int:
+        """How many elements."""
+        n = 1
+        for extent in self.shape:
+            n *= extent
+        return n
+
+    def is_floating_point(self) -> bool:
+        """Whether the dtype is a floating one."""
+        return self.dtype.is_floating_point
+
+    # -- shapes ----------------------------------------------------------------------------------
+
+    def __getitem__(self, index: Any) -> Handle:
+        return self._call("index", index)
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Handle:
+        result: Handle = OPERATIONS[name](self, *args, **kwargs)
+        return result
+
+    def reshape(self, shape: int | Sequence[int], *more: int) -> Handle:
+        """The same elements in another shape; one extent may be -1."""
+        return self._call("reshape", shape, *more)
+
+    def view(self, shape: int | Sequence[int], *more: int) -> Handle:
+        """`reshape`; it never fails for the memory order of x."""
+        if isinstance(shape, torch.dtype):
+            raise DefinitionError(
+                f"%{self.name}.view({shape})",
+                because="bits are not read as another dtype",
+                hint=f"x.to({shape}) converts the numbers",
+            )
+        return self._call("reshape", shape, *more)
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Handle:
+        """Dims from start to end (inclusive) as one."""
+        return self._call("flatten", start_dim, end_dim)
+
+    def permute(self, dims: int | Sequence[int], *more: int) -> Handle:
+        """Dims in another order."""
+        return self._call("permute", dims, *more)
+
+    def transpose(self, dim0: int, dim1: int) -> Handle:
+        """Two dims swapped."""
+        return self._call("transpose", dim0, dim1)
+
+    @property
+    def T(self) -> Handle:
+        """All dims reversed."""
+        return self._call("permute", tuple(reversed(range(self.ndim))))
+
+    @property
+    def mT(self) -> Handle:
+        """The last two dims swapped."""
+        return self._call("transpose", -2, -1)
+
+    def unsqueeze(self, dim: int) -> Handle:
+        """A new dim of extent 1."""
+        return self._call("unsqueeze", dim)
+
+    def squeeze(self, dim: Dims = None, *, dims: Dims = None) -> Handle:
+        """Without the given dims (all by default) where their extent is 1."""
+        return self._call("squeeze", dim, dims=dims)
+
+    def expand(self, shape: int | Sequence[int], *more: int) -> Handle:
+        """Dims of extent 1 repeated without copies."""
+        return self._call("expand", shape, *more)
+
+    def chunk(self, chunks: int, dim: int = 0) -> tuple[Handle, ...]:
+        """At most `chunks` parts of a dim."""
+        parts: tuple[Handle, ...] = OPERATIONS["chunk"](self, chunks, dim)
+        return parts
+
+    def split(self, split_size: int | Sequence[int], dim: int = 0) -> tuple[Handle, ...]:
+        """Parts of a dim: of one size, or of the sizes in a list."""
+        parts: tuple[Handle, ...] = OPERATIONS["split"](self, split_size, dim)
+        return parts
+
+    # -- numbers ---------------------------------------------------------------------------------
+
+    def to(self, dtype: Any, *more: Any, **settings: Any) -> Handle:
+        """Another dtype (or that of another value); the value itself where it is that already."""
+        if not isinstance(dtype, torch.dtype) and isinstance(dtype, Methods):
+            dtype = dtype.dtype
+        if not isinstance(dtype, torch.dtype) or more or settings:
+            raise DefinitionError(
+                f"%{self.name}.to({', '.join(map(str, (dtype, *more, *settings)))})",
+                because="to() takes a dtype; where a value lives is what its layout says",
+                hint="x.to(torch.float32), or mf.ops.set(x).on(mesh, {...})",
+            )
+        return self._call("as_dtype", dtype)
+
+    def sum(
+        self, dim: Dims = None, keepdim: bool = False, dtype: Any = None, *, dims: Dims = None
+    ) -> Handle:
+        """Sum over dims (all by default)."""
+        return self._call("sum", dim, keepdim, dtype, dims=dims)
+
+    def mean(
+        self, dim: Dims = None, keepdim: bool = False, dtype: Any = None, *, dims: Dims = None
+    ) -> Handle:
+        """Mean over dims (all by default)."""
+        return self._call("mean", dim, keepdim, dtype, dims=dims)
+
+    def softmax(self, dim: int = -1, dtype: Any = None) -> Handle:
+        """Softmax along a dim."""
+        return self._call("softmax", dim, dtype)
+
+    def where(self, condition: Handle, other: Any) -> Handle:
+        """x where the condition holds, else other."""
+        return condition._call("where", self, other)
+
+    def matmul(self, other: Handle) -> Handle:
+        """`torch.matmul`."""
+        return self._call("matmul", other)
+
+
+#: What torch's tensors have and handles cannot have, and why.
+_NO_TENSOR = "a handle stands for a tensor that does not exist yet"
+_NO_DEVICE = "each rank has its part on a device of its own"
+_NO_GRADIENT = "a fusion computes forward only"
+_ABSENT = {
+    **dict.fromkeys(("item", "tolist", "numpy", "data_ptr", "nonzero", "unique"), _NO_TENSOR),
+    **dict.fromkeys(("stride", "is_contiguous", "data"), _NO_TENSOR),
+    **dict.fromkeys(("device", "cuda", "cpu", "is_cuda"), _NO_DEVICE),
+    **dict.fromkeys(("backward", "grad", "requires_grad", "grad_fn"), _NO_GRADIENT),
+}
+
+#: Operations that are methods as they are. Their docstrings are those of the operations.
+_AS_THEY_ARE = (
+    "abs", "absolute", "acos", "acosh", "add", "addcdiv", "addcmul", "addmm", "addmv", "all",
+    "amax", "amin", "any", "asin", "asinh", "atan", "atan2", "atanh", "baddbmm", "bitwise_and",
+    "bitwise_not", "bitwise_or", "bitwise_xor", "bmm", "broadcast_to", "ceil", "clamp",
+    "clamp_max", "clamp_min", "clip", "clone", "contiguous", "cos", "cosh", "count_nonzero",
+    "detach", "div", "divide", "dot", "eq", "erf", "erfc", "exp", "exp2", "expand_as", "expm1",
+    "fix", "floor", "floor_divide", "fmod", "frac", "ge", "greater", "greater_equal", "isfinite",
+    "isinf", "isnan", "le", "lerp", "less", "less_equal", "log", "log10", "log1p", "log2",
+    "log_softmax", "logical_and", "logical_not", "logical_or", "logical_xor", "logsumexp", "lt",
+    "gt", "masked_fill", "max", "maximum", "min", "minimum", "mm", "movedim", "moveaxis", "mul",
+    "multiply", "mv", "nan_to_num", "narrow", "ne", "neg", "negative", "norm", "not_equal",
+    "outer", "pow", "prod", "ravel", "reciprocal", "relu", "remainder", "repeat",
+    "repeat_interleave", "reshape_as", "round", "rsqrt", "select", "sigmoid", "sign", "sin",
+    "sinh", "sqrt", "square", "std", "sub", "subtract", "swapaxes", "swapdims", "t", "tan",
+    "tanh", "true_divide", "trunc", "type_as", "unbind", "unflatten", "var", "view_as",
+)  # fmt: skip
+
+#: Methods that are named after a dtype.
+_DTYPES = {
+    "bool": torch.bool, "char": torch.int8, "byte": torch.uint8, "short": torch.int16,
+    "int": torch.int32, "long": torch.int64, "half": torch.float16, "bfloat16": torch.bfloat16,
+    "float": torch.float32, "double": torch.float64,
+}  # fmt: skip
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def method(self: Methods, *args: Any, **kwargs: Any) -> Any:
+        return OPERATIONS[name](self, *args, **kwargs)
+
+    method.__name__, method.__doc__ = name, f"`fd.ops.{name}(x, ...)`."
+    return method
+
+
+def _conversion(name: str, dtype: torch.dtype) -> Callable[..., Any]:
+    def method(self: Methods) -> Any:
+        return OPERATIONS["as_dtype"](self, dtype)
+
+    method.__name__, method.__doc__ = name, f"`x.to({dtype})`."
+    return method
+
+
+for _name in _AS_THEY_ARE:
+    setattr(Methods, _name, _method(_name))
+for _name, _dtype in _DTYPES.items():
+    setattr(Methods, _name, _conversion(_name, _dtype))
+for _name, _other in {"nelement": "numel", "ndimension": "dim"}.items():
+    setattr(Methods, _name, getattr(Methods, _other))

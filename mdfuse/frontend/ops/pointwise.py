@@ -1,0 +1,266 @@
+"""Elementwise operations: rows of the op table, and what is made of them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from mdfuse.errors import DefinitionError
+from mdfuse.extents import Extent
+from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.ops.recording import Elementwise, Operation, record
+from mdfuse.ir import ops as table
+
+
+def _unary(name: str) -> Elementwise:
+    def function(x: Any) -> Handle:
+        return record(name, x)
+
+    function.__name__, function.__doc__ = name, f"Elementwise `torch.{name}`."
+    return function
+
+
+def _binary(name: str) -> Elementwise:
+    def function(x: Any, other: Any) -> Handle:
+        return record(name, x, other)
+
+    function.__name__, function.__doc__ = name, f"Elementwise `torch.{name}`, broadcasting."
+    return function
+
+
+_UNARY = (*table.UNARY, "relu", "silu")
+_BINARY = (name for name, row in table.TABLE.items() if row.host == "binary")
+#: Operations with no arguments but their operands.
+ROWS: dict[str, Elementwise] = {
+    **{name: _unary(name) for name in _UNARY},
+    **{name: _binary(name) for name in _BINARY},
+}
+_equal = ROWS["eq"]
+maximum, minimum, mul, tanh = ROWS["maximum"], ROWS["minimum"], ROWS["mul"], ROWS["tanh"]
+abs, neg, trunc, sigmoid = ROWS["abs"], ROWS["neg"], ROWS["trunc"], ROWS["sigmoid"]
+
+
+# -- dtypes --------------------------------------------------------------------------------------
+
+
+def cast(x: Handle, dtype: torch.dtype) -> Handle:
+    """Another dtype."""
+    return record("cast", x, dtype=dtype)
+
+
+def as_dtype(x: Handle, dtype: torch.dtype) -> Handle:
+    """Another dtype, without a copy where it is that already."""
+    return record("set", x) if x.dtype == dtype else cast(x, dtype)
+
+
+def type_as(x: Handle, other: Handle) -> Handle:
+    """The dtype of another value."""
+    return as_dtype(x, other.dtype)
+
+
+# -- arithmetic ----------------------------------------------------------------------------------
+
+
+def add(x: Any, other: Any, *, alpha: float = 1) -> Handle:
+    """x + alpha * other."""
+    return record("add", x, other if alpha == 1 else mul(other, alpha))
+
+
+def sub(x: Any, other: Any, *, alpha: float = 1) -> Handle:
+    """x - alpha * other."""
+    return record("sub", x, other if alpha == 1 else mul(other, alpha))
+
+
+def rsub(x: Any, other: Any, *, alpha: float = 1) -> Handle:
+    """other - alpha * x."""
+    return sub(other, x, alpha=alpha)
+
+
+def div(x: Any, other: Any, *, rounding_mode: str | None = None) -> Handle:
+    """x / other; `rounding_mode` "floor" rounds down, "trunc" towards zero."""
+    if rounding_mode not in (None, "floor", "trunc"):
+        raise DefinitionError(
+            f"rounding_mode={rounding_mode!r}",
+            because="quotients are rounded down, or towards zero, or not",
+            hint='"floor", "trunc" or None',
+        )
+    if rounding_mode == "floor":
+        return record("floor_divide", x, other)
+    if rounding_mode is None:
+        return record("div", x, other)
+    if not (_is_whole(x) and _is_whole(other)):
+        return trunc(record("div", x, other))
+    # In integers, which a quotient of floats may not be able to hold.
+    return record("floor_divide", record("sub", x, record("fmod", x, other)), other)
+
+
+def _is_whole(x: Any) -> bool:
+    if isinstance(x, Handle):
+        return not x.dtype.is_floating_point
+    return isinstance(x, int | Extent)
+
+
+def lerp(x: Handle, end: Handle, weight: Any) -> Handle:
+    """x + weight * (end - x)."""
+    return x + mul(end - x, weight)
+
+
+def addcmul(x: Handle, tensor1: Handle, tensor2: Handle, *, value: float = 1) -> Handle:
+    """x + value * tensor1 * tensor2."""
+    return add(x, tensor1 * tensor2, alpha=value)
+
+
+def addcdiv(x: Handle, tensor1: Handle, tensor2: Handle, *, value: float = 1) -> Handle:
+    """x + value * tensor1 / tensor2."""
+    return add(x, tensor1 / tensor2, alpha=value)
+
+
+def frac(x: Handle) -> Handle:
+    """What follows the point: x - trunc(x)."""
+    return x - trunc(x)
+
+
+# -- choices and limits --------------------------------------------------------------------------
+
+
+def where(condition: Handle, x: Any, other: Any) -> Handle:
+    """x where the condition holds, else other."""
+    return record("where", condition, x, other)
+
+
+def masked_fill(x: Handle, mask: Handle, value: Any) -> Handle:
+    """x, with a number (or a value without dims) where the mask holds."""
+    is_fraction = isinstance(value, float) and not value.is_integer()
+    if is_fraction and not x.dtype.is_floating_point:
+        raise DefinitionError(
+            f"masked_fill(%{x.name}, …, {value}) of {x.value.type_text()}",
+            because=f"{x.dtype} has no such number",
+            hint="cast x first, or pass an integer",
+        )
+    filled = where(mask, value, x)
+    return filled if filled.dtype == x.dtype else cast(filled, x.dtype)
+
+
+def clamp(x: Handle, min: Any = None, max: Any = None) -> Handle:
+    """Values limited to [min, max]; the limits are numbers or values."""
+    if isinstance(min, Handle) or isinstance(max, Handle):
+        x = x if min is None else maximum(x, min)
+        return x if max is None else minimum(x, max)
+    return record("clamp", x, min=min, max=max)
+
+
+def clamp_min(x: Handle, min: Any) -> Handle:
+    """At least min."""
+    return clamp(x, min)
+
+
+def clamp_max(x: Handle, max: Any) -> Handle:
+    """At most max."""
+    return clamp(x, None, max)
+
+
+def nan_to_num(
+    x: Handle, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None
+) -> Handle:
+    """Numbers in the place of NaN and infinities, by default 0 and the largest of the dtype."""
+    if not x.dtype.is_floating_point:
+        return record("set", x)
+    limits = torch.finfo(x.dtype)
+    high = limits.max if posinf is None else posinf
+    low = limits.min if neginf is None else neginf
+    filled = where(ROWS["isnan"](x), nan, x)
+    filled = where(_equal(filled, math.inf), high, filled)
+    return where(_equal(filled, -math.inf), low, filled)
+
+
+def full_like(x: Handle, fill_value: float, *, dtype: torch.dtype | None = None) -> Handle:
+    """One number everywhere, in the shape and the layout of x."""
+    dtype = dtype or x.dtype
+    zero = where(_equal(x, x), 0, 0)  # a choice, since 0 * NaN is NaN
+    zero = cast(zero, dtype) if zero.dtype != dtype else zero
+    value = bool(fill_value) if dtype == torch.bool else fill_value
+    filled = zero + value if value else zero
+    return filled if filled.dtype == dtype else cast(filled, dtype)
+
+
+def zeros_like(x: Handle, *, dtype: torch.dtype | None = None) -> Handle:
+    """Zeros in the shape of x."""
+    return full_like(x, 0, dtype=dtype)
+
+
+def ones_like(x: Handle, *, dtype: torch.dtype | None = None) -> Handle:
+    """Ones in the shape of x."""
+    return full_like(x, 1, dtype=dtype)
+
+
+# -- activations ---------------------------------------------------------------------------------
+
+
+def gelu(x: Handle, approximate: str = "none") -> Handle:
+    """Gaussian error linear unit; `approximate` "none" or "tanh"."""
+    return record("gelu", x, approximate=approximate)
+
+
+def leaky_relu(x: Handle, negative_slope: float = 0.01) -> Handle:
+    """x where positive, else a fraction of it."""
+    return record("leaky_relu", x, negative_slope=negative_slope)
+
+
+def elu(x: Handle, alpha: float = 1.0) -> Handle:
+    """x where positive, else alpha * (exp(x) - 1)."""
+    return record("elu", x, **({} if alpha == 1.0 else {"alpha": alpha}))
+
+
+def softplus(x: Handle, beta: float = 1.0, threshold: float = 20.0) -> Handle:
+    """log(1 + exp(beta * x)) / beta; x itself where beta * x is above the threshold."""
+    said = {"beta": (beta, 1.0), "threshold": (threshold, 20.0)}
+    return record("softplus", x, **{name: n for name, (n, usual) in said.items() if n != usual})
+
+
+def logsigmoid(x: Handle) -> Handle:
+    """log(sigmoid(x)), without overflow."""
+    return neg(softplus(neg(x)))
+
+
+def mish(x: Handle) -> Handle:
+    """x * tanh(softplus(x))."""
+    return x * tanh(softplus(x))
+
+
+def selu(x: Handle) -> Handle:
+    """A scaled elu (Klambauer et al. 2017, arXiv:1706.02515, for the constants)."""
+    return elu(x, 1.6732632423543772) * 1.0507009873554805
+
+
+def hardtanh(x: Handle, min_val: float = -1.0, max_val: float = 1.0) -> Handle:
+    """x limited to [min_val, max_val]."""
+    return clamp(x, min_val, max_val)
+
+
+def relu6(x: Handle) -> Handle:
+    """x limited to [0, 6]."""
+    return clamp(x, 0, 6)
+
+
+def hardsigmoid(x: Handle) -> Handle:
+    """x + 3 limited to [0, 6], divided by 6."""
+    return clamp(x + 3, 0, 6) / 6
+
+
+def hardswish(x: Handle) -> Handle:
+    """x * hardsigmoid(x)."""
+    return x * clamp(x + 3, 0, 6) / 6
+
+
+def softsign(x: Handle) -> Handle:
+    """x / (1 + |x|)."""
+    return x / (abs(x) + 1)
+
+
+SPELLED: tuple[Operation, ...] = (
+    cast, type_as, add, sub, rsub, div, lerp, addcmul, addcdiv, frac, where, masked_fill, clamp,
+    clamp_min, clamp_max, nan_to_num, full_like, zeros_like, ones_like, gelu, leaky_relu, elu,
+    softplus, logsigmoid, mish, selu, hardtanh, relu6, hardsigmoid, hardswish, softsign,
+)  # fmt: skip

@@ -1,0 +1,98 @@
+"""Products of tensors: contractions, and what is made of them."""
+
+from __future__ import annotations
+
+from mdfuse.errors import DefinitionError
+from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.ops.recording import Operation, record, shown
+
+
+def matmul(x: Handle, other: Handle) -> Handle:
+    """`torch.matmul`: the last dim of x with the second to last of other, batch dims broadcast."""
+    return record("matmul", x, other)
+
+
+def _ranked(name: str, *ranks: tuple[Handle, int]) -> None:
+    """Refuse operands with another number of dims than the name of the operation says."""
+    for x, rank in ranks:
+        if x.ndim != rank:
+            raise DefinitionError(
+                f"{name} of {shown(x)}",
+                because=f"{name} takes it with {rank} dim{'s' * (rank != 1)}",
+                hint="matmul takes vectors, matrices and batches of them",
+            )
+
+
+def mm(x: Handle, mat2: Handle) -> Handle:
+    """The product of two matrices."""
+    _ranked("mm", (x, 2), (mat2, 2))
+    return matmul(x, mat2)
+
+
+def bmm(x: Handle, mat2: Handle) -> Handle:
+    """The products of two batches of matrices, [b,m,k] and [b,k,n]."""
+    _ranked("bmm", (x, 3), (mat2, 3))
+    if x.shape[0] != mat2.shape[0]:
+        raise DefinitionError(
+            f"bmm of {shown(x)} and {shown(mat2)}",
+            because="their batches differ",
+            hint="matmul repeats a batch of extent 1",
+        )
+    return matmul(x, mat2)
+
+
+def mv(x: Handle, vec: Handle) -> Handle:
+    """A matrix times a vector."""
+    _ranked("mv", (x, 2), (vec, 1))
+    return matmul(x, vec)
+
+
+def dot(x: Handle, tensor: Handle) -> Handle:
+    """The product of two vectors."""
+    _ranked("dot", (x, 1), (tensor, 1))
+    return matmul(x, tensor)
+
+
+def outer(x: Handle, vec2: Handle) -> Handle:
+    """Each element of one vector times each of another: [m], [n] -> [m,n]."""
+    _ranked("outer", (x, 1), (vec2, 1))
+    return record("mul", record("unsqueeze", x, dims=(1,)), vec2)
+
+
+def addmm(x: Handle, mat1: Handle, mat2: Handle, *, beta: float = 1, alpha: float = 1) -> Handle:
+    """beta * x + alpha * (mat1 @ mat2)."""
+    return _added(x, mm(mat1, mat2), beta, alpha)
+
+
+def baddbmm(
+    x: Handle, batch1: Handle, batch2: Handle, *, beta: float = 1, alpha: float = 1
+) -> Handle:
+    """beta * x + alpha * (batch1 @ batch2), for batches of matrices."""
+    return _added(x, bmm(batch1, batch2), beta, alpha)
+
+
+def addmv(x: Handle, mat: Handle, vec: Handle, *, beta: float = 1, alpha: float = 1) -> Handle:
+    """beta * x + alpha * (mat @ vec)."""
+    return _added(x, mv(mat, vec), beta, alpha)
+
+
+def _added(x: Handle, product: Handle, beta: float, alpha: float) -> Handle:
+    product = product if alpha == 1 else product * alpha
+    if beta == 0:  # NaN in x is not read then
+        return product
+    return record("add", x if beta == 1 else x * beta, product)
+
+
+def linear(x: Handle, weight: Handle, bias: Handle | None = None) -> Handle:
+    """x[…,k] @ weight[n,k].T + bias[n]."""
+    return record("linear", x, weight, *(() if bias is None else (bias,)))
+
+
+def embedding(indices: Handle, weight: Handle) -> Handle:
+    """Rows of weight[v,d] at indices[…]. Indices are not checked against v."""
+    return record("embedding", indices, weight)
+
+
+SPELLED: tuple[Operation, ...] = (
+    matmul, mm, bmm, mv, dot, outer, addmm, baddbmm, addmv, linear, embedding,
+)  # fmt: skip

@@ -1,0 +1,118 @@
+"""What all operations share: where they are recorded, and the dims that they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from mdfuse.errors import DefinitionError
+from mdfuse.extents import Extent
+from mdfuse.frontend.handle import Handle
+
+if TYPE_CHECKING:
+    from mdfuse.frontend.definition import FusionDefinition
+
+#: The definition whose `with` block runs; operations without operands go there.
+current: ContextVar[FusionDefinition | None] = ContextVar("mdfuse.definition", default=None)
+
+#: Most return a handle, some several.
+Operation = Callable[..., Any]
+Elementwise = Callable[..., Handle]
+Dims = int | Sequence[int] | None
+
+
+def definition_of(*operands: Any) -> FusionDefinition:
+    """The definition of the first operand that is a value, else the one being defined."""
+    for x in operands:
+        if isinstance(x, Handle):
+            return x.definition
+    definition = current.get()
+    if definition is None:
+        raise DefinitionError(
+            "an operation without operands needs a definition",
+            hint="call it inside `with FusionDefinition() as fd:` or a traced function",
+        )
+    return definition
+
+
+def record(op: str, *operands: Any, **attrs: Any) -> Handle:
+    """Append one expression; that all operands are of one definition is checked there."""
+    first = operands[0]
+    definition = first.definition if type(first) is Handle else definition_of(*operands)
+    return definition.record(op, operands, attrs)
+
+
+def shown(x: Any) -> str:
+    """A value with its type, for messages; what is no value at all is the worse mistake."""
+    if not isinstance(x, Handle):
+        raise DefinitionError(
+            f"{type(x).__name__} is no value of a fusion",
+            because="operations take values of the definition, and numbers",
+            hint="make it an input with fd.define_tensor",
+        )
+    return f"%{x.name}: {x.value.type_text()}"
+
+
+# -- dims ----------------------------------------------------------------------------------------
+
+
+def chosen(dim: Dims, dims: Dims) -> Dims:
+    """What was said with `dim=` (as torch calls it) or with `dims=`."""
+    if dims is None:
+        return dim
+    if dim is None:
+        return dims
+    raise DefinitionError(
+        f"dim={dim} and dims={dims}",
+        because="they are two names of one argument",
+        hint="leave one of them out",
+    )
+
+
+def checked(x: Handle, dims: Dims) -> tuple[int, ...] | None:
+    """The dims as a tuple, each checked against x; None stays."""
+    if dims is None:
+        return None
+    if type(dims) is int and -x.ndim <= dims < x.ndim:  # the usual case, at once
+        return (dims,)
+    found = tuple(dims) if isinstance(dims, Sequence) else (dims,)
+    rank = max(x.ndim, 1)  # torch lets a scalar have dims 0 and -1
+    if not all(_is_dim(d) and -rank <= d < rank for d in found):
+        raise out_of_range(x, found)
+    if len({d % rank for d in found}) < len(found):
+        raise DefinitionError(
+            f"dims {found} of {shown(x)}",
+            because="a dim is named once",
+            hint="leave the repeated ones out",
+        )
+    return found if x.ndim else ()
+
+
+def _is_dim(dim: Any) -> bool:
+    """A bool, which Python counts among the integers, is some other argument at a wrong place."""
+    return isinstance(dim, int) and not isinstance(dim, bool)
+
+
+def place(x: Handle, dim: int, new: int = 0) -> int:
+    """A dim of x counted from the first; with new=1 also the place behind the last."""
+    rank = x.ndim + new or 1
+    if not _is_dim(dim) or not -rank <= dim < rank:
+        raise out_of_range(x, (dim,))
+    return dim % rank
+
+
+def out_of_range(x: Handle, dims: Sequence[Any]) -> DefinitionError:
+    """The error for dims that x does not have."""
+    return DefinitionError(
+        f"dims {tuple(dims)} of {shown(x)}",
+        because=f"its dims go from {-x.ndim} to {x.ndim - 1}" if x.ndim else "it has no dims",
+        hint="a negative dim counts from the last one",
+    )
+
+
+def sequence(first: Any, more: Sequence[Any]) -> tuple[Any, ...]:
+    """Extents or dims that were passed one by one, or as one sequence."""
+    if more:
+        return (first, *more)
+    return (first,) if isinstance(first, int | Extent) else tuple(first)

@@ -1,0 +1,200 @@
+"""Reductions: rows of the op table, and what is made of them.
+
+A reduced dim may be split over ranks; the result is then joined from the ranks' parts. Sums of
+f16 and bf16 that are made of several operations are computed in f32 and rounded once.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from mdfuse.errors import DefinitionError
+from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.ops import pointwise
+from mdfuse.frontend.ops.pointwise import ROWS, as_dtype, cast
+from mdfuse.frontend.ops.recording import Dims, Operation, checked, chosen, record
+
+
+def sum(
+    x: Handle,
+    dim: Dims = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+    *,
+    dims: Dims = None,
+) -> Handle:
+    """Sum over dims (all by default)."""
+    return record("sum", x, dims=checked(x, chosen(dim, dims)), keepdim=keepdim, dtype=dtype)
+
+
+def prod(
+    x: Handle,
+    dim: Dims = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+    *,
+    dims: Dims = None,
+) -> Handle:
+    """Product over dims (all by default)."""
+    return record("prod", x, dims=checked(x, chosen(dim, dims)), keepdim=keepdim, dtype=dtype)
+
+
+def mean(
+    x: Handle,
+    dim: Dims = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+    *,
+    dims: Dims = None,
+) -> Handle:
+    """Mean over dims (all by default)."""
+    x = x if dtype is None or dtype == x.dtype else cast(x, dtype)
+    return record("mean", x, dims=checked(x, chosen(dim, dims)), keepdim=keepdim)
+
+
+def max(
+    x: Handle, dim: Dims | Handle = None, keepdim: bool = False, *, dims: Dims = None
+) -> Handle:
+    """The largest element over dims (all by default), as `torch.amax`; max(x, y): `maximum`."""
+    if isinstance(dim, Handle):
+        return pointwise.maximum(x, dim)
+    return record("max", x, dims=checked(x, chosen(dim, dims)), keepdim=keepdim)
+
+
+def min(
+    x: Handle, dim: Dims | Handle = None, keepdim: bool = False, *, dims: Dims = None
+) -> Handle:
+    """The smallest element over dims (all by default), as `torch.amin`; min(x, y): `minimum`."""
+    if isinstance(dim, Handle):
+        return pointwise.minimum(x, dim)
+    return record("min", x, dims=checked(x, chosen(dim, dims)), keepdim=keepdim)
+
+
+def any(x: Handle, dim: Dims = None, keepdim: bool = False, *, dims: Dims = None) -> Handle:
+    """Whether some element is true, over dims (all by default)."""
+    return record("any", x, dims=checked(x, chosen(dim, dims)), keepdim=keepdim)
+
+
+def all(x: Handle, dim: Dims = None, keepdim: bool = False, *, dims: Dims = None) -> Handle:
+    """Whether every element is true, over dims (all by default)."""
+    return record("all", x, dims=checked(x, chosen(dim, dims)), keepdim=keepdim)
+
+
+# -- made of several -----------------------------------------------------------------------------
+
+
+def in_f32(x: Handle) -> Handle:
+    """f16 and bf16 in f32, which sums and squares need; other dtypes as they are."""
+    return cast(x, torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def back(y: Handle, x: Handle) -> Handle:
+    """A result in the dtype that x had."""
+    return y if y.dtype == x.dtype else cast(y, x.dtype)
+
+
+def count_nonzero(x: Handle, dim: Dims = None, *, dims: Dims = None) -> Handle:
+    """How many elements are not zero, over dims (all by default)."""
+    return sum(ROWS["ne"](x, 0), chosen(dim, dims))
+
+
+def var(
+    x: Handle,
+    dim: Dims = None,
+    unbiased: bool | None = None,
+    keepdim: bool = False,
+    *,
+    correction: float | None = None,
+    dims: Dims = None,
+) -> Handle:
+    """Variance over dims (all by default): squared distances from the mean over n - correction.
+
+    Args:
+        x: a floating tensor.
+        dim: one or several; `dims` is another name.
+        unbiased: True stands for correction=1 (the default), False for correction=0.
+        keepdim: keep reduced dims with extent 1.
+        correction: what is subtracted from the number of elements.
+        dims: another name of dim.
+    """
+    over = checked(x, chosen(dim, dims))
+    if correction is None:
+        correction = 0 if unbiased is False else 1
+    wide = in_f32(x)
+    distance = wide - mean(wide, over, keepdim=True)
+    count = math.prod(x.shape[d] for d in (range(x.ndim) if over is None else over))
+    rest = count - correction
+    return back(sum(distance * distance, over, keepdim) / (rest if rest > 0 else 0), x)
+
+
+def std(
+    x: Handle,
+    dim: Dims = None,
+    unbiased: bool | None = None,
+    keepdim: bool = False,
+    *,
+    correction: float | None = None,
+    dims: Dims = None,
+) -> Handle:
+    """Standard deviation over dims (all by default): the square root of `var`."""
+    wide = var(in_f32(x), dim, unbiased, keepdim, correction=correction, dims=dims)
+    return back(ROWS["sqrt"](wide), x)
+
+
+def logsumexp(x: Handle, dim: Dims = None, keepdim: bool = False, *, dims: Dims = None) -> Handle:
+    """log(sum(exp(x))) over dims (all by default), without overflow."""
+    over = checked(x, chosen(dim, dims))
+    wide = in_f32(x)
+    top = max(wide, over, keepdim=True)
+    top = pointwise.where(ROWS["isfinite"](top), top, 0.0)
+    total = ROWS["log"](sum(ROWS["exp"](wide - top), over, keepdim=True)) + top
+    return back(total if keepdim else _without(total, over), x)
+
+
+def _without(x: Handle, over: tuple[int, ...] | None) -> Handle:
+    """Reduced dims that were kept so far, gone."""
+    gone = tuple(range(x.ndim)) if over is None else over
+    return record("squeeze", x, dims=gone) if gone else x
+
+
+def norm(
+    x: Handle,
+    p: float | str = 2,
+    dim: Dims = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+    *,
+    dims: Dims = None,
+) -> Handle:
+    """The p-norm of the elements along dims (of all by default), also of a matrix ("fro": 2)."""
+    if isinstance(p, str) and p != "fro":
+        raise DefinitionError(
+            f"norm of %{x.name} with p={p!r}",
+            because="a norm is that of all elements along the dims",
+            hint='a number, or "fro", which is 2',
+        )
+    over = checked(x, chosen(dim, dims))
+    wide = in_f32(as_dtype(x, dtype) if dtype is not None else x)
+    result = _norm(wide, 2.0 if p == "fro" else float(p), over, keepdim)
+    return back(result, x) if dtype is None else as_dtype(result, dtype)
+
+
+def _norm(x: Handle, p: float, over: Dims, keepdim: bool) -> Handle:
+    if p == math.inf:
+        return max(ROWS["abs"](x), over, keepdim)
+    if p == -math.inf:
+        return min(ROWS["abs"](x), over, keepdim)
+    if p == 0:
+        return cast(sum(ROWS["ne"](x, 0), over, keepdim), x.dtype)
+    if p == 1:
+        return sum(ROWS["abs"](x), over, keepdim)
+    if p == 2:
+        return ROWS["sqrt"](sum(x * x, over, keepdim))
+    return sum(ROWS["abs"](x) ** p, over, keepdim) ** (1.0 / p)
+
+
+SPELLED: tuple[Operation, ...] = (
+    sum, prod, mean, max, min, any, all, count_nonzero, var, std, logsumexp, norm,
+)  # fmt: skip

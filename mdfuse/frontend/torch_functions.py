@@ -1,0 +1,172 @@
+"""Functions of torch that are called with handles: `torch.softmax(x, -1)` is `fd.ops.softmax`.
+
+torch asks `Handle.__torch_function__`. A function for which there is no operation of the same
+meaning is refused, and so are arguments that the operation does not have.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.overrides import resolve_name
+
+from mdfuse.errors import DefinitionError
+from mdfuse.frontend import ops
+from mdfuse.frontend.handle import Handle
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+#: Where a function of torch and an operation of the same name are meant to be the same.
+_NAMESPACES = (torch, torch.nn.functional, torch.Tensor)
+
+#: Operations whose name means something else in torch, or whose arguments do.
+_OTHER_MEANING = {"dropout", "set", "slice", "broadcast", "cast", "index", "uniform"}
+
+#: Functions with another name than the operation.
+_RENAMED: dict[Callable[..., Any], str] = {
+    torch.linalg.vector_norm: "norm",
+    torch.linalg.matmul: "matmul",
+    torch.special.expit: "sigmoid",
+    torch.special.logsumexp: "logsumexp",
+    torch.special.softmax: "softmax",
+    torch.special.log_softmax: "log_softmax",
+    torch.arccos: "acos",
+    torch.arcsin: "asin",
+    torch.arctan: "atan",
+}
+
+#: Functions that ask for a fact: what answers.
+_FACTS: dict[Callable[..., Any], Callable[[Handle], Any]] = {
+    torch.numel: Handle.numel,
+    torch.is_floating_point: Handle.is_floating_point,
+}
+
+#: Names that torch gives the first argument.
+_FIRST = ("input", "self")
+
+_HINTS = {
+    "max": "torch.amax gives the values; indices are not to be had",
+    "min": "torch.amin gives the values; indices are not to be had",
+    "dropout": "mf.ops.dropout(x, p, seed=...): random numbers depend on a seed you choose",
+    "einsum": "permute, reshape and matmul",
+    "__getitem__": "mf.ops.embedding(indices, table) gathers rows; both are values of the fusion",
+}
+
+
+@lru_cache(maxsize=1)
+def _equals() -> dict[Any, str]:
+    """torch function -> the name of the operation."""
+    names = ops.BY_NAME.keys() - _OTHER_MEANING
+    found = {
+        getattr(space, name): name
+        for space in _NAMESPACES
+        for name in names
+        if hasattr(space, name)
+    }
+    del found[torch.embedding]  # it takes the table first
+    return found | _RENAMED
+
+
+def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What torch wants to know when one of its functions meets a handle."""
+    if func in _FACTS:
+        return _FACTS[func](*args)
+    name = _equals().get(func)
+    if name is None:
+        raise _unknown(func)
+    _refuse_tensors(func, (*args, *kwargs.values()))
+    operation = ops.BY_NAME[name]
+    given, settings = _as_ours(func, operation, args, kwargs)
+    if name in ("max", "min") and func.__name__ == name and _gives_indices(given, settings):
+        raise _unknown(func)
+    _check(func, operation, given, settings)
+    return operation(*given, **settings)
+
+
+def _refuse_tensors(func: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    """Tensors of this run are no part of a fusion, which runs again with others."""
+    for x in arguments:
+        if isinstance(x, list | tuple):
+            _refuse_tensors(func, x)
+        elif isinstance(x, torch.Tensor):
+            raise DefinitionError(
+                f"{_name(func)} of a value of a fusion and a {type(x).__name__}",
+                because="operands are values of the definition and numbers",
+                hint="make it an input with fd.define_tensor",
+            )
+
+
+def _as_ours(
+    func: Callable[..., Any],
+    operation: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Arguments:
+    """The first argument without its name; what says nothing, left out."""
+    named = [kwargs[name] for name in _FIRST if name in kwargs]
+    known = inspect.signature(operation).parameters
+    usual = _defaults(func)
+    settings = {
+        name: x
+        for name, x in kwargs.items()
+        if name in known or not (name in _FIRST or _says_nothing(x, usual.get(name)))
+    }
+    return (*named, *args), settings
+
+
+def _says_nothing(x: Any, usual: Any) -> bool:
+    """An argument that is what it would be without being said."""
+    return x is None or (isinstance(x, bool | int | float | str) and x == usual)
+
+
+def _defaults(func: Callable[..., Any]) -> dict[str, Any]:
+    """The defaults of a function that is written in Python; of others there is no telling."""
+    code = getattr(func, "__code__", None)
+    if code is None:
+        return {}
+    return {name: p.default for name, p in inspect.signature(func).parameters.items()}
+
+
+def _gives_indices(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """max and min along a dim: pairs of values and indices."""
+    along = [*args[1:], *(kwargs[name] for name in ("dim", "keepdim") if name in kwargs)]
+    return any(not isinstance(x, Handle) for x in along)
+
+
+def _check(
+    func: Callable[..., Any],
+    operation: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> None:
+    try:
+        inspect.signature(operation).bind(*args, **kwargs)
+    except TypeError as error:
+        raise DefinitionError(
+            f"{_name(func)}: {error}",
+            because=f"for values of a fusion it is {operation.__name__}({_parameters(operation)})",
+            hint="leave the argument out",
+        ) from error
+
+
+def _parameters(operation: Callable[..., Any]) -> str:
+    return ", ".join(inspect.signature(operation).parameters)
+
+
+def _name(func: Callable[..., Any]) -> str:
+    return resolve_name(func) or str(getattr(func, "__name__", func))
+
+
+def _unknown(func: Callable[..., Any]) -> DefinitionError:
+    short = str(getattr(func, "__name__", func))
+    close = difflib.get_close_matches(short, ops.BY_NAME)
+    return DefinitionError(
+        f"{_name(func)} of a value of a fusion",
+        because="there is no operation of the same meaning",
+        hint=_HINTS.get(short) or " or ".join(close) or "docs/operations.md lists what there is",
+    )

@@ -1,0 +1,239 @@
+"""Programs in torch's own spelling: each is one Python function, run on tensors and on handles.
+
+A key begins with the name of the operation that it covers; "name-more" says what is special.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+#: Operands by name. Values are drawn from (0.25, 4), signs vary but for those called positive.
+SHAPES: dict[str, tuple[int, ...]] = {
+    "x": (5, 4), "y": (5, 4), "v": (4,), "u": (5,), "w": (4, 3), "a": (2, 5, 4), "b": (2, 4, 3),
+    "s": (), "one": (5, 1, 4), "p": (5, 4), "q": (1, 4, 5, 6), "k": (1, 2, 5, 6),
+}  # fmt: skip
+DTYPES = {"h": torch.bfloat16, "i": torch.int64, "j": torch.int64, "m": torch.bool}
+SHAPES |= {"h": (5, 4), "i": (5, 4), "j": (5, 4), "m": (5, 4)}
+POSITIVE = {"p"}
+
+
+def operands(names: str) -> list[torch.Tensor]:
+    """Tensors for the letters or words of a case."""
+    found = []
+    for seed, name in enumerate(names.split()):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.rand(SHAPES[name], generator=generator, dtype=torch.float64) * 3.75 + 0.25
+        if name not in POSITIVE:
+            x = torch.where(torch.rand(x.shape, generator=generator) < 0.5, x, -x)
+        dtype = DTYPES.get(name, torch.float64)
+        found.append(x > 0 if dtype == torch.bool else (x * 3).to(dtype))
+    return found
+
+
+#: Elementwise methods and functions of one tensor.
+UNARY = (
+    "abs", "absolute", "acosh", "asinh", "atan", "ceil", "cos", "cosh", "erf", "erfc", "exp",
+    "exp2", "expm1", "fix", "floor", "frac", "isfinite", "isinf", "isnan", "logical_not", "neg",
+    "negative", "reciprocal", "relu", "round", "sigmoid", "sign", "sin", "sinh", "square", "tan",
+    "tanh", "trunc",
+)  # fmt: skip
+POSITIVE_UNARY = ("log", "log10", "log1p", "log2", "rsqrt", "sqrt", "acos", "asin", "atanh")
+BINARY = (
+    "add", "sub", "mul", "div", "subtract", "multiply", "divide", "true_divide", "floor_divide",
+    "remainder", "fmod", "atan2", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge", "less",
+    "less_equal", "greater", "greater_equal", "not_equal", "logical_and", "logical_or",
+    "logical_xor",
+)  # fmt: skip
+ACTIVATIONS = (
+    "relu", "silu", "elu", "softplus", "gelu", "leaky_relu", "logsigmoid", "mish", "selu",
+    "hardtanh", "relu6", "hardsigmoid", "hardswish", "softsign",
+)  # fmt: skip
+
+#: name -> (operands, program).
+CASES: dict[str, tuple[str, Callable[..., Any]]] = {}
+for _name in UNARY:
+    CASES[_name] = ("x", lambda x, n=_name: (getattr(x, n)(), getattr(torch, n)(x)))
+for _name in POSITIVE_UNARY:
+    CASES[_name] = ("p", lambda x, n=_name: (getattr(torch, n)(x), getattr(x, n)()))
+for _name in BINARY:
+    CASES[_name] = ("x v", lambda x, v, n=_name: (getattr(x, n)(v), getattr(torch, n)(x, v)))
+for _name in ACTIVATIONS:
+    CASES[f"{_name}-F"] = ("x", lambda x, n=_name: getattr(F, n)(x))
+for _name in ("bitwise_and", "bitwise_or", "bitwise_xor"):
+    CASES[_name] = ("i j", lambda i, j, n=_name: (getattr(torch, n)(i, j), getattr(i, n)(j)))
+for _name in ("sum", "prod", "mean", "amax", "amin", "all", "any"):
+    CASES[f"{_name}-everything"] = ("x", lambda x, n=_name: (getattr(x, n)(), getattr(torch, n)(x)))
+    CASES[f"{_name}-dim"] = ("x", lambda x, n=_name: getattr(x, n)(dim=1))
+    CASES[f"{_name}-keepdim"] = ("x", lambda x, n=_name: getattr(torch, n)(x, 0, keepdim=True))
+
+CASES |= {
+    # -- dtypes
+    "to": ("x", lambda x: (x.to(torch.float32), x.to(x.dtype))),
+    "to-keyword": ("x", lambda x: x.to(dtype=torch.float16)),
+    "to-like": ("x h", lambda x, h: x.to(h)),
+    "type_as": ("x h", lambda x, h: x.type_as(h)),
+    "dtypes-floating": ("x", lambda x: (x.float(), x.double(), x.half(), x.bfloat16())),
+    "dtypes-integer": ("x", lambda x: (x.int(), x.long(), x.short(), x.char(), x.bool())),
+    # -- elementwise
+    "clamp": ("x", lambda x: (x.clamp(-1, 1), torch.clamp(x, max=2), x.clamp(min=0.5))),
+    "clamp-values": ("x y p", lambda x, y, p: (torch.clamp(x, y, p), x.clamp(max=y))),
+    "clip": ("x", lambda x: (x.clip(-1, 1), torch.clip(x, max=2))),
+    "clamp_min": ("x", lambda x: (x.clamp_min(0), torch.clamp_min(x, 1))),
+    "clamp_max": ("x", lambda x: (x.clamp_max(0), torch.clamp_max(x, 1))),
+    "add-alpha": ("x y", lambda x, y: (torch.add(x, y, alpha=2), x.add(y, alpha=-1), x.add(3))),
+    "sub-alpha": ("x y", lambda x, y: (x.sub(y, alpha=2), torch.sub(x, 1.5))),
+    "rsub": ("x y", lambda x, y: (torch.rsub(x, y, alpha=2), torch.rsub(x, 1))),
+    "div-floor": ("x y", lambda x, y: torch.div(x, y, rounding_mode="floor")),
+    "div-trunc": ("x y", lambda x, y: x.div(y, rounding_mode="trunc")),
+    "div-integers": ("i", lambda i: (torch.div(i, 7, rounding_mode="trunc"), i.div(4))),
+    "div-large": (
+        "i", lambda i: torch.div(i * 0 - 9007199254740993, 2, rounding_mode="trunc")),
+    "pow": ("p x", lambda p, x: (torch.pow(p, 2), p.pow(x), torch.pow(p, 0.5), 2**x)),
+    "lerp": ("x y", lambda x, y: (torch.lerp(x, y, 0.25), x.lerp(y, 0.75))),
+    "addcmul": ("x y v", lambda x, y, v: torch.addcmul(x, y, v, value=0.5)),
+    "addcdiv": ("x y p", lambda x, y, p: x.addcdiv(y, p, value=2)),
+    "masked_fill": ("x m", lambda x, m: (x.masked_fill(m, -9.5), torch.masked_fill(x, ~m, 0))),
+    "masked_fill-infinite": ("h m", lambda h, m: h.masked_fill(m, float("-inf"))),
+    "masked_fill-integer": ("i m", lambda i, m: i.masked_fill(m, 3)),
+    "where": ("x y m", lambda x, y, m: (torch.where(m, x, y), x.where(m, y), x.where(x > y, 0.0))),
+    "nan_to_num": ("x", lambda x: (x / (x * 0)).nan_to_num(1.5, neginf=-2)),
+    "nan_to_num-integer": ("i", lambda i: i.nan_to_num(2.0)),
+    "nan_to_num-defaults": ("h", lambda h: torch.nan_to_num(h.log() / 0)),
+    "full_like": ("x", lambda x: (torch.full_like(x, 0.1), torch.full_like(x / 0 * 0, 0.1))),
+    "full_like-dtypes": (
+        "h i m",
+        lambda h, i, m: (
+            torch.full_like(h, 0.1), torch.full_like(i, 3), torch.full_like(m, 1),
+            torch.full_like(i, 2.5, dtype=torch.float32),
+        ),
+    ),
+    "zeros_like": ("x m", lambda x, m: (torch.zeros_like(x), torch.zeros_like(m))),
+    "ones_like": ("x", lambda x: torch.ones_like(x, dtype=torch.int32)),
+    "bitwise_not": ("i", lambda i: (torch.bitwise_not(i), ~i)),
+    "gelu": ("x", lambda x: F.gelu(x, approximate="tanh")),
+    "elu": ("x", lambda x: F.elu(x, 0.5)),
+    "softplus": ("x", lambda x: F.softplus(x, 2.0, 3.0)),
+    "leaky_relu": ("x", lambda x: F.leaky_relu(x, 0.2, inplace=False)),
+    "hardtanh": ("x", lambda x: F.hardtanh(x, -2, 0.5)),
+    "operators": (
+        "x y",
+        lambda x, y: (+x, -x, abs(x), 2 - x, x // y, x % 3, (x < y) & (x > 0), ~(x == y)),
+    ),
+    "mod": ("x y", lambda x, y: x % y),
+    # -- reductions
+    "sum": ("x", lambda x: (torch.sum(x, (0, 1)), x.sum(-1, True), x.sum(1, dtype=torch.float32))),
+    "sum-input": ("x", lambda x: torch.sum(input=x, dim=0)),
+    "prod-dtype": ("h", lambda h: torch.prod(h, 0, dtype=torch.float64)),
+    "mean": ("a", lambda a: (a.mean((0, 2)), torch.mean(a, dim=(0, 1), keepdim=True))),
+    "mean-dtype": ("h", lambda h: h.mean(0, dtype=torch.float64)),
+    "max": ("x y", lambda x, y: (x.max(), torch.max(x), torch.max(x, y), x.max(y))),
+    "min": ("x y", lambda x, y: (x.min(), torch.min(x), torch.min(x, y), x.min(y))),
+    "amax": ("a", lambda a: (a.amax((0, 1)), torch.amax(a, -1, True))),
+    "count_nonzero": ("i", lambda i: (torch.count_nonzero(i - 1), (i > 0).count_nonzero(0))),
+    "var": ("x", lambda x: (x.var(), x.var(0), torch.var(x, 1, keepdim=True), x.var(0, False))),
+    "var-correction": ("a", lambda a: (torch.var(a, (0, 1), correction=0), a.var(correction=2))),
+    "var-one": ("one", lambda x: (x.var(1), x.var(1, correction=2))),
+    "std": ("x", lambda x: (x.std(), torch.std(x, 0), x.std(1, unbiased=False), x.std(0, True))),
+    "logsumexp": ("x", lambda x: (x.logsumexp(1), torch.logsumexp(x * 400, 0, keepdim=True))),
+    "logsumexp-nothing": ("p", lambda p: torch.logsumexp((p * 0).log(), (0, 1))),
+    "norm": ("x", lambda x: (x.norm(), torch.norm(x, dim=1), x.norm(p=1, dim=0, keepdim=True))),
+    "norm-orders": (
+        "x", lambda x: [x.norm(p, 1) for p in (0, 0.5, 3, float("inf"), float("-inf"), "fro")]),
+    "norm-dtype": ("h", lambda h: torch.linalg.vector_norm(h, dim=1, dtype=torch.float64)),
+    # -- products
+    "matmul": ("x w", lambda x, w: (x @ w, torch.matmul(x, w), x.matmul(w))),
+    "mm": ("x w", lambda x, w: (torch.mm(x, w), x.mm(w))),
+    "bmm": ("a b", lambda a, b: (torch.bmm(a, b), a.bmm(b))),
+    "mv": ("x v", lambda x, v: (torch.mv(x, v), x.mv(v))),
+    "dot": ("v v", lambda u, v: (torch.dot(u, v), u.dot(v))),
+    "outer": ("u v", lambda u, v: (torch.outer(u, v), u.outer(v))),
+    "addmm": ("x w", lambda x, w: torch.addmm(x[:, :3], x, w, beta=0.5, alpha=2)),
+    "addmm-zero": ("x w", lambda x, w: torch.addmm(x[:, :3] / 0 * 0, x, w, beta=0)),
+    "baddbmm": ("a b", lambda a, b: torch.baddbmm(a[:, :, 1:], a, b)),
+    "addmv": ("u x v", lambda u, x, v: u.addmv(x, v, alpha=3)),
+    "linear": ("a w", lambda a, w: (F.linear(a, w.t()), F.linear(a, w.T, w[0]))),
+    "embedding": ("i w", lambda i, w: F.embedding(i.remainder(4), w)),
+    # -- neural networks
+    "softmax": ("x", lambda x: (x.softmax(0), torch.softmax(x, -1), F.softmax(x, dim=1))),
+    "softmax-dtype": ("h", lambda h: (h.softmax(0, torch.float64), F.softmax(h, 1, dtype=h.dtype))),
+    "log_softmax": ("x", lambda x: (x.log_softmax(-1), F.log_softmax(x, dim=0))),
+    "softmin": ("x", lambda x: F.softmin(x, dim=1)),
+    "glu": ("x", lambda x: F.glu(x)),
+    "layer_norm": ("a v", lambda a, v: F.layer_norm(a, (4,), weight=v, eps=1e-3)),
+    "rms_norm": ("a v", lambda a, v: (F.rms_norm(a, (4,), v, 1e-3), F.rms_norm(a, [5, 4]))),
+    "normalize": ("x", lambda x: (F.normalize(x), F.normalize(x, p=1, dim=0))),
+    "scaled_dot_product_attention": (
+        "q", lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True)),
+    "scaled_dot_product_attention-gqa": (
+        "q k", lambda q, k: F.scaled_dot_product_attention(q, k, k, enable_gqa=True)),
+    "mse_loss": ("x y", lambda x, y: (F.mse_loss(x, y), F.mse_loss(x, y, reduction="none"))),
+    "l1_loss": ("x y", lambda x, y: (F.l1_loss(x, y), F.l1_loss(x, y, reduction="sum"))),
+    # -- views
+    "permute": ("a", lambda a: (a.permute(2, 0, 1), a.permute((0, 2, 1)))),
+    "permute-torch": ("a", lambda a: torch.permute(a, (-1, 0, 1))),
+    "transpose": ("a", lambda a: (a.transpose(0, 2), torch.transpose(a, 0, 1), a.mT)),
+    "swapaxes": ("a", lambda a: (a.swapaxes(0, 2), torch.swapaxes(a, 0, 1))),
+    "swapdims": ("a", lambda a: (a.swapdims(0, 2), torch.swapdims(a, 0, 1))),
+    "t": ("x v", lambda x, v: (x.t(), torch.t(v), x.T)),
+    "movedim": ("a", lambda a: (a.movedim(0, -1), torch.movedim(a, (0, 1), (2, 0)))),
+    "moveaxis": ("a", lambda a: (a.moveaxis(0, -1), torch.moveaxis(a, 2, 0))),
+    "reshape": ("a", lambda a: (a.reshape(10, 4), a.reshape((5, -1)), torch.reshape(a, (-1,)))),
+    "view": ("a", lambda a: (a.view(10, 4), a.view(-1, 2), a.view(a.size(0), -1))),
+    "view_as": ("a", lambda a: a.view_as(a.reshape(10, 4))),
+    "reshape_as": ("a", lambda a: a.reshape_as(a.reshape(10, 4))),
+    "flatten": ("a", lambda a: (a.flatten(), a.flatten(1), torch.flatten(a, 0, 1))),
+    "ravel": ("a", lambda a: (a.ravel(), torch.ravel(a))),
+    "unflatten": ("x", lambda x: (x.unflatten(1, (2, 2)), torch.unflatten(x, -1, (-1, 2)))),
+    "unsqueeze": ("x", lambda x: (x.unsqueeze(0), torch.unsqueeze(x, -1), x[:, None])),
+    "squeeze": ("one", lambda x: (x.squeeze(), x.squeeze(1), torch.squeeze(x, dim=(0, 1)))),
+    "expand": ("one", lambda x: (x.expand(5, 3, 4), x.expand((2, -1, 3, -1)))),
+    "expand_as": ("one a", lambda x, a: x[:1].expand_as(a)),
+    "broadcast_to": (
+        "one",
+        lambda x: (torch.broadcast_to(x, (5, 3, 4)), x.broadcast_to((5, 2, 4))),
+    ),
+    "repeat": ("x", lambda x: (x.repeat(2, 1), x.repeat(2, 1, 3))),
+    "repeat_interleave": ("x", lambda x: x.repeat_interleave(2, 1)),
+    "repeat_interleave-flat": ("x", lambda x: torch.repeat_interleave(x, 3)),
+    "contiguous": ("x", lambda x: x.t().contiguous().view(10, 2)),
+    "clone": ("x", lambda x: (x.clone(), torch.clone(x))),
+    "detach": ("x", lambda x: x.detach()),
+    # -- parts
+    "index": ("a", lambda a: (a[0], a[..., :3], a[:, -1], a[:, None], a[0, 1::2], a[1, ..., 0])),
+    "select": ("a", lambda a: (a.select(1, -1), torch.select(a, 0, 1))),
+    "narrow": ("a", lambda a: (a.narrow(1, 1, 3), torch.narrow(a, -1, -2, 2))),
+    "split": ("a", lambda a: (*a.split(2, dim=1), *torch.split(a, [1, 3], dim=-1))),
+    "chunk": ("a", lambda a: (*a.chunk(2, dim=-1), *torch.chunk(a, 3, 1), *a.chunk(9))),
+    "unbind": ("a", lambda a: (*a.unbind(), *torch.unbind(a, -1))),
+    "cat": ("x y", lambda x, y: (torch.cat([x, y]), torch.cat((x, y), dim=1))),
+    "concat": ("x y", lambda x, y: torch.concat([x, y], -1)),
+    "concatenate": ("x y", lambda x, y: torch.concatenate([x, y])),
+    "stack": ("x y", lambda x, y: (torch.stack([x, y]), torch.stack((x, y), dim=-1))),
+    # -- facts
+    "facts-shape": ("a", lambda a: a.reshape(a.shape[0] * a.size(1), a.size(-1)) * len(a)),
+    "facts-numel": ("a", lambda a: a * a.numel() + a.nelement() + a.dim() + a.ndim),
+    "facts-torch": ("a", lambda a: a * torch.numel(a)),
+    "facts-unpacked": ("a", lambda a: (lambda b, n, d: a.view(b * n, d))(*a.shape)),
+    "facts-floating": ("a", lambda a: a if not torch.is_floating_point(a) else a + 1),
+}  # fmt: skip
+
+#: Operations without an equal in torch: how the same is spelled there.
+OWN: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
+    "set": ("x", lambda ops, x: ops.set(x), lambda x: x),
+    "cast": ("x", lambda ops, x: ops.cast(x, torch.float32), lambda x: x.to(torch.float32)),
+    "slice": ("x", lambda ops, x: ops.slice(x, [1, 0], [5, 4], [2, 1]), lambda x: x[1:5:2]),
+    "broadcast": ("x", lambda ops, x: ops.broadcast(x, [False, True, False]), lambda x: x[:, None]),
+    "broadcast_in_dim": (
+        "v", lambda ops, v: ops.broadcast_in_dim(v, (5, 4), (1,)), lambda v: v.expand(5, 4)),
+    "stride_order": ("x", lambda ops, x: ops.stride_order(x, (0, 1)), lambda x: x),
+    "sum-none": ("x", lambda ops, x: ops.sum(x, dim=()), lambda x: x),
+    "sum-dims": ("a", lambda ops, a: ops.sum(a, dims=[0, 2]), lambda a: a.sum((0, 2))),
+    "squeeze-dims": ("one", lambda ops, x: ops.squeeze(x, dims=1), lambda x: x.squeeze(1)),
+    "var-dims": ("a", lambda ops, a: ops.var(a, dims=(0, 1)), lambda a: a.var((0, 1))),
+    "max-dim": ("x", lambda ops, x: ops.max(x, 1), lambda x: x.max(1).values),
+    "min-method": ("x", lambda ops, x: x.min(dim=0), lambda x: x.min(0).values),
+}  # fmt: skip
