@@ -24,6 +24,7 @@ from mdfuse.extents import Extent, pinned
 from mdfuse.frontend import ops as operations
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.names import assigned_name
+from mdfuse.frontend.stride_order import dims_of
 from mdfuse.frontend.symbols import Symbols
 from mdfuse.ir.graph import DTYPE_NAMES, Expr, Fusion, Operand, Value, fresh_name
 from mdfuse.ir.infer import inferred, scalar_sample
@@ -180,15 +181,8 @@ class FusionDefinition:
         _check_name(name)
         dims = tuple(range(len(extents)))
         if stride_order is not None:
-            if sorted(stride_order) != list(dims):
-                raise DefinitionError(
-                    f"stride_order={tuple(stride_order)} for {len(dims)} dims",
-                    where=self.fusion_where(),
-                    because=f"it is a permutation of 0..{len(dims) - 1}",
-                    hint="the place of each dim in memory, 0 the fastest",
-                )
-            places = tuple(stride_order)
-            dims = tuple(sorted(dims, key=lambda d: -places[d]))
+            of = f"a tensor of {len(dims)} dims"
+            dims = dims_of(stride_order, len(dims), of, self.fusion_where())
         name = self._symbols.unused(name or assigned_name() or "in")
         handle = self._add(name, shape=extents, dtype=dtype, order=dims)
         self._inputs.append(handle)
@@ -249,6 +243,10 @@ class FusionDefinition:
             t: a tensor of this definition.
             stride_order: the memory order that it must have: the place of each dim, 0 the fastest.
             reuse: an input into whose buffer the result is written.
+
+        Raises:
+            DefinitionError: t is no tensor of this definition, or is an output already; another
+                order is required of it, or of the buffer that it reuses; the reuse does not fit.
         """
         self._check_open()
         where = self.fusion_where()
@@ -261,7 +259,7 @@ class FusionDefinition:
         if not t.value.is_tensor:
             raise DefinitionError(f"%{t.name} is a scalar", where=where, hint="outputs are tensors")
         if stride_order is not None:
-            t = operations.stride_order(t, stride_order)
+            t = self._in_order(t, stride_order, where)
         if any(t.name == o.name for o in self._outputs):
             raise DefinitionError(
                 f"%{t.name} is an output already",
@@ -273,6 +271,22 @@ class FusionDefinition:
             self._check_reuse(t, reuse, where)
             self._reuse[t.name] = reuse.name
         self._outputs.append(t)
+
+    def _in_order(self, t: Handle, stride_order: Sequence[int], where: list[str]) -> Handle:
+        """The value in a memory order: itself, where that order is required of it already."""
+        required = t.stride_order_requirement
+        if required is None:
+            return operations.stride_order(t, stride_order)
+        dims_of(stride_order, t.ndim, f"%{t.name}: {t.value.type_text()}", where)
+        if required != tuple(stride_order):
+            raise DefinitionError(
+                f"%{t.name} as an output with stride_order={tuple(stride_order)}, "
+                f"but stride_order={required} is required of it",
+                where=[*where, t.value.source.quote() if t.value.source else ""],
+                because="a value has one memory order",
+                hint=f"leave one out, or make another value: fd.ops.stride_order({t.name}, ...)",
+            )
+        return t
 
     def _check_reuse(self, t: Handle, reuse: Handle, where: list[str]) -> None:
         if all(reuse is not i for i in self._inputs) or not reuse.value.is_tensor:
@@ -288,6 +302,14 @@ class FusionDefinition:
                 where=where,
                 because="the result takes the place of the input's elements",
                 hint="leave reuse= out, or cast or reshape the result",
+            )
+        if t.value.is_order_required and t.value.order != reuse.value.order:
+            raise DefinitionError(
+                f"%{t.name} has a required memory order that is not the one of %{reuse.name}",
+                where=where,
+                because=f"the result takes the place of the elements of %{reuse.name}, which lie "
+                "in the order that its definition declares",
+                hint=f"define %{reuse.name} with that stride_order, or leave reuse= out",
             )
         if reuse.name in self._reuse.values():
             raise DefinitionError(

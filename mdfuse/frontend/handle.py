@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mdfuse.errors import DefinitionError
+from mdfuse.frontend.stride_order import stride_order_of
 from mdfuse.ir.graph import Value
 from mdfuse.layout import Layout, Placement, Stream
 from mdfuse.mesh import DeviceMesh
@@ -63,6 +64,11 @@ class Handle:
     def layout(self) -> Layout | None:
         """The layout that the user stated, if any."""
         return self.value.layout
+
+    @property
+    def stride_order_requirement(self) -> tuple[int, ...] | None:
+        """The memory order required of this value: each dim's place, 0 the fastest; or None."""
+        return stride_order_of(self.value.order) if self.value.is_order_required else None
 
     def size(self, dim: int | None = None) -> Any:
         """Global extents, or one of them."""
