@@ -83,7 +83,7 @@ def _hinted(fusion: Fusion) -> Fusion:
             found = inferred(TABLE[expr.op], expr.inputs, expr.kwargs, values, expr.source)
             out = values[out.name] = replace(out, order=found["order"])
         hint = _hint(fusion, values, expr)
-        if hint is not None and hint != out.order:
+        if hint is not None:
             out = values[out.name] = replace(out, order=hint, order_from="hint")
         if out.order != fusion.values[out.name].order:
             changed.add(out.name)
@@ -94,8 +94,6 @@ def _hint(fusion: Fusion, values: Mapping[str, Value], expr: Expr) -> tuple[int,
     """An order other than the op's own that costs neither op nor readers; None where none is."""
     out = values[expr.output]
     if out.name not in fusion.outputs or out.name in fusion.reuse or len(out.shape) < 2:
-        return None
-    if TABLE[expr.op].is_view:
         return None
     options = _options(expr, values) - {out.order}
     if not options or not _may_be_read(fusion, out.name):
