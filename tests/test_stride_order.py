@@ -97,7 +97,11 @@ def test_each_order_of_three_dims(
     spelling: str, order: tuple[int, ...], shape: tuple[int, ...]
 ) -> None:
     x = lying(shape, (2, 1, 0))
-    pairs = product(LAYOUTS, repeat=2) if spelling == "output" else zip(LAYOUTS, LAYOUTS[::-1])
+    pairs = (
+        product(LAYOUTS, repeat=2)
+        if spelling == "output"
+        else zip(LAYOUTS, LAYOUTS[::-1], strict=True)
+    )
     for source, goal in pairs:
         with mf.FusionDefinition() as fd:
             a = fd.define_tensor(shape, torch.float64, source)
@@ -446,6 +450,25 @@ def test_attention_follows_its_query(layout: dict[str, Any], place: tuple[int, .
     assert copies(program.host) == 0
 
 
+ATTENDED = {
+    "heads of two sizes": ((2, 4, 6, 8), (2, 4, 5, 8), (2, 4, 5, 3), None),
+    "a mask": ((2, 4, 6, 8), (2, 4, 5, 8), (2, 4, 5, 8), (6, 5)),
+    "no heads": ((4, 6, 8), (4, 5, 8), (4, 5, 8), None),
+}
+
+
+@pytest.mark.parametrize("case", ATTENDED)
+def test_attention_that_is_not_fused_has_no_hint(case: str) -> None:
+    *shapes, mask = ATTENDED[case]
+    order = (3, 1, 2, 0) if len(shapes[0]) == 4 else (1, 2, 0)
+    with mf.FusionDefinition() as fd:
+        q = fd.define_tensor(shapes[0], mesh=MESH, stride_order=order)
+        k, v = (fd.define_tensor(s, mesh=MESH) for s in shapes[1:])
+        m = None if mask is None else fd.define_tensor(mask, mesh=MESH)
+        fd.add_output(fd.ops.scaled_dot_product_attention(q, k, v, m))
+    assert orders_of(mf.compile(fd)) == {}
+
+
 def test_aliases_have_no_hint() -> None:
     x = lying((4, 3, 2), (0, 1, 2))
     with mf.FusionDefinition() as fd:
@@ -529,6 +552,52 @@ def test_a_hint_costs_no_copy(op: str, goal: dict[str, Any] | None) -> None:
     plain = copies(program(None).host)
     for declared in ORDERS:
         assert copies(program(declared).host) <= plain
+
+
+@pytest.mark.parametrize("stream", [Stream(0, 2), Stream(1, 3)], ids=str)
+def test_a_streamed_output_takes_a_hint(stream: Stream) -> None:
+    def program(declared: Any) -> Program:
+        with mf.FusionDefinition() as fd:
+            layout = {"tp": Shard(0)}
+            a = fd.define_tensor([8, 5, 6], torch.float64, MESH, layout, stride_order=declared)
+            fd.add_output(fd.ops.sum(a, dims=[1]).on(MESH, layout, stream=stream))
+            fd.add_output(fd.ops.set(a).on(MESH, {}, stream=Stream(0, 2)))
+        return mf.compile(fd)
+
+    def sets(program: Program) -> int:
+        return sum(i.op == "set" for i in program.host.walk())
+
+    hinted = program((0, 1, 2))
+    assert copies(hinted.host) == copies(program(None).host)
+    assert sets(hinted) == sets(program(None))
+    x = lying((8, 5, 6), (0, 1, 2))
+    outputs_lie(hinted, [x], [x.sum(1), x], (0, 1), None)
+
+
+def test_a_hint_of_extents_of_each_run() -> None:
+    with mf.FusionDefinition() as fd:
+        a = fd.define_tensor(
+            [-1, 3, -1], torch.float64, MESH, {"tp": Shard(0)}, stride_order=(0, 1, 2)
+        )
+        fd.add_output(fd.ops.sum(a, dims=[1]))
+    program = mf.compile(fd)
+    for shape in ((8, 3, 2), (5, 3, 4)):
+        x = lying(shape, (0, 1, 2))
+        result = mf.simulate(program, [x], options=mf.Options(poison=True))
+        assert torch.equal(result.outputs[0], x.sum(1))
+        for (y,) in result.per_rank:
+            assert has_strides(y, dense_strides(y.shape, (1, 0)))
+
+
+def test_a_declared_order_is_no_promise() -> None:
+    """Callers may pass other strides; outputs lie as the program says."""
+    x = lying((4, 3, 2), (2, 1, 0))
+    with mf.FusionDefinition() as fd:
+        a = fd.define_tensor(x.shape, torch.float64, MESH, stride_order=(0, 1, 2))
+        fd.add_output(fd.ops.sum(a, dims=[1]))
+        fd.add_output(a + 1)
+        fd.add_output(fd.ops.stride_order(a * 1, (1, 0, 2)))
+    outputs_lie(mf.compile(fd), [x], [x.sum(1), x + 1, x], (0, 1), (0, 1, 2), (1, 0, 2))
 
 
 # -- buffers of the caller -------------------------------------------------------------------------

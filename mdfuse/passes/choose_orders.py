@@ -14,7 +14,7 @@ nothing. `Value.order` is what the producer and every reader go by, so it change
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from mdfuse.ir.dims import reshape_groups
@@ -166,11 +166,17 @@ def _options(expr: Expr, values: Mapping[str, Value]) -> set[tuple[int, ...]]:
     if row.host == "reduce" and row.name in WRITES:
         (pairs,) = _corresponding(expr, values)
         return {_mapped_order(operands[0], tuple(map(pairs.get, range(len(out.shape)))))}
-    # torch's fused kernels, which take no mask, write as the query lies; meta tensors do not say.
-    is_fused = row.host == "attention" and len(operands) == 3
-    if is_fused and operands[0].order[-1] == len(out.shape) - 1:
-        return {operands[0].order}
-    return set()
+    return {operands[0].order} if row.host == "attention" and _is_fused(operands) else set()
+
+
+def _is_fused(operands: Sequence[Value]) -> bool:
+    """torch's fused kernels write as the query lies; meta tensors do not say so.
+
+    They take no mask, and heads of one size whose elements lie side by side.
+    """
+    q, k, v, *mask = operands
+    alike = q.shape[:-2] == k.shape[:-2] == v.shape[:-2] and q.shape[-1] == v.shape[-1]
+    return not mask and alike and len(q.shape) == 4 and q.order[-1] == 3
 
 
 def _may_be_read(fusion: Fusion, name: str) -> bool:
