@@ -180,6 +180,15 @@ def test_an_input_itself_in_another_order() -> None:
     outputs_lie(mf.compile(fd), [x], [x, x], (0, 1), (1, 0))
 
 
+def test_a_name_is_no_communication() -> None:
+    """A value may be called what the buffers of communications are called."""
+    with mf.FusionDefinition() as fd:
+        a = fd.define_tensor([4, 6], torch.float64, MESH, name="a.recv")
+        fd.add_output(a.permute(1, 0), stride_order=(0, 1))
+    given = lying((4, 6), (0, 1))
+    outputs_lie(mf.compile(fd), [given], [given.T], (0, 1))
+
+
 def test_expanded_dims_are_written_out() -> None:
     with mf.FusionDefinition() as fd:
         a = fd.define_tensor([4, 1], torch.float64, MESH, {"tp": Shard(0)})

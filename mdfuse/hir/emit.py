@@ -78,14 +78,16 @@ def _ordered(out: Emitter, i: Instruction) -> Instruction:
         return i
     if value.name not in out.fusion.outputs and not value.is_order_required:
         return i
-    if _follows_post(i) and (not value.is_order_required or _delivers(i, value.order)):
+    if _follows_post(out, i) and (not value.is_order_required or _delivers(i, value.order)):
         return i
     return replace(i, order=value.order)
 
 
-def _follows_post(i: Instruction) -> bool:
+def _follows_post(out: Emitter, i: Instruction) -> bool:
     """The instruction only reads back what a communication delivered (a permute or slice of it)."""
-    return i.op in ("permute", "narrow") and i.reads[0].endswith((".recv", ".rows"))
+    if i.op not in ("permute", "narrow") or i.reads[0] in out.fusion.values:
+        return False
+    return i.reads[0].endswith((".recv", ".rows"))
 
 
 def _delivers(i: Instruction, order: tuple[int, ...]) -> bool:
