@@ -236,17 +236,36 @@ def _check_is_input(
 
 
 def _check_strides(program: HostProgram, rank: int, name: str, buffer: Tensor) -> None:
-    """A buffer is dense in the memory order that the program states for the output."""
+    """A buffer is dense in the memory order that the program states for the output.
+
+    Or in the one in which a communication delivers it, where the program only reads that back.
+    """
     order = output_order(program, name)
     strides = dense_strides(buffer.shape, order)
-    pairs = zip(buffer.shape, buffer.stride(), strides, strict=True)
-    if buffer.numel() and any(n > 1 and s != t for n, s, t in pairs):
+    delivered = _delivered_order(program, name) or order
+    if not _lies_in(buffer, order) and not _lies_in(buffer, delivered):
         raise ProgramError(
             f"%{name} has strides {buffer.stride()} on rank {rank}, expected {strides}",
             where=f"rank {rank}, output %{name} of @{program.name}",
             because="an output is written dense, in the memory order that the program states",
             hint="pass torch.empty_strided(shape, strides), or no buffer",
         )
+
+
+def _lies_in(buffer: Tensor, order: tuple[int, ...] | None) -> bool:
+    strides = dense_strides(buffer.shape, order)
+    pairs = zip(buffer.shape, buffer.stride(), strides, strict=True)
+    return not buffer.numel() or all(n <= 1 or s == t for n, s, t in pairs)
+
+
+def _delivered_order(program: HostProgram, name: str) -> tuple[int, ...] | None:
+    """The memory order of an output that is a permuted view of what a communication wrote."""
+    root = program.root(name)
+    made = [i for i in program.walk() if any(program.root(n) == root for n in i.outputs)]
+    if not made or made[-1].op != "permute" or made[-1].order is not None:
+        return None
+    dims = made[-1].kwargs["dims"]
+    return tuple(sorted(range(len(dims)), key=lambda d: dims[d] % len(dims)))
 
 
 def _check_apart(

@@ -11,6 +11,7 @@ from mdfuse.hir.program import HostProgram
 from mdfuse.ids import with_ids
 from mdfuse.ir.graph import Fusion, check_fusion
 from mdfuse.passes import (
+    choose_orders,
     decompose,
     drop_unread,
     insert_reshards,
@@ -36,8 +37,10 @@ PASSES: tuple[tuple[str, Pass], ...] = (
     (insert_reshards.name, insert_reshards.run),
     # Knows every layout; what follows only drops values.
     ("check_stream_lengths", streams.check_lengths),
-    # Last, so that a law on a value that nobody reads still counts where layouts are inferred.
+    # So late that a law on a value that nobody reads still counts where layouts are inferred.
     (drop_unread.name, drop_unread.run),
+    # Last: needs to know who reads a value, and which sets communicate.
+    (choose_orders.name, choose_orders.run),
 )
 
 HostPass = Callable[[HostProgram, Options], HostProgram]

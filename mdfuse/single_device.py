@@ -53,6 +53,9 @@ def reference(definition: FusionDefinition | Fusion, inputs: Sequence[Any]) -> l
         if expr.op == "uniform":
             attrs["device"] = device
         known[expr.output] = TABLE[expr.op].call(*operands, **attrs)
+        if fusion.values[expr.output].is_order_required:
+            order = fusion.values[expr.output].order
+            known[expr.output] = TABLE["stride_order"].call(known[expr.output], order=order)
     return [known[name] for name in fusion.outputs]
 
 

@@ -44,6 +44,8 @@ class Fact:
     dtype: torch.dtype
     is_tensor: bool = True
     constant: float | int | bool | None = None
+    #: the stride order that the user requires
+    required: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from mdfuse.frontend.cache import Call, FusionCache, Leaf, Node, Spelled, Spelli
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.recorder import Recorder, Ref, frozen
 from mdfuse.frontend.sites import Site, find_site
+from mdfuse.frontend.stride_order import dims_of, no_permutation
 from mdfuse.ir.graph import Fusion, Value
 from mdfuse.ir.symbolic import check_definition
 from mdfuse.layout import Layout, Placement, Stream
@@ -181,7 +182,7 @@ class FusionDefinition:
         place = None if mesh is None and layout is None else _place(mesh, layout, order, None)
         places = None if stride_order is None else frozen(stride_order)
         shape = tuple(shape) if type(shape) is list else shape
-        key = ("tensor", self._key(shape), self._key(dtype), places, place)
+        key = ("tensor", self._key(shape), self._key(dtype), self._key(places), place)
         handle = self._made(key, (shape, dtype, places, place), name)
         self.inputs.append(handle.id)
         self._dims += handle.ndim
@@ -215,6 +216,10 @@ class FusionDefinition:
             t: a tensor of this definition.
             stride_order: the memory order that it must have: the place of each dim, 0 the fastest.
             reuse: an input into whose buffer the result is written.
+
+        Raises:
+            DefinitionError: t is no tensor of this definition, or is an output already; another
+                order is required of it, or of the buffer that it reuses; the reuse does not fit.
         """
         self._check_open()
         if not isinstance(t, Handle) or t.definition is not self:
@@ -230,10 +235,28 @@ class FusionDefinition:
                 hint="pass what define_tensor returned",
             )
         if stride_order is not None and t.is_tensor:
-            t = operations.stride_order(t, stride_order)
+            t = self._in_order(t, stride_order)
         buffer = None if reuse is None else reuse.id
         self._do(("output", t.id, buffer), (t.id, buffer))
         self.outputs.append(t.id)
+
+    def _in_order(self, t: Handle, stride_order: Sequence[int]) -> Handle:
+        """The value in a memory order: itself, where that order is required of it already."""
+        required = t.stride_order_requirement
+        if required is None:
+            return operations.stride_order(t, stride_order)
+        if dims_of(stride_order, t.ndim) is None:
+            raise no_permutation(stride_order, t.ndim, repr(t), self.fusion_where())
+        if required != tuple(stride_order):
+            source = t.value.source
+            raise DefinitionError(
+                f"%{t.name} as an output with stride_order={tuple(stride_order)}, "
+                f"but stride_order={required} is required of it",
+                where=[*self.fusion_where(), source.quote() if source else ""],
+                because="a value has one memory order",
+                hint=f"leave one out, or make another value: fd.ops.stride_order({t.name}, ...)",
+            )
+        return t
 
     # -- what handles and operations call --------------------------------------------------------
 

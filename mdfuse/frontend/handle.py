@@ -69,6 +69,11 @@ class Handle(Methods):
         """The layout that the user stated, if any."""
         return self.value.layout
 
+    @property
+    def stride_order_requirement(self) -> tuple[int, ...] | None:
+        """The memory order required of this value: each dim's place, 0 the fastest; or None."""
+        return self.fact.required
+
     def on(
         self,
         mesh: DeviceMesh | Layout,

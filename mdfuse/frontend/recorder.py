@@ -15,6 +15,7 @@ from mdfuse.extents import Extent, pinned
 from mdfuse.frontend.cache import Call, Fact, Symbolic
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.sites import Site
+from mdfuse.frontend.stride_order import dims_of, no_permutation, stride_order_of
 from mdfuse.frontend.symbols import Symbols
 from mdfuse.ir.graph import DTYPE_NAMES, Expr, Fusion, Operand, Value, fresh_name, value_text
 from mdfuse.ir.infer import inferred, scalar_sample
@@ -100,15 +101,10 @@ class Recorder:
             )
         dims = tuple(range(len(extents)))
         if order is not None:
-            if sorted(order) != list(dims):
-                raise DefinitionError(
-                    f"stride_order={tuple(order)} for {len(dims)} dims",
-                    where=site.where,
-                    because=f"it is a permutation of 0..{len(dims) - 1}",
-                    hint="the place of each dim in memory, 0 the fastest",
-                )
-            places = tuple(order)
-            dims = tuple(sorted(dims, key=lambda d: -places[d]))
+            found = dims_of(order, len(dims))
+            if found is None:
+                raise no_permutation(order, len(dims), f"a tensor of {len(dims)} dims", site.where)
+            dims = found
         name = fresh_name(self.values, self._symbols.unused(site.name or "in"))
         if any(type(n) is int and n == -1 for n in extents):
             extents = self._symbols.made(name, extents)
@@ -235,6 +231,14 @@ class Recorder:
                 where=site.where,
                 because="the result takes the place of the input's elements",
                 hint="leave reuse= out, or cast or reshape the result",
+            )
+        if result.is_order_required and result.order != buffer.order:
+            raise DefinitionError(
+                f"%{name} has a required memory order that is not the one of %{other}",
+                where=site.where,
+                because=f"the result takes the place of the elements of %{other}, which lie in the "
+                "order that its definition declares",
+                hint=f"define %{other} with that stride_order, or leave reuse= out",
             )
         if reuse in self._reuse.values():
             raise DefinitionError(
@@ -371,7 +375,8 @@ class Recorder:
         value = Value(name=name, source=source, **fields)
         self.values[name] = value
         self.names.append(name)
-        return Fact(value.shape, value.dtype, value.is_tensor)
+        required = stride_order_of(value.order) if value.is_order_required else None
+        return Fact(value.shape, value.dtype, value.is_tensor, required=required)
 
 
 def _extents(shape: Sequence[int], where: list[str]) -> tuple[int, ...]:

@@ -59,30 +59,38 @@ def _emit_segment(out: Emitter, part: Part) -> None:
 
 
 def _require_output_orders(out: Emitter) -> None:
-    """The last local op of each output writes it dense, in the order it has on one device.
+    """The last local op of each output writes it dense, in the order that its value has.
 
-    What a communication delivered stays as it is.
+    So it is for every value whose order the user requires. What a communication delivered stays as
+    it is, unless the user requires another order.
     """
-    for name in out.fusion.outputs:
-        if name in out.fusion.inputs or not out.fusion.values[name].is_tensor:
-            continue
-        order = out.fusion.values[name].order
-        for at, instruction in enumerate(out.code):
-            if name not in instruction.outputs or instruction.op == "alloc":
-                continue
-            if instruction.op == "launch":
-                body = tuple(
-                    replace(i, order=order) if name in i.outputs else i for i in instruction.body
-                )
-                out.code[at] = replace(instruction, body=body)
-            elif not _follows_post(out, at):
-                out.code[at] = replace(instruction, order=order)
+    for at, instruction in enumerate(out.code):
+        if instruction.op != "alloc":
+            out.code[at] = _ordered(out, instruction)
 
 
-def _follows_post(out: Emitter, at: int) -> bool:
+def _ordered(out: Emitter, i: Instruction) -> Instruction:
+    """The instruction, asked for the orders of what it writes."""
+    if i.op == "launch":
+        return replace(i, body=tuple(_ordered(out, j) for j in i.body))
+    value = out.fusion.values.get(i.outputs[0]) if i.outputs else None
+    if value is None or not value.is_tensor:
+        return i
+    if value.name not in out.fusion.outputs and not value.is_order_required:
+        return i
+    if _follows_post(out, i) and (not value.is_order_required or _delivers(i, value.order)):
+        return i
+    return replace(i, order=value.order)
+
+
+def _follows_post(out: Emitter, i: Instruction) -> bool:
     """The instruction only reads back what a communication delivered (a permute or slice of it)."""
-    instruction = out.code[at]
-    if instruction.op not in ("permute", "narrow"):
+    if i.op not in ("permute", "narrow") or i.reads[0] in out.fusion.values:
         return False
-    read = instruction.reads[0]
-    return read.endswith((".recv", ".rows"))
+    return i.reads[0].endswith((".recv", ".rows"))
+
+
+def _delivers(i: Instruction, order: tuple[int, ...]) -> bool:
+    """What is read back, of a buffer that is dense in its own order, lies in this one."""
+    dims = i.kwargs.get("dims", range(len(order)))
+    return order == tuple(sorted(range(len(order)), key=lambda d: dims[d]))

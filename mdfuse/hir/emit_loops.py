@@ -109,14 +109,22 @@ class _Loop:
         name = f"{value}.{self.name}"
         return fresh_name(self.out.types, f"{name}.new" if self.is_whole(value) else name)
 
-    def allocate(self, value: str, is_posted: bool = False) -> None:
-        """The buffer of a whole value, before the loop, in the order it has on one device.
+    def order(self, value: str) -> tuple[int, ...]:
+        """The memory order of a whole value: of its own, or the plain one of what is communicated.
 
-        Where communications write it as a whole, in its own.
+        So chunks may arrive in their places, unless the user requires another order.
         """
         kind = self.fusion.values[value]
+        is_set = self.fusion.producers[value].op == "set"
+        return (
+            tuple(range(len(kind.shape))) if is_set and not kind.is_order_required else kind.order
+        )
+
+    def allocate(self, value: str, is_posted: bool = False) -> None:
+        """The buffer of a whole value, before the loop; plain where it is posted as a whole."""
+        kind = self.fusion.values[value]
         self.out.types[value] = value_type(kind)
-        order: tuple[int, ...] | None = kind.order
+        order: tuple[int, ...] | None = self.order(value)
         if is_posted or order == tuple(range(len(kind.shape))):
             self.out.dense.add(value)
             order = None
@@ -231,7 +239,7 @@ def _land(loop: _Loop, expr: Expr, got: str) -> None:
 
 def _is_dense_slice(loop: _Loop, value: str, stream: Stream) -> bool:
     """The elements of a chunk lie side by side in the whole buffer."""
-    order, shape = loop.fusion.values[value].order, loop.fusion.values[value].shape
+    order, shape = loop.order(value), loop.fusion.values[value].shape
     outer = order[: order.index(stream.dim)]
     return order == tuple(range(len(order))) and all(shape[d] == 1 for d in outer)
 

@@ -94,7 +94,31 @@ def emit_set(out: Emitter, expr: Expr) -> None:
     if squeezed is not None:
         _emit_expanded(out, expr, operand, squeezed)
         return
+    start = len(out.code)
     emit_steps(out, expr, operand, source.layout, target.layout, source.shape, expr.output)
+    is_plain = target.order == tuple(range(len(target.shape)))
+    if target.is_order_required and not is_plain and out.code[start:]:
+        _copy_delivered(out, expr, start)
+
+
+def _copy_delivered(out: Emitter, expr: Expr, start: int) -> None:
+    """Where the communication wrote the result itself: it lands elsewhere, a set has the order."""
+    name = expr.output
+    if not any(i.op == "alloc" and name in i.outputs for i in out.code[start:]):
+        return
+    landed = out.new(f"{name}.recv", out.types[name])
+    out.code[start:] = [
+        replace(
+            i,
+            inputs=tuple(landed if x == name else x for x in i.inputs),
+            outputs=tuple(landed if x == name else x for x in i.outputs),
+        )
+        for i in out.code[start:]
+    ]
+    out.dense.discard(name)
+    out.code.append(
+        Instruction(op="set", fn="set", inputs=(landed,), outputs=(name,), source=expr.source)
+    )
 
 
 def emit_steps(
@@ -273,8 +297,11 @@ def dense(out: Emitter, name: str, source: Source | None) -> str:
 
 
 def _lies_otherwise(out: Emitter, name: str, order: tuple[int, ...]) -> bool:
-    """The buffer is a program output, which is written in another memory order."""
-    return name in out.fusion.outputs and out.fusion.values[name].order != order
+    """The buffer is a program output, or has a required order, and is written in another order."""
+    value = out.fusion.values.get(name)
+    if value is None or value.order == order:
+        return False
+    return name in out.fusion.outputs or value.is_order_required
 
 
 def _ask_producer(out: Emitter, name: str, order: tuple[int, ...]) -> bool:

@@ -51,6 +51,8 @@ class Value:
         dtype: the element type.
         kind: "tensor", or "scalar" for a number that the host holds.
         order: the dims from outermost to innermost in memory that the value has on one device.
+        order_from: who chose that order: the op that computes the value, the compiler (a hint,
+            which may be dropped), or the user (a requirement, which is kept).
         expanded: dims that `expand` made: all their elements are one.
         layout: where the value lives; None until it is inferred.
         is_law: the user stated the layout.
@@ -63,6 +65,7 @@ class Value:
     dtype: torch.dtype
     kind: Literal["tensor", "scalar"] = "tensor"
     order: tuple[int, ...] = ()
+    order_from: Literal["op", "hint", "user"] = "op"
     expanded: frozenset[int] = frozenset()
     layout: Layout | None = None
     is_law: bool = False
@@ -72,6 +75,11 @@ class Value:
     @property
     def is_tensor(self) -> bool:
         return self.kind == "tensor"
+
+    @property
+    def is_order_required(self) -> bool:
+        """The user requires the memory order."""
+        return self.order_from == "user"
 
     @property
     def size(self) -> int:
@@ -210,13 +218,22 @@ def operand_text(operand: Operand) -> str:
 
 
 def value_text(value: Value) -> str:
-    """A value with its type and layout: `%x: f32[8,16] (tp=S0)`."""
+    """A value with its type and layout: `%x: f32[8,16] (tp=S0)`.
+
+    A memory order that is not the op's own is shown, marked ! where the user requires it.
+    """
     where = value.layout
     if where is not None and value.stream is not None:
         where = where.with_stream(value.stream)
     layout = f" {where}" if where is not None else ""
     law = "!" if value.is_law else ""
-    return f"%{value.name}: {value.type_text()}{layout}{law}"
+    return f"%{value.name}: {value.type_text()}{layout}{law}{_order_text(value)}"
+
+
+def _order_text(value: Value) -> str:
+    if value.order_from == "op":
+        return ""
+    return f" order={attr_text(value.order)}" + "!" * value.is_order_required
 
 
 def fusion_text(fusion: Fusion) -> str:

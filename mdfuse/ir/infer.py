@@ -113,7 +113,10 @@ def inferred(
     values: Mapping[str, Value],
     source: Source | None,
 ) -> dict[str, Any]:
-    """Shape, dtype, memory order and expanded dims of an op's result, as `Value` has them."""
+    """Shape, dtype, memory order and expanded dims of an op's result, as `Value` has them.
+
+    The order that `stride_order` asks for is the user's; all others are the op's own.
+    """
     shapes = tuple(
         values[x].shape if isinstance(x, str) and values[x].is_tensor else None for x in inputs
     )
@@ -126,10 +129,12 @@ def inferred(
         result = infer(op, mapped(tuple(inputs), example), numbers, known, source, values)
     assert isinstance(result, Tensor)
     shape = tuple(result.shape)
+    required = tuple(attrs["order"]) if op.name == "stride_order" else None
     return {
         "shape": shape if is_plain else symbolic_shape(op.host, shapes, attrs, shape),
         "dtype": result.dtype,
-        "order": memory_order(result),
+        "order": memory_order(result) if required is None else required,
+        "order_from": "op" if required is None else "user",
         "expanded": expanded_dims(result),
     }
 

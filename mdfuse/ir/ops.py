@@ -130,7 +130,7 @@ def _local_squeeze(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
 def _in_order(x: Tensor, *, order: Sequence[int]) -> Tensor:
     """The tensor itself where its dims lie in `order`, outermost first, else a copy that does."""
     back = [order.index(d) for d in range(x.ndim)]
-    return x.permute(*order).contiguous().permute(back)
+    return x.permute(tuple(order)).contiguous().permute(back)
 
 
 _VIEW: dict[str, Any] = {"is_view": True, "partial": "view"}

@@ -47,8 +47,9 @@ class _Rewriter:
 
     def new_value(self, like: Value, base: str, layout: Layout, stream: Stream | None) -> str:
         output = fresh_name(self.values, base)
-        changes = {"name": output, "layout": layout, "stream": stream, "is_law": False}
-        self.values[output] = replace(like, **changes)  # type: ignore[arg-type]
+        self.values[output] = replace(
+            like, name=output, layout=layout, stream=stream, is_law=False, order_from="op"
+        )
         return output
 
     def reshard(self, value: str, layout: Layout, expr: Expr, stream: Stream | None = None) -> str:

@@ -19,7 +19,7 @@ from mdfuse.hir.program import Instruction
 from mdfuse.ir import ops
 from mdfuse.ir.graph import Operand
 from mdfuse.ir.infer import dense_strides
-from mdfuse.ir.writes import EXACT, fresh_write, is_dense_result
+from mdfuse.ir.writes import EXACT, WRITES, fresh_write, is_dense_result
 from mdfuse.plan.allocation import empty, new_buffer
 from mdfuse.plan.lines import Line, Ref, drop
 from mdfuse.plan.slots import Context, base_name, described
@@ -44,7 +44,23 @@ def compute(i: Instruction, context: Context) -> list[Line]:
         attrs["device"] = context.device
     if context.has_buffer(output):
         return [_written(i, row, attrs, context)]
+    if _writes_in_order(i, row, context):
+        write = Line(
+            run=WRITES[row.name],
+            args=_operands(i, context),
+            kwargs=(*attrs.items(), ("out", context.ref(output))),
+        )
+        return [*new_buffer(output, i.order, context), write]
     return _filled(i, row, attrs, context) or _bound(i, row, attrs, context)
+
+
+def _writes_in_order(i: Instruction, row: ops.Op, context: Context) -> bool:
+    """torch writes the result in the order asked for, where its own would be another: no copy."""
+    if i.order is None or list(i.order) == list(range(len(i.order))):
+        return False
+    if not i.inputs or not _is_tensor(i.inputs[0], context) or row.name not in WRITES:
+        return False
+    return i.op == "reduce" or (i.op in _ELEMENTWISE and row.name in EXACT)
 
 
 def _check_permutation(i: Instruction, context: Context, ndim: int) -> None:

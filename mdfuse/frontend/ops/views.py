@@ -17,7 +17,9 @@ from mdfuse.frontend.ops.recording import (
     place,
     record,
     sequence,
+    shown,
 )
+from mdfuse.frontend.stride_order import dims_of, no_permutation
 
 
 def set(x: Handle) -> Handle:
@@ -189,14 +191,33 @@ def repeat_interleave(x: Handle, repeats: int, dim: int | None = None) -> Handle
 
 
 def stride_order(x: Handle, order: Sequence[int]) -> Handle:
-    """Require a memory order: `order[d]` is the place of dim d, 0 the fastest."""
-    if sorted(order) != list(range(x.ndim)):
+    """The value in a memory order that is kept: a new value, copied where it lies otherwise.
+
+    Args:
+        x: a tensor.
+        order: the place of each dim in memory, 0 the fastest.
+
+    Raises:
+        DefinitionError: x is a scalar; the order is no permutation of its dims.
+
+    >>> import torch, mdfuse as mf
+    >>> with mf.FusionDefinition() as fd:
+    ...     x = fd.define_tensor([4, 6])
+    ...     y = fd.ops.stride_order(x, (0, 1))  # column-major
+    ...     fd.add_output(y)
+    >>> mf.reference(fd, [torch.ones(4, 6)])[0].stride()
+    (1, 4)
+    """
+    if not x.is_tensor:
         raise DefinitionError(
-            f"stride_order {tuple(order)} of %{x.name}",
-            because=f"it is a permutation of 0..{x.ndim - 1}",
-            hint="the place of each dim in memory, 0 the fastest",
+            f"stride_order={order!r} of %{x.name}, which is a scalar",
+            where=x.definition.fusion_where(),
+            because="a number has no dims",
+            hint="require the order of a tensor",
         )
-    dims = tuple(sorted(range(x.ndim), key=lambda d: -order[d]))
+    dims = dims_of(order, x.ndim)
+    if dims is None:
+        raise no_permutation(order, x.ndim, shown(x), x.definition.fusion_where())
     return record("stride_order", x, order=dims)
 
 

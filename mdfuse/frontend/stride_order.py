@@ -1,0 +1,54 @@
+"""Stride orders, the frontend's convention: `stride_order[d]` is the place of dim d, 0 the fastest.
+
+The IR says the same with the dims from outermost to innermost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mdfuse.errors import DefinitionError
+
+
+def dims_of(stride_order: Sequence[int], rank: int) -> tuple[int, ...] | None:
+    """The dims from outermost to innermost; None where it is no permutation of `rank` places.
+
+    >>> dims_of((0, 2, 1), 3)
+    (1, 2, 0)
+    """
+    places = _places(stride_order)
+    if any(type(p) is not int for p in places) or sorted(places) != list(range(rank)):
+        return None
+    return tuple(sorted(range(rank), key=lambda d: -places[d]))
+
+
+def _places(stride_order: Sequence[int]) -> tuple[int, ...]:
+    return tuple(stride_order) if isinstance(stride_order, Sequence) else (stride_order,)
+
+
+def no_permutation(
+    stride_order: Sequence[int], rank: int, of: str, where: Sequence[str]
+) -> DefinitionError:
+    """The error for an order that is none.
+
+    Args:
+        stride_order: what was said.
+        rank: how many dims there are.
+        of: what it was required of.
+        where: the user's lines.
+    """
+    return DefinitionError(
+        f"stride_order={_places(stride_order)} of {of}",
+        where=where,
+        because=f"it is a permutation of 0..{rank - 1}" if rank else "there are no dims",
+        hint="the place of each dim in memory, 0 the fastest",
+    )
+
+
+def stride_order_of(dims: Sequence[int]) -> tuple[int, ...]:
+    """The place of each dim, of the dims from outermost to innermost.
+
+    >>> stride_order_of((1, 2, 0))
+    (0, 2, 1)
+    """
+    return tuple(len(dims) - 1 - dims.index(d) for d in range(len(dims)))

@@ -1,0 +1,196 @@
+"""Memory orders: requirements go to the op that computes a value, outputs get hints.
+
+    %t: f32[4,6] (tp=R) = mul(%x, 2.0)
+    %y: f32[4,6] (tp=R) order=[1,0]! = stride_order(%t, order=[1,0])
+    %z: f32[2,4] (tp=R) = sum(%c, dims=[2])                 # %c: f32[2,4,3] lies as [1,0,2]
+->
+    %y: f32[4,6] (tp=R) order=[1,0]! = mul(%x, 2.0)
+    %z: f32[2,4] (tp=R) order=[1,0] = sum(%c, dims=[2])
+
+A hint is the order of the input with most dims, as far as its dims are dims of the output. Only an
+op that writes it as easily takes it, and only where no reader would have to copy: a hint costs
+nothing. `Value.order` is what the producer and every reader go by, so it changes for all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from mdfuse.ir.dims import reshape_groups
+from mdfuse.ir.graph import Expr, Fusion, Value
+from mdfuse.ir.infer import inferred
+from mdfuse.ir.ops import TABLE
+from mdfuse.ir.writes import EXACT, WRITES
+from mdfuse.passes.strategy import dim_map
+
+name = "choose_orders"
+
+#: The dims of an output, each as a dim of another value; None where it has none.
+Traced = tuple[int | None, ...]
+
+_ELEMENTWISE = ("unary", "binary", "where")
+
+
+def run(fusion: Fusion) -> Fusion:
+    """Return the fusion with the orders of its values settled."""
+    return _hinted(_required(fusion))
+
+
+# -- requirements --------------------------------------------------------------------------------
+
+
+def _required(fusion: Fusion) -> Fusion:
+    """Leave out each `stride_order` whose operand nobody else needs: its producer writes so."""
+    values, exprs = dict(fusion.values), {e.output: e for e in fusion.exprs}
+    for expr in fusion.exprs:
+        here = expr
+        while here.op == "stride_order" and (made := exprs.get(here.reads[0])) is not None:
+            if not _may_replace(fusion, values, made, here):
+                break
+            gone, y = values.pop(made.output), here.output
+            values[y] = replace(values[y], stream=gone.stream)
+            is_again = made.op == "stride_order"
+            here = replace(here, inputs=made.inputs) if is_again else replace(made, output=y)
+            del exprs[y]  # it goes where `made` was, so that a loop over chunks stays one
+            exprs = {e.output: e for e in (here if x is made else x for x in exprs.values())}
+    return replace(fusion, values=values, exprs=tuple(exprs.values()))
+
+
+def _may_replace(fusion: Fusion, values: Mapping[str, Value], made: Expr, by: Expr) -> bool:
+    """The result of `made` is only there for `by` to bring it into order."""
+    before, after = values[made.output], values[by.output]
+    if before.name in fusion.outputs or len(fusion.consumers[before.name]) > 1:
+        return False
+    if before.layout != after.layout or after.stream not in (None, before.stream):
+        return False
+    # In a loop only what is kept as a whole has an order; communications write it in their own.
+    return before.stream is None or (made.op != "set" and after.name in fusion.outputs)
+
+
+# -- hints ---------------------------------------------------------------------------------------
+
+
+def _hinted(fusion: Fusion) -> Fusion:
+    """Give outputs hints; what is computed from them lies as its op then writes it."""
+    values = dict(fusion.values)
+    changed: set[str] = set()
+    for expr in fusion.exprs:
+        out = values[expr.output]
+        if not out.is_tensor or out.is_order_required:
+            continue
+        if not changed.isdisjoint(expr.reads):
+            found = inferred(TABLE[expr.op], expr.inputs, expr.kwargs, values, expr.source)
+            out = values[out.name] = replace(out, order=found["order"])
+        hint = _hint(fusion, values, expr)
+        if hint is not None:
+            out = values[out.name] = replace(out, order=hint, order_from="hint")
+        if out.order != fusion.values[out.name].order:
+            changed.add(out.name)
+    return replace(fusion, values=values) if changed else fusion
+
+
+def _hint(fusion: Fusion, values: Mapping[str, Value], expr: Expr) -> tuple[int, ...] | None:
+    """An order other than the op's own that costs neither op nor readers; None where none is."""
+    out = values[expr.output]
+    if out.name not in fusion.outputs or out.name in fusion.reuse or len(out.shape) < 2:
+        return None
+    options = _options(expr, values) - {out.order}
+    if not options or not _may_be_read(fusion, out.name):
+        return None
+    order = _reference_order(fusion, out)
+    return order if order in options else None
+
+
+def _reference_order(fusion: Fusion, out: Value) -> tuple[int, ...] | None:
+    """The order of the input with most dims that are no broadcasts; None where several disagree."""
+    orders: dict[int, set[tuple[int, ...]]] = {}
+    for source, dims in _inputs_of(fusion, out).items():
+        value = fusion.values[source]
+        size = sum(n != 1 for n in value.shape)
+        orders.setdefault(size, set()).add(_mapped_order(value, dims))
+    found = orders[max(orders)] if orders else set()
+    return found.pop() if len(found) == 1 else None
+
+
+def _mapped_order(reference: Value, dims: Traced) -> tuple[int, ...]:
+    """Dims that the reference has lie as they do there; the others are outermost."""
+    place = {d: at for at, d in enumerate(reference.order)}
+    rank = range(len(dims))
+    return tuple(sorted(rank, key=lambda o: -1 if (d := dims[o]) is None else place[d]))
+
+
+def _inputs_of(fusion: Fusion, out: Value) -> dict[str, Traced]:
+    """The inputs that a value is computed from, with its dims as theirs, where there are any."""
+    found: dict[str, Traced] = {out.name: tuple(range(len(out.shape)))}
+    for expr in reversed(fusion.exprs):
+        if expr.output in found and fusion.values[expr.output].is_tensor:
+            for operand, dims in _traced(fusion, expr, found[expr.output]):
+                found.setdefault(operand, dims)
+    return {x: found[x] for x in fusion.inputs if any(d is not None for d in found.get(x, ()))}
+
+
+def _traced(fusion: Fusion, expr: Expr, dims: Traced) -> Iterable[tuple[str, Traced]]:
+    """Dims of an expression's result as dims of each operand."""
+    for x, pairs in zip(expr.inputs, _corresponding(expr, fusion.values), strict=True):
+        if isinstance(x, str) and fusion.values[x].is_tensor:
+            yield x, tuple(None if d is None else pairs.get(d) for d in dims)
+
+
+def _corresponding(expr: Expr, values: Mapping[str, Value]) -> list[dict[int, int]]:
+    """For each operand, dim of the result -> the dim of the operand that it is."""
+    if expr.op == "reshape":
+        shapes = values[expr.reads[0]].shape, values[expr.output].shape
+        groups = reshape_groups(*shapes)
+        return [{new[0]: old[0] for old, new in groups if len(old) == len(new) == 1}]
+    labels = dim_map(expr, values)
+    if expr.op == "scaled_dot_product_attention":  # it lies as its query does
+        rank = len(labels.result)
+        return [{d: d for d in range(rank)}, *({} for _ in expr.inputs[1:])]
+    found = []
+    for dims in labels.operands:
+        pairs = {d: dims.index(x) for d, x in enumerate(labels.result) if x in dims}
+        if len(dims) == len(labels.result):  # a dim that is whole, or reduced and kept, stays
+            rest = (d for d, x in enumerate(labels.result) if x is None)
+            pairs |= {d: d for d in rest}
+        found.append(pairs)
+    return found
+
+
+def _options(expr: Expr, values: Mapping[str, Value]) -> set[tuple[int, ...]]:
+    """The orders in which the op writes its result as easily as in its own."""
+    row, out = TABLE[expr.op], values[expr.output]
+    operands = [values[x] for x in expr.reads if values[x].is_tensor]
+    if row.host in _ELEMENTWISE and row.name in EXACT:
+        return {x.order for x in operands if x.shape == out.shape and not x.expanded}
+    if row.host == "reduce" and row.name in WRITES:
+        (pairs,) = _corresponding(expr, values)
+        return {_mapped_order(operands[0], tuple(map(pairs.get, range(len(out.shape)))))}
+    return {operands[0].order} if row.host == "attention" and _is_fused(operands) else set()
+
+
+def _is_fused(operands: Sequence[Value]) -> bool:
+    """torch's fused kernels write as the query lies; meta tensors do not say so.
+
+    They take no mask, and heads of one size whose elements lie side by side.
+    """
+    q, k, v, *mask = operands
+    alike = q.shape[:-2] == k.shape[:-2] == v.shape[:-2] and q.shape[-1] == v.shape[-1]
+    return not mask and alike and len(q.shape) == 4 and q.order[-1] == 3
+
+
+def _may_be_read(fusion: Fusion, name: str) -> bool:
+    """Nobody has to copy the value for it to lie otherwise than the op would have it.
+
+    Reductions read any order; element-wise ops hand it on to their own readers.
+    """
+    seen, waiting = {name}, [name]
+    while waiting:
+        for reader in fusion.consumers[waiting.pop()]:
+            host = TABLE[reader.op].host
+            if host not in (*_ELEMENTWISE, "reduce"):
+                return False
+            if host != "reduce" and reader.output not in seen:
+                seen.add(reader.output)
+                waiting.append(reader.output)
+    return True
