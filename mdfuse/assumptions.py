@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -293,14 +292,20 @@ def _text(poly: Poly, op: str) -> str:
 _active: ContextVar[Assumptions | None] = ContextVar("mdfuse.assumptions", default=None)
 
 
-@contextmanager
-def assuming(assumptions: Assumptions) -> Iterator[Assumptions]:
-    """Record decisions about extents in `assumptions` while the block runs."""
-    token = _active.set(assumptions)
-    try:
-        yield assumptions
-    finally:
-        _active.reset(token)
+class assuming:
+    """Record decisions about extents in some assumptions while the block runs."""
+
+    __slots__ = ("_assumptions", "_token")
+
+    def __init__(self, assumptions: Assumptions) -> None:
+        self._assumptions = assumptions
+
+    def __enter__(self) -> Assumptions:
+        self._token = _active.set(self._assumptions)
+        return self._assumptions
+
+    def __exit__(self, *exception: object) -> None:
+        _active.reset(self._token)
 
 
 def active_assumptions() -> Assumptions | None:

@@ -182,10 +182,11 @@ class FusionDefinition:
         place = None if mesh is None and layout is None else _place(mesh, layout, order, None)
         places = None if stride_order is None else frozen(stride_order)
         shape = tuple(shape) if type(shape) is list else shape
-        key = ("tensor", self._key(shape), self._key(dtype), self._key(places), place)
+        kind = dtype if type(dtype) is torch.dtype else self._key(dtype)
+        key = ("tensor", self._key(shape), kind, places and self._key(places), place)
         handle = self._made(key, (shape, dtype, places, place), name)
         self.inputs.append(handle.id)
-        self._dims += handle.ndim
+        self._dims += len(handle.fact.shape)
         return handle
 
     def define_scalar(
@@ -198,7 +199,8 @@ class FusionDefinition:
             dtype: of an input: float (the default), int, bool or a torch dtype.
             name: how programs print it.
         """
-        handle = self._made(("scalar", self._key(value), dtype), (value, dtype), name)
+        key = ("scalar", self._key(value), self._key(dtype))
+        handle = self._made(key, (value, dtype), name)
         if value is None:
             self.inputs.append(handle.id)
         return handle
@@ -276,9 +278,11 @@ class FusionDefinition:
             else:
                 key.append(self._key(x))
         for name, value in attrs.items():
-            if value is not None and value is not False:
-                key.append(name)
-                key.append(self._key(value))
+            if value is None or value is False:
+                continue
+            if type(value) is not tuple or not _NUMBERS.issuperset(map(type, value)):
+                value = self._key(value)
+            key += (name, value)
         edge = tuple(key)
         node = self._children.get(edge)
         code, offset = find_site()
@@ -412,7 +416,7 @@ def _place(
     """A layout as it was said, to be looked up."""
     if mesh is not None and type(mesh) is not DeviceMesh and type(mesh) is not Layout:
         mesh = DeviceMesh(mesh)
-    if placements is not None and not isinstance(placements, Mapping):
+    if placements and type(placements) is not dict and not isinstance(placements, Mapping):
         raise LayoutError(
             f"{placements!r} is no layout", hint='a mapping of axes: {"tp": Shard(0)}, or a Layout'
         )

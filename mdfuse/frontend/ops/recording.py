@@ -70,12 +70,15 @@ def chosen(dim: Dims, dims: Dims) -> Dims:
     )
 
 
-def checked(x: Handle, dims: Dims) -> tuple[int, ...] | None:
-    """The dims as a tuple, each checked against x; None stays."""
+def checked(x: Handle, dim: Dims, dims: Dims = None) -> tuple[int, ...] | None:
+    """What was said with `dim=` or `dims=` as a tuple, each checked against x; None stays."""
+    dims = dim if dims is None else chosen(dim, dims)
     if dims is None:
         return None
-    if type(dims) is int and -x.ndim <= dims < x.ndim:  # the usual case, at once
-        return (dims,)
+    if type(dims) is int and type(x) is Handle:  # the usual case, at once
+        rank = len(x.fact.shape)
+        if -rank <= dims < rank:
+            return (dims,)
     found = tuple(dims) if isinstance(dims, Sequence) else (dims,)
     rank = max(x.ndim, 1)  # torch lets a scalar have dims 0 and -1
     if not all(_is_dim(d) and -rank <= d < rank for d in found):

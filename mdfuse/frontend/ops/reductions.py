@@ -26,7 +26,7 @@ def sum(
     dims: Dims = None,
 ) -> Handle:
     """Sum over dims (all by default)."""
-    return record("sum", x, dims=checked(x, chosen(dim, dims)), keepdim=keepdim, dtype=dtype)
+    return record("sum", x, dims=checked(x, dim, dims), keepdim=keepdim, dtype=dtype)
 
 
 def prod(
@@ -38,7 +38,7 @@ def prod(
     dims: Dims = None,
 ) -> Handle:
     """Product over dims (all by default)."""
-    return record("prod", x, dims=checked(x, chosen(dim, dims)), keepdim=keepdim, dtype=dtype)
+    return record("prod", x, dims=checked(x, dim, dims), keepdim=keepdim, dtype=dtype)
 
 
 def mean(
@@ -51,7 +51,7 @@ def mean(
 ) -> Handle:
     """Mean over dims (all by default)."""
     x = x if dtype is None or dtype == x.dtype else cast(x, dtype)
-    return record("mean", x, dims=checked(x, chosen(dim, dims)), keepdim=keepdim)
+    return record("mean", x, dims=checked(x, dim, dims), keepdim=keepdim)
 
 
 def max(
@@ -60,7 +60,7 @@ def max(
     """The largest element over dims (all by default), as `torch.amax`; max(x, y): `maximum`."""
     if isinstance(dim, Handle):
         return pointwise.maximum(x, dim)
-    return record("max", x, dims=checked(x, chosen(dim, dims)), keepdim=keepdim)
+    return record("max", x, dims=checked(x, dim, dims), keepdim=keepdim)
 
 
 def min(
@@ -69,17 +69,17 @@ def min(
     """The smallest element over dims (all by default), as `torch.amin`; min(x, y): `minimum`."""
     if isinstance(dim, Handle):
         return pointwise.minimum(x, dim)
-    return record("min", x, dims=checked(x, chosen(dim, dims)), keepdim=keepdim)
+    return record("min", x, dims=checked(x, dim, dims), keepdim=keepdim)
 
 
 def any(x: Handle, dim: Dims = None, keepdim: bool = False, *, dims: Dims = None) -> Handle:
     """Whether some element is true, over dims (all by default)."""
-    return record("any", x, dims=checked(x, chosen(dim, dims)), keepdim=keepdim)
+    return record("any", x, dims=checked(x, dim, dims), keepdim=keepdim)
 
 
 def all(x: Handle, dim: Dims = None, keepdim: bool = False, *, dims: Dims = None) -> Handle:
     """Whether every element is true, over dims (all by default)."""
-    return record("all", x, dims=checked(x, chosen(dim, dims)), keepdim=keepdim)
+    return record("all", x, dims=checked(x, dim, dims), keepdim=keepdim)
 
 
 # -- made of several -----------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def var(
         correction: what is subtracted from the number of elements.
         dims: another name of dim.
     """
-    over = checked(x, chosen(dim, dims))
+    over = checked(x, dim, dims)
     if correction is None:
         correction = 0 if unbiased is False else 1
     wide = in_f32(x)
@@ -145,7 +145,7 @@ def std(
 
 def logsumexp(x: Handle, dim: Dims = None, keepdim: bool = False, *, dims: Dims = None) -> Handle:
     """log(sum(exp(x))) over dims (all by default), without overflow."""
-    over = checked(x, chosen(dim, dims))
+    over = checked(x, dim, dims)
     wide = in_f32(x)
     top = max(wide, over, keepdim=True)
     top = pointwise.where(ROWS["isfinite"](top), top, 0.0)
@@ -175,7 +175,7 @@ def norm(
             because="a norm is that of all elements along the dims",
             hint='a number, or "fro", which is 2',
         )
-    over = checked(x, chosen(dim, dims))
+    over = checked(x, dim, dims)
     wide = in_f32(as_dtype(x, dtype) if dtype is not None else x)
     result = _norm(wide, 2.0 if p == "fro" else float(p), over, keepdim)
     return back(result, x) if dtype is None else as_dtype(result, dtype)

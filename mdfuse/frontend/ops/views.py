@@ -12,7 +12,6 @@ from mdfuse.frontend.ops.recording import (
     Dims,
     Operation,
     checked,
-    chosen,
     out_of_range,
     place,
     record,
@@ -117,7 +116,7 @@ def unsqueeze(x: Handle, dim: int) -> Handle:
 
 def squeeze(x: Handle, dim: Dims = None, *, dims: Dims = None) -> Handle:
     """Without the given dims (all by default) where their extent is 1."""
-    gone = checked(x, chosen(dim, dims))
+    gone = checked(x, dim, dims)
     return record("squeeze", x, dims=tuple(range(x.ndim)) if gone is None else gone)
 
 
