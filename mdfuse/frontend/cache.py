@@ -15,14 +15,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mdfuse.assumptions import Assumptions
 from mdfuse.errors import DefinitionError
+from mdfuse.frontend.sites import Site
 from mdfuse.ir.graph import Fusion
 from mdfuse.plan.cache import Cache, CacheInfo
 
@@ -78,6 +77,7 @@ class Node:
         parent: up to the operation before; None for the empty definition.
         key: of the last operation.
         call: the last operation.
+        site: where the user's code made that call the last time.
         fact: of the value that it made, if it made one.
         id: of the value that was made last.
         symbols: of the definition so far.
@@ -88,6 +88,7 @@ class Node:
     parent: Node | None = None
     key: Hashable = None
     call: Call | None = None
+    site: Any = None
     fact: Any = None
     id: int = -1
     symbols: Symbolic | None = None
@@ -103,10 +104,6 @@ class Node:
         return found[::-1]
 
 
-#: A call of the user's: its code, how far in it, and the name that the call gives its result.
-Written = tuple[CodeType, int, str | None]
-
-
 @dataclass(frozen=True, eq=False)
 class Spelling:
     """How a definition was written.
@@ -119,20 +116,12 @@ class Spelling:
 
     name: str
     guards: tuple[str, ...]
-    calls: list[Written]
+    calls: list[Site]
 
     def is_same(self, other: Spelling) -> bool:
         """Whether all names and lines are the same."""
-        return (
-            self.calls == other.calls
-            and (self.name, self.guards) == (other.name, other.guards)
-            and self._files == other._files
-        )
-
-    @cached_property
-    def _files(self) -> list[str]:
-        """Equal code may stand in several files."""
-        return [code.co_filename for code, _, _ in self.calls]
+        # a site that was met before is one object, so most of this compares addresses
+        return self.calls == other.calls and (self.name, self.guards) == (other.name, other.guards)
 
 
 @dataclass(eq=False)
@@ -267,7 +256,7 @@ class FusionCache:
         for step in node.path():
             found = at.children.get(step.key)
             if found is None:
-                found = Node(at, step.key, step.call, step.fact, step.id, step.symbols)
+                found = Node(at, step.key, step.call, step.site, step.fact, step.id, step.symbols)
                 at.children[step.key] = found
             at = found
         return at

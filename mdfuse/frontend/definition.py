@@ -15,19 +15,21 @@ from mdfuse.assumptions import Assumptions, assuming
 from mdfuse.errors import DefinitionError, LayoutError, user_source
 from mdfuse.extents import Extent, is_symbolic, with_examples
 from mdfuse.frontend import ops as operations
-from mdfuse.frontend.cache import Call, FusionCache, Leaf, Node, Spelled, Spelling, Written
+from mdfuse.frontend.cache import Call, FusionCache, Leaf, Node, Spelled, Spelling
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.recorder import Recorder, Ref, frozen
-from mdfuse.frontend.sites import Site, find_site
+from mdfuse.frontend.sites import Site, find_site, is_at
 from mdfuse.frontend.stride_order import dims_of, no_permutation
 from mdfuse.ir.graph import Fusion, Value
 from mdfuse.ir.symbolic import check_definition
 from mdfuse.layout import Layout, Placement, Stream
 from mdfuse.mesh import DeviceMesh
 
+_new = object.__new__
 _NO_ATTRS: Mapping[str, Any] = MappingProxyType({})
 _NONE: Mapping[Hashable, Node] = MappingProxyType({})
 _NUMBERS = frozenset((int,))
+_ITSELF = frozenset((str, type(None), torch.dtype))
 
 
 class FusionDefinition:
@@ -45,6 +47,9 @@ class FusionDefinition:
     ([0], [1], [-1])
     """
 
+    #: The operations, as functions.
+    ops: Any = operations
+
     def __init__(self, name: str = "fusion") -> None:
         self.name = name
         self.inputs: list[int] = []
@@ -59,7 +64,7 @@ class FusionDefinition:
         self._at = FusionCache.get().root
         #: where a call is looked up; empty where looking it up is not all that is to be done
         self._children: Mapping[Hashable, Node] = _NONE
-        self._calls: list[Written] = []
+        self._calls: list[Site] = []
         self._recorder: Recorder | None = None
         self._leaf: Leaf | None = None
 
@@ -98,11 +103,6 @@ class FusionDefinition:
         return [source.quote()] if source else []
 
     # -- reading ---------------------------------------------------------------------------------
-
-    @property
-    def ops(self) -> Any:
-        """The operations, as functions."""
-        return operations
 
     @property
     def extents(self) -> list[int]:
@@ -182,8 +182,7 @@ class FusionDefinition:
         place = None if mesh is None and layout is None else _place(mesh, layout, order, None)
         places = None if stride_order is None else frozen(stride_order)
         shape = tuple(shape) if type(shape) is list else shape
-        kind = dtype if type(dtype) is torch.dtype else self._key(dtype)
-        key = ("tensor", self._key(shape), kind, places and self._key(places), place)
+        key = ("tensor", self._key(shape), self._key(dtype), self._key(places), place)
         handle = self._made(key, (shape, dtype, places, place), name)
         self.inputs.append(handle.id)
         self._dims += len(handle.fact.shape)
@@ -278,21 +277,22 @@ class FusionDefinition:
             else:
                 key.append(self._key(x))
         for name, value in attrs.items():
-            if value is None or value is False:
-                continue
-            if type(value) is not tuple or not _NUMBERS.issuperset(map(type, value)):
-                value = self._key(value)
-            key += (name, value)
+            if value is not None and value is not False:
+                key += (name, self._key(value))
         edge = tuple(key)
         node = self._children.get(edge)
-        code, offset = find_site()
         if node is None:
-            node = self._newly(edge, Call("op", (op, operands, attrs)), (code, offset, None))
+            node = self._newly(edge, Call("op", (op, operands, attrs)), find_site(), None)
         else:
             self._at = node
             self._children = node.children
-            self._calls.append((code, offset, None))
-        return Handle(self, node.id, node.fact)
+            site = node.site
+            self._calls.append(site if is_at(site) else self._moved(node, find_site()))
+        handle = _new(Handle)
+        handle.definition = self
+        handle.id = node.id
+        handle.fact = node.fact
+        return handle
 
     def place(
         self,
@@ -325,43 +325,51 @@ class FusionDefinition:
             arguments: of the method.
             name: that the call gives its result.
         """
-        code, offset = find_site()
         node = self._children.get(key)
         if node is None:
-            return self._newly(key, Call(key[0], arguments), (code, offset, name))
+            return self._newly(key, Call(key[0], arguments), find_site(), name)
         self._at = node
         self._children = node.children
-        self._calls.append((code, offset, name))
+        site = node.site
+        is_there = site.said == name and is_at(site)
+        self._calls.append(site if is_there else self._moved(node, find_site(), name))
         return node
 
-    def _newly(self, key: tuple[Any, ...], call: Call, written: Written) -> Node:
+    def _moved(self, node: Node, site: Site, name: str | None = None) -> Site:
+        """The site of a call that was made elsewhere the last time."""
+        node.site = site = site.naming(name)
+        return site
+
+    def _newly(self, key: tuple[Any, ...], call: Call, site: Site, name: str | None) -> Node:
         """The node after a call that is new, or that needs more than to be looked up."""
         self._check_open()
-        at, call = self._at, Call(call.method, _ids(call.arguments))
+        at, call, site = self._at, Call(call.method, _ids(call.arguments)), site.naming(name)
+        written = site.code, site.offset, name
         if at.symbols is not None:
             key = (*key, written)
         elif call.has_symbols:
             # symbols are called as their inputs: from here on all names matter
-            key = (*key, written, tuple(self._calls))
+            key = (*key, written, tuple((s.code, s.offset, s.said) for s in self._calls))
         node = at.children.get(key)
         if node is None or self._recorder is not None:
             recorder = self._recorded()
-            fact = recorder.call(call, Site(written))
-            node = node or Node(at, key, call, fact, len(recorder.names) - 1, recorder.symbols)
+            fact = recorder.call(call, site)
+            last = len(recorder.names) - 1
+            node = node or Node(at, key, call, site, fact, last, recorder.symbols)
         self._at = node
         self._children = node.children if node.symbols is None else _NONE
         if self._recorder is not None:
             self._children = _NONE
-        self._calls.append(written)
+        self._calls.append(site)
         return node
 
     def _recorded(self) -> Recorder:
         """The names and expressions so far."""
         if self._recorder is None:
             made = Recorder(self.name, self.assumed)
-            for node, written in zip(self._at.path(), self._calls, strict=True):
+            for node, site in zip(self._at.path(), self._calls, strict=True):
                 assert node.call is not None
-                made.call(node.call, Site(written))
+                made.call(node.call, site)
             self._recorder = made
             self._children = _NONE
         return self._recorder
@@ -374,6 +382,8 @@ class FusionDefinition:
         kind = type(x)
         if kind is int or kind is bool:
             return (kind, x)
+        if kind in _ITSELF:
+            return x
         if kind is tuple or kind is list:
             return tuple(x if _NUMBERS.issuperset(map(type, x)) else map(self._key, x))
         if kind is float:

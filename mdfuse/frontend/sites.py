@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dis
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import CodeType
 
@@ -16,39 +16,32 @@ _STORES = ("STORE_NAME", "STORE_FAST", "STORE_GLOBAL", "STORE_DEREF")
 _KNOWN: dict[str, bool] = {}
 
 
-def find_site() -> tuple[CodeType, int]:
-    """The innermost place on the stack outside of mdfuse: its code, and how far that is.
-
-    Where all of the stack is mdfuse's, as in its command line, the outermost one.
-    """
-    frame = sys._getframe(2)
-    while True:
-        code = frame.f_code
-        is_own = _KNOWN.get(code.co_filename)
-        if is_own is None:
-            is_own = _KNOWN[code.co_filename] = code.co_filename.startswith(OWN)
-        outer = frame.f_back if is_own else None
-        if outer is None:
-            return code, frame.f_lasti
-        frame = outer
-
-
 @dataclass(frozen=True, slots=True)
 class Site:
     """One call of the user's.
 
     Attributes:
-        written: code, offset of the instruction that calls, and the name that the call gives its
-            result.
+        code: that calls.
+        offset: of the instruction that calls.
+        file: where the code stands; equal code may stand in several files.
+        depth: how many frames lie between.
+        said: the name that the call itself gives its result.
     """
 
-    written: tuple[CodeType, int, str | None]
+    code: CodeType
+    offset: int
+    file: str
+    depth: int = field(compare=False)
+    said: str | None = None
+
+    def naming(self, name: str | None) -> Site:
+        """The site of a call that gives its result this name."""
+        return self if name == self.said else replace(self, said=name)
 
     @property
     def source(self) -> Source | None:
         """The line."""
-        code, offset, _ = self.written
-        return _source(code.co_filename, code, offset)
+        return _source(self.file, self.code, self.offset)
 
     @property
     def where(self) -> list[str]:
@@ -58,8 +51,33 @@ class Site:
     @property
     def name(self) -> str | None:
         """`h` for the call in `h = f(...)`; None for other calls."""
-        code, offset, said = self.written
-        return said or _name_after(code, offset)
+        return self.said or _name_after(self.code, self.offset)
+
+
+def find_site() -> Site:
+    """The innermost place on the stack outside of mdfuse, seen from the caller.
+
+    Where all of the stack is mdfuse's, as in its command line, the outermost one.
+    """
+    frame, depth = sys._getframe(2), 1
+    while True:
+        code = frame.f_code
+        is_own = _KNOWN.get(code.co_filename)
+        if is_own is None:
+            is_own = _KNOWN[code.co_filename] = code.co_filename.startswith(OWN)
+        outer = frame.f_back if is_own else None
+        if outer is None:
+            return Site(code, frame.f_lasti, code.co_filename, depth)
+        frame, depth = outer, depth + 1
+
+
+def is_at(site: Site) -> bool:
+    """Whether the caller was called from a site, as the last time: one look at one frame."""
+    try:
+        frame = sys._getframe(site.depth + 1)
+    except ValueError:  # the stack is not as deep
+        return False
+    return frame.f_code is site.code and frame.f_lasti == site.offset
 
 
 @lru_cache(maxsize=4096)

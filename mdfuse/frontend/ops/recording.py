@@ -21,6 +21,8 @@ Operation = Callable[..., Any]
 Elementwise = Callable[..., Handle]
 Dims = int | Sequence[int] | None
 
+_INTEGERS = (int, Extent)
+
 
 def definition_of(*operands: Any) -> FusionDefinition:
     """The definition of the first operand that is a value, else the one being defined."""
@@ -100,6 +102,8 @@ def _is_dim(dim: Any) -> bool:
 def place(x: Handle, dim: int, new: int = 0) -> int:
     """A dim of x counted from the first; with new=1 also the place behind the last."""
     rank = x.ndim + new or 1
+    if type(dim) is int and 0 <= dim < rank:
+        return dim
     if not _is_dim(dim) or not -rank <= dim < rank:
         raise out_of_range(x, (dim,))
     return dim % rank
@@ -118,4 +122,4 @@ def sequence(first: Any, more: Sequence[Any]) -> tuple[Any, ...]:
     """Extents or dims that were passed one by one, or as one sequence."""
     if more:
         return (first, *more)
-    return (first,) if isinstance(first, int | Extent) else tuple(first)
+    return (first,) if isinstance(first, _INTEGERS) else tuple(first)
