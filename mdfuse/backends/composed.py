@@ -342,9 +342,10 @@ def _kept(
 
 
 def _alltoall(call: Call, sizes: Sizes) -> Composition:
-    i = _index(call)
-    sends = [Piece("src", *block) for block in _offsets(call.send_counts)]
-    recvs = [Piece("dst", *block) for block in _offsets(call.recv_counts)]
+    """Without counts the blocks are equal."""
+    i, n = _index(call), len(call.team)
+    sends = [Piece("src", *b) for b in _offsets(call.send_counts or (sizes.srcs[0] // n,) * n)]
+    recvs = [Piece("dst", *b) for b in _offsets(call.recv_counts or (sizes.dsts[0] // n,) * n)]
     step = Step(
         local=(Copy(sends[i], recvs[i]),),
         recvs=tuple(Transfer(r, recvs[j]) for j, r in _others(call)),

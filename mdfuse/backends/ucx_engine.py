@@ -145,6 +145,8 @@ class Engine:
         """Make everything progress once; tell whether UCX had something to do."""
         with self._lock:
             has_moved = bool(self._worker.progress_once())
+            if not has_moved:
+                self._worker.progress()  # also ends requests to ranks that are gone
             over = [work for work in self._pending if work.advance()]
             for work in over:
                 self._pending.remove(work)
