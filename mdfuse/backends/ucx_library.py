@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-#: What UCX is told unless the user's UCX_* variables say something else: how often it looks
-#: whether the ranks that something is expected from still live (its own choice is 20 s).
+#: How often UCX looks whether a rank that something is expected from still lives, where that does
+#: not show by itself (its own choice is 20 s).
 _SETTINGS = {"KEEPALIVE_INTERVAL": "1s"}
 
 _INSTALL = 'pip install "mdfuse[ucx]" (ucxx; it needs no GPU), or use backend="gloo"'
@@ -38,8 +38,7 @@ class Library:
     def open_worker(self) -> tuple[Any, Any]:
         """A context, and the one worker of this process."""
         api = self.api
-        settings = _unless_set(_SETTINGS, os.environ)
-        context = api.UCXContext(settings, (api.Feature.TAG, api.Feature.WAKEUP))
+        context = api.UCXContext(settings(os.environ), (api.Feature.TAG, api.Feature.WAKEUP))
         worker = api.UCXWorker(context, enable_delayed_submission=False, enable_python_future=False)
         return context, worker
 
@@ -66,11 +65,12 @@ def why_not() -> tuple[str, str] | None:
     try:
         load()
     except ModuleNotFoundError as error:
-        return f"{error.name} is not installed", _INSTALL
+        return f"{(error.name or 'ucxx').partition('.')[0]} is not installed", _INSTALL
     except (ImportError, OSError) as error:
         return f"UCX cannot be loaded: {str(error).splitlines()[0]}", _LOAD_FIRST
     return None
 
 
-def _unless_set(settings: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
-    return {k: v for k, v in settings.items() if f"UCX_{k}" not in environment}
+def settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """What UCX is told unless the user's variables say something."""
+    return {k: v for k, v in _SETTINGS.items() if f"UCX_{k}" not in environment}
