@@ -336,6 +336,20 @@ def test_an_unknown_kind() -> None:
         compose(Call(kind="Gossip", team=(0, 1), rank=0), Sizes(srcs=(1,), dsts=(1,)))
 
 
+@pytest.mark.parametrize(
+    ("kind", "sizes", "words"),
+    [
+        ("Allgather", Sizes(srcs=(4,), dsts=(7,)), "has a dst of 7 elements, and needs 8"),
+        ("ReduceScatter", Sizes(srcs=(7,), dsts=(4,)), "has a src of 7 elements, and needs 8"),
+        ("Allreduce", Sizes(srcs=(4,), dsts=(3,), small=99), "has a dst of 3 elements"),
+    ],
+)
+def test_buffers_that_are_too_small(kind: str, sizes: Sizes, words: str) -> None:
+    call = Call(kind=kind, team=(0, 1), rank=1, reduce_op="sum")
+    with pytest.raises(CommunicationError, match=words):
+        compose(call, sizes)
+
+
 @pytest.mark.parametrize("n", [2, 3, 8])
 def test_bytes_that_arrive(n: int) -> None:
     """As many as have to, in the large forms: (n-1)/n of the whole, twice where it comes back."""

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mdfuse.backends import ucx_library
+from mdfuse.backends import ucx, ucx_library
 from mdfuse.backends.base import Call
 from mdfuse.backends.c10d_groups import HashStore
 from mdfuse.backends.ucx import UcxBackend
@@ -84,7 +85,14 @@ def table() -> Iterator[tuple[torch.dtype, str]]:
         yield from ((dtype, op) for op in PAIRWISE)
 
 
-@pytest.mark.parametrize("k", [5, 12_000], ids=["small", "large"])
+@pytest.fixture(params=["small", "large"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each communication takes one step, or several."""
+    monkeypatch.setattr(ucx, "SMALL_BYTES", 1 << 30 if request.param == "small" else 0)
+
+
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("k", [1, 7, 3_000])
 def test_every_reduce_op_on_every_dtype(three: list[UcxBackend], k: int) -> None:
     def all_of_them(rank: int, backend: UcxBackend) -> list[Tensor]:
         return [allreduced(backend, rank, op, values(rank, k, dtype)) for dtype, op in table()]
@@ -104,10 +112,11 @@ def allreduced(backend: UcxBackend, rank: int, op: str, src: Tensor) -> Tensor:
     return dst
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("op", ["sum", "avg"])
-@pytest.mark.parametrize("k", [5, 20_000], ids=["small", "large"])
-def test_narrow_floats_are_rounded_once(three: list[UcxBackend], op: str, k: int) -> None:
+def test_narrow_floats_are_rounded_once(three: list[UcxBackend], op: str) -> None:
     """256 + 1 is 256 in bfloat16, and 256 + 1 + 1 is not."""
+    k = 20
     srcs = [torch.full((k,), x, dtype=torch.bfloat16) for x in (256.0, 1.0, 1.0)]
     total = 258.0 if op == "sum" else 86.0
     for got in on_all(three, lambda rank, backend: allreduced(backend, rank, op, srcs[rank])):
@@ -118,7 +127,7 @@ def test_posts_may_be_waited_for_in_different_orders(three: list[UcxBackend]) ->
     """Each wait makes all that is pending progress; the buffers of a post belong to it alone."""
 
     def body(rank: int, backend: UcxBackend) -> list[Tensor]:
-        n, k = 6, 30_000
+        n, k = 6, 60_000
         post = backend.bind(Call(kind="Allreduce", team=TEAM, rank=rank, reduce_op="sum"))
         dsts = [torch.empty(k) for _ in range(n)]
         works = [post([torch.full((k,), 10.0 * rank + i)], [dsts[i]]) for i in range(n)]
@@ -164,18 +173,23 @@ def test_a_silent_rank_is_an_error_at_the_deadline() -> None:
             work.wait()
 
 
-def test_ranks_that_post_different_kinds_never_meet() -> None:
+@pytest.mark.parametrize("other", [("Broadcast", 2), ("Scatter", 4)], ids=["size", "kind"])
+def test_ranks_that_post_something_else_never_meet(other: tuple[str, int]) -> None:
+    """Another kind, or another size: nothing that means something else arrives."""
+    kind, k = other
+
     def body(rank: int, backend: UcxBackend) -> Tensor:
-        call = Call(kind="Broadcast" if rank else "Allgather", team=(0, 1), rank=rank, root=1)
-        dst = torch.zeros(2)
-        work = backend.bind(call)([torch.ones(1)], [] if rank else [dst])
+        given = Call(kind="Broadcast", team=(0, 1), rank=rank, root=1)
+        wrong = replace(given, kind=kind, parts=(0,), blocks=(0,))
+        dst = torch.zeros(4)
+        work = backend.bind(wrong if rank else given)([torch.ones(k)] * rank, [dst] * (1 - rank))
         if rank == 0:
-            with pytest.raises(BackendError, match="Allgather failed on rank 0"):
+            with pytest.raises(BackendError, match="Broadcast failed on rank 0"):
                 work.wait()
         return dst
 
     with world(2, timeout_s=0.2) as backends:
-        assert on_all(backends, body)[0].tolist()[1] == 0
+        assert not on_all(backends, body)[0].any()
 
 
 def post_one(backend: UcxBackend, rank: int) -> Any:

@@ -16,8 +16,11 @@ from typing import Any, Protocol
 
 from mdfuse.backends.ucx_library import Library
 
-#: A tag, from the highest bit: kind, team, sender, number of the message. UCX matches by tag alone.
-_TEAM_BITS, _SENDER_BITS, _NUMBER_BITS = 16, 20, 24
+#: A tag, from the highest bit: kind, team, sender, number of the message, its size. UCX matches by
+#: tag alone, and would be content with a message that is shorter than its place.
+_TEAM_BITS, _SENDER_BITS, _NUMBER_BITS, _SIZE_BITS = 16, 20, 12, 12
+
+_PRIME = 4093
 
 #: How many teams have tags.
 MOST_TEAMS = 1 << _TEAM_BITS
@@ -52,19 +55,21 @@ class Channel:
     sent: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     received: dict[int, int] = field(default_factory=lambda: defaultdict(int))
 
-    def tag_to(self, peer: int, kind: int) -> int:
-        """The tag of the next message to a member."""
+    def tag_to(self, peer: int, kind: int, size: int) -> int:
+        """The tag of the next message to a member, of so many bytes."""
         self.sent[peer] += 1
-        return self._tag(self.rank, self.sent[peer], kind)
+        return self._tag(kind, self.rank, self.sent[peer], size)
 
-    def tag_from(self, peer: int, kind: int) -> int:
-        """The tag of the next message from a member."""
+    def tag_from(self, peer: int, kind: int, size: int) -> int:
+        """The tag of the next message from a member, of so many bytes."""
         self.received[peer] += 1
-        return self._tag(peer, self.received[peer], kind)
+        return self._tag(kind, peer, self.received[peer], size)
 
-    def _tag(self, sender: int, n: int, kind: int) -> int:
-        high = (kind << _TEAM_BITS | self.number) << _SENDER_BITS | sender
-        return high << _NUMBER_BITS | n % (1 << _NUMBER_BITS)
+    def _tag(self, kind: int, sender: int, n: int, size: int) -> int:
+        tag = (kind << _TEAM_BITS | self.number) << _SENDER_BITS | sender
+        tag = tag << _NUMBER_BITS | n % (1 << _NUMBER_BITS)
+        # a prime: sizes that differ by a power of two differ here too
+        return tag << _SIZE_BITS | size % _PRIME
 
 
 class Engine:
@@ -93,11 +98,6 @@ class Engine:
     def error(self) -> type[Exception]:
         """The base of UCX's errors."""
         return self._library.error
-
-    @property
-    def takes_cuda(self) -> bool:
-        """Whether UCX moves device memory itself."""
-        return bool(self._context.cuda_support)
 
     def missing(self, ranks: Iterable[int]) -> list[int]:
         """Ranks whose address is not known yet."""
@@ -130,6 +130,10 @@ class Engine:
         with self._lock:
             if not work.advance():
                 self._pending.append(work)
+
+    def is_gone(self, peer: int) -> bool:
+        """Whether a rank that was contacted does not answer any more."""
+        return peer in self._endpoints and not self._endpoints[peer].alive
 
     def keep(self, work: Pending) -> None:
         """Hold on to a communication that failed, and to its buffers."""

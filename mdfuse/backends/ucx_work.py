@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,17 +47,17 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def _bytes(elements: Tensor) -> Any:
-    """Host memory goes as a numpy array: it costs less than a tensor to look at."""
-    seen = elements.view(torch.uint8)
-    return seen.numpy() if seen.device.type == "cpu" else seen
+    """As a numpy array, which costs UCX less to look at than a tensor."""
+    return elements.view(torch.uint8).numpy()
 
 
 @dataclass(slots=True)
 class _Message:
     """A transfer with its tag, then with its request."""
 
-    transfer: Transfer
+    peer: int
     is_send: bool
+    buffer: Any
     tag: int
     request: Any = None
 
@@ -72,7 +72,6 @@ class ComposedWork:
         channel: numbers its messages, all of them now: both ends count in the order of posts.
         engine: makes it progress.
         timeout_s: how long a wait may take.
-        finish: what to do at the end.
     """
 
     def __init__(
@@ -84,12 +83,12 @@ class ComposedWork:
         channel: Channel,
         engine: Engine,
         timeout_s: float,
-        finish: Callable[[], object] | None = None,
     ) -> None:
         self._call, self._buffers, self._engine = call, buffers, engine
-        self._timeout_s, self._finish = timeout_s, finish
+        self._timeout_s = timeout_s
         kind = KIND_NUMBERS[call.kind]
-        self._steps = deque((s.local, _messages(s, channel, kind)) for s in composition.steps)
+        steps = composition.steps
+        self._steps = deque((s.local, _messages(s, buffers, channel, kind)) for s in steps)
         self._in_flight: list[_Message] = []
         self._at = call.rank  # the peer that is dealt with
         self._is_done = False
@@ -118,7 +117,8 @@ class ComposedWork:
                 else:
                     self._end()
         except self._engine.error as error:
-            self._fail(f"rank {self._at} is gone ({first_line(error)})")
+            what = "is gone" if self._engine.is_gone(self._at) else "does not get or give it"
+            self._fail(f"rank {self._at} {what} ({first_line(error)})")
         return self._is_over()
 
     def _is_over(self) -> bool:
@@ -130,7 +130,7 @@ class ComposedWork:
             message = self._in_flight[-1]
             if not message.request.completed:
                 return False
-            self._at = message.transfer.peer
+            self._at = message.peer
             message.request.check_error()
             self._in_flight.pop()
         return True
@@ -140,10 +140,9 @@ class ComposedWork:
             self._change(change)
         engine = self._engine
         for message in messages:
-            self._at = message.transfer.peer
+            self._at = message.peer
             begin = engine.send if message.is_send else engine.receive
-            piece = self._buffers.bytes(message.transfer.piece)
-            message.request = begin(self._at, piece, message.tag)
+            message.request = begin(self._at, message.buffer, message.tag)
             self._in_flight.append(message)
 
     def _change(self, change: Copy | Reduce) -> None:
@@ -156,9 +155,6 @@ class ComposedWork:
                 elements(target).copy_(combine(self._call.reduce_op or "", operands))
 
     def _end(self) -> None:
-        if self._finish is not None:
-            self._finish()
-        self._finish = None
         self._buffers = _NOTHING
         self._is_done = True
 
@@ -167,15 +163,20 @@ class ComposedWork:
         self._engine.keep(self)  # with its buffers: UCX may still write into them
 
     def _what_is_missing(self) -> str:
-        late = [x.transfer.peer for x in self._in_flight if not x.request.completed]
+        late = [x.peer for x in self._in_flight if not x.request.completed]
         ranks = ", ".join(map(str, sorted(set(late))))
         return f"after {self._timeout_s:g} s nothing came from, or was taken by, rank {ranks}"
 
 
-def _messages(step: Step, channel: Channel, kind: int) -> list[_Message]:
+def _messages(step: Step, buffers: Buffers, channel: Channel, kind: int) -> list[_Message]:
     """The messages of a step, numbered; receives first, so that what comes finds its place."""
-    recvs = [_Message(t, False, channel.tag_from(t.peer, kind)) for t in step.recvs]
-    return recvs + [_Message(t, True, channel.tag_to(t.peer, kind)) for t in step.sends]
+
+    def message(t: Transfer, is_send: bool) -> _Message:
+        piece = buffers.bytes(t.piece)
+        tag = channel.tag_to if is_send else channel.tag_from
+        return _Message(t.peer, is_send, piece, tag(t.peer, kind, len(piece)))
+
+    return [message(t, False) for t in step.recvs] + [message(t, True) for t in step.sends]
 
 
 #: A kind's number in the tags of its messages: two ranks that post different kinds do not meet.
