@@ -15,9 +15,11 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from mdfuse.backends import ucx_library
 from mdfuse.backends.base import Backend, Call, Poster
 from mdfuse.backends.c10d import C10dBackend
 from mdfuse.backends.c10d_groups import LIBRARIES, HashStore, PrefixStore, Store
+from mdfuse.backends.ucx import UcxBackend
 from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import BackendError
 from mdfuse.runtime.agreement import Agreement
@@ -92,7 +94,15 @@ def _c10d_row(name: str) -> BackendRow:
     return BackendRow(devices=library.devices, why_not=library.why_not, open=open_c10d)
 
 
+def _ucx_row() -> BackendRow:
+    def open_ucx(world: World) -> _OpenBackend:
+        return UcxBackend(rank=world.launch.rank, store=world.store, timeout_s=world.timeout_s)
+
+    return BackendRow(devices=("cpu",), why_not=ucx_library.why_not, open=open_ucx)
+
+
 BACKENDS: dict[str, BackendRow] = {name: _c10d_row(name) for name in LIBRARIES}
+BACKENDS["ucx"] = _ucx_row()
 
 
 class Communicator:
@@ -327,6 +337,8 @@ def _forget(communicator: Communicator) -> None:
 def _join(wanted: str, options: Options) -> Communicator:
     timeout_s = options.timeout_s
     launch = detect(os.environ, _default_group())
+    if wanted == "ucx":
+        ucx_library.why_not()  # loads it: UCX must come before MPI, by which ranks may meet
     base, is_host = open_store(launch, timeout_s, os.environ)
     store = PrefixStore(f"mdfuse/{next(_generations)}", base)
     agreement = Agreement(PrefixStore("agreement", store), launch.rank, launch.size, timeout_s)

@@ -1,0 +1,392 @@
+"""Communications composed from transfers between pairs: for one rank's call, the steps it takes.
+
+Pure data, for libraries that only send and receive. A rank carries out its steps in order: the
+local work of a step, then all its transfers at once, and the next step when they have finished.
+Between two ranks the i-th send meets the i-th receive, step after step.
+
+One form each, chosen so that every reduction reduces once, all operands together in team order:
+partial sums never travel, so narrow floats are rounded once, and results have the same bits on all
+ranks, whatever form brought the operands.
+
+==============  ================================================================================
+Allgather       ring: each rank passes on what it got; blocks cross a slow link once
+ReduceScatter   every rank gets its block of every operand, and reduces: as many bytes as a ring
+Allreduce       the two in turn; twice (n-1)/n of the operand arrives, the least there is
+Reduce          ReduceScatter, then the blocks go to the root (Rabenseifner's form)
+Broadcast       binomial tree: log2(n) steps
+Gather, Scatter, AllToAll, Exchange, SendRecv
+                each piece goes directly to where it is needed
+==============  ================================================================================
+
+What is small goes in one step instead: every operand or block directly to everyone who needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Literal
+
+from mdfuse.backends.base import Call
+from mdfuse.errors import CommunicationError
+
+#: Elements [start, stop) of a buffer.
+_Range = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements of one of the buffers of a call.
+
+    Attributes:
+        side: what is sent, what is received, or the composition's own memory.
+        start: the first element, of the buffer seen as flat.
+        stop: behind the last one.
+        index: which buffer of its side.
+    """
+
+    side: Literal["src", "dst", "scratch"]
+    start: int
+    stop: int
+    index: int = 0
+
+    @property
+    def size(self) -> int:
+        """How many elements."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A piece that goes to, or comes from, another rank."""
+
+    peer: int
+    piece: Piece
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Elements that stay on this rank."""
+
+    source: Piece
+    target: Piece
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Rows, one per member in team order, that become one."""
+
+    rows: Piece
+    target: Piece
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What happens together.
+
+    Attributes:
+        local: done first, in order.
+        recvs: posted next, then `sends`; the step is over when all have finished.
+        sends: likewise.
+    """
+
+    local: tuple[Copy | Reduce, ...] = ()
+    recvs: tuple[Transfer, ...] = ()
+    sends: tuple[Transfer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Composition:
+    """One rank's part of a communication.
+
+    Attributes:
+        steps: in order.
+        scratch: elements of its own that it needs.
+    """
+
+    steps: tuple[Step, ...]
+    scratch: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Elements of the buffers of one post.
+
+    Attributes:
+        srcs: of each that is sent.
+        dsts: of each that is received.
+        small: how many elements may arrive at a rank in one step, rather than in several.
+    """
+
+    srcs: tuple[int, ...]
+    dsts: tuple[int, ...]
+    small: int = 0
+
+
+def compose(call: Call, sizes: Sizes) -> Composition:
+    """The steps of one rank's part of a communication.
+
+    Args:
+        call: what is posted.
+        sizes: of its buffers; `small` is the same on all ranks.
+
+    Raises:
+        CommunicationError: the kind is unknown, its root is not in the team, or the buffers do
+            not have the sizes that the call needs.
+
+    >>> call = Call(kind="Broadcast", team=(0, 1, 2), rank=1, root=0)
+    >>> compose(call, Sizes(srcs=(), dsts=(4,))).steps[0].recvs
+    (Transfer(peer=0, piece=Piece(side='dst', start=0, stop=4, index=0)),)
+    """
+    if call.kind not in KINDS:
+        raise CommunicationError(
+            f"{call.kind} is not a kind of communication",
+            because=f"kinds are {', '.join(KINDS)}",
+        )
+    found = KINDS[call.kind](call, sizes)
+    kept = tuple(step for step in map(_without_empty, found.steps) if step != Step())
+    for piece in _pieces(kept):
+        _check_fits(call, sizes, piece)
+    return replace(found, steps=kept)
+
+
+def _without_empty(step: Step) -> Step:
+    """Nothing that has no elements: neither side posts it."""
+
+    def full(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
+        return tuple(t for t in transfers if t.piece.size)
+
+    local = tuple(x for x in step.local if x.target.size)
+    return Step(local=local, recvs=full(step.recvs), sends=full(step.sends))
+
+
+def _pieces(steps: Iterable[Step]) -> Iterable[Piece]:
+    for step in steps:
+        yield from (t.piece for t in (*step.recvs, *step.sends))
+        for local in step.local:
+            yield local.source if isinstance(local, Copy) else local.rows
+            yield local.target
+
+
+def _check_fits(call: Call, sizes: Sizes, piece: Piece) -> None:
+    """Libraries see an address and a count, and would write behind the end."""
+    has = {"src": sizes.srcs, "dst": sizes.dsts}.get(piece.side)
+    if has is not None and piece.stop > has[piece.index]:
+        raise CommunicationError(
+            f"{call.kind} on team {call.team}: rank {call.rank} has a {piece.side} of "
+            f"{has[piece.index]} elements, and needs {piece.stop}",
+            because="all ranks of a team post equal sizes",
+        )
+
+
+# -- parts of compositions -------------------------------------------------------------------------
+
+
+def _index(call: Call) -> int:
+    return call.team.index(call.rank)
+
+
+def _others(call: Call) -> list[tuple[int, int]]:
+    """Index and rank of the other members, the next one first: they do not all meet at one."""
+    i, n = _index(call), len(call.team)
+    return [(j, call.team[j]) for j in ((i + s) % n for s in range(1, n))]
+
+
+def _equal(k: int, n: int) -> list[_Range]:
+    return [(i * k, i * k + k) for i in range(n)]
+
+
+def _split(k: int, n: int) -> list[_Range]:
+    """`k` elements cut into `n` blocks, as even as can be."""
+    return list(pairwise(i * k // n for i in range(n + 1)))
+
+
+def _offsets(counts: Sequence[int]) -> list[_Range]:
+    return list(pairwise(accumulate(counts, initial=0)))
+
+
+def _ring(call: Call, blocks: Sequence[_Range]) -> list[Step]:
+    """Pass blocks of dst on; this rank has its own one."""
+    i, n = _index(call), len(call.team)
+    left, right = call.team[i - 1], call.team[(i + 1) % n]
+    return [
+        Step(
+            recvs=(Transfer(left, Piece("dst", *blocks[(i - t - 1) % n])),),
+            sends=(Transfer(right, Piece("dst", *blocks[(i - t) % n])),),
+        )
+        for t in range(n - 1)
+    ]
+
+
+def _operands(call: Call, blocks: Sequence[_Range]) -> tuple[Step, Piece]:
+    """Bring each member its block of everybody's src; also the rows where this rank gets them."""
+    i, n = _index(call), len(call.team)
+    size = blocks[i][1] - blocks[i][0]
+    rows = [Piece("scratch", *row) for row in _equal(size, n)]
+    step = Step(
+        local=(Copy(Piece("src", *blocks[i]), rows[i]),),
+        recvs=tuple(Transfer(r, rows[j]) for j, r in _others(call)),
+        sends=tuple(Transfer(r, Piece("src", *blocks[j])) for j, r in _others(call)),
+    )
+    return step, Piece("scratch", 0, n * size)
+
+
+def _reduced(
+    call: Call, blocks: Sequence[_Range], target: Piece, rest: Iterable[Step] = ()
+) -> Composition:
+    """Reduce each member's block into its `target`, then go on with `rest`."""
+    step, rows = _operands(call, blocks)
+    following, *last = [*rest] or [Step()]
+    following = replace(following, local=(Reduce(rows, target), *following.local))
+    end = target.stop if target.side == "scratch" else rows.stop
+    return Composition(steps=(step, following, *last), scratch=end)
+
+
+# -- kinds -----------------------------------------------------------------------------------------
+
+
+def _allgather(call: Call, sizes: Sizes) -> Composition:
+    (k,), i, n = sizes.srcs, _index(call), len(call.team)
+    blocks = _equal(k, n)
+    own = Copy(Piece("src", 0, k), Piece("dst", *blocks[i]))
+    if n * k > sizes.small:
+        return Composition(steps=(Step(local=(own,)), *_ring(call, blocks)))
+    step = Step(
+        local=(own,),
+        recvs=tuple(Transfer(r, Piece("dst", *blocks[j])) for j, r in _others(call)),
+        sends=tuple(Transfer(r, own.source) for _, r in _others(call)),
+    )
+    return Composition(steps=(step,))
+
+
+def _reduce_scatter(call: Call, sizes: Sizes) -> Composition:
+    (k,) = sizes.dsts
+    return _reduced(call, _equal(k, len(call.team)), Piece("dst", 0, k))
+
+
+def _allreduce(call: Call, sizes: Sizes) -> Composition:
+    (k,), n = sizes.srcs, len(call.team)
+    if n * k <= sizes.small:
+        return _reduced(call, [(0, k)] * n, Piece("dst", 0, k))
+    blocks = _split(k, n)
+    return _reduced(call, blocks, Piece("dst", *blocks[_index(call)]), _ring(call, blocks))
+
+
+def _reduce(call: Call, sizes: Sizes) -> Composition:
+    (k,), n, root = sizes.srcs, len(call.team), _root_index(call)
+    is_small = n * k <= sizes.small
+    blocks = [(0, k if j == root else 0) for j in range(n)] if is_small else _split(k, n)
+    start, stop = blocks[_index(call)]
+    if call.rank == call.root:
+        parts = [] if is_small else [(j, r) for j, r in _others(call)]
+        recvs = tuple(Transfer(r, Piece("dst", *blocks[j])) for j, r in parts)
+        return _reduced(call, blocks, Piece("dst", start, stop), [Step(recvs=recvs)])
+    behind = n * (stop - start)
+    target = Piece("scratch", behind, behind + stop - start)
+    to_root = Step(sends=(Transfer(call.team[root], target),))
+    return _reduced(call, blocks, target, [to_root])
+
+
+def _broadcast(call: Call, sizes: Sizes) -> Composition:
+    """Counted from the root, a member gets it from where its lowest bit is cleared."""
+    n, root = len(call.team), _root_index(call)
+    position = (_index(call) - root) % n
+    held = Piece("dst" if position else "src", 0, (sizes.dsts if position else sizes.srcs)[0])
+    lowest = position & -position or 1 << (n - 1).bit_length()
+    bits = [1 << b for b in reversed(range(lowest.bit_length() - 1))]  # the largest subtree first
+    children = [call.team[(position + b + root) % n] for b in bits if position + b < n]
+    parent = call.team[((position & (position - 1)) + root) % n]
+    recvs = (Transfer(parent, held),) if position else ()
+    sends = tuple(Transfer(child, held) for child in children)
+    return Composition(steps=(Step(recvs=recvs), Step(sends=sends)))
+
+
+def _gather(call: Call, sizes: Sizes) -> Composition:
+    root = call.team[_root_index(call)]
+    own = Piece("src", 0, sizes.srcs[0] if call.rank in call.parts else 0)
+    if call.rank != root:
+        return Composition(steps=(Step(sends=(Transfer(root, own),)),))
+    size = sizes.dsts[0] // max(len(call.parts), 1)
+    blocks = zip(call.parts, (Piece("dst", *b) for b in _equal(size, len(call.parts))), strict=True)
+    local, others = _kept(call, blocks)
+    step = Step(
+        local=tuple(Copy(own, block) for block in local),
+        recvs=tuple(Transfer(r, block) for r, block in others),
+    )
+    return Composition(steps=(step,))
+
+
+def _scatter(call: Call, sizes: Sizes) -> Composition:
+    root = call.team[_root_index(call)]
+    own = Piece("dst", 0, sizes.dsts[0] if call.rank in call.parts else 0)
+    if call.rank != root:
+        return Composition(steps=(Step(recvs=(Transfer(root, own),)),))
+    count = call.source_blocks or max(call.blocks, default=-1) + 1
+    size = sizes.srcs[0] // max(count, 1)
+    pieces = (Piece("src", b * size, b * size + size) for b in call.blocks)
+    local, others = _kept(call, zip(call.parts, pieces, strict=True))
+    step = Step(
+        local=tuple(Copy(block, own) for block in local),
+        sends=tuple(Transfer(r, block) for r, block in others),
+    )
+    return Composition(steps=(step,))
+
+
+def _kept(
+    call: Call, blocks: Iterable[tuple[int, Piece]]
+) -> tuple[list[Piece], list[tuple[int, Piece]]]:
+    """What stays on this rank, and what goes to, or comes from, which other one."""
+    pairs = [*blocks]
+    return [b for r, b in pairs if r == call.rank], [(r, b) for r, b in pairs if r != call.rank]
+
+
+def _alltoall(call: Call, sizes: Sizes) -> Composition:
+    """Without counts the blocks are equal."""
+    i, n = _index(call), len(call.team)
+    sends = [Piece("src", *b) for b in _offsets(call.send_counts or (sizes.srcs[0] // n,) * n)]
+    recvs = [Piece("dst", *b) for b in _offsets(call.recv_counts or (sizes.dsts[0] // n,) * n)]
+    step = Step(
+        local=(Copy(sends[i], recvs[i]),),
+        recvs=tuple(Transfer(r, recvs[j]) for j, r in _others(call)),
+        sends=tuple(Transfer(r, sends[j]) for j, r in _others(call)),
+    )
+    return Composition(steps=(step,))
+
+
+def _exchange(call: Call, sizes: Sizes) -> Composition:
+    def transfers(
+        side: Literal["src", "dst"], peers: Sequence[int], counts: Sequence[int]
+    ) -> tuple[Transfer, ...]:
+        pairs = enumerate(zip(peers, counts, strict=True))
+        return tuple(Transfer(peer, Piece(side, 0, k, i)) for i, (peer, k) in pairs)
+
+    step = Step(
+        recvs=transfers("dst", call.recvs, sizes.dsts),
+        sends=transfers("src", call.sends, sizes.srcs),
+    )
+    return Composition(steps=(step,))
+
+
+def _root_index(call: Call) -> int:
+    if call.root is None or call.root not in call.team:
+        raise CommunicationError(
+            f"{call.kind} on team {call.team} has root {call.root}",
+            because="its root is one of the team",
+        )
+    return call.team.index(call.root)
+
+
+#: How each kind is composed.
+KINDS: dict[str, Callable[[Call, Sizes], Composition]] = {
+    "Allgather": _allgather,
+    "ReduceScatter": _reduce_scatter,
+    "Allreduce": _allreduce,
+    "AllToAll": _alltoall,
+    "Broadcast": _broadcast,
+    "Reduce": _reduce,
+    "Gather": _gather,
+    "Scatter": _scatter,
+    "SendRecv": _exchange,
+    "Exchange": _exchange,
+}

@@ -1,0 +1,171 @@
+"""Communications through UCX: ucxx moves messages, collectives are composed of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from mdfuse.backends.base import Call, Place, Work
+from mdfuse.backends.c10d_groups import PrefixStore, Store
+from mdfuse.backends.c10d_posts import REDUCING
+from mdfuse.backends.c10d_work import DONE, first_line
+from mdfuse.backends.composed import KINDS, Composition, Sizes, compose
+from mdfuse.backends.reduction import check_reduction
+from mdfuse.backends.ucx_engine import MOST_TEAMS, Channel, Engine
+from mdfuse.backends.ucx_library import load, why_not
+from mdfuse.backends.ucx_work import Buffers, ComposedWork
+from mdfuse.errors import BackendError, CommunicationError
+
+#: What arrives in one step rather than in several, bytes. Steps are what is slow where ranks
+#: outnumber cores (all-gather, 4 ranks on 2 loaded cores: 8 KiB each in one step 2.4 ms, 32 KiB
+#: each around a ring 12 ms); each step more lets all-reduces do with fewer bytes.
+SMALL_BYTES = 128 * 1024
+
+
+class UcxBackend:
+    """UCX between the ranks, with tags of each team's own; buffers are in host memory.
+
+    Args:
+        rank: this rank.
+        store: shared by all ranks; nobody else uses its keys.
+        timeout_s: seconds after which a communication that does not finish is an error.
+
+    Raises:
+        BackendError: this process cannot use UCX.
+    """
+
+    name = "ucx"
+
+    def __init__(self, *, rank: int, store: Store, timeout_s: float) -> None:
+        refusal = why_not()
+        if refusal:
+            because, hint = refusal
+            raise BackendError("backend 'ucx' cannot be used", because=because, hint=hint)
+        self._rank = rank
+        self._store = PrefixStore("ucx", store)
+        self._timeout_s = timeout_s
+        self._engine = Engine(load())
+        self._channels: dict[tuple[int, ...], Channel] = {}
+        self._store.set(f"address/{rank}", self._engine.address.hex())
+
+    def prepare(self, teams: Iterable[tuple[int, ...]]) -> None:
+        """Make the teams this rank is in; every rank passes its own, all in one global order.
+
+        A team that exists, has one member, or lacks this rank needs nothing. Members are contacted
+        when they are first sent something.
+
+        Raises:
+            BackendError: a member did not come in time, or there are too many teams.
+        """
+        for team in teams:
+            if len(team) > 1 and self._rank in team and team not in self._channels:
+                self._channels[team] = self._make(team)
+
+    def bind(self, call: Call) -> UcxPoster:
+        """Prepare a call that will be posted many times.
+
+        Raises:
+            CommunicationError: the kind is unknown, or its team was not prepared.
+        """
+        if call.kind not in KINDS:
+            raise CommunicationError(
+                f"{call.kind} is not a kind of communication",
+                because=f"kinds are {', '.join(KINDS)}",
+            )
+        channel = self._channels.get(call.team)
+        if channel is None and len(call.team) > 1:
+            raise CommunicationError(
+                f"{call.kind} on team {call.team}, which rank {self._rank} has not prepared",
+                because="teams are made before programs run, in one order on all ranks",
+                hint="pass the team to prepare() on each of its members first",
+            )
+        alone = Channel(0, self._rank)
+        return UcxPoster(call, channel or alone, self._engine, self._timeout_s)
+
+    def close(self) -> None:
+        """Give up all connections."""
+        self._channels.clear()
+        self._engine.close()
+
+    def _make(self, team: tuple[int, ...]) -> Channel:
+        """Its number and its members' addresses, which the store has."""
+        key = "team/" + hashlib.sha256(repr(team).encode()).hexdigest()[:32]
+        if team[0] == self._rank:
+            self._store.set(key, str(self._store.add("teams", 1)))
+        unknown = self._engine.missing(r for r in team if r != self._rank)
+        keys = [f"address/{r}" for r in unknown]
+        try:
+            self._store.wait([key, *keys], timedelta(seconds=self._timeout_s))
+            number, *addresses = self._store.multi_get([key, *keys])
+        except RuntimeError as error:
+            raise BackendError(
+                f"ucx cannot connect rank {self._rank} with the team {team}",
+                because=first_line(error),
+                hint="every member must prepare the team; check that their hosts reach each other",
+            ) from error
+        for rank, address in zip(unknown, addresses, strict=True):
+            self._engine.introduce(rank, bytes.fromhex(address.decode()))
+        return Channel(_checked(int(number)), self._rank)
+
+
+def _checked(number: int) -> int:
+    if number >= MOST_TEAMS:
+        raise BackendError(
+            f"ucx cannot make team {number} of this world",
+            because=f"a tag has room for {MOST_TEAMS - 1} teams",
+            hint="close the communicator and make a new one",
+        )
+    return number
+
+
+class UcxPoster:
+    """A call bound to its team; keeps one composition per sizes of buffers."""
+
+    __slots__ = ("_call", "_channel", "_compositions", "_engine", "_timeout_s")
+
+    def __init__(self, call: Call, channel: Channel, engine: Engine, timeout_s: float) -> None:
+        self._call = call
+        self._channel = channel
+        self._engine = engine
+        self._timeout_s = timeout_s
+        self._compositions: dict[object, Composition] = {}
+
+    def __call__(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+        buffers = (*srcs, *dsts)
+        if not buffers:
+            return DONE
+        composition = self._composition(srcs, dsts)
+        if not composition.steps:
+            return DONE
+        first = buffers[0]
+        scratch = torch.empty(composition.scratch, dtype=first.dtype, device=first.device)
+        return ComposedWork(
+            self._call,
+            composition,
+            Buffers(srcs, dsts, scratch),
+            channel=self._channel,
+            engine=self._engine,
+            timeout_s=self._timeout_s,
+        )
+
+    def prepare(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: Place) -> None:
+        """No post is one call of the library's own."""
+
+    def _composition(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Composition:
+        dtype = (*srcs, *dsts)[0].dtype
+        key = (dtype, *(x.numel() for x in srcs), None, *(x.numel() for x in dsts))
+        found = self._compositions.get(key)
+        if found is None:
+            if self._call.kind in REDUCING:
+                check_reduction(self._call.reduce_op, dtype)
+            sizes = Sizes(
+                srcs=tuple(x.numel() for x in srcs),
+                dsts=tuple(x.numel() for x in dsts),
+                small=SMALL_BYTES // dtype.itemsize,
+            )
+            found = self._compositions[key] = compose(self._call, sizes)
+        return found

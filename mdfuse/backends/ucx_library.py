@@ -1,0 +1,76 @@
+"""The library UCX, through ucxx: whether it is there, and what is taken from it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+#: How often UCX looks whether a rank that something is expected from still lives, where that does
+#: not show by itself (its own choice is 20 s).
+_SETTINGS = {"KEEPALIVE_INTERVAL": "1s"}
+
+_INSTALL = 'pip install "mdfuse[ucx]" (ucxx; it needs no GPU), or use backend="gloo"'
+_LOAD_FIRST = (
+    'load UCX before MPI: import mpi4py.MPI after mdfuse.init(backend="ucx"), or call '
+    "libucx.load_library() first"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """The names of ucxx that are used. It has no type information.
+
+    Attributes:
+        api: the module of its classes.
+        array: what a request takes for a buffer.
+        error: the base of its errors.
+    """
+
+    api: Any
+    array: Any
+    error: type[Exception]
+
+    def open_worker(self) -> tuple[Any, Any]:
+        """A context, and the one worker of this process."""
+        api = self.api
+        context = api.UCXContext(settings(os.environ), (api.Feature.TAG, api.Feature.WAKEUP))
+        worker = api.UCXWorker(context, enable_delayed_submission=False, enable_python_future=False)
+        return context, worker
+
+
+@cache
+def load() -> Library:
+    """Load UCX; it must come before MPI, which may bring an older UCX of its own.
+
+    Raises:
+        ImportError: ucxx is not installed, or cannot be used.
+        OSError: another UCX was loaded first.
+    """
+    # ucxx sets variables that a UCX without CUDA warns about
+    os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
+    with suppress(ModuleNotFoundError):  # where ucxx was built for a UCX of the system
+        importlib.import_module("libucx").load_library()
+    api = importlib.import_module("ucxx._lib.libucxx")
+    array = importlib.import_module("ucxx._lib.arr").Array
+    return Library(api=api, array=array, error=api.UCXError)
+
+
+def why_not() -> tuple[str, str] | None:
+    """A reason why this process cannot use UCX and a remedy, or None; loads it."""
+    try:
+        load()
+    except ModuleNotFoundError as error:
+        return f"{(error.name or 'ucxx').partition('.')[0]} is not installed", _INSTALL
+    except (ImportError, OSError) as error:
+        return f"UCX cannot be loaded: {str(error).splitlines()[0]}", _LOAD_FIRST
+    return None
+
+
+def settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """What UCX is told unless the user's variables say something."""
+    return {k: v for k, v in _SETTINGS.items() if f"UCX_{k}" not in environment}
