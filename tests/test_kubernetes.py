@@ -1,7 +1,7 @@
 """The Kubernetes files of launch/, against the schemas that their projects publish.
 
-kubeflow_trainer_api has models of TrainJob, JobSet, Job and Pod, made from the schemas of Trainer. A
-model drops what it does not know, so that a file with a wrong field does not come back as it was.
+kubeflow_trainer_api has models of TrainJob, JobSet, Job and Pod, made from the schemas of Trainer.
+A model drops what it does not know: a file with a wrong field does not come back as it was.
 """
 
 from __future__ import annotations

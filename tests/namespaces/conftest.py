@@ -1,4 +1,4 @@
-"""Tests on two hosts: they run where they are asked for and hosts can be made, and say so where not."""
+"""Tests on two hosts: left out, with the reason, unless asked for where hosts can be made."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def _active_links(nvml: Any, gpu: Any) -> int:
         try:
             count += nvml.nvmlDeviceGetNvLinkState(gpu, i) == nvml.NVML_FEATURE_ENABLED
         except nvml.NVMLError:  # no such link
-            break
+            continue
     return count
 
 
