@@ -13,7 +13,8 @@ ARG BASE=python:3.12-slim
 
 FROM ${BASE} AS build
 ARG PIP_EXTRA_INDEX_URL
-ENV PATH=/opt/mdfuse/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+# NGC's images constrain pip to the versions that they bring.
+ENV PATH=/opt/mdfuse/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=
 RUN python3 -m venv --system-site-packages /opt/mdfuse
 WORKDIR /source
 # The dependencies first, in a layer that a change of the sources leaves alone.

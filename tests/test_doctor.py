@@ -374,10 +374,17 @@ def test_a_problem_of_another_rank_stops_the_check(
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.setattr(ranks, "init", lambda options, backend: _Alone("no loopback"))
-    assert ranks.check_ranks(Console(quiet=True), ["here"]) == [
-        "rank 0: here",
-        "rank 1: no loopback",
-    ]
+    found = ranks.check_ranks(Console(quiet=True), ["here"])
+    assert found[:2] == ["rank 0: here", "rank 1: no loopback"]
+
+
+def test_the_null_backend_is_no_way_to_communicate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would bring nothing, and nothing to measure is no success."""
+    launched = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    monkeypatch.setattr(ranks, "init", lambda options, backend: _Alone(None))
+    result = doctor("--collective", MDFUSE_BACKEND="null", **launched)
+    assert result.exit_code == 1
+    assert "backend null: nothing that all ranks could communicate by" in result.stderr
 
 
 def test_ranks_that_do_not_meet_exit_1(monkeypatch: pytest.MonkeyPatch) -> None:

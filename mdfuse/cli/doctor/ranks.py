@@ -74,13 +74,15 @@ def _meet(options: Options, here: Sequence[str]) -> tuple[list[str], list[str]]:
     comm = init(options, backend=_MEETING)
     try:
         texts = comm.all_ok("; ".join(here) or None)
-        named = [n for n in BACKENDS if n != NULL]
-        if options.backend != "auto":
-            named = [options.backend]
-        usable = [name for name in named if not any(_refusals(comm, name))]
+        named = list(BACKENDS) if options.backend == "auto" else [options.backend]
+        real = [name for name in named if name != NULL]
+        usable = [name for name in real if not any(_refusals(comm, name))]
     finally:
         comm.close()
-    return [f"rank {r}: {text}" for r, text in enumerate(texts) if text], usable
+    problems = [f"rank {r}: {text}" for r, text in enumerate(texts) if text]
+    if not usable:
+        problems.append(f"backend {options.backend}: nothing that all ranks could communicate by")
+    return problems, usable
 
 
 def _refusals(comm: Communicator, name: str) -> tuple[str | None, ...]:
