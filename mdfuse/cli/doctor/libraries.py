@@ -36,7 +36,8 @@ _UCX_PROBE = """\
 import libucx
 libucx.load_library()
 import ucxx
-print("ucxx", ucxx.__version__)
+version = ".".join(str(n) for n in ucxx.get_ucx_version())
+print(f"UCX {version} through ucxx {ucxx.__version__}")
 """
 
 #: Seconds that loading a library may take.
