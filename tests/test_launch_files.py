@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -123,6 +124,39 @@ def test_srun_needs_sbatch() -> None:
     done = run(LAUNCH / "srun", "x.py", SLURM_SUBMIT_DIR="")
     assert done.returncode != 0
     assert "submit it with sbatch" in done.stderr
+
+
+# -- scripts that need root and Debian's packages --------------------------------------------------
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> str:
+    """A path with what every Linux has, and no more."""
+    for name in ("bash", "env", "dirname", "mktemp", "rm", "rmdir", "grep"):
+        found = shutil.which(name)
+        assert found is not None
+        (tmp_path / name).symlink_to(found)
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("command", "as_root", "as_user"),
+    [
+        (
+            ("namespaces/two_hosts", "--check"),
+            "no ip: apt-get install iproute2",
+            "network namespaces need root",
+        ),
+        (("image/build",), "no buildah: apt-get install buildah", "tests/image/build: needs root"),
+    ],
+    ids=lambda x: x[0] if isinstance(x, tuple) else "",
+)
+def test_what_a_script_lacks(
+    command: tuple[str, ...], as_root: str, as_user: str, bare: str
+) -> None:
+    done = run(ROOT / "tests" / command[0], *command[1:], PATH=bare)
+    assert done.returncode == 1
+    assert (as_user if os.geteuid() else as_root) in done.stderr
 
 
 # -- the image -------------------------------------------------------------------------------------
