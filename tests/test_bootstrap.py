@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from mdfuse.errors import BackendError
-from mdfuse.runtime.bootstrap import Launch, detect, gloo_devices
+from mdfuse.runtime.bootstrap import (
+    Hydra,
+    Launch,
+    Launcher,
+    OpenMpi,
+    Srun,
+    Torchrun,
+    detect,
+    gloo_devices,
+)
 
 TORCHRUN = {
     "RANK": "5",
@@ -72,6 +81,47 @@ def test_launcher(
     environment: dict[str, str], facts: tuple[str, int, int, int, int | None]
 ) -> None:
     assert _facts(detect(environment)) == facts
+
+
+@pytest.mark.parametrize(
+    ("launcher", "environment", "needed", "facts"),
+    [
+        (
+            Torchrun(),
+            TORCHRUN,
+            ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+            ("torchrun", 5, 8, 1, 4),
+        ),
+        (
+            OpenMpi(),
+            OPEN_MPI,
+            ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+            ("mpirun", 2, 4, 2, 4),
+        ),
+        (Hydra(), HYDRA, ("PMI_RANK", "PMI_SIZE"), ("mpirun", 1, 2, 0, 1)),
+        (
+            Srun(),
+            SRUN,
+            ("SLURM_PROCID", "SLURM_STEP_ID", "SLURM_NTASKS"),
+            ("srun", 3, 4, 1, None),
+        ),
+    ],
+    ids=lambda x: type(x).__name__ if not isinstance(x, dict | tuple) else "",
+)
+def test_each_class_by_itself(
+    launcher: Launcher,
+    environment: dict[str, str],
+    needed: tuple[str, ...],
+    facts: tuple[str, int, int, int, int | None],
+) -> None:
+    """It knows its own environment, no other one, and not its own with a variable missing."""
+    assert launcher.is_present(environment)
+    assert _facts(launcher.launch(environment)) == facts
+    assert not launcher.is_present({})
+    for name in needed:
+        assert not launcher.is_present({k: v for k, v in environment.items() if k != name}), name
+    others = [e for e in (TORCHRUN, OPEN_MPI, HYDRA, SRUN) if e is not environment]
+    assert not any(launcher.is_present(other) for other in others)
 
 
 def test_the_default_group_goes_first_and_borrows_the_local_rank() -> None:

@@ -190,7 +190,7 @@ def test_files_that_do_not_fit(tmp_path: Path, text: str, message: str) -> None:
     assert "Traceback" not in result.output
 
 
-# -- usage, doctor, bench --------------------------------------------------------------------------
+# -- usage, bench ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -214,12 +214,6 @@ def test_dump_of_a_rank_that_is_not_there() -> None:
     result = mdfuse("dump", HELLO, "--rank", "4")
     assert result.exit_code == 1
     assert "rank 4 of a program for ranks 0 to 3" in result.output
-
-
-def test_doctor() -> None:
-    text = shown("doctor")
-    for what in (r"torch +\d", r"launcher +single", r"gloo +cpu +yes"):
-        assert re.search(what, text), what
 
 
 def test_bench_runs_a_file_and_lists_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

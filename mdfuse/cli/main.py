@@ -111,11 +111,21 @@ def dump(
 
 
 @app.command()
-def doctor() -> None:
-    """Show versions, the launcher that was seen, devices, and which backends are usable."""
-    from mdfuse.cli.doctor import examine
+def doctor(
+    collective: Annotated[
+        bool,
+        typer.Option("--collective", help="Let all launched ranks communicate, and measure it."),
+    ] = False,
+) -> None:
+    """Show versions, launcher, devices, links, libraries and backends, each with its remedy.
 
-    examine(screen.output())
+    Exit status 1: something keeps programs from running. Start it as a program is started to see
+    what its ranks see: torchrun --nproc-per-node 4 -m mdfuse doctor --collective.
+    """
+    with screen.errors():
+        from mdfuse.cli.doctor.command import run
+
+        run(collective)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

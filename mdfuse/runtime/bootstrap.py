@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from mdfuse.errors import BackendError
 
@@ -35,112 +36,136 @@ class Launch:
         return self.local_size == self.size
 
 
-def _nothing(environment: Mapping[str, str]) -> int | None:
-    return None
+class Launcher(Protocol):
+    """Tells from a process's environment whether it started the process, and as which rank."""
 
-
-def _slurm_local_size(environment: Mapping[str, str]) -> int | None:
-    """Tasks of a step of one node; the per-node counts of larger steps are not needed."""
-    nodes = _first(environment, ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"))
-    tasks = _first(environment, _SLURM_SIZES)
-    return _number(environment, tasks) if nodes and tasks and environment[nodes] == "1" else None
-
-
-_SLURM_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launcher:
-    """The variables by which a launcher tells a process who it is.
-
-    Attributes:
-        name: the name that `Launch.name` takes.
-        rank: the variable that holds the rank.
-        size: variables that may hold the number of ranks; the first that is set counts.
-        local_rank: likewise for the rank on this host.
-        local_size: likewise for the number of ranks on this host.
-        needs: variables without which the others mean nothing.
-        needs_beside: (a, b): where `a` is set, `b` must be too.
-        count_local: finds the ranks on this host where no variable of `local_size` is set.
-    """
-
-    name: str
-    rank: str
-    size: tuple[str, ...]
-    local_rank: str
-    local_size: tuple[str, ...] = ()
-    needs: tuple[str, ...] = ()
-    needs_beside: tuple[str, str] | None = None
-    count_local: Callable[[Mapping[str, str]], int | None] = _nothing
-
-    def is_present(self, environment: Mapping[str, str]) -> bool:
-        needed = (self.rank, *self.needs)
-        if self.needs_beside and self.needs_beside[0] in environment:
-            needed += self.needs_beside[1:]
-        return all(v in environment for v in needed) and bool(_first(environment, self.size))
+    def is_present(self, environment: Mapping[str, str]) -> bool: ...
 
     def launch(self, environment: Mapping[str, str]) -> Launch:
-        size_name = _first(environment, self.size)
-        assert size_name is not None
-        rank, size = _number(environment, self.rank), _number(environment, size_name)
-        if rank >= size:
-            raise BackendError(
-                f"{self.rank}={rank} does not fit {size_name}={size}",
-                because="a rank is smaller than the number of ranks",
-                hint=f"unset the variables, or start the program with {self.name}",
-            )
-        local = _number(environment, self.local_rank) if self.local_rank in environment else rank
-        local_size = _first(environment, self.local_size)
-        return Launch(
-            name=self.name,
-            rank=rank,
-            size=size,
-            local_rank=local,
-            local_size=_number(environment, local_size)
-            if local_size
-            else self.count_local(environment),
-            why=f"{self.rank}={rank} and {size_name}={size} are set",
+        """What the variables say; only where `is_present`.
+
+        Raises:
+            BackendError: they contradict each other or are not numbers.
+        """
+
+
+class Torchrun:
+    """torchrun, and whatever else sets the variables of torch's own rendezvous."""
+
+    def is_present(self, environment: Mapping[str, str]) -> bool:
+        return _has_all(environment, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+    def launch(self, environment: Mapping[str, str]) -> Launch:
+        return _launch(
+            environment,
+            "torchrun",
+            rank="RANK",
+            size="WORLD_SIZE",
+            local_rank="LOCAL_RANK",
+            local_size=_optional_number(environment, "LOCAL_WORLD_SIZE"),
         )
 
 
-#: In order of precedence, each row with the reason why it stands there.
+class OpenMpi:
+    """mpirun of Open MPI, with ssh, Slurm or nothing below it."""
+
+    def is_present(self, environment: Mapping[str, str]) -> bool:
+        return _has_all(environment, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+
+    def launch(self, environment: Mapping[str, str]) -> Launch:
+        return _launch(
+            environment,
+            "mpirun",
+            rank="OMPI_COMM_WORLD_RANK",
+            size="OMPI_COMM_WORLD_SIZE",
+            local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+            local_size=_optional_number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        )
+
+
+class Hydra:
+    """mpirun of MPICH and Intel MPI."""
+
+    def is_present(self, environment: Mapping[str, str]) -> bool:
+        return _has_all(environment, "PMI_RANK", "PMI_SIZE")
+
+    def launch(self, environment: Mapping[str, str]) -> Launch:
+        return _launch(
+            environment,
+            "mpirun",
+            rank="PMI_RANK",
+            size="PMI_SIZE",
+            local_rank="MPI_LOCALRANKID",
+            local_size=_optional_number(environment, "MPI_LOCALNRANKS"),
+        )
+
+
+class Srun:
+    """A step of a Slurm job, with or without PMIx."""
+
+    sizes = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    nodes = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES")
+
+    def is_present(self, environment: Mapping[str, str]) -> bool:
+        """A batch script has SLURM_PROCID=0 and SLURM_NTASKS=n without being one of n ranks.
+
+        Only a job step has a step id.
+        """
+        is_batch_script = "SLURM_JOB_ID" in environment and "SLURM_STEP_ID" not in environment
+        has_size = _first(environment, self.sizes) is not None
+        return "SLURM_PROCID" in environment and has_size and not is_batch_script
+
+    def launch(self, environment: Mapping[str, str]) -> Launch:
+        size = _first(environment, self.sizes)
+        assert size is not None
+        nodes = _first(environment, self.nodes)
+        is_one_node = nodes is not None and environment[nodes] == "1"
+        return _launch(
+            environment,
+            "srun",
+            rank="SLURM_PROCID",
+            size=size,
+            local_rank="SLURM_LOCALID",
+            # the tasks per node of larger steps are not needed
+            local_size=_number(environment, size) if is_one_node else None,
+        )
+
+
+#: In order of precedence, each with the reason why it stands there.
 LAUNCHERS: tuple[Launcher, ...] = (
-    # torchrun may itself have been started by srun or mpirun, one agent per host
-    Launcher(
-        name="torchrun",
-        rank="RANK",
-        size=("WORLD_SIZE",),
-        local_rank="LOCAL_RANK",
-        local_size=("LOCAL_WORLD_SIZE",),
-        needs=("MASTER_ADDR", "MASTER_PORT"),
-    ),
-    # mpirun inside a Slurm allocation inherits SLURM_PROCID, so it goes before srun
-    Launcher(
-        name="mpirun",
-        rank="OMPI_COMM_WORLD_RANK",
-        size=("OMPI_COMM_WORLD_SIZE",),
-        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-        local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
-    ),
-    # Hydra (MPICH, Intel MPI) starts its ranks from a proxy that srun may have started
-    Launcher(
-        name="mpirun",
-        rank="PMI_RANK",
-        size=("PMI_SIZE",),
-        local_rank="MPI_LOCALRANKID",
-        local_size=("MPI_LOCALNRANKS",),
-    ),
-    # a batch script has SLURM_PROCID=0 and SLURM_NTASKS=n without being one of n ranks:
-    # only a job step (srun) has a step id
-    Launcher(
-        name="srun",
-        rank="SLURM_PROCID",
-        size=_SLURM_SIZES,
-        local_rank="SLURM_LOCALID",
-        needs_beside=("SLURM_JOB_ID", "SLURM_STEP_ID"),
-        count_local=_slurm_local_size,
-    ),
+    Torchrun(),  # may itself have been started by srun or mpirun, one agent per host
+    OpenMpi(),  # inside a Slurm allocation it inherits SLURM_PROCID, so it goes before srun
+    Hydra(),  # starts its ranks from a proxy that srun may have started
+    Srun(),
 )
+
+
+def _launch(
+    environment: Mapping[str, str],
+    name: str,
+    *,
+    rank: str,
+    size: str,
+    local_rank: str,
+    local_size: int | None,
+) -> Launch:
+    """What the variables of these names say."""
+    number, count = _number(environment, rank), _number(environment, size)
+    if number >= count:
+        raise BackendError(
+            f"{rank}={number} does not fit {size}={count}",
+            because="a rank is smaller than the number of ranks",
+            hint=f"unset the variables, or start the program with {name}",
+        )
+    local = _optional_number(environment, local_rank)
+    return Launch(
+        name=name,
+        rank=number,
+        size=count,
+        local_rank=number if local is None else local,
+        local_size=local_size,
+        why=f"{rank}={number} and {size}={count} are set",
+    )
 
 
 def detect(environment: Mapping[str, str], default_group: tuple[int, int] | None = None) -> Launch:
@@ -210,8 +235,16 @@ def gloo_devices(environment: Mapping[str, str], launch: Launch) -> tuple[dict[s
     return ({"hostname": "127.0.0.1"},) if launch.is_one_host else ()
 
 
+def _has_all(environment: Mapping[str, str], *names: str) -> bool:
+    return all(name in environment for name in names)
+
+
 def _first(environment: Mapping[str, str], names: tuple[str, ...]) -> str | None:
     return next((name for name in names if name in environment), None)
+
+
+def _optional_number(environment: Mapping[str, str], name: str) -> int | None:
+    return _number(environment, name) if name in environment else None
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

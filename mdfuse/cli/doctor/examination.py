@@ -1,0 +1,100 @@
+"""What one process sees of itself and its host."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from mdfuse.cli.doctor import findings, gpus, host, libraries
+from mdfuse.cli.doctor.findings import Finding
+from mdfuse.config import VARIABLES, options_from_environment
+from mdfuse.errors import BackendError, ProgramError
+from mdfuse.runtime.bootstrap import detect
+from mdfuse.runtime.communicator import BACKENDS
+
+#: Variables shown beside mdfuse's own: they steer the libraries below.
+_SHOWN = ("NCCL_", "UCX_", "UCC_", "GLOO_", "OMPI_MCA_", "CUDA_VISIBLE_DEVICES", "TORCH_NCCL_")
+
+
+def examine(console: Console) -> list[str]:
+    """Print everything about this process and its host.
+
+    Returns:
+        what keeps programs from running, one line each.
+    """
+    linked, matrix = gpus.links()
+    found = [
+        *libraries.versions(),
+        *launcher(os.environ),
+        *gpus.findings(),
+        *linked,
+        *libraries.findings(os.environ),
+        *host.findings(os.environ),
+        *variables(os.environ),
+        *settings(),
+    ]
+    console.print(findings.table(found))
+    if matrix is not None:
+        console.print(matrix)
+    console.print(_backends())
+    return findings.problems(found)
+
+
+def launcher(environment: Mapping[str, str]) -> list[Finding]:
+    """Who started this process, and why it is thought so."""
+    try:
+        launch = detect(environment)
+    except BackendError as error:
+        return [Finding(name="launcher", what=error.what, remedy=error.hint, is_problem=True)]
+    who = f"rank {launch.rank} of {launch.size}, local rank {launch.local_rank}"
+    return [
+        Finding(name="launcher", what=f"{launch.name}: {who}"),
+        Finding(name="", what=f"because {launch.why}"),
+    ]
+
+
+def variables(environment: Mapping[str, str]) -> list[Finding]:
+    """Variables that are set and steer mdfuse or a library below it."""
+    names = sorted(n for n in environment if n in VARIABLES or n.startswith(_SHOWN))
+    return [Finding(name=name, what=environment[name]) for name in names]
+
+
+def settings() -> list[Finding]:
+    """mdfuse's own variables can be read, and the backend that they name is usable."""
+    try:
+        name = options_from_environment().backend
+    except ProgramError as error:
+        remedy = error.because or error.hint
+        return [Finding(name="settings", what=error.what, remedy=remedy, is_problem=True)]
+    if name == "auto" or (name in BACKENDS and BACKENDS[name].why_not() is None):
+        return []
+    unknown = "there is no such backend", "choose one of " + ", ".join(["auto", *BACKENDS])
+    refusal = BACKENDS[name].why_not() if name in BACKENDS else unknown
+    assert refusal is not None
+    what = f"{name} is not usable: {refusal[0]}"
+    return [Finding(name="MDFUSE_BACKEND", what=what, remedy=refusal[1], is_problem=True)]
+
+
+def of_other_ranks() -> list[str]:
+    """What ranks other than the first look at: what differs between hosts, and is soon known."""
+    found = [*launcher(os.environ), *host.findings(os.environ), *settings()]
+    return findings.problems(found)
+
+
+def _backends() -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title="backends", title_justify="left")
+    table.add_column("name")
+    table.add_column("tensors on")
+    table.add_column("usable")
+    table.add_column("why not, and the remedy", overflow="fold")
+    for name, row in BACKENDS.items():
+        refusal = row.why_not()
+        usable = Text("no", "yellow") if refusal else Text("yes", "green")
+        remedy = f"{refusal[0]}; {refusal[1]}" if refusal else ""
+        table.add_row(name, " ".join(row.devices), usable, Text(remedy))
+    return table

@@ -1,0 +1,51 @@
+"""What doctor says about one thing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.table import Table
+from rich.text import Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        name: what was looked at; empty where it continues the finding above.
+        what: what was seen.
+        remedy: what to do about it; None where nothing is to be done.
+        is_problem: programs will not run before the remedy; it decides the exit status.
+    """
+
+    name: str
+    what: str
+    remedy: str | None = None
+    is_problem: bool = False
+
+    @property
+    def text(self) -> str:
+        """The fact and the remedy in one line."""
+        return f"{self.what}; {self.remedy}" if self.remedy else self.what
+
+
+def table(findings: list[Finding]) -> Table:
+    """Findings in two columns; what wants a remedy stands out."""
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="bold", no_wrap=True)
+    rows.add_column(overflow="fold")
+    for finding in findings:
+        rows.add_row(finding.name, Text(finding.text, _style(finding)))
+    return rows
+
+
+def problems(findings: list[Finding]) -> list[str]:
+    """Those that keep programs from running, one line each."""
+    return [f"{f.name}: {f.text}" for f in findings if f.is_problem]
+
+
+def _style(finding: Finding) -> str:
+    if finding.is_problem:
+        return "bold red"
+    return "yellow" if finding.remedy else ""

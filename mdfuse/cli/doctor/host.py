@@ -1,0 +1,125 @@
+"""This host: processor, shared memory, network."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from mdfuse.cli.doctor.findings import Finding
+from mdfuse.cli.report import size_text
+
+SHARED_MEMORY = Path("/dev/shm")
+
+#: What Docker gives a container that does not ask for more. NCCL and MPI want some per rank.
+_SMALL = 64 << 20
+
+_LARGER = "docker run --shm-size=1g; in Kubernetes an emptyDir with medium: Memory on /dev/shm"
+
+#: Seconds after which a connection of this process to itself is given up.
+_CONNECT_S = 2.0
+
+
+def findings(environment: Mapping[str, str]) -> list[Finding]:
+    """Everything about this host that a run depends on."""
+    return [processor(), shared_memory(SHARED_MEMORY), *network(environment)]
+
+
+def processor() -> Finding:
+    """Cores that this process may use, and how many torch does."""
+    cores = len(os.sched_getaffinity(0))
+    return Finding(name="processor", what=f"{cores} cores, {torch.get_num_threads()} used")
+
+
+def shared_memory(folder: Path) -> Finding:
+    """What is left of the memory that ranks on one host share."""
+    try:
+        found = os.statvfs(folder)
+    except OSError as error:
+        return Finding(name="shared memory", what=f"none: {error}", remedy=_LARGER)
+    free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+    what = f"{size_text(free)} of {size_text(total)} free in {folder}"
+    if not os.access(folder, os.W_OK):
+        return Finding(name="shared memory", what=f"{folder} cannot be written", remedy=_LARGER)
+    remedy = _LARGER if free <= _SMALL else None
+    return Finding(name="shared memory", what=what, remedy=remedy)
+
+
+def network(environment: Mapping[str, str]) -> list[Finding]:
+    """Loopback, free ports, interfaces, and the address of rank 0 where one is given."""
+    names = ", ".join(name for _, name in socket.if_nameindex()) or "none"
+    found = [loopback(), Finding(name="interfaces", what=names), host_name(socket.gethostname())]
+    chosen = environment.get("GLOO_SOCKET_IFNAME", "")
+    return [*found, *_chosen_interfaces(chosen), *_rank_0(environment)]
+
+
+def loopback() -> Finding:
+    """Ranks on one host find each other on a free port of 127.0.0.1."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            socket.create_connection(("127.0.0.1", port), _CONNECT_S).close()
+    except OSError as error:
+        return Finding(
+            name="ports",
+            what=f"no connection over 127.0.0.1 ({error})",
+            remedy="ip link set lo up, and let processes listen there",
+            is_problem=True,
+        )
+    return Finding(name="ports", what=f"free ones on 127.0.0.1{_port_range()}")
+
+
+def _port_range() -> str:
+    file = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    return ", of {} to {}".format(*file.read_text().split()) if file.exists() else ""
+
+
+def host_name(name: str) -> Finding:
+    """Other hosts reach this one by the address of its name, unless they are told another."""
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        return Finding(
+            name="host name",
+            what=f"{name} has no address ({error})",
+            remedy="set GLOO_SOCKET_IFNAME for ranks on several hosts",
+        )
+    is_local = address.startswith("127.")
+    remedy = "set GLOO_SOCKET_IFNAME for ranks on several hosts" if is_local else None
+    return Finding(name="host name", what=f"{name} is {address}", remedy=remedy)
+
+
+def _chosen_interfaces(names: str) -> list[Finding]:
+    there = {name for _, name in socket.if_nameindex()}
+    missing = [n for n in (name.strip() for name in names.split(",")) if n and n not in there]
+    return [
+        Finding(
+            name="GLOO_SOCKET_IFNAME",
+            what=f"there is no interface {name}",
+            remedy="name one of the interfaces above, or unset it",
+            is_problem=True,
+        )
+        for name in missing
+    ]
+
+
+def _rank_0(environment: Mapping[str, str]) -> list[Finding]:
+    host = environment.get("MASTER_ADDR")
+    if host is None:
+        return []
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        return [
+            Finding(
+                name="MASTER_ADDR",
+                what=f"{host} has no address ({error})",
+                remedy="set it to the address of rank 0's host",
+                is_problem=True,
+            )
+        ]
+    port = environment.get("MASTER_PORT", "no port")
+    return [Finding(name="rank 0", what=f"{host}, {port}")]

@@ -1,0 +1,100 @@
+"""`mdfuse doctor --collective`: all ranks meet, compare notes, and communicate."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rich.console import Console
+
+from mdfuse.cli import screen
+from mdfuse.cli.doctor import collective
+from mdfuse.cli.doctor.collective import SIZES, Measured
+from mdfuse.config import Options, options_from_environment
+from mdfuse.runtime.bootstrap import Launch, detect
+from mdfuse.runtime.communicator import BACKENDS, Communicator, init
+from mdfuse.runtime.null_world import NULL
+
+#: Deadline of a communication of the check, seconds, where MDFUSE_TIMEOUT_S is not set.
+_TIMEOUT_S = 60.0
+
+#: The backend by which ranks compare what they have: it works everywhere.
+_MEETING = "gloo"
+
+
+def check_ranks(console: Console, here: Sequence[str], sizes: Sequence[int] = SIZES) -> list[str]:
+    """Let all ranks communicate by every backend that all of them can use; all ranks call it.
+
+    Where MDFUSE_BACKEND names one, by that one alone.
+
+    Args:
+        console: where the table of times goes.
+        here: problems that this rank found by itself; with any, on any rank, nothing is sent.
+        sizes: bytes per communication.
+
+    Returns:
+        what is wrong, the same lines on all ranks.
+
+    Raises:
+        BackendError: the ranks do not find each other.
+        CommunicationError: a communication broke or did not finish.
+    """
+    launch = detect(os.environ)
+    if launch.size == 1:
+        return [*here, _too_few(launch)]
+    options = _options()
+    problems, usable = _meet(options, here)
+    if problems:
+        return problems
+    measured: list[Measured] = []
+    for name in usable:
+        found, wrong = _measure(options, name, sizes)
+        measured += found
+        problems += wrong
+    console.print(collective.table(measured))
+    return problems
+
+
+def _too_few(launch: Launch) -> str:
+    return (
+        f"--collective needs at least two ranks, and this is {launch.name}: {launch.why}; "
+        "torchrun --nproc-per-node 2 -m mdfuse doctor --collective"
+    )
+
+
+def _options() -> Options:
+    options = options_from_environment()
+    is_set = "MDFUSE_TIMEOUT_S" in os.environ
+    return options if is_set else replace(options, timeout_s=_TIMEOUT_S)
+
+
+def _meet(options: Options, here: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Problems of all ranks, and the backends that all of them can use."""
+    comm = init(options, backend=_MEETING)
+    try:
+        texts = comm.all_ok("; ".join(here) or None)
+        named = list(BACKENDS) if options.backend == "auto" else [options.backend]
+        real = [name for name in named if name != NULL]
+        usable = [name for name in real if not any(_refusals(comm, name))]
+    finally:
+        comm.close()
+    problems = [f"rank {r}: {text}" for r, text in enumerate(texts) if text]
+    if not usable:
+        problems.append(f"backend {options.backend}: nothing that all ranks could communicate by")
+    return problems, usable
+
+
+def _refusals(comm: Communicator, name: str) -> tuple[str | None, ...]:
+    refusal = BACKENDS[name].why_not() if name in BACKENDS else ("unknown", "")
+    return comm.all_ok(None if refusal is None else refusal[0])
+
+
+def _measure(options: Options, name: str, sizes: Sequence[int]) -> tuple[list[Measured], list[str]]:
+    comm = init(options, backend=name)
+    try:
+        with screen.progress(f"measuring {name}"):
+            found = collective.measure(comm, sizes)
+        return found, collective.wrong_values(comm, found)
+    finally:
+        comm.close()
