@@ -21,7 +21,8 @@ from mdfuse.backends.c10d_groups import HashStore, PrefixStore, TCPStore
 from mdfuse.backends.noting import Subject
 from mdfuse.runtime import watch as watch_module
 from mdfuse.runtime.watch import EXIT_STATUS, Ring, Watch
-from mdfuse.runtime.watch_report import Position, Progress, bytes_text
+from mdfuse.runtime.positions import Position, Progress
+from mdfuse.runtime.watch_report import bytes_text
 
 TEAM = (0, 1, 2)
 
@@ -66,6 +67,7 @@ class Rank:
 
     def look(self, after_s: float = 0.0) -> None:
         self.clock.now += after_s
+        self.watch.tell()
         self.watch.look()
 
 
@@ -389,11 +391,11 @@ def test_the_process_ends(tmp_path: Path) -> None:
 def test_close_ends_the_thread() -> None:
     watch = Watch(rank=0, timeout_s=0.5)
     watch.start()
-    thread = watch._thread
+    threads = list(watch._threads)
     watch.start()
-    assert watch._thread is thread
+    assert watch._threads == threads and len(threads) == 2
     watch.close()
-    assert thread is not None and not thread.is_alive()
+    assert not any(thread.is_alive() for thread in threads)
 
 
 _TWO_RANKS = """

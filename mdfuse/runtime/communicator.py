@@ -20,16 +20,22 @@ from mdfuse.backends.c10d import C10dBackend
 from mdfuse.backends.c10d_groups import LIBRARIES, HashStore, PrefixStore, Store
 from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import BackendError
+from mdfuse.plan.places import Tally
 from mdfuse.runtime.agreement import Agreement
 from mdfuse.runtime.bootstrap import Launch, detect, gloo_devices
+from mdfuse.runtime.bulletin import within
 from mdfuse.runtime.fast_lane import Lanes, Replays, agree_on_lanes
 from mdfuse.runtime.null_world import NULL, check_null_arguments, null_device, null_launch
 from mdfuse.runtime.stores import open_store
+from mdfuse.runtime.watch import Watch
 
 _log = logging.getLogger("mdfuse.comm")
 
 #: How long the rank that hosts the store waits at its end for ranks that still use it, seconds.
 _GRACE_S = 10.0
+
+#: How long the store may take to answer where a communication broke already, seconds.
+_ANSWER_S = 2.0
 
 
 class Resettable(Protocol):
@@ -52,6 +58,7 @@ class World:
         store: shared by all ranks, for this backend alone.
         timeout_s: deadline of a communication, seconds.
         lanes: opens the fast lanes of teams, where all ranks have them.
+        watch: sees what does not finish, and tells where all ranks are.
     """
 
     launch: Launch
@@ -59,6 +66,7 @@ class World:
     store: Store
     timeout_s: float
     lanes: Lanes | None = None
+    watch: Watch | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +131,8 @@ class Communicator:
         self._is_host = is_host
         self._is_closed = False
         self._lanes = world.lanes
+        self._watch = world.watch or Watch(rank=self.rank, timeout_s=world.timeout_s)
+        self._words = PrefixStore("watch", world.store)
         self._graphs: weakref.WeakSet[Resettable] = weakref.WeakSet()
 
     def __repr__(self) -> str:
@@ -134,7 +144,11 @@ class Communicator:
     def prepare(self, teams: Iterable[Sequence[int]]) -> None:
         """Make the teams this rank is in; every rank passes its own, all in one global order."""
         self._check_open("prepare teams")
-        self._backend.prepare(tuple(team) for team in teams)
+        try:
+            with self._watch.waiting("the making of teams"):
+                self._backend.prepare(tuple(team) for team in teams)
+        except BackendError as error:
+            raise self._watch.explain(error) from error.__cause__
 
     def poster(self, call: Call) -> Poster:
         """Prepare a call that will be posted many times."""
@@ -154,7 +168,11 @@ class Communicator:
             BackendError: a rank did not come within the timeout.
         """
         self._check_open("meet the other ranks")
-        return self._agreement.exchange(error_text)
+        try:
+            with self._watch.waiting(f"meeting {self._agreement.meeting} of all ranks"):
+                return self._agreement.exchange(error_text)
+        except BackendError as error:
+            raise self._watch.explain(error) from error.__cause__
 
     def refuse(self, occasion: str, reason: str) -> None:
         """Leave word why this rank does not take part in what the others may have begun.
@@ -164,12 +182,27 @@ class Communicator:
             reason: what the others are told when their communication breaks.
         """
         if self.size > 1:
-            self.store.set(f"refused/{occasion}", f"rank {self.rank}: {reason}")
+            word = f"rank {self.rank}: {reason}"
+            within(_ANSWER_S, lambda: self._words.set(f"refused/{occasion}", word))
 
     def why_refused(self, occasion: str) -> str | None:
-        """What a rank that refused said; None where none did."""
-        key = f"refused/{occasion}"
-        return self.store.get(key).decode() if self.store.check([key]) else None
+        """What a rank that refused said; None where none did, or the store does not answer."""
+        key, found = f"refused/{occasion}", list[str]()
+
+        def ask() -> None:
+            if self._words.check([key]):
+                found.append(self._words.get(key).decode())
+
+        within(_ANSWER_S, ask)
+        return found[0] if found else None
+
+    def explained(self, error: BackendError) -> BackendError:
+        """An error of a communication, with the positions of all ranks."""
+        return self._watch.explain(error)
+
+    def count(self, tally: Tally) -> None:
+        """Count the runs of a program among what tells where this rank is."""
+        self._watch.count(tally)
 
     def hold(self, graph: Resettable) -> None:
         """Give up a CUDA graph before the groups whose communications it repeats.
@@ -214,13 +247,23 @@ class Communicator:
         _forget(self)
         for graph in list(self._graphs):
             graph.reset()
-        has_failed = any(name in vars(sys) for name in ("last_exc", "last_value"))
-        try:
-            if not self._agreement.leave(_GRACE_S, wait=self._is_host and not has_failed):
-                _log.warning("rank %d closed before all other ranks did", self.rank)
-        except RuntimeError as error:
-            _log.info("rank %d: the store was closed first: %s", self.rank, error)
+        failure = getattr(sys, "last_value", None)
+        if failure is not None:
+            self._watch.leaves = f"ended with {type(failure).__name__}: {_first_line(failure)}"
+        self._leave(wait=self._is_host and failure is None)
         self._backend.close()
+        self._watch.close()
+
+    def _leave(self, wait: bool) -> None:
+        """Say goodbye; a store whose host is stopped does not keep this rank."""
+        has_left: list[bool] = []
+        in_time = within(
+            _GRACE_S + 1, lambda: has_left.append(self._agreement.leave(_GRACE_S, wait))
+        )
+        if not in_time:
+            _log.info("rank %d: the store was closed first, or does not answer", self.rank)
+        elif not has_left[0]:
+            _log.warning("rank %d closed before all other ranks did", self.rank)
 
     def _check_open(self, what: str) -> None:
         if self._is_closed:
@@ -341,25 +384,49 @@ def _join(wanted: str, options: Options) -> Communicator:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     lanes = None
+    watch = _watch(launch, name, store, timeout_s)
     if name == "nccl" and launch.size > 1:
-        watch = PrefixStore("watch", store)
         try:
             lanes = agree_on_lanes(
                 options.fast_lane,
                 rank=launch.rank,
                 device=device,
-                store=watch,
-                timeout_s=timeout_s,
+                watch=watch,
                 agreement=agreement,
             )
         except BackendError:
             agreement.leave(_GRACE_S, wait=is_host)
             raise
-    world = World(launch=launch, device=device, store=store, timeout_s=timeout_s, lanes=lanes)
-    _log.info("rank %d of %d: %s, %s on %s", launch.rank, launch.size, launch.why, name, device)
-    return Communicator(
-        world=world, backend=BACKENDS[name].open(world), agreement=agreement, is_host=is_host
+    world = World(
+        launch=launch, device=device, store=store, timeout_s=timeout_s, lanes=lanes, watch=watch
     )
+    _log.info("rank %d of %d: %s, %s on %s", launch.rank, launch.size, launch.why, name, device)
+    opened = BACKENDS[name].open(world)
+    watch.abort = getattr(opened, "abort", watch.abort)
+    if launch.size > 1:
+        watch.start()
+    return Communicator(world=world, backend=opened, agreement=agreement, is_host=is_host)
+
+
+def _watch(launch: Launch, name: str, store: Store, timeout_s: float) -> Watch:
+    """What sees that this rank waits for too long; it starts once the ranks have met."""
+    if launch.size == 1:
+        return Watch(rank=launch.rank, timeout_s=timeout_s)
+    is_kept_elsewhere = launch.name == "default group" or (
+        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    )
+    return Watch(
+        rank=launch.rank,
+        timeout_s=timeout_s,
+        store=PrefixStore("watch", store),
+        is_capturing=torch._C._cuda_isCurrentStreamCapturing if name == "nccl" else lambda: False,
+        ranks=launch.size,
+        host=None if is_kept_elsewhere else 0,
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).split("\n", 1)[0]
 
 
 def _default_group() -> tuple[int, int] | None:

@@ -1,0 +1,69 @@
+"""What the ranks of `test_faults.py` run: arguments are the fault of rank 1, and when it befalls."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import torch
+
+import mdfuse as mf
+
+fault, moment = sys.argv[1:3]
+comm = mf.init()
+mesh = mf.DeviceMesh([0, 1, 2])
+
+
+def program(name, *, with_sum=False):
+    with mf.FusionDefinition(name) as fd:
+        x = fd.define_tensor([6], mesh=mesh, layout={"x": mf.Shard(0)})
+        y = fd.ops.sum(x, dims=[0]) if with_sum else x
+        fd.add_output(fd.ops.set(y).on(mesh, {}))  # the line
+    return mf.compile(fd)
+
+
+gather, total = program("gather"), program("total", with_sum=True)
+x = torch.ones(2)
+DEEDS = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "sleep": lambda: time.sleep(600),
+    "raise": lambda: 1 / 0,
+    "leave": sys.exit,
+    "other": lambda: total.run(x),
+    "refuse": lambda: refuse(),
+}
+
+
+def refuse():
+    try:
+        gather.run(torch.ones(5))
+    except mf.ProgramError:
+        print("refused")
+    time.sleep(600)
+
+
+def is_here(when):
+    return moment == when and comm.rank == 1
+
+
+open(f"ready.{comm.rank}", "w").close()
+if is_here("before"):
+    DEEDS[fault]()
+for _ in range(2):
+    gather.run(x)
+    if moment == "after":
+        total.run(x)
+if is_here("in"):
+    threading.Timer(0.5, DEEDS[fault]).start()
+if is_here("after"):
+    DEEDS[fault]()
+if moment == "in" and comm.rank == 2:
+    time.sleep(1)
+gather.run(x)
+print("end", time.time())
+import atexit
+atexit.register(lambda: print("atexit", time.time()))
+if moment != "none":
+    sys.exit("it ran on")
