@@ -1,12 +1,13 @@
 """Starts the ranks of one small job after the other, each a fork that has torch imported already.
 
 Reads lines of JSON: {"script", "ranks", "folder", "environment", "arguments"} starts a job, whose
-ranks run the script as their main program; {"wait": seconds} ends it and gives the exit statuses,
-None for ranks that had to be killed then, which a stopped one is not counted among.
+ranks run the script as their main program; {"wait": seconds, "without": ranks} ends it and gives the
+exit statuses, None for ranks that had to be killed then.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -42,15 +43,21 @@ def become(rank: int, job: dict[str, Any]) -> None:
     sys.argv = [job["script"], *job["arguments"]]
 
 
-def wait(pids: list[int], seconds: float) -> list[int | None]:
-    """Exit statuses, negative for signals, of what ended in time; the rest is killed."""
+def wait(pids: list[int], seconds: float, without: list[int]) -> list[int | None]:
+    """Exit statuses, negative for signals, of what ended in time; the rest is killed.
+
+    Args:
+        pids: the processes, by rank.
+        seconds: how long to wait.
+        without: ranks that are not waited for.
+    """
     deadline, found = time.monotonic() + seconds, dict[int, int]()
+    wanted = {pid for rank, pid in enumerate(pids) if rank not in without}
     while len(found) < len(pids):
         for pid in pids:
             if pid not in found and (done := os.waitpid(pid, os.WNOHANG))[0]:
                 found[pid] = os.waitstatus_to_exitcode(done[1])
-        left = [pid for pid in pids if pid not in found]
-        if time.monotonic() > deadline or all(map(is_stopped, left)):
+        if time.monotonic() > deadline or wanted <= found.keys():
             break
         time.sleep(0.02)
     for pid in pids:
@@ -60,10 +67,6 @@ def wait(pids: list[int], seconds: float) -> list[int | None]:
     return [found.get(pid) for pid in pids]
 
 
-def is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
-
-
 def serve() -> dict[str, Any]:
     """Serve until the input ends; return in the ranks, with their job."""
     pids: list[int] = []
@@ -71,7 +74,7 @@ def serve() -> dict[str, Any]:
         job = json.loads(line)
         answer: object = None
         if "wait" in job:
-            answer = wait(pids, job["wait"])
+            answer = wait(pids, job["wait"], job["without"])
         else:
             pids, rank = start(job)
             if rank is not None:
@@ -81,6 +84,7 @@ def serve() -> dict[str, Any]:
     sys.exit()
 
 
+gc.freeze()  # what is imported stays shared, and costs the ranks nothing when they end
 job = serve()
 script = Path(job["script"])
 exec(compile(script.read_text(), str(script), "exec"), {"__name__": "__main__"})

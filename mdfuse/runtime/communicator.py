@@ -35,7 +35,7 @@ _log = logging.getLogger("mdfuse.comm")
 _GRACE_S = 10.0
 
 #: How long the store may take to answer where a communication broke already, seconds.
-_ANSWER_S = 2.0
+_ANSWER_S = 1.0
 
 
 class Resettable(Protocol):
@@ -257,9 +257,8 @@ class Communicator:
     def _leave(self, wait: bool) -> None:
         """Say goodbye; a store whose host is stopped does not keep this rank."""
         has_left: list[bool] = []
-        in_time = within(
-            _GRACE_S + 1, lambda: has_left.append(self._agreement.leave(_GRACE_S, wait))
-        )
+        limit = _GRACE_S + _ANSWER_S if wait else _ANSWER_S
+        in_time = within(limit, lambda: has_left.append(self._agreement.leave(_GRACE_S, wait)))
         if not in_time:
             _log.info("rank %d: the store was closed first, or does not answer", self.rank)
         elif not has_left[0]:
@@ -374,38 +373,52 @@ def _join(wanted: str, options: Options) -> Communicator:
     store = PrefixStore(f"mdfuse/{next(_generations)}", base)
     agreement = Agreement(PrefixStore("agreement", store), launch.rank, launch.size, timeout_s)
     name = _auto() if wanted == "auto" else wanted
-    disagreement = _disagreement(store, launch, name)
+    watch = _watch(launch, name, store, timeout_s)
+    try:
+        world = _meet(launch, name, options, agreement, store, watch)
+    except BackendError:
+        within(_GRACE_S, lambda: agreement.leave(_GRACE_S, wait=is_host))
+        watch.close()
+        raise
+    _log.info(
+        "rank %d of %d: %s, %s on %s", launch.rank, launch.size, launch.why, name, world.device
+    )
+    opened = BACKENDS[name].open(world)
+    watch.abort = getattr(opened, "abort", watch.abort)
+    return Communicator(world=world, backend=opened, agreement=agreement, is_host=is_host)
+
+
+def _meet(
+    launch: Launch, name: str, options: Options, agreement: Agreement, store: Store, watch: Watch
+) -> World:
+    """The first meeting of all ranks: each of them can use the backend, or all raise."""
+    if launch.size > 1:
+        watch.start()
     device, refusal = _device(name, launch)
-    problem = refusal or disagreement
-    texts = agreement.exchange(None if problem is None else str(problem))
+    try:
+        with watch.waiting("the first meeting of all ranks"):
+            disagreement = _disagreement(store, launch, name)
+            problem = refusal or disagreement
+            texts = agreement.exchange(None if problem is None else str(problem))
+    except BackendError as error:
+        raise watch.explain(error) from error.__cause__
     if any(texts):
-        agreement.leave(_GRACE_S, wait=is_host)
         raise problem or _problem_elsewhere(texts, launch)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     lanes = None
-    watch = _watch(launch, name, store, timeout_s)
     if name == "nccl" and launch.size > 1:
-        try:
-            lanes = agree_on_lanes(
-                options.fast_lane,
-                rank=launch.rank,
-                device=device,
-                watch=watch,
-                agreement=agreement,
-            )
-        except BackendError:
-            agreement.leave(_GRACE_S, wait=is_host)
-            raise
-    world = World(
-        launch=launch, device=device, store=store, timeout_s=timeout_s, lanes=lanes, watch=watch
+        lanes = agree_on_lanes(
+            options.fast_lane, rank=launch.rank, device=device, watch=watch, agreement=agreement
+        )
+    return World(
+        launch=launch,
+        device=device,
+        store=store,
+        timeout_s=options.timeout_s,
+        lanes=lanes,
+        watch=watch,
     )
-    _log.info("rank %d of %d: %s, %s on %s", launch.rank, launch.size, launch.why, name, device)
-    opened = BACKENDS[name].open(world)
-    watch.abort = getattr(opened, "abort", watch.abort)
-    if launch.size > 1:
-        watch.start()
-    return Communicator(world=world, backend=opened, agreement=agreement, is_host=is_host)
 
 
 def _watch(launch: Launch, name: str, store: Store, timeout_s: float) -> Watch:
@@ -467,11 +480,22 @@ def _device(name: str, launch: Launch) -> tuple[torch.device, BackendError | Non
 
 
 def _disagreement(store: Store, launch: Launch, name: str) -> BackendError | None:
-    """Compare this rank's backend with rank 0's; "auto" may mean another one on another host."""
+    """Compare this rank's backend with rank 0's; "auto" may mean another one on another host.
+
+    Raises:
+        BackendError: rank 0 did not come.
+    """
     if launch.rank == 0:
         store.set("backend", name)
         return None
-    chosen = store.get("backend").decode()
+    try:
+        chosen = store.get("backend").decode()
+    except RuntimeError as error:
+        raise BackendError(
+            f"rank {launch.rank} waited for rank 0, which did not join",
+            because=_first_line(error),
+            hint="see the log of rank 0; raise timeout_s where it is only slow",
+        ) from error
     if chosen == name:
         return None
     return BackendError(

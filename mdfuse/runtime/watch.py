@@ -100,6 +100,7 @@ class Watch:
         self._stood: tuple[object, float] = (None, clock())
         self._refused: str | None = None
         self._reports = 0
+        self._broke: Standing | None = None
         #: how this rank leaves the others, once it does
         self.leaves = "closed its communicator"
         self._ended = ""
@@ -156,7 +157,7 @@ class Watch:
         self._stop.set()
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(2 * self._tick)
+                thread.join(min(0.5, 2 * self._tick))
         self._ended = self.leaves
         if self._bulletin is not None and self._threads:
             within(2 * self._beat, self.tell)
@@ -202,6 +203,7 @@ class Watch:
             return error
         now = standing(self._tallies, places.raised(error) or places.running())
         alarm = Alarm.at(now, error.what, self._world)
+        self._broke = replace(now, is_waiting=False) if now.doing else None
         with self._reporting(alarm, now) as table:
             return explained(error, alarm, table)
 
@@ -225,8 +227,11 @@ class Watch:
         return Position(self._rank, is_hanging, progress_of, _host_line(), doing, self._ended)
 
     def _standing(self) -> Standing:
-        """Where the plans of this process are."""
-        return standing(self._tallies, places.running() if self._tallies else None)
+        """Where the plans of this process are; outside of all, where the last one broke off."""
+        now = standing(self._tallies, places.running() if self._tallies else None)
+        if now.doing:
+            self._broke = None
+        return self._broke or now
 
     def _posts(self) -> list[Post]:
         """The ring's, and the oldest that is not done, even where the ring came round to it."""
@@ -315,14 +320,16 @@ class Watch:
 
     def _table(self, own: Position, ranks: Sequence[int], answers: Answers) -> Table:
         is_there = answers.is_complete
-        by = "" if self._host is None else f", which rank {self._host} keeps,"
+        by = "" if self._host is None else f" that rank {self._host} keeps"
         heard = self._bulletin.heard if self._bulletin is not None else ""
         return Table(
             own=own,
             others=dict(answers.positions),
             ranks=ranks,
             posts=self._posts(),
-            store="" if is_there else f"{by} does not answer".lstrip(),
+            store=""
+            if is_there
+            else f"the store{by} does not answer: nothing is known of other ranks",
             heard="" if heard.startswith(f"rank {self._rank} ") else heard,
             lost=None if is_there else self._host,
         )

@@ -118,9 +118,9 @@ def explained(error: BackendError, alarm: Alarm, table: Table) -> BackendError:
 
 
 def blame(alarm: Alarm, table: Table) -> str:
-    """Who is to blame, in a line; or ""."""
-    ranks, why = _suspects(alarm, table)
-    return f"{_ranks_text(ranks)} {why}" if ranks else ""
+    """Who is to blame, in a line."""
+    ranks, why, _ = _suspects(alarm, table)
+    return f"{_ranks_text(ranks)}: {why}" if ranks else "nobody knows why"
 
 
 def _rows(alarm: Alarm, table: Table) -> list[str]:
@@ -129,7 +129,7 @@ def _rows(alarm: Alarm, table: Table) -> list[str]:
     rows = [f"rank {own.rank}: {at}its host is at {own.host or 'no line of Python'}"]
     rows += [f"posted {_count_text(p)}" for p in own.progress if own.doing]
     rows += _ranks(alarm, table)
-    rows += [f"the store {table.store}"] if table.store else []
+    rows += [table.store] if table.store else []
     rows += [f"before, {table.heard}"] if table.heard else []
     return rows + _last(table.posts)
 
@@ -143,7 +143,7 @@ def _ranks(alarm: Alarm, table: Table) -> list[str]:
     """What the other ranks did, those that did the same together."""
     said: dict[str, list[int]] = {}
     for rank in table.ranks:
-        if rank != table.own.rank:
+        if rank != table.own.rank and (rank in table.others or not table.store):
             said.setdefault(_verdict(alarm, table.others.get(rank), rank), []).append(rank)
     return [f"{_ranks_text(ranks)} {text}" for text, ranks in said.items()]
 
@@ -153,10 +153,10 @@ def _verdict(alarm: Alarm, at: Position | None, rank: int) -> str:
         return "no answer: the process ended, or is stuck where no thread of Python can run"
     host = f"; its host is at {at.host}" if at.host else ""
     if at.ended:
-        return at.ended
+        return at.ended + (f", after {at.doing}" if _is_astray(alarm, rank, at) else "")
     if at.silent_s:
         last = at.doing or at.host or "nowhere"
-        return f"no sign of life for {at.silent_s:.1f} s: it ended or stopped; last seen {last}"
+        return f"no sign of life for {at.silent_s:.1f} s; last seen {last}"
     if rank not in alarm.team or not alarm.sequence:
         return f"answers: {at.doing}{host}" if at.doing else f"answers{host}"
     progress = at.of(alarm.family, alarm.team)
@@ -174,34 +174,35 @@ def _verdict(alarm: Alarm, at: Position | None, rank: int) -> str:
 
 
 def _hint(alarm: Alarm, table: Table) -> str:
-    ranks, why = _suspects(alarm, table)
-    if not ranks:
-        return "see the log of each rank; where they are only slow, raise timeout_s"
-    look = (
-        f"see what {_ranks_text(ranks)} did instead"
-        if why == _BEHIND
-        else _LOOK.format(_ranks_text(ranks), why)
-    )
-    return f"{look}; where it is only slow, raise timeout_s"
+    ranks, _, hint = _suspects(alarm, table)
+    return hint.format(_ranks_text(ranks))
 
 
-_BEHIND = "did not post it"
-_LOOK = "look for {0}, which {1}"
+_SLOW = "; where it is only slow, raise timeout_s"
 
 
-def _suspects(alarm: Alarm, table: Table) -> tuple[list[int], str]:
-    """The ranks that went wrong first, as far as one can tell, and what they did."""
+def _suspects(alarm: Alarm, table: Table) -> tuple[list[int], str, str]:
+    """The ranks that went wrong first, as far as one can tell; what they did; what to do."""
     others = {rank: at for rank, at in table.others.items() if rank in table.ranks}
-    left = {rank for rank, at in others.items() if at.ended}
+    left = [rank for rank, at in others.items() if at.ended]
+    here = {rank: at for rank, at in others.items() if rank not in left}
+    see = "see the log of {0}: "
     tests = (
-        ("gives no sign of life", [r for r, at in others.items() if at.silent_s]),
-        ("left", [r for r in left if _VICTIM not in others[r].ended]),
-        (_BEHIND, [r for r, at in others.items() if r not in left and _is_behind(alarm, r, at)]),
-        ("posted another one", [r for r, at in others.items() if _is_astray(alarm, r, at)]),
-        ("left", list(left)),
-        ("took the store with it", [] if table.lost is None else [table.lost]),
+        ([r for r, at in others.items() if at.silent_s], "no sign of life", see + "it died, or "
+         "stopped, or its host is cut off"),
+        ([r for r in left if _VICTIM not in others[r].ended], "left", see + "it left the others"),
+        ([r for r, at in here.items() if _is_behind(alarm, r, at)], "did not post it",
+         "see what {0} did instead" + _SLOW),
+        ([r for r, at in others.items() if _is_astray(alarm, r, at)], "posted another one",
+         "see what {0} runs: all ranks run the same programs in one order"),
+        (left, "left", see + "it left the others"),
+        ([] if table.lost is None else [table.lost], "took the store with it", see + "it died, or "
+         "stopped, and with it the store"),
+    )  # fmt: skip
+    found = ((sorted(ranks), why, hint) for ranks, why, hint in tests if ranks)
+    return next(
+        found, ([], "", "see the log of each rank; where they are only slow, raise timeout_s")
     )
-    return next(((sorted(ranks), why) for why, ranks in tests if ranks), ([], ""))
 
 
 def _is_behind(alarm: Alarm, rank: int, at: Position) -> bool:
