@@ -1,8 +1,8 @@
 """Starts the ranks of one small job after the other, each a fork that has torch imported already.
 
-Reads lines of JSON: {"script", "ranks", "folder", "environment", "arguments"} starts a job, whose
-ranks run the script as their main program; {"wait": seconds, "without": ranks} ends it and gives the
-exit statuses, None for ranks that had to be killed then.
+Reads lines of JSON. {"script", "ranks", "folder", "environment", "arguments"} starts a job, whose
+ranks run the script as their main program. {"wait": seconds, "without": ranks} ends it and gives
+the exit statuses, None for ranks that had to be killed then.
 """
 
 from __future__ import annotations

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 if TYPE_CHECKING:
-    from mdfuse.backends.base import Call
     from mdfuse.plan.build import Plan
     from mdfuse.plan.slots import Step
 
@@ -32,14 +32,14 @@ class Tally:
         serial: tells it from others; the same on all ranks.
         runs: how many runs began.
         refused: how many of them this rank refused.
-        posted: what one run posts, in order; known once there is a plan.
+        posted: how often one run posts each kind on each team; known once there is a plan.
     """
 
     name: str
     serial: int
     runs: int = 0
     refused: int = 0
-    posted: Sequence[Call] = ()
+    posted: Mapping[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
 
     @property
     def occasion(self) -> str:
@@ -91,7 +91,8 @@ def register(file: str, plan: Plan) -> None:
     """A plan's function was written down under this name."""
     _plans[file] = plan
     if plan.tally is not None:
-        plan.tally.posted = tuple(call for step in plan.steps for call in step.calls)
+        calls = (call for step in plan.steps for call in step.calls)
+        plan.tally.posted = Counter((call.kind, call.team) for call in calls)
 
 
 def running() -> Place | None:

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from mdfuse.backends.base import Backend, Call, Poster
+from mdfuse.backends.base import Backend, Call, Interruptible, Poster
 from mdfuse.backends.c10d import C10dBackend
 from mdfuse.backends.c10d_groups import LIBRARIES, HashStore, PrefixStore, Store
 from mdfuse.config import Options, options_from_environment
@@ -384,7 +384,8 @@ def _join(wanted: str, options: Options) -> Communicator:
         "rank %d of %d: %s, %s on %s", launch.rank, launch.size, launch.why, name, world.device
     )
     opened = BACKENDS[name].open(world)
-    watch.abort = getattr(opened, "abort", watch.abort)
+    if isinstance(opened, Interruptible):
+        watch.abort = opened.abort
     return Communicator(world=world, backend=opened, agreement=agreement, is_host=is_host)
 
 

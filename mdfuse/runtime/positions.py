@@ -8,7 +8,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from mdfuse.backends.base import Call
 from mdfuse.plan.places import Place, Tally
 
 #: Kinds that not every member of a team posts each time: their numbers say nothing of the others.
@@ -144,8 +143,8 @@ def standing(tallies: Sequence[Tally], place: Place | None) -> Standing:
     )
 
 
-def _key(call: Call) -> _Key:
-    return ("transfers" if call.kind in _TRANSFERS else "collectives"), call.team
+def _key(kind: str, team: tuple[int, ...]) -> _Key:
+    return ("transfers" if kind in _TRANSFERS else "collectives"), team
 
 
 def _posted_before(tallies: Sequence[Tally], now: Tally | None) -> Counter[_Key]:
@@ -153,8 +152,8 @@ def _posted_before(tallies: Sequence[Tally], now: Tally | None) -> Counter[_Key]
     counts: Counter[_Key] = Counter()
     for tally in tallies:
         runs = tally.runs - tally.refused - (tally is now)
-        for key, count in Counter(map(_key, tally.posted)).items():
-            counts[key] += runs * count
+        for (kind, team), count in tally.posted.items():
+            counts[_key(kind, team)] += runs * count
     return counts
 
 
@@ -163,7 +162,7 @@ def _posts(place: Place, before: Counter[_Key]) -> list[_Post]:
     counts, found = before.copy(), []
     for n, step in enumerate(place.plan.steps[: place.number + 1]):
         for call in step.calls:
-            key = _key(call)
+            key = _key(call.kind, call.team)
             counts[key] += 1
             found.append(_Post(n, counts[key], key, f"{call.kind} #{counts[key]}", step.label))
     return found

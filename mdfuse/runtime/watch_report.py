@@ -164,8 +164,9 @@ def _verdict(alarm: Alarm, at: Position | None, rank: int) -> str:
         counts = f"{progress.posted} {progress.family}, {progress.done} of them done"
         return f"posted {counts}, last {progress.last or 'none'}{host}"
     if progress.posted < alarm.sequence:
-        last = progress.last or at.doing or "nothing there"
-        return f"has not posted it: it is at {last}{host}"
+        last = progress.last or (f"#{progress.posted}" if progress.posted else "nothing there")
+        doing = f", {at.doing}" if at.doing and not progress.last else ""
+        return f"has not posted it: it is at {last}{doing}{host}"
     if progress.posted == alarm.sequence and progress.last not in ("", alarm.name):
         return f"has posted another one in its place: {progress.last}, {at.doing}"
     if progress.done >= alarm.sequence:
