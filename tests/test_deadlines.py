@@ -28,6 +28,7 @@ from mdfuse.runtime.agreement import Agreement
 from mdfuse.runtime.bulletin import Bulletin, within
 from mdfuse.runtime.positions import Position, Progress, Standing, standing
 from mdfuse.runtime.watch import EXIT_STATUS, Watch
+from mdfuse.runtime.watch_report import Alarm, Table, blame, explained, report
 
 CPU, MESH = torch.device("cpu"), mf.DeviceMesh([0, 1])
 
@@ -266,6 +267,50 @@ def test_a_rank_says_how_it_left() -> None:
     watch.close()
     watch.close()
     assert Position.decode(store.get("at/1")).ended == "ended with ValueError: no"
+
+
+def told(rank: int, last: str, *, posted: int = 5, **more: Any) -> Position:
+    progress = (Progress("collectives", (0, 1, 2), posted, posted - 1, last),)
+    return replace(position(rank, **more), progress=progress)
+
+
+ALARM = Alarm(
+    team=(0, 1, 2), what="it broke", name="Allgather #5 (a.py:1)", family="collectives", sequence=5
+)
+
+
+@pytest.mark.parametrize(
+    ("others", "guilty"),
+    [
+        ((told(1, "Allgather #5 (a.py:1)"), told(2, "", posted=4)), "rank 2: did not post it"),
+        ((told(1, "Allgather #5 (a.py:1)"), told(2, "Reduce #5 (b.py:1)")), "rank 2: posted"),
+        ((told(1, "Reduce #5 (b.py:1)"), told(2, "Reduce #5 (b.py:1)")), "rank 0: posted"),
+        ((told(1, "", posted=4), told(2, "", silent_s=2.0)), "rank 2: no sign of life"),
+        ((told(1, "", posted=4), told(2, "", ended="ended with ValueError: no")), "rank 2: left"),
+        # a victim left because of what another one did
+        ((told(1, "", posted=4), told(2, "", ended="ended with BackendError: it")), "rank 1: did"),
+        ((told(1, "Allgather #5 (a.py:1)"), told(2, "Allgather #5 (a.py:1)")), "nobody knows why"),
+    ],
+)
+def test_who_is_to_blame(others: tuple[Position, ...], guilty: str) -> None:
+    own = told(0, "Allgather #5 (a.py:1)", doing="in run 3 of @gather")
+    table = Table(own=own, others={at.rank: at for at in others}, ranks=range(3))
+    assert blame(ALARM, table).startswith(guilty)
+    text = report(ALARM, table)
+    assert guilty.split(":")[0] in text.splitlines()[-1] or guilty.startswith("nobody")
+
+
+def test_the_store_took_everybody_with_it() -> None:
+    table = Table(own=told(2, ""), others={}, ranks=range(3), store="the store is gone", lost=0)
+    assert blame(ALARM, table) == "rank 0: took the store with it"
+    assert "no answer" not in report(ALARM, table)
+
+
+def test_the_first_to_report_is_quoted() -> None:
+    table = Table(own=told(2, ""), others={}, ranks=(2,), heard="rank 0 said: rank 1: left")
+    error = explained(BackendError("it broke", where="team (0, 1, 2)"), ALARM, table)
+    assert "\n  before, rank 0 said: rank 1: left\n" in f"{error}\n"
+    assert error.where[0] == "team (0, 1, 2)"
 
 
 # -- connections -----------------------------------------------------------------------------------

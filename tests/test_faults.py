@@ -86,7 +86,7 @@ CASES = (
     Case(
         fault="other",
         moment="after",
-        says=(THIRD, r"rank 1 .*in run \d+ of @total", "see what rank 1 runs"),
+        says=(THIRD, r"rank 1 .*in run \d+ of @total", "compare what rank 1 ran"),
     ),
     Case(fault="refuse", moment="after", says=("another rank refused it", "rank 1: %x has shape")),
     # the rank that keeps the store

@@ -168,7 +168,7 @@ def _verdict(alarm: Alarm, at: Position | None, rank: int) -> str:
         doing = f", {at.doing}" if at.doing and not progress.last else ""
         return f"has not posted it: it is at {last}{doing}{host}"
     if progress.posted == alarm.sequence and progress.last not in ("", alarm.name):
-        return f"has posted another one in its place: {progress.last}, {at.doing}"
+        return f"posted another one in its place: {at.doing or progress.last}"
     if progress.done >= alarm.sequence:
         return f"is done with it{host}"
     return "has posted it, and waits too"
@@ -194,8 +194,8 @@ def _suspects(alarm: Alarm, table: Table) -> tuple[list[int], str, str]:
         ([r for r in left if _VICTIM not in others[r].ended], "left", see + "it left the others"),
         ([r for r, at in here.items() if _is_behind(alarm, r, at)], "did not post it",
          "see what {0} did instead" + _SLOW),
-        ([r for r, at in others.items() if _is_astray(alarm, r, at)], "posted another one",
-         "see what {0} runs: all ranks run the same programs in one order"),
+        (_astray(alarm, table), "posted another one",
+         "compare what {0} ran with the others: all ranks run the same programs in one order"),
         (left, "left", see + "it left the others"),
         ([] if table.lost is None else [table.lost], "took the store with it", see + "it died, or "
          "stopped, and with it the store"),
@@ -210,6 +210,12 @@ def _is_behind(alarm: Alarm, rank: int, at: Position) -> bool:
     if not alarm.sequence or rank not in alarm.team or not is_shared(alarm.family):
         return False
     return at.of(alarm.family, alarm.team).posted < alarm.sequence
+
+
+def _astray(alarm: Alarm, table: Table) -> list[int]:
+    """Who posted something else than most of the team."""
+    others = [rank for rank, at in table.others.items() if _is_astray(alarm, rank, at)]
+    return [table.own.rank] if 2 * len(others) > len(alarm.team) else others
 
 
 def _is_astray(alarm: Alarm, rank: int, at: Position) -> bool:
