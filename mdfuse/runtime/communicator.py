@@ -18,6 +18,7 @@ import torch.distributed as dist
 from mdfuse.backends.base import Backend, Call, Interruptible, Poster
 from mdfuse.backends.c10d import C10dBackend
 from mdfuse.backends.c10d_groups import LIBRARIES, HashStore, PrefixStore, Store
+from mdfuse.backends.c10d_work import first_line
 from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import BackendError
 from mdfuse.plan.places import Tally
@@ -25,6 +26,7 @@ from mdfuse.runtime.agreement import Agreement
 from mdfuse.runtime.bootstrap import Launch, detect, gloo_devices
 from mdfuse.runtime.bulletin import within
 from mdfuse.runtime.fast_lane import Lanes, Replays, agree_on_lanes
+from mdfuse.runtime.joining import disagreement, problem_elsewhere, watch_for
 from mdfuse.runtime.null_world import NULL, check_null_arguments, null_device, null_launch
 from mdfuse.runtime.stores import open_store
 from mdfuse.runtime.watch import Watch
@@ -249,7 +251,7 @@ class Communicator:
             graph.reset()
         failure = getattr(sys, "last_value", None)
         if failure is not None:
-            self._watch.leaves = f"ended with {type(failure).__name__}: {_first_line(failure)}"
+            self._watch.leaves = f"ended with {type(failure).__name__}: {first_line(failure)}"
         self._leave(wait=self._is_host and failure is None)
         self._backend.close()
         self._watch.close()
@@ -373,7 +375,7 @@ def _join(wanted: str, options: Options) -> Communicator:
     store = PrefixStore(f"mdfuse/{next(_generations)}", base)
     agreement = Agreement(PrefixStore("agreement", store), launch.rank, launch.size, timeout_s)
     name = _auto() if wanted == "auto" else wanted
-    watch = _watch(launch, name, store, timeout_s)
+    watch = watch_for(launch, name, store, timeout_s, os.environ)
     try:
         world = _meet(launch, name, options, agreement, store, watch)
     except BackendError:
@@ -398,13 +400,13 @@ def _meet(
     device, refusal = _device(name, launch)
     try:
         with watch.waiting("the first meeting of all ranks"):
-            disagreement = _disagreement(store, launch, name)
-            problem = refusal or disagreement
+            other = disagreement(store, launch, name)
+            problem = refusal or other
             texts = agreement.exchange(None if problem is None else str(problem))
     except BackendError as error:
         raise watch.explain(error) from error.__cause__
     if any(texts):
-        raise problem or _problem_elsewhere(texts, launch)
+        raise problem or problem_elsewhere(texts, launch)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     lanes = None
@@ -420,27 +422,6 @@ def _meet(
         lanes=lanes,
         watch=watch,
     )
-
-
-def _watch(launch: Launch, name: str, store: Store, timeout_s: float) -> Watch:
-    """What sees that this rank waits for too long; it starts once the ranks have met."""
-    if launch.size == 1:
-        return Watch(rank=launch.rank, timeout_s=timeout_s)
-    is_kept_elsewhere = launch.name == "default group" or (
-        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    )
-    return Watch(
-        rank=launch.rank,
-        timeout_s=timeout_s,
-        store=PrefixStore("watch", store),
-        is_capturing=torch._C._cuda_isCurrentStreamCapturing if name == "nccl" else lambda: False,
-        ranks=launch.size,
-        host=None if is_kept_elsewhere else 0,
-    )
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).split("\n", 1)[0]
 
 
 def _default_group() -> tuple[int, int] | None:
@@ -478,36 +459,3 @@ def _device(name: str, launch: Launch) -> tuple[torch.device, BackendError | Non
             hint=f'start at most {count} ranks per host, or use backend="gloo"',
         )
     return torch.device("cuda", launch.local_rank % count), None
-
-
-def _disagreement(store: Store, launch: Launch, name: str) -> BackendError | None:
-    """Compare this rank's backend with rank 0's; "auto" may mean another one on another host.
-
-    Raises:
-        BackendError: rank 0 did not come.
-    """
-    if launch.rank == 0:
-        store.set("backend", name)
-        return None
-    try:
-        chosen = store.get("backend").decode()
-    except RuntimeError as error:
-        raise BackendError(
-            f"rank {launch.rank} waited for rank 0, which did not join",
-            because=_first_line(error),
-            hint="see the log of rank 0; raise timeout_s where it is only slow",
-        ) from error
-    if chosen == name:
-        return None
-    return BackendError(
-        f"rank {launch.rank} uses backend {name!r}, rank 0 {chosen!r}",
-        because="all ranks communicate by one backend",
-        hint="name it: Options(backend=...) or MDFUSE_BACKEND, the same on all ranks",
-    )
-
-
-def _problem_elsewhere(texts: Sequence[str | None], launch: Launch) -> BackendError:
-    rank, text = next((r, text) for r, text in enumerate(texts) if text is not None)
-    return BackendError(
-        f"rank {rank} could not join the other {launch.size - 1} ranks", where=text.split("\n")
-    )
