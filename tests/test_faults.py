@@ -14,8 +14,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -131,15 +133,44 @@ class Server:
         assert self._process.wait(timeout=20) == 0
 
 
+#: Jobs at once: they wait more than they work.
+AT_ONCE = 2
+
+Job = tuple[list[int | None], list[str]]
+
+
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = Server()
-    yield server
-    server.close()
+def jobs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[tuple[str, str], Future[Job]]]:
+    """The jobs of all tests that are selected, begun in their order."""
+    here = [item for item in request.session.items if item.path == request.path]
+    params = [item.callspec.params for item in here if isinstance(item, pytest.Function)]
+    servers: SimpleQueue[Server] = SimpleQueue()
+    started = [Server() for _ in range(min(AT_ONCE, len(params)))]
+    for server in started:
+        servers.put(server)
+
+    def work(case: Case, backend: str, folder: Path) -> Job:
+        server = servers.get()
+        try:
+            return run(server, case, backend, folder)
+        finally:
+            servers.put(server)
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        yield {
+            (str(p["case"]), p["backend"]): pool.submit(
+                work, p["case"], p["backend"], tmp_path_factory.mktemp("job")
+            )
+            for p in params
+        }
+    for server in started:
+        server.close()
 
 
-def run(server: Server, case: Case, backend: str, folder: Path) -> list[int | None]:
-    """Run a job; the exit statuses of what ended in time."""
+def run(server: Server, case: Case, backend: str, folder: Path) -> Job:
+    """Run a job: the exit statuses of what ended in time, and what each rank said."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     server.ask(
@@ -161,21 +192,22 @@ def run(server: Server, case: Case, backend: str, folder: Path) -> list[int | No
     until = time.monotonic() + 60
     while not (folder / "fault").exists() and time.monotonic() < until:
         time.sleep(0.02)
-    statuses: list[int | None] = server.ask(
-        wait=TIMEOUT_S + 10, without=[case.guilty] if case.own is None else []
-    )
-    return statuses
+    without = [case.guilty] if case.own is None else []
+    statuses = server.ask(wait=TIMEOUT_S + 10, without=without)
+    files = [folder / f"out.{rank}" for rank in range(RANKS)]
+    return statuses, [file.read_text(encoding="utf-8", errors="replace") for file in files]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_guilty_rank_is_named(case: Case, backend: str, server: Server, tmp_path: Path) -> None:
-    statuses = run(server, case, backend, tmp_path)
-    for rank in range(RANKS):
-        said = (tmp_path / f"out.{rank}").read_text(encoding="utf-8", errors="replace")
-        if rank == case.guilty:
-            assert statuses[rank] == case.own or case.own is None, said
-            continue
-        assert statuses[rank] in case.statuses, said
+def test_the_guilty_rank_is_named(
+    case: Case, backend: str, jobs: dict[tuple[str, str], Future[Job]]
+) -> None:
+    statuses, said = jobs[str(case), backend].result()
+    if case.own is not None:
+        assert statuses[case.guilty] == case.own, said[case.guilty]
+    for rank in set(range(RANKS)) - {case.guilty}:
+        assert statuses[rank] in case.statuses, said[rank]
         for pattern in case.says:
-            assert re.search(pattern.replace("{0}", str(case.guilty)), said), (pattern, said)
+            pattern = pattern.replace("{0}", str(case.guilty))
+            assert re.search(pattern, said[rank]), (pattern, said[rank])
