@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
+import torch
+
+import mdfuse
+from mdfuse.config import Options
 from mdfuse.errors import MdfuseError, ProgramError
 from mdfuse.hir.program import HostProgram
 
@@ -15,23 +22,30 @@ if TYPE_CHECKING:
 #: How the report of a rank begins that has a problem.
 _REFUSED = "refused: "
 
+#: Options that ranks must share: they decide what is posted, how, and for how long it is awaited.
+_SHARED = ("streams", "stream_policy", "graph", "fast_lane", "timeout_s")
+
 
 def agree(
     name: str, problem: MdfuseError | None, communicator: Communicator, what: str | None = None
 ) -> None:
     """Return where all ranks are well; else raise on each of them.
 
+    Ranks compare digests. Only where these differ do they tell each other what they run, one rank
+    for all that run the same.
+
     Args:
         name: of the program, for messages.
         problem: this rank's.
         communicator: of all ranks; nothing is posted.
-        what: what this rank runs; all ranks run the same.
+        what: what this rank runs, line by line; all ranks run the same.
 
     Raises:
         MdfuseError: `problem`, where there is one.
         ProgramError: another rank has one, or runs something else.
     """
-    reports = communicator.all_ok(what if problem is None else f"{_REFUSED}{problem}")
+    own = None if what is None else hashlib.sha256(what.encode()).hexdigest()
+    reports = communicator.all_ok(own if problem is None else f"{_REFUSED}{problem}")
     if problem is not None:
         raise problem
     for rank, report in enumerate(reports):
@@ -41,26 +55,58 @@ def agree(
                 where=report.removeprefix(_REFUSED).splitlines(),
                 because="all ranks run, or none does",
             )
-    for rank, report in enumerate(reports):
-        if report != reports[0]:
-            raise _other_programs(rank, report, reports[0])
+    if any(report != reports[0] for report in reports):
+        speaks = reports.index(own) == communicator.rank
+        texts = communicator.all_ok((what or "") if speaks else None)
+        raise _other_programs(reports, texts)
 
 
-def fingerprint(program: HostProgram) -> str | None:
-    """What tells a program from others, without the user's lines; None for one rank's own."""
-    if program.rank is not None:
-        return None
-    text = re.sub("  # .*", "", str(program))
-    inputs = [f"%{n}: {program.types[n].shape}" for n in program.inputs]
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    return f"@{program.name} with inputs {', '.join(inputs)} ({digest[:12]})"
+def fingerprint(program: HostProgram, options: Options) -> str:
+    """What all ranks must share, line by line: versions, options, the program.
+
+    Of a program that is one rank's own, only its name: the others have others.
+    """
+    lines = [
+        f"mdfuse {mdfuse.__version__}",
+        f"torch {torch.__version__}",
+        "options " + ", ".join(f"{name}={getattr(options, name)!r}" for name in _SHARED),
+        f"program @{program.name}",
+    ]
+    if program.rank is None:
+        lines += [f"input %{n}: {program.types[n].shape}" for n in program.inputs]
+        # without the users' lines: a program that moved by a line is the same
+        lines += re.sub("  # .*", "", str(program)).splitlines()
+    return "\n".join(lines)
 
 
-def _other_programs(rank: int, here: str | None, there: str | None) -> ProgramError:
-    """Two ranks meet before the first runs of different programs."""
+def _other_programs(reports: Sequence[str | None], texts: Sequence[str | None]) -> ProgramError:
+    """Ranks meet before the first runs of different programs: who, and where they part."""
+    usual = Counter(reports).most_common(1)[0][0]
+    there = reports.index(usual)
+    others = [rank for rank, report in enumerate(reports) if report != usual]
+    where = []
+    for report in dict.fromkeys(reports[rank] for rank in others):
+        here = reports.index(report)
+        where += _difference(there, texts[there] or "", here, texts[here] or "")
+    who = f"rank {others[0]} runs" if len(others) == 1 else f"ranks {_listed(others)} run"
     return ProgramError(
-        f"rank {rank} runs another program than rank 0",
-        where=[f"rank 0: {there}", f"rank {rank}: {here}"],
-        because="all ranks run one program, with the same extents",
+        f"{who} another program than rank {there}",
+        where=where,
+        because="all ranks run one program, with the same extents, options and versions",
         hint="compare print(program) on these ranks; pass the same extents= on all of them",
     )
+
+
+def _difference(there: int, usual: str, here: int, other: str) -> list[str]:
+    """The first line that differs, as either side has it."""
+    pairs = zip_longest(usual.split("\n"), other.split("\n"), fillvalue="(nothing)")
+    number, (a, b) = next((n, pair) for n, pair in enumerate(pairs, 1) if pair[0] != pair[1])
+    return [
+        f"rank {there}, line {number}: {a.strip()}",
+        f"rank {here}, line {number}: {b.strip()}",
+    ]
+
+
+def _listed(ranks: Sequence[int], limit: int = 16) -> str:
+    more = f" and {len(ranks) - limit} more" if len(ranks) > limit else ""
+    return ", ".join(map(str, ranks[:limit])) + more

@@ -24,6 +24,7 @@ from mdfuse.hir.program import HostProgram
 from mdfuse.hir.verify import verify
 from mdfuse.plan.build import Plan, build
 from mdfuse.plan.cache import Cache
+from mdfuse.plan.places import Tally
 from mdfuse.plan.posts import groups
 from mdfuse.plan.signature import Signature, signature_of
 from mdfuse.plan.streams import capture_stream
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 
 _serials = itertools.count()
 _numbers = itertools.count()
+
+#: Of an evaluator before its first run.
+_NOTHING = Tally(name="", serial=-1)
 
 
 class Runnable(Protocol):
@@ -104,8 +108,7 @@ class HostIrEvaluator:
     _local: HostProgram | None = field(default=None, init=False, repr=False)
     _signature: Signature | None = field(default=None, init=False, repr=False)
     #: Tells this evaluator and its runs from others; all ranks make the same ones in one order.
-    _serial: int = field(default=0, init=False, repr=False)
-    _runs: int = field(default=0, init=False, repr=False)
+    _tally: Tally = field(default=_NOTHING, init=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -159,14 +162,13 @@ class HostIrEvaluator:
             plan = self._known(arguments, out) if problem is None else None
             if plan is None:
                 plan = self._plan(arguments, out, problem, is_partial)
-            self._runs += 1
+            self._tally.runs += 1
             try:
                 if plan.numbers:
                     arguments = numbers(self.program, arguments)
                 return plan.run(arguments, out)
             except BackendError as error:
-                assert self.communicator is not None
-                raise self._refused(self.communicator) or error from error
+                raise self._explained(error) from error.__cause__
 
     @cached_property
     def _border(self) -> Border:
@@ -255,7 +257,9 @@ class HostIrEvaluator:
         assert self._local is not None
         poison = options_from_environment(self.options).poison
         bind, device = communicator.poster, communicator.device
-        return build(self._local, bind, device, poison, arguments, out, caller=caller)
+        return build(
+            self._local, bind, device, poison, arguments, out, caller=caller, tally=self._tally
+        )
 
     # -- graphs ----------------------------------------------------------------------------------
 
@@ -294,7 +298,7 @@ class HostIrEvaluator:
         recorder = CudaRecorder(communicator.device, stream)
         now = plan.addresses(arguments, out)
         stays = {slot: at for slot, at in once.addresses.items() if now[slot] == at}
-        name = f"@{self.program.name} ({self._serial})"
+        name = f"@{self.program.name} ({self._tally.serial})"
         watch = communicator.replays(name, self._signature.stream())
         always = options_from_environment(self.options).graph == "always"
         limit = None if always else COPY_LIMIT
@@ -347,13 +351,15 @@ class HostIrEvaluator:
                 local = self.program.project(communicator.rank)
             except MdfuseError as error:
                 problem = error
-        self._agree(problem, communicator, fingerprint(self.program))
+        what = fingerprint(self.program, options_from_environment(self.options))
+        self._agree(problem, communicator, what)
         assert local is not None
         communicator.prepare(groups(local, communicator.rank))
         self._signature = signature_of(
             self.program, communicator.rank, communicator.device, self._number
         )
-        self._serial, self._runs = next(_serials), 0
+        self._tally = Tally(name=self.program.name, serial=next(_serials))
+        communicator.count(self._tally)
         self._local = local
 
     def _agree(
@@ -369,23 +375,24 @@ class HostIrEvaluator:
     def _refuse(self, problem: MdfuseError | None, communicator: Communicator) -> None:
         """Not to run what others may have begun: tell them why."""
         assert problem is not None
-        self._runs += 1
+        self._tally.runs += 1
+        self._tally.refused += 1
         if self._communicates:
-            communicator.refuse(self._occasion, str(problem))
+            communicator.refuse(self._tally.occasion, str(problem))
         raise problem
 
     @cached_property
     def _communicates(self) -> bool:
         return any(i.comm is not None or i.op in ("send", "recv") for i in self.program.walk())
 
-    @property
-    def _occasion(self) -> str:
-        """This run, by a name that is the same on all ranks."""
-        return f"{self._serial}/{self._runs}"
+    def _explained(self, error: BackendError) -> MdfuseError:
+        """Why a communication of a run broke: a rank refused the run, or what all ranks did."""
+        assert self.communicator is not None
+        return self._refused(self.communicator) or self.communicator.explained(error)
 
     def _refused(self, communicator: Communicator) -> ProgramError | None:
         """Why a communication broke, where another rank refused this run."""
-        reason = communicator.why_refused(self._occasion)
+        reason = communicator.why_refused(self._tally.occasion)
         if reason is None:
             return None
         return ProgramError(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from mdfuse.errors import BackendError
 from mdfuse.runtime.agreement import Agreement
+from mdfuse.runtime.bootstrap import Launch
+from mdfuse.runtime.joining import disagreement
 
 SIZE = 4
 
@@ -67,3 +71,24 @@ def test_leaving_waits_for_the_last() -> None:
     assert not Agreement(store, 3, SIZE, timeout_s=1).leave(0.1, wait=True)
     with ThreadPoolExecutor(SIZE) as pool:
         assert all(pool.map(leave, range(SIZE - 1)))
+
+
+class Gone:
+    """A store whose host died."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("Connection reset by peer")
+
+
+def test_the_store_is_lost() -> None:
+    with pytest.raises(BackendError, match="rank 2 lost the store") as caught:
+        Agreement(Gone(), 2, SIZE, timeout_s=1).exchange(None)  # type: ignore[arg-type]
+    assert "Connection reset by peer" in str(caught.value)
+
+
+def test_rank_0_does_not_join() -> None:
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.1))
+    launch = Launch(name="torchrun", rank=1, size=2, local_rank=1, why="told so")
+    with pytest.raises(BackendError, match="rank 1 waited for rank 0, which did not join"):
+        disagreement(store, launch, "gloo")

@@ -602,8 +602,7 @@ def agreed(
             settings[rank],
             rank=rank,
             device=torch.device("cpu"),
-            store=PrefixStore("watch", store),
-            timeout_s=5,
+            watch=Watch(rank=rank, timeout_s=5, store=PrefixStore("watch", store)),
             agreement=Agreement(PrefixStore("agreement", store), rank, 2, 20),
         )
 

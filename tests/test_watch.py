@@ -20,8 +20,9 @@ from fake_nccl import FakeTrack
 from mdfuse.backends.c10d_groups import HashStore, PrefixStore, TCPStore
 from mdfuse.backends.noting import Subject
 from mdfuse.runtime import watch as watch_module
+from mdfuse.runtime.positions import Position, Progress
 from mdfuse.runtime.watch import EXIT_STATUS, Ring, Watch
-from mdfuse.runtime.watch_report import Position, Progress, bytes_text
+from mdfuse.runtime.watch_report import bytes_text
 
 TEAM = (0, 1, 2)
 
@@ -66,6 +67,7 @@ class Rank:
 
     def look(self, after_s: float = 0.0) -> None:
         self.clock.now += after_s
+        self.watch.tell()
         self.watch.look()
 
 
@@ -324,7 +326,8 @@ def test_the_store_is_gone() -> None:
     rank.post()
     rank.look()
     rank.look(6)
-    assert rank.statuses == [EXIT_STATUS] and "ranks 1, 2 no answer" in rank.texts[0]
+    assert rank.statuses == [EXIT_STATUS]
+    assert "the store does not answer: nothing is known of other ranks" in rank.texts[0]
 
 
 def test_a_position_travels() -> None:
@@ -389,11 +392,11 @@ def test_the_process_ends(tmp_path: Path) -> None:
 def test_close_ends_the_thread() -> None:
     watch = Watch(rank=0, timeout_s=0.5)
     watch.start()
-    thread = watch._thread
+    threads = list(watch._threads)
     watch.start()
-    assert watch._thread is thread
+    assert watch._threads == threads and len(threads) == 2
     watch.close()
-    assert thread is not None and not thread.is_alive()
+    assert not any(thread.is_alive() for thread in threads)
 
 
 _TWO_RANKS = """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -169,3 +169,15 @@ class Backend(Protocol):
 
     def bind(self, call: Call) -> Poster:
         """Prepare a call that will be posted many times."""
+
+
+@runtime_checkable
+class Interruptible(Protocol):
+    """A backend whose waits another thread can end.
+
+    A wait of any backend raises BackendError by itself once it has taken `timeout_s`. Where another
+    rank has refused the run, it need not take that long.
+    """
+
+    def abort(self) -> bool:
+        """Make what this rank waits for raise BackendError; whether it could."""

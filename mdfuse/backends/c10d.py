@@ -12,6 +12,7 @@ from mdfuse.backends.base import Call, Poster
 from mdfuse.backends.c10d_bound import BoundCall
 from mdfuse.backends.c10d_groups import LIBRARIES, Group, PrefixStore, Store
 from mdfuse.backends.c10d_posts import KINDS, Team
+from mdfuse.backends.c10d_sockets import Sockets, opened, shut_down
 from mdfuse.backends.c10d_work import first_line
 from mdfuse.backends.nccl_lane import LaneOpener, NcclLane
 from mdfuse.errors import BackendError, CommunicationError
@@ -59,6 +60,7 @@ class C10dBackend:
         self._lanes: dict[tuple[int, ...], NcclLane] = {}
         self._open: Callable[[Store, int, int], Group] | None = None
         self._teams: dict[tuple[int, ...], Team] = {}
+        self._sockets: list[Sockets] = []
 
     def prepare(self, teams: Iterable[tuple[int, ...]]) -> None:
         """Make the teams this rank is in; every rank passes its own, all in one global order.
@@ -100,6 +102,14 @@ class C10dBackend:
         """The fast lane beside a team's group, where there is one."""
         return self._lanes.get(team)
 
+    def abort(self) -> bool:
+        """Break off what this rank waits for, from another thread; whether it could.
+
+        The waits raise BackendError, and so does everything that is posted afterwards.
+        """
+        ended = [shut_down(sockets) for sockets in self._sockets]  # all of them
+        return any(ended)
+
     def close(self) -> None:
         """Give up all groups, and the lanes beside them first."""
         for lane in self._lanes.values():
@@ -110,19 +120,22 @@ class C10dBackend:
         for team in self._teams.values():
             team.group.shutdown()
         self._teams.clear()
+        self._sockets.clear()
         self._open = None
 
     def _make(self, team: tuple[int, ...]) -> Team:
         self._open = self._open or self._library.opener(self._device, self._timeout, self._network)
-        store = self._store_of(team, "team")
+        store, index, make = self._store_of(team, "team"), team.index(self._rank), self._open
         try:
-            group = self._open(store, team.index(self._rank), len(team))
+            group, sockets = opened(lambda: make(store, index, len(team)))
         except (RuntimeError, ValueError) as error:
             raise BackendError(
                 f"{self.name} cannot connect rank {self._rank} with the team {team}",
                 because=first_line(error),
                 hint="every member must prepare the team; check that their hosts reach each other",
             ) from error
+        if self._library.is_interruptible:
+            self._sockets.append(sockets)
         return Team(library=self._library, ranks=team, group=group)
 
     def _store_of(self, team: tuple[int, ...], purpose: str) -> Store:

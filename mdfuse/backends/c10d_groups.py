@@ -68,6 +68,7 @@ class Library:
         needs_flat: its collectives split along dim 0 instead of by element.
         on_current: a collective that is waited for at once runs on the stream that is current, with
             nothing left to wait for.
+        is_interruptible: a wait in it ends with an error where its connections are shut down.
         reduce_clobbers: its rooted reduce also writes into the buffers of ranks other than root.
     """
 
@@ -79,6 +80,7 @@ class Library:
     lacks: frozenset[str] = frozenset()
     needs_flat: bool = True
     on_current: bool = False
+    is_interruptible: bool = False
     reduce_clobbers: bool = True
 
 
@@ -233,6 +235,7 @@ LIBRARIES: dict[str, Library] = {
             why_not=_is_always_there,
             opener=_open_gloo,
             transfer=_transfer_each,
+            is_interruptible=True,
         ),
         Library(
             name="nccl",

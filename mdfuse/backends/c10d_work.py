@@ -79,5 +79,5 @@ def explained(call: Call, error: Exception) -> Exception:
     return error
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     return str(error).split("\n", 1)[0]

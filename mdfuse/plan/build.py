@@ -21,6 +21,7 @@ from mdfuse.hir.program import HostProgram
 from mdfuse.hir.unroll import unroll
 from mdfuse.plan.lines import Function, Line, Ref, Slots, write
 from mdfuse.plan.memory import Owned, own
+from mdfuse.plan.places import Tally, register
 from mdfuse.plan.posts import Posts
 from mdfuse.plan.slots import CALLER_SLOT, Context, Step, updated_names
 from mdfuse.plan.steps import Builder
@@ -47,6 +48,7 @@ class Plan:
         may_overlap: it writes into buffers of the caller.
         written: the slots of inputs that it writes into.
         records: autograd would record it.
+        tally: how often its program ran.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Plan:
     may_overlap: bool = False
     written: tuple[int, ...] = ()
     records: bool = False
+    tally: Tally | None = None
 
     # -- step by step, as the simulator goes -----------------------------------------------------
 
@@ -100,7 +103,7 @@ class Plan:
         """All of them as one function of the caller's stream, the inputs and the given outputs."""
         places = [slot for slot in self.given if slot is not None]
         parameters = [CALLER_SLOT, *self.inputs, *places]
-        return write(
+        function = write(
             self.name,
             self.owned.lines,
             parameters,
@@ -109,6 +112,8 @@ class Plan:
             self.names,
             [self.labels[n] for n in self.owned.numbers],
         )
+        register(function.code.co_filename, self)
+        return function
 
     def __str__(self) -> str:
         """The calls of a run, as the function that makes them."""
@@ -181,11 +186,15 @@ class Plan:
 
     def step_of(self, number: int) -> Step:
         """The step that a line belongs to."""
-        for step in self.steps:
-            number -= len(step.lines)
-            if number < 0:
-                return step
-        raise IndexError(number)
+        return self.steps[self.number_of(number)]
+
+    def number_of(self, line: int) -> int:
+        """The number of the step that a line belongs to."""
+        for number, step in enumerate(self.steps):
+            line -= len(step.lines)
+            if line < 0:
+                return number
+        raise IndexError(line)
 
 
 def build(
@@ -197,6 +206,7 @@ def build(
     out: Sequence[Any] | None = None,
     is_simulated: bool = False,
     caller: int = 0,
+    tally: Tally | None = None,
 ) -> Plan:
     """Prepare the calls of a projected program.
 
@@ -210,6 +220,7 @@ def build(
         out: likewise the caller's buffers for outputs, None for those without.
         is_simulated: streams are those of the simulator, whatever the device.
         caller: the handle of the caller's CUDA stream.
+        tally: how often the program ran.
 
     Raises:
         ProgramError: an instruction of it means nothing on this rank.
@@ -245,6 +256,7 @@ def build(
             if name in {program.root(n) for n in program.aliases}
         ),
         records=any(isinstance(x, Tensor) and x.requires_grad for x in (*arguments, *out)),
+        tally=tally,
     )  # fmt: skip
 
 

@@ -95,7 +95,8 @@ class Exchanges:
         pairs, kept, dropped = self.to_oneself([e for e in ends if e.peer == self.context.rank])
         away = [e for e in ends if e.peer != self.context.rank]
         sends, recvs = ([e for e in away if e.i.op == op] for op in ("send", "recv"))
-        poster = self.poster(team, sends, recvs)
+        call = self.call(team, sends, recvs)
+        poster = self.context.bind(call) if call is not None else None
         for i in members:
             self.context.bind_name(i.outputs[0])
         used = (*(x for pair in pairs for x in pair), *(e.buffer for e in (*sends, *recvs)))
@@ -112,6 +113,7 @@ class Exchanges:
             inputs=(*(e.buffer for e in ends), *(source for source, _ in pairs)),
             outputs=tuple(e.handle for e in ends),
             posters=(poster,) if poster is not None else (),
+            calls=(call,) if call is not None else (),
         )
         return [*kept, step, *dropped]
 
@@ -119,19 +121,18 @@ class Exchanges:
         slot = self.context.slot
         return _End(i, self.peer(i, team), slot(i.reads[0]), slot(i.outputs[0]))
 
-    def poster(
+    def call(
         self, team: tuple[int, ...], sends: Sequence[_End], recvs: Sequence[_End]
-    ) -> Poster | None:
+    ) -> Call | None:
         if not sends and not recvs:
             return None
-        call = Call(
+        return Call(
             kind="Exchange",
             team=team,
             rank=self.context.rank,
             sends=tuple(e.peer for e in sends),
             recvs=tuple(e.peer for e in recvs),
         )
-        return self.context.bind(call)
 
     def post(self, poster: Poster | None) -> _Post:
         """Posts to other ranks, or stands for copies to this rank alone."""

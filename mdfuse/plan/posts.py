@@ -74,6 +74,7 @@ class Posts:
             inputs=used,
             outputs=(context.slot(i.outputs[0]),),
             posters=posters,
+            calls=(call,) * pieces if call is not None else (),
         )
 
     def general(self, i: Instruction, part: Part, posters: tuple[Poster, ...]) -> Line:
@@ -177,7 +178,14 @@ class Posts:
         posted = Line(run=post_barrier, into=handle)
         waited = _waited(handle)
         return [
-            Step(lines=(posted,), label=where, op="post", outputs=(handle,), posters=(poster,)),
+            Step(
+                lines=(posted,),
+                label=where,
+                op="post",
+                outputs=(handle,),
+                posters=(poster,),
+                calls=(call,),
+            ),
             Step(lines=(waited, drop(handle)), label=where, op="wait", waits=(handle, None)),
         ]
 

@@ -36,6 +36,7 @@ class Step:
         waits: the slot of the communication that it waits for, and which piece of it.
         joins: the stream that the current one waits for.
         posters: what it posts.
+        calls: the same, as this rank's parts of communications.
         eager: why no CUDA graph can hold it; None where one can.
     """
 
@@ -48,6 +49,7 @@ class Step:
     waits: tuple[int, int | None] | None = None
     joins: int | None = None
     posters: tuple[Poster, ...] = ()
+    calls: tuple[Call, ...] = ()
     eager: str | None = None
 
     def run(self, slots: Slots) -> None:

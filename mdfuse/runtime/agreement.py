@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from mdfuse.errors import BackendError
+from mdfuse.runtime.bulletin import within
 
 if TYPE_CHECKING:
     from mdfuse.backends.c10d_groups import Store
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
 #: The count of arrivals carries the number of ranks with a text above this bit, so that a meeting
 #: where nobody has one costs each rank one arrival and one wait, whatever the number of ranks.
 _TEXTS = 32
+
+#: How long to ask who is missing, seconds.
+_ASK_S = 1.0
 
 
 class Agreement:
@@ -45,12 +49,20 @@ class Agreement:
         if self._size == 1:
             return (text,)
         before = self._with_text
-        self._with_text = self._meet(text, before)
-        texts: list[str | None] = [None] * self._size
-        for rank in self._with_text:
-            texts[rank] = self._store.get(f"{self._meeting}/text/{rank}").decode()
+        try:
+            self._with_text = self._meet(text, before)
+            texts: list[str | None] = [None] * self._size
+            for rank in self._with_text:
+                texts[rank] = self._store.get(f"{self._meeting}/text/{rank}").decode()
+        except RuntimeError as error:
+            raise self._absence(self._meeting, error) from error
         self._meeting += 1
         return tuple(texts)
+
+    @property
+    def meeting(self) -> int:
+        """The number of the next meeting."""
+        return self._meeting
 
     def leave(self, grace_s: float, wait: bool) -> bool:
         """Say goodbye; with `wait`, wait up to `grace_s` for all others to have done so."""
@@ -74,7 +86,7 @@ class Agreement:
             store.set(f"{meeting}/text/{self._rank}", text)
         arrived = store.add(f"{meeting}/in", 1 if text is None else 1 + (1 << _TEXTS))
         if arrived & ((1 << _TEXTS) - 1) < self._size:
-            self._wait_for_the_last()
+            store.wait([f"{meeting}/go"], self._timeout)
             arrived = store.add(f"{meeting}/in", 0)  # a get would take two round trips
             return self._find_texts(arrived)
         with_text = self._find_texts(arrived)
@@ -93,24 +105,25 @@ class Agreement:
         for name in ("in", "go", *(f"text/{rank}" for rank in with_text)):
             self._store.delete_key(f"{meeting}/{name}")
 
-    def _wait_for_the_last(self) -> None:
-        try:
-            self._store.wait([f"{self._meeting}/go"], self._timeout)
-        except RuntimeError as error:
-            raise self._absence(self._meeting, error) from error
-
     def _absence(self, meeting: int, error: RuntimeError) -> BackendError:
-        try:
-            missing = [r for r in range(self._size) if not self._has_arrived(r, meeting)]
-        except RuntimeError:
-            missing = []
-        who = f"ranks {missing}" if missing else "the store"
+        missing: list[int] = []
+        ranks = range(self._size)
+
+        def ask() -> None:
+            missing.extend(r for r in ranks if not self._has_arrived(r, meeting))
+
+        is_known = within(_ASK_S, ask)  # the store may be what does not answer
         return BackendError(
-            f"rank {self._rank} waited {self._timeout.total_seconds():g} s for {who}",
+            self._what(missing if is_known else []),
             where=f"meeting {meeting} of all {self._size} ranks",
             because=str(error).split("\n", 1)[0],
             hint="see what those ranks did instead; raise timeout_s where they are only slow",
         )
+
+    def _what(self, missing: list[int]) -> str:
+        if not missing:
+            return f"rank {self._rank} lost the store that all ranks meet in"
+        return f"rank {self._rank} waited {self._timeout.total_seconds():g} s for ranks {missing}"
 
     def _has_arrived(self, rank: int, meeting: int) -> bool:
         key = f"at/{rank}"

@@ -16,22 +16,30 @@ import torch
 import torch.distributed as dist
 
 from mdfuse.backends import ucx_library
-from mdfuse.backends.base import Backend, Call, Poster
+from mdfuse.backends.base import Backend, Call, Interruptible, Poster
 from mdfuse.backends.c10d import C10dBackend
 from mdfuse.backends.c10d_groups import LIBRARIES, HashStore, PrefixStore, Store
+from mdfuse.backends.c10d_work import first_line
 from mdfuse.backends.ucx import UcxBackend
 from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import BackendError
+from mdfuse.plan.places import Tally
 from mdfuse.runtime.agreement import Agreement
 from mdfuse.runtime.bootstrap import Launch, detect, gloo_devices
+from mdfuse.runtime.bulletin import within
 from mdfuse.runtime.fast_lane import Lanes, Replays, agree_on_lanes
+from mdfuse.runtime.joining import disagreement, problem_elsewhere, watch_for
 from mdfuse.runtime.null_world import NULL, check_null_arguments, null_device, null_launch
 from mdfuse.runtime.stores import open_store
+from mdfuse.runtime.watch import Watch
 
 _log = logging.getLogger("mdfuse.comm")
 
 #: How long the rank that hosts the store waits at its end for ranks that still use it, seconds.
 _GRACE_S = 10.0
+
+#: How long the store may take to answer where a communication broke already, seconds.
+_ANSWER_S = 1.0
 
 
 class Resettable(Protocol):
@@ -54,6 +62,7 @@ class World:
         store: shared by all ranks, for this backend alone.
         timeout_s: deadline of a communication, seconds.
         lanes: opens the fast lanes of teams, where all ranks have them.
+        watch: sees what does not finish, and tells where all ranks are.
     """
 
     launch: Launch
@@ -61,6 +70,7 @@ class World:
     store: Store
     timeout_s: float
     lanes: Lanes | None = None
+    watch: Watch | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +143,8 @@ class Communicator:
         self._is_host = is_host
         self._is_closed = False
         self._lanes = world.lanes
+        self._watch = world.watch or Watch(rank=self.rank, timeout_s=world.timeout_s)
+        self._words = PrefixStore("watch", world.store)
         self._graphs: weakref.WeakSet[Resettable] = weakref.WeakSet()
 
     def __repr__(self) -> str:
@@ -144,7 +156,11 @@ class Communicator:
     def prepare(self, teams: Iterable[Sequence[int]]) -> None:
         """Make the teams this rank is in; every rank passes its own, all in one global order."""
         self._check_open("prepare teams")
-        self._backend.prepare(tuple(team) for team in teams)
+        try:
+            with self._watch.waiting("the making of teams"):
+                self._backend.prepare(tuple(team) for team in teams)
+        except BackendError as error:
+            raise self._watch.explain(error) from error.__cause__
 
     def poster(self, call: Call) -> Poster:
         """Prepare a call that will be posted many times."""
@@ -164,7 +180,11 @@ class Communicator:
             BackendError: a rank did not come within the timeout.
         """
         self._check_open("meet the other ranks")
-        return self._agreement.exchange(error_text)
+        try:
+            with self._watch.waiting(f"meeting {self._agreement.meeting} of all ranks"):
+                return self._agreement.exchange(error_text)
+        except BackendError as error:
+            raise self._watch.explain(error) from error.__cause__
 
     def refuse(self, occasion: str, reason: str) -> None:
         """Leave word why this rank does not take part in what the others may have begun.
@@ -174,12 +194,27 @@ class Communicator:
             reason: what the others are told when their communication breaks.
         """
         if self.size > 1:
-            self.store.set(f"refused/{occasion}", f"rank {self.rank}: {reason}")
+            word = f"rank {self.rank}: {reason}"
+            within(_ANSWER_S, lambda: self._words.set(f"refused/{occasion}", word))
 
     def why_refused(self, occasion: str) -> str | None:
-        """What a rank that refused said; None where none did."""
-        key = f"refused/{occasion}"
-        return self.store.get(key).decode() if self.store.check([key]) else None
+        """What a rank that refused said; None where none did, or the store does not answer."""
+        key, found = f"refused/{occasion}", list[str]()
+
+        def ask() -> None:
+            if self._words.check([key]):
+                found.append(self._words.get(key).decode())
+
+        within(_ANSWER_S, ask)
+        return found[0] if found else None
+
+    def explained(self, error: BackendError) -> BackendError:
+        """An error of a communication, with the positions of all ranks."""
+        return self._watch.explain(error)
+
+    def count(self, tally: Tally) -> None:
+        """Count the runs of a program among what tells where this rank is."""
+        self._watch.count(tally)
 
     def hold(self, graph: Resettable) -> None:
         """Give up a CUDA graph before the groups whose communications it repeats.
@@ -224,13 +259,22 @@ class Communicator:
         _forget(self)
         for graph in list(self._graphs):
             graph.reset()
-        has_failed = any(name in vars(sys) for name in ("last_exc", "last_value"))
-        try:
-            if not self._agreement.leave(_GRACE_S, wait=self._is_host and not has_failed):
-                _log.warning("rank %d closed before all other ranks did", self.rank)
-        except RuntimeError as error:
-            _log.info("rank %d: the store was closed first: %s", self.rank, error)
+        failure = getattr(sys, "last_value", None)
+        if failure is not None:
+            self._watch.leaves = f"ended with {type(failure).__name__}: {first_line(failure)}"
+        self._leave(wait=self._is_host and failure is None)
         self._backend.close()
+        self._watch.close()
+
+    def _leave(self, wait: bool) -> None:
+        """Say goodbye; a store whose host is stopped does not keep this rank."""
+        has_left: list[bool] = []
+        limit = _GRACE_S + _ANSWER_S if wait else _ANSWER_S
+        in_time = within(limit, lambda: has_left.append(self._agreement.leave(_GRACE_S, wait)))
+        if not in_time:
+            _log.info("rank %d: the store was closed first, or does not answer", self.rank)
+        elif not has_left[0]:
+            _log.warning("rank %d closed before all other ranks did", self.rank)
 
     def _check_open(self, what: str) -> None:
         if self._is_closed:
@@ -343,34 +387,52 @@ def _join(wanted: str, options: Options) -> Communicator:
     store = PrefixStore(f"mdfuse/{next(_generations)}", base)
     agreement = Agreement(PrefixStore("agreement", store), launch.rank, launch.size, timeout_s)
     name = _auto() if wanted == "auto" else wanted
-    disagreement = _disagreement(store, launch, name)
+    watch = watch_for(launch, name, store, timeout_s, os.environ)
+    try:
+        world = _meet(launch, name, options, agreement, store, watch)
+    except BackendError:
+        within(_GRACE_S, lambda: agreement.leave(_GRACE_S, wait=is_host))
+        watch.close()
+        raise
+    _log.info(
+        "rank %d of %d: %s, %s on %s", launch.rank, launch.size, launch.why, name, world.device
+    )
+    opened = BACKENDS[name].open(world)
+    if isinstance(opened, Interruptible):
+        watch.abort = opened.abort
+    return Communicator(world=world, backend=opened, agreement=agreement, is_host=is_host)
+
+
+def _meet(
+    launch: Launch, name: str, options: Options, agreement: Agreement, store: Store, watch: Watch
+) -> World:
+    """The first meeting of all ranks: each of them can use the backend, or all raise."""
+    if launch.size > 1:
+        watch.start()
     device, refusal = _device(name, launch)
-    problem = refusal or disagreement
-    texts = agreement.exchange(None if problem is None else str(problem))
+    try:
+        with watch.waiting("the first meeting of all ranks"):
+            other = disagreement(store, launch, name)
+            problem = refusal or other
+            texts = agreement.exchange(None if problem is None else str(problem))
+    except BackendError as error:
+        raise watch.explain(error) from error.__cause__
     if any(texts):
-        agreement.leave(_GRACE_S, wait=is_host)
-        raise problem or _problem_elsewhere(texts, launch)
+        raise problem or problem_elsewhere(texts, launch)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     lanes = None
     if name == "nccl" and launch.size > 1:
-        watch = PrefixStore("watch", store)
-        try:
-            lanes = agree_on_lanes(
-                options.fast_lane,
-                rank=launch.rank,
-                device=device,
-                store=watch,
-                timeout_s=timeout_s,
-                agreement=agreement,
-            )
-        except BackendError:
-            agreement.leave(_GRACE_S, wait=is_host)
-            raise
-    world = World(launch=launch, device=device, store=store, timeout_s=timeout_s, lanes=lanes)
-    _log.info("rank %d of %d: %s, %s on %s", launch.rank, launch.size, launch.why, name, device)
-    return Communicator(
-        world=world, backend=BACKENDS[name].open(world), agreement=agreement, is_host=is_host
+        lanes = agree_on_lanes(
+            options.fast_lane, rank=launch.rank, device=device, watch=watch, agreement=agreement
+        )
+    return World(
+        launch=launch,
+        device=device,
+        store=store,
+        timeout_s=options.timeout_s,
+        lanes=lanes,
+        watch=watch,
     )
 
 
@@ -409,25 +471,3 @@ def _device(name: str, launch: Launch) -> tuple[torch.device, BackendError | Non
             hint=f'start at most {count} ranks per host, or use backend="gloo"',
         )
     return torch.device("cuda", launch.local_rank % count), None
-
-
-def _disagreement(store: Store, launch: Launch, name: str) -> BackendError | None:
-    """Compare this rank's backend with rank 0's; "auto" may mean another one on another host."""
-    if launch.rank == 0:
-        store.set("backend", name)
-        return None
-    chosen = store.get("backend").decode()
-    if chosen == name:
-        return None
-    return BackendError(
-        f"rank {launch.rank} uses backend {name!r}, rank 0 {chosen!r}",
-        because="all ranks communicate by one backend",
-        hint="name it: Options(backend=...) or MDFUSE_BACKEND, the same on all ranks",
-    )
-
-
-def _problem_elsewhere(texts: Sequence[str | None], launch: Launch) -> BackendError:
-    rank, text = next((r, text) for r, text in enumerate(texts) if text is not None)
-    return BackendError(
-        f"rank {rank} could not join the other {launch.size - 1} ranks", where=text.split("\n")
-    )

@@ -113,8 +113,7 @@ def agree_on_lanes(
     *,
     rank: int,
     device: torch.device,
-    store: Store,
-    timeout_s: float,
+    watch: Watch,
     agreement: Agreement,
 ) -> Lanes | None:
     """Ask all ranks whether they can use the fast lane; None where one of them cannot.
@@ -126,8 +125,7 @@ def agree_on_lanes(
         setting: `Options.fast_lane`.
         rank: this rank.
         device: this rank's GPU.
-        store: shared by all ranks, for the watch alone.
-        timeout_s: deadline of a post.
+        watch: notes the posts of all lanes.
         agreement: the ranks' meetings.
 
     Raises:
@@ -141,12 +139,6 @@ def agree_on_lanes(
         other: (because, hint) for other, (_, because, hint) in enumerate(answers) if because
     }
     if not against:
-        watch = Watch(
-            rank=rank,
-            timeout_s=timeout_s,
-            store=store,
-            is_capturing=torch._C._cuda_isCurrentStreamCapturing,
-        )
         gpu = CudaDevice(device)
         return Lanes(rank=rank, binding=nccl_library.load(), device=gpu, watch=watch)
     first, (because, hint) = next(iter(against.items()))

@@ -1,9 +1,10 @@
-"""What was posted outside torch.distributed, and a thread that sees when it does not finish.
+"""The watchdog of a process: it sees when a communication does not finish, and where all ranks are.
 
-Each post is noted in a ring buffer before it is made, and marked behind it, so that the watchdog
-finds the oldest one that is not done without asking the device: see `Track`. The watchdog sleeps,
-looks, and, where a post is overdue, says which instruction it is and what the other ranks did, and
-ends the process: buffers that such a communication writes to hold garbage.
+Each post outside torch.distributed is noted in a ring buffer before it is made, and marked behind
+it, so that the watchdog finds the oldest one that is not done without asking the device: see
+`Track`. For all others it looks where the host is in its plans: see `mdfuse.plan.places`. The
+watchdog sleeps, looks, and, where something is overdue, says which instruction it is and what the
+other ranks did, and ends the process: buffers that such a communication writes to hold garbage.
 """
 
 from __future__ import annotations
@@ -14,13 +15,19 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from mdfuse.backends.noting import Subject, Track
-from mdfuse.errors import PACKAGE
-from mdfuse.runtime.watch_report import Alarm, Bulletin, Position, Progress, report
+from mdfuse.errors import PACKAGE, BackendError
+from mdfuse.plan import places
+from mdfuse.plan.places import Tally
+from mdfuse.runtime.bulletin import Answers, Bulletin, within
+from mdfuse.runtime.positions import Position, Progress, Standing, standing
+from mdfuse.runtime.ring import Post, Ring
+from mdfuse.runtime.watch_report import Alarm, Table, blame, explained, report
 
 if TYPE_CHECKING:
     from mdfuse.backends.c10d_groups import Store
@@ -30,74 +37,11 @@ _log = logging.getLogger("mdfuse.comm")
 #: The exit status of a process that the watchdog ends (sysexits.h: EX_SOFTWARE).
 EXIT_STATUS = 70
 
+#: How long after the timeout of a wait the watchdog ends it, where that did not, seconds.
+_SLACK_S = 2.0
+
 #: Code that is not the user's, besides installed packages.
 _LIBRARIES = (PACKAGE, sys.base_prefix + "/lib/", "<")
-
-
-class Post(NamedTuple):
-    """One entry of the ring.
-
-    Attributes:
-        place: its number among all posts of this process.
-        sequence: its number in its family and team, from 1.
-        subject: what it is.
-        is_done: whether the post of a sequence number is done.
-        posted_at: seconds, on the watch's clock.
-    """
-
-    place: int
-    sequence: int
-    subject: Subject
-    is_done: Callable[[int], bool]
-    posted_at: float
-
-    def text(self) -> str:
-        """As reports name it."""
-        subject = self.subject
-        return f"{subject.kind} #{self.sequence} ({subject.where})"
-
-
-class Ring:
-    """The last posts; writing one costs 0.2 us, reading them is for reports.
-
-    Args:
-        size: how many, a power of two; more than the launch queue of a GPU takes (1,024).
-        clock: seconds.
-    """
-
-    def __init__(self, size: int, clock: Callable[[], float]) -> None:
-        assert size & (size - 1) == 0
-        self._entries: list[tuple[Any, ...] | None] = [None] * size
-        self._clock = clock
-        self._next = count().__next__
-        self._tallies: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-
-    def writer(self, subject: Subject, is_done: Callable[[int], bool]) -> Callable[[], int]:
-        """A function that notes a post of `subject` and returns its sequence number."""
-        entries, mask, following, clock = (
-            self._entries,
-            len(self._entries) - 1,
-            self._next,
-            self._clock,
-        )
-        tally = self._tallies.setdefault((subject.family, subject.team), [0])
-
-        def write() -> int:
-            number = tally[0] = tally[0] + 1
-            place = following()
-            entries[place & mask] = (place, number, subject, is_done, clock())
-            return number
-
-        return write
-
-    def posts(self, after: int = -1) -> list[Post]:
-        """The last posts, of those with a place above `after`, oldest first."""
-        entries = list(self._entries)
-        return sorted(Post(*e) for e in entries if e is not None and e[0] > after)
-
-    def tallies(self) -> dict[tuple[str, tuple[int, ...]], int]:
-        """How many were posted, by family and team."""
-        return {key: tally[0] for key, tally in list(self._tallies.items())}
 
 
 class Watch:
@@ -113,6 +57,8 @@ class Watch:
         write: takes the report.
         end: ends the process with a status.
         size: entries of the ring, a power of two.
+        ranks: of the world; reports tell of all of them. 0: of the team that is concerned.
+        host: the rank whose process keeps the store; None: another process does.
     """
 
     def __init__(
@@ -126,6 +72,8 @@ class Watch:
         write: Callable[[str], object] | None = None,
         end: Callable[[int], object] | None = None,
         size: int = 4096,
+        ranks: int = 0,
+        host: int | None = None,
     ) -> None:
         self.ring = Ring(size, clock)
         #: the subjects of posts that were captured, in order; who captures clears it before
@@ -133,7 +81,10 @@ class Watch:
         self._rank = rank
         self._timeout = timeout_s
         self._tick = min(1.0, timeout_s / 10)
-        self._bulletin = Bulletin(store, rank, min(4.0, timeout_s / 10)) if store else None
+        self._beat = max(self._tick, ranks / 1000)  # at most 1,000 messages a second
+        self._bulletin = Bulletin(store, rank, self._beat) if store else None
+        self._world = tuple(range(ranks))
+        self._host = host
         self._is_capturing = is_capturing
         self._clock = clock
         self._write = write or _write_error
@@ -142,8 +93,19 @@ class Watch:
         self._seen = -1
         self._oldest: Post | None = None
         self._moved_at = clock()
+        #: breaks what this process waits for; whether it could
+        self.abort: Callable[[], bool] = lambda: False
+        self._tallies: list[Tally] = []
+        self._waits: list[tuple[str, float]] = []
+        self._stood: tuple[object, float] = (None, clock())
+        self._refused: str | None = None
+        self._reports = 0
+        self._broke: Standing | None = None
+        #: how this rank leaves the others, once it does
+        self.leaves = "closed its communicator"
+        self._ended = ""
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
 
     def prepare(
         self, subject: Subject, track: Track
@@ -181,26 +143,73 @@ class Watch:
 
     def start(self) -> None:
         """Start the watchdog, once."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="mdfuse-watch", daemon=True)
-            self._thread.start()
+        if self._threads:
+            return
+        for name, run in (("mdfuse-watch", self.look), ("mdfuse-bulletin", self.tell)):
+            thread = threading.Thread(target=self._run, args=(run,), name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching; the others are told how this rank left. A second close does nothing."""
+        if self._ended:
+            return
         self._stop.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(2 * self._tick)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(min(0.5, 2 * self._tick))
+        self._ended = self.leaves
+        if self._bulletin is not None and self._threads:
+            within(2 * self._beat, self.tell)
+
+    def count(self, tally: Tally) -> None:
+        """Count the runs of a program among what tells where this rank is."""
+        self._tallies.append(tally)
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """What is done inside waits for other ranks, and has a deadline of its own.
+
+        Where that does not end it, as where the host of the store is stopped, the process ends.
+        """
+        row = what, self._clock()
+        self._waits.append(row)
+        try:
+            yield
+        finally:
+            self._waits.remove(row)
 
     def look(self) -> None:
-        """Look once: raise the alarm where it is time to, answer another rank's."""
-        alarm = self._failed() or self._overdue()
+        """Look once: raise the alarm where it is time to. Asks nobody else."""
+        alarm = self._failed() or self._overdue() or self._stuck() or self._broken()
         if alarm is not None:
             self._raise(alarm)
-        elif self._bulletin is not None and self._bulletin.is_asked(self._clock()):
-            self._bulletin.publish(self.position(is_hanging=False))
 
-    def position(self, is_hanging: bool) -> Position:
+    def tell(self) -> None:
+        """Tell the other ranks once how far this one is, and hear what they have to say."""
+        if self._bulletin is None:
+            return
+        now = self._standing()
+        self._bulletin.tell(self.position(self._reports > 0, now))
+        self._bulletin.hear()
+        if now.is_waiting and now.occasion is not None and self._refused is None:
+            refusal = self._bulletin.refusal(now.occasion)
+            if refusal is not None and not self.abort():
+                self._refused = refusal
+
+    def explain(self, error: BackendError) -> BackendError:
+        """The same error, with the positions of all ranks: takes up to three seconds."""
+        if self._bulletin is None:
+            return error
+        now = standing(self._tallies, places.raised(error) or places.running())
+        alarm = Alarm.at(now, error.what, self._world)
+        self._broke = replace(now, is_waiting=False) if now.doing else None
+        with self._reporting(alarm, now) as table:
+            return explained(error, alarm, table)
+
+    def position(self, is_hanging: bool, now: Standing | None = None) -> Position:
         """How far this rank is, for the others."""
+        now = now or self._standing()
         posts = self._posts()
         open_posts = [post for post in posts if not post.is_done(post.sequence)]
         progress = []
@@ -210,7 +219,19 @@ class Watch:
             last = [p for p in posts if (p.subject.family, p.subject.team) == (family, team)]
             text = last[-1].text() if last else ""
             progress.append(Progress(family, team, posted, done, text))
-        return Position(self._rank, is_hanging, tuple(progress), _host_line())
+        noted = {(p.family, p.team) for p in progress}
+        progress += [p for p in now.progress if (p.family, p.team) not in noted]
+        waits = [what for what, _ in self._waits]
+        doing = now.doing or (f"in {waits[-1]}" if waits else "")
+        progress_of = tuple(progress)
+        return Position(self._rank, is_hanging, progress_of, _host_line(), doing, self._ended)
+
+    def _standing(self) -> Standing:
+        """Where the plans of this process are; outside of all, where the last one broke off."""
+        now = standing(self._tallies, places.running() if self._tallies else None)
+        if now.doing:
+            self._broke = None
+        return self._broke or now
 
     def _posts(self) -> list[Post]:
         """The ring's, and the oldest that is not done, even where the ring came round to it."""
@@ -218,10 +239,10 @@ class Watch:
         is_lost = oldest is not None and posts and posts[0].place > oldest.place
         return [oldest, *posts] if is_lost and oldest else posts
 
-    def _run(self) -> None:
-        while not self._stop.wait(self._tick):
+    def _run(self, act: Callable[[], None]) -> None:
+        while not self._stop.wait(self._tick if act == self.look else self._beat):
             try:
-                self.look()
+                act()
             except Exception:  # the thread must live: without it a hang would be silent
                 _log.exception("rank %d: the watchdog stumbled", self._rank)
 
@@ -251,15 +272,71 @@ class Watch:
         self._moved_at = self._clock()
         return self._oldest
 
+    def _stuck(self) -> Alarm | None:
+        """A wait that should have ended by itself."""
+        now, moment, limit = self._standing(), self._clock(), self._timeout + _SLACK_S
+        if now.key != self._stood[0]:
+            self._stood = now.key, moment
+        since = self._stood[1]
+        if now.is_waiting and moment - since > limit:
+            name = now.name or now.where
+            return Alarm.at(now, self._not_done(name, moment - since), self._world, now.where)
+        for what, since in list(self._waits):
+            if moment - since > limit:
+                return Alarm(team=self._world, what=self._not_done(what, moment - since))
+        return None
+
+    def _not_done(self, what: str, age_s: float) -> str:
+        limit = f"timeout_s={self._timeout:g}"
+        return f"{what} is not done on rank {self._rank} after {age_s:.1f} s ({limit})"
+
+    def _broken(self) -> Alarm | None:
+        """Another rank refused what this one waits for, and the wait cannot be broken off."""
+        if self._refused is None:
+            return None
+        now = self._standing()
+        what = f"{now.doing or 'a run'} broke off on rank {self._rank}: another rank refused it"
+        return Alarm.at(now, what, self._world, self._refused)
+
+    @contextmanager
+    def _reporting(self, alarm: Alarm, now: Standing) -> Iterator[Table]:
+        """Gather what a report tells; afterwards let others do so before this process goes."""
+        own, ranks = self.position(True, now), self._world or alarm.team
+        bulletin, answers = self._bulletin, Answers(is_complete=True)
+        self._reports += 1
+        if bulletin is not None:
+            within(self._beat, lambda: bulletin.tell(own))
+            answers = bulletin.gather(ranks)
+        table = self._table(own, ranks, answers)
+        try:
+            if bulletin is not None and answers.is_complete:
+                bulletin.alarm(f"rank {self._rank} said: {alarm.what}: {blame(alarm, table)}")
+            yield table
+        finally:
+            self._reports -= 1
+            if bulletin is not None and answers.is_complete:
+                bulletin.tell(replace(own, is_hanging=False))
+                bulletin.linger(answers.positions)
+
+    def _table(self, own: Position, ranks: Sequence[int], answers: Answers) -> Table:
+        is_there = answers.is_complete
+        by = "" if self._host is None else f" that rank {self._host} keeps"
+        heard = self._bulletin.heard if self._bulletin is not None else ""
+        return Table(
+            own=own,
+            others=dict(answers.positions),
+            ranks=ranks,
+            posts=self._posts(),
+            store=""
+            if is_there
+            else f"the store{by} does not answer: nothing is known of other ranks",
+            heard="" if heard.startswith(f"rank {self._rank} ") else heard,
+            lost=None if is_there else self._host,
+        )
+
     def _raise(self, alarm: Alarm) -> None:
-        others: dict[int, Position] = {}
-        position = self.position(is_hanging=True)
-        if self._bulletin is not None:
-            self._bulletin.call(position)
-            others = self._bulletin.answers(alarm.team)
-        self._write(report(alarm, position, others, self._posts()))
-        if self._bulletin is not None:
-            self._bulletin.linger(others)
+        with self._reporting(alarm, self._standing()) as table:
+            self._write(report(alarm, table))
         self._stop.set()
         # no communicator is aborted first: that would let the program go on with what is in the
         # buffers, and even end well

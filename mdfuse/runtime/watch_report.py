@@ -1,19 +1,16 @@
-"""What the watchdogs of the ranks tell each other, and the report that comes of it."""
+"""The report of a communication that broke or hangs: where this rank is, and where the others."""
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from mdfuse.backends.noting import Subject
 from mdfuse.errors import BackendError
+from mdfuse.runtime.positions import Position, Progress, Standing, is_shared
 
 if TYPE_CHECKING:
-    from mdfuse.backends.c10d_groups import Store
-    from mdfuse.runtime.watch import Post
+    from mdfuse.runtime.ring import Post
 
 #: How many of the last posts a report lists.
 _LAST = 8
@@ -21,73 +18,29 @@ _LAST = 8
 #: How many ranks a report lists one by one.
 _RANKS = 16
 
-
-class Progress(NamedTuple):
-    """How far a rank is in one family of a team's posts.
-
-    Attributes:
-        family: what is numbered together.
-        team: the ranks.
-        posted: the number of the last one posted.
-        done: the number of the last one such that it and all before it are done.
-        last: the last one posted, in words.
-    """
-
-    family: str
-    team: tuple[int, ...]
-    posted: int
-    done: int
-    last: str
-
-
-@dataclass(frozen=True, slots=True)
-class Position:
-    """How far a rank is.
-
-    Attributes:
-        rank: the rank.
-        is_hanging: whether its own watchdog raised the alarm.
-        progress: by family and team.
-        host: the line of the program where its host is, or "".
-    """
-
-    rank: int
-    is_hanging: bool
-    progress: tuple[Progress, ...]
-    host: str
-
-    def of(self, family: str, team: tuple[int, ...]) -> Progress:
-        """Its progress in one family of one team."""
-        found = (p for p in self.progress if (p.family, p.team) == (family, team))
-        return next(found, Progress(family, team, 0, 0, ""))
-
-    def encode(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def decode(cls, text: str | bytes) -> Position:
-        raw = json.loads(text)
-        progress = (Progress(f, tuple(team), *rest) for f, team, *rest in raw.pop("progress"))
-        return cls(progress=tuple(progress), **raw)
+#: How the word of a rank begins that left because its own communication broke.
+_VICTIM = "BackendError"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
-    """Why the watchdog ends the process.
+    """Why a rank reports.
 
     Attributes:
         team: whose communication it is.
         what: the fact.
         details: where in the program, how much, how long ago; or "".
-        sequence: the number of the post that is overdue, or 0.
-        subject: what was posted, or None.
+        name: what was posted, with its number and line, in words; or "".
+        family: of the posts that it is numbered with.
+        sequence: its number in its family and team, or 0.
     """
 
     team: tuple[int, ...]
     what: str
     details: str = ""
+    name: str = ""
+    family: str = ""
     sequence: int = 0
-    subject: Subject | None = None
 
     @classmethod
     def of(cls, post: Post, rank: int, timeout_s: float, age_s: float) -> Alarm:
@@ -99,143 +52,177 @@ class Alarm:
             team=subject.team,
             what=f"{name} is not done on rank {rank}",
             details=f"{subject.where}   {bytes_text(subject.bytes)}, {age}",
+            name=post.text(),
+            family=subject.family,
             sequence=post.sequence,
-            subject=subject,
+        )
+
+    @classmethod
+    def at(cls, now: Standing, what: str, everybody: tuple[int, ...], details: str = "") -> Alarm:
+        """The alarm over what a plan waits for, or that comes from outside of all plans."""
+        return cls(
+            team=now.team or everybody,
+            what=what,
+            details=details,
+            name=f"{now.name} ({now.where})" if now.name else "",
+            family=now.family,
+            sequence=now.sequence,
         )
 
 
-class Bulletin:
-    """The ranks' positions, in the store.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """What a report is made of.
 
-    A rank whose watchdog raises the alarm sets one key, and its position. Every watchdog looks at
-    that key now and then, and answers with its own position.
-
-    Args:
-        store: nobody else uses its keys. A clone of it is used: a connection that the program
-            waits on would block the watchdog.
-        rank: this rank.
-        poll_s: seconds between looks at the key.
+    Attributes:
+        own: this rank's position.
+        others: those of other ranks, as far as the store answers.
+        ranks: whose positions are told.
+        posts: the last ones of this rank that bypassed torch.distributed.
+        store: what there is to say of the store, or "".
+        heard: what the first rank to raise an alarm said, where it is another one; or "".
+        lost: the rank whose end took the store with it, or None.
     """
 
-    def __init__(self, store: Store, rank: int, poll_s: float) -> None:
-        self._store: Store = store.clone()  # type: ignore[attr-defined]  # not in the stubs
-        self._rank = rank
-        self._poll = poll_s
-        self._grace = 2 * poll_s + 1.0
-        self._looked_at = float("-inf")
-        self._has_answered = False
-
-    def is_asked(self, now: float) -> bool:
-        """Whether another rank raised the alarm and this one did not answer yet."""
-        if self._has_answered or now - self._looked_at < self._poll:
-            return False
-        self._looked_at = now
-        try:
-            return bool(self._store.check(["alarm"]))
-        except RuntimeError:  # the store is gone, and with it whoever could ask
-            return False
-
-    def publish(self, position: Position) -> None:
-        """Tell the others how far this rank is."""
-        self._has_answered = True
-        self._set(f"at/{self._rank}", position.encode())
-
-    def call(self, position: Position) -> None:
-        """Raise the alarm."""
-        self.publish(position)
-        self._set("alarm", str(self._rank))
-
-    def answers(self, team: Sequence[int]) -> dict[int, Position]:
-        """The positions of the team's other members that answer in time."""
-        asked = [rank for rank in team if rank != self._rank]
-        self._wait_for([f"at/{rank}" for rank in asked])
-        found = ((rank, self._get(f"at/{rank}")) for rank in asked)
-        return {rank: Position.decode(text) for rank, text in found if text is not None}
-
-    def linger(self, others: Mapping[int, Position]) -> None:
-        """Let ranks that report too read first: this process may host the store."""
-        self._set(f"told/{self._rank}", "")
-        self._wait_for([f"told/{rank}" for rank, at in others.items() if at.is_hanging])
-
-    def _wait_for(self, keys: list[str]) -> None:
-        deadline = time.monotonic() + self._grace
-        while time.monotonic() < deadline:
-            try:
-                keys = [key for key in keys if not self._store.check([key])]
-            except RuntimeError:
-                return
-            if not keys:
-                return
-            time.sleep(self._poll / 5)
-
-    def _set(self, key: str, text: str) -> None:
-        try:
-            self._store.set(key, text)
-        except RuntimeError:
-            return
-
-    def _get(self, key: str) -> bytes | None:
-        try:
-            return self._store.get(key) if self._store.check([key]) else None
-        except RuntimeError:
-            return None
+    own: Position
+    others: Mapping[int, Position]
+    ranks: Sequence[int]
+    posts: Sequence[Post] = ()
+    store: str = ""
+    heard: str = ""
+    lost: int | None = None
 
 
-def report(
-    alarm: Alarm, own: Position, others: Mapping[int, Position], posts: Sequence[Post]
-) -> str:
+def report(alarm: Alarm, table: Table) -> str:
     """The text that the watchdog leaves behind."""
-    where = [alarm.details, f"rank {own.rank}: its host is at {own.host or 'no line of Python'}"]
-    where += _ranks(alarm, own, others)
-    where += _last(posts)
     error = BackendError(
         alarm.what,
-        where=where,
+        where=[alarm.details, *_rows(alarm, table)],
         because="all members of a team post the same, in one order; this process ends now",
-        hint=_hint(alarm, others),
+        hint=_hint(alarm, table),
     )
     return f"mdfuse.BackendError: {error}"
 
 
-def _ranks(alarm: Alarm, own: Position, others: Mapping[int, Position]) -> list[str]:
-    """What the other members did, those that did the same together."""
+def explained(error: BackendError, alarm: Alarm, table: Table) -> BackendError:
+    """An error of a backend, with the positions of all ranks."""
+    new = BackendError(
+        error.what,
+        where=[*error.where, alarm.details, *_rows(alarm, table)],
+        because=error.because,
+        hint=_hint(alarm, table),
+    )
+    for note in getattr(error, "__notes__", ()):
+        new.add_note(note)
+    return new
+
+
+def blame(alarm: Alarm, table: Table) -> str:
+    """Who is to blame, in a line."""
+    ranks, why, _ = _suspects(alarm, table)
+    return f"{_ranks_text(ranks)}: {why}" if ranks else "nobody knows why"
+
+
+def _rows(alarm: Alarm, table: Table) -> list[str]:
+    own = table.own
+    at = f"{own.doing}; " if own.doing else ""
+    rows = [f"rank {own.rank}: {at}its host is at {own.host or 'no line of Python'}"]
+    rows += [f"posted {_count_text(p)}" for p in own.progress if own.doing]
+    rows += _ranks(alarm, table)
+    rows += [table.store] if table.store else []
+    rows += [f"before, {table.heard}"] if table.heard else []
+    return rows + _last(table.posts)
+
+
+def _count_text(progress: Progress) -> str:
+    last = f", the last one {progress.last}" if progress.last else ""
+    return f"{progress.posted} {progress.family} on team {_team_text(progress.team)}{last}"
+
+
+def _ranks(alarm: Alarm, table: Table) -> list[str]:
+    """What the other ranks did, those that did the same together."""
     said: dict[str, list[int]] = {}
-    for rank in alarm.team:
-        if rank != own.rank:
-            said.setdefault(_verdict(alarm, others.get(rank)), []).append(rank)
+    for rank in table.ranks:
+        if rank != table.own.rank and (rank in table.others or not table.store):
+            said.setdefault(_verdict(alarm, table.others.get(rank), rank), []).append(rank)
     return [f"{_ranks_text(ranks)} {text}" for text, ranks in said.items()]
 
 
-def _verdict(alarm: Alarm, at: Position | None) -> str:
+def _verdict(alarm: Alarm, at: Position | None, rank: int) -> str:
     if at is None:
         return "no answer: the process ended, or is stuck where no thread of Python can run"
     host = f"; its host is at {at.host}" if at.host else ""
-    if alarm.subject is None:
-        return f"answers{host}"
-    progress = at.of(alarm.subject.family, alarm.team)
-    if not alarm.subject.is_shared:
+    if at.ended:
+        return at.ended + (f", after {at.doing}" if _is_astray(alarm, rank, at) else "")
+    if at.silent_s:
+        last = at.doing or at.host or "nowhere"
+        return f"no sign of life for {at.silent_s:.1f} s; last seen {last}"
+    if rank not in alarm.team or not alarm.sequence:
+        return f"answers: {at.doing}{host}" if at.doing else f"answers{host}"
+    progress = at.of(alarm.family, alarm.team)
+    if not is_shared(alarm.family):
         counts = f"{progress.posted} {progress.family}, {progress.done} of them done"
         return f"posted {counts}, last {progress.last or 'none'}{host}"
     if progress.posted < alarm.sequence:
-        last = progress.last or "nothing there"
-        return f"has not posted it: it is at {last}{host}"
+        last = progress.last or (f"#{progress.posted}" if progress.posted else "nothing there")
+        doing = f", {at.doing}" if at.doing and not progress.last else ""
+        return f"has not posted it: it is at {last}{doing}{host}"
+    if progress.posted == alarm.sequence and progress.last not in ("", alarm.name):
+        return f"posted another one in its place: {at.doing or progress.last}"
     if progress.done >= alarm.sequence:
         return f"is done with it{host}"
     return "has posted it, and waits too"
 
 
-def _hint(alarm: Alarm, others: Mapping[int, Position]) -> str:
-    behind = [rank for rank in alarm.team if rank in others and _is_behind(alarm, others[rank])]
-    if behind:
-        return f"see what {_ranks_text(behind)} did instead; where it is only slow, raise timeout_s"
-    return "see the log of each rank; where they are only slow, raise timeout_s"
+def _hint(alarm: Alarm, table: Table) -> str:
+    ranks, _, hint = _suspects(alarm, table)
+    return hint.format(_ranks_text(ranks))
 
 
-def _is_behind(alarm: Alarm, at: Position) -> bool:
-    subject = alarm.subject
-    if subject is None or not subject.is_shared:
+_SLOW = "; where it is only slow, raise timeout_s"
+
+
+def _suspects(alarm: Alarm, table: Table) -> tuple[list[int], str, str]:
+    """The ranks that went wrong first, as far as one can tell; what they did; what to do."""
+    others = {rank: at for rank, at in table.others.items() if rank in table.ranks}
+    left = [rank for rank, at in others.items() if at.ended]
+    here = {rank: at for rank, at in others.items() if rank not in left}
+    see = "see the log of {0}: "
+    tests = (
+        ([r for r, at in others.items() if at.silent_s], "no sign of life", see + "it died, or "
+         "stopped, or its host is cut off"),
+        ([r for r in left if _VICTIM not in others[r].ended], "left", see + "it left the others"),
+        ([r for r, at in here.items() if _is_behind(alarm, r, at)], "did not post it",
+         "see what {0} did instead" + _SLOW),
+        (_astray(alarm, table), "posted another one",
+         "compare what {0} ran with the others: all ranks run the same programs in one order"),
+        (left, "left", see + "it left the others"),
+        ([] if table.lost is None else [table.lost], "took the store with it", see + "it died, or "
+         "stopped, and with it the store"),
+    )  # fmt: skip
+    found = ((sorted(ranks), why, hint) for ranks, why, hint in tests if ranks)
+    return next(
+        found, ([], "", "see the log of each rank; where they are only slow, raise timeout_s")
+    )
+
+
+def _is_behind(alarm: Alarm, rank: int, at: Position) -> bool:
+    if not alarm.sequence or rank not in alarm.team or not is_shared(alarm.family):
         return False
-    return at.of(subject.family, alarm.team).posted < alarm.sequence
+    return at.of(alarm.family, alarm.team).posted < alarm.sequence
+
+
+def _astray(alarm: Alarm, table: Table) -> list[int]:
+    """Who posted something else than most of the team."""
+    others = [rank for rank, at in table.others.items() if _is_astray(alarm, rank, at)]
+    return [table.own.rank] if 2 * len(others) > len(alarm.team) else others
+
+
+def _is_astray(alarm: Alarm, rank: int, at: Position) -> bool:
+    if not alarm.sequence or rank not in alarm.team or not is_shared(alarm.family):
+        return False
+    progress = at.of(alarm.family, alarm.team)
+    return progress.posted == alarm.sequence and progress.last not in ("", alarm.name)
 
 
 def _last(posts: Sequence[Post]) -> list[str]:
