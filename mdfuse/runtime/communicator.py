@@ -15,9 +15,11 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from mdfuse.backends import mpi_library
 from mdfuse.backends.base import Backend, Call, Poster
 from mdfuse.backends.c10d import C10dBackend
 from mdfuse.backends.c10d_groups import LIBRARIES, HashStore, PrefixStore, Store
+from mdfuse.backends.mpi import MpiBackend
 from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import BackendError
 from mdfuse.runtime.agreement import Agreement
@@ -92,7 +94,19 @@ def _c10d_row(name: str) -> BackendRow:
     return BackendRow(devices=library.devices, why_not=library.why_not, open=open_c10d)
 
 
-BACKENDS: dict[str, BackendRow] = {name: _c10d_row(name) for name in LIBRARIES}
+def _open_mpi(world: World) -> _OpenBackend:
+    return MpiBackend(
+        rank=world.launch.rank,
+        device=world.device,
+        store=world.store,
+        timeout_s=world.timeout_s,
+    )
+
+
+BACKENDS: dict[str, BackendRow] = {
+    **{name: _c10d_row(name) for name in LIBRARIES},
+    "mpi": BackendRow(devices=("cuda", "cpu"), why_not=mpi_library.why_not, open=_open_mpi),
+}
 
 
 class Communicator:
