@@ -160,12 +160,13 @@ class HostIrEvaluator:
             if plan is None:
                 plan = self._plan(arguments, out, problem, is_partial)
             self._runs += 1
+            assert self.communicator is not None
+            self.communicator.underway.run = self._serial, self._runs
             try:
                 if plan.numbers:
                     arguments = numbers(self.program, arguments)
                 return plan.run(arguments, out)
             except BackendError as error:
-                assert self.communicator is not None
                 raise self._refused(self.communicator) or error from error
 
     @cached_property
@@ -271,7 +272,7 @@ class HostIrEvaluator:
 
     def _may_capture(self, communicator: Communicator) -> bool:
         graph = options_from_environment(self.options).graph
-        return graph != "never" and communicator.device.type == "cuda"
+        return graph != "never" and communicator.can_capture
 
     def _captured(
         self,
@@ -415,7 +416,7 @@ class HostIrEvaluator:
                     f"this is rank {communicator.rank}",
                     hint="pass the global program, or each rank its own projection",
                 )
-            if communicator.device.type != "cuda":
+            if not communicator.can_capture:
                 self._check_graph(communicator)
             check_arguments(self.program, communicator.rank, arguments, communicator.device)
             if out is not None:
@@ -428,7 +429,8 @@ class HostIrEvaluator:
     def _check_graph(self, communicator: Communicator) -> None:
         if options_from_environment(self.options).graph == "always":
             raise ProgramError(
-                f'@{self.program.name} with graph="always" on {communicator.device}',
-                because="CUDA graphs are for GPUs",
+                f'@{self.program.name} with graph="always" on {communicator.device} '
+                f"by backend {communicator.backend!r}",
+                because="CUDA graphs are for GPUs, and hold only what the host need not do",
                 hint='graph="auto" captures where it can',
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 
 import torch
@@ -16,6 +16,7 @@ from mdfuse.backends.base import POINT_TO_POINT, Call, Place, Posting, Work
 from mdfuse.backends.c10d_groups import PrefixStore, Store
 from mdfuse.backends.c10d_work import DONE, explained, first_line
 from mdfuse.backends.mpi_posts import KINDS, Post, Team, build_post
+from mdfuse.backends.mpi_requests import Waiting, nobody_refused
 from mdfuse.backends.mpi_staging import after_the_stream, staged
 from mdfuse.errors import BackendError, CommunicationError
 
@@ -33,6 +34,8 @@ class MpiBackend:
         device: where this rank's buffers are.
         store: shared by all ranks; nobody else uses its keys.
         timeout_s: seconds after which a communication that does not finish is an error.
+        why_refused: what another rank said that does not take part in this rank's run; None:
+            nobody refused it.
 
     Raises:
         ImportError: there is no mpi4py.
@@ -40,12 +43,20 @@ class MpiBackend:
 
     name = "mpi"
 
-    def __init__(self, *, rank: int, device: torch.device, store: Store, timeout_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        rank: int,
+        device: torch.device,
+        store: Store,
+        timeout_s: float,
+        why_refused: Callable[[], str | None] = nobody_refused,
+    ) -> None:
         self._mpi = mpi_library.library()
         self._rank = rank
         self._device = device
         self._store = store
-        self._timeout_s = timeout_s
+        self._waiting = Waiting(timeout_s=timeout_s, why_refused=why_refused)
         self._teams: dict[tuple[int, ...], Team] = {}
         self._is_threaded = self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE
         self._why_staged: str | None = None
@@ -99,8 +110,15 @@ class MpiBackend:
             return after_the_stream(post, self._device)
         return staged(post, call, self._device)
 
-    def check_thread(self, call: Call) -> None:
-        """Refuse a post from a thread on which MPI must not be called."""
+    def check_usable(self, team: Team, call: Call) -> None:
+        """Refuse a post that could meet another one's counterpart, or on a thread without MPI."""
+        if team.abandoned:
+            raise BackendError(
+                f"rank {call.rank} cannot post {call.kind} on team {call.team} any more",
+                because="an earlier communication of this team failed, so that its members may be "
+                "at different ones",
+                hint="close() the communicator and call mdfuse.init() again, on all ranks",
+            )
         if not self._is_threaded and not self._mpi.Is_thread_main():
             raise BackendError(
                 f"rank {call.rank} posts {call.kind} from a thread that did not start MPI",
@@ -120,7 +138,7 @@ class MpiBackend:
         self._teams.clear()
 
     def _team(self, ranks: tuple[int, ...], comm: object) -> Team:
-        return Team(mpi=self._mpi, ranks=ranks, comm=comm, timeout_s=self._timeout_s)
+        return Team(mpi=self._mpi, ranks=ranks, comm=comm, waiting=self._waiting)
 
     def _make(self, team: tuple[int, ...]) -> Team:
         """MPI would wait for a member for ever, so they meet in the store first."""
@@ -139,7 +157,7 @@ class MpiBackend:
         try:
             if store.add("in", 1) == len(team):
                 store.set("go", "")
-            store.wait(["go"], timedelta(seconds=self._timeout_s))
+            store.wait(["go"], timedelta(seconds=self._waiting.timeout_s))
         except RuntimeError as error:
             raise BackendError(
                 f"mpi cannot connect rank {self._rank} with the team {team}",
@@ -163,7 +181,7 @@ class MpiBoundCall:
         buffers = srcs or dsts
         if not buffers:
             return DONE
-        self._backend.check_thread(self._call)
+        self._backend.check_usable(self._team, self._call)
         dtype = buffers[0].dtype
         post = self._posts.get(dtype)
         if post is None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mdfuse.backends.base import Call, Work
 from mdfuse.backends.c10d_work import DONE, Posted
-from mdfuse.backends.mpi_requests import Requests
+from mdfuse.backends.mpi_requests import Requests, Waiting
 from mdfuse.backends.mpi_types import carrying_type, is_reducible, reduce_op, reducing_type
 from mdfuse.backends.reduction import check_reduction
 from mdfuse.errors import CommunicationError
@@ -34,19 +34,19 @@ class Team:
         mpi: mpi4py's module.
         ranks: the members; a member's rank in the communicator is its index here.
         comm: the communicator.
-        timeout_s: deadline of a wait.
+        waiting: how long waits last.
         abandoned: posts that failed, whose buffers MPI may still use.
     """
 
     mpi: Any
     ranks: tuple[int, ...]
     comm: Any
-    timeout_s: float
+    waiting: Waiting
     abandoned: list[Requests] = field(default_factory=list)
 
     def posted(self, call: Call, requests: Sequence[Any], kept: object) -> Posted:
         """The work of requests that use the buffers `kept`."""
-        work = Requests(requests, kept, self.timeout_s, self.abandoned)
+        work = Requests(requests, kept, self.waiting, self.abandoned)
         return Posted(call, (work,), None)
 
     def memory(self, tensor: Tensor) -> Any:

@@ -9,19 +9,52 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+#: A wait looks so often whether it is in vain, seconds: a round trip to the store each time.
+_LOOK_S = 0.25
 
-def poll(is_done: Callable[[], bool], timeout_s: float) -> bool:
-    """Ask until it is done; False where it is not within `timeout_s`."""
+
+def nobody_refused() -> str | None:
+    """What `Waiting.why_refused` is where nobody could tell."""
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """How long waits last.
+
+    Attributes:
+        timeout_s: deadline, seconds.
+        why_refused: what another rank said that does not take part in the run; None: nobody.
+    """
+
+    timeout_s: float
+    why_refused: Callable[[], str | None] = nobody_refused
+
+
+def poll(is_done: Callable[[], bool], waiting: Waiting) -> None:
+    """Return once it is done.
+
+    Raises:
+        RuntimeError: the deadline has passed, or another rank refused the run.
+    """
     if is_done():
-        return True
-    deadline = time.monotonic() + timeout_s
+        return
+    now = time.monotonic()
+    deadline = now + waiting.timeout_s
+    look = min(now + _LOOK_S, deadline)
     while not is_done():
-        if time.monotonic() > deadline:
-            return False
         os.sched_yield()
-    return True
+        now = time.monotonic()
+        if now < look:
+            continue
+        if now >= deadline:
+            raise RuntimeError(f"not done within {waiting.timeout_s:g} s of the wait")
+        if waiting.why_refused() is not None:
+            raise RuntimeError("another rank refused the run")
+        look = min(now + _LOOK_S, deadline)
 
 
 class Requests:
@@ -30,18 +63,18 @@ class Requests:
     Args:
         requests: one or more of mpi4py's.
         kept: what must live until they are done.
-        timeout_s: deadline of a wait.
+        waiting: how long a wait lasts.
         abandoned: where it goes if it fails: MPI may still read and write the buffers then.
     """
 
-    __slots__ = ("_abandoned", "_error", "_kept", "_requests", "_timeout_s")
+    __slots__ = ("_abandoned", "_error", "_kept", "_requests", "_waiting")
 
     def __init__(
-        self, requests: Sequence[Any], kept: object, timeout_s: float, abandoned: list[Any]
+        self, requests: Sequence[Any], kept: object, waiting: Waiting, abandoned: list[Any]
     ) -> None:
         self._requests = requests
         self._kept = kept
-        self._timeout_s = timeout_s
+        self._waiting = waiting
         self._abandoned = abandoned
         self._error: RuntimeError | None = None
 
@@ -49,16 +82,15 @@ class Requests:
         """Return once all are done; a second wait returns at once.
 
         Raises:
-            RuntimeError: MPI reports an error (`MPI.Exception` is one), or the deadline has passed;
-                a second wait raises it again.
+            RuntimeError: MPI reports an error (`MPI.Exception` is one), or see `poll`; a second
+                wait raises it again.
         """
         if self._error is not None:
             raise self._error
         if not self._requests:
             return
         try:
-            if not poll(self._test(), self._timeout_s):
-                raise RuntimeError(f"not done within {self._timeout_s:g} s of the wait")
+            poll(self._test(), self._waiting)
         except RuntimeError as error:
             self._error = error
             self._abandoned.append(self)

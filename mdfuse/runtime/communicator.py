@@ -44,6 +44,29 @@ class _OpenBackend(Backend, Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(slots=True, kw_only=True)
+class Underway:
+    """The run that is under way, for backends whose waits outlive the ranks they wait for.
+
+    Attributes:
+        store: where ranks say that they refuse a run.
+        run: (number of the evaluator, number of its run); None before the first.
+    """
+
+    store: Store
+    run: tuple[int, int] | None = None
+
+    def why_refused(self) -> str | None:
+        """What a rank said that refused this run; None where none did."""
+        return None if self.run is None else refusal(self.store, "{}/{}".format(*self.run))
+
+
+def refusal(store: Store, occasion: str) -> str | None:
+    """What a rank said that refused; None where none did."""
+    key = f"refused/{occasion}"
+    return store.get(key).decode() if store.check([key]) else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
     """What a backend is opened with.
@@ -53,6 +76,7 @@ class World:
         device: where this rank's buffers are.
         store: shared by all ranks, for this backend alone.
         timeout_s: deadline of a communication, seconds.
+        underway: the run that is under way.
         lanes: opens the fast lanes of teams, where all ranks have them.
     """
 
@@ -60,6 +84,7 @@ class World:
     device: torch.device
     store: Store
     timeout_s: float
+    underway: Underway
     lanes: Lanes | None = None
 
 
@@ -71,11 +96,13 @@ class BackendRow:
         devices: device types whose buffers it carries, the preferred one first.
         why_not: a reason why this process cannot use it and a remedy, or None.
         open: makes it.
+        can_capture: what it posts can be captured in CUDA graphs.
     """
 
     devices: tuple[str, ...]
     why_not: Callable[[], tuple[str, str] | None]
     open: Callable[[World], _OpenBackend]
+    can_capture: bool = True
 
 
 def _c10d_row(name: str) -> BackendRow:
@@ -100,12 +127,18 @@ def _open_mpi(world: World) -> _OpenBackend:
         device=world.device,
         store=world.store,
         timeout_s=world.timeout_s,
+        why_refused=world.underway.why_refused,
     )
 
 
 BACKENDS: dict[str, BackendRow] = {
     **{name: _c10d_row(name) for name in LIBRARIES},
-    "mpi": BackendRow(devices=("cuda", "cpu"), why_not=mpi_library.why_not, open=_open_mpi),
+    "mpi": BackendRow(
+        devices=("cuda", "cpu"),
+        why_not=mpi_library.why_not,
+        open=_open_mpi,
+        can_capture=False,
+    ),
 }
 
 
@@ -120,6 +153,8 @@ class Communicator:
         backend: the backend's name.
         device: where this rank's buffers are.
         store: a store shared by all ranks, under a prefix of this communicator's own.
+        underway: the run that is under way; whoever runs something says so.
+        can_capture: communications can be captured in CUDA graphs here.
     """
 
     def __init__(
@@ -132,6 +167,8 @@ class Communicator:
         self.backend = backend.name
         self.device = world.device
         self.store = world.store
+        self.underway = world.underway
+        self.can_capture = world.device.type == "cuda" and BACKENDS[backend.name].can_capture
         self._backend = backend
         self._agreement = agreement
         self._is_host = is_host
@@ -182,8 +219,7 @@ class Communicator:
 
     def why_refused(self, occasion: str) -> str | None:
         """What a rank that refused said; None where none did."""
-        key = f"refused/{occasion}"
-        return self.store.get(key).decode() if self.store.check([key]) else None
+        return refusal(self.store, occasion)
 
     def hold(self, graph: Resettable) -> None:
         """Give up a CUDA graph before the groups whose communications it repeats.
@@ -300,11 +336,13 @@ def _stand_in(
     rank: int | None, size: int | None, device: torch.device | str | None, timeout_s: float
 ) -> Communicator:
     """A rank without a world: its store is a dictionary, and it agrees with itself alone."""
+    store = HashStore()
     world = World(
         launch=null_launch(os.environ, _default_group(), rank, size),
         device=null_device(device),
-        store=HashStore(),
+        store=store,
         timeout_s=timeout_s,
+        underway=Underway(store=store),
     )
     agreement = Agreement(world.store, 0, 1, timeout_s)
     opened = BACKENDS[NULL].open(world)
@@ -369,7 +407,14 @@ def _join(wanted: str, options: Options) -> Communicator:
         except BackendError:
             agreement.leave(_GRACE_S, wait=is_host)
             raise
-    world = World(launch=launch, device=device, store=store, timeout_s=timeout_s, lanes=lanes)
+    world = World(
+        launch=launch,
+        device=device,
+        store=store,
+        timeout_s=timeout_s,
+        underway=Underway(store=store),
+        lanes=lanes,
+    )
     _log.info("rank %d of %d: %s, %s on %s", launch.rank, launch.size, launch.why, name, device)
     return Communicator(
         world=world, backend=BACKENDS[name].open(world), agreement=agreement, is_host=is_host

@@ -1,4 +1,4 @@
-"""Plain pytest: multi-rank tests run in worlds that this process hosts, one per size and backend."""
+"""Plain pytest: it hosts the worlds of multi-rank tests, one per size and backend."""
 
 from __future__ import annotations
 
