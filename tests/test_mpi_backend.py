@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _ctypes
+import gc
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,8 @@ from mdfuse.backends.base import Call
 from mdfuse.backends.c10d_groups import HashStore
 from mdfuse.backends.c10d_work import DONE
 from mdfuse.backends.mpi import MpiBackend
-from mdfuse.backends.mpi_posts import root_index
-from mdfuse.backends.mpi_requests import Requests, Waiting, poll
+from mdfuse.backends.mpi_posts import MOST_ELEMENTS, Team, check_sizes, root_index
+from mdfuse.backends.mpi_requests import Requests, State, Waiting, poll
 from mdfuse.backends.mpi_types import carrying_type, is_reducible, reduce_op, reducing_type
 from mdfuse.errors import BackendError, CommunicationError
 from mdfuse.runtime.bootstrap import Launch
@@ -289,6 +290,13 @@ def test_an_error_of_mpi_at_the_post_says_what_was_posted(with_mpi: Callable[...
     assert "MPI_ERR_COUNT" in str(told.value)
 
 
+def test_more_elements_than_mpi_counts() -> None:
+    call = Call(kind="Allgather", team=(0, 1), rank=0)
+    check_sizes(call, [torch.empty(MOST_ELEMENTS, device="meta")])
+    with pytest.raises(CommunicationError, match="a buffer of 2147483648 elements"):
+        check_sizes(call, [torch.empty(MOST_ELEMENTS + 1, device="meta")])
+
+
 def test_a_member_that_does_not_come(with_mpi: Callable[..., Any]) -> None:
     with_mpi()
     with pytest.raises(BackendError, match=r"mpi cannot connect rank 0 with the team \(0, 1\)"):
@@ -319,14 +327,47 @@ def test_a_wait_for_a_run_that_another_rank_refused(monkeypatch: pytest.MonkeyPa
         poll(lambda: False, Waiting(timeout_s=100, why_refused=lambda: "bad shape"))
 
 
-def test_a_failed_wait_fails_again_and_keeps_its_buffers() -> None:
-    request = SimpleNamespace(Test=lambda: False)
-    abandoned: list[Any] = []
-    work = Requests([request], object(), Waiting(timeout_s=0.001), abandoned)
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    found: list[object] = []
+    monkeypatch.setattr("mdfuse.backends.mpi_requests._KEPT", found)
+    return found
+
+
+def test_a_failed_wait_fails_again_and_keeps_its_buffers(kept: list[object]) -> None:
+    request, buffer, state = SimpleNamespace(Test=lambda: False), object(), State()
+    work = Requests([request], buffer, Waiting(timeout_s=0.001), state)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="not done"):
             work.wait()
-    assert abandoned == [work]
+    assert state.is_broken
+    del work
+    gc.collect()
+    assert kept == [([request], buffer)]
+
+
+@pytest.mark.parametrize("is_waited", [True, False])
+def test_a_post_that_nobody_waits_for_keeps_its_buffers(
+    kept: list[object], is_waited: bool
+) -> None:
+    """The team goes on: its members posted the same."""
+    state = State()
+    work = Requests([SimpleNamespace(Test=lambda: True)], [], Waiting(timeout_s=1), state)
+    if is_waited:
+        work.wait()
+        work.wait()
+    del work
+    gc.collect()
+    assert bool(kept) is not is_waited
+    assert not state.is_broken
+
+
+def test_a_team_with_a_post_that_failed_takes_no_more(with_mpi: Callable[..., Any]) -> None:
+    fake = with_mpi()
+    team = Team(mpi=fake, ranks=(0, 1), comm=None, waiting=Waiting(timeout_s=1))
+    team.state.is_broken = True
+    with pytest.raises(BackendError, match=r"rank 0 cannot post Allgather on team \(0, 1\)"):
+        backend().check_usable(team, Call(kind="Allgather", team=(0, 1), rank=0))
 
 
 def test_close_leaves_communicators_that_failed_or_that_mpi_has_freed(
@@ -338,7 +379,7 @@ def test_close_leaves_communicators_that_failed_or_that_mpi_has_freed(
     for name in ("good", "bad"):
         comm = SimpleNamespace(Free=lambda name=name: freed.append(name))
         opened._teams[0, len(opened._teams) + 1] = opened._team((0, 1), comm)
-    opened._teams[0, 2].abandoned.append("a post")  # type: ignore[arg-type]
+    opened._teams[0, 2].state.is_broken = True
     opened.close()
     assert freed == ["good"]
     fake.Is_finalized = lambda: True

@@ -15,15 +15,12 @@ from mdfuse.backends import mpi_library
 from mdfuse.backends.base import POINT_TO_POINT, Call, Place, Posting, Work
 from mdfuse.backends.c10d_groups import PrefixStore, Store
 from mdfuse.backends.c10d_work import DONE, explained, first_line
-from mdfuse.backends.mpi_posts import KINDS, Post, Team, build_post
+from mdfuse.backends.mpi_posts import KINDS, Post, Team, build_post, check_sizes
 from mdfuse.backends.mpi_requests import Waiting, nobody_refused
 from mdfuse.backends.mpi_staging import after_the_stream, staged
 from mdfuse.errors import BackendError, CommunicationError
 
 _log = logging.getLogger("mdfuse.comm")
-
-#: Teams with posts that failed outlive their backend: MPI may still use the buffers.
-_LEFT: list[Team] = []
 
 
 class MpiBackend:
@@ -112,7 +109,7 @@ class MpiBackend:
 
     def check_usable(self, team: Team, call: Call) -> None:
         """Refuse a post that could meet another one's counterpart, or on a thread without MPI."""
-        if team.abandoned:
+        if team.state.is_broken:
             raise BackendError(
                 f"rank {call.rank} cannot post {call.kind} on team {call.team} any more",
                 because="an earlier communication of this team failed, so that its members may be "
@@ -129,11 +126,12 @@ class MpiBackend:
             )
 
     def close(self) -> None:
-        """Give up all communicators, without waiting for other ranks; MPI itself goes on."""
+        """Give up all communicators, without waiting for other ranks; MPI itself goes on.
+
+        One with a post that failed is left to MPI, which may still use it.
+        """
         for team in self._teams.values():
-            if team.abandoned:
-                _LEFT.append(team)
-            elif not self._mpi.Is_finalized():
+            if not team.state.is_broken and not self._mpi.Is_finalized():
                 team.comm.Free()
         self._teams.clear()
 
@@ -189,6 +187,7 @@ class MpiBoundCall:
         try:
             return post(srcs, dsts)
         except (RuntimeError, ValueError) as error:
+            check_sizes(self._call, (*srcs, *dsts))
             raise explained(self._call, error) from error
 
     def prepare(

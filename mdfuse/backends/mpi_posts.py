@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mdfuse.backends.base import Call, Work
 from mdfuse.backends.c10d_work import DONE, Posted
-from mdfuse.backends.mpi_requests import Requests, Waiting
+from mdfuse.backends.mpi_requests import Requests, State, Waiting
 from mdfuse.backends.mpi_types import carrying_type, is_reducible, reduce_op, reducing_type
 from mdfuse.backends.reduction import check_reduction
 from mdfuse.errors import CommunicationError
@@ -24,6 +24,9 @@ Post = Callable[[Sequence[Tensor], Sequence[Tensor]], Work]
 
 #: Both ends match the i-th send to the i-th receive, so that one tag serves all.
 _TAG = 0
+
+#: A count is an int of C. MPI 4 has wider ones, which Open MPI 5.0 lacks.
+MOST_ELEMENTS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,18 +38,18 @@ class Team:
         ranks: the members; a member's rank in the communicator is its index here.
         comm: the communicator.
         waiting: how long waits last.
-        abandoned: posts that failed, whose buffers MPI may still use.
+        state: whether it may go on.
     """
 
     mpi: Any
     ranks: tuple[int, ...]
     comm: Any
     waiting: Waiting
-    abandoned: list[Requests] = field(default_factory=list)
+    state: State = field(default_factory=State)
 
     def posted(self, call: Call, requests: Sequence[Any], kept: object) -> Posted:
         """The work of requests that use the buffers `kept`."""
-        work = Requests(requests, kept, self.waiting, self.abandoned)
+        work = Requests(requests, kept, self.waiting, self.state)
         return Posted(call, (work,), None)
 
     def memory(self, tensor: Tensor) -> Any:
@@ -69,6 +72,21 @@ def build_post(team: Team, call: Call, dtype: torch.dtype) -> Post:
         return _widened(KINDS[call.kind](team, call, torch.float32), call)
     post = KINDS[call.kind](team, call, dtype)
     return _divided(post, call) if call.reduce_op == "avg" else post
+
+
+def check_sizes(call: Call, buffers: Sequence[Tensor]) -> None:
+    """Say what MPI's own error does not: its counts are ints of C.
+
+    Raises:
+        CommunicationError: a buffer has more elements.
+    """
+    most = max((x.numel() for x in buffers), default=0)
+    if most > MOST_ELEMENTS:
+        raise CommunicationError(
+            f"{call.kind} on team {call.team}: a buffer of {most} elements",
+            because=f"MPI counts up to {MOST_ELEMENTS}",
+            hint='split the tensor over more ranks, or use backend="gloo" or "nccl"',
+        )
 
 
 def flat(tensor: Tensor) -> Tensor:

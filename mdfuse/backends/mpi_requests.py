@@ -34,6 +34,21 @@ class Waiting:
     why_refused: Callable[[], str | None] = nobody_refused
 
 
+#: Requests that nobody saw end, and their buffers: MPI may still read and write them.
+_KEPT: list[object] = []
+
+
+@dataclass(slots=True, kw_only=True)
+class State:
+    """What became of a team.
+
+    Attributes:
+        is_broken: a post failed, so that the members may be at different ones.
+    """
+
+    is_broken: bool = False
+
+
 def poll(is_done: Callable[[], bool], waiting: Waiting) -> None:
     """Return once it is done.
 
@@ -64,18 +79,18 @@ class Requests:
         requests: one or more of mpi4py's.
         kept: what must live until they are done.
         waiting: how long a wait lasts.
-        abandoned: where it goes if it fails: MPI may still read and write the buffers then.
+        state: its team's; a wait that fails breaks it.
     """
 
-    __slots__ = ("_abandoned", "_error", "_kept", "_requests", "_waiting")
+    __slots__ = ("_error", "_kept", "_requests", "_state", "_waiting")
 
     def __init__(
-        self, requests: Sequence[Any], kept: object, waiting: Waiting, abandoned: list[Any]
+        self, requests: Sequence[Any], kept: object, waiting: Waiting, state: State
     ) -> None:
         self._requests = requests
         self._kept = kept
         self._waiting = waiting
-        self._abandoned = abandoned
+        self._state = state
         self._error: RuntimeError | None = None
 
     def wait(self) -> None:
@@ -93,9 +108,14 @@ class Requests:
             poll(self._test(), self._waiting)
         except RuntimeError as error:
             self._error = error
-            self._abandoned.append(self)
+            self._state.is_broken = True
             raise
         self._requests, self._kept = (), None
+
+    def __del__(self) -> None:
+        """Dropped: by an error between post and wait, or after a wait that failed."""
+        if self._requests:
+            _KEPT.append((self._requests, self._kept))
 
     def _test(self) -> Callable[[], bool]:
         first, *others = self._requests
