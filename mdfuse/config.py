@@ -69,7 +69,7 @@ class Options:
 
 #: Every variable that mdfuse reads: name -> (option, parser, help).
 VARIABLES: dict[str, tuple[str, Any, str]] = {
-    "MDFUSE_BACKEND": ("backend", str, "backend to use: auto, gloo, nccl, ucc, ucx, null"),
+    "MDFUSE_BACKEND": ("backend", str, "backend to use: auto, gloo, nccl, ucc, mpi, ucx, null"),
     "MDFUSE_STREAMS": ("streams", int, "number of streams of a streamed lowering"),
     "MDFUSE_STREAM_POLICY": ("stream_policy", str, "auto, round_robin or copy_compute"),
     "MDFUSE_GRAPH": ("graph", str, "CUDA graphs: auto, always or never"),

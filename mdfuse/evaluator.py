@@ -275,7 +275,7 @@ class HostIrEvaluator:
 
     def _may_capture(self, communicator: Communicator) -> bool:
         graph = options_from_environment(self.options).graph
-        return graph != "never" and communicator.device.type == "cuda"
+        return graph != "never" and communicator.can_capture
 
     def _captured(
         self,
@@ -422,7 +422,7 @@ class HostIrEvaluator:
                     f"this is rank {communicator.rank}",
                     hint="pass the global program, or each rank its own projection",
                 )
-            if communicator.device.type != "cuda":
+            if not communicator.can_capture:
                 self._check_graph(communicator)
             check_arguments(self.program, communicator.rank, arguments, communicator.device)
             if out is not None:
@@ -435,7 +435,8 @@ class HostIrEvaluator:
     def _check_graph(self, communicator: Communicator) -> None:
         if options_from_environment(self.options).graph == "always":
             raise ProgramError(
-                f'@{self.program.name} with graph="always" on {communicator.device}',
-                because="CUDA graphs are for GPUs",
+                f'@{self.program.name} with graph="always" on {communicator.device} '
+                f"by backend {communicator.backend!r}",
+                because="CUDA graphs are for GPUs, and hold only what the host need not do",
                 hint='graph="auto" captures where it can',
             )

@@ -219,6 +219,16 @@ def test_a_test_without_a_world_is_an_error(tmp_path: Path, marker: str, complai
     assert complaint in done.stderr
 
 
+@pytest.mark.parametrize(("launcher", "selected"), [("mpirun", 2), ("torchrun", 1)])
+def test_a_backend_that_a_launcher_cannot_have_is_deselected(
+    tmp_path: Path, launcher: str, selected: int
+) -> None:
+    tests = "import pytest\npytestmark = pytest.mark.world(2)\ndef test_any(comm): pass\n"
+    write_folder(tmp_path, tests + "@pytest.mark.backend('mpi')\ndef test_mpi(comm): pass\n")
+    done = run(tmp_path, pytest_command("--collect-only", "-q", "--launcher", launcher))
+    assert done.stdout.count("::test_") == selected, done.stdout + done.stderr
+
+
 class FakeJob:
     """A job that has already ended, with what its ranks wrote before."""
 

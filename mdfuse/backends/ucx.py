@@ -52,6 +52,11 @@ class UcxBackend:
         self._channels: dict[tuple[int, ...], Channel] = {}
         self._store.set(f"address/{rank}", self._engine.address.hex())
 
+    def abort(self) -> bool:
+        """End what this rank waits for with an error; see `Interruptible`."""
+        self._engine.aborted += 1
+        return True
+
     def prepare(self, teams: Iterable[tuple[int, ...]]) -> None:
         """Make the teams this rank is in; every rank passes its own, all in one global order.
 

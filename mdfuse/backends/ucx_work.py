@@ -102,9 +102,11 @@ class ComposedWork:
             BackendError: another rank is gone, or nothing came from it in time; a second wait
                 raises again.
         """
+        before = self._engine.aborted
         if not self._is_over() and not self._engine.wait(self._is_over, self._timeout_s):
             self._engine.drop(self)
-            self._fail(self._what_is_missing())
+            was_ended = self._engine.aborted != before
+            self._fail(_ENDED if was_ended else self._what_is_missing())
         if self._error is not None:
             raise self._error
 
@@ -181,5 +183,8 @@ def _messages(step: Step, buffers: Buffers, channel: Channel, kind: int) -> list
 
 #: A kind's number in the tags of its messages: two ranks that post different kinds do not meet.
 KIND_NUMBERS = {kind: n for n, kind in enumerate(KINDS)}
+
+#: Why a wait failed that another thread ended.
+_ENDED = "the wait was ended: another rank does not take part"
 
 _NOTHING = Buffers((), (), torch.empty(0))

@@ -15,11 +15,12 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from mdfuse.backends import ucx_library
+from mdfuse.backends import mpi_library, ucx_library
 from mdfuse.backends.base import Backend, Call, Interruptible, Poster
 from mdfuse.backends.c10d import C10dBackend
 from mdfuse.backends.c10d_groups import LIBRARIES, HashStore, PrefixStore, Store
 from mdfuse.backends.c10d_work import first_line
+from mdfuse.backends.mpi import MpiBackend
 from mdfuse.backends.ucx import UcxBackend
 from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import BackendError
@@ -81,11 +82,13 @@ class BackendRow:
         devices: device types whose buffers it carries, the preferred one first.
         why_not: a reason why this process cannot use it and a remedy, or None.
         open: makes it.
+        can_capture: what it posts can be captured in CUDA graphs.
     """
 
     devices: tuple[str, ...]
     why_not: Callable[[], tuple[str, str] | None]
     open: Callable[[World], _OpenBackend]
+    can_capture: bool = True
 
 
 def _c10d_row(name: str) -> BackendRow:
@@ -104,15 +107,25 @@ def _c10d_row(name: str) -> BackendRow:
     return BackendRow(devices=library.devices, why_not=library.why_not, open=open_c10d)
 
 
-def _ucx_row() -> BackendRow:
-    def open_ucx(world: World) -> _OpenBackend:
-        return UcxBackend(rank=world.launch.rank, store=world.store, timeout_s=world.timeout_s)
+def _open_mpi(world: World) -> _OpenBackend:
+    return MpiBackend(
+        rank=world.launch.rank, device=world.device, store=world.store, timeout_s=world.timeout_s
+    )
 
-    return BackendRow(devices=("cpu",), why_not=ucx_library.why_not, open=open_ucx)
+
+def _open_ucx(world: World) -> _OpenBackend:
+    return UcxBackend(rank=world.launch.rank, store=world.store, timeout_s=world.timeout_s)
 
 
-BACKENDS: dict[str, BackendRow] = {name: _c10d_row(name) for name in LIBRARIES}
-BACKENDS["ucx"] = _ucx_row()
+BACKENDS: dict[str, BackendRow] = {
+    **{name: _c10d_row(name) for name in LIBRARIES},
+    "mpi": BackendRow(
+        devices=("cuda", "cpu"), why_not=mpi_library.why_not, open=_open_mpi, can_capture=False
+    ),
+    "ucx": BackendRow(
+        devices=("cpu",), why_not=ucx_library.why_not, open=_open_ucx, can_capture=False
+    ),
+}
 
 
 class Communicator:
@@ -126,6 +139,7 @@ class Communicator:
         backend: the backend's name.
         device: where this rank's buffers are.
         store: a store shared by all ranks, under a prefix of this communicator's own.
+        can_capture: communications can be captured in CUDA graphs here.
     """
 
     def __init__(
@@ -138,6 +152,7 @@ class Communicator:
         self.backend = backend.name
         self.device = world.device
         self.store = world.store
+        self.can_capture = world.device.type == "cuda" and BACKENDS[backend.name].can_capture
         self._backend = backend
         self._agreement = agreement
         self._is_host = is_host
@@ -340,10 +355,11 @@ def _stand_in(
     rank: int | None, size: int | None, device: torch.device | str | None, timeout_s: float
 ) -> Communicator:
     """A rank without a world: its store is a dictionary, and it agrees with itself alone."""
+    store = HashStore()
     world = World(
         launch=null_launch(os.environ, _default_group(), rank, size),
         device=null_device(device),
-        store=HashStore(),
+        store=store,
         timeout_s=timeout_s,
     )
     agreement = Agreement(world.store, 0, 1, timeout_s)

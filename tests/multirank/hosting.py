@@ -1,4 +1,4 @@
-"""Plain pytest: multi-rank tests run in worlds that this process hosts, one per size."""
+"""Plain pytest: it hosts the worlds of multi-rank tests, one per size and backend."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from multirank.job import HostedTests, Job
 from multirank.launchers import Launcher, environment_of_ranks
-from multirank.selection import world_of
+from multirank.selection import backend_of, world_of
 from multirank.time_limits import lift_time_limit, time_limit
 
 #: Beyond a test's own time limit: what starting a world may take on a busy machine.
@@ -27,14 +27,16 @@ class Host:
     def __init__(self, config: pytest.Config, launcher: Launcher) -> None:
         self._config = config
         self._launcher = launcher
-        self._worlds: dict[int, HostedTests] = {}
+        self._worlds: dict[tuple[int, str], HostedTests] = {}
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
-        sizes = {size for item in session.items if (size := world_of(item))}
-        for size in sizes:
-            items = [item for item in session.items if world_of(item) == size]
-            self._worlds[size] = self._hosted(size, items)
+        worlds: dict[tuple[int, str], list[pytest.Item]] = {}
+        for item in session.items:
+            if size := world_of(item):
+                worlds.setdefault((size, backend_of(item)), []).append(item)
+        for (size, backend), items in worlds.items():
+            self._worlds[size, backend] = self._hosted(size, backend, items)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
@@ -42,7 +44,7 @@ class Host:
         if size is None:
             return None
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        for report in self._worlds[size].verdict(item.nodeid).reports(item):
+        for report in self._worlds[size, backend_of(item)].verdict(item.nodeid).reports(item):
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
@@ -51,7 +53,8 @@ class Host:
         for world in self._worlds.values():
             world.close()
 
-    def _hosted(self, size: int, items: list[pytest.Item]) -> HostedTests:
+    def _hosted(self, size: int, backend: str, items: list[pytest.Item]) -> HostedTests:
+        chosen = {"MDFUSE_BACKEND": backend} if backend else {}
         patience_s = max(map(time_limit, items)) + _START_S
         for item in items:
             lift_time_limit(item)
@@ -60,7 +63,7 @@ class Host:
             def command(reports: Path, arguments: Path) -> list[str]:
                 return self._launcher(size, self._pytest_arguments(reports, arguments))
 
-            return Job(command, tests, self._config.rootpath, environment_of_ranks())
+            return Job(command, tests, self._config.rootpath, environment_of_ranks() | chosen)
 
         return HostedTests([item.nodeid for item in items], launch, patience_s)
 

@@ -47,6 +47,17 @@ def torchrun(size: int, pytest_arguments: list[str]) -> list[str]:
 LAUNCHERS: dict[str, Launcher] = {"mpirun": mpirun, "torchrun": torchrun}
 
 
+#: Backends that tests may be marked with: whether worlds that a launcher starts here have them.
+_MARKED: dict[str, Callable[[Launcher], bool]] = {
+    "mpi": lambda launcher: launcher is mpirun,
+}
+
+
+def marked_backends(launcher: Launcher) -> set[str]:
+    """The backends for which worlds are hosted besides the usual one."""
+    return {name for name, is_there in _MARKED.items() if is_there(launcher)}
+
+
 def choose_launcher(name: str) -> Launcher:
     """The launcher of that name; for "auto" mpirun where it and mpi4py are installed."""
     if name == "auto":

@@ -11,7 +11,7 @@ from mdfuse.runtime.bootstrap import detect
 from multirank import selection
 from multirank.hosting import Host
 from multirank.joint import JointSession
-from multirank.launchers import LAUNCHERS, choose_launcher
+from multirank.launchers import LAUNCHERS, choose_launcher, marked_backends
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -41,9 +41,10 @@ def pytest_configure(config: pytest.Config) -> None:
     reports: Path | None = config.getoption("rank_reports")
     if launch.size > 1 or reports is not None:
         config.pluginmanager.register(JointSession(config, launch, reports), "multirank-joint")
-        size = launch.size
+        size, backends = launch.size, {os.environ.get("MDFUSE_BACKEND", "")}
     else:
         launcher = choose_launcher(config.getoption("launcher"))
         config.pluginmanager.register(Host(config, launcher), "multirank-host")
-        size = None
-    config.pluginmanager.register(selection.Selection(config, size), "multirank-selection")
+        size, backends = None, marked_backends(launcher)
+    chosen = selection.Selection(config, size, backends)
+    config.pluginmanager.register(chosen, "multirank-selection")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import pytest
 
 MARKERS = (
     "world(size): a multi-rank test, for exactly this many ranks",
     "gpu(count=world size): needs that many CUDA devices; deselected where there are fewer",
+    "backend(name): a multi-rank test for that backend; deselected in a world of another one",
 )
 
 
@@ -16,17 +19,27 @@ def world_of(item: pytest.Item) -> int | None:
     return None if marker is None else marker.args[0]
 
 
+def backend_of(item: pytest.Item) -> str:
+    """The backend that a test is for, or "" where it is for whichever the world has."""
+    marker = item.get_closest_marker("backend")
+    return "" if marker is None else marker.args[0]
+
+
 class Selection:
     """Checks the markers and deselects.
 
     Args:
         config: the run's.
         size: ranks of the world that this process is part of; None where it hosts the worlds.
+        backends: those that tests may be marked with here.
     """
 
-    def __init__(self, config: pytest.Config, size: int | None) -> None:
+    def __init__(
+        self, config: pytest.Config, size: int | None, backends: Collection[str] = ()
+    ) -> None:
         self._config = config
         self._size = size
+        self._backends = {"", *backends}
 
     # Last, so that -k, -m and --deselect have had their say.
     @pytest.hookimpl(trylast=True)
@@ -37,10 +50,11 @@ class Selection:
         if dropped:
             self._config.hook.pytest_deselected(items=dropped)
         # A host runs one world at a time, after the ordinary tests; the sort is stable.
-        items[:] = sorted(selected, key=lambda item: world_of(item) or 0)
+        items[:] = sorted(selected, key=lambda item: (world_of(item) or 0, backend_of(item)))
 
     def _is_for_here(self, item: pytest.Item) -> bool:
-        return self._size in (None, world_of(item)) and _has_gpus_for(item)
+        is_of_world = self._size in (None, world_of(item)) and backend_of(item) in self._backends
+        return is_of_world and _has_gpus_for(item)
 
 
 def _check_markers(items: list[pytest.Item]) -> None:

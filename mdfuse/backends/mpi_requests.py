@@ -1,0 +1,109 @@
+"""Waiting for MPI's requests, with a deadline.
+
+MPI moves data only while it is called. A wait therefore tests and gives the processor away in turn
+(`os.sched_yield`): ranks may outnumber cores. MPI's own wait could not be left again.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(slots=True, kw_only=True)
+class Waiting:
+    """How long waits last.
+
+    Attributes:
+        timeout_s: deadline, seconds.
+        aborted: how often another thread ended the waits of its time.
+    """
+
+    timeout_s: float
+    aborted: int = 0
+
+
+#: Requests that nobody saw end, and their buffers: MPI may still read and write them.
+_KEPT: list[object] = []
+
+
+@dataclass(slots=True, kw_only=True)
+class State:
+    """What became of a team.
+
+    Attributes:
+        is_broken: a post failed, so that the members may be at different ones.
+    """
+
+    is_broken: bool = False
+
+
+def poll(is_done: Callable[[], bool], waiting: Waiting) -> None:
+    """Return once it is done.
+
+    Raises:
+        RuntimeError: the deadline has passed, or another thread ended the wait.
+    """
+    if is_done():
+        return
+    deadline, before = time.monotonic() + waiting.timeout_s, waiting.aborted
+    while not is_done():
+        os.sched_yield()
+        if waiting.aborted != before:
+            raise RuntimeError("the wait was ended: another rank does not take part")
+        if time.monotonic() >= deadline:
+            raise RuntimeError(f"not done within {waiting.timeout_s:g} s of the wait")
+
+
+class Requests:
+    """The requests of one post, and the buffers that MPI uses meanwhile.
+
+    Args:
+        requests: one or more of mpi4py's.
+        kept: what must live until they are done.
+        waiting: how long a wait lasts.
+        state: its team's; a wait that fails breaks it.
+    """
+
+    __slots__ = ("_error", "_kept", "_requests", "_state", "_waiting")
+
+    def __init__(
+        self, requests: Sequence[Any], kept: object, waiting: Waiting, state: State
+    ) -> None:
+        self._requests = requests
+        self._kept = kept
+        self._waiting = waiting
+        self._state = state
+        self._error: RuntimeError | None = None
+
+    def wait(self) -> None:
+        """Return once all are done; a second wait returns at once.
+
+        Raises:
+            RuntimeError: MPI reports an error (`MPI.Exception` is one), or see `poll`; a second
+                wait raises it again.
+        """
+        if self._error is not None:
+            raise self._error
+        if not self._requests:
+            return
+        try:
+            poll(self._test(), self._waiting)
+        except RuntimeError as error:
+            self._error = error
+            self._state.is_broken = True
+            raise
+        self._requests, self._kept = (), None
+
+    def __del__(self) -> None:
+        """Dropped: by an error between post and wait, or after a wait that failed."""
+        if self._requests:
+            _KEPT.append((self._requests, self._kept))
+
+    def _test(self) -> Callable[[], bool]:
+        first, *others = self._requests
+        test: Callable[[], bool] = first.Test
+        return (lambda: type(first).Testall(self._requests)) if others else test

@@ -1,0 +1,115 @@
+"""The backend mpi on real ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from backend_suite import *  # noqa: F403  the tests that every backend passes
+
+import mdfuse as mf
+from mdfuse.backends import mpi_library
+from mdfuse.backends.base import Call
+from mdfuse.backends.c10d_groups import PrefixStore
+from mdfuse.backends.mpi import MpiBackend
+from mdfuse.errors import BackendError
+
+pytestmark = pytest.mark.backend("mpi")
+
+TEAM = (2, 0, 3, 1)
+
+
+def impatient(comm: Any, name: str) -> MpiBackend:
+    """A backend beside the communicator's, with a deadline that a test can wait for."""
+    store = PrefixStore(name, comm.store)
+    return MpiBackend(rank=comm.rank, device=torch.device("cpu"), store=store, timeout_s=0.3)
+
+
+@pytest.mark.world(4)
+def test_the_backend_is_mpi(comm: Any) -> None:
+    assert comm.backend == "mpi"
+    assert mpi_library._queries(mpi_library.library()), "whether it takes device memory"
+
+
+@pytest.mark.world(4)
+def test_a_member_that_posts_nothing_is_a_timeout_not_a_hang(comm: Any) -> None:
+    backend = impatient(comm, "test_posts_nothing")
+    backend.prepare([TEAM])
+    comm.barrier()
+    if comm.rank != 2:
+        call = Call(kind="Allreduce", team=TEAM, rank=comm.rank, reduce_op="sum")
+        x = torch.ones(4)
+        work = backend.bind(call)([x], [x])
+        for _ in range(2):
+            with pytest.raises(BackendError, match=f"Allreduce failed on rank {comm.rank}") as told:
+                work.wait()
+        assert "team (2, 0, 3, 1)" in str(told.value)
+        assert "not done within 0.3 s of the wait" in str(told.value)
+        assert "raise timeout_s" in str(told.value)
+    comm.barrier()
+    backend.close()
+
+
+@pytest.mark.world(4)
+def test_a_member_that_does_not_prepare_is_a_timeout_not_a_hang(comm: Any) -> None:
+    backend = impatient(comm, "test_does_not_prepare")
+    if comm.rank != 2:
+        with pytest.raises(BackendError, match=f"mpi cannot connect rank {comm.rank}"):
+            backend.prepare([TEAM])
+    comm.barrier()
+
+
+@pytest.mark.world(4)
+def test_sizes_that_do_not_fit_are_an_error(comm: Any) -> None:
+    backend = impatient(comm, "test_sizes")
+    backend.prepare([TEAM])
+    if comm.rank in (0, 1):
+        peer = 1 - comm.rank
+        is_sender = comm.rank == 0
+        call = Call(
+            kind="SendRecv",
+            team=TEAM,
+            rank=comm.rank,
+            sends=(peer,) if is_sender else (),
+            recvs=() if is_sender else (peer,),
+        )
+        post = backend.bind(call)
+        if is_sender:
+            post([torch.ones(5)], []).wait()
+        else:
+            with pytest.raises(BackendError, match="SendRecv failed on rank 1"):
+                post([], [torch.ones(3)]).wait()
+    comm.barrier()
+    backend.close()
+
+
+@pytest.mark.world(4)
+def test_close_waits_for_nobody(comm: Any) -> None:
+    backend = impatient(comm, "test_close")
+    backend.prepare([TEAM])
+    comm.barrier()
+    if comm.rank == 1:
+        backend.close()
+        comm.store.set("test_close/closed", "")
+    comm.store.wait(["test_close/closed"])
+    backend.close()
+    backend.close()
+
+
+@pytest.mark.world(4)
+def test_a_rank_that_refuses_a_run_breaks_the_waits_of_the_others(comm: Any) -> None:
+    """Long before the deadline. The team is done for: its members are at different posts."""
+    mesh = mf.DeviceMesh([3, 2, 1, 0])
+    with mf.FusionDefinition("gather") as fd:
+        x = fd.define_tensor([8], mesh=mesh, layout={"x": mf.Shard(0)})
+        fd.add_output(fd.ops.set(x).on(mesh, {}))
+    program = mf.compile(fd)
+    program.run(torch.ones(2))
+    with pytest.raises(mf.ProgramError, match=r"%x has shape \(5,\) on rank 1") as told:
+        program.run(torch.ones(5 if comm.rank == 1 else 2))
+    comm.barrier()
+    if comm.rank != 1:
+        assert f"@gather broke off on rank {comm.rank}: another rank refused it" in str(told.value)
+        with pytest.raises(BackendError, match="an earlier communication of this team failed"):
+            program.run(torch.ones(2))
