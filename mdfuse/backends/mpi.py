@@ -35,7 +35,7 @@ class MpiBackend:
             nobody refused it.
 
     Raises:
-        ImportError: there is no mpi4py.
+        BackendError: mpi4py is not there, or not its MPI.
     """
 
     name = "mpi"

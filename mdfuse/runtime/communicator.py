@@ -57,8 +57,14 @@ class Underway:
     run: tuple[int, int] | None = None
 
     def why_refused(self) -> str | None:
-        """What a rank said that refused this run; None where none did."""
-        return None if self.run is None else refusal(self.store, "{}/{}".format(*self.run))
+        """What a rank said that refused this run; None where none did, or nobody can tell."""
+        if self.run is None:
+            return None
+        try:
+            return refusal(self.store, "{}/{}".format(*self.run))
+        except RuntimeError as error:  # it went with the rank that kept it, which may be done
+            _log.info("the store is gone while this rank waits: %s", error)
+            return None
 
 
 def refusal(store: Store, occasion: str) -> str | None:
