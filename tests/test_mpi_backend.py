@@ -22,6 +22,7 @@ from mdfuse.backends.mpi_requests import Requests, State, Waiting, poll
 from mdfuse.backends.mpi_types import carrying_type, is_reducible, reduce_op, reducing_type
 from mdfuse.errors import BackendError, CommunicationError
 from mdfuse.runtime.bootstrap import Launch
+from mdfuse.runtime.communicator import Underway
 
 TWO = Launch(name="torchrun", rank=1, size=2, local_rank=1, why="")
 CPU = torch.device("cpu")
@@ -66,7 +67,7 @@ def test_without_mpi4py_the_backend_is_refused(monkeypatch: pytest.MonkeyPatch) 
     assert "pip install 'mdfuse[mpi]'" in str(told.value)
 
 
-def test_a_single_process_does_not_start_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_to_ask_in_a_single_process_does_not_start_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     def started() -> None:
         raise AssertionError("MPI was started")
 
@@ -95,13 +96,16 @@ def test_mpis_world_must_be_that_of_the_launcher(
 
 @pytest.mark.parametrize("error", [ImportError("no libmpi.so"), RuntimeError("no libmpi.so")])
 def test_an_mpi4py_without_its_mpi(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def missing() -> None:
+    def missing(name: str) -> None:
         raise error
 
-    monkeypatch.setattr(mpi_library, "library", missing)
+    monkeypatch.setattr(mpi_library.importlib, "import_module", missing)
     refusal = mpi_library.why_not_in(TWO)
     assert refusal is not None
     assert refusal[0] == "mpi4py cannot be imported: no libmpi.so"
+    with pytest.raises(BackendError, match="mpi4py cannot be imported") as told:
+        backend()
+    assert "no libmpi.so" in str(told.value)
 
 
 # -- device memory ---------------------------------------------------------------------------------
@@ -331,6 +335,21 @@ def test_a_wait_that_another_thread_ends() -> None:
     with pytest.raises(RuntimeError, match="another rank does not take part"):
         poll(asked, waiting)
     poll(after(3), waiting)  # waits that begin later last
+
+
+def test_a_wait_goes_on_where_the_store_is_gone() -> None:
+    def gone(keys: list[str]) -> bool:
+        raise RuntimeError("Broken pipe")
+
+    store = HashStore()
+    underway = Underway(store=store)
+    assert underway.why_refused() is None
+    underway.run = 3, 2
+    assert underway.why_refused() is None
+    store.set("refused/3/2", "rank 1: no")
+    assert underway.why_refused() == "rank 1: no"
+    underway.store = SimpleNamespace(check=gone)  # type: ignore[assignment]
+    assert underway.why_refused() is None
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ class MpiBackend:
         timeout_s: seconds after which a communication that does not finish is an error.
 
     Raises:
-        ImportError: there is no mpi4py.
+        BackendError: mpi4py is not there, or not its MPI.
     """
 
     name = "mpi"

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mdfuse.errors import BackendError
 from mdfuse.runtime.bootstrap import Launch, detect
 
 _INSTALL = (
@@ -37,14 +38,22 @@ _CUDA = 0
 
 
 def library() -> Any:
-    """mpi4py's module; the first import initialises MPI."""
-    return importlib.import_module("mpi4py.MPI")
+    """mpi4py's module; the first import initialises MPI.
+
+    Raises:
+        BackendError: mpi4py is not there, or not its MPI.
+    """
+    try:
+        return importlib.import_module("mpi4py.MPI")
+    except (ImportError, RuntimeError) as error:
+        because = str(error).split("\n", 1)[0]
+        raise BackendError("mpi4py cannot be imported", because=because, hint=_INSTALL) from error
 
 
 def why_not() -> tuple[str, str] | None:
     """A reason why this process cannot use MPI and a remedy, or None.
 
-    A single process is not asked for more than mpi4py: MPI is not initialised.
+    To ask does not start MPI in a single process, where only mpi4py must be there.
     """
     if find_spec("mpi4py") is None:
         return "mpi4py is not installed", _INSTALL
@@ -56,8 +65,8 @@ def why_not_in(launch: Launch) -> tuple[str, str] | None:
     """Why MPI's world is not that of a launch, and a remedy; None where it is."""
     try:
         world = library().COMM_WORLD
-    except (ImportError, RuntimeError) as error:
-        return f"mpi4py cannot be imported: {error}".split("\n", 1)[0], _INSTALL
+    except BackendError as error:
+        return f"{error.what}: {error.because}", _INSTALL
     seen = world.Get_rank(), world.Get_size()
     if seen == (launch.rank, launch.size):
         return None

@@ -50,6 +50,7 @@ LAUNCHERS: dict[str, Launcher] = {"mpirun": mpirun, "torchrun": torchrun}
 #: Backends that tests may be marked with: whether worlds that a launcher starts here have them.
 _MARKED: dict[str, Callable[[Launcher], bool]] = {
     "mpi": lambda launcher: launcher is mpirun,
+    "ucx": lambda launcher: launcher is torchrun,  # it knows no launcher: one is enough
 }
 
 
