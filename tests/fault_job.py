@@ -13,18 +13,20 @@ import mdfuse as mf
 fault, moment, guilty = sys.argv[1:4]
 comm = mf.init()
 mesh = mf.DeviceMesh([0, 1, 2])
+#: Rows of each rank: so many that no rank can send all of them ahead.
+ROWS = 1 << 16
 
 
 def program(name, *, with_sum=False):
     with mf.FusionDefinition(name) as fd:
-        x = fd.define_tensor([6], mesh=mesh, layout={"x": mf.Shard(0)})
+        x = fd.define_tensor([3 * ROWS], mesh=mesh, layout={"x": mf.Shard(0)})
         y = fd.ops.sum(x, dims=[0]) if with_sum else x
         fd.add_output(fd.ops.set(y).on(mesh, {}))  # the line
     return mf.compile(fd)
 
 
 gather, total = program("gather"), program("total", with_sum=True)
-x = torch.ones(2)
+x = torch.ones(ROWS)
 DEEDS = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),

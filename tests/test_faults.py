@@ -27,7 +27,7 @@ from mdfuse.runtime.watch import EXIT_STATUS
 HERE = Path(__file__).resolve().parent
 
 #: Backends whose jobs need no launcher of their own.
-BACKENDS = ["gloo"]
+BACKENDS = ["gloo", "ucx"]
 
 TIMEOUT_S = 3.0
 RANKS = 3
