@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -71,6 +72,7 @@ class Ranks:
         return part.contiguous().to(self.device)
 
     def close(self) -> None:
+        gc.collect()  # a graph captured by hand that lives on would keep NCCL from closing
         self.comm.close()
         dist.destroy_process_group()
 

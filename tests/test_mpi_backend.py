@@ -22,7 +22,6 @@ from mdfuse.backends.mpi_requests import Requests, State, Waiting, poll
 from mdfuse.backends.mpi_types import carrying_type, is_reducible, reduce_op, reducing_type
 from mdfuse.errors import BackendError, CommunicationError
 from mdfuse.runtime.bootstrap import Launch
-from mdfuse.runtime.communicator import Underway
 
 TWO = Launch(name="torchrun", rank=1, size=2, local_rank=1, why="")
 CPU = torch.device("cpu")
@@ -335,21 +334,6 @@ def test_a_wait_that_another_thread_ends() -> None:
     with pytest.raises(RuntimeError, match="another rank does not take part"):
         poll(asked, waiting)
     poll(after(3), waiting)  # waits that begin later last
-
-
-def test_a_wait_goes_on_where_the_store_is_gone() -> None:
-    def gone(keys: list[str]) -> bool:
-        raise RuntimeError("Broken pipe")
-
-    store = HashStore()
-    underway = Underway(store=store)
-    assert underway.why_refused() is None
-    underway.run = 3, 2
-    assert underway.why_refused() is None
-    store.set("refused/3/2", "rank 1: no")
-    assert underway.why_refused() == "rank 1: no"
-    underway.store = SimpleNamespace(check=gone)  # type: ignore[assignment]
-    assert underway.why_refused() is None
 
 
 @pytest.fixture

@@ -35,12 +35,12 @@ def shut_down(sockets: Sockets) -> bool:
     for fd, name in sockets.items():
         if _name_of(fd) != name:  # closed, and perhaps something else by now
             continue
-        with socket.socket(fileno=os.dup(fd)) as connection:
-            try:
+        try:
+            with socket.socket(fileno=os.dup(fd)) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
-            except OSError:  # the other end was faster
-                continue
-            found = True
+        except OSError:  # the other end was faster, or another thread closed it
+            continue
+        found = True
     return found
 
 
@@ -60,11 +60,11 @@ def _name_of(fd: int) -> str:
 
 
 def _is_connected(fd: int) -> bool:
-    with socket.socket(fileno=os.dup(fd)) as connection:
-        if connection.type != socket.SOCK_STREAM:
-            return False
-        try:
+    try:
+        with socket.socket(fileno=os.dup(fd)) as connection:
+            if connection.type != socket.SOCK_STREAM:
+                return False
             connection.getpeername()
-        except OSError:
-            return False
-        return True
+    except OSError:  # not connected, or closed meanwhile
+        return False
+    return True

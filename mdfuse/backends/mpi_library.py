@@ -57,7 +57,10 @@ def why_not() -> tuple[str, str] | None:
     """
     if find_spec("mpi4py") is None:
         return "mpi4py is not installed", _INSTALL
-    launch = detect(os.environ, _default_group())
+    try:
+        launch = detect(os.environ, _default_group())
+    except BackendError as error:  # the launcher is unknown to all backends alike
+        return error.what, error.hint or _INSTALL
     return None if launch.size == 1 else why_not_in(launch)
 
 

@@ -277,9 +277,9 @@ class Communicator:
         failure = getattr(sys, "last_value", None)
         if failure is not None:
             self._watch.leaves = f"ended with {type(failure).__name__}: {first_line(failure)}"
+        self._watch.close()  # while the store is there: whoever hosts it goes when all have left
         self._leave(wait=self._is_host and failure is None)
         self._backend.close()
-        self._watch.close()
 
     def _leave(self, wait: bool) -> None:
         """Say goodbye; a store whose host is stopped does not keep this rank."""
