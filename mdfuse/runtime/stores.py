@@ -55,10 +55,34 @@ def _from_torchrun(
 
     torch's own rendezvous, so that the same process may call `init_process_group` before or after.
     """
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return _met(launch, timeout), False
+    where = *map(environment.get, ("MASTER_ADDR", "MASTER_PORT")), launch.rank, launch.size
+    store = _HOSTED.get(where)
+    if store is None or not _answers(store):
+        store = _HOSTED[where] = _met(launch, timeout)
+    store.set_timeout(timeout)
+    return store, launch.rank == 0
+
+
+#: Stores that rank 0 hosts at an address that all know, by address and rank. They last as long as
+#: the process: a rank that joins again at once must not meet a store that is just being closed.
+_HOSTED: dict[tuple[object, ...], Store] = {}
+
+
+def _met(launch: Launch, timeout: timedelta) -> Store:
     found = next(iter(rendezvous("env://", launch.rank, launch.size, timeout=timeout)))
     store: Store = found[0]
-    is_kept_by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return store, launch.rank == 0 and not is_kept_by_agent
+    return store
+
+
+def _answers(store: Store) -> bool:
+    """Whether a store is still there: the process that hosted it may have ended."""
+    try:
+        store.check([])
+    except RuntimeError:
+        return False
+    return True
 
 
 def _from_mpi(
