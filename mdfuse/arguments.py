@@ -19,7 +19,10 @@ from mdfuse.plan.slots import unbound
 
 
 def has_dtensors(xs: Iterable[Any]) -> bool:
-    """Whether a DTensor is among them; torch's module of DTensors is not imported for this."""
+    """Whether a DTensor is among them, asked in each run.
+
+    torch's module of DTensors is not imported for this: without it there are none.
+    """
     dtensor = getattr(modules.get("torch.distributed.tensor"), "DTensor", None)
     return dtensor is not None and dtensor in map(type, xs)
 

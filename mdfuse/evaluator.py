@@ -152,7 +152,7 @@ class HostIrEvaluator:
         is_partial: bool = False,
     ) -> list[Any]:
         """`run` with positional arguments; `is_partial`: some outputs may have no buffer."""
-        # a lookup in each run, and no import: without torch's module there are no DTensors
+        # `has_dtensors` without the call, since this is in the way of each run
         dtensor = getattr(modules.get("torch.distributed.tensor"), "DTensor", None)
         if dtensor is not None and (
             dtensor in map(type, arguments) or (out is not None and dtensor in map(type, out))

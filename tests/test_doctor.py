@@ -21,7 +21,7 @@ from mdfuse.cli.doctor import collective, examination, findings, gpus, host, lib
 from mdfuse.cli.doctor.findings import Finding
 from mdfuse.cli.main import app
 from mdfuse.errors import BackendError
-from mdfuse.runtime.communicator import BACKENDS, BackendRow
+from mdfuse.runtime.backend_rows import BACKENDS, BackendRow
 
 _NO_LAUNCHER = {"COLUMNS": "200", "NO_COLOR": "1"}
 

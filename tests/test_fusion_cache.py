@@ -93,6 +93,27 @@ def test_what_records_something_else_is_another_definition(change: dict[str, Any
     assert again.spelled is first.spelled and other_again.spelled is other.spelled
 
 
+def test_the_order_of_axes_and_a_required_memory_order_are_part_of_the_key() -> None:
+    mesh = DeviceMesh.arange(dp=2, tp=2)
+    split = {"dp": Shard(0), "tp": Shard(0)}
+
+    def define(axes: Any = None, law: Any = None, memory: Any = None, dtype: Any = None) -> Any:
+        with mf.FusionDefinition() as fd:
+            x = fd.define_tensor([8, 3], mesh=mesh, layout=split, order=axes)
+            y = fd.ops.set(x.to(dtype or torch.float64)).on(mesh, split, law)
+            fd.add_output(y, stride_order=memory)
+        return fd.spelled
+
+    turned = {0: ("tp", "dp")}
+    changes: list[dict[str, Any]] = [
+        {}, {"axes": turned}, {"law": turned}, {"memory": (0, 1)}, {"memory": (1, 0)},
+        {"dtype": torch.float16},
+    ]  # fmt: skip
+    found = [define(**c) for c in changes]
+    assert len(set(map(id, found))) == len(changes) and info() == (0, 6, 0, 6)
+    assert [define(**c) for c in changes] == found and info() == (6, 6, 0, 6)
+
+
 def test_all_of_these_are_different_from_each_other() -> None:
     for change in CHANGES:
         defined(**change)
@@ -101,7 +122,9 @@ def test_all_of_these_are_different_from_each_other() -> None:
 
 def test_a_program_is_found_again() -> None:
     first = mf.compile(defined())
-    assert mf.compile(defined()) is first
+    segments = first.segments
+    again = mf.compile(defined())
+    assert again is first and again.segments is segments  # and the maps of their ids
     assert mf.compile(defined(number=3.0)) is not first
 
 

@@ -13,13 +13,13 @@ import torch
 
 import mdfuse as mf
 from mdfuse.backends import mpi_library, mpi_staging
-from mdfuse.backends.base import Call
+from mdfuse.backends.base import Call, root_index
 from mdfuse.backends.c10d_groups import HashStore
-from mdfuse.backends.c10d_work import DONE
 from mdfuse.backends.mpi import MpiBackend
-from mdfuse.backends.mpi_posts import MOST_ELEMENTS, Team, check_sizes, root_index
+from mdfuse.backends.mpi_posts import MOST_ELEMENTS, Team, check_sizes
 from mdfuse.backends.mpi_requests import Requests, State, Waiting, poll
 from mdfuse.backends.mpi_types import carrying_type, is_reducible, reduce_op, reducing_type
+from mdfuse.backends.work import DONE
 from mdfuse.errors import BackendError, CommunicationError
 from mdfuse.runtime.bootstrap import Launch
 

@@ -20,7 +20,7 @@ from mdfuse.backends.base import Call
 from mdfuse.backends.c10d_groups import HashStore
 from mdfuse.backends.ucx import UcxBackend
 from mdfuse.errors import BackendError, CommunicationError
-from mdfuse.runtime.communicator import BACKENDS
+from mdfuse.runtime.backend_rows import BACKENDS
 
 TEAM = (0, 1, 2)
 

@@ -10,14 +10,33 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
+from mdfuse.errors import CommunicationError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     Buffers = Sequence[Tensor]
 
 
+#: What a backend carries; see `Call`.
+KINDS = (
+    "Allgather",
+    "ReduceScatter",
+    "Allreduce",
+    "AllToAll",
+    "Broadcast",
+    "Reduce",
+    "Gather",
+    "Scatter",
+    "SendRecv",
+    "Exchange",
+)
+
 #: Kinds that move pieces between pairs of ranks; the others are collectives.
 POINT_TO_POINT = ("SendRecv", "Exchange")
+
+#: Kinds that compute with what they move.
+REDUCING = frozenset({"Allreduce", "ReduceScatter", "Reduce"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +91,34 @@ class Call:
     recv_counts: tuple[int, ...] = ()
     sends: tuple[int, ...] = ()
     recvs: tuple[int, ...] = ()
+
+
+def check_call(call: Call, is_prepared: bool) -> None:
+    """Raise CommunicationError unless a call is of a known kind, on a team that was prepared.
+
+    A team of one needs no preparing.
+    """
+    if call.kind not in KINDS:
+        raise CommunicationError(
+            f"{call.kind} is not a kind of communication",
+            because=f"kinds are {', '.join(KINDS)}",
+        )
+    if not is_prepared and len(call.team) > 1:
+        raise CommunicationError(
+            f"{call.kind} on team {call.team}, which rank {call.rank} has not prepared",
+            because="teams are made before programs run, in one order on all ranks",
+            hint="pass the team to prepare() on each of its members first",
+        )
+
+
+def root_index(call: Call) -> int:
+    """The place of a call's root in its team; CommunicationError where it is not in it."""
+    if call.root is None or call.root not in call.team:
+        raise CommunicationError(
+            f"{call.kind} on team {call.team} has root {call.root}",
+            because="its root is one of the team",
+        )
+    return call.team.index(call.root)
 
 
 class Work(Protocol):

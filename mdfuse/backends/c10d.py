@@ -8,14 +8,14 @@ from datetime import timedelta
 
 import torch
 
-from mdfuse.backends.base import Call, Poster
+from mdfuse.backends.base import Call, Poster, check_call
 from mdfuse.backends.c10d_bound import BoundCall
 from mdfuse.backends.c10d_groups import LIBRARIES, Group, PrefixStore, Store
-from mdfuse.backends.c10d_posts import KINDS, Team
+from mdfuse.backends.c10d_posts import Team
 from mdfuse.backends.c10d_sockets import Sockets, opened, shut_down
-from mdfuse.backends.c10d_work import first_line
 from mdfuse.backends.nccl_lane import LaneOpener, NcclLane
-from mdfuse.errors import BackendError, CommunicationError
+from mdfuse.backends.work import first_line
+from mdfuse.errors import BackendError
 
 
 class C10dBackend:
@@ -83,18 +83,8 @@ class C10dBackend:
         Raises:
             CommunicationError: the kind is unknown, or its team was not prepared.
         """
-        if call.kind not in KINDS:
-            raise CommunicationError(
-                f"{call.kind} is not a kind of communication",
-                because=f"kinds are {', '.join(KINDS)}",
-            )
         team = self._teams.get(call.team)
-        if team is None and len(call.team) > 1:
-            raise CommunicationError(
-                f"{call.kind} on team {call.team}, which rank {self._rank} has not prepared",
-                because="groups are made before programs run, in one order on all ranks",
-                hint="pass the team to prepare() on each of its members first",
-            )
+        check_call(call, team is not None)
         alone = Team(library=self._library, ranks=call.team, group=None)
         return BoundCall(call, team or alone, self.lane(call.team))
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from mdfuse.backends.base import Call, Place, Posting, Work
 from mdfuse.backends.c10d_posts import Post, Team, build_post
 from mdfuse.backends.c10d_prepared import prepared
-from mdfuse.backends.c10d_work import DONE, explained
 from mdfuse.backends.nccl_lane import NcclLane
+from mdfuse.backends.work import DONE, explained
 
 
 class BoundCall:

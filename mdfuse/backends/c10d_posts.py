@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mdfuse.backends.base import Call, Work
+from mdfuse.backends.base import REDUCING, Call, Work, root_index
 from mdfuse.backends.c10d_groups import AllgatherOptions, Group, Library, Transfer
-from mdfuse.backends.c10d_work import DONE, Posted
 from mdfuse.backends.reduction import BOOL_OPS, check_reduction, combine
-from mdfuse.errors import CommunicationError
+from mdfuse.backends.work import DONE, Posted
 
 Post = Callable[[Sequence[Tensor], Sequence[Tensor]], Work]
 _View = Callable[[Tensor], Tensor]
@@ -333,15 +332,6 @@ def _gathered_reduce(team: Team, call: Call, dtype: torch.dtype) -> Post:
     return post
 
 
-def root_index(call: Call) -> int:
-    if call.root is None or call.root not in call.team:
-        raise CommunicationError(
-            f"{call.kind} on team {call.team} has root {call.root}",
-            because="its root is one of the team",
-        )
-    return call.team.index(call.root)
-
-
 _Builder = Callable[[Team, Call, torch.dtype], Post]
 
 KINDS: dict[str, _Builder] = {
@@ -362,8 +352,6 @@ _GATHERED: dict[str, _Builder] = {
     "ReduceScatter": _gathered_reduce_scatter,
     "Reduce": _gathered_reduce,
 }
-
-REDUCING = frozenset(_GATHERED)
 
 #: Kinds that are a copy in a team of one. Of the others, those between pairs have no pair then.
 _COPIES_ALONE = REDUCING | {"Allgather", "AllToAll", "Broadcast"}

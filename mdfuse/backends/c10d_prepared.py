@@ -10,18 +10,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mdfuse.backends.base import Buffer, Call, Place, Posting, Prepared
+from mdfuse.backends.base import (
+    REDUCING,
+    Buffer,
+    Call,
+    Place,
+    Posting,
+    Prepared,
+    root_index,
+)
 from mdfuse.backends.c10d_groups import AllgatherOptions
 from mdfuse.backends.c10d_posts import (
     NATIVE,
-    REDUCING,
     Team,
     is_reducible,
     reduce_op,
-    root_index,
 )
-from mdfuse.backends.c10d_work import explained
 from mdfuse.backends.reduction import check_reduction
+from mdfuse.backends.work import explained
 
 
 def prepared(

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Literal
 
-from mdfuse.backends.base import Call
+from mdfuse.backends.base import Call, root_index
 from mdfuse.errors import CommunicationError
 
 #: Elements [start, stop) of a buffer.
@@ -274,7 +274,7 @@ def _allreduce(call: Call, sizes: Sizes) -> Composition:
 
 
 def _reduce(call: Call, sizes: Sizes) -> Composition:
-    (k,), n, root = sizes.srcs, len(call.team), _root_index(call)
+    (k,), n, root = sizes.srcs, len(call.team), root_index(call)
     is_small = n * k <= sizes.small
     blocks = [(0, k if j == root else 0) for j in range(n)] if is_small else _split(k, n)
     start, stop = blocks[_index(call)]
@@ -290,7 +290,7 @@ def _reduce(call: Call, sizes: Sizes) -> Composition:
 
 def _broadcast(call: Call, sizes: Sizes) -> Composition:
     """Counted from the root, a member gets it from where its lowest bit is cleared."""
-    n, root = len(call.team), _root_index(call)
+    n, root = len(call.team), root_index(call)
     position = (_index(call) - root) % n
     held = Piece("dst" if position else "src", 0, (sizes.dsts if position else sizes.srcs)[0])
     lowest = position & -position or 1 << (n - 1).bit_length()
@@ -303,7 +303,7 @@ def _broadcast(call: Call, sizes: Sizes) -> Composition:
 
 
 def _gather(call: Call, sizes: Sizes) -> Composition:
-    root = call.team[_root_index(call)]
+    root = call.team[root_index(call)]
     own = Piece("src", 0, sizes.srcs[0] if call.rank in call.parts else 0)
     if call.rank != root:
         return Composition(steps=(Step(sends=(Transfer(root, own),)),))
@@ -318,7 +318,7 @@ def _gather(call: Call, sizes: Sizes) -> Composition:
 
 
 def _scatter(call: Call, sizes: Sizes) -> Composition:
-    root = call.team[_root_index(call)]
+    root = call.team[root_index(call)]
     own = Piece("dst", 0, sizes.dsts[0] if call.rank in call.parts else 0)
     if call.rank != root:
         return Composition(steps=(Step(recvs=(Transfer(root, own),)),))
@@ -366,15 +366,6 @@ def _exchange(call: Call, sizes: Sizes) -> Composition:
         sends=transfers("src", call.sends, sizes.srcs),
     )
     return Composition(steps=(step,))
-
-
-def _root_index(call: Call) -> int:
-    if call.root is None or call.root not in call.team:
-        raise CommunicationError(
-            f"{call.kind} on team {call.team} has root {call.root}",
-            because="its root is one of the team",
-        )
-    return call.team.index(call.root)
 
 
 #: How each kind is composed.

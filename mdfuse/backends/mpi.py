@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from mdfuse.backends import mpi_library
-from mdfuse.backends.base import POINT_TO_POINT, Call, Place, Posting, Work
+from mdfuse.backends.base import POINT_TO_POINT, Call, Place, Posting, Work, check_call
 from mdfuse.backends.c10d_groups import PrefixStore, Store
-from mdfuse.backends.c10d_work import DONE, explained, first_line
-from mdfuse.backends.mpi_posts import KINDS, Post, Team, build_post, check_sizes
+from mdfuse.backends.mpi_posts import Post, Team, build_post, check_sizes
 from mdfuse.backends.mpi_requests import Waiting
 from mdfuse.backends.mpi_staging import after_the_stream, staged
-from mdfuse.errors import BackendError, CommunicationError
+from mdfuse.backends.work import DONE, explained, first_line
+from mdfuse.errors import BackendError
 
 _log = logging.getLogger("mdfuse.comm")
 
@@ -85,18 +85,8 @@ class MpiBackend:
         Raises:
             CommunicationError: the kind is unknown, or its team was not prepared.
         """
-        if call.kind not in KINDS:
-            raise CommunicationError(
-                f"{call.kind} is not a kind of communication",
-                because=f"kinds are {', '.join(KINDS)}",
-            )
         team = self._teams.get(call.team)
-        if team is None and len(call.team) > 1:
-            raise CommunicationError(
-                f"{call.kind} on team {call.team}, which rank {self._rank} has not prepared",
-                because="communicators are made before programs run, in one order on all ranks",
-                hint="pass the team to prepare() on each of its members first",
-            )
+        check_call(call, team is not None)
         alone = self._team(call.team, self._mpi.COMM_SELF)
         return MpiBoundCall(call, team or alone, self)
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import Call, Work
-from mdfuse.backends.c10d_work import DONE, Posted
+from mdfuse.backends.base import REDUCING, Call, Work, root_index
 from mdfuse.backends.mpi_requests import Requests, State, Waiting
 from mdfuse.backends.mpi_types import carrying_type, is_reducible, reduce_op, reducing_type
 from mdfuse.backends.reduction import check_reduction
+from mdfuse.backends.work import DONE, Posted
 from mdfuse.errors import CommunicationError
 
 Post = Callable[[Sequence[Tensor], Sequence[Tensor]], Work]
@@ -282,15 +282,6 @@ def _divided(post: Post, call: Call) -> Post:
     return post_sum
 
 
-def root_index(call: Call) -> int:
-    if call.root is None or call.root not in call.team:
-        raise CommunicationError(
-            f"{call.kind} on team {call.team} has root {call.root}",
-            because="its root is one of the team",
-        )
-    return call.team.index(call.root)
-
-
 KINDS: dict[str, Callable[[Team, Call, torch.dtype], Post]] = {
     "Allgather": _allgather,
     "ReduceScatter": _reduce_scatter,
@@ -303,5 +294,3 @@ KINDS: dict[str, Callable[[Team, Call, torch.dtype], Post]] = {
     "SendRecv": _exchange,
     "Exchange": _exchange,
 }
-
-REDUCING = frozenset({"Allreduce", "ReduceScatter", "Reduce"})

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from mdfuse.backends.base import Call, Work
-from mdfuse.backends.c10d_work import Posted
 from mdfuse.backends.mpi_posts import Post, flat
+from mdfuse.backends.work import Posted
 
 
 def after_the_stream(post: Post, device: torch.device) -> Post:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mdfuse.backends.c10d_work import first_line
+from mdfuse.backends.work import first_line
 
 
 def why_not() -> tuple[str, str] | None:

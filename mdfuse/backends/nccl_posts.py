@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import Buffer, Call, Prepared
+from mdfuse.backends.base import REDUCING, Buffer, Call, Prepared
 from mdfuse.backends.noting import Subject
 from mdfuse.backends.reduction import check_reduction
 from mdfuse.errors import CommunicationError
@@ -42,10 +42,9 @@ _OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
 #: and reduced locally.
 _REDUCED = frozenset(_CODES) - {torch.uint32, torch.uint64}
 
-_REDUCING = ("Allreduce", "ReduceScatter", "Reduce")
 
 #: Kinds that every member of the team posts. The others are posted by those that have a part.
-COLLECTIVES = ("Allgather", "AllToAll", "Broadcast", *_REDUCING)
+COLLECTIVES = ("Allgather", "AllToAll", "Broadcast", *REDUCING)
 
 _SRC = Buffer("src", 0, "pointer")
 _DST = Buffer("dst", 0, "pointer")
@@ -73,7 +72,7 @@ def is_carried(call: Call, buffers: Sequence[Tensor]) -> bool:
     """Whether NCCL itself does this; the same on all ranks of the team."""
     if call.kind not in _PARTS:
         return False
-    if call.kind not in _REDUCING:
+    if call.kind not in REDUCING:
         return True
     return call.reduce_op in _OPS and all(x.dtype in _REDUCED for x in buffers)
 
@@ -122,7 +121,7 @@ def _check(call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> None:
             f"{call.kind} on team {call.team} has root {call.root}",
             because="its root is one of the team",
         )
-    if call.kind in _REDUCING and buffers:
+    if call.kind in REDUCING and buffers:
         check_reduction(call.reduce_op, buffers[0].dtype)
     for buffer in buffers:
         if not _is_dense(buffer):

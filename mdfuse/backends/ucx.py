@@ -9,16 +9,15 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import Call, Place, Work
+from mdfuse.backends.base import REDUCING, Call, Place, Work, check_call
 from mdfuse.backends.c10d_groups import PrefixStore, Store
-from mdfuse.backends.c10d_posts import REDUCING
-from mdfuse.backends.c10d_work import DONE, first_line
-from mdfuse.backends.composed import KINDS, Composition, Sizes, compose
+from mdfuse.backends.composed import Composition, Sizes, compose
 from mdfuse.backends.reduction import check_reduction
 from mdfuse.backends.ucx_engine import MOST_TEAMS, Channel, Engine
 from mdfuse.backends.ucx_library import load, why_not
 from mdfuse.backends.ucx_work import Buffers, ComposedWork
-from mdfuse.errors import BackendError, CommunicationError
+from mdfuse.backends.work import DONE, first_line
+from mdfuse.errors import BackendError
 
 #: What arrives in one step rather than in several, bytes. Steps are what is slow where ranks
 #: outnumber cores (all-gather, 4 ranks on 2 loaded cores: 8 KiB each in one step 2.4 ms, 32 KiB
@@ -76,18 +75,8 @@ class UcxBackend:
         Raises:
             CommunicationError: the kind is unknown, or its team was not prepared.
         """
-        if call.kind not in KINDS:
-            raise CommunicationError(
-                f"{call.kind} is not a kind of communication",
-                because=f"kinds are {', '.join(KINDS)}",
-            )
         channel = self._channels.get(call.team)
-        if channel is None and len(call.team) > 1:
-            raise CommunicationError(
-                f"{call.kind} on team {call.team}, which rank {self._rank} has not prepared",
-                because="teams are made before programs run, in one order on all ranks",
-                hint="pass the team to prepare() on each of its members first",
-            )
+        check_call(call, channel is not None)
         alone = Channel(0, self._rank)
         return UcxPoster(call, channel or alone, self._engine, self._timeout_s)
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from mdfuse.backends.base import Call
-from mdfuse.backends.c10d_work import failure, first_line
 from mdfuse.backends.composed import KINDS, Composition, Copy, Piece, Reduce, Step, Transfer
 from mdfuse.backends.reduction import combine
 from mdfuse.backends.ucx_engine import Channel, Engine
+from mdfuse.backends.work import failure, first_line
 from mdfuse.errors import BackendError
 
 

@@ -280,6 +280,7 @@ class FusionDefinition:
             if value is not None and value is not False:
                 key += (name, self._key(value))
         edge = tuple(key)
+        # from here on as `_do`, whose call would be a tenth of the time
         node = self._children.get(edge)
         if node is None:
             node = self._newly(edge, Call("op", (op, operands, attrs)), find_site(), None)
@@ -357,9 +358,8 @@ class FusionDefinition:
             last = len(recorder.names) - 1
             node = node or Node(at, key, call, site, fact, last, recorder.symbols)
         self._at = node
-        self._children = node.children if node.symbols is None else _NONE
-        if self._recorder is not None:
-            self._children = _NONE
+        is_looked_up = node.symbols is None and self._recorder is None
+        self._children = node.children if is_looked_up else _NONE
         self._calls.append(site)
         return node
 

@@ -86,7 +86,6 @@ class TracedFunction:
         self.signature = inspect.signature(function)
         self.__name__, self.__doc__ = function.__name__, function.__doc__
         self._traces: Cache[Traced] = Cache(LIMIT)
-        self._programs: Cache[Program] = Cache(LIMIT)
         self._calls: Cache[tuple[Program, Traced]] = Cache(LIMIT)
         self._lock = threading.RLock()
 
@@ -125,7 +124,7 @@ class TracedFunction:
             DefinitionError: arguments that the function does not take or that cannot be told from
                 others; a tensor; a function that returns something else than its values.
         """
-        return self._traced(self._bound(args, kwargs))[1].definition
+        return self._traced(self._bound(args, kwargs)).definition
 
     def program(self, *args: Any, **kwargs: Any) -> Program:
         """Compile `define(...)`: the same program for equal arguments."""
@@ -143,15 +142,15 @@ class TracedFunction:
 
     # -- tracing ---------------------------------------------------------------------------------
 
-    def _traced(self, bound: inspect.BoundArguments) -> tuple[Hashable, Traced]:
-        """What tracing gave for such arguments, and what tells them from others."""
+    def _traced(self, bound: inspect.BoundArguments) -> Traced:
+        """What tracing gave for such arguments."""
         key = tuple((name, self._part(name, x)) for name, x in _arguments(bound))
         with self._lock:
             found = self._traces.get(key)
             if found is None:
                 found = self._trace(bound)
                 self._traces.put(key, found)
-        return key, found
+        return found
 
     def _check_constant(self, name: str, x: Any, is_inside: bool) -> None:
         if is_inside and isinstance(x, Tensor | Handle | TensorSpec):
@@ -211,13 +210,8 @@ class TracedFunction:
     def _compiled(self, bound: inspect.BoundArguments) -> tuple[Program, Traced]:
         from mdfuse.program import compile
 
-        key, traced = self._traced(bound)
-        with self._lock:
-            found = self._programs.get(key)
-            if found is None:
-                found = compile(traced.definition)
-                self._programs.put(key, found)
-        return found, traced
+        traced = self._traced(bound)
+        return compile(traced.definition), traced
 
     def _run(self, bound: inspect.BoundArguments) -> Any:
         """Run on DTensors."""

@@ -8,27 +8,24 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from mdfuse.backends import mpi_library, ucx_library
-from mdfuse.backends.base import Backend, Call, Interruptible, Poster
-from mdfuse.backends.c10d import C10dBackend
-from mdfuse.backends.c10d_groups import LIBRARIES, HashStore, PrefixStore, Store
-from mdfuse.backends.c10d_work import first_line
-from mdfuse.backends.mpi import MpiBackend
-from mdfuse.backends.ucx import UcxBackend
+from mdfuse.backends import ucx_library
+from mdfuse.backends.base import Call, Interruptible, Poster
+from mdfuse.backends.c10d_groups import HashStore, PrefixStore, Store
+from mdfuse.backends.work import first_line
 from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import BackendError
 from mdfuse.plan.places import Tally
 from mdfuse.runtime.agreement import Agreement
-from mdfuse.runtime.bootstrap import Launch, detect, gloo_devices
+from mdfuse.runtime.backend_rows import BACKENDS, OpenBackend, World
+from mdfuse.runtime.bootstrap import Launch, detect
 from mdfuse.runtime.bulletin import within
-from mdfuse.runtime.fast_lane import Lanes, Replays, agree_on_lanes
+from mdfuse.runtime.fast_lane import Replays, agree_on_lanes
 from mdfuse.runtime.joining import disagreement, problem_elsewhere, watch_for
 from mdfuse.runtime.null_world import NULL, check_null_arguments, null_device, null_launch
 from mdfuse.runtime.stores import open_store
@@ -49,85 +46,6 @@ class Resettable(Protocol):
     def reset(self) -> None: ...
 
 
-class _OpenBackend(Backend, Protocol):
-    def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class World:
-    """What a backend is opened with.
-
-    Attributes:
-        launch: rank, size, and how the ranks were started.
-        device: where this rank's buffers are.
-        store: shared by all ranks, for this backend alone.
-        timeout_s: deadline of a communication, seconds.
-        lanes: opens the fast lanes of teams, where all ranks have them.
-        watch: sees what does not finish, and tells where all ranks are.
-    """
-
-    launch: Launch
-    device: torch.device
-    store: Store
-    timeout_s: float
-    lanes: Lanes | None = None
-    watch: Watch | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackendRow:
-    """A backend that `Options.backend` may name.
-
-    Attributes:
-        devices: device types whose buffers it carries, the preferred one first.
-        why_not: a reason why this process cannot use it and a remedy, or None.
-        open: makes it.
-        can_capture: what it posts can be captured in CUDA graphs.
-    """
-
-    devices: tuple[str, ...]
-    why_not: Callable[[], tuple[str, str] | None]
-    open: Callable[[World], _OpenBackend]
-    can_capture: bool = True
-
-
-def _c10d_row(name: str) -> BackendRow:
-    def open_c10d(world: World) -> _OpenBackend:
-        return C10dBackend(
-            name,
-            rank=world.launch.rank,
-            device=world.device,
-            store=world.store,
-            timeout_s=world.timeout_s,
-            network=gloo_devices(os.environ, world.launch),
-            lanes=world.lanes,
-        )
-
-    library = LIBRARIES[name]
-    return BackendRow(devices=library.devices, why_not=library.why_not, open=open_c10d)
-
-
-def _open_mpi(world: World) -> _OpenBackend:
-    return MpiBackend(
-        rank=world.launch.rank, device=world.device, store=world.store, timeout_s=world.timeout_s
-    )
-
-
-def _open_ucx(world: World) -> _OpenBackend:
-    return UcxBackend(rank=world.launch.rank, store=world.store, timeout_s=world.timeout_s)
-
-
-BACKENDS: dict[str, BackendRow] = {
-    **{name: _c10d_row(name) for name in LIBRARIES},
-    "mpi": BackendRow(
-        devices=("cuda", "cpu"), why_not=mpi_library.why_not, open=_open_mpi, can_capture=False
-    ),
-    "ucx": BackendRow(
-        devices=("cpu",), why_not=ucx_library.why_not, open=_open_ucx, can_capture=False
-    ),
-}
-
-
 class Communicator:
     """This rank's view of all ranks. `init` makes it; do not make one yourself.
 
@@ -143,7 +61,7 @@ class Communicator:
     """
 
     def __init__(
-        self, *, world: World, backend: _OpenBackend, agreement: Agreement, is_host: bool
+        self, *, world: World, backend: OpenBackend, agreement: Agreement, is_host: bool
     ) -> None:
         self.launch = world.launch
         self.rank = world.launch.rank

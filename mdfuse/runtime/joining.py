@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from mdfuse.backends.c10d_groups import PrefixStore, Store
-from mdfuse.backends.c10d_work import first_line
+from mdfuse.backends.work import first_line
 from mdfuse.errors import BackendError
 from mdfuse.runtime.bootstrap import Launch
 from mdfuse.runtime.watch import Watch

@@ -14,8 +14,8 @@ from mdfuse.cli.doctor import findings, gpus, host, libraries
 from mdfuse.cli.doctor.findings import Finding
 from mdfuse.config import VARIABLES, options_from_environment
 from mdfuse.errors import BackendError, ProgramError
+from mdfuse.runtime.backend_rows import BACKENDS
 from mdfuse.runtime.bootstrap import detect
-from mdfuse.runtime.communicator import BACKENDS
 
 #: Variables shown beside mdfuse's own: they steer the libraries below.
 _SHOWN = ("NCCL_", "UCX_", "UCC_", "GLOO_", "OMPI_MCA_", "CUDA_VISIBLE_DEVICES", "TORCH_NCCL_")

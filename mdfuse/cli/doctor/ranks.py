@@ -12,8 +12,9 @@ from mdfuse.cli import screen
 from mdfuse.cli.doctor import collective
 from mdfuse.cli.doctor.collective import SIZES, Measured
 from mdfuse.config import Options, options_from_environment
+from mdfuse.runtime.backend_rows import BACKENDS
 from mdfuse.runtime.bootstrap import Launch, detect
-from mdfuse.runtime.communicator import BACKENDS, Communicator, init
+from mdfuse.runtime.communicator import Communicator, init
 from mdfuse.runtime.null_world import NULL
 
 #: Deadline of a communication of the check, seconds, where MDFUSE_TIMEOUT_S is not set.

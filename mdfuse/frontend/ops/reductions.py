@@ -7,6 +7,7 @@ f16 and bf16 that are made of several operations are computed in f32 and rounded
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -16,29 +17,26 @@ from mdfuse.frontend.ops import pointwise
 from mdfuse.frontend.ops.pointwise import ROWS, as_dtype, cast
 from mdfuse.frontend.ops.recording import Dims, Operation, checked, chosen, record
 
-
-def sum(
-    x: Handle,
-    dim: Dims = None,
-    keepdim: bool = False,
-    dtype: torch.dtype | None = None,
-    *,
-    dims: Dims = None,
-) -> Handle:
-    """Sum over dims (all by default)."""
-    return record("sum", x, dims=checked(x, dim, dims), keepdim=keepdim, dtype=dtype)
+Reduction = Callable[..., Handle]
 
 
-def prod(
-    x: Handle,
-    dim: Dims = None,
-    keepdim: bool = False,
-    dtype: torch.dtype | None = None,
-    *,
-    dims: Dims = None,
-) -> Handle:
-    """Product over dims (all by default)."""
-    return record("prod", x, dims=checked(x, dim, dims), keepdim=keepdim, dtype=dtype)
+def _of_all(name: str, doc: str) -> Reduction:
+    def function(
+        x: Handle,
+        dim: Dims = None,
+        keepdim: bool = False,
+        dtype: torch.dtype | None = None,
+        *,
+        dims: Dims = None,
+    ) -> Handle:
+        return record(name, x, dims=checked(x, dim, dims), keepdim=keepdim, dtype=dtype)
+
+    function.__name__, function.__doc__ = name, doc
+    return function
+
+
+sum = _of_all("sum", "Sum over dims (all by default).")
+prod = _of_all("prod", "Product over dims (all by default).")
 
 
 def mean(
@@ -54,32 +52,42 @@ def mean(
     return record("mean", x, dims=checked(x, dim, dims), keepdim=keepdim)
 
 
-def max(
-    x: Handle, dim: Dims | Handle = None, keepdim: bool = False, *, dims: Dims = None
-) -> Handle:
-    """The largest element over dims (all by default), as `torch.amax`; max(x, y): `maximum`."""
-    if isinstance(dim, Handle):
-        return pointwise.maximum(x, dim)
-    return record("max", x, dims=checked(x, dim, dims), keepdim=keepdim)
+def _extreme(name: str, pairwise: Reduction, doc: str) -> Reduction:
+    def function(
+        x: Handle, dim: Dims | Handle = None, keepdim: bool = False, *, dims: Dims = None
+    ) -> Handle:
+        if isinstance(dim, Handle):
+            return pairwise(x, dim)
+        return record(name, x, dims=checked(x, dim, dims), keepdim=keepdim)
+
+    function.__name__, function.__doc__ = name, doc
+    return function
 
 
-def min(
-    x: Handle, dim: Dims | Handle = None, keepdim: bool = False, *, dims: Dims = None
-) -> Handle:
-    """The smallest element over dims (all by default), as `torch.amin`; min(x, y): `minimum`."""
-    if isinstance(dim, Handle):
-        return pointwise.minimum(x, dim)
-    return record("min", x, dims=checked(x, dim, dims), keepdim=keepdim)
+max = _extreme(
+    "max",
+    pointwise.maximum,
+    "The largest element over dims (all by default), as `torch.amax`; max(x, y): `maximum`.",
+)
+min = _extreme(
+    "min",
+    pointwise.minimum,
+    "The smallest element over dims (all by default), as `torch.amin`; min(x, y): `minimum`.",
+)
 
 
-def any(x: Handle, dim: Dims = None, keepdim: bool = False, *, dims: Dims = None) -> Handle:
-    """Whether some element is true, over dims (all by default)."""
-    return record("any", x, dims=checked(x, dim, dims), keepdim=keepdim)
+def _truth(name: str, doc: str) -> Reduction:
+    def function(
+        x: Handle, dim: Dims = None, keepdim: bool = False, *, dims: Dims = None
+    ) -> Handle:
+        return record(name, x, dims=checked(x, dim, dims), keepdim=keepdim)
+
+    function.__name__, function.__doc__ = name, doc
+    return function
 
 
-def all(x: Handle, dim: Dims = None, keepdim: bool = False, *, dims: Dims = None) -> Handle:
-    """Whether every element is true, over dims (all by default)."""
-    return record("all", x, dims=checked(x, dim, dims), keepdim=keepdim)
+any = _truth("any", "Whether some element is true, over dims (all by default).")
+all = _truth("all", "Whether all elements are true, over dims (all by default).")
 
 
 # -- made of several -----------------------------------------------------------------------------

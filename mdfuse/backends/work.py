@@ -1,4 +1,4 @@
-"""A communication in flight through torch.distributed, and how its failure reads."""
+"""A communication in flight, and how its failure reads."""
 
 from __future__ import annotations
 

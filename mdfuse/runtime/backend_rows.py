@@ -1,0 +1,101 @@
+"""The backends that there are: who may use each, and how it is opened."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from mdfuse.backends import mpi_library, ucx_library
+from mdfuse.backends.base import Backend
+from mdfuse.backends.c10d import C10dBackend
+from mdfuse.backends.c10d_groups import LIBRARIES, Store
+from mdfuse.backends.mpi import MpiBackend
+from mdfuse.backends.ucx import UcxBackend
+from mdfuse.runtime.bootstrap import Launch, gloo_devices
+from mdfuse.runtime.fast_lane import Lanes
+from mdfuse.runtime.watch import Watch
+
+
+class OpenBackend(Backend, Protocol):
+    """A backend that can be given up."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """What a backend is opened with.
+
+    Attributes:
+        launch: rank, size, and how the ranks were started.
+        device: where this rank's buffers are.
+        store: shared by all ranks, for this backend alone.
+        timeout_s: deadline of a communication, seconds.
+        lanes: opens the fast lanes of teams, where all ranks have them.
+        watch: sees what does not finish, and tells where all ranks are.
+    """
+
+    launch: Launch
+    device: torch.device
+    store: Store
+    timeout_s: float
+    lanes: Lanes | None = None
+    watch: Watch | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendRow:
+    """A backend that `Options.backend` may name.
+
+    Attributes:
+        devices: device types whose buffers it carries, the preferred one first.
+        why_not: a reason why this process cannot use it and a remedy, or None.
+        open: makes it.
+        can_capture: what it posts can be captured in CUDA graphs.
+    """
+
+    devices: tuple[str, ...]
+    why_not: Callable[[], tuple[str, str] | None]
+    open: Callable[[World], OpenBackend]
+    can_capture: bool = True
+
+
+def _c10d_row(name: str) -> BackendRow:
+    def open_c10d(world: World) -> OpenBackend:
+        return C10dBackend(
+            name,
+            rank=world.launch.rank,
+            device=world.device,
+            store=world.store,
+            timeout_s=world.timeout_s,
+            network=gloo_devices(os.environ, world.launch),
+            lanes=world.lanes,
+        )
+
+    library = LIBRARIES[name]
+    return BackendRow(devices=library.devices, why_not=library.why_not, open=open_c10d)
+
+
+def _open_mpi(world: World) -> OpenBackend:
+    return MpiBackend(
+        rank=world.launch.rank, device=world.device, store=world.store, timeout_s=world.timeout_s
+    )
+
+
+def _open_ucx(world: World) -> OpenBackend:
+    return UcxBackend(rank=world.launch.rank, store=world.store, timeout_s=world.timeout_s)
+
+
+BACKENDS: dict[str, BackendRow] = {
+    **{name: _c10d_row(name) for name in LIBRARIES},
+    "mpi": BackendRow(
+        devices=("cuda", "cpu"), why_not=mpi_library.why_not, open=_open_mpi, can_capture=False
+    ),
+    "ucx": BackendRow(
+        devices=("cpu",), why_not=ucx_library.why_not, open=_open_ucx, can_capture=False
+    ),
+}
