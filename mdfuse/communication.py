@@ -52,6 +52,7 @@ class Communication:
         dim: the dim that is gathered, scattered or exchanged (of the source for AllToAll).
         to_dim: AllToAll: the dim that is split afterwards.
         reduce_op: for the kinds that reduce.
+        backend: who carries it; None: the communicator's first backend.
 
     Raises:
         CommunicationError: a reduce op where none belongs, or none where one does, or one that the
@@ -67,6 +68,7 @@ class Communication:
     dim: int | None = None
     to_dim: int | None = None
     reduce_op: str | None = None
+    backend: str | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -241,11 +243,15 @@ class Communication:
 
     def part(self, rank: int) -> Part:
         """What a rank posts and copies."""
-        return part_of(self, rank)
+        part = part_of(self, rank)
+        if self.backend is None or part.call is None:
+            return part
+        return replace(part, call=replace(part.call, backend=self.backend))
 
     def __str__(self) -> str:
         what = f"{self.kind}[{self.reduce_op}]" if self.reduce_op else self.kind
-        details = [f"axis={self.axis}" if self.axis else "", self._dims_text()]
+        carrier = f"backend={self.backend}" if self.backend else ""
+        details = [f"axis={self.axis}" if self.axis else "", self._dims_text(), carrier]
         return " ".join((what, *filter(None, details)))
 
     def _dims_text(self) -> str:

@@ -3,10 +3,68 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from mdfuse.errors import ProgramError
+
+#: Stands among the axes of `Options.backend` for what goes from one mesh to another.
+BETWEEN_MESHES = "meshes"
+
+
+@dataclass(frozen=True, slots=True)
+class Carriers:
+    """What `Options.backend` says: who carries which communications.
+
+    Attributes:
+        usual: the backend of all that is not said otherwise, or "auto".
+        by_axis: mesh axis -> the backend of communications along it.
+    """
+
+    usual: str
+    by_axis: Mapping[str, str]
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """The backends besides the usual one, each once, in the order in which they are named."""
+        return tuple(dict.fromkeys(self.by_axis.values()))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.usual, *self.others)
+
+
+def carriers_of(text: str) -> Carriers:
+    """Read `Options.backend`.
+
+    Raises:
+        ProgramError: it is not of the form "backend, axis=backend, ...".
+
+    >>> carriers_of("gloo, dp=ucx")
+    Carriers(usual='gloo', by_axis={'dp': 'ucx'})
+    """
+    usual, by_axis = [], dict[str, str]()
+    for entry in text.split(","):
+        axis, sign, name = (part.strip() for part in entry.rpartition("="))
+        if not name or bool(sign) != bool(axis) or axis in by_axis or (axis and name == "auto"):
+            raise ProgramError(
+                f"backend={text!r}",
+                because='it is a backend, or several: "gloo, dp=ucx" is ucx along mesh axes of the '
+                "name dp, and gloo elsewhere",
+                hint="name each axis once, and its backend; mdfuse doctor lists the backends",
+            )
+        if axis:
+            by_axis[axis] = name
+        else:
+            usual.append(name)
+    if len(usual) > 1:
+        raise ProgramError(
+            f"backend={text!r}",
+            because=f"{' and '.join(usual)} cannot both be the usual one",
+            hint="write axis=backend for all others",
+        )
+    return Carriers(usual[0] if usual else "auto", by_axis)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +72,9 @@ class Options:
     """How programs are lowered and run.
 
     Attributes:
-        backend: "auto" (nccl where this rank drives a GPU, gloo elsewhere), or a backend's name.
+        backend: "auto" (nccl where this rank drives a GPU, gloo elsewhere), or a backend's name;
+            then, after commas, other ones for communications along some mesh axes, "meshes" for
+            those from one mesh to another: "nccl, dp=mpi, meshes=ucc".
         streams: how many streams a lowering with streams uses.
         stream_policy: which stream an instruction of a streamed loop goes to. "round_robin": each
             iteration on the next stream; "copy_compute": transfers on one stream, the rest on
@@ -42,6 +102,7 @@ class Options:
     trace: str | None = None
 
     def __post_init__(self) -> None:
+        carriers_of(self.backend)
         if self.streams < 1:
             raise ProgramError(
                 f"streams={self.streams}", because="at least one is needed", hint="the default is 4"
@@ -69,7 +130,11 @@ class Options:
 
 #: Every variable that mdfuse reads: name -> (option, parser, help).
 VARIABLES: dict[str, tuple[str, Any, str]] = {
-    "MDFUSE_BACKEND": ("backend", str, "backend to use: auto, gloo, nccl, ucc, mpi, ucx, null"),
+    "MDFUSE_BACKEND": (
+        "backend",
+        str,
+        "backend to use: auto, gloo, nccl, ucc, mpi, ucx, null; then axis=backend",
+    ),
     "MDFUSE_STREAMS": ("streams", int, "number of streams of a streamed lowering"),
     "MDFUSE_STREAM_POLICY": ("stream_policy", str, "auto, round_robin or copy_compute"),
     "MDFUSE_GRAPH": ("graph", str, "CUDA graphs: auto, always or never"),

@@ -168,7 +168,8 @@ class HostIrEvaluator:
                     arguments = numbers(self.program, arguments)
                 return plan.run(arguments, out)
             except BackendError as error:
-                raise self._explained(error) from error.__cause__
+                assert self.communicator is not None
+                raise self._explained(error, self.communicator) from error.__cause__
 
     @cached_property
     def _border(self) -> Border:
@@ -181,7 +182,7 @@ class HostIrEvaluator:
     def _known(self, arguments: Sequence[Any], out: Sequence[Any] | None) -> Runnable | None:
         """The plan of an earlier run of such arguments."""
         signature, communicator = self._signature, self.communicator
-        if signature is None or communicator is None or communicator.is_closed:
+        if signature is None or communicator is None or not communicator.is_ready:
             return None
         key = signature.read(arguments, out)
         last, plan = self._last
@@ -275,7 +276,7 @@ class HostIrEvaluator:
 
     def _may_capture(self, communicator: Communicator) -> bool:
         graph = options_from_environment(self.options).graph
-        return graph != "never" and communicator.can_capture
+        return graph != "never" and communicator.can_capture(self.program.backends)
 
     def _captured(
         self,
@@ -327,6 +328,8 @@ class HostIrEvaluator:
 
             self.communicator = init(self.options)
             self._forget()
+        if not self.communicator.is_ready and self._communicates:
+            self.communicator.settle()
         return self.communicator
 
     def _forget(self) -> None:
@@ -354,7 +357,9 @@ class HostIrEvaluator:
         what = fingerprint(self.program, options_from_environment(self.options))
         self._agree(problem, communicator, what)
         assert local is not None
-        communicator.prepare(groups(local, communicator.rank))
+        communicator.open(self.program.backends)
+        for name in (None, *self.program.backends):
+            communicator.prepare(groups(local, communicator.rank, name), name)
         self._signature = signature_of(
             self.program, communicator.rank, communicator.device, self._number
         )
@@ -385,16 +390,11 @@ class HostIrEvaluator:
     def _communicates(self) -> bool:
         return any(i.comm is not None or i.op in ("send", "recv") for i in self.program.walk())
 
-    def _explained(self, error: BackendError) -> MdfuseError:
+    def _explained(self, error: BackendError, communicator: Communicator) -> MdfuseError:
         """Why a communication of a run broke: a rank refused the run, or what all ranks did."""
-        assert self.communicator is not None
-        return self._refused(self.communicator) or self.communicator.explained(error)
-
-    def _refused(self, communicator: Communicator) -> ProgramError | None:
-        """Why a communication broke, where another rank refused this run."""
-        reason = communicator.why_refused(self._tally.occasion)
+        reason = communicator.broke_off(self._tally.occasion, error)
         if reason is None:
-            return None
+            return communicator.explained(error)
         return ProgramError(
             f"@{self.program.name} broke off on rank {communicator.rank}: another rank refused it",
             where=reason.splitlines(),
@@ -422,7 +422,7 @@ class HostIrEvaluator:
                     f"this is rank {communicator.rank}",
                     hint="pass the global program, or each rank its own projection",
                 )
-            if not communicator.can_capture:
+            if not communicator.can_capture(self.program.backends):
                 self._check_graph(communicator)
             check_arguments(self.program, communicator.rank, arguments, communicator.device)
             if out is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mdfuse.config import Options, options_from_environment
-from mdfuse.hir import assign_streams, insert_frees, sink_waits
+from mdfuse.hir import assign_streams, insert_frees, name_backends, sink_waits
 from mdfuse.hir.emit import emit
 from mdfuse.hir.program import HostProgram
 from mdfuse.ids import with_ids
@@ -47,6 +47,8 @@ HostPass = Callable[[HostProgram, Options], HostProgram]
 
 #: The passes over the host program, likewise.
 HOST_PASSES: tuple[tuple[str, HostPass], ...] = (
+    # Anywhere: no other pass looks at who carries a post.
+    (name_backends.name, name_backends.run),
     # The emitter puts a wait right behind its post; here it moves to where the data is needed.
     (sink_waits.name, sink_waits.run),
     # Needs the waits where they stay: a stream that waits holds up what is queued behind.

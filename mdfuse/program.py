@@ -31,6 +31,7 @@ from mdfuse.hir.traffic import received
 from mdfuse.ir.graph import Fusion
 from mdfuse.lowerings import Lowering, Lowerings, lowerings_of
 from mdfuse.plan.cache import Cache
+from mdfuse.runtime.backend_rows import BACKENDS
 from mdfuse.runtime.communicator import init
 from mdfuse.segmentation import ShouldMerge
 from mdfuse.segments import LIMIT, Segment, last_uses, segments_of
@@ -262,6 +263,10 @@ def _graphs(host: HostProgram, options: Options | None) -> Iterator[str]:
     """What is captured as CUDA graphs, and what is not."""
     if options_from_environment(options).graph == "never":
         yield 'graphs: none, because graph="never"'
+        return
+    on_host = [b for b in host.backends if b in BACKENDS and not BACKENDS[b].can_capture]
+    if on_host:
+        yield f"graphs: none, because the host does the work of {' and '.join(on_host)}"
         return
     reasons: dict[str, list[str]] = {}
     for i, why in eager(host):

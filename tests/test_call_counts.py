@@ -172,8 +172,8 @@ def test_calls_per_step(name: str) -> None:
 #: The Python functions that a run goes through, each once, and the two comprehensions that read
 #: the signature, which are no calls from Python 3.12 on.
 FRAMES = {
-    "Program.run", "HostIrEvaluator.call", "HostIrEvaluator._known", "Communicator.is_closed",
-    "Signature.read", "Signature.stream", "Cache.again", "Plan.run", "Plan.call", "run",
+    "Program.run", "HostIrEvaluator.call", "HostIrEvaluator._known", "Signature.read",
+    "Signature.stream", "Cache.again", "Plan.run", "Plan.call", "run",
 }  # fmt: skip
 COMPREHENSIONS = {"Signature.read.<locals>.<listcomp>": 2} if sys.version_info < (3, 12) else {}
 

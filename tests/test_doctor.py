@@ -114,6 +114,19 @@ def test_launcher_and_why() -> None:
     ]
 
 
+def test_what_auto_comes_to() -> None:
+    chosen, why = ("nccl", "has a GPU") if torch.cuda.is_available() else ("gloo", "nccl cannot be")
+    (line,) = [x for x in doctor().output.splitlines() if x.startswith("backend  ")]
+    assert f"auto: {chosen}, because" in line and why in line
+
+
+def test_every_backend_that_is_named_is_looked_at() -> None:
+    result = doctor(MDFUSE_BACKEND="gloo, dp=smoke")
+    assert result.exit_code == 1
+    assert "gloo, because MDFUSE_BACKEND names it" in result.output
+    assert "smoke is not usable: there is no such backend" in result.stderr
+
+
 def test_variables_that_matter() -> None:
     shown = examination.variables({"NCCL_DEBUG": "INFO", "HOME": "/", "MDFUSE_STREAMS": "2"})
     assert [(f.name, f.what) for f in shown] == [("MDFUSE_STREAMS", "2"), ("NCCL_DEBUG", "INFO")]

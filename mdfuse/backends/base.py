@@ -77,6 +77,7 @@ class Call:
         sends: Exchange and SendRecv: the receiving rank of each src, never this rank.
         recvs: Exchange and SendRecv: the sending rank of each dst, never this rank. Between two
             ranks, the i-th send meets the i-th receive.
+        backend: which of a communicator's backends posts it; None: the first.
     """
 
     kind: str
@@ -91,6 +92,7 @@ class Call:
     recv_counts: tuple[int, ...] = ()
     sends: tuple[int, ...] = ()
     recvs: tuple[int, ...] = ()
+    backend: str | None = None
 
 
 def check_call(call: Call, is_prepared: bool) -> None:

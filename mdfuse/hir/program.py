@@ -202,6 +202,11 @@ class HostProgram:
         """What the posts post, in order; a post in a loop counts once."""
         return tuple(i.comm for i in self.walk() if i.comm is not None)
 
+    @cached_property
+    def backends(self) -> tuple[str, ...]:
+        """The backends that posts name, each once, in program order."""
+        return tuple(dict.fromkeys(c.backend for c in self.communications if c.backend))
+
     def has(self, name: str, rank: int) -> bool:
         """Whether a rank has a part of a buffer."""
         layout = self.types[name].layout

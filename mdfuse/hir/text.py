@@ -130,7 +130,13 @@ class _Printer:
             parts.append(f"-> {operand_text(destination)}")
         before, after = self.layout(comm.source), self.layout(comm.destination)
         parts.append(f"{dtype_name(comm.dtype)}{_extents(comm.shape)} {before} => {after}")
-        settings = {"axis": comm.axis, "dim": comm.dim, "to_dim": comm.to_dim, **i.kwargs}
+        settings = {
+            "axis": comm.axis,
+            "dim": comm.dim,
+            "to_dim": comm.to_dim,
+            "backend": comm.backend,
+            **i.kwargs,
+        }
         return " ".join((*parts, *_settings(settings), *self.team(comm)))
 
     def barrier(self, i: Instruction) -> str:

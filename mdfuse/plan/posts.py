@@ -194,13 +194,19 @@ def _waited(handle: int) -> Line:
     return Line(run="wait", args=(Ref(handle),))
 
 
-def groups(program: HostProgram, rank: int) -> list[tuple[int, ...]]:
-    """The groups of ranks that a projection's communications need, in program order."""
+def groups(program: HostProgram, rank: int, backend: str | None = None) -> list[tuple[int, ...]]:
+    """The groups of ranks that a projection's communications need, in program order.
+
+    Args:
+        program: projected onto the rank.
+        rank: the rank.
+        backend: that of the communications; None: those that name none.
+    """
     found: dict[tuple[int, ...], None] = {}
     for i in program.walk():
-        if i.comm is not None:
+        if i.comm is not None and i.comm.backend == backend:
             found[i.comm.group(rank)] = None
-        elif i.op in ("send", "recv"):
+        elif i.op in ("send", "recv") and backend is None:
             found[transfer_team(program, i)] = None
     return [team for team in found if len(team) > 1]
 

@@ -99,3 +99,11 @@ BACKENDS: dict[str, BackendRow] = {
         devices=("cpu",), why_not=ucx_library.why_not, open=_open_ucx, can_capture=False
     ),
 }
+
+
+def auto() -> tuple[str, str]:
+    """The backend that "auto" stands for in this process, and why."""
+    refusal = BACKENDS["nccl"].why_not()
+    if refusal is None:
+        return "nccl", "this process has a GPU"
+    return "gloo", f"nccl cannot be used: {refusal[0]}"

@@ -9,6 +9,7 @@ import os
 import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -18,16 +19,17 @@ from mdfuse.backends import ucx_library
 from mdfuse.backends.base import Call, Interruptible, Poster
 from mdfuse.backends.c10d_groups import HashStore, PrefixStore, Store
 from mdfuse.backends.work import first_line
-from mdfuse.config import Options, options_from_environment
+from mdfuse.config import Carriers, Options, carriers_of, options_from_environment
 from mdfuse.errors import BackendError
 from mdfuse.plan.places import Tally
 from mdfuse.runtime.agreement import Agreement
-from mdfuse.runtime.backend_rows import BACKENDS, OpenBackend, World
+from mdfuse.runtime.backend_rows import BACKENDS, OpenBackend, World, auto
 from mdfuse.runtime.bootstrap import Launch, detect
 from mdfuse.runtime.bulletin import within
 from mdfuse.runtime.fast_lane import Replays, agree_on_lanes
 from mdfuse.runtime.joining import disagreement, problem_elsewhere, watch_for
 from mdfuse.runtime.null_world import NULL, check_null_arguments, null_device, null_launch
+from mdfuse.runtime.refusals import Refusals
 from mdfuse.runtime.stores import open_store
 from mdfuse.runtime.watch import Watch
 
@@ -57,7 +59,8 @@ class Communicator:
         backend: the backend's name.
         device: where this rank's buffers are.
         store: a store shared by all ranks, under a prefix of this communicator's own.
-        can_capture: communications can be captured in CUDA graphs here.
+        is_ready: programs can run; not so once it is closed, or after a run that broke off or that
+            this rank refused, see `settle`.
     """
 
     def __init__(
@@ -70,15 +73,23 @@ class Communicator:
         self.backend = backend.name
         self.device = world.device
         self.store = world.store
-        self.can_capture = world.device.type == "cuda" and BACKENDS[backend.name].can_capture
-        self._backend = backend
+        self.is_ready = True
+        self._world = world
+        self._backends = {backend.name: backend}
         self._agreement = agreement
         self._is_host = is_host
         self._is_closed = False
-        self._lanes = world.lanes
         self._watch = world.watch or Watch(rank=self.rank, timeout_s=world.timeout_s)
+        self._watch.abort = self._abort
         self._words = PrefixStore("watch", world.store)
         self._graphs: weakref.WeakSet[Resettable] = weakref.WeakSet()
+        self._refusals = Refusals(
+            self._words,
+            rank=self.rank,
+            size=self.size,
+            timeout_s=world.timeout_s,
+            waiting=self._watch.waiting,
+        )
 
     def __repr__(self) -> str:
         return (
@@ -86,19 +97,60 @@ class Communicator:
             f"device={str(self.device)!r}, launcher={self.launch.name!r})"
         )
 
-    def prepare(self, teams: Iterable[Sequence[int]]) -> None:
-        """Make the teams this rank is in; every rank passes its own, all in one global order."""
+    def open(self, names: Iterable[str]) -> None:
+        """Open further backends beside the first; those that are open stay as they are.
+
+        All ranks call it, with the same names in the same order.
+
+        Raises:
+            BackendError: a rank cannot use one of them; on all ranks.
+        """
+        for name in names:
+            if name not in self._backends:
+                self._backends[name] = self._opened(name)
+
+    def _opened(self, name: str) -> OpenBackend:
+        if self.backend == NULL:
+            return self._backends[NULL]  # it carries nothing, whoever should
+        problem = _why_not_beside(name, self.device, self.rank)
+        texts = self.all_ok(None if problem is None else str(problem))
+        if any(texts):
+            raise problem or problem_elsewhere(texts, self.launch)
+        store = PrefixStore(f"backend/{name}", self.store)
+        return BACKENDS[name].open(replace(self._world, store=store, lanes=None))
+
+    def prepare(self, teams: Iterable[Sequence[int]], backend: str | None = None) -> None:
+        """Make the teams this rank is in; every rank passes its own, all in one global order.
+
+        Args:
+            teams: of ranks.
+            backend: whose; one that is open, by default the first.
+        """
         self._check_open("prepare teams")
         try:
             with self._watch.waiting("the making of teams"):
-                self._backend.prepare(tuple(team) for team in teams)
+                self._carrier(backend).prepare(tuple(team) for team in teams)
         except BackendError as error:
             raise self._watch.explain(error) from error.__cause__
 
     def poster(self, call: Call) -> Poster:
         """Prepare a call that will be posted many times."""
         self._check_open("bind a call")
-        return self._backend.bind(call)
+        return self._carrier(call.backend).bind(call)
+
+    def _carrier(self, name: str | None) -> OpenBackend:
+        return self._backends[name or self.backend]
+
+    def can_capture(self, backends: Iterable[str]) -> bool:
+        """Whether CUDA graphs can hold what these post, and the first one."""
+        names = {self.backend, *backends}
+        return self.device.type == "cuda" and all(BACKENDS[name].can_capture for name in names)
+
+    def _abort(self) -> bool:
+        """End what this rank waits for with an error, where that can be; see `Interruptible`."""
+        found = [b for b in self._backends.values() if isinstance(b, Interruptible)]
+        were_ended = [backend.abort() for backend in found]  # all, whatever the first one says
+        return any(were_ended)
 
     def all_ok(self, error_text: str | None) -> tuple[str | None, ...]:
         """Tell all ranks whether this one is well (None) or not (why); get what each one said.
@@ -120,26 +172,29 @@ class Communicator:
             raise self._watch.explain(error) from error.__cause__
 
     def refuse(self, occasion: str, reason: str) -> None:
-        """Leave word why this rank does not take part in what the others may have begun.
+        """Leave word why this rank does not take part in a run that the others may have begun.
 
         Args:
             occasion: the same on all ranks, used once.
             reason: what the others are told when their communication breaks.
         """
         if self.size > 1:
-            word = f"rank {self.rank}: {reason}"
-            within(_ANSWER_S, lambda: self._words.set(f"refused/{occasion}", word))
+            self.is_ready = False
+            self._refusals.refuse(occasion, reason)
 
-    def why_refused(self, occasion: str) -> str | None:
-        """What a rank that refused said; None where none did, or the store does not answer."""
-        key, found = f"refused/{occasion}", list[str]()
+    def broke_off(self, occasion: str, error: BackendError) -> str | None:
+        """A communication of a run broke; what a rank said that refused the run, if one did."""
+        self.is_ready = False
+        return self._refusals.broke_off(occasion, error)
 
-        def ask() -> None:
-            if self._words.check([key]):
-                found.append(self._words.get(key).decode())
+    def settle(self) -> None:
+        """Become ready again after a run that all ranks refused.
 
-        within(_ANSWER_S, ask)
-        return found[0] if found else None
+        Raises:
+            BackendError: others had begun it, or a communication broke.
+        """
+        self._refusals.settle()
+        self.is_ready = True
 
     def explained(self, error: BackendError) -> BackendError:
         """An error of a communication, with the positions of all ranks."""
@@ -159,7 +214,7 @@ class Communicator:
     @property
     def has_fast_lane(self) -> bool:
         """Posts go through NCCL's own functions."""
-        return self._lanes is not None
+        return self._world.lanes is not None
 
     def replays(self, name: str, stream: int) -> Replays | None:
         """What notes the replays of a program's graphs; None where torch's own watchdog is all.
@@ -168,9 +223,10 @@ class Communicator:
             name: the same on all ranks, used for one program alone.
             stream: the handle of the stream on which they are replayed.
         """
-        if self._lanes is None:
+        lanes = self._world.lanes
+        if lanes is None:
             return None
-        return Replays(self._lanes, name, tuple(range(self.size)), stream)
+        return Replays(lanes, name, tuple(range(self.size)), stream)
 
     @property
     def is_closed(self) -> bool:
@@ -188,7 +244,7 @@ class Communicator:
         """
         if self._is_closed:
             return
-        self._is_closed = True
+        self._is_closed, self.is_ready = True, False
         _forget(self)
         for graph in list(self._graphs):
             graph.reset()
@@ -197,7 +253,8 @@ class Communicator:
             self._watch.leaves = f"ended with {type(failure).__name__}: {first_line(failure)}"
         self._watch.close()  # while the store is there: whoever hosts it goes when all have left
         self._leave(wait=self._is_host and failure is None)
-        self._backend.close()
+        for backend in dict.fromkeys(self._backends.values()):
+            backend.close()
 
     def _leave(self, wait: bool) -> None:
         """Say goodbye; a store whose host is stopped does not keep this rank."""
@@ -256,7 +313,8 @@ def init(
     """
     global _live
     options = options_from_environment(options)
-    wanted = backend or options.backend
+    carriers = carriers_of(backend or options.backend)
+    wanted = carriers.usual
     given = {"rank": rank, "size": size, "device": device}
     check_null_arguments(wanted, given)
     if _live is not None:
@@ -264,7 +322,7 @@ def init(
     if wanted == NULL:
         _live = _stand_in(rank, size, device, options.timeout_s)
     else:
-        _live = _join(wanted, options)
+        _live = _join(carriers, options)
     atexit.register(_live.close)
     return _live
 
@@ -312,15 +370,15 @@ def _forget(communicator: Communicator) -> None:
         _live = None
 
 
-def _join(wanted: str, options: Options) -> Communicator:
+def _join(carriers: Carriers, options: Options) -> Communicator:
     timeout_s = options.timeout_s
     launch = detect(os.environ, _default_group())
-    if wanted == "ucx":
+    if "ucx" in carriers.names:
         ucx_library.why_not()  # loads it: UCX must come before MPI, by which ranks may meet
     base, is_host = open_store(launch, timeout_s, os.environ)
     store = PrefixStore(f"mdfuse/{next(_generations)}", base)
     agreement = Agreement(PrefixStore("agreement", store), launch.rank, launch.size, timeout_s)
-    name = _auto() if wanted == "auto" else wanted
+    name = auto()[0] if carriers.usual == "auto" else carriers.usual
     watch = watch_for(launch, name, store, timeout_s, os.environ)
     try:
         world = _meet(launch, name, options, agreement, store, watch)
@@ -332,9 +390,9 @@ def _join(wanted: str, options: Options) -> Communicator:
         "rank %d of %d: %s, %s on %s", launch.rank, launch.size, launch.why, name, world.device
     )
     opened = BACKENDS[name].open(world)
-    if isinstance(opened, Interruptible):
-        watch.abort = opened.abort
-    return Communicator(world=world, backend=opened, agreement=agreement, is_host=is_host)
+    made = Communicator(world=world, backend=opened, agreement=agreement, is_host=is_host)
+    made.open(carriers.others)
+    return made
 
 
 def _meet(
@@ -376,26 +434,40 @@ def _default_group() -> tuple[int, int] | None:
     return None
 
 
-def _auto() -> str:
-    return "gloo" if BACKENDS["nccl"].why_not() else "nccl"
+def _why_not(name: str, rank: int) -> BackendError | None:
+    """Why this process cannot use a backend."""
+    if name not in BACKENDS:
+        return BackendError(
+            f"backend {name!r} is unknown",
+            because=f"backends are auto, {', '.join(BACKENDS)}",
+            hint='leave it at "auto": nccl where this rank drives a GPU, gloo elsewhere',
+        )
+    refusal = BACKENDS[name].why_not()
+    if refusal is None:
+        return None
+    because, hint = refusal
+    return BackendError(f"rank {rank} cannot use backend {name!r}", because=because, hint=hint)
+
+
+def _why_not_beside(name: str, device: torch.device, rank: int) -> BackendError | None:
+    """Why this process cannot use a backend beside another one that chose the device."""
+    problem = _why_not(name, rank)
+    if problem is not None or device.type in BACKENDS[name].devices:
+        return problem
+    return BackendError(
+        f"rank {rank} has its buffers on {device}, and backend {name!r} does not carry these",
+        because=f"{name} carries {' and '.join(BACKENDS[name].devices)} buffers",
+        hint="mdfuse doctor lists what each backend carries",
+    )
 
 
 def _device(name: str, launch: Launch) -> tuple[torch.device, BackendError | None]:
     """This rank's device under a backend, or why it cannot use that backend."""
     cpu = torch.device("cpu")
-    if name not in BACKENDS:
-        return cpu, BackendError(
-            f"backend {name!r} is unknown",
-            because=f"backends are auto, {', '.join(BACKENDS)}",
-            hint='leave it at "auto": nccl where this rank drives a GPU, gloo elsewhere',
-        )
-    row = BACKENDS[name]
-    refusal = row.why_not()
-    if refusal:
-        because, hint = refusal
-        what = f"rank {launch.rank} cannot use backend {name!r}"
-        return cpu, BackendError(what, because=because, hint=hint)
-    if row.devices[0] != "cuda" or not torch.cuda.is_available():
+    problem = _why_not(name, launch.rank)
+    if problem is not None:
+        return cpu, problem
+    if BACKENDS[name].devices[0] != "cuda" or not torch.cuda.is_available():
         return cpu, None
     count = torch.cuda.device_count()
     if count > 1 and launch.local_rank >= count and launch.name != "default group":

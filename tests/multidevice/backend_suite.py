@@ -22,6 +22,7 @@ import torch
 from two_stage import CASES, MESHES
 
 import mdfuse as mf
+from mdfuse.backends.base import Call
 
 four = pytest.mark.world(4)
 MOVED = [*kinds.FLOATS, *kinds.INTEGERS, torch.bool, *kinds.MOVED_ONLY]
@@ -93,6 +94,45 @@ def test_wrong_arguments(comm: mf.Communicator) -> None:
     )
     bad_input.test_the_world_is_usable_afterwards(comm)
     bad_input.test_all_ranks_refuse_a_later_run(comm)
+
+
+def two_axes() -> mf.FusionDefinition:
+    """Partial sums along tp, reduce-scattered, then gathered along dp."""
+    mesh = mf.DeviceMesh([[2, 0], [3, 1]], axes=("dp", "tp"))
+    with mf.FusionDefinition("two_axes") as fd:
+        x = fd.define_tensor([4, 6], mesh=mesh, layout={"dp": mf.Shard(0), "tp": mf.Shard(1)})
+        w = fd.define_tensor([6, 8], mesh=mesh, layout={"tp": mf.Shard(0)})
+        h = fd.ops.set(x @ w).on(mesh, {"dp": mf.Shard(0), "tp": mf.Shard(1)})
+        fd.add_output(fd.ops.set(h * 2.0).on(mesh, {"tp": mf.Shard(1)}))
+    return fd
+
+
+@four
+@pytest.mark.parametrize("axis", ["dp", "tp"])
+def test_another_backend_along_an_axis(
+    axis: str, comm: mf.Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which one carries which team is seen at what is bound; both carry the right bytes."""
+    bound, poster = {}, comm.poster
+
+    def spy(call: Call) -> Any:
+        found = poster(call)
+        bound[call.kind] = type(found).__module__.removeprefix("mdfuse.backends.")
+        return found
+
+    monkeypatch.setattr(comm, "poster", spy)
+    fd, generator = two_axes(), torch.Generator().manual_seed(0)
+    program = mf.compile(fd, mf.Options(backend=f"{axis}=gloo"))
+    whole = [torch.randn(shape, generator=generator) for shape in ((4, 6), (6, 8))]
+    layouts = [program.fusion.values[name].layout for name in program.fusion.inputs]
+    mine = [mf.shard_tensor(x, at, rank=comm.rank) for x, at in zip(whole, layouts, strict=True)]
+    (got,) = program.run(*mine)
+    expected = (whole[0] @ whole[1] * 2.0).chunk(2, dim=1)[0 if comm.rank in (2, 3) else 1]
+    torch.testing.assert_close(got, expected)
+    along = {"tp": "ReduceScatter", "dp": "Allgather"}
+    assert {kind: x == "c10d_bound" for kind, x in bound.items()} == {
+        kind: name == axis for name, kind in along.items()
+    }
 
 
 test_a_program_from_text = host_programs.test_a_program_from_text

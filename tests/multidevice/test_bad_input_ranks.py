@@ -74,3 +74,22 @@ def test_all_ranks_refuse_a_later_run(comm: mf.Communicator) -> None:
         ready.run(x[:1])
     (got,) = ready.run(x)
     assert torch.equal(got.cpu(), torch.ones(8, 2))
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("name", ["smoke", "ucc"])
+def test_a_backend_beside_the_usual_one_that_is_not_there(name: str, comm: mf.Communicator) -> None:
+    """Before anything is posted, on all ranks; other programs go on."""
+    if name == "ucc" and torch.distributed.is_ucc_available():
+        name = "smoke"
+    mesh = mf.DeviceMesh.arange(x=4)
+    with mf.FusionDefinition("gather") as fd:
+        x = fd.define_tensor([8], mesh=mesh, layout={"x": mf.Shard(0)})
+        fd.add_output(fd.ops.set(x).on(mesh, {}))
+    ready = mf.compile(fd, mf.Options(backend=f"x={name}"))
+    mine = torch.full((2,), float(comm.rank), device=comm.device)
+    for _ in range(2):
+        with pytest.raises(mf.BackendError, match=f"backend '{name}'"):
+            ready.run(mine)
+    (got,) = mf.compile(fd).run(mine)
+    assert torch.equal(got.cpu(), torch.arange(4.0).repeat_interleave(2))

@@ -8,7 +8,6 @@ import pytest
 import torch
 from backend_suite import *  # noqa: F403  the tests that every backend passes
 
-import mdfuse as mf
 from mdfuse.backends import mpi_library
 from mdfuse.backends.base import Call
 from mdfuse.backends.c10d_groups import PrefixStore
@@ -95,21 +94,3 @@ def test_close_waits_for_nobody(comm: Any) -> None:
     comm.store.wait(["test_close/closed"])
     backend.close()
     backend.close()
-
-
-@pytest.mark.world(4)
-def test_a_rank_that_refuses_a_run_breaks_the_waits_of_the_others(comm: Any) -> None:
-    """Long before the deadline. The team is done for: its members are at different posts."""
-    mesh = mf.DeviceMesh([3, 2, 1, 0])
-    with mf.FusionDefinition("gather") as fd:
-        x = fd.define_tensor([8], mesh=mesh, layout={"x": mf.Shard(0)})
-        fd.add_output(fd.ops.set(x).on(mesh, {}))
-    program = mf.compile(fd)
-    program.run(torch.ones(2))
-    with pytest.raises(mf.ProgramError, match=r"%x has shape \(5,\) on rank 1") as told:
-        program.run(torch.ones(5 if comm.rank == 1 else 2))
-    comm.barrier()
-    if comm.rank != 1:
-        assert f"@gather broke off on rank {comm.rank}: another rank refused it" in str(told.value)
-        with pytest.raises(BackendError, match="an earlier communication of this team failed"):
-            program.run(torch.ones(2))

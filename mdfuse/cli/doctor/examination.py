@@ -12,9 +12,9 @@ from rich.text import Text
 
 from mdfuse.cli.doctor import findings, gpus, host, libraries
 from mdfuse.cli.doctor.findings import Finding
-from mdfuse.config import VARIABLES, options_from_environment
+from mdfuse.config import VARIABLES, carriers_of, options_from_environment
 from mdfuse.errors import BackendError, ProgramError
-from mdfuse.runtime.backend_rows import BACKENDS
+from mdfuse.runtime.backend_rows import BACKENDS, auto
 from mdfuse.runtime.bootstrap import detect
 
 #: Variables shown beside mdfuse's own: they steer the libraries below.
@@ -65,17 +65,24 @@ def variables(environment: Mapping[str, str]) -> list[Finding]:
 
 
 def settings() -> list[Finding]:
-    """mdfuse's own variables can be read, and the backend that they name is usable."""
+    """mdfuse's own variables can be read, and the backends that they name are usable."""
     try:
-        name = options_from_environment().backend
+        names = carriers_of(options_from_environment().backend).names
     except ProgramError as error:
         remedy = error.because or error.hint
         return [Finding(name="settings", what=error.what, remedy=remedy, is_problem=True)]
-    if name == "auto" or (name in BACKENDS and BACKENDS[name].why_not() is None):
-        return []
+    return [found for name in names for found in _setting(name)]
+
+
+def _setting(name: str) -> list[Finding]:
+    """What a backend that the user named, or "auto", comes to here."""
+    if name == "auto":
+        chosen, why = auto()
+        return [Finding(name="backend", what=f"auto: {chosen}, because {why}")]
     unknown = "there is no such backend", "choose one of " + ", ".join(["auto", *BACKENDS])
     refusal = BACKENDS[name].why_not() if name in BACKENDS else unknown
-    assert refusal is not None
+    if refusal is None:
+        return [Finding(name="backend", what=f"{name}, because MDFUSE_BACKEND names it")]
     what = f"{name} is not usable: {refusal[0]}"
     return [Finding(name="MDFUSE_BACKEND", what=what, remedy=refusal[1], is_problem=True)]
 

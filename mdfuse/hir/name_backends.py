@@ -1,0 +1,39 @@
+"""Say which backend carries a post, where the user named one for its mesh axis.
+
+Options(backend="gloo, dp=ucx")
+%c = post allreduce[sum](%x) -> %y ... axis=dp      ->      ... axis=dp backend=ucx
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from mdfuse.communication import Communication
+from mdfuse.config import BETWEEN_MESHES, Options, carriers_of
+from mdfuse.hir.program import HostProgram, Instruction
+
+name = "name_backends"
+
+
+def run(program: HostProgram, options: Options) -> HostProgram:
+    """Return the program with the backends that `options` names; the usual one is not named."""
+    by_axis = carriers_of(options.backend).by_axis
+    return replace(program, instructions=_block(program.instructions, by_axis))
+
+
+def _block(block: tuple[Instruction, ...], by_axis: Mapping[str, str]) -> tuple[Instruction, ...]:
+    return tuple(_named(i, by_axis) for i in block) if by_axis else block
+
+
+def _named(i: Instruction, by_axis: Mapping[str, str]) -> Instruction:
+    comm = i.comm
+    if comm is not None and i.op == "post":
+        comm = replace(comm, backend=by_axis.get(_axis(comm)))
+    return replace(i, comm=comm, body=_block(i.body, by_axis), orelse=_block(i.orelse, by_axis))
+
+
+def _axis(comm: Communication) -> str:
+    """What a post goes along; several axes at once have no name."""
+    is_within = comm.source.mesh == comm.destination.mesh
+    return (comm.axis or "") if is_within else BETWEEN_MESHES

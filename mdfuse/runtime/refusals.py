@@ -1,0 +1,107 @@
+"""Runs that not all ranks made: who refused one, who had begun it, and whether ranks can go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import timedelta
+
+from mdfuse.backends.c10d_groups import Store
+from mdfuse.backends.work import first_line
+from mdfuse.errors import BackendError
+from mdfuse.runtime.bulletin import within
+
+#: How long the store may take to answer where a communication broke already, seconds.
+_ANSWER_S = 1.0
+
+_ALL_REFUSED = "all ranks refused it"
+_BEGUN = "other ranks had begun it"
+
+
+class Refusals:
+    """What this rank tells the others of runs that it refused, and hears of those that broke off.
+
+    Where all ranks refuse a run, nothing of it was posted, and they go on. Else the next post of a
+    rank could meet one of another run: then no rank runs anything any more.
+
+    Args:
+        store: shared by all ranks.
+        rank: this rank.
+        size: the number of ranks.
+        timeout_s: how long to wait for what the others say, seconds.
+        waiting: goes around such a wait; its argument says what for.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        waiting: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._timeout = timedelta(seconds=timeout_s)
+        self._waiting = waiting
+        #: the run that this rank refused, until it is known whether others had begun it
+        self._refused: str | None = None
+        #: why ranks may be at different communications
+        self._broken: str | None = None
+
+    def refuse(self, occasion: str, reason: str) -> None:
+        """Leave word why this rank does not take part in a run."""
+        self._refused = occasion
+
+        def leave_word() -> None:
+            self._store.set(f"refused/{occasion}", f"rank {self._rank}: {reason}")
+            if self._store.add(f"refusals/{occasion}", 1) == self._size:
+                self._store.set(f"settled/{occasion}", _ALL_REFUSED)
+
+        within(_ANSWER_S, leave_word)
+
+    def broke_off(self, occasion: str, error: BackendError) -> str | None:
+        """A communication of a run broke here.
+
+        Returns:
+            what a rank that refused the run said; None where none did, or the store does not
+            answer.
+        """
+        self._broken = self._broken or f"a communication broke ({first_line(error)})"
+        found: list[str] = []
+
+        def ask() -> None:
+            if self._store.check([f"refused/{occasion}"]):
+                self._store.set(f"settled/{occasion}", _BEGUN)
+                found.append(self._store.get(f"refused/{occasion}").decode())
+
+        within(_ANSWER_S, ask)
+        return found[0] if found else None
+
+    def settle(self) -> None:
+        """Return where ranks may run programs again; wait until that is known.
+
+        Raises:
+            BackendError: they may not.
+        """
+        if self._broken is None and self._refused is not None:
+            word = self._verdict(f"settled/{self._refused}")
+            self._refused = None
+            if word != _ALL_REFUSED:
+                self._broken = f"it refused a run, and {word}"
+        if self._broken is not None:
+            raise BackendError(
+                f"rank {self._rank} runs no program that communicates any more",
+                because=f"{self._broken}: ranks may be at different communications",
+                hint="close() the communicator and call mdfuse.init() again, on all ranks",
+            )
+
+    def _verdict(self, key: str) -> str:
+        try:
+            with self._waiting("word whether other ranks ran what this one refused"):
+                self._store.wait([key], self._timeout)
+                return self._store.get(key).decode()
+        except RuntimeError as error:
+            return f"not all others said that they did ({first_line(error)})"
