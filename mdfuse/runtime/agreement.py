@@ -30,12 +30,15 @@ class Agreement:
         rank: this rank.
         size: the number of ranks.
         timeout_s: how long to wait for the others, seconds.
+
+    Attributes:
+        size: how many ranks meet; a rank that stands for one of a world meets itself alone.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
         self._store = store
         self._rank = rank
-        self._size = size
+        self.size = size
         self._timeout = timedelta(seconds=timeout_s)
         self._meeting = 0
         self._with_text: tuple[int, ...] = ()
@@ -46,12 +49,12 @@ class Agreement:
         Raises:
             BackendError: not all ranks arrived in time; the message names those that did not.
         """
-        if self._size == 1:
+        if self.size == 1:
             return (text,)
         before = self._with_text
         try:
             self._with_text = self._meet(text, before)
-            texts: list[str | None] = [None] * self._size
+            texts: list[str | None] = [None] * self.size
             for rank in self._with_text:
                 texts[rank] = self._store.get(f"{self._meeting}/text/{rank}").decode()
         except RuntimeError as error:
@@ -66,9 +69,9 @@ class Agreement:
 
     def leave(self, grace_s: float, wait: bool) -> bool:
         """Say goodbye; with `wait`, wait up to `grace_s` for all others to have done so."""
-        if self._size == 1:
+        if self.size == 1:
             return True
-        if self._store.add("bye", 1) == self._size:
+        if self._store.add("bye", 1) == self.size:
             self._store.set("bye/all", "")
         if not wait:
             return True
@@ -85,7 +88,7 @@ class Agreement:
         if text is not None:
             store.set(f"{meeting}/text/{self._rank}", text)
         arrived = store.add(f"{meeting}/in", 1 if text is None else 1 + (1 << _TEXTS))
-        if arrived & ((1 << _TEXTS) - 1) < self._size:
+        if arrived & ((1 << _TEXTS) - 1) < self.size:
             store.wait([f"{meeting}/go"], self._timeout)
             arrived = store.add(f"{meeting}/in", 0)  # a get would take two round trips
             return self._find_texts(arrived)
@@ -98,7 +101,7 @@ class Agreement:
     def _find_texts(self, arrived: int) -> tuple[int, ...]:
         if not arrived >> _TEXTS:
             return ()
-        keys = ((r, f"{self._meeting}/text/{r}") for r in range(self._size))
+        keys = ((r, f"{self._meeting}/text/{r}") for r in range(self.size))
         return tuple(r for r, key in keys if self._store.check([key]))
 
     def _forget(self, meeting: int, with_text: tuple[int, ...]) -> None:
@@ -107,7 +110,7 @@ class Agreement:
 
     def _absence(self, meeting: int, error: RuntimeError) -> BackendError:
         missing: list[int] = []
-        ranks = range(self._size)
+        ranks = range(self.size)
 
         def ask() -> None:
             missing.extend(r for r in ranks if not self._has_arrived(r, meeting))
@@ -115,7 +118,7 @@ class Agreement:
         is_known = within(_ASK_S, ask)  # the store may be what does not answer
         return BackendError(
             self._what(missing if is_known else []),
-            where=f"meeting {meeting} of all {self._size} ranks",
+            where=f"meeting {meeting} of all {self.size} ranks",
             because=str(error).split("\n", 1)[0],
             hint="see what those ranks did instead; raise timeout_s where they are only slow",
         )

@@ -86,7 +86,7 @@ class Communicator:
         self._refusals = Refusals(
             self._words,
             rank=self.rank,
-            size=self.size,
+            size=agreement.size,
             timeout_s=world.timeout_s,
             waiting=self._watch.waiting,
         )
@@ -143,8 +143,8 @@ class Communicator:
 
     def can_capture(self, backends: Iterable[str]) -> bool:
         """Whether CUDA graphs can hold what these post, and the first one."""
-        names = {self.backend, *backends}
-        return self.device.type == "cuda" and all(BACKENDS[name].can_capture for name in names)
+        rows = [BACKENDS[name] for name in (self.backend, *backends) if name in BACKENDS]
+        return self.device.type == "cuda" and all(row.can_capture for row in rows)
 
     def _abort(self) -> bool:
         """End what this rank waits for with an error, where that can be; see `Interruptible`."""
@@ -178,7 +178,7 @@ class Communicator:
             occasion: the same on all ranks, used once.
             reason: what the others are told when their communication breaks.
         """
-        if self.size > 1:
+        if self._agreement.size > 1:
             self.is_ready = False
             self._refusals.refuse(occasion, reason)
 

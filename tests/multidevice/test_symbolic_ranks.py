@@ -90,7 +90,7 @@ def test_what_some_rank_does_not_see_must_be_given(comm: mf.Communicator) -> Non
         fd.add_output(fd.ops.set(x + 1).on(DeviceMesh([2, 3]), {"x": Shard(0)}))
     program = mf.compile(fd)
     x = torch.ones(5, 3)
-    mine = x if comm.rank < 2 else None
+    mine = x.to(comm.device) if comm.rank < 2 else None
     with pytest.raises(mf.ProgramError, match=r"the extents x\.0 are missing"):
         program.run(mine)
     (got,) = program.run(mine, extents={"x.0": 5})
