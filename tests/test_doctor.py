@@ -20,6 +20,7 @@ from typer.testing import CliRunner, Result
 from mdfuse.cli.doctor import collective, examination, findings, gpus, host, libraries, ranks
 from mdfuse.cli.doctor.findings import Finding
 from mdfuse.cli.main import app
+from mdfuse.config import Options
 from mdfuse.errors import BackendError
 from mdfuse.runtime.backend_rows import BACKENDS, BackendRow
 
@@ -391,6 +392,19 @@ def test_a_problem_of_another_rank_stops_the_check(
     monkeypatch.setattr(ranks, "init", lambda options, backend: _Alone("no loopback"))
     found = ranks.check_ranks(Console(quiet=True), ["here"])
     assert found[:2] == ["rank 0: here", "rank 1: no loopback"]
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [("auto, dp=gloo", list(BACKENDS)), ("gloo", ["gloo"]), ("gloo, dp=ucx", ["gloo", "ucx"])],
+)
+def test_what_is_measured(text: str, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each backend that the variable names; all, where one of them is "auto"."""
+    asked: list[str] = []
+    monkeypatch.setattr(ranks, "init", lambda options, backend: _Alone(None))
+    monkeypatch.setattr(ranks, "_refusals", lambda comm, name: (asked.append(name), None)[1:])
+    _, usable = ranks._meet(Options(backend=text), [])
+    assert asked == usable == [name for name in names if name != "null"]
 
 
 def test_the_null_backend_is_no_way_to_communicate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What every backend passes on four ranks, in few tests: its cases run one after the other.
+"""What every backend passes on two and four ranks, in few tests: its cases run one after the other.
 
 A module of tests for one backend imports them and says which:
 
@@ -8,7 +8,7 @@ A module of tests for one backend imports them and says which:
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -19,17 +19,14 @@ import test_host_programs_ranks as host_programs
 import test_reshards_ranks as reshards
 import test_two_stage_ranks as two_stage
 import torch
-from two_stage import CASES, MESHES
+from two_stage import CASES, MESHES, Case
 
 import mdfuse as mf
 from mdfuse.backends.base import Call
 
-four = pytest.mark.world(4)
+two, four = pytest.mark.world(2), pytest.mark.world(4)
 MOVED = [*kinds.FLOATS, *kinds.INTEGERS, torch.bool, *kinds.MOVED_ONLY]
 REDUCED = [*kinds.FLOATS, *kinds.INTEGERS, torch.bool]
-
-#: A quarter of the matrix: all families and meshes, extents that divide and that do not.
-TWO_STAGES = [case for case in CASES if case.dim == 1 and case.units == "ops"]
 
 
 def each(run: Callable[..., None], comm: Any, *choices: Any) -> None:
@@ -71,17 +68,31 @@ def test_what_goes_between_pairs(comm: Any) -> None:
 @four
 @pytest.mark.parametrize("before", MESHES)
 def test_two_stages(before: str, comm: Any) -> None:
-    each(
-        lambda comm, case: two_stage.check(case, comm),
-        comm,
-        [c for c in TWO_STAGES if c.before == before],
-    )
+    run_two_stages(comm, [c for c in CASES if c.before == before])
+
+
+@two
+def test_two_stages_of_two(comm: Any) -> None:
+    run_two_stages(comm, two_stage.CASES_OF_2)
+
+
+def run_two_stages(comm: mf.Communicator, cases: Sequence[Case]) -> None:
+    each(lambda comm, case: two_stage.check(case, comm), comm, cases)
 
 
 @four
 def test_reshards(comm: Any) -> None:
+    run_reshards(comm, reshards.MESHES)
+
+
+@two
+def test_reshards_of_two(comm: Any) -> None:
+    run_reshards(comm, reshards.MESHES_OF_2)
+
+
+def run_reshards(comm: mf.Communicator, meshes: tuple[mf.DeviceMesh, ...]) -> None:
     draws = map(random.Random, range(0, reshards.CASES, 2))
-    each(lambda comm, draw: reshards.check_reshard(draw, reshards.MESHES, comm), comm, draws)
+    each(lambda comm, draw: reshards.check_reshard(draw, meshes, comm), comm, draws)
 
 
 @four

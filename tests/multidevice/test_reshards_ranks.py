@@ -23,6 +23,14 @@ MESHES = (
     DeviceMesh([[[1], [0]]]),
     DeviceMesh([3]),
 )
+MESHES_OF_2 = (
+    DeviceMesh([0, 1]),
+    DeviceMesh([1, 0]),
+    DeviceMesh([[0], [1]]),
+    DeviceMesh([[[1, 0]]]),
+    DeviceMesh([0]),
+    DeviceMesh([1]),
+)
 MESHES_OF_8 = (
     DeviceMesh.arange(x=8),
     DeviceMesh.arange(y=2, x=4),
@@ -54,6 +62,12 @@ def whole(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
 @pytest.mark.parametrize("seed", range(CASES))
 def test_reshard(seed: int, comm: mf.Communicator) -> None:
     check_reshard(random.Random(seed), MESHES, comm)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("seed", range(0, CASES, 2))
+def test_reshard_among_2(seed: int, comm: mf.Communicator) -> None:
+    check_reshard(random.Random(seed), MESHES_OF_2, comm)
 
 
 @pytest.mark.world(8)

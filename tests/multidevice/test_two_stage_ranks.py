@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import pytest
-from two_stage import CASES, Case
+from two_stage import CASES, MESHES, Case
 
 import mdfuse as mf
+
+#: What two ranks can run.
+CASES_OF_2 = [c for c in CASES if max(*MESHES[c.before].ranks, *MESHES[c.after].ranks) < 2]
 
 
 @pytest.mark.world(4)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_two_stages(case: Case, comm: mf.Communicator) -> None:
+    check(case, comm)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("case", CASES_OF_2, ids=str)
+def test_two_stages_among_2(case: Case, comm: mf.Communicator) -> None:
     check(case, comm)
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from mdfuse.cli import screen
 from mdfuse.cli.doctor import collective
 from mdfuse.cli.doctor.collective import SIZES, Measured
-from mdfuse.config import Options, options_from_environment
+from mdfuse.config import Options, carriers_of, options_from_environment
 from mdfuse.runtime.backend_rows import BACKENDS
 from mdfuse.runtime.bootstrap import Launch, detect
 from mdfuse.runtime.communicator import Communicator, init
@@ -27,7 +27,7 @@ _MEETING = "gloo"
 def check_ranks(console: Console, here: Sequence[str], sizes: Sequence[int] = SIZES) -> list[str]:
     """Let all ranks communicate by every backend that all of them can use; all ranks call it.
 
-    Where MDFUSE_BACKEND names one, by that one alone.
+    Where MDFUSE_BACKEND names some, by these alone.
 
     Args:
         console: where the table of times goes.
@@ -75,7 +75,8 @@ def _meet(options: Options, here: Sequence[str]) -> tuple[list[str], list[str]]:
     comm = init(options, backend=_MEETING)
     try:
         texts = comm.all_ok("; ".join(here) or None)
-        named = list(BACKENDS) if options.backend == "auto" else [options.backend]
+        names = carriers_of(options.backend).names
+        named = BACKENDS if "auto" in names else dict.fromkeys(names)
         real = [name for name in named if name != NULL]
         usable = [name for name in real if not any(_refusals(comm, name))]
     finally:
