@@ -97,6 +97,12 @@ class Engine:
         return address
 
     @property
+    def transports(self) -> str:
+        """What UCX found to move data with, as it prints it."""
+        found: str = self._context.info
+        return found
+
+    @property
     def error(self) -> type[Exception]:
         """The base of UCX's errors."""
         return self._library.error

@@ -14,6 +14,9 @@ from typing import Any
 #: not show by itself (its own choice is 20 s).
 _SETTINGS = {"KEEPALIVE_INTERVAL": "1s"}
 
+#: What reads and writes device memory, also for transports that cannot by themselves.
+_DEVICE_TRANSPORT = "cuda_copy"
+
 _INSTALL = 'pip install "mdfuse[ucx]" (ucxx; it needs no GPU), or use backend="gloo"'
 _LOAD_FIRST = (
     'load UCX before MPI: import mpi4py.MPI after mdfuse.init(backend="ucx"), or call '
@@ -69,6 +72,20 @@ def why_not() -> tuple[str, str] | None:
     except (ImportError, OSError) as error:
         return f"UCX cannot be loaded: {str(error).splitlines()[0]}", _LOAD_FIRST
     return None
+
+
+def why_staged(transports: str) -> str | None:
+    """Why UCX cannot move device memory here; None where it can.
+
+    Args:
+        transports: what a context of UCX says of itself. ucxx's own answer
+            (`UCXContext.cuda_support`) is about what was asked for, and is yes without a GPU.
+    """
+    if f" {_DEVICE_TRANSPORT}/" in transports:
+        return None
+    return (
+        f"UCX has no transport {_DEVICE_TRANSPORT} here: no CUDA driver, or UCX_TLS leaves it out"
+    )
 
 
 def settings(environment: Mapping[str, str]) -> dict[str, str]:
