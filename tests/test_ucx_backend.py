@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -11,12 +14,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import FileStore
 
 from mdfuse.backends import staging, ucx, ucx_library
 from mdfuse.backends.base import Call
@@ -163,7 +168,9 @@ def test_buffers_are_seen_as_flat_in_memory_order(three: list[UcxBackend]) -> No
     assert torch.equal(first.flatten(), torch.arange(6.0)) and torch.equal(first, last)
 
 
-def test_a_closed_rank_is_an_error_at_once() -> None:
+def test_a_closed_rank_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it shows that a connection was closed."""
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
     with world(2, timeout_s=60) as backends:
         post_all(backends, [0, 1])
         backends[1].close()
@@ -173,6 +180,41 @@ def test_a_closed_rank_is_an_error_at_once() -> None:
                 work.wait()
             assert caught.value.because is not None
             assert "rank 1 is gone" in caught.value.because
+
+
+DIES = """
+import os, signal, sys
+import torch.distributed as dist
+from test_ucx_backend import CPU, UcxBackend, post_one
+
+backend = UcxBackend(rank=1, device=CPU, store=dist.FileStore(sys.argv[1], 2), timeout_s=60)
+backend.prepare([(0, 1)])
+post_one(backend, 1).wait()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("transports", ["tcp,self", "sm,self"])
+def test_a_killed_rank_is_an_error_long_before_the_deadline(
+    transports: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UCX_TLS", transports)
+    folders = os.pathsep.join([*map(str, Path(__file__).parents[:2]), *sys.path])
+    other = subprocess.Popen(
+        [sys.executable, "-c", DIES, str(tmp_path / "store")],
+        env={**os.environ, "PYTHONPATH": folders},
+    )
+    store = FileStore(str(tmp_path / "store"), 2)
+    backend = UcxBackend(rank=0, device=CPU, store=store, timeout_s=60)
+    backend.prepare([(0, 1)])
+    post_one(backend, 0).wait()
+    with ThreadPoolExecutor() as launcher:  # whose child that is not waited for still seems to live
+        status = launcher.submit(other.wait)
+        with pytest.raises(BackendError, match="Allreduce failed on rank 0") as caught:
+            post_one(backend, 0).wait()
+    assert "rank 1 is gone" in (caught.value.because or "")
+    assert status.result() == -signal.SIGKILL
+    backend.close()
 
 
 def test_a_silent_rank_is_an_error_at_the_deadline() -> None:
@@ -405,5 +447,19 @@ def test_another_ucx_was_loaded_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_the_user_told_ucx_counts() -> None:
-    assert ucx_library.settings({})["KEEPALIVE_INTERVAL"] == "1s"
-    assert ucx_library.settings({"UCX_KEEPALIVE_INTERVAL": "5s"}) == {}
+    ours = ucx_library.settings({})
+    assert ours == {"KEEPALIVE_INTERVAL": "300ms", "MM_ERROR_HANDLING": "y"}
+    told = ucx_library.settings({"UCX_KEEPALIVE_INTERVAL": "5s"})
+    assert told == {"MM_ERROR_HANDLING": "y"}
+
+
+@pytest.mark.usefixtures("unloaded")
+@pytest.mark.parametrize(("told", "counts"), [({}, "auto"), ({"UCX_RNDV_THRESH": "4K"}, "4K")])
+def test_what_ucxx_would_tell_ucx_does_not(
+    told: dict[str, str], counts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("UCX_RNDV_THRESH", raising=False)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    ucx_library.load()
+    assert os.environ["UCX_RNDV_THRESH"] == counts

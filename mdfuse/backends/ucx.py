@@ -54,7 +54,8 @@ class UcxBackend:
         self._device = device
         self._store = PrefixStore("ucx", store)
         self._timeout_s = timeout_s
-        self._engine = Engine(load())
+        # the end of what is queued on a device does not come through UCX
+        self._engine = Engine(load(), can_sleep=device.type != "cuda")
         self._why_staged: str | None = None
         self._stream: torch.cuda.Stream | None = None  # for local work on a device
         if device.type == "cuda":
