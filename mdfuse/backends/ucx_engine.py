@@ -28,9 +28,9 @@ _PRIME = 4093
 MOST_TEAMS = 1 << _TEAM_BITS
 
 #: A wait looks so often, giving its core away in between, before it sleeps until something comes;
-#: not longer than so many milliseconds. A rank that only gave its core away would be behind those
-#: that slept, when something comes (all-reduce of 1 MiB, 4 ranks on 2 cores: 18 ms, so 10; sleeping
-#: at once makes messages that are just coming 0.06 ms slower).
+#: not longer than so many milliseconds. Ranks may outnumber cores: if it only gave its core away,
+#: it would still take time from those that compute (4 ranks on 2 cores, 2 of them compute while 2
+#: wait: 117 ms, so 73). Messages that are just coming find it awake.
 _LOOKS, _SLEEP_MS = 20, 1
 
 #: How long closing waits for what is under way: attempts of so many nanoseconds.
