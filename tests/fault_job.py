@@ -14,7 +14,7 @@ fault, moment, guilty = sys.argv[1:4]
 comm = mf.init()
 mesh = mf.DeviceMesh([0, 1, 2])
 #: Rows of each rank: so many that no rank can send all of them ahead.
-ROWS = 1 << 16
+ROWS = 1 << 18
 
 
 def program(name, *, with_sum=False):

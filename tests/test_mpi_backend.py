@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import mdfuse as mf
-from mdfuse.backends import mpi_library, mpi_staging
+from mdfuse.backends import mpi_library, staging
 from mdfuse.backends.base import Call, root_index
 from mdfuse.backends.c10d_groups import HashStore
 from mdfuse.backends.mpi import MpiBackend
@@ -176,9 +176,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     done: list[str] = []
     current = SimpleNamespace(synchronize=lambda: done.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
-    monkeypatch.setattr(
-        mpi_staging, "_pinned", lambda x: torch.full((x.numel(),), 77, dtype=x.dtype)
-    )
+    monkeypatch.setattr(staging, "_pinned", lambda x: torch.full((x.numel(),), 77, dtype=x.dtype))
     return done
 
 
@@ -192,7 +190,7 @@ def test_staged_buffers_go_there_and_back(stream: list[str]) -> None:
         dsts[0].copy_(srcs[0] + 1)
         return DONE
 
-    work = mpi_staging.staged(post, Call(kind="Allreduce", team=(0,), rank=0), CPU)([src], [dst])
+    work = staging.Staged(post, Call(kind="Allreduce", team=(0,), rank=0), CPU)([src], [dst])
     assert seen[0].tolist() == [0, 1, 2, 3, 4, 5]
     assert dst.sum() == 0
     work.wait()
@@ -206,7 +204,7 @@ def test_which_posts_are_staged(
     made: list[str] = []
     module = "mdfuse.backends.mpi"
     monkeypatch.setattr(f"{module}.build_post", lambda *_: None)
-    monkeypatch.setattr(f"{module}.staged", lambda *_: made.append("staged"))
+    monkeypatch.setattr(f"{module}.Staged", lambda *_: made.append("staged"))
     monkeypatch.setattr(f"{module}.after_the_stream", lambda *_: made.append("as it is"))
     with_mpi()
     for why, device, want in (
@@ -227,7 +225,7 @@ def test_what_is_on_a_device_is_there_before_a_direct_post(stream: list[str]) ->
         assert stream == ["synchronize"]
         return DONE
 
-    mpi_staging.after_the_stream(post, CPU)([torch.ones(1)], []).wait()
+    staging.after_the_stream(post, CPU)([torch.ones(1)], []).wait()
 
 
 # -- types -----------------------------------------------------------------------------------------

@@ -3,33 +3,47 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
+import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import reduce
+from dataclasses import dataclass, field, replace
+from functools import partial, reduce
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import FileStore
 
-from mdfuse.backends import ucx, ucx_library
+from mdfuse.backends import staging, ucx, ucx_library
 from mdfuse.backends.base import Call
 from mdfuse.backends.c10d_groups import HashStore
 from mdfuse.backends.ucx import UcxBackend
+from mdfuse.backends.ucx_engine import Engine
 from mdfuse.errors import BackendError, CommunicationError
 from mdfuse.runtime.backend_rows import BACKENDS
 
 TEAM = (0, 1, 2)
+CPU = torch.device("cpu")
 
 
 @contextmanager
-def world(size: int, timeout_s: float = 30) -> Iterator[list[UcxBackend]]:
+def world(
+    size: int, timeout_s: float = 30, device: torch.device = CPU
+) -> Iterator[list[UcxBackend]]:
     """One backend per rank, with a team of all."""
     store = HashStore()
-    backends = [UcxBackend(rank=r, store=store, timeout_s=timeout_s) for r in range(size)]
+    backends = [
+        UcxBackend(rank=r, device=device, store=store, timeout_s=timeout_s) for r in range(size)
+    ]
     try:
         for backend in backends:
             backend.prepare([tuple(range(size))])
@@ -154,7 +168,9 @@ def test_buffers_are_seen_as_flat_in_memory_order(three: list[UcxBackend]) -> No
     assert torch.equal(first.flatten(), torch.arange(6.0)) and torch.equal(first, last)
 
 
-def test_a_closed_rank_is_an_error_at_once() -> None:
+def test_a_closed_rank_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it shows that a connection was closed."""
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
     with world(2, timeout_s=60) as backends:
         post_all(backends, [0, 1])
         backends[1].close()
@@ -164,6 +180,41 @@ def test_a_closed_rank_is_an_error_at_once() -> None:
                 work.wait()
             assert caught.value.because is not None
             assert "rank 1 is gone" in caught.value.because
+
+
+DIES = """
+import os, signal, sys
+import torch.distributed as dist
+from test_ucx_backend import CPU, UcxBackend, post_one
+
+backend = UcxBackend(rank=1, device=CPU, store=dist.FileStore(sys.argv[1], 2), timeout_s=60)
+backend.prepare([(0, 1)])
+post_one(backend, 1).wait()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("transports", ["tcp,self", "sm,self"])
+def test_a_killed_rank_is_an_error_long_before_the_deadline(
+    transports: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UCX_TLS", transports)
+    folders = os.pathsep.join([*map(str, Path(__file__).parents[:2]), *sys.path])
+    other = subprocess.Popen(
+        [sys.executable, "-c", DIES, str(tmp_path / "store")],
+        env={**os.environ, "PYTHONPATH": folders},
+    )
+    store = FileStore(str(tmp_path / "store"), 2)
+    backend = UcxBackend(rank=0, device=CPU, store=store, timeout_s=60)
+    backend.prepare([(0, 1)])
+    post_one(backend, 0).wait()
+    with ThreadPoolExecutor() as launcher:  # whose child that is not waited for still seems to live
+        status = launcher.submit(other.wait)
+        with pytest.raises(BackendError, match="Allreduce failed on rank 0") as caught:
+            post_one(backend, 0).wait()
+    assert "rank 1 is gone" in (caught.value.because or "")
+    assert status.result() == -signal.SIGKILL
+    backend.close()
 
 
 def test_a_silent_rank_is_an_error_at_the_deadline() -> None:
@@ -215,7 +266,7 @@ def test_reductions_without_a_meaning_are_refused(three: list[UcxBackend]) -> No
 
 
 def test_a_member_that_does_not_come_is_a_timeout_not_a_hang() -> None:
-    backend = UcxBackend(rank=0, store=HashStore(), timeout_s=0.1)
+    backend = UcxBackend(rank=0, device=CPU, store=HashStore(), timeout_s=0.1)
     with pytest.raises(BackendError, match="ucx cannot connect rank 0 with the team"):
         backend.prepare([(0, 1)])
     backend.close()
@@ -223,12 +274,143 @@ def test_a_member_that_does_not_come_is_a_timeout_not_a_hang() -> None:
 
 def test_tags_have_room_for_so_many_teams() -> None:
     store = HashStore()
-    backends = [UcxBackend(rank=r, store=store, timeout_s=5) for r in range(2)]
+    backends = [UcxBackend(rank=r, device=CPU, store=store, timeout_s=5) for r in range(2)]
     store.add("ucx/teams", 65535)
     with pytest.raises(BackendError, match="ucx cannot make team 65536 of this world"):
         backends[0].prepare([(0, 1)])
     for backend in backends:
         backend.close()
+
+
+# -- device memory ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("transports", "takes"),
+    [
+        (
+            "#  component 1  :  cuda_cpy\n#  resource 2 :  md 1  dev 1  flags -- cuda_copy/cuda",
+            True,
+        ),
+        ("#  component 1  :  cuda_cpy\n#  resource 2 :  md 1  dev 1  flags -- tcp/eth0", False),
+    ],
+)
+def test_whether_ucx_moves_device_memory(transports: str, takes: bool) -> None:
+    assert (ucx_library.why_staged(transports) is None) is takes
+
+
+def test_what_ucx_found_is_what_it_prints() -> None:
+    engine = Engine(ucx_library.load())
+    assert " self/memory" in engine.transports
+    engine.close()
+
+
+@dataclass
+class Device(threading.local):
+    """A rank's, which is a thread here: what its stream still has to do, and what happened."""
+
+    queued: list[Callable[[], object]] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)
+
+
+DEVICE = Device()
+
+
+class SlowGate:
+    """Closed at two looks, after the post and after local work."""
+
+    def __init__(self, stream: object) -> None:
+        self._looks = 2
+
+    def is_open(self) -> bool:
+        self._looks -= 1
+        if self._looks >= 0:
+            return False
+        while DEVICE.queued:
+            DEVICE.queued.pop()()
+        DEVICE.log.append("open")
+        return True
+
+    @contextmanager
+    def local_work(self) -> Iterator[None]:
+        yield
+        DEVICE.log.append("local work")
+        self._looks = 2
+
+
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("kind", ["Allreduce", "Allgather", "Broadcast"])
+def test_ucx_gets_buffers_when_their_device_is_done(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ucx, "why_staged", lambda transports: None)
+    monkeypatch.setattr(ucx, "Gate", SlowGate)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "a stream")
+    for name in ("send", "receive"):
+        monkeypatch.setattr(Engine, name, logged(getattr(Engine, name)))
+
+    def body(rank: int, backend: UcxBackend) -> tuple[Tensor, list[str]]:
+        DEVICE.log.clear()
+        src, into = torch.zeros(3_000), torch.zeros(9_000 if kind == "Allgather" else 3_000)
+        DEVICE.queued.append(partial(src.fill_, rank + 1.0))
+        call = Call(kind=kind, team=TEAM, rank=rank, reduce_op="sum", root=1)
+        is_root = kind == "Broadcast" and rank == 1
+        is_leaf = kind == "Broadcast" and rank != 1
+        backend.bind(call)([] if is_leaf else [src], [] if is_root else [into]).wait()
+        return src if is_root else into, [*DEVICE.log]
+
+    one = torch.ones(3_000)
+    want = {"Allreduce": 6 * one, "Allgather": torch.cat([one, 2 * one, 3 * one])}
+    with world(3, device=torch.device("cuda")) as backends:
+        for got, log in on_all(backends, body):
+            assert torch.equal(got, want.get(kind, 2 * one))
+            for before, what in pairwise(log):
+                assert what != "UCX" or before in ("open", "UCX")
+            assert log[-1] == "open", "the last local work is done too"
+
+
+def logged(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        DEVICE.log.append("UCX")
+        return function(*args)
+
+    return call
+
+
+def test_a_device_that_never_ends_is_an_error_at_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    never = SimpleNamespace(is_open=lambda: False)
+    monkeypatch.setattr(ucx, "why_staged", lambda transports: None)
+    monkeypatch.setattr(ucx, "Gate", lambda stream: never)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "a stream")
+    with world(2, timeout_s=0.1, device=torch.device("cuda")) as backends:
+        work = post_one(backends[0], 0)
+        with pytest.raises(BackendError, match="the device has not done what was queued before"):
+            work.wait()
+
+
+def test_staged_posts_of_device_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    current = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(ucx, "why_staged", lambda transports: "no CUDA")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(staging, "_pinned", lambda x: torch.full((x.numel(),), 7, dtype=x.dtype))
+
+    def body(rank: int, backend: UcxBackend) -> Tensor:
+        src, dst = values(rank, 6, torch.bfloat16).view(2, 3).t(), torch.zeros(3, 2).bfloat16()
+        call = Call(kind="Allreduce", team=TEAM, rank=rank, reduce_op="sum")
+        work = backend.bind(call)([src], [dst])
+        assert not dst.any()
+        work.wait()
+        return dst
+
+    with world(3, device=torch.device("cuda")) as backends:
+        total = sum(values(r, 6, torch.int64) for r in TEAM)
+        for got in on_all(backends, body):
+            assert torch.equal(got.flatten().long(), total)
+    assert caplog.messages == ["backend ucx: all through pinned host memory: no CUDA"]
 
 
 # -- a process that cannot use it ------------------------------------------------------------------
@@ -250,7 +432,7 @@ def test_ucxx_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert because == "ucxx is not installed"
     assert 'pip install "mdfuse[ucx]"' in hint
     with pytest.raises(BackendError, match="backend 'ucx' cannot be used"):
-        UcxBackend(rank=0, store=HashStore(), timeout_s=1)
+        UcxBackend(rank=0, device=CPU, store=HashStore(), timeout_s=1)
 
 
 @pytest.mark.usefixtures("unloaded")
@@ -265,5 +447,19 @@ def test_another_ucx_was_loaded_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_the_user_told_ucx_counts() -> None:
-    assert ucx_library.settings({})["KEEPALIVE_INTERVAL"] == "1s"
-    assert ucx_library.settings({"UCX_KEEPALIVE_INTERVAL": "5s"}) == {}
+    ours = ucx_library.settings({})
+    assert ours["KEEPALIVE_INTERVAL"] == "300ms"
+    told = ucx_library.settings({"UCX_KEEPALIVE_INTERVAL": "5s"})
+    assert told == {k: v for k, v in ours.items() if k != "KEEPALIVE_INTERVAL"}
+
+
+@pytest.mark.usefixtures("unloaded")
+@pytest.mark.parametrize(("told", "counts"), [({}, "auto"), ({"UCX_RNDV_THRESH": "4K"}, "4K")])
+def test_what_ucxx_would_tell_ucx_does_not(
+    told: dict[str, str], counts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("UCX_RNDV_THRESH", raising=False)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    ucx_library.load()
+    assert os.environ["UCX_RNDV_THRESH"] == counts

@@ -123,6 +123,14 @@ def root_index(call: Call) -> int:
     return call.team.index(call.root)
 
 
+def flat(tensor: Tensor) -> Tensor:
+    """A dense tensor's elements in memory order."""
+    tensor = tensor.detach()
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
 class Work(Protocol):
     """A communication that was posted."""
 

@@ -16,7 +16,7 @@ from mdfuse.backends.base import POINT_TO_POINT, Call, Place, Posting, Work, che
 from mdfuse.backends.c10d_groups import PrefixStore, Store
 from mdfuse.backends.mpi_posts import Post, Team, build_post, check_sizes
 from mdfuse.backends.mpi_requests import Waiting
-from mdfuse.backends.mpi_staging import after_the_stream, staged
+from mdfuse.backends.staging import Staged, after_the_stream
 from mdfuse.backends.work import DONE, explained, first_line
 from mdfuse.errors import BackendError
 
@@ -97,7 +97,7 @@ class MpiBackend:
             return post
         if self._why_staged is None and call.kind in POINT_TO_POINT:
             return after_the_stream(post, self._device)
-        return staged(post, call, self._device)
+        return Staged(post, call, self._device)
 
     def check_usable(self, team: Team, call: Call) -> None:
         """Refuse a post that could meet another one's counterpart, or on a thread without MPI."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import REDUCING, Call, Work, root_index
+from mdfuse.backends.base import REDUCING, Call, Work, flat, root_index
 from mdfuse.backends.mpi_requests import Requests, State, Waiting
 from mdfuse.backends.mpi_types import carrying_type, is_reducible, reduce_op, reducing_type
 from mdfuse.backends.reduction import check_reduction
@@ -87,11 +87,6 @@ def check_sizes(call: Call, buffers: Sequence[Tensor]) -> None:
             because=f"MPI counts up to {MOST_ELEMENTS}",
             hint='split the tensor over more ranks, or use backend="gloo" or "nccl"',
         )
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """A dense tensor's elements in memory order."""
-    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 # -- collectives ---------------------------------------------------------------------------------

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import Call
+from mdfuse.backends.base import Call, flat
 from mdfuse.backends.composed import KINDS, Composition, Copy, Piece, Reduce, Step, Transfer
 from mdfuse.backends.reduction import combine
 from mdfuse.backends.ucx_engine import Channel, Engine
+from mdfuse.backends.ucx_gate import Gate
 from mdfuse.backends.work import failure, first_line
 from mdfuse.errors import BackendError
 
@@ -38,17 +39,10 @@ class Buffers:
         return self._bytes[piece.side][piece.index][piece.start * n : piece.stop * n]
 
 
-def flat(tensor: Tensor) -> Tensor:
-    """A dense tensor's elements in memory order."""
-    tensor = tensor.detach()
-    if tensor.is_contiguous():
-        return tensor.view(-1)
-    return tensor.as_strided((tensor.numel(),), (1,))
-
-
 def _bytes(elements: Tensor) -> Any:
-    """As a numpy array, which costs UCX less to look at than a tensor."""
-    return elements.view(torch.uint8).numpy()
+    """On the host as a numpy array, which costs UCX less to look at than a tensor."""
+    octets = elements.view(torch.uint8)
+    return octets if elements.is_cuda else octets.numpy()
 
 
 @dataclass(slots=True)
@@ -72,6 +66,7 @@ class ComposedWork:
         channel: numbers its messages, all of them now: both ends count in the order of posts.
         engine: makes it progress.
         timeout_s: how long a wait may take.
+        gate: orders it with what is queued on its device; None where the buffers are the host's.
     """
 
     def __init__(
@@ -83,9 +78,10 @@ class ComposedWork:
         channel: Channel,
         engine: Engine,
         timeout_s: float,
+        gate: Gate | None = None,
     ) -> None:
         self._call, self._buffers, self._engine = call, buffers, engine
-        self._timeout_s = timeout_s
+        self._timeout_s, self._gate = timeout_s, gate
         kind = KIND_NUMBERS[call.kind]
         steps = composition.steps
         self._steps = deque((s.local, _messages(s, buffers, channel, kind)) for s in steps)
@@ -113,7 +109,7 @@ class ComposedWork:
     def advance(self) -> bool:
         """Do what can be done now; tell whether it is over, well or not."""
         try:
-            while not self._is_over() and self._has_arrived():
+            while not self._is_over() and self._has_arrived() and self._is_ready():
                 if self._steps:
                     self._begin(*self._steps.popleft())
                 else:
@@ -137,9 +133,17 @@ class ComposedWork:
             self._in_flight.pop()
         return True
 
-    def _begin(self, local: Sequence[Copy | Reduce], messages: Sequence[_Message]) -> None:
-        for change in local:
-            self._change(change)
+    def _is_ready(self) -> bool:
+        """Whether the device has done what comes before."""
+        return self._gate is None or self._gate.is_open()
+
+    def _begin(self, local: tuple[Copy | Reduce, ...], messages: list[_Message]) -> None:
+        if local and self._gate is not None:
+            with self._gate.local_work():
+                self._change(local)
+            self._steps.appendleft(((), messages))  # once that is done
+            return
+        self._change(local)
         engine = self._engine
         for message in messages:
             self._at = message.peer
@@ -147,14 +151,15 @@ class ComposedWork:
             message.request = begin(self._at, message.buffer, message.tag)
             self._in_flight.append(message)
 
-    def _change(self, change: Copy | Reduce) -> None:
+    def _change(self, local: Sequence[Copy | Reduce]) -> None:
         elements = self._buffers.elements
-        match change:
-            case Copy(source, target):
-                elements(target).copy_(elements(source))
-            case Reduce(rows, target):
-                operands = elements(rows).view(len(self._call.team), -1)
-                elements(target).copy_(combine(self._call.reduce_op or "", operands))
+        for change in local:
+            match change:
+                case Copy(source, target):
+                    elements(target).copy_(elements(source))
+                case Reduce(rows, target):
+                    operands = elements(rows).view(len(self._call.team), -1)
+                    elements(target).copy_(combine(self._call.reduce_op or "", operands))
 
     def _end(self) -> None:
         self._buffers = _NOTHING
@@ -165,6 +170,8 @@ class ComposedWork:
         self._engine.keep(self)  # with its buffers: UCX may still write into them
 
     def _what_is_missing(self) -> str:
+        if not self._in_flight:
+            return f"after {self._timeout_s:g} s the device has not done what was queued before it"
         late = [x.peer for x in self._in_flight if not x.request.completed]
         ranks = ", ".join(map(str, sorted(set(late))))
         return f"after {self._timeout_s:g} s nothing came from, or was taken by, rank {ranks}"

@@ -87,7 +87,9 @@ def _open_mpi(world: World) -> OpenBackend:
 
 
 def _open_ucx(world: World) -> OpenBackend:
-    return UcxBackend(rank=world.launch.rank, store=world.store, timeout_s=world.timeout_s)
+    return UcxBackend(
+        rank=world.launch.rank, device=world.device, store=world.store, timeout_s=world.timeout_s
+    )
 
 
 BACKENDS: dict[str, BackendRow] = {
@@ -96,7 +98,7 @@ BACKENDS: dict[str, BackendRow] = {
         devices=("cuda", "cpu"), why_not=mpi_library.why_not, open=_open_mpi, can_capture=False
     ),
     "ucx": BackendRow(
-        devices=("cpu",), why_not=ucx_library.why_not, open=_open_ucx, can_capture=False
+        devices=("cuda", "cpu"), why_not=ucx_library.why_not, open=_open_ucx, can_capture=False
     ),
 }
 

@@ -110,14 +110,15 @@ def test_allgather(comm: Any, team: tuple[int, ...], dtype: torch.dtype, count: 
 
 @teams
 @reduced
-def test_allreduce(comm: Any, team: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("count", [7])
+def test_allreduce(comm: Any, team: tuple[int, ...], dtype: torch.dtype, count: int) -> None:
     if comm.rank not in team:
         return
     for op in ops_on(dtype):
         call = Call(kind="Allreduce", team=team, rank=comm.rank, reduce_op=op)
-        src = numbers(comm.rank, 7, dtype, op)
-        (got,) = post(comm, call, [src], [garbage(7, dtype)])
-        expected = reduction(op, [numbers(r, 7, dtype, op) for r in team])
+        src = numbers(comm.rank, count, dtype, op)
+        (got,) = post(comm, call, [src], [garbage(count, dtype)])
+        expected = reduction(op, [numbers(r, count, dtype, op) for r in team])
         same(got, expected, op)
         in_place = src.to(comm.device)
         comm.poster(call)([in_place], [in_place]).wait()
@@ -126,30 +127,32 @@ def test_allreduce(comm: Any, team: tuple[int, ...], dtype: torch.dtype) -> None
 
 @teams
 @reduced
-def test_reduce_scatter(comm: Any, team: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("count", [3])
+def test_reduce_scatter(comm: Any, team: tuple[int, ...], dtype: torch.dtype, count: int) -> None:
     if comm.rank not in team:
         return
     index, n = team.index(comm.rank), len(team)
     for op in ops_on(dtype):
         call = Call(kind="ReduceScatter", team=team, rank=comm.rank, reduce_op=op)
-        src = numbers(comm.rank, n * 3, dtype, op)
-        (got,) = post(comm, call, [src], [garbage(3, dtype)])
-        whole = reduction(op, [numbers(r, n * 3, dtype, op) for r in team])
-        same(got, whole[3 * index : 3 * index + 3], op)
+        src = numbers(comm.rank, n * count, dtype, op)
+        (got,) = post(comm, call, [src], [garbage(count, dtype)])
+        whole = reduction(op, [numbers(r, n * count, dtype, op) for r in team])
+        same(got, whole[count * index : count * index + count], op)
 
 
 @teams
 @reduced
-def test_reduce(comm: Any, team: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("count", [7])
+def test_reduce(comm: Any, team: tuple[int, ...], dtype: torch.dtype, count: int) -> None:
     if comm.rank not in team:
         return
     root = team[-1]
     for op in ops_on(dtype):
         call = Call(kind="Reduce", team=team, rank=comm.rank, root=root, reduce_op=op)
-        src = numbers(comm.rank, 7, dtype, op)
-        dsts = [garbage(7, dtype)] if comm.rank == root else []
+        src = numbers(comm.rank, count, dtype, op)
+        dsts = [garbage(count, dtype)] if comm.rank == root else []
         for got in post(comm, call, [src], dsts):
-            same(got, reduction(op, [numbers(r, 7, dtype, op) for r in team]), op)
+            same(got, reduction(op, [numbers(r, count, dtype, op) for r in team]), op)
 
 
 @teams

@@ -1,18 +1,19 @@
-"""Buffers on a GPU, which MPI is given as they are or through pinned host memory.
+"""Buffers on a GPU, for libraries that know nothing of streams, or of device memory.
 
-MPI knows nothing of streams: what is queued on the current one is done before a post.
+What is queued on the current stream is done before a post.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import Call, Work
-from mdfuse.backends.mpi_posts import Post, flat
+from mdfuse.backends.base import Call, Place, Work, flat
 from mdfuse.backends.work import Posted
+
+Post = Callable[[Sequence[Tensor], Sequence[Tensor]], Work]
 
 
 def after_the_stream(post: Post, device: torch.device) -> Post:
@@ -25,23 +26,31 @@ def after_the_stream(post: Post, device: torch.device) -> Post:
     return post_later
 
 
-def staged(post: Post, call: Call, device: torch.device) -> Post:
-    """Post copies in pinned host memory; the wait queues the copies back on its own stream."""
+class Staged:
+    """Posts copies in pinned host memory; the wait queues the copies back on its own stream."""
 
-    def post_staged(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+    __slots__ = ("_call", "_device", "_post")
+
+    def __init__(self, post: Post, call: Call, device: torch.device) -> None:
+        self._post = post
+        self._call = call
+        self._device = device
+
+    def __call__(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
         there = [_pinned(x) for x in srcs]
         for host, src in zip(there, srcs, strict=True):
             host.copy_(flat(src), non_blocking=True)
         back = [_pinned(x) for x in dsts]
-        torch.cuda.current_stream(device).synchronize()
+        torch.cuda.current_stream(self._device).synchronize()
 
         def unstage() -> None:
             for dst, host in zip(dsts, back, strict=True):
                 flat(dst).copy_(host, non_blocking=True)
 
-        return Posted(call, (post(there, back),), None, unstage)
+        return Posted(self._call, (self._post(there, back),), None, unstage)
 
-    return post_staged
+    def prepare(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: Place) -> None:
+        """No post is one call of the library's own."""
 
 
 def _pinned(tensor: Tensor) -> Tensor:
