@@ -58,3 +58,28 @@ def test_it_explains_itself(tmp_path: Path) -> None:
     done = run(tmp_path, str(ROOT / "benchmarks" / "host_latency.py"), "--help")
     assert done.returncode == 0, done.stderr
     assert "docs/host_time.md" in done.stdout and "--rows" in done.stdout
+
+
+BACKENDS = str(ROOT / "benchmarks" / "backends.py")
+
+
+def test_backends_are_compared(tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
+    arguments = ("gloo", "ucx", "--bytes", "64", "400", "--rounds", "3", "--output", "a.json")
+    done = run(tmp_path, *torchrun, "--nproc-per-node", "2", BACKENDS, *arguments)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert [row["name"] for row in rows[::2]] == [
+        f"{kind}: ucx" for kind in ("Allreduce", "Allgather", "AllToAll", "Exchange")
+    ]
+    assert all(row["alternative"] == "gloo" for row in rows)
+
+
+def test_one_rank_has_nobody_to_communicate_with(tmp_path: Path) -> None:
+    done = run(tmp_path, BACKENDS, "gloo", "ucx")
+    assert done.returncode == 1 and "one rank has nobody" in done.stderr
+
+
+def test_one_backend_alone_is_no_comparison(tmp_path: Path) -> None:
+    done = run(tmp_path, BACKENDS, "gloo")
+    assert done.returncode == 2 and "name two backends, or more" in done.stderr
