@@ -4,6 +4,7 @@ Jobs of three ranks, on all backends without a GPU. That a job ends within its d
 seconds is not measured: a rank that is still there then is killed, and has no exit status.
 
 mpirun ends a job as soon as a rank dies or fails, unless it is told otherwise; both are tested.
+Where it is told to pause before, the pause is granted on top.
 """
 
 from __future__ import annotations
@@ -243,18 +244,19 @@ def jobs(
 
 def run(server: Server, case: Case, launch: Launch, folder: Path) -> Job:
     """Run a job until all ranks have ended, or should have."""
+    pause_s = case.pause_s if launch.has_pause else 0
     server.ask(
         script=str(HERE / "fault_job.py"),
         ranks=RANKS,
         folder=str(folder),
         arguments=[case.fault, case.moment, str(case.guilty)],
-        **command_and_environment(case, launch),
+        **command_and_environment(launch, pause_s),
     )
     until = time.monotonic() + 60
     while not (folder / "fault").exists() and time.monotonic() < until:
         time.sleep(0.02)
     without = [case.guilty] if case.own is None else []
-    statuses = server.ask(wait=TIMEOUT_S + 10, without=without)
+    statuses = server.ask(wait=TIMEOUT_S + 10 + pause_s, without=without)
     said = [text(folder / f"out.{rank}") for rank in range(RANKS)]
     if launch.options is None:
         return Job(statuses=statuses, said=said)
@@ -262,7 +264,7 @@ def run(server: Server, case: Case, launch: Launch, folder: Path) -> Job:
     return Job(statuses=statuses, said=said, mpirun=(status, text(folder / "out.mpirun")))
 
 
-def command_and_environment(case: Case, launch: Launch) -> dict[str, Any]:
+def command_and_environment(launch: Launch, pause_s: int) -> dict[str, Any]:
     """What the server must know of a launch."""
     environment = {
         **environment_of_ranks(),
@@ -270,7 +272,7 @@ def command_and_environment(case: Case, launch: Launch) -> dict[str, Any]:
         "MDFUSE_TIMEOUT_S": str(TIMEOUT_S),
     }
     if launch.options is not None:
-        pause = {"OMPI_MCA_mpi_abort_delay": str(case.pause_s if launch.has_pause else 0)}
+        pause = {"OMPI_MCA_mpi_abort_delay": str(pause_s)}
         command = [mpirun_program() or "mpirun", *launch.options]
         return {"mpirun": command, "environment": environment | pause}
     with socket.create_server(("127.0.0.1", 0)) as listener:
