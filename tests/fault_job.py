@@ -66,7 +66,7 @@ if is_here("in"):
     threading.Timer(0.5, do_it).start()
 if is_here("after"):
     do_it()
-if moment == "in" and comm.rank == 2:
-    time.sleep(1)
+if moment == "in" and comm.rank != int(guilty):
+    time.sleep(1)  # a rank that came sooner would have all it needs of the guilty one, on MPI
 gather.run(x)
 sys.exit("it ran on")

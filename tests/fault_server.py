@@ -1,8 +1,9 @@
 """Starts the ranks of one small job after the other, each a fork that has torch imported already.
 
-Reads lines of JSON. {"script", "ranks", "folder", "environment", "arguments"} starts a job, whose
-ranks run the script as their main program. {"wait": seconds, "without": ranks} ends it and gives
-the exit statuses, None for ranks that had to be killed then.
+Reads lines of JSON. {"script", "ranks", "folder", "environment", "arguments", "mpirun"} starts a
+job, whose ranks run the script as their main program; by mpirun, where there is such a command.
+{"wait": seconds, "without": ranks} ends it and gives the exit statuses, None for ranks that had to
+be killed then, and behind those of the ranks that of mpirun.
 """
 
 from __future__ import annotations
@@ -17,68 +18,99 @@ from pathlib import Path
 from typing import Any
 
 import torch  # noqa: F401  imported once, for all
+from fault_mpirun import Mpirun
 
 import mdfuse.runtime.communicator  # noqa: F401
 
 
-def start(job: dict[str, Any]) -> tuple[list[int], int | None]:
+def start(job: dict[str, Any], mpirun: Mpirun | None) -> tuple[list[int], int | None]:
     """The processes; in each of them, its rank."""
     pids = []
     for rank in range(job["ranks"]):
         pid = os.fork()
         if pid == 0:
+            by_hand = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            become(rank, job, mpirun.environments[rank] if mpirun else by_hand)
             return [], rank
         pids.append(pid)
     return pids, None
 
 
-def become(rank: int, job: dict[str, Any]) -> None:
+def start_mpirun(job: dict[str, Any]) -> Mpirun | None:
+    """mpirun with stand-ins for the ranks, where the job wants it."""
+    if not job["mpirun"]:
+        return None
+    return Mpirun(
+        job["mpirun"],
+        ranks=job["ranks"],
+        environment={**os.environ, **job["environment"]},
+        out=Path(job["folder"]) / "out.mpirun",
+    )
+
+
+def become(rank: int, job: dict[str, Any], own: dict[str, str]) -> None:
     """Make this process look as one that a launcher started."""
     os.chdir(job["folder"])
     out = os.open(f"out.{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     null = os.open(os.devnull, os.O_RDONLY)
     for old, new in ((null, 0), (out, 1), (out, 2)):
         os.dup2(old, new)
-    os.environ.update(job["environment"], RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(job["environment"] | own)
     sys.argv = [job["script"], *job["arguments"]]
 
 
-def wait(pids: list[int], seconds: float, without: list[int]) -> list[int | None]:
+def wait(
+    pids: list[int], mpirun: Mpirun | None, seconds: float, without: list[int]
+) -> list[int | None]:
     """Exit statuses, negative for signals, of what ended in time; the rest is killed.
 
     Args:
         pids: the processes, by rank.
+        mpirun: ends ranks, too; its own status is the last one.
         seconds: how long to wait.
         without: ranks that are not waited for.
     """
     deadline, found = time.monotonic() + seconds, dict[int, int]()
-    wanted = {pid for rank, pid in enumerate(pids) if rank not in without}
-    while len(found) < len(pids):
-        for pid in pids:
-            if pid not in found and (done := os.waitpid(pid, os.WNOHANG))[0]:
-                found[pid] = os.waitstatus_to_exitcode(done[1])
-        if time.monotonic() > deadline or wanted <= found.keys():
-            break
+    wanted = set(range(len(pids))) - set(without)
+    while not wanted <= found.keys() and time.monotonic() < deadline:
         time.sleep(0.02)
-    for pid in pids:
-        if pid not in found:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-    return [found.get(pid) for pid in pids]
+        for rank in mpirun.ended() if mpirun else ():
+            for number in (signal.SIGCONT, signal.SIGTERM):  # as mpirun does
+                os.kill(pids[rank], number)
+        found |= reap(pids, mpirun, set(range(len(pids))) - found.keys(), os.WNOHANG)
+    late = set(range(len(pids))) - found.keys()
+    for rank in late:
+        os.kill(pids[rank], signal.SIGKILL)
+    reap(pids, mpirun, late, 0)
+    statuses = [found.get(rank) for rank in range(len(pids))]
+    return [*statuses, mpirun.wait()] if mpirun else statuses
+
+
+def reap(pids: list[int], mpirun: Mpirun | None, ranks: set[int], options: int) -> dict[int, int]:
+    """The exit statuses of those of these ranks that have ended."""
+    found = {}
+    for rank in ranks:
+        pid, status = os.waitpid(pids[rank], options)
+        if pid:
+            found[rank] = os.waitstatus_to_exitcode(status)
+            if mpirun:
+                mpirun.tell(rank, found[rank])
+    return found
 
 
 def serve() -> dict[str, Any]:
     """Serve until the input ends; return in the ranks, with their job."""
     pids: list[int] = []
+    mpirun: Mpirun | None = None
     for line in sys.stdin:
         job = json.loads(line)
         answer: object = None
         if "wait" in job:
-            answer = wait(pids, job["wait"], job["without"])
+            answer = wait(pids, mpirun, job["wait"], job["without"])
         else:
-            pids, rank = start(job)
+            mpirun = start_mpirun(job)
+            pids, rank = start(job, mpirun)
             if rank is not None:
-                become(rank, job)
                 return dict(job)
         print(json.dumps(answer), flush=True)
     sys.exit()

@@ -1,7 +1,10 @@
 """A rank dies, stops, or runs something else: the others say which one, where they are, and end.
 
-Jobs of three ranks, on every backend of `BACKENDS`. That a job ends within its deadline plus ten
+Jobs of three ranks, on all backends without a GPU. That a job ends within its deadline plus ten
 seconds is not measured: a rank that is still there then is killed, and has no exit status.
+
+mpirun ends a job as soon as a rank dies or fails, unless it is told otherwise; both are tested.
+Where it is told to pause before, the pause is granted on top.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -23,11 +27,9 @@ from typing import Any
 import pytest
 
 from mdfuse.runtime.watch import EXIT_STATUS
+from multirank.launchers import environment_of_ranks, mpirun_program
 
 HERE = Path(__file__).resolve().parent
-
-#: Backends whose jobs need no launcher of their own.
-BACKENDS = ["gloo", "ucx"]
 
 TIMEOUT_S = 3.0
 RANKS = 3
@@ -49,6 +51,7 @@ class Case:
         guilty: the rank.
         statuses: exit statuses that the other ranks may have.
         own: the exit status of the guilty one; None where it lives on, or is stopped.
+        pause_s: how long a rank that fails waits before it has mpirun end the others, seconds.
     """
 
     fault: str
@@ -57,6 +60,7 @@ class Case:
     guilty: int = 1
     statuses: tuple[int, ...] = (1,)
     own: int | None = None
+    pause_s: int = 2
 
     def __str__(self) -> str:
         return f"{self.fault} {self.moment} {self.guilty}"
@@ -77,7 +81,13 @@ CASES = (
         moment="after",
         says=(THIRD, "rank 1 has not posted it", r"see what rank 1 did", r"time\.sleep\(600\)"),
     ),
-    Case(fault="raise", moment="after", says=(THIRD, "rank 1 ended with ZeroDivisionError"), own=1),
+    Case(
+        fault="raise",
+        moment="after",
+        says=(THIRD, "rank 1 ended with ZeroDivisionError"),
+        own=1,
+        pause_s=7,  # the others report later, at their deadline
+    ),
     Case(fault="leave", moment="after", says=(THIRD, "rank 1 closed its communicator"), own=0),
     Case(
         fault="other",
@@ -104,9 +114,53 @@ CASES = (
         moment="after",
         guilty=0,
         says=(THIRD, "the store that rank 0 keeps does not answer", LOOK),
-        statuses=ENDED,
+        # aborted: where mpirun ends rank 0 first, a thread comes back from the store to a Python
+        # that has ended already
+        statuses=(*ENDED, -signal.SIGABRT),
     ),
 )
+
+#: What mpirun says where it is left to itself, or the rank that is the first to fail.
+ENDED_BY_ITSELF = (
+    Case(fault="kill", moment="in", says=(r"process rank 1 .*exited on\s+signal 9",), own=-9),
+    Case(fault="raise", moment="after", says=("MPI_ABORT was invoked on rank 1 ",), own=1),
+    Case(
+        fault="stop",
+        moment="in",
+        says=(THIRD, SILENT, LOOK, "MPI_ABORT was invoked on rank [02] "),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """How the ranks of a job are started.
+
+    Attributes:
+        backend: its name.
+        options: of mpirun; None where no launcher is needed.
+        has_pause: whether ranks that fail wait before they have mpirun end the others.
+    """
+
+    backend: str
+    options: tuple[str, ...] | None = None
+    has_pause: bool = False
+
+
+#: By name. On "mpi" every rank may speak (docs/bad_days.md), also after the death of another.
+LAUNCHES = {
+    "gloo": Launch(backend="gloo"),
+    "ucx": Launch(backend="ucx"),
+    "mpi": Launch(
+        backend="mpi",
+        options=("--runtime-options", "recoverable,error-nonzero-status=0"),
+        has_pause=True,
+    ),
+    "mpirun": Launch(backend="mpi", options=()),
+}
+
+#: How mpirun ends ranks.
+ENDED_BY_MPIRUN = -signal.SIGTERM
 
 
 class Server:
@@ -134,9 +188,28 @@ class Server:
 
 
 #: Jobs at once: they wait more than they work.
-AT_ONCE = 2
+AT_ONCE = 3
 
-Job = tuple[list[int | None], list[str]]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What became of a job.
+
+    Attributes:
+        statuses: exit statuses, by rank; None where a rank had to be killed in the end.
+        said: what each rank said.
+        mpirun: the exit status of mpirun and what it said, where it started the ranks.
+    """
+
+    statuses: list[int | None]
+    said: list[str]
+    mpirun: tuple[int, str] | None = None
+
+    def __str__(self) -> str:
+        by_mpirun = "" if self.mpirun is None else f"-- mpirun: {self.mpirun[0]}\n{self.mpirun[1]}"
+        pairs = enumerate(zip(self.statuses, self.said, strict=True))
+        ranks = [f"-- rank {rank}: {status}\n{said}" for rank, (status, said) in pairs]
+        return "\n".join([*ranks, by_mpirun])
 
 
 @pytest.fixture(scope="module")
@@ -151,17 +224,17 @@ def jobs(
     for server in started:
         servers.put(server)
 
-    def work(case: Case, backend: str, folder: Path) -> Job:
+    def work(case: Case, launch: Launch, folder: Path) -> Job:
         server = servers.get()
         try:
-            return run(server, case, backend, folder)
+            return run(server, case, launch, folder)
         finally:
             servers.put(server)
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         yield {
-            (str(p["case"]), p["backend"]): pool.submit(
-                work, p["case"], p["backend"], tmp_path_factory.mktemp("job")
+            (str(p["case"]), p["launch"]): pool.submit(
+                work, p["case"], LAUNCHES[p["launch"]], tmp_path_factory.mktemp("job")
             )
             for p in params
         }
@@ -169,45 +242,76 @@ def jobs(
         server.close()
 
 
-def run(server: Server, case: Case, backend: str, folder: Path) -> Job:
-    """Run a job: the exit statuses of what ended in time, and what each rank said."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+def run(server: Server, case: Case, launch: Launch, folder: Path) -> Job:
+    """Run a job until all ranks have ended, or should have."""
+    pause_s = case.pause_s if launch.has_pause else 0
     server.ask(
         script=str(HERE / "fault_job.py"),
         ranks=RANKS,
         folder=str(folder),
         arguments=[case.fault, case.moment, str(case.guilty)],
-        environment={
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "WORLD_SIZE": str(RANKS),
-            "LOCAL_WORLD_SIZE": str(RANKS),
-            "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": "1",
-            "MDFUSE_BACKEND": backend,
-            "MDFUSE_TIMEOUT_S": str(TIMEOUT_S),
-        },
+        **command_and_environment(launch, pause_s),
     )
     until = time.monotonic() + 60
     while not (folder / "fault").exists() and time.monotonic() < until:
         time.sleep(0.02)
     without = [case.guilty] if case.own is None else []
-    statuses = server.ask(wait=TIMEOUT_S + 10, without=without)
-    files = [folder / f"out.{rank}" for rank in range(RANKS)]
-    return statuses, [file.read_text(encoding="utf-8", errors="replace") for file in files]
+    statuses = server.ask(wait=TIMEOUT_S + 10 + pause_s, without=without)
+    said = [text(folder / f"out.{rank}") for rank in range(RANKS)]
+    if launch.options is None:
+        return Job(statuses=statuses, said=said)
+    *statuses, status = statuses
+    return Job(statuses=statuses, said=said, mpirun=(status, text(folder / "out.mpirun")))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+def command_and_environment(launch: Launch, pause_s: int) -> dict[str, Any]:
+    """What the server must know of a launch."""
+    environment = {
+        **environment_of_ranks(),
+        "MDFUSE_BACKEND": launch.backend,
+        "MDFUSE_TIMEOUT_S": str(TIMEOUT_S),
+    }
+    if launch.options is not None:
+        pause = {"OMPI_MCA_mpi_abort_delay": str(pause_s)}
+        command = [mpirun_program() or "mpirun", *launch.options]
+        return {"mpirun": command, "environment": environment | pause}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    sizes = {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+    return {"mpirun": None, "environment": environment | where | sizes}
+
+
+def text(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="replace")
+
+
+@pytest.mark.parametrize("launch", ["gloo", "ucx", "mpi"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_guilty_rank_is_named(
-    case: Case, backend: str, jobs: dict[tuple[str, str], Future[Job]]
+    case: Case, launch: str, jobs: dict[tuple[str, str], Future[Job]]
 ) -> None:
-    statuses, said = jobs[str(case), backend].result()
+    job = jobs[str(case), launch].result()
+    by_mpirun = {ENDED_BY_MPIRUN} if job.mpirun else set()
     if case.own is not None:
-        assert statuses[case.guilty] == case.own, said[case.guilty]
+        assert job.statuses[case.guilty] in {case.own} | by_mpirun, str(job)
     for rank in set(range(RANKS)) - {case.guilty}:
-        assert statuses[rank] in case.statuses, said[rank]
+        assert job.statuses[rank] in {*case.statuses} | by_mpirun, str(job)
         for pattern in case.says:
             pattern = pattern.replace("{0}", str(case.guilty))
-            assert re.search(pattern, said[rank]), (pattern, said[rank])
+            assert re.search(pattern, job.said[rank]), f"{pattern}: {job}"
+
+
+@pytest.mark.parametrize("launch", ["mpirun"])
+@pytest.mark.parametrize("case", ENDED_BY_ITSELF, ids=str)
+def test_mpirun_ends_the_job(
+    case: Case, launch: str, jobs: dict[tuple[str, str], Future[Job]]
+) -> None:
+    """Left to itself it ends all ranks once one has failed, so that not all of them may speak."""
+    job = jobs[str(case), launch].result()
+    assert job.mpirun is not None and job.mpirun[0] != 0, str(job)
+    others = set(range(RANKS)) - {case.guilty}
+    assert all(job.statuses[rank] in (*case.statuses, ENDED_BY_MPIRUN) for rank in others), str(job)
+    said = "\n".join([job.mpirun[1], *(job.said[rank] for rank in others)])
+    for pattern in case.says:
+        assert re.search(pattern.replace("{0}", str(case.guilty)), said), f"{pattern}: {job}"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import _ctypes
 import gc
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +24,7 @@ from mdfuse.backends.mpi_types import carrying_type, is_reducible, reduce_op, re
 from mdfuse.backends.work import DONE
 from mdfuse.errors import BackendError, CommunicationError
 from mdfuse.runtime.bootstrap import Launch
+from mdfuse.runtime.stores import open_store
 
 TWO = Launch(name="torchrun", rank=1, size=2, local_rank=1, why="")
 CPU = torch.device("cpu")
@@ -52,6 +55,30 @@ def with_mpi(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 def backend(device: str = "cpu", rank: int = 0) -> MpiBackend:
     return MpiBackend(rank=rank, device=torch.device(device), store=HashStore(), timeout_s=0.05)
+
+
+def test_ranks_that_do_not_come_to_the_first_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    barrier = SimpleNamespace(Test=lambda: False)
+    world = SimpleNamespace(Get_rank=lambda: 1, Get_size=lambda: 2, Ibarrier=lambda: barrier)
+    monkeypatch.setattr(mpi_library, "library", lambda: SimpleNamespace(COMM_WORLD=world))
+    with pytest.raises(BackendError, match="rank 1 cannot reach the other 1 ranks") as caught:
+        open_store(replace(TWO, name="mpirun"), 0.001, {})
+    assert caught.value.because == (
+        "not all ranks came to MPI's barrier: not done within 0.001 s of the wait"
+    )
+
+
+@pytest.mark.parametrize(("is_alone", "failure"), [(False, ValueError()), (False, None), (True, 1)])
+def test_after_an_error_mpi_ends_the_job(
+    monkeypatch: pytest.MonkeyPatch, is_alone: bool, failure: object
+) -> None:
+    """What Python runs as the process ends."""
+    asked: list[int] = []
+    monkeypatch.setattr("mpi4py.run.set_abort_status", asked.append)
+    monkeypatch.setattr(sys, "last_value", failure, raising=False)
+    world = SimpleNamespace(Get_size=lambda: 1 if is_alone else 2)
+    mpi_library._end_after_an_error(fake_mpi(COMM_WORLD=world, Is_finalized=lambda: False))
+    assert asked == ([] if is_alone or failure is None else [1])
 
 
 # -- whether MPI can be used -----------------------------------------------------------------------
@@ -371,7 +398,7 @@ def test_a_post_that_nobody_waits_for_keeps_its_buffers(
 
 def test_a_team_with_a_post_that_failed_takes_no_more(with_mpi: Callable[..., Any]) -> None:
     fake = with_mpi()
-    team = Team(mpi=fake, ranks=(0, 1), comm=None, waiting=Waiting(timeout_s=1))
+    team = Team(mpi=fake, ranks=(0, 1), comms={}, waiting=Waiting(timeout_s=1))
     team.state.is_broken = True
     with pytest.raises(BackendError, match=r"rank 0 cannot post Allgather on team \(0, 1\)"):
         backend().check_usable(team, Call(kind="Allgather", team=(0, 1), rank=0))
@@ -385,10 +412,11 @@ def test_close_leaves_communicators_that_failed_or_that_mpi_has_freed(
     opened = backend()
     for name in ("good", "bad"):
         comm = SimpleNamespace(Free=lambda name=name: freed.append(name))
-        opened._teams[0, len(opened._teams) + 1] = opened._team((0, 1), comm)
+        comms = {"Allgather": comm, "Reduce": comm}
+        opened._teams[0, len(opened._teams) + 1] = opened._team((0, 1), comms)
     opened._teams[0, 2].state.is_broken = True
     opened.close()
-    assert freed == ["good"]
+    assert freed == ["good", "good"]
     fake.Is_finalized = lambda: True
-    opened._teams[0, 1] = opened._team((0, 1), SimpleNamespace())
+    opened._teams[0, 1] = opened._team((0, 1), {"Reduce": SimpleNamespace()})
     opened.close()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import importlib
 import os
+import sys
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
@@ -44,10 +46,23 @@ def library() -> Any:
         BackendError: mpi4py is not there, or not its MPI.
     """
     try:
-        return importlib.import_module("mpi4py.MPI")
+        mpi = importlib.import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:
         because = str(error).split("\n", 1)[0]
         raise BackendError("mpi4py cannot be imported", because=because, hint=_INSTALL) from error
+    atexit.unregister(_end_after_an_error)
+    atexit.register(_end_after_an_error, mpi)
+    return mpi
+
+
+def _end_after_an_error(mpi: Any) -> None:
+    """Have MPI end the job where this process ends by an error, as under `-m mpi4py`.
+
+    mpi4py would call MPI_Finalize, which waits for ranks that may be waiting for this one.
+    """
+    has_failed = getattr(sys, "last_value", None) is not None
+    if has_failed and not mpi.Is_finalized() and mpi.COMM_WORLD.Get_size() > 1:
+        importlib.import_module("mpi4py.run").set_abort_status(1)
 
 
 def why_not() -> tuple[str, str] | None:

@@ -6,7 +6,7 @@ an address and a number of bytes are all that MPI needs to know of them, whereve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,19 +31,23 @@ MOST_ELEMENTS = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Team:
-    """A communicator of MPI and whose it is.
+    """Communicators of MPI and whose they are.
+
+    Two members that post different kinds at one place would otherwise meet in one communicator,
+    where MPI takes a shorter message for a longer one without a word, and Open MPI, where it takes
+    a longer one for a shorter one, writes to memory that it gave back.
 
     Attributes:
         mpi: mpi4py's module.
-        ranks: the members; a member's rank in the communicator is its index here.
-        comm: the communicator.
+        ranks: the members; a member's rank in the communicators is its index here.
+        comms: one communicator for each kind.
         waiting: how long waits last.
         state: whether it may go on.
     """
 
     mpi: Any
     ranks: tuple[int, ...]
-    comm: Any
+    comms: Mapping[str, Any]
     waiting: Waiting
     state: State = field(default_factory=State)
 
@@ -93,7 +97,11 @@ def check_sizes(call: Call, buffers: Sequence[Tensor]) -> None:
 
 
 def _allgather(team: Team, call: Call, dtype: torch.dtype) -> Post:
-    kind, start, memory = carrying_type(team.mpi, dtype), team.comm.Iallgather, team.memory
+    kind, start, memory = (
+        carrying_type(team.mpi, dtype),
+        team.comms[call.kind].Iallgather,
+        team.memory,
+    )
 
     def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
         src, dst = srcs[0], dsts[0]
@@ -107,7 +115,7 @@ def _allgather(team: Team, call: Call, dtype: torch.dtype) -> Post:
 
 def _reduce_scatter(team: Team, call: Call, dtype: torch.dtype) -> Post:
     kind, op = reducing_type(team.mpi, dtype), reduce_op(team.mpi, call.reduce_op, dtype)
-    start, memory = team.comm.Ireduce_scatter_block, team.memory
+    start, memory = team.comms[call.kind].Ireduce_scatter_block, team.memory
 
     def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
         src, dst = srcs[0], dsts[0]
@@ -121,7 +129,7 @@ def _reduce_scatter(team: Team, call: Call, dtype: torch.dtype) -> Post:
 
 def _allreduce(team: Team, call: Call, dtype: torch.dtype) -> Post:
     kind, op = reducing_type(team.mpi, dtype), reduce_op(team.mpi, call.reduce_op, dtype)
-    start, memory, in_place = team.comm.Iallreduce, team.memory, team.mpi.IN_PLACE
+    start, memory, in_place = team.comms[call.kind].Iallreduce, team.memory, team.mpi.IN_PLACE
 
     def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
         src, dst = srcs[0], dsts[0]
@@ -135,7 +143,7 @@ def _allreduce(team: Team, call: Call, dtype: torch.dtype) -> Post:
 
 def _broadcast(team: Team, call: Call, dtype: torch.dtype) -> Post:
     kind, root = carrying_type(team.mpi, dtype), root_index(call)
-    start, memory = team.comm.Ibcast, team.memory
+    start, memory = team.comms[call.kind].Ibcast, team.memory
 
     def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
         buffer = (srcs or dsts)[0]
@@ -148,7 +156,7 @@ def _broadcast(team: Team, call: Call, dtype: torch.dtype) -> Post:
 
 def _reduce(team: Team, call: Call, dtype: torch.dtype) -> Post:
     kind, op = reducing_type(team.mpi, dtype), reduce_op(team.mpi, call.reduce_op, dtype)
-    root, start, memory = root_index(call), team.comm.Ireduce, team.memory
+    root, start, memory = root_index(call), team.comms[call.kind].Ireduce, team.memory
 
     def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
         src = srcs[0]
@@ -163,7 +171,11 @@ def _reduce(team: Team, call: Call, dtype: torch.dtype) -> Post:
 
 def _alltoall(team: Team, call: Call, dtype: torch.dtype) -> Post:
     """Posted even where this rank has no elements at all: others may have some."""
-    kind, start, memory = carrying_type(team.mpi, dtype), team.comm.Ialltoallv, team.memory
+    kind, start, memory = (
+        carrying_type(team.mpi, dtype),
+        team.comms[call.kind].Ialltoallv,
+        team.memory,
+    )
     sends = call.send_counts, _starts(call.send_counts)
     recvs = call.recv_counts, _starts(call.recv_counts)
 
@@ -177,7 +189,11 @@ def _alltoall(team: Team, call: Call, dtype: torch.dtype) -> Post:
 
 def _gather(team: Team, call: Call, dtype: torch.dtype) -> Post:
     """Every member posts, one that gives nothing too; block i goes where `parts` has it."""
-    kind, start, memory = carrying_type(team.mpi, dtype), team.comm.Igatherv, team.memory
+    kind, start, memory = (
+        carrying_type(team.mpi, dtype),
+        team.comms[call.kind].Igatherv,
+        team.memory,
+    )
     root, is_root = root_index(call), call.rank == call.root
     places = [call.parts.index(r) if r in call.parts else None for r in call.team]
 
@@ -194,7 +210,11 @@ def _gather(team: Team, call: Call, dtype: torch.dtype) -> Post:
 
 def _scatter(team: Team, call: Call, dtype: torch.dtype) -> Post:
     """Every member posts, one that gets nothing too. MPI reads no block twice: those are copied."""
-    kind, start, memory = carrying_type(team.mpi, dtype), team.comm.Iscatterv, team.memory
+    kind, start, memory = (
+        carrying_type(team.mpi, dtype),
+        team.comms[call.kind].Iscatterv,
+        team.memory,
+    )
     root, is_root = root_index(call), call.rank == call.root
     count = call.source_blocks or max(call.blocks, default=-1) + 1
     is_distinct = len(set(call.blocks)) == len(call.blocks)
@@ -219,7 +239,7 @@ def _exchange(team: Team, call: Call, dtype: torch.dtype) -> Post:
     """Each piece has its own dtype; empty ones are left out at both ends."""
     receivers = [call.team.index(rank) for rank in call.sends]
     senders = [call.team.index(rank) for rank in call.recvs]
-    send, receive = team.comm.Isend, team.comm.Irecv
+    send, receive = team.comms[call.kind].Isend, team.comms[call.kind].Irecv
 
     def message(tensor: Tensor) -> list[Any]:
         return [team.memory(tensor), carrying_type(team.mpi, tensor.dtype)]

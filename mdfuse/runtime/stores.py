@@ -11,7 +11,9 @@ from typing import Any
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
+from mdfuse.backends import mpi_library
 from mdfuse.backends.c10d_groups import HashStore, Store, TCPStore
+from mdfuse.backends.mpi_requests import Waiting, poll
 from mdfuse.errors import BackendError
 from mdfuse.runtime.bootstrap import Launch
 
@@ -92,6 +94,7 @@ def _from_mpi(
     world, why_not = _mpi_world(launch)
     if world is None:
         return _from_address(launch, timeout, environment, why_not)
+    _meet_in_mpi(world, timeout)
     is_one_host = len(set(world.allgather(socket.gethostname()))) == 1
     store: TCPStore | None = None
     told: tuple[str, int] | BackendError
@@ -120,13 +123,20 @@ _STORES: dict[str, _Opener] = {
 }
 
 
+def _meet_in_mpi(world: Any, timeout: timedelta) -> None:
+    """Return once all ranks have come; MPI's calls that block would wait for them for ever."""
+    try:
+        poll(world.Ibarrier().Test, Waiting(timeout_s=timeout.total_seconds()))
+    except RuntimeError as error:
+        raise RuntimeError(f"not all ranks came to MPI's barrier: {error}") from error
+
+
 def _mpi_world(launch: Launch) -> tuple[Any, str]:
     """MPI's world where mpi4py sees this launch, else None and why not."""
     try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        return None, f"mpi4py cannot be imported ({error})"
-    world = MPI.COMM_WORLD
+        world = mpi_library.library().COMM_WORLD
+    except BackendError as error:
+        return None, f"{error.what} ({error.because})"
     if (world.Get_rank(), world.Get_size()) != (launch.rank, launch.size):
         return None, (
             f"mpi4py sees rank {world.Get_rank()} of {world.Get_size()}, {launch.name} says rank "

@@ -33,7 +33,7 @@ Launcher = Callable[[int, list[str]], list[str]]
 def mpirun(size: int, pytest_arguments: list[str]) -> list[str]:
     """Without -m mpi4py, a rank that raises leaves the others waiting for it for ever."""
     program = [sys.executable, "-m", "mpi4py", "-m", "pytest", "--with-mpi"]
-    return [_mpirun_program() or "mpirun", "-n", str(size), *program, *pytest_arguments]
+    return [mpirun_program() or "mpirun", "-n", str(size), *program, *pytest_arguments]
 
 
 def torchrun(size: int, pytest_arguments: list[str]) -> list[str]:
@@ -62,7 +62,7 @@ def marked_backends(launcher: Launcher) -> set[str]:
 def choose_launcher(name: str) -> Launcher:
     """The launcher of that name; for "auto" mpirun where it and mpi4py are installed."""
     if name == "auto":
-        name = "mpirun" if _mpirun_program() and find_spec("mpi4py") else "torchrun"
+        name = "mpirun" if mpirun_program() and find_spec("mpi4py") else "torchrun"
     return LAUNCHERS[name]
 
 
@@ -78,7 +78,7 @@ def _is_a_launchers(name: str) -> bool:
     return name in _OF_TORCHRUN or name.startswith(_OF_OTHER_LAUNCHERS)
 
 
-def _mpirun_program() -> str | None:
+def mpirun_program() -> str | None:
     """The mpirun beside this interpreter, which matches its mpi4py, else the one on the path."""
     beside = Path(sys.executable).parent
     return shutil.which("mpirun", path=str(beside)) or shutil.which("mpirun")
