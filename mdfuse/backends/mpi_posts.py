@@ -56,6 +56,10 @@ class Team:
         work = Requests(requests, kept, self.waiting, self.state)
         return Posted(call, (work,), None)
 
+    def comm(self, call: Call) -> Any:
+        """The communicator of the calls of a kind."""
+        return self.comms[call.kind]
+
     def memory(self, tensor: Tensor) -> Any:
         """A dense tensor's memory, as MPI is given it."""
         return self.mpi.buffer.fromaddress(
@@ -97,11 +101,7 @@ def check_sizes(call: Call, buffers: Sequence[Tensor]) -> None:
 
 
 def _allgather(team: Team, call: Call, dtype: torch.dtype) -> Post:
-    kind, start, memory = (
-        carrying_type(team.mpi, dtype),
-        team.comms[call.kind].Iallgather,
-        team.memory,
-    )
+    kind, start, memory = carrying_type(team.mpi, dtype), team.comm(call).Iallgather, team.memory
 
     def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
         src, dst = srcs[0], dsts[0]
@@ -115,7 +115,7 @@ def _allgather(team: Team, call: Call, dtype: torch.dtype) -> Post:
 
 def _reduce_scatter(team: Team, call: Call, dtype: torch.dtype) -> Post:
     kind, op = reducing_type(team.mpi, dtype), reduce_op(team.mpi, call.reduce_op, dtype)
-    start, memory = team.comms[call.kind].Ireduce_scatter_block, team.memory
+    start, memory = team.comm(call).Ireduce_scatter_block, team.memory
 
     def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
         src, dst = srcs[0], dsts[0]
@@ -129,7 +129,7 @@ def _reduce_scatter(team: Team, call: Call, dtype: torch.dtype) -> Post:
 
 def _allreduce(team: Team, call: Call, dtype: torch.dtype) -> Post:
     kind, op = reducing_type(team.mpi, dtype), reduce_op(team.mpi, call.reduce_op, dtype)
-    start, memory, in_place = team.comms[call.kind].Iallreduce, team.memory, team.mpi.IN_PLACE
+    start, memory, in_place = team.comm(call).Iallreduce, team.memory, team.mpi.IN_PLACE
 
     def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
         src, dst = srcs[0], dsts[0]
@@ -143,7 +143,7 @@ def _allreduce(team: Team, call: Call, dtype: torch.dtype) -> Post:
 
 def _broadcast(team: Team, call: Call, dtype: torch.dtype) -> Post:
     kind, root = carrying_type(team.mpi, dtype), root_index(call)
-    start, memory = team.comms[call.kind].Ibcast, team.memory
+    start, memory = team.comm(call).Ibcast, team.memory
 
     def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
         buffer = (srcs or dsts)[0]
@@ -156,7 +156,7 @@ def _broadcast(team: Team, call: Call, dtype: torch.dtype) -> Post:
 
 def _reduce(team: Team, call: Call, dtype: torch.dtype) -> Post:
     kind, op = reducing_type(team.mpi, dtype), reduce_op(team.mpi, call.reduce_op, dtype)
-    root, start, memory = root_index(call), team.comms[call.kind].Ireduce, team.memory
+    root, start, memory = root_index(call), team.comm(call).Ireduce, team.memory
 
     def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
         src = srcs[0]
@@ -171,11 +171,7 @@ def _reduce(team: Team, call: Call, dtype: torch.dtype) -> Post:
 
 def _alltoall(team: Team, call: Call, dtype: torch.dtype) -> Post:
     """Posted even where this rank has no elements at all: others may have some."""
-    kind, start, memory = (
-        carrying_type(team.mpi, dtype),
-        team.comms[call.kind].Ialltoallv,
-        team.memory,
-    )
+    kind, start, memory = carrying_type(team.mpi, dtype), team.comm(call).Ialltoallv, team.memory
     sends = call.send_counts, _starts(call.send_counts)
     recvs = call.recv_counts, _starts(call.recv_counts)
 
@@ -189,11 +185,7 @@ def _alltoall(team: Team, call: Call, dtype: torch.dtype) -> Post:
 
 def _gather(team: Team, call: Call, dtype: torch.dtype) -> Post:
     """Every member posts, one that gives nothing too; block i goes where `parts` has it."""
-    kind, start, memory = (
-        carrying_type(team.mpi, dtype),
-        team.comms[call.kind].Igatherv,
-        team.memory,
-    )
+    kind, start, memory = carrying_type(team.mpi, dtype), team.comm(call).Igatherv, team.memory
     root, is_root = root_index(call), call.rank == call.root
     places = [call.parts.index(r) if r in call.parts else None for r in call.team]
 
@@ -210,11 +202,7 @@ def _gather(team: Team, call: Call, dtype: torch.dtype) -> Post:
 
 def _scatter(team: Team, call: Call, dtype: torch.dtype) -> Post:
     """Every member posts, one that gets nothing too. MPI reads no block twice: those are copied."""
-    kind, start, memory = (
-        carrying_type(team.mpi, dtype),
-        team.comms[call.kind].Iscatterv,
-        team.memory,
-    )
+    kind, start, memory = carrying_type(team.mpi, dtype), team.comm(call).Iscatterv, team.memory
     root, is_root = root_index(call), call.rank == call.root
     count = call.source_blocks or max(call.blocks, default=-1) + 1
     is_distinct = len(set(call.blocks)) == len(call.blocks)
@@ -239,7 +227,7 @@ def _exchange(team: Team, call: Call, dtype: torch.dtype) -> Post:
     """Each piece has its own dtype; empty ones are left out at both ends."""
     receivers = [call.team.index(rank) for rank in call.sends]
     senders = [call.team.index(rank) for rank in call.recvs]
-    send, receive = team.comms[call.kind].Isend, team.comms[call.kind].Irecv
+    send, receive = team.comm(call).Isend, team.comm(call).Irecv
 
     def message(tensor: Tensor) -> list[Any]:
         return [team.memory(tensor), carrying_type(team.mpi, tensor.dtype)]
