@@ -40,6 +40,48 @@ BATCH_SCRIPT = {
 }
 SRUN = BATCH_SCRIPT | {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
 
+# As Slurm 22.05 sets them: rank 3 of `srun -N 2 --ntasks-per-node=2`, --mpi=none.
+SLURM_22 = {
+    "SLURM_JOB_ID": "3",
+    "SLURM_JOB_NODELIST": "host[0-1]",
+    "SLURM_LOCALID": "1",
+    "SLURM_NNODES": "2",
+    "SLURM_NPROCS": "4",
+    "SLURM_NTASKS": "4",
+    "SLURM_NTASKS_PER_NODE": "2",
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "host[0-1]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+}
+PMIX = {
+    "SLURM_MPI_TYPE": "pmix",
+    "PMIX_RANK": "3",
+    "PMIX_NAMESPACE": "slurm.pmix.3.0",
+    "PMIX_HOSTNAME": "host1",
+    "SLURM_PMIX_MAPPING_SERV": "(vector,(0,2,2))",
+}
+PMI2 = {
+    "SLURM_MPI_TYPE": "pmi2",
+    "PMI_RANK": "3",
+    "PMI_SIZE": "4",
+    "PMI_JOBID": "3.0",
+    "PMI_FD": "13",
+}
+# mpirun's daemon is a step of one task on each other host.
+MPIRUN_DAEMON = {
+    "SLURM_JOB_ID": "3",
+    "SLURM_LOCALID": "0",
+    "SLURM_NTASKS": "1",
+    "SLURM_PROCID": "0",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_NUM_TASKS": "1",
+}
+
 
 def _facts(launch: Launch) -> tuple[str, int, int, int, int | None]:
     return launch.name, launch.rank, launch.size, launch.local_rank, launch.local_size
@@ -66,6 +108,13 @@ def _facts(launch: Launch) -> tuple[str, int, int, int, int | None]:
         pytest.param(TORCHRUN | OPEN_MPI, ("torchrun", 5, 8, 1, 4), id="torchrun under mpirun"),
         pytest.param(OPEN_MPI | SRUN, ("mpirun", 2, 4, 2, 4), id="mpirun under slurm"),
         pytest.param(HYDRA | SRUN, ("mpirun", 1, 2, 0, 1), id="hydra's proxy under srun"),
+        pytest.param(SLURM_22, ("srun", 3, 4, 1, None), id="srun --mpi=none"),
+        pytest.param(SLURM_22 | PMIX, ("srun", 3, 4, 1, None), id="srun --mpi=pmix"),
+        pytest.param(SLURM_22 | PMI2, ("srun", 3, 4, 1, None), id="srun --mpi=pmi2"),
+        pytest.param(TORCHRUN | SLURM_22, ("torchrun", 5, 8, 1, 4), id="torchrun under srun"),
+        pytest.param(
+            OPEN_MPI | MPIRUN_DAEMON, ("mpirun", 2, 4, 2, 4), id="mpirun in an allocation"
+        ),
         pytest.param({"RANK": "3"}, ("single", 0, 1, 0, 1), id="RANK alone means nothing"),
         pytest.param(
             {"RANK": "3", "WORLD_SIZE": "4"}, ("single", 0, 1, 0, 1), id="no address, no torchrun"

@@ -26,11 +26,11 @@ def stubs(tmp_path: Path) -> Path:
 
     The Python is one, too: it passes on what is not a launcher's call.
     """
-    settings = "env | grep -E '^(GLOO|NCCL|OMP|MASTER|OMPI|PRTE)'"
+    settings = "env | grep -E '^(GLOO|NCCL|OMP|MASTER|OMPI|PRTE|SRUN)'"
     say = f'#!/bin/sh\necho "$(basename $0)" "$@"\n{settings}\n'
     for name in ("srun", "mpirun"):
         _write(tmp_path / name, say)
-    _write(tmp_path / "scontrol", "#!/bin/sh\nprintf 'host0\\nhost1\\n'\n")
+    _write(tmp_path / "scontrol", "#!/bin/sh\nprintf 'host0\\n127.0.0.1\\n'\n")
     passing = f'case "$*" in *torch.distributed.run*) ;; *) exec {sys.executable} "$@" ;; esac\n'
     _write(tmp_path / "python", say.replace("#!/bin/sh\n", f"#!/bin/sh\n{passing}"))
     return tmp_path
@@ -102,22 +102,28 @@ def test_mpirun_wants_ranks_per_host() -> None:
     assert "launch/mpirun_nodes: b has no number of ranks" in done.stderr
 
 
-def test_srun(stubs: Path) -> None:
+def test_srun(stubs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = {
         "PATH": f"{stubs}:{os.environ['PATH']}",
         "SLURM_SUBMIT_DIR": str(ROOT),
         "SLURM_JOB_ID": "123456",
-        "SLURM_JOB_NODELIST": "host[0-1]",
+        "SLURM_JOB_NODELIST": "host0,127.0.0.1",
         "SLURM_CPUS_PER_TASK": "8",
     }
     spool = stubs / "slurm_script"  # Slurm runs a copy
     spool.write_bytes((LAUNCH / "srun").read_bytes())
-    for name in ("OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT"):
+    for name in ("OMP_NUM_THREADS", "SRUN_CPUS_PER_TASK", "MASTER_ADDR", "MASTER_PORT"):
         job[name] = ""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     lines = run("bash", spool, "x.py", "--rows", "3", **job).stdout.splitlines()
     called = f"srun --mpi=pmix --kill-on-bad-exit=1 {sys.executable} -m mpi4py x.py --rows 3"
     assert lines[0] == called
-    assert {"MASTER_ADDR=host0", "MASTER_PORT=23456", "OMP_NUM_THREADS=8"} <= {*lines}
+    # the first host's address on the way to the last one, and not its name
+    assert {"MASTER_ADDR=127.0.0.1", "MASTER_PORT=23456", "GLOO_SOCKET_IFNAME=lo"} <= {*lines}
+    assert {"SRUN_CPUS_PER_TASK=8", "OMP_NUM_THREADS=8"} <= {*lines}
+    chosen = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5", "GLOO_SOCKET_IFNAME": "ib0"}
+    lines = run("bash", spool, "x.py", **(job | chosen)).stdout.splitlines()
+    assert {f"{name}={value}" for name, value in chosen.items()} <= {*lines}
 
 
 def test_srun_needs_sbatch() -> None:
@@ -146,6 +152,11 @@ def bare(tmp_path: Path) -> str:
             ("namespaces/two_hosts", "--check"),
             "no ip: apt-get install iproute2",
             "network namespaces need root",
+        ),
+        (
+            ("namespaces/slurm", "--check"),
+            "no munged slurmctld slurmd srun sbatch scontrol",
+            "no munged slurmctld slurmd srun sbatch scontrol",
         ),
         (("image/build",), "no buildah: apt-get install buildah", "tests/image/build: needs root"),
     ],

@@ -87,7 +87,15 @@ class Hydra:
     """mpirun of MPICH and Intel MPI."""
 
     def is_present(self, environment: Mapping[str, str]) -> bool:
-        return _has_all(environment, "PMI_RANK", "PMI_SIZE")
+        """Also srun sets PMI_RANK and PMI_SIZE, with --mpi=pmi2, and tells the local rank besides.
+
+        Below a proxy that srun started, its numbers are those of the proxies: others.
+        """
+        is_sruns = all(
+            pmi in environment and environment[pmi] == environment.get(slurm)
+            for pmi, slurm in (("PMI_RANK", "SLURM_PROCID"), ("PMI_SIZE", "SLURM_STEP_NUM_TASKS"))
+        )
+        return _has_all(environment, "PMI_RANK", "PMI_SIZE") and not is_sruns
 
     def launch(self, environment: Mapping[str, str]) -> Launch:
         return _launch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import reduce
 from typing import Any
@@ -14,6 +15,7 @@ from mdfuse.backends.base import Call
 from mdfuse.backends.c10d import C10dBackend
 from mdfuse.backends.c10d_groups import PrefixStore
 from mdfuse.errors import BackendError, CommunicationError
+from mdfuse.runtime.bootstrap import detect, gloo_devices
 
 pytestmark = pytest.mark.world(4)
 
@@ -431,7 +433,7 @@ def test_a_member_that_posts_nothing_is_a_timeout_not_a_hang(comm: Any) -> None:
         device=torch.device("cpu"),
         store=PrefixStore("test_timeout", comm.store),
         timeout_s=1.0,
-        network=({"hostname": "127.0.0.1"},),
+        network=gloo_devices(os.environ, detect(os.environ)),
     )
     team = (0, 1, 2, 3)
     backend.prepare([team])
@@ -453,7 +455,7 @@ def test_a_member_that_does_not_prepare_is_a_timeout_not_a_hang(comm: Any) -> No
         device=torch.device("cpu"),
         store=PrefixStore("test_prepare", comm.store),
         timeout_s=1.0,
-        network=({"hostname": "127.0.0.1"},),
+        network=gloo_devices(os.environ, detect(os.environ)),
     )
     if comm.rank != 2:
         with pytest.raises(BackendError, match=f"gloo cannot connect rank {comm.rank}"):

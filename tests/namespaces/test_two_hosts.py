@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from on_hosts import FOLDER, run
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(300)]
 
-FOLDER = Path(__file__).parent
-ROOT = FOLDER.parents[1]
 LAUNCHERS = ["torchrun", "mpirun"]
 
 
 def two_hosts(launcher: str, *program: str) -> subprocess.CompletedProcess[str]:
-    """Two ranks on each host; 250 seconds, then whatever still runs there is killed."""
-    command = ["timeout", "--kill-after", "10", "250", FOLDER / "two_hosts", launcher, *program]
-    environment = {**os.environ, "MDFUSE_PYTHON": sys.executable, "NO_COLOR": "1"}
-    environment |= {"COLUMNS": "120", "MDFUSE_TIMEOUT_S": "60"}
-    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    """Two ranks on each host."""
+    return run("two_hosts", launcher, *program)
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -45,17 +38,8 @@ def test_doctor_sees_the_hosts(launcher: str) -> None:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_rank_that_fails_ends_the_job(launcher: str, tmp_path: Path) -> None:
-    program = tmp_path / "fails.py"
-    program.write_text(
-        "import mdfuse as mf\n"
-        "comm = mf.init()\n"
-        "if comm.rank == 3:\n"
-        "    raise SystemExit('rank 3 on the other host gives up')\n"
-        "comm.barrier()\n"
-        "comm.barrier()\n"
-    )
-    done = two_hosts(launcher, str(program))
+def test_a_rank_that_fails_ends_the_job(launcher: str) -> None:
+    done = two_hosts(launcher, str(FOLDER / "fails.py"))
     assert done.returncode not in (0, 124, 137)
     assert "rank 3 on the other host gives up" in done.stderr
 
