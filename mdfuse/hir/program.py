@@ -186,6 +186,13 @@ class HostProgram:
             yield from i.walk()
 
     @cached_property
+    def written_out(self) -> HostProgram:
+        """A projection without loops, branches and aliases; see `mdfuse.hir.unroll`."""
+        from mdfuse.hir.unroll import write
+
+        return write(self)
+
+    @cached_property
     def meshes(self) -> tuple[DeviceMesh, ...]:
         """The meshes of its buffers and communications."""
         found = [t.layout.mesh for t in self.types.values() if t.layout is not None]

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.unroll import unroll
 
 
 def received(program: HostProgram, rank: int) -> Iterator[tuple[Instruction, int]]:
@@ -15,7 +14,7 @@ def received(program: HostProgram, rank: int) -> Iterator[tuple[Instruction, int
     Bytes that arrive from other ranks, ring model, padding included.
     """
     if program.rank is None and not _is_straight(program):
-        program = unroll(program.project(rank))
+        program = program.project(rank).written_out
     for i in program.walk():
         if i.comm is not None:
             if i.op == "post" and program.runs_on(i, rank):

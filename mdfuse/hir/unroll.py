@@ -24,8 +24,10 @@ from mdfuse.ir.graph import Operand
 LIMIT = 1_000_000
 
 
-def unroll(program: HostProgram) -> HostProgram:
+def write(program: HostProgram) -> HostProgram:
     """Write out a projection; names of iterations are `name@1`, `name@2`, …
+
+    `program.written_out` is the same, done once.
 
     Raises:
         ProgramError: aliases in a cycle; a step of 0; more than a million instructions.

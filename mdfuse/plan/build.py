@@ -18,7 +18,6 @@ from torch import Tensor
 from mdfuse.backends.base import Call, Poster
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import HostProgram
-from mdfuse.hir.unroll import unroll
 from mdfuse.plan.lines import Function, Line, Ref, Slots, write
 from mdfuse.plan.memory import Owned, own
 from mdfuse.plan.places import Tally, register
@@ -227,7 +226,7 @@ def build(
     """
     if program.rank is None:
         raise ProgramError("a plan is for one rank", hint="project the program first")
-    written, arguments, out = unroll(program), arguments or (), out or ()
+    written, arguments, out = program.written_out, arguments or (), out or ()
     has_streams = device.type == "cuda" and not is_simulated
     context = Context(
         written, program.rank, {}, bind, device, poison, has_streams,

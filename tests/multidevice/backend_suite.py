@@ -74,7 +74,7 @@ def test_two_stages(before: str, comm: Any) -> None:
 
 @two
 def test_two_stages_of_two(comm: Any) -> None:
-    run_two_stages(comm, [c for c in two_stage.CASES_OF_2 if c.units == "ops"])
+    run_two_stages(comm, two_stage.CASES_OF_2)
 
 
 def run_two_stages(comm: mf.Communicator, cases: Sequence[Case]) -> None:

@@ -19,7 +19,6 @@ from dataclasses import replace
 
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.unroll import unroll
 from mdfuse.hir.verify.flow import Flow
 from mdfuse.hir.verify.sizes import check_sizes
 from mdfuse.hir.verify.structure import POSTS, check_defined, check_structure
@@ -156,7 +155,7 @@ def _unrolled(program: HostProgram) -> HostProgram:
     """A projection written out."""
     check_defined(program)
     try:
-        return unroll(program)
+        return program.written_out
     except KeyError as error:  # made in a branch that this rank does not take
         raise ProgramError(
             f"@{program.name} reads %{error.args[0]} on rank {program.rank}, where nothing made it",
@@ -167,7 +166,7 @@ def _unrolled(program: HostProgram) -> HostProgram:
 
 
 def _mine(program: HostProgram, rank: int, meshes: list[DeviceMesh]) -> HostProgram:
-    """`unroll(program.project(rank))` of a program without loops, but with global attributes."""
+    """`project(rank).written_out` of a program without loops, but with global attributes."""
     if len(meshes) == 1 and not program.aliases:
         return replace(program, rank=rank)
     roots = {name: program.root(name) for name in program.aliases}
@@ -217,7 +216,7 @@ def _check_transfers(program: HostProgram) -> None:
                 teams[mesh.team(mesh.rank_at(coordinate), axis)] = None
     bare = replace(program, instructions=_communications(program)) if teams else program
     for team in teams:
-        check_teams({rank: unroll(bare.project(rank)) for rank in team}, is_whole=False)
+        check_teams({rank: bare.project(rank).written_out for rank in team}, is_whole=False)
 
 
 def _communications(program: HostProgram) -> tuple[Instruction, ...]:
