@@ -38,6 +38,9 @@ _log = logging.getLogger("mdfuse.comm")
 #: How long the rank that hosts the store waits at its end for ranks that still use it, seconds.
 _GRACE_S = 10.0
 
+#: The same where it ends by an error: the others may be asking what went wrong.
+_REPORTS_S = 3.0
+
 #: How long the store may take to answer where a communication broke already, seconds.
 _ANSWER_S = 1.0
 
@@ -252,15 +255,21 @@ class Communicator:
         if failure is not None:
             self._watch.leaves = f"ended with {type(failure).__name__}: {first_line(failure)}"
         self._watch.close()  # while the store is there: whoever hosts it goes when all have left
-        self._leave(wait=self._is_host and failure is None)
+        self._leave(_GRACE_S if failure is None else _REPORTS_S)
         for backend in dict.fromkeys(self._backends.values()):
             backend.close()
 
-    def _leave(self, wait: bool) -> None:
-        """Say goodbye; a store whose host is stopped does not keep this rank."""
+    def _leave(self, grace_s: float) -> None:
+        """Say goodbye; a store whose host is stopped does not keep this rank.
+
+        Args:
+            grace_s: where this rank hosts the store: how long the others may still need it.
+        """
         has_left: list[bool] = []
-        limit = _GRACE_S + _ANSWER_S if wait else _ANSWER_S
-        in_time = within(limit, lambda: has_left.append(self._agreement.leave(_GRACE_S, wait)))
+        limit = grace_s + _ANSWER_S if self._is_host else _ANSWER_S
+        in_time = within(
+            limit, lambda: has_left.append(self._agreement.leave(grace_s, self._is_host))
+        )
         if not in_time:
             _log.info("rank %d: the store was closed first, or does not answer", self.rank)
         elif not has_left[0]:
