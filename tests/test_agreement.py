@@ -92,3 +92,18 @@ def test_rank_0_does_not_join() -> None:
     launch = Launch(name="torchrun", rank=1, size=2, local_rank=1, why="told so")
     with pytest.raises(BackendError, match="rank 1 waited for rank 0, which did not join"):
         disagreement(store, launch, "gloo")
+
+
+@pytest.mark.parametrize(
+    ("rank_0", "rank_1", "is_same"),
+    [("gloo", "gloo", True), ("gloo, ucx", "gloo, ucx", True), ("gloo, ucx", "gloo", False)],
+)
+def test_ranks_name_the_same_backends(rank_0: str, rank_1: str, is_same: bool) -> None:
+    """Else one would open what the other does not wait for."""
+    store = dist.HashStore()
+    launches = [Launch(name="torchrun", rank=r, size=2, local_rank=r, why="") for r in range(2)]
+    assert disagreement(store, launches[0], rank_0) is None
+    found = disagreement(store, launches[1], rank_1)
+    assert (found is None) == is_same
+    if found is not None:
+        assert "rank 1 uses backend 'gloo', rank 0 'gloo, ucx'" in str(found)

@@ -27,7 +27,8 @@ def refused(make, words):
         raise AssertionError(words)
 
 
-refused(lambda: init(backend="carrier pigeon"), "backend 'carrier pigeon' is unknown")
+refused(lambda: init(backend="carrier pigeon"), "backend 'carrier pigeon'")
+refused(lambda: init(backend="gloo, tp=carrier pigeon"), "there is no such backend")
 if not torch.cuda.is_available():
     refused(lambda: init(backend="nccl"), "rank 0 cannot use backend 'nccl'")
 if not dist.is_ucc_available():

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 import mdfuse as mf
 from mdfuse import hir
+from mdfuse.backends.base import Call
 from mdfuse.config import carriers_of
+from mdfuse.plan.build import build
+from mdfuse.plan.posts import groups
 
 GRID = mf.DeviceMesh.arange(dp=2, tp=2)
 PAIR = mf.DeviceMesh([4, 5], axes=("tp",))
@@ -78,3 +84,24 @@ def test_posts_in_loops_name_theirs() -> None:
     program = mf.compile(fd, mf.Options(backend="tp=mpi"))
     inside = [j.comm for i in program.host if i.op == "for" for j in i.walk() if j.comm]
     assert inside and all(c.backend == "mpi" for c in inside)
+
+
+def test_a_barrier_names_one() -> None:
+    text = """
+host @meet on mesh(tp=2) {
+  input %x: f32[2] (tp=R)
+  barrier (tp=R) axis=tp backend=ucx
+  return %x
+}
+"""
+    program = hir.parse(text)
+    assert program.backends == ("ucx",) and hir.parse(str(program)) == program
+    bound: list[str | None] = []
+
+    def bind(call: Call) -> Any:
+        bound.append(call.backend)
+        return lambda srcs, dsts: None
+
+    build(program.project(0), bind, torch.device("cpu"), poison=False)
+    assert bound == ["ucx"]
+    assert groups(program.project(0), 0, "ucx") == [(0, 1)] and groups(program.project(0), 0) == []

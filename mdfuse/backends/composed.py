@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Literal
 
-from mdfuse.backends.base import Call, root_index
+from mdfuse.backends.base import Call, check_call, root_index
 from mdfuse.errors import CommunicationError
 
 #: Elements [start, stop) of a buffer.
@@ -139,11 +139,7 @@ def compose(call: Call, sizes: Sizes) -> Composition:
     >>> compose(call, Sizes(srcs=(), dsts=(4,))).steps[0].recvs
     (Transfer(peer=0, piece=Piece(side='dst', start=0, stop=4, index=0)),)
     """
-    if call.kind not in KINDS:
-        raise CommunicationError(
-            f"{call.kind} is not a kind of communication",
-            because=f"kinds are {', '.join(KINDS)}",
-        )
+    check_call(call, is_prepared=True)
     found = KINDS[call.kind](call, sizes)
     kept = tuple(step for step in map(_without_empty, found.steps) if step != Step())
     for piece in _pieces(kept):

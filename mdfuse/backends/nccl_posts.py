@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import REDUCING, Buffer, Call, Prepared
+from mdfuse.backends.base import REDUCING, Buffer, Call, Prepared, root_index
 from mdfuse.backends.noting import Subject
 from mdfuse.backends.reduction import check_reduction
 from mdfuse.errors import CommunicationError
@@ -42,9 +42,8 @@ _OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
 #: and reduced locally.
 _REDUCED = frozenset(_CODES) - {torch.uint32, torch.uint64}
 
-
 #: Kinds that every member of the team posts. The others are posted by those that have a part.
-COLLECTIVES = ("Allgather", "AllToAll", "Broadcast", *REDUCING)
+COLLECTIVES = frozenset({"Allgather", "AllToAll", "Broadcast"}) | REDUCING
 
 _SRC = Buffer("src", 0, "pointer")
 _DST = Buffer("dst", 0, "pointer")
@@ -116,11 +115,8 @@ _Sizes = tuple[list[int], list[int]]
 
 def _check(call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> None:
     buffers = (*srcs, *dsts)
-    if call.root is not None and call.root not in call.team:
-        raise CommunicationError(
-            f"{call.kind} on team {call.team} has root {call.root}",
-            because="its root is one of the team",
-        )
+    if call.root is not None:
+        root_index(call)  # checks it
     if call.kind in REDUCING and buffers:
         check_reduction(call.reduce_op, buffers[0].dtype)
     for buffer in buffers:

@@ -1,7 +1,10 @@
 """Say which backend carries a post, where the user named one for its mesh axis.
 
-Options(backend="gloo, dp=ucx")
-%c = post allreduce[sum](%x) -> %y ... axis=dp      ->      ... axis=dp backend=ucx
+With `Options(backend="gloo, dp=ucx")`:
+
+    %c = post allreduce[sum](%x) -> %y ... axis=dp      ->      ... axis=dp backend=ucx
+
+Posts of the usual backend name none, so that the program runs on any.
 """
 
 from __future__ import annotations

@@ -140,9 +140,10 @@ class _Printer:
         return " ".join((*parts, *_settings(settings), *self.team(comm)))
 
     def barrier(self, i: Instruction) -> str:
-        assert i.comm is not None
-        parts = [f"barrier {self.layout(i.comm.source)}", *_settings({"axis": i.comm.axis})]
-        return " ".join((*parts, *self.team(i.comm)))
+        comm = i.comm
+        assert comm is not None
+        settings = _settings({"axis": comm.axis, "backend": comm.backend})
+        return " ".join(("barrier", self.layout(comm.source), *settings, *self.team(comm)))
 
     def team(self, comm: Communication) -> list[str]:
         """This rank's team and root, in a projection."""

@@ -167,7 +167,9 @@ class Posts:
         team = comm.team(context.rank)
         if len(team) < 2:
             return []
-        call = Call(kind="Allreduce", team=team, rank=context.rank, reduce_op="sum")
+        call = Call(
+            kind="Allreduce", team=team, rank=context.rank, reduce_op="sum", backend=comm.backend
+        )
         poster, ones = context.bind(call), torch.ones(1, device=context.device)
         handle = context.new_slot()
 

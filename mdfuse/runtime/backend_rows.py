@@ -103,6 +103,13 @@ BACKENDS: dict[str, BackendRow] = {
 }
 
 
+def why_not(name: str) -> tuple[str, str] | None:
+    """Why this process cannot use the backend of a name, and a remedy; None where it can."""
+    if name not in BACKENDS:
+        return "there is no such backend", f"choose one of auto, {', '.join(BACKENDS)}"
+    return BACKENDS[name].why_not()
+
+
 def auto() -> tuple[str, str]:
     """The backend that "auto" stands for in this process, and why."""
     refusal = BACKENDS["nccl"].why_not()

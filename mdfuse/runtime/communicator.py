@@ -17,17 +17,17 @@ import torch.distributed as dist
 
 from mdfuse.backends import ucx_library
 from mdfuse.backends.base import Call, Interruptible, Poster
-from mdfuse.backends.c10d_groups import HashStore, PrefixStore, Store
+from mdfuse.backends.c10d_groups import HashStore, PrefixStore
 from mdfuse.backends.work import first_line
 from mdfuse.config import Carriers, Options, carriers_of, options_from_environment
 from mdfuse.errors import BackendError
 from mdfuse.plan.places import Tally
 from mdfuse.runtime.agreement import Agreement
 from mdfuse.runtime.backend_rows import BACKENDS, OpenBackend, World, auto
-from mdfuse.runtime.bootstrap import Launch, detect
+from mdfuse.runtime.bootstrap import detect
 from mdfuse.runtime.bulletin import within
-from mdfuse.runtime.fast_lane import Replays, agree_on_lanes
-from mdfuse.runtime.joining import disagreement, problem_elsewhere, watch_for
+from mdfuse.runtime.fast_lane import Replays
+from mdfuse.runtime.joining import meet, problem_elsewhere, watch_for, why_not_beside
 from mdfuse.runtime.null_world import NULL, check_null_arguments, null_device, null_launch
 from mdfuse.runtime.refusals import Refusals
 from mdfuse.runtime.stores import open_store
@@ -59,7 +59,7 @@ class Communicator:
         rank: this rank.
         size: the number of ranks.
         local_rank: this rank's number on its host.
-        backend: the backend's name.
+        backend: the first backend's name; see `open` for others.
         device: where this rank's buffers are.
         store: a store shared by all ranks, under a prefix of this communicator's own.
         is_ready: programs can run; not so once it is closed, or after a run that broke off or that
@@ -115,7 +115,7 @@ class Communicator:
     def _opened(self, name: str) -> OpenBackend:
         if self.backend == NULL:
             return self._backends[NULL]  # it carries nothing, whoever should
-        problem = _why_not_beside(name, self.device, self.rank)
+        problem = why_not_beside(name, self.device, self.rank)
         texts = self.all_ok(None if problem is None else str(problem))
         if any(texts):
             raise problem or problem_elsewhere(texts, self.launch)
@@ -255,25 +255,27 @@ class Communicator:
         if failure is not None:
             self._watch.leaves = f"ended with {type(failure).__name__}: {first_line(failure)}"
         self._watch.close()  # while the store is there: whoever hosts it goes when all have left
-        self._leave(_GRACE_S if failure is None else _REPORTS_S)
+        has_left = self._leave(_GRACE_S if failure is None else _REPORTS_S)
+        if not has_left and failure is None:
+            _log.warning("rank %d closed before all other ranks did", self.rank)
         for backend in dict.fromkeys(self._backends.values()):
             backend.close()
 
-    def _leave(self, grace_s: float) -> None:
+    def _leave(self, grace_s: float) -> bool:
         """Say goodbye; a store whose host is stopped does not keep this rank.
 
         Args:
             grace_s: where this rank hosts the store: how long the others may still need it.
+
+        Returns:
+            False where they still did.
         """
-        has_left: list[bool] = []
+        found: list[bool] = []
         limit = grace_s + _ANSWER_S if self._is_host else _ANSWER_S
-        in_time = within(
-            limit, lambda: has_left.append(self._agreement.leave(grace_s, self._is_host))
-        )
-        if not in_time:
-            _log.info("rank %d: the store was closed first, or does not answer", self.rank)
-        elif not has_left[0]:
-            _log.warning("rank %d closed before all other ranks did", self.rank)
+        if within(limit, lambda: found.append(self._agreement.leave(grace_s, self._is_host))):
+            return found[0]
+        _log.info("rank %d: the store was closed first, or does not answer", self.rank)
+        return True
 
     def _check_open(self, what: str) -> None:
         if self._is_closed:
@@ -390,7 +392,7 @@ def _join(carriers: Carriers, options: Options) -> Communicator:
     name = auto()[0] if carriers.usual == "auto" else carriers.usual
     watch = watch_for(launch, name, store, timeout_s, os.environ)
     try:
-        world = _meet(launch, name, options, agreement, store, watch)
+        world = meet(launch, (name, *carriers.others), options, agreement, store, watch)
     except BackendError:
         within(_GRACE_S, lambda: agreement.leave(_GRACE_S, wait=is_host))
         watch.close()
@@ -400,89 +402,15 @@ def _join(carriers: Carriers, options: Options) -> Communicator:
     )
     opened = BACKENDS[name].open(world)
     made = Communicator(world=world, backend=opened, agreement=agreement, is_host=is_host)
-    made.open(carriers.others)
-    return made
-
-
-def _meet(
-    launch: Launch, name: str, options: Options, agreement: Agreement, store: Store, watch: Watch
-) -> World:
-    """The first meeting of all ranks: each of them can use the backend, or all raise."""
-    if launch.size > 1:
-        watch.start()
-    device, refusal = _device(name, launch)
     try:
-        with watch.waiting("the first meeting of all ranks"):
-            other = disagreement(store, launch, name)
-            problem = refusal or other
-            texts = agreement.exchange(None if problem is None else str(problem))
-    except BackendError as error:
-        raise watch.explain(error) from error.__cause__
-    if any(texts):
-        raise problem or problem_elsewhere(texts, launch)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    lanes = None
-    if name == "nccl" and launch.size > 1:
-        lanes = agree_on_lanes(
-            options.fast_lane, rank=launch.rank, device=device, watch=watch, agreement=agreement
-        )
-    return World(
-        launch=launch,
-        device=device,
-        store=store,
-        timeout_s=options.timeout_s,
-        lanes=lanes,
-        watch=watch,
-    )
+        made.open(carriers.others)
+    except BackendError:
+        made.close()
+        raise
+    return made
 
 
 def _default_group() -> tuple[int, int] | None:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return None
-
-
-def _why_not(name: str, rank: int) -> BackendError | None:
-    """Why this process cannot use a backend."""
-    if name not in BACKENDS:
-        return BackendError(
-            f"backend {name!r} is unknown",
-            because=f"backends are auto, {', '.join(BACKENDS)}",
-            hint='leave it at "auto": nccl where this rank drives a GPU, gloo elsewhere',
-        )
-    refusal = BACKENDS[name].why_not()
-    if refusal is None:
-        return None
-    because, hint = refusal
-    return BackendError(f"rank {rank} cannot use backend {name!r}", because=because, hint=hint)
-
-
-def _why_not_beside(name: str, device: torch.device, rank: int) -> BackendError | None:
-    """Why this process cannot use a backend beside another one that chose the device."""
-    problem = _why_not(name, rank)
-    if problem is not None or device.type in BACKENDS[name].devices:
-        return problem
-    return BackendError(
-        f"rank {rank} has its buffers on {device}, and backend {name!r} does not carry these",
-        because=f"{name} carries {' and '.join(BACKENDS[name].devices)} buffers",
-        hint="mdfuse doctor lists what each backend carries",
-    )
-
-
-def _device(name: str, launch: Launch) -> tuple[torch.device, BackendError | None]:
-    """This rank's device under a backend, or why it cannot use that backend."""
-    cpu = torch.device("cpu")
-    problem = _why_not(name, launch.rank)
-    if problem is not None:
-        return cpu, problem
-    if BACKENDS[name].devices[0] != "cuda" or not torch.cuda.is_available():
-        return cpu, None
-    count = torch.cuda.device_count()
-    if count > 1 and launch.local_rank >= count and launch.name != "default group":
-        return cpu, BackendError(
-            f"rank {launch.rank} has local rank {launch.local_rank}, but this host {count} GPUs",
-            because=f"backend {name!r} drives one GPU per rank",
-            hint=f'start at most {count} ranks per host, or use backend="gloo"',
-        )
-    return torch.device("cuda", launch.local_rank % count), None

@@ -1,4 +1,4 @@
-"""What the ranks settle when they join: one backend for all, and a watchdog in each process."""
+"""What the ranks settle when they join: backends, devices, and a watchdog in each process."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ import torch
 
 from mdfuse.backends.c10d_groups import PrefixStore, Store
 from mdfuse.backends.work import first_line
+from mdfuse.config import Options
 from mdfuse.errors import BackendError
+from mdfuse.runtime.agreement import Agreement
+from mdfuse.runtime.backend_rows import BACKENDS, World, why_not
 from mdfuse.runtime.bootstrap import Launch
+from mdfuse.runtime.fast_lane import agree_on_lanes
 from mdfuse.runtime.watch import Watch
 
 
@@ -40,14 +44,56 @@ def watch_for(
     )
 
 
-def disagreement(store: Store, launch: Launch, name: str) -> BackendError | None:
-    """Compare this rank's backend with rank 0's; "auto" may mean another one on another host.
+def meet(
+    launch: Launch,
+    names: Sequence[str],
+    options: Options,
+    agreement: Agreement,
+    store: Store,
+    watch: Watch,
+) -> World:
+    """The first meeting of all ranks: they name the same backends and can use the first, or raise.
+
+    Whether they can use the others is settled when these are opened.
+    """
+    if launch.size > 1:
+        watch.start()
+    name = names[0]
+    device, refusal = _device(name, launch)
+    try:
+        with watch.waiting("the first meeting of all ranks"):
+            other = disagreement(store, launch, ", ".join(names))
+            problem = refusal or other
+            texts = agreement.exchange(None if problem is None else str(problem))
+    except BackendError as error:
+        raise watch.explain(error) from error.__cause__
+    if any(texts):
+        raise problem or problem_elsewhere(texts, launch)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    lanes = None
+    if name == "nccl" and launch.size > 1:
+        lanes = agree_on_lanes(
+            options.fast_lane, rank=launch.rank, device=device, watch=watch, agreement=agreement
+        )
+    return World(
+        launch=launch,
+        device=device,
+        store=store,
+        timeout_s=options.timeout_s,
+        lanes=lanes,
+        watch=watch,
+    )
+
+
+def disagreement(store: Store, launch: Launch, names: str) -> BackendError | None:
+    """Compare this rank's backends with rank 0's; "auto" may mean another one on another host.
 
     Raises:
         BackendError: rank 0 did not come.
     """
     if launch.rank == 0:
-        store.set("backend", name)
+        store.set("backend", names)
         return None
     try:
         chosen = store.get("backend").decode()
@@ -57,11 +103,11 @@ def disagreement(store: Store, launch: Launch, name: str) -> BackendError | None
             because=first_line(error),
             hint="see the log of rank 0; raise timeout_s where it is only slow",
         ) from error
-    if chosen == name:
+    if chosen == names:
         return None
     return BackendError(
-        f"rank {launch.rank} uses backend {name!r}, rank 0 {chosen!r}",
-        because="all ranks communicate by one backend",
+        f"rank {launch.rank} uses backend {names!r}, rank 0 {chosen!r}",
+        because="all ranks communicate by the same",
         hint="name it: Options(backend=...) or MDFUSE_BACKEND, the same on all ranks",
     )
 
@@ -71,3 +117,42 @@ def problem_elsewhere(texts: Sequence[str | None], launch: Launch) -> BackendErr
     return BackendError(
         f"rank {rank} could not join the other {launch.size - 1} ranks", where=text.split("\n")
     )
+
+
+def _problem(name: str, rank: int) -> BackendError | None:
+    """Why this process cannot use a backend."""
+    refusal = why_not(name)
+    if refusal is None:
+        return None
+    because, hint = refusal
+    return BackendError(f"rank {rank} cannot use backend {name!r}", because=because, hint=hint)
+
+
+def why_not_beside(name: str, device: torch.device, rank: int) -> BackendError | None:
+    """Why this process cannot use a backend beside another one that chose the device."""
+    problem = _problem(name, rank)
+    if problem is not None or device.type in BACKENDS[name].devices:
+        return problem
+    return BackendError(
+        f"rank {rank} has its buffers on {device}, and backend {name!r} does not carry these",
+        because=f"{name} carries {' and '.join(BACKENDS[name].devices)} buffers",
+        hint="mdfuse doctor lists what each backend carries",
+    )
+
+
+def _device(name: str, launch: Launch) -> tuple[torch.device, BackendError | None]:
+    """This rank's device under a backend, or why it cannot use that backend."""
+    cpu = torch.device("cpu")
+    problem = _problem(name, launch.rank)
+    if problem is not None:
+        return cpu, problem
+    if BACKENDS[name].devices[0] != "cuda" or not torch.cuda.is_available():
+        return cpu, None
+    count = torch.cuda.device_count()
+    if count > 1 and launch.local_rank >= count and launch.name != "default group":
+        return cpu, BackendError(
+            f"rank {launch.rank} has local rank {launch.local_rank}, but this host {count} GPUs",
+            because=f"backend {name!r} drives one GPU per rank",
+            hint=f'start at most {count} ranks per host, or use backend="gloo"',
+        )
+    return torch.device("cuda", launch.local_rank % count), None

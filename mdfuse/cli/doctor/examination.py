@@ -14,7 +14,7 @@ from mdfuse.cli.doctor import findings, gpus, host, libraries
 from mdfuse.cli.doctor.findings import Finding
 from mdfuse.config import VARIABLES, carriers_of, options_from_environment
 from mdfuse.errors import BackendError, ProgramError
-from mdfuse.runtime.backend_rows import BACKENDS, auto
+from mdfuse.runtime.backend_rows import BACKENDS, auto, why_not
 from mdfuse.runtime.bootstrap import detect
 
 #: Variables shown beside mdfuse's own: they steer the libraries below.
@@ -79,8 +79,7 @@ def _setting(name: str) -> list[Finding]:
     if name == "auto":
         chosen, why = auto()
         return [Finding(name="backend", what=f"auto: {chosen}, because {why}")]
-    unknown = "there is no such backend", "choose one of " + ", ".join(["auto", *BACKENDS])
-    refusal = BACKENDS[name].why_not() if name in BACKENDS else unknown
+    refusal = why_not(name)
     if refusal is None:
         return [Finding(name="backend", what=f"{name}, because MDFUSE_BACKEND names it")]
     what = f"{name} is not usable: {refusal[0]}"

@@ -12,7 +12,7 @@ from mdfuse.cli import screen
 from mdfuse.cli.doctor import collective
 from mdfuse.cli.doctor.collective import SIZES, Measured
 from mdfuse.config import Options, carriers_of, options_from_environment
-from mdfuse.runtime.backend_rows import BACKENDS
+from mdfuse.runtime.backend_rows import BACKENDS, why_not
 from mdfuse.runtime.bootstrap import Launch, detect
 from mdfuse.runtime.communicator import Communicator, init
 from mdfuse.runtime.null_world import NULL
@@ -88,7 +88,7 @@ def _meet(options: Options, here: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _refusals(comm: Communicator, name: str) -> tuple[str | None, ...]:
-    refusal = BACKENDS[name].why_not() if name in BACKENDS else ("unknown", "")
+    refusal = why_not(name)
     return comm.all_ok(None if refusal is None else refusal[0])
 
 
