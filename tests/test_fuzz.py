@@ -1,0 +1,39 @@
+"""Thousands of drawn inputs find nothing; `launch/fuzz` draws others."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from fuzz.driver import fuzz, once
+from fuzz.fuzzers import FUZZERS
+
+import mdfuse as mf
+
+#: Inputs of each fuzzer, where two thousand would take more than half a minute.
+FEWER: dict[str, int] = {}
+SEED = 20_000
+
+
+@pytest.mark.parametrize("name", FUZZERS)
+def test_nothing_is_found(name: str) -> None:
+    inputs = FEWER.get(name, 2_000)
+    print(f"{name}: {inputs} inputs, seed {SEED}")
+    found = fuzz(FUZZERS[name], inputs, SEED)
+    assert not found, "\n\n".join(map(str, found))
+
+
+def test_the_driver_finds_what_is_wrong() -> None:
+    def draw(drawn: random.Random) -> None:
+        number = drawn.randrange(4)
+        if number == 0:
+            raise mf.MdfuseError("an error of ours")
+        if number == 1:
+            raise KeyError("not ours")
+        if number == 2:
+            raise mf.MdfuseError("")
+
+    places = {finding.place.split()[0] for finding in fuzz(draw, 50, 0)}
+    assert places == {"KeyError", "MdfuseError"}
+    again = [once(draw, finding.seed) for finding in fuzz(draw, 50, 0)]
+    assert [f.place for f in again if f] == [f.place for f in fuzz(draw, 50, 0)]
