@@ -2,7 +2,8 @@
 
 A fuzzer is a function of a random number generator: it draws an input, uses it, and compares what
 comes back with an independent reference where there is one. It may return, or raise MdfuseError.
-Anything else is a finding: another exception, a failed comparison, more than `LIMIT_S` of processor time.
+Anything else is a finding: another exception, a failed comparison, more than
+`LIMIT_S` of processor time.
 Each input has a seed of its own, so that a finding can be repeated alone.
 """
 
@@ -20,7 +21,7 @@ from mdfuse.errors import PACKAGE, MdfuseError
 
 Fuzzer = Callable[[random.Random], None]
 
-#: Seconds of this process's processor time that one input may take; not of the clock, so that a busy
+#: Seconds of processor time that one input may take; not of the clock, so that a busy
 #: machine breaks nothing.
 LIMIT_S = 20.0
 
