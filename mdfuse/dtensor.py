@@ -20,6 +20,7 @@ from mdfuse.errors import LayoutError, MeshError
 from mdfuse.ir.infer import dense_strides
 from mdfuse.layout import REDUCE_OPS, Layout, Partial, Placement, Replicate, Shard
 from mdfuse.mesh import DeviceMesh
+from mdfuse.torch_private import shard_order
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
@@ -60,9 +61,7 @@ def layout_of(x: DTensor, axes: Sequence[str] | None = None) -> Layout:
     """
     mesh = DeviceMesh(x.device_mesh, axes)
     placements = dict(zip(mesh.axes, (_own(x, p) for p in x.placements), strict=True))
-    # torch 2.10 and later may split a dim in another order than that of the mesh's dims
-    stated = getattr(x._spec, "shard_order", None) or ()
-    order = {dim: [mesh.axes[i] for i in mesh_dims] for dim, mesh_dims in stated}
+    order = {dim: [mesh.axes[i] for i in mesh_dims] for dim, mesh_dims in shard_order(x)}
     layout = Layout(mesh, placements, order)
     turned = _turned_axis(layout)
     if turned is not None:

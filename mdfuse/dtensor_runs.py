@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from mdfuse.dtensor import describes, layout_of, placements_of, to_dtensor, why_not
@@ -21,9 +20,12 @@ from mdfuse.hir.program import BufferType, HostProgram
 from mdfuse.layout import Layout
 from mdfuse.mesh import DeviceMesh
 from mdfuse.plan.cache import Cache
+from mdfuse.torch_private import asynchronous_type, local_of, spec_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+
+_ASYNCHRONOUS = asynchronous_type()
 
 #: How many kinds of DTensors a program remembers.
 LIMIT = 32
@@ -54,7 +56,7 @@ class Output:
         if spec is not None and local is not None:
             return DTensor(local, spec, requires_grad=False)
         made = self._first(local)
-        self.known[key] = made._spec
+        self.known[key] = spec_of(made)
         return made
 
     def _first(self, local: Tensor | None) -> DTensor:
@@ -161,7 +163,7 @@ class Border:
 def _kind(x: Any) -> Hashable:
     """What of an argument the checks depend on, and the mesh that results will be on."""
     # equal meshes may differ in their process groups, of which one may be gone
-    return (x._spec, id(x.device_mesh)) if type(x) is DTensor else x is None
+    return (spec_of(x), id(x.device_mesh)) if type(x) is DTensor else x is None
 
 
 def locals_of(xs: Sequence[Any]) -> list[Any]:
@@ -170,8 +172,8 @@ def locals_of(xs: Sequence[Any]) -> list[Any]:
 
 
 def _local(x: DTensor) -> Tensor | None:
-    local = x._local_tensor
-    if type(local) is AsyncCollectiveTensor:
+    local: Any = local_of(x)
+    if type(local) is _ASYNCHRONOUS:
         local = local.wait()
     return local if x.device_mesh.get_coordinate() is not None else None
 

@@ -2,7 +2,7 @@
 
 Groups are built directly from a library's own class. `torch.distributed.new_group` sorts the ranks
 of a team and must be called by ranks outside it too; a group built here has the team's own order
-and concerns its members alone. Names that moved between torch releases are chosen here.
+and concerns its members alone.
 """
 
 from __future__ import annotations
@@ -17,15 +17,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# torch.distributed offers these without exporting them explicitly
-from torch._C._distributed_c10d import (
+from mdfuse.torch_private import (
     AllgatherOptions,
-    FakeProcessGroup,
+    Group,
     HashStore,
     PrefixStore,
     Store,
     TCPStore,
     Work,
+    all_gather_of,
+    begin_group,
+    end_group,
+    fake_group,
+    gloo_options,
+    nccl_options,
+    reduce_scatter_of,
 )
 
 __all__ = [
@@ -39,10 +45,6 @@ __all__ = [
     "TCPStore",
     "Transfer",
 ]
-
-#: A process group backend of torch: `ProcessGroupGloo`, `ProcessGroupNCCL`, `ProcessGroupUCC` or
-#: `FakeProcessGroup`. torch's stubs lack most methods that these classes have.
-Group = Any
 
 #: Opens a group: (store of the team alone, index of this rank in the team, size of the team).
 OpenGroup = Callable[[Store, int, int], Group]
@@ -112,13 +114,10 @@ def _open_gloo(
 ) -> OpenGroup:
     """All groups share their network devices: each device runs a thread of its own."""
     gloo: Any = dist.ProcessGroupGloo
-    options: Any = getattr(gloo, "_Options", None) or gloo.Options
     shared = [gloo.create_device(**d) for d in devices] or [gloo.create_default_device()]
 
     def open_group(store: Store, index: int, size: int) -> Group:
-        chosen = options()
-        chosen._devices, chosen._threads, chosen._timeout = shared, 2, timeout
-        return gloo(store, index, size, chosen)
+        return gloo(store, index, size, gloo_options(shared, 2, timeout))
 
     return open_group
 
@@ -137,9 +136,7 @@ def _open_nccl(
     nccl: Any = ProcessGroupNCCL
 
     def open_group(store: Store, index: int, size: int) -> Group:
-        options = nccl.Options()
-        options._timeout = timeout
-        group = nccl(store, index, size, options)
+        group = nccl(store, index, size, nccl_options(timeout))
         group.eager_connect_single_device(device)
         return group
 
@@ -183,19 +180,17 @@ class _NullGroup:
     """
 
     def __init__(self, index: int, size: int) -> None:
-        # newer torch keeps the constructor private
-        create: Any = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
-        self._fake, self._nothing = create(index, size), dist.AllreduceOptions()
+        self._fake, self._nothing = fake_group(index, size), dist.AllreduceOptions()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._fake, name)
 
     def _allgather_base(self, dst: Tensor, src: Tensor, options: Any) -> Work:
-        work: Work = self._fake._allgather_base(dst.reshape(-1), src.reshape(-1), options)
+        work: Work = all_gather_of(self._fake)(dst.reshape(-1), src.reshape(-1), options)
         return work
 
     def _reduce_scatter_base(self, dst: Tensor, src: Tensor, options: Any) -> Work:
-        work: Work = self._fake._reduce_scatter_base(dst.reshape(-1), src.reshape(-1), options)
+        work: Work = reduce_scatter_of(self._fake)(dst.reshape(-1), src.reshape(-1), options)
         return work
 
     def alltoall_base(self, dst: Tensor, *src_counts_options: Any) -> Work:
@@ -218,12 +213,12 @@ def _transfer_grouped(
     group: Group, recvs: Iterable[Transfer], sends: Iterable[Transfer]
 ) -> list[Work]:
     """All in one group call: NCCL would run them one after the other and could deadlock."""
-    group._start_coalescing()
+    begin_group(group)
     for peer, buffer in recvs:
         group.recv([buffer], peer, _TAG)
     for peer, buffer in sends:
         group.send([buffer], peer, _TAG)
-    return [group._end_coalescing()]
+    return [end_group(group)]
 
 
 LIBRARIES: dict[str, Library] = {

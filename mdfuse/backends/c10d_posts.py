@@ -18,6 +18,7 @@ from mdfuse.backends.base import REDUCING, Call, Work, root_index
 from mdfuse.backends.c10d_groups import AllgatherOptions, Group, Library, Transfer
 from mdfuse.backends.reduction import BOOL_OPS, check_reduction, combine
 from mdfuse.backends.work import DONE, Posted
+from mdfuse.torch_private import all_gather_of, reduce_scatter_of
 
 Post = Callable[[Sequence[Tensor], Sequence[Tensor]], Work]
 _View = Callable[[Tensor], Tensor]
@@ -141,7 +142,7 @@ def _copy(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
 
 def _allgather(team: Team, call: Call, dtype: torch.dtype) -> Post:
     view = _any_view(team.library, dtype)
-    gather, options = team.group._allgather_base, AllgatherOptions()
+    gather, options = all_gather_of(team.group), AllgatherOptions()
 
     def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
         src, dst = view(srcs[0]), view(dsts[0])
@@ -154,7 +155,7 @@ def _allgather(team: Team, call: Call, dtype: torch.dtype) -> Post:
 
 def _reduce_scatter(team: Team, call: Call, dtype: torch.dtype) -> Post:
     view = _any_view(team.library, dtype)
-    reduce_scatter, options = team.group._reduce_scatter_base, dist.ReduceScatterOptions()
+    reduce_scatter, options = reduce_scatter_of(team.group), dist.ReduceScatterOptions()
     options.reduceOp = reduce_op(call, dtype)
 
     def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:

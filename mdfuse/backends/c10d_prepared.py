@@ -28,6 +28,7 @@ from mdfuse.backends.c10d_posts import (
 )
 from mdfuse.backends.reduction import check_reduction
 from mdfuse.backends.work import explained
+from mdfuse.torch_private import all_gather_of, reduce_scatter_of
 
 
 def prepared(
@@ -66,7 +67,7 @@ def _prepared_allgather(
     src, dst = _forms(team)
     options = AllgatherOptions()
     options.asyncOp = not at_once
-    return (Prepared(team.group._allgather_base, (dst, src, options)),)
+    return (Prepared(all_gather_of(team.group), (dst, src, options)),)
 
 
 def _prepared_reduce_scatter(
@@ -75,7 +76,7 @@ def _prepared_reduce_scatter(
     src, dst = _forms(team)
     options = dist.ReduceScatterOptions()
     options.reduceOp, options.asyncOp = reduce_op(call, dtype), not at_once
-    return (Prepared(team.group._reduce_scatter_base, (dst, src, options)),)
+    return (Prepared(reduce_scatter_of(team.group), (dst, src, options)),)
 
 
 def _prepared_allreduce(

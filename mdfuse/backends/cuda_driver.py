@@ -17,6 +17,7 @@ import torch
 
 from mdfuse.backends.noting import Track
 from mdfuse.errors import BackendError
+from mdfuse.torch_private import current_raw_stream, is_capturing
 
 #: An event without timing costs less to record (cuda.h, CU_EVENT_DISABLE_TIMING).
 _DISABLE_TIMING = 2
@@ -143,12 +144,10 @@ class CudaDevice:
         return int(self._streams[-1].cuda_stream)
 
     def current_stream(self) -> int:
-        """torch's own function behind `torch.cuda.current_stream`, without an object around it."""
-        return int(torch._C._cuda_getCurrentRawStream(self._device.index))
+        return current_raw_stream(self._device.index)
 
     def is_capturing(self) -> bool:
-        """torch's own function behind `torch.cuda.is_current_stream_capturing`, less a call."""
-        return bool(torch._C._cuda_isCurrentStreamCapturing())
+        return is_capturing()
 
     def enter(self) -> None:
         torch.cuda.set_device(self._device)

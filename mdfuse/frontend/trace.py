@@ -20,6 +20,7 @@ from mdfuse.frontend.handle import Handle
 from mdfuse.layout import Layout, Placement
 from mdfuse.mesh import DeviceMesh, as_mesh
 from mdfuse.plan.cache import Cache
+from mdfuse.torch_private import spec_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
@@ -217,7 +218,9 @@ class TracedFunction:
         """Run on DTensors."""
         arguments = _arguments(bound)
         self._check_dtensors(arguments)
-        key = tuple((n, x._spec if has_dtensors((x,)) else self._part(n, x)) for n, x in arguments)
+        key = tuple(
+            (n, spec_of(x) if has_dtensors((x,)) else self._part(n, x)) for n, x in arguments
+        )
         with self._lock:
             ready = self._calls.get(key)
         if ready is None:

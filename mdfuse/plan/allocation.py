@@ -14,6 +14,7 @@ from mdfuse.ir.extremes import highest
 from mdfuse.ir.infer import dense_strides
 from mdfuse.plan.lines import Line, NewBuffer
 from mdfuse.plan.slots import Context
+from mdfuse.torch_private import symmetric_empty
 
 
 def allocate(i: Instruction, context: Context) -> list[Line]:
@@ -84,11 +85,7 @@ def _symmetric(
     """Memory that the other ranks of a host can be given access to; on CPU plain memory."""
     if device.type != "cuda":
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-    from torch.distributed import _symmetric_memory
-
-    size = math.prod(shape)
-    made: Tensor = _symmetric_memory.empty(size, dtype=dtype, device=device)
-    return made.as_strided(shape, strides)
+    return symmetric_empty(math.prod(shape), dtype, device).as_strided(shape, strides)
 
 
 #: Where `alloc` may put a buffer, beside "device".

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mdfuse.hir.program import HostProgram
+from mdfuse.torch_private import current_raw_stream
 
 #: What reading off the signature of something that is no strided tensor raises.
 _NO_TENSOR = (AttributeError, RuntimeError, TypeError, IndexError)
@@ -60,7 +61,7 @@ class Signature:
 
     def stream(self) -> int:
         """The handle of the current CUDA stream; 0 on CPU."""
-        return 0 if self.device is None else torch._C._cuda_getCurrentRawStream(self.device)
+        return 0 if self.device is None else current_raw_stream(self.device)
 
     def are_apart(self, arguments: Sequence[Any], out: Sequence[Any] | None) -> bool:
         """No buffer that is written overlaps another one, as far as addresses tell."""

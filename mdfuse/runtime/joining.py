@@ -15,6 +15,7 @@ from mdfuse.runtime.backend_rows import BACKENDS, World, why_not
 from mdfuse.runtime.bootstrap import Launch
 from mdfuse.runtime.fast_lane import agree_on_lanes
 from mdfuse.runtime.watch import Watch
+from mdfuse.torch_private import is_capturing
 
 
 def watch_for(
@@ -38,7 +39,7 @@ def watch_for(
         rank=launch.rank,
         timeout_s=timeout_s,
         store=PrefixStore("watch", store),
-        is_capturing=torch._C._cuda_isCurrentStreamCapturing if name == "nccl" else lambda: False,
+        is_capturing=is_capturing if name == "nccl" else lambda: False,
         ranks=launch.size,
         host=None if is_kept_elsewhere else 0,
     )

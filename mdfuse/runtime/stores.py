@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from mdfuse.backends import mpi_library
@@ -16,6 +15,7 @@ from mdfuse.backends.c10d_groups import HashStore, Store, TCPStore
 from mdfuse.backends.mpi_requests import Waiting, poll
 from mdfuse.errors import BackendError
 from mdfuse.runtime.bootstrap import Launch
+from mdfuse.torch_private import default_store
 
 #: Linux's request for the address of an interface (netdevice(7)).
 _SIOCGIFADDR = 0x8915
@@ -47,7 +47,7 @@ def open_store(
 def _from_default_group(
     launch: Launch, timeout: timedelta, environment: Mapping[str, str]
 ) -> tuple[Store, bool]:
-    return _get_default_store(), False
+    return default_store(), False
 
 
 def _from_torchrun(

@@ -1,0 +1,152 @@
+"""What mdfuse uses of torch that torch does not promise to keep: all of it stands here.
+
+The tests of this module pass with torch 2.11 to 2.14. Where torch has a public way, that one costs
+more than the call itself (the current stream), or does not do the same (process groups whose teams
+have an order of their own).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+# torch.distributed offers these without exporting them explicitly
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    FakeProcessGroup,
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+    Work,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed.tensor import DTensor
+
+__all__ = [
+    "AllgatherOptions",
+    "HashStore",
+    "PrefixStore",
+    "Store",
+    "TCPStore",
+    "Work",
+    "all_gather_of",
+    "begin_group",
+    "current_raw_stream",
+    "default_store",
+    "end_group",
+    "fake_group",
+    "gloo_options",
+    "is_capturing",
+    "asynchronous_type",
+    "local_of",
+    "nccl_options",
+    "reduce_scatter_of",
+    "shard_order",
+    "spec_of",
+    "symmetric_empty",
+]
+
+#: A process group of one library, as its own class: torch's stubs lack most of its methods.
+Group = Any
+
+# -- streams ---------------------------------------------------------------------------------------
+
+
+def _no_cuda(*_: Any) -> Any:
+    raise RuntimeError("this torch was built without CUDA")
+
+
+#: The handle of a device's current stream, by its number: `torch.cuda.current_stream` without an
+#: object. Like the next one it is torch's own function, not one of ours around it: runs call it.
+current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_cuda)
+
+#: Whether that stream is being captured: `torch.cuda.is_current_stream_capturing` less a call.
+is_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", _no_cuda)
+
+
+# -- process groups --------------------------------------------------------------------------------
+
+#: The methods that gather into, and scatter from, one flat tensor.
+all_gather_of = attrgetter("_allgather_base")
+reduce_scatter_of = attrgetter("_reduce_scatter_base")
+
+
+def begin_group(group: Group) -> None:
+    """Begin posts that NCCL starts together."""
+    group._start_coalescing()
+
+
+def end_group(group: Group) -> Work:
+    """Start the posts since `begin_group`."""
+    done: Work = group._end_coalescing()
+    return done
+
+
+def fake_group(index: int, size: int) -> Group:
+    """A process group whose collectives stay in this process."""
+    # newer torch keeps the constructor private
+    return getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)(index, size)
+
+
+def default_store() -> Store:
+    """The store of torch's default process group."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def gloo_options(devices: Sequence[Any], threads: int, timeout: timedelta) -> Any:
+    """Options of a gloo group that shares its network devices with others."""
+    gloo: Any = dist.ProcessGroupGloo
+    made = (getattr(gloo, "_Options", None) or gloo.Options)()
+    made._devices, made._threads, made._timeout = devices, threads, timeout
+    return made
+
+
+def nccl_options(timeout: timedelta) -> Any:
+    """Options of an NCCL group."""
+    from torch.distributed.distributed_c10d import ProcessGroupNCCL
+
+    made: Any = ProcessGroupNCCL.Options()
+    made._timeout = timeout
+    return made
+
+
+# -- DTensors --------------------------------------------------------------------------------------
+
+#: A DTensor's mesh, placements, shape, strides and dtype: compared at once.
+spec_of = attrgetter("_spec")
+
+#: This rank's part of a DTensor, without a place in autograd.
+local_of = attrgetter("_local_tensor")
+
+
+def shard_order(x: DTensor) -> Sequence[tuple[int, Sequence[int]]]:
+    """The dims that several mesh dims split, each with these mesh dims, outermost first."""
+    return getattr(spec_of(x), "shard_order", None) or ()
+
+
+def asynchronous_type() -> type[Any]:
+    """The type of tensors that a functional collective still writes: they have a `wait`."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return AsyncCollectiveTensor
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def symmetric_empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory of a GPU that the other ranks of a host can be given access to."""
+    from torch.distributed import _symmetric_memory
+
+    made: Tensor = _symmetric_memory.empty(size, dtype=dtype, device=device)
+    return made

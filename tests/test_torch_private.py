@@ -1,0 +1,87 @@
+"""What torch does not promise to keep is used in one module."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from mdfuse import torch_private
+from mdfuse.errors import PACKAGE
+
+MODULES = sorted(set(Path(PACKAGE).rglob("*.py")) - {Path(torch_private.__file__)})
+
+#: Private names of torch's objects that code could use without importing anything.
+ATTRIBUTES = {
+    "_allgather_base",
+    "_end_coalescing",
+    "_local_tensor",
+    "_reduce_scatter_base",
+    "_spec",
+    "_start_coalescing",
+}
+
+
+def private_uses(text: str) -> Iterator[str]:
+    """Imports from private modules of torch or of private names, and attributes likewise."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            yield from (name for name in names if _is_private(name))
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                parts = alias.name.split(".")
+                yield from (p for p in parts if parts[0] == "torch" and _is_private(p))
+        elif isinstance(node, ast.Attribute) and _is_private(node.attr):
+            root: ast.expr = node
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            is_torch = isinstance(root, ast.Name) and root.id in ("torch", "dist")
+            if is_torch or node.attr in ATTRIBUTES:
+                yield node.attr
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_module_uses_nothing_private(path: Path) -> None:
+    assert not [*private_uses(path.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch._C",
+        "from torch._C import x",
+        "from torch.distributed import _functional",
+        "torch.cuda._lazy_init()",
+        "x = dist.distributed_c10d._world",
+        "x._spec",
+    ],
+)
+def test_such_uses_are_seen(text: str) -> None:
+    assert [*private_uses(text)]
+
+
+def test_what_is_used_is_there() -> None:
+    """In the torch of this process, whichever it is."""
+    group = torch_private.fake_group(0, 2)
+    assert callable(torch_private.all_gather_of(group))
+    assert callable(torch_private.reduce_scatter_of(group))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        local = dist.tensor.empty(2, 3, device_mesh=mesh, placements=[Shard(0)])
+        assert isinstance(local, DTensor) and torch_private.spec_of(local).shape == (2, 3)
+        assert type(torch_private.local_of(local)) is type(local.to_local())
+        assert not torch_private.shard_order(local) or torch_private.shard_order(local)[0][0] == 0
+    finally:
+        dist.destroy_process_group()
+    assert isinstance(torch_private.asynchronous_type(), type)
