@@ -181,8 +181,32 @@ def instructions() -> list[tuple[str, str]]:
 
 
 def test_both_stages_have_the_base_that_is_asked_for() -> None:
-    assert instructions()[0] == ("ARG", "BASE=python:3.12-slim")
+    name, value = instructions()[0]
+    assert name == "ARG" and re.fullmatch(r"BASE=python:3\.12\S*@sha256:[0-9a-f]{64}", value)
     assert [a for i, a in instructions() if i == "FROM"] == ["${BASE} AS build", "${BASE}"]
+
+
+def pins(file: str) -> dict[str, str]:
+    """The version of each package that a file of requirements names."""
+    text = (ROOT / "launch" / file).read_text(encoding="utf-8")
+    found = re.findall(r"(?m)^([\w.-]+)==([^ \n]+)", text)
+    return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in found}
+
+
+def test_the_image_installs_by_hash_what_the_scripts_install() -> None:
+    parts = pins("image-requirements.txt"), pins("image-torch.txt")
+    assert not parts[0].keys() & parts[1].keys() and "torch" in parts[1]
+    named = pins("requirements.txt")
+    assert {name: (parts[0] | parts[1]).get(name) for name in named} == named
+    for file in ("image-requirements.txt", "image-torch.txt", "model-requirements.txt"):
+        text = (ROOT / "launch" / file).read_text(encoding="utf-8")
+        blocks = re.split(r"(?m)^(?=[^\s#])", text)[1:]
+        assert all("--hash=sha256:" in block for block in blocks)
+    installs = [a for i, a in instructions() if i == "RUN" and "pip install" in a]
+    options = re.findall(r"pip install (.*?)(?:;|\|\||&&|$)", " ".join(installs))
+    loose = [o for o in options if "--require-hashes" not in o]
+    assert len(options) == 4 and len(loose) == 2
+    assert any("TORCH_INDEX" in o for o in loose) and any(o.startswith("--no-build") for o in loose)
 
 
 def test_the_image_runs_doctor_and_is_not_root() -> None:
