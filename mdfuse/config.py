@@ -88,6 +88,8 @@ class Options:
             that an element that nothing wrote shows.
         plans: how many plans an evaluator keeps; each owns the buffers of its intermediates.
         trace: a file to write a trace of each run to, or None.
+        reports: the folder for reports of communications that broke or hang, a file each; None:
+            mdfuse-UID in the folder for temporary files, where UID is the user's number.
     """
 
     backend: str = "auto"
@@ -100,6 +102,7 @@ class Options:
     poison: bool = False
     plans: int = 32
     trace: str | None = None
+    reports: str | None = None
 
     def __post_init__(self) -> None:
         carriers_of(self.backend)
@@ -144,6 +147,7 @@ VARIABLES: dict[str, tuple[str, Any, str]] = {
     "MDFUSE_TIMEOUT_S": ("timeout_s", float, "deadline of a communication, seconds"),
     "MDFUSE_POISON": ("poison", lambda s: s == "1", "1 fills new buffers with NaN"),
     "MDFUSE_TRACE": ("trace", str, "file to write a trace to"),
+    "MDFUSE_REPORTS": ("reports", str, "folder for reports of communications that broke or hang"),
 }
 
 

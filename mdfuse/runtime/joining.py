@@ -14,11 +14,12 @@ from mdfuse.runtime.agreement import Agreement
 from mdfuse.runtime.backend_rows import BACKENDS, World, why_not
 from mdfuse.runtime.bootstrap import Launch
 from mdfuse.runtime.fast_lane import agree_on_lanes
+from mdfuse.runtime.reports import folder_of
 from mdfuse.runtime.watch import Watch
 
 
 def watch_for(
-    launch: Launch, name: str, store: Store, timeout_s: float, environment: Mapping[str, str]
+    launch: Launch, name: str, store: Store, options: Options, environment: Mapping[str, str]
 ) -> Watch:
     """What sees that this rank waits for too long; whoever calls starts it.
 
@@ -26,11 +27,12 @@ def watch_for(
         launch: how the ranks were started.
         name: of the backend.
         store: shared by all ranks.
-        timeout_s: deadline of a wait.
+        options: the deadline of a wait, and where reports are kept.
         environment: the process's environment variables: who keeps the store.
     """
+    timeout_s, reports = options.timeout_s, folder_of(options.reports)
     if launch.size == 1:
-        return Watch(rank=launch.rank, timeout_s=timeout_s)
+        return Watch(rank=launch.rank, timeout_s=timeout_s, reports=reports)
     is_kept_elsewhere = launch.name == "default group" or (
         environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     )
@@ -41,6 +43,7 @@ def watch_for(
         is_capturing=torch._C._cuda_isCurrentStreamCapturing if name == "nccl" else lambda: False,
         ranks=launch.size,
         host=None if is_kept_elsewhere else 0,
+        reports=reports,
     )
 
 
