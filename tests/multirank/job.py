@@ -177,8 +177,8 @@ class HostedTests:
     def _end(self, job: Job, how: str, *, is_good: bool) -> None:
         """Settle what an ended job left open: whoever it was busy with, or nobody's failure."""
         reports = job.reports()
-        story = f"{how}\nits last output:\n{job.output_tail()}"
-        story += f"\nits reports:\n{reports}" if reports else ""
+        told = f"what its watchdogs reported:\n{reports}" if reports else ""
+        story = f"{how}\n{told}its last output:\n{job.output_tail()}"
         self.close()
         if self._under_way is not None and self._under_way in self._remaining:
             self._fail(self._under_way, f"no verdict: {story}")
