@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from fuzz import environment
 from fuzz.driver import Fuzzer
 
-FUZZERS: dict[str, Fuzzer] = {}
+FUZZERS: dict[str, Fuzzer] = {
+    "environment": environment.fuzz,
+}
