@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from mdfuse.errors import ProgramError
@@ -49,7 +49,7 @@ def carriers_of(text: str) -> Carriers:
         axis, sign, name = (part.strip() for part in entry.rpartition("="))
         if not name or bool(sign) != bool(axis) or axis in by_axis or (axis and name == "auto"):
             raise ProgramError(
-                f"backend={text!r}",
+                f"backend={_shown(text)}",
                 because='it is a backend, or several: "gloo, dp=ucx" is ucx along mesh axes of the '
                 "name dp, and gloo elsewhere",
                 hint="name each axis once, and its backend; mdfuse doctor lists the backends",
@@ -60,7 +60,7 @@ def carriers_of(text: str) -> Carriers:
             usual.append(name)
     if len(usual) > 1:
         raise ProgramError(
-            f"backend={text!r}",
+            f"backend={_shown(text)}",
             because=f"{' and '.join(usual)} cannot both be the usual one",
             hint="write axis=backend for all others",
         )
@@ -88,6 +88,8 @@ class Options:
             that an element that nothing wrote shows.
         plans: how many plans an evaluator keeps; each owns the buffers of its intermediates.
         trace: a file to write a trace of each run to, or None.
+        reports: the folder for reports of communications that broke or hang, a file each; None:
+            mdfuse-UID in the folder for temporary files, where UID is the user's number.
     """
 
     backend: str = "auto"
@@ -100,32 +102,81 @@ class Options:
     poison: bool = False
     plans: int = 32
     trace: str | None = None
+    reports: str | None = None
 
     def __post_init__(self) -> None:
+        for name, (is_right, rule) in _RULES.items():
+            value = getattr(self, name)
+            if not is_right(value):
+                default = type(self).__dataclass_fields__[name].default
+                raise ProgramError(
+                    f"{name}={_shown(value)}", because=rule, hint=f"the default is {default!r}"
+                )
         carriers_of(self.backend)
-        if self.streams < 1:
-            raise ProgramError(
-                f"streams={self.streams}", because="at least one is needed", hint="the default is 4"
-            )
-        if self.plans < 1:
-            raise ProgramError(
-                f"plans={self.plans}", because="a run needs one", hint="the default is 32"
-            )
-        if self.timeout_s <= 0:
-            raise ProgramError(
-                f"timeout_s={self.timeout_s}",
-                because="a timeout is positive",
-                hint="seconds; the default is 600",
-            )
-        if self.stream_policy not in ("auto", "round_robin", "copy_compute"):
-            raise ProgramError(
-                f"stream_policy={self.stream_policy!r}",
-                hint='"auto", "round_robin" or "copy_compute"',
-            )
-        if self.graph not in ("auto", "always", "never"):
-            raise ProgramError(f"graph={self.graph!r}", hint='"auto", "always" or "never"')
-        if self.fast_lane not in ("auto", "never", "always"):
-            raise ProgramError(f"fast_lane={self.fast_lane!r}", hint='"auto", "never" or "always"')
+
+
+#: How much of a wrong value a message shows.
+_SHOWN = 80
+
+
+def _shown(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not write numbers of thousands of digits
+        text = "a number of thousands of digits"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _is_count(most: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and 0 < value <= most
+
+
+def _is_one_of(*words: str) -> tuple[Callable[[Any], bool], str]:
+    return (
+        lambda value: isinstance(value, str) and value in words,
+        f"it is one of {', '.join(words)}",
+    )
+
+
+_FLAG = (lambda value: isinstance(value, bool)), "it is True or False"
+_PLACE = (lambda value: value is None or isinstance(value, str)), "it is a path, as text, or None"
+
+#: Option -> whether a value is right, and the rule.
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "backend": (lambda value: isinstance(value, str), "it is text that names backends"),
+    "streams": (_is_count(1024), "a lowering uses from 1 to 1024 streams"),
+    "stream_policy": _is_one_of("auto", "round_robin", "copy_compute"),
+    "graph": _is_one_of("auto", "always", "never"),
+    "verify": _FLAG,
+    "fast_lane": _is_one_of("auto", "never", "always"),
+    "timeout_s": (
+        lambda value: type(value) in (int, float) and 1e-3 <= value <= 1e9,
+        "a timeout is from a millisecond to 30 years, in seconds",
+    ),
+    "poison": _FLAG,
+    "plans": (_is_count(1 << 31), "an evaluator keeps at least one plan: a run needs it"),
+    "trace": _PLACE,
+    "reports": _PLACE,
+}
+
+
+def _count(text: str) -> int:
+    """`int` takes digits of other scripts and underscores, too."""
+    if not (text.strip().isascii() and text.strip().isdigit()):
+        raise ValueError("no number")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    if not text.isascii() or "_" in text:
+        raise ValueError("no number")
+    return float(text)
+
+
+def _flag(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError("neither 0 nor 1")
+    return text == "1"
 
 
 #: Every variable that mdfuse reads: name -> (option, parser, help).
@@ -135,15 +186,16 @@ VARIABLES: dict[str, tuple[str, Any, str]] = {
         str,
         "backend to use: auto, gloo, nccl, ucc, mpi, ucx, null; then axis=backend",
     ),
-    "MDFUSE_STREAMS": ("streams", int, "number of streams of a streamed lowering"),
+    "MDFUSE_STREAMS": ("streams", _count, "number of streams of a streamed lowering"),
     "MDFUSE_STREAM_POLICY": ("stream_policy", str, "auto, round_robin or copy_compute"),
     "MDFUSE_GRAPH": ("graph", str, "CUDA graphs: auto, always or never"),
-    "MDFUSE_PLANS": ("plans", int, "how many plans an evaluator keeps"),
+    "MDFUSE_PLANS": ("plans", _count, "how many plans an evaluator keeps"),
     "MDFUSE_FAST_LANE": ("fast_lane", str, "posts through nccl4py: auto, never or always"),
-    "MDFUSE_VERIFY": ("verify", lambda s: s != "0", "0 turns verification off"),
-    "MDFUSE_TIMEOUT_S": ("timeout_s", float, "deadline of a communication, seconds"),
-    "MDFUSE_POISON": ("poison", lambda s: s == "1", "1 fills new buffers with NaN"),
+    "MDFUSE_VERIFY": ("verify", _flag, "0 turns verification off, 1 is the default"),
+    "MDFUSE_TIMEOUT_S": ("timeout_s", _seconds, "deadline of a communication, seconds"),
+    "MDFUSE_POISON": ("poison", _flag, "1 fills new buffers with NaN, 0 is the default"),
     "MDFUSE_TRACE": ("trace", str, "file to write a trace to"),
+    "MDFUSE_REPORTS": ("reports", str, "folder for reports of communications that broke or hang"),
 }
 
 
@@ -152,18 +204,31 @@ def environment() -> tuple[str | None, ...]:
     return tuple([os.environ.get(name) for name in VARIABLES])
 
 
-def options_from_environment(base: Options | None = None) -> Options:
-    """`base` where given, else the defaults overridden by the `MDFUSE_*` variables that are set."""
+def options_from_environment(
+    base: Options | None = None, variables: Mapping[str, str] | None = None
+) -> Options:
+    """`base` where given, else the defaults overridden by the `MDFUSE_*` variables that are set.
+
+    Args:
+        base: goes before all variables.
+        variables: by default those of this process; one that is empty counts as not set.
+
+    Raises:
+        ProgramError: a variable cannot be read, or has a value that its option cannot have.
+    """
     if base is not None:
         return base
-    changes: dict[str, Any] = {}
+    variables, found = os.environ if variables is None else variables, Options()
     for variable, (option, parse, what) in VARIABLES.items():
-        text = os.environ.get(variable)
-        if text is None:
+        text = variables.get(variable)
+        if not text:
             continue
+        name = f"{variable}={_shown(text)}"
         try:
-            changes[option] = parse(text)
+            found = replace(found, **{option: parse(text)})
         except ValueError as error:
-            raise ProgramError(f"{variable}={text!r} cannot be read", because=what) from error
-    assert changes.keys() <= {f.name for f in fields(Options)}
-    return replace(Options(), **changes)
+            hint = f"unset it: the default is {getattr(Options(), option)!r}"
+            raise ProgramError(f"{name} cannot be read", because=what, hint=hint) from error
+        except ProgramError as error:
+            raise ProgramError(name, because=error.because, hint=error.hint) from error
+    return found

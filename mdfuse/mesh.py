@@ -67,7 +67,7 @@ class DeviceMesh:
         self.axes, self.shape, self._ranks = axes, shape, ranks
 
     @classmethod
-    def arange(cls, **sizes: int) -> DeviceMesh:
+    def arange(cls, /, **sizes: int) -> DeviceMesh:
         """Ranks 0, 1, 2, … over axes in the order given, the last one fastest."""
         if not sizes or not all(isinstance(n, int) and n > 0 for n in sizes.values()):
             raise MeshError(

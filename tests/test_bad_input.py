@@ -29,6 +29,7 @@ from mdfuse import (
     Shard,
     Stream,
 )
+from mdfuse.config import options_from_environment
 
 MESH = DeviceMesh.arange(x=4)
 GRID = DeviceMesh.arange(dp=2, tp=2)
@@ -68,6 +69,10 @@ class Row:
         if self.is_located:
             assert "test_bad_input.py:" in text, text
         assert "\n  try  " in text, text
+
+
+def from_variable(name: str, text: str) -> None:
+    options_from_environment(None, {name: text})
 
 
 # -- meshes and layouts --------------------------------------------------------------------------
@@ -125,6 +130,31 @@ MESHES = [
     Row("streams", ProgramError, lambda: mf.Options(streams=0), ("streams=0",)),
     Row("timeout", ProgramError, lambda: mf.Options(timeout_s=-1), ("timeout_s=-1",)),
     Row("graph", ProgramError, lambda: mf.Options(graph="yes"), ("'yes'",)),  # type: ignore[arg-type]
+    *(
+        Row(f"option {name}", ProgramError, lambda given=given: mf.Options(**given), (what,))  # type: ignore[misc]
+        for name, given, what in (
+            ("nan", {"timeout_s": float("nan")}, "timeout_s=nan"),
+            ("inf", {"timeout_s": float("inf")}, "timeout_s=inf"),
+            ("text", {"streams": "4"}, "streams='4'"),
+            ("true", {"plans": True}, "plans=True"),
+            ("huge", {"streams": 10**5000}, "streams=a number of thousands of digits"),
+            ("one", {"verify": 1}, "verify=1"),
+            ("none", {"backend": None}, "backend=None"),
+            ("path", {"reports": 3}, "reports=3"),
+        )
+    ),
+    *(
+        Row(name, ProgramError, lambda n=name, t=text: from_variable(n, t), (f"{name}={text!r}",))
+        for name, text in (
+            ("MDFUSE_VERIFY", "off"),
+            ("MDFUSE_POISON", "true"),
+            ("MDFUSE_STREAMS", "0"),
+            ("MDFUSE_PLANS", "٣"),
+            ("MDFUSE_TIMEOUT_S", "nan"),
+            ("MDFUSE_GRAPH", "Auto"),
+            ("MDFUSE_BACKEND", "gloo,nccl"),
+        )
+    ),
 ]
 
 

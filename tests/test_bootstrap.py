@@ -12,9 +12,11 @@ from mdfuse.runtime.bootstrap import (
     OpenMpi,
     Srun,
     Torchrun,
+    address_of_rank_0,
     detect,
     gloo_devices,
 )
+from mdfuse.runtime.stores import open_store
 
 TORCHRUN = {
     "RANK": "5",
@@ -192,11 +194,41 @@ def test_why_names_what_was_seen() -> None:
         (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK=2 does not fit"),
         (TORCHRUN | {"WORLD_SIZE": ""}, "WORLD_SIZE=''"),
         ({"PMIX_RANK": "1"}, "PMIX_RANK=1 is set, but not the number of ranks"),
+        (TORCHRUN | {"RANK": "٣"}, "RANK='٣' is not a number of ranks or a rank"),
+        (TORCHRUN | {"RANK": "1_0", "WORLD_SIZE": "16"}, "RANK='1_0'"),
+        (TORCHRUN | {"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE='999"),
+        (TORCHRUN | {"WORLD_SIZE": str((1 << 20) + 1)}, "WORLD_SIZE='1048577' is not a number"),
+        (TORCHRUN | {"LOCAL_RANK": "4"}, "LOCAL_RANK=4 does not fit LOCAL_WORLD_SIZE=4"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9 does not fit WORLD_SIZE=8"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0 does not fit"),
+        (SRUN | {"SLURM_LOCALID": "4"}, "SLURM_LOCALID=4 does not fit SLURM_NTASKS=4"),
+        (SRUN | {"SLURM_NNODES": "two"}, "SLURM_NNODES='two'"),
     ],
 )
 def test_contradictions_are_errors(environment: dict[str, str], message: str) -> None:
     with pytest.raises(BackendError, match=message):
         detect(environment)
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "²", "a", "-1", "1 2"])
+def test_a_port_that_is_none(port: str) -> None:
+    with pytest.raises(BackendError, match=f"MASTER_PORT='{port}' is not a port"):
+        address_of_rank_0({"MASTER_ADDR": "host", "MASTER_PORT": port})
+    launch = detect(TORCHRUN | {"MASTER_PORT": port})
+    with pytest.raises(BackendError, match="is not a port"):
+        open_store(launch, 1.0, {"MASTER_ADDR": "host", "MASTER_PORT": port})
+
+
+def test_where_rank_0_is() -> None:
+    assert address_of_rank_0(TORCHRUN) == ("host", 29500)
+    assert address_of_rank_0(TORCHRUN | {"MASTER_ADDR": ""}) is None
+    with pytest.raises(BackendError, match="does not know where rank 0 is"):
+        open_store(detect(TORCHRUN | {"MASTER_ADDR": ""}), 1.0, {"MASTER_PORT": "29500"})
+
+
+def test_empty_interfaces_are_none() -> None:
+    assert gloo_devices({"GLOO_SOCKET_IFNAME": ", "}, detect(TORCHRUN)) == ()
+    assert gloo_devices({"GLOO_SOCKET_IFNAME": "eth0,"}, detect({})) == ({"interface": "eth0"},)
 
 
 def test_gloo_uses_loopback_on_one_host_unless_told_otherwise() -> None:

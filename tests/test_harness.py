@@ -29,6 +29,8 @@ CONFTEST = 'pytest_plugins = ("multirank.plugin",)\n'
 #: without the harness waits for a rank that never comes.
 WRONG = """
 import os
+import time
+
 import pytest
 
 pytestmark = pytest.mark.world(2)
@@ -50,6 +52,14 @@ def test_rank_exits(comm):
 
 def test_skips(comm):
     pytest.skip("as if there were nothing to see")
+
+def test_the_watchdog_ends_a_rank(comm):
+    comm.barrier()
+    if comm.rank == 0:
+        comm._watch._timeout = 0.5
+        with comm._watch.waiting("what never comes"):
+            time.sleep(60)
+    comm.barrier()
 
 @pytest.fixture
 def broken(comm):
@@ -117,6 +127,7 @@ class TestHostedRun:
             ("test_others_wait_for_the_one_that_fails", "FAILED"),
             ("test_rank_exits", "FAILED"),
             ("test_skips", "FAILED"),
+            ("test_the_watchdog_ends_a_rank", "FAILED"),
             ("test_teardown_fails", "FAILED"),
             ("test_good_again", "PASSED"),
             ("test_good_again", "PASSED"),
@@ -135,6 +146,11 @@ class TestHostedRun:
 
     def test_a_rank_that_leaves_is_not_waited_for(self, output: str) -> None:
         assert "no verdict" in failure_in(output, "test_rank_exits")
+
+    def test_what_a_watchdog_reports_is_printed(self, output: str) -> None:
+        text = failure_in(output, "test_the_watchdog_ends_a_rank")
+        assert "mdfuse.BackendError: what never comes is not done on rank 0 after" in text
+        assert re.search(r"this report is in .*/reports/rank0-pid\d+-\w+\.txt", text)
 
     def test_a_skip_is_a_failure(self, output: str) -> None:
         text = failure_in(output, "test_skips")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 from expecttest import assert_expected_inline
 from fake_nccl import FakeTrack
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from mdfuse.backends.c10d_groups import HashStore, PrefixStore, TCPStore
 from mdfuse.backends.noting import Subject
@@ -345,6 +347,46 @@ def test_sizes() -> None:
         "1.5 MiB",
         "5120 GiB",
     ]
+
+
+# -- where reports go ------------------------------------------------------------------------------
+
+
+def overdue(reports: Path) -> str:
+    rank = Rank(reports=reports)
+    rank.post()
+    rank.look()
+    rank.look(6)
+    assert rank.statuses == [EXIT_STATUS]
+    return rank.texts[0]
+
+
+def test_a_report_has_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    text = overdue(tmp_path / "a" / "b")
+    (file,) = (tmp_path / "a" / "b").iterdir()
+    assert re.fullmatch(rf"rank0-pid{os.getpid()}-\w+\.txt", file.name)
+    assert f"\n  this report is in {file}\n  because " in text
+    assert file.read_text() == f"{text}\n"
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert overdue(tmp_path / "a" / "b") != text
+    assert len([*(tmp_path / "a" / "b").iterdir()]) == 2
+
+
+def test_a_report_without_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    assert "\n  no file has this report: [Errno " in overdue(tmp_path / "a")
+
+
+def test_a_report_is_what_torchrun_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    text = overdue(tmp_path)
+    failure = ProcessFailure(0, 1, EXIT_STATUS, str(tmp_path / "error.json"))
+    said = failure.message["extraInfo"]["py_callstack"]  # type: ignore[index]
+    assert said.endswith(text.replace("mdfuse.BackendError", "mdfuse.errors.BackendError") + "\n")
+    assert abs(failure.timestamp - time.time()) < 60
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "none" / "error.json"))
+    overdue(tmp_path)  # it ends all the same
 
 
 # -- a process -------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import mdfuse
 from mdfuse.cli import screen
 from mdfuse.errors import MeshError, ProgramError
 from mdfuse.mesh import DeviceMesh
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 # torch is slow to import: what needs it is imported by the commands that use it.
 
 app = typer.Typer(
-    help="One tensor program in global view, one inspectable program per rank.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -44,6 +44,23 @@ class Stage(StrEnum):
     LAYOUTS = "layouts"
     SEGMENTS = "segments"
     HOST = "host"
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"mdfuse {mdfuse.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """One tensor program in global view, one inspectable program per rank."""
+    screen.prepare()
 
 
 @app.command()
@@ -141,7 +158,24 @@ def bench(
     sys.argv = [str(found[name]), *context.args]
     sys.path.insert(0, str(found[name].parent))
     with screen.errors():
-        runpy.run_path(str(found[name]), run_name="__main__")
+        from mdfuse.cli.user_code import user_code
+
+        status = 0
+        with user_code(found[name].name, f"the benchmark {name}"):
+            try:
+                runpy.run_path(str(found[name]), run_name="__main__")
+            except SystemExit as end:  # it has arguments, and a status, of its own
+                status = _status(end)
+    if status:
+        raise typer.Exit(status)
+
+
+def _status(end: SystemExit) -> int:
+    """As Python ends a process."""
+    if isinstance(end.code, int | None):
+        return end.code or 0
+    typer.echo(end.code, err=True)
+    return 1
 
 
 def _mesh(text: str | None, option: str) -> DeviceMesh | None:
@@ -153,7 +187,8 @@ def _mesh(text: str | None, option: str) -> DeviceMesh | None:
     try:
         return parse_mesh(text)
     except MeshError as error:
-        raise typer.BadParameter(f"{error.what}: {error.hint}", param_hint=option) from error
+        why = ": ".join(filter(None, (error.what, error.hint)))
+        raise typer.BadParameter(why, param_hint=option) from error
 
 
 def _stage_text(

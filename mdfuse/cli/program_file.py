@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+from mdfuse.cli.user_code import user_code
 from mdfuse.errors import DefinitionError, MeshError
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.mesh import DeviceMesh
+from mdfuse.runtime.bootstrap import MOST_RANKS
 
 #: `build(mesh) -> (definition, global inputs)`.
 Build = Callable[[DeviceMesh], tuple[FusionDefinition, Sequence[Any]]]
@@ -28,31 +31,47 @@ def parse_mesh(text: str) -> DeviceMesh:
     sizes: dict[str, int] = {}
     for part in text.replace(" ", "").split(","):
         axis, _, size = part.partition("=")
-        if not axis.isidentifier() or not size.isdecimal() or int(size) < 1 or axis in sizes:
+        if not axis.isidentifier() or not _is_size(size) or axis in sizes:
             raise MeshError(
                 f"{text!r} is no mesh",
                 because="a mesh is a list of different axes with their sizes",
                 hint="write axis=size, separated by commas: dp=2,tp=4",
             )
         sizes[axis] = int(size)
+    if math.prod(sizes.values()) > MOST_RANKS:
+        raise MeshError(
+            f"{text!r} has {math.prod(sizes.values())} ranks",
+            because=f"a mesh of the command line has at most {MOST_RANKS}",
+            hint="choose smaller sizes",
+        )
     return DeviceMesh.arange(**sizes)
+
+
+def _is_size(text: str) -> bool:
+    """A number from 1; `int` takes digits of other scripts, too, and refuses thousands of them."""
+    return text.isascii() and text.isdecimal() and len(text) < 20 and int(text) > 0
 
 
 def load_build(file: Path) -> Build:
     """Import a file as a script would be, its folder on the path, and give its `build`.
 
     Raises:
-        DefinitionError: it defines none.
+        DefinitionError: it defines none, or raises something.
     """
     name = f"__mdfuse_{file.stem}__"
     spec = spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise DefinitionError(f"{file} is no Python file", hint="pass a file that ends in .py")
+    if spec is None or spec.loader is None or not file.is_file():
+        raise DefinitionError(
+            f"{file} is no Python file",
+            because="its name tells what it is",
+            hint="pass a file that ends in .py",
+        )
     module = module_from_spec(spec)
     sys.modules[name] = module
     sys.path.insert(0, str(file.resolve().parent))
-    spec.loader.exec_module(module)
-    build = getattr(module, "build", None)
+    with user_code(file.name, "what runs when it is imported"):
+        spec.loader.exec_module(module)
+        build = getattr(module, "build", None)
     if not callable(build):
         raise DefinitionError(
             f"{file} does not define build",
@@ -67,18 +86,24 @@ def call_build(build: Build, mesh: DeviceMesh) -> tuple[FusionDefinition, list[A
     """The definition and the global inputs on a mesh.
 
     Raises:
-        DefinitionError: `build` returned something else.
+        DefinitionError: `build` returned something else, or raised something.
     """
-    result = build(mesh)
-    if (
-        isinstance(result, tuple)
-        and len(result) == 2
-        and isinstance(result[0], FusionDefinition)
-        and isinstance(result[1], Sequence)
-    ):
-        return result[0], list(result[1])
+    with user_code(_file_of(build), f"build({mesh})"):
+        result = build(mesh)
+        if (
+            isinstance(result, tuple)
+            and len(result) == 2
+            and isinstance(result[0], FusionDefinition)
+            and isinstance(result[1], Sequence)
+        ):
+            return result[0], list(result[1])
     raise DefinitionError(
         f"build({mesh}) returned {type(result).__name__}",
         because="the command line needs the definition and the inputs to run it with",
         hint="return (definition, [global_input, ...])",
     )
+
+
+def _file_of(build: Build) -> str:
+    code = getattr(build, "__code__", None)
+    return Path(code.co_filename).name if code is not None else "the file that defines build"

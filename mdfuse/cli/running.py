@@ -119,11 +119,22 @@ def _check_fits(mesh: DeviceMesh, here: Launch, name: str) -> None:
 def _compiled(build: Build, mesh: DeviceMesh) -> _Job:
     with screen.progress("building"):
         definition, inputs = call_build(build, mesh)
+        _check_have_values(inputs)
     with screen.progress("compiling"):
         program = compile(definition)
         if definition.examples:
             program = program.with_extents(global_extents(definition.fusion, inputs))
         return _Job(definition=definition, inputs=inputs, program=program)
+
+
+def _check_have_values(inputs: Sequence[Any]) -> None:
+    for n, x in enumerate(inputs):
+        if isinstance(x, Tensor) and x.is_meta:
+            raise ProgramError(
+                f"input {n} of build has no values: it is on the meta device",
+                because="the outputs are compared with what one device computes",
+                hint="return tensors with values; mdfuse dump needs none",
+            )
 
 
 def _report(

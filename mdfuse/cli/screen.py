@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +13,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.text import Text
 
+from mdfuse.cli.user_code import UserCodeError
 from mdfuse.errors import BackendError, CommunicationError, MdfuseError
 from mdfuse.runtime.bootstrap import detect
 
@@ -25,6 +28,13 @@ def is_first() -> bool:
         return detect(os.environ).rank == 0
     except BackendError:
         return True
+
+
+def prepare() -> None:
+    """What a terminal's encoding lacks is shown as an escape, and is no error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def output() -> Console:
@@ -64,8 +74,15 @@ def errors() -> Iterator[None]:
     try:
         yield
     except MdfuseError as error:
-        is_one_ranks = isinstance(error, CommunicationError | BackendError)
+        _tell_launcher(error)
+        is_one_ranks = isinstance(error, CommunicationError | BackendError | UserCodeError)
         fail(Text.assemble((f"{type(error).__name__}: ", "bold red"), str(error)), is_one_ranks)
+
+
+def _tell_launcher(error: MdfuseError) -> None:
+    from mdfuse.runtime.reports import tell_torchrun  # torch is slow to import
+
+    tell_torchrun(error)
 
 
 def fail(why: Text | str, everywhere: bool = False) -> NoReturn:

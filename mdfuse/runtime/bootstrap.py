@@ -8,6 +8,9 @@ from typing import Protocol
 
 from mdfuse.errors import BackendError
 
+#: More than any launcher starts: a number beyond is a mistake, and lists of ranks would not fit.
+MOST_RANKS = 1 << 20
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
@@ -62,7 +65,7 @@ class Torchrun:
             rank="RANK",
             size="WORLD_SIZE",
             local_rank="LOCAL_RANK",
-            local_size=_optional_number(environment, "LOCAL_WORLD_SIZE"),
+            local_size="LOCAL_WORLD_SIZE",
         )
 
 
@@ -79,7 +82,7 @@ class OpenMpi:
             rank="OMPI_COMM_WORLD_RANK",
             size="OMPI_COMM_WORLD_SIZE",
             local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-            local_size=_optional_number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE"),
+            local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
         )
 
 
@@ -104,7 +107,7 @@ class Hydra:
             rank="PMI_RANK",
             size="PMI_SIZE",
             local_rank="MPI_LOCALRANKID",
-            local_size=_optional_number(environment, "MPI_LOCALNRANKS"),
+            local_size="MPI_LOCALNRANKS",
         )
 
 
@@ -127,7 +130,7 @@ class Srun:
         size = _first(environment, self.sizes)
         assert size is not None
         nodes = _first(environment, self.nodes)
-        is_one_node = nodes is not None and environment[nodes] == "1"
+        is_one_node = nodes is not None and _number(environment, nodes) == 1
         return _launch(
             environment,
             "srun",
@@ -135,7 +138,7 @@ class Srun:
             size=size,
             local_rank="SLURM_LOCALID",
             # the tasks per node of larger steps are not needed
-            local_size=_number(environment, size) if is_one_node else None,
+            local_size=size if is_one_node else None,
         )
 
 
@@ -155,23 +158,34 @@ def _launch(
     rank: str,
     size: str,
     local_rank: str,
-    local_size: int | None,
+    local_size: str | None,
 ) -> Launch:
     """What the variables of these names say."""
     number, count = _number(environment, rank), _number(environment, size)
-    if number >= count:
-        raise BackendError(
-            f"{rank}={number} does not fit {size}={count}",
-            because="a rank is smaller than the number of ranks",
-            hint=f"unset the variables, or start the program with {name}",
-        )
     local = _optional_number(environment, local_rank)
+    here = None if local_size is None else _optional_number(environment, local_size)
+
+    def check(is_right: bool, one: str, other: str | None, rule: str) -> None:
+        if not is_right and other is not None:
+            raise BackendError(
+                f"{one}={environment[one]} does not fit {other}={environment[other]}",
+                because=rule,
+                hint=f"unset the variables, or start the program with {name}",
+            )
+
+    check(number < count, rank, size, "a rank is smaller than the number of ranks")
+    if here is not None:
+        rule = "this rank is on its host, and no host has more ranks than there are"
+        check(0 < here <= count, str(local_size), size, rule)
+    if local is not None:
+        rule = "a rank's number on its host is smaller than the number of ranks there"
+        check(local < (here or count), local_rank, local_size if here else size, rule)
     return Launch(
         name=name,
         rank=number,
         size=count,
         local_rank=number if local is None else local,
-        local_size=local_size,
+        local_size=here,
         why=f"{rank}={number} and {size}={count} are set",
     )
 
@@ -237,10 +251,29 @@ def gloo_devices(environment: Mapping[str, str], launch: Launch) -> tuple[dict[s
 
     An empty tuple leaves the choice to gloo, which resolves the host's name.
     """
-    names = environment.get("GLOO_SOCKET_IFNAME", "")
-    if names:
-        return tuple({"interface": name.strip()} for name in names.split(","))
+    names = [name.strip() for name in environment.get("GLOO_SOCKET_IFNAME", "").split(",")]
+    if any(names):
+        return tuple({"interface": name} for name in names if name)
     return ({"hostname": "127.0.0.1"},) if launch.is_one_host else ()
+
+
+def address_of_rank_0(environment: Mapping[str, str]) -> tuple[str, int] | None:
+    """The host and port that the user, or the launcher, says; None where one of them is missing.
+
+    Raises:
+        BackendError: the port is none that others could reach.
+    """
+    host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
+    if not host or not port:
+        return None
+    number = _natural(port)
+    if number is None or not 0 < number < 1 << 16:
+        raise BackendError(
+            f"MASTER_PORT={port!r} is not a port",
+            because="all ranks meet at one port of rank 0's host, from 1 to 65535",
+            hint="set it to a free port there, the same on all ranks",
+        )
+    return host, number
 
 
 def _has_all(environment: Mapping[str, str], *names: str) -> bool:
@@ -256,14 +289,20 @@ def _optional_number(environment: Mapping[str, str], name: str) -> int | None:
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
-    try:
-        value = int(environment[name])
-    except ValueError:
-        value = -1
-    if value < 0:
+    value = _natural(environment[name])
+    if value is None or value > MOST_RANKS:
         raise BackendError(
             f"{name}={environment[name]!r} is not a number of ranks or a rank",
-            because="the launcher sets it to an integer that is not negative",
+            because=f"the launcher sets it to an integer from 0 to {MOST_RANKS}",
             hint="unset it, or start the program with its launcher",
         )
     return value
+
+
+def _natural(text: str) -> int | None:
+    """A number as programs write it: `int` takes digits of other scripts, signs and underscores.
+
+    >>> _natural("07"), _natural("-1"), _natural("٣"), _natural("1_0")
+    (7, None, None, None)
+    """
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None

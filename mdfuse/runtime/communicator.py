@@ -30,6 +30,7 @@ from mdfuse.runtime.fast_lane import Replays
 from mdfuse.runtime.joining import meet, problem_elsewhere, watch_for, why_not_beside
 from mdfuse.runtime.null_world import NULL, check_null_arguments, null_device, null_launch
 from mdfuse.runtime.refusals import Refusals
+from mdfuse.runtime.reports import tell_torchrun_at_exit
 from mdfuse.runtime.stores import open_store
 from mdfuse.runtime.watch import Watch
 
@@ -323,6 +324,7 @@ def init(
             rank, or `rank`, `size` or `device` do not fit the backend.
     """
     global _live
+    tell_torchrun_at_exit()
     options = options_from_environment(options)
     carriers = carriers_of(backend or options.backend)
     wanted = carriers.usual
@@ -390,7 +392,7 @@ def _join(carriers: Carriers, options: Options) -> Communicator:
     store = PrefixStore(f"mdfuse/{next(_generations)}", base)
     agreement = Agreement(PrefixStore("agreement", store), launch.rank, launch.size, timeout_s)
     name = auto()[0] if carriers.usual == "auto" else carriers.usual
-    watch = watch_for(launch, name, store, timeout_s, os.environ)
+    watch = watch_for(launch, name, store, options, os.environ)
     try:
         world = meet(launch, (name, *carriers.others), options, agreement, store, watch)
     except BackendError:

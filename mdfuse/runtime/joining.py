@@ -14,12 +14,13 @@ from mdfuse.runtime.agreement import Agreement
 from mdfuse.runtime.backend_rows import BACKENDS, World, why_not
 from mdfuse.runtime.bootstrap import Launch
 from mdfuse.runtime.fast_lane import agree_on_lanes
+from mdfuse.runtime.reports import folder_of
 from mdfuse.runtime.watch import Watch
 from mdfuse.torch_private import is_capturing
 
 
 def watch_for(
-    launch: Launch, name: str, store: Store, timeout_s: float, environment: Mapping[str, str]
+    launch: Launch, name: str, store: Store, options: Options, environment: Mapping[str, str]
 ) -> Watch:
     """What sees that this rank waits for too long; whoever calls starts it.
 
@@ -27,11 +28,12 @@ def watch_for(
         launch: how the ranks were started.
         name: of the backend.
         store: shared by all ranks.
-        timeout_s: deadline of a wait.
+        options: the deadline of a wait, and where reports are kept.
         environment: the process's environment variables: who keeps the store.
     """
+    timeout_s, reports = options.timeout_s, folder_of(options.reports)
     if launch.size == 1:
-        return Watch(rank=launch.rank, timeout_s=timeout_s)
+        return Watch(rank=launch.rank, timeout_s=timeout_s, reports=reports)
     is_kept_elsewhere = launch.name == "default group" or (
         environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     )
@@ -42,6 +44,7 @@ def watch_for(
         is_capturing=is_capturing if name == "nccl" else lambda: False,
         ranks=launch.size,
         host=None if is_kept_elsewhere else 0,
+        reports=reports,
     )
 
 

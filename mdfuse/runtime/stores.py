@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from mdfuse.backends import mpi_library
 from mdfuse.backends.c10d_groups import HashStore, Store, TCPStore
 from mdfuse.backends.mpi_requests import Waiting, poll
 from mdfuse.errors import BackendError
-from mdfuse.runtime.bootstrap import Launch
+from mdfuse.runtime.bootstrap import Launch, address_of_rank_0
 from mdfuse.torch_private import default_store
 
 #: Linux's request for the address of an interface (netdevice(7)).
@@ -35,7 +36,7 @@ def open_store(
         return HashStore(), False
     try:
         return _STORES[launch.name](launch, timedelta(seconds=timeout_s), environment)
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, UnicodeError) as error:  # the last: a name that cannot be one
         raise BackendError(
             f"rank {launch.rank} cannot reach the other {launch.size - 1} ranks",
             where=f"launcher {launch.name}: {launch.why}",
@@ -59,7 +60,7 @@ def _from_torchrun(
     """
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return _met(launch, timeout), False
-    where = *map(environment.get, ("MASTER_ADDR", "MASTER_PORT")), launch.rank, launch.size
+    where = _address(launch, environment), launch.rank, launch.size
     store = _HOSTED.get(where)
     if store is None or not _answers(store):
         store = _HOSTED[where] = _met(launch, timeout)
@@ -102,7 +103,7 @@ def _from_mpi(
         try:
             host = "127.0.0.1" if is_one_host else _own_address(environment)
             store, told = _host_store(host, launch.size, timeout)
-        except (BackendError, OSError, RuntimeError) as error:
+        except (BackendError, OSError, RuntimeError, UnicodeError) as error:
             told = BackendError(f"rank 0 cannot host the store: {error}")
         world.bcast(told, 0)
     else:
@@ -149,17 +150,21 @@ def _mpi_world(launch: Launch) -> tuple[Any, str]:
 def _from_address(
     launch: Launch, timeout: timedelta, environment: Mapping[str, str], why_not: str
 ) -> tuple[Store, bool]:
-    host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
-    if host is None or port is None or not port.isdigit():
+    (host, port), is_host = _address(launch, environment, f"{why_not}, and "), launch.rank == 0
+    return _client(host, port, launch.size, timeout, is_master=is_host), is_host
+
+
+def _address(launch: Launch, environment: Mapping[str, str], why: str = "") -> tuple[str, int]:
+    address = address_of_rank_0(environment)
+    if address is None:
         raise BackendError(
             f"rank {launch.rank} of {launch.size} does not know where rank 0 is",
             where=f"launcher {launch.name}: {launch.why}",
-            because=f"{why_not}, and MASTER_ADDR and MASTER_PORT are not both set",
+            because=f"{why}MASTER_ADDR and MASTER_PORT are not both set",
             hint="install mpi4py for the MPI that starts the ranks (srun: --mpi=pmix), or set "
             "MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there",
         )
-    is_host = launch.rank == 0
-    return _client(host, int(port), launch.size, timeout, is_master=is_host), is_host
+    return address
 
 
 def _client(
@@ -187,7 +192,7 @@ def _host_store(host: str, size: int, timeout: timedelta) -> tuple[TCPStore, tup
 
 def _own_address(environment: Mapping[str, str]) -> str:
     """An address of this host that other hosts reach: what the user says, else a good guess."""
-    if "MASTER_ADDR" in environment:
+    if environment.get("MASTER_ADDR"):
         return environment["MASTER_ADDR"]
     interface = environment.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
@@ -207,7 +212,7 @@ def _address_of_interface(name: str) -> str:
     import fcntl  # POSIX only
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        request = struct.pack("256s", name.encode()[:15])
+        request = struct.pack("256s", os.fsencode(name)[:15])
         return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
 
 

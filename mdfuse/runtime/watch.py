@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mdfuse.backends.noting import Subject, Track
@@ -26,6 +27,7 @@ from mdfuse.plan import places
 from mdfuse.plan.places import Tally
 from mdfuse.runtime.bulletin import Answers, Bulletin, within
 from mdfuse.runtime.positions import Position, Progress, Standing, standing
+from mdfuse.runtime.reports import Page, tell_torchrun
 from mdfuse.runtime.ring import Post, Ring
 from mdfuse.runtime.watch_report import Alarm, Table, blame, explained, report
 
@@ -59,6 +61,7 @@ class Watch:
         size: entries of the ring, a power of two.
         ranks: of the world; reports tell of all of them. 0: of the team that is concerned.
         host: the rank whose process keeps the store; None: another process does.
+        reports: the folder where reports are kept; None: nowhere.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Watch:
         size: int = 4096,
         ranks: int = 0,
         host: int | None = None,
+        reports: Path | None = None,
     ) -> None:
         self.ring = Ring(size, clock)
         #: the subjects of posts that were captured, in order; who captures clears it before
@@ -85,6 +89,7 @@ class Watch:
         self._bulletin = Bulletin(store, rank, self._beat) if store else None
         self._world = tuple(range(ranks))
         self._host = host
+        self._folder = reports
         self._is_capturing = is_capturing
         self._clock = clock
         self._write = write or _write_error
@@ -205,7 +210,9 @@ class Watch:
         alarm = Alarm.at(now, error.what, self._world)
         self._broke = replace(now, is_waiting=False) if now.doing else None
         with self._reporting(alarm, now) as table:
-            return explained(error, alarm, table)
+            found = explained(error, alarm, table)
+            self._keep(found, table)
+            return found
 
     def position(self, is_hanging: bool, now: Standing | None = None) -> Position:
         """How far this rank is, for the others."""
@@ -331,11 +338,21 @@ class Watch:
             else f"the store{by} does not answer: nothing is known of other ranks",
             heard="" if heard.startswith(f"rank {self._rank} ") else heard,
             lost=None if is_there else self._host,
+            page=Page(self._folder, self._rank),
         )
+
+    def _keep(self, error: BackendError, table: Table) -> str:
+        """The text of a report, which is kept."""
+        text = f"mdfuse.{type(error).__name__}: {error}"
+        if table.page is not None:
+            table.page.write(text)
+        return text
 
     def _raise(self, alarm: Alarm) -> None:
         with self._reporting(alarm, self._standing()) as table:
-            self._write(report(alarm, table))
+            error = report(alarm, table)
+            self._write(self._keep(error, table))
+            tell_torchrun(error)
         self._stop.set()
         # no communicator is aborted first: that would let the program go on with what is in the
         # buffers, and even end well

@@ -10,6 +10,7 @@ from mdfuse.errors import BackendError
 from mdfuse.runtime.positions import Position, Progress, Standing, is_shared
 
 if TYPE_CHECKING:
+    from mdfuse.runtime.reports import Page
     from mdfuse.runtime.ring import Post
 
 #: How many of the last posts a report lists.
@@ -82,6 +83,7 @@ class Table:
         store: what there is to say of the store, or "".
         heard: what the first rank to raise an alarm said, where it is another one; or "".
         lost: the rank whose end took the store with it, or None.
+        page: the file that the report is kept in, or None.
     """
 
     own: Position
@@ -91,17 +93,17 @@ class Table:
     store: str = ""
     heard: str = ""
     lost: int | None = None
+    page: Page | None = None
 
 
-def report(alarm: Alarm, table: Table) -> str:
-    """The text that the watchdog leaves behind."""
-    error = BackendError(
+def report(alarm: Alarm, table: Table) -> BackendError:
+    """What the watchdog leaves behind."""
+    return BackendError(
         alarm.what,
         where=[alarm.details, *_rows(alarm, table)],
         because="all members of a team post the same, in one order; this process ends now",
         hint=_hint(alarm, table),
     )
-    return f"mdfuse.BackendError: {error}"
 
 
 def explained(error: BackendError, alarm: Alarm, table: Table) -> BackendError:
@@ -131,7 +133,8 @@ def _rows(alarm: Alarm, table: Table) -> list[str]:
     rows += _ranks(alarm, table)
     rows += [table.store] if table.store else []
     rows += [f"before, {table.heard}"] if table.heard else []
-    return rows + _last(table.posts)
+    rows += _last(table.posts)
+    return rows + ([table.page.row] if table.page and table.page.row else [])
 
 
 def _count_text(progress: Progress) -> str:

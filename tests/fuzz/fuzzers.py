@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from fuzz import command_line, environment
 from fuzz.driver import Fuzzer
 
-FUZZERS: dict[str, Fuzzer] = {}
+FUZZERS: dict[str, Fuzzer] = {
+    "command_line": command_line.fuzz,
+    "environment": environment.fuzz,
+}

@@ -47,12 +47,13 @@ class Job:
         arguments = folder / "tests"
         arguments.write_text("\n".join(tests))
         self._output = folder / "output"
+        self._reports = folder / "reports"
         self.reader = VerdictReader(folder)
         with self._output.open("w") as output:
             self._process = subprocess.Popen(
                 command(folder, arguments),
                 cwd=cwd,
-                env=environment,
+                env=environment | {"MDFUSE_REPORTS": str(self._reports)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -65,6 +66,11 @@ class Job:
 
     def output_tail(self) -> str:
         return self._output.read_text(errors="replace")[-_TAIL_CHARACTERS:]
+
+    def reports(self) -> str:
+        """What watchdogs wrote: a rank's stderr may be pytest's when its watchdog ends it."""
+        files = sorted(self._reports.glob("*.txt"))
+        return "\n".join(file.read_text(errors="replace") for file in files)
 
     def stop(self) -> None:
         """End the job: politely, so that the launcher ends its ranks, then not."""
@@ -170,7 +176,9 @@ class HostedTests:
 
     def _end(self, job: Job, how: str, *, is_good: bool) -> None:
         """Settle what an ended job left open: whoever it was busy with, or nobody's failure."""
-        story = f"{how}\nits last output:\n{job.output_tail()}"
+        reports = job.reports()
+        told = f"what its watchdogs reported:\n{reports}" if reports else ""
+        story = f"{how}\n{told}its last output:\n{job.output_tail()}"
         self.close()
         if self._under_way is not None and self._under_way in self._remaining:
             self._fail(self._under_way, f"no verdict: {story}")

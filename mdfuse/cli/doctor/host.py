@@ -11,6 +11,8 @@ import torch
 
 from mdfuse.cli.doctor.findings import Finding
 from mdfuse.cli.report import size_text
+from mdfuse.errors import BackendError
+from mdfuse.runtime.bootstrap import address_of_rank_0
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -108,11 +110,11 @@ def _chosen_interfaces(names: str) -> list[Finding]:
 
 def _rank_0(environment: Mapping[str, str]) -> list[Finding]:
     host = environment.get("MASTER_ADDR")
-    if host is None:
+    if not host:
         return []
     try:
         socket.getaddrinfo(host, None)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the second: it cannot be a name
         return [
             Finding(
                 name="MASTER_ADDR",
@@ -121,5 +123,8 @@ def _rank_0(environment: Mapping[str, str]) -> list[Finding]:
                 is_problem=True,
             )
         ]
-    port = environment.get("MASTER_PORT", "no port")
-    return [Finding(name="rank 0", what=f"{host}, {port}")]
+    try:
+        address = address_of_rank_0(environment)
+    except BackendError as error:
+        return [Finding(name="MASTER_PORT", what=error.what, remedy=error.hint, is_problem=True)]
+    return [Finding(name="rank 0", what=f"{host}, {address[1] if address else 'no port'}")]
