@@ -169,6 +169,15 @@ def test_differences_are_relative_to_the_largest_element() -> None:
     assert not compare([torch.tensor([1])], [torch.tensor([2])])[0].is_allowed
 
 
+def test_differences_of_large_numbers_and_of_complex_ones() -> None:
+    large = torch.tensor([1 << 53])
+    assert not compare([large + 1], [large])[0].is_allowed
+    assert compare([large], [large.clone()])[0].largest == 0
+    one, i = torch.tensor([1 + 1j, 2]), torch.tensor([0, 1j])
+    assert not compare([one + i], [one])[0].is_allowed
+    assert compare([one + 1e-6 * i], [one])[0].is_allowed
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -24,7 +24,14 @@ RUNS = 5
 
 #: Largest difference from one device, as a share of the largest element: the order of additions
 #: differs. Other dtypes must agree exactly.
-TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+TOLERANCES = {
+    torch.float64: 1e-10,
+    torch.float32: 1e-5,
+    torch.float16: 1e-2,
+    torch.bfloat16: 5e-2,
+    torch.complex128: 1e-10,
+    torch.complex64: 1e-5,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,9 +139,12 @@ def compare(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> list[Diffe
 
 def _difference(output: Tensor, expected: Tensor) -> Difference:
     """In double precision; NaN equals NaN, and infinities equal themselves."""
-    a, b = (x.detach().cpu().to(torch.float64) for x in (output, expected))
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    a, b = (x.detach().cpu().to(wide) for x in (output, expected))
     gap = (a - b).abs().masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)
     largest = gap.nan_to_num(nan=torch.inf).max().item() if gap.numel() else 0.0
+    if expected.dtype not in TOLERANCES and not torch.equal(output.cpu(), expected.cpu()):
+        largest = max(largest, 1.0)  # whole numbers beyond 53 bits
     finite = b[b.isfinite()].abs()
     scale = max(1.0, finite.max().item() if finite.numel() else 0.0)
     return Difference(largest=largest, allowed=scale * TOLERANCES.get(expected.dtype, 0.0))

@@ -219,29 +219,26 @@ def _usage(drawn: random.Random, folder: str) -> list[str]:
     return [*chosen, "--no-such-option"] if is_doctor or not chosen else chosen
 
 
+#: What a benchmark does -> the exit status.
+BENCHMARKS = {
+    "": 0,
+    "1 / 0": 1,
+    "x = (": 1,
+    "raise SystemExit('no more of it')": 1,
+    "print('usage: tiny SIZE'); raise SystemExit(2)": 2,
+}
+
+
 def _bench(drawn: random.Random, folder: Path) -> None:
     (folder / "benchmarks").mkdir()
-    texts = {
-        "1 / 0": 1,
-        "raise SystemExit(2)": 2,
-        "import sys; sys.exit('no more')": 1,
-        "": 0,
-        "x = (": 1,
-    }
-    text = drawn.choice([*texts])
+    text = drawn.choice([*BENCHMARKS])
     (folder / "benchmarks" / "tiny.py").write_text(text)
     os.chdir(folder)
     name = drawn.choice(("tiny", "tiny", "other", "", "../tiny", "[red]"))
     arguments = [drawn.choice(("--size", "3", "--help", "é")) for _ in range(drawn.randrange(2))]
-    if "--help" in arguments:
-        _check_ending(["bench", name, *arguments], {0})
-        return
-    said = (
-        _check_ending(["bench", name, *arguments], {texts[text] if name == "tiny" else 2})
-        if text != "raise SystemExit(2)"
-        else ""
-    )
-    assert name != "tiny" or text != "1 / 0" or "tiny.py:1   1 / 0" in said
+    status = 0 if "--help" in arguments else BENCHMARKS[text] if name == "tiny" else 2
+    said = _check_ending(["bench", name, *arguments], {status})
+    assert (text, name, status) != ("1 / 0", "tiny", 1) or "tiny.py:1   1 / 0" in said
 
 
 # -- programs --------------------------------------------------------------------------------------
