@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fuzz import text
 from fuzz.driver import Fuzzer
 
-FUZZERS: dict[str, Fuzzer] = {}
+FUZZERS: dict[str, Fuzzer] = {"text": text.fuzz}
