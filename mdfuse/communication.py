@@ -15,7 +15,7 @@ import torch
 from mdfuse.backends.base import POINT_TO_POINT
 from mdfuse.errors import CommunicationError
 from mdfuse.index import Term
-from mdfuse.layout import Layout, box_size, replicated
+from mdfuse.layout import REDUCE_OPS, Layout, box_size, replicated
 from mdfuse.transfers import Part, part_of
 
 #: kind -> (has a root, has a reduce op)
@@ -34,6 +34,9 @@ KINDS: dict[str, tuple[bool, bool]] = {
 }
 #: Kinds whose buffers have the dim that is split outermost.
 SPLIT_OUTERMOST = ("Gather", "Allgather", "Scatter", "ReduceScatter", "AllToAll")
+
+#: Kinds whose elements travel alike, so that any run of rows is a communication of its own.
+IN_PIECES = ("Allreduce", "Reduce", "Broadcast")
 
 _BITWISE = ("band", "bor", "bxor")
 
@@ -80,10 +83,26 @@ class Communication:
             )
         if self.reduce_op and self.dtype is not None:
             check_reduce_op(self.reduce_op, self.dtype)
+        self._check_axis_and_dims()
         if (self.kind in SPLIT_OUTERMOST) != (self.dim is not None):
             raise CommunicationError(
                 f"{self.kind} with dim={self.dim}",
                 because="exactly " + ", ".join(SPLIT_OUTERMOST) + " split a dim",
+            )
+
+    def _check_axis_and_dims(self) -> None:
+        """The axis and the dims are there; without a dtype only layouts are compared."""
+        if self.axis is not None:
+            self.source.mesh.axis_index(self.axis)
+        n = len(self.shape)
+        dims = [d for layout in (self.source, self.destination) for d, _ in layout.splits]
+        dims += [d for d in (self.dim, self.to_dim) if d is not None]
+        wrong = [d for d in dims if not 0 <= d < n] if self.dtype is not None else []
+        if wrong:
+            raise CommunicationError(
+                f"{self.kind} of {list(self.shape)} along dim {wrong[0]}",
+                because=f"it has {n} dims, which count from 0",
+                hint="name a dim that it has",
             )
 
     # -- who -------------------------------------------------------------------------------------
@@ -263,6 +282,10 @@ class Communication:
 def check_reduce_op(op: str, dtype: torch.dtype) -> None:
     """Raise CommunicationError where a reduce op means nothing for a dtype."""
     floats = dtype.is_floating_point
+    if op not in REDUCE_OPS:
+        raise CommunicationError(
+            f"there is no reduce op {op!r}", hint="one of " + ", ".join(REDUCE_OPS)
+        )
     if op in _BITWISE:
         good, of = not floats, "integers and bool"
     elif op == "avg":

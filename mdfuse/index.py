@@ -9,7 +9,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from mdfuse.errors import ProgramError
+
+#: The largest number; numbers of programs have 64 bits, as torch's have.
+LARGEST = 2**63 - 1
+#: How deep expressions, and blocks of instructions, may be nested.
+DEEPEST = 64
 
 #: op -> how it is computed. Comparisons give 0 or 1.
 ARITHMETIC: dict[str, Callable[[int, int], int]] = {
@@ -62,12 +69,28 @@ class Calc:
     op: str
     left: Index
     right: Index
+    #: how deep it is nested
+    depth: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        depth = 1 + max(_depth(self.left), _depth(self.right))
+        if depth > DEEPEST:
+            raise ProgramError(
+                f"an index expression of {depth} operations, one inside the other",
+                because=f"at most {DEEPEST} are nested",
+                hint="write the number that it is, or a shorter expression",
+            )
+        object.__setattr__(self, "depth", depth)
 
     def __str__(self) -> str:
         return f"{_nested(self.left)} {self.op} {_nested(self.right)}"
 
 
 Index = int | Term | Calc
+
+
+def _depth(index: Index) -> int:
+    return index.depth if isinstance(index, Calc) else 0
 
 
 def _nested(index: Index) -> str:
@@ -87,11 +110,24 @@ def calc(op: str, left: Index, right: Index) -> Index:
     """An operation, carried out where both sides are numbers.
 
     Raises:
-        ZeroDivisionError: a division by zero.
+        ProgramError: a division by zero; a number beyond 64 bits.
     """
-    if isinstance(left, int) and isinstance(right, int):
-        return ARITHMETIC[op](left, right)
-    return Calc(op, left, right)
+    if not (isinstance(left, int) and isinstance(right, int)):
+        return Calc(op, left, right)
+    if right == 0 and op in ("//", "mod"):
+        raise ProgramError(
+            f"the index {left} {op} {right}",
+            because="nothing is divided by zero",
+            hint="let the divisor be at least 1 on every rank and in every iteration",
+        )
+    value = ARITHMETIC[op](left, right)
+    if not -LARGEST - 1 <= value <= LARGEST:
+        raise ProgramError(
+            f"the index {left} {op} {right}",
+            because="numbers have 64 bits",
+            hint="write an expression whose value is smaller",
+        )
+    return value
 
 
 def resolve(index: Index, known: Callable[[Term], int | None]) -> Index:

@@ -110,6 +110,11 @@ class Stream:
 
     def interval(self, interval: Interval, i: int) -> Interval:
         """The i-th chunk of an interval."""
+        if not 0 <= i < self.count:
+            raise LayoutError(
+                f"there is no chunk {i} of dim {self.dim}: it has {self.count}",
+                hint=f"chunks count from 0 to {self.count - 1}",
+            )
         if isinstance(self.chunks, int):
             return nth_chunk(interval, self.chunks, i)
         start, stop = interval

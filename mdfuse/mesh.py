@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
 from mdfuse.errors import MeshError
+from mdfuse.names import RULE, is_name
+
+#: More ranks than this are a mistake, which would take long to go through.
+MOST_RANKS = 2**20
 
 _DEFAULT_AXES = {1: ("x",), 2: ("y", "x"), 3: ("z", "y", "x")}
 
@@ -58,11 +63,18 @@ class DeviceMesh:
                 because="every axis has one name, and no two share one",
                 hint=f"pass axes=(...) with {len(shape)} different names",
             )
-        if not all(isinstance(a, str) and a.isidentifier() and a != "stream" for a in axes):
+        if not all(is_name(a) and "." not in a and a != "stream" for a in axes):
             raise MeshError(
                 f"axes {axes}",
-                because='a name is an identifier other than "stream"',
+                because=f'{RULE.partition(", and may")[0]}; "stream" is none',
                 hint='for example axes=("dp", "tp")',
+            )
+        last = max(ranks[0], ranks[-1], *_listed(ranks))
+        if max(last, len(ranks)) > MOST_RANKS:
+            raise MeshError(
+                f"a mesh of {len(ranks)} ranks, of which {last} is the last",
+                because=f"a job has at most {MOST_RANKS} ranks, which count from 0",
+                hint="name the ranks as the launcher does: 0 to world size - 1",
             )
         self.axes, self.shape, self._ranks = axes, shape, ranks
 
@@ -75,9 +87,20 @@ class DeviceMesh:
                 because="each axis has a size of at least 1",
                 hint="for example DeviceMesh.arange(dp=2, tp=4)",
             )
-        mesh = cls.__new__(cls)
         shape = tuple(sizes.values())
-        mesh._set(shape, range(math.prod(shape)), tuple(sizes))
+        return cls.of(shape, range(min(math.prod(shape), MOST_RANKS + 1)), tuple(sizes))
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], ranks: Sequence[int], axes: Sequence[str]) -> DeviceMesh:
+        """Ranks in row-major order over a shape."""
+        if not ranks or 0 in shape:
+            raise MeshError(
+                f"a mesh of shape {shape}",
+                because="each axis has a size of at least 1",
+                hint="for example DeviceMesh.arange(dp=2, tp=4)",
+            )
+        mesh = cls.__new__(cls)
+        mesh._set(shape, ranks if isinstance(ranks, range) else _canonical([*ranks]), axes)
         return mesh
 
     @property
@@ -107,7 +130,7 @@ class DeviceMesh:
 
     @cached_property
     def _explicit(self) -> tuple[int, ...]:
-        return () if isinstance(self._ranks, range) else tuple(self._ranks)
+        return _listed(self._ranks)
 
     @cached_property
     def _index(self) -> dict[int, int]:
@@ -192,6 +215,11 @@ class DeviceMesh:
         return f"mesh({sizes}: {' '.join(map(str, self._ranks[:16]))}{' …' * (self.size > 16)})"
 
 
+def _listed(ranks: Sequence[int]) -> tuple[int, ...]:
+    """Ranks that are no range."""
+    return () if isinstance(ranks, range) else tuple(ranks)
+
+
 def is_torch_mesh(x: object) -> bool:
     """Whether something is a `torch.distributed.DeviceMesh`; torch is not imported for this."""
     return hasattr(x, "mesh_dim_names") and hasattr(x, "device_type")
@@ -246,7 +274,7 @@ def _canonical(flat: list[int]) -> Sequence[int]:
     if flat == list(span):
         return span
     if len(set(flat)) != len(flat):
-        twice = sorted({r for r in flat if flat.count(r) > 1})
+        twice = sorted(r for r, n in Counter(flat).items() if n > 1)
         raise MeshError(
             "a mesh holds each rank once; twice or more: " + ", ".join(map(str, twice)),
             hint="leave the repeated ranks out",

@@ -18,14 +18,16 @@ from torch import Tensor
 
 from mdfuse.backends.sim import SimNetwork
 from mdfuse.errors import CommunicationError
+from mdfuse.hir.instructions import MEMORY
 from mdfuse.plan.build import Plan
 from mdfuse.plan.lines import Slots
 from mdfuse.plan.pending import Pending
 from mdfuse.plan.slots import Step
 from mdfuse.plan.streams import CALLER
 
-#: What the host does by itself, in program order.
-_ON_HOST = ("alloc", "free", "set_stream", "keep")
+#: Steps that the host does by itself, in program order. Views are none: what they show may be a
+#: copy of what their stream has still to write.
+_ON_HOST = (*MEMORY, "set_stream", "keep")
 
 
 def run_shuffled(

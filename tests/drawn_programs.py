@@ -107,9 +107,10 @@ def walk(block: list[Statement]) -> Iterator[Statement]:
 
 
 def program_text(block: list[Statement], aliases: dict[str, str]) -> str:
+    made = {"x", *(s[1] for s in walk(block) if s[0] not in ("for", "if", "free"))}
     head = [
         "input %x: f32[2,2] (x=R)",
-        *(f"alias %{a}: {TYPES[a]} = %{b}" for a, b in aliases.items()),
+        *(f"alias %{a}: {TYPES[a]} = %{b}" for a, b in aliases.items() if {a, b} & made),
     ]
     return "\n".join((*head, *lines(block), f"return %y: {TYPES['y']}"))
 

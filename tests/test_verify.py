@@ -63,10 +63,11 @@ def swapped(program: HostProgram, at: int) -> HostProgram:
     return replace(program, instructions=tuple(code))
 
 
-def refused(program: HostProgram | dict[int, HostProgram], *words: str) -> str:
-    """The message with which a program is refused; it contains these words, in this order."""
+def refused(program: str | HostProgram | dict[int, HostProgram], *words: str) -> str:
+    """The message with which a program, or its text, is refused; it contains these words, in this
+    order."""
     with pytest.raises(MdfuseError) as caught:
-        verify(program)
+        verify(parse(program) if isinstance(program, str) else program)
     message, at = str(caught.value), 0
     for word in words:
         found = message.find(word, at)
@@ -458,21 +459,21 @@ TYPES = [
         "input %x: M; %y: M = permute(%x, dims=[1,-2]); return %y",
         "[1,-2]",
         "[1,-1]",
-        ("dims=[1, -1] is no permutation", "each is named once"),
+        ("permute with dims=[1,-1]", "line 3: %y", "names each dim once", "-2 to 1"),
     ),
     Rule(
         "an order that is no permutation",
         "input %x: M; %y: M = add(%x, 1.0) order=[1,0]; return %y",
         "[1,0]",
         "[1,2]",
-        ("order=[1, 2] is no permutation",),
+        ("order=[1,2] is no permutation", "line 3: %y"),
     ),
     Rule(
         "a dim that does not exist is selected",
         "input %x: M; %y: T = select(%x, dim=-2, index=0); return %y",
         "dim=-2",
         "dim=2",
-        ("select(%x, dim=2, index=0): there is no dim 2", "dims go from -2 to 1"),
+        ("select with dim=2", "select(%x, dim=2, index=0)", "dims go from -2 to 1"),
     ),
     Rule(
         "an index that does not exist is selected",
@@ -500,13 +501,13 @@ TYPES = [
         _HALVES,
         "0..2",
         "0..3",
-        ("there is no chunk 2 of dim 0: it has 2", "%a@3"),
+        ("%a@3", "there is no chunk 2 of dim 0: it has 2"),
     ),
     Rule(
         "chunks of another size",
         _HALVES.replace("%a: CHUNK", "%a: f32[2] of [4] (x=R, chunk(0,2,1 - %i))"),
-        "chunk(0,2,1 - %i)",
-        "chunk(0,[1,3],%i)",
+        "f32[2] of [4] (x=R, chunk(0,2,1 - %i))",
+        "f32[3] of [4] (x=R, chunk(0,[1,3],%i))",
         ("on rank 0 add of [3], [3] is f32[3]",),
     ),
     Rule(
@@ -521,7 +522,7 @@ TYPES = [
         "input %x: T; %y: T = alloc(memory=pinned); %y = add(%x, 1.0); return %y",
         "pinned",
         "far",
-        ("alloc(memory=far)", "one of device, host, pinned, symmetric"),
+        ("alloc with memory=far", "one of device, host, pinned, symmetric"),
     ),
     Rule(
         "a layout about a dim that there is not",
@@ -815,7 +816,8 @@ STREAMS = [
 )
 def test_rule(rule: Rule) -> None:
     accepted(parse(rule.good))
-    assert "@p" in refused(parse(rule.bad), *rule.words)
+    message = refused(rule.bad, *rule.words)
+    assert "@p" in message or re.search(r"^  line \d+: ", message, re.MULTILINE)
 
 
 RIGHT = {
@@ -915,7 +917,8 @@ def test_one_buffer_for_another() -> None:
 def test_members_agree(old: str, new: str, words: str) -> None:
     text = full("input %q: S; " + _REDUCED)
     verify(per_rank(text, text))
-    refused(per_rank(text, text.replace(old, new)), "team (0 1), communication 0", words)
+    other = text.replace(old, new).replace("[2] of [8]", "[4] of [8]")
+    refused(per_rank(text, other), "team (0 1), communication 0", words)
 
 
 def test_another_root() -> None:

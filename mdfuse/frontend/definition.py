@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Hashable, Mapping, Sequence
 from contextvars import Token
 from functools import cached_property
@@ -24,6 +23,7 @@ from mdfuse.ir.graph import Fusion, Value
 from mdfuse.ir.symbolic import check_definition
 from mdfuse.layout import Layout, Placement, Stream
 from mdfuse.mesh import DeviceMesh
+from mdfuse.names import RULE, is_name, is_value_name
 
 _new = object.__new__
 _NO_ATTRS: Mapping[str, Any] = MappingProxyType({})
@@ -51,6 +51,10 @@ class FusionDefinition:
     ops: Any = operations
 
     def __init__(self, name: str = "fusion") -> None:
+        if not is_name(name):
+            raise DefinitionError(
+                f"a fusion named {name!r}", because=RULE, hint="name it otherwise"
+            )
         self.name = name
         self.inputs: list[int] = []
         self.outputs: list[int] = []
@@ -446,9 +450,9 @@ def _ids(x: Any) -> Any:
 
 
 def _check_name(name: str | None) -> None:
-    if name is not None and not re.fullmatch(r"[\w.]+", name):
+    if name is not None and not is_value_name(name):
         raise DefinitionError(
             f"name={name!r}",
             because="programs print and parse it as one word",
-            hint="letters, digits, _ and .",
+            hint="letters, digits and underscores, joined by dots",
         )

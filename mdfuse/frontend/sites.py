@@ -9,6 +9,7 @@ from functools import lru_cache
 from types import CodeType
 
 from mdfuse.errors import OWN, PACKAGE, Source
+from mdfuse.names import is_name
 
 _STORES = ("STORE_NAME", "STORE_FAST", "STORE_GLOBAL", "STORE_DEREF")
 
@@ -92,6 +93,6 @@ def _source(file: str, code: CodeType, offset: int) -> Source | None:
 @lru_cache(maxsize=4096)
 def _name_after(code: CodeType, offset: int) -> str | None:
     following = next((i for i in dis.get_instructions(code) if i.offset > offset), None)
-    if following is not None and following.opname in _STORES:
-        return str(following.argval)
-    return None
+    if following is None or following.opname not in _STORES:
+        return None
+    return str(following.argval) if is_name(following.argval) else None

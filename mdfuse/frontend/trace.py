@@ -19,6 +19,7 @@ from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.frontend.handle import Handle
 from mdfuse.layout import Layout, Placement
 from mdfuse.mesh import DeviceMesh, as_mesh
+from mdfuse.names import as_name
 from mdfuse.plan.cache import Cache
 from mdfuse.torch_private import spec_of
 
@@ -191,7 +192,7 @@ class TracedFunction:
         return type(x), repr(x) if isinstance(x, float) else x  # 0.0 and -0.0 are equal
 
     def _trace(self, bound: inspect.BoundArguments) -> Traced:
-        with FusionDefinition(self.__name__) as fd:
+        with FusionDefinition(as_name(self.__name__, "fusion")) as fd:
             for name, x in _arguments(bound):
                 _put(bound, name, _defined(fd, name, x))
             result = self.function(*bound.args, **bound.kwargs)
@@ -292,7 +293,7 @@ def _defined(fd: FusionDefinition, name: str, x: Any) -> Any:
     """The input of a spec; any other argument as it is."""
     if not isinstance(x, TensorSpec):
         return x
-    mesh, name = as_mesh(x.mesh), name.replace(".", "_")
+    mesh, name = as_mesh(x.mesh), as_name(name.replace(".", "_"), "in")
     return fd.define_tensor(x.shape, x.dtype, mesh, x.layout, x.order, x.stride_order, name=name)
 
 

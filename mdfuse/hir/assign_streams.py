@@ -25,23 +25,19 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from mdfuse.config import Options
+from mdfuse.hir.instructions import POSTS, op_of, row_of
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.index import Index, calc, loop
 from mdfuse.ir.graph import fresh_name
-from mdfuse.ir.ops import TABLE
 
 name = "assign_streams"
 
 #: The streams of the policy copy_compute.
 COMPUTE, TRANSFER = 0, 1
 
-_POSTS = ("post", "send", "recv")
-#: An `if` adds up what arrives.
-_TRANSFERS = (*_POSTS, "wait", "alloc", "if")
-#: What only makes or drops a view, or groups posts: it does no work on any stream.
-_NO_WORK = ("chunk", "narrow", "unexpand", "select", "free")
-#: Views, unless the elements do not lie so that one can be made.
-_MAY_COPY = ("reshape", "stride_order")
+#: What goes with the transfers. An `alloc` does, since most make what arrives a place; an `if`
+#: adds up what arrives.
+_TRANSFERS = (*POSTS, "wait", "alloc", "if")
 #: What is worth a stream of its own.
 _CONTRACTIONS = ("matmul", "linear", "attention")
 
@@ -90,7 +86,7 @@ def _policy(i: Instruction, options: Options) -> str:
         return "copy_compute"  # what all iterations write is written on one stream
     if options.stream_policy != "auto":
         return options.stream_policy
-    return "copy_compute" if any(j.op in _POSTS for j in i.walk()) else "round_robin"
+    return "copy_compute" if any(j.op in POSTS for j in i.walk()) else "round_robin"
 
 
 def _adds_up(i: Instruction) -> bool:
@@ -153,10 +149,11 @@ class _Assigned:
         """Where an instruction goes; None where it does no work."""
         if i.op in _TRANSFERS:
             return TRANSFER
-        if i.op == "launch" or (i.fn in TABLE and not TABLE[i.fn].is_view):
+        row, op = row_of(i), op_of(i)
+        if i.op == "launch" or (op is not None and not op.is_view):
             is_small = all(j.op not in _CONTRACTIONS for j in i.walk())
             return TRANSFER if is_small and not self.late.isdisjoint(i.reads) else COMPUTE
-        is_view = i.op in _NO_WORK or (i.fn in TABLE and i.fn not in _MAY_COPY)
+        is_view = i.op == "free" or (row is not None and row.is_pure_view)
         if is_view and i.order is None and self.bound.isdisjoint(i.outputs):
             return None
         return self.homes.get(i.reads[0], TRANSFER)  # a copy is made where the data is
@@ -164,7 +161,7 @@ class _Assigned:
     def note_late(self, members: list[Instruction]) -> None:
         """What is written is late where something that is read is."""
         reads = [n for i in members if i.op != "wait" for j in i.walk() for n in j.reads]
-        is_post = any(i.op in _POSTS for i in members)
+        is_post = any(i.op in POSTS for i in members)
         if any(n in self.late or (is_post and self.homes.get(n) == COMPUTE) for n in reads):
             self.late.update(n for i in members for n in _written(i))
 
@@ -179,7 +176,7 @@ class _Assigned:
     def touched(self, i: Instruction) -> Iterable[str]:
         for j in i.walk():
             yield from (*j.reads, *j.outputs)
-            if j.op in _POSTS:
+            if j.op in POSTS:
                 self.posted[j.outputs[0]] = j.reads
             if j.op == "wait":
                 yield from self.posted.get(j.reads[0], ())

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mdfuse.hir.instructions import BLOCKS
 from mdfuse.hir.program import HostProgram, Instruction
 
 
 class HostValues:
-    """Goes through instructions in order, and knows which names stand for values on the host.
-
-    >>> # values = HostValues(program)
-    >>> # [values.why_eager(i) for i in program.walk()]
-    """
+    """Goes through instructions in order, and knows which names stand for values on the host."""
 
     def __init__(self, program: HostProgram) -> None:
         self.program = program
@@ -58,7 +55,7 @@ def eager(program: HostProgram) -> Iterator[tuple[Instruction, str]]:
     """The instructions that no graph can hold, each with the reason."""
     values = HostValues(program)
     for i in program.walk():
-        if i.op in ("for", "if", "launch", "return"):
+        if i.op in (*BLOCKS, "launch", "return"):
             continue
         why = values.why_eager(i)
         if why is not None:

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from mdfuse.config import Options
+from mdfuse.hir.instructions import BLOCKS, POSTS
 from mdfuse.hir.program import HostProgram, Instruction
 
 name = "insert_frees"
@@ -65,7 +66,7 @@ class _Frees:
         bound, found = set(before), dict[int, frozenset[str]]()
         for n, i in enumerate(block):
             self.note_posts(i)
-            if i.op in ("for", "if"):
+            if i.op in BLOCKS:
                 found[n] = frozenset(bound)
             bound.update(self.binds(i))
         return found
@@ -76,12 +77,12 @@ class _Frees:
         return replace(i, body=body, orelse=self.block(i.orelse, later, before))
 
     def note_posts(self, i: Instruction) -> None:
-        if i.op in ("post", "send", "recv"):
+        if i.op in POSTS:
             self.posted[i.outputs[0]] = tuple(self.buffers(i.reads))
 
     def binds(self, i: Instruction) -> set[str]:
         """The buffers that an instruction, or what is inside it, may bind."""
-        inside = (*i.body, *i.orelse) if i.op in ("for", "if") else ()
+        inside = (*i.body, *i.orelse) if i.op in BLOCKS else ()
         return {*self.buffers(i.outputs)}.union(*map(self.binds, inside))
 
     def uses(self, i: Instruction) -> Iterable[str]:
@@ -89,7 +90,7 @@ class _Frees:
         yield from self.buffers((*i.reads, *i.outputs))
         if i.op == "wait":
             yield from self.posted.get(i.reads[0], ())
-        for j in (*i.body, *i.orelse) if i.op in ("for", "if") else ():
+        for j in (*i.body, *i.orelse) if i.op in BLOCKS else ():
             yield from self.uses(j)
 
     def buffers(self, names: Iterable[str]) -> Iterable[str]:

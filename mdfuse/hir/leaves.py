@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import math
 from typing import Any, cast
 
 import torch
 from lark import Token, Tree
 
 from mdfuse.errors import ProgramError
+from mdfuse.hir.forms import attributes_problem
 from mdfuse.hir.program import BufferType, Padding
-from mdfuse.index import Calc, Term
+from mdfuse.index import LARGEST, Calc, Term
+from mdfuse.ir.attributes import attr
 from mdfuse.ir.graph import DTYPE_NAMES
-from mdfuse.layout import Partial, Placement, Replicate, Shard
-from mdfuse.mesh import DeviceMesh
+from mdfuse.layout import Layout, Partial, Placement, Replicate, Shard
+from mdfuse.mesh import MOST_RANKS, DeviceMesh
 
 Node = Tree[Token]
 
+#: Of the largest number.
+_DIGITS = len(str(LARGEST))
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
@@ -37,6 +43,19 @@ def tokens(tree: Node) -> list[Token]:
     return [t for t in tree.children if isinstance(t, Token)]
 
 
+def int_of(token: Token | str) -> int:
+    """An integer; numbers have 64 bits."""
+    number = int(token) if len(token) <= _DIGITS else LARGEST + 1
+    if number > LARGEST:
+        shown = token if len(token) <= 2 * _DIGITS else f"{token[:_DIGITS]}…"
+        raise ProgramError(
+            f"the number {shown}",
+            because="numbers have 64 bits",
+            hint=f"write one from {-LARGEST} to {LARGEST}",
+        )
+    return number
+
+
 def name_of(token: Token) -> str:
     """%x is named x."""
     return str(token).removeprefix("%")
@@ -45,23 +64,44 @@ def name_of(token: Token) -> str:
 def mesh_of(tree: Node) -> DeviceMesh:
     """A mesh of the first line: axes with sizes, then the ranks."""
     sizes = [tokens(t) for t in trees(tree, "axis_size")]
-    axes, shape = tuple(str(a) for a, _ in sizes), [int(n) for _, n in sizes]
-    ranks = list(range(torch.Size(shape).numel()))
+    axes, shape = tuple(str(a) for a, _ in sizes), tuple(int_of(n) for _, n in sizes)
+    size = math.prod(shape)
+    first, last = 0, size - 1
     for span in trees(tree, "span"):
-        first, last = map(int, tokens(span))
-        ranks = list(range(first, last + 1))
-    for listed in trees(tree, "listed"):
-        ranks = [int(t) for t in tokens(listed)]
-    if len(ranks) != torch.Size(shape).numel():
-        raise ProgramError(f"a mesh of shape {shape} with {len(ranks)} ranks")
-    return DeviceMesh(torch.tensor(ranks).reshape(shape), axes)
+        first, last = map(int_of, tokens(span))
+    listed = [int_of(n) for t in trees(tree, "listed") for n in tokens(t)]
+    found = len(listed) or last - first + 1
+    if found != size:
+        raise ProgramError(
+            f"a mesh of shape {shape} with {found} ranks",
+            because="it has one rank at each coordinate",
+            hint=f"name {size} ranks, or none for 0 to {size - 1}",
+        )
+    return DeviceMesh.of(shape, listed or range(first, last + 1), axes)
+
+
+def rank_of(tree: Node) -> int:
+    """The rank of a projection."""
+    rank = int_of(tokens(tree)[0])
+    if rank > MOST_RANKS:
+        raise ProgramError(
+            f"rank {rank}", because=f"a job has at most {MOST_RANKS} ranks, which count from 0"
+        )
+    return rank
+
+
+def team_text(tree: Node) -> str:
+    """The team and the root of a post, as a projection shows them."""
+    members = " ".join(str(int_of(t)) for t in tokens(tree))
+    roots = "".join(f" root={int_of(tokens(t)[0])}" for t in trees(tree, "root"))
+    return (f"team=({members})" if members else "local") + roots
 
 
 def placement_of(text: str) -> Placement:
     """R, S0 or P(sum)."""
     if text == "R":
         return Replicate()
-    return Partial(text[2:-1]) if text.startswith("P") else Shard(int(text[1:]))
+    return Partial(text[2:-1]) if text.startswith("P") else Shard(int_of(text[1:]))
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -74,20 +114,37 @@ def dtype_of(name: str) -> torch.dtype:
 
 def extents_of(tree: Node) -> tuple[int, ...]:
     """[3,4]"""
-    return tuple(int(t) for t in tokens(tree))
+    return tuple(int_of(t) for t in tokens(tree))
 
 
-def padding_of(tree: Node) -> Padding:
+_PADDING = (attr("dim", "int", True), attr("parts", "count", True), attr("axis", "axis"))
+
+
+def padding_of(tree: Node, layout: Layout) -> Padding:
     """pad=block(dim=0,parts=4,axis=x)"""
-    settings: dict[str, Any] = {"axis": None, **dict(setting_of(t) for t in trees(tree))}
-    return Padding(side=cast("Any", str(tokens(tree)[0])), **settings)
+    side, settings = str(tokens(tree)[0]), settings_of(tree)
+    found = attributes_problem(f"pad={side}", _PADDING, settings)
+    if found is not None:
+        raise ProgramError(found.what, because=found.because, hint=found.hint)
+    if side not in ("block", "team"):
+        raise ProgramError(f"pad={side}", because="a dim is padded to one block, or to all of them")
+    fields: dict[str, Any] = {"axis": None, **dict(settings)}
+    if fields["axis"] is not None:
+        layout.mesh.axis_index(fields["axis"])
+    return Padding(side=cast("Any", side), **fields)
 
 
 def order_of(tree: Node, kind: BufferType) -> tuple[int, ...]:
     """The memory order that a result must have."""
     for listed in trees(tree):
         return cast("tuple[int, ...]", value_of(listed))
-    return tuple(range(len(kind.shape)))
+    return tuple(range(1 if kind.flat else len(kind.shape)))
+
+
+def settings_of(tree: Node) -> tuple[tuple[str, Any], ...]:
+    """The attributes among the arguments; None and False are what is not said."""
+    found = (setting_of(t) for t in trees(tree, "setting"))
+    return tuple((k, v) for k, v in found if v is not None and v is not False)
 
 
 def setting_of(tree: Node) -> tuple[str, Any]:
@@ -111,10 +168,10 @@ def value_of(tree: Any) -> Any:
             left, op, right = tree.children
             return Calc(str(op), value_of(left), value_of(right))
         case "negative":
-            return -int(tree.children[1])
+            return -int_of(tree.children[1])
         case "extent":
             name, dim = tree.children
-            return Term("extent", name_of(name), int(dim))
+            return Term("extent", name_of(name), int_of(dim))
     (token,) = tree.children
     match tree.data:
         case "name":
@@ -122,15 +179,25 @@ def value_of(tree: Any) -> Any:
         case "coord":
             return Term("coord", str(token))
         case "integer":
-            return int(token)
+            return int_of(token)
         case "real":
-            return float(token)
+            number = float(token)
+            return number if number == number else math.nan  # one object, which is itself
         case "string":
-            return str(token)[1:-1]
+            return _string(token)
         case _:
             word = str(token)
             is_dtype = word in _DTYPES or isinstance(getattr(torch, word, None), torch.dtype)
             return dtype_of(token) if is_dtype else word
+
+
+def _string(token: Token) -> str:
+    try:
+        return str(json.loads(token))
+    except ValueError:
+        raise ProgramError(
+            f"the string {token}", because='a \\ stands before ", \\, n, t or uXXXX'
+        ) from None
 
 
 def operand_of(value: Any) -> Any:

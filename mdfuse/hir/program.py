@@ -12,9 +12,11 @@ import torch
 
 from mdfuse.communication import Communication
 from mdfuse.errors import ProgramError, Source
+from mdfuse.hir.forms import check_forms, check_nesting
+from mdfuse.hir.instructions import POSTS, op_of
 from mdfuse.index import Calc, Index, Term, resolve, terms
 from mdfuse.ir.graph import Operand, dtype_name
-from mdfuse.ir.ops import TABLE, Part, local_attrs
+from mdfuse.ir.ops import Part, local_attrs
 from mdfuse.layout import Box, Layout, Replicate
 from mdfuse.mesh import DeviceMesh
 
@@ -178,12 +180,23 @@ class HostProgram:
     def __str__(self) -> str:
         from mdfuse.hir.text import program_text
 
+        check_nesting(self)
         return program_text(self)
 
     def walk(self) -> Iterator[Instruction]:
         """All instructions, those inside loops, branches and host units included."""
         for i in self.instructions:
             yield from i.walk()
+
+    @cached_property
+    def checked(self) -> HostProgram:
+        """This program, each instruction of which has the form that its row says.
+
+        Raises:
+            ProgramError: one has not; see `mdfuse.hir.forms`.
+        """
+        check_forms(self)
+        return self
 
     @cached_property
     def written_out(self) -> HostProgram:
@@ -245,7 +258,7 @@ class HostProgram:
         """Whether a rank executes an instruction: it takes part, or has what is computed."""
         if i.comm is not None:
             return bool(i.comm.team(rank)) or (i.op == "post" and rank in i.comm.destination.mesh)
-        if i.op in ("send", "recv"):
+        if i.op in POSTS:
             return all(self.has(name, rank) for name in i.reads)
         return all(self.has(name, rank) for name in i.outputs if name in self.types)
 
@@ -253,7 +266,7 @@ class HostProgram:
         """What one rank runs; a program that is a projection already is returned as it is."""
         if self.rank is not None:
             return self
-        kept = self._block(self.instructions, rank, set())
+        kept = self.checked._block(self.instructions, rank, set())
         named = {*self.inputs, *self.outputs}
         named.update(n for i in kept for j in i.walk() for n in j.outputs)
         named.update(n for pair in self.aliases.items() for n in pair)
@@ -314,7 +327,7 @@ class HostProgram:
                 case "wait":
                     kept += [self._localized(i, rank)] if handles.intersection(i.reads) else []
                 case _ if self.runs_on(i, rank):
-                    if i.op in ("post", "send", "recv"):
+                    if i.op in POSTS:
                         handles.update(i.outputs)
                     kept.append(self._localized(i, rank))
         return kept
@@ -332,16 +345,17 @@ class HostProgram:
     def _localized(self, i: Instruction, rank: int) -> Instruction:
         """An instruction with one rank's buffers and attributes."""
         body = tuple(self._localized(inner, rank) for inner in i.body)
-        attrs, comm, known = i.attrs, i.comm, self.knows(rank)
-        if i.op in ("send", "recv"):
+        attrs, comm, known, op = i.attrs, i.comm, self.knows(rank), op_of(i)
+        is_transfer = i.op in POSTS and comm is None
+        if is_transfer:
             layout = self.types[i.reads[0]].layout
             known = self.knows(rank, layout.mesh if layout is not None else None)
         if any(True for _ in i.indices):
             attrs = resolved(attrs, known)
-        if i.op in ("send", "recv"):
+        if is_transfer:
             attrs = self._peer(i, dict(attrs), rank)
-        elif i.fn in TABLE and i.outputs and self.types[i.outputs[0]].layout is not None:
-            attrs = tuple(local_attrs(TABLE[i.fn], dict(attrs), self._part(i, rank)).items())
+        elif op is not None and self.types[i.outputs[0]].layout is not None:
+            attrs = tuple(local_attrs(op, dict(attrs), self._part(i, rank)).items())
         if comm is not None:
             comm = comm.at(known)
         inputs = i.inputs if i.op == "return" else tuple(self._mine(x, rank) for x in i.inputs)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
+from mdfuse.hir.instructions import row_of
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.ir.ops import TABLE
-
-#: Buffer operations whose result may be a view of their operand.
-_VIEWS = ("narrow", "chunk", "select", "unexpand", "pad")
 
 
 def shared_operand(i: Instruction) -> str | None:
@@ -14,8 +11,8 @@ def shared_operand(i: Instruction) -> str | None:
 
     Also where a memory order is required: an operand that lies so already is not copied.
     """
-    is_view = i.op in _VIEWS or (i.fn in TABLE and TABLE[i.fn].is_view)
-    return i.reads[0] if is_view and i.reads else None
+    row = row_of(i)
+    return i.reads[0] if row is not None and row.is_view and i.reads else None
 
 
 def storage(program: HostProgram) -> dict[str, str]:

@@ -17,14 +17,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from mdfuse.config import Options
+from mdfuse.hir.instructions import POSTS, row_of
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.sharing import storage
-from mdfuse.ir.ops import TABLE
 
 name = "sink_waits"
-
-#: Views on buffers that are no rows of the op table.
-_VIEWS = ("narrow", "unexpand", "chunk")
 
 
 @dataclass(eq=False)
@@ -69,7 +66,7 @@ def _block(
     reads: dict[str, set[str]] = {}
     bound = set(before)
     for i in block:
-        if i.op in ("post", "send", "recv"):
+        if i.op in POSTS:
             posted[i.outputs[0]] = set(i.reads if i.op != "post" else i.reads[-1:])
             reads[i.outputs[0]] = {shared[x] for x in i.reads if x in shared}
         touched = {x for j in i.walk() for x in (*j.reads, *j.outputs)}
@@ -94,8 +91,5 @@ def _block(
 
 def _is_view(i: Instruction) -> bool:
     """It reads no element, so it may stand before or after others as it likes."""
-    if i.order is not None:
-        return False
-    if i.fn in TABLE:
-        return TABLE[i.fn].is_view and i.fn not in ("reshape", "stride_order")
-    return i.op in _VIEWS
+    row = row_of(i)
+    return i.order is None and row is not None and row.is_pure_view

@@ -71,7 +71,7 @@ class _Printer:
 
     def rows(self, instruction: Instruction, indent: str) -> list[tuple[str, str]]:
         """(text, comment) of an instruction and its body."""
-        note = str(instruction.source) if instruction.source else ""
+        note = _on_a_line(str(instruction.source)) if instruction.source else ""
         text = indent + self.instruction(instruction)
         if not instruction.body and instruction.op not in ("launch", "for", "if"):
             return [(text, note)]
@@ -164,6 +164,11 @@ def program_text(program: HostProgram) -> str:
     width = min(max((len(text) for text, _ in rows), default=0), _WIDEST)
     lines = [f"  {text:<{width}}  # {note}" if note else f"  {text}" for text, note in rows]
     return "\n".join((printer.header(), *lines, "}"))
+
+
+def _on_a_line(text: str) -> str:
+    """A comment ends with its line; the name of a file may hold anything."""
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _settings(settings: Mapping[str, object]) -> list[str]:

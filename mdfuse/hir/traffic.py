@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from mdfuse.hir.instructions import BLOCKS
 from mdfuse.hir.program import HostProgram, Instruction
 
 
@@ -27,4 +28,4 @@ def received(program: HostProgram, rank: int) -> Iterator[tuple[Instruction, int
 
 def _is_straight(program: HostProgram) -> bool:
     """Every instruction runs once, and none has an index that only a rank knows."""
-    return not any(i.op in ("for", "if", "recv") for i in program.instructions)
+    return not any(i.op in (*BLOCKS, "recv") for i in program.instructions)

@@ -16,11 +16,12 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from mdfuse.errors import ProgramError
+from mdfuse.hir.instructions import POSTS
 from mdfuse.hir.program import BufferType, HostProgram, Instruction, index_names, resolved
 from mdfuse.index import Calc, Index, Term, resolve
 from mdfuse.ir.graph import Operand
 
-#: More instructions than this are not written out.
+#: More instructions, or iterations, than this are not written out.
 LIMIT = 1_000_000
 
 
@@ -50,6 +51,8 @@ class _Writer:
     #: names that have a buffer, and those of them whose buffer a finished loop left
     bound: set[str] = field(default_factory=set)
     left: set[str] = field(default_factory=set)
+    #: how many iterations of all loops there were
+    iterations: int = 0
     #: the program with the types that were found so far
     local: HostProgram = field(init=False)
 
@@ -119,6 +122,7 @@ class _Writer:
                 where=[i.source.quote()] if i.source else (),
                 because="it would never end",
             )
+        self.count(-(-(stop - start) // step), i)
         kept = self.bound - self.left
         dropped = [n for n in self.dependent(i) if n not in kept]
         outer = self.env.get(index)
@@ -136,6 +140,18 @@ class _Writer:
         else:
             self.env[index] = outer
 
+    def count(self, iterations: int, i: Instruction) -> None:
+        """Raise ProgramError before more iterations than a plan can hold."""
+        self.iterations += max(iterations, 0)
+        if self.iterations > LIMIT:
+            raise ProgramError(
+                f"@{self.program.name}: with the loop over %{i.outputs[0]} it runs "
+                f"{self.iterations} iterations",
+                where=[i.source.quote()] if i.source else (),
+                because=f"loops are written out before they run, up to {LIMIT} iterations",
+                hint="loop over fewer, larger pieces",
+            )
+
     def dependent(self, loop: Instruction) -> list[str]:
         """The names that a loop's body computes from its index, and the handles of its posts."""
         (index,) = loop.outputs
@@ -143,7 +159,7 @@ class _Writer:
         for i in (inner for top in loop.body for inner in top.walk()):
             reads = {self.program.root(n) for n in i.reads}
             depends = index in index_names(i, self.program.types) or not reads.isdisjoint(found)
-            if depends or i.op in ("post", "send", "recv"):
+            if depends or i.op in POSTS:
                 found.update(dict.fromkeys(map(self.program.root, i.outputs)))
         del found[index]
         return list(found)
@@ -171,12 +187,27 @@ class _Writer:
         for old, new in zip(i.outputs, outputs, strict=True):
             kind = self.program.types.get(self.program.root(old))
             if kind is not None:
-                self.types[new] = kind.at(self.known)
+                self.types[new] = self.at(new, kind, i)
         body = tuple(map(self.renamed, i.body))
         comm = i.comm.at(self.known) if i.comm is not None else None
         attrs = resolved(i.attrs, self.known)
         i = replace(i, inputs=inputs, outputs=outputs, attrs=attrs, comm=comm, body=body)
         return self.local.relocalized(i) if self.env and i.op not in ("launch", "free") else i
+
+    def at(self, name: str, kind: BufferType, i: Instruction) -> BufferType:
+        """A type in this iteration; its chunk is one that there is."""
+        kind = kind.at(self.known)
+        stream = kind.layout.stream if kind.layout is not None else None
+        index = stream.index if stream is not None else None
+        if stream is not None and isinstance(index, int) and not 0 <= index < stream.count:
+            raise ProgramError(
+                f"@{self.program.name}: {i.fn or i.op} -> %{name}: there is no chunk {index} of "
+                f"dim {stream.dim}: it has {stream.count}",
+                where=[i.source.quote()] if i.source else (),
+                because=f"chunks count from 0 to {stream.count - 1}",
+                hint="let the loop run over the chunks that there are",
+            )
+        return kind
 
     def typed(self, name: str) -> str:
         """The name in this iteration; it has a type even where nothing has bound it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,6 +14,7 @@ import torch
 from mdfuse.errors import MdfuseError, Source
 from mdfuse.index import Calc, Term
 from mdfuse.layout import Layout, Stream
+from mdfuse.names import is_name
 
 #: What an expression reads: the name of a value, or a number, or nothing (an absent bias). In host
 #: programs a number may be an index expression.
@@ -33,7 +35,8 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 }
 
 
-_RESERVED = ("rank", "coord", "extent", "mod")
+#: Words of the language, which a string that is none of them is quoted for.
+_RESERVED = ("rank", "coord", "extent", "mod", "True", "False", "None")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -201,8 +204,8 @@ def attr_text(value: Any) -> str:
     if isinstance(value, tuple):
         return f"[{','.join(map(attr_text, value))}]"
     if isinstance(value, str):  # quoted where it would read as something other than a word
-        is_word = value.isidentifier() and not hasattr(torch, value) and value not in _RESERVED
-        return value if is_word else f'"{value}"'
+        is_word = is_name(value) and not hasattr(torch, value) and value not in _RESERVED
+        return value if is_word else json.dumps(value, ensure_ascii=False)
     return str(value)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mdfuse.ir import dims, random
+from mdfuse.ir.attributes import Attr, attr, word
 from mdfuse.ir.extremes import highest, lowest
 from mdfuse.ir.writes import on_tensors, write_of
 from mdfuse.layout import Box, box_shape
@@ -56,6 +57,9 @@ class Op:
         is_single: runs as a single host op; others are merged into host units.
         stays: the position of a matrix operand that keeps its split of the result's dims; the
             other operand moves (weights stay where they are).
+        attrs: its attributes; there are no others.
+        operands: how many it takes at least, and at most; None: any number.
+        may_copy: a view that has to be a copy where the elements do not lie so.
     """
 
     name: str
@@ -68,6 +72,9 @@ class Op:
     is_view: bool = False
     is_single: bool = True
     stays: int | None = None
+    attrs: tuple[Attr, ...] = ()
+    operands: tuple[int, int | None] = (1, 1)
+    may_copy: bool = False
 
 
 TABLE: dict[str, Op] = {}
@@ -135,14 +142,32 @@ def _in_order(x: Tensor, *, order: Sequence[int]) -> Tensor:
 
 _VIEW: dict[str, Any] = {"is_view": True, "partial": "view"}
 _row("set", itself, dims.pointwise, "set", **_VIEW)
-_row("stride_order", _in_order, dims.pointwise, "set", **_VIEW)
-_row("permute", lambda x, *, dims: x.permute(dims), dims.permute, "permute", **_VIEW)
+_row(
+    "stride_order",
+    _in_order,
+    dims.pointwise,
+    "set",
+    attrs=(attr("order", "permutation", True),),
+    may_copy=True,
+    **_VIEW,
+)
+_row(
+    "permute",
+    lambda x, *, dims: x.permute(dims),
+    dims.permute,
+    "permute",
+    attrs=(attr("dims", "permutation", True),),
+    **_VIEW,
+)
+_SHAPE = (attr("shape", "shape", True),)
 _row(
     "reshape",
     lambda x, *, shape: x.reshape(shape),
     dims.reshape,
     "reshape",
     localize=_local_shape,
+    attrs=_SHAPE,
+    may_copy=True,
     **_VIEW,
 )
 _row(
@@ -151,18 +176,33 @@ _row(
     dims.expand,
     "expand",
     localize=_local_shape,
+    attrs=_SHAPE,
     **_VIEW,
 )
-_row("unsqueeze", _unsqueeze, dims.unsqueeze, "unsqueeze", **_VIEW)
-_row("squeeze", _squeeze, dims.squeeze, "squeeze", localize=_local_squeeze, **_VIEW)
-_row("slice", _window, dims.window, "slice", localize=_local_ends, **_VIEW)
+_NEW, _GONE = attr("dims", "dims", True, of="result"), attr("dims", "dims", True)
+_WINDOW = (
+    attr("starts", "places", True),
+    attr("ends", "places", True),
+    attr("steps", "steps", True),
+)
+_row("unsqueeze", _unsqueeze, dims.unsqueeze, "unsqueeze", attrs=(_NEW,), **_VIEW)
+_row(
+    "squeeze",
+    _squeeze,
+    dims.squeeze,
+    "squeeze",
+    localize=_local_squeeze,
+    attrs=(_GONE,),
+    **_VIEW,
+)
+_row("slice", _window, dims.window, "slice", localize=_local_ends, attrs=_WINDOW, **_VIEW)
 
 
 # -- pointwise -----------------------------------------------------------------------------------
 
 
 def _binary(name: str, call: Callable[..., Any], **more: Any) -> None:
-    _row(name, call, dims.pointwise, "binary", **more)
+    _row(name, call, dims.pointwise, "binary", operands=(2, 2), **more)
 
 
 _binary("add", operator.add, partial="sum")
@@ -192,19 +232,28 @@ for _name in UNARY:
 _F = torch.nn.functional
 _row("relu", _F.relu, dims.pointwise, "unary")
 _row("silu", _F.silu, dims.pointwise, "unary")
-_row("elu", _F.elu, dims.pointwise, "unary")
-_row("softplus", _F.softplus, dims.pointwise, "unary")
-_row("leaky_relu", _F.leaky_relu, dims.pointwise, "unary")
-_row("gelu", _F.gelu, dims.pointwise, "unary")
-_row("clamp", torch.clamp, dims.pointwise, "unary")
-_row("cast", lambda x, *, dtype: x.to(dtype, copy=True), dims.pointwise, "unary")
+_SLOPE, _FORM = attr("negative_slope", "number"), word("approximate", "none", "tanh")
+_BEND = (attr("beta", "number"), attr("threshold", "number"))
+_LIMITS = (attr("min", "number"), attr("max", "number"))
+_row("elu", _F.elu, dims.pointwise, "unary", attrs=(attr("alpha", "number"),))
+_row("softplus", _F.softplus, dims.pointwise, "unary", attrs=_BEND)
+_row("leaky_relu", _F.leaky_relu, dims.pointwise, "unary", attrs=(_SLOPE,))
+_row("gelu", _F.gelu, dims.pointwise, "unary", attrs=(_FORM,))
+_row("clamp", torch.clamp, dims.pointwise, "unary", attrs=_LIMITS)
+_row(
+    "cast",
+    lambda x, *, dtype: x.to(dtype, copy=True),
+    dims.pointwise,
+    "unary",
+    attrs=(attr("dtype", "dtype", True),),
+)
 
 
 def _where(condition: Any, a: Any, b: Any) -> Any:
     return torch.where(condition, a, b)
 
 
-_row("where", _where, dims.pointwise, "where", is_single=False)
+_row("where", _where, dims.pointwise, "where", is_single=False, operands=(3, 3))
 
 
 # -- reductions ----------------------------------------------------------------------------------
@@ -290,15 +339,22 @@ def _with_identity(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
     return {**attrs, "identity": True} if _is_partial(attrs, part) else attrs
 
 
-def _reduce(name: str, call: Callable[..., Any], op: str, **more: Any) -> None:
-    _row(name, call, dims.reduction(op), "reduce", **{"partial": "reduce", **more})
+_REDUCED = (attr("dims", "dims"), attr("keepdim", "bool"))
 
 
-_reduce("sum", _sum, "sum")
-_reduce("prod", _prod, "prod")
-_reduce("max", _extreme("amax", lowest), "max", localize=_with_identity)
-_reduce("min", _extreme("amin", highest), "min", localize=_with_identity)
-_reduce("mean", _mean, "sum", localize=_global_count)
+def _reduce(name: str, call: Callable[..., Any], op: str, *own: Attr, **more: Any) -> None:
+    more = {"partial": "reduce", **more, "attrs": (*_REDUCED, *own)}
+    _row(name, call, dims.reduction(op), "reduce", **more)
+
+
+_WIDER = attr("dtype", "dtype")
+_IDENTITY = attr("identity", "bool", is_local=True)
+_COUNT = attr("count", "extent", is_local=True)
+_reduce("sum", _sum, "sum", _WIDER)
+_reduce("prod", _prod, "prod", _WIDER)
+_reduce("max", _extreme("amax", lowest), "max", _IDENTITY, localize=_with_identity)
+_reduce("min", _extreme("amin", highest), "min", _IDENTITY, localize=_with_identity)
+_reduce("mean", _mean, "sum", _COUNT, localize=_global_count)
 _reduce("any", _truth("any"), "bor")
 # The bits that all parts of an integer share say nothing of what each part is: no Partial(band).
 _reduce("all", _truth("all"), "band", partial="")
@@ -353,25 +409,90 @@ def _local_draw(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
 
 
 _COMPOSITE: dict[str, Any] = {"is_single": False}
-_row("matmul", torch.matmul, dims.matmul, "matmul", stays=1)
-_row("linear", lambda x, w, b=None: _F.linear(x, w, b), dims.linear, "linear", stays=1)
-_row("embedding", _lookup, dims.embedding, "embedding", localize=_local_rows, **_COMPOSITE)
-_row("softmax", lambda x, *, dim: torch.softmax(x, dim), dims.rowwise, "softmax", **_COMPOSITE)
+_ALONG = {"attrs": (attr("dim", "dim", True),), **_COMPOSITE}
+_row("matmul", torch.matmul, dims.matmul, "matmul", stays=1, operands=(2, 2))
+_row(
+    "linear",
+    lambda x, w, b=None: _F.linear(x, w, b),
+    dims.linear,
+    "linear",
+    stays=1,
+    operands=(2, 3),
+)
+_row(
+    "embedding",
+    _lookup,
+    dims.embedding,
+    "embedding",
+    localize=_local_rows,
+    operands=(2, 2),
+    attrs=(attr("part", "part", is_local=True),),
+    **_COMPOSITE,
+)
+_row("softmax", lambda x, *, dim: torch.softmax(x, dim), dims.rowwise, "softmax", **_ALONG)
 _row(
     "log_softmax",
     lambda x, *, dim: torch.log_softmax(x, dim),
     dims.rowwise,
     "log_softmax",
+    **_ALONG,
+)
+_row(
+    "layer_norm",
+    _normalize,
+    dims.layer_norm,
+    "layer_norm",
+    operands=(3, 3),
+    attrs=(attr("normalized_shape", "shape", True), attr("eps", "number", True)),
     **_COMPOSITE,
 )
-_row("layer_norm", _normalize, dims.layer_norm, "layer_norm", **_COMPOSITE)
-_row("scaled_dot_product_attention", _attend, dims.attention, "attention", **_COMPOSITE)
+_row(
+    "scaled_dot_product_attention",
+    _attend,
+    dims.attention,
+    "attention",
+    operands=(3, 4),
+    attrs=(attr("is_causal", "bool"), attr("scale", "number")),
+    **_COMPOSITE,
+)
 _row(
     "cat",
     lambda *xs, dim: torch.cat(xs, dim),
     dims.concatenation,
     "cat",
+    operands=(1, None),
+    **_ALONG,
+)
+_BOX = attr("box", "box", is_local=True)
+_STREAM = attr("stream", "int", True)
+_row(
+    "uniform",
+    random.uniform,
+    dims.creation,
+    "uniform",
+    localize=_local_draw,
+    attrs=(
+        *_SHAPE,
+        attr("dtype", "drawn", True),
+        attr("low", "number"),
+        attr("high", "number"),
+        _STREAM,
+        _BOX,
+    ),
     **_COMPOSITE,
 )
-_row("uniform", random.uniform, dims.creation, "uniform", localize=_local_draw, **_COMPOSITE)
-_row("dropout", random.dropout, dims.pointwise, "dropout", localize=_local_draw, **_COMPOSITE)
+_row(
+    "dropout",
+    random.dropout,
+    dims.pointwise,
+    "dropout",
+    localize=_local_draw,
+    operands=(2, 2),
+    attrs=(
+        attr("p", "probability", True),
+        _STREAM,
+        attr("shape", "shape", is_local=True),
+        _BOX,
+    ),
+    **_COMPOSITE,
+)

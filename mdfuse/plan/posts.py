@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mdfuse.backends.base import POINT_TO_POINT, Buffer, Call, Place, Poster, Prepared, Work
+from mdfuse.communication import IN_PIECES
 from mdfuse.errors import CommunicationError, ProgramError
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.layout import Box, nth_chunk
@@ -18,9 +19,6 @@ from mdfuse.plan.lines import Line, Ref, drop, is_dense
 from mdfuse.plan.pending import Pending, landing, nothing_posted
 from mdfuse.plan.slots import Context, Step, described, label
 from mdfuse.transfers import Part
-
-#: Kinds whose elements travel alike, so that any run of rows is a communication of its own.
-IN_PIECES = ("Allreduce", "Reduce", "Broadcast")
 
 
 class Posts:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from mdfuse.errors import ProgramError
+from mdfuse.hir.instructions import COMMUNICATIONS, MEMORY, PURE_VIEWS
 from mdfuse.hir.program import Instruction
 from mdfuse.hir.sharing import shared_operand
 from mdfuse.ir import ops
@@ -67,7 +68,7 @@ class Builder:
                 self.free(i)
             case "launch":
                 self.launch(i)
-            case "post" | "wait" | "send" | "recv" | "barrier" | "group_start" | "group_end":
+            case op if op in COMMUNICATIONS:
                 for step in self.posts.steps(i, following):
                     self.append(step)
             case _:
@@ -180,7 +181,7 @@ class Builder:
 
 
 #: What does nothing on the device.
-_ON_HOST = ("alloc", "free", "narrow", "chunk", "select", "unexpand")
+_ON_HOST = (*MEMORY, *PURE_VIEWS)
 
 
 def _following(instructions: Sequence[Instruction], n: int) -> Instruction | None:

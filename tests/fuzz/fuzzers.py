@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from fuzz import command_line, environment
+from fuzz import command_line, environment, text
 from fuzz.driver import Fuzzer
 
 FUZZERS: dict[str, Fuzzer] = {
     "command_line": command_line.fuzz,
     "environment": environment.fuzz,
+    "text": text.fuzz,
 }

@@ -18,10 +18,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from mdfuse.errors import ProgramError
+from mdfuse.hir.instructions import BLOCKS, COMMUNICATIONS, INSTRUCTIONS, POSTS
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.verify.flow import Flow
 from mdfuse.hir.verify.sizes import check_sizes
-from mdfuse.hir.verify.structure import POSTS, check_defined, check_structure
+from mdfuse.hir.verify.structure import check_defined, check_structure
 from mdfuse.hir.verify.teams import check_teams
 from mdfuse.hir.verify.types import check_types
 from mdfuse.index import Calc, Term, terms
@@ -57,7 +58,7 @@ def _verify_global(program: HostProgram) -> None:
     check_structure(program)
     check_types(program)
     layouts = [k.layout for k in program.types.values() if k.layout is not None]
-    special = [i for i in program.instructions if i.op in _SPECIAL]
+    special = [i for i in program.instructions if _is_special(i)]
     meshes = _meshes(program, layouts)
     if special:
         check_defined(program)
@@ -78,31 +79,39 @@ def _verify_global(program: HostProgram) -> None:
         _check_transfers(program)
 
 
-#: What may depend on an index or the rank, or what takes part of a buffer.
-_SPECIAL = frozenset(
-    {"for", "if", "send", "recv", "select", "narrow", "chunk", "set_stream", "sync"}
-)
+#: Instructions that may have an index expression, or take part of a buffer.
+_SPECIAL = frozenset(name for name, row in INSTRUCTIONS.items() if row.indices or row.is_slice)
+
+
+def _is_special(i: Instruction) -> bool:
+    """It may depend on an index or the rank, or takes part of a buffer."""
+    return i.op in _SPECIAL and (i.op != "wait" or bool(i.attrs))
 
 
 def _inside(block: Iterable[Instruction]) -> Iterator[Instruction]:
     """The instructions of a block and of its loops and branches."""
     for i in block:
         yield i
-        if i.op in ("for", "if"):
+        if i.op in BLOCKS:
             yield from _inside(i.body)
             yield from _inside(i.orelse)
 
 
 def _depends_on_rank(i: Instruction) -> bool:
     """Which way it goes, or whom it meets, cannot be said for all ranks at once."""
-    if i.op in ("for", "if"):
+    if i.op in BLOCKS:
         found = (t for _, v in i.attrs if isinstance(v, Calc | Term) for t in terms(v))
         return any(t.kind != "index" for t in found)
-    return i.op in ("send", "recv") and "axis" not in i.kwargs
+    return _is_transfer(i) and "axis" not in i.kwargs
+
+
+def _is_transfer(i: Instruction) -> bool:
+    """A send or a receive by itself."""
+    return i.op in POSTS and i.comm is None
 
 
 def _has_index(i: Instruction) -> bool:
-    return i.op in ("for", "if") or any(isinstance(v, Calc | Term) for _, v in i.attrs)
+    return i.op in BLOCKS or any(isinstance(v, Calc | Term) for _, v in i.attrs)
 
 
 def _is_known(layout: Layout) -> bool:
@@ -183,7 +192,9 @@ def _executed(program: HostProgram, rank: int) -> Iterator[Instruction]:
             case "wait":
                 if i.reads[0] in handles:
                     yield i
-            case "free" | "post" | "send" | "recv" if program.runs_on(i, rank):
+            case op if op == "free" or op in POSTS:
+                if not program.runs_on(i, rank):
+                    continue
                 handles.update(i.outputs)
                 mine = tuple(x if _has(program, x, rank) else None for x in i.inputs)
                 yield i if mine == i.inputs else replace(i, inputs=mine)
@@ -209,7 +220,7 @@ def _check_transfers(program: HostProgram) -> None:
     """Sends and receives along an axis, on the first and the last team of it."""
     teams: dict[tuple[int, ...], None] = {}
     for i in _inside(program.instructions):
-        layout = program.types[i.reads[0]].layout if i.op in ("send", "recv") else None
+        layout = program.types[i.reads[0]].layout if _is_transfer(i) else None
         if layout is not None:
             mesh, axis = layout.mesh, i.kwargs["axis"]
             for coordinate in ([0] * mesh.ndim, [n - 1 for n in mesh.shape]):
@@ -229,18 +240,15 @@ def _communications(program: HostProgram) -> tuple[Instruction, ...]:
 
     def bare(block: tuple[Instruction, ...]) -> Iterator[Instruction]:
         for i in block:
-            if i.op in ("for", "if"):
+            if i.op in BLOCKS:
                 yield replace(i, body=tuple(bare(i.body)), orelse=tuple(bare(i.orelse)))
-            elif i.op in _ABOUT_RANKS:
+            elif i.op in COMMUNICATIONS:
                 yield i
             for name in i.outputs:
                 if root(name) in posted:
                     yield Instruction(op="alloc", outputs=(name,))
 
     return tuple(bare(program.instructions))
-
-
-_ABOUT_RANKS = frozenset({*POSTS, "wait", "barrier", "group_start", "group_end"})
 
 
 # -- one rank's program --------------------------------------------------------------------------
@@ -254,7 +262,7 @@ def _verify_rank(program: HostProgram) -> None:
 def _checked(program: HostProgram) -> HostProgram:
     """A projection written out, after what has to be right before."""
     check_structure(program)
-    if any(i.op in ("for", "if") for i in program.instructions):
+    if any(i.op in BLOCKS for i in program.instructions):
         check_types(program)
     return _unrolled(program)
 

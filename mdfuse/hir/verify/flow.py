@@ -25,7 +25,7 @@ from mdfuse.hir.verify.memory import (
     record,
 )
 from mdfuse.hir.verify.sizes import uses
-from mdfuse.hir.verify.views import SLICES, VIEWS, may_copy, pieces_of, shape_of, whole
+from mdfuse.hir.verify.views import is_slice, is_view, may_copy, pieces_of, shape_of, whole
 from mdfuse.ir.graph import Operand
 from mdfuse.layout import Box
 
@@ -141,7 +141,7 @@ class Flow:
     def check_writable(self, name: str, view: View, i: Instruction) -> None:
         """Nobody else's value is overwritten."""
         storage, made_by = view.storage, view.made_by
-        if made_by is not None and made_by.op not in SLICES:
+        if made_by is not None and not is_slice(made_by):
             raise refusals.overwrites_view(self.program, name, i, made_by)
         if storage.is_input and storage.name not in self.updated:
             raise refusals.overwrites_input(self.program, name, i, storage)
@@ -174,7 +174,7 @@ class Flow:
     def compute(self, i: Instruction) -> None:
         """A row of the op table, or a buffer op."""
         (output,) = i.outputs
-        if (i.fn or i.op) in VIEWS and i.order is None and output not in self.bound:
+        if output not in self.bound and is_view(self.program, i):
             self.bind_view(output, i)
             return
         for x in i.inputs:

@@ -8,10 +8,10 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
 from mdfuse.errors import CommunicationError
+from mdfuse.hir.instructions import POSTS
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.verify.events import Event, Programs
 from mdfuse.hir.verify.report import disagreement
-from mdfuse.hir.verify.structure import POSTS
 
 #: Events that are one communication: of a team, or a send and its receive.
 Meeting = tuple[Event, ...]

@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from mdfuse.communication import IN_PIECES
 from mdfuse.errors import ProgramError
+from mdfuse.hir.instructions import POSTS, is_local
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.verify.report import wrong
-from mdfuse.ir.ops import TABLE
-
-#: What begins a communication; the only instructions between group_start and group_end.
-POSTS = ("post", "send", "recv")
-#: Local ops that are no rows of the op table.
-BUFFER_OPS = ("narrow", "chunk", "select", "unexpand", "pad", "pack", "zeros")
-_IN_PIECES = ("Allreduce", "Reduce", "Broadcast")
 
 
 def check_structure(program: HostProgram) -> None:
     """Raise ProgramError for what holds or does not hold on every rank, whatever it runs."""
+    program = program.checked
     if program.aliases:
         _check_aliases(program)
     check = _Structure(program)
@@ -86,8 +82,6 @@ class _Structure:
             rule = rules.get(i.op)
             if rule is not None:
                 rule(self, i)
-            elif not i.fn and i.op not in BUFFER_OPS:
-                raise self.unknown(i)
             if not inputs.isdisjoint(i.outputs):
                 self.check_writes(i, i.outputs)
         if self.group is not None:
@@ -105,10 +99,6 @@ class _Structure:
                     because="inputs are the caller's; only an alias of one updates it in place",
                     hint=f"declare `alias %new = %{name}` and write %new",
                 )
-
-    def unknown(self, i: Instruction) -> ProgramError:
-        known = ", ".join((*sorted({row.host for row in TABLE.values()}), *BUFFER_OPS, *_RULES))
-        return wrong(self.program, i, f"there is no instruction {i.op!r}", hint=f"one of {known}")
 
     # -- blocks ----------------------------------------------------------------------------------
 
@@ -199,7 +189,7 @@ class _Structure:
         """A unit reads its inputs and what it defines, and defines its outputs."""
         known, made = set(i.inputs), {n for j in i.body for n in j.outputs}
         for inner in i.body:
-            if not inner.fn and inner.op not in BUFFER_OPS:
+            if not is_local(inner):
                 raise wrong(
                     self.program,
                     inner,
@@ -254,22 +244,18 @@ class _Structure:
                 raise _undefined(self.program, i, name)
             if kind.layout is None:
                 raise wrong(self.program, i, f"{i.op} of %{name}, which is a number")
-        if i.op != "post" and len(i.reads) != 1:
-            raise wrong(
-                self.program, i, f"{i.op} of no buffer", hint=f"{i.op} takes the name of a buffer"
-            )
         if i.op != "send":
             written = i.inputs[1] if i.op == "post" else i.inputs[0]
             self.check_writes(i, (written,) if isinstance(written, str) else ())
         comm, count = i.comm, i.kwargs.get("pieces") if i.op == "post" else None
         if comm is None or count is None:
             return
-        if comm.kind not in _IN_PIECES or count < 1:
+        if comm.kind not in IN_PIECES:
             raise wrong(
                 self.program,
                 i,
                 f"{comm.kind} in {count} pieces",
-                because="only " + ", ".join(_IN_PIECES) + " deliver in pieces, at least one",
+                because="only " + ", ".join(IN_PIECES) + " deliver in pieces",
                 hint="leave pieces= out, or post it in a loop over chunks",
             )
 
@@ -294,11 +280,7 @@ class _Structure:
                 )
 
 
-def _anything(structure: _Structure, i: Instruction) -> None:
-    """Nothing to check here."""
-
-
-#: op -> what is checked; the others are local ops.
+#: op -> what is checked beside its form.
 _RULES: dict[str, Callable[[_Structure, Instruction], None]] = {
     "for": _Structure.loop,
     "if": _Structure.branch,
@@ -311,9 +293,4 @@ _RULES: dict[str, Callable[[_Structure, Instruction], None]] = {
     "recv": _Structure.post,
     "wait": _Structure.wait,
     "free": _Structure.free,
-    "barrier": _anything,
-    "get_stream": _anything,
-    "set_stream": _anything,
-    "sync": _anything,
-    "return": _anything,
 }

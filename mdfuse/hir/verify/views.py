@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from mdfuse.hir.instructions import row_of
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.verify.memory import PENDING, Access, View
 from mdfuse.ir.dims import reshape_groups
-from mdfuse.ir.ops import TABLE
 from mdfuse.layout import Box, Interval, nth_chunk, relative
 
 #: The dims of a view of which only the memory is known that it lies in.
@@ -109,10 +109,25 @@ SHAPES: dict[str, Callable[[Cut], Shape]] = {
     "unexpand": _unexpand,
 }
 
-#: Ops whose result is their first operand's memory where it has no buffer of its own yet.
-VIEWS = frozenset({n for n, row in TABLE.items() if row.is_view} | {*SHAPES})
-#: Views whose buffer may be written: parts of a larger one that is filled piece by piece.
-SLICES = ("chunk", "narrow", "select")
+
+def is_view(program: HostProgram, i: Instruction) -> bool:
+    """Its result is its operand's memory, where it has no buffer of its own yet.
+
+    A pad is one where this rank's part is as long as it has to be already.
+    """
+    row = row_of(i)
+    if row is None or not row.is_view or i.order is not None:
+        return False
+    if i.op != "pad":
+        return True
+    before, after = (program.types[x].local_shape(program.rank) for x in (*i.reads, *i.outputs))
+    return before == after
+
+
+def is_slice(i: Instruction) -> bool:
+    """A view whose buffer may be written."""
+    row = row_of(i)
+    return row is not None and row.is_slice
 
 
 def shape_of(program: HostProgram, view: View, i: Instruction) -> Shape:
@@ -129,7 +144,8 @@ def shape_of(program: HostProgram, view: View, i: Instruction) -> Shape:
 def may_copy(program: HostProgram, i: Instruction) -> bool:
     """Making the view may turn out to be a copy, which reads: where a reshape merges dims."""
     if i.fn != "reshape":
-        return i.fn == "stride_order"
+        row = row_of(i)
+        return row is not None and row.may_copy
     names = (*i.reads[:1], *i.outputs)
     before, after = (program.types[x].local_shape(program.rank) for x in names)
     return any(sum(before[d] != 1 for d in old) > 1 for old, _ in reshape_groups(before, after))

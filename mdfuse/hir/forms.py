@@ -1,0 +1,370 @@
+"""Is everything in a host program of the form that it must have, whatever runs it?
+
+Each instruction has the operands and attributes of its row (`mdfuse.hir.instructions`), each type
+is about dims that it has, names are names. The parser asks this line by line; what was built by
+hand is asked before it is projected, written out, printed or verified.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mdfuse.errors import ProgramError
+from mdfuse.hir.instructions import BUFFER_OPS, INSTRUCTIONS, Row, op_of, row_of
+from mdfuse.index import DEEPEST, LARGEST, Calc, Index, Term, terms
+from mdfuse.ir.attributes import Attr, is_permutation
+from mdfuse.ir.graph import attr_text
+from mdfuse.ir.ops import TABLE
+from mdfuse.names import RULE, is_name, is_value_name
+
+if TYPE_CHECKING:
+    from mdfuse.hir.program import BufferType, HostProgram, Instruction
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is wrong, the rule that it breaks, and what to do."""
+
+    what: str
+    because: str
+    hint: str
+
+
+def check_forms(program: HostProgram) -> None:
+    """Raise ProgramError where something in a program is not of the form that it must have."""
+    check_nesting(program)
+    for name, kind in program.types.items():
+        found = kind_problem(name, kind)
+        if found is not None:
+            raise _refused(program, None, found)
+    found = program_problem(program)
+    if found is not None:
+        raise _refused(program, None, found)
+    for i in program.walk():
+        found = problem(i, program.types, program.rank)
+        if found is not None:
+            raise _refused(program, i, found)
+
+
+def _refused(program: HostProgram, i: Instruction | None, found: Problem) -> ProgramError:
+    where = [f"host @{program.name}"]
+    if i is not None:
+        quote = [i.source.quote()] if i.source else []
+        where = [_shown(i), *quote]
+    what = f"@{program.name}: {found.what}"
+    return ProgramError(what, where=where, because=found.because, hint=found.hint)
+
+
+def _shown(i: Instruction) -> str:
+    """An instruction as it is, whatever it is."""
+    made = ", ".join(f"%{n}" for n in i.outputs)
+    read = ", ".join(f"%{x}" if isinstance(x, str) else str(x) for x in i.inputs)
+    attrs = ", ".join(f"{k}={attr_text(v)}" for k, v in i.attrs)
+    call = f"{i.fn or i.op}({', '.join(filter(None, (read, attrs)))})"
+    return f"{made} = {call}" if made else call
+
+
+def check_nesting(program: HostProgram) -> None:
+    """Raise ProgramError where blocks are nested too deeply to go through; looks at each once."""
+    level: list[Instruction] = list(program.instructions)
+    for _ in range(DEEPEST + 1):
+        level = [inner for i in level for inner in (*i.body, *i.orelse)]
+        if not level:
+            return
+    raise ProgramError(
+        f"@{program.name}: blocks of instructions are nested more than {DEEPEST} deep",
+        where=f"host @{program.name}",
+        because=f"at most {DEEPEST} loops, branches and units are one inside the other",
+        hint="one loop over i, with i // n and i mod n, does what two do",
+    )
+
+
+def refuse(found: Problem | None) -> None:
+    """Raise ProgramError for a problem."""
+    if found is not None:
+        raise ProgramError(found.what, because=found.because, hint=found.hint)
+
+
+def program_problem(program: HostProgram) -> Problem | None:
+    """What is wrong with a program beside its types and instructions one by one."""
+    if not is_name(program.name):
+        return Problem(f"a program is named {program.name!r}", RULE, "name it otherwise")
+    names = (*program.inputs, *program.outputs, *program.aliases, *program.types)
+    for name in names:
+        if not is_value_name(name.partition("@")[0]):  # the number of an iteration follows the @
+            return Problem(f"a value is named {name!r}", RULE, "name it otherwise")
+    for kind in program.types.values():
+        stream = kind.layout.stream if kind.layout is not None else None
+        if stream is not None and stream.index is not None:
+            found = _of_index(stream.index, program.types)
+            if found is not None:
+                return found
+    return _of_aliases(program) if program.rank is None else None
+
+
+def _of_aliases(program: HostProgram) -> Problem | None:
+    """An alias acts on a buffer that something makes; a projection keeps those of other ranks."""
+    made = {*program.inputs, *(n for i in program.walk() for n in i.outputs)}
+    if not program.aliases.keys() - made:
+        return None
+    made = set(map(program.root, made))
+    for name, of in program.aliases.items():
+        if program.root(of) not in made:
+            return Problem(
+                f"alias %{name} = %{of}, but nothing makes %{program.root(of)}",
+                "an alias acts on the buffer of an input, or of what an instruction makes",
+                "leave the alias out, or name what it stands for",
+            )
+    return None
+
+
+# -- types ---------------------------------------------------------------------------------------
+
+
+def kind_problem(name: str, kind: BufferType) -> Problem | None:
+    """What is wrong with a type by itself."""
+    if kind.layout is None:
+        return None
+    n, stream, padding = len(kind.shape), kind.layout.stream, kind.padding
+    dims = [d for d, _ in kind.layout.splits]
+    dims += [stream.dim] if stream is not None else []
+    dims += [padding.dim] if padding is not None else []
+    for d in dims:
+        if not -n <= d < n:
+            return Problem(
+                f"%{name} has {n} dims, but its type is about dim {d}",
+                "splits, chunks and padding are along dims of the tensor",
+                f"dims go from 0 to {n - 1}" if n else "a scalar cannot be split",
+            )
+    if kind.dtype.itemsize * math.prod(max(e, 1) for e in kind.shape) > LARGEST:
+        return Problem(
+            f"%{name} has {list(kind.shape)} elements",
+            "the bytes of a tensor are counted in 64 bits",
+            "split the work into smaller tensors",
+        )
+    return None
+
+
+# -- instructions --------------------------------------------------------------------------------
+
+
+def problem(
+    i: Instruction, types: Mapping[str, BufferType], rank: int | None = None
+) -> Problem | None:
+    """What is wrong with the form of an instruction; None where it is as its row says.
+
+    Args:
+        i: the instruction; what is inside it is not looked at.
+        types: of the names that it may read and bind.
+        rank: whose program it is; None for the global one.
+    """
+    row = row_of(i)
+    if row is None:
+        return _unknown(i)
+    return (
+        _of_parts(i, row)
+        or _of_operands(i, row)
+        or _of_attributes(i, row, types, rank)
+        or _of_order(i, row, types)
+        or next(filter(None, (_of_index(index, types) for index in i.indices)), None)
+    )
+
+
+def _unknown(i: Instruction) -> Problem:
+    op = op_of(i)
+    if op is not None:
+        what = f"{op.name} as {i.op!r}"
+        return Problem(what, f"{op.name} is run by {op.host!r}", f"op={op.host!r}, fn={op.name!r}")
+    known = ", ".join((*sorted({row.host for row in TABLE.values()}), *INSTRUCTIONS))
+    what = f"there is no instruction {i.op!r}" + (f" with {i.fn!r}" if i.fn else "")
+    return Problem(what, "a program is made of those that there are", f"one of {known}")
+
+
+def _of_parts(i: Instruction, row: Row) -> Problem | None:
+    """Only posts and barriers have a communication, only blocks and units have a body."""
+    if (i.comm is not None) != bool(row.sets):
+        what = f"{row.name} {'with' if i.comm is not None else 'without'} a communication"
+        return Problem(what, "posts and barriers have one", "pass comm=Communication(...) to these")
+    if i.comm is not None and i.op == "post" and i.comm.dtype is None:
+        return Problem("a post of no dtype", "what it moves has one", "give the communication one")
+    is_open = row.is_block or row.name == "launch"
+    if (i.body and not is_open) or (i.orelse and row.name != "if"):
+        what = f"{row.name} with instructions inside it"
+        return Problem(what, "loops, branches and units hold instructions", "put them behind it")
+    makes = len(i.outputs)
+    if row.makes != "values" and makes != (row.makes is not None):
+        what = f"{row.name} defines {makes} names"
+        return Problem(what, f"it defines {int(row.makes is not None)}", "name what it makes")
+    bad = [n for n in (*i.outputs, *i.reads) if not is_value_name(n.partition("@")[0])]
+    return Problem(f"a value is named {bad[0]!r}", RULE, "name it otherwise") if bad else None
+
+
+# -- operands ------------------------------------------------------------------------------------
+
+
+def _of_operands(i: Instruction, row: Row) -> Problem | None:
+    least, most = row.operands
+    if not least <= len(i.inputs) or (most is not None and len(i.inputs) > most):
+        return Problem(
+            f"{row.name} of {_count(len(i.inputs))}",
+            f"it takes {_operands_text(row)}",
+            f"write {row.name} with {_operands_text(row)}",
+        )
+    for x in i.inputs:
+        if not _is_operand(x, row):
+            return Problem(
+                f"{row.name} of {x}",
+                "it takes names" if row.takes == "names" else "numbers have 64 bits",
+                f"write {row.name} with {_operands_text(row)}",
+            )
+    if row.name in ("set_stream", "sync") and bool(i.attrs) == bool(i.inputs):
+        what = f"{row.name} of {len(i.inputs) + len(i.attrs)} streams"
+        return Problem(what, "it takes one: an index, or what get_stream gave", f"{row.name} 0")
+    return None
+
+
+def _is_operand(x: Any, row: Row) -> bool:
+    if isinstance(x, str):
+        return True
+    if row.takes == "names":
+        return x is None and row.name not in BUFFER_OPS and row.name not in ("send", "recv", "wait")
+    if type(x) is int:
+        return -LARGEST - 1 <= x <= LARGEST
+    return x is None or isinstance(x, bool | float | Calc | Term)
+
+
+def _count(n: int) -> str:
+    return "1 operand" if n == 1 else f"{n or 'no'} operands"
+
+
+def _operands_text(row: Row) -> str:
+    least, most = row.operands
+    if most is None:
+        return f"at least {_count(least)}" if least else "any operands"
+    return _count(most) if least == most else f"{least} to {most} operands"
+
+
+# -- attributes ----------------------------------------------------------------------------------
+
+
+def _of_attributes(
+    i: Instruction, row: Row, types: Mapping[str, BufferType], rank: int | None
+) -> Problem | None:
+    found = attributes_problem(row.name, row.attrs, i.attrs, rank, _Dims(i, types))
+    if found is not None:
+        return found
+    comm = i.comm
+    if comm is None:
+        return None
+    settings = [(a.name, getattr(comm, a.name)) for a in row.sets]
+    return attributes_problem(row.name, row.sets, settings, rank, _Dims(i, types))
+
+
+@dataclass(frozen=True, slots=True)
+class _Dims:
+    """How many dims the tensors of an instruction have."""
+
+    i: Instruction
+    types: Mapping[str, BufferType]
+
+    def of(self, a: Attr) -> int | None:
+        if self.i.comm is not None:
+            return len(self.i.comm.shape)
+        names = self.i.outputs[:1] if a.of == "result" else self.i.reads[:1]
+        kind = self.types.get(names[0]) if names else None
+        return None if kind is None or kind.layout is None else len(kind.shape)
+
+    def text(self, a: Attr) -> str:
+        n = self.of(a)
+        if n is None or "dim" not in a.kind:
+            return ""
+        return f"; dims go from {-n} to {n - 1}" if n else "; there is no dim"
+
+
+def attributes_problem(
+    name: str,
+    attrs: tuple[Attr, ...],
+    given: Iterable[tuple[str, Any]],
+    rank: int | None = None,
+    dims: _Dims | None = None,
+) -> Problem | None:
+    """What is wrong with attributes.
+
+    Args:
+        name: of the instruction.
+        attrs: those that it has.
+        given: those that are given; None and False are what is not given.
+        rank: whose program it is; None for the global one.
+        dims: of the tensors that they are about.
+    """
+    rows, seen = {a.name: a for a in attrs if rank is not None or not a.is_local}, set[str]()
+    known = _known_text(name, attrs)
+    for key, value in given:
+        a = rows.get(key)
+        if a is None or key in seen:
+            what = (
+                f"{name} with {key}= twice" if key in seen else f"{name} has no attribute {key!r}"
+            )
+            return Problem(what, known, f"leave {key}= out")
+        seen.add(key)
+        if value is None or (value is False and not a.required):
+            if a.required:
+                seen.discard(key)
+            continue
+        if not a.holds(value, dims.of(a) if dims is not None else None):
+            what = f"{name} with {key}={attr_text(value)}"
+            more = dims.text(a) if dims is not None else ""
+            return Problem(what, f"{key} is {a.kind}{more}", known)
+    lacking = [a for a in rows.values() if a.required and a.name not in seen]
+    if lacking:
+        a = lacking[0]
+        return Problem(f"{name} without {a.name}=", known, f"add {a.name}=, {a.kind}")
+    return None
+
+
+def _known_text(name: str, attrs: tuple[Attr, ...]) -> str:
+    named = [f"{a.name} ({a.kind})" for a in attrs if not a.is_local]
+    return f"{name} has the attributes {', '.join(named)}" if named else f"{name} has no attributes"
+
+
+def _of_order(i: Instruction, row: Row, types: Mapping[str, BufferType]) -> Problem | None:
+    """A memory order is a permutation of the dims of what is made."""
+    if i.order is None:
+        return None
+    if row.makes != "value":
+        what = f"{row.name} with a memory order"
+        return Problem(what, "buffers have one", "leave `contiguous` or `order=` out")
+    kind = types.get(i.outputs[0])
+    n = None if kind is None or kind.layout is None else 1 if kind.flat else len(kind.shape)
+    if is_permutation(i.order, n):
+        return None
+    dims = f"%{i.outputs[0]} has {n} dims, and each is named once"
+    return Problem(
+        f"{i}: order={attr_text(i.order)} is no permutation",
+        dims,
+        f"for example order={list(range(n or 0))}",
+    )
+
+
+# -- index expressions ---------------------------------------------------------------------------
+
+
+def _of_index(index: Index, types: Mapping[str, BufferType]) -> Problem | None:
+    """An extent is one of a buffer that there is."""
+    for term in _extents(index):
+        kind = types.get(term.name)
+        if kind is None or kind.layout is None:
+            what = f"{term}, but %{term.name} is no buffer"
+            return Problem(what, "buffers have extents", "name a buffer")
+        n = 1 if kind.flat else len(kind.shape)
+        if not 0 <= term.dim < n:
+            what = f"{term}, but %{term.name} has {n} dims"
+            return Problem(what, "dims count from 0", "name one of its dims")
+    return None
+
+
+def _extents(index: Index) -> Iterator[Term]:
+    return (t for t in terms(index) if t.kind == "extent")

@@ -1,0 +1,208 @@
+"""The table of host instructions: one row says all that passes, the verifier and plans must know.
+
+A row of the op table is an instruction too: what its row says there holds here (`row_of`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Literal
+
+from mdfuse.ir.attributes import Attr, attr, word
+from mdfuse.ir.ops import TABLE, Op
+
+if TYPE_CHECKING:
+    from mdfuse.hir.program import Instruction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A host instruction.
+
+    Attributes:
+        name: what programs call it.
+        operands: how many it takes at least, and at most; None: any number.
+        takes: what its operands are: names of buffers (or of handles, for wait), or also numbers
+            and nothing, as the op table takes them.
+        attrs: its attributes; there are no others.
+        makes: what the name that it defines stands for; None: it defines none.
+        is_view: the result may share the memory of the operand.
+        may_copy: the view has to be a copy where the elements do not lie so, or always where it
+            pads; it then reads, and belongs on a stream as any work.
+        is_slice: a view whose buffer may be written: a part of a larger one that is filled piece
+            by piece. `unexpand` is none: its one element stands for many.
+        is_memory: it only makes or drops a buffer.
+        is_post: it begins a communication; such alone stand in a group.
+        communicates: it belongs to communications: projections for a team keep it.
+        is_block: it holds instructions that run as the host decides.
+        sets: POST's and a barrier's own settings, which are a `Communication`'s fields.
+    """
+
+    name: str
+    operands: tuple[int, int | None] = (0, 0)
+    takes: Literal["names", "values"] = "names"
+    attrs: tuple[Attr, ...] = ()
+    makes: Literal["value", "handle", "stream", "index", "values"] | None = None
+    is_view: bool = False
+    may_copy: bool = False
+    is_slice: bool = False
+    is_memory: bool = False
+    is_post: bool = False
+    communicates: bool = False
+    is_block: bool = False
+    sets: tuple[Attr, ...] = ()
+
+    @property
+    def is_pure_view(self) -> bool:
+        """It reads no element: it does nothing on a device."""
+        return self.is_view and not self.may_copy
+
+    @property
+    def indices(self) -> frozenset[str]:
+        """The attributes that may be index expressions."""
+        return frozenset(a.name for a in self.attrs if a.is_index)
+
+
+_ONE = (1, 1)
+_MEMORY = word("memory", "device", "host", "pinned", "symmetric")
+_AXIS = attr("axis", "axis")
+_BACKEND = attr("backend", "axis")
+_STREAM = attr("stream", "index")
+
+_ROWS = (
+    # -- buffers
+    Row(name="alloc", attrs=(_MEMORY,), makes="value", is_memory=True),
+    Row(name="free", operands=(1, None), is_memory=True),
+    Row(name="narrow", operands=_ONE, makes="value", is_view=True, is_slice=True),
+    Row(name="chunk", operands=_ONE, makes="value", is_view=True, is_slice=True),
+    Row(
+        name="select",
+        operands=_ONE,
+        attrs=(attr("dim", "dim", True), attr("index", "index", True)),
+        makes="value",
+        is_view=True,
+        is_slice=True,
+    ),
+    Row(
+        name="unexpand",
+        operands=_ONE,
+        attrs=(attr("dims", "dims", True),),
+        makes="value",
+        is_view=True,
+    ),
+    Row(
+        name="pad",
+        operands=_ONE,
+        attrs=(attr("dim", "dim", True),),
+        makes="value",
+        is_view=True,
+        may_copy=True,
+    ),
+    Row(
+        name="pack",
+        operands=_ONE,
+        attrs=(attr("dim", "dim", True), attr("to_dim", "dim", True), attr("axis", "axis", True)),
+        makes="value",
+    ),
+    Row(name="zeros", operands=_ONE, makes="value"),
+    # -- communications
+    Row(
+        name="post",
+        operands=(2, 2),
+        attrs=(attr("pieces", "count"),),
+        makes="handle",
+        is_post=True,
+        communicates=True,
+        sets=(_AXIS, attr("dim", "dim"), attr("to_dim", "dim"), _BACKEND),
+    ),
+    Row(
+        name="send",
+        operands=_ONE,
+        attrs=(attr("to", "index", True), _AXIS),
+        makes="handle",
+        is_post=True,
+        communicates=True,
+    ),
+    Row(
+        name="recv",
+        operands=_ONE,
+        attrs=(attr("from", "index", True), _AXIS),
+        makes="handle",
+        is_post=True,
+        communicates=True,
+    ),
+    Row(name="wait", operands=_ONE, attrs=(attr("piece", "index"),), communicates=True),
+    Row(name="barrier", communicates=True, sets=(_AXIS, _BACKEND)),
+    Row(name="group_start", communicates=True),
+    Row(name="group_end", communicates=True),
+    # -- blocks
+    Row(
+        name="for",
+        attrs=tuple(attr(name, "index", True) for name in ("start", "stop", "step")),
+        makes="index",
+        is_block=True,
+    ),
+    Row(name="if", attrs=(attr("test", "index", True),), is_block=True),
+    Row(name="launch", operands=(0, None), makes="values"),
+    Row(name="return", operands=(0, None)),
+    # -- streams
+    Row(name="get_stream", makes="stream"),
+    Row(name="set_stream", operands=(0, 1), attrs=(_STREAM,)),
+    Row(name="sync", operands=(0, 1), attrs=(_STREAM,)),
+)
+
+#: name -> row; the rows of the op table are not among them.
+INSTRUCTIONS: dict[str, Row] = {row.name: row for row in _ROWS}
+
+
+def _named(flag: str) -> tuple[str, ...]:
+    return tuple(row.name for row in _ROWS if getattr(row, flag))
+
+
+#: What begins a communication.
+POSTS = _named("is_post")
+#: What belongs to communications.
+COMMUNICATIONS = _named("communicates")
+#: What holds instructions that run, or not, as the host decides.
+BLOCKS = _named("is_block")
+#: What only makes or drops a buffer.
+MEMORY = _named("is_memory")
+#: Views that read no element; those of the op table are not among them.
+PURE_VIEWS = _named("is_pure_view")
+#: Local ops that are no rows of the op table, on buffers that there are.
+BUFFER_OPS = tuple(r.name for r in _ROWS if r.makes == "value" and not r.is_memory)
+#: What is written `%x = name(...)` beside the rows of the op table.
+CALLS = tuple(r.name for r in _ROWS if r.makes in ("value", "handle", "stream") and not r.sets)
+
+
+def op_of(i: Instruction) -> Op | None:
+    """The row of the op table that an instruction runs; a host unit may have the name of one."""
+    return TABLE.get(i.fn) if i.op != "launch" else None
+
+
+def row_of(i: Instruction) -> Row | None:
+    """The row of an instruction; None where there is no such instruction."""
+    op = op_of(i)
+    if op is not None:
+        return _row_of_op(op.name) if i.op == op.host else None
+    return INSTRUCTIONS.get(i.op) if not i.fn or i.op == "launch" else None
+
+
+@cache
+def _row_of_op(name: str) -> Row:
+    op = TABLE[name]
+    return Row(
+        name=name,
+        operands=op.operands,
+        takes="values",
+        attrs=op.attrs,
+        makes="value",
+        is_view=op.is_view,
+        may_copy=op.may_copy,
+    )
+
+
+def is_local(i: Instruction) -> bool:
+    """It computes on this rank: a row of the op table, or a buffer op."""
+    return bool(i.fn) and i.op != "launch" if i.op not in BUFFER_OPS else True

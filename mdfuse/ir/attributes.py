@@ -1,0 +1,167 @@
+"""Attributes of instructions: their names, what they may be, and in what range.
+
+A value is looked at with the number of dims of the tensor that it is about, where that is known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from mdfuse.index import LARGEST, Calc, Term
+from mdfuse.names import is_name
+
+#: (the value, dims of the tensor or None) -> whether it may be that.
+Check = Callable[[Any, int | None], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Attr:
+    """An attribute of an instruction.
+
+    Attributes:
+        name: as programs print it.
+        kind: what it is, in words, for error messages.
+        holds: whether a value is one.
+        required: it has no default.
+        is_local: of projections only: what one rank's part of the operation needs to know.
+        of: whose dims it is about.
+    """
+
+    name: str
+    kind: str
+    holds: Check
+    required: bool = False
+    is_local: bool = False
+    of: Literal["operand", "result"] = "operand"
+
+    @property
+    def is_index(self) -> bool:
+        """It may be an index expression."""
+        return self.holds is _is_index
+
+
+def _is_int(x: Any, n: int | None = None) -> bool:
+    return type(x) is int and -LARGEST - 1 <= x <= LARGEST
+
+
+def _is_count(x: Any, n: int | None) -> bool:
+    return _is_int(x) and x > 0
+
+
+def _is_extent(x: Any, n: int | None) -> bool:
+    return _is_int(x) and x >= 0
+
+
+def _is_index(x: Any, n: int | None) -> bool:
+    return isinstance(x, Calc | Term) or _is_int(x)
+
+
+def _is_number(x: Any, n: int | None) -> bool:
+    return _is_int(x) or isinstance(x, float | bool)
+
+
+def _is_probability(x: Any, n: int | None) -> bool:
+    return _is_number(x, n) and 0 <= x <= 1
+
+
+def _is_bool(x: Any, n: int | None) -> bool:
+    return isinstance(x, bool)
+
+
+def _is_dtype(x: Any, n: int | None) -> bool:
+    return isinstance(x, torch.dtype)
+
+
+def _is_drawn(x: Any, n: int | None) -> bool:
+    return x in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def _is_axis(x: Any, n: int | None) -> bool:
+    return is_name(x)
+
+
+def _is_dim(x: Any, n: int | None) -> bool:
+    """A scalar has the dims 0 and -1, as in torch."""
+    return _is_int(x) and (n is None or -max(n, 1) <= x < max(n, 1))
+
+
+def _are_ints(x: Any) -> bool:
+    return isinstance(x, tuple) and all(map(_is_int, x))
+
+
+def _are_dims(x: Any, n: int | None) -> bool:
+    if not _are_ints(x):
+        return False
+    if n is None:
+        return len(set(x)) == len(x)
+    return all(-n <= d < n for d in x) and len({d % n for d in x}) == len(x)
+
+
+def is_permutation(x: Any, n: int | None) -> bool:
+    """Each of n dims, once."""
+    return _are_dims(x, n) and (n is None or len(x) == n)
+
+
+def _is_shape(x: Any, n: int | None) -> bool:
+    return _are_ints(x) and all(e >= 0 for e in x) and math.prod(x) <= LARGEST
+
+
+def _fits(x: Any, n: int | None, least: int) -> bool:
+    return _are_ints(x) and all(k >= least for k in x) and (n is None or len(x) == n)
+
+
+def _are_places(x: Any, n: int | None) -> bool:
+    return _fits(x, n, 0)
+
+
+def _are_steps(x: Any, n: int | None) -> bool:
+    return _fits(x, n, 1)
+
+
+def _is_box(x: Any, n: int | None) -> bool:
+    return isinstance(x, tuple) and all(
+        _are_ints(pair) and len(pair) == 2 and 0 <= pair[0] <= pair[1] for pair in x
+    )
+
+
+def _is_part(x: Any, n: int | None) -> bool:
+    return _are_ints(x) and len(x) == 3 and 0 <= x[0] <= x[1] <= x[2]
+
+
+#: kind -> (in words, check).
+_KINDS: dict[str, tuple[str, Check]] = {
+    "int": ("an integer", _is_int),
+    "count": ("a number from 1 on", _is_count),
+    "extent": ("a number from 0 on", _is_extent),
+    "index": ("an index expression", _is_index),
+    "number": ("a number", _is_number),
+    "probability": ("a number from 0 to 1", _is_probability),
+    "bool": ("True or False", _is_bool),
+    "dtype": ("a dtype", _is_dtype),
+    "drawn": ("f64, f32, f16 or bf16", _is_drawn),
+    "axis": ("a name", _is_axis),
+    "dim": ("a dim", _is_dim),
+    "dims": ("a list of different dims", _are_dims),
+    "permutation": ("a permutation, which names each dim once", is_permutation),
+    "shape": ("a list of extents", _is_shape),
+    "places": ("a list of places, one per dim", _are_places),
+    "steps": ("a list of steps of at least 1, one per dim", _are_steps),
+    "box": ("a list of ranges, one per dim", _is_box),
+    "part": ("the first row, the row behind the last, and how many rows there are", _is_part),
+}
+
+
+def attr(name: str, kind: str, required: bool = False, **more: Any) -> Attr:
+    """An attribute of one of the kinds above."""
+    words, holds = _KINDS[kind]
+    return Attr(name, words, holds, required, **more)
+
+
+def word(name: str, *words: str) -> Attr:
+    """An attribute that is one of some words."""
+    return Attr(name, "one of " + ", ".join(words), lambda x, n: isinstance(x, str) and x in words)
