@@ -11,7 +11,7 @@ from mdfuse.errors import ProgramError
 from mdfuse.hir.program import BufferType, Padding
 from mdfuse.index import Calc, Term
 from mdfuse.ir.graph import DTYPE_NAMES
-from mdfuse.layout import Partial, Placement, Replicate, Shard
+from mdfuse.layout import Partial, Placement, Replicate, Shard, Varies
 from mdfuse.mesh import DeviceMesh
 
 Node = Tree[Token]
@@ -58,9 +58,9 @@ def mesh_of(tree: Node) -> DeviceMesh:
 
 
 def placement_of(text: str) -> Placement:
-    """R, S0 or P(sum)."""
-    if text == "R":
-        return Replicate()
+    """R, S0, P(sum) or varies."""
+    if text in ("R", "varies"):
+        return Replicate() if text == "R" else Varies()
     return Partial(text[2:-1]) if text.startswith("P") else Shard(int(text[1:]))
 
 

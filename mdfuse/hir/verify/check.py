@@ -98,7 +98,13 @@ def _depends_on_rank(i: Instruction) -> bool:
     if i.op in ("for", "if"):
         found = (t for _, v in i.attrs if isinstance(v, Calc | Term) for t in terms(v))
         return any(t.kind != "index" for t in found)
-    return i.op in ("send", "recv") and "axis" not in i.kwargs
+    axis = i.kwargs.get("axis") if i.op in ("send", "recv") else None
+    if axis is None:
+        return i.op in ("send", "recv")
+    peer = i.kwargs.get("to", i.kwargs.get("from"))
+    return isinstance(peer, Calc | Term) and any(
+        t.kind == "rank" or (t.kind == "coord" and t.name != axis) for t in terms(peer)
+    )
 
 
 def _has_index(i: Instruction) -> bool:
