@@ -368,7 +368,7 @@ class Layout:
         """Non-negative dims, checked against a rank; axes of size 1 are replicated."""
         placements: dict[str, Placement] = {}
         for axis, placement in self.by_axis().items():
-            if isinstance(placement, Varies) and not may_vary:
+            if isinstance(placement, Varies) and not may_vary and self.mesh.axis_size(axis) > 1:
                 raise LayoutError(
                     f"axis {axis}: {placement}",
                     because="a tensor in global view has one value, which its parts add up to",

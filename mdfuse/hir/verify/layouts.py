@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from mdfuse.index import Calc, Index, Term, terms
-from mdfuse.ir.dims import DimMap
+from mdfuse.ir.dims import DimMap, reshape_groups
 from mdfuse.ir.ops import TABLE
 from mdfuse.layout import Box, Layout, Partial, Placement, Replicate, Shard, Stream, Varies
 from mdfuse.mesh import DeviceMesh
@@ -108,6 +108,9 @@ class _Row:
     is_tensor: tuple[bool | None, ...]
     splits: dict[int, tuple[str, ...]] = field(default_factory=dict)
     chunks: dict[int, Stream] = field(default_factory=dict)
+    #: of a reshape: dim of one element -> what it is of the result, and a chunk of such a dim
+    units: Mapping[int, int] = field(default_factory=dict)
+    unit_chunk: Stream | None = None
 
     def split(self) -> None:
         """Which labels which axes split, outermost first."""
@@ -144,6 +147,9 @@ class _Row:
             if chunk is None:
                 continue
             label = dims[chunk.dim]
+            if chunk.dim in self.units:
+                self.unit_chunk = replace(chunk, dim=self.units[chunk.dim])
+                continue
             if label is None or label not in self.labels.result:
                 raise Contradiction(f"{self.fn} needs dim {chunk.dim} of operand {at}, not a chunk")
             self.chunks[label] = chunk
@@ -215,7 +221,21 @@ class _Row:
             raise Contradiction(f"{self.fn} of {placement} along {axis} is no {placement}")
         return placement
 
-    def result(self, numbers: frozenset[str]) -> Layout:
+    def free(self, placements: Mapping[str, Placement], declared: Layout) -> None:
+        """Dims that no operand has may lie as is declared: each rank makes its part of them."""
+        known = {label for *_, dims in self.operands for label in dims}
+        taken = {a for axes in self.splits.values() for a in axes} | {*placements}
+        chunk = chunk_of(declared)
+        for dim, label in enumerate(self.labels.result):
+            if label is None or label in known:
+                continue
+            axes = declared.split_axes(dim)
+            if axes and taken.isdisjoint(axes):
+                self.splits[label] = axes
+            if chunk is not None and chunk.dim == dim and not self.chunks:
+                self.chunks[label] = chunk
+
+    def result(self, numbers: frozenset[str], declared: Layout) -> Layout:
         self.split()
         self.chunk()
         placements = self.reduced()
@@ -223,8 +243,9 @@ class _Row:
             passed = self.passed(axis)
             if passed is not None:
                 placements[axis] = passed
+        self.free(placements, declared)
         order: dict[int, tuple[str, ...]] = {}
-        stream = None
+        stream = self.unit_chunk
         for dim, label in enumerate(self.labels.result):
             if label is None:
                 continue
@@ -245,7 +266,7 @@ def result_layout(
     shapes: Sequence[Shape | None],
     layouts: Sequence[Layout | None],
     shape: Shape,
-    mesh: DeviceMesh,
+    declared: Layout,
     numbers: frozenset[str],
     absent: Sequence[bool],
 ) -> Layout:
@@ -257,22 +278,29 @@ def result_layout(
         shapes: global shapes of the operands; None for those that are not tensors.
         layouts: theirs.
         shape: the global shape of the result.
-        mesh: where the result lives.
+        declared: the layout of the result, where the op leaves one open.
         numbers: the axes along which a number among the operands may be another one.
         absent: which operands are None.
 
     Raises:
         Contradiction: it cannot run on them.
     """
-    labels = TABLE[fn].rule(shapes, shape, attrs)
-    operands = []
+    try:
+        labels = TABLE[fn].rule(shapes, shape, attrs)
+    except (AssertionError, TypeError, ValueError, LookupError):
+        raise Contradiction(f"{fn} does not take these operands") from None
+    operands, mesh = [], declared.mesh
     for at, (layout, dims) in enumerate(zip(layouts, labels.operands, strict=True)):
         if layout is not None:
             operands.append((at, _on(mesh, plain(layout, len(dims)), at), dims))
     is_tensor = tuple(
         None if no else layout is not None for layout, no in zip(layouts, absent, strict=True)
     )
-    return _Row(fn, labels, mesh, operands, is_tensor).result(numbers)
+    row = _Row(fn, labels, mesh, operands, is_tensor)
+    if fn == "reshape" and shapes[0] is not None:
+        groups = reshape_groups(shapes[0], shape)
+        row.units = {p: q for [p, *r], [q, *s] in groups if not r + s and shape[q] == 1}
+    return row.result(numbers, plain(declared, len(shape)))
 
 
 def _on(mesh: DeviceMesh, layout: Layout, at: int) -> Layout:

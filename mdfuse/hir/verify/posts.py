@@ -32,6 +32,8 @@ def transition_problem(comm: Communication) -> Problem:
     for dim in (comm.dim, comm.to_dim):
         if dim is not None and not 0 <= dim < ndim:
             return f"there is no dim {dim} of {list(comm.shape)}"
+    if comm.to_dim is not None and comm.kind != "AllToAll":
+        return f"only AllToAll splits another dim: to_dim={comm.to_dim}"
     rule = _KINDS.get(comm.kind)
     if rule is None:
         return f"nothing is known of {comm.kind}"
@@ -187,6 +189,8 @@ def _reduce(comm: Communication) -> Problem:
         return None if alike and is_whole else _becomes(comm, made)
     if comm.destination.mesh.size != 1:
         return f"only one rank gets the result: it makes nothing of {comm.destination} elsewhere"
+    if comm.destination.mesh.first not in comm.source.mesh:
+        return f"rank {comm.destination.mesh.first} gets the result, and has no part of it"
     before = plain(comm.source, len(comm.shape))
     sizes = zip(before.placements, before.mesh.shape, strict=True)
     if not all(n == 1 or p == Partial(comm.reduce_op or "") for p, n in sizes):
@@ -260,7 +264,7 @@ def _exchange(comm: Communication) -> Problem:
 
 
 def _barrier(comm: Communication) -> Problem:
-    return None
+    return "it moves nothing; `barrier` is an instruction of its own"
 
 
 #: kind -> why a communication of it does not do what its layouts say.

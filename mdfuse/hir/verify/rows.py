@@ -60,6 +60,8 @@ def row_problem(
             return lack
     if fn == "set" and is_said(buffers[0], result, rank):
         return None
+    if problem := _dims_problem(fn, dict(attrs), buffers, result):
+        return problem
     first = result.layout.mesh.first if rank is None else rank
     whole = global_attrs(fn, attrs, operands, result, rank)
     shapes = [_shape(k, None) for k in operands]
@@ -68,6 +70,22 @@ def row_problem(
         or _layout_problem(fn, whole, operands, result, numbers)
         or _problem_on(fn, attrs if rank is not None else None, whole, operands, result, first)
     )
+
+
+def _dims_problem(
+    fn: str, attrs: dict[str, Any], buffers: list[BufferType], result: BufferType
+) -> str | None:
+    """Why attributes do not name dims that there are, each once."""
+    n = len(result.shape if fn == "unsqueeze" or not buffers else buffers[0].shape)
+    for name in ("dims", "dim"):
+        given = attrs.get(name)
+        dims = (given,) if isinstance(given, int) else given or ()
+        for d in dims:
+            if not isinstance(d, int) or not -n <= d < n:
+                return f"there is no dim {d} of {n}"
+        if len({d % n for d in dims}) < len(dims):
+            return f"{name}={list(dims)} names a dim twice"
+    return None
 
 
 def is_said(before: BufferType, after: BufferType, rank: int | None) -> bool:
@@ -125,14 +143,12 @@ def _layout_problem(
             [k.shape if k is not None else None for k in tensors],
             [k.layout if k is not None else None for k in tensors],
             result.shape,
-            result.layout.mesh,
+            result.layout,
             numbers,
             [k is type(None) for k in operands],
         )
     except Contradiction as problem:
         return str(problem)
-    if not any(tensors) and not result.layout.partial_axes:
-        return None  # a creation makes any part of its result
     ndim = len(result.shape)
     return None if is_shown(made, result.layout, ndim) else f"{fn} of these makes {made}"
 

@@ -11,7 +11,7 @@ from mdfuse.hir.verify.buffers import RULES
 from mdfuse.hir.verify.layouts import axes_of, terms_of
 from mdfuse.hir.verify.report import wrong
 from mdfuse.hir.verify.rows import lacks, row_problem
-from mdfuse.index import Calc, Index, Term
+from mdfuse.index import Index, Term
 from mdfuse.ir.graph import Operand, dtype_name
 from mdfuse.layout import Replicate
 from mdfuse.mesh import DeviceMesh
@@ -116,7 +116,7 @@ class Types:
     def row(self, i: Instruction) -> None:
         code = self.code
         result = code(i.outputs[0])
-        numbers = self.numbers(i) if self.computed_from or any(map(_is_index, i.inputs)) else ()
+        numbers = self.numbers(i) if self.computed_from or any(True for _ in i.indices) else ()
         key = (i.fn, i.attrs, i.order, result, tuple([code(x) for x in i.inputs]), numbers)
         if key not in self.seen:
             self.check_row(i, frozenset(numbers))
@@ -141,8 +141,7 @@ class Types:
         for x in i.inputs:
             if isinstance(x, str):
                 found += self.computed_from.get(x, ())
-            elif _is_index(x):
-                found.append(x)  # type: ignore[arg-type]
+        found += i.indices
         kind = self.program.types.get(i.outputs[0])
         if kind is None or kind.layout is None:
             self.computed_from[i.outputs[0]] = tuple(found)
@@ -275,7 +274,3 @@ class Types:
 
 
 _BUFFER_OPS = ("narrow", "chunk", "select", "unexpand", "pad", "pack", "zeros")
-
-
-def _is_index(x: object) -> bool:
-    return isinstance(x, Calc | Term)
