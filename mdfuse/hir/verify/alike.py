@@ -60,10 +60,14 @@ def _ways_by_class(programs: Mapping[int, HostProgram]) -> dict[int, Ways]:
 
 def _ways(program: HostProgram) -> Ways:
     ways: dict[str, list[tuple[Way, Instruction]]] = defaultdict(list)
+    numbers: dict[str, Way] = {}  # how each is computed, which stands for it
     for i in program.instructions:
         for inner in i.body if i.op == "launch" else (i,):
             for name in _makes(inner):
-                ways[name].append((_way(program, inner), inner))
+                way = _way(program, inner, numbers)
+                ways[name].append((way, inner))
+                if name in program.types and program.types[name].layout is None:
+                    numbers[name] = way
     return ways
 
 
@@ -77,7 +81,7 @@ def _makes(i: Instruction) -> Iterator[str]:
         yield from i.outputs
 
 
-def _way(program: HostProgram, i: Instruction) -> Way:
+def _way(program: HostProgram, i: Instruction, numbers: Mapping[str, Way]) -> Way:
     if i.op == "post":
         return i.op, i.comm, i.inputs[0]
     if i.op == "recv":
@@ -85,7 +89,8 @@ def _way(program: HostProgram, i: Instruction) -> Way:
     attrs = i.attrs
     if i.fn in TABLE:
         attrs = tuple((k, v) for k, v in attrs if k not in _OF_THE_PART)
-    return i.fn or i.op, i.inputs, attrs, tuple(map(program.types.get, i.reads))
+    inputs = tuple(numbers.get(x, x) if isinstance(x, str) else x for x in i.inputs)
+    return i.fn or i.op, inputs, attrs, tuple(map(program.types.get, i.reads))
 
 
 def _compare(a: HostProgram, ways: Ways, b: HostProgram, others: Ways, axis: str) -> None:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.verify.buffers import RULES
-from mdfuse.hir.verify.layouts import axes_of, terms_of
+from mdfuse.hir.verify.layouts import axes_of, chunk_of, terms_of
 from mdfuse.hir.verify.report import wrong
 from mdfuse.hir.verify.rows import lacks, row_problem
-from mdfuse.index import Index, Term
+from mdfuse.index import Calc, Index, Term
 from mdfuse.ir.graph import Operand, dtype_name
-from mdfuse.layout import Replicate
+from mdfuse.layout import Layout, Replicate
 from mdfuse.mesh import DeviceMesh
 
 
@@ -41,6 +41,8 @@ class Types:
     slices: dict[str, str] = field(default_factory=dict)
     #: buffer -> (dim, to_dim, axis) of what was packed into it
     packed: dict[str, tuple[object, ...]] = field(default_factory=dict)
+    #: the loops around the instruction
+    loops: list[Instruction] = field(default_factory=list)
     #: names with a buffer of their own
     allocated: set[str] = field(default_factory=set)
 
@@ -55,8 +57,10 @@ class Types:
             elif i.fn and i.op != "launch":
                 self.row(i)
             if i.body:
+                self.loops += [i] if i.op == "for" else []
                 self.block(i.body)
                 self.block(i.orelse)
+                self.loops = [loop for loop in self.loops if loop is not i]
 
     def code(self, x: Operand) -> object:
         """What stands for the type of an operand."""
@@ -262,6 +266,26 @@ class Types:
             is_wrong = isinstance(wanted, Replicate) and not isinstance(held, Replicate)
             if is_wrong and part.layout.mesh.axis_size(axis) > 1:
                 raise self.partial_write(i, name, of, f"is {held} along {axis}")
+            if isinstance(wanted, Replicate) and self.skips_chunks(part.layout, axis):
+                what = f"is another chunk along {axis}, and not every one in turn"
+                raise self.partial_write(i, name, of, what)
+
+    def skips_chunks(self, layout: Layout, axis: str) -> bool:
+        """The ranks along an axis are at different chunks, and do not come to all of them."""
+        chunk = chunk_of(layout)
+        index = chunk.index if chunk is not None else None
+        if chunk is None or index is None or axis not in axes_of(index, layout.mesh):
+            return False
+        if not isinstance(index, Calc) or index.op != "mod" or index.right != chunk.count:
+            return True
+        turn = index.left  # the loop's index and a number of the rank, added or subtracted
+        if not isinstance(turn, Calc) or turn.op not in ("+", "-") or not self.loops:
+            return True
+        sides = [x for x in (turn.left, turn.right) if isinstance(x, Term)]
+        attrs = self.loops[-1].kwargs
+        is_whole = (attrs["start"], attrs["stop"], attrs["step"]) == (0, chunk.count, 1)
+        own = Term("index", self.loops[-1].outputs[0])
+        return not (is_whole and len(sides) == 2 and sides.count(own) == 1)
 
     def partial_write(self, i: Instruction, name: str, of: str, what: str) -> ProgramError:
         return wrong(
