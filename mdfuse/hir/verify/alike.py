@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from mdfuse.errors import CommunicationError
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
@@ -24,6 +25,16 @@ _SILENT = ("alloc", "free", "wait", "barrier", "send", "group_start", "group_end
 #: What an instruction does to a name: an op, its numbers, the types of what it reads.
 Way = tuple[object, ...]
 Ways = Mapping[str, Sequence[tuple[Way, Instruction]]]
+
+
+@dataclass(slots=True, eq=False)
+class _Made:
+    """How a program makes each name, and in which chunks it writes a buffer."""
+
+    ways: dict[str, list[tuple[Way, Instruction]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    chunks: dict[str, dict[object, Instruction]] = field(default_factory=lambda: defaultdict(dict))
 
 
 def check_alike(programs: Mapping[int, HostProgram]) -> None:
@@ -46,9 +57,9 @@ def check_alike(programs: Mapping[int, HostProgram]) -> None:
                     _compare(programs[first], ways[first], program, ways[rank], axis)
 
 
-def _ways_by_class(programs: Mapping[int, HostProgram]) -> dict[int, Ways]:
+def _ways_by_class(programs: Mapping[int, HostProgram]) -> dict[int, _Made]:
     """How each rank makes each name; one object for ranks whose programs are equal."""
-    found: dict[object, Ways] = {}
+    found: dict[object, _Made] = {}
     result = {}
     for rank, program in programs.items():
         key = program.instructions, tuple(program.types.items())
@@ -58,17 +69,27 @@ def _ways_by_class(programs: Mapping[int, HostProgram]) -> dict[int, Ways]:
     return result
 
 
-def _ways(program: HostProgram) -> Ways:
-    ways: dict[str, list[tuple[Way, Instruction]]] = defaultdict(list)
+def _ways(program: HostProgram) -> _Made:
+    made, slices = _Made(), dict[str, str]()
     numbers: dict[str, Way] = {}  # how each is computed, which stands for it
     for i in program.instructions:
         for inner in i.body if i.op == "launch" else (i,):
             for name in _makes(inner):
                 way = _way(program, inner, numbers)
-                ways[name].append((way, inner))
+                made.ways[name].append((way, inner))
+                if name in slices:
+                    made.chunks[slices[name]][_chunk(program, name)] = inner
+                elif inner.op == "chunk":
+                    slices[name] = inner.reads[0]
                 if name in program.types and program.types[name].layout is None:
                     numbers[name] = way
-    return ways
+    return made
+
+
+def _chunk(program: HostProgram, name: str) -> object:
+    layout = program.types[name].layout
+    stream = layout.stream if layout is not None else None
+    return (stream.dim, stream.chunks, stream.index) if stream is not None else None
 
 
 def _makes(i: Instruction) -> Iterator[str]:
@@ -93,12 +114,16 @@ def _way(program: HostProgram, i: Instruction, numbers: Mapping[str, Way]) -> Wa
     return i.fn or i.op, inputs, attrs, tuple(map(program.types.get, i.reads))
 
 
-def _compare(a: HostProgram, ways: Ways, b: HostProgram, others: Ways, axis: str) -> None:
-    for name in dict.fromkeys((*ways, *others)):
+def _compare(a: HostProgram, made: _Made, b: HostProgram, others: _Made, axis: str) -> None:
+    for name in dict.fromkeys((*made.ways, *others.ways, *made.chunks, *others.chunks)):
         kind = a.types.get(name)
         if kind is None or b.types.get(name) != kind or not _is_same_along(kind, axis, a, b):
             continue
-        mine, theirs = ways.get(name, ()), others.get(name, ())
+        mine, theirs = made.ways.get(name, ()), others.ways.get(name, ())
+        parts, rest = made.chunks.get(name, {}), others.chunks.get(name, {})
+        if parts.keys() != rest.keys():
+            mine = [((), i) for i in parts.values()]
+            raise _differently(a, mine, b, [((), i) for i in rest.values()], name, axis)
         at = _first_difference(mine, theirs)
         if at is not None:
             raise _differently(a, mine[at:], b, theirs[at:], name, axis)

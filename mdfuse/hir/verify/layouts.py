@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from mdfuse.index import Calc, Index, Term, terms
-from mdfuse.ir.dims import DimMap, reshape_groups
+from mdfuse.ir.dims import DimMap, Labels, always, reshape_groups
 from mdfuse.ir.ops import TABLE
 from mdfuse.layout import Box, Layout, Partial, Placement, Replicate, Shard, Stream, Varies
 from mdfuse.mesh import DeviceMesh
@@ -289,6 +289,42 @@ def result_layout(
         labels = TABLE[fn].rule(shapes, shape, attrs)
     except (AssertionError, TypeError, ValueError, LookupError):
         raise Contradiction(f"{fn} does not take these operands") from None
+    if labels.fits is not always:
+        return _result(fn, labels, tuple(layouts), declared, numbers, tuple(absent), shapes, shape)
+    key = labels.operands, labels.result, tuple(labels.reduces.items())
+    made = _known_result(fn, key, tuple(layouts), declared, numbers, tuple(absent))
+    if isinstance(made, str):
+        raise Contradiction(made)
+    return made
+
+
+@lru_cache(maxsize=4096)
+def _known_result(
+    fn: str,
+    key: tuple[tuple[Labels, ...], Labels, tuple[tuple[int, str], ...]],
+    layouts: tuple[Layout | None, ...],
+    declared: Layout,
+    numbers: frozenset[str],
+    absent: tuple[bool, ...],
+) -> Layout | str:
+    """The layout, or why there is none: the same for all extents with these labels."""
+    labels = DimMap(operands=key[0], result=key[1], reduces=dict(key[2]))
+    try:
+        return _result(fn, labels, layouts, declared, numbers, absent)
+    except Contradiction as problem:
+        return str(problem)
+
+
+def _result(
+    fn: str,
+    labels: DimMap,
+    layouts: tuple[Layout | None, ...],
+    declared: Layout,
+    numbers: frozenset[str],
+    absent: tuple[bool, ...],
+    shapes: Sequence[Shape | None] = (),
+    shape: Shape = (),
+) -> Layout:
     operands, mesh = [], declared.mesh
     for at, (layout, dims) in enumerate(zip(layouts, labels.operands, strict=True)):
         if layout is not None:
@@ -297,10 +333,10 @@ def result_layout(
         None if no else layout is not None for layout, no in zip(layouts, absent, strict=True)
     )
     row = _Row(fn, labels, mesh, operands, is_tensor)
-    if fn == "reshape" and shapes[0] is not None:
+    if shapes and shapes[0] is not None:
         groups = reshape_groups(shapes[0], shape)
         row.units = {p: q for [p, *r], [q, *s] in groups if not r + s and shape[q] == 1}
-    return row.result(numbers, plain(declared, len(shape)))
+    return row.result(numbers, plain(declared, len(labels.result)))
 
 
 def _on(mesh: DeviceMesh, layout: Layout, at: int) -> Layout:

@@ -174,16 +174,13 @@ def _problem_on(
     tensors = [k if isinstance(k, BufferType) and k.layout is not None else None for k in operands]
     shapes = tuple(k.shape if k is not None else None for k in tensors)
     boxes = tuple(k.box(rank) if k is not None else None for k in tensors)
-    whole = tuple(_whole(s) if s is not None else None for s in shapes)
     part = Part(shapes=shapes, boxes=boxes, shape=result.shape, box=result.box(rank))
     try:
         local = local_attrs(TABLE[fn], dict(attrs), part)
-        # What is left out is that of the whole.
-        rest = replace(part, boxes=whole, box=_whole(result.shape))
-        mine = {**local_attrs(TABLE[fn], dict(attrs), rest), **dict(given or local)}
+        mine = local if given is None else {**_left_out(fn, attrs, part), **dict(given)}
     except (AssertionError, TypeError, ValueError, LookupError):
         return f"{fn} does not take these operands"
-    if mine != {**mine, **local}:
+    if mine != local:
         return f"rank {rank} runs {fn} with {_settings(local)}, not {_settings(mine)}"
     want = result.local_shape(rank)
     if 0 in want:
@@ -191,6 +188,13 @@ def _problem_on(
     parts = [_shape(k, rank) for k in operands]
     problem = _inferred(fn, tuple(local.items()), operands, parts, result, want)
     return f"on rank {rank} {problem}" if problem is not None else None
+
+
+def _left_out(fn: str, attrs: Attrs, part: Part) -> dict[str, Any]:
+    """What a rank's attributes are where they are not written: those of the whole."""
+    boxes = tuple(_whole(s) if s is not None else None for s in part.shapes)
+    whole = replace(part, boxes=boxes, box=_whole(part.shape))
+    return local_attrs(TABLE[fn], dict(attrs), whole)
 
 
 def _whole(shape: Shape) -> Box:
