@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from mdfuse.errors import LayoutError, MeshError
 from mdfuse.ir.infer import dense_strides
-from mdfuse.layout import REDUCE_OPS, Layout, Partial, Placement, Replicate, Shard
+from mdfuse.layout import REDUCE_OPS, Layout, Partial, Placement, Replicate, Shard, Varies
 from mdfuse.mesh import DeviceMesh
 from mdfuse.torch_private import shard_order
 
@@ -173,6 +173,8 @@ def why_not(layout: Layout) -> tuple[str, str] | None:
         )
     if _turned_axis(layout) is not None:
         return _TURNED
+    if layout.varying_axes:
+        return "no placement of torch's says that each rank holds what it likes", "set it to one"
     ops = sorted({p.op for p in layout.placements if isinstance(p, Partial)})
     if len(ops) > 1:
         return f"a DTensor is Partial in one way, not in {len(ops)}", f"reduce {ops[0]} first"
@@ -185,7 +187,7 @@ def _torch(placement: Placement) -> TorchPlacement:
             return TorchShard(dim)
         case Partial(op):
             return TorchPartial(_TORCH_OPS.get(op, op))
-        case Replicate():
+        case Replicate() | Varies():  # along an axis of one rank they are the same
             return TorchReplicate()
 
 

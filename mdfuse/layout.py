@@ -60,6 +60,17 @@ class Partial:
 
 
 @dataclass(frozen=True, slots=True)
+class Varies:
+    """Every rank along this axis holds what it likes: no layout says how the parts belong together.
+
+    For host programs only; each rank's part counts as a whole.
+    """
+
+    def __str__(self) -> str:
+        return "varies"
+
+
+@dataclass(frozen=True, slots=True)
 class Stream:
     """The host computes the tensor in a loop over chunks of `dim`.
 
@@ -140,7 +151,7 @@ class Stream:
         return f"stream({self.dim},{chunks}{turn})"
 
 
-Placement = Shard | Replicate | Partial
+Placement = Shard | Replicate | Partial | Varies
 
 
 class Layout:
@@ -242,6 +253,15 @@ class Layout:
             a
             for a, p in zip(self.mesh.axes, self.placements, strict=True)
             if isinstance(p, Partial)
+        )
+
+    @cached_property
+    def varying_axes(self) -> tuple[str, ...]:
+        """The axes of several ranks along which no layout says what each rank holds."""
+        return tuple(
+            a
+            for a, p in zip(self.mesh.axes, self.placements, strict=True)
+            if isinstance(p, Varies) and self.mesh.axis_size(a) > 1
         )
 
     @property
@@ -349,10 +369,16 @@ class Layout:
             stream = replace(stream, dim=new[stream.dim]) if stream.dim in new else None
         return Layout(self.mesh, placements, order, stream)
 
-    def normalized(self, ndim: int) -> Layout:
+    def normalized(self, ndim: int, may_vary: bool = False) -> Layout:
         """Non-negative dims, checked against a rank; axes of size 1 are replicated."""
         placements: dict[str, Placement] = {}
         for axis, placement in self.by_axis().items():
+            if isinstance(placement, Varies) and not may_vary and self.mesh.axis_size(axis) > 1:
+                raise LayoutError(
+                    f"axis {axis}: {placement}",
+                    because="a tensor in global view has one value, which its parts add up to",
+                    hint="only buffers of host programs may vary; say Shard, Replicate or Partial",
+                )
             if isinstance(placement, Shard):
                 placement = Shard(_wrap(placement.dim, ndim, f"axis {axis}: {placement!r}"))
             if self.mesh.axis_size(axis) == 1:

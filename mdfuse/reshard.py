@@ -197,7 +197,7 @@ def _axis_moves(here: Layout, axis: str, destination: Layout) -> Iterator[Step]:
             kind = "zeros" if goal.op == "sum" else "slice"
             made = here.with_placement(axis, goal)
             yield Local(kind=kind, source=here, destination=made)
-    elif here.split_axes(now.dim)[-1] == axis:
+    elif isinstance(now, Shard) and here.split_axes(now.dim)[-1] == axis:
         yield step("Allgather", gathered, dim=now.dim)
         if to is not None and to != now.dim:
             moved = gathered.with_placement(axis, Shard(to))

@@ -32,8 +32,8 @@ class Simulated:
 
     Attributes:
         per_rank: for each rank from 0 to the highest of any mesh, its local outputs.
-        outputs: the global outputs (numbers for scalars); empty where each rank has a program of
-            its own.
+        outputs: the global outputs (numbers for scalars; None for what varies from rank to rank);
+            empty where each rank has a program of its own.
         peak_bytes: for each rank, the most bytes of buffers that it held at once, inputs included;
             empty for a shuffled schedule.
     """
@@ -337,4 +337,6 @@ def _global(host: HostProgram, name: str, index: int, outputs: Sequence[Sequence
     layout = host.types[name].layout
     if layout is None:
         return outputs[0][index]
+    if layout.varying_axes:
+        return None
     return unshard_tensor([outputs[r][index] for r in layout.mesh.ranks], layout)

@@ -37,25 +37,25 @@ class Mutant:
 
 def mutants(program: HostProgram) -> Iterator[Mutant]:
     """Every mutant of a projection."""
-    for block, at in _places(program.instructions):
+    for block, at in places(program.instructions):
         here = block[at]
         for what, change in _changes(program, block, at):
-            yield Mutant(what, here, _edited(program, block, change))
+            yield Mutant(what, here, edited(program, block, change))
         for what, kind in _other_types(program, here):
             types = {**program.types, here.outputs[0]: kind}
             yield Mutant(what, here, replace(program, types=types))
 
 
-def _places(block: Block) -> Iterator[tuple[Block, int]]:
+def places(block: Block) -> Iterator[tuple[Block, int]]:
     """Each instruction, as a place in its block; host units are one."""
     for at, i in enumerate(block):
         yield block, at
         if i.op in ("for", "if"):
-            yield from _places(i.body)
-            yield from _places(i.orelse)
+            yield from places(i.body)
+            yield from places(i.orelse)
 
 
-def _edited(program: HostProgram, old: Block, new: Block) -> HostProgram:
+def edited(program: HostProgram, old: Block, new: Block) -> HostProgram:
     """The program with one of its blocks (this very object) replaced."""
 
     def rebuilt(block: Block) -> Block:
@@ -108,14 +108,14 @@ def _others(i: Instruction) -> Iterator[tuple[str, Instruction]]:
     attrs = i.kwargs
     if i.op in ("send", "recv"):
         side = "to" if i.op == "send" else "from"
-        yield "another peer", _with(i, **{side: _plus(attrs[side], 1)})
-        yield "another peer", _with(i, **{side: _plus(attrs[side], -1)})
+        yield "another peer", with_attrs(i, **{side: _plus(attrs[side], 1)})
+        yield "another peer", with_attrs(i, **{side: _plus(attrs[side], -1)})
     if i.op in ("set_stream", "sync") and i.attrs:
-        yield "another stream", _with(i, stream=_plus(attrs["stream"], 1))
+        yield "another stream", with_attrs(i, stream=_plus(attrs["stream"], 1))
     if i.op == "for" and isinstance(attrs["stop"], int):
-        yield "one iteration less", _with(i, stop=attrs["stop"] - 1)
+        yield "one iteration less", with_attrs(i, stop=attrs["stop"] - 1)
     if i.op == "wait" and i.attrs:
-        yield "another piece", _with(i, piece=_plus(attrs["piece"], 1))
+        yield "another piece", with_attrs(i, piece=_plus(attrs["piece"], 1))
     if i.op == "post" and i.comm is not None:
         for what, change in _OTHER_POSTS:
             comm = _built(change, i.comm)
@@ -125,7 +125,7 @@ def _others(i: Instruction) -> Iterator[tuple[str, Instruction]]:
         yield "no destination", replace(i, inputs=(i.inputs[0], None))
 
 
-def _with(i: Instruction, **changes: Any) -> Instruction:
+def with_attrs(i: Instruction, **changes: Any) -> Instruction:
     return replace(i, attrs=tuple({**i.kwargs, **changes}.items()))
 
 

@@ -1,19 +1,27 @@
-"""The verifier sees every broken program: one instruction of one rank is changed at a time.
+"""The verifier sees every broken program: one thing is changed at a time.
 
-A mutant that it accepts must be no different: the simulator, with poisoned buffers, in lockstep and
-in 20 random orders, reports nothing and gives the same outputs.
+An instruction of one rank: a mutant that it accepts must be no different. The simulator, with
+poisoned buffers, in lockstep and in 20 random orders, reports nothing and gives the same outputs.
+
+A type, a communication or an attribute, for all ranks alike: what the ranks hold is what the types
+of the mutant promise, which `promised.py` computes on whole tensors.
 """
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 
+import promised
 import pytest
 import torch
 from mutants import Mutant, mutants
 from stream_cases import CASES
 from two_stage import CASES as TWO_STAGES
+from type_mutants import OP, Change, type_mutants
+from typed_programs import BY_RANK, TYPED
 
 import mdfuse as mf
 from mdfuse import hir
@@ -204,7 +212,138 @@ def test_every_broken_program_is_caught(name: str) -> None:
     assert missed == []
 
 
+# -- types, communications, attributes -----------------------------------------------------------
+
+SEED = 1
+#: Of each program that was compiled, and of each rank's, as many of its mutants, drawn with SEED.
+SAMPLE = 120
+ORDERS = (None, 0, 1, 2)
+
+
+def drawn(changes: Sequence[Change], n: int = SAMPLE) -> Sequence[Change]:
+    return changes if len(changes) <= n else random.Random(SEED).sample(changes, n)
+
+
+def is_refused(program: hir.HostProgram | dict[int, hir.HostProgram]) -> bool:
+    try:
+        verify(program)
+    except mf.MdfuseError:
+        return True
+    return False
+
+
+def whole_inputs(program: hir.HostProgram) -> tuple[dict[str, torch.Tensor], Given]:
+    """Small integers as global inputs, and the parts of each rank."""
+    generator = torch.Generator().manual_seed(0)
+    given: dict[str, torch.Tensor] = {}
+    rows: Given = [{} for _ in range(program.last_rank + 1)]
+    for name in program.inputs:
+        kind = program.types[name]
+        low = -3 if kind.dtype.is_floating_point else 0
+        given[name] = torch.randint(low, 4, kind.shape, generator=generator).to(kind.dtype)
+        for row, part in zip(rows, promised.parts(kind, given[name], len(rows)), strict=True):
+            row[name] = part
+    return given, rows
+
+
+def held(program: hir.HostProgram, rows: Given, schedule: int | None) -> list[list[torch.Tensor]]:
+    copies = [{n: x.clone() if x is not None else None for n, x in row.items()} for row in rows]
+    options = mf.Options(poison=True, verify=False)
+    return mf.simulate(program, per_rank=copies, options=options, schedule=schedule).per_rank
+
+
+def broken_promise(program: hir.HostProgram) -> str | None:
+    """Where what ranks hold is not what the types of the outputs promise, in some order."""
+    given, rows = whole_inputs(program)
+    wanted = promised.values(program, given)
+    for schedule in ORDERS:
+        ranks = held(program, rows, schedule)
+        for at, name in enumerate(program.outputs):
+            mine = [outputs[at] for outputs in ranks]
+            found = promised.difference(program.types[name], wanted[at], mine)
+            if found is not None:
+                return f"schedule {schedule}: %{name}: {found}"
+    return None
+
+
+def changed_outputs(program: hir.HostProgram, mutant: hir.HostProgram) -> str | None:
+    """Where the ranks hold anything else than before, in some order."""
+    pairs = [(program.types[n], mutant.types[n]) for n in program.inputs]
+    if any(a.local_shape() != b.local_shape() for a, b in pairs):
+        return None  # it takes other inputs
+    _, rows = whole_inputs(program)
+    wanted = held(program, rows, None)
+    for schedule in ORDERS:
+        if not are_equal(held(mutant, rows, schedule), wanted):
+            return f"schedule {schedule}: other outputs"
+    return None
+
+
+def wrong_value(program: hir.HostProgram, what: str, mutant: hir.HostProgram) -> str | None:
+    """What is wrong with an accepted mutant.
+
+    What varies promises nothing, and where it is given a layout it has it on the author's word: so
+    it must be as before.
+    """
+    varying = any(k.layout is not None and k.layout.varying_axes for k in mutant.types.values())
+    try:
+        is_by_rank = varying or any(i.op in ("send", "recv") for i in mutant.walk())
+        return changed_outputs(program, mutant) if is_by_rank else broken_promise(mutant)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@cache
+def global_programs() -> dict[str, hir.HostProgram]:
+    found = {name: hir.parse(text) for name, text in (TYPED | BY_RANK).items()}
+    for name in (
+        "several_loops", "gather_another_dim", "gather_matmul", "gather_matmul_in_a_ring",
+        "matmul_scatter", "matmul_scatter_in_a_ring", "matmul_scatter_columns",
+        "gather_by_exchanges", "send_to_a_mesh", "reduce_to_a_mesh",
+    ):  # fmt: skip
+        found[name] = CASES[name].compile().host
+    return found | {str(case): case.program().host for case in TWO_STAGES[::97]}
+
+
+@pytest.mark.parametrize("name", global_programs())
+def test_every_wrong_type_is_caught(name: str) -> None:
+    program = global_programs()[name]
+    verify(program)
+    is_by_rank = any(i.op in ("send", "recv") for i in program.walk())
+    assert (changed_outputs(program, program) if is_by_rank else broken_promise(program)) is None
+    changes = [*type_mutants(program)]
+    if is_by_rank:  # another op computes something else, and only ranks know what
+        changes = [c for c in changes if not c[0].startswith(OP)]
+    missed = []
+    for what, mutant in changes if name in TYPED else drawn(changes):
+        if is_refused(mutant):
+            counts["wrong types caught"] += 1
+            continue
+        found = wrong_value(program, what, mutant)
+        counts["wrong types: true"] += found is None
+        if found is not None:
+            missed.append(f"{what}: {found}")
+    assert missed == []
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_wrong_type_of_one_rank_is_caught(name: str) -> None:
+    ranks, given = PROGRAMS[name]
+    wanted = outputs(ranks, given, None)
+    missed = []
+    for rank in (ranks[0], ranks[-1]):
+        changes = [c for c in type_mutants(rank) if not c[0].startswith(OP)]
+        for what, mutant in drawn(changes, SAMPLE // 2):
+            broken = [mutant if p.rank == rank.rank else p for p in ranks]
+            if is_refused(dict(enumerate(broken))):
+                counts["caught"] += 1
+            elif (found := difference(broken, given, wanted)) is not None:
+                missed.append(f"{what} of rank {rank.rank}: {found}")
+    assert missed == []
+
+
 def test_enough_mutants() -> None:
     """At least 2,000 broken programs; it counts what the test before has found, in the same run."""
     print(dict(counts))
     assert counts["caught"] >= 2000
+    assert counts["wrong types caught"] >= 2000

@@ -15,7 +15,7 @@ from mdfuse.hir.program import BufferType, Padding
 from mdfuse.index import LARGEST, Calc, Term
 from mdfuse.ir.attributes import attr
 from mdfuse.ir.graph import DTYPE_NAMES
-from mdfuse.layout import Layout, Partial, Placement, Replicate, Shard
+from mdfuse.layout import Layout, Partial, Placement, Replicate, Shard, Varies
 from mdfuse.mesh import MOST_RANKS, DeviceMesh
 
 Node = Tree[Token]
@@ -98,9 +98,9 @@ def team_text(tree: Node) -> str:
 
 
 def placement_of(text: str) -> Placement:
-    """R, S0 or P(sum)."""
-    if text == "R":
-        return Replicate()
+    """R, S0, P(sum) or varies."""
+    if text in ("R", "varies"):
+        return Replicate() if text == "R" else Varies()
     return Partial(text[2:-1]) if text.startswith("P") else Shard(int_of(text[1:]))
 
 

@@ -20,6 +20,11 @@ Shapes = Sequence[Shape | None]
 Labels = tuple[int | None, ...]
 
 
+def always(label: int, sizes: tuple[int, ...]) -> bool:
+    """The pieces fall together, however many there are."""
+    return True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DimMap:
     """Labels of the dims of an op.
@@ -34,7 +39,7 @@ class DimMap:
     operands: tuple[Labels, ...]
     result: Labels
     reduces: Mapping[int, str] = field(default_factory=dict)
-    fits: Callable[[int, tuple[int, ...]], bool] = lambda label, sizes: True
+    fits: Callable[[int, tuple[int, ...]], bool] = always
 
 
 Rule = Callable[[Shapes, Shape, Mapping[str, Any]], DimMap]

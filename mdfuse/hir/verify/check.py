@@ -102,7 +102,13 @@ def _depends_on_rank(i: Instruction) -> bool:
     if i.op in BLOCKS:
         found = (t for _, v in i.attrs if isinstance(v, Calc | Term) for t in terms(v))
         return any(t.kind != "index" for t in found)
-    return _is_transfer(i) and "axis" not in i.kwargs
+    axis = i.kwargs.get("axis") if _is_transfer(i) else None
+    if axis is None:
+        return _is_transfer(i)
+    peer = i.kwargs.get("to", i.kwargs.get("from"))
+    return isinstance(peer, Calc | Term) and any(
+        t.kind == "rank" or (t.kind == "coord" and t.name != axis) for t in terms(peer)
+    )
 
 
 def _is_transfer(i: Instruction) -> bool:

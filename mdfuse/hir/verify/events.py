@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mdfuse.backends.base import Call
+from mdfuse.communication import Communication
 from mdfuse.hir.instructions import POSTS
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.verify.report import wrong
@@ -138,6 +139,11 @@ def _buffers(event: Event) -> list[str | None]:
     return [x.split("@")[0] if isinstance(x, str) else None for x in inputs]
 
 
+def _change(comm: Communication | None) -> str:
+    """The change of layout that a post is for, as it prints."""
+    return f"{comm.source} => {comm.destination} {comm}" if comm is not None else ""
+
+
 def difference(a: Event, b: Event) -> tuple[str, str, str] | None:
     """(what, of the one, of the other) of the first thing in which two posts differ."""
     if a.handle != b.handle:
@@ -149,6 +155,8 @@ def difference(a: Event, b: Event) -> tuple[str, str, str] | None:
         ("pieces", lambda e: e.i.kwargs.get("pieces")),
         ("dtype", lambda e: dtype_name(e.dtype) if e.dtype is not None else None),
     ]
+    if a.i.comm is not None and b.i.comm is not None:
+        facts.append(("layouts", lambda e: _change(e.i.comm)))
     for what, fact in facts:
         if fact(a) != fact(b):
             return what, str(fact(a)), str(fact(b))

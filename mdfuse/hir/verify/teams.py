@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from mdfuse.backends.base import POINT_TO_POINT
 from mdfuse.errors import CommunicationError
+from mdfuse.hir.verify.alike import check_alike
 from mdfuse.hir.verify.events import Event, Programs, difference, events
 from mdfuse.hir.verify.progress import Meeting, check_progress
 from mdfuse.hir.verify.report import disagreement
@@ -32,6 +33,8 @@ def check_teams(programs: Programs, is_whole: bool = True) -> None:
         meetings += _match_collectives(programs, begun)
     meetings += match_transfers(programs, begun, is_whole)
     check_progress(programs, meetings)
+    if is_whole:
+        check_alike(programs)
 
 
 def _match_collectives(programs: Programs, begun: Mapping[int, list[Event]]) -> Iterator[Meeting]:

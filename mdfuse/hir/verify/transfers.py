@@ -7,10 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from mdfuse.errors import CommunicationError
+from mdfuse.hir.program import BufferType
 from mdfuse.hir.verify.events import Event, Programs, difference
+from mdfuse.hir.verify.layouts import box_text, chunk_of
 from mdfuse.hir.verify.progress import Meeting
 from mdfuse.hir.verify.report import disagreement
 from mdfuse.ir.graph import dtype_name
+from mdfuse.layout import Layout, Partial, Replicate, Varies
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ def match_transfers(
             for peer, size in zip(e.call.recvs, e.recvs, strict=True):
                 channels[peer, rank].recvs.append(_Side(e, size))
     partners: dict[str, _Side] = {}
+    contents: Contents = {}
     for (a, b), channel in channels.items():
         if not is_whole and (a not in programs or b not in programs):
             continue
@@ -48,6 +52,7 @@ def match_transfers(
             raise _unanswered(programs, a, b, channel)
         for n, (s, r) in enumerate(zip(channel.sends, channel.recvs, strict=True)):
             _check_meet(n, a, b, s, r, partners)
+            _check_content(programs, n, s.event, r.event, contents, is_whole)
             yield s.event, r.event
 
 
@@ -81,6 +86,75 @@ def _check_meet(n: int, a: int, b: int, s: _Side, r: _Side, partners: dict[str, 
             because="between two ranks the n-th send meets the n-th receive",
             hint="send and receive in one order on both ranks, with equal sizes and dtypes",
         )
+
+
+#: (receive, part of its buffer) -> (send, part of its buffer): what all such ranks receive.
+Contents = dict[tuple[object, ...], tuple[object, ...]]
+
+
+def _check_content(
+    programs: Programs, n: int, send: Event, recv: Event, contents: Contents, is_whole: bool
+) -> None:
+    """What a rank receives may be what the type of its buffer says.
+
+    The same for ranks whose buffers are to be the same; of chunks, the part that the type names.
+    """
+    if send.i.op == "post":
+        return
+    problem = _content_problem(send, recv, contents)
+    if problem is None and not is_whole:
+        problem = _differs_elsewhere(programs, send, recv)
+    if problem is not None:
+        raise disagreement(
+            [send.place, recv.place],
+            f"transfer {n} from rank {send.rank} to rank {recv.rank}: {problem}",
+            because="a buffer holds what its type says, also after it has received",
+            hint="let the buffer vary along the axis, and set it to a layout afterwards",
+        )
+
+
+def _buffer(event: Event) -> tuple[BufferType, Layout]:
+    kind = event.program.types[event.i.reads[0]]
+    assert kind.layout is not None
+    return kind, kind.layout
+
+
+def _content_problem(send: Event, recv: Event, contents: Contents) -> str | None:
+    (a, sent), (b, received) = map(_buffer, (send, recv))
+    shapes = a.local_shape(send.rank), b.local_shape(recv.rank)
+    if shapes[0] != shapes[1]:
+        return f"shape {list(shapes[0])} is sent where {list(shapes[1])} is received"
+    if 0 in shapes[0]:
+        return None  # parts without elements are all the same
+    is_chunk, boxes = chunk_of(received) is not None, (a.box(send.rank), b.box(recv.rank))
+    if (is_chunk or chunk_of(sent) is not None) and (a.shape != b.shape or boxes[0] != boxes[1]):
+        parts = [f"{box_text(x)} of {list(k.shape)}" for x, k in zip(boxes, (a, b), strict=True)]
+        return f"{parts[0]} is sent for {parts[1]}"
+    key = recv.base if is_chunk else recv.handle, boxes[1], _own(received, recv.rank)
+    held = send.base if is_chunk else send.handle, boxes[0], _own(sent, send.rank)
+    if contents.setdefault(key, held) == held:
+        return None
+    return f"ranks that are to hold the same as %{recv.i.reads[0]} receive different parts"
+
+
+def _own(layout: Layout, rank: int) -> tuple[int, ...]:
+    """The rank's place along the axes along which each rank has a value of its own."""
+    coordinate = layout.mesh.coordinate(rank) or ()
+    places = zip(coordinate, layout.placements, strict=True)
+    return tuple(c for c, p in places if isinstance(p, Partial | Varies))
+
+
+def _differs_elsewhere(programs: Programs, send: Event, recv: Event) -> str | None:
+    """Along the other axes than that of the transfer, teams do alike what differs between them."""
+    (_, sent), (_, received) = map(_buffer, (send, recv))
+    mesh = received.mesh
+    here = [c for c in map(mesh.coordinate, programs) if c is not None]
+    for at, axis in enumerate(mesh.axes):
+        is_other = len({c[at] for c in here}) == 1 and mesh.axis_size(axis) > 1
+        is_same = sent.mesh == mesh and isinstance(sent.placement(axis), Replicate)
+        if is_other and not is_same and isinstance(received.placement(axis), Replicate):
+            return f"what is sent is not the same along {axis}"
+    return None
 
 
 def _mismatch(s: _Side, r: _Side) -> str | None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from mdfuse.errors import MdfuseError
+from mdfuse.errors import ProgramError
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
+from mdfuse.hir.verify.buffers import RULES
+from mdfuse.hir.verify.layouts import axes_of, chunk_of, terms_of
 from mdfuse.hir.verify.report import wrong
 from mdfuse.hir.verify.rows import lacks, row_problem
+from mdfuse.index import Calc, Index, Term
 from mdfuse.ir.graph import Operand, dtype_name
-from mdfuse.layout import Box
-
-MEMORY = ("device", "host", "pinned", "symmetric")
+from mdfuse.layout import Layout, Replicate
+from mdfuse.mesh import DeviceMesh
 
 
 def check_types(program: HostProgram) -> None:
@@ -20,29 +22,45 @@ def check_types(program: HostProgram) -> None:
 
     Operands without a type are left out: who reads them reads what nothing computed.
     """
-    _Types(program).block(program.instructions)
+    Types(program).block(program.instructions)
 
 
 @dataclass(slots=True)
-class _Types:
+class Types:
+    """Goes through the instructions in order, and knows the types of what they read and write."""
+
     program: HostProgram
     #: name -> a number that stands for its type
     codes: dict[str, int] = field(default_factory=dict)
     kinds: dict[BufferType | None, int] = field(default_factory=lambda: {None: 0})
     #: rows with operands that were checked
     seen: set[object] = field(default_factory=set)
+    #: number -> the index expressions that it was computed from
+    computed_from: dict[str, tuple[Index, ...]] = field(default_factory=dict)
+    #: part of a buffer -> the buffer; what is written into the one is written into the other
+    slices: dict[str, str] = field(default_factory=dict)
+    #: buffer -> (dim, to_dim, axis) of what was packed into it
+    packed: dict[str, tuple[object, ...]] = field(default_factory=dict)
+    #: the loops around the instruction
+    loops: list[Instruction] = field(default_factory=list)
+    #: names with a buffer of their own
+    allocated: set[str] = field(default_factory=set)
 
     def block(self, block: Iterable[Instruction]) -> None:
-        rules = _RULES
+        rules = RULES
         for i in block:
             rule = rules.get(i.op)
+            if self.slices:
+                self.check_slices(i)
             if rule is not None:
                 rule(self, i)
-            elif i.fn:
+            elif i.fn and i.op != "launch":
                 self.row(i)
             if i.body:
+                self.loops += [i] if i.op == "for" else []
                 self.block(i.body)
                 self.block(i.orelse)
+                self.loops = [loop for loop in self.loops if loop is not i]
 
     def code(self, x: Operand) -> object:
         """What stands for the type of an operand."""
@@ -102,12 +120,13 @@ class _Types:
     def row(self, i: Instruction) -> None:
         code = self.code
         result = code(i.outputs[0])
-        key = (i.fn, i.attrs, i.order, result, tuple([code(x) for x in i.inputs]))
+        numbers = self.numbers(i) if self.computed_from or any(True for _ in i.indices) else ()
+        key = (i.fn, i.attrs, i.order, result, tuple([code(x) for x in i.inputs]), numbers)
         if key not in self.seen:
-            self.check_row(i)
+            self.check_row(i, frozenset(numbers))
             self.seen.add(key)
 
-    def check_row(self, i: Instruction) -> None:
+    def check_row(self, i: Instruction, numbers: frozenset[str]) -> None:
         types, result = self.program.types, self.made(i)
         operands = [types.get(x) if isinstance(x, str) else type(x) for x in i.inputs]
         known = tuple(k for k in operands if k is not None)
@@ -116,11 +135,40 @@ class _Types:
         self.check_order(i, result)
         if i.fn == "permute":
             self.check_permutation(i, "dims", i.kwargs["dims"], len(result.shape))
-        problem = row_problem(i.fn, i.attrs, known, result, self.program.rank)
+        problem = row_problem(i.fn, i.attrs, known, result, self.program.rank, numbers)
         if problem is not None:
             raise self.mismatch(i, problem)
 
-    def mismatch(self, i: Instruction, problem: str) -> MdfuseError:
+    def numbers(self, i: Instruction) -> tuple[str, ...]:
+        """The axes along which a number that a row reads may be another one."""
+        found: list[Index] = []
+        for x in i.inputs:
+            if isinstance(x, str):
+                found += self.computed_from.get(x, ())
+        found += i.indices
+        kind = self.program.types.get(i.outputs[0])
+        if kind is None or kind.layout is None:
+            self.computed_from[i.outputs[0]] = tuple(found)
+            return ()
+        return tuple(sorted({a for x in found for a in self.axes_of(x, kind.layout.mesh)}))
+
+    def axes_of(self, index: Index, mesh: DeviceMesh) -> frozenset[str]:
+        """The axes of a mesh along which an index expression may be another number."""
+        found = axes_of(index, mesh)
+        every = axes_of(Term("rank"), mesh)
+        for term in terms_of(index):
+            if term.kind == "extent":
+                kind = self.program.types.get(term.name)
+                layout = kind.layout if kind is not None else None
+                if layout is not None and layout.split_axes(term.dim):
+                    own = layout.mesh == mesh
+                    found |= every.intersection(layout.split_axes(term.dim)) if own else every
+            elif term.kind == "coord":
+                having = [m for m in self.program.meshes if term.name in m.axes]
+                found |= every if having != [mesh] else frozenset()
+        return found
+
+    def mismatch(self, i: Instruction, problem: str) -> ProgramError:
         operands = [x for x in dict.fromkeys(i.reads) if x in self.program.types]
         texts = [f"%{x}: {self.text(x)}" for x in (*i.outputs, *operands)]
         return wrong(
@@ -156,7 +204,7 @@ class _Types:
                 hint=f"for example {what}={list(range(n))}",
             )
 
-    # -- buffer ops ------------------------------------------------------------------------------
+    # -- buffers ---------------------------------------------------------------------------------
 
     def rank_of(self, kind: BufferType) -> int:
         """The rank whose part of a buffer is looked at."""
@@ -185,131 +233,68 @@ class _Types:
             raise self.mismatch(i, f"{i.op} keeps the global shape {list(pair[0].shape)}")
         return pair
 
-    def narrow(self, i: Instruction) -> None:
-        """What a rank holds of the result lies in what it holds of the operand."""
-        pair = self.same_shape(i)
-        if pair is None:
+    def slice(self, i: Instruction) -> None:
+        """The result is a part of the operand's memory, unless it has a buffer of its own."""
+        (name,), root = i.outputs, self.program.root
+        if root(name) not in self.allocated and isinstance(i.inputs[0], str):
+            self.slices[root(name)] = root(i.inputs[0])
+
+    def check_slices(self, i: Instruction) -> None:
+        """What is written into a part of a buffer is alike where the buffer is to be alike."""
+        root = self.program.root
+        if i.op == "free":
+            for name in i.reads:
+                self.slices.pop(root(name), None)
             return
-        before, after = pair
-        self.check_chunk(i, after)
-        rank = self.rank_of(after)
-        inner, outer = after.box(rank), before.box(rank)
-        is_part = all(a <= p and q <= b for (p, q), (a, b) in zip(inner, outer, strict=True))
-        if not is_part and all(p < q for p, q in inner):
-            raise self.mismatch(i, f"rank {rank} has {_box_text(outer)}, not {_box_text(inner)}")
-
-    def check_chunk(self, i: Instruction, kind: BufferType) -> None:
-        stream = kind.layout.stream if kind.layout is not None else None
-        at = stream.index if stream is not None else None
-        if stream is not None and isinstance(at, int) and not 0 <= at < stream.count:
-            problem = f"there is no chunk {at} of dim {stream.dim}: it has {stream.count}"
-            raise self.mismatch(i, problem)
-
-    def chunk(self, i: Instruction) -> None:
-        kind = self.made(i)
-        stream = kind.layout.stream if kind.layout is not None else None
-        if stream is None or stream.index is None:
-            raise self.mismatch(i, "a chunk has chunk(dim,count,index) in its layout")
-        self.narrow(i)
-
-    def select(self, i: Instruction) -> None:
-        """One dim goes; the index is one that there is, or the dim has extent 1."""
-        pair = self.pair(i)
-        if pair is None:
+        written = i.outputs if i.fn or i.op in _BUFFER_OPS else i.reads[i.op == "post" :]
+        if i.op not in ("recv", "post") and not (i.fn or i.op in _BUFFER_OPS):
             return
-        dim, index = i.kwargs["dim"], i.kwargs["index"]
-        before, after = pair
-        n = len(before.shape)
-        name = f"select(%{i.reads[0]}, dim={dim}, index={index})"
-        if not -n <= dim < n:
-            raise wrong(
-                self.program,
-                i,
-                f"{name}: there is no dim {dim}",
-                because=f"%{i.reads[0]} has shape {before.shape}",
-                hint=f"dims go from {-n} to {n - 1}",
-            )
-        dim %= n
-        if after.shape != (*before.shape[:dim], *before.shape[dim + 1 :]):
-            raise self.mismatch(i, f"select drops dim {dim} of {list(before.shape)}")
-        extent = before.local_shape(self.rank_of(after))[dim]
-        if isinstance(index, int) and extent != 1 and not -extent <= index < extent:
-            raise wrong(
-                self.program,
-                i,
-                f"{name}: index {index} is out of range for dim {dim}",
-                because=f"%{i.reads[0]} has {extent} of it on rank {self.rank_of(after)}",
-                hint=f"indices go from 0 to {extent - 1}" if extent else "it has no elements",
-            )
+        for name in map(root, written):
+            seen = {name}
+            while (of := self.slices.get(name)) is not None and of not in seen:
+                self.check_slice(i, name, of)
+                seen.add(name := of)
 
-    def unexpand(self, i: Instruction) -> None:
-        pair = self.pair(i)
-        dims = i.kwargs["dims"]
-        if pair is None:
+    def check_slice(self, i: Instruction, name: str, of: str) -> None:
+        part, whole = self.program.types.get(name), self.program.types.get(of)
+        if part is None or whole is None or part.layout is None or whole.layout is None:
             return
-        want = tuple(1 if d in dims else n for d, n in enumerate(pair[0].shape))
-        if want != pair[1].shape:
-            raise self.mismatch(i, f"unexpand makes {list(want)}")
+        if part.layout.mesh != whole.layout.mesh:
+            raise self.partial_write(i, name, of, "lives on another mesh")
+        for axis in part.layout.mesh.axes:
+            held, wanted = part.layout.placement(axis), whole.layout.placement(axis)
+            is_wrong = isinstance(wanted, Replicate) and not isinstance(held, Replicate)
+            if is_wrong and part.layout.mesh.axis_size(axis) > 1:
+                raise self.partial_write(i, name, of, f"is {held} along {axis}")
+            if isinstance(wanted, Replicate) and self.skips_chunks(part.layout, axis):
+                what = f"is another chunk along {axis}, and not every one in turn"
+                raise self.partial_write(i, name, of, what)
 
-    def pad(self, i: Instruction) -> None:
-        pair = self.same_shape(i)
-        if pair is not None and pair[1].padding is None:
-            raise self.mismatch(i, "what pad makes is padded")
+    def skips_chunks(self, layout: Layout, axis: str) -> bool:
+        """The ranks along an axis are at different chunks, and do not come to all of them."""
+        chunk = chunk_of(layout)
+        index = chunk.index if chunk is not None else None
+        if chunk is None or index is None or axis not in axes_of(index, layout.mesh):
+            return False
+        if not isinstance(index, Calc) or index.op != "mod" or index.right != chunk.count:
+            return True
+        turn = index.left  # the loop's index and a number of the rank, added or subtracted
+        if not isinstance(turn, Calc) or turn.op not in ("+", "-") or not self.loops:
+            return True
+        sides = [x for x in (turn.left, turn.right) if isinstance(x, Term)]
+        attrs = self.loops[-1].kwargs
+        is_whole = (attrs["start"], attrs["stop"], attrs["step"]) == (0, chunk.count, 1)
+        own = Term("index", self.loops[-1].outputs[0])
+        return not (is_whole and len(sides) == 2 and sides.count(own) == 1)
 
-    def pack(self, i: Instruction) -> None:
-        pair = self.same_shape(i)
-        if pair is not None and not pair[1].flat:
-            raise self.mismatch(i, "what pack makes is flat")
-
-    def zeros(self, i: Instruction) -> None:
-        self.same_shape(i)
-
-    def alloc(self, i: Instruction) -> None:
-        kind, memory = self.made(i), i.kwargs.get("memory", "device")
-        if memory not in MEMORY:
-            raise wrong(
-                self.program, i, f"alloc(memory={memory})", hint="one of " + ", ".join(MEMORY)
-            )
-        if kind.layout is None:
-            raise self.mismatch(i, "a number needs no buffer")
-        self.check_order(i, kind)
-
-    def post(self, i: Instruction) -> None:
-        """The buffers have the dtype of the communication."""
-        assert i.comm is not None
-        for name in i.reads:
-            kind = self.program.types.get(name)
-            self.intern(name)
-            if kind is None or (kind.layout is not None and kind.dtype == i.comm.dtype):
-                continue
-            dtype = dtype_name(i.comm.dtype) if i.comm.dtype is not None else "nothing"
-            raise wrong(
-                self.program,
-                i,
-                f"{i.op} {i.comm} of {dtype} with %{name}, which is {self.text(name)}",
-                because="a communication moves buffers of one dtype",
-                hint="cast the value before",
-            )
+    def partial_write(self, i: Instruction, name: str, of: str, what: str) -> ProgramError:
+        return wrong(
+            self.program,
+            i,
+            f"{i} writes %{name}, which {what}, into %{of}: {self.text(of)}",
+            because=f"afterwards the ranks would not hold of %{of} what its type says",
+            hint=f"let %{of} vary along the axis, and set it to its layout when it is done",
+        )
 
 
-def _nothing(types: _Types, i: Instruction) -> None:
-    """It makes no buffer."""
-
-
-#: op -> what is checked; the others are rows of the op table.
-_RULES: dict[str, Callable[[_Types, Instruction], None]] = {
-    "alloc": _Types.alloc,
-    "narrow": _Types.narrow,
-    "chunk": _Types.chunk,
-    "select": _Types.select,
-    "unexpand": _Types.unexpand,
-    "pad": _Types.pad,
-    "pack": _Types.pack,
-    "zeros": _Types.zeros,
-    "post": _Types.post,
-    "launch": _nothing,
-}
-
-
-def _box_text(box: Box) -> str:
-    return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
+_BUFFER_OPS = ("narrow", "chunk", "select", "unexpand", "pad", "pack", "zeros")

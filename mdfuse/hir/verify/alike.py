@@ -1,0 +1,168 @@
+"""Across ranks: what types say is the same along an axis is made in the same way along it.
+
+rank 0   %y: f32[4] (x=R) = mul(%x, 2.0)        ProgramError: %y is the same on the ranks along
+rank 1   %y: f32[4] (x=R) = mul(%x, 3.0)   ->   x, by its type; rank 0 and rank 1 make it in
+                                                different ways
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mdfuse.errors import CommunicationError
+from mdfuse.hir.program import BufferType, HostProgram, Instruction
+from mdfuse.hir.verify.report import disagreement
+from mdfuse.ir.ops import TABLE
+from mdfuse.layout import Layout, Replicate
+
+#: Attributes that follow from the part that a rank has.
+_OF_THE_PART = ("count", "identity", "part", "box", "shape", "ends")
+#: What makes no value by itself; what is received is compared with what was sent.
+_SILENT = ("alloc", "free", "wait", "barrier", "send", "group_start", "group_end", "return")
+
+#: What an instruction does to a name: an op, its numbers, the types of what it reads.
+Way = tuple[object, ...]
+Ways = Mapping[str, Sequence[tuple[Way, Instruction]]]
+
+
+@dataclass(slots=True, eq=False)
+class _Made:
+    """How a program makes each name, and in which chunks it writes a buffer."""
+
+    ways: dict[str, list[tuple[Way, Instruction]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    chunks: dict[str, dict[object, Instruction]] = field(default_factory=lambda: defaultdict(dict))
+
+
+def check_alike(programs: Mapping[int, HostProgram]) -> None:
+    """Raise CommunicationError where ranks make in different ways what is to be the same.
+
+    Args:
+        programs: straight-line, by rank.
+    """
+    ways = _ways_by_class(programs)
+    done: set[tuple[int, int, str]] = set()
+    for rank, program in programs.items():
+        for mesh in program.meshes:
+            here = mesh.coordinate(rank)
+            for at, axis in enumerate(mesh.axes if here is not None else ()):
+                assert here is not None
+                first = mesh.rank_at((*here[:at], 0, *here[at + 1 :]))
+                pair = id(ways[first]) if first in ways else 0, id(ways[rank]), axis
+                if first in programs and pair[0] != pair[1] and pair not in done:
+                    done.add(pair)
+                    _compare(programs[first], ways[first], program, ways[rank], axis)
+
+
+def _ways_by_class(programs: Mapping[int, HostProgram]) -> dict[int, _Made]:
+    """How each rank makes each name; one object for ranks whose programs are equal."""
+    found: dict[object, _Made] = {}
+    result = {}
+    for rank, program in programs.items():
+        key = program.instructions, tuple(program.types.items())
+        if key not in found:
+            found[key] = _ways(program)
+        result[rank] = found[key]
+    return result
+
+
+def _ways(program: HostProgram) -> _Made:
+    made, slices = _Made(), dict[str, str]()
+    numbers: dict[str, Way] = {}  # how each is computed, which stands for it
+    for i in program.instructions:
+        for inner in i.body if i.op == "launch" else (i,):
+            for name in _makes(inner):
+                way = _way(program, inner, numbers)
+                made.ways[name].append((way, inner))
+                if name in slices:
+                    made.chunks[slices[name]][_chunk(program, name)] = inner
+                elif inner.op == "chunk":
+                    slices[name] = inner.reads[0]
+                if name in program.types and program.types[name].layout is None:
+                    numbers[name] = way
+    return made
+
+
+def _chunk(program: HostProgram, name: str) -> object:
+    layout = program.types[name].layout
+    stream = layout.stream if layout is not None else None
+    return (stream.dim, stream.chunks, stream.index) if stream is not None else None
+
+
+def _makes(i: Instruction) -> Iterator[str]:
+    """The buffers that an instruction binds or writes."""
+    if i.op == "post":
+        yield from (x for x in i.inputs[1:] if isinstance(x, str))
+    elif i.op == "recv":
+        yield from i.reads
+    elif i.op not in _SILENT:
+        yield from i.outputs
+
+
+def _way(program: HostProgram, i: Instruction, numbers: Mapping[str, Way]) -> Way:
+    if i.op == "post":
+        return i.op, i.comm, i.inputs[0]
+    if i.op == "recv":
+        return (i.op,)
+    attrs = i.attrs
+    if i.fn in TABLE:
+        attrs = tuple((k, v) for k, v in attrs if k not in _OF_THE_PART)
+    inputs = tuple(numbers.get(x, x) if isinstance(x, str) else x for x in i.inputs)
+    return i.fn or i.op, inputs, attrs, tuple(map(program.types.get, i.reads))
+
+
+def _compare(a: HostProgram, made: _Made, b: HostProgram, others: _Made, axis: str) -> None:
+    for name in dict.fromkeys((*made.ways, *others.ways, *made.chunks, *others.chunks)):
+        kind = a.types.get(name)
+        if kind is None or b.types.get(name) != kind or not _is_same_along(kind, axis, a, b):
+            continue
+        mine, theirs = made.ways.get(name, ()), others.ways.get(name, ())
+        parts, rest = made.chunks.get(name, {}), others.chunks.get(name, {})
+        if parts.keys() != rest.keys():
+            mine = [((), i) for i in parts.values()]
+            raise _differently(a, mine, b, [((), i) for i in rest.values()], name, axis)
+        at = _first_difference(mine, theirs)
+        if at is not None:
+            raise _differently(a, mine[at:], b, theirs[at:], name, axis)
+
+
+def _is_same_along(kind: BufferType, axis: str, a: HostProgram, b: HostProgram) -> bool:
+    layout: Layout | None = kind.layout
+    if layout is None or axis not in layout.mesh.axes or a.rank is None or b.rank is None:
+        return False
+    is_there = b.rank in layout.mesh and a.rank in layout.mesh.team(b.rank, axis)
+    return is_there and isinstance(layout.placement(axis), Replicate)
+
+
+def _first_difference(
+    mine: Sequence[tuple[Way, Instruction]], theirs: Sequence[tuple[Way, Instruction]]
+) -> int | None:
+    for at, ((p, _), (q, _)) in enumerate(zip(mine, theirs, strict=False)):
+        if p != q and not _is_one_post(p, q):
+            return at
+    return min(len(mine), len(theirs)) if len(mine) != len(theirs) else None
+
+
+def _is_one_post(p: Way, q: Way) -> bool:
+    """Only one of the ranks has something to send."""
+    return p[0] == q[0] == "post" and p[1] == q[1] and None in (p[2], q[2])
+
+
+def _differently(
+    a: HostProgram,
+    mine: Sequence[tuple[Way, Instruction]],
+    b: HostProgram,
+    theirs: Sequence[tuple[Way, Instruction]],
+    name: str,
+    axis: str,
+) -> CommunicationError:
+    return disagreement(
+        [(a, mine[0][1] if mine else None), (b, theirs[0][1] if theirs else None)],
+        f"%{name} is the same on all ranks along {axis}, by its type, but rank {a.rank} and rank "
+        f"{b.rank} make it in different ways",
+        because="R means that every rank along the axis holds the same",
+        hint=f"declare it {axis}=varies, and set it to a layout once it has one",
+    )

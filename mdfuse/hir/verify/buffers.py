@@ -1,0 +1,344 @@
+"""Types of what the instructions make that are no rows of the op table: slices, pads, posts, …"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from mdfuse.hir.program import BufferType, Instruction
+from mdfuse.hir.verify.expanded import expanded_dims
+from mdfuse.hir.verify.layouts import (
+    IDEMPOTENT,
+    axes_of,
+    box_text,
+    chunk_of,
+    is_alike,
+    is_one_chunk,
+    is_shown,
+    plain,
+)
+from mdfuse.hir.verify.posts import buffer_problem, transition_problem
+from mdfuse.hir.verify.report import wrong
+from mdfuse.ir.graph import dtype_name
+from mdfuse.layout import Layout, Partial, Placement, Replicate, Shard, Varies
+
+if TYPE_CHECKING:
+    from mdfuse.hir.verify.types import Types
+
+MEMORY = ("device", "host", "pinned", "symmetric")
+
+
+def _layout(kind: BufferType) -> Layout:
+    assert kind.layout is not None
+    return kind.layout
+
+
+def _declared(types: Types, i: Instruction, made: Layout, kind: BufferType) -> None:
+    """The result is declared with the layout that it has."""
+    if not is_shown(made, _layout(kind), len(kind.shape)):
+        raise types.mismatch(i, f"{i.op} of it makes {made}")
+
+
+def _dense(types: Types, i: Instruction, *kinds: BufferType) -> None:
+    if any(k.flat or k.padding is not None for k in kinds):
+        raise types.mismatch(i, f"{i.op} is for buffers that are neither padded nor flat")
+
+
+# -- parts ---------------------------------------------------------------------------------------
+
+
+def _narrow(types: Types, i: Instruction) -> None:
+    """What a rank holds of the result lies in what it holds of the operand."""
+    pair = types.same_shape(i)
+    if pair is None:
+        return
+    before, after = pair
+    _dense(types, i, after)
+    if before.flat:
+        raise types.mismatch(i, "the elements of a flat buffer have no dims")
+    _check_chunk(types, i, after)
+    problem = _placement_problem(_layout(before), _layout(after))
+    problem = problem or _part_problem(before, after, types.program.rank)
+    if problem is not None:
+        raise types.mismatch(i, problem)
+    types.slice(i)
+
+
+def _check_chunk(types: Types, i: Instruction, kind: BufferType) -> None:
+    stream = chunk_of(_layout(kind))
+    at = stream.index if stream is not None else None
+    if stream is not None and isinstance(at, int) and not 0 <= at < stream.count:
+        problem = f"there is no chunk {at} of dim {stream.dim}: it has {stream.count}"
+        raise types.mismatch(i, problem)
+
+
+def _placement_problem(before: Layout, after: Layout) -> str | None:
+    """What a rank holds means the same before and after; which part it is, is another matter."""
+    if before.mesh != after.mesh:
+        apart = (*before.partial_axes, *before.varying_axes, *after.partial_axes)
+        return f"only values themselves go to another mesh, not {before}" if apart else None
+    for axis, p in before.by_axis().items():
+        q = after.placement(axis)
+        if before.mesh.axis_size(axis) > 1 and not _may_narrow(p, q):
+            return f"along {axis} {p} does not become {q} without communication"
+    return None
+
+
+def _may_narrow(p: Placement, q: Placement) -> bool:
+    if p == q:
+        return True
+    if isinstance(p, Partial | Varies):
+        return False
+    if isinstance(q, Partial):
+        return isinstance(p, Replicate) and q.op in IDEMPOTENT
+    return isinstance(p, Replicate) or not isinstance(q, Varies)
+
+
+def _part_problem(before: BufferType, after: BufferType, rank: int | None) -> str | None:
+    """Why some rank does not have what it is to hold; dims with nested splits need no look."""
+    n = len(before.shape)
+    p, q = plain(_layout(before), n), plain(_layout(after), n)
+    if p.mesh == q.mesh and all(_is_nested(p, q, d) for d in range(n)):
+        return None
+    chunk = chunk_of(p)
+    if chunk is not None and is_one_chunk(p, q) and not isinstance(chunk.index, int):
+        p, q = p.with_stream(None), q.with_stream(None)  # the chunks of equal parts
+    for layout in (p, q):
+        chunk = chunk_of(layout)
+        if layout is p and chunk is not None and not isinstance(chunk.index, int):
+            return None  # it is seen where its number is known
+    for r in q.mesh.ranks if rank is None else (rank,):
+        inner, outer = q.intervals(after.shape, r), p.intervals(before.shape, r)
+        is_part = all(a <= x and y <= b for (x, y), (a, b) in zip(inner, outer, strict=True))
+        if not is_part and all(x < y for x, y in inner):
+            return f"rank {r} has {box_text(outer)}, not {box_text(inner)}"
+    return None
+
+
+def _is_nested(p: Layout, q: Layout, dim: int) -> bool:
+    """Along a dim each rank's part after lies in its part before, whatever the extents are."""
+    axes = p.split_axes(dim)
+    here, there = (c if c is not None and c.dim == dim else None for c in map(chunk_of, (p, q)))
+    if here is not None:
+        return there is not None and is_one_chunk(p, q) and q.split_axes(dim) == axes
+    return q.split_axes(dim)[: len(axes)] == axes
+
+
+def _chunk(types: Types, i: Instruction) -> None:
+    kind = types.made(i)
+    if kind.layout is None or chunk_of(kind.layout) is None:
+        raise types.mismatch(i, "a chunk has chunk(dim,count,index) in its layout")
+    _narrow(types, i)
+
+
+def _select(types: Types, i: Instruction) -> None:
+    """One dim goes; the index is one that there is, or the dim has extent 1."""
+    pair = types.pair(i)
+    if pair is None:
+        return
+    dim, index = i.kwargs["dim"], i.kwargs["index"]
+    before, after = pair
+    _dense(types, i, before, after)
+    n = len(before.shape)
+    name = f"select(%{i.reads[0]}, dim={dim}, index={index})"
+    if not -n <= dim < n:
+        raise wrong(
+            types.program,
+            i,
+            f"{name}: there is no dim {dim}",
+            because=f"%{i.reads[0]} has shape {before.shape}",
+            hint=f"dims go from {-n} to {n - 1}",
+        )
+    dim %= n
+    if after.shape != (*before.shape[:dim], *before.shape[dim + 1 :]):
+        raise types.mismatch(i, f"select drops dim {dim} of {list(before.shape)}")
+    extent = before.local_shape(types.rank_of(after))[dim]
+    if isinstance(index, int) and extent != 1 and not -extent <= index < extent:
+        raise wrong(
+            types.program,
+            i,
+            f"{name}: index {index} is out of range for dim {dim}",
+            because=f"%{i.reads[0]} has {extent} of it on rank {types.rank_of(after)}",
+            hint=f"indices go from 0 to {extent - 1}" if extent else "it has no elements",
+        )
+    _declared(types, i, _selected(types, before, dim, index), after)
+    types.slice(i)
+
+
+def _selected(types: Types, before: BufferType, dim: int, index: object) -> Layout:
+    """The layout without a dim: along axes that split it, each rank takes a row of its own."""
+    layout = plain(_layout(before), len(before.shape))
+    kept = {d: d - (d > dim) for d in range(len(before.shape)) if d != dim}
+    made = layout.with_dims(kept)
+    moving = {*layout.split_axes(dim)}
+    chunk = chunk_of(layout)
+    if chunk is not None and chunk.dim == dim:
+        moving |= axes_of(chunk.index or 0, layout.mesh)
+    if before.shape[dim] != 1 and not isinstance(index, int):
+        moving |= types.axes_of(index, layout.mesh)  # type: ignore[arg-type]
+    for axis in moving:
+        if not isinstance(made.placement(axis), Shard):
+            made = made.with_placement(axis, Varies())
+    return made
+
+
+def _unexpand(types: Types, i: Instruction) -> None:
+    """One element of dims whose elements are all one."""
+    pair = types.pair(i)
+    dims = i.kwargs["dims"]
+    if pair is None:
+        return
+    before, after = pair
+    _dense(types, i, before, after)
+    want = tuple(1 if d in dims else n for d, n in enumerate(before.shape))
+    if want != after.shape:
+        raise types.mismatch(i, f"unexpand makes {list(want)}")
+    alike = expanded_dims(types.program, i.reads[0])
+    single = [d for d in dims if d not in alike and before.shape[d] != 1]
+    if single:
+        raise types.mismatch(i, f"no expand made dim {single[0]} of %{i.reads[0]}")
+    kept = {d: d for d in range(len(want)) if d not in dims}
+    _declared(types, i, plain(_layout(before), len(want)).with_dims(kept), after)
+
+
+# -- what is sent --------------------------------------------------------------------------------
+
+
+def _alike(types: Types, i: Instruction) -> tuple[BufferType, BufferType] | None:
+    pair = types.same_shape(i)
+    if pair is not None:
+        before, after = pair
+        _dense(types, i, before)
+        _declared(types, i, _layout(before), after)
+    return pair
+
+
+def _pad(types: Types, i: Instruction) -> None:
+    pair = _alike(types, i)
+    if pair is None:
+        return
+    padding, dim = pair[1].padding, i.kwargs["dim"]
+    if padding is None or pair[1].flat:
+        raise types.mismatch(i, "what pad makes is padded")
+    if padding.dim % len(pair[1].shape) != dim % len(pair[1].shape):
+        raise types.mismatch(i, f"dim {padding.dim} is padded, not dim {dim}")
+
+
+def _pack(types: Types, i: Instruction) -> None:
+    """One block per member of the team; which blocks, the post must know."""
+    pair = _alike(types, i)
+    if pair is None:
+        return
+    if not pair[1].flat or pair[1].padding is not None:
+        raise types.mismatch(i, "what pack makes is flat")
+    name, how = types.program.root(i.outputs[0]), _packing(i)
+    dim, to_dim, axis = how
+    dims, layout = range(len(pair[0].shape)), _layout(pair[0])
+    if dim not in dims or to_dim not in dims or dim == to_dim:
+        raise types.mismatch(i, f"dims {dim} and {to_dim} are not two of its {len(dims)}")
+    if axis not in layout.mesh.axes:
+        raise types.mismatch(i, f"{layout.mesh} has no axis {axis}")
+    if types.packed.setdefault(name, how) != how:
+        raise types.mismatch(i, "the same buffer is packed otherwise elsewhere")
+
+
+def _packing(i: Instruction) -> tuple[object, ...]:
+    return tuple(i.kwargs.get(k) for k in ("dim", "to_dim", "axis"))
+
+
+def _zeros(types: Types, i: Instruction) -> None:
+    """Along some axes the value becomes Partial(sum): the others' share of it is zeros."""
+    pair = types.same_shape(i)
+    if pair is None:
+        return
+    before, after = pair
+    _dense(types, i, before, after)
+    p, q = plain(_layout(before), len(after.shape)), plain(_layout(after), len(after.shape))
+    changed = [a for a in p.mesh.axes if p.mesh == q.mesh and p.placement(a) != q.placement(a)]
+    made = p
+    for axis in changed:
+        if isinstance(p.placement(axis), Partial | Varies):
+            raise types.mismatch(i, f"along {axis} {p.placement(axis)} becomes no P(sum)")
+        made = made.with_placement(axis, Partial("sum"))
+    chunk = chunk_of(p)
+    if chunk is not None and p.split_axes(chunk.dim) != made.split_axes(chunk.dim):
+        raise types.mismatch(i, "a chunk of the parts is no chunk of the whole")
+    if not is_alike(made, _layout(after), len(after.shape)):
+        raise types.mismatch(i, f"zeros makes {made} of it")
+
+
+def _alloc(types: Types, i: Instruction) -> None:
+    kind, memory = types.made(i), i.kwargs.get("memory", "device")
+    if memory not in MEMORY:
+        raise wrong(types.program, i, f"alloc(memory={memory})", hint="one of " + ", ".join(MEMORY))
+    if kind.layout is None:
+        raise types.mismatch(i, "a number needs no buffer")
+    _check_chunk(types, i, kind)
+    types.allocated.add(types.program.root(i.outputs[0]))
+    types.check_order(i, kind)
+
+
+def _post(types: Types, i: Instruction) -> None:
+    """The communication does what its layouts say, with the buffers that it names."""
+    comm = i.comm
+    assert comm is not None
+    for name in i.reads:
+        kind = types.program.types.get(name)
+        types.intern(name)
+        if kind is None or (kind.layout is not None and kind.dtype == comm.dtype):
+            continue
+        dtype = dtype_name(comm.dtype) if comm.dtype is not None else "nothing"
+        raise wrong(
+            types.program,
+            i,
+            f"{i.op} {comm} of {dtype} with %{name}, which is {types.text(name)}",
+            because="a communication moves buffers of one dtype",
+            hint="cast the value before",
+        )
+    problem = transition_problem(comm)
+    if problem is not None:
+        raise wrong(
+            types.program,
+            i,
+            f"{i.op} {comm}: {problem}",
+            because=f"it is posted for {list(comm.shape)} from {comm.source} to {comm.destination}",
+            hint="post the kind that changes one layout into the other",
+        )
+    for side, x in enumerate(i.inputs):
+        if isinstance(x, str):
+            _check_posted(types, i, side, x)
+
+
+def _check_posted(types: Types, i: Instruction, side: int, name: str) -> None:
+    comm, kind = i.comm, types.program.types.get(name)
+    if comm is None or kind is None:
+        return
+    problem = buffer_problem(comm, side, kind, types.program.rank)
+    how = types.packed.get(types.program.root(name))
+    if problem is None and kind.flat and how not in (None, (comm.dim, comm.to_dim, comm.axis)):
+        problem = "it is packed with dim={}, to_dim={}, axis={}".format(*how or ())
+    if problem is None and kind.flat and how is None:
+        problem = "nothing has packed it"
+    if problem is not None:
+        raise wrong(
+            types.program,
+            i,
+            f"{i.op} {comm} {'into' if side else 'of'} %{name}, but {problem}",
+            because=f"it goes from {comm.source} to {comm.destination}; "
+            f"%{name}: {types.text(name)}",
+            hint="post buffers of these layouts, the split dim outermost",
+        )
+
+
+#: op -> what is checked; the others are rows of the op table, or make no buffer.
+RULES: dict[str, Callable[[Types, Instruction], None]] = {
+    "alloc": _alloc,
+    "narrow": _narrow,
+    "chunk": _chunk,
+    "select": _select,
+    "unexpand": _unexpand,
+    "pad": _pad,
+    "pack": _pack,
+    "zeros": _zeros,
+    "post": _post,
+}

@@ -1,0 +1,388 @@
+"""Which layout an op's result has, given those of its operands; the labels of its dims say so.
+
+    x: (tp=S1), w: (tp=S0)      matmul, where dim 1 of x and dim 0 of w are one label    (tp=P(sum))
+
+Placements along axes of one rank do not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+from mdfuse.index import Calc, Index, Term, terms
+from mdfuse.ir.dims import DimMap, Labels, always, reshape_groups
+from mdfuse.ir.ops import TABLE
+from mdfuse.layout import Box, Layout, Partial, Placement, Replicate, Shard, Stream, Varies
+from mdfuse.mesh import DeviceMesh
+
+Shape = tuple[int, ...]
+#: Reduce ops that give back what all ranks hold alike.
+IDEMPOTENT = ("min", "max", "avg", "band", "bor")
+
+
+class Contradiction(Exception):
+    """An op cannot run on operands with these layouts; the text says why."""
+
+
+@lru_cache(maxsize=16384)
+def plain(layout: Layout, ndim: int) -> Layout:
+    """The layout with non-negative dims and nothing along axes of one rank."""
+    if not any(n == 1 for n in layout.mesh.shape) and all(d >= 0 for d, _ in layout.splits):
+        return layout
+    return layout.normalized(ndim, may_vary=True)
+
+
+def box_text(box: Box) -> str:
+    """A part of a tensor, in an error."""
+    return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
+
+
+def chunk_of(layout: Layout) -> Stream | None:
+    """The chunk that a buffer is; None for a whole one."""
+    stream = layout.stream
+    return stream if stream is not None and stream.index is not None else None
+
+
+def is_alike(a: Layout, b: Layout, ndim: int) -> bool:
+    """Both say the same."""
+    if a is b or a == b:
+        return True
+    if a.mesh != b.mesh:
+        return False
+    p, q = plain(a, ndim), plain(b, ndim)
+    return (p.placements, p.splits) == (q.placements, q.splits) and is_one_chunk(p, q)
+
+
+def is_one_chunk(a: Layout, b: Layout) -> bool:
+    """Both are the same chunk of their part, or no chunk.
+
+    Indices that are computed otherwise are compared where their numbers are known; those that
+    depend on the rank are written alike, so that they are the same on all ranks.
+    """
+    p, q = chunk_of(a), chunk_of(b)
+    if p is None or q is None:
+        return p is q
+    if (p.dim, p.chunks) != (q.dim, q.chunks):
+        return False
+    if p.index == q.index:
+        return True
+    open_ends = [i for i in (p.index, q.index) if not isinstance(i, int)]
+    return bool(open_ends) and not any(depends_on_rank(i) for i in open_ends)
+
+
+def depends_on_rank(index: object) -> bool:
+    """An index expression is another number on other ranks."""
+    return any(t.kind in ("rank", "coord") for t in terms_of(index))
+
+
+def terms_of(index: object) -> Iterable[Term]:
+    """The terms of an index expression; none of anything else."""
+    return terms(index) if isinstance(index, Calc | Term) else ()
+
+
+def axes_of(index: Index, mesh: DeviceMesh) -> frozenset[str]:
+    """The axes of a mesh along which an index expression may be another number."""
+    every = frozenset(a for a in mesh.axes if mesh.axis_size(a) > 1)
+    found: set[str] = set()
+    for term in terms_of(index):
+        if term.kind == "coord" and term.name in mesh.axes:
+            found.add(term.name)
+        elif term.kind in ("rank", "coord"):
+            found |= every
+    return every & found
+
+
+@dataclass(slots=True)
+class _Row:
+    """A row of the op table at work: what is known of its result so far."""
+
+    fn: str
+    labels: DimMap
+    mesh: DeviceMesh
+    #: per tensor operand: its position, layout and labels
+    operands: list[tuple[int, Layout, tuple[int | None, ...]]]
+    #: whether each operand is a tensor, a number, or absent (None)
+    is_tensor: tuple[bool | None, ...]
+    splits: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    chunks: dict[int, Stream] = field(default_factory=dict)
+    #: of a reshape: dim of one element -> what it is of the result, and a chunk of such a dim
+    units: Mapping[int, int] = field(default_factory=dict)
+    unit_chunk: Stream | None = None
+
+    def split(self) -> None:
+        """Which labels which axes split, outermost first."""
+        for at, layout, dims in self.operands:
+            for dim, axes in layout.splits:
+                label = dims[dim]
+                if label is None:
+                    raise Contradiction(
+                        f"{self.fn} needs dim {dim} of operand {at} as a whole, which "
+                        f"{' and '.join(axes)} splits"
+                    )
+                if self.splits.setdefault(label, axes) != axes:
+                    raise self.apart(at, dim)
+        for at, layout, dims in self.operands:
+            for dim, label in enumerate(dims):
+                if label is not None and layout.split_axes(dim) != self.splits.get(label, ()):
+                    raise self.apart(at, dim)
+        axes_used = [a for axes in self.splits.values() for a in axes]
+        for axis in axes_used:
+            if axes_used.count(axis) > 1:
+                raise Contradiction(f"{axis} splits dims of {self.fn} that are not the same")
+        for label, axes in self.splits.items():
+            sizes = tuple(map(self.mesh.axis_size, axes))
+            if not self.labels.fits(label, sizes):
+                raise Contradiction(f"the parts of {self.fn} do not fall together")
+
+    def apart(self, at: int, dim: int) -> Contradiction:
+        return Contradiction(f"dim {dim} of operand {at} is not split as the others' of {self.fn}")
+
+    def chunk(self) -> None:
+        """Which label is taken in chunks: all that have it are at the same one."""
+        for at, layout, dims in self.operands:
+            chunk = chunk_of(layout)
+            if chunk is None:
+                continue
+            label = dims[chunk.dim]
+            if chunk.dim in self.units:
+                self.unit_chunk = replace(chunk, dim=self.units[chunk.dim])
+                continue
+            if label is None or label not in self.labels.result:
+                raise Contradiction(f"{self.fn} needs dim {chunk.dim} of operand {at}, not a chunk")
+            self.chunks[label] = chunk
+        if len(self.chunks) > 1:
+            raise Contradiction(f"{self.fn} of chunks of several dims")
+        for label, chunk in self.chunks.items():
+            self.check_chunks(label, chunk)
+
+    def check_chunks(self, label: int, chunk: Stream) -> None:
+        for at, layout, dims in self.operands:
+            if label not in dims:
+                continue
+            here = layout.with_stream(replace(chunk, dim=dims.index(label)))
+            if not is_one_chunk(layout, here):
+                found = chunk_of(layout)
+                raise Contradiction(
+                    f"operand {at} of {self.fn} is {found or 'whole'}, another one {chunk}"
+                )
+        sizes = map(self.mesh.axis_size, self.splits.get(label, ()))
+        if isinstance(chunk.chunks, int) and not self.labels.fits(label, (*sizes, chunk.chunks)):
+            raise Contradiction(f"the chunks of {self.fn} do not fall together")
+
+    def reduced(self) -> dict[str, Placement]:
+        """The axes along which the result is Partial because a split dim is reduced."""
+        found: dict[str, Placement] = {}
+        for label, axes in self.splits.items():
+            if label in self.labels.result:
+                continue
+            op = self.labels.reduces.get(label)
+            if op is None:
+                raise Contradiction(f"{self.fn} cannot be split over a dim that it gives up")
+            found.update(dict.fromkeys(axes, Partial(op)))
+        return found
+
+    def passed(self, axis: str) -> Placement | None:
+        """Partial or varying operands along an axis: what the result is along it."""
+        held = [(at, layout.placement(axis)) for at, layout, _ in self.operands]
+        partial = [(at, p) for at, p in held if isinstance(p, Partial)]
+        varying = [p for _, p in held if isinstance(p, Varies)]
+        if partial:
+            return self.passed_partial(axis, held, partial)
+        if not varying:
+            return None
+        if any(isinstance(p, Shard) for _, p in held):
+            raise Contradiction(
+                f"one operand of {self.fn} varies along {axis}, which splits another; set that one "
+                "to a value that varies, too"
+            )
+        return Varies()
+
+    def passed_partial(
+        self,
+        axis: str,
+        held: Sequence[tuple[int, Placement]],
+        partial: Sequence[tuple[int, Partial]],
+    ) -> Placement:
+        """The ops that may run on what has not been reduced yet."""
+        rule, (first, placement) = TABLE[self.fn].partial, partial[0]
+        present = [x for x in self.is_tensor if x is not None]
+        alike = all(p == placement for _, p in held)
+        others = all(isinstance(p, Replicate) for at, p in held if at != first)
+        may = {
+            "view": alike,
+            "reduce": alike and placement.op in self.labels.reduces.values(),
+            "sum": alike and placement.op == "sum" and all(present),
+            "scale": placement.op == "sum" and first == 0 and others,
+        }
+        if not may.get(rule, False):
+            raise Contradiction(f"{self.fn} of {placement} along {axis} is no {placement}")
+        return placement
+
+    def free(self, placements: Mapping[str, Placement], declared: Layout) -> None:
+        """Dims that no operand has may lie as is declared: each rank makes its part of them."""
+        known = {label for *_, dims in self.operands for label in dims}
+        taken = {a for axes in self.splits.values() for a in axes} | {*placements}
+        chunk = chunk_of(declared)
+        for dim, label in enumerate(self.labels.result):
+            if label is None or label in known:
+                continue
+            axes = declared.split_axes(dim)
+            if axes and taken.isdisjoint(axes):
+                self.splits[label] = axes
+            if chunk is not None and chunk.dim == dim and not self.chunks:
+                self.chunks[label] = chunk
+
+    def result(self, numbers: frozenset[str], declared: Layout) -> Layout:
+        self.split()
+        self.chunk()
+        placements = self.reduced()
+        for axis in self.mesh.axes:
+            passed = self.passed(axis)
+            if passed is not None:
+                placements[axis] = passed
+        self.free(placements, declared)
+        order: dict[int, tuple[str, ...]] = {}
+        stream = self.unit_chunk
+        for dim, label in enumerate(self.labels.result):
+            if label is None:
+                continue
+            if label in self.splits:
+                order[dim] = self.splits[label]
+                placements.update(dict.fromkeys(self.splits[label], Shard(dim)))
+            if label in self.chunks:
+                stream = replace(self.chunks[label], dim=dim)
+        for axis in numbers:  # of a split value each rank has a part of its own anyway
+            if not isinstance(placements.get(axis), Shard):
+                placements[axis] = Varies()
+        return Layout(self.mesh, placements, order, stream)
+
+
+def result_layout(
+    fn: str,
+    attrs: Mapping[str, Any],
+    shapes: Sequence[Shape | None],
+    layouts: Sequence[Layout | None],
+    shape: Shape,
+    declared: Layout,
+    numbers: frozenset[str],
+    absent: Sequence[bool],
+) -> Layout:
+    """The layout that a row of the op table gives its result.
+
+    Args:
+        fn: the row.
+        attrs: its attributes, global ones.
+        shapes: global shapes of the operands; None for those that are not tensors.
+        layouts: theirs.
+        shape: the global shape of the result.
+        declared: the layout of the result, where the op leaves one open.
+        numbers: the axes along which a number among the operands may be another one.
+        absent: which operands are None.
+
+    Raises:
+        Contradiction: it cannot run on them.
+    """
+    try:
+        labels = TABLE[fn].rule(shapes, shape, attrs)
+    except (AssertionError, TypeError, ValueError, LookupError):
+        raise Contradiction(f"{fn} does not take these operands") from None
+    if labels.fits is not always:
+        return _result(fn, labels, tuple(layouts), declared, numbers, tuple(absent), shapes, shape)
+    key = labels.operands, labels.result, tuple(labels.reduces.items())
+    made = _known_result(fn, key, tuple(layouts), declared, numbers, tuple(absent))
+    if isinstance(made, str):
+        raise Contradiction(made)
+    return made
+
+
+@lru_cache(maxsize=4096)
+def _known_result(
+    fn: str,
+    key: tuple[tuple[Labels, ...], Labels, tuple[tuple[int, str], ...]],
+    layouts: tuple[Layout | None, ...],
+    declared: Layout,
+    numbers: frozenset[str],
+    absent: tuple[bool, ...],
+) -> Layout | str:
+    """The layout, or why there is none: the same for all extents with these labels."""
+    labels = DimMap(operands=key[0], result=key[1], reduces=dict(key[2]))
+    try:
+        return _result(fn, labels, layouts, declared, numbers, absent)
+    except Contradiction as problem:
+        return str(problem)
+
+
+def _result(
+    fn: str,
+    labels: DimMap,
+    layouts: tuple[Layout | None, ...],
+    declared: Layout,
+    numbers: frozenset[str],
+    absent: tuple[bool, ...],
+    shapes: Sequence[Shape | None] = (),
+    shape: Shape = (),
+) -> Layout:
+    operands, mesh = [], declared.mesh
+    for at, (layout, dims) in enumerate(zip(layouts, labels.operands, strict=True)):
+        if layout is not None:
+            operands.append((at, _on(mesh, plain(layout, len(dims)), at), dims))
+    is_tensor = tuple(
+        None if no else layout is not None for layout, no in zip(layouts, absent, strict=True)
+    )
+    row = _Row(fn, labels, mesh, operands, is_tensor)
+    if shapes and shapes[0] is not None:
+        groups = reshape_groups(shapes[0], shape)
+        row.units = {p: q for [p, *r], [q, *s] in groups if not r + s and shape[q] == 1}
+    return row.result(numbers, plain(declared, len(labels.result)))
+
+
+def _on(mesh: DeviceMesh, layout: Layout, at: int) -> Layout:
+    """The layout of an operand on the mesh where the result lives."""
+    if layout.mesh == mesh:
+        return layout
+    if layout.is_replicated:
+        return Layout(mesh, {}, None, layout.stream)
+    raise Contradiction(f"operand {at} is {layout} on another mesh, {layout.mesh}")
+
+
+def is_shown(made: Layout, declared: Layout, ndim: int) -> bool:
+    """A value with the layout `made` may be declared so: as it is, or as one that varies."""
+    if is_alike(made, declared, ndim):
+        return True
+    if made.mesh != declared.mesh:
+        return False
+    p, q = plain(made, ndim), plain(declared, ndim)
+    return (
+        p.splits == q.splits
+        and is_one_chunk(p, q)
+        and all(
+            a == b or (isinstance(b, Varies) and isinstance(a, Replicate))
+            for a, b in zip(p.placements, q.placements, strict=True)
+        )
+    )
+
+
+def may_be_said(before: Layout, after: Layout) -> bool:
+    """A `set` may give a value this layout on the author's word.
+
+    Along an axis it begins to vary, or no longer does; a chunk becomes a value of its own, and such
+    a value a chunk. Along the other axes it stays what it is. Local shapes are not looked at.
+    """
+    chunks = chunk_of(before), chunk_of(after)
+    is_said = bool(before.varying_axes or after.varying_axes) or (chunks[0] is None) != (
+        chunks[1] is None
+    )
+    if before.mesh != after.mesh or not is_said:
+        return False
+    moving = {a for c in chunks if c is not None for a in axes_of(c.index or 0, before.mesh)}
+    p, q = (layout.by_axis() for layout in (before, after))
+    return all(
+        isinstance(p[a], Varies)
+        or isinstance(q[a], Varies)
+        or (p[a] == q[a] and (a not in moving or isinstance(p[a], Shard)))
+        for a in before.mesh.axes
+        if before.mesh.axis_size(a) > 1
+    )

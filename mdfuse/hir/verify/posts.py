@@ -1,0 +1,339 @@
+"""What a communication makes of a layout, by kind; and which buffers it takes and gives.
+
+    post allreduce[sum](%p) -> %y f32[4] (x=P(sum)) => (x=R) axis=x
+
+The kind must be one that turns the layout before into the layout after, and the buffers must be of
+these layouts, with the split dim outermost where the kind wants it so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+from mdfuse.communication import SPLIT_OUTERMOST, Communication
+from mdfuse.errors import MdfuseError
+from mdfuse.hir.program import BufferType, Padding
+from mdfuse.hir.verify.layouts import chunk_of, is_alike, is_one_chunk, plain, terms_of
+from mdfuse.hir.verify.rows import is_said
+from mdfuse.layout import Layout, Partial, Replicate, Shard
+
+#: What is wrong with a communication; None: nothing.
+Problem = str | None
+
+
+@lru_cache(maxsize=4096)
+def transition_problem(comm: Communication) -> Problem:
+    """Why a communication does not turn its source into its destination; None where it does."""
+    ndim = len(comm.shape)
+    for layout in (comm.source, comm.destination):
+        if any(not -ndim <= d < ndim for d, _ in layout.splits):
+            return f"{layout} is about dims that {list(comm.shape)} does not have"
+    for dim in (comm.dim, comm.to_dim):
+        if dim is not None and not 0 <= dim < ndim:
+            return f"there is no dim {dim} of {list(comm.shape)}"
+    if comm.to_dim is not None and comm.kind != "AllToAll":
+        return f"only AllToAll splits another dim: to_dim={comm.to_dim}"
+    rule = _KINDS.get(comm.kind)
+    if rule is None:
+        return f"nothing is known of {comm.kind}"
+    return rule(comm) or _moving_chunk(comm)
+
+
+def _moving_chunk(comm: Communication) -> Problem:
+    """All members of a team are at one chunk."""
+    for layout in (comm.source, comm.destination):
+        chunk = chunk_of(layout)
+        for term in terms_of(chunk.index) if chunk is not None else ():
+            is_other = term.kind == "coord" and comm.axis is not None and term.name != comm.axis
+            if term.kind in ("rank", "coord") and not is_other:
+                return f"the ranks of a team are at different chunks: {layout}"
+    return None
+
+
+# -- along an axis of one mesh -------------------------------------------------------------------
+
+
+def _is_along_axis(comm: Communication) -> bool:
+    return comm.axis is not None and comm.source.mesh == comm.destination.mesh
+
+
+def _axis_problem(comm: Communication) -> Problem:
+    mesh = comm.source.mesh
+    if not _is_along_axis(comm):
+        return f"{comm.kind} is along an axis of one mesh"
+    return None if comm.axis in mesh.axes else f"{mesh} has no axis {comm.axis}"
+
+
+def _becomes(comm: Communication, made: Layout) -> Problem:
+    """The destination is what the kind makes of the source."""
+    if is_alike(made, comm.destination, len(comm.shape)):
+        return None
+    return f"it makes {made} of {comm.source}, not {comm.destination}"
+
+
+def _whole_dims(comm: Communication) -> Problem:
+    """A dim whose parts change hands is not taken in chunks."""
+    chunk = chunk_of(comm.source)
+    if chunk is not None and chunk.dim % len(comm.shape) in (comm.dim, comm.to_dim):
+        return f"chunks of the parts of dim {chunk.dim} are no chunk of the whole"
+    return None
+
+
+def _split_problem(layout: Layout, axis: str | None, dim: int | None) -> Problem:
+    """An axis splits a dim, innermost."""
+    axes = layout.split_axes(dim) if dim is not None else ()
+    if axis is not None and axes and axes[-1] == axis:
+        return None
+    return f"{axis} is not the innermost axis that splits dim {dim} in {layout}"
+
+
+def _reduces(comm: Communication) -> Problem:
+    assert comm.axis is not None
+    now = comm.source.placement(comm.axis)
+    if now == Partial(comm.reduce_op or ""):
+        return None
+    return f"{comm.source} is {now} along {comm.axis}, not P({comm.reduce_op})"
+
+
+def _allgather(comm: Communication) -> Problem:
+    problem = _axis_problem(comm) or _split_problem(comm.source, comm.axis, comm.dim)
+    if problem is not None:
+        return problem
+    assert comm.axis is not None
+    gathered = comm.source.with_placement(comm.axis, Replicate())
+    return _whole_dims(comm) or _becomes(comm, gathered)
+
+
+def _all_to_all(comm: Communication) -> Problem:
+    problem = _axis_problem(comm) or _split_problem(comm.source, comm.axis, comm.dim)
+    if problem is not None:
+        return problem
+    if comm.to_dim is None or comm.to_dim == comm.dim:
+        return "it has no dim that is split afterwards: to_dim="
+    assert comm.axis is not None
+    gathered = comm.source.with_placement(comm.axis, Replicate())
+    moved = gathered.with_placement(comm.axis, Shard(comm.to_dim))
+    return _whole_dims(comm) or _becomes(comm, moved)
+
+
+def _allreduce(comm: Communication) -> Problem:
+    problem = _axis_problem(comm) or _reduces(comm)
+    if problem is not None:
+        return problem
+    assert comm.axis is not None
+    return _becomes(comm, comm.source.with_placement(comm.axis, Replicate()))
+
+
+def _reduce_scatter(comm: Communication) -> Problem:
+    problem = _axis_problem(comm) or _reduces(comm)
+    if problem is not None:
+        return problem
+    assert comm.axis is not None and comm.dim is not None
+    split = comm.source.with_placement(comm.axis, Replicate())
+    split = split.with_placement(comm.axis, Shard(comm.dim))
+    return _whole_dims(comm) or _becomes(comm, split)
+
+
+def _one_of_the_parts(comm: Communication, whole: Layout, split: Layout) -> Problem:
+    """The chunk is the part of one rank along the axis."""
+    assert comm.axis is not None
+    chunk, n = chunk_of(whole), comm.source.mesh.axis_size(comm.axis)
+    if chunk is None or chunk.chunks != n:
+        return f"{comm.kind} along {comm.axis} moves one of {n} chunks, the part of one rank"
+    return _split_problem(split, comm.axis, chunk.dim % len(comm.shape))
+
+
+# -- between meshes, or of a whole mesh ----------------------------------------------------------
+
+
+def _is_replicated(layout: Layout, comm: Communication) -> bool:
+    return plain(layout, len(comm.shape)).is_replicated
+
+
+def _same_chunk(comm: Communication) -> Problem:
+    if is_one_chunk(comm.source, comm.destination):
+        return _whole_dims(comm)
+    return "the chunk is another one afterwards"
+
+
+def _broadcast(comm: Communication) -> Problem:
+    """Along an axis, from the rank whose part the chunk is; else from a mesh to another one."""
+    if _is_along_axis(comm):
+        problem = _axis_problem(comm)
+        problem = problem or _one_of_the_parts(comm, comm.destination, comm.source)
+        if problem is not None or comm.axis is None:
+            return problem
+        if chunk_of(comm.source) is not None:
+            return "its source is a chunk already"
+        made = comm.source.with_placement(comm.axis, Replicate())
+        return _becomes(comm, made.with_stream(comm.destination.stream))
+    if comm.source.mesh == comm.destination.mesh and comm.source.mesh.size > 1:
+        return "there is no axis along which it goes, and no other mesh"
+    for layout in (comm.source, comm.destination):
+        if not _is_replicated(layout, comm):
+            return f"what is broadcast is whole on every rank, not {layout}"
+    return _same_chunk(comm)
+
+
+def _reduce(comm: Communication) -> Problem:
+    """Along an axis, to the rank whose part the chunk is; else to a mesh of one rank."""
+    if _is_along_axis(comm) and chunk_of(comm.source) is not None:
+        problem = _axis_problem(comm) or _reduces(comm)
+        problem = problem or _one_of_the_parts(comm, comm.source, comm.destination)
+        if problem is not None or comm.axis is None:
+            return problem
+        made = comm.destination.with_placement(comm.axis, comm.source.placement(comm.axis))
+        is_whole = chunk_of(comm.destination) is None
+        alike = is_alike(made, comm.source.with_stream(None), len(comm.shape))
+        return None if alike and is_whole else _becomes(comm, made)
+    if comm.destination.mesh.size != 1:
+        return f"only one rank gets the result: it makes nothing of {comm.destination} elsewhere"
+    if comm.destination.mesh.first not in comm.source.mesh:
+        return f"rank {comm.destination.mesh.first} gets the result, and has no part of it"
+    before = plain(comm.source, len(comm.shape))
+    sizes = zip(before.placements, before.mesh.shape, strict=True)
+    if not all(n == 1 or p == Partial(comm.reduce_op or "") for p, n in sizes):
+        return f"{comm.source} is not P({comm.reduce_op}) along every axis"
+    return _same_chunk(comm)
+
+
+def _only_split(layout: Layout, axis: str | None, dim: int | None, comm: Communication) -> Problem:
+    """One axis, which has all ranks of the mesh, splits the dim, and nothing else does."""
+    here = plain(layout, len(comm.shape))
+    if axis is not None and dim is not None and axis in here.mesh.axes:
+        whole_mesh = here.mesh.axis_size(axis) == here.mesh.size
+        if whole_mesh and here.mesh.size == 1:
+            return None if here.is_replicated else f"{layout} is not one part"
+        if whole_mesh and here.splits == ((dim, (axis,)),) and not here.partial_axes:
+            return None
+    return f"{axis} does not split dim {dim} over all ranks in {layout}"
+
+
+def _gather(comm: Communication) -> Problem:
+    problem = _only_split(comm.source, comm.axis, comm.dim, comm)
+    if problem is not None:
+        return problem
+    if comm.destination.mesh.size != 1 or not _is_replicated(comm.destination, comm):
+        return f"only one rank gets the whole, not {comm.destination}"
+    return _same_chunk(comm)
+
+
+def _scatter(comm: Communication) -> Problem:
+    if not _is_replicated(comm.source, comm):
+        return f"what is scattered is whole on its rank, not {comm.source}"
+    return _only_split(comm.destination, comm.axis, comm.dim, comm) or _same_chunk(comm)
+
+
+def _send_recv(comm: Communication) -> Problem:
+    """The i-th rank of a mesh sends what the i-th one of the other gets."""
+    if comm.axis is not None:
+        return "it is along no axis"
+    shown = [_by_position(layout, len(comm.shape)) for layout in (comm.source, comm.destination)]
+    if shown[0] != shown[1]:
+        return f"{comm.source} and {comm.destination} do not split alike"
+    return None if is_one_chunk(comm.source, comm.destination) else _same_chunk(comm)
+
+
+def _by_position(layout: Layout, ndim: int) -> tuple[object, ...]:
+    """Sizes and placements of the axes of several ranks, without their names."""
+    here = plain(layout, ndim)
+    sizes = zip(here.mesh.axes, here.mesh.shape, strict=True)
+    large = [a for a, n in sizes if n > 1]
+    splits = [(d, [large.index(a) for a in axes]) for d, axes in here.splits]
+    return [(here.mesh.axis_size(a), here.placement(a)) for a in large], splits
+
+
+def _exchange(comm: Communication) -> Problem:
+    """Each rank receives what it lacks, which some rank has."""
+    if comm.axis is not None:
+        return "it is along no axis"
+    for layout in (comm.source, comm.destination):
+        if layout.partial_axes or layout.varying_axes:
+            return f"no rank has a part of the value itself in {layout}"
+    chunk = chunk_of(comm.source)
+    if chunk is None:
+        return None
+    dim = chunk.dim % len(comm.shape)
+    is_aligned = comm.source.split_axes(dim) == comm.destination.split_axes(dim)
+    if is_aligned and (
+        comm.source.mesh == comm.destination.mesh or not comm.source.split_axes(dim)
+    ):
+        return _same_chunk(comm)
+    return "chunks of the parts are no chunk of the whole"
+
+
+def _barrier(comm: Communication) -> Problem:
+    return "it moves nothing; `barrier` is an instruction of its own"
+
+
+#: kind -> why a communication of it does not do what its layouts say.
+_KINDS: dict[str, Callable[[Communication], Problem]] = {
+    "Allgather": _allgather,
+    "AllToAll": _all_to_all,
+    "Allreduce": _allreduce,
+    "ReduceScatter": _reduce_scatter,
+    "Broadcast": _broadcast,
+    "Reduce": _reduce,
+    "Gather": _gather,
+    "Scatter": _scatter,
+    "SendRecv": _send_recv,
+    "Exchange": _exchange,
+    "Barrier": _barrier,
+}
+
+
+# -- buffers -------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def buffer_type(comm: Communication, side: int) -> BufferType:
+    """The buffer that a communication reads (0) or writes (1), without padding.
+
+    Where it splits a dim, this is outermost; the source of an AllToAll is packed.
+    """
+    layout, n = (comm.source, comm.destination)[side], len(comm.shape)
+    front = tuple(range(n))
+    if comm.kind == "AllToAll" and comm.dim is not None and side == 1:
+        front = (comm.dim, *(d for d in range(n) if d != comm.dim))
+    elif comm.kind in SPLIT_OUTERMOST and comm.kind != "AllToAll":
+        front = comm.front()
+    assert comm.dtype is not None
+    return BufferType(
+        dtype=comm.dtype,
+        shape=tuple(comm.shape[d] for d in front),
+        layout=layout.permuted(front) if front != tuple(range(n)) else layout,
+        flat=comm.kind == "AllToAll" and side == 0,
+    )
+
+
+def padding_of(comm: Communication, side: int) -> Padding | None:
+    """How a buffer is padded where the parts of ranks differ; None for kinds that never are."""
+    if comm.kind not in SPLIT_OUTERMOST or comm.kind == "AllToAll" or comm.dim is None:
+        return None
+    layout = (comm.source, comm.destination)[side]
+    is_whole = comm.whole() == layout
+    axis = comm.axis if comm.axis in layout.split_axes(comm.dim) else None
+    dim = comm.front().index(comm.dim)
+    return Padding(side="team" if is_whole else "block", dim=dim, parts=comm.size, axis=axis)
+
+
+@lru_cache(maxsize=4096)
+def buffer_problem(comm: Communication, side: int, kind: BufferType, rank: int | None) -> Problem:
+    """Why a buffer is not what a communication reads or writes; None where it is."""
+    try:
+        want, padding = buffer_type(comm, side), padding_of(comm, side)
+    except (MdfuseError, AssertionError, ValueError, StopIteration) as error:
+        return str(error) or "its layouts mean nothing"
+    assert kind.layout is not None and want.layout is not None
+    if kind.flat != want.flat:
+        return "it is flat" if kind.flat else "it is to be packed"
+    if kind.padding is not None and kind.padding != padding:
+        return f"it is padded as {kind.padding}, not as {padding}"
+    ndim = len(want.shape)
+    if kind.shape == want.shape and is_alike(kind.layout, want.layout, ndim):
+        return None
+    is_free = kind.padding is None and not kind.flat and kind.layout.varying_axes
+    if is_free and is_said(kind, want, rank):
+        return None
+    return f"it is to be {list(want.shape)} {want.layout}"
