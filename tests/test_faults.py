@@ -245,12 +245,14 @@ def jobs(
 def run(server: Server, case: Case, launch: Launch, folder: Path) -> Job:
     """Run a job until all ranks have ended, or should have."""
     pause_s = case.pause_s if launch.has_pause else 0
+    launched = command_and_environment(launch, pause_s)
+    launched["environment"]["MDFUSE_REPORTS"] = str(folder / "reports")
     server.ask(
         script=str(HERE / "fault_job.py"),
         ranks=RANKS,
         folder=str(folder),
         arguments=[case.fault, case.moment, str(case.guilty)],
-        **command_and_environment(launch, pause_s),
+        **launched,
     )
     until = time.monotonic() + 60
     while not (folder / "fault").exists() and time.monotonic() < until:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mdfuse.cli.doctor.examination import launcher
 from mdfuse.config import VARIABLES, Options, carriers_of, options_from_environment
 from mdfuse.errors import BackendError, MdfuseError
 from mdfuse.runtime.bootstrap import address_of_rank_0, detect, gloo_devices
@@ -160,6 +161,8 @@ def _check_launch(environment: Mapping[str, str], group: tuple[int, int] | None)
     else:
         found = launch.name, launch.rank, launch.size, launch.local_rank, launch.local_size
         assert found == expected, (found, expected)
+    told = launcher(environment)
+    assert told[0].is_problem == (error is not None) and told[0].what
     if group is not None and expected is not None:
         launch = detect(environment, group)
         assert (launch.name, launch.rank, launch.size) == ("default group", *group)
