@@ -102,7 +102,7 @@ def test_what_is_no_program(old: str, new: str, words: str) -> None:
         hir.parse(SMALL.replace(old, new))
 
 
-# -- attributes and operands that there are not -----------------------------------------------------
+# -- attributes and operands that there are not ----------------------------------------------------
 
 WRONG_FORMS = [
     ("%y: f32[2] (x=R) = alloc(zero=True)", "alloc has no attribute 'zero'", "memory (one of"),
@@ -206,7 +206,7 @@ def test_deep_brackets_mean_what_is_inside() -> None:
     assert program.instructions[0].inputs == ("x", 1)
 
 
-# -- names ------------------------------------------------------------------------------------------
+# -- names -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
