@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 import torch
 from host_posts import CASES
@@ -11,7 +15,10 @@ from torch import Tensor
 import mdfuse as mf
 from mdfuse import DeviceMesh, Layout, Shard, hir
 from mdfuse.hir import BufferType, HostProgram, Instruction
+from mdfuse.hir.instructions import BLOCKS, BUFFER_OPS, INSTRUCTIONS, POSTS
+from mdfuse.hir.verify import verify
 from mdfuse.index import Calc, Term, loop
+from mdfuse.ir.ops import TABLE
 
 SEEDS = range(5)
 
@@ -191,3 +198,124 @@ def test_a_number_as_output() -> None:
     program = parse(body)
     result = mf.simulate(program, [1.5])
     assert result.outputs == [3.0]
+
+
+# -- the table of instructions -------------------------------------------------------------------
+
+
+def test_every_instruction_is_known_where_it_is_used() -> None:
+    """A row that the verifier or a plan has forgotten would be a wrong program, not an error."""
+    from mdfuse.hir.verify.flow import _STEPS
+    from mdfuse.hir.verify.types import _RULES
+    from mdfuse.plan.buffer_ops import BUFFER_OPS as PREPARED
+
+    assert set(PREPARED) == set(BUFFER_OPS)
+    assert set(_STEPS) == set(INSTRUCTIONS) - set(BUFFER_OPS) - set(BLOCKS)
+    assert set(_RULES) >= {*BUFFER_OPS, "alloc", "post"}
+    assert set(POSTS) == {"post", "send", "recv"}
+    assert not set(TABLE) & set(INSTRUCTIONS)
+
+
+def test_attributes_are_those_that_the_calls_take() -> None:
+    """A row of the op table names what its call takes beside operands, and nothing else."""
+    for op in TABLE.values():
+        try:
+            parameters = inspect.signature(op.call).parameters.values()
+        except ValueError:  # torch's own functions do not say
+            continue
+        taken = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+        named = {a.name for a in op.attrs}
+        if taken:
+            assert named == taken - {"device", "out"}, op.name
+
+
+LAYOUT = Layout(DeviceMesh([0, 1]), {"x": Shard(0)})
+ADD = Instruction(op="binary", fn="add", inputs=("x", 1.0), outputs=("y",))
+
+
+def built(*code: Instruction, **more: object) -> HostProgram:
+    """A program of Python objects on %x and %y."""
+    types = {"x": buffer(LAYOUT, 4), "y": buffer(LAYOUT, 4)}
+    parts = {"name": "p", "types": types, "inputs": ("x",), "outputs": ("y",)}
+    code = (*code, Instruction(op="return", inputs=("y",)))
+    return HostProgram(**{**parts, "instructions": code, **more})  # type: ignore[arg-type]
+
+
+def nested(depth: int) -> Instruction:
+    bounds = (("start", 0), ("stop", 2), ("step", 1))
+    inner = ADD
+    for _ in range(depth):
+        inner = Instruction(op="for", outputs=("i",), attrs=bounds, body=(inner,))
+    return inner
+
+
+def deep(depth: int) -> Calc:
+    index: object = Term("rank")
+    for _ in range(depth):
+        index = Calc("+", index, 1)  # type: ignore[arg-type]
+    return index  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (lambda: built(replace(ADD, attrs=(("fast", 3),))), "add has no attribute 'fast'"),
+        (lambda: built(replace(ADD, op="unary")), "add as 'unary'"),
+        (lambda: built(replace(ADD, inputs=("x",))), "add of 1 operand"),
+        (lambda: built(replace(ADD, inputs=("x", 2**70))), "numbers have 64 bits"),
+        (lambda: built(replace(ADD, inputs=("x", 1 + 2j))), "add of"),
+        (lambda: built(ADD, replace(ADD, outputs=())), "add defines 0 names"),
+        (lambda: built(replace(ADD, body=(ADD,))), "add with instructions inside it"),
+        (lambda: built(Instruction(op="if", body=(ADD,))), "if without test="),
+        (lambda: built(ADD, Instruction(op="for", outputs=("i",))), "for without start="),
+        (
+            lambda: built(ADD, Instruction(op="post", inputs=("x", "y"), outputs=("c",))),
+            "without a comm",
+        ),
+        (lambda: built(ADD, Instruction(op="sync")), "sync of 0 streams"),
+        (lambda: built(nested(400)), "nested more than 64 deep"),
+        (lambda: built(ADD, name="my program"), "a program is named 'my program'"),
+        (lambda: built(ADD, replace(ADD, outputs=("a b",))), "a value is named 'a b'"),
+        (lambda: built(ADD, aliases={"b": "nothing"}), "nothing makes %nothing"),
+        (lambda: built(replace(ADD, inputs=("x", deep(400)))), "an index expression of 65"),
+    ],
+)
+def test_what_is_built_wrongly(program: Callable[[], HostProgram], words: str) -> None:
+    """What is built by hand is refused as text is, with or without the verifier."""
+    with pytest.raises(mf.ProgramError, match=words):
+        mf.simulate(program(), [torch.ones(4)])
+    with pytest.raises(mf.ProgramError, match=words):
+        verify(program())
+
+
+def test_a_deep_program_is_not_printed() -> None:
+    with pytest.raises(mf.ProgramError, match="nested more than 64 deep"):
+        str(built(nested(400)))
+    assert str(built(nested(60))).count("for") == 60
+
+
+def test_a_unit_with_the_name_of_an_op() -> None:
+    """A host unit may be called as an op is; it is a unit all the same."""
+    body = """
+      input %x: f32[2] (x=R)
+      launch sum(%x) -> %y {
+        %h: f32[2] (x=R) = exp(%x)
+        %y: f32[2] (x=R) = log(%h)
+      }
+      return %y"""
+    program = parse(body)
+    verify(program)
+    assert hir.parse(str(program)) == program
+    assert alone(body, x=torch.zeros(2))[0].tolist() == [0.0, 0.0]
+
+
+def test_what_a_pad_shares_is_not_written() -> None:
+    """A pad of what is long enough already is its operand's memory."""
+    body = """
+      input %x: f32[4] (x=R)
+      %h: f32[4] (x=R) = pad(%x, dim=0)
+      %h = mul(%h, 2.0)
+      return %h"""
+    text = body.replace("%h: f32[4] (x=R) =", "%h: f32[4] (x=R) pad=block(dim=0,parts=1) =")
+    with pytest.raises(mf.ProgramError, match=r"writes into %h, (which|a view)|%x"):
+        verify(parse(text))

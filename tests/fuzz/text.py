@@ -39,8 +39,7 @@ WORDS = (
     "max", "foo", "device", "pinned", "none", "flat", "contiguous", "order=[0]", "order=[1,0]", "R",
     "S0", "S1", "S9", "P(sum)", "P(max)", "P(foo)", "f64", "bf16", "bool", "i64", "f31", "quint8",
     "complex64", "uint16", "scalar", "x", "µ", "ﬁ", "\"a\\n\"", "\"", "[1,[2]]", "[]", "[%i]",
-    "mesh",
-    "%x", "%y", "%i", "%c0", "%nothing", "%µ", "%ﬁ", "(rank + 1) mod 2", "1 // 0", "%i // %i", "#",
+    "%x", "%y", "%i", "%c0", "%nothing", "%µ", "%ﬁ", "(rank + 1) mod 2", "1 // 0", "mesh", "#",
     "\u2028", "\r", "\x00", "\ud800", "'", "{", "}", "(", ")", "[", "]", ",", ":", "=", "..", "->",
 )  # fmt: skip
 ATTRIBUTES = tuple(
@@ -75,7 +74,7 @@ def seeds() -> tuple[str, ...]:
     return tuple(found)
 
 
-# -- changing --------------------------------------------------------------------------------------
+# -- changing -------------------------------------------------------------------------------------
 
 
 def _number(drawn: random.Random) -> str:
@@ -183,7 +182,7 @@ def changed(drawn: random.Random) -> str:
     return text
 
 
-# -- drawing from the grammar ----------------------------------------------------------------------
+# -- drawing from the grammar ---------------------------------------------------------------------
 
 
 def _index(drawn: random.Random, depth: int = 0) -> str:
@@ -255,7 +254,7 @@ def from_grammar(drawn: random.Random) -> str:
     return "host @drawn on mesh(x=2) {\n" + "\n".join(lines) + "\n}"
 
 
-# -- using -----------------------------------------------------------------------------------------
+# -- using ----------------------------------------------------------------------------------------
 
 
 def fuzz(drawn: random.Random) -> None:
