@@ -199,8 +199,8 @@ def selects_and_branches(rank: int) -> list[Any]:
 @case(
     4,
     """
-  input %x: f32[2] (dp=R, tp=R)
-  %y: f32[2] (dp=R, tp=R) = mul(%x, 1.0)
+  input %x: f32[2] (dp=varies, tp=varies)
+  %y: f32[2] (dp=varies, tp=varies) = mul(%x, 1.0)
   for %i in 0..coord(dp) + 1 {
     for %j in 0..rank mod 2 + %i {
       %y = add(%y, %i * 10 + %j + 1)

@@ -56,7 +56,8 @@ def collectives(rank: int) -> list[Any]:
   %c2 = post broadcast(%back) -> %copy f32[4] m0(x=R) => m2(x=R)
   wait %c2
   %sum: f32[4] m0(x=R) = alloc
-  %p: f32[4] m2(x=P(sum)) = mul(%copy, 1.0)
+  %mine: f32[4] m2(x=varies) = mul(%copy, 1.0)
+  %p: f32[4] m2(x=P(sum)) = set(%mine)
   %c3 = post reduce[sum](%p) -> %sum f32[4] m2(x=P(sum)) => m0(x=R)
   wait %c3
   return %twice, %copy, %sum
@@ -148,10 +149,10 @@ def rings(rank: int) -> list[Any]:
 @case(
     4,
     """
-  input %x: f32[2] (x=R)
-  %y: f32[4,2] (x=R) = alloc
+  input %x: f32[2] (x=varies)
+  %y: f32[4,2] (x=varies) = alloc
   for %i in 0..4 {
-    %row: f32[2] (x=R) = select(%y, dim=0, index=(rank + %i) mod 4)
+    %row: f32[2] (x=varies) = select(%y, dim=0, index=(rank + %i) mod 4)
     group_start
     %s = send(%x, to=(rank - %i) mod 4)
     %r = recv(%row, from=(rank + %i) mod 4)
@@ -195,13 +196,13 @@ def to_oneself(rank: int) -> list[Any]:
 @case(
     4,
     """
-  input %x: f32[3,4] (x=R)
-  input %k: i64[2] (x=R)
-  %column: f32[3] (x=R) = select(%x, dim=1, index=rank)
-  %y: f32[3,4] (x=R) = alloc
-  %there: f32[3] (x=R) = select(%y, dim=1, index=0)
-  %other: f32[3] (x=R) = select(%y, dim=1, index=1)
-  %l: i64[2] (x=R) = alloc
+  input %x: f32[3,4] (x=varies)
+  input %k: i64[2] (x=varies)
+  %column: f32[3] (x=varies) = select(%x, dim=1, index=rank)
+  %y: f32[3,4] (x=varies) = alloc
+  %there: f32[3] (x=varies) = select(%y, dim=1, index=0)
+  %other: f32[3] (x=varies) = select(%y, dim=1, index=1)
+  %l: i64[2] (x=varies) = alloc
   group_start
   %s0 = send(%column, to=(rank + 1) mod 4)
   %s1 = send(%k, to=(rank + 1) mod 4)
@@ -233,10 +234,10 @@ def a_group_of_columns(rank: int) -> list[Any]:
 @case(
     2,
     """
-  input %x: f32[4,2] (x=P(sum))
+  input %x: f32[4,2] (x=varies)
   %y: f32[4,2] (x=R) = alloc
   for %i in 0..3 {
-    %x.i: f32[2,2] of [4,2] (x=P(sum), chunk(0,3,%i)) = chunk(%x)
+    %x.i: f32[2,2] of [4,2] (x=varies, chunk(0,3,%i)) = chunk(%x)
     %y.i: f32[2,2] of [4,2] (x=R, chunk(0,3,%i)) = chunk(%y)
     %c = post allreduce[sum](%x.i) -> %y.i
       f32[4,2] (x=P(sum), chunk(0,3,%i)) => (x=R, chunk(0,3,%i)) axis=x

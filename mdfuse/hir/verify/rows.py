@@ -16,7 +16,7 @@ from mdfuse.errors import DefinitionError
 from mdfuse.hir.program import BufferType
 from mdfuse.hir.verify.layouts import Contradiction, is_shown, may_be_said, result_layout
 from mdfuse.hir.verify.shapes import Sample, Shape, number, quick_dtype, quick_shape
-from mdfuse.ir.dims import creation
+from mdfuse.ir.dims import creation, pointwise
 from mdfuse.ir.graph import Value, dtype_name
 from mdfuse.ir.infer import infer, scalar_sample
 from mdfuse.ir.ops import TABLE, Part, local_attrs
@@ -51,9 +51,8 @@ def row_problem(
         return "a buffer does not become a number" if buffers else None
     if not buffers and TABLE[fn].rule is not creation:
         return f"{fn} of numbers is a number"
-    for k in (result, *buffers):
-        if k.flat or k.padding is not None:
-            return f"{fn} is for buffers that are neither padded nor flat: narrow them before"
+    if not all(_lies_plainly(fn, k, result) for k in (result, *buffers)):
+        return f"{fn} is for buffers that are neither padded nor flat: narrow them before"
     for k in buffers:
         assert k.layout is not None
         if lack := lacks(k.layout, result.layout, rank):
@@ -70,6 +69,13 @@ def row_problem(
         or _layout_problem(fn, whole, operands, result, numbers)
         or _problem_on(fn, attrs if rank is not None else None, whole, operands, result, first)
     )
+
+
+def _lies_plainly(fn: str, kind: BufferType, result: BufferType) -> bool:
+    """Its dims are all there is; what pads it does no harm where the result is padded alike."""
+    padded_alike = kind.padding == result.padding and kind.shape == result.shape
+    is_padded = kind.padding is not None and not (TABLE[fn].rule is pointwise and padded_alike)
+    return not kind.flat and not is_padded
 
 
 def _dims_problem(
