@@ -13,7 +13,7 @@ import torch
 
 import mdfuse
 from mdfuse.config import Options
-from mdfuse.errors import MdfuseError, ProgramError
+from mdfuse.errors import MdfuseError, ProgramError, printable
 from mdfuse.hir.program import HostProgram
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def fingerprint(program: HostProgram, options: Options) -> str:
         lines += [f"input %{n}: {program.types[n].shape}" for n in program.inputs]
         # without the users' lines: a program that moved by a line is the same
         lines += re.sub("  # .*", "", str(program)).splitlines()
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _other_programs(reports: Sequence[str | None], texts: Sequence[str | None]) -> ProgramError:

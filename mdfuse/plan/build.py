@@ -35,7 +35,7 @@ class Plan:
     Attributes:
         name: of the program.
         size: how many slots.
-        names: slot -> the name of its buffer or handle in the program.
+        names: slot -> what it is, for readers: the name of its buffer or handle in the program.
         inputs: the slots of the inputs.
         given: for each output the slot of the caller's buffer, where there is one.
         outputs: the slots of the outputs; None for what this rank does not compute.

@@ -67,7 +67,7 @@ class Context:
         rank: the rank.
         slots: name -> slot; a name that is bound again, after it was freed, gets another one.
         size: how many slots there are.
-        names: slot -> the name.
+        names: slot -> what it is, for readers: the name as programs print it.
         bind: prepares a call on a backend whose teams are made.
         device: where buffers lie.
         poison: fill new buffers with NaN or the largest value.
@@ -96,7 +96,7 @@ class Context:
     caller: int = 0
     stream: int = 0
     size: int = CALLER_SLOT + 1
-    names: dict[int, str] = field(default_factory=lambda: {CALLER_SLOT: "caller"})
+    names: dict[int, str] = field(default_factory=lambda: {CALLER_SLOT: "caller's stream"})
     facts: dict[str, Tensor] = field(default_factory=dict)
     bound: set[str] = field(default_factory=set)
     given: set[str] = field(default_factory=set)
@@ -112,7 +112,7 @@ class Context:
     def slot(self, name: str) -> int:
         if name not in self.slots:
             self.slots[name] = self.new_slot()
-            self.names[self.slots[name]] = name
+            self.names[self.slots[name]] = f"%{name}"
         return self.slots[name]
 
     def new_slot(self) -> int:
