@@ -14,20 +14,22 @@ from functools import cached_property
 from sys import modules
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from mdfuse.agreeing import agree, fingerprint
-from mdfuse.arguments import check_arguments, check_names, check_outputs, numbers
+from mdfuse.arguments import check_arguments, check_no_gradients, check_outputs, numbers
 from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import BackendError, MdfuseError, ProgramError
 from mdfuse.hir.program import HostProgram
 from mdfuse.hir.verify import verify
 from mdfuse.plan.build import Plan, build
 from mdfuse.plan.cache import Cache
+from mdfuse.plan.names import check_names
 from mdfuse.plan.places import Tally
 from mdfuse.plan.posts import groups
 from mdfuse.plan.signature import Signature, signature_of
 from mdfuse.plan.streams import capture_stream
+from mdfuse.tensors import resolved
 
 if TYPE_CHECKING:
     from mdfuse.dtensor_runs import Border
@@ -50,6 +52,9 @@ class Runnable(Protocol):
     @property
     def may_overlap(self) -> bool: ...
 
+    @property
+    def records(self) -> bool: ...
+
     def run(self, arguments: Sequence[Any], out: Sequence[Any] | None = None) -> list[Any]: ...
 
     def release(self) -> None: ...
@@ -69,6 +74,10 @@ class _Once:
     @property
     def may_overlap(self) -> bool:
         return self.plan.may_overlap
+
+    @property
+    def records(self) -> bool:
+        return self.plan.records
 
     def run(self, arguments: Sequence[Any], out: Sequence[Any] | None = None) -> list[Any]:
         return self.plan.run(arguments, out)
@@ -161,6 +170,7 @@ class HostIrEvaluator:
         with self._lock:  # a plan's buffers serve one run at a time
             plan = self._known(arguments, out) if problem is None else None
             if plan is None:
+                arguments = resolved(arguments, self._written)
                 plan = self._plan(arguments, out, problem, is_partial)
             self._tally.runs += 1
             try:
@@ -170,6 +180,13 @@ class HostIrEvaluator:
             except BackendError as error:
                 assert self.communicator is not None
                 raise self._explained(error, self.communicator) from error.__cause__
+
+    @cached_property
+    def _written(self) -> tuple[int, ...]:
+        """The positions of inputs that are written."""
+        return tuple(
+            n for n, x in enumerate(self.program.inputs) if x in self.program.written_inputs
+        )
 
     @cached_property
     def _border(self) -> Border:
@@ -190,7 +207,7 @@ class HostIrEvaluator:
             return None
         if key != last:
             plan = self.plans.find(key)
-        if plan is None or isinstance(plan, _Once):
+        if plan is None or isinstance(plan, _Once) or (plan.records and is_grad_enabled()):
             return None
         if plan.may_overlap and not signature.are_apart(arguments, out):
             return None
@@ -361,7 +378,11 @@ class HostIrEvaluator:
         for name in (None, *self.program.backends):
             communicator.prepare(groups(local, communicator.rank, name), name)
         self._signature = signature_of(
-            self.program, communicator.rank, communicator.device, self._number
+            self.program,
+            communicator.rank,
+            communicator.device,
+            self._number,
+            communicator.can_capture(self.program.backends),
         )
         self._tally = Tally(name=self.program.name, serial=next(_serials))
         communicator.count(self._tally)
@@ -424,10 +445,12 @@ class HostIrEvaluator:
                 )
             if not communicator.can_capture(self.program.backends):
                 self._check_graph(communicator)
-            check_arguments(self.program, communicator.rank, arguments, communicator.device)
+            program, rank, device = self.program, communicator.rank, communicator.device
+            check_arguments(program, rank, arguments, device)
+            check_no_gradients(program.name, program.inputs, arguments)
             if out is not None:
-                rank, device = communicator.rank, communicator.device
-                check_outputs(self.program, rank, arguments, out, device, is_partial)
+                check_outputs(program, rank, arguments, out, device, is_partial)
+                check_no_gradients(program.name, program.outputs, out)
         except MdfuseError as error:
             return error
         return None

@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.arguments import check_arguments, check_global, check_names, check_outputs, numbers
+from mdfuse.arguments import (
+    check_arguments,
+    check_global,
+    check_no_gradients,
+    check_outputs,
+    numbers,
+)
 from mdfuse.backends.sim import SimNetwork
 from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import CommunicationError, ProgramError
@@ -17,10 +23,12 @@ from mdfuse.extent_arguments import check_extents, global_extents
 from mdfuse.hir.program import HostProgram
 from mdfuse.plan.build import Plan, build
 from mdfuse.plan.lines import Slots
+from mdfuse.plan.names import check_names
 from mdfuse.plan.slots import Step
 from mdfuse.program import Program
 from mdfuse.schedules import run_shuffled
 from mdfuse.sharding import shard_tensor, unshard_tensor
+from mdfuse.tensors import resolved
 
 #: What simulates: a compiled program, a host program, or the projection of each rank.
 Simulable = Program | HostProgram | Sequence[HostProgram]
@@ -149,6 +157,11 @@ def simulate(
     host = _host(program)
     locals_ = _projections(program)
     arguments, out = _arguments(host, inputs, per_rank, len(locals_))
+    written = [n for n, name in enumerate(host.inputs) if name in host.written_inputs]
+    arguments = [[*resolved(given, written)] for given in arguments]
+    for given, buffers in zip(arguments, out, strict=True):
+        check_no_gradients(host.name, host.inputs, given)
+        check_no_gradients(host.name, host.outputs, buffers)
     network = SimNetwork(is_late=schedule is not None)
     with torch.no_grad():
         plans = _plans(locals_, arguments, out, network, options)

@@ -397,13 +397,18 @@ def test_an_evaluator_with_a_buffer_for_one_output() -> None:
 
 @pytest.mark.usefixtures("fake")
 def test_parameters() -> None:
-    """A parameter is a DTensor; a run has no gradient."""
+    """A parameter is a DTensor; a run has no gradient, and says so."""
     program, (x, w) = mf.compile(mlp_definition()), mlp_arguments(2)
     parameter = torch.nn.Parameter(w)
-    for _ in range(2):
-        outputs = program.run(x, parameter)
-        assert all(type(y) is DTensor and not y.requires_grad for y in outputs)
+    with pytest.raises(mf.ProgramError, match="requires grad"):
+        program.run(x, parameter)
+    with torch.no_grad():
+        for _ in range(2):
+            outputs = program.run(x, parameter)
+            assert all(type(y) is DTensor and not y.requires_grad for y in outputs)
     assert program.plans.info()[:2] == (1, 1)
+    with pytest.raises(mf.ProgramError, match="requires grad"):
+        program.run(x, parameter)
 
 
 @pytest.mark.usefixtures("fake")

@@ -214,6 +214,11 @@ class HostProgram:
         """The backends that posts name, each once, in program order."""
         return tuple(dict.fromkeys(c.backend for c in self.communications if c.backend))
 
+    @cached_property
+    def written_inputs(self) -> frozenset[str]:
+        """The inputs whose buffers are written: those that have aliases."""
+        return frozenset(map(self.root, self.aliases)).intersection(self.inputs)
+
     def has(self, name: str, rank: int) -> bool:
         """Whether a rank has a part of a buffer."""
         layout = self.types[name].layout

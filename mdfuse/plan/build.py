@@ -126,7 +126,8 @@ class Plan:
     def run(self, arguments: Sequence[Any], out: Sequence[Any] | None = None) -> list[Any]:
         """Run from start to end on a backend whose waits block.
 
-        Nothing is recorded for autograd, which knows no writes into given buffers.
+        Nothing is recorded for autograd, which knows no writes into given buffers; where it would
+        be, the run was refused.
         """
         if out is not None:
             arguments = [*arguments, *self.taken(out)]
@@ -252,7 +253,7 @@ def build(
         written=tuple(
             slot
             for slot, name in zip(inputs, program.inputs, strict=True)
-            if name in {program.root(n) for n in program.aliases}
+            if name in program.written_inputs
         ),
         records=any(isinstance(x, Tensor) and x.requires_grad for x in (*arguments, *out)),
         tally=tally,
