@@ -86,6 +86,9 @@ class Options:
         timeout_s: seconds after which a communication that does not finish is an error.
         poison: fill every new buffer with NaN (the largest value for integers, True for bool), so
             that an element that nothing wrote shows.
+        check_indices: look at the indices of each `embedding`: one that is out of range is an
+            IndexRangeError on all ranks, which meet at the end of each run for it. Else the result
+            is undefined: an error of torch, zeros, or on GPUs the end of the process.
         plans: how many plans an evaluator keeps; each owns the buffers of its intermediates.
         trace: a file to write a trace of each run to, or None.
     """
@@ -98,6 +101,7 @@ class Options:
     fast_lane: Literal["auto", "never", "always"] = "auto"
     timeout_s: float = 600.0
     poison: bool = False
+    check_indices: bool = False
     plans: int = 32
     trace: str | None = None
 
@@ -124,6 +128,12 @@ class Options:
             )
         if self.graph not in ("auto", "always", "never"):
             raise ProgramError(f"graph={self.graph!r}", hint='"auto", "always" or "never"')
+        if self.graph == "always" and self.check_indices:
+            raise ProgramError(
+                'check_indices=True with graph="always"',
+                because="the host looks at the indices, which no CUDA graph can hold",
+                hint='graph="auto"',
+            )
         if self.fast_lane not in ("auto", "never", "always"):
             raise ProgramError(f"fast_lane={self.fast_lane!r}", hint='"auto", "never" or "always"')
 
@@ -143,6 +153,7 @@ VARIABLES: dict[str, tuple[str, Any, str]] = {
     "MDFUSE_VERIFY": ("verify", lambda s: s != "0", "0 turns verification off"),
     "MDFUSE_TIMEOUT_S": ("timeout_s", float, "deadline of a communication, seconds"),
     "MDFUSE_POISON": ("poison", lambda s: s == "1", "1 fills new buffers with NaN"),
+    "MDFUSE_CHECK_INDICES": ("check_indices", lambda s: s == "1", "1 checks indices of embedding"),
     "MDFUSE_TRACE": ("trace", str, "file to write a trace to"),
 }
 

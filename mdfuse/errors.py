@@ -144,5 +144,9 @@ class ProgramError(MdfuseError):
     """A host program, or the arguments of one run of it, that are wrong."""
 
 
+class IndexRangeError(ProgramError, IndexError):
+    """An index of a run that no row of a table has."""
+
+
 class BackendError(MdfuseError):
     """A backend or launcher that is missing, unusable or failing."""

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from sys import modules
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, is_grad_enabled
 
@@ -22,11 +22,14 @@ from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import BackendError, MdfuseError, ProgramError
 from mdfuse.hir.program import HostProgram
 from mdfuse.hir.verify import verify
+from mdfuse.ir.ops import TABLE
 from mdfuse.plan.build import Plan, build
 from mdfuse.plan.cache import Cache
+from mdfuse.plan.index_checks import IndexChecks
 from mdfuse.plan.names import check_names
 from mdfuse.plan.places import Tally
 from mdfuse.plan.posts import groups
+from mdfuse.plan.runnable import CheckedPlan, Once, Runnable
 from mdfuse.plan.signature import Signature, signature_of
 from mdfuse.plan.streams import capture_stream
 from mdfuse.tensors import resolved
@@ -41,49 +44,6 @@ _numbers = itertools.count()
 
 #: Of an evaluator before its first run.
 _NOTHING = Tally(name="", serial=-1)
-
-
-class Runnable(Protocol):
-    """A plan, eager or captured."""
-
-    @property
-    def numbers(self) -> bool: ...
-
-    @property
-    def may_overlap(self) -> bool: ...
-
-    @property
-    def records(self) -> bool: ...
-
-    def run(self, arguments: Sequence[Any], out: Sequence[Any] | None = None) -> list[Any]: ...
-
-    def release(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class _Once:
-    """The plan of a kind of arguments that ran once, and where they lay: next it is captured."""
-
-    plan: Plan
-    addresses: dict[int, int]
-
-    @property
-    def numbers(self) -> bool:
-        return self.plan.numbers
-
-    @property
-    def may_overlap(self) -> bool:
-        return self.plan.may_overlap
-
-    @property
-    def records(self) -> bool:
-        return self.plan.records
-
-    def run(self, arguments: Sequence[Any], out: Sequence[Any] | None = None) -> list[Any]:
-        return self.plan.run(arguments, out)
-
-    def release(self) -> None:
-        self.plan.release()
 
 
 @dataclass
@@ -182,6 +142,14 @@ class HostIrEvaluator:
                 raise self._explained(error, self.communicator) from error.__cause__
 
     @cached_property
+    def _checks(self) -> IndexChecks | None:
+        """What looks at the indices of tables, where that is asked for and there are some."""
+        rows = (TABLE.get(i.fn) for i in self.program.walk())
+        has_tables = any(row is not None and row.indexed is not None for row in rows)
+        is_asked = options_from_environment(self.options).check_indices
+        return IndexChecks() if is_asked and has_tables else None
+
+    @cached_property
     def _written(self) -> tuple[int, ...]:
         """The positions of inputs that are written."""
         return tuple(
@@ -207,7 +175,7 @@ class HostIrEvaluator:
             return None
         if key != last:
             plan = self.plans.find(key)
-        if plan is None or isinstance(plan, _Once) or (plan.records and is_grad_enabled()):
+        if plan is None or isinstance(plan, Once) or (plan.records and is_grad_enabled()):
             return None
         if plan.may_overlap and not signature.are_apart(arguments, out):
             return None
@@ -257,7 +225,7 @@ class HostIrEvaluator:
         try:
             if plan is None:
                 plan = self._first(arguments, out, communicator)
-            elif isinstance(plan, _Once):
+            elif isinstance(plan, Once):
                 plan = self._captured(plan, arguments, out, communicator)
         except MdfuseError as error:
             return None, error
@@ -273,10 +241,16 @@ class HostIrEvaluator:
         caller: int,
     ) -> Plan:
         assert self._local is not None
-        poison = options_from_environment(self.options).poison
-        bind, device = communicator.poster, communicator.device
         return build(
-            self._local, bind, device, poison, arguments, out, caller=caller, tally=self._tally
+            self._local,
+            communicator.poster,
+            communicator.device,
+            options_from_environment(self.options).poison,
+            arguments,
+            out,
+            caller=caller,
+            tally=self._tally,
+            checks=self._checks,
         )
 
     # -- graphs ----------------------------------------------------------------------------------
@@ -287,9 +261,12 @@ class HostIrEvaluator:
         """The plan of a first run; the second one is captured, if at all."""
         assert self._signature is not None
         plan = self._built(arguments, out, communicator, self._signature.stream())
+        if self._checks is not None:
+            name = self.program.name
+            return CheckedPlan(plan, self._checks, lambda found: agree(name, found, communicator))
         if not self._may_capture(communicator):
             return plan
-        return _Once(plan, plan.addresses(arguments, out))
+        return Once(plan, plan.addresses(arguments, out))
 
     def _may_capture(self, communicator: Communicator) -> bool:
         graph = options_from_environment(self.options).graph
@@ -297,7 +274,7 @@ class HostIrEvaluator:
 
     def _captured(
         self,
-        once: _Once,
+        once: Once,
         arguments: Sequence[Any],
         out: Sequence[Any] | None,
         communicator: Communicator,
@@ -405,6 +382,8 @@ class HostIrEvaluator:
         self._tally.refused += 1
         if self._communicates:
             communicator.refuse(self._tally.occasion, str(problem))
+        elif self._checks is not None:  # they meet at the end
+            agree(self.program.name, problem, communicator)
         raise problem
 
     @cached_property

@@ -14,7 +14,7 @@ from mdfuse.arguments import has_dtensors
 from mdfuse.communication import Communication
 from mdfuse.config import Options, environment, options_from_environment
 from mdfuse.errors import DefinitionError, MdfuseError
-from mdfuse.evaluator import HostIrEvaluator, Runnable
+from mdfuse.evaluator import HostIrEvaluator
 from mdfuse.extent_arguments import (
     LocalExtents,
     check_extents,
@@ -31,6 +31,7 @@ from mdfuse.hir.traffic import received
 from mdfuse.ir.graph import Fusion
 from mdfuse.lowerings import Lowering, Lowerings, lowerings_of
 from mdfuse.plan.cache import Cache
+from mdfuse.plan.runnable import Runnable
 from mdfuse.runtime.backend_rows import BACKENDS
 from mdfuse.runtime.communicator import init
 from mdfuse.segmentation import ShouldMerge

@@ -22,6 +22,7 @@ from mdfuse.errors import CommunicationError, ProgramError
 from mdfuse.extent_arguments import check_extents, global_extents
 from mdfuse.hir.program import HostProgram
 from mdfuse.plan.build import Plan, build
+from mdfuse.plan.index_checks import IndexChecks
 from mdfuse.plan.lines import Slots
 from mdfuse.plan.names import check_names
 from mdfuse.plan.slots import Step
@@ -141,13 +142,14 @@ def simulate(
         extents: symbolic extents by name; by default those of the global inputs.
         per_rank: instead of `inputs`: for each rank, name -> local tensor; names of outputs give
             preallocated buffers.
-        options: `poison` is the one that matters here.
+        options: `verify`, `poison` and `check_indices` are those that matter here.
         schedule: None: the ranks go on in lockstep, and a wait blocks its rank. A number: each
             stream of each rank and each transfer goes on by itself, as on GPUs, in a random order
             drawn from this seed. A result that nothing ordered before its use is then wrong.
 
     Raises:
         ProgramError: the inputs do not fit.
+        IndexRangeError: with `check_indices`, an index is out of range.
         CommunicationError: posts of different ranks do not fit, or ranks wait for each other.
     """
     if isinstance(program, Program):
@@ -164,7 +166,8 @@ def simulate(
         check_no_gradients(host.name, host.outputs, buffers)
     network = SimNetwork(is_late=schedule is not None)
     with torch.no_grad():
-        plans = _plans(locals_, arguments, out, network, options)
+        checks = IndexChecks()
+        plans = _plans(locals_, arguments, out, network, options, checks)
         slots = [
             plan.start(numbers(host, given), buffers)
             for plan, given, buffers in zip(plans, arguments, out, strict=True)
@@ -173,6 +176,8 @@ def simulate(
             results, peaks = _run_in_lockstep(plans, slots, network)
         else:
             results, peaks = run_shuffled(plans, slots, network, schedule), ()
+        if checks.found is not None:
+            raise checks.found
     if host.rank is not None:
         return Simulated(results, [], peaks)
     outputs = [_global(host, name, i, results) for i, name in enumerate(host.outputs)]
@@ -185,15 +190,17 @@ def _plans(
     out: Sequence[Sequence[Any]],
     network: SimNetwork,
     options: Options | None,
+    checks: IndexChecks,
 ) -> list[Plan]:
-    poison, device = options_from_environment(options).poison, _device(arguments)
+    options, device = options_from_environment(options), _device(arguments)
+    how: dict[str, Any] = {"poison": options.poison, "is_simulated": True}
+    how["checks"] = checks if options.check_indices else None
     plans = []
     for rank, local in enumerate(locals_):
         check_arguments(local, rank, arguments[rank], device)
         check_outputs(local, rank, arguments[rank], out[rank], device, is_partial=True)
         bind = network.backend(rank).bind
-        given = arguments[rank], out[rank]
-        plans.append(build(local, bind, device, poison, *given, is_simulated=True))
+        plans.append(build(local, bind, device, arguments=arguments[rank], out=out[rank], **how))
     return plans
 
 

@@ -54,6 +54,7 @@ class Op:
             "reduce" an operand with the op that it reduces by itself.
         is_view: the result may share storage with the first operand.
         is_single: runs as a single host op; others are merged into host units.
+        indexed: the position of the operand whose rows the first operand names by their numbers.
         stays: the position of a matrix operand that keeps its split of the result's dims; the
             other operand moves (weights stay where they are).
     """
@@ -67,6 +68,7 @@ class Op:
     partial: str = ""
     is_view: bool = False
     is_single: bool = True
+    indexed: int | None = None
     stays: int | None = None
 
 
@@ -312,12 +314,12 @@ def _lookup(indices: Tensor, table: Tensor, *, part: tuple[int, int, int] | None
 
     Rows outside the piece come back as zeros, so that the sum over all pieces is the lookup.
     """
+    if not table.shape[0]:
+        return table.new_zeros((*indices.shape, table.shape[1]))
     if part is None:
         return _F.embedding(indices, table)
     start, stop, _ = part
     here = (indices >= start) & (indices < stop)
-    if start == stop:
-        return table.new_zeros((*indices.shape, table.shape[1]))
     rows = _F.embedding((indices - start).clamp(0, stop - start - 1), table)
     return torch.where(here.unsqueeze(-1), rows, 0)
 
@@ -355,7 +357,15 @@ def _local_draw(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
 _COMPOSITE: dict[str, Any] = {"is_single": False}
 _row("matmul", torch.matmul, dims.matmul, "matmul", stays=1)
 _row("linear", lambda x, w, b=None: _F.linear(x, w, b), dims.linear, "linear", stays=1)
-_row("embedding", _lookup, dims.embedding, "embedding", localize=_local_rows, **_COMPOSITE)
+_row(
+    "embedding",
+    _lookup,
+    dims.embedding,
+    "embedding",
+    localize=_local_rows,
+    indexed=1,
+    **_COMPOSITE,
+)
 _row("softmax", lambda x, *, dim: torch.softmax(x, dim), dims.rowwise, "softmax", **_COMPOSITE)
 _row(
     "log_softmax",

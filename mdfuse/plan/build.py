@@ -18,6 +18,7 @@ from torch import Tensor
 from mdfuse.backends.base import Call, Poster
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import HostProgram
+from mdfuse.plan.index_checks import IndexChecks
 from mdfuse.plan.lines import Function, Line, Ref, Slots, write
 from mdfuse.plan.memory import Owned, own
 from mdfuse.plan.places import Tally, register
@@ -207,6 +208,7 @@ def build(
     is_simulated: bool = False,
     caller: int = 0,
     tally: Tally | None = None,
+    checks: IndexChecks | None = None,
 ) -> Plan:
     """Prepare the calls of a projected program.
 
@@ -221,6 +223,7 @@ def build(
         is_simulated: streams are those of the simulator, whatever the device.
         caller: the handle of the caller's CUDA stream.
         tally: how often the program ran.
+        checks: looks at the indices of tables.
 
     Raises:
         ProgramError: an instruction of it means nothing on this rank.
@@ -232,7 +235,7 @@ def build(
     context = Context(
         written, program.rank, {}, bind, device, poison, has_streams,
         one_stream=not any(i.op == "set_stream" for i in written.instructions),
-        caller=caller, stream=caller,
+        caller=caller, stream=caller, checks=checks,
     )  # fmt: skip
     inputs = tuple(context.slot(name) for name in written.inputs)
     context.bound.update(n for n in written.inputs if written.has(n, program.rank))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from mdfuse.hir.sharing import storage
 from mdfuse.layout import Box
 from mdfuse.plan.lines import Line, Ref, Slots
 from mdfuse.plan.streams import CALLER
+
+if TYPE_CHECKING:
+    from mdfuse.plan.index_checks import IndexChecks
 
 #: The slot of the caller's stream in every plan.
 CALLER_SLOT = 0
@@ -83,6 +86,7 @@ class Context:
         storage: name -> the name whose memory it shares; names with memory of their own are absent.
         updated: names that may share memory with what is written again after it was bound.
         host_values: which names stand for numbers of a run, or for host memory.
+        checks: looks at the indices of tables; None: nobody does.
     """
 
     program: HostProgram
@@ -105,6 +109,7 @@ class Context:
     storage: dict[str, str] = field(default_factory=dict)
     updated: frozenset[str] = frozenset()
     host_values: HostValues = field(init=False)
+    checks: IndexChecks | None = None
 
     def __post_init__(self) -> None:
         self.host_values = HostValues(self.program)
