@@ -141,19 +141,38 @@ def check_no_gradients(program: str, names: Iterable[str], xs: Iterable[Any]) ->
 
 def _no_number(name: str, x: Any, dtype: torch.dtype, where: str) -> ProgramError:
     return ProgramError(
-        f"{_described(x)} for %{name}",
+        f"{described(x)} for %{name}",
         where=where,
         because=f"this input is a number of dtype {dtype}",
         hint="pass such a number, or define the scalar with another dtype",
     )
 
 
-def _described(x: Any) -> str:
+def described(x: Any) -> str:
+    """What was passed, in short, for error messages."""
     if not isinstance(x, Tensor):
         text = repr(x) if not isinstance(x, int) or abs(x) < 1 << 128 else hex(x)
         return text if len(text) <= 100 else f"{text[:100]}..."
     why = why_not(x)
     return f"{x.dtype} {tuple(x.shape)}" if why is None else why[0]
+
+
+def not_buffers(program: str, out: object) -> ProgramError:
+    """`out=` is no list."""
+    return ProgramError(
+        f"@{program}: out={described(out)}",
+        because="out= has a buffer for every output",
+        hint="pass a list, also for one output: out=[buffer]",
+    )
+
+
+def not_by_name(program: HostProgram, arguments: object) -> ProgramError:
+    """The arguments of an evaluator are no mapping."""
+    return ProgramError(
+        f"@{program.name}: {type(arguments).__name__} for the arguments",
+        because="an evaluator takes them by name",
+        hint="pass a dict with " + ", ".join(program.inputs),
+    )
 
 
 def check_outputs(
@@ -169,12 +188,6 @@ def check_outputs(
     All outputs that this rank computes have a buffer; with `is_partial` None stands for one that
     has none, but a host unit has buffers for all its outputs or for none.
     """
-    if not isinstance(out, list | tuple):
-        raise ProgramError(
-            f"@{program.name} on rank {rank}: out={_described(out)}",
-            because="out= has a buffer for every output",
-            hint="pass a list, also for one output: out=[buffer]",
-        )
     if len(out) != len(program.outputs):
         raise ProgramError(
             f"@{program.name} on rank {rank}: {len(out)} buffers for {len(program.outputs)} "

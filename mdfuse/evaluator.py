@@ -17,11 +17,17 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, is_grad_enabled
 
 from mdfuse.agreeing import agree, fingerprint
-from mdfuse.arguments import check_arguments, check_no_gradients, check_outputs, numbers
+from mdfuse.arguments import (
+    check_arguments,
+    check_no_gradients,
+    check_outputs,
+    not_buffers,
+    not_by_name,
+    numbers,
+)
 from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import BackendError, MdfuseError, ProgramError
 from mdfuse.hir.program import HostProgram
-from mdfuse.hir.verify import verify
 from mdfuse.ir.ops import TABLE
 from mdfuse.plan.build import Plan, build
 from mdfuse.plan.cache import Cache
@@ -85,6 +91,10 @@ class HostIrEvaluator:
         limit = options_from_environment(self.options).plans
         self.plans = Cache(limit) if self.cache is None else self.cache
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has not run, and will on the communicator of its process."""
+        return HostIrEvaluator, (self.program, None, self.options)
+
     def run(self, arguments: Mapping[str, Any]) -> list[Any]:
         """Run once.
 
@@ -101,9 +111,12 @@ class HostIrEvaluator:
                 first run all ranks agree, so it is raised on every rank alike.
         """
         names = self.program.inputs
+        problem: MdfuseError | None = None
+        if not isinstance(arguments, Mapping):
+            problem = not_by_name(self.program, arguments)  # type: ignore[unreachable]
+            return self.call((), None, problem)
         given = {n: arguments[n] for n in arguments if n not in names}
         unknown = [n for n in given if n not in self.program.outputs]
-        problem: MdfuseError | None = None
         missing = [n for n in names if n not in arguments]
         if unknown or missing:
             problem = ProgramError(
@@ -121,6 +134,8 @@ class HostIrEvaluator:
         is_partial: bool = False,
     ) -> list[Any]:
         """`run` with positional arguments; `is_partial`: some outputs may have no buffer."""
+        if out is not None and not isinstance(out, list | tuple):
+            problem, out = problem or not_buffers(self.program.name, out), None
         # `has_dtensors` without the call, since this is in the way of each run
         dtensor = getattr(modules.get("torch.distributed.tensor"), "DTensor", None)
         if dtensor is not None and (
@@ -344,7 +359,7 @@ class HostIrEvaluator:
         if problem is None:
             try:
                 if options_from_environment(self.options).verify:
-                    verify(self.program)
+                    self.program.check()
                 local = self.program.project(communicator.rank)
             except MdfuseError as error:
                 problem = error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from mdfuse import hir_lowering
 from mdfuse.assumptions import Assumptions, Guard, assuming
@@ -133,14 +134,17 @@ def lowerings_of(
     options: Options | None,
 ) -> Lowerings:
     """The first lowering of a fusion with symbolic extents, and what makes others."""
-
-    def lower(fusion: Fusion) -> tuple[Fusion, tuple[Segment, ...], HostProgram]:
-        fusion, parts, host = hir_lowering.lower(fusion, should_merge, options=options)
-        return fusion, segments_of(fusion, parts, host, options), host
-
+    lower = partial(_lowered, should_merge=should_merge, options=options)
     made = Lowerings(fusion, examples, assumed, lower)
     made.first()
     return made
+
+
+def _lowered(
+    fusion: Fusion, should_merge: ShouldMerge | None, options: Options | None
+) -> tuple[Fusion, tuple[Segment, ...], HostProgram]:
+    fusion, parts, host = hir_lowering.lower(fusion, should_merge, options=options)
+    return fusion, segments_of(fusion, parts, host, options), host
 
 
 # -- examples ------------------------------------------------------------------------------------

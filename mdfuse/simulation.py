@@ -14,6 +14,7 @@ from mdfuse.arguments import (
     check_global,
     check_no_gradients,
     check_outputs,
+    described,
     numbers,
 )
 from mdfuse.backends.sim import SimNetwork
@@ -21,6 +22,7 @@ from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import CommunicationError, ProgramError
 from mdfuse.extent_arguments import check_extents, global_extents
 from mdfuse.hir.program import HostProgram
+from mdfuse.hir.verify import verify
 from mdfuse.plan.build import Plan, build
 from mdfuse.plan.index_checks import IndexChecks
 from mdfuse.plan.lines import Slots
@@ -148,7 +150,7 @@ def simulate(
             drawn from this seed. A result that nothing ordered before its use is then wrong.
 
     Raises:
-        ProgramError: the inputs do not fit.
+        ProgramError: the program is wrong, or the inputs do not fit.
         IndexRangeError: with `check_indices`, an index is out of range.
         CommunicationError: posts of different ranks do not fit, or ranks wait for each other.
     """
@@ -158,6 +160,8 @@ def simulate(
         check_extents(_host(program).name, (), extents)
     host = _host(program)
     locals_ = _projections(program)
+    if options_from_environment(options).verify:
+        host.check() if host.rank is None else verify(dict(enumerate(locals_)))
     arguments, out = _arguments(host, inputs, per_rank, len(locals_))
     written = [n for n, name in enumerate(host.inputs) if name in host.written_inputs]
     arguments = [[*resolved(given, written)] for given in arguments]
@@ -268,6 +272,11 @@ def _arguments(
 ) -> tuple[list[list[Any]], list[list[Any]]]:
     """The arguments and the preallocated outputs of each rank."""
     nothing = [[None] * len(host.outputs) for _ in range(size)]
+    for what, given in (("inputs", inputs), ("per_rank", per_rank)):
+        if given is not None and not isinstance(given, list | tuple):
+            raise ProgramError(
+                f"@{host.name}: {what}={described(given)}", hint="pass a list, also for one"
+            )
     if per_rank is not None:
         if len(per_rank) != size:
             raise ProgramError(
@@ -298,6 +307,12 @@ def _check_names(
     if inputs is not None:
         raise ProgramError("inputs and per_rank= at once", hint="pass one of them")
     for rank, given in enumerate(per_rank):
+        if not isinstance(given, Mapping):
+            raise ProgramError(
+                f"@{host.name} on rank {rank}: {described(given)} for the arguments",
+                because="per_rank= has a dict for each rank, in which they stand by name",
+                hint="its inputs and outputs are " + ", ".join((*host.inputs, *host.outputs)),
+            )
         unknown = [name for name in given if name not in (*host.inputs, *host.outputs)]
         if unknown:
             raise ProgramError(

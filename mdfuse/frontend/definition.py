@@ -446,7 +446,7 @@ def _ids(x: Any) -> Any:
 
 
 def _check_name(name: str | None) -> None:
-    if name is not None and not re.fullmatch(r"[\w.]+", name):
+    if name is not None and not (isinstance(name, str) and re.fullmatch(r"[\w.]+", name)):
         raise DefinitionError(
             f"name={name!r}",
             because="programs print and parse it as one word",

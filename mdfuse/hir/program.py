@@ -180,6 +180,21 @@ class HostProgram:
 
         return program_text(self)
 
+    def check(self) -> None:
+        """Verify it, once.
+
+        Raises:
+            MdfuseError: it is wrong; see `mdfuse.hir.verify`.
+        """
+        assert self._is_right
+
+    @cached_property
+    def _is_right(self) -> bool:
+        from mdfuse.hir.verify import verify
+
+        verify(self)
+        return True
+
     def walk(self) -> Iterator[Instruction]:
         """All instructions, those inside loops, branches and host units included."""
         for i in self.instructions:

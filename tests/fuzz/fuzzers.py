@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from fuzz import runs
 from fuzz.driver import Fuzzer
 
-FUZZERS: dict[str, Fuzzer] = {}
+FUZZERS: dict[str, Fuzzer] = {
+    "runs": runs.fuzz,
+}
