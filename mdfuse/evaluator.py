@@ -14,7 +14,7 @@ from functools import cached_property
 from sys import modules
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, is_grad_enabled
+from torch import Tensor, autocast, is_autocast_enabled, is_grad_enabled
 
 from mdfuse.agreeing import agree, fingerprint
 from mdfuse.arguments import (
@@ -84,6 +84,7 @@ class HostIrEvaluator:
     _signature: Signature | None = field(default=None, init=False, repr=False)
     #: Tells this evaluator and its runs from others; all ranks make the same ones in one order.
     _tally: Tally = field(default=_NOTHING, init=False, repr=False)
+    _device_type: str = field(default="cpu", init=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -151,6 +152,9 @@ class HostIrEvaluator:
             try:
                 if plan.numbers:
                     arguments = numbers(self.program, arguments)
+                if is_autocast_enabled(self._device_type):  # the program says the dtypes
+                    with autocast(self._device_type, enabled=False):
+                        return plan.run(arguments, out)
                 return plan.run(arguments, out)
             except BackendError as error:
                 assert self.communicator is not None
@@ -378,7 +382,7 @@ class HostIrEvaluator:
         )
         self._tally = Tally(name=self.program.name, serial=next(_serials))
         communicator.count(self._tally)
-        self._local = local
+        self._local, self._device_type = local, communicator.device.type
 
     def _agree(
         self, problem: MdfuseError | None, communicator: Communicator, what: str | None = None

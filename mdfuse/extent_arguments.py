@@ -96,8 +96,9 @@ class _Dim:
     def of(self, inputs: Sequence[Any], ndim: int) -> int | None:
         """The extent of an input; None where there is no such tensor."""
         x = inputs[self.at] if self.at < len(inputs) else None
-        is_plain = isinstance(x, Tensor) and why_not(x) is None
-        return x.shape[self.dim] if is_plain and x.ndim == ndim else None
+        if not isinstance(x, Tensor) or why_not(x) is not None:
+            return None
+        return x.shape[self.dim] if x.ndim == ndim else None
 
 
 def _symbolic_dims(fusion: Fusion) -> list[_Dim]:

@@ -105,6 +105,7 @@ class Lowerings:
     def lowering_for(self, extents: Extents) -> Lowering:
         """A lowering whose guards some extents satisfy; a new one where there is none."""
         check_definition(self.fusion.name, self.assumed, extents)
+        _check_sizes(self.fusion, extents)
         fits = (x for x in self.made if x.assumed.hold(extents))
         return next(fits, None) or self._lower_again(extents)
 
@@ -124,6 +125,18 @@ class Lowerings:
                 because=error.because,
                 hint=error.hint,
             ) from error
+
+
+def _check_sizes(fusion: Fusion, extents: Extents) -> None:
+    """Raise ProgramError where a value has more bytes than an address can tell."""
+    for name, value in fusion.values.items():
+        shape = with_numbers(value.shape, extents)
+        if math.prod(max(n, 1) for n in shape) * value.dtype.itemsize >= 1 << 63:
+            raise ProgramError(
+                f"@{fusion.name} for the extents {dict(extents)}: %{name} has shape {tuple(shape)}",
+                because="a tensor has less than 2^63 bytes",
+                hint="other extents",
+            )
 
 
 def lowerings_of(

@@ -169,8 +169,8 @@ def simulate(
         check_no_gradients(host.name, host.inputs, given)
         check_no_gradients(host.name, host.outputs, buffers)
     network = SimNetwork(is_late=schedule is not None)
-    with torch.no_grad():
-        checks = IndexChecks()
+    checks = IndexChecks()
+    with torch.no_grad(), torch.autocast(_device(arguments).type, enabled=False):
         plans = _plans(locals_, arguments, out, network, options, checks)
         slots = [
             plan.start(numbers(host, given), buffers)

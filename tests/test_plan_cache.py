@@ -193,6 +193,25 @@ def test_inputs_that_autograd_watches(first: str) -> None:
             assert torch.allclose(y.double(), want(x, w))
 
 
+@pytest.mark.parametrize("mode", [torch.autocast("cpu", torch.bfloat16), torch.device("meta")])
+def test_modes_that_change_what_torch_computes(mode: Any) -> None:
+    """A program has its own dtypes and devices, whatever torch would take by default."""
+    with mf.FusionDefinition("linear") as fd:
+        x = fd.define_tensor([4, 3], mesh=ONE)
+        w = fd.define_tensor([5, 3], mesh=ONE)
+        s = fd.define_scalar()
+        fd.add_output(fd.ops.linear(x, w) * (s + 1.0))
+    program = mf.compile(fd)
+    x, w = torch.randn(4, 3), torch.randn(5, 3)
+    expected = torch.nn.functional.linear(x, w) * 3.0
+    for _ in range(2):
+        with mode:
+            found = [program.run(x, w, 2.0)[0], mf.simulate(program, [x, w, 2.0]).outputs[0]]
+        for y in (*found, program.run(x, w, 2.0)[0]):
+            assert (y.dtype, y.device) == (torch.float32, torch.device("cpu"))
+            assert torch.allclose(y, expected)
+
+
 def test_inputs_with_a_tangent() -> None:
     """Forward-mode gradients are not computed either."""
     program, (x, w) = product(), drawn()

@@ -140,6 +140,28 @@ def test_extents_that_are_none(extent: Any) -> None:
         assert torch.equal(program.run(X, 3, extents={"x.0": 2})[0], X * 3)
 
 
+def test_extents_that_are_too_great() -> None:
+    """Each fits, and what is made of them does not."""
+    program = scaled(is_symbolic=True)
+    for extent in (1 << 62, (1 << 63) - 1, 1 << 60):
+        with pytest.raises(mf.ProgramError, match=r"2\^63 bytes"):
+            program.host_for({"x.0": extent})
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+@pytest.mark.parametrize("add", [lambda x, s: x + s, lambda x, s: s + x, lambda x, s: s - x])
+def test_numbers_are_added_to_partial_sums_once(
+    shape: tuple[int, ...], add: Callable[[Any, Any], Any]
+) -> None:
+    with mf.FusionDefinition("added") as fd:
+        x = fd.define_tensor(shape, mesh=TWO, layout={"x": Partial()})
+        s = fd.define_scalar()
+        fd.add_output(fd.ops.set(add(x, s)).on(TWO, {}))
+    x = torch.ones(shape)
+    (y,) = mf.simulate(mf.compile(fd), [x, 3.0]).outputs
+    assert torch.equal(y, add(x, 3.0))
+
+
 @pytest.mark.parametrize("seed", [None, 0, 1])
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 def test_complex_buffers_are_poisoned(dtype: torch.dtype, seed: int | None) -> None:

@@ -235,7 +235,7 @@ def _scalar(i: Instruction, row: ops.Op, context: Context) -> Line:
 def scalar_call(call: Callable[..., Any], operands: Sequence[Any]) -> Any:
     """Call an op on numbers; returns a number."""
     wide = {bool: torch.bool, int: torch.int64, float: torch.float64}
-    tensors = [torch.tensor(x, dtype=wide[type(x)]) for x in operands]
+    tensors = [torch.tensor(x, dtype=wide[type(x)], device="cpu") for x in operands]
     return call(*tensors).item()
 
 
