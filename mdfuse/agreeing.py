@@ -13,23 +13,23 @@ import torch
 
 import mdfuse
 from mdfuse.config import Options
-from mdfuse.errors import MdfuseError, ProgramError
+from mdfuse.errors import IndexRangeError, MdfuseError, ProgramError, printable
 from mdfuse.hir.program import HostProgram
 
 if TYPE_CHECKING:
     from mdfuse.runtime.communicator import Communicator
 
-#: How the report of a rank begins that has a problem.
-_REFUSED = "refused: "
+#: How the report of a rank begins that has a problem: with its arguments, or with an index.
+_REFUSED, _OUT_OF_RANGE = "refused: ", "index: "
 
 #: Options that ranks must share: they decide what is posted, how, and for how long it is awaited.
-_SHARED = ("streams", "stream_policy", "graph", "fast_lane", "timeout_s")
+_SHARED = ("streams", "stream_policy", "graph", "fast_lane", "timeout_s", "check_indices")
 
 
 def agree(
     name: str, problem: MdfuseError | None, communicator: Communicator, what: str | None = None
 ) -> None:
-    """Return where all ranks are well; else raise on each of them.
+    """Return where all ranks are well, before a first run or after one; else raise on each of them.
 
     Ranks compare digests. Only where these differ do they tell each other what they run, one rank
     for all that run the same.
@@ -42,23 +42,36 @@ def agree(
 
     Raises:
         MdfuseError: `problem`, where there is one.
-        ProgramError: another rank has one, or runs something else.
+        ProgramError: another rank has one, or runs something else. An IndexRangeError for an
+            IndexRangeError.
     """
     own = None if what is None else hashlib.sha256(what.encode()).hexdigest()
-    reports = communicator.all_ok(own if problem is None else f"{_REFUSED}{problem}")
+    kind = _OUT_OF_RANGE if isinstance(problem, IndexRangeError) else _REFUSED
+    reports = communicator.all_ok(own if problem is None else f"{kind}{problem}")
     if problem is not None:
         raise problem
     for rank, report in enumerate(reports):
-        if report is not None and report.startswith(_REFUSED):
-            raise ProgramError(
-                f"rank {rank} refused to run @{name}",
-                where=report.removeprefix(_REFUSED).splitlines(),
-                because="all ranks run, or none does",
-            )
+        if report is not None and report.startswith((_REFUSED, _OUT_OF_RANGE)):
+            raise _elsewhere(name, rank, report)
     if any(report != reports[0] for report in reports):
         speaks = reports.index(own) == communicator.rank
         texts = communicator.all_ok((what or "") if speaks else None)
         raise _other_programs(reports, texts)
+
+
+def _elsewhere(name: str, rank: int, report: str) -> ProgramError:
+    """The problem of another rank."""
+    if report.startswith(_REFUSED):
+        return ProgramError(
+            f"rank {rank} refused to run @{name}",
+            where=report.removeprefix(_REFUSED).splitlines(),
+            because="all ranks run, or none does",
+        )
+    return IndexRangeError(
+        f"rank {rank} met an index out of range in @{name}",
+        where=report.removeprefix(_OUT_OF_RANGE).splitlines(),
+        because="an error of one rank is one of all",
+    )
 
 
 def fingerprint(program: HostProgram, options: Options) -> str:
@@ -76,7 +89,7 @@ def fingerprint(program: HostProgram, options: Options) -> str:
         lines += [f"input %{n}: {program.types[n].shape}" for n in program.inputs]
         # without the users' lines: a program that moved by a line is the same
         lines += re.sub("  # .*", "", str(program)).splitlines()
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _other_programs(reports: Sequence[str | None], texts: Sequence[str | None]) -> ProgramError:

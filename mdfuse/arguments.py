@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from sys import modules
 from typing import Any
 
@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from mdfuse.errors import ProgramError
-from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.index import terms
+from mdfuse.hir.program import HostProgram
 from mdfuse.ir.infer import dense_strides
 from mdfuse.plan.local_ops import as_number
 from mdfuse.plan.signature import span
-from mdfuse.plan.slots import unbound
+from mdfuse.tensors import are_writable, is_lazy, no_gradient, overlaps_itself, why_not
 
 
 def has_dtensors(xs: Iterable[Any]) -> bool:
@@ -25,82 +24,6 @@ def has_dtensors(xs: Iterable[Any]) -> bool:
     """
     dtensor = getattr(modules.get("torch.distributed.tensor"), "DTensor", None)
     return dtensor is not None and dtensor in map(type, xs)
-
-
-def check_names(program: HostProgram) -> None:
-    """Raise ProgramError where names cannot mean anything, on whatever rank.
-
-    Inputs that are aliases, aliases in a cycle or of another type, names that nothing computes.
-    """
-    for name, of in program.aliases.items():
-        _check_alias(program, name, of)
-    for name in program.outputs:
-        _check_output(program, name)
-    _check_outputs_apart(program)
-    known = set(map(program.root, program.inputs))
-    known.update(program.root(n) for i in program.walk() for n in i.outputs)
-    for i in program.walk():
-        for name in _names(i):
-            if program.root(name) not in known and not (
-                i.op == "return" and _is_elsewhere(program, name)
-            ):
-                raise unbound(program, name, i)
-
-
-def _check_outputs_apart(program: HostProgram) -> None:
-    """No two outputs are one buffer: what a caller does to one would show in the other."""
-    seen: dict[str, str] = {}
-    for name in program.outputs:
-        root = program.root(name)
-        if root in seen:
-            twice = "returned twice" if seen[root] == name else f"an alias of output %{seen[root]}"
-            raise ProgramError(
-                f"@{program.name}: output %{name} is {twice}",
-                because="each output is a buffer of its own, or one of the caller's",
-                hint=f"return a copy: %copy = mul(%{name}, 1)",
-            )
-        seen[root] = name
-
-
-def _names(i: Instruction) -> Iterator[str]:
-    """The buffers and handles that an instruction reads, or whose extent it asks for."""
-    yield from i.reads
-    for term in (t for index in i.indices for t in terms(index)):
-        if term.kind == "extent":
-            yield term.name
-
-
-def _is_elsewhere(program: HostProgram, name: str) -> bool:
-    """The program is that of a rank which has no part of a buffer."""
-    return program.rank is not None and not program.has(name, program.rank)
-
-
-def _check_alias(program: HostProgram, name: str, of: str) -> None:
-    root = program.root(name)
-    if name in program.inputs:
-        raise ProgramError(
-            f"@{program.name}: input %{name} is an alias of %{of}",
-            because="inputs cannot be aliased: their buffers are the caller's",
-            hint=f"alias %{of} = %{name} instead: %{of} then acts on the caller's buffer",
-        )
-    kind, other = program.types.get(name), program.types.get(root)
-    if kind is not None and other is not None and kind != other:
-        raise ProgramError(
-            f"@{program.name}: %{name} is an alias of %{root}, but of another type",
-            where=f"{kind.text()} {kind.layout}, and {other.text()} {other.layout}",
-            because="both names stand for one buffer",
-            hint="give them one type, or use reshape or permute for a view",
-        )
-
-
-def _check_output(program: HostProgram, name: str) -> None:
-    layout = program.types[name].layout if name in program.types else None
-    if layout is not None and layout.stream is not None and layout.stream.index is not None:
-        raise ProgramError(
-            f"@{program.name} returns %{name}, which is a chunk: {layout}",
-            because="an output is a whole value",
-            hint="return the buffer that it is a chunk of",
-        )
 
 
 def check_arguments(
@@ -115,15 +38,15 @@ def check_arguments(
         )
     for name, argument in zip(program.inputs, arguments, strict=True):
         _check(program, rank, name, argument, device, "input")
-    if program.aliases:
+    if program.written_inputs:
         _check_written(program, rank, dict(zip(program.inputs, arguments, strict=True)))
 
 
 def _check_written(program: HostProgram, rank: int, given: dict[str, Any]) -> None:
-    """An input that is written through an alias shares no memory with another input."""
+    """An input that is written can be, and shares no memory with another input."""
     tensors = {n: x for n, x in given.items() if isinstance(x, Tensor)}
-    written = {program.root(n) for n in program.aliases}
-    for name in sorted(written.intersection(tensors)):
+    for name in sorted(program.written_inputs.intersection(tensors)):
+        _check_writable(name, tensors[name], f"rank {rank}, input %{name} of @{program.name}")
         start, end = span(tensors[name])
         for other, x in tensors.items():
             first, last = span(x)
@@ -134,6 +57,32 @@ def _check_written(program: HostProgram, rank: int, given: dict[str, Any]) -> No
                     because=f"%{name} is written, while %{other} may still be read",
                     hint="pass a clone of one of them",
                 )
+
+
+def _check_writable(name: str, x: Tensor, where: str) -> None:
+    """Each element has memory of its own, into which torch writes what it is given."""
+    because, hint = f"the program writes into %{name}", "pass x.clone()"
+    if overlaps_itself(x):
+        raise ProgramError(
+            f"elements of %{name} share memory: shape {tuple(x.shape)}, strides {x.stride()}",
+            where=where,
+            because=because,
+            hint="pass x.contiguous()" if 0 in x.stride() else hint,
+        )
+    if is_lazy(x):
+        raise ProgramError(
+            f"the memory of %{name} does not hold its elements, but what they are computed from",
+            where=where,
+            because=because,
+            hint="pass x.clone(), or x.resolve_neg().resolve_conj()",
+        )
+    if not are_writable([x]):
+        raise ProgramError(
+            f"%{name} was made under torch.inference_mode()",
+            where=where,
+            because=f"{because}, and torch allows that under inference_mode() alone",
+            hint="run under torch.inference_mode(), or pass x.clone()",
+        )
 
 
 def check_global(
@@ -152,9 +101,10 @@ def check_global(
             because="one process stands for all ranks here",
             hint="pass the whole tensor: x.full_tensor()",
         )
-    if isinstance(x, Tensor) and (tuple(x.shape), x.dtype) == (shape, dtype):
-        _check_strided(name, x, where)
-        return
+    if isinstance(x, Tensor):
+        _check_plain(name, x, where)
+        if (tuple(x.shape), x.dtype) == (shape, dtype):
+            return
     found = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
     raise ProgramError(
         f"{found} for %{name}, expected a global tensor: {dtype} {shape}",
@@ -163,27 +113,66 @@ def check_global(
     )
 
 
-def _check_strided(name: str, x: Tensor, where: str) -> None:
-    if x.layout is not torch.strided:
+def _check_plain(name: str, x: Tensor, where: str) -> None:
+    why = why_not(x)
+    if why is not None:
+        what, hint = why
         raise ProgramError(
-            f"%{name} is a {x.layout} tensor",
+            f"%{name} is {what}",
             where=where,
-            because="a program computes with strided tensors",
-            hint="pass x.to_dense()",
+            because="a program computes with plain strided tensors",
+            hint=hint,
         )
+
+
+def check_no_gradients(program: str, names: Iterable[str], xs: Iterable[Any]) -> None:
+    """Raise ProgramError where autograd would have to record what becomes of a tensor."""
+    for name, x in zip(names, xs, strict=False):
+        why = no_gradient(x) if isinstance(x, Tensor) else None
+        if why is not None:
+            what, hint = why
+            raise ProgramError(
+                f"%{name} {what}",
+                where=f"%{name} of @{program}",
+                because="there is no backward pass: what a run returns would have no gradient",
+                hint=hint,
+            )
 
 
 def _no_number(name: str, x: Any, dtype: torch.dtype, where: str) -> ProgramError:
     return ProgramError(
-        f"{_described(x)} for %{name}",
+        f"{described(x)} for %{name}",
         where=where,
         because=f"this input is a number of dtype {dtype}",
         hint="pass such a number, or define the scalar with another dtype",
     )
 
 
-def _described(x: Any) -> str:
-    return f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
+def described(x: Any) -> str:
+    """What was passed, in short, for error messages."""
+    if not isinstance(x, Tensor):
+        text = repr(x) if not isinstance(x, int) or abs(x) < 1 << 128 else hex(x)
+        return text if len(text) <= 100 else f"{text[:100]}..."
+    why = why_not(x)
+    return f"{x.dtype} {tuple(x.shape)}" if why is None else why[0]
+
+
+def not_buffers(program: str, out: object) -> ProgramError:
+    """`out=` is no list."""
+    return ProgramError(
+        f"@{program}: out={described(out)}",
+        because="out= has a buffer for every output",
+        hint="pass a list, also for one output: out=[buffer]",
+    )
+
+
+def not_by_name(program: HostProgram, arguments: object) -> ProgramError:
+    """The arguments of an evaluator are no mapping."""
+    return ProgramError(
+        f"@{program.name}: {type(arguments).__name__} for the arguments",
+        because="an evaluator takes them by name",
+        hint="pass a dict with " + ", ".join(program.inputs),
+    )
 
 
 def check_outputs(
@@ -219,6 +208,7 @@ def check_outputs(
         if is_written:
             _check_is_input(program, rank, name, root, buffer, taken.get(root))
             continue
+        _check_writable(name, buffer, f"rank {rank}, output %{name} of @{program.name}")
         _check_strides(program, rank, name, buffer)
         _check_apart(program, rank, name, buffer, taken)
         taken[name] = buffer
@@ -338,7 +328,14 @@ def _check(
         raise ProgramError(
             f"{type(x).__name__} for %{name}", where=where, hint="pass this rank's local tensor"
         )
-    _check_strided(name, x, where)
+    if x.device != device:
+        raise ProgramError(
+            f"%{name} is on {x.device}, expected {device}",
+            where=where,
+            because=f"rank {rank} computes on {device}",
+            hint=f"pass x.to({str(device)!r})",
+        )
+    _check_plain(name, x, where)
     expected = kind.local_shape(rank)
     if tuple(x.shape) != expected:
         raise ProgramError(
@@ -352,13 +349,6 @@ def _check(
             f"%{name} has dtype {x.dtype}, expected {kind.dtype}",
             where=where,
             hint=f"pass x.to({kind.dtype}), or define the {role} with {x.dtype}",
-        )
-    if x.device != device:
-        raise ProgramError(
-            f"%{name} is on {x.device}, expected {device}",
-            where=where,
-            because=f"rank {rank} computes on {device}",
-            hint=f"pass x.to({str(device)!r})",
         )
 
 

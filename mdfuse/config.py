@@ -86,6 +86,9 @@ class Options:
         timeout_s: seconds after which a communication that does not finish is an error.
         poison: fill every new buffer with NaN (the largest value for integers, True for bool), so
             that an element that nothing wrote shows.
+        check_indices: look at the indices of each `embedding`: one that is out of range is an
+            IndexRangeError on all ranks, which meet at the end of each run for it. Else the result
+            is undefined: an error of torch, zeros, or on GPUs the end of the process.
         plans: how many plans an evaluator keeps; each owns the buffers of its intermediates.
         trace: a file to write a trace of each run to, or None.
         reports: the folder for reports of communications that broke or hang, a file each; None:
@@ -100,6 +103,7 @@ class Options:
     fast_lane: Literal["auto", "never", "always"] = "auto"
     timeout_s: float = 600.0
     poison: bool = False
+    check_indices: bool = False
     plans: int = 32
     trace: str | None = None
     reports: str | None = None
@@ -113,6 +117,12 @@ class Options:
                     f"{name}={_shown(value)}", because=rule, hint=f"the default is {default!r}"
                 )
         carriers_of(self.backend)
+        if self.graph == "always" and self.check_indices:
+            raise ProgramError(
+                'check_indices=True with graph="always"',
+                because="the host looks at the indices, which no CUDA graph can hold",
+                hint='graph="auto"',
+            )
 
 
 #: How much of a wrong value a message shows.
@@ -154,6 +164,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a timeout is from a millisecond to 30 years, in seconds",
     ),
     "poison": _FLAG,
+    "check_indices": _FLAG,
     "plans": (_is_count(1 << 31), "an evaluator keeps at least one plan: a run needs it"),
     "trace": _PLACE,
     "reports": _PLACE,
@@ -194,6 +205,11 @@ VARIABLES: dict[str, tuple[str, Any, str]] = {
     "MDFUSE_VERIFY": ("verify", _flag, "0 turns verification off, 1 is the default"),
     "MDFUSE_TIMEOUT_S": ("timeout_s", _seconds, "deadline of a communication, seconds"),
     "MDFUSE_POISON": ("poison", _flag, "1 fills new buffers with NaN, 0 is the default"),
+    "MDFUSE_CHECK_INDICES": (
+        "check_indices",
+        _flag,
+        "1 checks the indices of embedding, else 0",
+    ),
     "MDFUSE_TRACE": ("trace", str, "file to write a trace to"),
     "MDFUSE_REPORTS": ("reports", str, "folder for reports of communications that broke or hang"),
 }

@@ -11,9 +11,10 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.distributed.tensor import DTensor
 
+from mdfuse.arguments import check_no_gradients
 from mdfuse.dtensor import describes, layout_of, placements_of, to_dtensor, why_not
 from mdfuse.errors import LayoutError, MdfuseError, MeshError, ProgramError
 from mdfuse.hir.program import BufferType, HostProgram
@@ -145,6 +146,8 @@ class Border:
         program, buffers = self.program, out or ()
         if len(arguments) != len(program.inputs) or len(buffers) not in (0, len(program.outputs)):
             return Crossing(())  # the run refuses them
+        check_no_gradients(program.name, program.inputs, arguments)
+        check_no_gradients(program.name, program.outputs, buffers)
         given = [*zip(program.inputs, arguments, strict=True)]
         given += zip(program.outputs, buffers, strict=False)
         for name, x in given:
@@ -163,7 +166,9 @@ class Border:
 def _kind(x: Any) -> Hashable:
     """What of an argument the checks depend on, and the mesh that results will be on."""
     # equal meshes may differ in their process groups, of which one may be gone
-    return (spec_of(x), id(x.device_mesh)) if type(x) is DTensor else x is None
+    if type(x) is not DTensor:
+        return x is None
+    return spec_of(x), id(x.device_mesh), x.requires_grad and is_grad_enabled()
 
 
 def locals_of(xs: Sequence[Any]) -> list[Any]:

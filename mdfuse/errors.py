@@ -25,6 +25,17 @@ def _directory_of(package: str) -> str:
 OWN = (PACKAGE, _directory_of("torch"))
 
 
+def printable(text: str) -> str:
+    """A text in one line that can be written anywhere: what cannot be printed is escaped.
+
+    >>> printable("caf\u00e9.py"), printable("a\\rb"), printable("\\udcff")
+    ('café.py', 'a\\\\rb', '\\\\udcff')
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\t" else ascii(c)[1:-1] for c in text)
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """A line of the user's program."""
@@ -33,11 +44,19 @@ class Source:
     line: int
 
     def __str__(self) -> str:
-        return f"{Path(self.file).name}:{self.line}"
+        return f"{printable(Path(self.file).name)}:{self.line}"
 
     def quote(self) -> str:
         """The place and the text of the line, for error messages."""
-        return f"{self}   {linecache.getline(self.file, self.line).strip()}".rstrip()
+        return f"{self}   {printable(_line_of(self.file, self.line))}".rstrip()
+
+
+def _line_of(file: str, line: int) -> str:
+    """The text of a line; empty where there is no such file, nor can be one of this name."""
+    try:
+        return linecache.getline(file, line).strip()
+    except ValueError:
+        return ""
 
 
 def is_own(code: CodeType) -> bool:
@@ -92,7 +111,7 @@ class MdfuseError(Exception):
             lines.append(f"  because     {self.because}")
         if self.hint:
             lines.append(f"  try         {self.hint}")
-        return "\n".join(lines)
+        return "\n".join(printable(line) for text in lines for line in text.split("\n"))
 
 
 def _calling_line() -> tuple[str, ...]:
@@ -123,6 +142,10 @@ class CommunicationError(MdfuseError):
 
 class ProgramError(MdfuseError):
     """A host program, or the arguments of one run of it, that are wrong."""
+
+
+class IndexRangeError(ProgramError, IndexError):
+    """An index of a run that no row of a table has."""
 
 
 class BackendError(MdfuseError):

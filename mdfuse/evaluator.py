@@ -12,22 +12,33 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from sys import modules
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, autocast, is_autocast_enabled, is_grad_enabled
 
 from mdfuse.agreeing import agree, fingerprint
-from mdfuse.arguments import check_arguments, check_names, check_outputs, numbers
+from mdfuse.arguments import (
+    check_arguments,
+    check_no_gradients,
+    check_outputs,
+    not_buffers,
+    not_by_name,
+    numbers,
+)
 from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import BackendError, MdfuseError, ProgramError
 from mdfuse.hir.program import HostProgram
-from mdfuse.hir.verify import verify
+from mdfuse.ir.ops import TABLE
 from mdfuse.plan.build import Plan, build
 from mdfuse.plan.cache import Cache
+from mdfuse.plan.index_checks import IndexChecks
+from mdfuse.plan.names import check_names
 from mdfuse.plan.places import Tally
 from mdfuse.plan.posts import groups
+from mdfuse.plan.runnable import CheckedPlan, Once, Runnable
 from mdfuse.plan.signature import Signature, signature_of
 from mdfuse.plan.streams import capture_stream
+from mdfuse.tensors import resolved
 
 if TYPE_CHECKING:
     from mdfuse.dtensor_runs import Border
@@ -39,42 +50,6 @@ _numbers = itertools.count()
 
 #: Of an evaluator before its first run.
 _NOTHING = Tally(name="", serial=-1)
-
-
-class Runnable(Protocol):
-    """A plan, eager or captured."""
-
-    @property
-    def numbers(self) -> bool: ...
-
-    @property
-    def may_overlap(self) -> bool: ...
-
-    def run(self, arguments: Sequence[Any], out: Sequence[Any] | None = None) -> list[Any]: ...
-
-    def release(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class _Once:
-    """The plan of a kind of arguments that ran once, and where they lay: next it is captured."""
-
-    plan: Plan
-    addresses: dict[int, int]
-
-    @property
-    def numbers(self) -> bool:
-        return self.plan.numbers
-
-    @property
-    def may_overlap(self) -> bool:
-        return self.plan.may_overlap
-
-    def run(self, arguments: Sequence[Any], out: Sequence[Any] | None = None) -> list[Any]:
-        return self.plan.run(arguments, out)
-
-    def release(self) -> None:
-        self.plan.release()
 
 
 @dataclass
@@ -109,12 +84,17 @@ class HostIrEvaluator:
     _signature: Signature | None = field(default=None, init=False, repr=False)
     #: Tells this evaluator and its runs from others; all ranks make the same ones in one order.
     _tally: Tally = field(default=_NOTHING, init=False, repr=False)
+    _device_type: str = field(default="cpu", init=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_names(self.program)
         limit = options_from_environment(self.options).plans
         self.plans = Cache(limit) if self.cache is None else self.cache
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has not run, and will on the communicator of its process."""
+        return HostIrEvaluator, (self.program, None, self.options)
 
     def run(self, arguments: Mapping[str, Any]) -> list[Any]:
         """Run once.
@@ -132,9 +112,12 @@ class HostIrEvaluator:
                 first run all ranks agree, so it is raised on every rank alike.
         """
         names = self.program.inputs
+        problem: MdfuseError | None = None
+        if not isinstance(arguments, Mapping):
+            problem = not_by_name(self.program, arguments)  # type: ignore[unreachable]
+            return self.call((), None, problem)
         given = {n: arguments[n] for n in arguments if n not in names}
         unknown = [n for n in given if n not in self.program.outputs]
-        problem: MdfuseError | None = None
         missing = [n for n in names if n not in arguments]
         if unknown or missing:
             problem = ProgramError(
@@ -152,6 +135,8 @@ class HostIrEvaluator:
         is_partial: bool = False,
     ) -> list[Any]:
         """`run` with positional arguments; `is_partial`: some outputs may have no buffer."""
+        if out is not None and not isinstance(out, list | tuple):
+            problem, out = problem or not_buffers(self.program.name, out), None
         # `has_dtensors` without the call, since this is in the way of each run
         dtensor = getattr(modules.get("torch.distributed.tensor"), "DTensor", None)
         if dtensor is not None and (
@@ -161,15 +146,34 @@ class HostIrEvaluator:
         with self._lock:  # a plan's buffers serve one run at a time
             plan = self._known(arguments, out) if problem is None else None
             if plan is None:
+                arguments = resolved(arguments, self._written)
                 plan = self._plan(arguments, out, problem, is_partial)
             self._tally.runs += 1
             try:
                 if plan.numbers:
                     arguments = numbers(self.program, arguments)
+                if is_autocast_enabled(self._device_type):  # the program says the dtypes
+                    with autocast(self._device_type, enabled=False):
+                        return plan.run(arguments, out)
                 return plan.run(arguments, out)
             except BackendError as error:
                 assert self.communicator is not None
                 raise self._explained(error, self.communicator) from error.__cause__
+
+    @cached_property
+    def _checks(self) -> IndexChecks | None:
+        """What looks at the indices of tables, where that is asked for and there are some."""
+        rows = (TABLE.get(i.fn) for i in self.program.walk())
+        has_tables = any(row is not None and row.indexed is not None for row in rows)
+        is_asked = options_from_environment(self.options).check_indices
+        return IndexChecks() if is_asked and has_tables else None
+
+    @cached_property
+    def _written(self) -> tuple[int, ...]:
+        """The positions of inputs that are written."""
+        return tuple(
+            n for n, x in enumerate(self.program.inputs) if x in self.program.written_inputs
+        )
 
     @cached_property
     def _border(self) -> Border:
@@ -190,7 +194,7 @@ class HostIrEvaluator:
             return None
         if key != last:
             plan = self.plans.find(key)
-        if plan is None or isinstance(plan, _Once):
+        if plan is None or isinstance(plan, Once) or (plan.records and is_grad_enabled()):
             return None
         if plan.may_overlap and not signature.are_apart(arguments, out):
             return None
@@ -240,7 +244,7 @@ class HostIrEvaluator:
         try:
             if plan is None:
                 plan = self._first(arguments, out, communicator)
-            elif isinstance(plan, _Once):
+            elif isinstance(plan, Once):
                 plan = self._captured(plan, arguments, out, communicator)
         except MdfuseError as error:
             return None, error
@@ -256,10 +260,16 @@ class HostIrEvaluator:
         caller: int,
     ) -> Plan:
         assert self._local is not None
-        poison = options_from_environment(self.options).poison
-        bind, device = communicator.poster, communicator.device
         return build(
-            self._local, bind, device, poison, arguments, out, caller=caller, tally=self._tally
+            self._local,
+            communicator.poster,
+            communicator.device,
+            options_from_environment(self.options).poison,
+            arguments,
+            out,
+            caller=caller,
+            tally=self._tally,
+            checks=self._checks,
         )
 
     # -- graphs ----------------------------------------------------------------------------------
@@ -270,9 +280,12 @@ class HostIrEvaluator:
         """The plan of a first run; the second one is captured, if at all."""
         assert self._signature is not None
         plan = self._built(arguments, out, communicator, self._signature.stream())
+        if self._checks is not None:
+            name = self.program.name
+            return CheckedPlan(plan, self._checks, lambda found: agree(name, found, communicator))
         if not self._may_capture(communicator):
             return plan
-        return _Once(plan, plan.addresses(arguments, out))
+        return Once(plan, plan.addresses(arguments, out))
 
     def _may_capture(self, communicator: Communicator) -> bool:
         graph = options_from_environment(self.options).graph
@@ -280,7 +293,7 @@ class HostIrEvaluator:
 
     def _captured(
         self,
-        once: _Once,
+        once: Once,
         arguments: Sequence[Any],
         out: Sequence[Any] | None,
         communicator: Communicator,
@@ -351,7 +364,7 @@ class HostIrEvaluator:
         if problem is None:
             try:
                 if options_from_environment(self.options).verify:
-                    verify(self.program)
+                    self.program.check()
                 local = self.program.project(communicator.rank)
             except MdfuseError as error:
                 problem = error
@@ -362,11 +375,15 @@ class HostIrEvaluator:
         for name in (None, *self.program.backends):
             communicator.prepare(groups(local, communicator.rank, name), name)
         self._signature = signature_of(
-            self.program, communicator.rank, communicator.device, self._number
+            self.program,
+            communicator.rank,
+            communicator.device,
+            self._number,
+            communicator.can_capture(self.program.backends),
         )
         self._tally = Tally(name=self.program.name, serial=next(_serials))
         communicator.count(self._tally)
-        self._local = local
+        self._local, self._device_type = local, communicator.device.type
 
     def _agree(
         self, problem: MdfuseError | None, communicator: Communicator, what: str | None = None
@@ -385,6 +402,8 @@ class HostIrEvaluator:
         self._tally.refused += 1
         if self._communicates:
             communicator.refuse(self._tally.occasion, str(problem))
+        elif self._checks is not None:  # they meet at the end
+            agree(self.program.name, problem, communicator)
         raise problem
 
     @cached_property
@@ -425,10 +444,12 @@ class HostIrEvaluator:
                 )
             if not communicator.can_capture(self.program.backends):
                 self._check_graph(communicator)
-            check_arguments(self.program, communicator.rank, arguments, communicator.device)
+            program, rank, device = self.program, communicator.rank, communicator.device
+            check_arguments(program, rank, arguments, device)
+            check_no_gradients(program.name, program.inputs, arguments)
             if out is not None:
-                rank, device = communicator.rank, communicator.device
-                check_outputs(self.program, rank, arguments, out, device, is_partial)
+                check_outputs(program, rank, arguments, out, device, is_partial)
+                check_no_gradients(program.name, program.outputs, out)
         except MdfuseError as error:
             return error
         return None

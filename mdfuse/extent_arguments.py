@@ -8,12 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from mdfuse.arguments import has_dtensors
+from mdfuse.arguments import described, has_dtensors
 from mdfuse.errors import ProgramError
 from mdfuse.extents import Extent
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.graph import Fusion
 from mdfuse.layout import Layout
+from mdfuse.tensors import why_not
 
 Extents = Mapping[str, int]
 
@@ -43,10 +44,10 @@ def check_extents(program: str, symbols: Iterable[str], given: Extents | None) -
             hint="name the input and the dim: x.0" if symbols else "leave extents= out",
         )
     for name, n in given.items():
-        if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+        if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n < 1 << 63:
             raise ProgramError(
-                f"@{program}: {name}={n!r}",
-                because="an extent is an integer of at least 0",
+                f"@{program}: {name}={described(n)}",
+                because="an extent is an integer of at least 0, and of 63 bits at most",
                 hint=f'for example extents={{"{name}": 7}}',
             )
     return dict(given)
@@ -95,7 +96,9 @@ class _Dim:
     def of(self, inputs: Sequence[Any], ndim: int) -> int | None:
         """The extent of an input; None where there is no such tensor."""
         x = inputs[self.at] if self.at < len(inputs) else None
-        return x.shape[self.dim] if isinstance(x, Tensor) and x.ndim == ndim else None
+        if not isinstance(x, Tensor) or why_not(x) is not None:
+            return None
+        return x.shape[self.dim] if x.ndim == ndim else None
 
 
 def _symbolic_dims(fusion: Fusion) -> list[_Dim]:

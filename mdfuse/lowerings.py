@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from mdfuse import hir_lowering
 from mdfuse.assumptions import Assumptions, Guard, assuming
@@ -104,6 +105,7 @@ class Lowerings:
     def lowering_for(self, extents: Extents) -> Lowering:
         """A lowering whose guards some extents satisfy; a new one where there is none."""
         check_definition(self.fusion.name, self.assumed, extents)
+        _check_sizes(self.fusion, extents)
         fits = (x for x in self.made if x.assumed.hold(extents))
         return next(fits, None) or self._lower_again(extents)
 
@@ -125,6 +127,18 @@ class Lowerings:
             ) from error
 
 
+def _check_sizes(fusion: Fusion, extents: Extents) -> None:
+    """Raise ProgramError where a value has more bytes than an address can tell."""
+    for name, value in fusion.values.items():
+        shape = with_numbers(value.shape, extents)
+        if math.prod(max(n, 1) for n in shape) * value.dtype.itemsize >= 1 << 63:
+            raise ProgramError(
+                f"@{fusion.name} for the extents {dict(extents)}: %{name} has shape {tuple(shape)}",
+                because="a tensor has less than 2^63 bytes",
+                hint="other extents",
+            )
+
+
 def lowerings_of(
     fusion: Fusion,
     examples: Extents,
@@ -133,14 +147,17 @@ def lowerings_of(
     options: Options | None,
 ) -> Lowerings:
     """The first lowering of a fusion with symbolic extents, and what makes others."""
-
-    def lower(fusion: Fusion) -> tuple[Fusion, tuple[Segment, ...], HostProgram]:
-        fusion, parts, host = hir_lowering.lower(fusion, should_merge, options=options)
-        return fusion, segments_of(fusion, parts, host, options), host
-
+    lower = partial(_lowered, should_merge=should_merge, options=options)
     made = Lowerings(fusion, examples, assumed, lower)
     made.first()
     return made
+
+
+def _lowered(
+    fusion: Fusion, should_merge: ShouldMerge | None, options: Options | None
+) -> tuple[Fusion, tuple[Segment, ...], HostProgram]:
+    fusion, parts, host = hir_lowering.lower(fusion, should_merge, options=options)
+    return fusion, segments_of(fusion, parts, host, options), host
 
 
 # -- examples ------------------------------------------------------------------------------------

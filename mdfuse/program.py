@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,7 @@ from mdfuse.arguments import has_dtensors
 from mdfuse.communication import Communication
 from mdfuse.config import Options, environment, options_from_environment
 from mdfuse.errors import DefinitionError, MdfuseError
-from mdfuse.evaluator import HostIrEvaluator, Runnable
+from mdfuse.evaluator import HostIrEvaluator
 from mdfuse.extent_arguments import (
     LocalExtents,
     check_extents,
@@ -31,6 +31,7 @@ from mdfuse.hir.traffic import received
 from mdfuse.ir.graph import Fusion
 from mdfuse.lowerings import Lowering, Lowerings, lowerings_of
 from mdfuse.plan.cache import Cache
+from mdfuse.plan.runnable import Runnable
 from mdfuse.runtime.backend_rows import BACKENDS
 from mdfuse.runtime.communicator import init
 from mdfuse.segmentation import ShouldMerge
@@ -56,6 +57,10 @@ class Program:
     host: HostProgram
     options: Options | None = None
     symbolic: Lowerings | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or what is read back from a file, has not run: no plans, no communicator."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def __str__(self) -> str:
         return str(self.host) if self.symbolic is None else str(self.symbolic.made[0])
@@ -178,7 +183,10 @@ class Program:
         given = extents or {}
         if not isinstance(given, Mapping) or any(type(n) is not int for n in given.values()):
             return self._run_other(None, inputs, out, extents, options)
-        shapes = tuple([x.shape if isinstance(x, Tensor) else None for x in inputs])
+        try:
+            shapes = tuple([x.shape if isinstance(x, Tensor) else None for x in inputs])
+        except RuntimeError:  # of what has none, as a nested tensor
+            return self._run_other(None, inputs, out, extents, options)
         key = shapes, tuple(given.items()), options
         evaluator = self._chosen.get(key)
         if evaluator is None:

@@ -219,4 +219,4 @@ def _memory(x: Any) -> int:
 
 def _poison(x: Tensor) -> None:
     """NaN; zero for integers, which may be indices."""
-    x.fill_(float("nan") if x.dtype.is_floating_point else 0)
+    x.fill_(float("nan") if x.is_floating_point() or x.is_complex() else 0)

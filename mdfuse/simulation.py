@@ -9,18 +9,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.arguments import check_arguments, check_global, check_names, check_outputs, numbers
+from mdfuse.arguments import (
+    check_arguments,
+    check_global,
+    check_no_gradients,
+    check_outputs,
+    described,
+    numbers,
+)
 from mdfuse.backends.sim import SimNetwork
 from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import CommunicationError, ProgramError
 from mdfuse.extent_arguments import check_extents, global_extents
 from mdfuse.hir.program import HostProgram
+from mdfuse.hir.verify import verify
 from mdfuse.plan.build import Plan, build
+from mdfuse.plan.index_checks import IndexChecks
 from mdfuse.plan.lines import Slots
+from mdfuse.plan.names import check_names
 from mdfuse.plan.slots import Step
 from mdfuse.program import Program
 from mdfuse.schedules import run_shuffled
 from mdfuse.sharding import shard_tensor, unshard_tensor
+from mdfuse.tensors import resolved
 
 #: What simulates: a compiled program, a host program, or the projection of each rank.
 Simulable = Program | HostProgram | Sequence[HostProgram]
@@ -133,13 +144,14 @@ def simulate(
         extents: symbolic extents by name; by default those of the global inputs.
         per_rank: instead of `inputs`: for each rank, name -> local tensor; names of outputs give
             preallocated buffers.
-        options: `poison` is the one that matters here.
+        options: `verify`, `poison` and `check_indices` are those that matter here.
         schedule: None: the ranks go on in lockstep, and a wait blocks its rank. A number: each
             stream of each rank and each transfer goes on by itself, as on GPUs, in a random order
             drawn from this seed. A result that nothing ordered before its use is then wrong.
 
     Raises:
-        ProgramError: the inputs do not fit.
+        ProgramError: the program is wrong, or the inputs do not fit.
+        IndexRangeError: with `check_indices`, an index is out of range.
         CommunicationError: posts of different ranks do not fit, or ranks wait for each other.
     """
     if isinstance(program, Program):
@@ -148,10 +160,18 @@ def simulate(
         check_extents(_host(program).name, (), extents)
     host = _host(program)
     locals_ = _projections(program)
+    if options_from_environment(options).verify:
+        host.check() if host.rank is None else verify(dict(enumerate(locals_)))
     arguments, out = _arguments(host, inputs, per_rank, len(locals_))
+    written = [n for n, name in enumerate(host.inputs) if name in host.written_inputs]
+    arguments = [[*resolved(given, written)] for given in arguments]
+    for given, buffers in zip(arguments, out, strict=True):
+        check_no_gradients(host.name, host.inputs, given)
+        check_no_gradients(host.name, host.outputs, buffers)
     network = SimNetwork(is_late=schedule is not None)
-    with torch.no_grad():
-        plans = _plans(locals_, arguments, out, network, options)
+    checks = IndexChecks()
+    with torch.no_grad(), torch.autocast(_device(arguments).type, enabled=False):
+        plans = _plans(locals_, arguments, out, network, options, checks)
         slots = [
             plan.start(numbers(host, given), buffers)
             for plan, given, buffers in zip(plans, arguments, out, strict=True)
@@ -160,6 +180,8 @@ def simulate(
             results, peaks = _run_in_lockstep(plans, slots, network)
         else:
             results, peaks = run_shuffled(plans, slots, network, schedule), ()
+        if checks.found is not None:
+            raise checks.found
     if host.rank is not None:
         return Simulated(results, [], peaks)
     outputs = [_global(host, name, i, results) for i, name in enumerate(host.outputs)]
@@ -172,15 +194,17 @@ def _plans(
     out: Sequence[Sequence[Any]],
     network: SimNetwork,
     options: Options | None,
+    checks: IndexChecks,
 ) -> list[Plan]:
-    poison, device = options_from_environment(options).poison, _device(arguments)
+    options, device = options_from_environment(options), _device(arguments)
+    how: dict[str, Any] = {"poison": options.poison, "is_simulated": True}
+    how["checks"] = checks if options.check_indices else None
     plans = []
     for rank, local in enumerate(locals_):
         check_arguments(local, rank, arguments[rank], device)
         check_outputs(local, rank, arguments[rank], out[rank], device, is_partial=True)
         bind = network.backend(rank).bind
-        given = arguments[rank], out[rank]
-        plans.append(build(local, bind, device, poison, *given, is_simulated=True))
+        plans.append(build(local, bind, device, arguments=arguments[rank], out=out[rank], **how))
     return plans
 
 
@@ -248,6 +272,11 @@ def _arguments(
 ) -> tuple[list[list[Any]], list[list[Any]]]:
     """The arguments and the preallocated outputs of each rank."""
     nothing = [[None] * len(host.outputs) for _ in range(size)]
+    for what, given in (("inputs", inputs), ("per_rank", per_rank)):
+        if given is not None and not isinstance(given, list | tuple):
+            raise ProgramError(
+                f"@{host.name}: {what}={described(given)}", hint="pass a list, also for one"
+            )
     if per_rank is not None:
         if len(per_rank) != size:
             raise ProgramError(
@@ -278,6 +307,12 @@ def _check_names(
     if inputs is not None:
         raise ProgramError("inputs and per_rank= at once", hint="pass one of them")
     for rank, given in enumerate(per_rank):
+        if not isinstance(given, Mapping):
+            raise ProgramError(
+                f"@{host.name} on rank {rank}: {described(given)} for the arguments",
+                because="per_rank= has a dict for each rank, in which they stand by name",
+                hint="its inputs and outputs are " + ", ".join((*host.inputs, *host.outputs)),
+            )
         unknown = [name for name in given if name not in (*host.inputs, *host.outputs)]
         if unknown:
             raise ProgramError(

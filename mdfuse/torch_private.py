@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from operator import attrgetter
+from functools import partial
+from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 # torch.distributed offers these without exporting them explicitly
 from torch._C._distributed_c10d import (
@@ -25,9 +27,10 @@ from torch._C._distributed_c10d import (
     TCPStore,
     Work,
 )
+from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level
+from torch.autograd import forward_ad
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.distributed.tensor import DTensor
 
 __all__ = [
@@ -43,8 +46,11 @@ __all__ = [
     "default_store",
     "end_group",
     "fake_group",
+    "forward_level",
     "gloo_options",
     "is_capturing",
+    "is_transformed",
+    "is_zero_tensor",
     "asynchronous_type",
     "local_of",
     "nccl_options",
@@ -52,6 +58,7 @@ __all__ = [
     "shard_order",
     "spec_of",
     "symmetric_empty",
+    "transform_level",
 ]
 
 #: A process group of one library, as its own class: torch's stubs lack most of its methods.
@@ -118,6 +125,21 @@ def nccl_options(timeout: timedelta) -> Any:
     made: Any = ProcessGroupNCCL.Options()
     made._timeout = timeout
     return made
+
+
+# -- tensors that are not what they seem -----------------------------------------------------------
+
+#: The level of torch.func's innermost transform around this line; None outside of all.
+transform_level = maybe_current_level
+
+#: A tensor that a transform of torch.func goes over.
+is_transformed = is_functorch_wrapped_tensor
+
+#: The level of forward-mode differentiation; -1 outside of it.
+forward_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")
+
+#: Zeros without any memory.
+is_zero_tensor: Callable[[Tensor], bool] = methodcaller("_is_zerotensor")
 
 
 # -- DTensors --------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ def test_a_slice_is_no_mesh_of_a_program() -> None:
 
 @pytest.mark.usefixtures("fake")
 def test_names_that_a_mesh_cannot_have() -> None:
-    with pytest.raises(mf.MeshError, match="identifier"):
+    with pytest.raises(mf.MeshError, match="letters, digits and underscores"):
         DeviceMesh(TorchMesh("cpu", [0, 1], mesh_dim_names=("data parallel",)))
     with pytest.raises(mf.MeshError, match="has no default names"):
         DeviceMesh(TorchMesh("cpu", [[[[0, 1]]]]))
@@ -397,13 +397,18 @@ def test_an_evaluator_with_a_buffer_for_one_output() -> None:
 
 @pytest.mark.usefixtures("fake")
 def test_parameters() -> None:
-    """A parameter is a DTensor; a run has no gradient."""
+    """A parameter is a DTensor; a run has no gradient, and says so."""
     program, (x, w) = mf.compile(mlp_definition()), mlp_arguments(2)
     parameter = torch.nn.Parameter(w)
-    for _ in range(2):
-        outputs = program.run(x, parameter)
-        assert all(type(y) is DTensor and not y.requires_grad for y in outputs)
+    with pytest.raises(mf.ProgramError, match="requires grad"):
+        program.run(x, parameter)
+    with torch.no_grad():
+        for _ in range(2):
+            outputs = program.run(x, parameter)
+            assert all(type(y) is DTensor and not y.requires_grad for y in outputs)
     assert program.plans.info()[:2] == (1, 1)
+    with pytest.raises(mf.ProgramError, match="requires grad"):
+        program.run(x, parameter)
 
 
 @pytest.mark.usefixtures("fake")

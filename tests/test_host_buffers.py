@@ -308,8 +308,12 @@ def test_nothing_is_recorded_for_autograd() -> None:
       return %y"""
     x = numbers(3).requires_grad_()
     for given in ({}, {"y": torch.empty(3)}):
-        (got,) = alone(body, x=x, **given)
+        with pytest.raises(mf.ProgramError, match="%x requires grad"):
+            alone(body, x=x, **given)
+        with torch.no_grad():
+            (got,) = alone(body, x=x, **given)
         assert not got.requires_grad
+        assert torch.equal(got, numbers(3) + 1.0)
 
 
 def test_an_error_of_torch_says_in_which_instruction() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import mdfuse as mf
 from mdfuse import DeviceMesh
@@ -173,15 +174,66 @@ def test_an_input_that_is_written_and_another_one() -> None:
 # -- the caller's modes ----------------------------------------------------------------------------
 
 
-def test_inputs_that_autograd_watches() -> None:
+@pytest.mark.parametrize("first", ["watched", "plain"])
+def test_inputs_that_autograd_watches(first: str) -> None:
+    """A run has no gradient, and says so; where nothing is recorded it computes."""
     program = product()
-    for _ in range(3):
+    for n in range(4):
         x, w = drawn()
-        (y,) = program.run(x.requires_grad_(), torch.nn.Parameter(w))
-        assert not y.requires_grad
+        parameter = torch.nn.Parameter(w)
+        if n or first == "plain":
+            (y,) = program.run(x, w)
+            assert torch.allclose(y.double(), want(x, w))
+        with pytest.raises(mf.ProgramError, match=r"%w requires grad(.|\n)*torch.no_grad\(\)"):
+            program.run(x, parameter)
+        for mode in (torch.no_grad(), torch.inference_mode()):
+            with mode:
+                (y,) = program.run(x, parameter)
+            assert not y.requires_grad
+            assert torch.allclose(y.double(), want(x, w))
+
+
+@pytest.mark.parametrize("mode", [torch.autocast("cpu", torch.bfloat16), torch.device("meta")])
+def test_modes_that_change_what_torch_computes(mode: Any) -> None:
+    """A program has its own dtypes and devices, whatever torch would take by default."""
+    with mf.FusionDefinition("linear") as fd:
+        x = fd.define_tensor([4, 3], mesh=ONE)
+        w = fd.define_tensor([5, 3], mesh=ONE)
+        s = fd.define_scalar()
+        fd.add_output(fd.ops.linear(x, w) * (s + 1.0))
+    program = mf.compile(fd)
+    x, w = torch.randn(4, 3), torch.randn(5, 3)
+    expected = torch.nn.functional.linear(x, w) * 3.0
+    for _ in range(2):
+        with mode:
+            found = [program.run(x, w, 2.0)[0], mf.simulate(program, [x, w, 2.0]).outputs[0]]
+        for y in (*found, program.run(x, w, 2.0)[0]):
+            assert (y.dtype, y.device) == (torch.float32, torch.device("cpu"))
+            assert torch.allclose(y, expected)
+
+
+def test_inputs_with_a_tangent() -> None:
+    """Forward-mode gradients are not computed either."""
+    program, (x, w) = product(), drawn()
+    for _ in range(2):
+        program.run(x, w)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, torch.ones_like(x))
+            with pytest.raises(mf.ProgramError, match="%x has a tangent"):
+                program.run(dual, w)
+            (y,) = program.run(forward_ad.unpack_dual(dual).primal, w)
         assert torch.allclose(y.double(), want(x, w))
-        (y,) = program.run(x.detach(), w)
-        assert torch.allclose(y.double(), want(x, w).detach())
+
+
+def test_inputs_inside_of_a_transform() -> None:
+    """What torch.func wraps is refused; what it leaves alone runs."""
+    program, (x, w) = product(), drawn()
+    for _ in range(2):
+        program.run(x, w)
+        with pytest.raises(mf.ProgramError, match=r"%x is a tensor inside of a transform"):
+            torch.vmap(lambda row: program.run(row, w)[0])(torch.stack([x, x]))
+        (y,) = torch.vmap(lambda row: row + program.run(x, w)[0].sum())(torch.zeros(2, 1))[:1]
+        assert torch.allclose(y.double(), want(x, w).sum())
 
 
 def test_a_plan_made_in_inference_mode_serves_outside_of_it() -> None:

@@ -75,7 +75,7 @@ def plan_of(body: str, *arguments: Any) -> Plan:
 
 
 def addresses(plan: Plan) -> dict[str, int]:
-    return {plan.names[slot]: x.data_ptr() for slot, x in plan.owned.buffers.items()}
+    return {plan.names[slot][1:]: x.data_ptr() for slot, x in plan.owned.buffers.items()}
 
 
 def test_elementwise_results_take_the_place_of_what_dies() -> None:

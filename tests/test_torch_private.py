@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -19,7 +20,9 @@ MODULES = sorted(set(Path(PACKAGE).rglob("*.py")) - {Path(torch_private.__file__
 #: Private names of torch's objects that code could use without importing anything.
 ATTRIBUTES = {
     "_allgather_base",
+    "_current_level",
     "_end_coalescing",
+    "_is_zerotensor",
     "_local_tensor",
     "_reduce_scatter_base",
     "_spec",
@@ -85,3 +88,6 @@ def test_what_is_used_is_there() -> None:
     finally:
         dist.destroy_process_group()
     assert isinstance(torch_private.asynchronous_type(), type)
+    assert torch_private.transform_level() is None and torch_private.forward_level() == -1
+    zeros = torch.zeros(2)
+    assert not torch_private.is_transformed(zeros) and not torch_private.is_zero_tensor(zeros)

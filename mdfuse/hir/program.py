@@ -183,6 +183,21 @@ class HostProgram:
         check_nesting(self)
         return program_text(self)
 
+    def check(self) -> None:
+        """Verify it, once.
+
+        Raises:
+            MdfuseError: it is wrong; see `mdfuse.hir.verify`.
+        """
+        assert self._is_right
+
+    @cached_property
+    def _is_right(self) -> bool:
+        from mdfuse.hir.verify import verify
+
+        verify(self)
+        return True
+
     def walk(self) -> Iterator[Instruction]:
         """All instructions, those inside loops, branches and host units included."""
         for i in self.instructions:
@@ -226,6 +241,11 @@ class HostProgram:
     def backends(self) -> tuple[str, ...]:
         """The backends that posts name, each once, in program order."""
         return tuple(dict.fromkeys(c.backend for c in self.communications if c.backend))
+
+    @cached_property
+    def written_inputs(self) -> frozenset[str]:
+        """The inputs whose buffers are written: those that have aliases."""
+        return frozenset(map(self.root, self.aliases)).intersection(self.inputs)
 
     def has(self, name: str, rank: int) -> bool:
         """Whether a rank has a part of a buffer."""

@@ -19,3 +19,10 @@ def highest(dtype: torch.dtype) -> float | int | bool:
     if dtype == torch.bool:
         return True
     return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def poison(dtype: torch.dtype) -> complex | float | int | bool:
+    """What shows where it comes through: NaN; integers have none, their greatest number may do."""
+    if dtype.is_complex:
+        return complex(math.nan, math.nan)
+    return math.nan if dtype.is_floating_point else highest(dtype)

@@ -55,6 +55,7 @@ class Op:
             "reduce" an operand with the op that it reduces by itself.
         is_view: the result may share storage with the first operand.
         is_single: runs as a single host op; others are merged into host units.
+        indexed: the position of the operand whose rows the first operand names by their numbers.
         stays: the position of a matrix operand that keeps its split of the result's dims; the
             other operand moves (weights stay where they are).
         attrs: its attributes; there are no others.
@@ -71,6 +72,7 @@ class Op:
     partial: str = ""
     is_view: bool = False
     is_single: bool = True
+    indexed: int | None = None
     stays: int | None = None
     attrs: tuple[Attr, ...] = ()
     operands: tuple[int, int | None] = (1, 1)
@@ -368,12 +370,12 @@ def _lookup(indices: Tensor, table: Tensor, *, part: tuple[int, int, int] | None
 
     Rows outside the piece come back as zeros, so that the sum over all pieces is the lookup.
     """
+    if not table.shape[0]:
+        return table.new_zeros((*indices.shape, table.shape[1]))
     if part is None:
         return _F.embedding(indices, table)
     start, stop, _ = part
     here = (indices >= start) & (indices < stop)
-    if start == stop:
-        return table.new_zeros((*indices.shape, table.shape[1]))
     rows = _F.embedding((indices - start).clamp(0, stop - start - 1), table)
     return torch.where(here.unsqueeze(-1), rows, 0)
 
@@ -425,6 +427,7 @@ _row(
     dims.embedding,
     "embedding",
     localize=_local_rows,
+    indexed=1,
     operands=(2, 2),
     attrs=(attr("part", "part", is_local=True),),
     **_COMPOSITE,

@@ -259,9 +259,11 @@ def _passes_partial(
         return op if op in labels.reduces.values() else None
     if op != "sum":
         return None
-    tensors = [x for x in expr.inputs if x is not None]
-    if rule == "sum":
-        every = len(partials) == len(operands) and all(isinstance(x, str) for x in tensors)
+    if rule == "sum":  # a number would be added on every rank
+        tensors = {o.value.name for o in operands}
+        every = len(partials) == len(operands) and tensors.issuperset(
+            x for x in expr.inputs if x is not None
+        )
         return op if every and partials.count(partials[0]) == len(partials) else None
     # "scale": the first operand alone is Partial, and it is read once.
     alone = expr.inputs[0] == first.value.name and isinstance(placements[0], Partial)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import Instruction
-from mdfuse.ir.extremes import highest
+from mdfuse.ir.extremes import poison
 from mdfuse.ir.infer import dense_strides
 from mdfuse.plan.lines import Line, NewBuffer
 from mdfuse.plan.slots import Context
@@ -49,8 +49,7 @@ def new_buffer(
     context.know(output, torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
     made = [_make(memory, new, context.slot(output))]
     if context.poison:
-        poison = math.nan if dtype.is_floating_point else highest(dtype)
-        made.append(Line(run="fill_", args=(context.ref(output), poison)))
+        made.append(Line(run="fill_", args=(context.ref(output), poison(dtype))))
     return made
 
 

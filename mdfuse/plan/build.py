@@ -18,6 +18,7 @@ from torch import Tensor
 from mdfuse.backends.base import Call, Poster
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import HostProgram
+from mdfuse.plan.index_checks import IndexChecks
 from mdfuse.plan.lines import Function, Line, Ref, Slots, write
 from mdfuse.plan.memory import Owned, own
 from mdfuse.plan.places import Tally, register
@@ -35,7 +36,7 @@ class Plan:
     Attributes:
         name: of the program.
         size: how many slots.
-        names: slot -> the name of its buffer or handle in the program.
+        names: slot -> what it is, for readers: the name of its buffer or handle in the program.
         inputs: the slots of the inputs.
         given: for each output the slot of the caller's buffer, where there is one.
         outputs: the slots of the outputs; None for what this rank does not compute.
@@ -126,7 +127,8 @@ class Plan:
     def run(self, arguments: Sequence[Any], out: Sequence[Any] | None = None) -> list[Any]:
         """Run from start to end on a backend whose waits block.
 
-        Nothing is recorded for autograd, which knows no writes into given buffers.
+        Nothing is recorded for autograd, which knows no writes into given buffers; where it would
+        be, the run was refused.
         """
         if out is not None:
             arguments = [*arguments, *self.taken(out)]
@@ -206,6 +208,7 @@ def build(
     is_simulated: bool = False,
     caller: int = 0,
     tally: Tally | None = None,
+    checks: IndexChecks | None = None,
 ) -> Plan:
     """Prepare the calls of a projected program.
 
@@ -220,6 +223,7 @@ def build(
         is_simulated: streams are those of the simulator, whatever the device.
         caller: the handle of the caller's CUDA stream.
         tally: how often the program ran.
+        checks: looks at the indices of tables.
 
     Raises:
         ProgramError: an instruction of it means nothing on this rank.
@@ -231,7 +235,7 @@ def build(
     context = Context(
         written, program.rank, {}, bind, device, poison, has_streams,
         one_stream=not any(i.op == "set_stream" for i in written.instructions),
-        caller=caller, stream=caller,
+        caller=caller, stream=caller, checks=checks,
     )  # fmt: skip
     inputs = tuple(context.slot(name) for name in written.inputs)
     context.bound.update(n for n in written.inputs if written.has(n, program.rank))
@@ -252,7 +256,7 @@ def build(
         written=tuple(
             slot
             for slot, name in zip(inputs, program.inputs, strict=True)
-            if name in {program.root(n) for n in program.aliases}
+            if name in program.written_inputs
         ),
         records=any(isinstance(x, Tensor) and x.requires_grad for x in (*arguments, *out)),
         tally=tally,

@@ -163,6 +163,7 @@ class GraphPlan:
     def __post_init__(self) -> None:
         self.regions = regions(self.plan)
         self.numbers, self.may_overlap = self.plan.numbers, self.plan.may_overlap
+        self.records = self.plan.records
         places = [slot for slot in self.plan.given if slot is not None]
         self._parameters = (*self.plan.inputs, *places)
         self._written = {*self.plan.written, *places}

@@ -5,12 +5,15 @@ for one value of one run. The simulator makes the calls one by one, on a list of
 writes them down as one Python function without branches, whose local variables are the slots, so
 that a run costs what the same calls cost when written by hand:
 
-    def run(caller, x, w):
-        c0 = allgather_base(g, x, options)  # mlp.py:14
-        c0.wait()  # mlp.py:14
-        c0 = None
-        mm(g, w, out=y)  # mlp.py:15
-        return [y]
+    def run(v0, v1, v2):  # v0 = caller's stream, v1 = %x, v2 = %w
+        v3 = allgather_base(b0, v1, c0)  # v3 = %c, b0 = %g  # mlp.py:14
+        v3.wait()  # mlp.py:14
+        v3 = None
+        mm(b0, v2, out=b1)  # b1 = %y  # mlp.py:15
+        return [b1]
+
+Variables are numbered: users' names are no Python identifiers, and where they look like some,
+Python takes several of them for one. They stand in comments, where a variable is used first.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import keyword
 import linecache
 import re
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -28,6 +32,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from mdfuse.errors import printable
 from mdfuse.ir.ops import itself
 
 Slots = list[Any]
@@ -175,11 +180,25 @@ class _Writer:
     taken: set[str] = field(default_factory=lambda: {"run", *keyword.kwlist})
     #: constants made of buffers that stay, so that each is made once
     made: dict[Any, Any] = field(default_factory=dict)
+    #: what variables stand for that were not used before
+    notes: list[str] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
 
-    def fresh(self, like: str) -> str:
-        """A name that nothing has."""
-        base = re.sub(r"\W", "_", like).strip("_") or "f"
-        base = base if base.isidentifier() else f"v{base}"
+    def numbered(self, letter: str, slot: int | None = None) -> str:
+        """The next variable of a kind: v0, v1, ...; what its slot is called goes into a comment."""
+        name = letter
+        while name == letter or name in self.taken:
+            name = f"{letter}{self.counts[letter]}"
+            self.counts[letter] += 1
+        self.taken.add(name)
+        if slot is not None and slot in self.names:
+            self.notes.append(f"{name} = {self.names[slot]}")
+        return name
+
+    def called(self, function: Callable[..., Any]) -> str:
+        """A name for a function, like its own."""
+        like = re.sub(r"\W", "_", getattr(function, "__name__", "f"), flags=re.ASCII).strip("_")
+        base = like if like.isidentifier() else f"f{like}"
         name, n = base, 0
         while name in self.taken:
             n += 1
@@ -187,26 +206,28 @@ class _Writer:
         self.taken.add(name)
         return name
 
-    def constant(self, x: Any, like: str = "c") -> str:
+    def constant(self, x: Any, slot: int | None = None) -> str:
         if x is None or type(x) in (bool, int, str):
             return repr(x)
         if id(x) not in self.constants:
-            name = self.constants[id(x)] = self.fresh(like)
+            is_function = slot is None and callable(x)
+            name = self.called(x) if is_function else self.numbered("bc"[slot is None], slot)
+            self.constants[id(x)] = name
             self.scope[name] = x
         return self.constants[id(x)]
 
     def slot(self, slot: int) -> str:
         if slot in self.owned:
-            return self.constant(self.owned[slot], self.names.get(slot, "b"))
+            return self.constant(self.owned[slot], slot)
         if slot not in self.slots:
-            self.slots[slot] = self.fresh(self.names.get(slot, "v"))
+            self.slots[slot] = self.numbered("v", slot)
         return self.slots[slot]
 
     def operand(self, x: Any) -> str:
         if isinstance(x, Ref):
             if x.slot not in self.owned:
                 return _FORMS[x.form].format(self.slot(x.slot))
-            return self.constant(self.kept(x), self.names.get(x.slot, "b"))
+            return self.constant(self.kept(x), x.slot)
         if isinstance(x, list):
             if all(r.slot in self.owned for r in _refs(x)):
                 return self.constant(self.kept(x))
@@ -224,18 +245,29 @@ class _Writer:
         if line.run is None:
             return " = ".join([*map(self.slot, line.targets), "None"])
         args = [self.operand(x) for x in line.args]
-        args += [f"{name}={self.operand(x)}" for name, x in line.kwargs]
+        args += [_keyword(name, self.operand(x)) for name, x in line.kwargs]
         if line.run is itself:
             (call,) = args
         elif isinstance(line.run, str):
             call = f"{args[0]}.{line.run}({', '.join(args[1:])})"
         else:
-            name = getattr(line.run, "__name__", "f")
-            call = f"{self.constant(line.run, name)}({', '.join(args)})"
+            call = f"{self.constant(line.run)}({', '.join(args)})"
         targets = ", ".join(self.slot(slot) for slot in line.targets)
         if isinstance(line.into, tuple):
             targets += ","
         return f"{targets} = {call}" if line.into is not None else call
+
+    def commented(self, line: str, label: str = "") -> str:
+        """A line, what the variables stand for that it uses first, and what it belongs to."""
+        notes, self.notes = self.notes, []
+        comments = [", ".join(notes), label]
+        return line + "".join(f"  # {printable(comment)}" for comment in comments if comment)
+
+
+def _keyword(name: str, value: str) -> str:
+    """An argument by name, whatever the name is."""
+    is_plain = name.isascii() and name.isidentifier() and not keyword.iskeyword(name)
+    return f"{name}={value}" if is_plain else f"**{{{name!r}: {value}}}"
 
 
 @dataclass(frozen=True)
@@ -278,18 +310,18 @@ def write(
         parameters: the slots that the caller fills.
         results: the slots that it returns; None for what this rank lacks.
         owned: slots whose value is the same in all runs.
-        names: slot -> what to call it.
+        names: slot -> what it is, for readers.
         labels: what each line belongs to, as comments.
     """
     writer = _Writer(owned, names or {})
-    text = [f"def run({', '.join(map(writer.slot, parameters))}):"]
+    text = [writer.commented(f"def run({', '.join(map(writer.slot, parameters))}):")]
     for n, line in enumerate(lines):
-        label = labels[n].replace("\n", " ") if labels is not None and line.run is not None else ""
-        text.append(f"    {writer.line(line)}" + (f"  # {label}" if label else ""))
+        label = labels[n] if labels is not None and line.run is not None else ""
+        text.append(writer.commented(f"    {writer.line(line)}", label))
     found = ["None" if slot is None else writer.slot(slot) for slot in results]
-    text.append(f"    return [{', '.join(found)}]")
+    text.append(writer.commented(f"    return [{', '.join(found)}]"))
     source = "\n".join(text) + "\n"
-    file = f"<plan {next(_serials)} of @{name}>"
+    file = f"<plan {next(_serials)} of @{printable(name)}>"
     exec(compile(source, file, "exec"), writer.scope)
     run = writer.scope.pop("run")  # not to refer to itself: its buffers go when it goes
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)

@@ -17,12 +17,14 @@ from torch import Tensor
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import Instruction
 from mdfuse.ir import ops
+from mdfuse.ir.extremes import highest, lowest
 from mdfuse.ir.graph import Operand
 from mdfuse.ir.infer import dense_strides
 from mdfuse.ir.writes import EXACT, WRITES, fresh_write, is_dense_result
 from mdfuse.plan.allocation import empty, new_buffer
 from mdfuse.plan.lines import Line, Ref, drop
 from mdfuse.plan.slots import Context, base_name, described
+from mdfuse.tensors import why_not
 
 #: Ops that read and write element by element: their result may take the place of an operand.
 _ELEMENTWISE = ("unary", "binary", "where")
@@ -233,18 +235,27 @@ def _scalar(i: Instruction, row: ops.Op, context: Context) -> Line:
 def scalar_call(call: Callable[..., Any], operands: Sequence[Any]) -> Any:
     """Call an op on numbers; returns a number."""
     wide = {bool: torch.bool, int: torch.int64, float: torch.float64}
-    tensors = [torch.tensor(x, dtype=wide[type(x)]) for x in operands]
+    tensors = [torch.tensor(x, dtype=wide[type(x)], device="cpu") for x in operands]
     return call(*tensors).item()
 
 
 def as_number(x: Any, dtype: torch.dtype) -> bool | int | float | None:
     """A number of the kind that a host scalar of this dtype is; None where x cannot be one."""
-    x = x.item() if isinstance(x, Tensor) and x.ndim == 0 else x
+    if isinstance(x, Tensor):
+        x = x.item() if why_not(x) is None and x.ndim == 0 else None
     if not isinstance(x, bool | int | float):
         return None
-    if dtype.is_floating_point:
-        return float(x)
+    if dtype.is_floating_point or dtype.is_complex:
+        return _as_float(x)
     if isinstance(x, float) and not x.is_integer():
         return None
     kind = bool if dtype == torch.bool else int
-    return kind(x) if kind(x) == x else None
+    return kind(x) if kind(x) == x and lowest(dtype) <= x <= highest(dtype) else None
+
+
+def _as_float(x: float) -> float | None:
+    """A float; None of an integer that is greater than all of them."""
+    try:
+        return float(x)
+    except OverflowError:
+        return None

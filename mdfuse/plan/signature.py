@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mdfuse.hir.program import HostProgram
-from mdfuse.torch_private import current_raw_stream
+from mdfuse.hir.program import BufferType, HostProgram
+from mdfuse.hir.sharing import storage
+from mdfuse.tensors import PLAIN, are_writable, is_lazy
+from mdfuse.torch_private import (
+    current_raw_stream,
+    forward_level,
+    is_zero_tensor,
+    transform_level,
+)
 
-#: What reading off the signature of something that is no strided tensor raises.
-_NO_TENSOR = (AttributeError, RuntimeError, TypeError, IndexError)
+_properties = attrgetter("shape", "dtype", "layout", "device", "requires_grad")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +34,8 @@ class Signature:
         absent: those that it has not.
         numbers: those that are numbers.
         written: those whose buffers are written through an alias.
+        posted: those whose memory may go to a library that knows nothing of tensors, or into a
+            CUDA graph, and so must hold their elements.
         device: whose current stream counts; None on CPU.
         owner: tells the signatures of one program from those of others.
     """
@@ -35,40 +45,53 @@ class Signature:
     absent: tuple[int, ...]
     numbers: tuple[int, ...]
     written: tuple[int, ...]
+    posted: tuple[int, ...]
     device: int | None
     owner: int
 
     def read(self, arguments: Sequence[Any], out: Sequence[Any] | None) -> Hashable | None:
-        """Shapes, strides, dtypes and devices; None: the arguments need a closer look."""
+        """Shapes, strides, dtypes, layouts and devices; None: the arguments need a closer look.
+
+        So it is where a transform of torch.func or forward-mode gradients are under way.
+        """
         if len(arguments) != self.count:
+            return None
+        if transform_level() is not None or forward_level() >= 0:
             return None
         for n in self.absent:
             if arguments[n] is not None:
                 return None
-        try:
-            found: list[Hashable] = [
-                (x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
-                for x in [arguments[n] for n in self.tensors]
-            ]
-            if out is not None:
-                found += [
-                    x if x is None else (x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
-                    for x in out
-                ]
-        except _NO_TENSOR:
+        tensors, given = [arguments[n] for n in self.tensors], None
+        if out is not None:
+            tensors += [x for x in out if x is not None]
+            given = tuple(map(is_, out, repeat(None)))
+        if not PLAIN.issuperset(map(type, tensors)):
             return None
-        return (self.owner, self.stream(), out is None, *found)
+        for n in self.posted:
+            x = arguments[n]
+            if x.is_neg() or x.is_conj() or is_zero_tensor(x):
+                return None
+        try:
+            found = *map(_properties, tensors), *map(Tensor.stride, tensors)
+        except RuntimeError:  # nested
+            return None
+        return (self.owner, self.stream(), given, *found)
 
     def stream(self) -> int:
         """The handle of the current CUDA stream; 0 on CPU."""
         return 0 if self.device is None else current_raw_stream(self.device)
 
     def are_apart(self, arguments: Sequence[Any], out: Sequence[Any] | None) -> bool:
-        """No buffer that is written overlaps another one, as far as addresses tell."""
+        """No buffer that is written overlaps another one, as far as addresses tell.
+
+        Nor is it one that torch does not write into, or not as it stands in memory.
+        """
         written = [arguments[n] for n in self.written]
         written += [x for x in out or () if x is not None]
         if not written:
             return True
+        if any(map(is_lazy, written)) or not are_writable(written):
+            return False
         read = [arguments[n] for n in self.tensors if n not in self.written]
         spans = sorted(
             (*span(x), is_written) for xs, is_written in ((written, 1), (read, 0)) for x in xs
@@ -92,21 +115,36 @@ def span(x: Tensor) -> tuple[int, int]:
 
 
 def signature_of(
-    program: HostProgram, rank: int, device: torch.device, owner: int = 0
+    program: HostProgram,
+    rank: int,
+    device: torch.device,
+    owner: int = 0,
+    is_captured: bool = False,
 ) -> Signature:
-    """What to read off the arguments of one rank."""
+    """What to read off the arguments of one rank; `is_captured`: plans may become CUDA graphs."""
     kinds = [program.types[name] for name in program.inputs]
-    written = {program.root(name) for name in program.aliases}
-    numbered = list(enumerate(zip(program.inputs, kinds, strict=True)))
-    mine = [n for n, (_, k) in numbered if k.layout is not None and rank in k.layout.mesh]
+    mine = _positions(kinds, lambda k: k.layout is not None and rank in k.layout.mesh)
+    posted = {*program.inputs} if is_captured else _posted(program)
     return Signature(
         count=len(kinds),
-        tensors=tuple(mine),
-        absent=tuple(
-            n for n, (_, k) in numbered if k.layout is not None and rank not in k.layout.mesh
-        ),
-        numbers=tuple(n for n, (_, k) in numbered if k.layout is None),
-        written=tuple(n for n, (name, _) in numbered if name in written and n in mine),
+        tensors=mine,
+        absent=_positions(kinds, lambda k: k.layout is not None and rank not in k.layout.mesh),
+        numbers=_positions(kinds, lambda k: k.layout is None),
+        written=tuple(n for n in mine if program.inputs[n] in program.written_inputs),
+        posted=tuple(n for n in mine if program.inputs[n] in posted),
         device=device.index if device.type == "cuda" else None,
         owner=owner,
     )
+
+
+def _positions(
+    kinds: Sequence[BufferType], is_one: Callable[[BufferType], bool]
+) -> tuple[int, ...]:
+    return tuple(n for n, kind in enumerate(kinds) if is_one(kind))
+
+
+def _posted(program: HostProgram) -> set[str]:
+    """The names whose memory a communication may read or write."""
+    shared = storage(program)
+    posts = (i for i in program.walk() if i.comm is not None or i.op in ("send", "recv"))
+    return {shared.get(x, x) for i in posts for x in (*i.reads, *i.outputs)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from mdfuse.hir.sharing import storage
 from mdfuse.layout import Box
 from mdfuse.plan.lines import Line, Ref, Slots
 from mdfuse.plan.streams import CALLER
+
+if TYPE_CHECKING:
+    from mdfuse.plan.index_checks import IndexChecks
 
 #: The slot of the caller's stream in every plan.
 CALLER_SLOT = 0
@@ -67,7 +70,7 @@ class Context:
         rank: the rank.
         slots: name -> slot; a name that is bound again, after it was freed, gets another one.
         size: how many slots there are.
-        names: slot -> the name.
+        names: slot -> what it is, for readers: the name as programs print it.
         bind: prepares a call on a backend whose teams are made.
         device: where buffers lie.
         poison: fill new buffers with NaN or the largest value.
@@ -83,6 +86,7 @@ class Context:
         storage: name -> the name whose memory it shares; names with memory of their own are absent.
         updated: names that may share memory with what is written again after it was bound.
         host_values: which names stand for numbers of a run, or for host memory.
+        checks: looks at the indices of tables; None: nobody does.
     """
 
     program: HostProgram
@@ -96,7 +100,7 @@ class Context:
     caller: int = 0
     stream: int = 0
     size: int = CALLER_SLOT + 1
-    names: dict[int, str] = field(default_factory=lambda: {CALLER_SLOT: "caller"})
+    names: dict[int, str] = field(default_factory=lambda: {CALLER_SLOT: "caller's stream"})
     facts: dict[str, Tensor] = field(default_factory=dict)
     bound: set[str] = field(default_factory=set)
     given: set[str] = field(default_factory=set)
@@ -105,6 +109,7 @@ class Context:
     storage: dict[str, str] = field(default_factory=dict)
     updated: frozenset[str] = frozenset()
     host_values: HostValues = field(init=False)
+    checks: IndexChecks | None = None
 
     def __post_init__(self) -> None:
         self.host_values = HostValues(self.program)
@@ -112,7 +117,7 @@ class Context:
     def slot(self, name: str) -> int:
         if name not in self.slots:
             self.slots[name] = self.new_slot()
-            self.names[self.slots[name]] = name
+            self.names[self.slots[name]] = f"%{name}"
         return self.slots[name]
 
     def new_slot(self) -> int:

@@ -210,7 +210,8 @@ def _prepared(i: Instruction, context: Context) -> list[Line]:
     if i.op == "alloc":
         return allocate(i, context)
     if i.fn in ops.TABLE:
-        return compute(i, context)
+        lines = compute(i, context)
+        return lines if context.checks is None else context.checks.checked(i, lines, context)
     if i.op in BUFFER_OPS:
         return BUFFER_OPS[i.op](i, context)
     raise ProgramError(

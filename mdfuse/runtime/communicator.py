@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -99,6 +99,13 @@ class Communicator:
         return (
             f"Communicator(rank={self.rank}, size={self.size}, backend={self.backend!r}, "
             f"device={str(self.device)!r}, launcher={self.launch.name!r})"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise BackendError(
+            f"rank {self.rank} cannot copy or pickle its communicator",
+            because="it is a connection of this process with others",
+            hint="call mdfuse.init() where it is wanted",
         )
 
     def open(self, names: Iterable[str]) -> None:

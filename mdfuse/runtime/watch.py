@@ -9,7 +9,6 @@ other ranks did, and ends the process: buffers that such a communication writes 
 
 from __future__ import annotations
 
-import linecache
 import logging
 import os
 import sys
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mdfuse.backends.noting import Subject, Track
-from mdfuse.errors import PACKAGE, BackendError
+from mdfuse.errors import PACKAGE, BackendError, Source
 from mdfuse.plan import places
 from mdfuse.plan.places import Tally
 from mdfuse.runtime.bulletin import Answers, Bulletin, within
@@ -371,8 +370,7 @@ def _host_line() -> str:
     frame = frame or innermost
     if frame is None:
         return ""
-    name, line = frame.f_code.co_filename, frame.f_lineno
-    return f"{os.path.basename(name)}:{line}   {linecache.getline(name, line).strip()}".rstrip()
+    return Source(frame.f_code.co_filename, frame.f_lineno).quote()
 
 
 def _write_error(text: str) -> None:

@@ -89,7 +89,7 @@ def linear(x: Handle, weight: Handle, bias: Handle | None = None) -> Handle:
 
 
 def embedding(indices: Handle, weight: Handle) -> Handle:
-    """Rows of weight[v,d] at indices[…]. Indices are not checked against v."""
+    """Rows of weight[v,d] at indices[…]. They are below v: see `Options.check_indices`."""
     return record("embedding", indices, weight)
 
 

@@ -1,0 +1,73 @@
+"""Indices that no row of a table has: noted during a run, an error on all ranks once it is over.
+
+An error in the midst of a run would leave the other ranks in a communication. So indices are
+looked at before they are used, those out of range are replaced by one that is there, the run goes
+on to its end, and what was found is raised there, whatever rank found it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import Tensor
+
+from mdfuse.errors import IndexRangeError
+from mdfuse.hir.program import Instruction
+from mdfuse.ir.ops import TABLE
+from mdfuse.plan.lines import Line, Ref, drop
+from mdfuse.plan.slots import Context, base_name, described
+
+
+@dataclass
+class IndexChecks:
+    """What one rank found.
+
+    Attributes:
+        found: the first index out of range of the run that is under way.
+    """
+
+    found: IndexRangeError | None = None
+
+    def checked(self, i: Instruction, lines: Sequence[Line], context: Context) -> list[Line]:
+        """The calls of an instruction, on indices that were looked at."""
+        row = TABLE[i.fn]
+        if row.indexed is None:
+            return [*lines]
+        indices, table = (i.inputs[at] for at in (0, row.indexed))
+        assert isinstance(indices, str)
+        assert isinstance(table, str)
+        given, made = context.ref(indices), Ref(context.new_slot())
+        part = i.kwargs.get("part")
+        rows = part[2] if part is not None else context.type(table).shape[0]
+        look = partial(self._look, rows, partial(_out_of_range, i, table, rows, context))
+        first = Line(run=look, args=(given,), into=made.slot)
+        rest = [
+            replace(line, args=tuple(made if x == given else x for x in line.args))
+            for line in lines
+        ]
+        return [first, *rest, drop(made.slot)]
+
+    def _look(self, rows: int, error: Callable[[int], IndexRangeError], indices: Tensor) -> Tensor:
+        """Indices of rows that are there."""
+        wrong = indices[(indices < 0) | (indices >= rows)]
+        if wrong.numel() and self.found is None:
+            self.found = error(int(wrong[0]))
+        return indices.clamp(0, max(rows - 1, 0))
+
+    def take(self) -> IndexRangeError | None:
+        """What the run found; nothing is left for the next one."""
+        found, self.found = self.found, None
+        return found
+
+
+def _out_of_range(
+    i: Instruction, table: str, rows: int, context: Context, index: int
+) -> IndexRangeError:
+    return IndexRangeError(
+        f"{described(i)}: index {index}, but %{base_name(table)} has {rows} rows",
+        where=[f"rank {context.rank} of @{context.program.name}", *context.where(i)],
+        because=f"check_indices=True: an index is at least 0, and less than {rows}",
+        hint="look at the tensor that the indices come from",
+    )

@@ -1,0 +1,86 @@
+"""Names of a program that cannot mean anything, found before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mdfuse.errors import ProgramError
+from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.index import terms
+from mdfuse.plan.slots import unbound
+
+
+def check_names(program: HostProgram) -> None:
+    """Raise ProgramError where names cannot mean anything, on whatever rank.
+
+    Inputs that are aliases, aliases in a cycle or of another type, names that nothing computes.
+    """
+    for name, of in program.aliases.items():
+        _check_alias(program, name, of)
+    for name in program.outputs:
+        _check_output(program, name)
+    _check_outputs_apart(program)
+    known = set(map(program.root, program.inputs))
+    known.update(program.root(n) for i in program.walk() for n in i.outputs)
+    for i in program.walk():
+        for name in _names(i):
+            if program.root(name) not in known and not (
+                i.op == "return" and _is_elsewhere(program, name)
+            ):
+                raise unbound(program, name, i)
+
+
+def _check_outputs_apart(program: HostProgram) -> None:
+    """No two outputs are one buffer: what a caller does to one would show in the other."""
+    seen: dict[str, str] = {}
+    for name in program.outputs:
+        root = program.root(name)
+        if root in seen:
+            twice = "returned twice" if seen[root] == name else f"an alias of output %{seen[root]}"
+            raise ProgramError(
+                f"@{program.name}: output %{name} is {twice}",
+                because="each output is a buffer of its own, or one of the caller's",
+                hint=f"return a copy: %copy = mul(%{name}, 1)",
+            )
+        seen[root] = name
+
+
+def _names(i: Instruction) -> Iterator[str]:
+    """The buffers and handles that an instruction reads, or whose extent it asks for."""
+    yield from i.reads
+    for term in (t for index in i.indices for t in terms(index)):
+        if term.kind == "extent":
+            yield term.name
+
+
+def _is_elsewhere(program: HostProgram, name: str) -> bool:
+    """The program is that of a rank which has no part of a buffer."""
+    return program.rank is not None and not program.has(name, program.rank)
+
+
+def _check_alias(program: HostProgram, name: str, of: str) -> None:
+    root = program.root(name)
+    if name in program.inputs:
+        raise ProgramError(
+            f"@{program.name}: input %{name} is an alias of %{of}",
+            because="inputs cannot be aliased: their buffers are the caller's",
+            hint=f"alias %{of} = %{name} instead: %{of} then acts on the caller's buffer",
+        )
+    kind, other = program.types.get(name), program.types.get(root)
+    if kind is not None and other is not None and kind != other:
+        raise ProgramError(
+            f"@{program.name}: %{name} is an alias of %{root}, but of another type",
+            where=f"{kind.text()} {kind.layout}, and {other.text()} {other.layout}",
+            because="both names stand for one buffer",
+            hint="give them one type, or use reshape or permute for a view",
+        )
+
+
+def _check_output(program: HostProgram, name: str) -> None:
+    layout = program.types[name].layout if name in program.types else None
+    if layout is not None and layout.stream is not None and layout.stream.index is not None:
+        raise ProgramError(
+            f"@{program.name} returns %{name}, which is a chunk: {layout}",
+            because="an output is a whole value",
+            hint="return the buffer that it is a chunk of",
+        )
