@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.ir import dims, random
+from mdfuse.ir import creation, dims, random
 from mdfuse.ir.extremes import highest, lowest
 from mdfuse.ir.writes import on_tensors, write_of
 from mdfuse.layout import Box, box_shape
@@ -68,6 +68,11 @@ class Op:
     is_view: bool = False
     is_single: bool = True
     stays: int | None = None
+
+    @property
+    def is_creation(self) -> bool:
+        """It makes a tensor of numbers alone."""
+        return self.rule is dims.creation
 
 
 TABLE: dict[str, Op] = {}
@@ -374,4 +379,11 @@ _row(
     **_COMPOSITE,
 )
 _row("uniform", random.uniform, dims.creation, "uniform", localize=_local_draw, **_COMPOSITE)
+for _name, _made in {
+    "full": creation.full,
+    "arange": creation.arange,
+    "constant": creation.constant,
+}.items():
+    _row(_name, _made, dims.creation, _name, localize=_local_draw)
+_row("full_like", creation.full_like, dims.likeness, "full_like")
 _row("dropout", random.dropout, dims.pointwise, "dropout", localize=_local_draw, **_COMPOSITE)

@@ -15,7 +15,7 @@ from mdfuse.errors import DefinitionError
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import pointwise
 from mdfuse.frontend.ops.pointwise import ROWS, as_dtype, cast
-from mdfuse.frontend.ops.recording import Dims, Operation, checked, chosen, record
+from mdfuse.frontend.ops.recording import Dims, Operation, checked, chosen, record, shown
 
 Reduction = Callable[..., Handle]
 
@@ -52,28 +52,43 @@ def mean(
     return record("mean", x, dims=checked(x, dim, dims), keepdim=keepdim)
 
 
-def _extreme(name: str, pairwise: Reduction, doc: str) -> Reduction:
+def _extreme(name: str, doc: str) -> Reduction:
+    def function(
+        x: Handle, dim: Dims = None, keepdim: bool = False, *, dims: Dims = None
+    ) -> Handle:
+        return record(name, x, dims=checked(x, dim, dims), keepdim=keepdim)
+
+    function.__name__, function.__doc__ = f"a{name}", doc
+    return function
+
+
+amax = _extreme("max", "The largest element over dims (all by default).")
+amin = _extreme("min", "The smallest element over dims (all by default).")
+
+
+def _as_in_torch(name: str, over: Reduction, pairwise: Reduction) -> Reduction:
     def function(
         x: Handle, dim: Dims | Handle = None, keepdim: bool = False, *, dims: Dims = None
     ) -> Handle:
         if isinstance(dim, Handle):
             return pairwise(x, dim)
-        return record(name, x, dims=checked(x, dim, dims), keepdim=keepdim)
+        if isinstance(dim, int) or (keepdim and dim is None and dims is None):
+            raise DefinitionError(
+                f"{name} of {shown(x)} along dim {dim}",
+                because=f"torch.{name} along a dim gives values and indices; an operation of a "
+                "fusion has one result",
+                hint=f"{over.__name__}(x, dim, keepdim) gives the values; "
+                "indices are not to be had",
+            )
+        return over(x, dim, keepdim, dims=dims)
 
-    function.__name__, function.__doc__ = name, doc
+    doc = f"`{over.__name__}` of all elements, or over several dims; {name}(x, y): "
+    function.__name__, function.__doc__ = name, f"{doc}`{pairwise.__name__}`."
     return function
 
 
-max = _extreme(
-    "max",
-    pointwise.maximum,
-    "The largest element over dims (all by default), as `torch.amax`; max(x, y): `maximum`.",
-)
-min = _extreme(
-    "min",
-    pointwise.minimum,
-    "The smallest element over dims (all by default), as `torch.amin`; min(x, y): `minimum`.",
-)
+max = _as_in_torch("max", amax, pointwise.maximum)
+min = _as_in_torch("min", amin, pointwise.minimum)
 
 
 def _truth(name: str, doc: str) -> Reduction:
@@ -155,7 +170,7 @@ def logsumexp(x: Handle, dim: Dims = None, keepdim: bool = False, *, dims: Dims 
     """log(sum(exp(x))) over dims (all by default), without overflow."""
     over = checked(x, dim, dims)
     wide = in_f32(x)
-    top = max(wide, over, keepdim=True)
+    top = amax(wide, over, keepdim=True)
     top = pointwise.where(ROWS["isfinite"](top), top, 0.0)
     total = ROWS["log"](sum(ROWS["exp"](wide - top), over, keepdim=True)) + top
     return back(total if keepdim else _without(total, over), x)
@@ -191,9 +206,9 @@ def norm(
 
 def _norm(x: Handle, p: float, over: Dims, keepdim: bool) -> Handle:
     if p == math.inf:
-        return max(ROWS["abs"](x), over, keepdim)
+        return amax(ROWS["abs"](x), over, keepdim)
     if p == -math.inf:
-        return min(ROWS["abs"](x), over, keepdim)
+        return amin(ROWS["abs"](x), over, keepdim)
     if p == 0:
         return cast(sum(ROWS["ne"](x, 0), over, keepdim), x.dtype)
     if p == 1:
@@ -204,5 +219,5 @@ def _norm(x: Handle, p: float, over: Dims, keepdim: bool) -> Handle:
 
 
 SPELLED: tuple[Operation, ...] = (
-    sum, prod, mean, max, min, any, all, count_nonzero, var, std, logsumexp, norm,
+    sum, prod, mean, amax, amin, max, min, any, all, count_nonzero, var, std, logsumexp, norm,
 )  # fmt: skip

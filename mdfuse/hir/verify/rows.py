@@ -40,7 +40,7 @@ def row_problem(
     buffers = [k for k in operands if isinstance(k, BufferType) and k.layout is not None]
     if result.layout is None:
         return "a buffer does not become a number" if buffers else None
-    if not buffers and fn != "uniform":
+    if not buffers and not TABLE[fn].is_creation:
         return f"{fn} of numbers is a number"
     for k in buffers:
         assert k.layout is not None
