@@ -241,6 +241,7 @@ _SPECIAL: dict[tuple[str, str], Kind] = {
         )
         for name in ("max", "min")
     },
+    **{(name, key): _INTEGER_OR_NONE for name in ("argmax", "argmin") for key in ("dim", "dims")},
     **{
         (name, "dim"): _INTEGER
         for name in ("unsqueeze", "unflatten", "select", "narrow", "split", "chunk", "unbind",

@@ -223,6 +223,7 @@ class Methods:
         """x where the condition holds, else other."""
         return condition._call("where", self, other)
 
+
 #: What torch's tensors have and handles cannot have, and why.
 _NO_TENSOR = "a handle stands for a tensor that does not exist yet"
 _NO_DEVICE = "each rank has its part on a device of its own"

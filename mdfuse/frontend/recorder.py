@@ -121,8 +121,8 @@ class Recorder:
     def scalar(self, site: Site, value: float | int | bool | None, dtype: Any) -> Fact:
         """A number; see `FusionDefinition.define_scalar`."""
         value = pinned(value) if isinstance(value, Extent) else plain_number(value)
-        kind = dtype or (type(value) if value is not None else float)
-        kind = next((k for t, k in _SCALAR_DTYPES.items() if t is kind), kind)
+        said: Any = dtype or (type(value) if value is not None else float)
+        kind: Any = next((k for t, k in _SCALAR_DTYPES.items() if t is said), said)
         is_kind = isinstance(kind, torch.dtype) and kind in DTYPE_NAMES and is_in_range(value)
         if not is_kind or (value is not None and as_number(value, kind) is None):
             raise DefinitionError(

@@ -49,6 +49,7 @@ _FACTS: dict[Callable[..., Any], Callable[[Handle], Any]] = {
 #: Names that torch gives the first argument.
 _FIRST = ("input", "self")
 
+
 @lru_cache(maxsize=1)
 def _equals() -> dict[Any, str]:
     """torch function -> the name of the operation."""

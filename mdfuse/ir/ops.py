@@ -379,11 +379,8 @@ _row(
     **_COMPOSITE,
 )
 _row("uniform", random.uniform, dims.creation, "uniform", localize=_local_draw, **_COMPOSITE)
-for _name, _made in {
-    "full": creation.full,
-    "arange": creation.arange,
-    "constant": creation.constant,
-}.items():
-    _row(_name, _made, dims.creation, _name, localize=_local_draw)
+_row("full", creation.full, dims.creation, "full", localize=_local_draw)
+_row("arange", creation.arange, dims.creation, "arange", localize=_local_draw)
+_row("constant", creation.constant, dims.creation, "constant", localize=_local_draw)
 _row("full_like", creation.full_like, dims.likeness, "full_like")
 _row("dropout", random.dropout, dims.pointwise, "dropout", localize=_local_draw, **_COMPOSITE)

@@ -11,13 +11,23 @@ from mdfuse.frontend import methods
 from mdfuse.frontend.hints import hint_for
 from mdfuse.frontend.kinds import taking_kinds
 from mdfuse.frontend.methods import UnknownOperation as UnknownOperation
-from mdfuse.frontend.ops import creations, draws, indexing, neural, pointwise, products, reductions, views
+from mdfuse.frontend.ops import (
+    creations,
+    draws,
+    extremes,
+    indexing,
+    neural,
+    pointwise,
+    products,
+    reductions,
+    views,
+)
 from mdfuse.frontend.ops.indexing import index as index
 from mdfuse.frontend.ops.recording import Operation
 from mdfuse.frontend.ops.recording import current as current
 from mdfuse.frontend.ops.views import stride_order as stride_order
 
-_MODULES = (views, indexing, pointwise, reductions, products, neural, draws, creations)
+_MODULES = (views, indexing, pointwise, extremes, reductions, products, neural, draws, creations)
 
 #: other name -> operation.
 ALIASES = {

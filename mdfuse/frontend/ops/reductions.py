@@ -14,8 +14,9 @@ import torch
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import pointwise
+from mdfuse.frontend.ops.extremes import amax, amin
 from mdfuse.frontend.ops.pointwise import ROWS, as_dtype, cast
-from mdfuse.frontend.ops.recording import Dims, Operation, checked, chosen, record, shown
+from mdfuse.frontend.ops.recording import Dims, Operation, checked, chosen, record
 
 Reduction = Callable[..., Handle]
 
@@ -50,45 +51,6 @@ def mean(
     """Mean over dims (all by default)."""
     x = x if dtype is None or dtype == x.dtype else cast(x, dtype)
     return record("mean", x, dims=checked(x, dim, dims), keepdim=keepdim)
-
-
-def _extreme(name: str, doc: str) -> Reduction:
-    def function(
-        x: Handle, dim: Dims = None, keepdim: bool = False, *, dims: Dims = None
-    ) -> Handle:
-        return record(name, x, dims=checked(x, dim, dims), keepdim=keepdim)
-
-    function.__name__, function.__doc__ = f"a{name}", doc
-    return function
-
-
-amax = _extreme("max", "The largest element over dims (all by default).")
-amin = _extreme("min", "The smallest element over dims (all by default).")
-
-
-def _as_in_torch(name: str, over: Reduction, pairwise: Reduction) -> Reduction:
-    def function(
-        x: Handle, dim: Dims | Handle = None, keepdim: bool = False, *, dims: Dims = None
-    ) -> Handle:
-        if isinstance(dim, Handle):
-            return pairwise(x, dim)
-        if isinstance(dim, int) or (keepdim and dim is None and dims is None):
-            raise DefinitionError(
-                f"{name} of {shown(x)} along dim {dim}",
-                because=f"torch.{name} along a dim gives values and indices; an operation of a "
-                "fusion has one result",
-                hint=f"{over.__name__}(x, dim, keepdim) gives the values; "
-                "indices are not to be had",
-            )
-        return over(x, dim, keepdim, dims=dims)
-
-    doc = f"`{over.__name__}` of all elements, or over several dims; {name}(x, y): "
-    function.__name__, function.__doc__ = name, f"{doc}`{pairwise.__name__}`."
-    return function
-
-
-max = _as_in_torch("max", amax, pointwise.maximum)
-min = _as_in_torch("min", amin, pointwise.minimum)
 
 
 def _truth(name: str, doc: str) -> Reduction:
@@ -219,5 +181,5 @@ def _norm(x: Handle, p: float, over: Dims, keepdim: bool) -> Handle:
 
 
 SPELLED: tuple[Operation, ...] = (
-    sum, prod, mean, amax, amin, max, min, any, all, count_nonzero, var, std, logsumexp, norm,
+    sum, prod, mean, any, all, count_nonzero, var, std, logsumexp, norm,
 )  # fmt: skip

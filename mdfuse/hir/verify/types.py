@@ -9,6 +9,7 @@ from mdfuse.errors import MdfuseError
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.verify.report import wrong
 from mdfuse.hir.verify.rows import lacks, row_problem
+from mdfuse.ir.extremes import is_number_of
 from mdfuse.ir.graph import Operand, dtype_name
 from mdfuse.layout import Box
 
@@ -272,6 +273,15 @@ class _Types:
             )
         if kind.layout is None:
             raise self.mismatch(i, "a number needs no buffer")
+        fill = i.kwargs.get("fill")
+        if fill is not None and not is_number_of(fill, kind.dtype):
+            raise wrong(
+                self.program,
+                i,
+                f"alloc(fill={fill}) of {dtype_name(kind.dtype)}",
+                because="the buffer is filled with a number of its dtype",
+                hint="leave fill= out, or alloc(fill=0)",
+            )
         self.check_order(i, kind)
 
     def post(self, i: Instruction) -> None:
