@@ -5,7 +5,7 @@ This module imports `torch.distributed.tensor`; what imports it does so once the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch

@@ -127,8 +127,9 @@ def test_alloc_fills(dtype: str, memory: str) -> None:
       %h = mul(%h, 1)
       %y: {dtype}[2,3] (x=R) = alloc(fill=0)
       return %h, %y"""
-    x = torch.zeros(2).to({"f32": torch.float32, "i64": torch.int64, "bool": torch.bool}.get(
-        dtype, torch.bfloat16))
+    x = torch.zeros(2).to(
+        {"f32": torch.float32, "i64": torch.int64, "bool": torch.bool}.get(dtype, torch.bfloat16)
+    )
     if dtype == "bool":
         body = body.replace("mul(%h, 1)", "logical_and(%h, %h)")
     ones, zeros = alone(body, x=x)

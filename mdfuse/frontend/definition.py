@@ -17,7 +17,7 @@ from mdfuse.extents import Extent, is_symbolic, with_examples
 from mdfuse.frontend import ops as operations
 from mdfuse.frontend.cache import Call, FusionCache, Leaf, Node, Spelled, Spelling
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.kinds import brief, plain_number
+from mdfuse.frontend.plain import brief, plain_number
 from mdfuse.frontend.recorder import Recorder, Ref, frozen
 from mdfuse.frontend.sites import Site, find_site, is_at
 from mdfuse.frontend.stride_order import dims_of, no_permutation

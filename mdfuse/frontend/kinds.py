@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,11 +18,9 @@ import torch
 from mdfuse.errors import DefinitionError
 from mdfuse.extents import Extent
 from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.plain import END, LEAST, brief, is_in_range, plain_number
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-#: Integers lie in 64 bits.
-_LEAST, _END = -(1 << 63), 1 << 63
 
 _REFUSED: Any = object()
 _NUMBERS = frozenset((int,))
@@ -47,37 +44,6 @@ class Kind:
 # -- numbers -------------------------------------------------------------------------------------
 
 
-def plain_number(x: Any) -> Any:
-    """A number of numpy, or of an enumeration, as Python's own; anything else as it is."""
-    if isinstance(x, bool):
-        return x
-    if isinstance(x, numbers.Integral):
-        return int(x)
-    if isinstance(x, numbers.Real) and hasattr(x, "__float__"):
-        return float(x)
-    is_bool = type(x).__module__ == "numpy" and type(x).__name__ in ("bool", "bool_")
-    return bool(x) if is_bool else x
-
-
-def is_in_range(x: Any) -> bool:
-    """It is no integer that 64 bits cannot hold."""
-    return not isinstance(x, int) or _LEAST <= x < _END
-
-
-def brief(x: Any) -> str:
-    """A value for messages, however long its own text would be."""
-    if isinstance(x, int) and not is_in_range(x):
-        return f"an integer of {x.bit_length()} bits"
-    if isinstance(x, list | tuple):
-        parts = [*map(brief, x[:8]), *(["..."] if len(x) > 8 else [])]
-        inside = ", ".join(parts)
-        return f"[{inside}]" if isinstance(x, list) else f"({inside}{',' * (len(x) == 1)})"
-    if isinstance(x, torch.Tensor):
-        return f"a {type(x).__name__} of shape {list(x.shape)}"
-    text = repr(x)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
 def _integer(x: Any) -> Any:
     x = plain_number(x)
     is_integer = isinstance(x, int | Extent) and not isinstance(x, bool)
@@ -87,6 +53,12 @@ def _integer(x: Any) -> Any:
 def _number(x: Any) -> Any:
     x = plain_number(x)
     return x if isinstance(x, bool | int | float | Extent) and is_in_range(x) else _REFUSED
+
+
+def _setting(x: Any) -> Any:
+    """A number that is an attribute, where False would be none."""
+    x = _number(x)
+    return int(x) if isinstance(x, bool) else x
 
 
 def _flag(x: Any) -> Any:
@@ -99,14 +71,21 @@ def _several(one: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     def take(x: Any) -> Any:
         if type(x) in (list, tuple) and _NUMBERS.issuperset(map(type, x)):
-            is_usual = not x or (min(x) >= _LEAST and max(x) < _END)
+            is_usual = not x or (min(x) >= LEAST and max(x) < END)
             return x if is_usual and one is _integer else _all(one, x)
         if not isinstance(x, Sequence | range) and hasattr(x, "tolist") and not _is_tensor(x):
             x = x.tolist()  # an array of numpy
-        is_several = isinstance(x, Sequence) and not isinstance(x, str | bytes)
-        return _all(one, x) if is_several else one(x)
+        return _all(one, x) if _is_several(x) else one(x)
 
     return take
+
+
+def _is_several(x: Any) -> bool:
+    return isinstance(x, Sequence) and not isinstance(x, str | bytes)
+
+
+def _dims(x: Any) -> Any:
+    return _several(_integer)(x)
 
 
 def _is_tensor(x: Any) -> bool:
@@ -161,16 +140,29 @@ _TENSOR = _kind("a value of the fusion", _handle, Handle)
 _TENSOR_OR_NONE = _kind("a value of the fusion, or None", _or(_none, _handle), Handle, _N)
 _VALUE = _kind("a value of the fusion, or a number", _value, Handle, int, float, bool)
 _VALUE_OR_NONE = _kind(
-    "a value of the fusion, a number, or None", _or(_none, _value), Handle, int, float, bool, _N
+    "a value of the fusion, a number, or None",
+    _or(_none, _handle, _setting),
+    Handle,
+    int,
+    float,
+    _N,
 )
 _TENSORS = _kind("a list of values of the fusion", _tensors)
 _INTEGER = _kind("an integer", _integer, int)
 _INTEGER_OR_NONE = _kind("an integer, or None", _or(_none, _integer), int, _N)
-_NUMBER = _kind("a number", _number, int, float)
-_NUMBER_OR_NONE = _kind("a number, or None", _or(_none, _number), int, float, _N)
+_NUMBER = _kind("a number", _setting, int, float)
+_NUMBER_OR_NONE = _kind("a number, or None", _or(_none, _setting), int, float, _N)
 _INTEGERS = _kind("an integer, or a list of integers", _several(_integer), int)
 _INTEGERS_OR_NONE = _kind(
     "an integer, a list of integers, or None", _or(_none, _several(_integer)), int, _N
+)
+_LIST = _kind("a list of integers", lambda x: _several(_integer)(x) if _is_several(x) else _REFUSED)
+#: `dim=()` is all dims for some functions of torch, and none for others.
+_DIM = _kind(
+    "an integer, a list of some integers, or None (dims=() stands for no dims)",
+    _or(_none, lambda x: _REFUSED if isinstance(x, list | tuple) and not x else _dims(x)),
+    int,
+    _N,
 )
 _FLAG = _kind("True or False", _flag, bool)
 _DTYPE = _kind("a torch dtype", _is(torch.dtype), torch.dtype)
@@ -197,11 +189,13 @@ KINDS: dict[str, Kind] = {
         _INTEGER,
     ),
     **dict.fromkeys(
-        ("shape", "sizes", "repeats", "split_size", "source", "destination", "start_indices",
-         "end_indices", "broadcast_dims", "order"),
+        ("shape", "repeats", "split_size", "source", "destination", "order"),
         _INTEGERS,
     ),
-    **dict.fromkeys(("strides", "normalized_shape", "dim", "dims"), _INTEGERS_OR_NONE),
+    **dict.fromkeys(("sizes", "start_indices", "end_indices", "broadcast_dims"), _LIST),
+    **dict.fromkeys(("normalized_shape", "dims"), _INTEGERS_OR_NONE),
+    "strides": _kind("a list of integers, or None", _or(_none, _LIST.take), _N),
+    "dim": _DIM,
     **dict.fromkeys(
         ("nan", "p", "negative_slope", "threshold", "min_val", "max_val", "low", "high",
          "dropout_p"),
@@ -222,6 +216,11 @@ _SPECIAL: dict[tuple[str, str], Kind] = {
     **{(name, "x"): _VALUE for name in ("add", "sub", "rsub", "div", "where")},
     ("cast", "dtype"): _DTYPE,
     ("uniform", "dtype"): _DTYPE,
+    **{
+        (name, "other"): _TENSOR
+        for name in ("expand_as", "reshape_as", "type_as", "matmul", "view_as")
+    },
+    ("permute", "dims"): _INTEGERS,
     ("lerp", "weight"): _VALUE,
     ("linear", "weight"): _TENSOR,
     ("embedding", "weight"): _TENSOR,
@@ -232,12 +231,13 @@ _SPECIAL: dict[tuple[str, str], Kind] = {
     ("softplus", "beta"): _NUMBER,
     ("norm", "p"): _kind('a number, or "fro"', _or(_number, _is(str)), int, float, str),
     ("broadcast", "dims"): _kind(
-        "a list of bools, or of integers", _several(_or(_flag, _integer))
+        "a list of bools, or of integers",
+        lambda x: _several(_or(_flag, _integer))(x) if _is_several(x) else _REFUSED,
     ),
     **{
         (name, "dim"): _kind(
-            "a value of the fusion, an integer, a list of integers, or None",
-            _or(_none, _handle, _several(_integer)), Handle, int, _N,
+            "a value of the fusion, an integer, a list of some integers, or None",
+            _or(_none, _handle, _DIM.take), Handle, int, _N,
         )
         for name in ("max", "min")
     },
@@ -275,7 +275,7 @@ def taking_kinds(function: F, elementwise: bool = False) -> F:
     }
     usual = tuple(by_name[p.name].usual for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
     places = {p.name: n for n, p in enumerate(parameters)}
-    needed = sum(p.default is p.empty and p.kind is not p.VAR_POSITIONAL for p in parameters)
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
 
     def is_usual(kwargs: Mapping[str, Any], given: int) -> bool:
         return all(
@@ -287,12 +287,12 @@ def taking_kinds(function: F, elementwise: bool = False) -> F:
     def operation(*args: Any, **kwargs: Any) -> Any:
         for types, x in zip(usual, args, strict=False):
             kind = type(x)
-            if kind not in types or (kind is int and not _LEAST <= x < _END):
+            if kind not in types or (kind is int and not LEAST <= x < END):
                 break
         else:
             given = len(args)
-            is_plain = needed <= given + len(kwargs) and given <= len(usual)
-            if is_plain and (not kwargs or is_usual(kwargs, given)):
+            has_all = given >= len(needed) or all(key in kwargs for key in needed[given:])
+            if has_all and given <= len(usual) and (not kwargs or is_usual(kwargs, given)):
                 return function(*args, **kwargs)
         bound = taken(name, signature, by_name, args, kwargs)
         return function(*bound.args, **bound.kwargs)

@@ -6,6 +6,8 @@ take handles); it fills `OPERATIONS` when it is imported, before there can be a 
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -13,6 +15,7 @@ import torch
 
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend.hints import hint_for
+from mdfuse.frontend.plain import brief, plain_number
 
 if TYPE_CHECKING:
     from mdfuse.frontend.definition import FusionDefinition
@@ -153,13 +156,15 @@ class Methods:
         """Global extents, or one of them."""
         return self.shape if dim is None else self.shape[self._place(dim)]
 
-    def _place(self, dim: int) -> int:
-        if not isinstance(dim, int) or not -self.ndim <= dim < self.ndim:
+    def _place(self, dim: Any) -> int:
+        dim = plain_number(dim)
+        is_dim = isinstance(dim, int) and not isinstance(dim, bool)
+        if not is_dim or not -self.ndim <= dim < self.ndim:
             raise DefinitionError(
-                f"size({dim!r}) of %{self.name}, which has {self.ndim} dims",
+                f"size({brief(dim)}) of %{self.name}, which has {self.ndim} dims",
                 hint="a negative dim counts from the last one",
             )
-        return dim
+        return int(dim)
 
     def dim(self) -> int:
         """How many dims."""
@@ -207,7 +212,7 @@ class Methods:
 
     # -- numbers ---------------------------------------------------------------------------------
 
-    def to(self, dtype: Any, *more: Any, **settings: Any) -> Handle:
+    def to(self, dtype: Any = None, *more: Any, **settings: Any) -> Handle:
         """Another dtype (or that of another value); the value itself where it is that already."""
         if not isinstance(dtype, torch.dtype) and isinstance(dtype, Methods):
             dtype = dtype.dtype
@@ -221,7 +226,8 @@ class Methods:
 
     def where(self, condition: Handle, other: Any) -> Handle:
         """x where the condition holds, else other."""
-        return condition._call("where", self, other)
+        result: Handle = OPERATIONS["where"](condition, self, other)
+        return result
 
 
 #: What torch's tensors have and handles cannot have, and why.
@@ -279,9 +285,33 @@ def _conversion(name: str, dtype: torch.dtype) -> Callable[..., Any]:
     return method
 
 
+def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method; other arguments than it has are an error that says so."""
+    signature = inspect.signature(method)
+
+    @functools.wraps(method)
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except TypeError:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise DefinitionError(
+                    f"{method.__name__}: {error}",
+                    because=f"it is x.{method.__name__}({', '.join([*signature.parameters][1:])})",
+                    hint="leave the argument out, or name it as there",
+                ) from None
+            raise
+
+    return explained
+
+
+for _name in ("size", "dim", "numel", "is_floating_point", "where"):
+    setattr(Methods, _name, _explained(getattr(Methods, _name)))
 for _name in _AS_THEY_ARE:
     setattr(Methods, _name, _method(_name))
 for _name, _dtype in _DTYPES.items():
-    setattr(Methods, _name, _conversion(_name, _dtype))
+    setattr(Methods, _name, _explained(_conversion(_name, _dtype)))
 for _name, _other in {"nelement": "numel", "ndimension": "dim"}.items():
     setattr(Methods, _name, getattr(Methods, _other))

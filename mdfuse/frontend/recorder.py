@@ -15,7 +15,8 @@ from mdfuse.errors import CommunicationError, DefinitionError, LayoutError, Sour
 from mdfuse.extents import Extent, pinned
 from mdfuse.frontend.cache import Call, Fact, Symbolic
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.kinds import KINDS, brief, is_in_range, no_value, plain_number
+from mdfuse.frontend.kinds import KINDS, no_value
+from mdfuse.frontend.plain import brief, is_in_range, plain_number
 from mdfuse.frontend.sites import Site
 from mdfuse.frontend.stride_order import dims_of, no_permutation, stride_order_of
 from mdfuse.frontend.symbols import Symbols

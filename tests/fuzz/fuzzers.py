@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from fuzz import definitions
 from fuzz.driver import Fuzzer
 
-FUZZERS: dict[str, Fuzzer] = {}
+FUZZERS: dict[str, Fuzzer] = {
+    "definitions": definitions.fuzz,
+}

@@ -14,8 +14,8 @@ import torch
 from mdfuse.errors import DefinitionError
 from mdfuse.extents import Extent
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.kinds import brief, is_in_range
 from mdfuse.frontend.ops.recording import Operation, definition_of, record, sequence
+from mdfuse.frontend.plain import brief, is_in_range
 from mdfuse.layout import Layout
 
 #: How many numbers a constant may have: they stand in the program.

@@ -215,8 +215,10 @@ def selu(x: Handle) -> Handle:
 
 
 def hardtanh(x: Handle, min_val: float = -1.0, max_val: float = 1.0) -> Handle:
-    """x limited to [min_val, max_val]."""
-    return clamp(x, min_val, max_val)
+    """x limited to [min_val, max_val]; of integers, to the integers towards zero."""
+    if x.dtype.is_floating_point:
+        return clamp(x, min_val, max_val)
+    return clamp(x, int(min_val), int(max_val))
 
 
 def relu6(x: Handle) -> Handle:

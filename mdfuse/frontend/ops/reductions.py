@@ -131,6 +131,8 @@ def std(
 def logsumexp(x: Handle, dim: Dims = None, keepdim: bool = False, *, dims: Dims = None) -> Handle:
     """log(sum(exp(x))) over dims (all by default), without overflow."""
     over = checked(x, dim, dims)
+    if not x.dtype.is_floating_point:
+        x = cast(x, torch.get_default_dtype())
     wide = in_f32(x)
     top = amax(wide, over, keepdim=True)
     top = pointwise.where(ROWS["isfinite"](top), top, 0.0)
