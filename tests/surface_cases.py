@@ -139,6 +139,8 @@ CASES |= {
     "max-ties": ("i", lambda i: (*(i % 2).max(1), *(i % 2 == 0).max(0))),
     "max-nan": ("x", lambda x: (*x.log().max(1), *x.log().min(0), x.log().argmax(0))),
     "min": ("x y", lambda x, y: (x.min(), torch.min(x), torch.min(x, y), x.min(y))),
+    "all-bytes": (
+        "i", lambda i: ((i * i).byte().all(), i[0, 0].byte().all(), i[0].byte().any(0))),
     "min-dim": ("x", lambda x: (*x.min(dim=0), *torch.min(x, -1), x.min(1).values)),
     "argmax": (
         "a", lambda a: (a.argmax(), a.argmax(1), torch.argmax(a, dim=-1, keepdim=True))),

@@ -69,7 +69,10 @@ def attempt(function: Callable[..., Any], x: Any, args: Any, kwargs: Any) -> Any
             return function(x, *args, **kwargs)
         except MdfuseError:
             return None
-        except (TypeError, AttributeError) as error:  # of torch's own code, before it asks the handle
+        except (
+            TypeError,
+            AttributeError,
+        ) as error:  # torch's, before it asks the handle
             if any(PACKAGE in f.filename for f in traceback.extract_tb(error.__traceback__)):
                 raise
             return None

@@ -109,9 +109,12 @@ def _handle(x: Any) -> Any:
 
 
 def _tensors(x: Any) -> Any:
-    if isinstance(x, str | bytes | Mapping) or not isinstance(x, Iterable):
+    if isinstance(x, str | bytes | Mapping):
         return _REFUSED
-    return _all(_handle, x)
+    try:
+        return _all(_handle, x)
+    except TypeError:  # it cannot be iterated
+        return _REFUSED
 
 
 def _or(*takes: Callable[[Any], Any]) -> Callable[[Any], Any]:

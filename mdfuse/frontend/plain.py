@@ -37,6 +37,8 @@ def brief(x: Any) -> str:
         inside = ", ".join(parts)
         return f"[{inside}]" if isinstance(x, list) else f"({inside}{',' * (len(x) == 1)})"
     if isinstance(x, torch.Tensor):
+        if x.is_nested:
+            return "a nested Tensor"
         return f"a {type(x).__name__} of shape {list(x.shape)}"
     text = repr(x)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -269,7 +269,9 @@ def _truth(name: str) -> Callable[..., Tensor]:
 
     def call(x: Tensor, *, dims: Any = None, keepdim: bool = False) -> Tensor:
         chosen = _dims(x, dims)
-        return function(x, dim=chosen, keepdim=keepdim) if chosen else x.to(torch.bool, copy=True)
+        if chosen:
+            return function(x, dim=chosen, keepdim=keepdim)  # type: ignore[no-any-return]
+        return (x != 0).to(torch.uint8 if x.dtype == torch.uint8 else torch.bool)
 
     return call
 

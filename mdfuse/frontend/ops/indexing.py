@@ -11,6 +11,7 @@ from mdfuse.errors import DefinitionError
 from mdfuse.extents import Extent, are_same, is_symbolic, larger, smaller
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops.recording import Operation, own_place, place, record
+from mdfuse.frontend.plain import brief, is_in_range, plain_number
 
 Window = tuple[int, int, int]
 
@@ -91,7 +92,7 @@ def _plan(x: Handle, where: Any) -> Plan:
 
 def _items(x: Handle, where: Any) -> list[Any]:
     """One item per dim, besides the Nones: `...` is written out."""
-    items = list(where) if isinstance(where, tuple) else [where]
+    items = [_plain(x, i) for i in (where if isinstance(where, tuple) else (where,))]
     dots = used = 0
     for item in items:
         if item is Ellipsis:
@@ -100,13 +101,13 @@ def _items(x: Handle, where: Any) -> list[Any]:
             used += 1
     if dots > 1:
         raise DefinitionError(
-            f"%{x.name}[{where}]: two `...`",
+            f"%{x.name}[{brief(where)}]: two `...`",
             because="one stands for all dims that are not indexed",
             hint="write : for a dim that is taken whole",
         )
     if used > x.ndim:
         raise DefinitionError(
-            f"%{x.name}[{where}]: {used} indices for {x.value.type_text()}",
+            f"%{x.name}[{brief(where)}]: {used} indices for {x.value.type_text()}",
             because=f"it has {x.ndim} dims",
             hint="None adds a dim",
         )
@@ -115,6 +116,17 @@ def _items(x: Handle, where: Any) -> list[Any]:
         at += 1
     items[at : at + 1] = [_WHOLE] * (x.ndim - used)
     return items
+
+
+def _plain(x: Handle, item: Any) -> Any:
+    """An item with numbers of numpy as Python's, and none that 64 bits cannot hold."""
+    if isinstance(item, builtins.slice):
+        bounds = (_plain(x, bound) for bound in (item.start, item.stop, item.step))
+        return _WHOLE if item == _WHOLE else builtins.slice(*bounds)
+    item = plain_number(item)
+    if not is_in_range(item):
+        raise _no_index(x, item)
+    return item
 
 
 def _is_whole(x: Handle, windows: list[Window]) -> bool:
@@ -152,7 +164,7 @@ def _is_integer(x: Any) -> bool:
 
 def _no_index(x: Handle, item: Any) -> DefinitionError:
     return DefinitionError(
-        f"%{x.name} cannot be indexed with {item!r}",
+        f"%{x.name} cannot be indexed with {brief(item)}",
         because="an index is an integer, a slice of integers, None or `...`",
         hint="to gather rows by a tensor use fd.ops.embedding(indices, table), "
         "to choose by a mask fd.ops.where(mask, a, b)",
