@@ -5,7 +5,7 @@ This module imports `torch.distributed.tensor`; what imports it does so once the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -194,7 +194,7 @@ def _torch(placement: Placement) -> TorchPlacement:
 def to_dtensor(
     local: Tensor,
     mesh: TorchMesh,
-    layout: Layout,
+    layout: Layout | Mapping[str, Placement] | None,
     shape: Sequence[int],
     order: Sequence[int] | None = None,
 ) -> DTensor:
@@ -203,7 +203,8 @@ def to_dtensor(
     Args:
         local: this rank's part; on a rank outside of the mesh an empty tensor of the same dtype.
         mesh: torch's mesh, with the ranks and the shape of the layout's.
-        layout: where the parts are; parts may be uneven, as `torch.chunk` makes them.
+        layout: where the parts are, as a `Layout` or axis -> placement; parts may be uneven, as
+            `torch.chunk` makes them.
         shape: of the whole.
         order: its dims from outermost to innermost in memory; by default as in `local`.
 
@@ -214,6 +215,8 @@ def to_dtensor(
         MeshError: the mesh is another one than the layout's.
         LayoutError: the part has another shape, or no DTensor can be laid out so.
     """
+    if not isinstance(layout, Layout):
+        layout = Layout(DeviceMesh(mesh), layout)
     if not describes(mesh, layout.mesh):
         raise MeshError(
             f"a DTensor on {mesh} of a layout on {layout.mesh}",

@@ -12,6 +12,7 @@ from mdfuse.ids import with_ids
 from mdfuse.ir.graph import Fusion, check_fusion
 from mdfuse.passes import (
     choose_orders,
+    creations,
     decompose,
     drop_unread,
     insert_reshards,
@@ -29,10 +30,14 @@ PASSES: tuple[tuple[str, Pass], ...] = (
     (streams.name, streams.run),
     # Every value needs a layout; no later pass infers one.
     (propagate_layouts.name, propagate_layouts.run),
+    # Needs the layout of what a tensor of numbers lies like; the next passes see who reads what.
+    ("creations.alone", creations.alone),
     # Needs to know which contractions are split; makes Partials that the next pass can use.
     (decompose.name, decompose.run),
     # Before sets exist, since it decides which sets reduce-scatter instead of all-reduce.
     (push_slices.name, push_slices.run),
+    # Needs the layouts in which values are read in the end; before sets exist, which would send.
+    ("creations.where_read", creations.where_read),
     # Afterwards every expression but set runs without communication.
     (insert_reshards.name, insert_reshards.run),
     # Knows every layout; what follows only drops values.

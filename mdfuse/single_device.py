@@ -50,7 +50,7 @@ def reference(definition: FusionDefinition | Fusion, inputs: Sequence[Any]) -> l
         if not fusion.values[expr.output].is_tensor:
             known[expr.output] = scalar_call(lambda *a: TABLE[expr.op].call(*a, **attrs), operands)  # noqa: B023
             continue
-        if expr.op == "uniform":
+        if TABLE[expr.op].is_creation:
             attrs["device"] = device
         known[expr.output] = TABLE[expr.op].call(*operands, **attrs)
         if fusion.values[expr.output].is_order_required:

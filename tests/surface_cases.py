@@ -112,6 +112,9 @@ CASES |= {
         ),
     ),
     "zeros_like": ("x m", lambda x, m: (torch.zeros_like(x), torch.zeros_like(m))),
+    "new_zeros": ("x h", lambda x, h: (x.new_zeros(2, 3), h.new_zeros((4,)) + 1)),
+    "new_ones": ("i", lambda i: (i.new_ones(2), i.new_ones((2, 3), dtype=torch.bool))),
+    "new_full": ("h m", lambda h, m: (h.new_full((2, 3), 1.5), m.new_full([], 1))),
     "ones_like": ("x", lambda x: torch.ones_like(x, dtype=torch.int32)),
     "bitwise_not": ("i", lambda i: (torch.bitwise_not(i), ~i)),
     "gelu": ("x", lambda x: F.gelu(x, approximate="tanh")),
@@ -131,7 +134,18 @@ CASES |= {
     "mean": ("a", lambda a: (a.mean((0, 2)), torch.mean(a, dim=(0, 1), keepdim=True))),
     "mean-dtype": ("h", lambda h: h.mean(0, dtype=torch.float64)),
     "max": ("x y", lambda x, y: (x.max(), torch.max(x), torch.max(x, y), x.max(y))),
+    "max-dim": ("x", lambda x: (*x.max(1), x.max(-1)[0], torch.max(x, 0).indices)),
+    "max-keepdim": ("a", lambda a: (*torch.max(a, dim=1, keepdim=True), *a.max(2, True))),
+    "max-ties": ("i", lambda i: (*(i % 2).max(1), *(i % 2 == 0).max(0))),
+    "max-nan": ("x", lambda x: (*x.log().max(1), *x.log().min(0), x.log().argmax(0))),
     "min": ("x y", lambda x, y: (x.min(), torch.min(x), torch.min(x, y), x.min(y))),
+    "all-bytes": (
+        "i", lambda i: ((i * i).byte().all(), i[0, 0].byte().all(), i[0].byte().any(0))),
+    "min-dim": ("x", lambda x: (*x.min(dim=0), *torch.min(x, -1), x.min(1).values)),
+    "argmax": (
+        "a", lambda a: (a.argmax(), a.argmax(1), torch.argmax(a, dim=-1, keepdim=True))),
+    "argmin": ("i", lambda i: (torch.argmin(i), i.argmin(0), (i % 3).argmin(-1, True))),
+    "amin": ("a", lambda a: (a.amin((0, 1)), torch.amin(a, -1, True))),
     "amax": ("a", lambda a: (a.amax((0, 1)), torch.amax(a, -1, True))),
     "count_nonzero": ("i", lambda i: (torch.count_nonzero(i - 1), (i > 0).count_nonzero(0))),
     "var": ("x", lambda x: (x.var(), x.var(0), torch.var(x, 1, keepdim=True), x.var(0, False))),
@@ -230,10 +244,48 @@ OWN: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
     "broadcast_in_dim": (
         "v", lambda ops, v: ops.broadcast_in_dim(v, (5, 4), (1,)), lambda v: v.expand(5, 4)),
     "stride_order": ("x", lambda ops, x: ops.stride_order(x, (0, 1)), lambda x: x),
-    "sum-none": ("x", lambda ops, x: ops.sum(x, dim=()), lambda x: x),
+    "sum-none": ("x", lambda ops, x: ops.sum(x, dims=()), lambda x: x),
     "sum-dims": ("a", lambda ops, a: ops.sum(a, dims=[0, 2]), lambda a: a.sum((0, 2))),
     "squeeze-dims": ("one", lambda ops, x: ops.squeeze(x, dims=1), lambda x: x.squeeze(1)),
     "var-dims": ("a", lambda ops, a: ops.var(a, dims=(0, 1)), lambda a: a.var((0, 1))),
-    "max-dim": ("x", lambda ops, x: ops.max(x, 1), lambda x: x.max(1).values),
-    "min-method": ("x", lambda ops, x: x.min(dim=0), lambda x: x.min(0).values),
+    "max-dims": ("x", lambda ops, x: ops.max(x, dims=[1]), lambda x: x.amax(1)),
+    "min-dims": ("a", lambda ops, a: a.min((0, 2), True), lambda a: a.amin((0, 2), True)),
+    "full": (
+        "x",
+        lambda ops, x: (x + ops.full((5, 4), 0.5), ops.full((3,), True), ops.full([2, 2], 3)),
+        lambda x: (x + 0.5, torch.full((3,), True), torch.full((2, 2), 3)),
+    ),
+    "zeros": (
+        "x",
+        lambda ops, x: (ops.zeros(2, 3), ops.zeros((0, 4), dtype=torch.int8), x + ops.zeros(4)),
+        lambda x: (torch.zeros(2, 3), torch.zeros((0, 4), dtype=torch.int8), x),
+    ),
+    "ones": (
+        "x", lambda ops, x: (ops.ones([5, 1]) * x, ops.ones(())), lambda x: (x, torch.ones(()))),
+    "arange": (
+        "x",
+        lambda ops, x: (
+            x * ops.arange(4), ops.arange(2, 9, 3), ops.arange(5, -4, -2), ops.arange(0.5, 3),
+            ops.arange(1, 2, 0.25, dtype=torch.float64), ops.arange(3, dtype=torch.int8),
+            ops.arange(0), x + ops.arange(5)[:, None],
+        ),
+        lambda x: (
+            x * torch.arange(4), torch.arange(2, 9, 3), torch.arange(5, -4, -2),
+            torch.arange(0.5, 3), torch.arange(1, 2, 0.25, dtype=torch.float64),
+            torch.arange(3, dtype=torch.int8), torch.arange(0), x + torch.arange(5)[:, None],
+        ),
+    ),
+    "tensor": (
+        "x",
+        lambda ops, x: (
+            x + ops.tensor([1.5, 2, 3, -1]), ops.tensor([[1, 2], [3, 4], [5, 6]]), ops.tensor(2),
+            ops.tensor(torch.eye(5, 4)) * x, ops.tensor([True, False]),
+            ops.tensor([0.5, 1], dtype=torch.half),
+        ),
+        lambda x: (
+            x + torch.tensor([1.5, 2, 3, -1]), torch.tensor([[1, 2], [3, 4], [5, 6]]),
+            torch.tensor(2), torch.eye(5, 4) * x, torch.tensor([True, False]),
+            torch.tensor([0.5, 1], dtype=torch.half),
+        ),
+    ),
 }  # fmt: skip

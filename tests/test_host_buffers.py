@@ -118,6 +118,43 @@ def test_a_host_unit_with_some_outputs_alloced() -> None:
     assert got.tolist() == [3, 5, 7]
 
 
+@pytest.mark.parametrize("dtype", ["f32", "i64", "bool", "bf16"])
+@pytest.mark.parametrize("memory", ["", "memory=host, "])
+def test_alloc_fills(dtype: str, memory: str) -> None:
+    body = f"""
+      input %x: {dtype}[2] (x=R)
+      %h: {dtype}[2,3] (x=R) = alloc({memory}fill=1) order=[1,0]
+      %h = mul(%h, 1)
+      %y: {dtype}[2,3] (x=R) = alloc(fill=0)
+      return %h, %y"""
+    x = torch.zeros(2).to(
+        {"f32": torch.float32, "i64": torch.int64, "bool": torch.bool}.get(dtype, torch.bfloat16)
+    )
+    if dtype == "bool":
+        body = body.replace("mul(%h, 1)", "logical_and(%h, %h)")
+    ones, zeros = alone(body, x=x)
+    assert torch.equal(ones, torch.ones(2, 3, dtype=x.dtype)) and ones.stride() == (1, 2)
+    assert torch.equal(zeros, torch.zeros(2, 3, dtype=x.dtype))
+    again = parse(body)
+    assert mf.hir.parse(str(again)) == again
+
+
+def test_alloc_fills_the_callers_buffer() -> None:
+    program = parse("%y: f32[3] (x=R) = alloc(fill=2.5) return %y")
+    buffer = torch.zeros(3)
+    (got,) = mf.simulate(program, per_rank=[{"y": buffer}]).outputs
+    assert torch.equal(got, torch.full((3,), 2.5)) and torch.equal(buffer, got)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fill"),
+    [("i64", "0.5"), ("u8", "256"), ("u8", "-1"), ("bool", "2"), ("f32", "True"), ("f32", "word")],
+)
+def test_alloc_fills_with_a_number_of_its_dtype(kind: str, fill: str) -> None:
+    with pytest.raises(mf.ProgramError, match=r"alloc\(fill="):
+        alone(f"%y: {kind}[2] (x=R) = alloc(fill={fill}) return %y")
+
+
 def test_alloc_of_what_has_a_buffer_does_nothing() -> None:
     body = """
       input %x: f32[3] (x=R)

@@ -93,7 +93,7 @@ def loss(fd: mf.FusionDefinition) -> None:
     logits = h @ table.T
     picked = fd.ops.where(mask, fd.ops.log_softmax(logits), 0.0)
     fd.add_output(-fd.ops.sum(picked) / fd.ops.sum(mask))
-    fd.add_output(fd.ops.max(logits, -1))
+    fd.add_output(fd.ops.amax(logits, -1))
     fd.add_output(fd.ops.any(mask & (logits > 0), 0))
 
 

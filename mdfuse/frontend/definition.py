@@ -16,6 +16,7 @@ from mdfuse.extents import Extent, is_symbolic, with_examples
 from mdfuse.frontend import ops as operations
 from mdfuse.frontend.cache import Call, FusionCache, Leaf, Node, Spelled, Spelling
 from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.plain import brief, plain_number
 from mdfuse.frontend.recorder import Recorder, Ref, frozen
 from mdfuse.frontend.sites import Site, find_site, is_at
 from mdfuse.frontend.stride_order import dims_of, no_permutation
@@ -53,7 +54,7 @@ class FusionDefinition:
     def __init__(self, name: str = "fusion") -> None:
         if not is_name(name):
             raise DefinitionError(
-                f"a fusion named {name!r}", because=RULE, hint="name it otherwise"
+                f"a fusion named {brief(name)}", because=RULE, hint="name it otherwise"
             )
         self.name = name
         self.inputs: list[int] = []
@@ -398,7 +399,10 @@ class FusionDefinition:
             return x.id
         if kind is Extent:
             return (Extent, str(x.poly))
-        return (kind, id(x)) if kind.__hash__ is None else x
+        number = plain_number(x)
+        if number is not x:
+            return self._key(number)
+        return (kind, id(x) if kind.__hash__ is None else x)
 
     def value_of(self, id_: int) -> Value:
         """The IR value of an id, as it is now."""
@@ -432,14 +436,33 @@ def _place(
         mesh = DeviceMesh(mesh)
     if placements and type(placements) is not dict and not isinstance(placements, Mapping):
         raise LayoutError(
-            f"{placements!r} is no layout", hint='a mapping of axes: {"tp": Shard(0)}, or a Layout'
+            f"{brief(placements)} is no layout",
+            hint='a mapping of axes: {"tp": Shard(0)}, or a Layout',
         )
-    return (
-        mesh,
-        tuple(placements.items()) if placements else (),
-        tuple([(d, tuple(axes)) for d, axes in order.items()]) if order else (),
-        stream,
-    )
+    if order and not (isinstance(order, Mapping) and all(map(_names_axes, order.items()))):
+        raise LayoutError(
+            f"order={brief(order)}",
+            because="an order says of dims which axes split them, outermost first",
+            hint='for example order={0: ("tp", "dp")}',
+        )
+    if stream is not None and type(stream) is not Stream:
+        raise LayoutError(f"stream={brief(stream)}", hint="stream=Stream(dim, chunks), or none")
+    found = tuple(placements.items()) if placements else ()
+    for axis, placement in found:
+        if type(axis) is not str or not isinstance(placement, Placement | Stream):
+            raise LayoutError(
+                f"axis {brief(axis)}: {brief(placement)} is not a placement",
+                because="a layout says of axes, by their names, what lies along them",
+                hint="mdfuse's own: mdfuse.Shard(dim), mdfuse.Replicate(), mdfuse.Partial(op)",
+            )
+    ordered = tuple([(d, tuple(axes)) for d, axes in order.items()]) if order else ()
+    return mesh, found, ordered, stream
+
+
+def _names_axes(item: tuple[Any, Any]) -> bool:
+    dim, axes = item
+    are_names = isinstance(axes, list | tuple) and all(isinstance(a, str) for a in axes)
+    return type(dim) is int and are_names
 
 
 def _ids(x: Any) -> Any:
@@ -449,10 +472,10 @@ def _ids(x: Any) -> Any:
     return tuple(map(_ids, x)) if isinstance(x, tuple | list) else x
 
 
-def _check_name(name: str | None) -> None:
-    if name is not None and not is_value_name(name):
+def _check_name(name: Any) -> None:
+    if not is_value_name(name):
         raise DefinitionError(
-            f"name={name!r}",
+            f"name={brief(name)}",
             because="programs print and parse it as one word",
             hint="letters, digits and underscores, joined by dots",
         )

@@ -6,13 +6,16 @@ take handles); it fills `OPERATIONS` when it is imported, before there can be a 
 
 from __future__ import annotations
 
-import difflib
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from mdfuse.errors import DefinitionError
+from mdfuse.frontend.hints import hint_for
+from mdfuse.frontend.plain import brief, plain_number
 
 if TYPE_CHECKING:
     from mdfuse.frontend.definition import FusionDefinition
@@ -134,11 +137,8 @@ class Methods:
                 because="a value of a fusion is computed once",
                 hint=f"x = x.{name.rstrip('_')}(...)",
             )
-        close = difflib.get_close_matches(name, {*dir(type(self)), *OPERATIONS})
         raise UnknownOperation(
-            f"%{self.name} has no {name!r}",
-            because=_ABSENT.get(name),
-            hint=" or ".join(close) or "docs/operations.md lists what there is",
+            f"%{self.name} has no {name!r}", because=_ABSENT.get(name), hint=hint_for(name)
         )
 
     # -- facts -----------------------------------------------------------------------------------
@@ -156,13 +156,15 @@ class Methods:
         """Global extents, or one of them."""
         return self.shape if dim is None else self.shape[self._place(dim)]
 
-    def _place(self, dim: int) -> int:
-        if not isinstance(dim, int) or not -self.ndim <= dim < self.ndim:
+    def _place(self, dim: Any) -> int:
+        dim = plain_number(dim)
+        is_dim = isinstance(dim, int) and not isinstance(dim, bool)
+        if not is_dim or not -self.ndim <= dim < self.ndim:
             raise DefinitionError(
-                f"size({dim!r}) of %{self.name}, which has {self.ndim} dims",
+                f"size({brief(dim)}) of %{self.name}, which has {self.ndim} dims",
                 hint="a negative dim counts from the last one",
             )
-        return dim
+        return int(dim)
 
     def dim(self) -> int:
         """How many dims."""
@@ -188,31 +190,15 @@ class Methods:
         result: Handle = OPERATIONS[name](self, *args, **kwargs)
         return result
 
-    def reshape(self, shape: int | Sequence[int], *more: int) -> Handle:
-        """The same elements in another shape; one extent may be -1."""
-        return self._call("reshape", shape, *more)
-
-    def view(self, shape: int | Sequence[int], *more: int) -> Handle:
+    def view(self, *shape: Any, **named: Any) -> Handle:
         """`reshape`; it never fails for the memory order of x."""
-        if isinstance(shape, torch.dtype):
+        if shape and isinstance(shape[0], torch.dtype):
             raise DefinitionError(
-                f"%{self.name}.view({shape})",
+                f"%{self.name}.view({shape[0]})",
                 because="bits are not read as another dtype",
-                hint=f"x.to({shape}) converts the numbers",
+                hint=f"x.to({shape[0]}) converts the numbers",
             )
-        return self._call("reshape", shape, *more)
-
-    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Handle:
-        """Dims from start to end (inclusive) as one."""
-        return self._call("flatten", start_dim, end_dim)
-
-    def permute(self, dims: int | Sequence[int], *more: int) -> Handle:
-        """Dims in another order."""
-        return self._call("permute", dims, *more)
-
-    def transpose(self, dim0: int, dim1: int) -> Handle:
-        """Two dims swapped."""
-        return self._call("transpose", dim0, dim1)
+        return self._call("reshape", *shape, **named)
 
     @property
     def T(self) -> Handle:
@@ -224,31 +210,9 @@ class Methods:
         """The last two dims swapped."""
         return self._call("transpose", -2, -1)
 
-    def unsqueeze(self, dim: int) -> Handle:
-        """A new dim of extent 1."""
-        return self._call("unsqueeze", dim)
-
-    def squeeze(self, dim: Dims = None, *, dims: Dims = None) -> Handle:
-        """Without the given dims (all by default) where their extent is 1."""
-        return self._call("squeeze", dim, dims=dims)
-
-    def expand(self, shape: int | Sequence[int], *more: int) -> Handle:
-        """Dims of extent 1 repeated without copies."""
-        return self._call("expand", shape, *more)
-
-    def chunk(self, chunks: int, dim: int = 0) -> tuple[Handle, ...]:
-        """At most `chunks` parts of a dim."""
-        parts: tuple[Handle, ...] = OPERATIONS["chunk"](self, chunks, dim)
-        return parts
-
-    def split(self, split_size: int | Sequence[int], dim: int = 0) -> tuple[Handle, ...]:
-        """Parts of a dim: of one size, or of the sizes in a list."""
-        parts: tuple[Handle, ...] = OPERATIONS["split"](self, split_size, dim)
-        return parts
-
     # -- numbers ---------------------------------------------------------------------------------
 
-    def to(self, dtype: Any, *more: Any, **settings: Any) -> Handle:
+    def to(self, dtype: Any = None, *more: Any, **settings: Any) -> Handle:
         """Another dtype (or that of another value); the value itself where it is that already."""
         if not isinstance(dtype, torch.dtype) and isinstance(dtype, Methods):
             dtype = dtype.dtype
@@ -260,29 +224,10 @@ class Methods:
             )
         return self._call("as_dtype", dtype)
 
-    def sum(
-        self, dim: Dims = None, keepdim: bool = False, dtype: Any = None, *, dims: Dims = None
-    ) -> Handle:
-        """Sum over dims (all by default)."""
-        return self._call("sum", dim, keepdim, dtype, dims=dims)
-
-    def mean(
-        self, dim: Dims = None, keepdim: bool = False, dtype: Any = None, *, dims: Dims = None
-    ) -> Handle:
-        """Mean over dims (all by default)."""
-        return self._call("mean", dim, keepdim, dtype, dims=dims)
-
-    def softmax(self, dim: int = -1, dtype: Any = None) -> Handle:
-        """Softmax along a dim."""
-        return self._call("softmax", dim, dtype)
-
     def where(self, condition: Handle, other: Any) -> Handle:
         """x where the condition holds, else other."""
-        return condition._call("where", self, other)
-
-    def matmul(self, other: Handle) -> Handle:
-        """`torch.matmul`."""
-        return self._call("matmul", other)
+        result: Handle = OPERATIONS["where"](condition, self, other)
+        return result
 
 
 #: What torch's tensors have and handles cannot have, and why.
@@ -299,19 +244,21 @@ _ABSENT = {
 #: Operations that are methods as they are. Their docstrings are those of the operations.
 _AS_THEY_ARE = (
     "abs", "absolute", "acos", "acosh", "add", "addcdiv", "addcmul", "addmm", "addmv", "all",
-    "amax", "amin", "any", "asin", "asinh", "atan", "atan2", "atanh", "baddbmm", "bitwise_and",
-    "bitwise_not", "bitwise_or", "bitwise_xor", "bmm", "broadcast_to", "ceil", "clamp",
-    "clamp_max", "clamp_min", "clip", "clone", "contiguous", "cos", "cosh", "count_nonzero",
-    "detach", "div", "divide", "dot", "eq", "erf", "erfc", "exp", "exp2", "expand_as", "expm1",
-    "fix", "floor", "floor_divide", "fmod", "frac", "ge", "greater", "greater_equal", "isfinite",
-    "isinf", "isnan", "le", "lerp", "less", "less_equal", "log", "log10", "log1p", "log2",
-    "log_softmax", "logical_and", "logical_not", "logical_or", "logical_xor", "logsumexp", "lt",
-    "gt", "masked_fill", "max", "maximum", "min", "minimum", "mm", "movedim", "moveaxis", "mul",
-    "multiply", "mv", "nan_to_num", "narrow", "ne", "neg", "negative", "norm", "not_equal",
-    "outer", "pow", "prod", "ravel", "reciprocal", "relu", "remainder", "repeat",
-    "repeat_interleave", "reshape_as", "round", "rsqrt", "select", "sigmoid", "sign", "sin",
-    "sinh", "sqrt", "square", "std", "sub", "subtract", "swapaxes", "swapdims", "t", "tan",
-    "tanh", "true_divide", "trunc", "type_as", "unbind", "unflatten", "var", "view_as",
+    "amax", "amin", "any", "argmax", "argmin", "asin", "asinh", "atan", "atan2", "atanh",
+    "baddbmm", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "bmm", "broadcast_to",
+    "ceil", "chunk", "clamp", "clamp_max", "clamp_min", "clip", "clone", "contiguous", "cos",
+    "cosh", "count_nonzero", "detach", "div", "divide", "dot", "eq", "erf", "erfc", "exp", "exp2",
+    "expand", "expand_as", "expm1", "fix", "flatten", "floor", "floor_divide", "fmod", "frac",
+    "ge", "greater", "greater_equal", "gt", "isfinite", "isinf", "isnan", "le", "lerp", "less",
+    "less_equal", "log", "log10", "log1p", "log2", "log_softmax", "logical_and", "logical_not",
+    "logical_or", "logical_xor", "logsumexp", "lt", "masked_fill", "matmul", "max", "maximum",
+    "mean", "min", "minimum", "mm", "moveaxis", "movedim", "mul", "multiply", "mv", "nan_to_num",
+    "narrow", "ne", "neg", "negative", "new_full", "new_ones", "new_zeros", "norm", "not_equal",
+    "outer", "permute", "pow", "prod", "ravel", "reciprocal", "relu", "remainder", "repeat",
+    "repeat_interleave", "reshape", "reshape_as", "round", "rsqrt", "select", "sigmoid", "sign",
+    "sin", "sinh", "softmax", "split", "sqrt", "square", "squeeze", "std", "sub", "subtract",
+    "sum", "swapaxes", "swapdims", "t", "tan", "tanh", "transpose", "true_divide", "trunc",
+    "type_as", "unbind", "unflatten", "unsqueeze", "var", "view_as",
 )  # fmt: skip
 
 #: Methods that are named after a dtype.
@@ -338,9 +285,33 @@ def _conversion(name: str, dtype: torch.dtype) -> Callable[..., Any]:
     return method
 
 
+def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method; other arguments than it has are an error that says so."""
+    signature = inspect.signature(method)
+
+    @functools.wraps(method)
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except TypeError:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise DefinitionError(
+                    f"{method.__name__}: {error}",
+                    because=f"it is x.{method.__name__}({', '.join([*signature.parameters][1:])})",
+                    hint="leave the argument out, or name it as there",
+                ) from None
+            raise
+
+    return explained
+
+
+for _name in ("size", "dim", "numel", "is_floating_point", "where"):
+    setattr(Methods, _name, _explained(getattr(Methods, _name)))
 for _name in _AS_THEY_ARE:
     setattr(Methods, _name, _method(_name))
 for _name, _dtype in _DTYPES.items():
-    setattr(Methods, _name, _conversion(_name, _dtype))
+    setattr(Methods, _name, _explained(_conversion(_name, _dtype)))
 for _name, _other in {"nelement": "numel", "ndimension": "dim"}.items():
     setattr(Methods, _name, getattr(Methods, _other))

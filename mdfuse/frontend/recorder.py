@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,8 @@ from mdfuse.errors import CommunicationError, DefinitionError, LayoutError, Sour
 from mdfuse.extents import Extent, pinned
 from mdfuse.frontend.cache import Call, Fact, Symbolic
 from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.kinds import KINDS, no_value
+from mdfuse.frontend.plain import brief, is_in_range, plain_number
 from mdfuse.frontend.sites import Site
 from mdfuse.frontend.stride_order import dims_of, no_permutation, stride_order_of
 from mdfuse.frontend.symbols import Symbols
@@ -97,7 +100,7 @@ class Recorder:
         extents = self._symbols.current(_extents(shape, site.where))
         if not isinstance(dtype, torch.dtype):
             raise DefinitionError(
-                f"dtype={dtype!r}", where=site.where, hint="a torch dtype: torch.float32"
+                f"dtype={brief(dtype)}", where=site.where, hint="a torch dtype: torch.float32"
             )
         dims = tuple(range(len(extents)))
         if order is not None:
@@ -118,12 +121,13 @@ class Recorder:
 
     def scalar(self, site: Site, value: float | int | bool | None, dtype: Any) -> Fact:
         """A number; see `FusionDefinition.define_scalar`."""
-        value = pinned(value) if isinstance(value, Extent) else value
-        kind = dtype or (type(value) if value is not None else float)
-        kind = _SCALAR_DTYPES.get(kind, kind)
-        if kind not in DTYPE_NAMES or (value is not None and as_number(value, kind) is None):
+        value = pinned(value) if isinstance(value, Extent) else plain_number(value)
+        said: Any = dtype or (type(value) if value is not None else float)
+        kind: Any = next((k for t, k in _SCALAR_DTYPES.items() if t is said), said)
+        is_kind = isinstance(kind, torch.dtype) and kind in DTYPE_NAMES and is_in_range(value)
+        if not is_kind or (value is not None and as_number(value, kind) is None):
             raise DefinitionError(
-                f"define_scalar(value={value!r}, dtype={dtype})",
+                f"define_scalar(value={brief(value)}, dtype={brief(dtype)})",
                 where=site.where,
                 because="a scalar is a bool, an int or a float, and its dtype is of that kind",
                 hint="define_scalar(2.0), or define_scalar(dtype=int) for an input of each run",
@@ -136,17 +140,11 @@ class Recorder:
     def op(self, site: Site, op: str, operands: Sequence[Any], attrs: Mapping[str, Any]) -> Fact:
         """An expression."""
         for key, setting in attrs.items():
-            if isinstance(setting, Handle):
-                raise DefinitionError(
-                    f"{op}: {key} is %{setting.name}, a value of the fusion",
-                    where=site.where,
-                    because=f"{key} is fixed when the fusion is defined",
-                    hint="pass a number",
-                )
+            _check_setting(op, key, setting, site)
         inputs = tuple(self._operand(x, op, site) for x in operands)
         inputs, attrs = self._symbols.current((inputs, attrs))
         names = [x for x in inputs if isinstance(x, str)]
-        if not any(self.values[n].is_tensor for n in names) and op != "uniform":
+        if not any(self.values[n].is_tensor for n in names) and not TABLE[op].is_creation:
             return self._scalar_op(site, op, inputs, attrs)
         found = self._inferred(op, inputs, attrs, site.source)
         for name in names:
@@ -355,14 +353,10 @@ class Recorder:
     def _operand(self, x: Any, op: str, site: Site) -> Operand:
         if isinstance(x, Ref):
             return self._constants.get(x, self.names[x])
-        if x is None or isinstance(x, bool | int | float | Extent):
+        x = plain_number(x)
+        if x is None or (isinstance(x, bool | int | float | Extent) and is_in_range(x)):
             return x
-        raise DefinitionError(
-            f"{op}: {type(x).__name__} is no operand",
-            where=site.where,
-            because="operands are values of the definition and numbers",
-            hint="make it an input with fd.define_tensor",
-        )
+        raise no_value(op, x, site.where)
 
     def _add_scalar(self, site: Site, dtype: torch.dtype, constant: Any) -> Fact:
         if constant is not None:
@@ -379,16 +373,52 @@ class Recorder:
         return Fact(value.shape, value.dtype, value.is_tensor, required=required)
 
 
+def _check_setting(op: str, key: str, x: Any, site: Site) -> None:
+    """Attributes are fixed numbers, words and lists of them."""
+    if isinstance(x, Handle | Ref):
+        raise DefinitionError(
+            f"{op}: {key} is a value of the fusion",
+            where=site.where,
+            because=f"{key} is fixed when the fusion is defined",
+            hint="pass a number",
+        )
+    items = x if isinstance(x, list | tuple) else (x,)
+    for item in items:
+        if not (item is None or isinstance(item, _SETTINGS)) or not is_in_range(item):
+            raise DefinitionError(
+                f"{op}: {key} = {brief(x)}",
+                where=site.where,
+                because="arguments are numbers of at most 64 bits, strings, dtypes and lists of "
+                "integers",
+                hint="docs/operations.md lists operations and their arguments",
+            )
+
+
+_SETTINGS = bool | int | float | Extent | str | torch.dtype
+
+
 def _extents(shape: Sequence[int], where: list[str]) -> tuple[int, ...]:
-    extents = tuple(shape) if isinstance(shape, Sequence) else ("not a sequence",)
+    given = KINDS["shape"].take(shape)
+    extents = given if isinstance(given, list | tuple) else ("not a sequence",)
     if not all(type(n) is Extent or _is_extent(n) for n in extents):
         raise DefinitionError(
-            f"shape {shape!r}",
+            f"shape {brief(shape)}",
             where=where,
             because="a shape is a list of integers of at least 0, or -1 for a symbolic extent",
             hint="for example [8, 16], or [-1, 16]",
         )
-    return extents
+    if math.prod(n for n in extents if type(n) is int and n > 0) >= _MANY:
+        raise DefinitionError(
+            f"shape {brief(shape)}",
+            where=where,
+            because=f"a tensor has fewer than 2**{_MANY.bit_length() - 1} elements",
+            hint="smaller extents",
+        )
+    return tuple(extents)
+
+
+#: Elements of at most 8 bytes, whose bytes are counted in 64 bits.
+_MANY = 1 << 59
 
 
 def _is_extent(n: Any) -> bool:

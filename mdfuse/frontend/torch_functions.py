@@ -6,7 +6,6 @@ meaning is refused, and so are arguments that the operation does not have.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -18,6 +17,7 @@ from torch.overrides import resolve_name
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend import ops
 from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.hints import hint_for
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -49,14 +49,6 @@ _FACTS: dict[Callable[..., Any], Callable[[Handle], Any]] = {
 #: Names that torch gives the first argument.
 _FIRST = ("input", "self")
 
-_HINTS = {
-    "max": "torch.amax gives the values; indices are not to be had",
-    "min": "torch.amin gives the values; indices are not to be had",
-    "dropout": "mf.ops.dropout(x, p, seed=...): random numbers depend on a seed you choose",
-    "einsum": "permute, reshape and matmul",
-    "__getitem__": "mf.ops.embedding(indices, table) gathers rows; both are values of the fusion",
-}
-
 
 @lru_cache(maxsize=1)
 def _equals() -> dict[Any, str]:
@@ -82,8 +74,6 @@ def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
     _refuse_tensors(func, (*args, *kwargs.values()))
     operation = ops.BY_NAME[name]
     given, settings = _as_ours(func, operation, args, kwargs)
-    if name in ("max", "min") and func.__name__ == name and _gives_indices(given, settings):
-        raise _unknown(func)
     _check(func, operation, given, settings)
     return operation(*given, **settings)
 
@@ -132,12 +122,6 @@ def _defaults(func: Callable[..., Any]) -> dict[str, Any]:
     return {name: p.default for name, p in inspect.signature(func).parameters.items()}
 
 
-def _gives_indices(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """max and min along a dim: pairs of values and indices."""
-    along = [*args[1:], *(kwargs[name] for name in ("dim", "keepdim") if name in kwargs)]
-    return any(not isinstance(x, Handle) for x in along)
-
-
 def _check(
     func: Callable[..., Any],
     operation: Callable[..., Any],
@@ -163,10 +147,8 @@ def _name(func: Callable[..., Any]) -> str:
 
 
 def _unknown(func: Callable[..., Any]) -> DefinitionError:
-    short = str(getattr(func, "__name__", func))
-    close = difflib.get_close_matches(short, ops.BY_NAME)
     return DefinitionError(
         f"{_name(func)} of a value of a fusion",
         because="there is no operation of the same meaning",
-        hint=_HINTS.get(short) or " or ".join(close) or "docs/operations.md lists what there is",
+        hint=hint_for(str(getattr(func, "__name__", func))),
     )

@@ -85,8 +85,9 @@ class TracedFunction:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        self.signature = inspect.signature(function)
-        self.__name__, self.__doc__ = function.__name__, function.__doc__
+        self.signature = _signature(function)
+        self.__name__ = getattr(function, "__name__", type(function).__name__)
+        self.__doc__ = function.__doc__
         self._traces: Cache[Traced] = Cache(LIMIT)
         self._calls: Cache[tuple[Program, Traced]] = Cache(LIMIT)
         self._lock = threading.RLock()
@@ -250,6 +251,27 @@ class TracedFunction:
                 because="outside it runs on DTensors",
                 hint="f.define(...) takes specs; inside `with FusionDefinition()` it takes values",
             )
+
+
+def _signature(function: Any) -> inspect.Signature:
+    """What a function takes; a module, what its `forward` does."""
+    name = getattr(function, "__name__", type(function).__name__)
+    if isinstance(function, torch.nn.Module):
+        if any(True for _ in (*function.parameters(), *function.buffers())):
+            raise DefinitionError(
+                f"fusion({name}): a module with parameters or buffers",
+                because="the tensors of a fusion are its arguments, and a module holds some",
+                hint="a function that takes them: def f(x, weight): return F.linear(x, weight)",
+            )
+        function = function.forward
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise DefinitionError(
+            f"fusion({name}): {error}",
+            because="a function is traced by its parameters, which this one does not tell",
+            hint="def f(x): return ...",
+        ) from error
 
 
 def _arguments(bound: inspect.BoundArguments) -> list[tuple[str, Any]]:

@@ -72,7 +72,7 @@ _STREAM = attr("stream", "index")
 
 _ROWS = (
     # -- buffers
-    Row(name="alloc", attrs=(_MEMORY,), makes="value", is_memory=True),
+    Row(name="alloc", attrs=(_MEMORY, attr("fill", "number")), makes="value", is_memory=True),
     Row(name="free", operands=(1, None), is_memory=True),
     Row(name="narrow", operands=_ONE, makes="value", is_view=True, is_slice=True),
     Row(name="chunk", operands=_ONE, makes="value", is_view=True, is_slice=True),

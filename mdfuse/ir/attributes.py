@@ -65,6 +65,10 @@ def _is_number(x: Any, n: int | None) -> bool:
     return _is_int(x) or isinstance(x, float | bool)
 
 
+def _are_numbers(x: Any, n: int | None) -> bool:
+    return isinstance(x, tuple) and all(_is_number(e, None) for e in x)
+
+
 def _is_probability(x: Any, n: int | None) -> bool:
     return _is_number(x, n) and 0 <= x <= 1
 
@@ -136,6 +140,7 @@ def _is_part(x: Any, n: int | None) -> bool:
 #: kind -> (in words, check).
 _KINDS: dict[str, tuple[str, Check]] = {
     "int": ("an integer", _is_int),
+    "numbers": ("a list of numbers", _are_numbers),
     "count": ("a number from 1 on", _is_count),
     "extent": ("a number from 0 on", _is_extent),
     "index": ("an index expression", _is_index),

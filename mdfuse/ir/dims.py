@@ -205,6 +205,11 @@ def creation(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
     return DimMap(operands=((),) * len(shapes), result=tuple(range(len(result))))
 
 
+def likeness(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
+    """The result lies as its first operand does, whose numbers nobody reads."""
+    return pointwise((shapes[0], *(None for _ in shapes[1:])), result, attrs)
+
+
 def reshape(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
     """Dims are merged and split in groups of equal products; the outermost of a group may be split.
 

@@ -1,10 +1,22 @@
-"""The least and the greatest number of a dtype: what min and max start from."""
+"""The least and the greatest number of a dtype, and what is a number of it."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
+
+
+def is_number_of(x: Any, dtype: torch.dtype) -> bool:
+    """Whether a tensor of the dtype may be filled with x; False and True are 0 and 1."""
+    if isinstance(x, bool) or not isinstance(x, int | float):
+        return False
+    if dtype.is_floating_point or dtype.is_complex:
+        return True
+    limits = torch.iinfo(dtype) if dtype != torch.bool else None
+    least, greatest = (limits.min, limits.max) if limits is not None else (0, 1)
+    return isinstance(x, int) and least <= x <= greatest
 
 
 def lowest(dtype: torch.dtype) -> float | int | bool:

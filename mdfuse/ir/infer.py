@@ -15,7 +15,10 @@ from mdfuse.ir.ops import Op
 from mdfuse.ir.shapes import symbolic_shape
 
 #: How torch refuses operands.
-_REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AssertionError, AttributeError)
+_REFUSALS = (
+    RuntimeError, TypeError, ValueError, IndexError, AssertionError, AttributeError, KeyError,
+    OverflowError, ZeroDivisionError,
+)  # fmt: skip
 
 _SCALARS: dict[torch.dtype, Any] = {torch.bool: True}
 
@@ -77,9 +80,9 @@ def infer(
         A meta tensor with the result's shape, dtype and strides; a number where every operand
         is a number.
     """
-    operands = [meta_tensor(values[x]) if isinstance(x, str) else x for x in inputs]
     try:
-        if op.name == "uniform":
+        operands = [meta_tensor(values[x]) if isinstance(x, str) else x for x in inputs]
+        if op.is_creation:
             return op.call(*operands, **attrs, device="meta")  # type: ignore[no-any-return]
         result: Tensor | bool | int | float = op.call(*operands, **attrs)
         if not op.is_view and not any("shape" in name for name in attrs):

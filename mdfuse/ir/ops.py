@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.ir import dims, random
+from mdfuse.ir import creation, dims, random
 from mdfuse.ir.attributes import Attr, attr, word
 from mdfuse.ir.extremes import highest, lowest
 from mdfuse.ir.writes import on_tensors, write_of
@@ -77,6 +77,11 @@ class Op:
     attrs: tuple[Attr, ...] = ()
     operands: tuple[int, int | None] = (1, 1)
     may_copy: bool = False
+
+    @property
+    def is_creation(self) -> bool:
+        """It makes a tensor of numbers alone."""
+        return self.rule is dims.creation
 
 
 TABLE: dict[str, Op] = {}
@@ -315,7 +320,9 @@ def _truth(name: str) -> Callable[..., Tensor]:
 
     def call(x: Tensor, *, dims: Any = None, keepdim: bool = False) -> Tensor:
         chosen = _dims(x, dims)
-        return function(x, dim=chosen, keepdim=keepdim) if chosen else x.to(torch.bool, copy=True)
+        if chosen:
+            return function(x, dim=chosen, keepdim=keepdim)  # type: ignore[no-any-return]
+        return (x != 0).to(torch.uint8 if x.dtype == torch.uint8 else torch.bool)
 
     return call
 
@@ -498,4 +505,39 @@ _row(
         _BOX,
     ),
     **_COMPOSITE,
+)
+_MADE = (*_SHAPE, attr("dtype", "dtype", True), _BOX)
+_row(
+    "full",
+    creation.full,
+    dims.creation,
+    "full",
+    localize=_local_draw,
+    attrs=_MADE,
+)
+_row(
+    "arange",
+    creation.arange,
+    dims.creation,
+    "arange",
+    localize=_local_draw,
+    operands=(2, 2),
+    attrs=_MADE,
+)
+_row(
+    "constant",
+    creation.constant,
+    dims.creation,
+    "constant",
+    localize=_local_draw,
+    operands=(0, 0),
+    attrs=(attr("values", "numbers", True), *_MADE),
+)
+_row(
+    "full_like",
+    creation.full_like,
+    dims.likeness,
+    "full_like",
+    operands=(2, 2),
+    attrs=(attr("dtype", "dtype", True),),
 )

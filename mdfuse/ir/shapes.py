@@ -150,7 +150,7 @@ def _cat(shapes: Shapes, attrs: Attrs) -> Shape:
     return tuple(result)
 
 
-def _uniform(shapes: Shapes, attrs: Attrs) -> Shape:
+def _created(shapes: Shapes, attrs: Attrs) -> Shape:
     return tuple(attrs["shape"])
 
 
@@ -175,7 +175,11 @@ _RULES: dict[str, Callable[[Shapes, Attrs], Shape]] = {
     "layer_norm": _layer_norm,
     "attention": _attention,
     "cat": _cat,
-    "uniform": _uniform,
+    "uniform": _created,
+    "full": _created,
+    "arange": _created,
+    "constant": _created,
+    "full_like": _first,
     "dropout": _first,
 }
 

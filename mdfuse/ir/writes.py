@@ -104,6 +104,19 @@ def _reduction(name: str) -> Write:
     return write
 
 
+def _truth(name: str) -> Write:
+    reduce = _reduction(name)
+
+    def write(x: Tensor, *, out: Tensor, dims: Any = None, **more: Any) -> None:
+        if reduced_dims(dims, x.ndim):
+            reduce(x, out=out, dims=dims, **more)
+        else:
+            out.copy_(x != 0)
+
+    write.__name__ = name
+    return write
+
+
 def _sum(x: Tensor, *, out: Tensor, dtype: Any = None, **more: Any) -> None:
     _SUM(x, out=out, dtype=out.dtype, **more)
 
@@ -183,8 +196,8 @@ WRITES: dict[str, Write] = {
     "prod": _prod,
     "max": _extreme("amax", lowest),
     "min": _extreme("amin", highest),
-    "any": _reduction("any"),
-    "all": _reduction("all"),
+    "any": _truth("any"),
+    "all": _truth("all"),
     "matmul": _matmul,
     "linear": _linear,
     "cat": _cat,

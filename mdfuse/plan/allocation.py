@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import Instruction
-from mdfuse.ir.extremes import poison
+from mdfuse.ir.extremes import is_number_of, poison
 from mdfuse.ir.infer import dense_strides
 from mdfuse.plan.lines import Line, NewBuffer
 from mdfuse.plan.slots import Context
@@ -27,7 +27,17 @@ def allocate(i: Instruction, context: Context) -> list[Line]:
             where=context.where(i),
             hint="one of " + ", ".join(("device", *MEMORY)),
         )
-    return empty(output, i.order, context, memory)
+    lines = empty(output, i.order, context, memory)
+    fill = i.kwargs.get("fill")
+    if fill is None:
+        return lines
+    if not is_number_of(fill, context.type(output).dtype):
+        raise ProgramError(
+            f"%{output} = alloc(fill={fill})",
+            where=context.where(i),
+            because="the buffer is filled with a number of its dtype",
+        )
+    return [*lines, Line(run="fill_", args=(context.ref(output), fill))]
 
 
 def empty(

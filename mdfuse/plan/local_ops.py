@@ -42,7 +42,7 @@ def compute(i: Instruction, context: Context) -> list[Line]:
     attrs = dict(i.attrs)
     if row.name == "permute":
         _check_permutation(i, context, len(shape))
-    if row.name == "uniform":
+    if row.is_creation:
         attrs["device"] = context.device
     if context.has_buffer(output):
         return [_written(i, row, attrs, context)]
@@ -143,8 +143,8 @@ def _written(i: Instruction, row: ops.Op, attrs: dict[str, Any], context: Contex
     """The result in the target's buffer."""
     (output,) = i.outputs
     target, operands, overlaps = context.ref(output), _operands(i, context), _overlaps(i, context)
-    may = not overlaps and _is_tensor(i.inputs[0], context) and context.is_on_device(output)
-    if row.out is not None and may:
+    may = not overlaps and not row.is_creation and context.is_on_device(output)
+    if row.out is not None and may and _is_tensor(i.inputs[0], context):
         kwargs = (*attrs.items(), ("out", target))
         return Line(run=row.out, args=operands, kwargs=kwargs)
     call = row.call

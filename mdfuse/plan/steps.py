@@ -186,7 +186,7 @@ _ON_HOST = (*MEMORY, *PURE_VIEWS)
 
 def _following(instructions: Sequence[Instruction], n: int) -> Instruction | None:
     """The next instruction that does something on the device."""
-    later = (i for i in instructions[n + 1 :] if i.op not in _ON_HOST)
+    later = (i for i in instructions[n + 1 :] if i.op not in _ON_HOST or "fill" in i.kwargs)
     return next(later, None)
 
 
@@ -203,7 +203,8 @@ def local_step(i: Instruction, context: Context) -> Step:
     if i.fn == "expand":
         context.expanded[name] = _expanded_dims(i, context)
     outputs = (context.slot(name),)
-    return Step(lines=lines, label=label(i), op=i.op, outputs=outputs, inputs=inputs)
+    op = "fill" if "fill" in i.kwargs else i.op  # work, while an alloc is the host's alone
+    return Step(lines=lines, label=label(i), op=op, outputs=outputs, inputs=inputs)
 
 
 def _prepared(i: Instruction, context: Context) -> list[Line]:

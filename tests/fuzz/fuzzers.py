@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from fuzz import command_line, environment, runs, text
+from fuzz import command_line, definitions, environment, runs, text
 from fuzz.driver import Fuzzer
 
 FUZZERS: dict[str, Fuzzer] = {
     "command_line": command_line.fuzz,
+    "definitions": definitions.fuzz,
     "environment": environment.fuzz,
     "runs": runs.fuzz,
     "text": text.fuzz,

@@ -7,17 +7,27 @@ it with `.on()` never places an operand. `docs/operations.md` lists them all.
 
 from __future__ import annotations
 
-import difflib
-
 from mdfuse.frontend import methods
+from mdfuse.frontend.hints import hint_for
+from mdfuse.frontend.kinds import taking_kinds
 from mdfuse.frontend.methods import UnknownOperation as UnknownOperation
-from mdfuse.frontend.ops import draws, indexing, neural, pointwise, products, reductions, views
+from mdfuse.frontend.ops import (
+    creations,
+    draws,
+    extremes,
+    indexing,
+    neural,
+    pointwise,
+    products,
+    reductions,
+    views,
+)
 from mdfuse.frontend.ops.indexing import index as index
 from mdfuse.frontend.ops.recording import Operation
 from mdfuse.frontend.ops.recording import current as current
 from mdfuse.frontend.ops.views import stride_order as stride_order
 
-_MODULES = (views, indexing, pointwise, reductions, products, neural, draws)
+_MODULES = (views, indexing, pointwise, extremes, reductions, products, neural, draws, creations)
 
 #: other name -> operation.
 ALIASES = {
@@ -26,14 +36,13 @@ ALIASES = {
     "concatenate": "cat", "clone": "set", "detach": "set", "mod": "remainder",
     "subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div",
     "negative": "neg", "absolute": "abs", "fix": "trunc", "clip": "clamp", "not_equal": "ne",
-    "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge", "amax": "max",
-    "amin": "min",
+    "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge",
 }  # fmt: skip
 
 #: Every operation by name.
 BY_NAME: dict[str, Operation] = {
-    **pointwise.ROWS,
-    **{f.__name__: f for module in _MODULES for f in module.SPELLED},
+    **{name: taking_kinds(f, elementwise=True) for name, f in pointwise.ROWS.items()},
+    **{f.__name__: taking_kinds(f) for module in _MODULES for f in module.SPELLED},
 }
 BY_NAME |= {alias: BY_NAME[name] for alias, name in ALIASES.items()}
 globals().update(BY_NAME)
@@ -41,8 +50,4 @@ methods.OPERATIONS.update(BY_NAME, index=index, as_dtype=pointwise.as_dtype)
 
 
 def __getattr__(name: str) -> Operation:
-    close = difflib.get_close_matches(name, BY_NAME, cutoff=0.7)
-    raise UnknownOperation(
-        f"there is no operation {name!r}",
-        hint=" or ".join(close) or "one of " + ", ".join(sorted(BY_NAME)),
-    )
+    raise UnknownOperation(f"there is no operation {name!r}", hint=hint_for(name))

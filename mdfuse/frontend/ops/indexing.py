@@ -10,7 +10,8 @@ from typing import Any
 from mdfuse.errors import DefinitionError
 from mdfuse.extents import Extent, are_same, is_symbolic, larger, smaller
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.ops.recording import Operation, place, record
+from mdfuse.frontend.ops.recording import Operation, own_place, place, record
+from mdfuse.frontend.plain import brief, is_in_range, plain_number
 
 Window = tuple[int, int, int]
 
@@ -91,7 +92,7 @@ def _plan(x: Handle, where: Any) -> Plan:
 
 def _items(x: Handle, where: Any) -> list[Any]:
     """One item per dim, besides the Nones: `...` is written out."""
-    items = list(where) if isinstance(where, tuple) else [where]
+    items = [_plain(x, i) for i in (where if isinstance(where, tuple) else (where,))]
     dots = used = 0
     for item in items:
         if item is Ellipsis:
@@ -100,13 +101,13 @@ def _items(x: Handle, where: Any) -> list[Any]:
             used += 1
     if dots > 1:
         raise DefinitionError(
-            f"%{x.name}[{where}]: two `...`",
+            f"%{x.name}[{brief(where)}]: two `...`",
             because="one stands for all dims that are not indexed",
             hint="write : for a dim that is taken whole",
         )
     if used > x.ndim:
         raise DefinitionError(
-            f"%{x.name}[{where}]: {used} indices for {x.value.type_text()}",
+            f"%{x.name}[{brief(where)}]: {used} indices for {x.value.type_text()}",
             because=f"it has {x.ndim} dims",
             hint="None adds a dim",
         )
@@ -115,6 +116,17 @@ def _items(x: Handle, where: Any) -> list[Any]:
         at += 1
     items[at : at + 1] = [_WHOLE] * (x.ndim - used)
     return items
+
+
+def _plain(x: Handle, item: Any) -> Any:
+    """An item with numbers of numpy as Python's, and none that 64 bits cannot hold."""
+    if isinstance(item, builtins.slice):
+        bounds = (_plain(x, bound) for bound in (item.start, item.stop, item.step))
+        return _WHOLE if item == _WHOLE else builtins.slice(*bounds)
+    item = plain_number(item)
+    if not is_in_range(item):
+        raise _no_index(x, item)
+    return item
 
 
 def _is_whole(x: Handle, windows: list[Window]) -> bool:
@@ -152,7 +164,7 @@ def _is_integer(x: Any) -> bool:
 
 def _no_index(x: Handle, item: Any) -> DefinitionError:
     return DefinitionError(
-        f"%{x.name} cannot be indexed with {item!r}",
+        f"%{x.name} cannot be indexed with {brief(item)}",
         because="an index is an integer, a slice of integers, None or `...`",
         hint="to gather rows by a tensor use fd.ops.embedding(indices, table), "
         "to choose by a mask fd.ops.where(mask, a, b)",
@@ -203,7 +215,7 @@ def select(x: Handle, dim: int, index: int) -> Handle:
 
 def narrow(x: Handle, dim: int, start: int, length: int) -> Handle:
     """`length` places of a dim from `start` on."""
-    extent = x.shape[place(x, dim)]
+    extent = x.shape[own_place(x, dim)]
     if start < 0:
         start = start + extent
     if start < 0 or length < 0 or start + length > extent:
@@ -224,7 +236,7 @@ def _along(x: Handle, dim: int, item: Any) -> Handle:
 
 def split(x: Handle, split_size: int | Sequence[int], dim: int = 0) -> tuple[Handle, ...]:
     """Parts of a dim: of one size each (the last may be smaller), or of the sizes in a list."""
-    extent = x.shape[place(x, dim)]
+    extent = x.shape[own_place(x, dim)]
     if isinstance(split_size, Sequence):
         lengths = tuple(split_size)
     else:
@@ -248,27 +260,44 @@ def _equal_parts(x: Handle, size: int, extent: int) -> tuple[int, ...]:
             hint="a positive size, or a list of sizes",
         )
     whole, rest = divmod(extent, size)
+    _check_parts(x, whole)
     parts = (size,) * whole  # a symbolic number of parts is fixed from here on
     return (*parts, rest) if rest or not parts else parts
 
 
 def chunk(x: Handle, chunks: int, dim: int = 0) -> tuple[Handle, ...]:
     """At most `chunks` parts of a dim, all but the last of one size."""
-    extent = x.shape[place(x, dim)]
+    extent = x.shape[own_place(x, dim)]
     if chunks < 1:
         raise DefinitionError(
             f"{chunks} chunks of %{x.name}",
             because="there is at least one",
             hint="a positive number",
         )
-    if extent % chunks == 0:
+    if chunks <= extent and extent % chunks == 0:
+        _check_parts(x, chunks)
         return split(x, (extent // chunks,) * chunks, dim)
     return split(x, -(-extent // chunks), dim)
 
 
 def unbind(x: Handle, dim: int = 0) -> tuple[Handle, ...]:
     """Each place of a dim."""
-    return tuple(select(x, dim, i) for i in range(x.shape[place(x, dim)]))
+    extent = x.shape[own_place(x, dim)]
+    _check_parts(x, extent)
+    return tuple(select(x, dim, i) for i in range(extent))
+
+
+def _check_parts(x: Handle, count: int) -> None:
+    """Each part is an expression of the program."""
+    if count > _MOST_PARTS:
+        raise DefinitionError(
+            f"{count} parts of %{x.name}: {x.value.type_text()}",
+            because=f"each is an expression of the program, {_MOST_PARTS} at most",
+            hint="larger parts",
+        )
+
+
+_MOST_PARTS = 1 << 14
 
 
 # -- joining -------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from mdfuse.extents import Extent
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops.indexing import chunk
 from mdfuse.frontend.ops.pointwise import ROWS, as_dtype, clamp
-from mdfuse.frontend.ops.recording import Dims, Operation, place, record
+from mdfuse.frontend.ops.recording import Dims, Operation, own_place, place, record
 from mdfuse.frontend.ops.reductions import back, in_f32, mean, norm, sum
 from mdfuse.frontend.ops.views import repeat_interleave
 
@@ -39,8 +39,8 @@ def _rowwise(op: str, x: Handle, dim: int, dtype: torch.dtype | None) -> Handle:
 
 def glu(x: Handle, dim: int = -1) -> Handle:
     """The first half of a dim times the sigmoid of the second."""
-    at = place(x, dim)
-    if not x.ndim or x.shape[at] % 2:
+    at = own_place(x, dim)
+    if x.shape[at] % 2:
         raise DefinitionError(
             f"glu(%{x.name}, {dim}) of {x.value.type_text()}",
             because="the dim has two halves",
@@ -81,6 +81,12 @@ def rms_norm(
     The normalised dims may be split. Without eps it is the precision of the computation.
     """
     shape = _last(x, normalized_shape)
+    if not x.dtype.is_floating_point:
+        raise DefinitionError(
+            f"rms_norm(%{x.name}) of {x.value.type_text()}",
+            because="roots of integers are no integers",
+            hint="cast it to a floating dtype",
+        )
     if len(shape) > x.ndim or x.shape[x.ndim - len(shape) :] != shape:
         raise DefinitionError(
             f"rms_norm(%{x.name}, {shape}) of {x.value.type_text()}",

@@ -175,26 +175,6 @@ def nan_to_num(
     return where(_equal(filled, -math.inf), low, filled)
 
 
-def full_like(x: Handle, fill_value: float, *, dtype: torch.dtype | None = None) -> Handle:
-    """One number everywhere, in the shape and the layout of x."""
-    dtype = dtype or x.dtype
-    zero = where(_equal(x, x), 0, 0)  # a choice, since 0 * NaN is NaN
-    zero = cast(zero, dtype) if zero.dtype != dtype else zero
-    value = bool(fill_value) if dtype == torch.bool else fill_value
-    filled = zero + value if value else zero
-    return filled if filled.dtype == dtype else cast(filled, dtype)
-
-
-def zeros_like(x: Handle, *, dtype: torch.dtype | None = None) -> Handle:
-    """Zeros in the shape of x."""
-    return full_like(x, 0, dtype=dtype)
-
-
-def ones_like(x: Handle, *, dtype: torch.dtype | None = None) -> Handle:
-    """Ones in the shape of x."""
-    return full_like(x, 1, dtype=dtype)
-
-
 # -- activations ---------------------------------------------------------------------------------
 
 
@@ -235,8 +215,10 @@ def selu(x: Handle) -> Handle:
 
 
 def hardtanh(x: Handle, min_val: float = -1.0, max_val: float = 1.0) -> Handle:
-    """x limited to [min_val, max_val]."""
-    return clamp(x, min_val, max_val)
+    """x limited to [min_val, max_val]; of integers, to the integers towards zero."""
+    if x.dtype.is_floating_point:
+        return clamp(x, min_val, max_val)
+    return clamp(x, int(min_val), int(max_val))
 
 
 def relu6(x: Handle) -> Handle:
@@ -261,6 +243,6 @@ def softsign(x: Handle) -> Handle:
 
 SPELLED: tuple[Operation, ...] = (
     cast, type_as, add, sub, rsub, div, lerp, addcmul, addcdiv, frac, where, masked_fill, clamp,
-    clamp_min, clamp_max, nan_to_num, full_like, zeros_like, ones_like, gelu, leaky_relu, elu,
+    clamp_min, clamp_max, nan_to_num, gelu, leaky_relu, elu,
     softplus, logsigmoid, mish, selu, hardtanh, relu6, hardsigmoid, hardswish, softsign,
 )  # fmt: skip

@@ -85,6 +85,12 @@ def _added(x: Handle, product: Handle, beta: float, alpha: float) -> Handle:
 
 def linear(x: Handle, weight: Handle, bias: Handle | None = None) -> Handle:
     """x[…,k] @ weight[n,k].T + bias[n]."""
+    if bias is not None and (bias.ndim != weight.ndim - 1 or bias.shape != weight.shape[:-1]):
+        raise DefinitionError(
+            f"linear with {shown(weight)} and the bias {shown(bias)}",
+            because="a bias has one number for each row of the weight",
+            hint="add any other tensor: linear(x, weight) + bias",
+        )
     return record("linear", x, weight, *(() if bias is None else (bias,)))
 
 

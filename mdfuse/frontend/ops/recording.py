@@ -109,6 +109,13 @@ def place(x: Handle, dim: int, new: int = 0) -> int:
     return dim % rank
 
 
+def own_place(x: Handle, dim: int) -> int:
+    """A dim that x has, counted from the first: a value without dims has none to be cut."""
+    if not x.ndim:
+        raise out_of_range(x, (dim,))
+    return place(x, dim)
+
+
 def out_of_range(x: Handle, dims: Sequence[Any]) -> DefinitionError:
     """The error for dims that x does not have."""
     return DefinitionError(

@@ -14,6 +14,7 @@ import torch
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import pointwise
+from mdfuse.frontend.ops.extremes import amax, amin
 from mdfuse.frontend.ops.pointwise import ROWS, as_dtype, cast
 from mdfuse.frontend.ops.recording import Dims, Operation, checked, chosen, record
 
@@ -50,30 +51,6 @@ def mean(
     """Mean over dims (all by default)."""
     x = x if dtype is None or dtype == x.dtype else cast(x, dtype)
     return record("mean", x, dims=checked(x, dim, dims), keepdim=keepdim)
-
-
-def _extreme(name: str, pairwise: Reduction, doc: str) -> Reduction:
-    def function(
-        x: Handle, dim: Dims | Handle = None, keepdim: bool = False, *, dims: Dims = None
-    ) -> Handle:
-        if isinstance(dim, Handle):
-            return pairwise(x, dim)
-        return record(name, x, dims=checked(x, dim, dims), keepdim=keepdim)
-
-    function.__name__, function.__doc__ = name, doc
-    return function
-
-
-max = _extreme(
-    "max",
-    pointwise.maximum,
-    "The largest element over dims (all by default), as `torch.amax`; max(x, y): `maximum`.",
-)
-min = _extreme(
-    "min",
-    pointwise.minimum,
-    "The smallest element over dims (all by default), as `torch.amin`; min(x, y): `minimum`.",
-)
 
 
 def _truth(name: str, doc: str) -> Reduction:
@@ -154,8 +131,10 @@ def std(
 def logsumexp(x: Handle, dim: Dims = None, keepdim: bool = False, *, dims: Dims = None) -> Handle:
     """log(sum(exp(x))) over dims (all by default), without overflow."""
     over = checked(x, dim, dims)
+    if not x.dtype.is_floating_point:
+        x = cast(x, torch.get_default_dtype())
     wide = in_f32(x)
-    top = max(wide, over, keepdim=True)
+    top = amax(wide, over, keepdim=True)
     top = pointwise.where(ROWS["isfinite"](top), top, 0.0)
     total = ROWS["log"](sum(ROWS["exp"](wide - top), over, keepdim=True)) + top
     return back(total if keepdim else _without(total, over), x)
@@ -191,9 +170,9 @@ def norm(
 
 def _norm(x: Handle, p: float, over: Dims, keepdim: bool) -> Handle:
     if p == math.inf:
-        return max(ROWS["abs"](x), over, keepdim)
+        return amax(ROWS["abs"](x), over, keepdim)
     if p == -math.inf:
-        return min(ROWS["abs"](x), over, keepdim)
+        return amin(ROWS["abs"](x), over, keepdim)
     if p == 0:
         return cast(sum(ROWS["ne"](x, 0), over, keepdim), x.dtype)
     if p == 1:
@@ -204,5 +183,5 @@ def _norm(x: Handle, p: float, over: Dims, keepdim: bool) -> Handle:
 
 
 SPELLED: tuple[Operation, ...] = (
-    sum, prod, mean, max, min, any, all, count_nonzero, var, std, logsumexp, norm,
+    sum, prod, mean, any, all, count_nonzero, var, std, logsumexp, norm,
 )  # fmt: skip

@@ -13,6 +13,7 @@ from mdfuse.frontend.ops.recording import (
     Operation,
     checked,
     out_of_range,
+    own_place,
     place,
     record,
     sequence,
@@ -97,7 +98,7 @@ def flatten(x: Handle, start_dim: int = 0, end_dim: int = -1) -> Handle:
 
 def unflatten(x: Handle, dim: int, sizes: Sequence[int]) -> Handle:
     """One dim as several; one of their extents may be -1."""
-    at = place(x, dim)
+    at = own_place(x, dim)
     return reshape(x, (*x.shape[:at], *_completed(sizes, x.shape[at]), *x.shape[at + 1 :]))
 
 
@@ -181,7 +182,7 @@ def repeat_interleave(x: Handle, repeats: int, dim: int | None = None) -> Handle
         )
     if dim is None:
         return repeat_interleave(flatten(x), repeats, 0)
-    at, shape = place(x, dim), list(x.shape)
+    at, shape = own_place(x, dim), list(x.shape)
     many = expand(unsqueeze(x, at + 1), [*shape[: at + 1], repeats, *shape[at + 1 :]])
     return reshape(many, [*shape[:at], shape[at] * repeats, *shape[at + 1 :]])
 

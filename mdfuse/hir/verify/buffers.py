@@ -19,6 +19,7 @@ from mdfuse.hir.verify.layouts import (
 )
 from mdfuse.hir.verify.posts import buffer_problem, transition_problem
 from mdfuse.hir.verify.report import wrong
+from mdfuse.ir.extremes import is_number_of
 from mdfuse.ir.graph import dtype_name
 from mdfuse.layout import Layout, Partial, Placement, Replicate, Shard, Varies
 
@@ -273,6 +274,15 @@ def _alloc(types: Types, i: Instruction) -> None:
         raise wrong(types.program, i, f"alloc(memory={memory})", hint="one of " + ", ".join(MEMORY))
     if kind.layout is None:
         raise types.mismatch(i, "a number needs no buffer")
+    fill = i.kwargs.get("fill")
+    if fill is not None and not is_number_of(fill, kind.dtype):
+        raise wrong(
+            types.program,
+            i,
+            f"alloc(fill={fill}) of {dtype_name(kind.dtype)}",
+            because="the buffer is filled with a number of its dtype",
+            hint="leave fill= out, or alloc(fill=0)",
+        )
     _check_chunk(types, i, kind)
     types.allocated.add(types.program.root(i.outputs[0]))
     types.check_order(i, kind)

@@ -212,10 +212,15 @@ class Flow:
     # -- buffers ---------------------------------------------------------------------------------
 
     def alloc(self, i: Instruction) -> None:
-        """A buffer without contents; nothing where there is one."""
+        """A buffer without contents, or filled; no new one where there is one."""
         (name,) = i.outputs
-        if name in self.bound:
-            return
+        if name not in self.bound:
+            self.bind_new(name, i)
+        if i.kwargs.get("fill") is not None:
+            self.write(name, i)
+
+    def bind_new(self, name: str, i: Instruction) -> None:
+        """A name stands for new memory."""
         self.bound[name] = view = View(Storage(name, written={}))
         if self.is_streamed:
             self.check_callers(name, i)

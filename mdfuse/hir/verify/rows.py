@@ -16,7 +16,7 @@ from mdfuse.errors import DefinitionError
 from mdfuse.hir.program import BufferType
 from mdfuse.hir.verify.layouts import Contradiction, is_shown, may_be_said, result_layout
 from mdfuse.hir.verify.shapes import Sample, Shape, number, quick_dtype, quick_shape
-from mdfuse.ir.dims import creation, pointwise
+from mdfuse.ir.dims import pointwise
 from mdfuse.ir.graph import Value, dtype_name
 from mdfuse.ir.infer import infer, scalar_sample
 from mdfuse.ir.ops import TABLE, Part, local_attrs
@@ -49,7 +49,7 @@ def row_problem(
     buffers = [k for k in operands if isinstance(k, BufferType) and k.layout is not None]
     if result.layout is None:
         return "a buffer does not become a number" if buffers else None
-    if not buffers and TABLE[fn].rule is not creation:
+    if not buffers and not TABLE[fn].is_creation:
         return f"{fn} of numbers is a number"
     if not all(_lies_plainly(fn, k, result) for k in (result, *buffers)):
         return f"{fn} is for buffers that are neither padded nor flat: narrow them before"

@@ -159,7 +159,7 @@ def _cat(shapes: Shapes, attrs: Attrs) -> Shape | None:
     return (*found[0][:at], sum(s[at] for s in found), *found[0][at + 1 :])
 
 
-def _uniform(shapes: Shapes, attrs: Attrs) -> Shape | None:
+def _created(shapes: Shapes, attrs: Attrs) -> Shape | None:
     return box_shape(attrs["box"]) if attrs.get("box") is not None else tuple(attrs["shape"])
 
 
@@ -184,7 +184,11 @@ _RULES: dict[str, Callable[[Shapes, Attrs], Shape | None]] = {
     "layer_norm": _layer_norm,
     "attention": _attention,
     "cat": _cat,
-    "uniform": _uniform,
+    "uniform": _created,
+    "full": _created,
+    "arange": _created,
+    "constant": _created,
+    "full_like": _first,
     "dropout": _first,
 }
 
@@ -212,7 +216,7 @@ def quick_dtype(
     if fn in _KEEP_FLOATS and len(dtypes) == 1 and next(iter(dtypes)).is_floating_point:
         return dtypes.pop()
     kwargs = {k: v for k, v in attrs if k not in _ABOUT_EXTENTS}
-    if fn == "uniform":
+    if row.is_creation:
         return kwargs["dtype"]  # type: ignore[no-any-return]
     if fn == "layer_norm":
         kwargs["normalized_shape"] = (2,) * len(kwargs["normalized_shape"])

@@ -1,0 +1,368 @@
+"""What the arguments of operations may be: one table of kinds, by the names of parameters.
+
+An operation is called through `taking_kinds`, which looks at the types of its arguments. Where all
+are usual, that is all; else each is taken as its kind says (numbers of numpy become Python's), or
+refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from mdfuse.errors import DefinitionError
+from mdfuse.extents import Extent
+from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.plain import END, LEAST, brief, is_in_range, plain_number
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_REFUSED: Any = object()
+_NUMBERS = frozenset((int,))
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of arguments.
+
+    Attributes:
+        words: what it is, for messages.
+        usual: types that are taken at once; of integers, those of 64 bits.
+        take: what is made of any other argument, or `_REFUSED`.
+    """
+
+    words: str
+    usual: frozenset[type]
+    take: Callable[[Any], Any]
+
+
+# -- numbers -------------------------------------------------------------------------------------
+
+
+def _integer(x: Any) -> Any:
+    x = plain_number(x)
+    is_integer = isinstance(x, int | Extent) and not isinstance(x, bool)
+    return x if is_integer and is_in_range(x) else _REFUSED
+
+
+def _number(x: Any) -> Any:
+    x = plain_number(x)
+    return x if isinstance(x, bool | int | float | Extent) and is_in_range(x) else _REFUSED
+
+
+def _setting(x: Any) -> Any:
+    """A number that is an attribute, where False would be none."""
+    x = _number(x)
+    return int(x) if isinstance(x, bool) else x
+
+
+def _flag(x: Any) -> Any:
+    x = plain_number(x)
+    return x if isinstance(x, bool) else _REFUSED
+
+
+def _several(one: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A list or tuple of such; one of them counts as itself."""
+
+    def take(x: Any) -> Any:
+        if type(x) in (list, tuple) and _NUMBERS.issuperset(map(type, x)):
+            is_usual = not x or (min(x) >= LEAST and max(x) < END)
+            return x if is_usual and one is _integer else _all(one, x)
+        if not isinstance(x, Sequence | range) and hasattr(x, "tolist") and not _is_tensor(x):
+            x = x.tolist()  # an array of numpy
+        return _all(one, x) if _is_several(x) else one(x)
+
+    return take
+
+
+def _is_several(x: Any) -> bool:
+    return isinstance(x, Sequence) and not isinstance(x, str | bytes)
+
+
+def _dims(x: Any) -> Any:
+    return _several(_integer)(x)
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, torch.Tensor | Handle)
+
+
+def _all(one: Callable[[Any], Any], items: Iterable[Any]) -> Any:
+    found = tuple(map(one, items))
+    return _REFUSED if any(x is _REFUSED for x in found) else found
+
+
+# -- values --------------------------------------------------------------------------------------
+
+
+def _value(x: Any) -> Any:
+    return x if isinstance(x, Handle) else _number(x)
+
+
+def _handle(x: Any) -> Any:
+    return x if isinstance(x, Handle) else _REFUSED
+
+
+def _tensors(x: Any) -> Any:
+    if isinstance(x, str | bytes | Mapping):
+        return _REFUSED
+    try:
+        return _all(_handle, x)
+    except TypeError:  # it cannot be iterated
+        return _REFUSED
+
+
+def _or(*takes: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def take(x: Any) -> Any:
+        found = (t(x) for t in takes)
+        return next((y for y in found if y is not _REFUSED), _REFUSED)
+
+    return take
+
+
+def _is(*kinds: type) -> Callable[[Any], Any]:
+    return lambda x: x if isinstance(x, kinds) else _REFUSED
+
+
+_none = _is(type(None))
+
+# -- the table -----------------------------------------------------------------------------------
+
+
+def _kind(words: str, take: Callable[[Any], Any], *usual: type) -> Kind:
+    return Kind(words, frozenset(usual), take)
+
+
+_N = type(None)
+_TENSOR = _kind("a value of the fusion", _handle, Handle)
+_TENSOR_OR_NONE = _kind("a value of the fusion, or None", _or(_none, _handle), Handle, _N)
+_VALUE = _kind("a value of the fusion, or a number", _value, Handle, int, float, bool)
+_VALUE_OR_NONE = _kind(
+    "a value of the fusion, a number, or None",
+    _or(_none, _handle, _setting),
+    Handle,
+    int,
+    float,
+    _N,
+)
+_TENSORS = _kind("a list of values of the fusion", _tensors)
+_INTEGER = _kind("an integer", _integer, int)
+_INTEGER_OR_NONE = _kind("an integer, or None", _or(_none, _integer), int, _N)
+_NUMBER = _kind("a number", _setting, int, float)
+_NUMBER_OR_NONE = _kind("a number, or None", _or(_none, _setting), int, float, _N)
+_INTEGERS = _kind("an integer, or a list of integers", _several(_integer), int)
+_INTEGERS_OR_NONE = _kind(
+    "an integer, a list of integers, or None", _or(_none, _several(_integer)), int, _N
+)
+_LIST = _kind("a list of integers", lambda x: _several(_integer)(x) if _is_several(x) else _REFUSED)
+#: `dim=()` is all dims for some functions of torch, and none for others.
+_DIM = _kind(
+    "an integer, a list of some integers, or None (dims=() stands for no dims)",
+    _or(_none, lambda x: _REFUSED if isinstance(x, list | tuple) and not x else _dims(x)),
+    int,
+    _N,
+)
+_FLAG = _kind("True or False", _flag, bool)
+_DTYPE = _kind("a torch dtype", _is(torch.dtype), torch.dtype)
+_DTYPE_OR_NONE = _kind("a torch dtype, or None", _is(torch.dtype, _N), torch.dtype, _N)
+_TEXT = _kind("a string", _is(str), str)
+_TEXT_OR_NONE = _kind("a string, or None", _is(str, _N), str, _N)
+
+#: What looks at it says what it may be.
+_ANYTHING = _kind("anything", lambda x: x, Handle, int, float, bool, list, tuple, dict, _N)
+
+#: parameter -> its kind, in every operation that has it.
+KINDS: dict[str, Kind] = {
+    **dict.fromkeys(
+        ("x", "condition", "mask", "tensor", "tensor1", "tensor2", "mat1", "mat2", "mat", "vec",
+         "vec2", "batch1", "batch2", "indices", "query", "key", "target", "end"),
+        _TENSOR,
+    ),
+    **dict.fromkeys(("weight", "bias", "attn_mask"), _TENSOR_OR_NONE),
+    **dict.fromkeys(("other", "fill_value", "alpha", "beta", "value"), _VALUE),
+    **dict.fromkeys(("min", "max"), _VALUE_OR_NONE),
+    "tensors": _TENSORS,
+    **dict.fromkeys(
+        ("dim0", "dim1", "start_dim", "end_dim", "start", "length", "index", "chunks", "more"),
+        _INTEGER,
+    ),
+    **dict.fromkeys(
+        ("shape", "repeats", "split_size", "source", "destination", "order"),
+        _INTEGERS,
+    ),
+    **dict.fromkeys(("sizes", "start_indices", "end_indices", "broadcast_dims"), _LIST),
+    **dict.fromkeys(("normalized_shape", "dims"), _INTEGERS_OR_NONE),
+    "strides": _kind("a list of integers, or None", _or(_none, _LIST.take), _N),
+    "dim": _DIM,
+    **dict.fromkeys(
+        ("nan", "p", "negative_slope", "threshold", "min_val", "max_val", "low", "high",
+         "dropout_p"),
+        _NUMBER,
+    ),
+    **dict.fromkeys(("posinf", "neginf", "eps", "scale", "correction"), _NUMBER_OR_NONE),
+    **dict.fromkeys(("keepdim", "is_causal", "enable_gqa", "training"), _FLAG),
+    "unbiased": _kind("True, False or None", _or(_none, _flag), bool, _N),
+    "dtype": _DTYPE_OR_NONE,
+    **dict.fromkeys(("approximate", "reduction"), _TEXT),
+    "rounding_mode": _TEXT_OR_NONE,
+    "seed": _VALUE,
+    **dict.fromkeys(("mesh", "layout", "data"), _ANYTHING),
+}  # fmt: skip
+
+#: (operation, parameter) -> its kind, where it is not that of all others.
+_SPECIAL: dict[tuple[str, str], Kind] = {
+    **{(name, "x"): _VALUE for name in ("add", "sub", "rsub", "div", "where")},
+    ("cast", "dtype"): _DTYPE,
+    ("uniform", "dtype"): _DTYPE,
+    **{
+        (name, "other"): _TENSOR
+        for name in ("expand_as", "reshape_as", "type_as", "matmul", "view_as")
+    },
+    ("permute", "dims"): _INTEGERS,
+    ("lerp", "weight"): _VALUE,
+    ("linear", "weight"): _TENSOR,
+    ("embedding", "weight"): _TENSOR,
+    ("scaled_dot_product_attention", "value"): _TENSOR,
+    **{("arange", key): _NUMBER for key in ("start", "step")},
+    ("arange", "end"): _NUMBER_OR_NONE,
+    ("elu", "alpha"): _NUMBER,
+    ("softplus", "beta"): _NUMBER,
+    ("norm", "p"): _kind('a number, or "fro"', _or(_number, _is(str)), int, float, str),
+    ("broadcast", "dims"): _kind(
+        "a list of bools, or of integers",
+        lambda x: _several(_or(_flag, _integer))(x) if _is_several(x) else _REFUSED,
+    ),
+    **{
+        (name, "dim"): _kind(
+            "a value of the fusion, an integer, a list of some integers, or None",
+            _or(_none, _handle, _DIM.take), Handle, int, _N,
+        )
+        for name in ("max", "min")
+    },
+    **{(name, key): _INTEGER_OR_NONE for name in ("argmax", "argmin") for key in ("dim", "dims")},
+    **{
+        (name, "dim"): _INTEGER
+        for name in ("unsqueeze", "unflatten", "select", "narrow", "split", "chunk", "unbind",
+                     "cat", "stack", "softmax", "log_softmax", "softmin", "glu")
+    },
+    ("repeat_interleave", "dim"): _INTEGER_OR_NONE,
+    ("repeat_interleave", "repeats"): _INTEGER,
+}  # fmt: skip
+
+
+def kind_of(operation: str, parameter: str) -> Kind:
+    """What an argument of an operation may be."""
+    return _SPECIAL.get((operation, parameter)) or KINDS[parameter]
+
+
+# -- operations that look at their arguments -----------------------------------------------------
+
+
+def taking_kinds(function: F, elementwise: bool = False) -> F:
+    """The function, with arguments of other kinds refused.
+
+    Args:
+        function: an operation.
+        elementwise: its operands may be numbers.
+    """
+    name, signature = function.__name__, inspect.signature(function)
+    parameters = list(signature.parameters.values())
+    by_name = {
+        p.name: _VALUE if elementwise and p.name in ("x", "other") else kind_of(name, p.name)
+        for p in parameters
+    }
+    usual = tuple(by_name[p.name].usual for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+    places = {p.name: n for n, p in enumerate(parameters)}
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
+
+    def is_usual(kwargs: Mapping[str, Any], given: int) -> bool:
+        return all(
+            key in by_name and type(x) in by_name[key].usual and is_in_range(x)
+            for key, x in kwargs.items()
+        ) and not any(places[key] < given for key in kwargs)
+
+    @functools.wraps(function)
+    def operation(*args: Any, **kwargs: Any) -> Any:
+        for types, x in zip(usual, args, strict=False):
+            kind = type(x)
+            if kind not in types or (kind is int and not LEAST <= x < END):
+                break
+        else:
+            given = len(args)
+            has_all = given >= len(needed) or all(key in kwargs for key in needed[given:])
+            if has_all and given <= len(usual) and (not kwargs or is_usual(kwargs, given)):
+                return function(*args, **kwargs)
+        bound = taken(name, signature, by_name, args, kwargs)
+        return function(*bound.args, **bound.kwargs)
+
+    return operation  # type: ignore[return-value]
+
+
+def taken(
+    name: str,
+    signature: inspect.Signature,
+    kinds: Mapping[str, Kind],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> inspect.BoundArguments:
+    """Each argument as its kind takes it.
+
+    Raises:
+        DefinitionError: other arguments than the operation has, or of other kinds.
+    """
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise DefinitionError(
+            f"{name}: {error}",
+            because=f"it is {name}({', '.join(signature.parameters)})",
+            hint="docs/operations.md lists operations and their arguments",
+        ) from None
+    for key, x in bound.arguments.items():
+        is_more = signature.parameters[key].kind is inspect.Parameter.VAR_POSITIONAL
+        kind = kinds[key]
+        found = _all(kind.take, x) if is_more else kind.take(x)
+        if found is _REFUSED:
+            raise refused(name, key, x, kind)
+        bound.arguments[key] = found
+    return bound
+
+
+def refused(name: str, key: str, x: Any, kind: Kind) -> DefinitionError:
+    """The error for an argument of another kind."""
+    if "value" in kind.words and not isinstance(x, Handle):
+        return no_value(name, x)
+    if isinstance(x, Handle):
+        return DefinitionError(
+            f"{name}: {key} is %{x.name}, a value of the fusion",
+            because=f"{key} is fixed when the fusion is defined",
+            hint=f"pass {kind.words}",
+        )
+    return DefinitionError(
+        f"{name}: {key} = {brief(x)}",
+        because=f"{key} is {kind.words}" + (" of 64 bits" if type(x) is int else ""),
+        hint="docs/operations.md lists operations and their arguments",
+    )
+
+
+def no_value(name: str, x: Any, where: Sequence[str] = ()) -> DefinitionError:
+    """The error for what is no operand."""
+    if isinstance(x, int):
+        return DefinitionError(
+            f"{name}: {brief(x)} is no operand",
+            where=where,
+            because="operands are values of the definition, and numbers of at most 64 bits where "
+            "a number may stand",
+            hint="fd.define_scalar, or fd.ops.full for a tensor",
+        )
+    return DefinitionError(
+        f"{name}: {type(x).__name__} is no operand",
+        where=where,
+        because="operands are values of the definition and numbers",
+        hint="make it an input with fd.define_tensor",
+    )

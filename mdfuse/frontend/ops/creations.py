@@ -1,0 +1,239 @@
+"""Tensors made of numbers: no rank sends anything for them, each makes its own part.
+
+Where nothing says where one lives (`mesh=`, `layout=`, `.on()`), it lies as what reads it wants it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mdfuse.errors import DefinitionError
+from mdfuse.extents import Extent
+from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.ops.recording import Operation, definition_of, record, sequence
+from mdfuse.frontend.plain import brief, is_in_range
+from mdfuse.layout import Layout
+
+#: How many numbers a constant may have: they stand in the program.
+_LIMIT = 4096
+
+Shape = int | Sequence[int]
+
+
+def _placed(x: Handle, mesh: Any, layout: Any) -> Handle:
+    if isinstance(layout, Layout):
+        mesh, layout = layout, None
+    return x if mesh is None and layout is None else x.on(mesh, layout)
+
+
+def _check_fill(name: str, value: Any, dtype: torch.dtype) -> None:
+    """The number is one of the dtype; one that a run chooses is looked at then."""
+    if isinstance(value, Handle):
+        if value.is_tensor:
+            raise DefinitionError(
+                f"{name} with %{value.name}: {value.value.type_text()}",
+                because="one number fills the tensor",
+                hint=f"expand(%{value.name}, shape) repeats a value",
+            )
+        return
+    try:
+        torch.full((), value.number if isinstance(value, Extent) else value, dtype=dtype)
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise DefinitionError(
+            f"{name} with {brief(value)} of {dtype}",
+            because=f"torch says: {str(error).splitlines()[0]}",
+            hint="a number that the dtype has",
+        ) from error
+
+
+def _default_dtype(value: Any) -> torch.dtype:
+    kind = value.dtype if isinstance(value, Handle) else None
+    if isinstance(value, bool) or kind == torch.bool:
+        return torch.bool
+    is_whole = isinstance(value, int | Extent) or (kind and not kind.is_floating_point)
+    return torch.int64 if is_whole else torch.get_default_dtype()
+
+
+def full(
+    shape: Shape,
+    fill_value: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    mesh: Any = None,
+    layout: Any = None,
+) -> Handle:
+    """One number everywhere.
+
+    Args:
+        shape: global extents.
+        fill_value: a number, or a scalar input.
+        dtype: by default that of the number: bool, int64, or torch's default.
+        mesh: where it lives.
+        layout: axis -> placement, or a `Layout`.
+    """
+    dtype = dtype or _default_dtype(fill_value)
+    _check_fill("full", fill_value, dtype)
+    definition = definition_of(fill_value)
+    attrs = {"shape": sequence(shape, ()), "dtype": dtype}
+    return _placed(definition.record("full", (fill_value,), attrs), mesh, layout)
+
+
+def zeros(
+    shape: Shape,
+    *more: int,
+    dtype: torch.dtype | None = None,
+    mesh: Any = None,
+    layout: Any = None,
+) -> Handle:
+    """Zeros, of torch's default dtype."""
+    dtype = dtype or torch.get_default_dtype()
+    return full(sequence(shape, more), 0, dtype=dtype, mesh=mesh, layout=layout)
+
+
+def ones(
+    shape: Shape,
+    *more: int,
+    dtype: torch.dtype | None = None,
+    mesh: Any = None,
+    layout: Any = None,
+) -> Handle:
+    """Ones, of torch's default dtype."""
+    dtype = dtype or torch.get_default_dtype()
+    return full(sequence(shape, more), 1, dtype=dtype, mesh=mesh, layout=layout)
+
+
+def arange(
+    start: float,
+    end: float | None = None,
+    step: float = 1,
+    *,
+    dtype: torch.dtype | None = None,
+    mesh: Any = None,
+    layout: Any = None,
+) -> Handle:
+    """start, start + step, … below end; with one number 0, 1, … below it.
+
+    Floats are computed in f64 and rounded once.
+    """
+    if end is None:
+        start, end = 0, start
+    span = end - start
+    if not _is_finite(start, end, step) or step == 0 or ((span > 0) != (step > 0) and span != 0):
+        raise DefinitionError(
+            f"arange({brief(start)}, {brief(end)}, {brief(step)})",
+            because="the steps lead from start to end",
+            hint="a step of the sign of end - start",
+        )
+    is_whole = not any(isinstance(n, float) for n in (start, end, step))
+    n = -(-span // step) if is_whole else math.ceil(span / step)
+    dtype = dtype or (torch.int64 if is_whole else torch.get_default_dtype())
+    if dtype == torch.bool or not is_in_range(n):
+        raise DefinitionError(
+            f"arange of {dtype} with {brief(n)} elements",
+            because="it counts, in a dtype of numbers and in 64 bits",
+            hint="arange(n) is of torch.int64",
+        )
+    attrs = {"shape": (n,), "dtype": dtype}
+    return _placed(definition_of().record("arange", (start, step), attrs), mesh, layout)
+
+
+def _is_finite(*numbers: Any) -> bool:
+    return all(math.isfinite(n) for n in numbers if isinstance(n, float))
+
+
+def tensor(
+    data: Any, *, dtype: torch.dtype | None = None, mesh: Any = None, layout: Any = None
+) -> Handle:
+    """A constant: numbers that stand in the program.
+
+    Args:
+        data: a number, nested lists of numbers, or a small tensor, which is copied now.
+        dtype: by default the one that `torch.tensor` takes.
+        mesh: where it lives.
+        layout: axis -> placement, or a `Layout`.
+    """
+    whole = _numbers(data, dtype)
+    if whole.numel() > _LIMIT:
+        raise DefinitionError(
+            f"a constant of {whole.numel()} numbers",
+            because=f"its numbers stand in the program, {_LIMIT} at most",
+            hint="make it an input with fd.define_tensor",
+        )
+    attrs = {
+        "values": tuple(whole.flatten().tolist()),
+        "shape": tuple(whole.shape),
+        "dtype": whole.dtype,
+    }
+    return _placed(definition_of().record("constant", (), attrs), mesh, layout)
+
+
+def _numbers(data: Any, dtype: torch.dtype | None) -> torch.Tensor:
+    given = data if isinstance(data, torch.Tensor) else None
+    is_plain = given is None or (
+        given.layout == torch.strided
+        and not (given.is_nested or given.is_quantized or given.is_meta or given.requires_grad)
+        and type(given) is torch.Tensor
+    )
+    try:
+        made = given.detach().to(dtype or given.dtype) if given is not None and is_plain else None
+        made = torch.tensor(data, dtype=dtype) if given is None else made
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise DefinitionError(
+            f"a constant of {brief(data)}",
+            because=f"torch says: {str(error).splitlines()[0]}",
+            hint="a number, or nested lists of numbers of one length",
+        ) from error
+    if made is None or made.is_complex():
+        raise DefinitionError(
+            f"a constant of {brief(data)}",
+            because="a constant is a dense tensor of real numbers that nothing trains",
+            hint="make it an input with fd.define_tensor",
+        )
+    return made
+
+
+# -- like another --------------------------------------------------------------------------------
+
+
+def full_like(x: Handle, fill_value: Any, *, dtype: torch.dtype | None = None) -> Handle:
+    """One number everywhere, in the shape and the layout of x, which is not read."""
+    dtype = dtype or x.dtype
+    _check_fill("full_like", fill_value, dtype)
+    return record("full_like", x, fill_value, dtype=dtype)
+
+
+def zeros_like(x: Handle, *, dtype: torch.dtype | None = None) -> Handle:
+    """Zeros in the shape and the layout of x."""
+    return full_like(x, 0, dtype=dtype)
+
+
+def ones_like(x: Handle, *, dtype: torch.dtype | None = None) -> Handle:
+    """Ones in the shape and the layout of x."""
+    return full_like(x, 1, dtype=dtype)
+
+
+def new_full(
+    x: Handle, shape: Shape, fill_value: Any, *, dtype: torch.dtype | None = None
+) -> Handle:
+    """One number everywhere, in the dtype of x."""
+    return full(shape, fill_value, dtype=dtype or x.dtype)
+
+
+def new_zeros(x: Handle, shape: Shape, *more: int, dtype: torch.dtype | None = None) -> Handle:
+    """Zeros in the dtype of x."""
+    return zeros(shape, *more, dtype=dtype or x.dtype)
+
+
+def new_ones(x: Handle, shape: Shape, *more: int, dtype: torch.dtype | None = None) -> Handle:
+    """Ones in the dtype of x."""
+    return ones(shape, *more, dtype=dtype or x.dtype)
+
+
+SPELLED: tuple[Operation, ...] = (
+    full, zeros, ones, arange, tensor, full_like, zeros_like, ones_like, new_full, new_zeros,
+    new_ones,
+)  # fmt: skip

@@ -1,0 +1,44 @@
+"""Python's own numbers, those that 64 bits hold, and values as messages show them."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import torch
+
+#: Integers lie in 64 bits.
+LEAST, END = -(1 << 63), 1 << 63
+
+
+def plain_number(x: Any) -> Any:
+    """A number of numpy, or of an enumeration, as Python's own; anything else as it is."""
+    if isinstance(x, bool):
+        return x
+    if isinstance(x, numbers.Integral):
+        return int(x)
+    if isinstance(x, numbers.Real) and hasattr(x, "__float__"):
+        return float(x)
+    is_bool = type(x).__module__ == "numpy" and type(x).__name__ in ("bool", "bool_")
+    return bool(x) if is_bool else x
+
+
+def is_in_range(x: Any) -> bool:
+    """It is no integer that 64 bits cannot hold."""
+    return not isinstance(x, int) or LEAST <= x < END
+
+
+def brief(x: Any) -> str:
+    """A value for messages, however long its own text would be."""
+    if isinstance(x, int) and not is_in_range(x):
+        return f"an integer of {x.bit_length()} bits"
+    if isinstance(x, list | tuple):
+        parts = [*map(brief, x[:8]), *(["..."] if len(x) > 8 else [])]
+        inside = ", ".join(parts)
+        return f"[{inside}]" if isinstance(x, list) else f"({inside}{',' * (len(x) == 1)})"
+    if isinstance(x, torch.Tensor):
+        if x.is_nested:
+            return "a nested Tensor"
+        return f"a {type(x).__name__} of shape {list(x.shape)}"
+    text = repr(x)
+    return text if len(text) <= 80 else f"{text[:77]}..."

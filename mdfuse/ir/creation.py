@@ -1,0 +1,71 @@
+"""Tensors made of numbers: each rank makes its own part, from the whole's shape and its box."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mdfuse.layout import Box, box_shape
+
+Device = torch.device | str | None
+
+
+def full(
+    value: float | int | bool,
+    *,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    box: Box | None = None,
+    device: Device = None,
+) -> Tensor:
+    """One number everywhere.
+
+    Args:
+        value: the number.
+        shape: of the whole.
+        dtype: of the elements.
+        box: the part to make; the whole by default.
+        device: where.
+    """
+    part = tuple(shape) if box is None else box_shape(box)
+    return torch.full(part, value, dtype=dtype, device=device)
+
+
+def arange(
+    start: float | int,
+    step: float | int,
+    *,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    box: Box | None = None,
+    device: Device = None,
+) -> Tensor:
+    """start + i * step for i in 0 .. shape[0]: in integers, or rounded once from f64."""
+    first, stop = (0, shape[0]) if box is None else box[0]
+    index = torch.arange(first, stop, dtype=torch.int64, device=device)
+    if isinstance(start, float) or isinstance(step, float):
+        index = index.to(torch.float64)
+    return (index * step + start).to(dtype)
+
+
+def constant(
+    *,
+    values: Sequence[float | int | bool],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    box: Box | None = None,
+    device: Device = None,
+) -> Tensor:
+    """These numbers, in row-major order."""
+    whole = torch.tensor(tuple(values), dtype=dtype, device=device).reshape(tuple(shape))
+    if box is None:
+        return whole
+    return whole[tuple(slice(start, stop) for start, stop in box)].contiguous()
+
+
+def full_like(x: Tensor, value: Any, *, dtype: torch.dtype) -> Tensor:
+    """One number everywhere, in the shape of x."""
+    return torch.full(x.shape, value, dtype=dtype, device=x.device)

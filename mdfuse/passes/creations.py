@@ -1,0 +1,80 @@
+"""Make tensors of numbers where they are read, instead of sending them.
+
+    %y: f32[8,4] (tp=S0) = full_like(%x, 0)         # lies as %x, and reads nothing of it
+    %z: f32[8,4] m1(tp=S1)! = set(%y)
+->
+    %y: f32[8,4] (tp=S0) = full(0, shape=[8,4])
+    %z: f32[8,4] m1(tp=S1)! = full(0, shape=[8,4])
+
+Two passes: `alone` as soon as all layouts are known, `where_read` before sets exist.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
+from mdfuse.ir.ops import TABLE
+from mdfuse.layout import Layout
+from mdfuse.passes.strategy import choose
+from mdfuse.reshard import cost
+
+
+def alone(fusion: Fusion) -> Fusion:
+    """Return the fusion with tensors that only lie as others do made without those."""
+    return replace(fusion, exprs=tuple(_alone(e, fusion.values[e.output]) for e in fusion.exprs))
+
+
+def _alone(expr: Expr, out: Value) -> Expr:
+    if expr.op != "full_like" or not out.is_tensor:
+        return expr
+    attrs = (("shape", out.shape), ("dtype", out.dtype))
+    return replace(expr, op="full", inputs=expr.inputs[1:], attrs=attrs)
+
+
+def where_read(fusion: Fusion) -> Fusion:
+    """Return the fusion with such tensors made in every layout in which they are read."""
+    values, producers = dict(fusion.values), fusion.producers
+    exprs: list[Expr] = []
+    made: dict[tuple[str, Layout], str] = {}
+    for expr in fusion.exprs:
+        wanted = {
+            name: layout
+            for name, layout in _wanted(expr, fusion).items()
+            if name in producers
+            and TABLE[producers[name].op].is_creation
+            and _is_sent(fusion.values[name], layout)
+        }
+        if wanted and expr.op == "set" and values[expr.output].stream is None:
+            (name,) = wanted
+            exprs.append(replace(producers[name], output=expr.output, source=expr.source))
+            continue
+        names: dict[str, str] = {}
+        for name, layout in wanted.items():
+            if (name, layout) not in made:
+                copy = made[name, layout] = fresh_name(values, name)
+                values[copy] = replace(values[name], name=copy, layout=layout, is_law=False)
+                exprs.append(replace(producers[name], output=copy))
+            names[name] = made[name, layout]
+        inputs = tuple(names.get(x, x) if isinstance(x, str) else x for x in expr.inputs)
+        exprs.append(replace(expr, inputs=inputs))
+    return replace(fusion, values=values, exprs=tuple(exprs))
+
+
+def _wanted(expr: Expr, fusion: Fusion) -> dict[str, Layout]:
+    """The layouts in which an expression reads its operands."""
+    out = fusion.values[expr.output]
+    if not out.is_tensor or out.stream is not None:
+        return {}
+    if expr.op == "set":
+        return dict.fromkeys(expr.reads, fusion.layout(expr.output))
+    strategy = choose(expr, fusion.values, out.layout)
+    return dict(strategy.wanted) if strategy is not None else {}
+
+
+def _is_sent(value: Value, layout: Layout) -> bool:
+    """To read it in this layout, ranks would have to communicate."""
+    before = value.layout
+    if before is None or layout.partial_axes or before == layout or value.stream is not None:
+        return False
+    return before.mesh != layout.mesh or cost(before, layout, value.shape) > 0
