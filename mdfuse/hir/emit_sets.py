@@ -368,4 +368,5 @@ def _emit_expanded(out: Emitter, expr: Expr, operand: str, squeezed: _Squeezed) 
         squeezed.shape,
         fresh_name(out.types, f"{expr.output}.moved"),
     )
-    out.op("expand", expr.output, value_type(target), (moved,), expr.source)
+    kind = value_type(target)
+    out.op("expand", expr.output, kind, (moved,), expr.source, shape=kind.shape)
