@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mdfuse.errors import CommunicationError
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
@@ -54,6 +54,7 @@ def check_alike(programs: Mapping[int, HostProgram]) -> None:
                 pair = id(ways[first]) if first in ways else 0, id(ways[rank]), axis
                 if first in programs and pair[0] != pair[1] and pair not in done:
                     done.add(pair)
+                    _check_ends(programs[first], program)
                     _compare(programs[first], ways[first], program, ways[rank], axis)
 
 
@@ -112,6 +113,25 @@ def _way(program: HostProgram, i: Instruction, numbers: Mapping[str, Way]) -> Wa
         attrs = tuple((k, v) for k, v in attrs if k not in _OF_THE_PART)
     inputs = tuple(numbers.get(x, x) if isinstance(x, str) else x for x in i.inputs)
     return i.fn or i.op, inputs, attrs, tuple(map(program.types.get, i.reads))
+
+
+def _check_ends(a: HostProgram, b: HostProgram) -> None:
+    """Inputs and outputs have one type everywhere, up to the chunk that they are."""
+    for name in (*a.inputs, *a.outputs):
+        kinds = [p.types.get(name) for p in (a, b)]
+        if None not in kinds and len({_without_chunk(k) for k in kinds if k is not None}) > 1:
+            shown = " and ".join(f"{k.text(None)} {k.layout}" for k in kinds if k is not None)
+            raise disagreement(
+                [(a, None), (b, None)],
+                f"%{name} is {shown} on ranks {a.rank} and {b.rank}",
+                because="inputs and outputs have the same type on all ranks",
+                hint="declare them alike",
+            )
+
+
+def _without_chunk(kind: BufferType) -> BufferType:
+    layout = kind.layout
+    return replace(kind, layout=layout.with_stream(None) if layout is not None else None)
 
 
 def _compare(a: HostProgram, made: _Made, b: HostProgram, others: _Made, axis: str) -> None:

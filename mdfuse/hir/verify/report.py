@@ -14,8 +14,8 @@ def instruction_text(program: HostProgram, i: Instruction) -> str:
     shown = replace(program, instructions=(replace(i, source=None),), inputs=(), aliases={})
     try:
         return str(shown).splitlines()[1].strip().removesuffix(" {")
-    except (MdfuseError, IndexError, AssertionError):
-        return str(i)  # its types are what is wrong
+    except (MdfuseError, LookupError, AssertionError, ValueError, StopIteration):
+        return str(i)  # its types, or what it posts, are what is wrong
 
 
 def place(program: HostProgram, i: Instruction | None) -> list[str]:
