@@ -129,6 +129,8 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
     "unbind of many": (lambda fd, x: fd.define_tensor([10**9]).unbind(), ("1000000000 parts",)),
     "rms_norm of integers": (lambda fd, x: fd.ops.rms_norm(x.int()), ("i32[2,3]", "cast")),
     "bias of two dims": (lambda fd, x: fd.ops.linear(x, x, fd.ops.zeros(2, 2)), ("bias",)),
+    "a fraction of integers": (
+        lambda fd, x: x[:, :2].int().addmm(x.int(), x.int().T, alpha=0.5), ("alpha=0.5",)),
     "a mesh of text": (lambda fd, x: (x * 1).on("abc"), ("abc",)),
     "a layout of lists": (lambda fd, x: (x * 1).on([0], {"x": [0]}), ("not a placement",)),
     "a layout of numbers": (lambda fd, x: (x * 1).on([0], {0: Shard(0)}), ("not a placement",)),

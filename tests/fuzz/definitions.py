@@ -89,6 +89,12 @@ class Known:
     handle: Handle
     whole: Tensor | None
     is_rough: bool = False
+    #: the relative error that it may have, from its own dtype and those of its operands
+    error: float = 0.0
+
+
+#: dtype -> the relative error that results of several operations may have.
+ERRORS = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 0.3}
 
 
 class Drawn:
@@ -124,7 +130,8 @@ class Drawn:
         layout = self.layout(len(said), whole.dtype, is_input=True)
         name = draw.choice(("x", "y", "w_1", "µ", "x", None, None, None))
         handle = self.fd.define_tensor(said, whole.dtype, layout, stride_order=order, name=name)
-        self.known.append(Known(handle, whole if self.is_small else None))
+        error = ERRORS.get(whole.dtype, 0.0)
+        self.known.append(Known(handle, whole if self.is_small else None, error=error))
         self.inputs.append(whole)
 
     def values(self, shape: list[int], dtype: torch.dtype) -> Tensor:
@@ -185,6 +192,7 @@ class Drawn:
         for part, whole in zip(parts, wholes or [None] * len(parts), strict=True):
             assert isinstance(part, Handle), part
             known = Known(part, whole, is_rough or name not in EXACT)
+            known.error = max([ERRORS.get(part.dtype, 0.0), *(k.error for k in used)])
             if whole is not None:
                 assert tuple(part.shape) == tuple(whole.shape), (name, given, part.shape)
                 assert part.dtype == whole.dtype, (name, given, part.dtype, whole.dtype)
@@ -366,8 +374,7 @@ def compare(known: Known, result: Tensor, text: str) -> None:
     assert result.shape == whole.shape and result.dtype == whole.dtype, text
     wide = whole.double()
     scale = float(wide[wide.isfinite()].abs().max()) if wide.isfinite().any() else 1.0
-    fine = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 0.3}
-    error = fine.get(whole.dtype, 0.0)
+    error = known.error
     torch.testing.assert_close(
         result.double(), wide, rtol=error, atol=error * max(scale, 1.0), equal_nan=True,
         msg=lambda m: f"{m}\n{result}\nexpected\n{whole}\n{text}",

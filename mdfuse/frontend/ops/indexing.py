@@ -121,8 +121,9 @@ def _items(x: Handle, where: Any) -> list[Any]:
 def _plain(x: Handle, item: Any) -> Any:
     """An item with numbers of numpy as Python's, and none that 64 bits cannot hold."""
     if isinstance(item, builtins.slice):
-        bounds = (_plain(x, bound) for bound in (item.start, item.stop, item.step))
-        return _WHOLE if item == _WHOLE else builtins.slice(*bounds)
+        bounds = [_plain(x, bound) for bound in (item.start, item.stop, item.step)]
+        is_whole = builtins.all(bound is None for bound in bounds)
+        return _WHOLE if is_whole else builtins.slice(*bounds)
     item = plain_number(item)
     if not is_in_range(item):
         raise _no_index(x, item)

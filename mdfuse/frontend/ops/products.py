@@ -77,6 +77,13 @@ def addmv(x: Handle, mat: Handle, vec: Handle, *, beta: float = 1, alpha: float 
 
 
 def _added(x: Handle, product: Handle, beta: float, alpha: float) -> Handle:
+    is_fraction = any(type(factor) is float for factor in (alpha, beta))
+    if is_fraction and not (x.dtype.is_floating_point and product.dtype.is_floating_point):
+        raise DefinitionError(
+            f"alpha={alpha}, beta={beta} for {shown(x)}",
+            because="a product of integers is one of integers",
+            hint="whole numbers, or floating tensors",
+        )
     product = product if alpha == 1 else product * alpha
     if beta == 0:  # NaN in x is not read then
         return product
