@@ -297,10 +297,13 @@ def dense(out: Emitter, name: str, source: Source | None) -> str:
 
 
 def _lies_otherwise(out: Emitter, name: str, order: tuple[int, ...]) -> bool:
-    """The buffer is a program output, or has a required order, and is written in another order."""
+    """The buffer is a program output, or has a required order, and is written in another order.
+
+    What is written into an input lies as the caller's tensor does.
+    """
     value = out.fusion.values.get(name)
     if value is None or value.order == order:
-        return False
+        return name in out.fusion.reuse
     return name in out.fusion.outputs or value.is_order_required
 
 

@@ -275,17 +275,16 @@ class _Reader:
         )
 
     def launch(self, tree: Node) -> Instruction:
-        """The unit's name, then inputs and outputs: what the body does not define is an input."""
-        unit, *values = tokens(tree)
-        body = tuple(self.instruction(t) for t in trees(tree))
-        defined = {name for i in body for name in i.outputs}
-        names = [name_of(v) for v in values]
+        """The unit's name, what it takes and what it makes, and its body."""
+        (unit,) = tokens(tree)
+        ends = {t.data: tuple(map(name_of, tokens(t))) for t in trees(tree)[:2]}
+        body = [t for t in trees(tree) if t.data not in ("taken", "made")]
         return Instruction(
             op="launch",
             fn=str(unit),
-            inputs=tuple(n for n in names if n not in defined),
-            outputs=tuple(n for n in names if n in defined),
-            body=body,
+            inputs=ends.get("taken", ()),
+            outputs=ends["made"],
+            body=tuple(map(self.instruction, body)),
         )
 
     def post(self, tree: Node) -> Instruction:

@@ -29,6 +29,10 @@ EXACT = {
     "trunc", "clamp", "cast", "where", "any", "all", "cat",
 }  # fmt: skip
 
+#: The host instructions of ops that read an element of each operand and write one: what they write
+#: may take the place of an operand that lies as the result does.
+ELEMENTWISE = ("unary", "binary", "where")
+
 #: Ops whose `out=` form has the name and the arguments of the op.
 _SAME = [
     "add", "sub", "mul", "div", "floor_divide", "remainder", "pow", "eq", "ne", "lt", "le", "gt",

@@ -19,13 +19,10 @@ from mdfuse.hir.program import Instruction
 from mdfuse.ir import ops
 from mdfuse.ir.graph import Operand
 from mdfuse.ir.infer import dense_strides
-from mdfuse.ir.writes import EXACT, WRITES, fresh_write, is_dense_result
+from mdfuse.ir.writes import ELEMENTWISE, EXACT, WRITES, fresh_write, is_dense_result
 from mdfuse.plan.allocation import empty, new_buffer
 from mdfuse.plan.lines import Line, Ref, drop
 from mdfuse.plan.slots import Context, base_name, described
-
-#: Ops that read and write element by element: their result may take the place of an operand.
-_ELEMENTWISE = ("unary", "binary", "where")
 
 
 def compute(i: Instruction, context: Context) -> list[Line]:
@@ -60,7 +57,7 @@ def _writes_in_order(i: Instruction, row: ops.Op, context: Context) -> bool:
         return False
     if not i.inputs or not _is_tensor(i.inputs[0], context) or row.name not in WRITES:
         return False
-    return i.op == "reduce" or (i.op in _ELEMENTWISE and row.name in EXACT)
+    return i.op == "reduce" or (i.op in ELEMENTWISE and row.name in EXACT)
 
 
 def _check_permutation(i: Instruction, context: Context, ndim: int) -> None:
@@ -116,7 +113,7 @@ def _filled(
         return None
     lines = new_buffer(output, i.order, context)
     kwargs = (*attrs.items(), ("out", context.ref(output)))
-    may = row.host in _ELEMENTWISE
+    may = row.host in ELEMENTWISE
     return [*lines, Line(run=write, args=_operands(i, context), kwargs=kwargs, in_place=may)]
 
 
@@ -161,7 +158,7 @@ def _overlaps(i: Instruction, context: Context) -> bool:
     """An operand that is still read may be overwritten meanwhile."""
     (output,) = i.outputs
     sharing = [x for x in i.reads if context.share(x, output)]
-    if i.op in _ELEMENTWISE:
+    if i.op in ELEMENTWISE:
         sharing = [x for x in sharing if x != output]
     return bool(sharing)
 
