@@ -19,7 +19,15 @@ from mdfuse.hir.program import Instruction
 from mdfuse.ir import ops
 from mdfuse.ir.graph import Operand
 from mdfuse.ir.infer import dense_strides
-from mdfuse.ir.writes import ELEMENTWISE, EXACT, WRITES, fresh_write, is_dense_result
+from mdfuse.ir.writes import (
+    ELEMENTWISE,
+    EXACT,
+    Write,
+    fresh_write,
+    in_order,
+    is_dense_result,
+    ordered_write,
+)
 from mdfuse.plan.allocation import empty, new_buffer
 from mdfuse.plan.lines import Line, Ref, drop
 from mdfuse.plan.slots import Context, base_name, described
@@ -41,23 +49,28 @@ def compute(i: Instruction, context: Context) -> list[Line]:
         attrs["device"] = context.device
     if context.has_buffer(output):
         return [_written(i, row, attrs, context)]
-    if _writes_in_order(i, row, context):
-        write = Line(
-            run=WRITES[row.name],
-            args=_operands(i, context),
-            kwargs=(*attrs.items(), ("out", context.ref(output))),
-        )
-        return [*new_buffer(output, i.order, context), write]
+    write = _ordered_write(i, row, context)
+    if write is not None:
+        kwargs = (*attrs.items(), ("out", context.ref(output)))
+        line = Line(run=write, args=_operands(i, context), kwargs=kwargs)
+        return [*new_buffer(output, i.order, context), line]
     return _filled(i, row, attrs, context) or _bound(i, row, attrs, context)
 
 
-def _writes_in_order(i: Instruction, row: ops.Op, context: Context) -> bool:
-    """torch writes the result in the order asked for, where its own would be another: no copy."""
-    if i.order is None or list(i.order) == list(range(len(i.order))):
-        return False
-    if not i.inputs or not _is_tensor(i.inputs[0], context) or row.name not in WRITES:
-        return False
-    return i.op == "reduce" or (i.op in ELEMENTWISE and row.name in EXACT)
+def _ordered_write(i: Instruction, row: ops.Op, context: Context) -> Write | None:
+    """How torch writes the result in the order asked for, where its own would be another."""
+    if i.order is None or not i.inputs or not _is_tensor(i.inputs[0], context):
+        return None
+    facts = [context.fact(x) for x in i.reads if _is_tensor(x, context)]
+    if list(i.order) == list(range(len(i.order))) and not _follows_operand(row, facts):
+        return None
+    return ordered_write(row.name, row.host, i.order, facts)
+
+
+def _follows_operand(row: ops.Op, facts: Sequence[Tensor | None]) -> bool:
+    """An exact op's own result would lie as an operand does, which is not plain."""
+    is_exact = row.host in ELEMENTWISE and row.name in EXACT
+    return is_exact and any(x is not None and not x.is_contiguous() for x in facts)
 
 
 def _check_permutation(i: Instruction, context: Context, ndim: int) -> None:
@@ -139,9 +152,11 @@ def _written(i: Instruction, row: ops.Op, attrs: dict[str, Any], context: Contex
     (output,) = i.outputs
     target, operands, overlaps = context.ref(output), _operands(i, context), _overlaps(i, context)
     may = not overlaps and _is_tensor(i.inputs[0], context) and context.is_on_device(output)
-    if row.out is not None and may:
+    ordered = _ordered_write(i, row, context) if may and row.name not in EXACT else None
+    run = in_order(i.order, ordered) if ordered is not None and i.order is not None else row.out
+    if run is not None and may:
         kwargs = (*attrs.items(), ("out", target))
-        return Line(run=row.out, args=operands, kwargs=kwargs)
+        return Line(run=run, args=operands, kwargs=kwargs)
     call = row.call
 
     def copy(target: Tensor, *operands: Any) -> None:
