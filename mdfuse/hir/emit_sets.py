@@ -330,7 +330,7 @@ def _moves_producer(out: Emitter, name: str, order: tuple[int, ...]) -> bool:
 def _ask_producer(out: Emitter, code: list[Instruction], name: str, order: tuple[int, ...]) -> bool:
     """Require a memory order of the local op that writes a buffer; False where there is none.
 
-    Through permutations, which are views. Another order than the plain one is only asked of an op
+    Through permutations and sets, which are views. Another order than the plain one is only asked of an op
     that writes it without a copy.
     """
     for at, i in enumerate(code):
@@ -341,8 +341,8 @@ def _ask_producer(out: Emitter, code: list[Instruction], name: str, order: tuple
             is_asked = _ask_producer(out, body, name, order)
             code[at] = replace(i, body=tuple(body))
             return is_asked
-        if i.op == "permute" and i.order is None:
-            dims, (of,) = i.kwargs["dims"], i.reads
+        if i.fn in ("permute", "set") and i.order is None:
+            (of,), dims = i.reads, i.kwargs.get("dims", range(len(order)))
             below = tuple(dims[d] % len(dims) for d in order)
             return _is_read_once(out, of) and _ask_producer(out, code, of, below)
         if not _may_ask(out, i, order):
