@@ -330,8 +330,8 @@ def _moves_producer(out: Emitter, name: str, order: tuple[int, ...]) -> bool:
 def _ask_producer(out: Emitter, code: list[Instruction], name: str, order: tuple[int, ...]) -> bool:
     """Require a memory order of the local op that writes a buffer; False where there is none.
 
-    Through permutations and sets, which are views. Another order than the plain one is only asked of an op
-    that writes it without a copy.
+    Through permutations and sets, which are views. Another order than the plain one is only asked
+    of an op that writes it without a copy.
     """
     for at, i in enumerate(code):
         if name not in i.outputs:

@@ -1,8 +1,8 @@
 """Which syncs of a straight-line program order accesses that would be in no order without them.
 
 The flow of the program, with one thing more: for all that a stream knows of another one, from which
-syncs it knows that. Where an access has to come after another stream's, the syncs that were first
-to see to it are needed; so are those that order the streams for the caller at the end.
+syncs it knows that. Where an access has to come after another stream's, the fewest syncs that see
+to it are needed; so are those that order the streams for the caller at the end.
 """
 
 from __future__ import annotations
@@ -48,10 +48,14 @@ class _History(Clocks):
                 self.learned.setdefault((self.current, of), []).append((tick, marks | via))
         self.join(taken)
 
-    def first(self, of: int, tick: int) -> Marks:
-        """The syncs from which the current stream first knew that another had come so far."""
+    def fewest(self, of: int, tick: int, marks: set[int]) -> Marks:
+        """Syncs from which the current stream knows that another has come so far.
+
+        Those that add fewest to the ones that are needed anyhow.
+        """
         found = self.learned.get((self.current, of), [])
-        return next((marks for known, marks in found if known >= tick), frozenset())
+        ways = [way - marks for known, way in found if known >= tick]
+        return min(ways, key=len, default=frozenset())
 
 
 @dataclass
@@ -95,4 +99,4 @@ class Needed(Flow):
         ]
         for who, tick in (*before, *((view.born,) if view.born is not None else ())):
             if who != self.clocks.current:
-                self.marks |= self.clocks.first(who, tick)
+                self.marks |= self.clocks.fewest(who, tick, self.marks)
