@@ -74,7 +74,7 @@ def _marked(
         yield i
 
 
-def _needed(marked: HostProgram) -> set[int] | None:
+def _needed(marked: HostProgram) -> frozenset[int] | None:
     """The marks of the syncs that are needed; None where the program is wrong anyway.
 
     Then it stays as it is, and the verifier says what is wrong with it.
@@ -91,7 +91,7 @@ def _needed(marked: HostProgram) -> set[int] | None:
 
 
 def _dropped(
-    block: tuple[Instruction, ...], needed: set[int], is_over: bool = False
+    block: tuple[Instruction, ...], needed: frozenset[int], is_over: bool = False
 ) -> list[Instruction]:
     """The block without the syncs that are not needed, and the marks of the others.
 

@@ -29,14 +29,12 @@ class _Taken(dict[int, int]):
 class _History(Clocks):
     """Clocks that remember what each stream learned of each other one, and from which syncs."""
 
-    learned: dict[tuple[int, int], list[tuple[int, Marks]]] = field(default_factory=dict)
+    #: (stream, another one) -> syncs -> how far the other had come, as these tell
+    learned: dict[tuple[int, int], dict[Marks, int]] = field(default_factory=dict)
 
     def snapshot(self, stream: int) -> Clock:
         taken = _Taken(Clocks.snapshot(self, stream))
-        taken.via = {
-            of: found[-1][1] if (found := self.learned.get((stream, of))) else frozenset()
-            for of in taken
-        }
+        taken.via = {of: self.fewest(stream, of, tick) for of, tick in taken.items()}
         return taken
 
     def learn(self, taken: Clock, marks: Marks) -> None:
@@ -45,24 +43,24 @@ class _History(Clocks):
         for of, tick in taken.items():
             if clock.get(of, -1) < tick:
                 via = taken.via[of] if isinstance(taken, _Taken) else frozenset()
-                self.learned.setdefault((self.current, of), []).append((tick, marks | via))
+                self.learned.setdefault((self.current, of), {})[marks | via] = tick
         self.join(taken)
 
-    def fewest(self, of: int, tick: int, marks: set[int]) -> Marks:
-        """Syncs from which the current stream knows that another has come so far.
+    def fewest(self, stream: int, of: int, tick: int, needed: Marks = frozenset()) -> Marks:
+        """Syncs from which a stream knows that another has come so far.
 
         Those that add fewest to the ones that are needed anyhow.
         """
-        found = self.learned.get((self.current, of), [])
-        ways = [way - marks for known, way in found if known >= tick]
-        return min(ways, key=len, default=frozenset())
+        found = self.learned.get((stream, of), {})
+        ways = [way for way, known in found.items() if known >= tick]
+        return min(ways, key=lambda way: len(way - needed), default=frozenset())
 
 
 @dataclass
 class Needed(Flow):
     """Goes through the instructions of one rank; `marks` are those of the syncs that are needed."""
 
-    marks: set[int] = field(default_factory=set)
+    marks: Marks = frozenset()
     clocks: _History = field(default_factory=_History)
 
     @property
@@ -97,6 +95,7 @@ class Needed(Flow):
             for a in view.storage.accesses
             if (is_write or a.is_write) and a.who != PENDING and overlap(a.region, view.region)
         ]
+        current = self.clocks.current
         for who, tick in (*before, *((view.born,) if view.born is not None else ())):
-            if who != self.clocks.current:
-                self.marks |= self.clocks.fewest(who, tick, self.marks)
+            if who != current:
+                self.marks |= self.clocks.fewest(current, who, tick, self.marks)
