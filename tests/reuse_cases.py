@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from host_programs import numbers
 from torch import Tensor
 
@@ -94,6 +95,41 @@ def a_reshard_into_the_input(fd: FusionDefinition, x: Handle, w: Handle) -> None
     fd.add_output(fd.ops.set(total).on(MESH, SPLIT), reuse=x)
 
 
+def an_optimizer(fd: FusionDefinition, x: Handle, w: Handle) -> None:
+    """Momentum and weight, each in its place; the step is computed before both."""
+    momentum = w * 0.5 + x
+    fd.add_output(x - momentum * 0.25, reuse=x)
+    fd.add_output(momentum, reuse=w)
+
+
+def no_linear_op(fd: FusionDefinition, x: Handle, w: Handle) -> None:
+    fd.add_output(fd.ops.where(fd.ops.gt(x, 2.0), fd.ops.relu(x), fd.ops.neg(x)), reuse=x)
+    fd.add_output(fd.ops.sqrt(w), reuse=w)
+
+
+def a_view_beside_it(fd: FusionDefinition, x: Handle, w: Handle) -> None:
+    """An element is read after another one that lies before it was written."""
+    fd.add_output(x + x[:, :1], reuse=x)
+    fd.add_output(fd.ops.cat([w[:, 1:], w[:, :1]], 1), reuse=w)
+
+
+def rows_of_it(fd: FusionDefinition, x: Handle, w: Handle) -> None:
+    fd.add_output(x @ fd.ops.permute(to_all(fd, w)[:3], [1, 0]), reuse=x)
+
+
+def a_post_of_the_result(fd: FusionDefinition, x: Handle, w: Handle) -> None:
+    y = x + 1.0
+    fd.add_output(y, reuse=x)
+    fd.add_output(to_all(fd, y))
+    fd.add_output(fd.ops.set(y) * 3.0, reuse=w)
+
+
+def a_view_of_another(fd: FusionDefinition, x: Handle, w: Handle) -> None:
+    y = w * 2.0
+    fd.add_output(y, reuse=x)
+    fd.add_output(fd.ops.reshape(y, [4, 3]), reuse=w)
+
+
 CASES: list[tuple[Build, Expect]] = [
     (one_op, lambda x, w: [x + 1]),
     (a_later_reader, lambda x, w: [x + 1, x * 2]),
@@ -108,6 +144,12 @@ CASES: list[tuple[Build, Expect]] = [
     (several_segments, lambda x, w: [3 * x + 1, x - w, w + x.sum()]),
     (a_result_that_is_read_again, lambda x, w: [x + 1, (x + 1) * 2, (x + 1).T]),
     (a_reshard_into_the_input, lambda x, w: [x.sum(1, keepdim=True) + w]),
+    (an_optimizer, lambda x, w: [x - (w * 0.5 + x) * 0.25, w * 0.5 + x]),
+    (no_linear_op, lambda x, w: [torch.where(x > 2, x.relu(), -x), w.sqrt()]),
+    (a_view_beside_it, lambda x, w: [x + x[:, :1], w.roll(-1, 1)]),
+    (rows_of_it, lambda x, w: [x @ w[:3].T]),
+    (a_post_of_the_result, lambda x, w: [x + 1, x + 1, 3 * x + 3]),
+    (a_view_of_another, lambda x, w: [w * 2, w * 2]),
 ]
 
 

@@ -334,6 +334,24 @@ OUTPUTS = [
         ("tensor([1., 1.])",),
     ),
     Row("reuse twice", DefinitionError, reused_twice, ("%x", "twice")),
+    Row(
+        "an input into another one",
+        DefinitionError,
+        lambda fd, x, y: fd.add_output(y, reuse=x),
+        ("%y is an input and an output", "fd.ops.set(y)"),
+    ),
+    Row(
+        "an input that is overwritten, and returned",
+        DefinitionError,
+        lambda fd, x, y: (fd.add_output(x), fd.add_output(x + y, reuse=x)),
+        ("%x is an input and an output", "fd.ops.set(x)"),
+    ),
+    Row(
+        "an input that is returned, and overwritten",
+        DefinitionError,
+        lambda fd, x, y: (fd.add_output(x + y, reuse=x), fd.add_output(x)),
+        ("%x is an input and an output", "fd.ops.set(x)"),
+    ),
 ]
 
 HANDLES = [

@@ -2,27 +2,47 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from host_programs import POISON, numbers
 from reuse_cases import CASES, MESH, Build, Expect, a_later_reader, define, inputs, one_op
 
 import mdfuse as mf
-from mdfuse import FusionDefinition, Partial, hir
+from mdfuse import FusionDefinition, Partial, Shard, hir
 
 SEEDS = [None, *range(5)]
 
 
+MERGES = [mf.segmentation.merge_composite, mf.segmentation.merge_local]
+
+
+def names_of(cases: list[tuple[Build, Expect]]) -> list[str]:
+    return [build.__name__ for build, _ in cases]
+
+
+@pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("merge", MERGES, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(("build", "expect"), CASES, ids=lambda f: f.__name__)
-def test_outputs_lie_in_their_inputs(build: Build, expect: Expect, seed: int | None) -> None:
-    program = mf.compile(define(build))
+@pytest.mark.parametrize(("build", "expect"), CASES, ids=names_of(CASES))
+def test_outputs_lie_in_their_inputs(
+    build: Build,
+    expect: Expect,
+    seed: int | None,
+    merge: mf.segmentation.ShouldMerge,
+    columns: bool,
+) -> None:
+    """Whatever the order in which the caller's tensors lie."""
+    program = mf.compile(define(build), should_merge=merge)
     assert hir.parse(str(program.host)) == program.host
     want = expect(*inputs())
     rows = [
         dict(zip(("x", "w"), (i.chunk(2)[rank].clone() for i in inputs()), strict=True))
         for rank in range(2)
     ]
+    if columns:
+        rows = [{name: x.T.contiguous().T for name, x in row.items()} for row in rows]
     names = program.host.inputs
     rows = [dict(zip(names, row.values(), strict=True)) for row in rows]
     result = mf.simulate(program, per_rank=rows, options=POISON, schedule=seed)
@@ -32,10 +52,11 @@ def test_outputs_lie_in_their_inputs(build: Build, expect: Expect, seed: int | N
         at = program.host.outputs.index(output)
         for row, outputs in zip(rows, result.per_rank, strict=True):
             assert torch.equal(row[name], outputs[at])
+            assert seed is not None or outputs[at].stride() == row[name].stride()
             assert seed is not None or outputs[at].data_ptr() == row[name].data_ptr()
 
 
-@pytest.mark.parametrize(("build", "expect"), CASES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("build", "expect"), CASES, ids=names_of(CASES))
 def test_the_single_device_agrees(build: Build, expect: Expect) -> None:
     fd = define(build)
     x, w = inputs()
@@ -74,3 +95,79 @@ def test_one_input_for_two_of_the_program_s() -> None:
     rows = [dict.fromkeys(program.host.inputs, x)] * 2
     with pytest.raises(mf.ProgramError, match="shares memory with"):
         mf.simulate(program, per_rank=rows, options=POISON)
+
+
+#: Cases in which every result is computed where it belongs.
+IN_PLACE = {
+    "one_op": "%x = add(%x, 1.0)",
+    "a_post_before_and_after": "%x = add(%x, %t_1)",
+    "a_result_that_is_read_again": "%x = add(%x, 1.0)",
+    "a_reshard_into_the_input": "%x = set(%total)",
+    "no_linear_op": "%x = where(%t, %t_1, %t_2)",
+    "a_post_of_the_result": "%x = add(%x, 1.0)",
+    "a_view_of_another": "%w = reshape(%x, shape=[4,3])",
+}
+
+
+@pytest.mark.parametrize(("name", "line"), IN_PLACE.items(), ids=IN_PLACE)
+@pytest.mark.parametrize("merge", MERGES, ids=lambda f: f.__name__)
+def test_the_instruction_writes_into_the_input(
+    name: str, line: str, merge: mf.segmentation.ShouldMerge
+) -> None:
+    """Nothing is computed elsewhere and copied, inside host units too."""
+    (build,) = (build for build, _ in CASES if build.__name__ == name)
+    text = str(mf.compile(define(build), should_merge=merge))
+    assert line in text and ".new" not in text, text
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a_later_reader", "a_view_beside_it", "rows_of_it", "two_that_swap", "two_inputs_that_swap"],
+)
+def test_what_is_still_read_is_written_later(name: str) -> None:
+    (build,) = (build for build, _ in CASES if build.__name__ == name)
+    assert re.search(r"%\w+ = set\(%\w+\.new\)", str(mf.compile(define(build))))
+
+
+def test_a_step_of_a_weight_copies_nothing() -> None:
+    """The program as one writes it by hand, and torch's calls that a plan makes of it."""
+    with FusionDefinition("sgd") as fd:
+        w = fd.define_tensor([4, 3], mesh=MESH, layout={"x": Shard(0)})
+        g = fd.define_tensor([4, 3], mesh=MESH, layout={"x": Partial()})
+        step = 0.5 * fd.ops.set(g).on(MESH, {"x": Shard(0)})
+        everywhere = fd.ops.set(w).on(MESH, {})
+        fd.add_output(w - step, reuse=w)
+        fd.add_output(fd.ops.sum(everywhere))
+    program = mf.compile(fd)
+    assert "%w = sub(%w, %step)" in str(program)
+    mine, comm = numbers(2, 3), mf.init(backend="null", rank=0, size=2)
+    try:
+        new, _ = program.run(mine, numbers(4, 3))
+        plan = str(program.plans.recent)
+    finally:
+        comm.close()
+    assert new is mine
+    plan = re.sub(" +#.*", "", plan)
+    assert "sub(w, step, out=w)" in plan and "w_dense = w\n" in plan and "copy" not in plan, plan
+
+
+def test_a_copy_that_is_read_after_its_operand_was_received_again() -> None:
+    """In its own order it would be a view of the buffer into which the second post delivers."""
+    program = hir.parse("""
+    host @twice on mesh(x=2) {
+      input %x: f32[1,2] of [2,2] (x=S0)
+      input %y: f32[1,2] of [2,2] (x=S0)
+      %b: f32[2,2] (x=R) = alloc
+      %c0 = post allgather(%x) -> %b f32[2,2] (x=S0) => (x=R) axis=x dim=0
+      wait %c0
+      %first: f32[2,2] (x=R) = set(%b) contiguous
+      %c1 = post allgather(%y) -> %b f32[2,2] (x=S0) => (x=R) axis=x dim=0
+      wait %c1
+      %z: f32[2,2] (x=R) = sub(%first, %b)
+      return %z
+    }""")
+    rows = [{"x": numbers(1, 2, start=2 * r), "y": numbers(1, 2, start=50 + r)} for r in range(2)]
+    y = torch.cat([row["y"] for row in rows])
+    for seed in SEEDS:
+        result = mf.simulate(program, per_rank=rows, options=POISON, schedule=seed)
+        assert torch.equal(result.outputs[0], numbers(2, 2) - y)

@@ -281,14 +281,14 @@ host @send_to_a_mesh on m0=mesh(a=2), m1=mesh(b=2: 2..3) rank 3 {
     sync %caller
   }
   for %i in 0..3 {
-    set_stream 0
     set_stream 1
     %y.i: f32[3,3] of [8,6] m1(b=S1, chunk(0,3,%i)) = alloc
-    sync 0
     %c0 = post sendrecv() -> %y.i f32[8,6] m0(a=S1, chunk(0,3,%i)) =>
         m1(b=S1, chunk(0,3,%i)) team=(1 3) root=1
     %z.i: f32[3,3] of [8,6] m1(b=S1, chunk(0,3,%i)) = chunk(%z)
     wait %c0
+    set_stream 0
+    sync 1
     %z.i = add(%y.i, 1)
     free %y.i, %z.i
   }

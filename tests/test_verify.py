@@ -275,8 +275,8 @@ WRITES = [
     Rule(
         "an input is written",
         _UPDATE,
-        "%y = add(%x, 1.0)",
-        "%x = add(%x, 1.0)",
+        "alias %y = %x; %y = add(%x, 1.0)",
+        "%y: T = add(%x, 1.0); %x = add(%x, 1.0)",
         ("writes into %x, which is an input", "only an alias", "alias %new = %x"),
     ),
     Rule(
@@ -291,8 +291,8 @@ WRITES = [
         "a communication delivers into an input",
         "input %p: P; input %b: T; alias %y = %b; %y = alloc; "
         "%c = post allreduce[sum](%p) -> %y SUM; wait %c; return %b",
-        "-> %y",
-        "-> %b",
+        "alias %y = %b; %y = alloc; %c = post allreduce[sum](%p) -> %y",
+        "%c = post allreduce[sum](%p) -> %b",
         ("post -> c writes into %b, which is an input",),
     ),
     Rule(

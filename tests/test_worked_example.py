@@ -46,8 +46,8 @@ fusion @two_stages on mesh(x=1), mesh(x=4) {
             """\
 host @two_stages on m0=mesh(x=1), m1=mesh(x=4) {
   input %x: f32[3,4,3,5] m0(x=R)
-  %a: f32[3,4,3] m0(x=R) = sum(%x, dims=[3])
-  %b.send: f32[4,3,3] m0(x=R) = permute(%a, dims=[1,0,2]) contiguous
+  %a: f32[3,4,3] m0(x=R) = sum(%x, dims=[3]) order=[1,0,2]
+  %b.send: f32[4,3,3] m0(x=R) = permute(%a, dims=[1,0,2])
   free %a
   %b.recv: f32[1,3,3] of [4,3,3] m1(x=S0) = alloc
   %c0 = post scatter(%b.send) -> %b.recv f32[3,4,3] m0(x=R)
@@ -68,8 +68,8 @@ host @two_stages on m0=mesh(x=1), m1=mesh(x=4) {
             """\
 host @two_stages on m0=mesh(x=1), m1=mesh(x=4) rank 0 {
   input %x: f32[3,4,3,5] m0(x=R)
-  %a: f32[3,4,3] m0(x=R) = sum(%x, dims=[3])
-  %b.send: f32[4,3,3] m0(x=R) = permute(%a, dims=[1,0,2]) contiguous
+  %a: f32[3,4,3] m0(x=R) = sum(%x, dims=[3]) order=[1,0,2]
+  %b.send: f32[4,3,3] m0(x=R) = permute(%a, dims=[1,0,2])
   free %a
   %b.recv: f32[1,3,3] of [4,3,3] m1(x=S0) = alloc
   %c0 = post scatter(%b.send) -> %b.recv f32[3,4,3] m0(x=R)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -219,3 +220,113 @@ def test_a_dense_buffer_takes_no_copy(name: str, monkeypatch: pytest.MonkeyPatch
     assert TABLE[name].out is not None
     TABLE[name].out(*operands, out=out, **attrs)
     assert torch.equal(out, expected)
+
+
+# -- new buffers in another memory order ---------------------------------------------------------
+
+
+def orders(rank: int) -> list[tuple[int, ...]]:
+    """All but the plain one."""
+    return list(permutations(range(rank)))[1:]
+
+
+def dense_in(order: tuple[int, ...], like: Tensor) -> Tensor:
+    new = torch.empty([like.shape[d] for d in order], dtype=like.dtype)
+    return new.permute([order.index(d) for d in range(like.ndim)])
+
+
+def facts(operands: Operands) -> list[Tensor]:
+    return [x.to("meta") for x in operands if isinstance(x, Tensor)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n for n, row in TABLE.items() if row.out and writes.has_orders(n, row.host, (1, 0), (4, 4))],
+)
+def test_another_order_has_the_same_bits(name: str) -> None:
+    torch.manual_seed(0)
+    row, cases = TABLE[name], 0
+    for dtype in DTYPES:
+        for operands, attrs, expected in given(name, dtype):
+            if not isinstance(operands[0], Tensor) or expected.ndim > 3:
+                continue
+            for order in orders(expected.ndim):
+                write, out = (
+                    writes.ordered_write(name, row.host, order, facts(operands)),
+                    dense_in(order, expected),
+                )
+                assert write is not None
+                place = out.data_ptr()
+                write(*operands, out=out, **attrs)
+                assert out.data_ptr() == place
+                if name in ("sum", "prod") and expected.dtype.is_floating_point:
+                    tolerance = 1e-6 if expected.dtype in DTYPES[:2] else 1e-2
+                    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance * 10)
+                else:
+                    assert torch.equal(bits(out), bits(expected)), (dtype, order, operands, attrs)
+                for buffer in buffers(expected).values():
+                    writes.in_order(order, write)(*operands, out=buffer, **attrs)
+                    assert torch.equal(bits(buffer), bits(out)), (dtype, order, operands, attrs)
+                cases += 1
+    assert cases
+
+
+#: Op, shapes of the operands, order of the result.
+PRODUCTS: list[tuple[str, list[tuple[int, ...]], tuple[int, ...]]] = [
+    ("matmul", [(33, 64), (64, 65)], (1, 0)),
+    ("linear", [(33, 64), (65, 64)], (1, 0)),
+    ("linear", [(33, 64), (65, 64), (65,)], (1, 0)),
+    ("linear", [(4, 9, 64), (65, 64)], (2, 0, 1)),
+    ("matmul", [(4, 9, 64), (64, 65)], (1, 0, 2)),
+    ("linear", [(4, 9, 64), (65, 64)], (1, 0, 2)),
+    ("linear", [(4, 9, 64), (65, 64), (65,)], (1, 0, 2)),
+    ("matmul", [(4, 9, 64), (4, 64, 65)], (1, 0, 2)),
+    ("matmul", [(4, 9, 64), (4, 64, 65)], (2, 0, 1)),
+    ("matmul", [(4, 9, 64), (4, 64, 65)], (0, 2, 1)),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:4], ids=str)
+@pytest.mark.parametrize(("name", "shapes", "order"), PRODUCTS)
+def test_a_product_in_another_order(
+    name: str,
+    shapes: list[tuple[int, ...]],
+    order: tuple[int, ...],
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same numbers, the same bits in whatever buffer, and nothing is copied."""
+    torch.manual_seed(0)
+    operands = tuple(torch.randn(shape).to(dtype) for shape in shapes)
+    row = TABLE[name]
+    exact = row.call(*(x.double() for x in operands))
+    write = writes.ordered_write(name, row.host, order, facts(operands))
+    assert write is not None and writes.has_orders(name, row.host, order, [len(s) for s in shapes])
+    out = dense_in(order, exact.to(dtype))
+    place = out.data_ptr()
+
+    def refused(*_: object) -> None:
+        raise AssertionError("copied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Tensor, "copy_", refused)
+        patched.setattr(Tensor, "contiguous", refused)
+        write(*operands, out=out)
+    assert out.data_ptr() == place
+    for buffer in buffers(out).values():
+        writes.in_order(order, write)(*operands, out=buffer)
+        assert torch.equal(bits(buffer), bits(out))
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-4}.get(dtype, 0.3)
+    torch.testing.assert_close(out.double(), exact, atol=tolerance, rtol=tolerance)
+
+
+def test_products_that_would_copy_are_not_written_so() -> None:
+    """Four dims; a batch that is broadcast; what is not known; an operand that is not dense."""
+    x, w = torch.empty(4, 9, 8, device="meta"), torch.empty(8, 5, device="meta")
+    many = torch.empty(2, 4, 9, 8, device="meta")
+    assert not writes.has_orders("matmul", "matmul", (1, 0, 2, 3), [4, 2])
+    assert writes.ordered_write("matmul", "matmul", (1, 0, 2, 3), [many, w]) is None
+    assert writes.ordered_write("matmul", "matmul", (1, 0, 2), [x[:2], x.mT]) is None
+    assert writes.ordered_write("matmul", "matmul", (1, 2, 0), [x, x.mT]) is None
+    assert writes.ordered_write("matmul", "matmul", (1, 0, 2), [x, None]) is None
+    assert writes.ordered_write("matmul", "matmul", (2, 0, 1), [x.mT.contiguous().mT, w]) is None

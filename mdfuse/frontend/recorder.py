@@ -210,6 +210,9 @@ class Recorder:
             self._check_reuse(of, reuse, site)
             self._reuse[of] = reuse
         self._outputs.append(of)
+        for mine in self._inputs:
+            if mine in (of, reuse):
+                self._check_kept(mine, site)
 
     # -- how -------------------------------------------------------------------------------------
 
@@ -244,6 +247,17 @@ class Recorder:
                 where=site.where,
                 because="one buffer holds one result",
                 hint="leave reuse= out for one of them",
+            )
+
+    def _check_kept(self, of: int, site: Site) -> None:
+        """An input is not returned itself and overwritten as well."""
+        if of in self._outputs and (of in self._reuse or of in self._reuse.values()):
+            raise DefinitionError(
+                f"%{self.names[of]} is an input and an output, and reuse= is said of it",
+                where=site.where,
+                because="an input that is returned is the caller's tensor itself: it lies in no "
+                "other one's place, and has no old value once it is written",
+                hint=f"return a copy of it: fd.ops.set({self.names[of]})",
             )
 
     def _inferred(

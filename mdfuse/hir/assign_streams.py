@@ -107,7 +107,8 @@ class _Assigned:
     """A loop body whose copies go to one stream and whose computations to another.
 
     Small computations on what arrives from a transfer of computed values stay with the transfers:
-    the next iteration's large ones, queued behind them, need not wait for that transfer.
+    the next iteration's large ones, queued behind them, need not wait for that transfer. Not so
+    where others compute what arrives, as in a pipeline, and not behind a large computation on it.
     """
 
     code: list[Instruction] = field(default_factory=list)
@@ -127,7 +128,8 @@ class _Assigned:
         """Append an instruction, or a group of posts."""
         stream = TRANSFER if len(members) > 1 else self.stream_of(members[0])
         self.bound.update(n for i in members for n in i.outputs)
-        self.note_late(members)
+        if stream != COMPUTE:
+            self.note_late(members)
         if stream is None:
             self.pass_on(members[0])
             return
@@ -161,7 +163,7 @@ class _Assigned:
     def note_late(self, members: list[Instruction]) -> None:
         """What is written is late where something that is read is."""
         reads = [n for i in members if i.op != "wait" for j in i.walk() for n in j.reads]
-        is_post = any(i.op in POSTS for i in members)
+        is_post = any(i.op in POSTS and _comes_back(i) for i in members)
         if any(n in self.late or (is_post and self.homes.get(n) == COMPUTE) for n in reads):
             self.late.update(n for i in members for n in _written(i))
 
@@ -180,6 +182,13 @@ class _Assigned:
                 self.posted[j.outputs[0]] = j.reads
             if j.op == "wait":
                 yield from self.posted.get(j.reads[0], ())
+
+
+def _comes_back(i: Instruction) -> bool:
+    """Some rank that computes what is posted receives what arrives."""
+    if i.comm is None:
+        return True
+    return not set(i.comm.source.mesh.ranks).isdisjoint(i.comm.destination.mesh.ranks)
 
 
 def _copy_compute(body: tuple[Instruction, ...]) -> tuple[Instruction, ...]:

@@ -10,6 +10,7 @@ from mdfuse.errors import LayoutError, Source
 from mdfuse.hir.program import BufferType, Instruction, Padding
 from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
 from mdfuse.ir.ops import TABLE
+from mdfuse.ir.writes import has_orders
 from mdfuse.layout import Layout
 from mdfuse.reshard import Local, Step, steps, with_type
 
@@ -23,6 +24,8 @@ class Emitter:
     code: list[Instruction] = field(default_factory=list)
     #: buffers that are dense in their own dim order
     dense: set[str] = field(default_factory=set)
+    #: buffers that may lie in any order, since one set alone reads them
+    movable: set[str] = field(default_factory=set)
     posts: int = 0
 
     def handle(self) -> str:
@@ -136,10 +139,21 @@ def emit_steps(
     if not path:
         kind = BufferType(dtype=dtype, shape=shape, layout=target)
         return out.op("set", result, kind, (current,), expr.source)
+    (first,) = expr.reads
+    if _is_read_once(out, first):
+        out.movable.add(current)
     for i, step in enumerate(path):
         name = result if i == len(path) - 1 else fresh_name(out.types, f"{result}.{i}")
         current = _emit_step(out, with_type(step, shape, dtype), current, shape, name, expr.source)
     return current
+
+
+def _is_read_once(out: Emitter, value: str) -> bool:
+    """Only one expression reads the value: it may lie as that one likes."""
+    if value not in out.fusion.producers:
+        return False
+    is_free = value not in out.fusion.outputs and len(out.fusion.consumers[value]) == 1
+    return is_free and not out.fusion.values[value].is_order_required
 
 
 def _path(
@@ -221,8 +235,9 @@ def _emit_split_outermost(
     before, after = kind(comm.source, sides[0]), kind(comm.destination, sides[1])
     if is_moved:
         view = replace(before, padding=None)
+        lies_so = not padded and _moves_producer(out, current, front)
         current = out.op("permute", f"{result}.send", view, (current,), source, dims=front)
-        if not padded:
+        if not padded and not lies_so:
             out.code[-1] = replace(out.code[-1], order=tuple(range(rank)))
     elif not padded:
         current = dense(out, current, source)
@@ -287,7 +302,7 @@ def dense(out: Emitter, name: str, source: Source | None) -> str:
         return name
     out.dense.add(name)
     order = tuple(range(len(out.types[name].shape)))
-    if not _lies_otherwise(out, name, order) and _ask_producer(out, name, order):
+    if not _lies_otherwise(out, name, order) and _ask_producer(out, out.code, name, order):
         return name
     copy = out.op("set", f"{name}.dense", out.types[name], (name,), source)
     out.code[-1] = replace(out.code[-1], order=order)
@@ -297,30 +312,53 @@ def dense(out: Emitter, name: str, source: Source | None) -> str:
 
 
 def _lies_otherwise(out: Emitter, name: str, order: tuple[int, ...]) -> bool:
-    """The buffer is a program output, or has a required order, and is written in another order."""
+    """The buffer is a program output, or has a required order, and is written in another order.
+
+    What is written into an input lies as the caller's tensor does.
+    """
     value = out.fusion.values.get(name)
     if value is None or value.order == order:
-        return False
+        return name in out.fusion.reuse
     return name in out.fusion.outputs or value.is_order_required
 
 
-def _ask_producer(out: Emitter, name: str, order: tuple[int, ...]) -> bool:
-    """Require a memory order of the local op that writes a buffer; False where there is none."""
-    for at, instruction in enumerate(out.code):
-        if name not in instruction.outputs:
+def _moves_producer(out: Emitter, name: str, order: tuple[int, ...]) -> bool:
+    """Let the op that writes a buffer write it in the order that is posted, if it can: no copy."""
+    return name in out.movable and _ask_producer(out, out.code, name, order)
+
+
+def _ask_producer(out: Emitter, code: list[Instruction], name: str, order: tuple[int, ...]) -> bool:
+    """Require a memory order of the local op that writes a buffer; False where there is none.
+
+    Through permutations and sets, which are views. Another order than the plain one is only asked
+    of an op that writes it without a copy.
+    """
+    for at, i in enumerate(code):
+        if name not in i.outputs:
             continue
-        if instruction.op == "launch":
-            body = tuple(
-                replace(i, order=order) if name in i.outputs else i for i in instruction.body
-            )
-            out.code[at] = replace(instruction, body=body)
-            return True
-        row = TABLE.get(instruction.fn)
-        if row is None or row.is_view:
+        if i.op == "launch":
+            body = list(i.body)
+            is_asked = _ask_producer(out, body, name, order)
+            code[at] = replace(i, body=tuple(body))
+            return is_asked
+        if i.fn in ("permute", "set") and i.order is None:
+            (of,), dims = i.reads, i.kwargs.get("dims", range(len(order)))
+            below = tuple(dims[d] % len(dims) for d in order)
+            return _is_read_once(out, of) and _ask_producer(out, code, of, below)
+        if not _may_ask(out, i, order):
             return False
-        out.code[at] = replace(instruction, order=order)
+        code[at] = replace(i, order=order)
         return True
     return False
+
+
+def _may_ask(out: Emitter, i: Instruction, order: tuple[int, ...]) -> bool:
+    row = TABLE.get(i.fn)
+    if row is None or row.is_view:
+        return False
+    ranks = [len(out.types[x].shape) for x in i.reads]
+    is_plain = order == tuple(range(len(order)))
+    return is_plain or has_orders(row.name, row.host, order, ranks)
 
 
 # -- expanded dims do not travel -----------------------------------------------------------------

@@ -446,18 +446,15 @@ class _Reader:
         )
 
     def launch(self, tree: Node) -> Instruction:
-        """The unit's name, then inputs and outputs: what the body does not define is an input."""
-        unit, *values = tokens(tree)
-        (block,) = trees(tree, "block")
-        body = self.block(block)
-        defined = {name for i in body for name in i.outputs}
-        names = [name_of(v) for v in values]
+        """The unit's name, what it takes and what it makes, and its body."""
+        (unit,), (block,) = tokens(tree), trees(tree, "block")
+        ends = {t.data: tuple(map(name_of, tokens(t))) for t in trees(tree) if t is not block}
         return Instruction(
             op="launch",
             fn=str(unit),
-            inputs=tuple(n for n in names if n not in defined),
-            outputs=tuple(n for n in names if n in defined),
-            body=body,
+            inputs=ends.get("taken", ()),
+            outputs=ends["made"],
+            body=self.block(block),
         )
 
     def post(self, tree: Node) -> Instruction:

@@ -216,9 +216,10 @@ class HostProgram:
     @cached_property
     def written_out(self) -> HostProgram:
         """A projection without loops, branches and aliases; see `mdfuse.hir.unroll`."""
+        from mdfuse.hir import late_waits
         from mdfuse.hir.unroll import write
 
-        return write(self)
+        return late_waits.run(write(self))
 
     @cached_property
     def meshes(self) -> tuple[DeviceMesh, ...]:
@@ -284,6 +285,8 @@ class HostProgram:
 
     def project(self, rank: int) -> HostProgram:
         """What one rank runs; a program that is a projection already is returned as it is."""
+        from mdfuse.hir import late_waits, local_streams
+
         if self.rank is not None:
             return self
         kept = self.checked._block(self.instructions, rank, set())
@@ -292,7 +295,8 @@ class HostProgram:
         named.update(n for pair in self.aliases.items() for n in pair)
         known = self.knows(rank)
         types = {n: t.at(known) for n, t in self.types.items() if n in named}
-        return replace(self, types=types, instructions=tuple(kept), rank=rank)
+        found = replace(self, types=types, instructions=tuple(kept), rank=rank)
+        return late_waits.run(local_streams.run(found, self))
 
     def knows(self, rank: int, mesh: DeviceMesh | None = None) -> Known:
         """What a rank knows of index expressions: everything but loop indices.

@@ -29,6 +29,10 @@ EXACT = {
     "trunc", "clamp", "cast", "where", "any", "all", "cat",
 }  # fmt: skip
 
+#: The host instructions of ops that read an element of each operand and write one: what they write
+#: may take the place of an operand that lies as the result does.
+ELEMENTWISE = ("unary", "binary", "where")
+
 #: Ops whose `out=` form has the name and the arguments of the op.
 _SAME = [
     "add", "sub", "mul", "div", "floor_divide", "remainder", "pow", "eq", "ne", "lt", "le", "gt",
@@ -181,7 +185,7 @@ def _cat(*xs: Tensor, dim: int, out: Tensor) -> None:
 
 
 #: Ops that copy their operands into blocks before they compute.
-_PRODUCTS = {"matmul", "linear"}
+PRODUCTS = {"matmul", "linear"}
 
 #: op -> `write(*operands, out=buffer, **attrs)`. The first operand is a tensor. `mean` is not here
 #: because a part of it is divided by the global count; of relu, embedding and layer_norm torch has
@@ -210,7 +214,7 @@ DENSE = {"relu", "mean", "layer_norm", "embedding", "isfinite", "isinf", "isnan"
 
 def is_dense_result(name: str, facts: Sequence[Tensor | None]) -> bool:
     """Whether the op's own result is contiguous, whatever torch may choose for other operands."""
-    if name in _PRODUCTS and all(x is not None and x.ndim == 2 for x in facts):
+    if name in PRODUCTS and all(x is not None and x.ndim == 2 for x in facts):
         return True
     known = (name in WRITES or name in DENSE) and all(
         x is not None and x.is_contiguous() for x in facts
@@ -228,13 +232,99 @@ def fresh_write(name: str, facts: Sequence[Tensor | None]) -> Write | None:
     """
     if name == "matmul" and all(x is not None and x.ndim == 2 for x in facts):
         return torch.mm  # what matmul comes to, without its look at the shapes
-    if (
-        name in EXACT
-        or name in _PRODUCTS
-        or all(x is not None and x.is_contiguous() for x in facts)
-    ):
+    if name in EXACT or name in PRODUCTS or all(x is not None and x.is_contiguous() for x in facts):
         return WRITES.get(name)
     return None
+
+
+# -- new buffers in another memory order ---------------------------------------------------------
+
+
+def has_orders(name: str, host: str, order: Sequence[int], ranks: Sequence[int]) -> bool:
+    """Whether torch writes the op's result in another memory order than its own, with no copy.
+
+    Exact ops give the same bits in all of them. A sum or a product adds in another sequence where
+    its result lies otherwise, so an order that is asked for is a part of what is computed: it is
+    written by `ordered_write`, in whatever buffer (`in_order`).
+
+    Args:
+        name: the op.
+        host: the instruction that runs it.
+        order: dims from outermost to innermost.
+        ranks: how many dims each tensor operand has.
+    """
+    if name in PRODUCTS:
+        return _product_in(order, name, ranks) is not None
+    if host == "reduce":
+        return name in WRITES
+    return name in EXACT and host in (*ELEMENTWISE, "cat")
+
+
+def ordered_write(
+    name: str, host: str, order: Sequence[int], facts: Sequence[Tensor | None]
+) -> Write | None:
+    """How an op fills a new buffer that is dense in an order; None where it may have to copy."""
+    known = [x for x in facts if x is not None]
+    if name not in PRODUCTS:
+        return WRITES[name] if has_orders(name, host, order, ()) else None
+    if len(known) < len(facts) or any(1 in x.shape for x in known):
+        return None
+    x, w = known[:2]
+    write = _product_in(order, name, [x.ndim, w.ndim])
+    if write in (_columns, _linear_columns):
+        return write if x.ndim == 2 or x.is_contiguous() else None
+    return write if write is not torch.bmm or x.shape[0] == w.shape[0] else None
+
+
+def in_order(order: Sequence[int], write: Write) -> Write:
+    """`ordered_write` into a buffer that may lie anyhow: the same bits."""
+    order, back = tuple(order), [list(order).index(d) for d in range(len(order))]
+
+    def either(*operands: Any, out: Tensor, **attrs: Any) -> None:
+        if _lies_plainly(out.permute(order)):
+            write(*operands, out=out, **attrs)
+        else:
+            new = out.new_empty([out.shape[d] for d in order]).permute(back)
+            write(*operands, out=new, **attrs)
+            out.copy_(new)
+
+    return either
+
+
+def _product_in(order: Sequence[int], name: str, ranks: Sequence[int]) -> Write | None:
+    """The product whose result lies so."""
+    x, w = ranks[:2]
+    if w == 2 and tuple(order) == (x - 1, *range(x - 1)):
+        return _columns if name == "matmul" else _linear_columns
+    if w == 2 and tuple(order) == (1, 0, 2):
+        return _rows if name == "matmul" else _linear_rows
+    return torch.bmm if x == w == 3 and order[-1] != 0 else None
+
+
+def _columns(x: Tensor, w: Tensor, *, out: Tensor, bias: Tensor | None = None) -> None:
+    """The columns of the result outermost: a product of two matrices."""
+    x, into = x.flatten(0, -2), out.flatten(0, -2)
+    if bias is None:
+        torch.mm(x, w, out=into)
+    else:
+        torch.addmm(bias, x, w, out=into)
+
+
+def _rows(x: Tensor, w: Tensor, *, out: Tensor, bias: Tensor | None = None) -> None:
+    """Dims 0 and 1 of the result change places: a product for each element of dim 0."""
+    w = w.expand(x.shape[0], *w.shape)
+    if bias is None:
+        torch.bmm(x, w, out=out)
+    else:
+        torch.baddbmm(bias, x, w, out=out)
+
+
+def _linear_columns(x: Tensor, w: Tensor, bias: Tensor | None = None, *, out: Tensor) -> None:
+    _columns(x, w.t(), out=out, bias=bias)
+
+
+def _linear_rows(x: Tensor, w: Tensor, bias: Tensor | None = None, *, out: Tensor) -> None:
+    _rows(x, w.t(), out=out, bias=bias)
 
 
 def write_of(name: str, call: Callable[..., Any]) -> Write | None:
@@ -242,7 +332,7 @@ def write_of(name: str, call: Callable[..., Any]) -> Write | None:
     write = WRITES.get(name)
     if write is None or name in EXACT:
         return write
-    return _where_alike(call, write, _are_rows if name in _PRODUCTS else _are_dense)
+    return _where_alike(call, write, _are_rows if name in PRODUCTS else _are_dense)
 
 
 def _where_alike(

@@ -21,15 +21,13 @@ from mdfuse.ir.dims import reshape_groups
 from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.ir.infer import inferred
 from mdfuse.ir.ops import TABLE
-from mdfuse.ir.writes import EXACT, WRITES
+from mdfuse.ir.writes import ELEMENTWISE, EXACT, WRITES
 from mdfuse.passes.strategy import dim_map
 
 name = "choose_orders"
 
 #: The dims of an output, each as a dim of another value; None where it has none.
 Traced = tuple[int | None, ...]
-
-_ELEMENTWISE = ("unary", "binary", "where")
 
 
 def run(fusion: Fusion) -> Fusion:
@@ -161,7 +159,7 @@ def _options(expr: Expr, values: Mapping[str, Value]) -> set[tuple[int, ...]]:
     """The orders in which the op writes its result as easily as in its own."""
     row, out = TABLE[expr.op], values[expr.output]
     operands = [values[x] for x in expr.reads if values[x].is_tensor]
-    if row.host in _ELEMENTWISE and row.name in EXACT:
+    if row.host in ELEMENTWISE and row.name in EXACT:
         return {x.order for x in operands if x.shape == out.shape and not x.expanded}
     if row.host == "reduce" and row.name in WRITES:
         (pairs,) = _corresponding(expr, values)
@@ -188,7 +186,7 @@ def _may_be_read(fusion: Fusion, name: str) -> bool:
     while waiting:
         for reader in fusion.consumers[waiting.pop()]:
             host = TABLE[reader.op].host
-            if host not in (*_ELEMENTWISE, "reduce"):
+            if host not in (*ELEMENTWISE, "reduce"):
                 return False
             if host != "reduce" and reader.output not in seen:
                 seen.add(reader.output)

@@ -20,14 +20,19 @@ from mdfuse.ir import ops
 from mdfuse.ir.extremes import highest, lowest
 from mdfuse.ir.graph import Operand
 from mdfuse.ir.infer import dense_strides
-from mdfuse.ir.writes import EXACT, WRITES, fresh_write, is_dense_result
+from mdfuse.ir.writes import (
+    ELEMENTWISE,
+    EXACT,
+    Write,
+    fresh_write,
+    in_order,
+    is_dense_result,
+    ordered_write,
+)
 from mdfuse.plan.allocation import empty, new_buffer
 from mdfuse.plan.lines import Line, Ref, drop
 from mdfuse.plan.slots import Context, base_name, described
 from mdfuse.tensors import why_not
-
-#: Ops that read and write element by element: their result may take the place of an operand.
-_ELEMENTWISE = ("unary", "binary", "where")
 
 
 def compute(i: Instruction, context: Context) -> list[Line]:
@@ -46,23 +51,28 @@ def compute(i: Instruction, context: Context) -> list[Line]:
         attrs["device"] = context.device
     if context.has_buffer(output):
         return [_written(i, row, attrs, context)]
-    if _writes_in_order(i, row, context):
-        write = Line(
-            run=WRITES[row.name],
-            args=_operands(i, context),
-            kwargs=(*attrs.items(), ("out", context.ref(output))),
-        )
-        return [*new_buffer(output, i.order, context), write]
+    write = _ordered_write(i, row, context)
+    if write is not None:
+        kwargs = (*attrs.items(), ("out", context.ref(output)))
+        line = Line(run=write, args=_operands(i, context), kwargs=kwargs)
+        return [*new_buffer(output, i.order, context), line]
     return _filled(i, row, attrs, context) or _bound(i, row, attrs, context)
 
 
-def _writes_in_order(i: Instruction, row: ops.Op, context: Context) -> bool:
-    """torch writes the result in the order asked for, where its own would be another: no copy."""
-    if i.order is None or list(i.order) == list(range(len(i.order))):
-        return False
-    if not i.inputs or not _is_tensor(i.inputs[0], context) or row.name not in WRITES:
-        return False
-    return i.op == "reduce" or (i.op in _ELEMENTWISE and row.name in EXACT)
+def _ordered_write(i: Instruction, row: ops.Op, context: Context) -> Write | None:
+    """How torch writes the result in the order asked for, where its own would be another."""
+    if i.order is None or not i.inputs or not _is_tensor(i.inputs[0], context):
+        return None
+    facts = [context.fact(x) for x in i.reads if _is_tensor(x, context)]
+    if list(i.order) == list(range(len(i.order))) and not _follows_operand(row, facts):
+        return None
+    return ordered_write(row.name, row.host, i.order, facts)
+
+
+def _follows_operand(row: ops.Op, facts: Sequence[Tensor | None]) -> bool:
+    """An exact op's own result would lie as an operand does, which is not plain."""
+    is_exact = row.host in ELEMENTWISE and row.name in EXACT
+    return is_exact and any(x is not None and not x.is_contiguous() for x in facts)
 
 
 def _check_permutation(i: Instruction, context: Context, ndim: int) -> None:
@@ -118,7 +128,7 @@ def _filled(
         return None
     lines = new_buffer(output, i.order, context)
     kwargs = (*attrs.items(), ("out", context.ref(output)))
-    may = row.host in _ELEMENTWISE
+    may = row.host in ELEMENTWISE
     return [*lines, Line(run=write, args=_operands(i, context), kwargs=kwargs, in_place=may)]
 
 
@@ -144,9 +154,12 @@ def _written(i: Instruction, row: ops.Op, attrs: dict[str, Any], context: Contex
     (output,) = i.outputs
     target, operands, overlaps = context.ref(output), _operands(i, context), _overlaps(i, context)
     may = not overlaps and not row.is_creation and context.is_on_device(output)
-    if row.out is not None and may and _is_tensor(i.inputs[0], context):
+    may = may and _is_tensor(i.inputs[0], context)
+    ordered = _ordered_write(i, row, context) if may and row.name not in EXACT else None
+    run = in_order(i.order, ordered) if ordered is not None and i.order is not None else row.out
+    if run is not None and may:
         kwargs = (*attrs.items(), ("out", target))
-        return Line(run=row.out, args=operands, kwargs=kwargs)
+        return Line(run=run, args=operands, kwargs=kwargs)
     call = row.call
 
     def copy(target: Tensor, *operands: Any) -> None:
@@ -163,7 +176,7 @@ def _overlaps(i: Instruction, context: Context) -> bool:
     """An operand that is still read may be overwritten meanwhile."""
     (output,) = i.outputs
     sharing = [x for x in i.reads if context.share(x, output)]
-    if i.op in _ELEMENTWISE:
+    if i.op in ELEMENTWISE:
         sharing = [x for x in sharing if x != output]
     return bool(sharing)
 

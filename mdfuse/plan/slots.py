@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,7 +16,7 @@ from mdfuse.backends.base import Call, Poster
 from mdfuse.errors import ProgramError
 from mdfuse.hir.capture import HostValues
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
-from mdfuse.hir.sharing import storage
+from mdfuse.hir.sharing import shared_operand, storage
 from mdfuse.layout import Box
 from mdfuse.plan.lines import Line, Ref, Slots
 from mdfuse.plan.streams import CALLER
@@ -236,14 +239,74 @@ def label(i: Instruction) -> str:
     return str(i.source or described(i))
 
 
+_POSTS = ("post", "send", "recv")
+
+
 def updated_names(program: HostProgram) -> frozenset[str]:
-    """The names that may share memory with what is written again after it was bound."""
-    shared, bound = storage(program), set(program.inputs)
-    found: set[str] = set()
-    for i in program.walk():
-        found.update(shared.get(name, name) for name in i.outputs if name in bound)
-        if i.op != "launch":
-            bound.update(i.outputs)
+    """The names that may share memory with what is written again while they are in use.
+
+    An output is in use after the run: it is no view of an input that a run writes.
+    """
+    uses = _Uses(program)
+    for n, i in enumerate(program.instructions):
+        uses.note(n, i)
+    return frozenset(filter(uses.sees_write, uses.shared)) | uses.changed
+
+
+class _Uses:
+    """Where the names of a straight-line program are bound, written and used last."""
+
+    def __init__(self, program: HostProgram) -> None:
+        self.shared, self.inputs = storage(program), frozenset(program.inputs)
+        self.outputs = frozenset(program.outputs)
+        self.first: dict[str, int] = dict.fromkeys(program.inputs, -1)
+        self.last: dict[str, float] = {}
+        #: memory -> the instructions that write into it while it has a value
+        self.writes: dict[str, list[int]] = defaultdict(list)
+        #: names through which something is written, which must not show in what they are views of
+        self.changed: set[str] = set()
+        #: name -> those that it is a view of; handle -> the buffers of its post
+        self.of: dict[str, set[str]] = defaultdict(set)
+
+    def note(self, n: int, i: Instruction) -> None:
+        """Go on by an instruction."""
         if i.op == "free":
-            bound.difference_update(i.reads)
-    return frozenset(name for name, of in shared.items() if of in found)
+            return
+        for j in i.walk():
+            written = j.reads[-1:] if j.op in ("post", "recv") else ()
+            for name in (*j.reads, *j.outputs):
+                self.use(name, n)
+            for name in (*written, *(x for x in j.outputs if x in self.first)):
+                self.writes[self.shared.get(name, name)].append(n)
+                self.changed |= self.bases(name)
+            if j.op == "launch":
+                continue  # what is inside it binds its outputs
+            operand = shared_operand(j)
+            for name in j.outputs:
+                self.first.setdefault(name, n)
+                self.of[name].update(j.reads if j.op in _POSTS else (operand,) if operand else ())
+                self.use(name, n)
+
+    def use(self, name: str, n: float) -> None:
+        """A name is used, and with it what it is a view of."""
+        n = math.inf if name in self.outputs else n
+        for base in self.bases(name):
+            self.last[base] = max(n, self.last.get(base, -1))
+
+    def bases(self, name: str) -> set[str]:
+        """A name, what it is a view of, what that is a view of, …"""
+        found, waiting = {name}, [name]
+        while waiting:
+            new = self.of.get(waiting.pop(), set()) - found
+            found |= new
+            waiting += new
+        return found
+
+    def sees_write(self, name: str) -> bool:
+        """A write falls between the binding of a name and its last use."""
+        of, last = self.shared[name], self.last.get(name, -1)
+        writes = self.writes.get(of, [])
+        if last == math.inf and of in self.inputs:
+            return bool(writes)  # the next run writes there again
+        later = bisect_right(writes, self.first.get(name, math.inf))
+        return later < len(writes) and writes[later] < last

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import HostProgram, Instruction
@@ -28,6 +29,8 @@ from mdfuse.hir.verify.sizes import uses
 from mdfuse.hir.verify.views import is_slice, is_view, may_copy, pieces_of, shape_of, whole
 from mdfuse.ir.graph import Operand
 from mdfuse.layout import Box
+
+Steps = dict[str, Callable[[Any, Instruction], None]]
 
 
 @dataclass
@@ -54,6 +57,11 @@ class Flow:
     streams: dict[str, int] = field(default_factory=dict)
     clocks: Clocks = field(default_factory=Clocks)
 
+    @property
+    def steps(self) -> Steps:
+        """op -> what it does; the others are local ops."""
+        return _STEPS
+
     def __post_init__(self) -> None:
         program = self.program
         self.is_streamed = any(i.op == "set_stream" for i in program.instructions)
@@ -77,7 +85,7 @@ class Flow:
         Raises:
             ProgramError: the first one that is wrong.
         """
-        steps = _STEPS
+        steps = self.steps
         for i in self.program.instructions:
             steps.get(i.op, Flow.compute)(self, i)
         if not self.program.instructions or self.program.instructions[-1].op != "return":
@@ -383,8 +391,7 @@ def _nothing(flow: Flow, i: Instruction) -> None:
     """It touches no buffer of the program."""
 
 
-#: op -> what it does; the others are local ops.
-_STEPS: dict[str, Callable[[Flow, Instruction], None]] = {
+_STEPS: Steps = {
     "launch": Flow.launch,
     "alloc": Flow.alloc,
     "free": Flow.free,

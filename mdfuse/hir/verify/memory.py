@@ -151,12 +151,13 @@ def conflict(view: View, is_write: bool, clock: Clock) -> Access | None:
     """An access to what a view stands for that is not over for someone with this clock."""
     for a in view.storage.accesses:
         is_free = clock.get(a.who, -1) < a.tick
-        if is_free and (is_write or a.is_write) and _overlap(a.region, view.region):
+        if is_free and (is_write or a.is_write) and overlap(a.region, view.region):
             return a
     return None
 
 
-def _overlap(a: Box | None, b: Box | None) -> bool:
+def overlap(a: Box | None, b: Box | None) -> bool:
+    """Two regions of a storage have elements in common."""
     return a is None or b is None or intersect(a, b) is not None
 
 

@@ -89,9 +89,10 @@ class _Structure:
             raise self.unbalanced(group)
 
     def check_writes(self, i: Instruction, names: tuple[str, ...]) -> None:
-        """Inputs are written through aliases only."""
+        """Inputs are written only where an alias says that they are updated."""
+        updated = set(map(self.program.root, self.program.aliases))
         for name in names:
-            if name in self.program.inputs:
+            if name in self.program.inputs and name not in updated:
                 raise wrong(
                     self.program,
                     i,

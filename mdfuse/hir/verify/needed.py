@@ -1,0 +1,101 @@
+"""Which syncs of a straight-line program order accesses that would be in no order without them.
+
+The flow of the program, with one thing more: for all that a stream knows of another one, from which
+syncs it knows that. Where an access has to come after another stream's, the fewest syncs that see
+to it are needed; so are those that order the streams for the caller at the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mdfuse.hir.program import Instruction
+from mdfuse.hir.verify.flow import Flow, Steps
+from mdfuse.hir.verify.memory import PENDING, Clock, Clocks, View, overlap
+
+#: The attribute that tells a sync from others.
+MARK = "mark"
+
+Marks = frozenset[int]
+
+
+class _Taken(dict[int, int]):
+    """What a stream knows at some time, and from which syncs."""
+
+    via: dict[int, Marks]
+
+
+@dataclass(slots=True)
+class _History(Clocks):
+    """Clocks that remember what each stream learned of each other one, and from which syncs."""
+
+    #: (stream, another one) -> syncs -> how far the other had come, as these tell
+    learned: dict[tuple[int, int], dict[Marks, int]] = field(default_factory=dict)
+
+    def snapshot(self, stream: int) -> Clock:
+        taken = _Taken(Clocks.snapshot(self, stream))
+        taken.via = {of: self.fewest(stream, of, tick) for of, tick in taken.items()}
+        return taken
+
+    def learn(self, taken: Clock, marks: Marks) -> None:
+        """As `join`; what is new to the current stream, it knows from these syncs."""
+        clock = self.now
+        for of, tick in taken.items():
+            if clock.get(of, -1) < tick:
+                via = taken.via[of] if isinstance(taken, _Taken) else frozenset()
+                self.learned.setdefault((self.current, of), {})[marks | via] = tick
+        self.join(taken)
+
+    def fewest(self, stream: int, of: int, tick: int, needed: Marks = frozenset()) -> Marks:
+        """Syncs from which a stream knows that another has come so far.
+
+        Those that add fewest to the ones that are needed anyhow.
+        """
+        found = self.learned.get((stream, of), {})
+        ways = [way for way, known in found.items() if known >= tick]
+        return min(ways, key=lambda way: len(way - needed), default=frozenset())
+
+
+@dataclass
+class Needed(Flow):
+    """Goes through the instructions of one rank; `marks` are those of the syncs that are needed."""
+
+    marks: Marks = frozenset()
+    clocks: _History = field(default_factory=_History)
+
+    @property
+    def steps(self) -> Steps:
+        return {**super().steps, "sync": Needed.sync, "wait": Needed.wait}
+
+    def sync(self, i: Instruction) -> None:
+        other = self.stream(i)
+        if other != self.clocks.current:
+            mark = i.kwargs.get(MARK)
+            marks: Marks = frozenset() if mark is None else frozenset({mark})
+            self.clocks.learn(self.clocks.snapshot(other), marks)
+
+    def wait(self, i: Instruction) -> None:
+        posted = self.posted.get(i.reads[0])
+        if posted is not None:
+            self.clocks.learn(posted.clock, frozenset())
+        super().wait(i)
+
+    def check_order(self, name: str, view: View, is_write: bool, i: Instruction) -> None:
+        super().check_order(name, view, is_write, i)
+        self.need(view, is_write)
+
+    def check_joined(self, name: str, view: View, i: Instruction | None) -> None:
+        super().check_joined(name, view, i)
+        self.need(view, True)
+
+    def need(self, view: View, is_write: bool) -> None:
+        """The current stream uses what a view stands for, after those before it."""
+        before = [
+            (a.who, a.tick)
+            for a in view.storage.accesses
+            if (is_write or a.is_write) and a.who != PENDING and overlap(a.region, view.region)
+        ]
+        current = self.clocks.current
+        for who, tick in (*before, *((view.born,) if view.born is not None else ())):
+            if who != current:
+                self.marks |= self.clocks.fewest(current, who, tick, self.marks)
