@@ -281,17 +281,17 @@ class Communication:
 
 def check_reduce_op(op: str, dtype: torch.dtype) -> None:
     """Raise CommunicationError where a reduce op means nothing for a dtype."""
-    floats = dtype.is_floating_point
+    is_inexact = dtype.is_floating_point or dtype.is_complex
     if op not in REDUCE_OPS:
         raise CommunicationError(
             f"there is no reduce op {op!r}", hint="one of " + ", ".join(REDUCE_OPS)
         )
     if op in _BITWISE:
-        good, of = not floats, "integers and bool"
+        good, of = not is_inexact, "integers and bool"
     elif op == "avg":
-        good, of = floats, "floating dtypes"
+        good, of = is_inexact, "floating and complex dtypes"
     elif op in ("min", "max"):
-        good, of = True, "numbers and bool"
+        good, of = not dtype.is_complex, "numbers that have an order, and bool"
     else:
         good, of = dtype != torch.bool, "numbers, not bool"
     if not good:

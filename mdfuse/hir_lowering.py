@@ -16,8 +16,10 @@ from mdfuse.passes import (
     decompose,
     drop_unread,
     insert_reshards,
+    keep_splits,
     propagate_layouts,
     push_slices,
+    settle_partials,
     streams,
 )
 from mdfuse.segmentation import Part, ShouldMerge, segment
@@ -30,6 +32,10 @@ PASSES: tuple[tuple[str, Pass], ...] = (
     (streams.name, streams.run),
     # Every value needs a layout; no later pass infers one.
     (propagate_layouts.name, propagate_layouts.run),
+    # Needs to know what is split where an op would have it whole; what it makes yields Partials.
+    (keep_splits.name, keep_splits.run),
+    # Needs to know who passes a Partial on; infers anew what is computed from those it reduces.
+    (settle_partials.name, settle_partials.run),
     # Needs the layout of what a tensor of numbers lies like; the next passes see who reads what.
     ("creations.alone", creations.alone),
     # Needs to know which contractions are split; makes Partials that the next pass can use.

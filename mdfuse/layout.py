@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -19,6 +19,11 @@ Interval = tuple[int, int]
 Box = tuple[Interval, ...]
 
 REDUCE_OPS = ("sum", "prod", "min", "max", "avg", "band", "bor", "bxor")
+#: The ops that may stand along several axes of one layout: an op with itself, and these together.
+#: Two ops commute if (a . b) * (c . d) = (a * c) . (b * d). Where both have a neutral element, as
+#: all but avg have, they are then one op (Eckmann and Hilton 1962); avg is linear, as sum is, and
+#: commutes with no other: max(avg(0, 1), avg(1, 0)) is 1/2, avg(max(0, 1), max(1, 0)) is 1.
+_LINEAR = frozenset({"sum", "avg"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +159,16 @@ class Stream:
 Placement = Shard | Replicate | Partial | Varies
 
 
+def commute(ops: Iterable[str]) -> bool:
+    """Whether a value may be Partial in these ways along several axes: their order does not matter.
+
+    >>> commute(["max", "max"]), commute(["sum", "avg"]), commute(["sum", "max"])
+    (True, True, False)
+    """
+    different = {*ops}
+    return len(different) < 2 or different <= _LINEAR
+
+
 class Layout:
     """A mesh, one placement per mesh axis, and the order of axes that split one dim.
 
@@ -165,7 +180,8 @@ class Layout:
 
     Raises:
         MeshError: an axis that the mesh does not have.
-        LayoutError: an order that does not name exactly the axes that split the dim.
+        LayoutError: an order that does not name exactly the axes that split the dim; reduce ops
+            along several axes whose order matters.
 
     >>> layout = Layout(DeviceMesh.arange(dp=2, tp=2), {"dp": Shard(0), "tp": Shard(0)})
     >>> layout, layout.local_shape((5, 3), 0), layout.local_shape((5, 3), 3)
@@ -211,6 +227,13 @@ class Layout:
         self.placements = tuple(placements.get(a, Replicate()) for a in mesh.axes)
         self.stream = stream
         self.splits = self._order(order or {})
+        if len(self.partial_axes) > 1 and not commute(self.reduce_ops.values()):
+            raise LayoutError(
+                f"a value that is Partial in several ways: {self.reduce_ops}",
+                because="what it stands for depends on which axis is reduced first: only sum and "
+                "avg may be mixed",
+                hint="one op along all of these axes, or reduce along one first with another set",
+            )
 
     def _order(self, order: Mapping[int, Sequence[str]]) -> tuple[tuple[int, tuple[str, ...]], ...]:
         splits: dict[int, tuple[str, ...]] = {}
@@ -263,6 +286,13 @@ class Layout:
             for a, p in zip(self.mesh.axes, self.placements, strict=True)
             if isinstance(p, Varies) and self.mesh.axis_size(a) > 1
         )
+
+    @property
+    def reduce_ops(self) -> dict[str, str]:
+        """axis -> the op along it, where the value is Partial and there is something to reduce."""
+        pairs = zip(self.mesh.axes, self.placements, strict=True)
+        found = {a: p.op for a, p in pairs if isinstance(p, Partial)}
+        return {a: op for a, op in found.items() if self.mesh.axis_size(a) > 1}
 
     @property
     def is_replicated(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from mdfuse import hir_lowering
+from mdfuse.advice import advice
 from mdfuse.arguments import has_dtensors
 from mdfuse.communication import Communication
 from mdfuse.config import Options, environment, options_from_environment
@@ -22,7 +23,7 @@ from mdfuse.extent_arguments import (
     known_extents,
     local_extents,
 )
-from mdfuse.extents import with_numbers
+from mdfuse.extents import example, mapped, with_numbers
 from mdfuse.frontend.cache import Spelled, program_of
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.hir.capture import eager
@@ -130,7 +131,8 @@ class Program:
         lines = [f"@{self.host.name}: {len(self.segments)} segments, {len(self.host)} instructions"]
         posts = [_why(i) for i in self.host.walk() if i.comm is not None or i.op == "recv"]
         posts = posts or ["no communication: every operand is where it is needed"]
-        lines += [f"  {line}" for line in posts]
+        fusion = self.fusion if self.symbolic is None else mapped(self.fusion, example)
+        lines += [f"  {line}" for line in (*posts, *advice(fusion))]
         lines += [f"  {line}" for line in _streams(self.host)]
         lines += [f"  {line}" for line in _graphs(self.host, self.options)]
         for n, lowering in enumerate(self.lowerings):

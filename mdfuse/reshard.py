@@ -18,7 +18,16 @@ import torch
 from mdfuse.communication import Communication
 from mdfuse.errors import LayoutError
 from mdfuse.extents import is_symbolic
-from mdfuse.layout import Layout, Partial, Replicate, Shard, box_size, intersect, replicated
+from mdfuse.layout import (
+    Layout,
+    Partial,
+    Replicate,
+    Shard,
+    box_size,
+    commute,
+    intersect,
+    replicated,
+)
 from mdfuse.mesh import DeviceMesh
 
 
@@ -95,6 +104,11 @@ def cost(source: Layout, destination: Layout, shape: tuple[int, ...]) -> int:
     return sum(_step_cost(step, shape) for step in steps(source, destination, shape))
 
 
+def elements_received(source: Layout, destination: Layout, shape: tuple[int, ...]) -> float:
+    """How many elements arrive at the rank that receives most."""
+    return cost(source, destination, shape) / _UNIT
+
+
 def _check_into_partial(source: Layout, destination: Layout) -> None:
     before = source.by_axis()
     for axis, after in destination.by_axis().items():
@@ -168,15 +182,23 @@ def _moves(here: Layout, destination: Layout) -> Iterator[Step]:
     for axis in here.mesh.axes:
         yield from _axis_moves(here, axis, destination)
     goal = destination
-    for axis in destination.partial_axes:
-        goal = goal.with_placement(axis, Replicate())
-    if not here.partial_axes and here != goal:
+    for axis in destination.partial_axes:  # what it makes Partial, it does so by itself
+        if here.placement(axis) != destination.placement(axis):
+            goal = goal.with_placement(axis, Replicate())
+    if here.partial_axes == goal.partial_axes and here != goal:
         yield Communication(kind="Exchange", source=here, destination=goal)
 
 
 def _axis_moves(here: Layout, axis: str, destination: Layout) -> Iterator[Step]:
-    """The one-axis rows of the table that can help on the way to a destination."""
+    """The one-axis rows of the table that can help on the way to a destination.
+
+    A Partial that the destination keeps stays as it is: made whole and Partial again, it would be
+    another value for an op that is not idempotent.
+    """
     now, goal = here.placement(axis), destination.placement(axis)
+    if isinstance(now, Partial) and now == goal:
+        return
+    is_made = isinstance(goal, Partial) and commute((*here.reduce_ops.values(), goal.op))
     to = goal.dim if isinstance(goal, Shard) else None
 
     def step(kind: str, layout: Layout, **more: int | str | None) -> Communication:
@@ -193,8 +215,8 @@ def _axis_moves(here: Layout, axis: str, destination: Layout) -> Iterator[Step]:
         if to is not None:
             split = here.with_placement(axis, Shard(to))
             yield Local(kind="slice", source=here, destination=split)
-        elif isinstance(goal, Partial):
-            kind = "zeros" if goal.op == "sum" else "slice"
+        elif is_made:
+            kind = "zeros" if goal == Partial("sum") else "slice"
             made = here.with_placement(axis, goal)
             yield Local(kind=kind, source=here, destination=made)
     elif isinstance(now, Shard) and here.split_axes(now.dim)[-1] == axis:
@@ -202,7 +224,7 @@ def _axis_moves(here: Layout, axis: str, destination: Layout) -> Iterator[Step]:
         if to is not None and to != now.dim:
             moved = gathered.with_placement(axis, Shard(to))
             yield step("AllToAll", moved, dim=now.dim, to_dim=to)
-        elif isinstance(goal, Partial):
+        elif is_made:
             made = gathered.with_placement(axis, goal)
             yield Local(kind="zeros", source=here, destination=made)
 

@@ -112,9 +112,6 @@ def _global_shape(layout: Layout, parts: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def _assemble(layout: Layout, parts: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
-    from mdfuse.backends.reduction import combine
-
-    ops = {p.op for p in layout.placements if isinstance(p, Partial)}
     layers: dict[tuple[int, ...], Tensor] = {}
     partial_at = [layout.mesh.axis_index(a) for a in layout.partial_axes]
     for index, part in enumerate(parts):
@@ -130,11 +127,26 @@ def _assemble(layout: Layout, parts: Sequence[Tensor], shape: tuple[int, ...]) -
         if layer not in layers:
             layers[layer] = part.new_empty(shape)
         layers[layer][tuple(slice(start, stop) for start, stop in box)] = part
-    if not ops:
-        return layers[()]
+    for axis in reversed(layout.partial_axes):  # the coordinate along the last one goes first
+        layers = _reduced(layers, layout.placement(axis))
+    return layers[()]
+
+
+def _reduced(
+    layers: Mapping[tuple[int, ...], Tensor], placement: Placement
+) -> dict[tuple[int, ...], Tensor]:
+    """The layers joined along their last coordinate."""
     import torch
 
-    if len(ops) > 1:
-        raise LayoutError(f"a value that is Partial in several ways at once: {sorted(ops)}")
-    flat = torch.stack([x.reshape(-1) for x in layers.values()])
-    return combine(ops.pop(), flat).reshape(shape)
+    from mdfuse.backends.reduction import combine
+
+    assert isinstance(placement, Partial)
+    rows: dict[tuple[int, ...], list[Tensor]] = {}
+    for layer in sorted(layers):
+        rows.setdefault(layer[:-1], []).append(layers[layer])
+    return {
+        layer: combine(placement.op, torch.stack([x.reshape(-1) for x in each])).reshape(
+            each[0].shape
+        )
+        for layer, each in rows.items()
+    }

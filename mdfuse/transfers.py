@@ -148,7 +148,11 @@ def _send_recv(comm: Communication, rank: int) -> Part:
 
 
 def _exchange(comm: Communication, rank: int) -> Part:
-    """Each rank receives exactly the blocks that it lacks, each from one of those that hold it."""
+    """Each rank receives exactly the blocks that it lacks, each from one of those that hold it.
+
+    Along axes along which the value is, and stays, Partial, each of the values that are to be
+    reduced is exchanged by itself: among the ranks at one coordinate.
+    """
     source, destination, shape = comm.source, comm.destination, comm.shape
     sends: list[tuple[int, Box]] = []
     recvs: list[tuple[int, Box]] = []
@@ -157,7 +161,7 @@ def _exchange(comm: Communication, rank: int) -> Part:
     if rank in destination.mesh:
         need = destination.intervals(shape, rank)
         index = destination.mesh.ranks.index(rank)
-        for holders, block in _holders(source, shape, need):
+        for holders, block in _holders(source, shape, need, _layer(source, rank)):
             inside = relative(block, need)
             if rank in holders:
                 assert have is not None
@@ -169,13 +173,25 @@ def _exchange(comm: Communication, rank: int) -> Part:
             wanted = intersect(have, destination.intervals(shape, receiver))
             if wanted is None or receiver == rank:
                 continue
+            if source.partial_axes and _layer(source, receiver) != _layer(source, rank):
+                continue
             holders = _holders_at(source, rank)
             if receiver not in holders and _choose(holders, index) == rank:
                 sends.append((receiver, relative(wanted, have)))
     return _point_to_point(comm, rank, sends, recvs, copies)
 
 
-def _holders(source: Layout, shape: Sequence[int], need: Box) -> Iterator[tuple[list[int], Box]]:
+def _layer(source: Layout, rank: int) -> dict[str, int]:
+    """Which of the values that are to be reduced a rank has a part of: axis -> coordinate."""
+    coordinate = source.mesh.coordinate(rank)
+    if coordinate is None:
+        return {}
+    return {a: coordinate[source.mesh.axis_index(a)] for a in source.partial_axes}
+
+
+def _holders(
+    source: Layout, shape: Sequence[int], need: Box, layer: dict[str, int]
+) -> Iterator[tuple[list[int], Box]]:
     """The pieces of a box as the source layout cuts it, each with the ranks that hold it."""
     chunks = []
     for dim, extent in enumerate(shape):
@@ -188,7 +204,7 @@ def _holders(source: Layout, shape: Sequence[int], need: Box) -> Iterator[tuple[
             ]
         )
     for pieces in product(*chunks):
-        fixed = {axis: i for choice, _ in pieces for axis, i in choice.items()}
+        fixed = {axis: i for choice, _ in pieces for axis, i in choice.items()} | layer
         block = intersect(tuple(interval for _, interval in pieces), need)
         if block is not None:
             yield _ranks_with(source.mesh, fixed), block
@@ -199,7 +215,8 @@ def _holders_at(source: Layout, rank: int) -> list[int]:
     coordinate = source.mesh.coordinate(rank)
     assert coordinate is not None
     here = dict(zip(source.mesh.axes, coordinate, strict=True))
-    return _ranks_with(source.mesh, {a: here[a] for _, axes in source.splits for a in axes})
+    split = {a: here[a] for _, axes in source.splits for a in axes}
+    return _ranks_with(source.mesh, split | _layer(source, rank))
 
 
 def _ranks_with(mesh: DeviceMesh, fixed: dict[str, int]) -> list[int]:

@@ -167,6 +167,8 @@ def attr(name: str, kind: str, required: bool = False, **more: Any) -> Attr:
     return Attr(name, words, holds, required, **more)
 
 
-def word(name: str, *words: str) -> Attr:
+def word(name: str, *words: str, required: bool = False) -> Attr:
     """An attribute that is one of some words."""
-    return Attr(name, "one of " + ", ".join(words), lambda x, n: isinstance(x, str) and x in words)
+    return Attr(
+        name, "one of " + ", ".join(words), lambda x, n: isinstance(x, str) and x in words, required
+    )

@@ -130,6 +130,17 @@ def window(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
     return DimMap(operands=(labels,), result=labels)
 
 
+def window_of_parts(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
+    """A slice to which each rank gives what it has of it: dims that are cut may be split, too."""
+    taken = window(shapes, result, attrs)
+    cut = [d for d, label in enumerate(taken.result) if label is None]
+    return DimMap(
+        operands=(tuple(range(len(result))),),
+        result=taken.result,
+        reduces=dict.fromkeys(cut, attrs["reduce"]),
+    )
+
+
 def concatenation(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
     """The dim along which tensors are joined is whole."""
     whole = attrs["dim"] % len(result)

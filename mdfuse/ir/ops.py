@@ -51,8 +51,8 @@ class Op:
             operand is a tensor.
         localize: the attributes for one rank's part.
         partial: which Partial operands it may take as they are:
-            "view" any, "sum" all operands Partial(sum), "scale" the first Partial(sum),
-            "reduce" an operand with the op that it reduces by itself.
+            "view" any, "all" all operands in one way, "sum" all operands Partial(sum), "scale" the
+            first Partial(sum), "reduce" an operand with the op that it reduces by itself.
         is_view: the result may share storage with the first operand.
         is_single: runs as a single host op; others are merged into host units.
         indexed: the position of the operand whose rows the first operand names by their numbers.
@@ -395,6 +395,43 @@ def _local_rows(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
     return {**attrs, "part": (*box[0], shape[0])}
 
 
+def _joined_window(
+    x: Tensor,
+    *,
+    reduce: str,
+    starts: Sequence[int],
+    ends: Sequence[int],
+    steps: Sequence[int],
+    places: Sequence[tuple[int, int]] | None = None,
+    shape: Sequence[int] = (),
+) -> Tensor:
+    """A slice; of a part of x what that has of it, in zeros of that shape."""
+    rows = _window(x, starts=starts, ends=ends, steps=steps)
+    if places is None:
+        return rows.clone()
+    result = x.new_zeros(tuple(shape))
+    result[tuple(slice(*place) for place in places)] = rows
+    return result
+
+
+def _local_places(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
+    """From where to where the slice goes in this rank's part, and its place in the whole slice."""
+    shape, box = part.shapes[0], part.boxes[0]
+    assert shape is not None and box is not None
+    found = []
+    for d, (n, here) in enumerate(zip(shape, box, strict=True)):
+        start, end, step = (attrs[name][d] for name in ("starts", "ends", "steps"))
+        if (start, step) == (0, 1) and end >= n:  # taken entirely, from what is here
+            start, end = here
+        first, stop = (max(-(-(at - start) // step), 0) for at in (here[0], min(here[1], end)))
+        stop = max(first, stop)
+        begin = max(start + first * step - here[0], 0)
+        found.append((begin, begin + (stop - first) * step, (first, stop)))
+    starts, ends, places = zip(*found, strict=True) if found else ((), (), ())
+    local = {"starts": starts, "ends": ends, "places": places, "shape": box_shape(part.box)}
+    return {**attrs, **local}
+
+
 def _normalize(
     x: Tensor, weight: Any, bias: Any, *, normalized_shape: Sequence[int], eps: float
 ) -> Tensor:
@@ -439,6 +476,21 @@ _row(
     attrs=(attr("part", "part", is_local=True),),
     **_COMPOSITE,
 )
+_row(
+    "window",
+    _joined_window,
+    dims.window_of_parts,
+    "window",
+    localize=_local_places,
+    partial="reduce",
+    attrs=(
+        word("reduce", "sum", "bor", required=True),
+        *_WINDOW,
+        attr("places", "box", is_local=True),
+        attr("shape", "shape", is_local=True),
+    ),
+    **_COMPOSITE,
+)
 _row("softmax", lambda x, *, dim: torch.softmax(x, dim), dims.rowwise, "softmax", **_ALONG)
 _row(
     "log_softmax",
@@ -471,6 +523,7 @@ _row(
     dims.concatenation,
     "cat",
     operands=(1, None),
+    partial="all",
     **_ALONG,
 )
 _BOX = attr("box", "box", is_local=True)

@@ -163,6 +163,7 @@ _RULES: dict[str, Callable[[Shapes, Attrs], Shape]] = {
     "unsqueeze": _unsqueeze,
     "squeeze": _squeeze,
     "slice": _window,
+    "window": _window,
     "unary": _first,
     "binary": _broadcast,
     "where": _broadcast,

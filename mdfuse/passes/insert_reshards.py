@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
-from mdfuse.layout import Layout, Partial, Replicate, Stream
+from mdfuse.layout import Layout, Replicate, Stream
 from mdfuse.passes.strategy import choose
 from mdfuse.passes.streams import operand_streams
 from mdfuse.reshard import cost
@@ -62,7 +62,7 @@ class _Rewriter:
         source = min(copies, key=lambda c: cost(self.layout(c), layout, shape))
         if stream is not None and self.form(source, layout, stream) is None:
             stream = None
-        output = self.new_value(self.values[value], f"{value}.{_suffix(layout)}", layout, stream)
+        output = self.new_value(self.values[value], f"{value}.{suffix(layout)}", layout, stream)
         made = Expr(op="set", inputs=(source,), output=output, source=expr.source)
         self.exprs.insert(self.place(made, expr), made)
         copies.append(output)
@@ -87,41 +87,19 @@ class _Rewriter:
 def run(fusion: Fusion) -> Fusion:
     """Return the fusion with explicit sets."""
     rewriter = _Rewriter(values=dict(fusion.values))
-    wants = _wants(fusion)
     for expr in fusion.exprs:
-        _rewrite(rewriter, expr, wants)
+        _rewrite(rewriter, expr)
     return replace(fusion, values=rewriter.values, exprs=tuple(rewriter.exprs))
 
 
-def _wants(fusion: Fusion) -> dict[str, set[Layout]]:
-    """The layouts in which each value is read."""
-    wants: dict[str, set[Layout]] = {}
-    for expr in fusion.exprs:
-        for operand, layout in _wanted(expr, fusion.values).items():
-            wants.setdefault(operand, set()).add(layout)
-    return wants
-
-
-def _wanted(expr: Expr, values: Mapping[str, Value]) -> Mapping[str, Layout]:
-    out = values[expr.output]
-    if not out.is_tensor:
-        return {}
-    assert out.layout is not None
-    if expr.op == "set":
-        return dict.fromkeys(expr.reads, out.layout)
-    strategy = choose(expr, values, out.layout)
-    assert strategy is not None
-    return strategy.wanted
-
-
-def _rewrite(rewriter: _Rewriter, expr: Expr, wants: dict[str, set[Layout]]) -> None:
+def _rewrite(rewriter: _Rewriter, expr: Expr) -> None:
     out = rewriter.values[expr.output]
     if not out.is_tensor:
         rewriter.exprs.append(expr)
         return
     if expr.op == "set":
         (operand,) = expr.reads
-        source = _best_copy(rewriter, operand, rewriter.layout(expr.output), expr, wants)
+        source = _best_copy(rewriter, operand, rewriter.layout(expr.output))
         layout = rewriter.layout(expr.output)
         if out.stream is not None and rewriter.form(source, layout, out.stream) is None:
             rewriter.values[expr.output] = replace(out, stream=None)
@@ -132,7 +110,6 @@ def _rewrite(rewriter: _Rewriter, expr: Expr, wants: dict[str, set[Layout]]) -> 
     names = {}
     streams = _copy_streams(expr, rewriter.values)
     for operand, layout in strategy.wanted.items():
-        _reduce_once(rewriter, operand, expr, wants)
         names[operand] = rewriter.reshard(operand, layout, expr, streams.get(operand))
     inputs = tuple(names.get(x, x) if isinstance(x, str) else x for x in expr.inputs)
     if strategy.result == out.layout:
@@ -166,14 +143,11 @@ def _local(rewriter: _Rewriter, out: Value, layout: Layout) -> str:
     if how is None:
         rewriter.values[out.name] = replace(out, stream=None)
     stream = out.stream if how is not None and FORMS[how][0] else None
-    return rewriter.new_value(out, f"{out.name}.{_suffix(layout)}", layout, stream)
+    return rewriter.new_value(out, f"{out.name}.{suffix(layout)}", layout, stream)
 
 
-def _best_copy(
-    rewriter: _Rewriter, operand: str, layout: Layout, expr: Expr, wants: dict[str, set[Layout]]
-) -> str:
+def _best_copy(rewriter: _Rewriter, operand: str, layout: Layout) -> str:
     """Which copy of its operand a user's set reads."""
-    _reduce_once(rewriter, operand, expr, wants)
     shape = rewriter.values[operand].shape
     copies = rewriter.copies.get(operand, [operand])
     return min(copies, key=lambda c: _safe_cost(rewriter.layout(c), layout, shape))
@@ -184,25 +158,8 @@ def _safe_cost(source: Layout, destination: Layout, shape: tuple[int, ...]) -> i
     return 0 if destination.partial_axes else cost(source, destination, shape)
 
 
-def _reduce_once(
-    rewriter: _Rewriter, operand: str, expr: Expr, wants: dict[str, set[Layout]]
-) -> None:
-    """A Partial value that is read in several layouts is reduced once, then sliced."""
-    layout = rewriter.layout(operand)
-    goals = {g for g in wants.get(operand, set()) if g != layout}
-    if not layout.partial_axes or len(goals) < 2 or operand in rewriter.copies:
-        return
-    if any(g.mesh != layout.mesh or g.partial_axes for g in goals):
-        return
-    joined = layout
-    for axis, placement in layout.by_axis().items():
-        if isinstance(placement, Partial):
-            after = {g.placement(axis) for g in goals}
-            joined = joined.with_placement(axis, after.pop() if len(after) == 1 else Replicate())
-    rewriter.reshard(operand, joined, expr)
-
-
-def _suffix(layout: Layout) -> str:
+def suffix(layout: Layout) -> str:
+    """What the name of a copy in a layout ends in."""
     if layout.partial_axes:
         return "partial"
     parts = [f"{a}_{p}" for a, p in layout.by_axis().items() if not isinstance(p, Replicate)]

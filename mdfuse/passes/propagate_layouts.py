@@ -10,10 +10,11 @@ An inferred value may be Partial: what reads it says what it must become.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from mdfuse.errors import LayoutError
-from mdfuse.ir.graph import Fusion
+from mdfuse.ir.graph import Fusion, Value
 from mdfuse.layout import Layout, Replicate, replicated
 from mdfuse.mesh import DeviceMesh
 from mdfuse.passes.strategy import choose
@@ -36,6 +37,18 @@ def run(fusion: Fusion) -> Fusion:
     return _whole_outputs(fusion)
 
 
+def anew(fusion: Fusion, changed: Collection[str]) -> Fusion:
+    """The fusion with the layouts of all that is computed from some values inferred again."""
+    values, stale = dict(fusion.values), set(changed)
+    for expr in fusion.exprs:
+        out = values[expr.output]
+        is_inferred = out.is_tensor and not out.is_law and out.name not in changed
+        if is_inferred and not stale.isdisjoint(expr.reads):
+            stale.add(out.name)
+            values[out.name] = replace(out, layout=None)
+    return run(replace(fusion, values=values))
+
+
 def _default_mesh(fusion: Fusion) -> DeviceMesh:
     layouts = (v.layout for v in fusion.values.values())
     return next((x.mesh for x in layouts if x is not None), DeviceMesh([0]))
@@ -50,8 +63,20 @@ def _forwards(fusion: Fusion) -> Fusion:
             continue
         strategy = choose(expr, values)
         if strategy is not None:
-            values[expr.output] = replace(out, layout=strategy.result)
+            layout = _of_output(fusion, values, out.name, strategy.result)
+            values[expr.output] = replace(out, layout=layout)
     return replace(fusion, values=values)
+
+
+def _of_output(fusion: Fusion, values: Mapping[str, Value], name: str, inferred: Layout) -> Layout:
+    """What nobody placed is not left Partial as an output; one that reuses an input lies as it."""
+    if name not in fusion.outputs:
+        return inferred
+    if name in fusion.reuse:
+        return values[fusion.reuse[name]].layout or inferred
+    for axis in inferred.partial_axes:
+        inferred = inferred.with_placement(axis, Replicate())
+    return inferred
 
 
 def _backwards(fusion: Fusion) -> tuple[Fusion, bool]:
@@ -72,28 +97,25 @@ def _backwards(fusion: Fusion) -> tuple[Fusion, bool]:
 
 
 def _whole_outputs(fusion: Fusion) -> Fusion:
-    """What nobody placed is not left Partial as an output; one that reuses an input lies as it."""
+    """Outputs lie as `_of_output` has it, also those that were not inferred from operands."""
     layouts = {}
     for output in fusion.outputs:
         value = fusion.values[output]
-        if output in fusion.reuse:
-            layouts[output] = _reused(fusion, output, fusion.reuse[output])
-        elif value.layout is not None and value.layout.partial_axes and not value.is_law:
-            layout = value.layout
-            for axis in layout.partial_axes:
-                layout = layout.with_placement(axis, Replicate())
-            layouts[output] = layout
+        if value.layout is not None and not value.is_law:
+            layouts[output] = _of_output(fusion, fusion.values, output, value.layout)
+        elif output in fusion.reuse:
+            _check_reused(fusion, value, fusion.reuse[output])
     return fusion.with_layouts(layouts)
 
 
-def _reused(fusion: Fusion, output: str, buffer: str) -> Layout:
-    """The layout of the input that an output is written into."""
-    value, layout = fusion.values[output], fusion.layout(buffer)
-    if value.is_law and value.layout != layout:
+def _check_reused(fusion: Fusion, value: Value, buffer: str) -> None:
+    """Raise LayoutError where a law on an output contradicts the input that it is written into."""
+    layout = fusion.layout(buffer)
+    if value.layout != layout:
         raise LayoutError(
-            f"%{output} is laid out as {value.layout}, but it is written into %{buffer}: {layout}",
-            where=fusion.where(output, buffer),
+            f"%{value.name} is laid out as {value.layout}, but it is written into "
+            f"%{buffer}: {layout}",
+            where=fusion.where(value.name, buffer),
             because="a rank's part of the result takes the place of its part of the input",
             hint=f"place both alike, or leave reuse={buffer} out",
         )
-    return layout

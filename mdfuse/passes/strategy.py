@@ -251,20 +251,22 @@ def _passes_partial(
         return None
     op = partials[0].op
     first = operands[0]
-    if out.bytes > max(o.value.bytes for o in operands):
+    pairs = zip(operands, placements, strict=True)
+    if out.bytes > sum(o.value.bytes for o, p in pairs if isinstance(p, Partial)):
         return None
     if rule == "view":
         return op
+    alike = len(partials) == len(operands) and partials.count(partials[0]) == len(partials)
+    if rule == "all":
+        return op if alike else None
     if rule == "reduce":
         return op if op in labels.reduces.values() else None
     if op != "sum":
         return None
     if rule == "sum":  # a number would be added on every rank
         tensors = {o.value.name for o in operands}
-        every = len(partials) == len(operands) and tensors.issuperset(
-            x for x in expr.inputs if x is not None
-        )
-        return op if every and partials.count(partials[0]) == len(partials) else None
+        every = alike and tensors.issuperset(x for x in expr.inputs if x is not None)
+        return op if every else None
     # "scale": the first operand alone is Partial, and it is read once.
     alone = expr.inputs[0] == first.value.name and isinstance(placements[0], Partial)
     others = all(isinstance(p, Replicate) for p in placements[1:])

@@ -96,6 +96,10 @@ def _window(shapes: Shapes, attrs: Attrs) -> Shape | None:
     return tuple(len(range(n)[s]) for n, s in zip(shape, taken, strict=True))
 
 
+def _window_of_parts(shapes: Shapes, attrs: Attrs) -> Shape | None:
+    return _window(shapes, attrs) if attrs.get("places") is None else tuple(attrs["shape"])
+
+
 def _reduce(shapes: Shapes, attrs: Attrs) -> Shape | None:
     (shape,) = _present(shapes)
     dims = reduced_dims(attrs.get("dims"), len(shape))
@@ -172,6 +176,7 @@ _RULES: dict[str, Callable[[Shapes, Attrs], Shape | None]] = {
     "unsqueeze": _unsqueeze,
     "squeeze": _squeeze,
     "slice": _window,
+    "window": _window_of_parts,
     "unary": _first,
     "binary": _broadcast,
     "where": _broadcast,

@@ -1,0 +1,274 @@
+"""Make ops that need a dim whole, of operands that are split there, of what travels less.
+
+    %y: f32[8,64] (tp=R) = log_softmax(%x, dim=1)                   # %x is (tp=S1)
+    %z: f32[8,1] (tp=R) = slice(%x, starts=[0,63], ends=[8,64], steps=[1,1])
+->
+    %m: f32[8,1] (tp=P(max)) = max(%x, dims=[1], keepdim=True)
+    %d: f32[8,64] (tp=S1) = sub(%x, %m)
+    %e: f32[8,64] (tp=S1) = exp(%d)
+    %s: f32[8,1] (tp=P(sum)) = sum(%e, dims=[1], keepdim=True)
+    %l: f32[8,1] (tp=R) = log(%s)
+    %y: f32[8,64] (tp=S1) = sub(%d, %l)
+    %z: f32[8,1] (tp=P(sum)) = window(%x, reduce=sum, starts=[0,63], ends=[8,64], steps=[1,1])
+
+Only where that takes less than half the bytes that bringing the operand together takes, nobody else
+needs it so, and the result may stay split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from mdfuse.ir.graph import Expr, Fusion, Operand, Value, fresh_name
+from mdfuse.ir.infer import inferred
+from mdfuse.ir.ops import TABLE
+from mdfuse.layout import Layout, Partial, Replicate
+from mdfuse.passes.propagate_layouts import anew
+from mdfuse.passes.strategy import choose
+from mdfuse.reshard import cost
+
+name = "keep_splits"
+
+
+def run(fusion: Fusion) -> Fusion:
+    """Return the fusion with such expressions replaced."""
+    while True:
+        replaced = {e.output: e for e in (*_split_rows(fusion), *_windows(fusion))}
+        if not replaced:
+            return fusion
+        maker = _Maker(dict(fusion.values))
+        for expr in fusion.exprs:
+            if expr.output in replaced:
+                _MADE_OF[expr.op](maker, expr)
+            else:
+                maker.exprs.append(expr)
+        made = {n for n in maker.values if n not in fusion.values or n in replaced}
+        fusion = anew(_forgotten(fusion, maker, replaced), made)
+
+
+def _forgotten(fusion: Fusion, maker: _Maker, outputs: Sequence[str] | dict[str, Expr]) -> Fusion:
+    """The fusion with the new expressions, whose layouts are to be inferred."""
+    for output in outputs:
+        out = maker.values[output]
+        maker.values[output] = out if out.is_law else replace(out, layout=None)
+    return replace(fusion, values=maker.values, exprs=tuple(maker.exprs))
+
+
+# -- which ---------------------------------------------------------------------------------------
+
+
+def _split_rows(fusion: Fusion) -> Iterator[Expr]:
+    """Softmax and its like, of operands that are split along the dims that they reduce."""
+    for expr in fusion.exprs:
+        if expr.op not in _REDUCED_DIMS or fusion.values[expr.output].stream is not None:
+            continue
+        value, layout = fusion.values[expr.reads[0]], fusion.layout(expr.reads[0])
+        dims = _REDUCED_DIMS[expr.op](expr, len(value.shape))
+        axes = [a for d in dims for a in layout.split_axes(d)]
+        if not axes or 0 in value.shape or value.expanded:
+            continue
+        kept = tuple(1 if d in dims else n for d, n in enumerate(value.shape))
+        whole = _with(layout, axes, Replicate())
+        each = cost(_with(layout, axes, Partial()), whole, kept) * max(value.dtype.itemsize, 4)
+        is_less = 2 * 2 * each < cost(layout, whole, value.shape) * value.dtype.itemsize
+        if is_less and _may_stay(fusion, expr, dims) and not _is_gathered(fusion, value, axes):
+            yield expr
+
+
+def _may_stay(fusion: Fusion, expr: Expr, dims: Sequence[int]) -> bool:
+    """The result may be split as the operand is: by its law, or by its readers."""
+    out, layout = fusion.values[expr.output], fusion.layout(expr.reads[0])
+    if out.is_law or out.name in fusion.reuse:
+        goal = fusion.layout(out.name)
+        return goal.mesh == layout.mesh and all(
+            goal.split_axes(d) == layout.split_axes(d) for d in dims
+        )
+    split = fusion.with_layouts({out.name: layout})
+    wanted = [_wanted(split, reader, out.name) for reader in fusion.consumers[out.name]]
+    return all(w.split_axes(d) == layout.split_axes(d) for w in wanted for d in dims)
+
+
+def _windows(fusion: Fusion) -> Iterator[Expr]:
+    """Slices that cut split dims, where all slices of a value together take less than it does."""
+    for value in fusion.values.values():
+        readers = fusion.consumers.get(value.name, ())
+        found = [e for e in readers if e.op == "slice" and _cut_axes(fusion, e)]
+        if not found or value.expanded or 0 in value.shape:
+            continue
+        layout = fusion.layout(value.name)
+        axes = [*dict.fromkeys(a for e in found for a in _cut_axes(fusion, e))]
+        whole = cost(layout, _with(layout, axes, Replicate()), value.shape) * value.dtype.itemsize
+        prices = [_price_of_window(fusion, e) for e in found]
+        if any(p is None for p in prices) or _is_gathered(fusion, value, axes):
+            continue
+        if 2 * sum(p for p in prices if p is not None) < whole:
+            yield from found
+
+
+def _cut_axes(fusion: Fusion, expr: Expr) -> tuple[str, ...]:
+    """The axes that split dims of its operand which a slice does not take entirely."""
+    layout = fusion.layout(expr.reads[0])
+    (labels,) = (
+        TABLE["slice"]
+        .rule([fusion.values[expr.reads[0]].shape], fusion.values[expr.output].shape, expr.kwargs)
+        .operands
+    )
+    return tuple(a for d, x in enumerate(labels) if x is None for a in layout.split_axes(d))
+
+
+def _price_of_window(fusion: Fusion, expr: Expr) -> int | None:
+    """Bytes that it takes to join what the ranks have of a slice; None where it is not joined."""
+    out = fusion.values[expr.output]
+    if out.stream is not None:
+        return None
+    law = out.layout if out.is_law else None
+    strategy = choose(_window(expr, out), fusion.values, law)
+    axes = _cut_axes(fusion, expr)
+    if strategy is None or not set(axes) <= set(strategy.result.partial_axes):
+        return None
+    if strategy.wanted[expr.reads[0]] != fusion.layout(expr.reads[0]):
+        return None
+    goal = law or _with(strategy.result, axes, Replicate())
+    return cost(strategy.result, goal, out.shape) * out.dtype.itemsize
+
+
+def _is_gathered(fusion: Fusion, value: Value, axes: Sequence[str]) -> bool:
+    """Some other expression reads the value whole along these axes in any case."""
+    for reader in fusion.consumers[value.name]:
+        if reader.op not in _MADE_OF and fusion.values[reader.output].is_tensor:
+            wanted = _wanted(fusion, reader, value.name)
+            if wanted.mesh == fusion.layout(value.name).mesh and any(
+                isinstance(wanted.placement(a), Replicate) for a in axes
+            ):
+                return True
+    return False
+
+
+def _wanted(fusion: Fusion, expr: Expr, value: str) -> Layout:
+    """The layout in which an expression reads a value; a set reads it as it is to be."""
+    out = fusion.values[expr.output]
+    if expr.op == "set" and out.is_law:
+        return fusion.layout(expr.output)
+    strategy = choose(expr, fusion.values, out.layout if out.is_law else None)
+    assert strategy is not None
+    return strategy.wanted[value]
+
+
+def _with(layout: Layout, axes: Sequence[str], placement: Partial | Replicate) -> Layout:
+    for axis in (*layout.partial_axes, *axes):
+        layout = layout.with_placement(axis, placement if axis in axes else Replicate())
+    return layout
+
+
+# -- of what -------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Maker:
+    """The fusion under construction; it lives inside one call of `run`."""
+
+    values: dict[str, Value]
+    exprs: list[Expr] = field(default_factory=list)
+
+    def op(self, by: Expr, op: str, *inputs: Operand, last: bool = False, **attrs: Any) -> str:
+        """Append an expression in the place of another one; the last has its result."""
+        output = by.output
+        if not last:
+            output = fresh_name(self.values, f"{by.output}.{op}")
+            found = inferred(TABLE[op], inputs, attrs, self.values, by.source)
+            self.values[output] = Value(name=output, source=by.source, **found)
+        items = tuple(attrs.items())
+        self.exprs.append(Expr(op=op, inputs=inputs, output=output, attrs=items, source=by.source))
+        return output
+
+    def wide(self, by: Expr, x: str) -> str:
+        """f16 and bf16 in f32: sums of them are rounded once."""
+        is_narrow = self.values[x].dtype in (torch.float16, torch.bfloat16)
+        return self.op(by, "cast", x, dtype=torch.float32) if is_narrow else x
+
+    def result(self, by: Expr, op: str, *inputs: Operand) -> None:
+        """The last expression, and its result in the dtype that it had."""
+        made = [self.values[x].dtype for x in inputs if isinstance(x, str)]
+        dtype = self.values[by.output].dtype
+        if made[0] == dtype:
+            self.op(by, op, *inputs, last=True)
+        else:
+            self.op(by, "cast", self.op(by, op, *inputs), last=True, dtype=dtype)
+
+
+def _operand(maker: _Maker, by: Expr) -> str:
+    """The operand, first brought to where the user wants the result, whose shape it has."""
+    x, out = by.reads[0], maker.values[by.output]
+    if out.layout is None or not out.is_law or out.layout == maker.values[x].layout:
+        return x
+    copy = maker.op(by, "set", x)
+    maker.values[copy] = replace(maker.values[copy], layout=out.layout)
+    return copy
+
+
+def _softmax(maker: _Maker, by: Expr) -> None:
+    """exp(x - max) over its sum; its logarithm is x - max - log of the sum."""
+    x = _operand(maker, by)
+    over: dict[str, Any] = {"dims": _row_dims(by, len(maker.values[x].shape)), "keepdim": True}
+    top = maker.op(by, "max", x, **over)
+    distance = maker.op(by, "sub", maker.wide(by, x), top)
+    powers = maker.op(by, "exp", distance)
+    total = maker.op(by, "sum", powers, **over)
+    if by.op == "softmax":
+        maker.result(by, "div", powers, total)
+    else:
+        maker.result(by, "sub", distance, maker.op(by, "log", total))
+
+
+def _layer_norm(maker: _Maker, by: Expr) -> None:
+    """(x - mean) / sqrt(variance + eps) * weight + bias."""
+    x, (weight, bias) = _operand(maker, by), (*by.inputs[1:], None, None)[:2]
+    over: dict[str, Any] = {"dims": _last_dims(by, len(maker.values[x].shape)), "keepdim": True}
+    wide = maker.wide(by, x)
+    distance = maker.op(by, "sub", wide, maker.op(by, "mean", wide, **over))
+    power = maker.op(by, "mean", maker.op(by, "mul", distance, distance), **over)
+    scale = maker.op(by, "rsqrt", maker.op(by, "add", power, by.kwargs["eps"]))
+    steps = [("mul", scale), *(("mul", w) for w in (weight,) if w is not None)]
+    steps += [("add", b) for b in (bias,) if b is not None]
+    result = distance
+    for op, operand in steps[:-1]:
+        result = maker.op(by, op, result, operand)
+    maker.result(by, steps[-1][0], result, steps[-1][1])
+
+
+def _window(expr: Expr, out: Value) -> Expr:
+    """What a rank has of a slice; the ranks have it together."""
+    reduce = "bor" if out.dtype == torch.bool else "sum"
+    return replace(expr, op="window", attrs=(("reduce", reduce), *expr.attrs))
+
+
+def _slice(maker: _Maker, by: Expr) -> None:
+    maker.exprs.append(_window(by, maker.values[by.output]))
+
+
+def _row_dims(expr: Expr, rank: int) -> tuple[int, ...]:
+    return (expr.kwargs["dim"] % rank,) if rank else ()
+
+
+def _last_dims(expr: Expr, rank: int) -> tuple[int, ...]:
+    return tuple(range(rank - len(expr.kwargs["normalized_shape"]), rank))
+
+
+#: op -> the dims that it reduces inside.
+_REDUCED_DIMS: dict[str, Callable[[Expr, int], tuple[int, ...]]] = {
+    "softmax": _row_dims,
+    "log_softmax": _row_dims,
+    "layer_norm": _last_dims,
+}
+
+#: op -> what takes its place.
+_MADE_OF: dict[str, Callable[[_Maker, Expr], None]] = {
+    "softmax": _softmax,
+    "log_softmax": _softmax,
+    "layer_norm": _layer_norm,
+    "slice": _slice,
+}
