@@ -213,6 +213,7 @@ class _Row:
         others = all(isinstance(p, Replicate) for at, p in held if at != first)
         may = {
             "view": alike,
+            "all": alike and all(present),
             "reduce": alike and placement.op in self.labels.reduces.values(),
             "sum": alike and placement.op == "sum" and all(present),
             "scale": placement.op == "sum" and first == 0 and others,

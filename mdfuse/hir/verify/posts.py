@@ -245,12 +245,18 @@ def _by_position(layout: Layout, ndim: int) -> tuple[object, ...]:
 
 
 def _exchange(comm: Communication) -> Problem:
-    """Each rank receives what it lacks, which some rank has."""
+    """Each rank receives what it lacks, which some rank has.
+
+    Along axes that stay Partial each rank receives from those that have a part of the same value.
+    """
     if comm.axis is not None:
         return "it is along no axis"
-    for layout in (comm.source, comm.destination):
-        if layout.partial_axes or layout.varying_axes:
-            return f"no rank has a part of the value itself in {layout}"
+    source, destination = comm.source, comm.destination
+    if source.varying_axes or destination.varying_axes:
+        return f"no rank has a part of the value itself in {source} or {destination}"
+    partial = [{a: x.placement(a) for a in x.partial_axes} for x in (source, destination)]
+    if partial[0] != partial[1] or (partial[0] and source.mesh != destination.mesh):
+        return f"{source} and {destination} are not to be reduced alike"
     chunk = chunk_of(comm.source)
     if chunk is None:
         return None
