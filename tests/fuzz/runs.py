@@ -392,7 +392,8 @@ def _parts(drawn: random.Random, made: Drawn, given: list[Any], ranks: int) -> A
     rows: list[Any] = [{} for _ in range(ranks)]
     for (shape, _, layout), name, x in zip(made.inputs, names, given, strict=False):
         for rank, row in enumerate(rows):
-            is_right = type(x) is Tensor and x.layout is torch.strided and not x.is_nested
+            is_right = type(x) is Tensor and x.layout is torch.strided
+            is_right = is_right and not x.is_nested and not x.is_quantized
             whole = shape is None or not is_right or x.ndim != len(shape)
             mesh = DeviceMesh.arange(t=ranks)
             row[name] = x if whole else mf.shard_tensor(x, mesh, layout, rank=rank)
