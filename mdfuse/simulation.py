@@ -170,8 +170,8 @@ def simulate(
         check_no_gradients(host.name, host.outputs, buffers)
     network = SimNetwork(is_late=schedule is not None)
     checks = IndexChecks()
+    plans = _plans(locals_, arguments, out, network, options, checks)
     with torch.no_grad(), torch.autocast(_device(arguments).type, enabled=False):
-        plans = _plans(locals_, arguments, out, network, options, checks)
         slots = [
             plan.start(numbers(host, given), buffers)
             for plan, given, buffers in zip(plans, arguments, out, strict=True)

@@ -11,7 +11,7 @@ from fuzz.fuzzers import FUZZERS
 import mdfuse as mf
 
 #: Inputs of each fuzzer, where two thousand would take more than half a minute.
-FEWER: dict[str, int] = {"command_line": 1_000, "definitions": 1_000}
+FEWER: dict[str, int] = {"command_line": 1_000, "definitions": 1_000, "runs": 1_000}
 SEED = 20_000
 
 
