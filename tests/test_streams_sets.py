@@ -317,6 +317,8 @@ host @send_to_a_mesh on m0=mesh(a=2), m1=mesh(b=2: 2..3) {
     %z.i: f32[3,3] of [8,6] m1(b=S1, chunk(0,3,%i)) = chunk(%z)
     wait %c0
     free %h.i
+    set_stream 0
+    sync 1
     %z.i = add(%y.i, 1)
     free %y.i, %z.i
   }
