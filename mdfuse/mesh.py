@@ -43,7 +43,15 @@ class DeviceMesh:
         if is_torch_mesh(ranks):
             _check_whole(ranks)
             axes, ranks = axes or ranks.mesh_dim_names, ranks.mesh
-        shape, flat = _flatten(ranks.tolist() if hasattr(ranks, "tolist") else ranks)
+        try:
+            listed = ranks.tolist() if hasattr(ranks, "tolist") else ranks
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            raise MeshError(
+                f"a mesh of a {type(ranks).__name__}",
+                because=f"its ranks cannot be listed: {str(error).splitlines()[0]}",
+                hint="a dense array of integers, or nested lists",
+            ) from error
+        shape, flat = _flatten(listed)
         self._set(shape, _canonical(flat), axes)
 
     def _set(

@@ -104,6 +104,8 @@ WRONG: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
     "a tensor fills": (lambda ops, x: ops.full((2,), x), ("full with %x", "expand")),
     "too large": (lambda ops, x: ops.full((2,), 300, dtype=torch.uint8), ("300", "uint8")),
     "no shape": (lambda ops, x: ops.zeros("ab"), ("shape = 'ab'",)),
+    "negative and empty": (lambda ops, x: ops.zeros(-2, 0), ("(-2, 0)",)),
+    "a sparse mesh": (lambda ops, x: ops.zeros(2, mesh=torch.eye(2).to_sparse()), ("mesh",)),
     "negative": (lambda ops, x: ops.zeros(-2), ("(-2,)",)),
     "nested shape": (lambda ops, x: ops.ones([[2], 3]), ("[[2], 3]",)),
     "no step": (lambda ops, x: ops.arange(1, 5, 0), ("arange(1, 5, 0)", "sign")),

@@ -83,6 +83,8 @@ def infer(
     try:
         operands = [meta_tensor(values[x]) if isinstance(x, str) else x for x in inputs]
         if op.is_creation:
+            if any(n < 0 for n in attrs["shape"]):  # torch takes some, beside an extent of 0
+                raise ValueError(f"negative extents: {tuple(attrs['shape'])}")
             return op.call(*operands, **attrs, device="meta")  # type: ignore[no-any-return]
         result: Tensor | bool | int | float = op.call(*operands, **attrs)
         if not op.is_view and not any("shape" in name for name in attrs):

@@ -351,7 +351,8 @@ def fuzz(draw: random.Random) -> None:
         return
     program = mf.compile(fd)
     if draw.random() < 0.2:
-        assert mf.hir.parse(str(program.host)) == program.host
+        again = mf.hir.parse(str(program.host))
+        assert again == program.host or "nan" in str(program.host)  # no NaN equals itself
     if not made.is_small or len(made.inputs) != len(fd.inputs):
         return
     if sum(math.prod(k.handle.shape) for k in made.known) > 1e6:
