@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from mdfuse.runtime.deadline import NEVER, Deadline
 from mdfuse.runtime.positions import Position
 
 if TYPE_CHECKING:
@@ -46,12 +47,14 @@ class Bulletin:
         self._beat = 0
         self._lock = threading.Lock()
         #: the connection broke: asking again would only make torch log it again
-        self._is_lost = False
+        self.is_lost = False
         #: what the first rank to raise an alarm said
         self.heard = ""
 
     def tell(self, position: Position) -> None:
         """Tell the others how far this rank is."""
+        if self.is_lost:  # and another thread may wait for it, and hold the lock
+            return
         with self._lock:  # the number of beats never goes back
             self._beat += 1
             told = replace(position, beat=self._beat, time=time.time())
@@ -71,36 +74,42 @@ class Bulletin:
         """What a rank said that refused a run."""
         return self._get(f"refused/{occasion}")
 
-    def gather(self, ranks: Iterable[int]) -> Answers:
+    def gather(self, ranks: Iterable[int], ending: Deadline = NEVER) -> Answers:
         """The positions of other ranks, once each that lives has told a new one.
 
-        Takes as long as three beats where one does not, or the store does not answer.
+        Takes as long as three beats where one does not, or the store does not answer; a store that
+        does not is asked no more.
+
+        Args:
+            ranks: asked for.
+            ending: when this process waits for nobody any more.
         """
         answers, asked = Answers(), [rank for rank in ranks if rank != self._rank]
-        grace_s = 3 * self.beat_s + 0.5
+        grace_s = max(ending.left(3 * self.beat_s + 1.0) - 0.5, 0.0)
 
         def ask() -> None:
             self._gather(asked, answers.positions, time.monotonic() + grace_s)
-            answers.is_complete = not self._is_lost
+            answers.is_complete = not self.is_lost
 
-        within(grace_s + 0.5, ask)
+        if not within(grace_s + 0.5, ask):
+            self.is_lost = True
         return answers
 
-    def linger(self, others: Mapping[int, Position]) -> None:
+    def linger(self, others: Mapping[int, Position], ending: Deadline = NEVER) -> None:
         """Let ranks that report too read first: this process may host the store."""
         ranks = [rank for rank, at in others.items() if at.is_hanging]
-        within(3 * self.beat_s + 0.5, lambda: self._linger(ranks))
+        most_s = ending.left(3 * self.beat_s)
+        within(most_s + 0.5, lambda: self._linger(ranks, Deadline.after(most_s)))
 
-    def _linger(self, ranks: list[int]) -> None:
-        deadline = time.monotonic() + 3 * self.beat_s
-        while ranks and time.monotonic() < deadline:
+    def _linger(self, ranks: list[int], deadline: Deadline) -> None:
+        while ranks and deadline.left():
             time.sleep(self.beat_s / 5)
             found = ((rank, self._read(rank)) for rank in ranks)
             ranks = [rank for rank, at in found if at is not None and at.is_hanging]
 
     def _gather(self, ranks: list[int], found: dict[int, Position], deadline: float) -> None:
         first: dict[int, int] = {}
-        while ranks and not self._is_lost:
+        while ranks and not self.is_lost:
             silent = []
             for rank in ranks:
                 at = self._read(rank)
@@ -123,20 +132,20 @@ class Bulletin:
         return None if text is None else Position.decode(text)
 
     def _set(self, key: str, text: str) -> None:
-        if self._is_lost:
+        if self.is_lost:
             return
         try:
             self._store.set(key, text)
         except RuntimeError:  # the store is gone, and with it whoever could read
-            self._is_lost = True
+            self.is_lost = True
 
     def _get(self, key: str) -> str | None:
-        if self._is_lost:
+        if self.is_lost:
             return None
         try:
             return self._store.get(key).decode() if self._store.check([key]) else None
         except RuntimeError:
-            self._is_lost = True
+            self.is_lost = True
             return None
 
 

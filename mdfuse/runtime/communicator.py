@@ -10,12 +10,13 @@ import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from mdfuse.backends import ucx_library
+from mdfuse.backends import mpi_library, ucx_library
 from mdfuse.backends.base import Call, Interruptible, Poster
 from mdfuse.backends.c10d_groups import HashStore, PrefixStore
 from mdfuse.backends.work import first_line
@@ -26,12 +27,20 @@ from mdfuse.runtime.agreement import Agreement
 from mdfuse.runtime.backend_rows import BACKENDS, OpenBackend, World, auto
 from mdfuse.runtime.bootstrap import detect
 from mdfuse.runtime.bulletin import within
+from mdfuse.runtime.deadline import NEVER
 from mdfuse.runtime.fast_lane import Replays
-from mdfuse.runtime.joining import meet, problem_elsewhere, watch_for, why_not_beside
+from mdfuse.runtime.joining import (
+    last_meeting,
+    meet,
+    problem_elsewhere,
+    watch_for,
+    why_not_beside,
+)
 from mdfuse.runtime.null_world import NULL, check_null_arguments, null_device, null_launch
 from mdfuse.runtime.refusals import Refusals
 from mdfuse.runtime.stores import open_store
 from mdfuse.runtime.watch import Watch
+from mdfuse.runtime.watch_report import ranks_text
 
 _log = logging.getLogger("mdfuse.comm")
 
@@ -41,8 +50,8 @@ _GRACE_S = 10.0
 #: The same where it ends by an error: the others may be asking what went wrong.
 _REPORTS_S = 3.0
 
-#: How long the store may take to answer where a communication broke already, seconds.
-_ANSWER_S = 1.0
+#: How long the store may take to answer at the end, seconds.
+_CLOSING_S = 3.0
 
 
 class Resettable(Protocol):
@@ -81,6 +90,8 @@ class Communicator:
         self._backends = {backend.name: backend}
         self._agreement = agreement
         self._is_host = is_host
+        #: how long the others may need the store that this rank hosts, seconds
+        self.grace_s = _GRACE_S
         self._is_closed = False
         self._watch = world.watch or Watch(rank=self.rank, timeout_s=world.timeout_s)
         self._watch.abort = self._abort
@@ -115,7 +126,8 @@ class Communicator:
     def _opened(self, name: str) -> OpenBackend:
         if self.backend == NULL:
             return self._backends[NULL]  # it carries nothing, whoever should
-        problem = why_not_beside(name, self.device, self.rank)
+        with self._watch.waiting(f"the opening of backend {name}"):
+            problem = why_not_beside(name, self.device, self.rank)
         texts = self.all_ok(None if problem is None else str(problem))
         if any(texts):
             raise problem or problem_elsewhere(texts, self.launch)
@@ -255,27 +267,36 @@ class Communicator:
         if failure is not None:
             self._watch.leaves = f"ended with {type(failure).__name__}: {first_line(failure)}"
         self._watch.close()  # while the store is there: whoever hosts it goes when all have left
-        has_left = self._leave(_GRACE_S if failure is None else _REPORTS_S)
-        if not has_left and failure is None:
-            _log.warning("rank %d closed before all other ranks did", self.rank)
+        here = self._leave(self.grace_s if failure is None else _REPORTS_S)
+        if here and failure is None:
+            _log.warning("rank %d closed before %s did", self.rank, ranks_text(here))
         for backend in dict.fromkeys(self._backends.values()):
             backend.close()
 
-    def _leave(self, grace_s: float) -> bool:
+    def _leave(self, grace_s: float) -> list[int]:
         """Say goodbye; a store whose host is stopped does not keep this rank.
 
         Args:
             grace_s: where this rank hosts the store: how long the others may still need it.
 
         Returns:
-            False where they still did.
+            the ranks that still did.
         """
-        found: list[bool] = []
-        limit = grace_s + _ANSWER_S if self._is_host else _ANSWER_S
-        if within(limit, lambda: found.append(self._agreement.leave(grace_s, self._is_host))):
-            return found[0]
-        _log.info("rank %d: the store was closed first, or does not answer", self.rank)
-        return True
+        if self._watch.is_cut_off:
+            return []
+        found, answers = list[int](), list[bool]()
+        grace_s = self._watch.ending.left(grace_s if self._is_host else 0.0)
+
+        def leave() -> None:
+            try:
+                found.extend(self._agreement.leave(grace_s))
+            finally:
+                answers.append(True)
+
+        within(grace_s + self._watch.ending.left(_CLOSING_S), leave)
+        if not answers and self._watch.ending is NEVER:
+            _log.warning("rank %d closed, and %s does not answer", self.rank, self._watch.store)
+        return found
 
     def _check_open(self, what: str) -> None:
         if self._is_closed:
@@ -386,22 +407,35 @@ def _join(carriers: Carriers, options: Options) -> Communicator:
     launch = detect(os.environ, _default_group())
     if "ucx" in carriers.names:
         ucx_library.why_not()  # loads it: UCX must come before MPI, by which ranks may meet
-    base, is_host = open_store(launch, timeout_s, os.environ)
-    store = PrefixStore(f"mdfuse/{next(_generations)}", base)
-    agreement = Agreement(PrefixStore("agreement", store), launch.rank, launch.size, timeout_s)
     name = auto()[0] if carriers.usual == "auto" else carriers.usual
-    watch = watch_for(launch, name, store, timeout_s, os.environ)
+    watch = watch_for(launch, name, timeout_s, os.environ)
+    if launch.size > 1:
+        watch.start()
+        mpi_library.end_within(partial(last_meeting, launch, timeout_s, os.environ))
+    try:
+        base, is_host = open_store(launch, timeout_s, os.environ, watch)
+    except BackendError:
+        watch.close()
+        raise
+    store = PrefixStore(f"mdfuse/{next(_generations)}", base)
+    if launch.size > 1:
+        watch.connect(PrefixStore("watch", store))
+    agreement = Agreement(PrefixStore("agreement", store), launch.rank, launch.size, timeout_s)
     try:
         world = meet(launch, (name, *carriers.others), options, agreement, store, watch)
     except BackendError:
-        within(_GRACE_S, lambda: agreement.leave(_GRACE_S, wait=is_host))
         watch.close()
+        grace_s = watch.ending.left(_REPORTS_S if is_host else 0.0)
+        within(grace_s + watch.ending.left(_CLOSING_S), lambda: agreement.leave(grace_s))
         raise
     _log.info(
         "rank %d of %d: %s, %s on %s", launch.rank, launch.size, launch.why, name, world.device
     )
-    opened = BACKENDS[name].open(world)
+    with watch.waiting(f"the opening of backend {name}"):
+        opened = BACKENDS[name].open(world)
     made = Communicator(world=world, backend=opened, agreement=agreement, is_host=is_host)
+    if mpi_library.keeps_ranks_together(launch):
+        made.grace_s = 0.0
     try:
         made.open(carriers.others)
     except BackendError:
