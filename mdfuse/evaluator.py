@@ -19,6 +19,7 @@ from torch import Tensor
 from mdfuse.agreeing import agree, fingerprint
 from mdfuse.arguments import check_arguments, check_names, check_outputs, numbers
 from mdfuse.config import Options, options_from_environment
+from mdfuse.crowds import crowd
 from mdfuse.errors import BackendError, MdfuseError, ProgramError
 from mdfuse.hir.program import HostProgram
 from mdfuse.hir.verify import verify
@@ -163,13 +164,19 @@ class HostIrEvaluator:
             if plan is None:
                 plan = self._plan(arguments, out, problem, is_partial)
             self._tally.runs += 1
+            communicator, concerns_others = self.communicator, self.communicates
+            assert communicator is not None
+            if concerns_others:
+                communicator.is_ready = False  # for other threads
             try:
                 if plan.numbers:
                     arguments = numbers(self.program, arguments)
                 return plan.run(arguments, out)
             except BackendError as error:
-                assert self.communicator is not None
-                raise self._explained(error, self.communicator) from error.__cause__
+                raise self._explained(error, communicator) from error.__cause__
+            finally:
+                if concerns_others:
+                    communicator.is_ready = communicator.is_sound
 
     @cached_property
     def _border(self) -> Border:
@@ -217,15 +224,14 @@ class HostIrEvaluator:
         communicator = self._communicator()
         if problem is None:
             problem = self._problem(arguments, out, is_partial, communicator)
-        is_first = self._local is None
-        if is_first:
-            self._meet(problem, communicator)
-        plan = None
-        if problem is None:
+        if self._local is None:
+            with communicator.turn:
+                self._meet(problem, communicator)
+                plan, problem = self._cached(arguments, out, communicator)
+                self._agree(problem, communicator)
+        elif problem is None:
             plan, problem = self._cached(arguments, out, communicator)
-        if is_first:
-            self._agree(problem, communicator)
-        if problem is not None or plan is None:
+        if problem is not None:
             self._refuse(problem, communicator)
         assert plan is not None
         return plan
@@ -328,7 +334,7 @@ class HostIrEvaluator:
 
             self.communicator = init(self.options)
             self._forget()
-        if not self.communicator.is_ready and self._communicates:
+        if not self.communicator.is_ready and self.communicates:
             self.communicator.settle()
         return self.communicator
 
@@ -382,18 +388,20 @@ class HostIrEvaluator:
         assert problem is not None
         self._tally.runs += 1
         self._tally.refused += 1
-        if self._communicates:
+        if self.communicates:
             communicator.refuse(self._tally.occasion, str(problem))
         raise problem
 
     @cached_property
-    def _communicates(self) -> bool:
+    def communicates(self) -> bool:
+        """A run concerns other ranks."""
         return any(i.comm is not None or i.op in ("send", "recv") for i in self.program.walk())
 
     def _explained(self, error: BackendError, communicator: Communicator) -> MdfuseError:
         """Why a communication of a run broke: a rank refused the run, or what all ranks did."""
         reason = communicator.broke_off(self._tally.occasion, error)
         if reason is None:
+            error.where += tuple(filter(None, [crowd(communicator.rank)]))
             return communicator.explained(error)
         return ProgramError(
             f"@{self.program.name} broke off on rank {communicator.rank}: another rank refused it",
@@ -422,6 +430,8 @@ class HostIrEvaluator:
                     f"this is rank {communicator.rank}",
                     hint="pass the global program, or each rank its own projection",
                 )
+            if self.communicates and (crowded := communicator.crowded(self.program.name)):
+                raise crowded
             if not communicator.can_capture(self.program.backends):
                 self._check_graph(communicator)
             check_arguments(self.program, communicator.rank, arguments, communicator.device)

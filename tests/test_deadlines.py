@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from mdfuse.backends.base import Call, Place
 from mdfuse.backends.c10d import C10dBackend
 from mdfuse.backends.c10d_groups import HashStore, PrefixStore
 from mdfuse.backends.c10d_sockets import opened, shut_down
+from mdfuse.crowds import crowd
 from mdfuse.errors import BackendError, ProgramError
 from mdfuse.plan import places
 from mdfuse.plan.build import Plan, build
@@ -364,17 +366,18 @@ def test_a_wait_in_gloo_is_broken_off(kind: str, gloo: list[C10dBackend]) -> Non
 class Together:
     """What `agree` needs of a communicator; threads stand for ranks."""
 
-    def __init__(self, store: HashStore, rank: int, size: int) -> None:
-        self.rank = rank
+    def __init__(self, store: HashStore, rank: int, size: int, crowd: str = "") -> None:
+        self.rank, self.crowd = rank, crowd
         self.all_ok = Agreement(PrefixStore("all", store), rank, size, 20).exchange
 
 
-def agreed(whats: Sequence[str]) -> list[str]:
+def agreed(whats: Sequence[str], crowds: Mapping[int, str] = MappingProxyType({})) -> list[str]:
     store = HashStore()
 
     def one(rank: int) -> str:
+        joined: Any = Together(store, rank, len(whats), crowds.get(rank, ""))
         try:
-            agree("p", None, Together(store, rank, len(whats)), whats[rank])  # type: ignore[arg-type]
+            agree("p", None, joined, whats[rank])
         except ProgramError as error:
             return str(error)
         return "fine"
@@ -404,6 +407,41 @@ def test_most_ranks_are_right() -> None:
         "  rank 1, line 2: (nothing)",
         "  rank 2, line 2: c",
     ]
+
+
+def test_threads_that_run_at_once_are_the_reason_on_all_ranks() -> None:
+    word = "threads 'a' and 'b' of rank 2 run programs that communicate at once"
+    for said in agreed(["one", "other", "one"], {2: word}):
+        assert said.startswith(f"{word}\n")
+        assert "rank 0, line 1: one" in said and "rank 1, line 1: other" in said
+        assert "try         run programs that communicate on one thread of each rank" in said
+
+
+class HostIrEvaluator:
+    """A run, as its stack shows it."""
+
+    def __init__(self, communicates: bool) -> None:
+        self.communicates = communicates
+        self.begun, self.over = threading.Event(), threading.Event()
+
+    def call(self) -> None:
+        self.begun.set()
+        self.over.wait(20)
+
+
+@pytest.mark.parametrize("communicates", [True, False])
+def test_other_threads_in_runs_are_seen(communicates: bool) -> None:
+    run = HostIrEvaluator(communicates)
+    thread = threading.Thread(target=run.call, name="the other")
+    thread.start()
+    assert run.begun.wait(20)
+    found = crowd(3)
+    run.over.set()
+    thread.join()
+    me = threading.current_thread().name
+    said = f"threads {me!r}, 'the other' of rank 3 run programs that communicate at once"
+    assert found == (said if communicates else "")
+    assert crowd(3) == ""
 
 
 @pytest.mark.parametrize("change", [{"streams": 2}, {"timeout_s": 5.0}, {"graph": "never"}])

@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +22,8 @@ from mdfuse.backends.base import Call, Interruptible, Poster
 from mdfuse.backends.c10d_groups import HashStore, PrefixStore
 from mdfuse.backends.work import first_line
 from mdfuse.config import Carriers, Options, carriers_of, options_from_environment
-from mdfuse.errors import BackendError
+from mdfuse.crowds import refusal
+from mdfuse.errors import BackendError, ProgramError
 from mdfuse.plan.places import Tally
 from mdfuse.runtime.agreement import Agreement
 from mdfuse.runtime.backend_rows import BACKENDS, OpenBackend, World, auto
@@ -71,8 +73,12 @@ class Communicator:
         backend: the first backend's name; see `open` for others.
         device: where this rank's buffers are.
         store: a store shared by all ranks, under a prefix of this communicator's own.
-        is_ready: programs can run; not so once it is closed, or after a run that broke off or that
-            this rank refused, see `settle`.
+        is_ready: programs can run; not so while one runs that communicates, nor where it is not
+            sound.
+        is_sound: not so once it is closed, or after a run that broke off or that this rank refused,
+            see `settle`; nor in a fork of this process.
+        turn: held around the first run of a program, in which all ranks meet.
+        crowd: which threads of this rank ran programs at once that differed from other ranks'.
     """
 
     def __init__(
@@ -85,7 +91,10 @@ class Communicator:
         self.backend = backend.name
         self.device = world.device
         self.store = world.store
-        self.is_ready = True
+        self.is_ready = self.is_sound = True
+        self.turn = threading.RLock()
+        self.crowd = ""
+        self._is_fork = False
         self._world = world
         self._backends = {backend.name: backend}
         self._agreement = agreement
@@ -194,12 +203,12 @@ class Communicator:
             reason: what the others are told when their communication breaks.
         """
         if self._agreement.size > 1:
-            self.is_ready = False
+            self.is_ready = self.is_sound = False
             self._refusals.refuse(occasion, reason)
 
     def broke_off(self, occasion: str, error: BackendError) -> str | None:
         """A communication of a run broke; what a rank said that refused the run, if one did."""
-        self.is_ready = False
+        self.is_ready = self.is_sound = False
         return self._refusals.broke_off(occasion, error)
 
     def settle(self) -> None:
@@ -208,8 +217,21 @@ class Communicator:
         Raises:
             BackendError: others had begun it, or a communication broke.
         """
+        self._check_open("run programs that communicate")
         self._refusals.settle()
-        self.is_ready = True
+        self.is_ready = self.is_sound = True
+
+    def crowded(self, name: str) -> ProgramError | None:
+        """Why a program cannot run now: another thread runs one that communicates; or None."""
+        return refusal(self.rank, name) if self._agreement.size > 1 else None
+
+    def disown(self) -> None:
+        """This process is a fork: connections, threads and the end of MPI are its parent's."""
+        if self._agreement.size > 1:
+            self._is_fork = True
+            self.is_ready = self.is_sound = False
+            atexit.unregister(self.close)
+            mpi_library.leave_to_parent()
 
     def explained(self, error: BackendError) -> BackendError:
         """An error of a communication, with the positions of all ranks."""
@@ -257,9 +279,9 @@ class Communicator:
 
         Rank 0 waits shortly for the others where it hosts their store. A second close does nothing.
         """
-        if self._is_closed:
+        if self._is_closed or self._is_fork:
             return
-        self._is_closed, self.is_ready = True, False
+        self._is_closed, self.is_ready, self.is_sound = True, False, False
         _forget(self)
         for graph in list(self._graphs):
             graph.reset()
@@ -298,7 +320,23 @@ class Communicator:
             _log.warning("rank %d closed, and %s does not answer", self.rank, self._watch.store)
         return found
 
+    def check_process(self) -> None:
+        """Refuse a fork of the process that joined.
+
+        Raises:
+            BackendError: this is one.
+        """
+        if self._is_fork:
+            self._check_open("join")
+
     def _check_open(self, what: str) -> None:
+        if self._is_fork:
+            raise BackendError(
+                f"rank {self.rank} cannot {what} here: this process is a fork of it",
+                because="a fork has neither its threads nor connections of its own",
+                hint="communicate in the process that called mdfuse.init() only; processes that "
+                "are to be ranks are started by a launcher, or fork before init()",
+            )
         if self._is_closed:
             raise BackendError(
                 f"rank {self.rank} cannot {what}: its communicator is closed",
@@ -308,6 +346,14 @@ class Communicator:
 
 
 _live: Communicator | None = None
+
+
+def _after_fork() -> None:
+    if _live is not None:
+        _live.disown()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 #: How many communicators this process made: all ranks make the same ones in the same order, so
 #: the number keeps their keys apart in a store that outlives them.
@@ -350,6 +396,7 @@ def init(
     given = {"rank": rank, "size": size, "device": device}
     check_null_arguments(wanted, given)
     if _live is not None:
+        _live.check_process()
         return _same(_live, wanted, given | {"device": device and null_device(device)})
     if wanted == NULL:
         _live = _stand_in(rank, size, device, options.timeout_s)
