@@ -150,7 +150,10 @@ def join_in_vain(launch: Launch, environment: dict[str, str], watch: stores.Watc
 # -- ranks of one host -----------------------------------------------------------------------------
 
 
-def neighbours(rank: int, launch: Launch = replace(ALONE, size=4, local_size=4)) -> Neighbours:
+FOUR = replace(ALONE, size=4, local_size=4)
+
+
+def neighbours(rank: int, launch: Launch = FOUR) -> Neighbours:
     return Neighbours(replace(launch, rank=rank), {"MASTER_PORT": "1", "USER": str(rank)})
 
 
