@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,7 @@ from mdfuse.plan.build import Plan, build
 from mdfuse.plan.places import Tally
 from mdfuse.runtime.agreement import Agreement
 from mdfuse.runtime.bulletin import Bulletin, within
+from mdfuse.runtime.deadline import Deadline
 from mdfuse.runtime.positions import Position, Progress, Standing, standing
 from mdfuse.runtime.watch import EXIT_STATUS, Watch
 from mdfuse.runtime.watch_report import Alarm, Table, blame, explained, report
@@ -144,6 +146,20 @@ def test_who_tells_no_more_is_silent(bulletins: list[Bulletin]) -> None:
     assert answers.is_complete and sorted(answers.positions) == [1, 2]
     assert answers.positions[1].silent_s > 0 and answers.positions[1].doing == "in run 3"
     assert answers.positions[2].silent_s == 0
+
+
+def test_without_time_for_a_new_word_the_age_of_the_last_one_decides() -> None:
+    """As in worlds of thousands of ranks, which write seldom."""
+    store, beat_s = HashStore(), 20.0
+    here, lives, is_dead = (Bulletin(store, rank, beat_s) for rank in range(3))
+    lives.tell(position(1))
+    is_dead.tell(position(2))
+    old = replace(position(2), beat=1, time=time.time() - 3 * beat_s)
+    store.set("at/2", old.encode())
+    before = time.monotonic()
+    answers = here.gather(range(3), Deadline.after(0.8))
+    assert time.monotonic() - before < 0.8 + 10
+    assert answers.positions[1].silent_s == 0 and answers.positions[2].silent_s > 2 * beat_s
 
 
 def test_who_left_need_not_answer(bulletins: list[Bulletin]) -> None:

@@ -88,7 +88,7 @@ class Bulletin:
         grace_s = max(ending.left(3 * self.beat_s + 1.0) - 0.5, 0.0)
 
         def ask() -> None:
-            self._gather(asked, answers.positions, time.monotonic() + grace_s)
+            self._gather(asked, answers.positions, grace_s)
             answers.is_complete = not self.is_lost
 
         if not within(grace_s + 0.5, ask):
@@ -103,11 +103,13 @@ class Bulletin:
 
     def _linger(self, ranks: list[int], deadline: Deadline) -> None:
         while ranks and deadline.left():
-            time.sleep(self.beat_s / 5)
+            time.sleep(deadline.left(self.beat_s / 5))
             found = ((rank, self._read(rank)) for rank in ranks)
             ranks = [rank for rank, at in found if at is not None and at.is_hanging]
 
-    def _gather(self, ranks: list[int], found: dict[int, Position], deadline: float) -> None:
+    def _gather(self, ranks: list[int], found: dict[int, Position], grace_s: float) -> None:
+        """Where there is no time for each to tell a new position, an old one's age decides."""
+        deadline, is_long = Deadline.after(grace_s), grace_s >= 2 * self.beat_s
         first: dict[int, int] = {}
         while ranks and not self.is_lost:
             silent = []
@@ -119,13 +121,14 @@ class Bulletin:
                 if at is None or not (at.beat > beat or at.is_hanging or at.ended):
                     silent.append(rank)
             ranks = silent
-            if time.monotonic() > deadline:
+            if not deadline.left():
                 break
-            time.sleep(self.beat_s / 5 if ranks else 0)
+            time.sleep(deadline.left(self.beat_s / 5) if ranks else 0)
         for rank in ranks:
             if rank in found:
                 age = max(time.time() - found[rank].time, 0.1)
-                found[rank] = replace(found[rank], silent_s=age)
+                if is_long or age > 2 * self.beat_s:
+                    found[rank] = replace(found[rank], silent_s=age)
 
     def _read(self, rank: int) -> Position | None:
         text = self._get(f"at/{rank}")
