@@ -25,7 +25,7 @@ from mdfuse.runtime.bootstrap import Launch
 from mdfuse.runtime.deadline import NEVER, Deadline
 from mdfuse.runtime.joining import watch_for
 from mdfuse.runtime.neighbours import Neighbours
-from mdfuse.runtime.stores import open_store
+from mdfuse.runtime.stores import another_connection, open_store
 from mdfuse.runtime.watch import EXIT_STATUS
 
 ALONE = Launch(name="torchrun", rank=0, size=2, local_rank=0, why="told so", local_size=2)
@@ -64,6 +64,9 @@ def test_the_store_of_bare_ranks_listens_on_their_address_alone(bare: dict[str, 
     assert (is_host, is_other_host) == (True, False)
     store.set("key", "value")
     assert other.get("key") == b"value"
+    another = another_connection(other, 20)
+    assert isinstance(another, TCPStore) and another is not other, "torch's clones keep the lock"
+    assert another.get("key") == b"value"
     torchs = TCPStore("127.0.0.1", port, 2, True, multi_tenant=True, wait_for_workers=False)
     assert torchs.get("key") == b"value"
     assert open_store(ALONE, 20, bare)[0] is store, "until this process ends"

@@ -34,14 +34,14 @@ class Bulletin:
     A rank that dies, or is stopped, or whose host is cut off, writes no more: so others know.
 
     Args:
-        store: nobody else uses its keys. A clone of it is used: a connection that the program
-            waits on would block the watchdog.
+        store: nobody else uses its keys, nor its connection: one that the program waits on would
+            block the watchdog.
         rank: this rank.
         beat_s: seconds between two positions of a rank.
     """
 
     def __init__(self, store: Store, rank: int, beat_s: float) -> None:
-        self._store: Store = store.clone()  # type: ignore[attr-defined]  # not in the stubs
+        self._store = store
         self._rank = rank
         self.beat_s = beat_s
         self._beat = 0

@@ -40,7 +40,7 @@ from mdfuse.runtime.joining import (
 )
 from mdfuse.runtime.null_world import NULL, check_null_arguments, null_device, null_launch
 from mdfuse.runtime.refusals import Refusals
-from mdfuse.runtime.stores import open_store
+from mdfuse.runtime.stores import another_connection, open_store
 from mdfuse.runtime.watch import Watch
 from mdfuse.runtime.watch_report import ranks_text
 
@@ -459,14 +459,17 @@ def _join(carriers: Carriers, options: Options) -> Communicator:
     if launch.size > 1:
         watch.start()
         mpi_library.end_within(partial(last_meeting, launch, timeout_s, os.environ))
+    prefix = f"mdfuse/{next(_generations)}"
     try:
         base, is_host = open_store(launch, timeout_s, os.environ, watch)
+        if launch.size > 1:
+            with watch.waiting(f"the opening of {watch.store}"):
+                other = another_connection(base, timeout_s)
+            watch.connect(PrefixStore("watch", PrefixStore(prefix, other)))
     except BackendError:
         watch.close()
         raise
-    store = PrefixStore(f"mdfuse/{next(_generations)}", base)
-    if launch.size > 1:
-        watch.connect(PrefixStore("watch", store))
+    store = PrefixStore(prefix, base)
     agreement = Agreement(PrefixStore("agreement", store), launch.rank, launch.size, timeout_s)
     try:
         world = meet(launch, (name, *carriers.others), options, agreement, store, watch)

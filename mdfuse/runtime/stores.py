@@ -61,6 +61,19 @@ def open_store(
     return store, is_host
 
 
+def another_connection(store: Store, timeout_s: float) -> Store:
+    """The same store, by a connection of its own.
+
+    torch clones a store while it holds Python's lock, so that no thread could see that its host
+    does not answer; only a store that torch opened for a process group is cloned.
+    """
+    if not isinstance(store, TCPStore):
+        cloned: Store = store.clone()  # type: ignore[attr-defined]  # not in the stubs
+        return cloned
+    timeout = timedelta(seconds=timeout_s)
+    return TCPStore(store.host, store.port, None, False, timeout, wait_for_workers=False)
+
+
 @dataclass(frozen=True, slots=True)
 class Meeting:
     """What it takes to meet the other ranks.
