@@ -13,6 +13,7 @@ import torch
 
 import mdfuse
 from mdfuse.config import Options
+from mdfuse.crowds import BECAUSE, HINT, crowd
 from mdfuse.errors import IndexRangeError, MdfuseError, ProgramError, printable
 from mdfuse.hir.program import HostProgram
 
@@ -54,8 +55,9 @@ def agree(
         if report is not None and report.startswith((_REFUSED, _OUT_OF_RANGE)):
             raise _elsewhere(name, rank, report)
     if any(report != reports[0] for report in reports):
-        speaks = reports.index(own) == communicator.rank
-        texts = communicator.all_ok((what or "") if speaks else None)
+        found = communicator.crowd = crowd(communicator.rank) or communicator.crowd
+        speaks = reports.index(own) == communicator.rank or found
+        texts = communicator.all_ok(f"{found}\n{what or ''}" if speaks else None)
         raise _other_programs(reports, texts)
 
 
@@ -93,14 +95,20 @@ def fingerprint(program: HostProgram, options: Options) -> str:
 
 
 def _other_programs(reports: Sequence[str | None], texts: Sequence[str | None]) -> ProgramError:
-    """Ranks meet before the first runs of different programs: who, and where they part."""
+    """Ranks meet before the first runs of different programs: who, and where they part.
+
+    Each text is what its rank says of its threads, a line, and then what it runs.
+    """
     usual = Counter(reports).most_common(1)[0][0]
     there = reports.index(usual)
     others = [rank for rank, report in enumerate(reports) if report != usual]
     where = []
     for report in dict.fromkeys(reports[rank] for rank in others):
         here = reports.index(report)
-        where += _difference(there, texts[there] or "", here, texts[here] or "")
+        where += _difference(there, _program(texts[there]), here, _program(texts[here]))
+    crowds = [said for text in texts if (said := (text or "").partition("\n")[0])]
+    if crowds:
+        return ProgramError(crowds[0], where=[*crowds[1:], *where], because=BECAUSE, hint=HINT)
     who = f"rank {others[0]} runs" if len(others) == 1 else f"ranks {_listed(others)} run"
     return ProgramError(
         f"{who} another program than rank {there}",
@@ -108,6 +116,10 @@ def _other_programs(reports: Sequence[str | None], texts: Sequence[str | None]) 
         because="all ranks run one program, with the same extents, options and versions",
         hint="compare print(program) on these ranks; pass the same extents= on all of them",
     )
+
+
+def _program(text: str | None) -> str:
+    return (text or "").partition("\n")[2]
 
 
 def _difference(there: int, usual: str, here: int, other: str) -> list[str]:

@@ -26,6 +26,7 @@ from mdfuse.arguments import (
     numbers,
 )
 from mdfuse.config import Options, options_from_environment
+from mdfuse.crowds import crowd
 from mdfuse.errors import BackendError, MdfuseError, ProgramError
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.ops import TABLE
@@ -149,6 +150,10 @@ class HostIrEvaluator:
                 arguments = resolved(arguments, self._written)
                 plan = self._plan(arguments, out, problem, is_partial)
             self._tally.runs += 1
+            communicator, concerns_others = self.communicator, self.communicates
+            assert communicator is not None
+            if concerns_others:
+                communicator.is_ready = False  # for other threads
             try:
                 if plan.numbers:
                     arguments = numbers(self.program, arguments)
@@ -157,8 +162,10 @@ class HostIrEvaluator:
                         return plan.run(arguments, out)
                 return plan.run(arguments, out)
             except BackendError as error:
-                assert self.communicator is not None
-                raise self._explained(error, self.communicator) from error.__cause__
+                raise self._explained(error, communicator) from error.__cause__
+            finally:
+                if concerns_others:
+                    communicator.is_ready = communicator.is_sound
 
     @cached_property
     def _checks(self) -> IndexChecks | None:
@@ -221,15 +228,14 @@ class HostIrEvaluator:
         communicator = self._communicator()
         if problem is None:
             problem = self._problem(arguments, out, is_partial, communicator)
-        is_first = self._local is None
-        if is_first:
-            self._meet(problem, communicator)
-        plan = None
-        if problem is None:
+        if self._local is None:
+            with communicator.turn:
+                self._meet(problem, communicator)
+                plan, problem = self._cached(arguments, out, communicator)
+                self._agree(problem, communicator)
+        elif problem is None:
             plan, problem = self._cached(arguments, out, communicator)
-        if is_first:
-            self._agree(problem, communicator)
-        if problem is not None or plan is None:
+        if problem is not None:
             self._refuse(problem, communicator)
         assert plan is not None
         return plan
@@ -342,7 +348,7 @@ class HostIrEvaluator:
 
             self.communicator = init(self.options)
             self._forget()
-        if not self.communicator.is_ready and self._communicates:
+        if not self.communicator.is_ready and self.communicates:
             self.communicator.settle()
         return self.communicator
 
@@ -400,20 +406,22 @@ class HostIrEvaluator:
         assert problem is not None
         self._tally.runs += 1
         self._tally.refused += 1
-        if self._communicates:
+        if self.communicates:
             communicator.refuse(self._tally.occasion, str(problem))
         elif self._checks is not None:  # they meet at the end
             agree(self.program.name, problem, communicator)
         raise problem
 
     @cached_property
-    def _communicates(self) -> bool:
+    def communicates(self) -> bool:
+        """A run concerns other ranks."""
         return any(i.comm is not None or i.op in ("send", "recv") for i in self.program.walk())
 
     def _explained(self, error: BackendError, communicator: Communicator) -> MdfuseError:
         """Why a communication of a run broke: a rank refused the run, or what all ranks did."""
         reason = communicator.broke_off(self._tally.occasion, error)
         if reason is None:
+            error.where += tuple(filter(None, [crowd(communicator.rank)]))
             return communicator.explained(error)
         return ProgramError(
             f"@{self.program.name} broke off on rank {communicator.rank}: another rank refused it",
@@ -442,6 +450,8 @@ class HostIrEvaluator:
                     f"this is rank {communicator.rank}",
                     hint="pass the global program, or each rank its own projection",
                 )
+            if self.communicates and (crowded := communicator.crowded(self.program.name)):
+                raise crowded
             if not communicator.can_capture(self.program.backends):
                 self._check_graph(communicator)
             program, rank, device = self.program, communicator.rank, communicator.device

@@ -5,12 +5,51 @@ import signal
 import sys
 import threading
 import time
+import types
 
 import torch
 
 import mdfuse as mf
+from mdfuse.backends import mpi_library
+from mdfuse.runtime import communicator
 
 fault, moment, guilty = sys.argv[1:4]
+
+
+def do_it():
+    open("fault", "w").close()
+    DEEDS[fault]()
+
+
+def is_here(when):
+    return moment == when and int(guilty) == RANK
+
+
+def opened(*arguments):
+    store = open_store(*arguments)
+    do_it()
+    return store
+
+
+RANK = int(os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
+DEEDS = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "sleep": lambda: time.sleep(600),
+    "raise": lambda: 1 / 0,
+    "leave": sys.exit,
+    "other": lambda: total.run(x),
+    "refuse": lambda: refuse(),
+    "fork": lambda: fork(),
+    "threads": lambda: time.sleep(1),  # the others are two each by then
+}
+if is_here("join"):
+    do_it()
+if is_here("opened"):
+    open_store, communicator.open_store = communicator.open_store, opened
+if is_here("MPI_Init"):
+    stand_in = types.SimpleNamespace(MPI_Init_thread=lambda *_: do_it())
+    mpi_library._linked = lambda mpi: stand_in
 comm = mf.init()
 mesh = mf.DeviceMesh([0, 1, 2])
 #: Rows of each rank: so many that no rank can send all of them ahead.
@@ -27,15 +66,6 @@ def program(name, *, with_sum=False):
 
 gather, total = program("gather"), program("total", with_sum=True)
 x = torch.ones(ROWS)
-DEEDS = {
-    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "sleep": lambda: time.sleep(600),
-    "raise": lambda: 1 / 0,
-    "leave": sys.exit,
-    "other": lambda: total.run(x),
-    "refuse": lambda: refuse(),
-}
 
 
 def refuse():
@@ -46,18 +76,35 @@ def refuse():
     time.sleep(600)
 
 
-def do_it():
-    open("fault", "w").close()
-    DEEDS[fault]()
+def fork():
+    """A child that does what its parent does, and ends as a process does."""
+    child = os.fork()
+    if not child:
+        for attempt in (lambda: gather.run(x), comm.barrier, mf.init):
+            try:
+                attempt()
+            except mf.BackendError as error:
+                print(error)
+        sys.exit()
+    assert os.waitpid(child, 0) == (child, 0)
 
 
-def is_here(when):
-    return moment == when and comm.rank == int(guilty)
+def run_in_threads():
+    """Two programs at once, on one rank in another order."""
+    here = [gather, total] if comm.rank != int(guilty) else [total, gather]
+    threads = [threading.Thread(target=program.run, args=(x,)) for program in here]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sys.exit("both are over")
 
 
 comm.barrier()
 if is_here("before"):
     do_it()
+if fault == "threads":
+    run_in_threads()
 for _ in range(2):
     gather.run(x)
     if moment == "after":
@@ -69,4 +116,9 @@ if is_here("after"):
 if moment == "in" and comm.rank != int(guilty):
     time.sleep(1)  # a rank that came sooner would have all it needs of the guilty one, on MPI
 gather.run(x)
-sys.exit("it ran on")
+if moment not in ("after", "close", "MPI_Finalize") or fault not in ("fork", "stop", "sleep"):
+    sys.exit("it ran on")
+if is_here("close"):
+    do_it()
+if is_here("MPI_Finalize"):
+    mpi_library._linked = lambda mpi: types.SimpleNamespace(MPI_Finalize=do_it)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from mdfuse.errors import BackendError
 from mdfuse.runtime.agreement import Agreement
 from mdfuse.runtime.bootstrap import Launch
+from mdfuse.runtime.deadline import Deadline
 from mdfuse.runtime.joining import disagreement
 
 SIZE = 4
@@ -65,12 +65,12 @@ def test_a_world_of_one_asks_nobody() -> None:
 def test_leaving_waits_for_the_last() -> None:
     store = dist.HashStore()
 
-    def leave(rank: int) -> bool:
-        return Agreement(store, rank, SIZE, timeout_s=1).leave(20, wait=rank == 0)
+    def leave(rank: int) -> list[int]:
+        return Agreement(store, rank, SIZE, timeout_s=1).leave(0 if rank else 20)
 
-    assert not Agreement(store, 3, SIZE, timeout_s=1).leave(0.1, wait=True)
+    assert Agreement(store, 3, SIZE, timeout_s=1).leave(0.1) == [0, 1, 2]
     with ThreadPoolExecutor(SIZE) as pool:
-        assert all(pool.map(leave, range(SIZE - 1)))
+        assert list(pool.map(leave, range(SIZE - 1))) == [[]] * (SIZE - 1)
 
 
 class Gone:
@@ -88,10 +88,9 @@ def test_the_store_is_lost() -> None:
 
 def test_rank_0_does_not_join() -> None:
     store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=0.1))
     launch = Launch(name="torchrun", rank=1, size=2, local_rank=1, why="told so")
     with pytest.raises(BackendError, match="rank 1 waited for rank 0, which did not join"):
-        disagreement(store, launch, "gloo")
+        disagreement(store, launch, "gloo", Deadline.after(0.1))
 
 
 @pytest.mark.parametrize(
@@ -102,8 +101,8 @@ def test_ranks_name_the_same_backends(rank_0: str, rank_1: str, is_same: bool) -
     """Else one would open what the other does not wait for."""
     store = dist.HashStore()
     launches = [Launch(name="torchrun", rank=r, size=2, local_rank=r, why="") for r in range(2)]
-    assert disagreement(store, launches[0], rank_0) is None
-    found = disagreement(store, launches[1], rank_1)
+    assert disagreement(store, launches[0], rank_0, Deadline.after(20)) is None
+    found = disagreement(store, launches[1], rank_1, Deadline.after(20))
     assert (found is None) == is_same
     if found is not None:
         assert "rank 1 uses backend 'gloo', rank 0 'gloo, ucx'" in str(found)

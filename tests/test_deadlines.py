@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -20,12 +22,14 @@ from mdfuse.backends.base import Call, Place
 from mdfuse.backends.c10d import C10dBackend
 from mdfuse.backends.c10d_groups import HashStore, PrefixStore
 from mdfuse.backends.c10d_sockets import opened, shut_down
+from mdfuse.crowds import crowd
 from mdfuse.errors import BackendError, ProgramError
 from mdfuse.plan import places
 from mdfuse.plan.build import Plan, build
 from mdfuse.plan.places import Tally
 from mdfuse.runtime.agreement import Agreement
 from mdfuse.runtime.bulletin import Bulletin, within
+from mdfuse.runtime.deadline import Deadline
 from mdfuse.runtime.positions import Position, Progress, Standing, standing
 from mdfuse.runtime.watch import EXIT_STATUS, Watch
 from mdfuse.runtime.watch_report import Alarm, Table, blame, explained, report
@@ -142,6 +146,20 @@ def test_who_tells_no_more_is_silent(bulletins: list[Bulletin]) -> None:
     assert answers.is_complete and sorted(answers.positions) == [1, 2]
     assert answers.positions[1].silent_s > 0 and answers.positions[1].doing == "in run 3"
     assert answers.positions[2].silent_s == 0
+
+
+def test_without_time_for_a_new_word_the_age_of_the_last_one_decides() -> None:
+    """As in worlds of thousands of ranks, which write seldom."""
+    store, beat_s = HashStore(), 20.0
+    here, lives, is_dead = (Bulletin(store, rank, beat_s) for rank in range(3))
+    lives.tell(position(1))
+    is_dead.tell(position(2))
+    old = replace(position(2), beat=1, time=time.time() - 3 * beat_s)
+    store.set("at/2", old.encode())
+    before = time.monotonic()
+    answers = here.gather(range(3), Deadline.after(0.8))
+    assert time.monotonic() - before < 0.8 + 10
+    assert answers.positions[1].silent_s == 0 and answers.positions[2].silent_s > 2 * beat_s
 
 
 def test_who_left_need_not_answer(bulletins: list[Bulletin]) -> None:
@@ -364,17 +382,18 @@ def test_a_wait_in_gloo_is_broken_off(kind: str, gloo: list[C10dBackend]) -> Non
 class Together:
     """What `agree` needs of a communicator; threads stand for ranks."""
 
-    def __init__(self, store: HashStore, rank: int, size: int) -> None:
-        self.rank = rank
+    def __init__(self, store: HashStore, rank: int, size: int, crowd: str = "") -> None:
+        self.rank, self.crowd = rank, crowd
         self.all_ok = Agreement(PrefixStore("all", store), rank, size, 20).exchange
 
 
-def agreed(whats: Sequence[str]) -> list[str]:
+def agreed(whats: Sequence[str], crowds: Mapping[int, str] = MappingProxyType({})) -> list[str]:
     store = HashStore()
 
     def one(rank: int) -> str:
+        joined: Any = Together(store, rank, len(whats), crowds.get(rank, ""))
         try:
-            agree("p", None, Together(store, rank, len(whats)), whats[rank])  # type: ignore[arg-type]
+            agree("p", None, joined, whats[rank])
         except ProgramError as error:
             return str(error)
         return "fine"
@@ -404,6 +423,41 @@ def test_most_ranks_are_right() -> None:
         "  rank 1, line 2: (nothing)",
         "  rank 2, line 2: c",
     ]
+
+
+def test_threads_that_run_at_once_are_the_reason_on_all_ranks() -> None:
+    word = "threads 'a' and 'b' of rank 2 run programs that communicate at once"
+    for said in agreed(["one", "other", "one"], {2: word}):
+        assert said.startswith(f"{word}\n")
+        assert "rank 0, line 1: one" in said and "rank 1, line 1: other" in said
+        assert "try         run programs that communicate on one thread of each rank" in said
+
+
+class HostIrEvaluator:
+    """A run, as its stack shows it."""
+
+    def __init__(self, communicates: bool) -> None:
+        self.communicates = communicates
+        self.begun, self.over = threading.Event(), threading.Event()
+
+    def call(self) -> None:
+        self.begun.set()
+        self.over.wait(20)
+
+
+@pytest.mark.parametrize("communicates", [True, False])
+def test_other_threads_in_runs_are_seen(communicates: bool) -> None:
+    run = HostIrEvaluator(communicates)
+    thread = threading.Thread(target=run.call, name="the other")
+    thread.start()
+    assert run.begun.wait(20)
+    found = crowd(3)
+    run.over.set()
+    thread.join()
+    me = threading.current_thread().name
+    said = f"threads {me!r}, 'the other' of rank 3 run programs that communicate at once"
+    assert found == (said if communicates else "")
+    assert crowd(3) == ""
 
 
 @pytest.mark.parametrize("change", [{"streams": 2}, {"timeout_s": 5.0}, {"graph": "never"}])

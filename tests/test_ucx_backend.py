@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from listening import listening
 from torch import Tensor
 from torch.distributed import FileStore
 
@@ -451,6 +452,16 @@ def test_what_the_user_told_ucx_counts() -> None:
     assert ours["KEEPALIVE_INTERVAL"] == "300ms"
     told = ucx_library.settings({"UCX_KEEPALIVE_INTERVAL": "5s"})
     assert told == {k: v for k, v in ours.items() if k != "KEEPALIVE_INTERVAL"}
+    assert ucx_library.settings({}, is_one_host=True) == ours | {"NET_DEVICES": "lo"}
+    for name in ("UCX_NET_DEVICES", "UCX_TLS"):
+        assert "NET_DEVICES" not in ucx_library.settings({name: "some"}, is_one_host=True)
+
+
+def test_on_one_host_it_listens_on_loopback_alone() -> None:
+    before = listening()
+    engine = Engine(ucx_library.load(), is_one_host=True)
+    assert {address for address, _ in listening() - before} == {"127.0.0.1"}
+    engine.close()
 
 
 @pytest.mark.usefixtures("unloaded")

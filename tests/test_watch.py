@@ -447,11 +447,12 @@ from datetime import timedelta
 from fake_nccl import FakeTrack
 from mdfuse.backends.c10d_groups import TCPStore
 from mdfuse.backends.noting import Subject
+from mdfuse.runtime.stores import another_connection
 from mdfuse.runtime.watch import Watch
 
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False)
-watch, track = Watch(rank=rank, timeout_s=1, store=store), FakeTrack()
+watch, track = Watch(rank=rank, timeout_s=1, store=another_connection(store, 60)), FakeTrack()
 watch.start()
 what = Subject(kind="Allreduce", team=(0, 1), bytes=8, where="mlp.py:14")
 before, behind = watch.prepare(what, track)

@@ -38,6 +38,7 @@ class UcxBackend:
         device: where this rank's buffers are.
         store: shared by all ranks; nobody else uses its keys.
         timeout_s: seconds after which a communication that does not finish is an error.
+        is_one_host: all ranks are on this host: nothing listens but on its loopback.
 
     Raises:
         BackendError: this process cannot use UCX.
@@ -45,7 +46,15 @@ class UcxBackend:
 
     name = "ucx"
 
-    def __init__(self, *, rank: int, device: torch.device, store: Store, timeout_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        rank: int,
+        device: torch.device,
+        store: Store,
+        timeout_s: float,
+        is_one_host: bool = False,
+    ) -> None:
         refusal = why_not()
         if refusal:
             because, hint = refusal
@@ -55,7 +64,8 @@ class UcxBackend:
         self._store = PrefixStore("ucx", store)
         self._timeout_s = timeout_s
         # the end of what is queued on a device does not come through UCX
-        self._engine = Engine(load(), can_sleep=device.type != "cuda")
+        can_sleep = device.type != "cuda"
+        self._engine = Engine(load(), can_sleep=can_sleep, is_one_host=is_one_host)
         self._why_staged: str | None = None
         self._stream: torch.cuda.Stream | None = None  # for local work on a device
         if device.type == "cuda":

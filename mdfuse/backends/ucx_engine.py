@@ -86,11 +86,14 @@ class Engine:
     Args:
         library: UCX.
         can_sleep: all that is waited for comes through UCX, so that a wait may sleep until then.
+        is_one_host: all ranks are on this host.
     """
 
-    def __init__(self, library: Library, *, can_sleep: bool = True) -> None:
+    def __init__(
+        self, library: Library, *, can_sleep: bool = True, is_one_host: bool = False
+    ) -> None:
         self._library = library
-        self._context, self._worker = library.open_worker()
+        self._context, self._worker = library.open_worker(is_one_host)
         self._looks = _LOOKS if can_sleep else sys.maxsize
         self._worker.init_blocking_progress_mode()
         self._events = select.poll()

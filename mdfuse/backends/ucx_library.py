@@ -53,10 +53,12 @@ class Library:
     array: Any
     error: type[Exception]
 
-    def open_worker(self) -> tuple[Any, Any]:
-        """A context, and the one worker of this process."""
+    def open_worker(self, is_one_host: bool = False) -> tuple[Any, Any]:
+        """A context, and the one worker of this process; `is_one_host`: all ranks share it."""
         api = self.api
-        context = api.UCXContext(settings(os.environ), (api.Feature.TAG, api.Feature.WAKEUP))
+        context = api.UCXContext(
+            settings(os.environ, is_one_host), (api.Feature.TAG, api.Feature.WAKEUP)
+        )
         worker = api.UCXWorker(context, enable_delayed_submission=False, enable_python_future=False)
         return context, worker
 
@@ -103,6 +105,12 @@ def why_staged(transports: str) -> str | None:
     )
 
 
-def settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """What UCX is told unless the user's variables say something."""
-    return {k: v for k, v in _SETTINGS.items() if f"UCX_{k}" not in environment}
+def settings(environment: Mapping[str, str], is_one_host: bool = False) -> dict[str, str]:
+    """What UCX is told unless the user's variables say something.
+
+    Else it listens on the addresses of all interfaces, also where no other host has a rank.
+    """
+    told = {k: v for k, v in _SETTINGS.items() if f"UCX_{k}" not in environment}
+    if is_one_host and "UCX_NET_DEVICES" not in environment and "UCX_TLS" not in environment:
+        told["NET_DEVICES"] = "lo"
+    return told

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from mdfuse.errors import BackendError
 from mdfuse.runtime.bulletin import within
+from mdfuse.runtime.deadline import Deadline
 
 if TYPE_CHECKING:
     from mdfuse.backends.c10d_groups import Store
@@ -39,21 +40,27 @@ class Agreement:
         self._store = store
         self._rank = rank
         self.size = size
-        self._timeout = timedelta(seconds=timeout_s)
+        self._timeout_s = timeout_s
         self._meeting = 0
         self._with_text: tuple[int, ...] = ()
 
-    def exchange(self, text: str | None) -> tuple[str | None, ...]:
+    def exchange(
+        self, text: str | None, deadline: Deadline | None = None
+    ) -> tuple[str | None, ...]:
         """Give this rank's text, or None, and get every rank's, in rank order.
+
+        Args:
+            text: what the others get.
+            deadline: of the wait; by default `timeout_s` from now.
 
         Raises:
             BackendError: not all ranks arrived in time; the message names those that did not.
         """
         if self.size == 1:
             return (text,)
-        before = self._with_text
+        before, deadline = self._with_text, deadline or Deadline.after(self._timeout_s)
         try:
-            self._with_text = self._meet(text, before)
+            self._with_text = self._meet(text, before, deadline)
             texts: list[str | None] = [None] * self.size
             for rank in self._with_text:
                 texts[rank] = self._store.get(f"{self._meeting}/text/{rank}").decode()
@@ -67,21 +74,24 @@ class Agreement:
         """The number of the next meeting."""
         return self._meeting
 
-    def leave(self, grace_s: float, wait: bool) -> bool:
-        """Say goodbye; with `wait`, wait up to `grace_s` for all others to have done so."""
+    def leave(self, grace_s: float) -> list[int]:
+        """Say goodbye; wait up to `grace_s` for all others to have done so; who did not."""
         if self.size == 1:
-            return True
+            return []
+        self._store.set(f"bye/{self._rank}", "")
         if self._store.add("bye", 1) == self.size:
             self._store.set("bye/all", "")
-        if not wait:
-            return True
+        if not grace_s:
+            return []
         try:
             self._store.wait(["bye/all"], timedelta(seconds=grace_s))
         except RuntimeError:
-            return False
-        return True
+            return [r for r in range(self.size) if not self._store.check([f"bye/{r}"])]
+        return []
 
-    def _meet(self, text: str | None, before: tuple[int, ...]) -> tuple[int, ...]:
+    def _meet(
+        self, text: str | None, before: tuple[int, ...], deadline: Deadline
+    ) -> tuple[int, ...]:
         """Arrive, wait for the others, and get the ranks that left a text."""
         store, meeting = self._store, self._meeting
         store.set(f"at/{self._rank}", str(meeting))
@@ -89,7 +99,7 @@ class Agreement:
             store.set(f"{meeting}/text/{self._rank}", text)
         arrived = store.add(f"{meeting}/in", 1 if text is None else 1 + (1 << _TEXTS))
         if arrived & ((1 << _TEXTS) - 1) < self.size:
-            store.wait([f"{meeting}/go"], self._timeout)
+            store.wait([f"{meeting}/go"], deadline.left_for_store())
             arrived = store.add(f"{meeting}/in", 0)  # a get would take two round trips
             return self._find_texts(arrived)
         with_text = self._find_texts(arrived)
@@ -126,7 +136,7 @@ class Agreement:
     def _what(self, missing: list[int]) -> str:
         if not missing:
             return f"rank {self._rank} lost the store that all ranks meet in"
-        return f"rank {self._rank} waited {self._timeout.total_seconds():g} s for ranks {missing}"
+        return f"rank {self._rank} waited {self._timeout_s:g} s for ranks {missing}"
 
     def _has_arrived(self, rank: int, meeting: int) -> bool:
         key = f"at/{rank}"

@@ -88,7 +88,11 @@ def _open_mpi(world: World) -> OpenBackend:
 
 def _open_ucx(world: World) -> OpenBackend:
     return UcxBackend(
-        rank=world.launch.rank, device=world.device, store=world.store, timeout_s=world.timeout_s
+        rank=world.launch.rank,
+        device=world.device,
+        store=world.store,
+        timeout_s=world.timeout_s,
+        is_one_host=world.launch.is_one_host,
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from mdfuse.runtime.deadline import NEVER, Deadline
 from mdfuse.runtime.positions import Position
 
 if TYPE_CHECKING:
@@ -33,25 +34,27 @@ class Bulletin:
     A rank that dies, or is stopped, or whose host is cut off, writes no more: so others know.
 
     Args:
-        store: nobody else uses its keys. A clone of it is used: a connection that the program
-            waits on would block the watchdog.
+        store: nobody else uses its keys, nor its connection: one that the program waits on would
+            block the watchdog.
         rank: this rank.
         beat_s: seconds between two positions of a rank.
     """
 
     def __init__(self, store: Store, rank: int, beat_s: float) -> None:
-        self._store: Store = store.clone()  # type: ignore[attr-defined]  # not in the stubs
+        self._store = store
         self._rank = rank
         self.beat_s = beat_s
         self._beat = 0
         self._lock = threading.Lock()
         #: the connection broke: asking again would only make torch log it again
-        self._is_lost = False
+        self.is_lost = False
         #: what the first rank to raise an alarm said
         self.heard = ""
 
     def tell(self, position: Position) -> None:
         """Tell the others how far this rank is."""
+        if self.is_lost:  # and another thread may wait for it, and hold the lock
+            return
         with self._lock:  # the number of beats never goes back
             self._beat += 1
             told = replace(position, beat=self._beat, time=time.time())
@@ -71,36 +74,44 @@ class Bulletin:
         """What a rank said that refused a run."""
         return self._get(f"refused/{occasion}")
 
-    def gather(self, ranks: Iterable[int]) -> Answers:
+    def gather(self, ranks: Iterable[int], ending: Deadline = NEVER) -> Answers:
         """The positions of other ranks, once each that lives has told a new one.
 
-        Takes as long as three beats where one does not, or the store does not answer.
+        Takes as long as three beats where one does not, or the store does not answer; a store that
+        does not is asked no more.
+
+        Args:
+            ranks: asked for.
+            ending: when this process waits for nobody any more.
         """
         answers, asked = Answers(), [rank for rank in ranks if rank != self._rank]
-        grace_s = 3 * self.beat_s + 0.5
+        grace_s = max(ending.left(3 * self.beat_s + 1.0) - 0.5, 0.0)
 
         def ask() -> None:
-            self._gather(asked, answers.positions, time.monotonic() + grace_s)
-            answers.is_complete = not self._is_lost
+            self._gather(asked, answers.positions, grace_s)
+            answers.is_complete = not self.is_lost
 
-        within(grace_s + 0.5, ask)
+        if not within(grace_s + 0.5, ask):
+            self.is_lost = True
         return answers
 
-    def linger(self, others: Mapping[int, Position]) -> None:
+    def linger(self, others: Mapping[int, Position], ending: Deadline = NEVER) -> None:
         """Let ranks that report too read first: this process may host the store."""
         ranks = [rank for rank, at in others.items() if at.is_hanging]
-        within(3 * self.beat_s + 0.5, lambda: self._linger(ranks))
+        most_s = ending.left(3 * self.beat_s)
+        within(most_s + 0.5, lambda: self._linger(ranks, Deadline.after(most_s)))
 
-    def _linger(self, ranks: list[int]) -> None:
-        deadline = time.monotonic() + 3 * self.beat_s
-        while ranks and time.monotonic() < deadline:
-            time.sleep(self.beat_s / 5)
+    def _linger(self, ranks: list[int], deadline: Deadline) -> None:
+        while ranks and deadline.left():
+            time.sleep(deadline.left(self.beat_s / 5))
             found = ((rank, self._read(rank)) for rank in ranks)
             ranks = [rank for rank, at in found if at is not None and at.is_hanging]
 
-    def _gather(self, ranks: list[int], found: dict[int, Position], deadline: float) -> None:
+    def _gather(self, ranks: list[int], found: dict[int, Position], grace_s: float) -> None:
+        """Where there is no time for each to tell a new position, an old one's age decides."""
+        deadline, is_long = Deadline.after(grace_s), grace_s >= 2 * self.beat_s
         first: dict[int, int] = {}
-        while ranks and not self._is_lost:
+        while ranks and not self.is_lost:
             silent = []
             for rank in ranks:
                 at = self._read(rank)
@@ -110,33 +121,34 @@ class Bulletin:
                 if at is None or not (at.beat > beat or at.is_hanging or at.ended):
                     silent.append(rank)
             ranks = silent
-            if time.monotonic() > deadline:
+            if not deadline.left():
                 break
-            time.sleep(self.beat_s / 5 if ranks else 0)
+            time.sleep(deadline.left(self.beat_s / 5) if ranks else 0)
         for rank in ranks:
             if rank in found:
                 age = max(time.time() - found[rank].time, 0.1)
-                found[rank] = replace(found[rank], silent_s=age)
+                if is_long or age > 2 * self.beat_s:
+                    found[rank] = replace(found[rank], silent_s=age)
 
     def _read(self, rank: int) -> Position | None:
         text = self._get(f"at/{rank}")
         return None if text is None else Position.decode(text)
 
     def _set(self, key: str, text: str) -> None:
-        if self._is_lost:
+        if self.is_lost:
             return
         try:
             self._store.set(key, text)
         except RuntimeError:  # the store is gone, and with it whoever could read
-            self._is_lost = True
+            self.is_lost = True
 
     def _get(self, key: str) -> str | None:
-        if self._is_lost:
+        if self.is_lost:
             return None
         try:
             return self._store.get(key).decode() if self._store.check([key]) else None
         except RuntimeError:
-            self._is_lost = True
+            self.is_lost = True
             return None
 
 

@@ -7,32 +7,43 @@ import itertools
 import logging
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 
-from mdfuse.backends import ucx_library
+from mdfuse.backends import mpi_library, ucx_library
 from mdfuse.backends.base import Call, Interruptible, Poster
 from mdfuse.backends.c10d_groups import HashStore, PrefixStore
 from mdfuse.backends.work import first_line
 from mdfuse.config import Carriers, Options, carriers_of, options_from_environment
-from mdfuse.errors import BackendError
+from mdfuse.crowds import refusal
+from mdfuse.errors import BackendError, ProgramError
 from mdfuse.plan.places import Tally
 from mdfuse.runtime.agreement import Agreement
 from mdfuse.runtime.backend_rows import BACKENDS, OpenBackend, World, auto
 from mdfuse.runtime.bootstrap import detect
 from mdfuse.runtime.bulletin import within
+from mdfuse.runtime.deadline import NEVER
 from mdfuse.runtime.fast_lane import Replays
-from mdfuse.runtime.joining import meet, problem_elsewhere, watch_for, why_not_beside
+from mdfuse.runtime.joining import (
+    last_meeting,
+    meet,
+    problem_elsewhere,
+    watch_for,
+    why_not_beside,
+)
 from mdfuse.runtime.null_world import NULL, check_null_arguments, null_device, null_launch
 from mdfuse.runtime.refusals import Refusals
 from mdfuse.runtime.reports import tell_torchrun_at_exit
-from mdfuse.runtime.stores import open_store
+from mdfuse.runtime.stores import another_connection, open_store
 from mdfuse.runtime.watch import Watch
+from mdfuse.runtime.watch_report import ranks_text
 
 _log = logging.getLogger("mdfuse.comm")
 
@@ -42,8 +53,8 @@ _GRACE_S = 10.0
 #: The same where it ends by an error: the others may be asking what went wrong.
 _REPORTS_S = 3.0
 
-#: How long the store may take to answer where a communication broke already, seconds.
-_ANSWER_S = 1.0
+#: How long the store may take to answer at the end, seconds.
+_CLOSING_S = 3.0
 
 
 class Resettable(Protocol):
@@ -63,8 +74,12 @@ class Communicator:
         backend: the first backend's name; see `open` for others.
         device: where this rank's buffers are.
         store: a store shared by all ranks, under a prefix of this communicator's own.
-        is_ready: programs can run; not so once it is closed, or after a run that broke off or that
-            this rank refused, see `settle`.
+        is_ready: programs can run; not so while one runs that communicates, nor where it is not
+            sound.
+        is_sound: not so once it is closed, or after a run that broke off or that this rank refused,
+            see `settle`; nor in a fork of this process.
+        turn: held around the first run of a program, in which all ranks meet.
+        crowd: which threads of this rank ran programs at once that differed from other ranks'.
     """
 
     def __init__(
@@ -77,11 +92,16 @@ class Communicator:
         self.backend = backend.name
         self.device = world.device
         self.store = world.store
-        self.is_ready = True
+        self.is_ready = self.is_sound = True
+        self.turn = threading.RLock()
+        self.crowd = ""
+        self._is_fork = False
         self._world = world
         self._backends = {backend.name: backend}
         self._agreement = agreement
         self._is_host = is_host
+        #: how long the others may need the store that this rank hosts, seconds
+        self.grace_s = _GRACE_S
         self._is_closed = False
         self._watch = world.watch or Watch(rank=self.rank, timeout_s=world.timeout_s)
         self._watch.abort = self._abort
@@ -123,7 +143,8 @@ class Communicator:
     def _opened(self, name: str) -> OpenBackend:
         if self.backend == NULL:
             return self._backends[NULL]  # it carries nothing, whoever should
-        problem = why_not_beside(name, self.device, self.rank)
+        with self._watch.waiting(f"the opening of backend {name}"):
+            problem = why_not_beside(name, self.device, self.rank)
         texts = self.all_ok(None if problem is None else str(problem))
         if any(texts):
             raise problem or problem_elsewhere(texts, self.launch)
@@ -190,12 +211,12 @@ class Communicator:
             reason: what the others are told when their communication breaks.
         """
         if self._agreement.size > 1:
-            self.is_ready = False
+            self.is_ready = self.is_sound = False
             self._refusals.refuse(occasion, reason)
 
     def broke_off(self, occasion: str, error: BackendError) -> str | None:
         """A communication of a run broke; what a rank said that refused the run, if one did."""
-        self.is_ready = False
+        self.is_ready = self.is_sound = False
         return self._refusals.broke_off(occasion, error)
 
     def settle(self) -> None:
@@ -204,8 +225,21 @@ class Communicator:
         Raises:
             BackendError: others had begun it, or a communication broke.
         """
+        self._check_open("run programs that communicate")
         self._refusals.settle()
-        self.is_ready = True
+        self.is_ready = self.is_sound = True
+
+    def crowded(self, name: str) -> ProgramError | None:
+        """Why a program cannot run now: another thread runs one that communicates; or None."""
+        return refusal(self.rank, name) if self._agreement.size > 1 else None
+
+    def disown(self) -> None:
+        """This process is a fork: connections, threads and the end of MPI are its parent's."""
+        if self._agreement.size > 1:
+            self._is_fork = True
+            self.is_ready = self.is_sound = False
+            atexit.unregister(self.close)
+            mpi_library.leave_to_parent()
 
     def explained(self, error: BackendError) -> BackendError:
         """An error of a communication, with the positions of all ranks."""
@@ -253,9 +287,9 @@ class Communicator:
 
         Rank 0 waits shortly for the others where it hosts their store. A second close does nothing.
         """
-        if self._is_closed:
+        if self._is_closed or self._is_fork:
             return
-        self._is_closed, self.is_ready = True, False
+        self._is_closed, self.is_ready, self.is_sound = True, False, False
         _forget(self)
         for graph in list(self._graphs):
             graph.reset()
@@ -263,29 +297,54 @@ class Communicator:
         if failure is not None:
             self._watch.leaves = f"ended with {type(failure).__name__}: {first_line(failure)}"
         self._watch.close()  # while the store is there: whoever hosts it goes when all have left
-        has_left = self._leave(_GRACE_S if failure is None else _REPORTS_S)
-        if not has_left and failure is None:
-            _log.warning("rank %d closed before all other ranks did", self.rank)
+        here = self._leave(self.grace_s if failure is None else _REPORTS_S)
+        if here and failure is None:
+            _log.warning("rank %d closed before %s did", self.rank, ranks_text(here))
         for backend in dict.fromkeys(self._backends.values()):
             backend.close()
 
-    def _leave(self, grace_s: float) -> bool:
+    def _leave(self, grace_s: float) -> list[int]:
         """Say goodbye; a store whose host is stopped does not keep this rank.
 
         Args:
             grace_s: where this rank hosts the store: how long the others may still need it.
 
         Returns:
-            False where they still did.
+            the ranks that still did.
         """
-        found: list[bool] = []
-        limit = grace_s + _ANSWER_S if self._is_host else _ANSWER_S
-        if within(limit, lambda: found.append(self._agreement.leave(grace_s, self._is_host))):
-            return found[0]
-        _log.info("rank %d: the store was closed first, or does not answer", self.rank)
-        return True
+        if self._watch.is_cut_off:
+            return []
+        found, answers = list[int](), list[bool]()
+        grace_s = self._watch.ending.left(grace_s if self._is_host else 0.0)
+
+        def leave() -> None:
+            try:
+                found.extend(self._agreement.leave(grace_s))
+            finally:
+                answers.append(True)
+
+        within(grace_s + self._watch.ending.left(_CLOSING_S), leave)
+        if not answers and self._watch.ending is NEVER:
+            _log.warning("rank %d closed, and %s does not answer", self.rank, self._watch.store)
+        return found
+
+    def check_process(self) -> None:
+        """Refuse a fork of the process that joined.
+
+        Raises:
+            BackendError: this is one.
+        """
+        if self._is_fork:
+            self._check_open("join")
 
     def _check_open(self, what: str) -> None:
+        if self._is_fork:
+            raise BackendError(
+                f"rank {self.rank} cannot {what} here: this process is a fork of it",
+                because="a fork has neither its threads nor connections of its own",
+                hint="communicate in the process that called mdfuse.init() only; processes that "
+                "are to be ranks are started by a launcher, or fork before init()",
+            )
         if self._is_closed:
             raise BackendError(
                 f"rank {self.rank} cannot {what}: its communicator is closed",
@@ -295,6 +354,14 @@ class Communicator:
 
 
 _live: Communicator | None = None
+
+
+def _after_fork() -> None:
+    if _live is not None:
+        _live.disown()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 #: How many communicators this process made: all ranks make the same ones in the same order, so
 #: the number keeps their keys apart in a store that outlives them.
@@ -338,6 +405,7 @@ def init(
     given = {"rank": rank, "size": size, "device": device}
     check_null_arguments(wanted, given)
     if _live is not None:
+        _live.check_process()
         return _same(_live, wanted, given | {"device": device and null_device(device)})
     if wanted == NULL:
         _live = _stand_in(rank, size, device, options.timeout_s)
@@ -395,22 +463,38 @@ def _join(carriers: Carriers, options: Options) -> Communicator:
     launch = detect(os.environ, _default_group())
     if "ucx" in carriers.names:
         ucx_library.why_not()  # loads it: UCX must come before MPI, by which ranks may meet
-    base, is_host = open_store(launch, timeout_s, os.environ)
-    store = PrefixStore(f"mdfuse/{next(_generations)}", base)
-    agreement = Agreement(PrefixStore("agreement", store), launch.rank, launch.size, timeout_s)
     name = auto()[0] if carriers.usual == "auto" else carriers.usual
-    watch = watch_for(launch, name, store, options, os.environ)
+    watch = watch_for(launch, name, options, os.environ)
+    if launch.size > 1:
+        watch.start()
+        mpi_library.end_within(partial(last_meeting, launch, options, os.environ))
+    prefix = f"mdfuse/{next(_generations)}"
+    try:
+        base, is_host = open_store(launch, timeout_s, os.environ, watch)
+        if launch.size > 1:
+            with watch.waiting(f"the opening of {watch.store}"):
+                other = another_connection(base, timeout_s)
+            watch.connect(PrefixStore("watch", PrefixStore(prefix, other)))
+    except BackendError:
+        watch.close()
+        raise
+    store = PrefixStore(prefix, base)
+    agreement = Agreement(PrefixStore("agreement", store), launch.rank, launch.size, timeout_s)
     try:
         world = meet(launch, (name, *carriers.others), options, agreement, store, watch)
     except BackendError:
-        within(_GRACE_S, lambda: agreement.leave(_GRACE_S, wait=is_host))
         watch.close()
+        grace_s = watch.ending.left(_REPORTS_S if is_host else 0.0)
+        within(grace_s + watch.ending.left(_CLOSING_S), lambda: agreement.leave(grace_s))
         raise
     _log.info(
         "rank %d of %d: %s, %s on %s", launch.rank, launch.size, launch.why, name, world.device
     )
-    opened = BACKENDS[name].open(world)
+    with watch.waiting(f"the opening of backend {name}"):
+        opened = BACKENDS[name].open(world)
     made = Communicator(world=world, backend=opened, agreement=agreement, is_host=is_host)
+    if mpi_library.keeps_ranks_together(launch):
+        made.grace_s = 0.0
     try:
         made.open(carriers.others)
     except BackendError:

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
-from mdfuse.backends.c10d_groups import PrefixStore, Store
+from mdfuse.backends.c10d_groups import Store
 from mdfuse.backends.work import first_line
 from mdfuse.config import Options
 from mdfuse.errors import BackendError
 from mdfuse.runtime.agreement import Agreement
 from mdfuse.runtime.backend_rows import BACKENDS, World, why_not
 from mdfuse.runtime.bootstrap import Launch
+from mdfuse.runtime.deadline import Deadline
 from mdfuse.runtime.fast_lane import agree_on_lanes
+from mdfuse.runtime.neighbours import Neighbours
 from mdfuse.runtime.reports import folder_of
 from mdfuse.runtime.watch import Watch
 from mdfuse.torch_private import is_capturing
 
 
-def watch_for(
-    launch: Launch, name: str, store: Store, options: Options, environment: Mapping[str, str]
-) -> Watch:
-    """What sees that this rank waits for too long; whoever calls starts it.
+def watch_for(launch: Launch, name: str, options: Options, environment: Mapping[str, str]) -> Watch:
+    """What sees that this rank waits for too long; it has no store yet; whoever calls starts it.
 
     Args:
         launch: how the ranks were started.
         name: of the backend.
-        store: shared by all ranks.
         options: the deadline of a wait, and where reports are kept.
         environment: the process's environment variables: who keeps the store.
     """
@@ -40,12 +40,24 @@ def watch_for(
     return Watch(
         rank=launch.rank,
         timeout_s=timeout_s,
-        store=PrefixStore("watch", store),
         is_capturing=is_capturing if name == "nccl" else lambda: False,
         ranks=launch.size,
         host=None if is_kept_elsewhere else 0,
         reports=reports,
+        neighbours=Neighbours(launch, environment),
     )
+
+
+@contextmanager
+def last_meeting(
+    launch: Launch, options: Options, environment: Mapping[str, str]
+) -> Iterator[None]:
+    """Goes around MPI_Finalize: MPI lets no rank go before all have come."""
+    watch = watch_for(launch, "mpi", options, environment)
+    watch.start()
+    with watch.waiting("MPI_Finalize of all ranks", "MPI_Finalize"):
+        yield
+    watch.close()
 
 
 def meet(
@@ -60,15 +72,13 @@ def meet(
 
     Whether they can use the others is settled when these are opened.
     """
-    if launch.size > 1:
-        watch.start()
-    name = names[0]
-    device, refusal = _device(name, launch)
+    name, deadline = names[0], Deadline.after(options.timeout_s)
     try:
         with watch.waiting("the first meeting of all ranks"):
-            other = disagreement(store, launch, ", ".join(names))
+            device, refusal = _device(name, launch)
+            other = disagreement(store, launch, ", ".join(names), deadline)
             problem = refusal or other
-            texts = agreement.exchange(None if problem is None else str(problem))
+            texts = agreement.exchange(None if problem is None else str(problem), deadline)
     except BackendError as error:
         raise watch.explain(error) from error.__cause__
     if any(texts):
@@ -90,7 +100,9 @@ def meet(
     )
 
 
-def disagreement(store: Store, launch: Launch, names: str) -> BackendError | None:
+def disagreement(
+    store: Store, launch: Launch, names: str, deadline: Deadline
+) -> BackendError | None:
     """Compare this rank's backends with rank 0's; "auto" may mean another one on another host.
 
     Raises:
@@ -100,6 +112,7 @@ def disagreement(store: Store, launch: Launch, names: str) -> BackendError | Non
         store.set("backend", names)
         return None
     try:
+        store.wait(["backend"], deadline.left_for_store())
         chosen = store.get("backend").decode()
     except RuntimeError as error:
         raise BackendError(

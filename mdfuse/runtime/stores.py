@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import ipaddress
 import os
 import socket
 import struct
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +20,8 @@ from mdfuse.backends.c10d_groups import HashStore, Store, TCPStore
 from mdfuse.backends.mpi_requests import Waiting, poll
 from mdfuse.errors import BackendError
 from mdfuse.runtime.bootstrap import Launch, address_of_rank_0
+from mdfuse.runtime.deadline import Deadline
+from mdfuse.runtime.watch import Watch
 from mdfuse.torch_private import default_store
 
 #: Linux's request for the address of an interface (netdevice(7)).
@@ -23,100 +29,155 @@ _SIOCGIFADDR = 0x8915
 
 
 def open_store(
-    launch: Launch, timeout_s: float, environment: Mapping[str, str]
+    launch: Launch, timeout_s: float, environment: Mapping[str, str], watch: Watch | None = None
 ) -> tuple[Store, bool]:
     """Open the store of this launch; also tell whether this process hosts it for the others.
 
     A world of one rank needs no network: its store is a dictionary.
+
+    Args:
+        launch: how the ranks were started.
+        timeout_s: deadline, for all that this rank waits for in here together.
+        environment: the process's environment variables.
+        watch: ends the process where a wait cannot be left, and knows who is missing.
 
     Raises:
         BackendError: the ranks cannot find each other.
     """
     if launch.size == 1:
         return HashStore(), False
+    watch = watch or Watch(rank=launch.rank, timeout_s=timeout_s)
+    meeting = Meeting(launch, environment, Deadline.after(timeout_s), watch)
     try:
-        return _STORES[launch.name](launch, timedelta(seconds=timeout_s), environment)
+        store, is_host = _STORES[launch.name](meeting)
+        store.set_timeout(timedelta(seconds=timeout_s))
     except (RuntimeError, OSError, UnicodeError) as error:  # the last: a name that cannot be one
-        raise BackendError(
+        failure = BackendError(
             f"rank {launch.rank} cannot reach the other {launch.size - 1} ranks",
             where=f"launcher {launch.name}: {launch.why}",
             because=str(error).split("\n", 1)[0],
             hint="check that every rank was started, and the address of rank 0's host",
-        ) from error
+        )
+        raise watch.explain(failure) from error
+    return store, is_host
 
 
-def _from_default_group(
-    launch: Launch, timeout: timedelta, environment: Mapping[str, str]
-) -> tuple[Store, bool]:
+def another_connection(store: Store, timeout_s: float) -> Store:
+    """The same store, by a connection of its own.
+
+    torch clones a store while it holds Python's lock, so that no thread could see that its host
+    does not answer; only a store that torch opened for a process group is cloned.
+    """
+    if not isinstance(store, TCPStore):
+        cloned: Store = store.clone()  # type: ignore[attr-defined]  # not in the stubs
+        return cloned
+    timeout = timedelta(seconds=timeout_s)
+    return TCPStore(store.host, store.port, None, False, timeout, wait_for_workers=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What it takes to meet the other ranks.
+
+    Attributes:
+        launch: how the ranks were started.
+        environment: the process's environment variables.
+        deadline: of all waits together.
+        watch: goes around each.
+    """
+
+    launch: Launch
+    environment: Mapping[str, str]
+    deadline: Deadline
+    watch: Watch
+
+
+def _from_default_group(meeting: Meeting) -> tuple[Store, bool]:
     return default_store(), False
 
 
-def _from_torchrun(
-    launch: Launch, timeout: timedelta, environment: Mapping[str, str]
-) -> tuple[Store, bool]:
+def _from_torchrun(meeting: Meeting) -> tuple[Store, bool]:
     """Torchrun's agent keeps the store; started by hand, rank 0 does.
 
-    torch's own rendezvous, so that the same process may call `init_process_group` before or after.
+    At the same address as torch's own rendezvous, so that the same process may call
+    `init_process_group` before or after.
     """
+    launch, environment = meeting.launch, meeting.environment
+    host, port = _address(launch, environment)
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return _met(launch, timeout), False
-    where = _address(launch, environment), launch.rank, launch.size
-    store = _HOSTED.get(where)
-    if store is None or not _answers(store):
-        store = _HOSTED[where] = _met(launch, timeout)
-    store.set_timeout(timeout)
-    return store, launch.rank == 0
+        with meeting.watch.waiting(f"the store that torchrun keeps at {host}:{port}", _STORE):
+            timeout = meeting.deadline.left_for_store()
+            found = rendezvous("env://", launch.rank, launch.size, timeout=timeout)
+            return next(iter(found))[0], False
+    return _at_address(meeting, host, port)
 
+
+def _at_address(meeting: Meeting, host: str, port: int) -> tuple[Store, bool]:
+    """The store that rank 0 keeps at an address that all know."""
+    launch = meeting.launch
+    where = host, port, launch.rank, launch.size
+    is_host = launch.rank == 0
+    with meeting.watch.waiting(f"the store that rank 0 keeps at {host}:{port}", _STORE):
+        store = _kept(where)
+        if store is None:
+            store = _host_store(meeting, host, port) if is_host else _client(meeting, host, port)
+            _HOSTED[where] = store
+    return store, is_host
+
+
+#: Where ranks come to that are going to open the store.
+_STORE = "the store"
 
 #: Stores that rank 0 hosts at an address that all know, by address and rank. They last as long as
-#: the process: a rank that joins again at once must not meet a store that is just being closed.
+#: the process: a rank that joins again at once must not meet a store that is just being closed, and
+#: one that waits in MPI_Finalize may be asked.
 _HOSTED: dict[tuple[object, ...], Store] = {}
 
 
-def _met(launch: Launch, timeout: timedelta) -> Store:
-    found = next(iter(rendezvous("env://", launch.rank, launch.size, timeout=timeout)))
-    store: Store = found[0]
-    return store
+def _kept(where: tuple[object, ...]) -> Store | None:
+    """The store of an earlier meeting, if it is still there: who hosted it may have ended."""
+    store = _HOSTED.get(where)
+    with suppress(RuntimeError):
+        if store is not None:
+            store.check([])
+            return store
+    return None
 
 
-def _answers(store: Store) -> bool:
-    """Whether a store is still there: the process that hosted it may have ended."""
-    try:
-        store.check([])
-    except RuntimeError:
-        return False
-    return True
-
-
-def _from_mpi(
-    launch: Launch, timeout: timedelta, environment: Mapping[str, str]
-) -> tuple[Store, bool]:
+def _from_mpi(meeting: Meeting) -> tuple[Store, bool]:
     """Rank 0 binds a free port and MPI tells the others which; without MPI, MASTER_ADDR does."""
-    world, why_not = _mpi_world(launch)
+    with meeting.watch.waiting("MPI_Init of all ranks", "MPI_Init"):
+        world, why_not = _mpi_world(meeting.launch)
     if world is None:
-        return _from_address(launch, timeout, environment, why_not)
-    _meet_in_mpi(world, timeout)
-    is_one_host = len(set(world.allgather(socket.gethostname()))) == 1
-    store: TCPStore | None = None
-    told: tuple[str, int] | BackendError
-    if launch.rank == 0:
-        try:
-            host = "127.0.0.1" if is_one_host else _own_address(environment)
-            store, told = _host_store(host, launch.size, timeout)
-        except (BackendError, OSError, RuntimeError, UnicodeError) as error:
-            told = BackendError(f"rank 0 cannot host the store: {error}")
-        world.bcast(told, 0)
-    else:
-        told = world.bcast(None, 0)
-    if isinstance(told, BackendError):
-        raise told
-    host, port = told
-    return store or _client(host, port, launch.size, timeout), launch.rank == 0
+        return _from_address(meeting, why_not)
+    with meeting.watch.waiting("the first exchange of all ranks in MPI", _STORE):
+        _meet_in_mpi(world, meeting.deadline)
+        is_one_host = len(set(world.allgather(socket.gethostname()))) == 1
+        told, store = None, None
+        if meeting.launch.rank == 0:
+            told, store = _offer(meeting, is_one_host)
+        told = world.bcast(told, 0)
+        if isinstance(told, BackendError):
+            raise told
+        store = store or _kept(told) or _client(meeting, *told)
+    _HOSTED[told] = store
+    return store, meeting.launch.rank == 0
 
 
-_Opener = Callable[[Launch, timedelta, Mapping[str, str]], tuple[Store, bool]]
+def _offer(meeting: Meeting, is_one_host: bool) -> tuple[Any, Store | None]:
+    """On rank 0: the address of its store, or why there is none; and the store."""
+    try:
+        for address in _HOSTED:
+            if store := _kept(address):
+                return address, store
+        host = "127.0.0.1" if is_one_host else _own_address(meeting.environment)
+        store = _host_store(meeting, host, 0)
+        return (host, store.port), store
+    except (BackendError, OSError, RuntimeError, UnicodeError) as error:
+        return BackendError(f"rank 0 cannot host the store: {error}"), None
 
-_STORES: dict[str, _Opener] = {
+
+_STORES: dict[str, Callable[[Meeting], tuple[Store, bool]]] = {
     "default group": _from_default_group,
     "torchrun": _from_torchrun,
     "mpirun": _from_mpi,
@@ -124,10 +185,10 @@ _STORES: dict[str, _Opener] = {
 }
 
 
-def _meet_in_mpi(world: Any, timeout: timedelta) -> None:
+def _meet_in_mpi(world: Any, deadline: Deadline) -> None:
     """Return once all ranks have come; MPI's calls that block would wait for them for ever."""
     try:
-        poll(world.Ibarrier().Test, Waiting(timeout_s=timeout.total_seconds()))
+        poll(world.Ibarrier().Test, Waiting(timeout_s=deadline.left()))
     except RuntimeError as error:
         raise RuntimeError(f"not all ranks came to MPI's barrier: {error}") from error
 
@@ -147,11 +208,8 @@ def _mpi_world(launch: Launch) -> tuple[Any, str]:
     return world, ""
 
 
-def _from_address(
-    launch: Launch, timeout: timedelta, environment: Mapping[str, str], why_not: str
-) -> tuple[Store, bool]:
-    (host, port), is_host = _address(launch, environment, f"{why_not}, and "), launch.rank == 0
-    return _client(host, port, launch.size, timeout, is_master=is_host), is_host
+def _from_address(meeting: Meeting, why_not: str) -> tuple[Store, bool]:
+    return _at_address(meeting, *_address(meeting.launch, meeting.environment, f"{why_not}, and "))
 
 
 def _address(launch: Launch, environment: Mapping[str, str], why: str = "") -> tuple[str, int]:
@@ -167,27 +225,54 @@ def _address(launch: Launch, environment: Mapping[str, str], why: str = "") -> t
     return address
 
 
-def _client(
-    host: str, port: int, size: int, timeout: timedelta, *, is_master: bool = False
-) -> TCPStore:
-    return TCPStore(host, port, size, is_master, timeout, wait_for_workers=False)
+def _client(meeting: Meeting, host: str, port: int) -> TCPStore:
+    timeout = meeting.deadline.left_for_store()
+    return TCPStore(host, port, meeting.launch.size, False, timeout, wait_for_workers=False)
 
 
-def _host_store(host: str, size: int, timeout: timedelta) -> tuple[TCPStore, tuple[str, int]]:
-    """A store on a free port of `host`'s address alone; left to itself it listens on every one."""
-    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    listener = socket.create_server((address[0], 0), family=family, backlog=max(128, size))
-    host, port = str(listener.getsockname()[0]), int(listener.getsockname()[1])
-    store = TCPStore(
-        host,
-        port,
-        size,
-        True,
-        timeout,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-    return store, (host, port)
+def _host_store(meeting: Meeting, host: str, port: int) -> TCPStore:
+    """A store on this host; it listens on `host`'s address alone, where that is one of this host's.
+
+    torch's own rendezvous in this process finds it at the same port.
+
+    Args:
+        meeting: of all ranks.
+        host: by which other ranks reach this one.
+        port: 0: a free one.
+    """
+    size = meeting.launch.size
+    options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}
+    listener = _listener(meeting.launch, host, port)
+    if listener is not None:
+        host, port = str(listener.getsockname()[0]), int(listener.getsockname()[1])
+        options["master_listen_fd"] = listener.detach()
+    return TCPStore(host, port, size, True, meeting.deadline.left_for_store(), **options)
+
+
+def _listener(launch: Launch, host: str, port: int) -> socket.socket | None:
+    """A socket that listens on an address of this host; None where others reach it by another one.
+
+    That is so where this host calls itself by a loopback address, as Debian does in /etc/hosts, or
+    is reached through a translated address. Nor is there one where torch keeps a store already.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    is_loopback = ipaddress.ip_address(address[0]).is_loopback
+    if is_loopback and not launch.is_one_host and not _means_loopback(host):
+        return None
+    backlog = max(128, launch.size)
+    try:
+        return socket.create_server((str(address[0]), port), family=family, backlog=backlog)
+    except OSError as error:
+        if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
+            return None  # torch says it where the port is another process's
+        raise
+
+
+def _means_loopback(host: str) -> bool:
+    """Whether a host is the loopback on every host."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def _own_address(environment: Mapping[str, str]) -> str:

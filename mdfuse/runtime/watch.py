@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,10 +25,12 @@ from mdfuse.errors import PACKAGE, BackendError, Source
 from mdfuse.plan import places
 from mdfuse.plan.places import Tally
 from mdfuse.runtime.bulletin import Answers, Bulletin, within
+from mdfuse.runtime.deadline import NEVER, Deadline
+from mdfuse.runtime.neighbours import Neighbours
 from mdfuse.runtime.positions import Position, Progress, Standing, standing
 from mdfuse.runtime.reports import Page, tell_torchrun
 from mdfuse.runtime.ring import Post, Ring
-from mdfuse.runtime.watch_report import Alarm, Table, blame, explained, report
+from mdfuse.runtime.watch_report import NEVER_TOLD, Alarm, Table, blame, explained, report
 
 if TYPE_CHECKING:
     from mdfuse.backends.c10d_groups import Store
@@ -40,6 +42,13 @@ EXIT_STATUS = 70
 
 #: How long after the timeout of a wait the watchdog ends it, where that did not, seconds.
 _SLACK_S = 2.0
+
+#: How long a rank that reports stays where others see that it had come, seconds.
+_SEEN_S = 2.0
+
+#: From an error, or an alarm, to the moment when this process no longer waits for anybody, seconds.
+#: An alarm may come three seconds after the deadline of the wait, an error one.
+_ERROR_S, _ALARM_S = 7.0, 5.0
 
 #: Code that is not the user's, besides installed packages.
 _LIBRARIES = (PACKAGE, sys.base_prefix + "/lib/", "<")
@@ -61,6 +70,7 @@ class Watch:
         ranks: of the world; reports tell of all of them. 0: of the team that is concerned.
         host: the rank whose process keeps the store; None: another process does.
         reports: the folder where reports are kept; None: nowhere.
+        neighbours: what is seen of other ranks as long as there is no store.
     """
 
     def __init__(
@@ -77,6 +87,7 @@ class Watch:
         ranks: int = 0,
         host: int | None = None,
         reports: Path | None = None,
+        neighbours: Neighbours | None = None,
     ) -> None:
         self.ring = Ring(size, clock)
         #: the subjects of posts that were captured, in order; who captures clears it before
@@ -89,6 +100,11 @@ class Watch:
         self._world = tuple(range(ranks))
         self._host = host
         self._folder = reports
+        self._neighbours = neighbours
+        #: where all ranks meet that share no store, the last such place this one came to
+        self._place = ""
+        #: how long this process waits for others where something went wrong
+        self.ending = NEVER
         self._is_capturing = is_capturing
         self._clock = clock
         self._write = write or _write_error
@@ -110,6 +126,16 @@ class Watch:
         self._ended = ""
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
+
+    @property
+    def is_cut_off(self) -> bool:
+        """The store did not answer, or broke: nobody hears of this rank any more."""
+        return self._bulletin is not None and self._bulletin.is_lost
+
+    @property
+    def store(self) -> str:
+        """Whose store it is, in words."""
+        return "the store" if self._host is None else f"the store that rank {self._host} keeps"
 
     def prepare(
         self, subject: Subject, track: Track
@@ -154,6 +180,10 @@ class Watch:
             self._threads.append(thread)
             thread.start()
 
+    def connect(self, store: Store) -> None:
+        """From now on the ranks tell each other how far they are, in a store of their own."""
+        self._bulletin = Bulletin(store, self._rank, self._beat)
+
     def close(self) -> None:
         """Stop watching; the others are told how this rank left. A second close does nothing."""
         if self._ended:
@@ -161,21 +191,28 @@ class Watch:
         self._stop.set()
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(min(0.5, 2 * self._tick))
+                thread.join(self.ending.left(min(0.5, 2 * self._tick)))
         self._ended = self.leaves
         if self._bulletin is not None and self._threads:
-            within(2 * self._beat, self.tell)
+            within(self.ending.left(2 * self._beat), self.tell)
 
     def count(self, tally: Tally) -> None:
         """Count the runs of a program among what tells where this rank is."""
         self._tallies.append(tally)
 
     @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
+    def waiting(self, what: str, place: str = "") -> Iterator[None]:
         """What is done inside waits for other ranks, and has a deadline of its own.
 
         Where that does not end it, as where the host of the store is stopped, the process ends.
+
+        Args:
+            what: they do there.
+            place: its name, where the ranks have no store in which they see who has come.
         """
+        if place and self._neighbours is not None:
+            self._place = place
+            self._neighbours.come_to(place)
         row = what, self._clock()
         self._waits.append(row)
         try:
@@ -203,8 +240,9 @@ class Watch:
 
     def explain(self, error: BackendError) -> BackendError:
         """The same error, with the positions of all ranks: takes up to three seconds."""
-        if self._bulletin is None:
+        if self._bulletin is None and not self._place:
             return error
+        self.ending = Deadline.after(_ERROR_S)
         now = standing(self._tallies, places.raised(error) or places.running())
         alarm = Alarm.at(now, error.what, self._world)
         self._broke = replace(now, is_waiting=False) if now.doing else None
@@ -310,31 +348,42 @@ class Watch:
         bulletin, answers = self._bulletin, Answers(is_complete=True)
         self._reports += 1
         if bulletin is not None:
-            within(self._beat, lambda: bulletin.tell(own))
-            answers = bulletin.gather(ranks)
+            within(self.ending.left(self._beat), lambda: bulletin.tell(own))
+            answers = bulletin.gather(ranks, self.ending)
         table = self._table(own, ranks, answers)
         try:
             if bulletin is not None and answers.is_complete:
-                bulletin.alarm(f"rank {self._rank} said: {alarm.what}: {blame(alarm, table)}")
+                word = f"rank {self._rank} said: {alarm.what}: {blame(alarm, table)}"
+                within(self.ending.left(self._beat), lambda: bulletin.alarm(word))
             yield table
         finally:
             self._reports -= 1
             if bulletin is not None and answers.is_complete:
-                bulletin.tell(replace(own, is_hanging=False))
-                bulletin.linger(answers.positions)
+                said = replace(own, is_hanging=False)
+                within(self.ending.left(self._beat), lambda: bulletin.tell(said))
+                bulletin.linger(answers.positions, self.ending)
+            elif bulletin is None and self._place:
+                time.sleep(self.ending.left(_SEEN_S))
 
     def _table(self, own: Position, ranks: Sequence[int], answers: Answers) -> Table:
         is_there = answers.is_complete
-        by = "" if self._host is None else f" that rank {self._host} keeps"
+        lost = f"{self.store} does not answer: nothing is known of other ranks"
+        store = "" if is_there else lost
+        missing: Mapping[int, str] = {}
+        if self._bulletin is None and self._place:
+            store = "the ranks share no store here: only what this host shows is known"
+            missing = self._neighbours.missing(self._place) if self._neighbours else {}
+        elif self._bulletin is not None and is_there:
+            told = {self._rank, *answers.positions}
+            missing = {rank: NEVER_TOLD for rank in ranks if rank not in told}
         heard = self._bulletin.heard if self._bulletin is not None else ""
         return Table(
             own=own,
             others=dict(answers.positions),
             ranks=ranks,
             posts=self._posts(),
-            store=""
-            if is_there
-            else f"the store{by} does not answer: nothing is known of other ranks",
+            store=store,
+            missing=missing,
             heard="" if heard.startswith(f"rank {self._rank} ") else heard,
             lost=None if is_there else self._host,
             page=Page(self._folder, self._rank),
@@ -348,6 +397,7 @@ class Watch:
         return text
 
     def _raise(self, alarm: Alarm) -> None:
+        self.ending = Deadline.after(_ALARM_S)
         with self._reporting(alarm, self._standing()) as table:
             error = report(alarm, table)
             self._write(self._keep(error, table))

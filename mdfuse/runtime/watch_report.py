@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mdfuse.errors import BackendError
@@ -18,6 +18,13 @@ _LAST = 8
 
 #: How many ranks a report lists one by one.
 _RANKS = 16
+
+#: What is to be said of a rank that left no word in a store that answers.
+NEVER_TOLD = "no answer: the process ended, or is stuck where no thread of Python can run"
+
+#: Why a wait does not end, for a communication, and for what all ranks do together.
+_IN_ORDER = "all members of a team post the same, in one order"
+_TOGETHER = "no rank goes on before all have come"
 
 #: How the word of a rank begins that left because its own communication broke.
 _VICTIM = "BackendError"
@@ -84,6 +91,8 @@ class Table:
         heard: what the first rank to raise an alarm said, where it is another one; or "".
         lost: the rank whose end took the store with it, or None.
         page: the file that the report is kept in, or None.
+        missing: ranks that nobody has heard of, where they should have been heard, and what is to
+            be said of each.
     """
 
     own: Position
@@ -94,6 +103,7 @@ class Table:
     heard: str = ""
     lost: int | None = None
     page: Page | None = None
+    missing: Mapping[int, str] = field(default_factory=dict)
 
 
 def report(alarm: Alarm, table: Table) -> BackendError:
@@ -101,7 +111,7 @@ def report(alarm: Alarm, table: Table) -> BackendError:
     return BackendError(
         alarm.what,
         where=[alarm.details, *_rows(alarm, table)],
-        because="all members of a team post the same, in one order; this process ends now",
+        because=f"{_IN_ORDER if alarm.name else _TOGETHER}; this process ends now",
         hint=_hint(alarm, table),
     )
 
@@ -122,7 +132,7 @@ def explained(error: BackendError, alarm: Alarm, table: Table) -> BackendError:
 def blame(alarm: Alarm, table: Table) -> str:
     """Who is to blame, in a line."""
     ranks, why, _ = _suspects(alarm, table)
-    return f"{_ranks_text(ranks)}: {why}" if ranks else "nobody knows why"
+    return f"{ranks_text(ranks)}: {why}" if ranks else "nobody knows why"
 
 
 def _rows(alarm: Alarm, table: Table) -> list[str]:
@@ -146,14 +156,16 @@ def _ranks(alarm: Alarm, table: Table) -> list[str]:
     """What the other ranks did, those that did the same together."""
     said: dict[str, list[int]] = {}
     for rank in table.ranks:
-        if rank != table.own.rank and (rank in table.others or not table.store):
+        if rank in table.missing:
+            said.setdefault(table.missing[rank], []).append(rank)
+        elif rank != table.own.rank and (rank in table.others or not table.store):
             said.setdefault(_verdict(alarm, table.others.get(rank), rank), []).append(rank)
-    return [f"{_ranks_text(ranks)} {text}" for text, ranks in said.items()]
+    return [f"{ranks_text(ranks)} {text}" for text, ranks in said.items()]
 
 
 def _verdict(alarm: Alarm, at: Position | None, rank: int) -> str:
     if at is None:
-        return "no answer: the process ended, or is stuck where no thread of Python can run"
+        return NEVER_TOLD
     host = f"; its host is at {at.host}" if at.host else ""
     if at.ended:
         return at.ended + (f", after {at.doing}" if _is_astray(alarm, rank, at) else "")
@@ -179,7 +191,7 @@ def _verdict(alarm: Alarm, at: Position | None, rank: int) -> str:
 
 def _hint(alarm: Alarm, table: Table) -> str:
     ranks, _, hint = _suspects(alarm, table)
-    return hint.format(_ranks_text(ranks))
+    return hint.format(ranks_text(ranks))
 
 
 _SLOW = "; where it is only slow, raise timeout_s"
@@ -194,6 +206,7 @@ def _suspects(alarm: Alarm, table: Table) -> tuple[list[int], str, str]:
     tests = (
         ([r for r, at in others.items() if at.silent_s], "no sign of life", see + "it died, or "
          "stopped, or its host is cut off"),
+        (list(table.missing), "missing", see + "it never came, or stopped, or is gone"),
         ([r for r in left if _VICTIM not in others[r].ended], "left", see + "it left the others"),
         ([r for r, at in here.items() if _is_behind(alarm, r, at)], "did not post it",
          "see what {0} did instead" + _SLOW),
@@ -243,7 +256,8 @@ def _team_text(team: Sequence[int]) -> str:
     return f"({', '.join(map(str, team[:3]))}, ... {team[-1]}: {len(team)} ranks)"
 
 
-def _ranks_text(ranks: Iterable[int]) -> str:
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Ranks as reports say it."""
     ranks = list(ranks)
     text = ", ".join(map(str, ranks[:_RANKS]))
     more = f" and {len(ranks) - _RANKS} more" if len(ranks) > _RANKS else ""

@@ -273,13 +273,15 @@ from mdfuse.backends import nccl_lane, nccl_library
 from mdfuse.backends.base import Call, Place
 from mdfuse.backends.c10d_groups import PrefixStore, TCPStore
 from mdfuse.backends.cuda_driver import CudaDevice
+from mdfuse.runtime.stores import another_connection
 from mdfuse.runtime.watch import Watch
 
 rank, size, port = map(int, sys.argv[1:4])
 timeout_s, device = float(sys.argv[4]), torch.device("cuda", int(sys.argv[5]))
 torch.cuda.set_device(device)
 store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False)
-watch = Watch(rank=rank, timeout_s=timeout_s, store=PrefixStore("watch", store),
+own = PrefixStore("watch", another_connection(store, 60))
+watch = Watch(rank=rank, timeout_s=timeout_s, store=own,
               is_capturing=torch._C._cuda_isCurrentStreamCapturing)
 team = tuple(range(size))
 watch.start()
