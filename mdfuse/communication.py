@@ -16,6 +16,7 @@ from mdfuse.backends.base import POINT_TO_POINT
 from mdfuse.errors import CommunicationError
 from mdfuse.index import Term
 from mdfuse.layout import REDUCE_OPS, Layout, box_size, replicated
+from mdfuse.mesh import DeviceMesh
 from mdfuse.transfers import Part, part_of
 
 #: kind -> (has a root, has a reduce op)
@@ -93,7 +94,7 @@ class Communication:
     def _check_axis_and_dims(self) -> None:
         """The axis and the dims are there; without a dtype only layouts are compared."""
         if self.axis is not None:
-            self.source.mesh.axis_index(self.axis)
+            self.split_mesh.axis_index(self.axis)
         n = len(self.shape)
         dims = [d for layout in (self.source, self.destination) for d, _ in layout.splits]
         dims += [d for d in (self.dim, self.to_dim) if d is not None]
@@ -187,9 +188,14 @@ class Communication:
     # -- how much --------------------------------------------------------------------------------
 
     @property
+    def split_mesh(self) -> DeviceMesh:
+        """The mesh that the axis is one of."""
+        return self.destination.mesh if self.kind == "Scatter" else self.source.mesh
+
+    @property
     def size(self) -> int:
         """How many ranks split the dim along the axis."""
-        mesh = self.destination.mesh if self.kind == "Scatter" else self.source.mesh
+        mesh = self.split_mesh
         return mesh.axis_size(self.axis) if self.axis is not None else mesh.size
 
     def whole(self) -> Layout:

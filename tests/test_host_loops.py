@@ -332,7 +332,7 @@ def test_a_value_of_one_branch_only() -> None:
         ("for %i in 0..%i { %y = add(%y, 1) }", "the loop's stop %i has no value"),
         ("for %i in 0..2 { } set_stream %i", "set_stream: the index %i"),
         ("set_stream -1", "set_stream -1"),
-        ("for %i in 0..101 { %y = add(%y, 1) }", "runs more than 100 instructions"),
+        ("for %i in 0..101 { %y = add(%y, 1) }", "up to 100 iterations"),
     ],
 )
 def test_what_is_refused(code: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:

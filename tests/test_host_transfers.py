@@ -349,7 +349,7 @@ def test_transfers_that_do_not_meet(code: str, words: str, seed: int | None) -> 
         ),
         (
             "%c = post allreduce[sum](%x) -> %y f32[2] (x=P(sum)) => (x=R) axis=x pieces=0 wait %c",
-            "in 0 pieces",
+            "post with pieces=0",
         ),
         (
             "%c = post allreduce[sum](%x) -> %y f32[2] (x=P(sum)) => (x=R) axis=x pieces=2 "

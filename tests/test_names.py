@@ -107,16 +107,20 @@ def test_a_file_may_have_any_name(file: str) -> None:
     str(program.plans.recent).encode()
 
 
-def test_a_definition_may_have_any_name() -> None:
-    for name in ("a\rimport nothing", "b\udcff", "nul\0", "class", ""):
-        with mf.FusionDefinition(name) as fd:
-            x = fd.define_tensor([4], mesh=ONE)
-            fd.add_output(x + 1.0)
-        try:
-            program = mf.compile(fd)
-        except mf.MdfuseError:
-            continue
-        assert torch.equal(program.run(torch.ones(4))[0], torch.full((4,), 2.0))
+@pytest.mark.parametrize("name", ["a\rimport nothing", "b\udcff", "nul\0", "", "a-b", 3, None])
+def test_names_that_a_definition_cannot_have(name: Any) -> None:
+    with pytest.raises(mf.DefinitionError, match="a fusion named"):
+        mf.FusionDefinition(name)
+
+
+@pytest.mark.parametrize("name", ["class", "None", "run", "fi", "ﬁ", "µ", "𝐲", "a.b"])
+def test_a_definition_may_have_any_word_for_a_name(name: str) -> None:
+    with mf.FusionDefinition(name) as fd:
+        x = fd.define_tensor([4], mesh=ONE)
+        fd.add_output(x + 1.0)
+    program = mf.compile(fd)
+    assert hir.parse(str(program)) == program.host
+    assert torch.equal(program.run(torch.ones(4))[0], torch.full((4,), 2.0))
 
 
 def test_arguments_of_functions_may_have_any_name() -> None:

@@ -50,7 +50,10 @@ def test_what_is_no_choice(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(mf.ProgramError, match="backend="):
         mf.Options(backend=text)
     monkeypatch.setenv("MDFUSE_BACKEND", text)
-    with pytest.raises(mf.ProgramError, match="backend="):
+    if not text:  # an empty variable is as good as none
+        mf.compile(across())
+        return
+    with pytest.raises(mf.ProgramError, match="MDFUSE_BACKEND="):
         mf.compile(across())
 
 

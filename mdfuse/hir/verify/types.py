@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from mdfuse.errors import ProgramError
+from mdfuse.hir.instructions import BUFFER_OPS
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.verify.buffers import RULES
 from mdfuse.hir.verify.layouts import axes_of, chunk_of, terms_of
@@ -246,8 +247,8 @@ class Types:
             for name in i.reads:
                 self.slices.pop(root(name), None)
             return
-        written = i.outputs if i.fn or i.op in _BUFFER_OPS else i.reads[i.op == "post" :]
-        if i.op not in ("recv", "post") and not (i.fn or i.op in _BUFFER_OPS):
+        written = i.outputs if i.fn or i.op in BUFFER_OPS else i.reads[i.op == "post" :]
+        if i.op not in ("recv", "post") and not (i.fn or i.op in BUFFER_OPS):
             return
         for name in map(root, written):
             seen = {name}
@@ -295,6 +296,3 @@ class Types:
             because=f"afterwards the ranks would not hold of %{of} what its type says",
             hint=f"let %{of} vary along the axis, and set it to its layout when it is done",
         )
-
-
-_BUFFER_OPS = ("narrow", "chunk", "select", "unexpand", "pad", "pack", "zeros")
