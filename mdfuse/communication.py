@@ -93,7 +93,8 @@ class Communication:
     def _check_axis_and_dims(self) -> None:
         """The axis and the dims are there; without a dtype only layouts are compared."""
         if self.axis is not None:
-            self.source.mesh.axis_index(self.axis)
+            split = self.destination if self.kind == "Scatter" else self.source
+            split.mesh.axis_index(self.axis)
         n = len(self.shape)
         dims = [d for layout in (self.source, self.destination) for d, _ in layout.splits]
         dims += [d for d in (self.dim, self.to_dim) if d is not None]
