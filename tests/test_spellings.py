@@ -85,7 +85,8 @@ def attempt(function: Callable[..., Any], x: Any, args: Any, kwargs: Any) -> Any
         ValueError,
         NotImplementedError,
         KeyError,
-        AttributeError,  # torch.nn.functional asks a number for what tensors have
+        AttributeError,  # torch.nn.functional asks a number for what tensors have,
+        AssertionError,  # and asserts
     ):
         return None
 
