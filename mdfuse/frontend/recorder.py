@@ -206,13 +206,16 @@ class Recorder:
                 because="an output does not alias another output",
                 hint="use the first output twice, or copy it: t * 1",
             )
+        written = {*self._reuse, *self._reuse.values()}
         if reuse is not None:
             self._check_reuse(of, reuse, site)
-            self._reuse[of] = reuse
-        self._outputs.append(of)
+            written |= {of, reuse}
         for mine in self._inputs:
-            if mine in (of, reuse):
-                self._check_kept(mine, site)
+            if mine in (of, reuse) and mine in written and mine in (of, *self._outputs):
+                raise self._not_kept(mine, site)
+        self._outputs.append(of)  # what is refused leaves no trace
+        if reuse is not None:
+            self._reuse[of] = reuse
 
     # -- how -------------------------------------------------------------------------------------
 
@@ -249,16 +252,15 @@ class Recorder:
                 hint="leave reuse= out for one of them",
             )
 
-    def _check_kept(self, of: int, site: Site) -> None:
+    def _not_kept(self, of: int, site: Site) -> DefinitionError:
         """An input is not returned itself and overwritten as well."""
-        if of in self._outputs and (of in self._reuse or of in self._reuse.values()):
-            raise DefinitionError(
-                f"%{self.names[of]} is an input and an output, and reuse= is said of it",
-                where=site.where,
-                because="an input that is returned is the caller's tensor itself: it lies in no "
-                "other one's place, and has no old value once it is written",
-                hint=f"return a copy of it: fd.ops.set({self.names[of]})",
-            )
+        return DefinitionError(
+            f"%{self.names[of]} is an input and an output, and reuse= is said of it",
+            where=site.where,
+            because="an input that is returned is the caller's tensor itself: it lies in no "
+            "other one's place, and has no old value once it is written",
+            hint=f"return a copy of it: fd.ops.set({self.names[of]})",
+        )
 
     def _inferred(
         self, op: str, inputs: tuple[Operand, ...], attrs: Mapping[str, Any], source: Source | None

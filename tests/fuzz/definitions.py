@@ -54,6 +54,7 @@ OWN: dict[str, Callable[..., Any]] = {
     "stride_order": lambda x, order: x,
     "embedding": lambda indices, weight: F.embedding(indices, weight),
     "mod": torch.remainder,
+    "softmin": lambda x, dim=-1, dtype=None: F.softmin(x, dim, dtype=dtype),
 }
 #: Numbers that are drawn here, and other meanings of a name.
 NOT_COMPARED = {"uniform", "dropout", "broadcast", "broadcast_in_dim"}
@@ -300,10 +301,15 @@ def plain(name: str, given: dict[str, Any]) -> list[Tensor] | None:
     def taken(x: Any) -> Any:
         if isinstance(x, Known):
             return x.whole.clone() if x.whole is not None else None
+        if isinstance(x, np.generic):
+            return x.item()  # torch itself takes a bool of numpy for a float
         return [taken(y) for y in x] if isinstance(x, list) else x
 
     function = OWN.get(name) or getattr(torch, name, None) or getattr(F, name, None)
     function = function or getattr(Tensor, name, None)
+    ends = [given[key] for key in ("min", "max") if given.get(key) is not None]
+    if name in ("clamp", "clip") and len({isinstance(end, Known) for end in ends}) > 1:
+        return None  # a tensor beside a number: torch reads it as a number of Python
     if function is None or any(key in given for key in ("dims", "mesh", "layout")):
         return None
     signature = inspect.signature(frontend.BY_NAME[name]).parameters
@@ -319,6 +325,8 @@ def plain(name: str, given: dict[str, Any]) -> list[Tensor] | None:
     except Exception:
         return None
     parts = list(result) if isinstance(result, tuple | list) else [result]
+    if name == "pow" and parts[0].dtype == torch.bool:
+        return None  # torch has no powers of bool, but of no elements
     return parts if all(type(p) is Tensor for p in parts) else None
 
 

@@ -264,7 +264,8 @@ def _inferred_on_meta(
         return f"{fn} of {described} means nothing: {error.because}"
     except AttributeError:  # a number where only a tensor will do
         return f"{fn} does not take these operands"
-    assert isinstance(made, Tensor)
+    if not isinstance(made, Tensor):
+        return f"{fn} of numbers is a number"
     if tuple(made.shape) == want and made.dtype == result.dtype:
         return None
     return f"{fn} of {described} is {dtype_name(made.dtype)}{list(made.shape)}"
