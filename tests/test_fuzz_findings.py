@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, FusionDefinition, Partial, Replicate, Shard
+from mdfuse.hir.verify import verify
 
 MESH = DeviceMesh.arange(t=2)
 
@@ -71,6 +72,7 @@ def test_losses_have_the_dtype_that_both_have_as_tensors(name: str) -> None:
         lambda ops, x: ops.broadcast_in_dim(x, 3, [0]),
         lambda ops, x: ops.set(x).on(MESH, torch.ones(2)),
         lambda ops, x: ops.set(x).on(MESH, []),
+        lambda ops, x: ops.layer_norm(x, 4, x, x == x),
         lambda ops, x: ops.scaled_dot_product_attention(
             ops.zeros([2, 1, 4]), ops.zeros([0, 1, 4]), ops.zeros([0, 1, 4]), enable_gqa=True
         ),
@@ -84,17 +86,18 @@ def test_strange_arguments_are_refused(use: Any) -> None:
         fd.add_output(x)
 
 
-@pytest.mark.parametrize(
-    "op", ["full_like(2, value=1, dtype=f32)", "full_like(True, value=0, dtype=f32)"]
-)
-def test_a_number_where_only_a_tensor_will_do(op: str) -> None:
-    text = f"host @f on mesh(x=2) {{\n%z: f32[] (x=R) = {op}\nreturn %z\n}}"
-    with pytest.raises(mf.MdfuseError):
-        mf.hir.verify.verify(mf.hir.parse(text))
-
-
 def test_bits_of_complex_parts_are_not_joined() -> None:
     part = torch.ones(2, dtype=torch.complex64)
     layout = mf.Layout(MESH, {"t": Partial("bor")})
     with pytest.raises(mf.CommunicationError, match="not defined"):
         mf.unshard_tensor([part, part], layout)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["%z: bf16[] (x=R) = eq(None, %x)", "%z: bool[] (x=R) = full_like(2, %x, dtype=f64)"],
+)
+def test_no_number_where_only_a_tensor_will_do(line: str) -> None:
+    text = f"host @f on mesh(x=2) {{\ninput %x: f32[1,2] (x=R)\n{line}\nreturn %z\n}}"
+    with pytest.raises(mf.ProgramError, match="of numbers is a number|means nothing"):
+        verify(mf.hir.parse(text))

@@ -67,6 +67,13 @@ def layer_norm(
 ) -> Handle:
     """Layer normalisation over the last dims (the last one by default)."""
     shape = _last(x, normalized_shape)
+    for factor in (weight, bias):
+        if factor is not None and not factor.dtype.is_floating_point:
+            raise DefinitionError(
+                f"layer_norm(%{x.name}) with %{factor.name}: {factor.value.type_text()}",
+                because="it multiplies and adds floating-point numbers",
+                hint="cast before",
+            )
     return record("layer_norm", x, weight, bias, normalized_shape=shape, eps=eps)
 
 
