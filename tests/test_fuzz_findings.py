@@ -99,5 +99,5 @@ def test_bits_of_complex_parts_are_not_joined() -> None:
 )
 def test_no_number_where_only_a_tensor_will_do(line: str) -> None:
     text = f"host @f on mesh(x=2) {{\ninput %x: f32[1,2] (x=R)\n{line}\nreturn %z\n}}"
-    with pytest.raises(mf.ProgramError, match="of numbers is a number|means nothing"):
+    with pytest.raises(mf.ProgramError, match=r"of numbers is a number|means nothing"):
         verify(mf.hir.parse(text))
