@@ -12,7 +12,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mdfuse.config import Options
+from mdfuse.config import VERSION, Options
 from mdfuse.errors import (
     BackendError,
     CommunicationError,
@@ -27,7 +27,7 @@ from mdfuse.layout import Layout, Partial, Replicate, Shard, Stream
 from mdfuse.mesh import DeviceMesh
 from mdfuse.sharding import shard_tensor, unshard_tensor
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 if TYPE_CHECKING:
     from mdfuse import hir, segmentation

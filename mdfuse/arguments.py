@@ -13,7 +13,7 @@ from mdfuse.errors import ProgramError
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.index import terms
 from mdfuse.ir.infer import dense_strides
-from mdfuse.plan.local_ops import as_number
+from mdfuse.ir.numbers import as_number
 from mdfuse.plan.signature import span
 from mdfuse.plan.slots import unbound
 

@@ -18,16 +18,16 @@ from torch import Tensor
 
 from mdfuse.agreeing import agree, fingerprint
 from mdfuse.arguments import check_arguments, check_names, check_outputs, numbers
+from mdfuse.caching import Cache
 from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import BackendError, MdfuseError, ProgramError
 from mdfuse.hir.program import HostProgram
 from mdfuse.hir.verify import verify
 from mdfuse.plan.build import Plan, build
-from mdfuse.plan.cache import Cache
-from mdfuse.plan.places import Tally
 from mdfuse.plan.posts import groups
 from mdfuse.plan.signature import Signature, signature_of
 from mdfuse.plan.streams import capture_stream
+from mdfuse.runtime.running import Tally
 
 if TYPE_CHECKING:
     from mdfuse.dtensor_runs import Border

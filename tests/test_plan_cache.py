@@ -11,7 +11,7 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh
-from mdfuse.plan.cache import Cache
+from mdfuse.caching import Cache
 
 ONE = DeviceMesh([0])
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from mdfuse.arguments import has_dtensors
+from mdfuse.caching import Cache
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend import ops as operations
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.frontend.handle import Handle
 from mdfuse.layout import Layout, Placement
 from mdfuse.mesh import DeviceMesh, as_mesh
-from mdfuse.plan.cache import Cache
 from mdfuse.torch_private import spec_of
 
 if TYPE_CHECKING:

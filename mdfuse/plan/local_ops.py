@@ -7,7 +7,6 @@ larger one), it is written there, in place where torch can.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +18,7 @@ from mdfuse.hir.program import Instruction
 from mdfuse.ir import ops
 from mdfuse.ir.graph import Operand
 from mdfuse.ir.infer import dense_strides
+from mdfuse.ir.numbers import scalar_call
 from mdfuse.ir.writes import EXACT, WRITES, fresh_write, is_dense_result
 from mdfuse.plan.allocation import empty, new_buffer
 from mdfuse.plan.lines import Line, Ref, drop
@@ -228,23 +228,3 @@ def _scalar(i: Instruction, row: ops.Op, context: Context) -> Line:
 
     args = _operands(i, context)
     return Line(run=compute_number, args=args, into=context.slot(i.outputs[0]))
-
-
-def scalar_call(call: Callable[..., Any], operands: Sequence[Any]) -> Any:
-    """Call an op on numbers; returns a number."""
-    wide = {bool: torch.bool, int: torch.int64, float: torch.float64}
-    tensors = [torch.tensor(x, dtype=wide[type(x)]) for x in operands]
-    return call(*tensors).item()
-
-
-def as_number(x: Any, dtype: torch.dtype) -> bool | int | float | None:
-    """A number of the kind that a host scalar of this dtype is; None where x cannot be one."""
-    x = x.item() if isinstance(x, Tensor) and x.ndim == 0 else x
-    if not isinstance(x, bool | int | float):
-        return None
-    if dtype.is_floating_point:
-        return float(x)
-    if isinstance(x, float) and not x.is_integer():
-        return None
-    kind = bool if dtype == torch.bool else int
-    return kind(x) if kind(x) == x else None

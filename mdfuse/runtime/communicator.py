@@ -21,7 +21,6 @@ from mdfuse.backends.c10d_groups import HashStore, PrefixStore
 from mdfuse.backends.work import first_line
 from mdfuse.config import Carriers, Options, carriers_of, options_from_environment
 from mdfuse.errors import BackendError
-from mdfuse.plan.places import Tally
 from mdfuse.runtime.agreement import Agreement
 from mdfuse.runtime.backend_rows import BACKENDS, OpenBackend, World, auto
 from mdfuse.runtime.bootstrap import detect
@@ -30,6 +29,7 @@ from mdfuse.runtime.fast_lane import Replays
 from mdfuse.runtime.joining import meet, problem_elsewhere, watch_for, why_not_beside
 from mdfuse.runtime.null_world import NULL, check_null_arguments, null_device, null_launch
 from mdfuse.runtime.refusals import Refusals
+from mdfuse.runtime.running import Tally
 from mdfuse.runtime.stores import open_store
 from mdfuse.runtime.watch import Watch
 

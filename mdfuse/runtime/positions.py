@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from mdfuse.plan.places import Place, Tally
+from mdfuse.runtime.running import Place, Tally
 
 #: Kinds that not every member of a team posts each time: their numbers say nothing of the others.
 _TRANSFERS = ("Gather", "Scatter", "SendRecv", "Exchange")
