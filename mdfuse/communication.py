@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mdfuse.backends.base import POINT_TO_POINT
 from mdfuse.errors import CommunicationError
 from mdfuse.index import Term
 from mdfuse.layout import Layout, box_size, replicated
+from mdfuse.layouts.call import POINT_TO_POINT
 from mdfuse.transfers import Part, part_of
 
 #: kind -> (has a root, has a reduce op)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
 
-from mdfuse.backends.base import Call
 from mdfuse.layout import Box, Layout, box_size, intersect, nth_chunk, relative
+from mdfuse.layouts.call import Call
 from mdfuse.mesh import DeviceMesh
 
 if TYPE_CHECKING:

@@ -16,11 +16,12 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse.agreeing import agree, fingerprint
-from mdfuse.backends.base import Call, Place
+from mdfuse.backends.base import Place
 from mdfuse.backends.c10d import C10dBackend
 from mdfuse.backends.c10d_groups import HashStore, PrefixStore
 from mdfuse.backends.c10d_sockets import opened, shut_down
 from mdfuse.errors import BackendError, ProgramError
+from mdfuse.layouts.call import Call
 from mdfuse.plan.build import Plan, build
 from mdfuse.runtime import running
 from mdfuse.runtime.agreement import Agreement

@@ -16,7 +16,7 @@ from fake_nccl import FakeDevice, FakeNccl, Wire, post
 from torch import Tensor
 
 from mdfuse.backends import nccl_lane, nccl_library
-from mdfuse.backends.base import Call, Place
+from mdfuse.backends.base import Place
 from mdfuse.backends.c10d import C10dBackend
 from mdfuse.backends.c10d_groups import HashStore, PrefixStore, Store, TCPStore
 from mdfuse.backends.cuda_driver import CudaDevice, MarkedTrack
@@ -24,6 +24,7 @@ from mdfuse.backends.nccl_lane import NcclLane, open_lane
 from mdfuse.backends.noting import Subject
 from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import BackendError, CommunicationError, ProgramError
+from mdfuse.layouts.call import Call
 from mdfuse.runtime.agreement import Agreement
 from mdfuse.runtime.fast_lane import Lanes, agree_on_lanes
 from mdfuse.runtime.watch import Watch

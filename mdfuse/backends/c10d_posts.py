@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mdfuse.backends.base import REDUCING, Call, Work, root_index
+from mdfuse.backends.base import Work, root_index
 from mdfuse.backends.c10d_groups import AllgatherOptions, Group, Library, Transfer
 from mdfuse.backends.reduction import BOOL_OPS, check_reduction, combine
 from mdfuse.backends.work import DONE, Posted
+from mdfuse.layouts.call import REDUCING, Call
 from mdfuse.torch_private import all_gather_of, reduce_scatter_of
 
 Post = Callable[[Sequence[Tensor], Sequence[Tensor]], Work]

@@ -28,8 +28,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Literal
 
-from mdfuse.backends.base import Call, check_call, root_index
+from mdfuse.backends.base import check_call, root_index
 from mdfuse.errors import CommunicationError
+from mdfuse.layouts.call import Call
 
 #: Elements [start, stop) of a buffer.
 _Range = tuple[int, int]

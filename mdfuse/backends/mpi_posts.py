@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import REDUCING, Call, Work, flat, root_index
+from mdfuse.backends.base import Work, flat, root_index
 from mdfuse.backends.mpi_requests import Requests, State, Waiting
 from mdfuse.backends.mpi_types import carrying_type, is_reducible, reduce_op, reducing_type
 from mdfuse.backends.reduction import check_reduction
 from mdfuse.backends.work import DONE, Posted
 from mdfuse.errors import CommunicationError
+from mdfuse.layouts.call import REDUCING, Call
 
 Post = Callable[[Sequence[Tensor], Sequence[Tensor]], Work]
 

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import REDUCING, Buffer, Call, Prepared, root_index
+from mdfuse.backends.base import Buffer, Prepared, root_index
 from mdfuse.backends.noting import Subject
 from mdfuse.backends.reduction import check_reduction
 from mdfuse.errors import CommunicationError
+from mdfuse.layouts.call import REDUCING, Call
 
 #: ncclDataType_t (nccl.h). What is not here travels as bytes.
 _CODES = {

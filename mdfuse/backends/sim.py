@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import POINT_TO_POINT, Call, Place
+from mdfuse.backends.base import Place
 from mdfuse.backends.reduction import combine
 from mdfuse.errors import CommunicationError
+from mdfuse.layouts.call import POINT_TO_POINT, Call
 
 
 @dataclass(slots=True)

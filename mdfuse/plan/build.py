@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import Call, Poster
+from mdfuse.backends.base import Poster
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import HostProgram
+from mdfuse.layouts.call import Call
 from mdfuse.plan.lines import Function, Line, Ref, Slots, write
 from mdfuse.plan.memory import Owned, own
 from mdfuse.plan.posts import Posts

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import POINT_TO_POINT, Buffer, Call, Place, Poster, Prepared, Work
+from mdfuse.backends.base import Buffer, Place, Poster, Prepared, Work
 from mdfuse.errors import CommunicationError, ProgramError
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.layout import Box, nth_chunk
+from mdfuse.layouts.call import POINT_TO_POINT, Call
 from mdfuse.plan.exchanges import Exchanges, transfer_team
 from mdfuse.plan.lines import Line, Ref, drop, is_dense
 from mdfuse.plan.pending import Pending, landing, nothing_posted

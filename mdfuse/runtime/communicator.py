@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 
 from mdfuse.backends import ucx_library
-from mdfuse.backends.base import Call, Interruptible, Poster
+from mdfuse.backends.base import Interruptible, Poster
 from mdfuse.backends.c10d_groups import HashStore, PrefixStore
 from mdfuse.backends.work import first_line
 from mdfuse.config import Carriers, Options, carriers_of, options_from_environment
 from mdfuse.errors import BackendError
+from mdfuse.layouts.call import Call
 from mdfuse.runtime.agreement import Agreement
 from mdfuse.runtime.backend_rows import BACKENDS, OpenBackend, World, auto
 from mdfuse.runtime.bootstrap import detect

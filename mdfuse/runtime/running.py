@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Protocol
 from weakref import WeakValueDictionary
 
-from mdfuse.backends.base import Call
+from mdfuse.layouts.call import Call
 
 
 class Step(Protocol):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-from mdfuse.backends.base import POINT_TO_POINT, Call
 from mdfuse.communication import Communication
 from mdfuse.errors import MdfuseError
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.verify.report import wrong
 from mdfuse.layout import Box, Layout, box_shape, box_size
+from mdfuse.layouts.call import POINT_TO_POINT, Call
 from mdfuse.transfers import Part
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
-from mdfuse.backends.base import POINT_TO_POINT
 from mdfuse.errors import CommunicationError
 from mdfuse.hir.verify.events import Event, Programs, difference, events
 from mdfuse.hir.verify.progress import Meeting, check_progress
 from mdfuse.hir.verify.report import disagreement
 from mdfuse.hir.verify.sizes import multiples
 from mdfuse.hir.verify.transfers import match_transfers
+from mdfuse.layouts.call import POINT_TO_POINT
 
 Team = tuple[int, ...]
 
