@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from mdfuse.frontend import ops
     from mdfuse.frontend.cache import FusionCache
     from mdfuse.frontend.definition import FusionDefinition
-    from mdfuse.frontend.trace import TensorSpec, fusion
+    from mdfuse.frontend.spec import TensorSpec
+    from mdfuse.frontend.trace import fusion
     from mdfuse.program import Program, compile
     from mdfuse.runtime.communicator import Communicator, init
     from mdfuse.simulation import simulate
@@ -49,7 +50,7 @@ _LAZY = {
     "FusionDefinition": "mdfuse.frontend.definition",
     "HostIrEvaluator": "mdfuse.evaluator",
     "Program": "mdfuse.program",
-    "TensorSpec": "mdfuse.frontend.trace",
+    "TensorSpec": "mdfuse.frontend.spec",
     "compile": "mdfuse.program",
     "fusion": "mdfuse.frontend.trace",
     "init": "mdfuse.runtime.communicator",
