@@ -290,7 +290,8 @@ class HostIrEvaluator:
         Raises:
             ProgramError: all was to be captured, and some of it cannot.
         """
-        from mdfuse.plan.graphs import COPY_LIMIT, CudaRecorder, GraphPlan
+        from mdfuse.plan.captures import CudaRecorder
+        from mdfuse.plan.graphs import COPY_LIMIT, GraphPlan
 
         assert self._signature is not None
         plan, stream = once.plan, capture_stream(communicator.device)

@@ -7,7 +7,10 @@ own in `tests/multidevice/test_graphs_ranks.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -224,6 +227,101 @@ def null(unjoined: None) -> Communicator:
     return mf.init(backend="null", rank=0, size=4)
 
 
+# -- what breaks a capture -----------------------------------------------------------------------
+
+
+class Garbage:
+    """A cycle, which says when it goes."""
+
+    def __init__(self, gone: Callable[[], None]) -> None:
+        self.itself, self.gone = self, gone
+
+    def __del__(self) -> None:
+        self.gone()
+
+
+class Capturing(FakeRecorder):
+    """A recorder that makes much garbage while it captures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collected: list[str] = []
+        self.now = "before"
+        self.error: Exception | None = None
+
+    def leave(self) -> None:
+        Garbage(lambda: self.collected.append(self.now))
+
+    def record(self, run: Callable[[], list[Any]]) -> tuple[list[Any], Repeat]:
+        self.now = "during"
+        self.leave()
+        kept = [[n] for n in range(10_000)]  # enough for any generation
+        assert len(kept) == 10_000
+        try:
+            if self.error is not None:
+                raise self.error
+            return super().record(run)
+        finally:
+            self.now = "behind"
+
+
+@pytest.fixture
+def collector() -> Iterator[None]:
+    """Python's, eager."""
+    was_enabled, limits = gc.isenabled(), gc.get_threshold()
+    gc.collect()
+    gc.set_threshold(100, 5, 5)
+    yield
+    gc.set_threshold(*limits)
+    (gc.enable if was_enabled else gc.disable)()
+
+
+@pytest.mark.usefixtures("collector")
+@pytest.mark.parametrize("is_enabled", [True, False])
+@pytest.mark.parametrize("error", [None, RuntimeError("no")], ids=str)
+def test_nothing_is_collected_in_a_capture(is_enabled: bool, error: Exception | None) -> None:
+    plan, recorder = plan_of(CHAIN, [draw(4, 3), draw(3, 5)]), Capturing()
+    graphs = GraphPlan(plan, plan, recorder, {})
+    recorder.error = error
+    gc.disable()
+    recorder.leave()
+    if is_enabled:
+        gc.enable()
+    with pytest.raises(RuntimeError, match="no") if error else nullcontext():
+        graphs.run([draw(4, 3), draw(3, 5)])
+    assert gc.isenabled() == is_enabled
+    gc.collect()
+    assert recorder.collected == ["before", "behind"]
+
+
+def test_a_graph_is_not_given_up_while_another_thread_captures() -> None:
+    """An eviction, or close(), in another thread waits for the capture."""
+    old, made = graphs_of(CHAIN, [draw(4, 3), draw(3, 5)])
+    old.run([draw(4, 3), draw(3, 5)])
+    capturing, may_go = threading.Event(), threading.Event()
+
+    class Slow(FakeRecorder):
+        def record(self, run: Callable[[], list[Any]]) -> tuple[list[Any], Repeat]:
+            capturing.set()
+            assert may_go.wait(20)
+            assert not made.made[0].is_reset
+            return super().record(run)
+
+    plan = plan_of(CHAIN, [draw(4, 3), draw(3, 5)])
+    new, x, w, got = GraphPlan(plan, plan, Slow(), {}), draw(4, 3), draw(3, 5), []
+    first = threading.Thread(target=lambda: got.extend(new.run([x, w])))
+    first.start()
+    assert capturing.wait(20)
+    other = threading.Thread(target=old.release)
+    other.start()
+    other.join(0.2)
+    assert not made.made[0].is_reset
+    may_go.set()
+    first.join(20)
+    other.join(20)
+    assert made.made[0].is_reset and torch.allclose(got[0], x @ w * 2 + 1)
+
+
 # -- the evaluator -------------------------------------------------------------------------------
 
 
@@ -243,7 +341,7 @@ def recorders(monkeypatch: pytest.MonkeyPatch, unjoined: None) -> list[FakeRecor
     monkeypatch.setattr(f"{evaluator}.HostIrEvaluator._may_capture", lambda *_: True)
     monkeypatch.setattr(f"{evaluator}.HostIrEvaluator._check_graph", lambda *_: None)
     monkeypatch.setattr(f"{evaluator}.capture_stream", lambda _: Stream())
-    monkeypatch.setattr("mdfuse.plan.graphs.CudaRecorder", recorder)
+    monkeypatch.setattr("mdfuse.plan.captures.CudaRecorder", recorder)
     mf.init(backend="gloo")
     return made
 

@@ -26,7 +26,9 @@ from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import BackendError, CommunicationError, ProgramError
 from mdfuse.layouts.call import Call
 from mdfuse.runtime.agreement import Agreement
-from mdfuse.runtime.fast_lane import Lanes, agree_on_lanes
+from mdfuse.runtime.fast_lane import Lanes, Replays, agree_on_lanes
+from mdfuse.runtime.positions import is_shared
+from mdfuse.runtime.running import Tally
 from mdfuse.runtime.watch import Watch
 
 TEAMS = [(0, 1), (2, 0, 1), (3, 1, 0, 2)]
@@ -345,7 +347,45 @@ def test_notes() -> None:
     ]
     assert posts[0].subject.bytes == 16 and posts[0].subject.is_shared
     assert not posts[3].subject.is_shared
-    assert {s: t.marked for s, t in world.devices[0].tracks.items()} == {COMPUTE: 1, 77: 2}
+    assert {s: t.marked for s, t in world.devices[0].tracks.items()} == {COMPUTE: 3, 77: 1}
+
+
+def test_families_on_one_stream_do_not_hide_each_other() -> None:
+    """What a transfer marks says nothing of the collectives before it but that they are done."""
+    world = World((0, 1))
+    lane, watch, device = world.lanes[0], world.watches[0], world.devices[0]
+    gather = Call(kind="Allgather", team=(0, 1), rank=0)
+    exchange = Call(kind="Exchange", team=(0, 1), rank=0, sends=(1,), recvs=())
+    for at_once in (True, False):
+        place = Place(stream=COMPUTE, at_once=at_once, where="mlp.py:14")
+        gathers = lane.prepare(gather, [x4], [x8], place)
+        exchanges = lane.prepare(exchange, [x4], [], place)
+        for _ in range(30):
+            post(gathers, [x4], [x8])
+        for _ in range(3):
+            post(exchanges, [x4], [])
+    for track in device.tracks.values():
+        track.done = track.marked  # all that was queued
+    found = {p.family: (p.posted, p.done) for p in watch.position(is_hanging=False).progress}
+    assert sorted(found.values()) == [(6, 6), (60, 60)]
+    device.tracks[COMPUTE].done -= 4  # the last gather at once, and the exchanges behind it
+    late = [p.sequence for p in watch.ring.posts() if not p.is_done()]
+    assert late == [30, 1, 2, 3]
+
+
+def test_what_plans_count_is_not_what_the_lane_counts() -> None:
+    """Some collectives of a team go through the lane, others by its process group."""
+    world = World((0, 1))
+    lane, watch = world.lanes[0], world.watches[0]
+    watch.count(Tally(name="f", serial=0, runs=5, posted={("Allgather", (0, 1)): 2}))
+    call = Call(kind="Allgather", team=(0, 1), rank=0)
+    posting = lane.prepare(call, [x4], [x8], Place(stream=COMPUTE, at_once=True, where="a.py:1"))
+    for _ in range(3):
+        post(posting, [x4], [x8])
+    at = watch.position(is_hanging=False)
+    assert at.of("collectives", (0, 1)).posted == 10
+    assert at.of("lane collectives", (0, 1)).posted == 3
+    assert is_shared("lane collectives") and not is_shared("lane transfers")
 
 
 def test_a_post_that_fails_ends_its_group() -> None:
@@ -536,7 +576,7 @@ def test_members_meet_by_the_first_ones_id() -> None:
     assert inits == [("init", 2, bytes(range(128)), index) for index in range(2)]
     for watch in watches:
         (noted,) = watch.ring.posts()
-        assert noted.is_done(noted.sequence)
+        assert noted.is_done()
 
 
 def test_a_member_that_nccl_refuses() -> None:
@@ -634,15 +674,21 @@ def test_a_replay_is_one_post() -> None:
     posts = [
         Subject(kind=k, team=(0, 1), bytes=8, where=f"mlp.py:{n}") for n, k in enumerate("abcdefgh")
     ]
-    before, behind = lanes.replays("mlp", (0, 1, 2), COMPUTE, posts)
-    for _ in range(2):
-        before()
-        behind()
-    noted = watch.ring.posts()[-1]
-    assert noted.sequence == device.tracks[COMPUTE].marked == 2
-    assert noted.subject.bytes == 64 and noted.subject.where.startswith("mlp: a (mlp.py:0), b (")
-    assert noted.subject.where.endswith("f (mlp.py:5) and 2 more")
-    assert noted.subject.family == "replays of mlp" and noted.subject.is_shared
+    replays = Replays(lanes, "mlp", (0, 1, 2), COMPUTE)
+    for region in (0, 1):
+        replays.begin()
+        watch.captured += posts[:1] if region == 0 else posts
+        before, behind = replays.end(region)
+        for _ in range(2):
+            before()
+            behind()
+    noted, track = watch.ring.posts()[-1], device.tracks[COMPUTE]
+    assert (noted.sequence, noted.turn, track.marked) == (2, 4, 4)
+    assert noted.subject.bytes == 64 and noted.subject.where.endswith("f (mlp.py:5) and 2 more")
+    assert noted.subject.where.startswith("mlp, region 1: a (mlp.py:0), b (")
+    assert noted.subject.family == "replays of mlp, region 1" and noted.subject.is_shared
+    track.done = 3
+    assert [post.is_done() for post in watch.ring.posts()] == [True, True, True, False]
 
 
 def test_options(monkeypatch: pytest.MonkeyPatch) -> None:

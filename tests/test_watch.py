@@ -91,7 +91,7 @@ def test_the_ring_wraps() -> None:
         *((n, "a", n + 1) for n in range(12, 19)),
         (19, "b", 1),
     ]
-    assert [p.is_done(p.sequence) for p in posts] == [True] * 3 + [False] * 4 + [True]
+    assert [p.is_done() for p in posts] == [True] * 3 + [False] * 4 + [True]
     assert posts[0].posted_at == 100.0
     assert ring.tallies() == {("a", TEAM): 19, ("b", TEAM): 1}
     assert [p.place for p in ring.posts(after=17)] == [18, 19]

@@ -274,7 +274,10 @@ class NcclLane:
         return comm
 
     def _track(self, stream: int) -> Track:
-        """Marks of several streams could overtake each other, so each has a track of its own."""
+        """Marks of several streams could overtake each other, so each has a track of its own.
+
+        So have marks of several lanes, which several threads may post to.
+        """
         track = self._tracks.get(stream)
         if track is None:
             track = self._tracks[stream] = self._device.track(stream)

@@ -95,7 +95,10 @@ def prepare(
 
 
 def subject(call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor], where: str) -> Subject:
-    """What the watch is told of a post."""
+    """What the watch is told of a post.
+
+    Its families are a lane's own: plans count all that their programs post, by whatever backend.
+    """
     is_shared = call.kind in COLLECTIVES
     sizes = (sum(x.numel() * x.itemsize for x in side) for side in (srcs, dsts))
     return Subject(
@@ -103,7 +106,7 @@ def subject(call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor], where: s
         team=call.team,
         bytes=max(sizes),
         where=where,
-        family="collectives" if is_shared else "transfers",
+        family="lane collectives" if is_shared else "lane transfers",
         is_shared=is_shared,
     )
 

@@ -11,7 +11,10 @@ from typing import Any, Protocol
 
 
 class Track(Protocol):
-    """A queue of posts that are done in order."""
+    """A queue of posts that are done in order, whatever they are.
+
+    Its posts are numbered by themselves, from 1, so that any families and teams may share it.
+    """
 
     def mark(self, number: int) -> Any:
         """Queue the news that everything up to `number` is done."""

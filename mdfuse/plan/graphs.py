@@ -11,7 +11,6 @@ into buffers of the graph. Results are copied out: the caller's outputs are neve
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from mdfuse.plan.build import Plan
+from mdfuse.plan.captures import Recorder, Recording, give_up, undisturbed
 from mdfuse.plan.lines import Function, Line, write
 from mdfuse.plan.slots import CALLER_SLOT
 
@@ -84,77 +84,7 @@ def _quiet(plan: Plan) -> list[int]:
     return quiet
 
 
-# -- capturing -----------------------------------------------------------------------------------
-
-
-class Recording(Protocol):
-    """Something that was recorded."""
-
-    def replay(self) -> None:
-        """Do it again, on the current stream."""
-
-    def reset(self) -> None:
-        """Give up what it holds; it is never replayed again."""
-
-
-class Recorder(Protocol):
-    """Records what a function queues on the device, without doing it.
-
-    Attributes:
-        stream: the stream that is current meanwhile.
-    """
-
-    stream: Any
-
-    def record(self, run: Callable[[], list[Any]]) -> tuple[list[Any], Recording]:
-        """Call the function; its results, whose buffers each replay fills."""
-
-
-@dataclass(frozen=True, slots=True)
-class _CudaRecording:
-    """A CUDA graph; its memory goes back to the allocator only when no replay is under way."""
-
-    graph: torch.cuda.CUDAGraph
-    device: torch.device
-
-    def replay(self) -> None:
-        self.graph.replay()
-
-    def reset(self) -> None:
-        torch.cuda.synchronize(self.device)
-        self.graph.reset()
-
-
-class CudaRecorder:
-    """Records CUDA graphs on a stream of its own, each with its own pool of memory.
-
-    Args:
-        device: the GPU.
-        stream: where captures take place; plans are built for it.
-    """
-
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
-        self.device, self.stream = device, stream
-
-    def record(self, run: Callable[[], list[Any]]) -> tuple[list[Any], Recording]:
-        """Capture what a function queues.
-
-        Other threads go on as they like meanwhile: the libraries' watchdogs ask for events.
-        """
-        graph = torch.cuda.CUDAGraph()
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                results = run()
-            except BaseException:
-                torch.cuda.set_stream(self.stream)
-                with suppress(RuntimeError):  # the capture is broken off, which is an error again
-                    graph.capture_end()
-                raise
-            torch.cuda.set_stream(self.stream)
-            graph.capture_end()
-        return results, _CudaRecording(graph, self.device)
+# -- replaying -----------------------------------------------------------------------------------
 
 
 class Watch(Protocol):
@@ -169,9 +99,6 @@ class Watch(Protocol):
 
 def _unwatched() -> None:
     """Nobody watches."""
-
-
-# -- replaying -----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -267,7 +194,7 @@ class GraphPlan:
         if captured is not None and captured.fits(slots):
             return captured
         if captured is not None:
-            captured.recording.reset()
+            give_up(captured.recording)
             del self._captured[n]
         taken, _ = self._uses[n]
         moving = [s for s in taken if self._address(s, slots) is None]
@@ -303,7 +230,7 @@ class GraphPlan:
     def reset(self) -> None:
         """Give up the graphs; before their communicators are destroyed."""
         for captured in self._captured.values():
-            captured.recording.reset()
+            give_up(captured.recording)
         self._captured.clear()
 
     def release(self) -> None:
@@ -365,7 +292,8 @@ class GraphPlan:
         run = partial(self._call, self.plan, n, self.recorder.stream, values)
         if self.watch is not None:
             self.watch.begin()
-        results, recording = self.recorder.record(run)
+        with undisturbed():
+            results, recording = self.recorder.record(run)
         return _Captured(
             bound=bound,
             copied=copied,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from mdfuse.backends import nccl_lane, nccl_library
 from mdfuse.backends.c10d_groups import Store
 from mdfuse.backends.cuda_driver import CudaDevice, Device
 from mdfuse.backends.nccl_lane import NcclLane
-from mdfuse.backends.noting import Subject
+from mdfuse.backends.noting import Subject, Track
 from mdfuse.errors import BackendError
 from mdfuse.runtime.agreement import Agreement
 from mdfuse.runtime.watch import Watch
@@ -54,30 +54,9 @@ class Lanes:
             noter=self.watch,
         )
 
-    def replays(
-        self, name: str, team: tuple[int, ...], stream: int, posts: Sequence[Subject]
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """What to call before and behind each replay of a CUDA graph, outside of any capture.
-
-        The watch sees a replay as one post. Marks inside the graph would tell which of its posts
-        hangs, but each is a node that the device stops for, and small programs would feel it.
-
-        Args:
-            name: the program's, the same on all ranks that replay it, and used for it alone.
-            team: the ranks that replay it, the same on all of them.
-            stream: the handle of the stream it is replayed on.
-            posts: what is in it: `watch.captured` after the capture.
-        """
-        listed = ", ".join(f"{post.kind} ({post.where})" for post in posts[:_LISTED])
-        more = f" and {len(posts) - _LISTED} more" if len(posts) > _LISTED else ""
-        subject = Subject(
-            kind="replay of a graph",
-            team=team,
-            bytes=sum(post.bytes for post in posts),
-            where=f"{name}: {listed}{more}",
-            family=f"replays of {name}",
-        )
-        return self.watch.prepare(subject, self._device.track(stream))
+    def track(self, stream: int) -> Track:
+        """A new track of what is posted on a stream."""
+        return self._device.track(stream)
 
     def close(self) -> None:
         """Stop the watch; lanes are closed before."""
@@ -87,25 +66,38 @@ class Lanes:
 class Replays:
     """Notes what is captured, and each replay of it.
 
+    The watch sees a replay as one post. Marks inside the graph would tell which of its posts hangs,
+    but each is a node that the device stops for, and small programs would feel it.
+
     Args:
         lanes: whose watch takes the notes.
-        name: of a program, the same on all ranks.
-        team: the ranks that run it.
+        name: of a program, the same on all ranks that replay it, and used for it alone.
+        team: the ranks that replay it, the same on all of them.
         stream: the handle of the stream on which graphs are replayed.
     """
 
     def __init__(self, lanes: Lanes, name: str, team: tuple[int, ...], stream: int) -> None:
-        self._lanes, self._name, self._team, self._stream = lanes, name, team, stream
+        self._watch, self._name, self._team = lanes.watch, name, team
+        self._track = lanes.track(stream)  # one for all captures: its memory is never given back
 
     def begin(self) -> None:
         """A capture begins."""
-        self._lanes.watch.captured.clear()
+        self._watch.captured.clear()
 
     def end(self, region: int) -> tuple[Callable[[], None], Callable[[], None]]:
         """A capture of a program's region ended: what to call before and behind each replay."""
-        posts = tuple(self._lanes.watch.captured)
+        posts = tuple(self._watch.captured)
+        listed = ", ".join(f"{post.kind} ({post.where})" for post in posts[:_LISTED])
+        more = f" and {len(posts) - _LISTED} more" if len(posts) > _LISTED else ""
         name = f"{self._name}, region {region}"
-        return self._lanes.replays(name, self._team, self._stream, posts)
+        subject = Subject(
+            kind="replay of a graph",
+            team=self._team,
+            bytes=sum(post.bytes for post in posts),
+            where=f"{name}: {listed}{more}",
+            family=f"replays of {name}",
+        )
+        return self._watch.prepare(subject, self._track)
 
 
 def agree_on_lanes(

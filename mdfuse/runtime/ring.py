@@ -12,19 +12,27 @@ from mdfuse.backends.noting import Subject
 class Post(NamedTuple):
     """One entry of the ring.
 
+    Two numbers, for two purposes: ranks compare the one in the family and team, the same on all
+    of them; this process asks for the one in the track, where families and teams may be mixed.
+
     Attributes:
         place: its number among all posts of this process.
         sequence: its number in its family and team, from 1.
+        turn: its number on its track, from 1.
         subject: what it is.
-        is_done: whether the post of a sequence number is done.
+        has_passed: whether its track is done with the post of a number, and all before it.
         posted_at: seconds, on the watch's clock.
     """
 
     place: int
     sequence: int
+    turn: int
     subject: Subject
-    is_done: Callable[[int], bool]
+    has_passed: Callable[[int], bool]
     posted_at: float
+
+    def is_done(self) -> bool:
+        return self.has_passed(self.turn)
 
     def text(self) -> str:
         """As reports name it."""
@@ -46,9 +54,15 @@ class Ring:
         self._clock = clock
         self._next = count().__next__
         self._tallies: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+        self._turns: dict[Callable[[int], bool], list[int]] = {}
 
-    def writer(self, subject: Subject, is_done: Callable[[int], bool]) -> Callable[[], int]:
-        """A function that notes a post of `subject` and returns its sequence number."""
+    def writer(self, subject: Subject, has_passed: Callable[[int], bool]) -> Callable[[], int]:
+        """A function that notes a post of `subject` and returns its number on its track.
+
+        Args:
+            subject: what is posted.
+            has_passed: of the track, which is told from others by it.
+        """
         entries, mask, following, clock = (
             self._entries,
             len(self._entries) - 1,
@@ -56,12 +70,14 @@ class Ring:
             self._clock,
         )
         tally = self._tallies.setdefault((subject.family, subject.team), [0])
+        turns = self._turns.setdefault(has_passed, [0])
 
         def write() -> int:
             number = tally[0] = tally[0] + 1
+            turn = turns[0] = turns[0] + 1
             place = following()
-            entries[place & mask] = (place, number, subject, is_done, clock())
-            return number
+            entries[place & mask] = (place, number, turn, subject, has_passed, clock())
+            return turn
 
         return write
 

@@ -211,7 +211,7 @@ class Watch:
         """How far this rank is, for the others."""
         now = now or self._standing()
         posts = self._posts()
-        open_posts = [post for post in posts if not post.is_done(post.sequence)]
+        open_posts = [post for post in posts if not post.is_done()]
         progress = []
         for (family, team), posted in self.ring.tallies().items():
             mine = [p for p in open_posts if (p.subject.family, p.subject.team) == (family, team)]
@@ -219,8 +219,7 @@ class Watch:
             last = [p for p in posts if (p.subject.family, p.subject.team) == (family, team)]
             text = last[-1].text() if last else ""
             progress.append(Progress(family, team, posted, done, text))
-        noted = {(p.family, p.team) for p in progress}
-        progress += [p for p in now.progress if (p.family, p.team) not in noted]
+        progress += now.progress
         waits = [what for what, _ in self._waits]
         doing = now.doing or (f"in {waits[-1]}" if waits else "")
         progress_of = tuple(progress)
@@ -262,10 +261,10 @@ class Watch:
     def _find_oldest(self) -> Post | None:
         """The first post that is not done; kept, in case the ring comes round to it."""
         oldest = self._oldest
-        if oldest is not None and not oldest.is_done(oldest.sequence):
+        if oldest is not None and not oldest.is_done():
             return oldest
         posts = self.ring.posts(after=self._seen)
-        open_posts = (post for post in posts if not post.is_done(post.sequence))
+        open_posts = (post for post in posts if not post.is_done())
         self._oldest = next(open_posts, None)
         if posts:
             self._seen = (self._oldest.place if self._oldest else posts[-1].place + 1) - 1

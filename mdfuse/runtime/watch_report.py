@@ -228,7 +228,7 @@ def _is_astray(alarm: Alarm, rank: int, at: Position) -> bool:
 def _last(posts: Sequence[Post]) -> list[str]:
     lines = []
     for post in posts[-_LAST:]:
-        state = "done" if post.is_done(post.sequence) else "not done"
+        state = "done" if post.is_done() else "not done"
         team = _team_text(post.subject.team)
         lines.append(f"posted {post.text()} on team {team}, {state}")
     return lines

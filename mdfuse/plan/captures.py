@@ -1,0 +1,111 @@
+"""Capturing CUDA graphs, and giving them up, so that nothing breaks a capture."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+class Recording(Protocol):
+    """Something that was recorded."""
+
+    def replay(self) -> None:
+        """Do it again, on the current stream."""
+
+    def reset(self) -> None:
+        """Give up what it holds; it is never replayed again."""
+
+
+class Recorder(Protocol):
+    """Records what a function queues on the device, without doing it.
+
+    Attributes:
+        stream: the stream that is current meanwhile.
+    """
+
+    stream: Any
+
+    def record(self, run: Callable[[], list[Any]]) -> tuple[list[Any], Recording]:
+        """Call the function; its results, whose buffers each replay fills."""
+
+
+#: Held by whoever captures, and by whoever gives up a graph: that waits for the device, which no
+#: thread may do while another one captures.
+_captures = threading.RLock()
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """For a capture: no graph is given up meanwhile, by anybody.
+
+    Graphs that are garbage go before, for the collector may run at any line, and to destroy a graph
+    breaks the capture of the thread that it runs in.
+    """
+    with _captures:
+        gc.collect()
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_enabled:
+                gc.enable()
+
+
+def give_up(recording: Recording) -> None:
+    """Reset a graph, once nobody captures."""
+    with _captures:
+        recording.reset()
+
+
+@dataclass(frozen=True, slots=True)
+class _CudaRecording:
+    """A CUDA graph; its memory goes back to the allocator only when no replay is under way."""
+
+    graph: torch.cuda.CUDAGraph
+    device: torch.device
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+    def reset(self) -> None:
+        torch.cuda.synchronize(self.device)
+        self.graph.reset()
+
+
+class CudaRecorder:
+    """Records CUDA graphs on a stream of its own, each with its own pool of memory.
+
+    Args:
+        device: the GPU.
+        stream: where captures take place; plans are built for it.
+    """
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self.device, self.stream = device, stream
+
+    def record(self, run: Callable[[], list[Any]]) -> tuple[list[Any], Recording]:
+        """Capture what a function queues.
+
+        Other threads go on as they like meanwhile: the libraries' watchdogs ask for events.
+        """
+        graph = torch.cuda.CUDAGraph()
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                results = run()
+            except BaseException:
+                torch.cuda.set_stream(self.stream)
+                with suppress(RuntimeError):  # the capture is broken off, which is an error again
+                    graph.capture_end()
+                raise
+            torch.cuda.set_stream(self.stream)
+            graph.capture_end()
+        return results, _CudaRecording(graph, self.device)
