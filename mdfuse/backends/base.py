@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from mdfuse.errors import CommunicationError
-from mdfuse.layouts.call import KINDS, Call
+from mdfuse.layouts.call import Call
+from mdfuse.layouts.kinds import CARRIED
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,10 +25,10 @@ def check_call(call: Call, is_prepared: bool) -> None:
 
     A team of one needs no preparing.
     """
-    if call.kind not in KINDS:
+    if call.kind not in CARRIED:
         raise CommunicationError(
             f"{call.kind} is not a kind of communication",
-            because=f"kinds are {', '.join(KINDS)}",
+            because=f"kinds are {', '.join(CARRIED)}",
         )
     if not is_prepared and len(call.team) > 1:
         raise CommunicationError(

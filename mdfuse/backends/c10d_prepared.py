@@ -20,7 +20,8 @@ from mdfuse.backends.c10d_posts import (
 )
 from mdfuse.backends.reduction import check_reduction
 from mdfuse.backends.work import explained
-from mdfuse.layouts.call import REDUCING, Call
+from mdfuse.layouts.call import Call
+from mdfuse.layouts.kinds import REDUCING
 from mdfuse.torch_private import all_gather_of, reduce_scatter_of
 
 

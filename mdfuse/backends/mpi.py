@@ -20,7 +20,8 @@ from mdfuse.backends.mpi_requests import Waiting
 from mdfuse.backends.staging import Staged, after_the_stream
 from mdfuse.backends.work import DONE, explained, first_line
 from mdfuse.errors import BackendError
-from mdfuse.layouts.call import POINT_TO_POINT, Call
+from mdfuse.layouts.call import Call
+from mdfuse.layouts.kinds import POINT_TO_POINT
 
 _log = logging.getLogger("mdfuse.comm")
 

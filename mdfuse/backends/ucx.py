@@ -21,7 +21,8 @@ from mdfuse.backends.ucx_library import load, why_not, why_staged
 from mdfuse.backends.ucx_work import Buffers, ComposedWork
 from mdfuse.backends.work import DONE, first_line
 from mdfuse.errors import BackendError
-from mdfuse.layouts.call import REDUCING, Call
+from mdfuse.layouts.call import Call
+from mdfuse.layouts.kinds import REDUCING
 
 _log = logging.getLogger("mdfuse.comm")
 

@@ -10,7 +10,7 @@ import torch
 from lark import Lark, Token
 from lark.exceptions import UnexpectedInput
 
-from mdfuse.communication import KINDS, Communication
+from mdfuse.communication import Communication
 from mdfuse.errors import MdfuseError, ProgramError
 from mdfuse.hir.leaves import (
     Node,
@@ -32,6 +32,7 @@ from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.index import Term
 from mdfuse.ir.ops import TABLE
 from mdfuse.layout import Layout, Placement, Stream
+from mdfuse.layouts.kinds import KINDS
 from mdfuse.mesh import DeviceMesh
 
 _KINDS = {kind.lower(): kind for kind in KINDS}

@@ -4,26 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: What moves data between ranks; see `Call`.
-KINDS = (
-    "Allgather",
-    "ReduceScatter",
-    "Allreduce",
-    "AllToAll",
-    "Broadcast",
-    "Reduce",
-    "Gather",
-    "Scatter",
-    "SendRecv",
-    "Exchange",
-)
-
-#: Kinds that move pieces between pairs of ranks; the others are collectives.
-POINT_TO_POINT = ("SendRecv", "Exchange")
-
-#: Kinds that compute with what they move.
-REDUCING = frozenset({"Allreduce", "ReduceScatter", "Reduce"})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:

@@ -13,15 +13,13 @@ from mdfuse.backends.base import Buffer, Place, Poster, Prepared, Work
 from mdfuse.errors import CommunicationError, ProgramError
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.layout import Box, nth_chunk
-from mdfuse.layouts.call import POINT_TO_POINT, Call
+from mdfuse.layouts.call import Call
+from mdfuse.layouts.kinds import IN_PIECES, POINT_TO_POINT, blocks_of
 from mdfuse.plan.exchanges import Exchanges, transfer_team
 from mdfuse.plan.lines import Line, Ref, drop, is_dense
 from mdfuse.plan.pending import Pending, landing, nothing_posted
 from mdfuse.plan.slots import Context, Step, described, label
 from mdfuse.transfers import Part
-
-#: Kinds whose elements travel alike, so that any run of rows is a communication of its own.
-IN_PIECES = ("Allreduce", "Reduce", "Broadcast")
 
 
 class Posts:
@@ -294,14 +292,8 @@ def _roles(part: Part) -> tuple[bool, bool]:
     call = part.call
     if call is None:
         return False, False
-    at_root = call.root == call.rank
-    table = {
-        "Broadcast": (at_root, not at_root),
-        "Reduce": (True, at_root),
-        "Gather": (call.rank in call.parts, at_root),
-        "Scatter": (at_root, call.rank in call.parts),
-    }
-    return table.get(call.kind, (True, True))
+    source, destination = blocks_of(call)
+    return source is not None, destination is not None
 
 
 def _not_dense(described: str, buffer: Tensor) -> CommunicationError:

@@ -9,12 +9,12 @@ from mdfuse.errors import ProgramError
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.verify.report import wrong
 from mdfuse.ir.ops import TABLE
+from mdfuse.layouts.kinds import IN_PIECES
 
 #: What begins a communication; the only instructions between group_start and group_end.
 POSTS = ("post", "send", "recv")
 #: Local ops that are no rows of the op table.
 BUFFER_OPS = ("narrow", "chunk", "select", "unexpand", "pad", "pack", "zeros")
-_IN_PIECES = ("Allreduce", "Reduce", "Broadcast")
 
 
 def check_structure(program: HostProgram) -> None:
@@ -264,12 +264,12 @@ class _Structure:
         comm, count = i.comm, i.kwargs.get("pieces") if i.op == "post" else None
         if comm is None or count is None:
             return
-        if comm.kind not in _IN_PIECES or count < 1:
+        if comm.kind not in IN_PIECES or count < 1:
             raise wrong(
                 self.program,
                 i,
                 f"{comm.kind} in {count} pieces",
-                because="only " + ", ".join(_IN_PIECES) + " deliver in pieces, at least one",
+                because="only " + ", ".join(IN_PIECES) + " deliver in pieces, at least one",
                 hint="leave pieces= out, or post it in a loop over chunks",
             )
 
