@@ -445,7 +445,7 @@ WRONG: list[tuple[dict[str, Any], list[Tensor], list[Tensor], str]] = [
     ({"kind": "Reduce", "root": 1, "reduce_op": "sum"}, [x4], [x4], r"destinations of \[\]"),
     ({"kind": "Gather", "root": 0, "parts": (0, 1)}, [x4], [x4], r"destinations of \[8\]"),
     ({"kind": "Gather", "root": 1, "parts": (0, 1)}, [], [], "not what|its part"),
-    ({"kind": "Scatter", "root": 1, "parts": (0, 1), "blocks": (0, 1)}, [], [], "not what the kind"),
+    ({"kind": "Scatter", "root": 1, "parts": (0, 1), "blocks": (0, 1)}, [], [], "not what the"),
     ({"kind": "Scatter", "root": 0, "parts": (1,), "blocks": (2,)}, [x8], [], r"sources of \[6\]"),
     ({"kind": "AllToAll"}, [torch.zeros(5)], [torch.zeros(5)], r"sources of \[4\]"),
     ({"kind": "AllToAll", "send_counts": (4,), "recv_counts": (4,)}, [x4], [x4], "not what"),
