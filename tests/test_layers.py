@@ -1,4 +1,4 @@
-"""The tree is what `docs/architecture.md` says: imports never climb, and nothing grows too large."""
+"""The tree is what `docs/architecture.md` says: imports never climb; nothing is too large."""
 
 from __future__ import annotations
 
@@ -36,25 +36,22 @@ def room(path: Path) -> str:
     return f"{first}/" if rest else first
 
 
+def room_of(name: str) -> str:
+    """The room of a dotted name below mdfuse; what only `__init__` knows is its own."""
+    first = [*name.split("."), ""][1]
+    if first and (PACKAGE / first).is_dir():
+        return f"{first}/"
+    return f"{first}.py" if (PACKAGE / f"{first}.py").exists() else "__init__.py"
+
+
 def imports(path: Path) -> Iterator[tuple[int, str]]:
     """(line, room) of each import from mdfuse: at the top, in functions, for types alone."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "mdfuse":
+        if isinstance(node, ast.ImportFrom) and node.module:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Import):
-            names = [a.name for a in node.names if a.name.split(".")[0] == "mdfuse"]
         else:
-            continue
-        for name in names:
-            parts = name.split(".")[1:]
-            found = PACKAGE.joinpath(*parts[:1])
-            is_room = bool(parts) and (found.is_dir() or found.with_suffix(".py").exists())
-            yield (
-                node.lineno,
-                room(found / "x" if found.is_dir() else found.with_suffix(".py"))
-                if (is_room)
-                else "__init__.py",
-            )
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        yield from ((node.lineno, room_of(n)) for n in names if n.split(".")[0] == "mdfuse")
 
 
 def test_every_room_has_its_layer() -> None:
