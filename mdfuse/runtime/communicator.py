@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 
 from mdfuse.backends import mpi_library, ucx_library
-from mdfuse.backends.base import Call, Interruptible, Poster
+from mdfuse.backends.base import Interruptible, Poster
 from mdfuse.backends.c10d_groups import HashStore, PrefixStore
 from mdfuse.backends.work import first_line
 from mdfuse.config import Carriers, Options, carriers_of, options_from_environment
 from mdfuse.crowds import refusal
 from mdfuse.errors import BackendError, ProgramError
-from mdfuse.plan.places import Tally
+from mdfuse.layouts.call import Call
 from mdfuse.runtime.agreement import Agreement
 from mdfuse.runtime.backend_rows import BACKENDS, OpenBackend, World, auto
 from mdfuse.runtime.bootstrap import detect
@@ -41,6 +41,7 @@ from mdfuse.runtime.joining import (
 from mdfuse.runtime.null_world import NULL, check_null_arguments, null_device, null_launch
 from mdfuse.runtime.refusals import Refusals
 from mdfuse.runtime.reports import tell_torchrun_at_exit
+from mdfuse.runtime.running import Tally
 from mdfuse.runtime.stores import another_connection, open_store
 from mdfuse.runtime.watch import Watch
 from mdfuse.runtime.watch_report import ranks_text
