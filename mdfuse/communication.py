@@ -14,7 +14,8 @@ import torch
 
 from mdfuse.errors import CommunicationError
 from mdfuse.index import Term
-from mdfuse.layout import REDUCE_OPS, Layout, box_size, replicated
+from mdfuse.layout import REDUCE_OPS, Layout, replicated
+from mdfuse.layouts.boxes import box_size
 from mdfuse.layouts.kinds import KINDS, POINT_TO_POINT, REDUCING, SPLITTING
 from mdfuse.mesh import DeviceMesh
 from mdfuse.transfers import Part, part_of

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Protocol
 
-from mdfuse.layout import Box, Layout, box_size, intersect, nth_chunk, relative
+from mdfuse.layout import Layout
+from mdfuse.layouts.boxes import Box, box_size, intersect, nth_chunk, relative
 from mdfuse.layouts.call import Call
 from mdfuse.mesh import DeviceMesh
 

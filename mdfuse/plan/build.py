@@ -259,11 +259,7 @@ def build(
         tuple(builder.steps), device, builder.switches, context.one_stream,
         numbers=any(program.types[n].layout is None for n in program.inputs),
         may_overlap=bool(program.aliases) or any(x is not None for x in given),
-        written=tuple(
-            slot
-            for slot, name in zip(inputs, program.inputs, strict=True)
-            if name in program.written_inputs
-        ),
+        written=tuple(context.slot(n) for n in program.inputs if n in program.written_inputs),
         records=any(isinstance(x, Tensor) and x.requires_grad for x in (*arguments, *out)),
         tally=tally,
     )  # fmt: skip

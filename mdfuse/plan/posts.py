@@ -12,7 +12,7 @@ from torch import Tensor
 from mdfuse.backends.base import Buffer, Place, Poster, Prepared, Work
 from mdfuse.errors import CommunicationError, ProgramError
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.layout import Box, nth_chunk
+from mdfuse.layouts.boxes import Box, nth_chunk
 from mdfuse.layouts.call import Call
 from mdfuse.layouts.kinds import IN_PIECES, POINT_TO_POINT, blocks_of
 from mdfuse.plan.exchanges import Exchanges, transfer_team

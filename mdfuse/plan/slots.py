@@ -17,7 +17,7 @@ from mdfuse.errors import ProgramError
 from mdfuse.hir.capture import HostValues
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.sharing import shared_operand, storage
-from mdfuse.layout import Box
+from mdfuse.layouts.boxes import Box
 from mdfuse.layouts.call import Call
 from mdfuse.plan.lines import Line, Ref, Slots
 from mdfuse.plan.streams import CALLER

@@ -9,7 +9,8 @@ from mdfuse.communication import Communication
 from mdfuse.errors import MdfuseError
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.verify.report import wrong
-from mdfuse.layout import Box, Layout, box_shape, box_size
+from mdfuse.layout import Layout
+from mdfuse.layouts.boxes import Box, box_shape, box_size
 from mdfuse.layouts.kinds import POINT_TO_POINT, blocks_of
 from mdfuse.transfers import Part
 
