@@ -19,9 +19,10 @@ from _measure import Contender, Report, Row, interleave, show
 from torch import Tensor
 
 import mdfuse as mf
-from mdfuse.backends.base import Call, Poster
+from mdfuse.backends.base import Poster
 from mdfuse.cli import screen
 from mdfuse.cli.report import size_text
+from mdfuse.layouts.call import Call
 
 _RESULTS = Path(__file__).parent / "results"
 

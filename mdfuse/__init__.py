@@ -12,7 +12,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mdfuse.config import Options
+from mdfuse.config import VERSION, Options
 from mdfuse.errors import (
     BackendError,
     CommunicationError,
@@ -28,7 +28,7 @@ from mdfuse.layout import Layout, Partial, Replicate, Shard, Stream
 from mdfuse.mesh import DeviceMesh
 from mdfuse.sharding import shard_tensor, unshard_tensor
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 if TYPE_CHECKING:
     from mdfuse import hir, segmentation
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from mdfuse.frontend import ops
     from mdfuse.frontend.cache import FusionCache
     from mdfuse.frontend.definition import FusionDefinition
-    from mdfuse.frontend.trace import TensorSpec, fusion
+    from mdfuse.frontend.spec import TensorSpec
+    from mdfuse.frontend.trace import fusion
     from mdfuse.program import Program, compile
     from mdfuse.runtime.communicator import Communicator, init
     from mdfuse.simulation import simulate
@@ -50,7 +51,7 @@ _LAZY = {
     "FusionDefinition": "mdfuse.frontend.definition",
     "HostIrEvaluator": "mdfuse.evaluator",
     "Program": "mdfuse.program",
-    "TensorSpec": "mdfuse.frontend.trace",
+    "TensorSpec": "mdfuse.frontend.spec",
     "compile": "mdfuse.program",
     "fusion": "mdfuse.frontend.trace",
     "init": "mdfuse.runtime.communicator",

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-import mdfuse
-from mdfuse.config import Options
+from mdfuse.config import VERSION, Options
 from mdfuse.crowds import BECAUSE, HINT, crowd
 from mdfuse.errors import IndexRangeError, MdfuseError, ProgramError, printable
 from mdfuse.hir.program import HostProgram
@@ -82,7 +81,7 @@ def fingerprint(program: HostProgram, options: Options) -> str:
     Of a program that is one rank's own, only its name: the others have others.
     """
     lines = [
-        f"mdfuse {mdfuse.__version__}",
+        f"mdfuse {VERSION}",
         f"torch {torch.__version__}",
         "options " + ", ".join(f"{name}={getattr(options, name)!r}" for name in _SHARED),
         f"program @{program.name}",

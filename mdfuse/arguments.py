@@ -12,7 +12,7 @@ from torch import Tensor
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.infer import dense_strides
-from mdfuse.plan.local_ops import as_number
+from mdfuse.ir.numbers import as_number
 from mdfuse.plan.signature import span
 from mdfuse.tensors import are_writable, is_lazy, no_gradient, overlaps_itself, why_not
 

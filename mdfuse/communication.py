@@ -12,32 +12,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mdfuse.backends.base import POINT_TO_POINT
 from mdfuse.errors import CommunicationError
 from mdfuse.index import Term
-from mdfuse.layout import REDUCE_OPS, Layout, box_size, replicated
+from mdfuse.layout import REDUCE_OPS, Layout, replicated
+from mdfuse.layouts.boxes import box_size
+from mdfuse.layouts.kinds import KINDS, POINT_TO_POINT, REDUCING, SPLITTING
 from mdfuse.mesh import DeviceMesh
 from mdfuse.transfers import Part, part_of
-
-#: kind -> (has a root, has a reduce op)
-KINDS: dict[str, tuple[bool, bool]] = {
-    "Gather": (True, False),
-    "Allgather": (False, False),
-    "Scatter": (True, False),
-    "Reduce": (True, True),
-    "Allreduce": (False, True),
-    "ReduceScatter": (False, True),
-    "Broadcast": (True, False),
-    "SendRecv": (True, False),
-    "AllToAll": (False, False),
-    "Exchange": (False, False),
-    "Barrier": (False, False),
-}
-#: Kinds whose buffers have the dim that is split outermost.
-SPLIT_OUTERMOST = ("Gather", "Allgather", "Scatter", "ReduceScatter", "AllToAll")
-
-#: Kinds whose elements travel alike, so that any run of rows is a communication of its own.
-IN_PIECES = ("Allreduce", "Reduce", "Broadcast")
 
 _BITWISE = ("band", "bor", "bxor")
 
@@ -47,7 +28,7 @@ class Communication:
     """One global post: every rank's part follows from its coordinates.
 
     Attributes:
-        kind: a key of `KINDS`.
+        kind: a row of `mdfuse.layouts.kinds`.
         source: the layout before.
         destination: the layout after.
         shape: global extents of what is sent.
@@ -77,18 +58,18 @@ class Communication:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise CommunicationError(f"{self.kind!r} is no kind", hint="one of " + ", ".join(KINDS))
-        if (self.reduce_op is not None) != KINDS[self.kind][1]:
+        if (self.reduce_op is not None) != KINDS[self.kind].reduces:
             raise CommunicationError(
                 f"{self.kind} with reduce_op={self.reduce_op!r}",
-                because="exactly Reduce, Allreduce and ReduceScatter have a reduce op",
+                because="exactly " + ", ".join(REDUCING) + " have a reduce op",
             )
         if self.reduce_op and self.dtype is not None:
             check_reduce_op(self.reduce_op, self.dtype)
         self._check_axis_and_dims()
-        if (self.kind in SPLIT_OUTERMOST) != (self.dim is not None):
+        if KINDS[self.kind].splits != (self.dim is not None):
             raise CommunicationError(
                 f"{self.kind} with dim={self.dim}",
-                because="exactly " + ", ".join(SPLIT_OUTERMOST) + " split a dim",
+                because="exactly " + ", ".join(SPLITTING) + " split a dim",
             )
 
     def _check_axis_and_dims(self) -> None:
@@ -153,7 +134,7 @@ class Communication:
         None as well where the root follows from a loop index that is not known yet.
         """
         team = self.team(rank)
-        if not KINDS[self.kind][0] or not team:
+        if not KINDS[self.kind].has_root or not team:
             return None
         if self.kind == "SendRecv":
             return team[0]

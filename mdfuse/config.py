@@ -9,6 +9,9 @@ from typing import Any, Literal
 
 from mdfuse.errors import ProgramError
 
+#: Of this package.
+VERSION = "0.1.0"
+
 #: Stands among the axes of `Options.backend` for what goes from one mesh to another.
 BETWEEN_MESHES = "meshes"
 

@@ -25,7 +25,7 @@ from mdfuse.torch_private import shard_order
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
-    from mdfuse.frontend.trace import TensorSpec
+    from mdfuse.frontend.spec import TensorSpec
 
 #: Reduce ops that torch calls otherwise.
 _TORCH_OPS = {"prod": "product"}
@@ -125,7 +125,7 @@ def spec_of(x: DTensor, axes: Sequence[str] | None = None) -> TensorSpec:
     Raises:
         LayoutError, MeshError: as `layout_of`.
     """
-    from mdfuse.frontend.trace import TensorSpec
+    from mdfuse.frontend.spec import TensorSpec
 
     order = memory_order(x.stride())
     places = tuple(len(order) - 1 - order.index(dim) for dim in range(x.ndim))

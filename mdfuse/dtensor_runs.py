@@ -15,12 +15,12 @@ from torch import Tensor, is_grad_enabled
 from torch.distributed.tensor import DTensor
 
 from mdfuse.arguments import check_no_gradients
+from mdfuse.caching import Cache
 from mdfuse.dtensor import describes, layout_of, placements_of, to_dtensor, why_not
 from mdfuse.errors import LayoutError, MdfuseError, MeshError, ProgramError
 from mdfuse.hir.program import BufferType, HostProgram
 from mdfuse.layout import Layout
 from mdfuse.mesh import DeviceMesh
-from mdfuse.plan.cache import Cache
 from mdfuse.torch_private import asynchronous_type, local_of, spec_of
 
 if TYPE_CHECKING:

@@ -25,20 +25,20 @@ from mdfuse.arguments import (
     not_by_name,
     numbers,
 )
+from mdfuse.caching import Cache
 from mdfuse.config import Options, options_from_environment
 from mdfuse.crowds import crowd
 from mdfuse.errors import BackendError, MdfuseError, ProgramError
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.ops import TABLE
 from mdfuse.plan.build import Plan, build
-from mdfuse.plan.cache import Cache
 from mdfuse.plan.index_checks import IndexChecks
 from mdfuse.plan.names import check_names
-from mdfuse.plan.places import Tally
 from mdfuse.plan.posts import groups
 from mdfuse.plan.runnable import CheckedPlan, Once, Runnable
 from mdfuse.plan.signature import Signature, signature_of
 from mdfuse.plan.streams import capture_stream
+from mdfuse.runtime.running import Tally
 from mdfuse.tensors import resolved
 
 if TYPE_CHECKING:

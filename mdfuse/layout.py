@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
 from mdfuse.errors import LayoutError, MeshError
-from mdfuse.extents import smaller
 from mdfuse.index import Index, Term, resolve
+from mdfuse.layouts.boxes import Box, Interval, box_shape, nth_chunk
 from mdfuse.mesh import DeviceMesh, as_mesh
-
-#: A half-open range of indices along one dim.
-Interval = tuple[int, int]
-#: One interval per dim: a part of a tensor.
-Box = tuple[Interval, ...]
 
 REDUCE_OPS = ("sum", "prod", "min", "max", "avg", "band", "bor", "bxor")
 #: The ops that may stand along several axes of one layout: an op with itself, and these together.
@@ -463,42 +457,6 @@ def replicated(mesh: DeviceMesh) -> Layout:
 def is_reshard(source: Layout, destination: Layout) -> bool:
     """A set between these layouts changes who holds what."""
     return source != destination
-
-
-def nth_chunk(interval: Interval, parts: int, i: int) -> Interval:
-    """The i-th of the pieces that `torch.chunk` makes of an interval; empty where it makes fewer.
-
-    >>> [nth_chunk((0, 5), 4, i) for i in range(4)]
-    [(0, 2), (2, 4), (4, 5), (5, 5)]
-    """
-    start, stop = interval
-    length = -(-(stop - start) // parts)
-    if type(length) is not int:
-        begin = smaller(start + i * length, stop)
-        return begin, smaller(begin + length, stop)
-    begin = min(start + i * length, stop)
-    return begin, min(begin + length, stop)
-
-
-def box_shape(box: Box) -> tuple[int, ...]:
-    """The extents of a box."""
-    return tuple(stop - start for start, stop in box)
-
-
-def box_size(box: Box) -> int:
-    """How many elements a box holds."""
-    return math.prod(stop - start for start, stop in box)
-
-
-def intersect(a: Box, b: Box) -> Box | None:
-    """What two boxes share; None where that is nothing."""
-    both = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
-    return both if all(start < stop for start, stop in both) else None
-
-
-def relative(box: Box, to: Box) -> Box:
-    """A box in the coordinates of the box that holds it."""
-    return tuple((s - t, e - t) for (s, e), (t, _) in zip(box, to, strict=True))
 
 
 def _wrap(dim: int, ndim: int, what: str) -> int:

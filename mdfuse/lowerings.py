@@ -9,13 +9,13 @@ from functools import partial
 
 from mdfuse import hir_lowering
 from mdfuse.assumptions import Assumptions, Guard, assuming
+from mdfuse.caching import Cache
 from mdfuse.config import Options
 from mdfuse.errors import MdfuseError, ProgramError
 from mdfuse.extents import with_numbers
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.graph import Fusion
 from mdfuse.ir.symbolic import check_definition, is_possible, with_new_examples
-from mdfuse.plan.cache import Cache
 from mdfuse.segmentation import ShouldMerge
 from mdfuse.segments import LIMIT, Segment, segments_of
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from mdfuse import hir_lowering
 from mdfuse.advice import advice
 from mdfuse.arguments import has_dtensors
+from mdfuse.caching import Cache
 from mdfuse.communication import Communication
 from mdfuse.config import Options, environment, options_from_environment
 from mdfuse.errors import DefinitionError, MdfuseError
@@ -31,7 +32,6 @@ from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.traffic import received
 from mdfuse.ir.graph import Fusion
 from mdfuse.lowerings import Lowering, Lowerings, lowerings_of
-from mdfuse.plan.cache import Cache
 from mdfuse.plan.runnable import Runnable
 from mdfuse.runtime.backend_rows import BACKENDS
 from mdfuse.runtime.communicator import init

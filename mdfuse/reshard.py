@@ -18,16 +18,8 @@ import torch
 from mdfuse.communication import Communication
 from mdfuse.errors import LayoutError
 from mdfuse.extents import is_symbolic
-from mdfuse.layout import (
-    Layout,
-    Partial,
-    Replicate,
-    Shard,
-    box_size,
-    commute,
-    intersect,
-    replicated,
-)
+from mdfuse.layout import Layout, Partial, Replicate, Shard, commute, replicated
+from mdfuse.layouts.boxes import box_size, intersect
 from mdfuse.mesh import DeviceMesh
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mdfuse import hir_lowering
 from mdfuse.assumptions import Guard
+from mdfuse.caching import Cache
 from mdfuse.config import Options
 from mdfuse.errors import MdfuseError, ProgramError
 from mdfuse.extent_arguments import check_extents
@@ -29,7 +30,6 @@ from mdfuse.ids import Dim, extent_ids, input_extents
 from mdfuse.ir.graph import Expr, Fusion
 from mdfuse.ir.ops import TABLE
 from mdfuse.ir.writes import fresh_write
-from mdfuse.plan.cache import Cache
 from mdfuse.segmentation import Part
 
 if TYPE_CHECKING:

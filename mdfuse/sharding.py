@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mdfuse.errors import LayoutError
-from mdfuse.layout import Layout, Partial, Placement, box_shape
+from mdfuse.layout import Layout, Partial, Placement
+from mdfuse.layouts.boxes import box_shape
 from mdfuse.mesh import DeviceMesh
 
 if TYPE_CHECKING:

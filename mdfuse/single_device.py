@@ -13,9 +13,9 @@ from mdfuse.extent_arguments import global_extents
 from mdfuse.extents import Extent
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.ir.graph import Fusion
+from mdfuse.ir.numbers import as_number, scalar_call
 from mdfuse.ir.ops import TABLE
 from mdfuse.ir.symbolic import with_known_extents
-from mdfuse.plan.local_ops import as_number, scalar_call
 
 
 def reference(definition: FusionDefinition | Fusion, inputs: Sequence[Any]) -> list[Tensor]:

@@ -6,14 +6,39 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from mdfuse.backends.base import Call
-from mdfuse.layout import Box, Layout, box_size, intersect, nth_chunk, relative
+from mdfuse.layout import Layout
+from mdfuse.layouts.boxes import Box, box_size, intersect, nth_chunk, relative
+from mdfuse.layouts.call import Call
 from mdfuse.mesh import DeviceMesh
 
-if TYPE_CHECKING:
-    from mdfuse.communication import Communication
+
+class Family(Protocol):
+    """What is asked of a communication here: see `mdfuse.communication.Communication`."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def source(self) -> Layout: ...
+    @property
+    def destination(self) -> Layout: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dim(self) -> int | None: ...
+    @property
+    def to_dim(self) -> int | None: ...
+    @property
+    def reduce_op(self) -> str | None: ...
+    @property
+    def whole_group(self) -> tuple[int, ...]: ...
+    @property
+    def size(self) -> int: ...
+    def team(self, rank: int) -> tuple[int, ...]: ...
+    def root(self, rank: int) -> int | None: ...
+    def rows(self, rank: int) -> tuple[int, int]: ...
+    def front(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +58,7 @@ class Part:
     copies: tuple[tuple[Box, Box], ...] = ()
 
 
-def part_of(comm: Communication, rank: int) -> Part:
+def part_of(comm: Family, rank: int) -> Part:
     """What a rank posts and copies."""
     team = comm.team(rank)
     if comm.kind == "Exchange":
@@ -49,7 +74,7 @@ def _whole(box: Box) -> Box:
     return tuple((0, stop - start) for start, stop in box)
 
 
-def _with_root(comm: Communication, rank: int, team: tuple[int, ...]) -> Part:
+def _with_root(comm: Family, rank: int, team: tuple[int, ...]) -> Part:
     """The collectives whose buffers are whole: everything but AllToAll and point-to-point."""
     source, destination = comm.source.mesh, comm.destination.mesh
     copies: tuple[tuple[Box, Box], ...] = ()
@@ -83,14 +108,14 @@ def _with_root(comm: Communication, rank: int, team: tuple[int, ...]) -> Part:
     return Part(call=call, copies=copies)
 
 
-def _keeps_own(comm: Communication, rank: int) -> bool:
+def _keeps_own(comm: Family, rank: int) -> bool:
     """A rank that has what is broadcast: each sender, or the one whose part it is."""
     if comm.source.mesh == comm.destination.mesh:
         return comm.root(rank) == rank
     return rank in comm.source.mesh and rank in comm.destination.mesh
 
 
-def _own_block(comm: Communication, i: int) -> tuple[Box, Box]:
+def _own_block(comm: Family, i: int) -> tuple[Box, Box]:
     """Scatter: the i-th block of the padded, permuted source, and the whole destination buffer."""
     assert comm.dim is not None
     _, chunk = comm.rows(comm.source.mesh.first)
@@ -102,7 +127,7 @@ def _own_block(comm: Communication, i: int) -> tuple[Box, Box]:
     return rows(i * chunk, (i + 1) * chunk), rows(0, chunk)
 
 
-def _all_to_all(comm: Communication, rank: int, team: tuple[int, ...]) -> Part:
+def _all_to_all(comm: Family, rank: int, team: tuple[int, ...]) -> Part:
     """Blocks (rows of `dim` that a rank has) x (its share of `to_dim`), one per member."""
     assert comm.dim is not None and comm.to_dim is not None
     here = comm.source.intervals(comm.shape, rank)
@@ -128,7 +153,7 @@ def _length(interval: tuple[int, int]) -> int:
     return interval[1] - interval[0]
 
 
-def _send_recv(comm: Communication, rank: int) -> Part:
+def _send_recv(comm: Family, rank: int) -> Part:
     """The i-th sender's part to the i-th receiver."""
     sends: list[tuple[int, Box]] = []
     recvs: list[tuple[int, Box]] = []
@@ -147,7 +172,7 @@ def _send_recv(comm: Communication, rank: int) -> Part:
     return _point_to_point(comm, rank, sends, recvs, copies)
 
 
-def _exchange(comm: Communication, rank: int) -> Part:
+def _exchange(comm: Family, rank: int) -> Part:
     """Each rank receives exactly the blocks that it lacks, each from one of those that hold it.
 
     Along axes along which the value is, and stays, Partial, each of the values that are to be
@@ -232,7 +257,7 @@ def _choose(holders: list[int], index: int) -> int:
 
 
 def _point_to_point(
-    comm: Communication,
+    comm: Family,
     rank: int,
     sends: list[tuple[int, Box]],
     recvs: list[tuple[int, Box]],

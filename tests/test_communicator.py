@@ -12,7 +12,7 @@ _NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
 _PROGRAM = """
 import torch
 import torch.distributed as dist
-from mdfuse.backends.base import Call
+from mdfuse.layouts.call import Call
 from mdfuse.config import Options
 from mdfuse.errors import BackendError
 from mdfuse.runtime.communicator import init

@@ -25,8 +25,9 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import Partial
-from mdfuse.backends.base import Call, Place
+from mdfuse.backends.base import Place
 from mdfuse.backends.sim import SimNetwork, SimWork
+from mdfuse.layouts.call import Call
 from mdfuse.plan.build import Plan, build
 
 CPU = torch.device("cpu")

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import Call
 from mdfuse.backends.composed import Copy, Piece, Reduce, Sizes, Step, Transfer, compose
 from mdfuse.errors import CommunicationError
+from mdfuse.layouts.call import Call
 
 SIZES = range(2, 10)
 EVERYTHING_SMALL = 1 << 30

@@ -18,19 +18,20 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse.agreeing import agree, fingerprint
-from mdfuse.backends.base import Call, Place
+from mdfuse.backends.base import Place
 from mdfuse.backends.c10d import C10dBackend
 from mdfuse.backends.c10d_groups import HashStore, PrefixStore
 from mdfuse.backends.c10d_sockets import opened, shut_down
 from mdfuse.crowds import crowd
 from mdfuse.errors import BackendError, ProgramError
-from mdfuse.plan import places
+from mdfuse.layouts.call import Call
 from mdfuse.plan.build import Plan, build
-from mdfuse.plan.places import Tally
+from mdfuse.runtime import running
 from mdfuse.runtime.agreement import Agreement
 from mdfuse.runtime.bulletin import Bulletin, within
 from mdfuse.runtime.deadline import Deadline
 from mdfuse.runtime.positions import Position, Progress, Standing, standing
+from mdfuse.runtime.running import Tally
 from mdfuse.runtime.watch import EXIT_STATUS, Watch
 from mdfuse.runtime.watch_report import Alarm, Table, blame, explained, report
 
@@ -74,7 +75,7 @@ class Spy:
             raise BackendError("Allgather failed on rank 0")
 
     def look(self) -> None:
-        self.seen.append(standing([self.tally], places.running()))
+        self.seen.append(standing([self.tally], running.running()))
 
     def plan(self) -> Plan:
         local = mf.compile(definition()).host.project(0)
@@ -95,7 +96,7 @@ def test_where_a_plan_is() -> None:
     assert counts == [(n, n - 1) for n in (1, 1, 2, 2, 3, 3, 4, 4)]
     assert len({now.key for now in spy.seen}) == 8
     assert re.match(r"in run 2 of @two, at Allgather #4 \(test_deadlines", spy.seen[-1].doing)
-    after = standing([spy.tally], places.running())
+    after = standing([spy.tally], running.running())
     assert after.progress == (Progress("collectives", (0, 1), 4, 4, ""),)
     assert not after.is_waiting and after.doing == ""
 
@@ -111,9 +112,9 @@ def test_where_an_error_comes_from() -> None:
     plan = spy.plan()
     with pytest.raises(BackendError) as caught:
         plan.run([torch.ones(2)])
-    place = places.raised(caught.value)
+    place = running.raised(caught.value)
     assert standing([spy.tally], place) == spy.seen[-1]
-    assert places.raised(ValueError()) is None
+    assert running.raised(ValueError()) is None
 
 
 # -- what ranks tell each other --------------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch
 
 import mdfuse as mf
 from mdfuse.backends import mpi_library, staging
-from mdfuse.backends.base import Call, root_index
+from mdfuse.backends.base import root_index
 from mdfuse.backends.c10d_groups import HashStore
 from mdfuse.backends.mpi import MpiBackend
 from mdfuse.backends.mpi_posts import MOST_ELEMENTS, Team, check_sizes
@@ -24,6 +24,7 @@ from mdfuse.backends.mpi_requests import Requests, State, Waiting, poll
 from mdfuse.backends.mpi_types import carrying_type, is_reducible, reduce_op, reducing_type
 from mdfuse.backends.work import DONE
 from mdfuse.errors import BackendError, CommunicationError
+from mdfuse.layouts.call import Call
 from mdfuse.runtime.bootstrap import Launch
 from mdfuse.runtime.stores import open_store
 

@@ -16,7 +16,7 @@ from fake_nccl import FakeDevice, FakeNccl, Wire, post
 from torch import Tensor
 
 from mdfuse.backends import nccl_lane, nccl_library
-from mdfuse.backends.base import Call, Place
+from mdfuse.backends.base import Place
 from mdfuse.backends.c10d import C10dBackend
 from mdfuse.backends.c10d_groups import HashStore, PrefixStore, Store, TCPStore
 from mdfuse.backends.cuda_driver import CudaDevice, MarkedTrack
@@ -24,10 +24,11 @@ from mdfuse.backends.nccl_lane import NcclLane, open_lane
 from mdfuse.backends.noting import Subject
 from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import BackendError, CommunicationError, ProgramError
-from mdfuse.plan.places import Tally
+from mdfuse.layouts.call import Call
 from mdfuse.runtime.agreement import Agreement
 from mdfuse.runtime.fast_lane import Lanes, Replays, agree_on_lanes
 from mdfuse.runtime.positions import is_shared
+from mdfuse.runtime.running import Tally
 from mdfuse.runtime.watch import Watch
 
 TEAMS = [(0, 1), (2, 0, 1), (3, 1, 0, 2)]
@@ -434,7 +435,7 @@ x4, x8 = torch.zeros(4), torch.zeros(8)
 
 WRONG: list[tuple[dict[str, Any], list[Tensor], list[Tensor], str]] = [
     ({"kind": "Allgather"}, [x4], [x4], r"sources of \[4\] elements, destinations of \[8\]"),
-    ({"kind": "Allgather"}, [x4, x4], [x8], "not what the kind takes"),
+    ({"kind": "Allgather"}, [x4, x4], [x8], r"its part is sources of \[4\]"),
     ({"kind": "ReduceScatter", "reduce_op": "sum"}, [x4], [x4], r"sources of \[8\]"),
     ({"kind": "Allreduce", "reduce_op": "sum"}, [x4], [x8], r"destinations of \[4\]"),
     ({"kind": "Allreduce", "reduce_op": "avg"}, [x4.int()], [x4.int()], "avg"),
@@ -444,7 +445,7 @@ WRONG: list[tuple[dict[str, Any], list[Tensor], list[Tensor], str]] = [
     ({"kind": "Reduce", "root": 1, "reduce_op": "sum"}, [x4], [x4], r"destinations of \[\]"),
     ({"kind": "Gather", "root": 0, "parts": (0, 1)}, [x4], [x4], r"destinations of \[8\]"),
     ({"kind": "Gather", "root": 1, "parts": (0, 1)}, [], [], "not what|its part"),
-    ({"kind": "Scatter", "root": 1, "parts": (0, 1), "blocks": (0, 1)}, [], [], "its part"),
+    ({"kind": "Scatter", "root": 1, "parts": (0, 1), "blocks": (0, 1)}, [], [], "not what the"),
     ({"kind": "Scatter", "root": 0, "parts": (1,), "blocks": (2,)}, [x8], [], r"sources of \[6\]"),
     ({"kind": "AllToAll"}, [torch.zeros(5)], [torch.zeros(5)], r"sources of \[4\]"),
     ({"kind": "AllToAll", "send_counts": (4,), "recv_counts": (4,)}, [x4], [x4], "not what"),

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 import mdfuse as mf
 from mdfuse import DeviceMesh
-from mdfuse.plan.cache import Cache
+from mdfuse.caching import Cache
 
 ONE = DeviceMesh([0])
 

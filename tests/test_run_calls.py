@@ -13,7 +13,7 @@ import torch
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Options, Partial, Shard, hir
-from mdfuse.plan.local_ops import as_number
+from mdfuse.ir.numbers import as_number
 
 ONE = DeviceMesh.arange(x=1)
 TWO = DeviceMesh.arange(x=2)

@@ -9,8 +9,8 @@ import torch
 
 import mdfuse as mf
 from mdfuse import hir
-from mdfuse.backends.base import Call
 from mdfuse.config import carriers_of
+from mdfuse.layouts.call import Call
 from mdfuse.plan.build import build
 from mdfuse.plan.posts import groups
 

@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.distributed import FileStore
 
 from mdfuse.backends import staging, ucx, ucx_library
-from mdfuse.backends.base import Call
 from mdfuse.backends.c10d_groups import HashStore
 from mdfuse.backends.ucx import UcxBackend
 from mdfuse.backends.ucx_engine import Engine
 from mdfuse.errors import BackendError, CommunicationError
+from mdfuse.layouts.call import Call
 from mdfuse.runtime.backend_rows import BACKENDS
 
 TEAM = (0, 1, 2)

@@ -1,7 +1,7 @@
 """What a backend is: post one rank's part of a communication, hand back a work to wait for.
 
 A backend sees dense buffers and counts. It never sees layouts, meshes or fusions; what each rank
-must pass for each kind is written here, once, for all backends.
+must pass for each kind is written once, for all backends, in `mdfuse.layouts.call`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from mdfuse.errors import CommunicationError
+from mdfuse.layouts.call import Call
+from mdfuse.layouts.kinds import CARRIED
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,92 +20,15 @@ if TYPE_CHECKING:
     Buffers = Sequence[Tensor]
 
 
-#: What a backend carries; see `Call`.
-KINDS = (
-    "Allgather",
-    "ReduceScatter",
-    "Allreduce",
-    "AllToAll",
-    "Broadcast",
-    "Reduce",
-    "Gather",
-    "Scatter",
-    "SendRecv",
-    "Exchange",
-)
-
-#: Kinds that move pieces between pairs of ranks; the others are collectives.
-POINT_TO_POINT = ("SendRecv", "Exchange")
-
-#: Kinds that compute with what they move.
-REDUCING = frozenset({"Allreduce", "ReduceScatter", "Reduce"})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One rank's part of one communication, as a communication library sees it.
-
-    `srcs` and `dsts` are what the bound poster gets, dense tensors of one dtype, seen as flat.
-    With n = len(team) and k = elements per block:
-
-    ==============  =========================  ======================  ==========================
-    kind            srcs                       dsts                    who
-    ==============  =========================  ======================  ==========================
-    Allgather       (k,)                       (n*k,) in team order    every member
-    ReduceScatter   (n*k,) in team order       (k,)                    every member
-    Allreduce       (k,)                       (k,), may be the src    every member
-    AllToAll        (sum(send_counts),)        (sum(recv_counts),)     every member
-    Broadcast       root: (k,)                 others: (k,)            every member
-    Reduce          (k,)                       root: (k,)              every member
-    Gather          parts: (k,)                root: (len(parts)*k,)   parts and the root
-    Scatter         root: (blocks of k)        parts: (k,)             parts and the root
-    SendRecv        as Exchange                as Exchange
-    Exchange        one per entry of `sends`   one per entry of `recvs`
-    ==============  =========================  ======================  ==========================
-
-    Attributes:
-        kind: one of the kinds above.
-        team: the ranks that take part, in mesh order.
-        rank: the rank whose part this is.
-        root: a rank of the team, for the kinds that have one.
-        reduce_op: sum, prod, min, max, avg, band, bor or bxor, for the kinds that reduce.
-        parts: Gather and Scatter: the ranks that contribute (receive) a block, in block order.
-            The root may be outside; then it gives (gets) nothing.
-        blocks: Scatter: for each of `parts`, which block of k elements of the root's src it gets.
-        source_blocks: Scatter: how many blocks of k the root's src holds; None: max(blocks) + 1.
-            Only a root whose last blocks go to nobody needs to say.
-        send_counts: AllToAll: elements for each member, in team order.
-        recv_counts: AllToAll: elements from each member, in team order.
-        sends: Exchange and SendRecv: the receiving rank of each src, never this rank.
-        recvs: Exchange and SendRecv: the sending rank of each dst, never this rank. Between two
-            ranks, the i-th send meets the i-th receive.
-        backend: which of a communicator's backends posts it; None: the first.
-    """
-
-    kind: str
-    team: tuple[int, ...]
-    rank: int
-    root: int | None = None
-    reduce_op: str | None = None
-    parts: tuple[int, ...] = ()
-    blocks: tuple[int, ...] = ()
-    source_blocks: int | None = None
-    send_counts: tuple[int, ...] = ()
-    recv_counts: tuple[int, ...] = ()
-    sends: tuple[int, ...] = ()
-    recvs: tuple[int, ...] = ()
-    backend: str | None = None
-
-
 def check_call(call: Call, is_prepared: bool) -> None:
     """Raise CommunicationError unless a call is of a known kind, on a team that was prepared.
 
     A team of one needs no preparing.
     """
-    if call.kind not in KINDS:
+    if call.kind not in CARRIED:
         raise CommunicationError(
             f"{call.kind} is not a kind of communication",
-            because=f"kinds are {', '.join(KINDS)}",
+            because=f"kinds are {', '.join(CARRIED)}",
         )
     if not is_prepared and len(call.team) > 1:
         raise CommunicationError(

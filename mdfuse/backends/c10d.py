@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch
 
-from mdfuse.backends.base import Call, Poster, check_call
+from mdfuse.backends.base import Poster, check_call
 from mdfuse.backends.c10d_bound import BoundCall
 from mdfuse.backends.c10d_groups import LIBRARIES, Group, PrefixStore, Store
 from mdfuse.backends.c10d_posts import Team
@@ -16,6 +16,7 @@ from mdfuse.backends.c10d_sockets import Sockets, opened, shut_down
 from mdfuse.backends.nccl_lane import LaneOpener, NcclLane
 from mdfuse.backends.work import first_line
 from mdfuse.errors import BackendError
+from mdfuse.layouts.call import Call
 
 
 class C10dBackend:

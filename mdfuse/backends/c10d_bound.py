@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import Call, Place, Posting, Work
+from mdfuse.backends.base import Place, Posting, Work
 from mdfuse.backends.c10d_posts import Post, Team, build_post
 from mdfuse.backends.c10d_prepared import prepared
 from mdfuse.backends.nccl_lane import NcclLane
 from mdfuse.backends.work import DONE, explained
+from mdfuse.layouts.call import Call
 
 
 class BoundCall:

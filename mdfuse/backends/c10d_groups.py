@@ -44,6 +44,7 @@ __all__ = [
     "Store",
     "TCPStore",
     "Transfer",
+    "default_group",
 ]
 
 #: Opens a group: (store of the team alone, index of this rank in the team, size of the team).
@@ -84,6 +85,13 @@ class Library:
     on_current: bool = False
     is_interruptible: bool = False
     reduce_clobbers: bool = True
+
+
+def default_group() -> tuple[int, int] | None:
+    """This process's rank in torch's default process group, and its size; None without one."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return None
 
 
 def _is_always_there() -> None:

@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mdfuse.backends.base import REDUCING, Call, Work, root_index
+from mdfuse.backends.base import Work, root_index
 from mdfuse.backends.c10d_groups import AllgatherOptions, Group, Library, Transfer
 from mdfuse.backends.reduction import BOOL_OPS, check_reduction, combine
 from mdfuse.backends.work import DONE, Posted
+from mdfuse.layouts.call import Call
+from mdfuse.layouts.kinds import BY_ALL, REDUCING, source_blocks
 from mdfuse.torch_private import all_gather_of, reduce_scatter_of
 
 Post = Callable[[Sequence[Tensor], Sequence[Tensor]], Work]
@@ -72,7 +74,7 @@ def build_post(team: Team, call: Call, dtype: torch.dtype) -> Post:
     kind = call.kind
     if kind in REDUCING:
         check_reduction(call.reduce_op, dtype)
-    if len(call.team) == 1 and kind in _COPIES_ALONE:
+    if len(call.team) == 1 and kind in BY_ALL:  # the others have no pair then
         return _copy
     if kind in REDUCING and not is_reducible(team.library, call, dtype):
         return _GATHERED[kind](team, call, dtype)
@@ -259,7 +261,7 @@ def _gather(team: Team, call: Call, dtype: torch.dtype) -> Post:
 def _scatter(team: Team, call: Call, dtype: torch.dtype) -> Post:
     view, root = _flat_view(dtype), root_index(call)
     is_root = call.rank == call.root
-    count = call.source_blocks or max(call.blocks, default=-1) + 1
+    count = source_blocks(call)
     pairs = list(zip(call.parts, call.blocks, strict=True))
     own = next((block for part, block in pairs if part == call.rank), None)
     receivers = [(call.team.index(part), block) for part, block in pairs if part != call.rank]
@@ -353,6 +355,3 @@ _GATHERED: dict[str, _Builder] = {
     "ReduceScatter": _gathered_reduce_scatter,
     "Reduce": _gathered_reduce,
 }
-
-#: Kinds that are a copy in a team of one. Of the others, those between pairs have no pair then.
-_COPIES_ALONE = REDUCING | {"Allgather", "AllToAll", "Broadcast"}

@@ -10,15 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mdfuse.backends.base import (
-    REDUCING,
-    Buffer,
-    Call,
-    Place,
-    Posting,
-    Prepared,
-    root_index,
-)
+from mdfuse.backends.base import Buffer, Place, Posting, Prepared, root_index
 from mdfuse.backends.c10d_groups import AllgatherOptions
 from mdfuse.backends.c10d_posts import (
     NATIVE,
@@ -28,6 +20,8 @@ from mdfuse.backends.c10d_posts import (
 )
 from mdfuse.backends.reduction import check_reduction
 from mdfuse.backends.work import explained
+from mdfuse.layouts.call import Call
+from mdfuse.layouts.kinds import REDUCING
 from mdfuse.torch_private import all_gather_of, reduce_scatter_of
 
 

@@ -28,8 +28,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Literal
 
-from mdfuse.backends.base import Call, check_call, root_index
+from mdfuse.backends.base import check_call, root_index
 from mdfuse.errors import CommunicationError
+from mdfuse.layouts.call import Call
+from mdfuse.layouts.kinds import source_blocks
 
 #: Elements [start, stop) of a buffer.
 _Range = tuple[int, int]
@@ -318,7 +320,7 @@ def _scatter(call: Call, sizes: Sizes) -> Composition:
     own = Piece("dst", 0, sizes.dsts[0] if call.rank in call.parts else 0)
     if call.rank != root:
         return Composition(steps=(Step(recvs=(Transfer(root, own),)),))
-    count = call.source_blocks or max(call.blocks, default=-1) + 1
+    count = source_blocks(call)
     size = sizes.srcs[0] // max(count, 1)
     pieces = (Piece("src", b * size, b * size + size) for b in call.blocks)
     local, others = _kept(call, zip(call.parts, pieces, strict=True))

@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from mdfuse.backends import mpi_library
-from mdfuse.backends.base import POINT_TO_POINT, Call, Place, Posting, Work, check_call
+from mdfuse.backends.base import Place, Posting, Work, check_call
 from mdfuse.backends.c10d_groups import PrefixStore, Store
 from mdfuse.backends.mpi_posts import KINDS, Post, Team, build_post, check_sizes
 from mdfuse.backends.mpi_requests import Waiting
 from mdfuse.backends.staging import Staged, after_the_stream
 from mdfuse.backends.work import DONE, explained, first_line
 from mdfuse.errors import BackendError
+from mdfuse.layouts.call import Call
+from mdfuse.layouts.kinds import POINT_TO_POINT
 
 _log = logging.getLogger("mdfuse.comm")
 

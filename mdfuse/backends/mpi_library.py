@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-import torch.distributed as dist
-
+from mdfuse.backends.c10d_groups import default_group
 from mdfuse.errors import BackendError
 from mdfuse.runtime.bootstrap import Launch, detect
 
@@ -165,7 +164,7 @@ def why_not() -> tuple[str, str] | None:
     if find_spec("mpi4py") is None:
         return "mpi4py is not installed", _INSTALL
     try:
-        launch = detect(os.environ, _default_group())
+        launch = detect(os.environ, default_group())
     except BackendError as error:  # the launcher is unknown to all backends alike
         return error.what, error.hint or _INSTALL
     return None if launch.size == 1 else why_not_in(launch)
@@ -214,9 +213,3 @@ def _queries(mpi: Any) -> list[tuple[Any, Callable[[Any], bool]]]:
 def _answer_by_reference(query: Any) -> bool:
     answer = ctypes.c_int(0)
     return query(_CUDA, ctypes.byref(answer)) == 0 and bool(answer.value)
-
-
-def _default_group() -> tuple[int, int] | None:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return None

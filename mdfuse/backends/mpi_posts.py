@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import REDUCING, Call, Work, flat, root_index
+from mdfuse.backends.base import Work, flat, root_index
 from mdfuse.backends.mpi_requests import Requests, State, Waiting
 from mdfuse.backends.mpi_types import carrying_type, is_reducible, reduce_op, reducing_type
 from mdfuse.backends.reduction import check_reduction
 from mdfuse.backends.work import DONE, Posted
 from mdfuse.errors import CommunicationError
+from mdfuse.layouts.call import Call
+from mdfuse.layouts.kinds import REDUCING, source_blocks
 
 Post = Callable[[Sequence[Tensor], Sequence[Tensor]], Work]
 
@@ -204,7 +206,7 @@ def _scatter(team: Team, call: Call, dtype: torch.dtype) -> Post:
     """Every member posts, one that gets nothing too. MPI reads no block twice: those are copied."""
     kind, start, memory = carrying_type(team.mpi, dtype), team.comm(call).Iscatterv, team.memory
     root, is_root = root_index(call), call.rank == call.root
-    count = call.source_blocks or max(call.blocks, default=-1) + 1
+    count = source_blocks(call)
     is_distinct = len(set(call.blocks)) == len(call.blocks)
     order = dict(zip(call.parts, call.blocks if is_distinct else range(count), strict=False))
     places = [order.get(r) for r in call.team]

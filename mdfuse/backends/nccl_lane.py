@@ -30,13 +30,14 @@ from typing import Any, Protocol
 from torch import OutOfMemoryError, Tensor
 
 from mdfuse.backends import nccl_posts
-from mdfuse.backends.base import Buffer, Call, Place, Posting, Prepared, Work
+from mdfuse.backends.base import Buffer, Place, Posting, Prepared, Work
 from mdfuse.backends.c10d_groups import Store
 from mdfuse.backends.cuda_driver import Device
 from mdfuse.backends.nccl_posts import Port
 from mdfuse.backends.noting import Noter, Subject, Track
 from mdfuse.backends.work import failure, first_line
 from mdfuse.errors import BackendError, MdfuseError
+from mdfuse.layouts.call import Call
 
 _log = logging.getLogger("mdfuse.comm")
 

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import REDUCING, Buffer, Call, Prepared, root_index
+from mdfuse.backends.base import Buffer, Prepared, root_index
 from mdfuse.backends.noting import Subject
 from mdfuse.backends.reduction import check_reduction
 from mdfuse.errors import CommunicationError
+from mdfuse.layouts.call import Call
+from mdfuse.layouts.kinds import CARRIED, KINDS, POINT_TO_POINT, REDUCING, blocks_of, source_blocks
 
 #: ncclDataType_t (nccl.h). What is not here travels as bytes.
 _CODES = {
@@ -41,9 +43,6 @@ _OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
 #: results are the same. The rest (bool, narrow floats, wide unsigned integers) is gathered there,
 #: and reduced locally.
 _REDUCED = frozenset(_CODES) - {torch.uint32, torch.uint64}
-
-#: Kinds that every member of the team posts. The others are posted by those that have a part.
-COLLECTIVES = frozenset({"Allgather", "AllToAll", "Broadcast"}) | REDUCING
 
 _SRC = Buffer("src", 0, "pointer")
 _DST = Buffer("dst", 0, "pointer")
@@ -69,7 +68,7 @@ class Port:
 
 def is_carried(call: Call, buffers: Sequence[Tensor]) -> bool:
     """Whether NCCL itself does this; the same on all ranks of the team."""
-    if call.kind not in _PARTS:
+    if call.kind not in CARRIED:
         return False
     if call.kind not in REDUCING:
         return True
@@ -98,7 +97,7 @@ def subject(call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor], where: s
 
     Its families are a lane's own: plans count all that their programs post, by whatever backend.
     """
-    is_shared = call.kind in COLLECTIVES
+    is_shared = KINDS[call.kind].by_all
     sizes = (sum(x.numel() * x.itemsize for x in side) for side in (srcs, dsts))
     return Subject(
         kind=call.kind,
@@ -130,7 +129,7 @@ def _check(call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> None:
                 because="a communication sees an address and a count, so its buffers are dense",
                 hint="make it contiguous before the post",
             )
-    if call.kind not in _MIXED and len({x.dtype for x in buffers}) > 1:
+    if call.kind not in POINT_TO_POINT and len({x.dtype for x in buffers}) > 1:
         raise CommunicationError(
             f"{call.kind} on team {call.team}: dtypes {', '.join(str(x.dtype) for x in buffers)}",
             because="the buffers of a communication have one dtype",
@@ -141,7 +140,7 @@ def _check(call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> None:
 def _check_sizes(call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> None:
     given = [x.numel() for x in srcs], [x.numel() for x in dsts]
     try:
-        expected = _PARTS[call.kind](call, *given)
+        expected = _COUNTED.get(call.kind, _block_sizes)(call, *given)
     except (IndexError, ValueError):  # too few buffers, or counts of another number of ranks
         expected = None
     if given != expected:
@@ -151,7 +150,7 @@ def _check_sizes(call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> 
             because="that is not what the kind takes there"
             if expected is None
             else f"its part is sources of {expected[0]} elements, destinations of {expected[1]}",
-            hint="see the table at mdfuse.backends.base.Call",
+            hint="see the table at mdfuse.layouts.call.Call",
         )
 
 
@@ -166,19 +165,16 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def _allgather_sizes(call: Call, srcs: list[int], dsts: list[int]) -> _Sizes:
-    (k,) = srcs
-    return [k], [len(call.team) * k]
-
-
-def _reduce_scatter_sizes(call: Call, srcs: list[int], dsts: list[int]) -> _Sizes:
-    (k,) = dsts
-    return [len(call.team) * k], [k]
-
-
-def _allreduce_sizes(call: Call, srcs: list[int], dsts: list[int]) -> _Sizes:
-    (k,) = srcs
-    return [k], [k]
+def _block_sizes(call: Call, srcs: list[int], dsts: list[int]) -> _Sizes:
+    """All are so many blocks of k; the buffer with the fewest blocks tells k."""
+    sides = [(given, n) for given, n in zip((srcs, dsts), blocks_of(call), strict=True)]
+    if all(n is None for _, n in sides):
+        return [], []
+    told = [(n, given[0]) for given, n in sides if n and given] or [(1, (*srcs, *dsts)[0])]
+    blocks, elements = min(told)
+    k = elements // blocks
+    source, destination = ([] if n is None else [n * k] for _, n in sides)
+    return source, destination
 
 
 def _alltoall_sizes(call: Call, srcs: list[int], dsts: list[int]) -> _Sizes:
@@ -196,57 +192,17 @@ def _alltoall_counts(call: Call, elements: int) -> tuple[Sequence[int], Sequence
     return call.send_counts, call.recv_counts
 
 
-def _broadcast_sizes(call: Call, srcs: list[int], dsts: list[int]) -> _Sizes:
-    (k,) = srcs or dsts
-    return ([k], []) if call.rank == call.root else ([], [k])
-
-
-def _reduce_sizes(call: Call, srcs: list[int], dsts: list[int]) -> _Sizes:
-    (k,) = srcs
-    return [k], [k] if call.rank == call.root else []
-
-
-def _gather_sizes(call: Call, srcs: list[int], dsts: list[int]) -> _Sizes:
-    n, is_part = len(call.parts), call.rank in call.parts
-    if call.rank != call.root:
-        return (srcs[:1] or [-1]) if is_part else [], []
-    k = srcs[0] if is_part else dsts[0] // max(n, 1)
-    return [k] if is_part else [], [n * k]
-
-
-def _scatter_sizes(call: Call, srcs: list[int], dsts: list[int]) -> _Sizes:
-    n, is_part = _source_blocks(call), call.rank in call.parts
-    if call.rank != call.root:
-        return [], (dsts[:1] or [-1]) if is_part else []
-    k = dsts[0] if is_part else srcs[0] // max(n, 1)
-    return [n * k], [k] if is_part else []
-
-
-def _source_blocks(call: Call) -> int:
-    return call.source_blocks or max(call.blocks, default=-1) + 1
-
-
 def _exchange_sizes(call: Call, srcs: list[int], dsts: list[int]) -> _Sizes:
     if (len(srcs), len(dsts)) != (len(call.sends), len(call.recvs)):
         raise ValueError
     return srcs, dsts
 
 
-_PARTS: dict[str, Callable[[Call, list[int], list[int]], _Sizes]] = {
-    "Allgather": _allgather_sizes,
-    "ReduceScatter": _reduce_scatter_sizes,
-    "Allreduce": _allreduce_sizes,
+_COUNTED: dict[str, Callable[[Call, list[int], list[int]], _Sizes]] = {
     "AllToAll": _alltoall_sizes,
-    "Broadcast": _broadcast_sizes,
-    "Reduce": _reduce_sizes,
-    "Gather": _gather_sizes,
-    "Scatter": _scatter_sizes,
     "SendRecv": _exchange_sizes,
     "Exchange": _exchange_sizes,
 }
-
-#: Kinds whose buffers may differ in dtype.
-_MIXED = ("SendRecv", "Exchange")
 
 
 # -- collectives -----------------------------------------------------------------------------------
@@ -368,7 +324,7 @@ def _scatter(call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> _Tra
     recvs = _blocks(dsts[0], [dsts[0].numel()], [_root(call)]) if dsts else []
     if not srcs:
         return [], recvs
-    k = srcs[0].numel() // _source_blocks(call)
+    k = srcs[0].numel() // source_blocks(call)
     step, (count, code) = k * srcs[0].itemsize, _carried(srcs[0], k)
     pairs = zip(call.parts, call.blocks, strict=True)
     return [(0, block * step, count, code, call.team.index(part)) for part, block in pairs], recvs

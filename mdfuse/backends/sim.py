@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import POINT_TO_POINT, Call, Place
+from mdfuse.backends.base import Place
 from mdfuse.backends.reduction import combine
 from mdfuse.errors import CommunicationError
+from mdfuse.layouts.call import Call
+from mdfuse.layouts.kinds import POINT_TO_POINT, source_blocks
 
 
 @dataclass(slots=True)
@@ -283,7 +285,7 @@ def _gather(posts: list[_Posted]) -> None:
 def _scatter(posts: list[_Posted]) -> None:
     root = _at_root(posts)
     by_rank = {p.call.rank: p for p in posts}
-    n = root.call.source_blocks or max(root.call.blocks) + 1
+    n = source_blocks(root.call)
     blocks = root.srcs[0].reshape(n, -1)
     for rank, i in zip(root.call.parts, root.call.blocks, strict=True):
         _fill(by_rank[rank].dsts[0], blocks[i], by_rank[rank])

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import Call, Place, Work, flat
+from mdfuse.backends.base import Place, Work, flat
 from mdfuse.backends.work import Posted
+from mdfuse.layouts.call import Call
 
 Post = Callable[[Sequence[Tensor], Sequence[Tensor]], Work]
 

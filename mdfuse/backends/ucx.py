@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import REDUCING, Call, Place, Work, check_call
+from mdfuse.backends.base import Place, Work, check_call
 from mdfuse.backends.c10d_groups import PrefixStore, Store
 from mdfuse.backends.composed import Composition, Sizes, compose
 from mdfuse.backends.reduction import check_reduction
@@ -21,6 +21,8 @@ from mdfuse.backends.ucx_library import load, why_not, why_staged
 from mdfuse.backends.ucx_work import Buffers, ComposedWork
 from mdfuse.backends.work import DONE, first_line
 from mdfuse.errors import BackendError
+from mdfuse.layouts.call import Call
+from mdfuse.layouts.kinds import REDUCING
 
 _log = logging.getLogger("mdfuse.comm")
 

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import Call, flat
+from mdfuse.backends.base import flat
 from mdfuse.backends.composed import KINDS, Composition, Copy, Piece, Reduce, Step, Transfer
 from mdfuse.backends.reduction import combine
 from mdfuse.backends.ucx_engine import Channel, Engine
 from mdfuse.backends.ucx_gate import Gate
 from mdfuse.backends.work import failure, first_line
 from mdfuse.errors import BackendError
+from mdfuse.layouts.call import Call
 
 
 class Buffers:

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from torch import OutOfMemoryError
 
-from mdfuse.backends.base import Call
 from mdfuse.errors import BackendError
+from mdfuse.layouts.call import Call
 
 
 class _Done:

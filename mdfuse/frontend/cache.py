@@ -15,18 +15,18 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 
 from mdfuse.assumptions import Assumptions
+from mdfuse.caching import Cache, CacheInfo
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend.sites import Site
 from mdfuse.ir.graph import Fusion
-from mdfuse.plan.cache import Cache, CacheInfo
 
-if TYPE_CHECKING:
-    from mdfuse.program import Program
+#: What is made of a definition: a program, of which this layer knows nothing.
+Made = TypeVar("Made")
 
 #: How many definitions are kept.
 LIMIT = 128
@@ -141,7 +141,7 @@ class Spelled:
     fusion: Fusion
     examples: Mapping[str, int]
     assumed: Assumptions
-    programs: Cache[Program] = field(default_factory=lambda: Cache(_PROGRAMS))
+    programs: Cache[Any] = field(default_factory=lambda: Cache(_PROGRAMS))
     lock: threading.RLock = field(default_factory=threading.RLock)
 
 
@@ -315,10 +315,10 @@ def _described(leaf: Leaf) -> str:
     return "  " + ", ".join((f"@{fusion.name}: {operations}", *inputs, found))
 
 
-def program_of(spelled: Spelled, key: Hashable, lower: Callable[[Spelled], Program]) -> Program:
+def program_of(spelled: Spelled, key: Hashable, lower: Callable[[Spelled], Made]) -> Made:
     """The program for some options and predicate, lowered where there is none."""
     with spelled.lock:
-        program = spelled.programs.get(key)
+        program: Made | None = spelled.programs.get(key)
         if program is None:
             program = lower(spelled)
             spelled.programs.put(key, program)

@@ -22,10 +22,10 @@ from mdfuse.frontend.stride_order import dims_of, no_permutation, stride_order_o
 from mdfuse.frontend.symbols import Symbols
 from mdfuse.ir.graph import DTYPE_NAMES, Expr, Fusion, Operand, Value, fresh_name, value_text
 from mdfuse.ir.infer import inferred, scalar_sample
+from mdfuse.ir.numbers import as_number, scalar_call
 from mdfuse.ir.ops import TABLE
 from mdfuse.layout import Layout, Partial, Placement, Stream
 from mdfuse.mesh import DeviceMesh
-from mdfuse.plan.local_ops import as_number, scalar_call
 
 _SCALAR_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
 

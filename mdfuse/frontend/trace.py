@@ -6,60 +6,27 @@ import inspect
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from mdfuse.arguments import has_dtensors
+from mdfuse.caching import Cache
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend import ops as operations
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.frontend.handle import Handle
-from mdfuse.layout import Layout, Placement
-from mdfuse.mesh import DeviceMesh, as_mesh
+from mdfuse.frontend.spec import TensorSpec
+from mdfuse.mesh import as_mesh
 from mdfuse.names import as_name
-from mdfuse.plan.cache import Cache
 from mdfuse.torch_private import spec_of
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh as TorchMesh
-
     from mdfuse.program import Program
 
 #: How many definitions, and programs, a traced function keeps.
 LIMIT = 64
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """An argument of a traced function: the arguments of `FusionDefinition.define_tensor`."""
-
-    shape: Sequence[int]
-    dtype: torch.dtype = torch.float32
-    mesh: DeviceMesh | TorchMesh | Layout | None = None
-    layout: Mapping[str, Placement] | None = None
-    order: Mapping[int, Sequence[str]] | None = None
-    stride_order: Sequence[int] | None = None
-
-    @cached_property
-    def key(self) -> Hashable:
-        """What equal specs have in common, however their layouts are written."""
-        if not isinstance(self.shape, Sequence):
-            raise DefinitionError(f"shape {self.shape!r}", hint="a list of integers: [8, 16]")
-        places = None if self.stride_order is None else tuple(self.stride_order)
-        return tuple(self.shape), self.dtype, self._where, places
-
-    @property
-    def _where(self) -> Hashable:
-        for given in (self.mesh, self.layout):
-            if isinstance(given, Layout):
-                return given.normalized(len(self.shape))
-        if self.mesh is None:
-            return None if self.layout is None else repr(self.layout)
-        mesh = self.mesh if isinstance(self.mesh, DeviceMesh) else DeviceMesh(self.mesh)
-        return Layout(mesh, self.layout, self.order).normalized(len(self.shape))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

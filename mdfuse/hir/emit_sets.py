@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mdfuse.communication import SPLIT_OUTERMOST, Communication
+from mdfuse.communication import Communication
 from mdfuse.errors import LayoutError, Source
 from mdfuse.hir.program import BufferType, Instruction, Padding
 from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
 from mdfuse.ir.ops import TABLE
 from mdfuse.ir.writes import has_orders
 from mdfuse.layout import Layout
+from mdfuse.layouts.kinds import SPLITTING
 from mdfuse.reshard import Local, Step, steps, with_type
 
 
@@ -185,7 +186,7 @@ def _emit_step(
         return out.op(op, result, kind, (current,), source)
     if step.kind == "AllToAll":
         return _emit_all_to_all(out, step, current, result, source)
-    if step.kind in SPLIT_OUTERMOST:
+    if step.kind in SPLITTING:
         return _emit_split_outermost(out, step, current, result, source)
     if step.kind != "Exchange":
         current = dense(out, current, source)

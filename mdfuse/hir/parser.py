@@ -12,7 +12,7 @@ import torch
 from lark import Lark, Token
 from lark.exceptions import UnexpectedInput
 
-from mdfuse.communication import KINDS, Communication
+from mdfuse.communication import Communication
 from mdfuse.errors import MdfuseError, ProgramError
 from mdfuse.hir.forms import (
     attributes_problem,
@@ -46,6 +46,7 @@ from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.index import DEEPEST, Term
 from mdfuse.ir.ops import TABLE
 from mdfuse.layout import Layout, Placement, Stream
+from mdfuse.layouts.kinds import KINDS
 from mdfuse.mesh import DeviceMesh
 
 #: What stands for the type of what has none.

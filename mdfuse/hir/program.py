@@ -16,8 +16,10 @@ from mdfuse.hir.forms import check_forms, check_nesting
 from mdfuse.hir.instructions import POSTS, op_of
 from mdfuse.index import Calc, Index, Term, resolve, terms
 from mdfuse.ir.graph import Operand, dtype_name
-from mdfuse.ir.ops import Part, local_attrs
-from mdfuse.layout import Box, Layout, Replicate
+from mdfuse.ir.local_attributes import Part
+from mdfuse.ir.ops import local_attrs
+from mdfuse.layout import Layout, Replicate
+from mdfuse.layouts.boxes import Box
 from mdfuse.mesh import DeviceMesh
 
 Known = Callable[[Term], int | None]

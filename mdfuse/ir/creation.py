@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.layout import Box, box_shape
+from mdfuse.layouts.boxes import Box, box_shape
 
 Device = torch.device | str | None
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from mdfuse.layout import nth_chunk
+from mdfuse.layouts.boxes import nth_chunk
 
 Shape = tuple[int, ...]
 Shapes = Sequence[Shape | None]

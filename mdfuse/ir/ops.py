@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,31 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.ir import creation, dims, random
+from mdfuse.ir import calls, creation, dims, random
 from mdfuse.ir.attributes import Attr, attr, word
 from mdfuse.ir.extremes import highest, lowest
+from mdfuse.ir.local_attributes import (
+    Localize,
+    Part,
+    global_count,
+    local_draw,
+    local_ends,
+    local_places,
+    local_rows,
+    local_shape,
+    local_squeeze,
+    with_identity,
+)
 from mdfuse.ir.writes import on_tensors, write_of
-from mdfuse.layout import Box, box_shape
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """What a rank holds of an expression's operands and result.
-
-    Attributes:
-        shapes: global shapes of the operands; None for those that are not tensors.
-        boxes: this rank's parts of the operands.
-        shape: global shape of the result.
-        box: this rank's part of the result.
-    """
-
-    shapes: tuple[tuple[int, ...] | None, ...]
-    boxes: tuple[Box | None, ...]
-    shape: tuple[int, ...]
-    box: Box
-
-
-Localize = Callable[[dict[str, Any], Part], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,58 +90,16 @@ def local_attrs(op: Op, attrs: Mapping[str, Any], part: Part) -> dict[str, Any]:
 # -- views ---------------------------------------------------------------------------------------
 
 
-def _local_shape(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
-    return {**attrs, "shape": box_shape(part.box)}
-
-
-def _local_ends(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
-    """Dims taken entirely end where this rank's part ends; the others are whole here."""
-    box = part.boxes[0]
-    assert box is not None
-    ends = tuple(min(e, stop - start) for e, (start, stop) in zip(attrs["ends"], box, strict=True))
-    return {**attrs, "ends": ends}
-
-
 def itself(x: Any) -> Any:
     """What a set computes where the layout does not change."""
     return x
-
-
-def _window(
-    x: Tensor, *, starts: Sequence[int], ends: Sequence[int], steps: Sequence[int]
-) -> Tensor:
-    return x[tuple(map(slice, starts, ends, steps))]
-
-
-def _unsqueeze(x: Tensor, *, dims: Sequence[int]) -> Tensor:
-    rank = x.ndim + len(dims)
-    for d in sorted(d % rank for d in dims):
-        x = x.unsqueeze(d)
-    return x
-
-
-def _squeeze(x: Tensor, *, dims: Sequence[int]) -> Tensor:
-    return x.squeeze(tuple(dims))
-
-
-def _local_squeeze(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
-    """Only dims whose global extent is 1 go; a local extent of 1 is no reason."""
-    shape = part.shapes[0]
-    assert shape is not None
-    return {"dims": tuple(d % len(shape) for d in attrs["dims"] if shape[d] == 1)}
-
-
-def _in_order(x: Tensor, *, order: Sequence[int]) -> Tensor:
-    """The tensor itself where its dims lie in `order`, outermost first, else a copy that does."""
-    back = [order.index(d) for d in range(x.ndim)]
-    return x.permute(tuple(order)).contiguous().permute(back)
 
 
 _VIEW: dict[str, Any] = {"is_view": True, "partial": "view"}
 _row("set", itself, dims.pointwise, "set", **_VIEW)
 _row(
     "stride_order",
-    _in_order,
+    calls.in_order,
     dims.pointwise,
     "set",
     attrs=(attr("order", "permutation", True),),
@@ -172,7 +120,7 @@ _row(
     lambda x, *, shape: x.reshape(shape),
     dims.reshape,
     "reshape",
-    localize=_local_shape,
+    localize=local_shape,
     attrs=_SHAPE,
     may_copy=True,
     **_VIEW,
@@ -182,7 +130,7 @@ _row(
     lambda x, *, shape: x.expand(shape),
     dims.expand,
     "expand",
-    localize=_local_shape,
+    localize=local_shape,
     attrs=_SHAPE,
     **_VIEW,
 )
@@ -192,17 +140,17 @@ _WINDOW = (
     attr("ends", "places", True),
     attr("steps", "steps", True),
 )
-_row("unsqueeze", _unsqueeze, dims.unsqueeze, "unsqueeze", attrs=(_NEW,), **_VIEW)
+_row("unsqueeze", calls.unsqueeze, dims.unsqueeze, "unsqueeze", attrs=(_NEW,), **_VIEW)
 _row(
     "squeeze",
-    _squeeze,
+    calls.squeeze,
     dims.squeeze,
     "squeeze",
-    localize=_local_squeeze,
+    localize=local_squeeze,
     attrs=(_GONE,),
     **_VIEW,
 )
-_row("slice", _window, dims.window, "slice", localize=_local_ends, attrs=_WINDOW, **_VIEW)
+_row("slice", calls.window, dims.window, "slice", localize=local_ends, attrs=_WINDOW, **_VIEW)
 
 
 # -- pointwise -----------------------------------------------------------------------------------
@@ -327,27 +275,6 @@ def _truth(name: str) -> Callable[..., Tensor]:
     return call
 
 
-def _global_count(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
-    """Where a reduced dim is split, a part of a mean is divided by the global count."""
-    if not _is_partial(attrs, part):
-        return attrs
-    shape = part.shapes[0] or ()
-    chosen = dims.reduced_dims(attrs.get("dims"), len(shape))
-    return {**attrs, "count": math.prod(shape[d] for d in chosen)}
-
-
-def _is_partial(attrs: dict[str, Any], part: Part) -> bool:
-    """This rank has only a part of a dim that is reduced."""
-    shape, box = part.shapes[0], part.boxes[0]
-    assert shape is not None and box is not None
-    return any(box[d] != (0, shape[d]) for d in dims.reduced_dims(attrs.get("dims"), len(shape)))
-
-
-def _with_identity(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
-    """Where a reduced dim is split, an empty part is no error."""
-    return {**attrs, "identity": True} if _is_partial(attrs, part) else attrs
-
-
 _REDUCED = (attr("dims", "dims"), attr("keepdim", "bool"))
 
 
@@ -361,97 +288,15 @@ _IDENTITY = attr("identity", "bool", is_local=True)
 _COUNT = attr("count", "extent", is_local=True)
 _reduce("sum", _sum, "sum", _WIDER)
 _reduce("prod", _prod, "prod", _WIDER)
-_reduce("max", _extreme("amax", lowest), "max", _IDENTITY, localize=_with_identity)
-_reduce("min", _extreme("amin", highest), "min", _IDENTITY, localize=_with_identity)
-_reduce("mean", _mean, "sum", _COUNT, localize=_global_count)
+_reduce("max", _extreme("amax", lowest), "max", _IDENTITY, localize=with_identity)
+_reduce("min", _extreme("amin", highest), "min", _IDENTITY, localize=with_identity)
+_reduce("mean", _mean, "sum", _COUNT, localize=global_count)
 _reduce("any", _truth("any"), "bor")
 # The bits that all parts of an integer share say nothing of what each part is: no Partial(band).
 _reduce("all", _truth("all"), "band", partial="")
 
 
 # -- contractions and composite ops --------------------------------------------------------------
-
-
-def _lookup(indices: Tensor, table: Tensor, *, part: tuple[int, int, int] | None = None) -> Tensor:
-    """Rows of a table; with `part=(start, stop, rows in all)` the table is a piece of a larger one.
-
-    Rows outside the piece come back as zeros, so that the sum over all pieces is the lookup.
-    """
-    if not table.shape[0]:
-        return table.new_zeros((*indices.shape, table.shape[1]))
-    if part is None:
-        return _F.embedding(indices, table)
-    start, stop, _ = part
-    here = (indices >= start) & (indices < stop)
-    rows = _F.embedding((indices - start).clamp(0, stop - start - 1), table)
-    return torch.where(here.unsqueeze(-1), rows, 0)
-
-
-def _local_rows(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
-    shape, box = part.shapes[1], part.boxes[1]
-    assert shape is not None and box is not None
-    if box[0] == (0, shape[0]):
-        return attrs
-    return {**attrs, "part": (*box[0], shape[0])}
-
-
-def _joined_window(
-    x: Tensor,
-    *,
-    reduce: str,
-    starts: Sequence[int],
-    ends: Sequence[int],
-    steps: Sequence[int],
-    places: Sequence[tuple[int, int]] | None = None,
-    shape: Sequence[int] = (),
-) -> Tensor:
-    """A slice; of a part of x what that has of it, in zeros of that shape."""
-    rows = _window(x, starts=starts, ends=ends, steps=steps)
-    if places is None:
-        return rows.clone()
-    result = x.new_zeros(tuple(shape))
-    result[tuple(slice(*place) for place in places)] = rows
-    return result
-
-
-def _local_places(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
-    """From where to where the slice goes in this rank's part, and its place in the whole slice."""
-    shape, box = part.shapes[0], part.boxes[0]
-    assert shape is not None and box is not None
-    found = []
-    for d, (n, here) in enumerate(zip(shape, box, strict=True)):
-        start, end, step = (attrs[name][d] for name in ("starts", "ends", "steps"))
-        if (start, step) == (0, 1) and end >= n:  # taken entirely, from what is here
-            start, end = here
-        first, stop = (max(-(-(at - start) // step), 0) for at in (here[0], min(here[1], end)))
-        stop = max(first, stop)
-        begin = max(start + first * step - here[0], 0)
-        found.append((begin, begin + (stop - first) * step, (first, stop)))
-    starts, ends, places = zip(*found, strict=True) if found else ((), (), ())
-    local = {"starts": starts, "ends": ends, "places": places, "shape": box_shape(part.box)}
-    return {**attrs, **local}
-
-
-def _normalize(
-    x: Tensor, weight: Any, bias: Any, *, normalized_shape: Sequence[int], eps: float
-) -> Tensor:
-    return _F.layer_norm(x, list(normalized_shape), weight, bias, eps)
-
-
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Any = None,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-) -> Tensor:
-    return _F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale)
-
-
-def _local_draw(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
-    return {**attrs, "shape": part.shape, "box": part.box}
 
 
 _COMPOSITE: dict[str, Any] = {"is_single": False}
@@ -467,10 +312,10 @@ _row(
 )
 _row(
     "embedding",
-    _lookup,
+    calls.lookup,
     dims.embedding,
     "embedding",
-    localize=_local_rows,
+    localize=local_rows,
     indexed=1,
     operands=(2, 2),
     attrs=(attr("part", "part", is_local=True),),
@@ -478,10 +323,10 @@ _row(
 )
 _row(
     "window",
-    _joined_window,
+    calls.joined_window,
     dims.window_of_parts,
     "window",
-    localize=_local_places,
+    localize=local_places,
     partial="reduce",
     attrs=(
         word("reduce", "sum", "bor", required=True),
@@ -501,7 +346,7 @@ _row(
 )
 _row(
     "layer_norm",
-    _normalize,
+    calls.normalize,
     dims.layer_norm,
     "layer_norm",
     operands=(3, 3),
@@ -510,7 +355,7 @@ _row(
 )
 _row(
     "scaled_dot_product_attention",
-    _attend,
+    calls.attend,
     dims.attention,
     "attention",
     operands=(3, 4),
@@ -533,7 +378,7 @@ _row(
     random.uniform,
     dims.creation,
     "uniform",
-    localize=_local_draw,
+    localize=local_draw,
     attrs=(
         *_SHAPE,
         attr("dtype", "drawn", True),
@@ -549,7 +394,7 @@ _row(
     random.dropout,
     dims.pointwise,
     "dropout",
-    localize=_local_draw,
+    localize=local_draw,
     operands=(2, 2),
     attrs=(
         attr("p", "probability", True),
@@ -565,7 +410,7 @@ _row(
     creation.full,
     dims.creation,
     "full",
-    localize=_local_draw,
+    localize=local_draw,
     attrs=_MADE,
 )
 _row(
@@ -573,7 +418,7 @@ _row(
     creation.arange,
     dims.creation,
     "arange",
-    localize=_local_draw,
+    localize=local_draw,
     operands=(2, 2),
     attrs=_MADE,
 )
@@ -582,7 +427,7 @@ _row(
     creation.constant,
     dims.creation,
     "constant",
-    localize=_local_draw,
+    localize=local_draw,
     operands=(0, 0),
     attrs=(attr("values", "numbers", True), *_MADE),
 )

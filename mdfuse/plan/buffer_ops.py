@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import Instruction
-from mdfuse.layout import nth_chunk, relative
+from mdfuse.layouts.boxes import nth_chunk, relative
 from mdfuse.plan.allocation import empty, new_buffer
 from mdfuse.plan.lines import Line, Ref, drop
 from mdfuse.plan.local_ops import ordered

@@ -15,16 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import Call, Poster
+from mdfuse.backends.base import Poster
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import HostProgram
+from mdfuse.layouts.call import Call
 from mdfuse.plan.index_checks import IndexChecks
 from mdfuse.plan.lines import Function, Line, Ref, Slots, write
 from mdfuse.plan.memory import Owned, own
-from mdfuse.plan.places import Tally, register
 from mdfuse.plan.posts import Posts
 from mdfuse.plan.slots import CALLER_SLOT, Context, Step, updated_names
 from mdfuse.plan.steps import Builder
+from mdfuse.runtime.running import Tally, register
 
 __all__ = ["Context", "Plan", "Step", "build"]
 
@@ -98,6 +99,11 @@ class Plan:
         numbers = tuple(range(len(self.lines)))
         return Owned(buffers={}, lines=self.lines, numbers=numbers, nbytes=0)
 
+    @property
+    def left(self) -> tuple[int, ...]:
+        """Of the calls that are left: the number of each, in the order of their lines."""
+        return self.owned.numbers
+
     @cached_property
     def function(self) -> Function:
         """All of them as one function of the caller's stream, the inputs and the given outputs."""
@@ -110,7 +116,7 @@ class Plan:
             self.outputs,
             self.owned.buffers,
             self.names,
-            [self.labels[n] for n in self.owned.numbers],
+            [self.labels[n] for n in self.left],
         )
         register(function.code.co_filename, self)
         return function
@@ -173,9 +179,9 @@ class Plan:
             first: the first of its lines.
         """
         found = function.line_of(error.__traceback__)
-        if found is None or first + found >= len(self.owned.numbers):
+        if found is None or first + found >= len(self.left):
             return error
-        number = self.owned.numbers[first + found]
+        number = self.left[first + found]
         line, step = self.lines[number], self.step_of(number)
         if line.explain is not None:
             explained = line.explain(error)
@@ -253,11 +259,7 @@ def build(
         tuple(builder.steps), device, builder.switches, context.one_stream,
         numbers=any(program.types[n].layout is None for n in program.inputs),
         may_overlap=bool(program.aliases) or any(x is not None for x in given),
-        written=tuple(
-            slot
-            for slot, name in zip(inputs, program.inputs, strict=True)
-            if name in program.written_inputs
-        ),
+        written=tuple(context.slot(n) for n in program.inputs if n in program.written_inputs),
         records=any(isinstance(x, Tensor) and x.requires_grad for x in (*arguments, *out)),
         tally=tally,
     )  # fmt: skip

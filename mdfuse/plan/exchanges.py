@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from mdfuse.backends.base import Call, Poster, Work
+from mdfuse.backends.base import Poster, Work
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.layouts.call import Call
 from mdfuse.plan.lines import Line, Ref, drop
 from mdfuse.plan.pending import Pending, landing, nothing_posted
 from mdfuse.plan.slots import Context, Step, base_name, label

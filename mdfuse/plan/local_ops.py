@@ -7,7 +7,7 @@ larger one), it is written there, in place where torch can.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +17,9 @@ from torch import Tensor
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import Instruction
 from mdfuse.ir import ops
-from mdfuse.ir.extremes import highest, lowest
 from mdfuse.ir.graph import Operand
 from mdfuse.ir.infer import dense_strides
+from mdfuse.ir.numbers import scalar_call
 from mdfuse.ir.writes import (
     ELEMENTWISE,
     EXACT,
@@ -32,7 +32,6 @@ from mdfuse.ir.writes import (
 from mdfuse.plan.allocation import empty, new_buffer
 from mdfuse.plan.lines import Line, Ref, drop
 from mdfuse.plan.slots import Context, base_name, described
-from mdfuse.tensors import why_not
 
 
 def compute(i: Instruction, context: Context) -> list[Line]:
@@ -243,32 +242,3 @@ def _scalar(i: Instruction, row: ops.Op, context: Context) -> Line:
 
     args = _operands(i, context)
     return Line(run=compute_number, args=args, into=context.slot(i.outputs[0]))
-
-
-def scalar_call(call: Callable[..., Any], operands: Sequence[Any]) -> Any:
-    """Call an op on numbers; returns a number."""
-    wide = {bool: torch.bool, int: torch.int64, float: torch.float64}
-    tensors = [torch.tensor(x, dtype=wide[type(x)], device="cpu") for x in operands]
-    return call(*tensors).item()
-
-
-def as_number(x: Any, dtype: torch.dtype) -> bool | int | float | None:
-    """A number of the kind that a host scalar of this dtype is; None where x cannot be one."""
-    if isinstance(x, Tensor):
-        x = x.item() if why_not(x) is None and x.ndim == 0 else None
-    if not isinstance(x, bool | int | float):
-        return None
-    if dtype.is_floating_point or dtype.is_complex:
-        return _as_float(x)
-    if isinstance(x, float) and not x.is_integer():
-        return None
-    kind = bool if dtype == torch.bool else int
-    return kind(x) if kind(x) == x and lowest(dtype) <= x <= highest(dtype) else None
-
-
-def _as_float(x: float) -> float | None:
-    """A float; None of an integer that is greater than all of them."""
-    try:
-        return float(x)
-    except OverflowError:
-        return None

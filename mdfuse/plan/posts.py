@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import POINT_TO_POINT, Buffer, Call, Place, Poster, Prepared, Work
-from mdfuse.communication import IN_PIECES
+from mdfuse.backends.base import Buffer, Place, Poster, Prepared, Work
 from mdfuse.errors import CommunicationError, ProgramError
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.layout import Box, nth_chunk
+from mdfuse.layouts.boxes import Box, nth_chunk
+from mdfuse.layouts.call import Call
+from mdfuse.layouts.kinds import IN_PIECES, POINT_TO_POINT, blocks_of
 from mdfuse.plan.exchanges import Exchanges, transfer_team
 from mdfuse.plan.lines import Line, Ref, drop, is_dense
 from mdfuse.plan.pending import Pending, landing, nothing_posted
@@ -291,14 +292,8 @@ def _roles(part: Part) -> tuple[bool, bool]:
     call = part.call
     if call is None:
         return False, False
-    at_root = call.root == call.rank
-    table = {
-        "Broadcast": (at_root, not at_root),
-        "Reduce": (True, at_root),
-        "Gather": (call.rank in call.parts, at_root),
-        "Scatter": (at_root, call.rank in call.parts),
-    }
-    return table.get(call.kind, (True, True))
+    source, destination = blocks_of(call)
+    return source is not None, destination is not None
 
 
 def _not_dense(described: str, buffer: Tensor) -> CommunicationError:

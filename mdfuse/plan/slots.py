@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import Call, Poster
+from mdfuse.backends.base import Poster
 from mdfuse.errors import ProgramError
 from mdfuse.hir.capture import HostValues
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.sharing import shared_operand, storage
-from mdfuse.layout import Box
+from mdfuse.layouts.boxes import Box
+from mdfuse.layouts.call import Call
 from mdfuse.plan.lines import Line, Ref, Slots
 from mdfuse.plan.streams import CALLER
 

@@ -15,16 +15,15 @@ from functools import partial
 from typing import NoReturn, Protocol
 
 import torch
-import torch.distributed as dist
 
 from mdfuse.backends import mpi_library, ucx_library
-from mdfuse.backends.base import Call, Interruptible, Poster
-from mdfuse.backends.c10d_groups import HashStore, PrefixStore
+from mdfuse.backends.base import Interruptible, Poster
+from mdfuse.backends.c10d_groups import HashStore, PrefixStore, default_group
 from mdfuse.backends.work import first_line
 from mdfuse.config import Carriers, Options, carriers_of, options_from_environment
 from mdfuse.crowds import refusal
 from mdfuse.errors import BackendError, ProgramError
-from mdfuse.plan.places import Tally
+from mdfuse.layouts.call import Call
 from mdfuse.runtime.agreement import Agreement
 from mdfuse.runtime.backend_rows import BACKENDS, OpenBackend, World, auto
 from mdfuse.runtime.bootstrap import detect
@@ -39,8 +38,9 @@ from mdfuse.runtime.joining import (
     why_not_beside,
 )
 from mdfuse.runtime.null_world import NULL, check_null_arguments, null_device, null_launch
-from mdfuse.runtime.refusals import Refusals
+from mdfuse.runtime.refusals import Refusals, not_open
 from mdfuse.runtime.reports import tell_torchrun_at_exit
+from mdfuse.runtime.running import Tally
 from mdfuse.runtime.stores import another_connection, open_store
 from mdfuse.runtime.watch import Watch
 from mdfuse.runtime.watch_report import ranks_text
@@ -338,19 +338,8 @@ class Communicator:
             self._check_open("join")
 
     def _check_open(self, what: str) -> None:
-        if self._is_fork:
-            raise BackendError(
-                f"rank {self.rank} cannot {what} here: this process is a fork of it",
-                because="a fork has neither its threads nor connections of its own",
-                hint="communicate in the process that called mdfuse.init() only; processes that "
-                "are to be ranks are started by a launcher, or fork before init()",
-            )
-        if self._is_closed:
-            raise BackendError(
-                f"rank {self.rank} cannot {what}: its communicator is closed",
-                because="close() gave up its groups and its store",
-                hint="call mdfuse.init() again, on all ranks",
-            )
+        if self._is_fork or self._is_closed:
+            raise not_open(self.rank, what, self._is_fork)
 
 
 _live: Communicator | None = None
@@ -421,7 +410,7 @@ def _stand_in(
     """A rank without a world: its store is a dictionary, and it agrees with itself alone."""
     store = HashStore()
     world = World(
-        launch=null_launch(os.environ, _default_group(), rank, size),
+        launch=null_launch(os.environ, default_group(), rank, size),
         device=null_device(device),
         store=store,
         timeout_s=timeout_s,
@@ -460,7 +449,7 @@ def _forget(communicator: Communicator) -> None:
 
 def _join(carriers: Carriers, options: Options) -> Communicator:
     timeout_s = options.timeout_s
-    launch = detect(os.environ, _default_group())
+    launch = detect(os.environ, default_group())
     if "ucx" in carriers.names:
         ucx_library.why_not()  # loads it: UCX must come before MPI, by which ranks may meet
     name = auto()[0] if carriers.usual == "auto" else carriers.usual
@@ -501,9 +490,3 @@ def _join(carriers: Carriers, options: Options) -> Communicator:
         made.close()
         raise
     return made
-
-
-def _default_group() -> tuple[int, int] | None:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return None

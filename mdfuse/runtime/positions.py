@@ -8,10 +8,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from mdfuse.plan.places import Place, Tally
-
-#: Kinds that not every member of a team posts each time: their numbers say nothing of the others.
-_TRANSFERS = ("Gather", "Scatter", "SendRecv", "Exchange")
+from mdfuse.layouts.kinds import KINDS
+from mdfuse.runtime.running import Place, Tally
 
 _Key = tuple[str, tuple[int, ...]]
 
@@ -144,7 +142,7 @@ def standing(tallies: Sequence[Tally], place: Place | None) -> Standing:
 
 
 def _key(kind: str, team: tuple[int, ...]) -> _Key:
-    return ("transfers" if kind in _TRANSFERS else "collectives"), team
+    return ("collectives" if KINDS[kind].by_all else "transfers"), team
 
 
 def _posted_before(tallies: Sequence[Tally], now: Tally | None) -> Counter[_Key]:

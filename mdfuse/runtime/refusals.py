@@ -105,3 +105,19 @@ class Refusals:
                 return self._store.get(key).decode()
         except RuntimeError as error:
             return f"not all others said that they did ({first_line(error)})"
+
+
+def not_open(rank: int, what: str, is_fork: bool) -> BackendError:
+    """Why a communicator does nothing any more: it was closed, or this process is not its own."""
+    if is_fork:
+        return BackendError(
+            f"rank {rank} cannot {what} here: this process is a fork of it",
+            because="a fork has neither its threads nor connections of its own",
+            hint="communicate in the process that called mdfuse.init() only; processes that "
+            "are to be ranks are started by a launcher, or fork before init()",
+        )
+    return BackendError(
+        f"rank {rank} cannot {what}: its communicator is closed",
+        because="close() gave up its groups and its store",
+        hint="call mdfuse.init() again, on all ranks",
+    )

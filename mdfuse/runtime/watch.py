@@ -2,7 +2,7 @@
 
 Each post outside torch.distributed is noted in a ring buffer before it is made, and marked behind
 it, so that the watchdog finds the oldest one that is not done without asking the device: see
-`Track`. For all others it looks where the host is in its plans: see `mdfuse.plan.places`. The
+`Track`. For all others it looks where the host is in its plans: see `mdfuse.runtime.running`. The
 watchdog sleeps, looks, and, where something is overdue, says which instruction it is and what the
 other ranks did, and ends the process: buffers that such a communication writes to hold garbage.
 """
@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING
 
 from mdfuse.backends.noting import Subject, Track
 from mdfuse.errors import PACKAGE, BackendError, Source
-from mdfuse.plan import places
-from mdfuse.plan.places import Tally
+from mdfuse.runtime import running
 from mdfuse.runtime.bulletin import Answers, Bulletin, within
 from mdfuse.runtime.deadline import NEVER, Deadline
 from mdfuse.runtime.neighbours import Neighbours
 from mdfuse.runtime.positions import Position, Progress, Standing, standing
 from mdfuse.runtime.reports import Page, tell_torchrun
 from mdfuse.runtime.ring import Post, Ring
+from mdfuse.runtime.running import Tally
 from mdfuse.runtime.watch_report import NEVER_TOLD, Alarm, Table, blame, explained, report
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ class Watch:
         if self._bulletin is None and not self._place:
             return error
         self.ending = Deadline.after(_ERROR_S)
-        now = standing(self._tallies, places.raised(error) or places.running())
+        now = standing(self._tallies, running.raised(error) or running.running())
         alarm = Alarm.at(now, error.what, self._world)
         self._broke = replace(now, is_waiting=False) if now.doing else None
         with self._reporting(alarm, now) as table:
@@ -271,7 +271,7 @@ class Watch:
 
     def _standing(self) -> Standing:
         """Where the plans of this process are; outside of all, where the last one broke off."""
-        now = standing(self._tallies, places.running() if self._tallies else None)
+        now = standing(self._tallies, running.running() if self._tallies else None)
         if now.doing:
             self._broke = None
         return self._broke or now

@@ -23,7 +23,7 @@ from torch import Tensor
 from two_stage import CASES, MESHES, Case
 
 import mdfuse as mf
-from mdfuse.backends.base import Call
+from mdfuse.layouts.call import Call
 
 two, four = pytest.mark.world(2), pytest.mark.world(4)
 MOVED = [*kinds.FLOATS, *kinds.INTEGERS, torch.bool, *kinds.MOVED_ONLY]

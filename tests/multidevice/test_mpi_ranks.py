@@ -9,10 +9,10 @@ import torch
 from backend_suite import *  # noqa: F403  the tests that every backend passes
 
 from mdfuse.backends import mpi_library
-from mdfuse.backends.base import Call
 from mdfuse.backends.c10d_groups import PrefixStore
 from mdfuse.backends.mpi import MpiBackend
 from mdfuse.errors import BackendError
+from mdfuse.layouts.call import Call
 
 pytestmark = pytest.mark.backend("mpi")
 

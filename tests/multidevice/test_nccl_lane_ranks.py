@@ -19,10 +19,11 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse.backends import nccl_lane, nccl_library
-from mdfuse.backends.base import Call, Place
+from mdfuse.backends.base import Place
 from mdfuse.backends.c10d_groups import PrefixStore, TCPStore
 from mdfuse.backends.cuda_driver import CudaDevice
 from mdfuse.backends.nccl_lane import NcclLane, open_lane
+from mdfuse.layouts.call import Call
 from mdfuse.runtime.watch import EXIT_STATUS, Watch
 
 ROUNDS = 10
@@ -270,7 +271,8 @@ import torch
 from datetime import timedelta
 from fake_nccl import post
 from mdfuse.backends import nccl_lane, nccl_library
-from mdfuse.backends.base import Call, Place
+from mdfuse.backends.base import Place
+from mdfuse.layouts.call import Call
 from mdfuse.backends.c10d_groups import PrefixStore, TCPStore
 from mdfuse.backends.cuda_driver import CudaDevice
 from mdfuse.runtime.stores import another_connection

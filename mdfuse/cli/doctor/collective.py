@@ -11,8 +11,9 @@ from rich import box
 from rich.table import Table
 from torch import Tensor
 
-from mdfuse.backends.base import Call, Poster
+from mdfuse.backends.base import Poster
 from mdfuse.cli.report import size_text, time_text
+from mdfuse.layouts.call import Call
 from mdfuse.runtime.communicator import Communicator
 
 #: Bytes per communication: what latency decides, and what bandwidth does.

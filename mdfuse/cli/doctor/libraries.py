@@ -15,6 +15,7 @@ import torch
 from mdfuse.backends import nccl_library
 from mdfuse.backends.c10d_groups import LIBRARIES
 from mdfuse.cli.doctor.findings import Finding
+from mdfuse.config import VERSION
 
 #: Distributions that matter here: name -> what it is for.
 _PACKAGES = {
@@ -47,9 +48,7 @@ _PROBE_S = 30.0
 
 def versions() -> list[Finding]:
     """mdfuse, Python, and the packages that something here needs."""
-    import mdfuse
-
-    rows = {"mdfuse": mdfuse.__version__, "python": platform.python_version()}
+    rows = {"mdfuse": VERSION, "python": platform.python_version()}
     rows |= {name: f"{_version(name)} ({what})" for name, what in _PACKAGES.items()}
     return [Finding(name=name, what=what) for name, what in rows.items()]
 

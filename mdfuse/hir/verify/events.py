@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from mdfuse.backends.base import Call
 from mdfuse.communication import Communication
 from mdfuse.hir.instructions import POSTS
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.verify.report import wrong
 from mdfuse.hir.verify.sizes import elements, part_on
 from mdfuse.ir.graph import dtype_name
+from mdfuse.layouts.call import Call
 
 #: Straight-line programs by rank.
 Programs = Mapping[int, HostProgram]

@@ -28,7 +28,7 @@ from mdfuse.hir.verify.memory import (
 from mdfuse.hir.verify.sizes import uses
 from mdfuse.hir.verify.views import is_slice, is_view, may_copy, pieces_of, shape_of, whole
 from mdfuse.ir.graph import Operand
-from mdfuse.layout import Box
+from mdfuse.layouts.boxes import Box
 
 Steps = dict[str, Callable[[Any, Instruction], None]]
 

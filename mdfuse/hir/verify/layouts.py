@@ -15,7 +15,8 @@ from typing import Any
 from mdfuse.index import Calc, Index, Term, terms
 from mdfuse.ir.dims import DimMap, Labels, always, reshape_groups
 from mdfuse.ir.ops import TABLE
-from mdfuse.layout import Box, Layout, Partial, Placement, Replicate, Shard, Stream, Varies
+from mdfuse.layout import Layout, Partial, Placement, Replicate, Shard, Stream, Varies
+from mdfuse.layouts.boxes import Box
 from mdfuse.mesh import DeviceMesh
 
 Shape = tuple[int, ...]

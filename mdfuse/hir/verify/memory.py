@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, field
 
 from mdfuse.hir.program import Instruction
-from mdfuse.layout import Box, box_shape, box_size, intersect
+from mdfuse.layouts.boxes import Box, box_shape, box_size, intersect
 
 #: The stream that is current when a run starts.
 CALLER = -1

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
-from mdfuse.communication import SPLIT_OUTERMOST, Communication
+from mdfuse.communication import Communication
 from mdfuse.errors import MdfuseError
 from mdfuse.hir.program import BufferType, Padding
 from mdfuse.hir.verify.layouts import chunk_of, is_alike, is_one_chunk, plain, terms_of
 from mdfuse.hir.verify.rows import is_said
 from mdfuse.layout import Layout, Partial, Replicate, Shard
+from mdfuse.layouts.kinds import SPLITTING
 
 #: What is wrong with a communication; None: nothing.
 Problem = str | None
@@ -302,7 +303,7 @@ def buffer_type(comm: Communication, side: int) -> BufferType:
     front = tuple(range(n))
     if comm.kind == "AllToAll" and comm.dim is not None and side == 1:
         front = (comm.dim, *(d for d in range(n) if d != comm.dim))
-    elif comm.kind in SPLIT_OUTERMOST and comm.kind != "AllToAll":
+    elif comm.kind in SPLITTING and comm.kind != "AllToAll":
         front = comm.front()
     assert comm.dtype is not None
     return BufferType(
@@ -315,7 +316,7 @@ def buffer_type(comm: Communication, side: int) -> BufferType:
 
 def padding_of(comm: Communication, side: int) -> Padding | None:
     """How a buffer is padded where the parts of ranks differ; None for kinds that never are."""
-    if comm.kind not in SPLIT_OUTERMOST or comm.kind == "AllToAll" or comm.dim is None:
+    if comm.kind not in SPLITTING or comm.kind == "AllToAll" or comm.dim is None:
         return None
     layout = (comm.source, comm.destination)[side]
     is_whole = comm.whole() == layout

@@ -19,8 +19,10 @@ from mdfuse.hir.verify.shapes import Sample, Shape, number, quick_dtype, quick_s
 from mdfuse.ir.dims import pointwise
 from mdfuse.ir.graph import Value, dtype_name
 from mdfuse.ir.infer import infer, scalar_sample
-from mdfuse.ir.ops import TABLE, Part, local_attrs
-from mdfuse.layout import Box, Layout
+from mdfuse.ir.local_attributes import Part
+from mdfuse.ir.ops import TABLE, local_attrs
+from mdfuse.layout import Layout
+from mdfuse.layouts.boxes import Box
 
 #: What an operand is for the inference: a buffer or scalar, the type of a number, or nothing.
 Kind = BufferType | type

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mdfuse.ir.dims import reduced_dims
 from mdfuse.ir.ops import TABLE
-from mdfuse.layout import box_shape
+from mdfuse.layouts.boxes import box_shape
 
 Shape = tuple[int, ...]
 #: Extents of the operands: () for numbers, None for what is absent.

@@ -5,37 +5,14 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-from mdfuse.backends.base import POINT_TO_POINT, Call
 from mdfuse.communication import Communication
 from mdfuse.errors import MdfuseError
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.verify.report import wrong
-from mdfuse.layout import Box, Layout, box_shape, box_size
+from mdfuse.layout import Layout
+from mdfuse.layouts.boxes import Box, box_shape, box_size
+from mdfuse.layouts.kinds import POINT_TO_POINT, blocks_of
 from mdfuse.transfers import Part
-
-
-def multiples(call: Call) -> tuple[int | None, int | None]:
-    """How many blocks the source and the destination of one rank hold; None: it is not used.
-
-    A block is what the table of `mdfuse.backends.base.Call` calls k. Not for AllToAll and
-    point-to-point, which have counts.
-    """
-    n, at_root, is_part = len(call.team), call.rank == call.root, call.rank in call.parts
-    match call.kind:
-        case "Allgather":
-            return 1, n
-        case "ReduceScatter":
-            return n, 1
-        case "Broadcast":
-            return (1, None) if at_root else (None, 1)
-        case "Reduce":
-            return 1, 1 if at_root else None
-        case "Gather":
-            return 1 if is_part else None, len(call.parts) if at_root else None
-        case "Scatter":
-            blocks = call.source_blocks or max(call.blocks, default=-1) + 1
-            return blocks if at_root else None, 1 if is_part else None
-    return 1, 1
 
 
 def part_on(program: HostProgram, i: Instruction, rank: int) -> Part:
@@ -73,7 +50,7 @@ def _used(part: Part) -> tuple[bool, bool]:
         return own, own
     if part.call.kind in POINT_TO_POINT:
         return bool(part.sends) or own, bool(part.recvs) or own
-    source, destination = multiples(part.call)
+    source, destination = blocks_of(part.call)
     return source is not None or own, destination is not None or own
 
 
@@ -141,7 +118,7 @@ def _counts(comm: Communication, part: Part) -> tuple[_Size, _Size]:
         return None, None
     if call.kind == "AllToAll":
         return sum(call.send_counts), sum(call.recv_counts)
-    source, destination = multiples(call)
+    source, destination = blocks_of(call)
     if comm.dim is None:
         before, after = (_held(x, comm, call.rank) for x in (comm.source, comm.destination))
         return source and before, destination and after

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mdfuse.communication import IN_PIECES
 from mdfuse.errors import ProgramError
 from mdfuse.hir.instructions import POSTS, is_local
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.verify.report import wrong
+from mdfuse.layouts.kinds import IN_PIECES
 
 
 def check_structure(program: HostProgram) -> None:

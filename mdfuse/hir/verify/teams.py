@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
-from mdfuse.backends.base import POINT_TO_POINT
 from mdfuse.errors import CommunicationError
 from mdfuse.hir.verify.alike import check_alike
 from mdfuse.hir.verify.events import Event, Programs, difference, events
 from mdfuse.hir.verify.progress import Meeting, check_progress
 from mdfuse.hir.verify.report import disagreement
-from mdfuse.hir.verify.sizes import multiples
 from mdfuse.hir.verify.transfers import match_transfers
+from mdfuse.layouts.kinds import POINT_TO_POINT, blocks_of
 
 Team = tuple[int, ...]
 
@@ -117,7 +116,7 @@ def _check_blocks(n: int, here: tuple[Event, ...]) -> None:
 
 def _blocks(event: Event) -> Iterator[float]:
     """The elements of a block by each of its buffers."""
-    for count, multiple in zip(event.counts, multiples(event.call), strict=True):
+    for count, multiple in zip(event.counts, blocks_of(event.call), strict=True):
         if count is not None and multiple:
             yield count // multiple if count % multiple == 0 else count / multiple
 

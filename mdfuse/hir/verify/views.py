@@ -9,7 +9,7 @@ from mdfuse.hir.instructions import row_of
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.verify.memory import PENDING, Access, View
 from mdfuse.ir.dims import reshape_groups
-from mdfuse.layout import Box, Interval, nth_chunk, relative
+from mdfuse.layouts.boxes import Box, Interval, nth_chunk, relative
 
 #: The dims of a view of which only the memory is known that it lies in.
 OPAQUE = (-1,)

@@ -1,4 +1,4 @@
-"""Plans by what they are run with, the least recently used one dropped first."""
+"""Values by key, the least recently used one dropped first: plans, programs, definitions."""
 
 from __future__ import annotations
 

@@ -9,15 +9,44 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import Protocol
 from weakref import WeakValueDictionary
 
-if TYPE_CHECKING:
-    from mdfuse.plan.build import Plan
-    from mdfuse.plan.slots import Step
+from mdfuse.layouts.call import Call
+
+
+class Step(Protocol):
+    """What is read of a plan's step: see `mdfuse.plan.slots.Step`."""
+
+    @property
+    def op(self) -> str: ...
+    @property
+    def label(self) -> str: ...
+    @property
+    def calls(self) -> tuple[Call, ...]: ...
+    @property
+    def outputs(self) -> tuple[int, ...]: ...
+    @property
+    def waits(self) -> tuple[int, int | None] | None: ...
+
+
+class Plan(Protocol):
+    """What is read of a plan: see `mdfuse.plan.build.Plan`."""
+
+    @property
+    def tally(self) -> Tally | None: ...
+    @property
+    def steps(self) -> Sequence[Step]: ...
+    @property
+    def left(self) -> Sequence[int]:
+        """The number of the call at each line of its function."""
+
+    def number_of(self, line: int) -> int:
+        """The number of the step that a call belongs to."""
+
 
 #: The file name of a plan's function -> the plan.
 _plans: WeakValueDictionary[str, Plan] = WeakValueDictionary()
@@ -128,6 +157,6 @@ def _of_frame(frame: FrameType | None) -> Place | None:
 
 def _place(file: str, line: int) -> Place | None:
     plan = _plans.get(file) if file.startswith("<plan ") else None
-    if plan is None or not 2 <= line < 2 + len(plan.owned.numbers):
+    if plan is None or not 2 <= line < 2 + len(plan.left):
         return None
-    return Place(plan, plan.number_of(plan.owned.numbers[line - 2]))
+    return Place(plan, plan.number_of(plan.left[line - 2]))

@@ -1,0 +1,85 @@
+"""Calls of the op table that torch has in another form, or in several steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as _F
+
+
+def window(
+    x: Tensor, *, starts: Sequence[int], ends: Sequence[int], steps: Sequence[int]
+) -> Tensor:
+    return x[tuple(map(slice, starts, ends, steps))]
+
+
+def unsqueeze(x: Tensor, *, dims: Sequence[int]) -> Tensor:
+    rank = x.ndim + len(dims)
+    for d in sorted(d % rank for d in dims):
+        x = x.unsqueeze(d)
+    return x
+
+
+def squeeze(x: Tensor, *, dims: Sequence[int]) -> Tensor:
+    return x.squeeze(tuple(dims))
+
+
+def in_order(x: Tensor, *, order: Sequence[int]) -> Tensor:
+    """The tensor itself where its dims lie in `order`, outermost first, else a copy that does."""
+    back = [order.index(d) for d in range(x.ndim)]
+    return x.permute(tuple(order)).contiguous().permute(back)
+
+
+def lookup(indices: Tensor, table: Tensor, *, part: tuple[int, int, int] | None = None) -> Tensor:
+    """Rows of a table; with `part=(start, stop, rows in all)` the table is a piece of a larger one.
+
+    Rows outside the piece come back as zeros, so that the sum over all pieces is the lookup.
+    """
+    if not table.shape[0]:
+        return table.new_zeros((*indices.shape, table.shape[1]))
+    if part is None:
+        return _F.embedding(indices, table)
+    start, stop, _ = part
+    here = (indices >= start) & (indices < stop)
+    rows = _F.embedding((indices - start).clamp(0, stop - start - 1), table)
+    return torch.where(here.unsqueeze(-1), rows, 0)
+
+
+def joined_window(
+    x: Tensor,
+    *,
+    reduce: str,
+    starts: Sequence[int],
+    ends: Sequence[int],
+    steps: Sequence[int],
+    places: Sequence[tuple[int, int]] | None = None,
+    shape: Sequence[int] = (),
+) -> Tensor:
+    """A slice; of a part of x what that has of it, in zeros of that shape."""
+    rows = window(x, starts=starts, ends=ends, steps=steps)
+    if places is None:
+        return rows.clone()
+    result = x.new_zeros(tuple(shape))
+    result[tuple(slice(*place) for place in places)] = rows
+    return result
+
+
+def normalize(
+    x: Tensor, weight: Any, bias: Any, *, normalized_shape: Sequence[int], eps: float
+) -> Tensor:
+    return _F.layer_norm(x, list(normalized_shape), weight, bias, eps)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    return _F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale)

@@ -1,0 +1,101 @@
+"""What an op's attributes are for one rank's part of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mdfuse.ir import dims
+from mdfuse.layouts.boxes import Box, box_shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What a rank holds of an expression's operands and result.
+
+    Attributes:
+        shapes: global shapes of the operands; None for those that are not tensors.
+        boxes: this rank's parts of the operands.
+        shape: global shape of the result.
+        box: this rank's part of the result.
+    """
+
+    shapes: tuple[tuple[int, ...] | None, ...]
+    boxes: tuple[Box | None, ...]
+    shape: tuple[int, ...]
+    box: Box
+
+
+Localize = Callable[[dict[str, Any], Part], dict[str, Any]]
+
+
+def local_shape(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
+    return {**attrs, "shape": box_shape(part.box)}
+
+
+def local_ends(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
+    """Dims taken entirely end where this rank's part ends; the others are whole here."""
+    box = part.boxes[0]
+    assert box is not None
+    ends = tuple(min(e, stop - start) for e, (start, stop) in zip(attrs["ends"], box, strict=True))
+    return {**attrs, "ends": ends}
+
+
+def local_squeeze(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
+    """Only dims whose global extent is 1 go; a local extent of 1 is no reason."""
+    shape = part.shapes[0]
+    assert shape is not None
+    return {"dims": tuple(d % len(shape) for d in attrs["dims"] if shape[d] == 1)}
+
+
+def local_rows(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
+    shape, box = part.shapes[1], part.boxes[1]
+    assert shape is not None and box is not None
+    if box[0] == (0, shape[0]):
+        return attrs
+    return {**attrs, "part": (*box[0], shape[0])}
+
+
+def local_places(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
+    """From where to where the slice goes in this rank's part, and its place in the whole slice."""
+    shape, box = part.shapes[0], part.boxes[0]
+    assert shape is not None and box is not None
+    found = []
+    for d, (n, here) in enumerate(zip(shape, box, strict=True)):
+        start, end, step = (attrs[name][d] for name in ("starts", "ends", "steps"))
+        if (start, step) == (0, 1) and end >= n:  # taken entirely, from what is here
+            start, end = here
+        first, stop = (max(-(-(at - start) // step), 0) for at in (here[0], min(here[1], end)))
+        stop = max(first, stop)
+        begin = max(start + first * step - here[0], 0)
+        found.append((begin, begin + (stop - first) * step, (first, stop)))
+    starts, ends, places = zip(*found, strict=True) if found else ((), (), ())
+    local = {"starts": starts, "ends": ends, "places": places, "shape": box_shape(part.box)}
+    return {**attrs, **local}
+
+
+def local_draw(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
+    return {**attrs, "shape": part.shape, "box": part.box}
+
+
+def global_count(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
+    """Where a reduced dim is split, a part of a mean is divided by the global count."""
+    if not is_partial(attrs, part):
+        return attrs
+    shape = part.shapes[0] or ()
+    chosen = dims.reduced_dims(attrs.get("dims"), len(shape))
+    return {**attrs, "count": math.prod(shape[d] for d in chosen)}
+
+
+def is_partial(attrs: dict[str, Any], part: Part) -> bool:
+    """This rank has only a part of a dim that is reduced."""
+    shape, box = part.shapes[0], part.boxes[0]
+    assert shape is not None and box is not None
+    return any(box[d] != (0, shape[d]) for d in dims.reduced_dims(attrs.get("dims"), len(shape)))
+
+
+def with_identity(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
+    """Where a reduced dim is split, an empty part is no error."""
+    return {**attrs, "identity": True} if is_partial(attrs, part) else attrs

@@ -1,0 +1,1 @@
+"""Which part of a tensor each rank holds, and what a rank posts to change that."""

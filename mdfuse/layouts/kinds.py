@@ -1,0 +1,106 @@
+"""The kinds of communication: one row each.
+
+A new kind needs its row here, the layouts between which it leads (`reshard.py`), a rank's part of
+it (`Communication.part`), and the calls that carry it in each backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mdfuse.layouts.call import Call
+
+#: How many blocks the source and the destination of one rank hold; None: the rank does not use it.
+Blocks = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What is true of a kind of communication.
+
+    Attributes:
+        blocks: what a rank's buffers hold, in blocks of k elements, which are equal on all ranks of
+            a team; None: the call states counts, or one buffer for each transfer.
+        has_root: one rank of the team has or gets the whole.
+        reduces: it computes with what it moves, by a reduce op.
+        splits: a dim is gathered, scattered or exchanged, and lies outermost in its buffers.
+        in_pieces: its elements travel alike, so that any run of rows is a communication of its own.
+        by_pairs: it moves pieces between pairs of ranks; the others are collectives.
+        by_all: every member of the team posts each one, so that numbers tell who is behind. Others
+            are posted by those that have a part.
+        moves: backends carry it. A barrier is an Allreduce of one element there.
+    """
+
+    blocks: Callable[[Call], Blocks] | None = None
+    has_root: bool = False
+    reduces: bool = False
+    splits: bool = False
+    in_pieces: bool = False
+    by_pairs: bool = False
+    by_all: bool = True
+    moves: bool = True
+
+
+def _at_root(call: Call) -> bool:
+    return call.rank == call.root
+
+
+def _is_part(call: Call) -> bool:
+    return call.rank in call.parts
+
+
+def source_blocks(call: Call) -> int:
+    """Scatter: how many blocks the root's source holds."""
+    return call.source_blocks or max(call.blocks, default=-1) + 1
+
+
+KINDS: dict[str, Kind] = {
+    "Gather": Kind(
+        blocks=lambda c: (1 if _is_part(c) else None, len(c.parts) if _at_root(c) else None),
+        has_root=True,
+        splits=True,
+        by_all=False,
+    ),
+    "Allgather": Kind(blocks=lambda c: (1, len(c.team)), splits=True),
+    "Scatter": Kind(
+        blocks=lambda c: (source_blocks(c) if _at_root(c) else None, 1 if _is_part(c) else None),
+        has_root=True,
+        splits=True,
+        by_all=False,
+    ),
+    "Reduce": Kind(
+        blocks=lambda c: (1, 1 if _at_root(c) else None),
+        has_root=True,
+        reduces=True,
+        in_pieces=True,
+    ),
+    "Allreduce": Kind(blocks=lambda c: (1, 1), reduces=True, in_pieces=True),
+    "ReduceScatter": Kind(blocks=lambda c: (len(c.team), 1), reduces=True, splits=True),
+    "Broadcast": Kind(
+        blocks=lambda c: (1, None) if _at_root(c) else (None, 1), has_root=True, in_pieces=True
+    ),
+    "SendRecv": Kind(has_root=True, by_pairs=True, by_all=False),
+    "AllToAll": Kind(splits=True),
+    "Exchange": Kind(by_pairs=True, by_all=False),
+    "Barrier": Kind(moves=False),
+}
+
+
+def blocks_of(call: Call) -> Blocks:
+    """How many blocks a rank's buffers hold; one each where the call states counts."""
+    blocks = KINDS[call.kind].blocks
+    return (1, 1) if blocks is None else blocks(call)
+
+
+def kinds_that(holds: Callable[[Kind], bool]) -> tuple[str, ...]:
+    """The names of the kinds of which something is true, in the order of the table."""
+    return tuple(name for name, kind in KINDS.items() if holds(kind))
+
+
+CARRIED = kinds_that(lambda k: k.moves)
+POINT_TO_POINT = kinds_that(lambda k: k.by_pairs)
+REDUCING = kinds_that(lambda k: k.reduces)
+SPLITTING = kinds_that(lambda k: k.splits)
+IN_PIECES = kinds_that(lambda k: k.in_pieces)
+BY_ALL = kinds_that(lambda k: k.by_all and k.moves)

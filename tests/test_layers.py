@@ -1,0 +1,81 @@
+"""The tree is what `docs/architecture.md` says: imports never climb; nothing is too large."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "mdfuse"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+#: Lines of a function, its docstring and signature included, and of a module.
+FUNCTION, MODULE = 60, 500
+
+#: Modules beside the packages, `__init__` and `__main__` left out.
+TOP = 12
+
+
+def layers() -> list[str]:
+    """The rooms of the table of layers, from the lowest to the highest."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = re.search(r"## Layers\n.*?\n\| layer .*?\n\|[-|]+\n(.*?)\n\n", text, re.DOTALL)
+    assert table is not None
+    return [
+        room for row in table[1].splitlines() for room in re.findall("`(.*?)`", row.split("|")[2])
+    ]
+
+
+def room(path: Path) -> str:
+    """The package or module at the top that a file belongs to."""
+    first, *rest = path.relative_to(PACKAGE).parts
+    return f"{first}/" if rest else first
+
+
+def room_of(name: str) -> str:
+    """The room of a dotted name below mdfuse; what only `__init__` knows is its own."""
+    first = [*name.split("."), ""][1]
+    if first and (PACKAGE / first).is_dir():
+        return f"{first}/"
+    return f"{first}.py" if (PACKAGE / f"{first}.py").exists() else "__init__.py"
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, room) of each import from mdfuse: at the top, in functions, for types alone."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        yield from ((node.lineno, room_of(n)) for n in names if n.split(".")[0] == "mdfuse")
+
+
+def test_every_room_has_its_layer() -> None:
+    listed = layers()
+    assert len(listed) == len({*listed})
+    assert {*listed} == {room(path) for path in MODULES}
+    assert len([r for r in listed if not r.endswith("/") and not r.startswith("__")]) <= TOP
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_no_import_climbs(path: Path) -> None:
+    height = {name: n for n, name in enumerate(layers())}
+    here = height[room(path)]
+    climbs = [(line, up) for line, up in imports(path) if height[up] > here]
+    assert not climbs, f"{path.relative_to(ROOT)}: imports from higher layers {climbs}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_nothing_is_too_long(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    functions = [
+        (node.name, node.end_lineno - node.lineno + 1)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None
+    ]
+    assert not [f for f in functions if f[1] > FUNCTION]
+    assert text.count("\n") <= MODULE
