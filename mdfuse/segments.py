@@ -231,8 +231,8 @@ def _segment(
 ) -> Segment:
     names = (*part.inputs, *(e.output for e in part.exprs))
     values = dict(part.fusion.values)
-    for name in part.inputs:  # what comes in is whole
-        values[name] = replace(values[name], stream=None)
+    for name in part.inputs:  # what comes in is whole, and has elements of its own
+        values[name] = replace(values[name], stream=None, expanded=frozenset())
     own = replace(part.fusion, values=values, ids={name: i for i, name in enumerate(names)})
     ids = {i: fusion.ids[name] for i, name in enumerate(names)}
     dims = {i: extents[dim] for dim, i in input_extents(own).items() if dim in extents}

@@ -765,3 +765,19 @@ def test_a_wrong_definition_leaves_no_trace() -> None:
     with FusionDefinition("good") as fd:
         fd.add_output(mf.ops.uniform([3]))
     assert isinstance(mf.reference(fd, [])[0], Tensor)
+
+
+def test_a_refused_output_leaves_no_trace() -> None:
+    """Who goes on after it has the definition that he had before, without the reuse."""
+    with FusionDefinition("refused") as fd:
+        x, y = fd.define_tensor([3], name="x"), fd.define_tensor([3], name="y")
+        fd.add_output(x)
+        for output in (x + y, y):
+            with pytest.raises(DefinitionError, match="is an input and an output"):
+                fd.add_output(output, reuse=x)
+        fd.add_output(x - y, reuse=y)
+    program = mf.compile(fd)
+    assert len(program.host.outputs) == 2 and len(program.host.aliases) == 1
+    a, b = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([5.0, 7.0, 9.0])
+    found = mf.simulate(program, [a, b]).outputs
+    assert torch.equal(found[0], a) and torch.equal(found[1], torch.tensor([-4.0, -5.0, -6.0]))

@@ -248,16 +248,20 @@ def test_a_backend_that_a_launcher_cannot_have_is_deselected(
 class FakeJob:
     """A job that has already ended, with what its ranks wrote before."""
 
-    def __init__(self, news: Sequence[str | Verdict], status: int) -> None:
+    def __init__(self, news: Sequence[str | Verdict], status: int, reports: str = "") -> None:
         self.status = status
         self.reader = self
         self._news = news
+        self._reports = reports
 
     def new(self) -> Sequence[str | Verdict]:
         return self._news
 
     def output_tail(self) -> str:
         return "the job's last words"
+
+    def reports(self) -> str:
+        return self._reports
 
     def close(self) -> None:
         pass
@@ -289,6 +293,14 @@ def test_the_test_under_way_when_a_job_dies_has_failed() -> None:
     assert "the job ended with status 139" in str(failures["b"])
     assert "the job's last words" in str(failures["b"])
     assert failures["c"] is None
+
+
+@pytest.mark.parametrize("news", [["a"], failed("a")], ids=["no verdict", "others noticed"])
+def test_a_failure_has_what_the_watchdogs_reported(news: list[str | Verdict]) -> None:
+    failures = hosted("ab", FakeJob(news, 1, reports="rank 0 hung"), FakeJob(passed("b"), 0))
+    assert "what its watchdogs reported:\nrank 0 hung" in str(failures["a"])
+    assert ("a is wrong" in str(failures["a"])) == (len(news) == 2)
+    assert failures["b"] is None
 
 
 @pytest.mark.parametrize("status", [0, 1])

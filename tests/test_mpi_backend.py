@@ -148,6 +148,7 @@ def test_an_mpi4py_without_its_mpi(monkeypatch: pytest.MonkeyPatch, error: Excep
     def missing(name: str) -> None:
         raise error
 
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)  # another test's import
     monkeypatch.setattr(mpi_library.importlib, "import_module", missing)
     refusal = mpi_library.why_not_in(TWO)
     assert refusal is not None

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from oracle import check_everywhere, dense_strides, has_strides, is_close
 from surface_cases import CASES as SURFACE
+from surface_cases import OWN
 from torch import Tensor
 
 import mdfuse as mf
@@ -656,7 +657,7 @@ def test_a_required_memory_order_is_kept_on_every_rank(order: tuple[int, ...]) -
 
 def test_every_operation_has_a_row() -> None:
     covered = {c.covers for c in CASES} | {"uniform", "dropout"}
-    covered |= {name.split("-")[0] for name in SURFACE}  # and in torch's own spelling
+    covered |= {name.split("-")[0] for name in (*SURFACE, *OWN)}  # as torch spells it, or not
     assert not frontend.BY_NAME.keys() - covered
 
 

@@ -78,7 +78,16 @@ def attempt(function: Callable[..., Any], x: Any, args: Any, kwargs: Any) -> Any
             return None
     try:
         return function(x, *args, **kwargs)
-    except (RuntimeError, TypeError, IndexError, ValueError, NotImplementedError, KeyError):
+    except (
+        RuntimeError,
+        TypeError,
+        IndexError,
+        ValueError,
+        NotImplementedError,
+        KeyError,
+        AttributeError,  # torch.nn.functional asks a number for what tensors have,
+        AssertionError,  # and asserts
+    ):
         return None
 
 

@@ -14,11 +14,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from listening import listening
 from torch.distributed import TCPStore
 
+from mdfuse.config import Options
 from mdfuse.errors import BackendError
 from mdfuse.runtime import stores
 from mdfuse.runtime.bootstrap import Launch
@@ -125,9 +127,10 @@ def mute() -> Iterator[dict[str, str]]:
         yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
 
 
-def test_a_store_that_never_answers_ends_the_process(mute: dict[str, str]) -> None:
+def test_a_store_that_never_answers_ends_the_process(mute: dict[str, str], tmp_path: Path) -> None:
     launch = replace(ALONE, rank=1, local_rank=1)
-    watch, ended, said = watch_for(launch, "gloo", 0.2, mute), threading.Event(), list[str]()
+    options = Options(timeout_s=0.2, reports=str(tmp_path))
+    watch, ended, said = watch_for(launch, "gloo", options, mute), threading.Event(), list[str]()
     watch._write = said.append
 
     def end(status: int) -> None:

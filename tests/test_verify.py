@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
 
 import pytest
 from two_stage import CASES, Case
@@ -974,6 +976,49 @@ def test_ranks_and_programs() -> None:
     programs = everywhere(parse(_REDUCED))
     refused({0: programs[0]}, "rank 1 never posts %c", "it has no program")
     refused({0: programs[0], 1: programs[0]}, "program for rank 1 is the projection of 0")
+
+
+def test_a_comparison_with_nothing() -> None:
+    """Torch's answer is a bool, not a tensor."""
+    text = "input %x: bool[3] (x=R); %y: bool[3] (x=R) = eq(%x, None); return %y"
+    refused(text, "eq does not take these operands", "%y: bool[3] (x=R) = eq(%x, None)")
+
+
+def test_windows_of_parts() -> None:
+    """Each rank says where a window lies in its part; together that is the window of the whole."""
+    for n, step in product(range(6), (1, 2, 3)):
+        for start, end in product(range(n + 1), repeat=2):
+            taken = len(range(start, end, step))
+            if end < start or (step == 1 and taken == n):  # all of it stays split
+                continue
+            window = f"starts=[{start}], ends=[{end}], steps=[{step}]"
+            accepted(
+                parse(
+                    f"input %x: f32[{-(-n // 3)}] of [{n}] (x=S0); "
+                    f"%y: f32[{taken}] (x=P(sum)) = window(%x, reduce=sum, {window}); return %y",
+                    "mesh(x=3)",
+                )
+            )
+
+
+@pytest.mark.parametrize(
+    ("attr", "value"),
+    [
+        ("starts", (1,)),
+        ("ends", (1,)),
+        ("places", ((0, 2),)),
+        ("places", ((1, 2),)),
+        ("shape", (4,)),
+    ],
+)
+def test_a_window_elsewhere(attr: str, value: Any) -> None:
+    text = "input %x: f32[2] of [6] (x=S0); "
+    text += "%y: f32[3] (x=P(sum)) = window(%x, reduce=sum, starts=[3], ends=[6], steps=[1]); "
+    local = everywhere(parse(text + "return %y", "mesh(x=3)"))[2]
+    row, end = local.instructions
+    assert row.kwargs["starts"] == (0,) and row.kwargs["places"] == ((1, 3),)
+    row = replace(row, attrs=tuple({**row.kwargs, attr: value}.items()))
+    refused(replace(local, instructions=(row, end)), "window")
 
 
 def test_parts_of_an_all_to_all() -> None:

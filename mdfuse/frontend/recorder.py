@@ -208,11 +208,10 @@ class Recorder:
             )
         if reuse is not None:
             self._check_reuse(of, reuse, site)
+        self._check_kept(of, reuse, site)
+        if reuse is not None:
             self._reuse[of] = reuse
         self._outputs.append(of)
-        for mine in self._inputs:
-            if mine in (of, reuse):
-                self._check_kept(mine, site)
 
     # -- how -------------------------------------------------------------------------------------
 
@@ -249,15 +248,20 @@ class Recorder:
                 hint="leave reuse= out for one of them",
             )
 
-    def _check_kept(self, of: int, site: Site) -> None:
+    def _check_kept(self, of: int, reuse: int | None, site: Site) -> None:
         """An input is not returned itself and overwritten as well."""
-        if of in self._outputs and (of in self._reuse or of in self._reuse.values()):
+        overwritten = {*self._reuse, *self._reuse.values()}
+        if reuse is not None:
+            overwritten |= {of, reuse}
+        kept = [i for i in (of, reuse) if i in self._inputs and i in (of, *self._outputs)]
+        wrong = [self.names[i] for i in kept if i in overwritten]
+        if wrong:
             raise DefinitionError(
-                f"%{self.names[of]} is an input and an output, and reuse= is said of it",
+                f"%{wrong[0]} is an input and an output, and reuse= is said of it",
                 where=site.where,
                 because="an input that is returned is the caller's tensor itself: it lies in no "
                 "other one's place, and has no old value once it is written",
-                hint=f"return a copy of it: fd.ops.set({self.names[of]})",
+                hint=f"return a copy of it: fd.ops.set({wrong[0]})",
             )
 
     def _inferred(

@@ -54,6 +54,7 @@ OWN: dict[str, Callable[..., Any]] = {
     "stride_order": lambda x, order: x,
     "embedding": lambda indices, weight: F.embedding(indices, weight),
     "mod": torch.remainder,
+    "softmin": lambda x, dim=-1, dtype=None: F.softmin(x, dim, dtype=dtype),  # torch guesses a dim
 }
 #: Numbers that are drawn here, and other meanings of a name.
 NOT_COMPARED = {"uniform", "dropout", "broadcast", "broadcast_in_dim"}

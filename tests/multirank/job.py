@@ -131,8 +131,11 @@ class HostedTests:
             self._job = None
 
     def _is_final(self, test: str) -> bool:
-        """Whether nothing can change the verdict; the last one waits for the job to end well."""
-        return test in self._verdicts and (test != self._last or self._job is None)
+        """Whether nothing can change it: a failure and the last one wait for the job's end."""
+        verdict = self._verdicts.get(test)
+        if verdict is None:
+            return False
+        return self._job is None or (verdict.failure is None and test != self._last)
 
     def _start(self) -> None:
         if self._jobs == MOST_JOBS:
@@ -182,23 +185,24 @@ class HostedTests:
         self.close()
         if self._under_way is not None and self._under_way in self._remaining:
             self._fail(self._under_way, f"no verdict: {story}")
-        elif self._has_explained_itself():
-            return
+        elif (explained := self._explanation()) is not None:
+            self._fail(explained.test, "\n".join(filter(None, (explained.failure, told))))
         elif self._remaining:
             self._fail_remaining(f"never run: {story}")
         elif not is_good:
             self._fail(self._last, f"passed, but then {story}")
 
-    def _has_explained_itself(self) -> bool:
-        """Whether the job stopped because its last test failed, as it should."""
+    def _explanation(self) -> Verdict | None:
+        """The failure that the job stopped at, as it should."""
         last = self._verdicts.get(self._under_way or "")
-        return last is not None and last.failure is not None
+        return last if last is not None and last.failure is not None else None
 
     def _fail_remaining(self, why: str) -> None:
         for test in list(self._remaining):
             self._fail(test, why)
 
     def _fail(self, test: str, why: str) -> None:
-        self._verdicts[test] = Verdict(test=test, failure=why)
+        seconds = self._verdicts[test].seconds if test in self._verdicts else 0.0
+        self._verdicts[test] = Verdict(test=test, failure=why, seconds=seconds)
         if test in self._remaining:
             self._remaining.remove(test)

@@ -127,9 +127,27 @@ def global_attrs(
     if fn == "slice":
         held = zip(given["ends"], source.local_shape(rank), source.shape, strict=True)
         kept["ends"] = tuple(n if end == local else end for end, local, n in held)
+    if fn == "window" and "places" in kept and len(source.shape) == len(result.shape):
+        kept = _whole_window(kept, source, result, rank)
     if fn == "dropout":
         kept.pop("shape", None)
     return tuple(kept.items())
+
+
+def _whole_window(
+    given: dict[str, Any], source: BufferType, result: BufferType, rank: int
+) -> dict[str, Any]:
+    """Where a window lies in the whole, of which a rank says where it lies in its part."""
+    starts, ends = [], []
+    dims = zip(source.shape, result.shape, source.box(rank), strict=True)
+    for d, (n, taken, (here, _)) in enumerate(dims):
+        step, (first, _) = given["steps"][d], given["places"][d]
+        is_all = step == 1 and taken == n  # split likewise, or whole
+        start = 0 if is_all else here + given["starts"][d] - first * step
+        starts.append(start)
+        ends.append(start + taken * step)
+    kept = {k: v for k, v in given.items() if k not in ("places", "shape")}
+    return {**kept, "starts": tuple(starts), "ends": tuple(ends)}
 
 
 def _layout_problem(
@@ -266,7 +284,8 @@ def _inferred_on_meta(
         return f"{fn} of {described} means nothing: {error.because}"
     except AttributeError:  # a number where only a tensor will do
         return f"{fn} does not take these operands"
-    assert isinstance(made, Tensor)
+    if not isinstance(made, Tensor):  # as of a comparison with nothing
+        return f"{fn} does not take these operands"
     if tuple(made.shape) == want and made.dtype == result.dtype:
         return None
     return f"{fn} of {described} is {dtype_name(made.dtype)}{list(made.shape)}"
