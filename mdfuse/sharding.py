@@ -139,11 +139,12 @@ def _reduced(
     """The layers joined along their last coordinate."""
     import torch
 
-    from mdfuse.backends.reduction import combine
+    from mdfuse.backends.reduction import check_reduction, combine
 
     assert isinstance(placement, Partial)
     rows: dict[tuple[int, ...], list[Tensor]] = {}
     for layer in sorted(layers):
+        check_reduction(placement.op, layers[layer].dtype)
         rows.setdefault(layer[:-1], []).append(layers[layer])
     return {
         layer: combine(placement.op, torch.stack([x.reshape(-1) for x in each])).reshape(

@@ -105,6 +105,7 @@ def other_layouts(layout: Layout, ndim: int) -> Iterator[tuple[str, Layout]]:
     for axis in layout.mesh.axes:
         for placement in PLACEMENTS:
             fits = not isinstance(placement, Shard) or placement.dim < ndim
+            fits = fits and not _mixes(layout, axis, placement)
             if fits and placement != layout.placement(axis):
                 yield f"{axis}={placement}", layout.with_placement(axis, placement)
     chunk = layout.stream
@@ -120,6 +121,12 @@ def other_layouts(layout: Layout, ndim: int) -> Iterator[tuple[str, Layout]]:
         if len(split) > 1:
             order = {**layout.order, dim: split[::-1]}
             yield "another order", Layout(layout.mesh, layout.by_axis(), order, layout.stream)
+
+
+def _mixes(layout: Layout, axis: str, placement: Placement) -> bool:
+    """No layout: Partial in ways whose order counts."""
+    ops = {layout.placement(a).op for a in layout.partial_axes if a != axis}  # type: ignore[attr-defined]
+    return isinstance(placement, Partial) and bool(ops) and "max" in ops ^ {placement.op}
 
 
 def _turned(mesh: DeviceMesh) -> DeviceMesh:

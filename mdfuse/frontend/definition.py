@@ -434,12 +434,14 @@ def _place(
     """A layout as it was said, to be looked up."""
     if mesh is not None and type(mesh) is not DeviceMesh and type(mesh) is not Layout:
         mesh = DeviceMesh(mesh)
-    if placements and type(placements) is not dict and not isinstance(placements, Mapping):
+    if placements is not None and not isinstance(placements, Mapping):
         raise LayoutError(
             f"{brief(placements)} is no layout",
             hint='a mapping of axes: {"tp": Shard(0)}, or a Layout',
         )
-    if order and not (isinstance(order, Mapping) and all(map(_names_axes, order.items()))):
+    if order is not None and not (
+        isinstance(order, Mapping) and all(map(_names_axes, order.items()))
+    ):
         raise LayoutError(
             f"order={brief(order)}",
             because="an order says of dims which axes split them, outermost first",

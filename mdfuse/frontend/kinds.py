@@ -224,6 +224,7 @@ _SPECIAL: dict[tuple[str, str], Kind] = {
         for name in ("expand_as", "reshape_as", "type_as", "matmul", "view_as")
     },
     ("permute", "dims"): _INTEGERS,
+    ("broadcast_in_dim", "shape"): _LIST,
     ("lerp", "weight"): _VALUE,
     ("linear", "weight"): _TENSOR,
     ("embedding", "weight"): _TENSOR,

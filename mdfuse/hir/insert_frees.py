@@ -5,17 +5,19 @@
     return %y                                       free %h
                                                     return %y
 
-What a post reads or writes is in use until its wait. Inputs and outputs are the caller's.
+What a post reads or writes is in use until its wait, and so is what that is a view of. Inputs and
+outputs are the caller's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from mdfuse.config import Options
 from mdfuse.hir.instructions import BLOCKS, POSTS
 from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.sharing import storage
 
 name = "insert_frees"
 
@@ -23,7 +25,8 @@ name = "insert_frees"
 def run(program: HostProgram, options: Options) -> HostProgram:
     """Return the program with frees."""
     keep = {program.root(n) for n in (*program.inputs, *program.outputs)}
-    code = _Frees(program, frozenset(keep)).block(program.instructions, frozenset(), frozenset())
+    frees = _Frees(program, frozenset(keep), storage(program))
+    code = frees.block(program.instructions, frozenset(), frozenset())
     return replace(program, instructions=code)
 
 
@@ -31,6 +34,8 @@ def run(program: HostProgram, options: Options) -> HostProgram:
 class _Frees:
     program: HostProgram
     keep: frozenset[str]
+    #: name -> the name whose memory it may share
+    shared: Mapping[str, str]
     #: handle -> the buffers that its post uses
     posted: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -78,7 +83,8 @@ class _Frees:
 
     def note_posts(self, i: Instruction) -> None:
         if i.op in POSTS:
-            self.posted[i.outputs[0]] = tuple(self.buffers(i.reads))
+            owners = (self.shared[x] for x in i.reads if x in self.shared)
+            self.posted[i.outputs[0]] = tuple(self.buffers((*i.reads, *owners)))
 
     def binds(self, i: Instruction) -> set[str]:
         """The buffers that an instruction, or what is inside it, may bind."""

@@ -410,7 +410,7 @@ class HostProgram:
 
     def _part(self, i: Instruction, rank: int) -> Part:
         """What a rank holds of the operands and the result of an op of the table."""
-        kinds = [self.types[x] if isinstance(x, str) else None for x in i.inputs]
+        kinds = [self.types.get(x) if isinstance(x, str) else None for x in i.inputs]
         tensors = [k if k is not None and k.layout is not None else None for k in kinds]
         output = self.types[i.outputs[0]]
         return Part(

@@ -91,7 +91,9 @@ class _Write:
             return [_renamed(self.unordered(i), self.output, self.buffer) for i in code]
         new = fresh_name(types, f"{self.output}.new")
         types[new] = types[self.output]
-        at = 1 + max(n for n, i in enumerate(code) if self.makes(i) or self.reads_old(i.walk()))
+        waits = {x for i in code for j in i.walk() if _receives(j, self.output) for x in j.outputs}
+        used = [self.makes(i) or self.reads_old(i.walk()) or _waits(i, waits) for i in code]
+        at = 1 + max(n for n, is_used in enumerate(used) if is_used)
         source = next((i.source for i in code if self.makes(i)), None)
         write = Instruction(
             op="set", fn="set", inputs=(new,), outputs=(self.output,), source=source
@@ -135,3 +137,7 @@ class _Write:
 
 def _receives(i: Instruction, name: str) -> bool:
     return i.op in ("post", "recv") and name in i.reads[-1:]
+
+
+def _waits(i: Instruction, handles: set[str]) -> bool:
+    return any(j.op == "wait" and j.reads[0] in handles for j in i.walk())

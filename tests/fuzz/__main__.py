@@ -17,7 +17,7 @@ BATCH = 100
 
 
 def main() -> int:
-    """Fuzz, print the findings; 1 where there are any."""
+    """Fuzz, print each finding once it is made; 1 where there are any."""
     parser = argparse.ArgumentParser(prog="launch/fuzz", description=__doc__)
     parser.add_argument("name", choices=[*FUZZERS, "all"])
     parser.add_argument("--inputs", type=int, default=2000)
@@ -34,10 +34,10 @@ def main() -> int:
         for start in track(starts, description=name, console=console, transient=True):
             count = min(BATCH, seed + asked.inputs - start)
             for finding in fuzz(FUZZERS[name], count, start):
-                found.setdefault(finding.place, finding)
+                if finding.place not in found:
+                    found[finding.place] = finding
+                    print(f"{finding}\n", flush=True)
         print(f"{name}: {asked.inputs} inputs, seed {seed}, {len(found)} findings", flush=True)
-        for finding in found.values():
-            print(f"\n{finding}", flush=True)
         status |= bool(found)
     return status
 

@@ -301,10 +301,15 @@ def plain(name: str, given: dict[str, Any]) -> list[Tensor] | None:
     def taken(x: Any) -> Any:
         if isinstance(x, Known):
             return x.whole.clone() if x.whole is not None else None
+        if isinstance(x, np.generic):
+            return x.item()  # torch itself takes a bool of numpy for a float
         return [taken(y) for y in x] if isinstance(x, list) else x
 
     function = OWN.get(name) or getattr(torch, name, None) or getattr(F, name, None)
     function = function or getattr(Tensor, name, None)
+    ends = [given[key] for key in ("min", "max") if given.get(key) is not None]
+    if name in ("clamp", "clip") and len({isinstance(end, Known) for end in ends}) > 1:
+        return None  # a tensor beside a number: torch reads it as a number of Python
     if function is None or any(key in given for key in ("dims", "mesh", "layout")):
         return None
     signature = inspect.signature(frontend.BY_NAME[name]).parameters
@@ -320,6 +325,8 @@ def plain(name: str, given: dict[str, Any]) -> list[Tensor] | None:
     except Exception:
         return None
     parts = list(result) if isinstance(result, tuple | list) else [result]
+    if name == "pow" and parts[0].dtype == torch.bool:
+        return None  # torch has no powers of bool, but of no elements
     return parts if all(type(p) is Tensor for p in parts) else None
 
 

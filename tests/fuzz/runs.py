@@ -133,7 +133,10 @@ def _operation(drawn: random.Random, fd: Any, mesh: DeviceMesh, values: _Values)
         made, function = fd.ops.set(x).on(mesh, _layout(drawn, ndim, torch.bool)), of
     elif kind == 1:
         dims = drawn.sample(range(ndim), ndim)
-        made, function = fd.ops.permute(x, dims), lambda xs: of(xs).permute(dims)
+        made, function = (
+            fd.ops.permute(x, dims),
+            lambda xs: of(xs).permute(dims) if dims else of(xs),
+        )
     elif kind == 2:
         made, function = x * 2, lambda xs: of(xs) * 2
     elif kind == 3:

@@ -67,6 +67,13 @@ def layer_norm(
 ) -> Handle:
     """Layer normalisation over the last dims (the last one by default)."""
     shape = _last(x, normalized_shape)
+    for factor in (weight, bias):
+        if factor is not None and not factor.dtype.is_floating_point:
+            raise DefinitionError(
+                f"layer_norm(%{x.name}) with %{factor.name}: {factor.value.type_text()}",
+                because="it multiplies and adds floating-point numbers",
+                hint="cast before",
+            )
     return record("layer_norm", x, weight, bias, normalized_shape=shape, eps=eps)
 
 
@@ -140,11 +147,12 @@ def scaled_dot_product_attention(
 
 
 def _for_each_head(query: Handle, x: Handle) -> Handle:
-    if min(query.ndim, x.ndim) < 3 or query.shape[-3] % x.shape[-3]:
+    if min(query.ndim, x.ndim) < 3 or not x.shape[-3] or query.shape[-3] % x.shape[-3]:
         raise DefinitionError(
             f"enable_gqa for %{query.name}: {query.value.type_text()} "
             f"and %{x.name}: {x.value.type_text()}",
-            because="the third dim from the end counts heads; those of the query are a multiple",
+            because="the third dim from the end counts heads; those of the query are a multiple of "
+            "one or more",
             hint="[batch, heads, length, features]",
         )
     times = query.shape[-3] // x.shape[-3]
@@ -156,13 +164,20 @@ def _for_each_head(query: Handle, x: Handle) -> Handle:
 
 def mse_loss(x: Handle, target: Handle, reduction: str = "mean") -> Handle:
     """Squared differences: their mean, their sum, or with reduction="none" each."""
-    distance = x - target
+    distance = _distance(x, target)
     return _reduced(distance * distance, reduction)
 
 
 def l1_loss(x: Handle, target: Handle, reduction: str = "mean") -> Handle:
     """Absolute differences: their mean, their sum, or with reduction="none" each."""
-    return _reduced(ROWS["abs"](x - target), reduction)
+    return _reduced(ROWS["abs"](_distance(x, target)), reduction)
+
+
+def _distance(x: Handle, target: Handle) -> Handle:
+    """Differences, in the dtype of two tensors of one shape: torch expands them before."""
+    dtype = torch.promote_types(x.dtype, target.dtype)
+    same = [y if y.dtype == dtype else as_dtype(y, dtype) for y in (x, target)]
+    return same[0] - same[1]
 
 
 def _reduced(x: Handle, reduction: str) -> Handle:

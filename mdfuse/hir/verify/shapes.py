@@ -227,8 +227,8 @@ def quick_dtype(
         kwargs["normalized_shape"] = (2,) * len(kwargs["normalized_shape"])
     try:
         made = row.call(*map(_few_elements, samples), **kwargs)
-    except (RuntimeError, TypeError, ValueError, IndexError, AssertionError):
-        return None
+    except (RuntimeError, TypeError, ValueError, IndexError, AssertionError, AttributeError):
+        return None  # AttributeError: a number where only a tensor will do
     return made.dtype if isinstance(made, Tensor) else None
 
 

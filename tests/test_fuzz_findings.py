@@ -1,0 +1,103 @@
+"""What drawn inputs found, each in its smallest form; beside plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mdfuse as mf
+from mdfuse import DeviceMesh, FusionDefinition, Partial, Replicate, Shard
+from mdfuse.hir.verify import verify
+
+MESH = DeviceMesh.arange(t=2)
+
+
+def test_a_refused_output_leaves_no_trace() -> None:
+    with FusionDefinition("f") as fd:
+        x = fd.define_tensor([4], torch.float32, MESH, {})
+        y = fd.define_tensor([4], torch.float32, MESH, {})
+        for of, into in ((x, x), (x, y)):
+            with pytest.raises(mf.DefinitionError, match="reuse= is said of it"):
+                fd.add_output(of, reuse=into)
+        fd.add_output(x)
+        with pytest.raises(mf.DefinitionError, match="reuse= is said of it"):
+            fd.add_output(y * 2, reuse=x)
+        fd.add_output(y + 1, reuse=y)
+    given = torch.arange(4.0)
+    first, second = mf.simulate(mf.compile(fd), [given, given * 2]).outputs
+    assert torch.equal(first, given) and torch.equal(second, given * 2 + 1)
+
+
+def test_what_arrives_is_written_into_an_input_after_its_wait() -> None:
+    with FusionDefinition("f") as fd:
+        x = fd.define_tensor([], torch.int64, MESH, {"t": Replicate()})
+        y = fd.define_tensor([], torch.int64, MESH, {"t": Partial()})
+        fd.add_output(fd.ops.permute(y, []), reuse=x)
+    found = mf.simulate(mf.compile(fd), [torch.tensor(1), torch.tensor(5)]).outputs
+    assert torch.equal(found[0], torch.tensor(5))
+
+
+def test_what_a_posted_buffer_is_a_view_of_is_freed_after_the_wait() -> None:
+    mesh = DeviceMesh.arange(t=4)
+    with FusionDefinition("f") as fd:
+        x = fd.define_tensor([2, 2], torch.bool, mesh, {"t": Shard(1)})
+        t = x * x
+        whole = fd.ops.set(t).on(mesh, {"t": Replicate()})
+        fd.add_output(t * x)
+        fd.add_output(whole)
+    given = torch.tensor([[True, False], [True, True]])
+    for found in mf.simulate(mf.compile(fd), [given]).outputs:
+        assert torch.equal(found, given)
+
+
+@pytest.mark.parametrize("name", ["mse_loss", "l1_loss"])
+def test_losses_have_the_dtype_that_both_have_as_tensors(name: str) -> None:
+    one, many = torch.tensor(2.0, dtype=torch.bfloat16), torch.tensor([1.0, 3.5]).half()
+    with FusionDefinition("f") as fd:
+        x = fd.define_tensor([], one.dtype, MESH, {})
+        y = fd.define_tensor([2], many.dtype, MESH, {})
+        fd.add_output(getattr(fd.ops, name)(x, y))
+    (found,) = mf.simulate(mf.compile(fd), [one, many]).outputs
+    want = getattr(F, name)(one.expand(2), many)
+    assert found.dtype == want.dtype == torch.float32
+    assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda ops, x: ops.broadcast_in_dim(x, 3, [0]),
+        lambda ops, x: ops.set(x).on(MESH, torch.ones(2)),
+        lambda ops, x: ops.set(x).on(MESH, []),
+        lambda ops, x: ops.layer_norm(x, 4, x, x == x),
+        lambda ops, x: ops.scaled_dot_product_attention(
+            ops.zeros([2, 1, 4]), ops.zeros([0, 1, 4]), ops.zeros([0, 1, 4]), enable_gqa=True
+        ),
+    ],
+)
+def test_strange_arguments_are_refused(use: Any) -> None:
+    with FusionDefinition("f") as fd:
+        x = fd.define_tensor([4], torch.float32, MESH, {})
+        with pytest.raises(mf.MdfuseError):
+            use(fd.ops, x)
+        fd.add_output(x)
+
+
+def test_bits_of_complex_parts_are_not_joined() -> None:
+    part = torch.ones(2, dtype=torch.complex64)
+    layout = mf.Layout(MESH, {"t": Partial("bor")})
+    with pytest.raises(mf.CommunicationError, match="not defined"):
+        mf.unshard_tensor([part, part], layout)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["%z: bf16[] (x=R) = eq(None, %x)", "%z: bool[] (x=R) = full_like(2, %x, dtype=f64)"],
+)
+def test_no_number_where_only_a_tensor_will_do(line: str) -> None:
+    text = f"host @f on mesh(x=2) {{\ninput %x: f32[1,2] (x=R)\n{line}\nreturn %z\n}}"
+    with pytest.raises(mf.ProgramError, match=r"of numbers is a number|means nothing"):
+        verify(mf.hir.parse(text))
