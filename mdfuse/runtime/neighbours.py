@@ -62,13 +62,16 @@ class Neighbours:
         there = self._there(place)
         if self._launch.rank not in there:
             return {}
-        found = {
-            r: "stopped, by a signal or a debugger" for r, pid in there.items() if _is_stopped(pid)
-        }
+        found = self.stopped(place)
         if self._launch.is_one_host:
             away = set(range(self._launch.size)) - there.keys()
             found |= dict.fromkeys(away, f"did not come to {place}: busy elsewhere, or gone")
         return dict(sorted(found.items()))
+
+    def stopped(self, place: str) -> dict[int, str]:
+        """The ranks that came to a place and stopped since."""
+        seen = self._there(place).items()
+        return {r: "stopped, by a signal or a debugger" for r, pid in seen if _is_stopped(pid)}
 
     def _there(self, place: str) -> dict[int, int]:
         """The processes of those that have come, by rank."""

@@ -376,6 +376,8 @@ class Watch:
         elif self._bulletin is not None and is_there:
             told = {self._rank, *answers.positions}
             missing = {rank: NEVER_TOLD for rank in ranks if rank not in told}
+        elif self._neighbours and self._place:
+            missing = self._neighbours.stopped(self._place)
         heard = self._bulletin.heard if self._bulletin is not None else ""
         return Table(
             own=own,
