@@ -27,7 +27,7 @@ from typing import Any
 
 import pytest
 
-from mdfuse.runtime.watch import EXIT_STATUS
+from mdfuse.runtime.watch.watch import EXIT_STATUS
 from multirank.launchers import environment_of_ranks, mpirun_program
 
 HERE = Path(__file__).resolve().parent
