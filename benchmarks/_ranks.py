@@ -14,9 +14,9 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Layout
-from mdfuse.backends.c10d_groups import LIBRARIES, HashStore
+from mdfuse.backends.c10d.groups import LIBRARIES, HashStore
+from mdfuse.bootstrap import detect
 from mdfuse.cli import screen
-from mdfuse.runtime.bootstrap import detect
 
 FastLane = Literal["auto", "never", "always"]
 

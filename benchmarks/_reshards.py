@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import mdfuse as mf
 from mdfuse import Layout, Partial, Replicate, Shard
-from mdfuse.layout import Placement
+from mdfuse.layouts.layout import Placement
 
 _SHAPE = (64, 64)
 

@@ -20,15 +20,15 @@ from _measure import Contender, Report, Row, interleave, show
 from _ranks import Ranks, choose_backend, start
 from torch import Tensor
 
-from mdfuse.backends import nccl_library
 from mdfuse.backends.base import Buffer, Place, Prepared
-from mdfuse.backends.c10d_groups import AllgatherOptions, PrefixStore
-from mdfuse.backends.cuda_driver import CudaDevice
-from mdfuse.backends.nccl_lane import NcclLane
+from mdfuse.backends.c10d.groups import AllgatherOptions, PrefixStore
+from mdfuse.backends.nccl import library as nccl_library
+from mdfuse.backends.nccl.cuda_driver import CudaDevice
+from mdfuse.backends.nccl.lane import NcclLane
 from mdfuse.cli import screen
 from mdfuse.layouts.call import Call
 from mdfuse.runtime.fast_lane import Lanes
-from mdfuse.runtime.watch import Watch
+from mdfuse.runtime.watch.watch import Watch
 
 _RESULTS = Path(__file__).parent / "results"
 

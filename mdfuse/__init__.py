@@ -24,25 +24,26 @@ from mdfuse.errors import (
     MeshError,
     ProgramError,
 )
-from mdfuse.layout import Layout, Partial, Replicate, Shard, Stream
+from mdfuse.layouts.layout import Layout, Partial, Replicate, Shard, Stream
+from mdfuse.layouts.sharding import shard_tensor, unshard_tensor
 from mdfuse.mesh import DeviceMesh
-from mdfuse.sharding import shard_tensor, unshard_tensor
 
 __version__ = VERSION
 
 if TYPE_CHECKING:
-    from mdfuse import hir, segmentation
-    from mdfuse.dtensor import layout_of, spec_of, to_dtensor
+    from mdfuse import hir
+    from mdfuse.compiled.program import Program, compile
+    from mdfuse.compiled.traced import fusion
     from mdfuse.evaluator import HostIrEvaluator
     from mdfuse.frontend import ops
     from mdfuse.frontend.cache import FusionCache
     from mdfuse.frontend.definition import FusionDefinition
     from mdfuse.frontend.spec import TensorSpec
-    from mdfuse.frontend.trace import fusion
-    from mdfuse.program import Program, compile
+    from mdfuse.passes import segmentation
+    from mdfuse.runs.dtensor import layout_of, spec_of, to_dtensor
     from mdfuse.runtime.communicator import Communicator, init
-    from mdfuse.simulation import simulate
-    from mdfuse.single_device import reference
+    from mdfuse.simulation.reference import reference
+    from mdfuse.simulation.simulate import simulate
 
 #: Names whose modules import torch: they are imported when they are first used.
 _LAZY = {
@@ -50,21 +51,21 @@ _LAZY = {
     "FusionCache": "mdfuse.frontend.cache",
     "FusionDefinition": "mdfuse.frontend.definition",
     "HostIrEvaluator": "mdfuse.evaluator",
-    "Program": "mdfuse.program",
+    "Program": "mdfuse.compiled.program",
     "TensorSpec": "mdfuse.frontend.spec",
-    "compile": "mdfuse.program",
-    "fusion": "mdfuse.frontend.trace",
+    "compile": "mdfuse.compiled.program",
+    "fusion": "mdfuse.compiled.traced",
     "init": "mdfuse.runtime.communicator",
-    "layout_of": "mdfuse.dtensor",
-    "reference": "mdfuse.single_device",
-    "simulate": "mdfuse.simulation",
-    "spec_of": "mdfuse.dtensor",
-    "to_dtensor": "mdfuse.dtensor",
+    "layout_of": "mdfuse.runs.dtensor",
+    "reference": "mdfuse.simulation.reference",
+    "simulate": "mdfuse.simulation.simulate",
+    "spec_of": "mdfuse.runs.dtensor",
+    "to_dtensor": "mdfuse.runs.dtensor",
 }
 _LAZY_MODULES = {
     "hir": "mdfuse.hir",
     "ops": "mdfuse.frontend.ops",
-    "segmentation": "mdfuse.segmentation",
+    "segmentation": "mdfuse.passes.segmentation",
 }
 
 

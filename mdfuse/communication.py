@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from mdfuse.errors import CommunicationError
-from mdfuse.index import Term
-from mdfuse.layout import REDUCE_OPS, Layout, replicated
+from mdfuse.extents.index import Term
 from mdfuse.layouts.boxes import box_size
 from mdfuse.layouts.kinds import KINDS, POINT_TO_POINT, REDUCING, SPLITTING
+from mdfuse.layouts.layout import REDUCE_OPS, Layout, replicated
+from mdfuse.layouts.rank_part import Part, part_of
 from mdfuse.mesh import DeviceMesh
-from mdfuse.transfers import Part, part_of
 
 _BITWISE = ("band", "bor", "bxor")
 

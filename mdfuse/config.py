@@ -93,7 +93,6 @@ class Options:
             IndexRangeError on all ranks, which meet at the end of each run for it. Else the result
             is undefined: an error of torch, zeros, or on GPUs the end of the process.
         plans: how many plans an evaluator keeps; each owns the buffers of its intermediates.
-        trace: a file to write a trace of each run to, or None.
         reports: the folder for reports of communications that broke or hang, a file each; None:
             mdfuse-UID in the folder for temporary files, where UID is the user's number.
     """
@@ -108,7 +107,6 @@ class Options:
     poison: bool = False
     check_indices: bool = False
     plans: int = 32
-    trace: str | None = None
     reports: str | None = None
 
     def __post_init__(self) -> None:
@@ -169,7 +167,6 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "poison": _FLAG,
     "check_indices": _FLAG,
     "plans": (_is_count(1 << 31), "an evaluator keeps at least one plan: a run needs it"),
-    "trace": _PLACE,
     "reports": _PLACE,
 }
 
@@ -213,7 +210,6 @@ VARIABLES: dict[str, tuple[str, Any, str]] = {
         _flag,
         "1 checks the indices of embedding, else 0",
     ),
-    "MDFUSE_TRACE": ("trace", str, "file to write a trace to"),
     "MDFUSE_REPORTS": ("reports", str, "folder for reports of communications that broke or hang"),
 }
 

@@ -16,21 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, autocast, is_autocast_enabled, is_grad_enabled
 
-from mdfuse.agreeing import agree, fingerprint
-from mdfuse.arguments import (
-    check_arguments,
-    check_no_gradients,
-    check_outputs,
-    not_buffers,
-    not_by_name,
-    numbers,
-)
 from mdfuse.caching import Cache
 from mdfuse.config import Options, options_from_environment
-from mdfuse.crowds import crowd
 from mdfuse.errors import BackendError, MdfuseError, ProgramError
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.ops import TABLE
+from mdfuse.ir.tensors import resolved
 from mdfuse.plan.build import Plan, build
 from mdfuse.plan.index_checks import IndexChecks
 from mdfuse.plan.names import check_names
@@ -38,11 +29,20 @@ from mdfuse.plan.posts import groups
 from mdfuse.plan.runnable import CheckedPlan, Once, Runnable
 from mdfuse.plan.signature import Signature, signature_of
 from mdfuse.plan.streams import capture_stream
-from mdfuse.runtime.running import Tally
-from mdfuse.tensors import resolved
+from mdfuse.runs.arguments import (
+    check_arguments,
+    check_no_gradients,
+    check_outputs,
+    not_buffers,
+    not_by_name,
+    numbers,
+)
+from mdfuse.runs.same_program import agree, fingerprint
+from mdfuse.runtime.crowds import crowd
+from mdfuse.runtime.watch.running import Tally
 
 if TYPE_CHECKING:
-    from mdfuse.dtensor_runs import Border
+    from mdfuse.runs.dtensor_border import Border
     from mdfuse.runtime.communicator import Communicator
 
 
@@ -184,7 +184,7 @@ class HostIrEvaluator:
 
     @cached_property
     def _border(self) -> Border:
-        from mdfuse.dtensor_runs import Border
+        from mdfuse.runs.dtensor_border import Border
 
         return Border(self.program)
 

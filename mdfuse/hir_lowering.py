@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mdfuse.config import Options, options_from_environment
-from mdfuse.hir import assign_streams, insert_frees, name_backends, sink_waits
-from mdfuse.hir.emit import emit
+from mdfuse.hir.emit.program import emit
+from mdfuse.hir.passes import assign_streams, insert_frees, name_backends, sink_waits
 from mdfuse.hir.program import HostProgram
-from mdfuse.ids import with_ids
 from mdfuse.ir.graph import Fusion, check_fusion
 from mdfuse.passes import (
     choose_orders,
@@ -22,7 +21,8 @@ from mdfuse.passes import (
     settle_partials,
     streams,
 )
-from mdfuse.segmentation import Part, ShouldMerge, segment
+from mdfuse.passes.segment_ids import with_ids
+from mdfuse.passes.segmentation import Part, ShouldMerge, segment
 
 Pass = Callable[[Fusion], Fusion]
 
@@ -100,7 +100,7 @@ def lower(
 
     Args:
         fusion: with the user's layouts.
-        should_merge: see `mdfuse.segmentation.segment`.
+        should_merge: see `mdfuse.passes.segmentation.segment`.
         observe: called after each pass.
         options: how loops over chunks are spread over streams.
 

@@ -17,9 +17,9 @@ import torch
 
 from mdfuse.communication import Communication
 from mdfuse.errors import LayoutError
-from mdfuse.extents import is_symbolic
-from mdfuse.layout import Layout, Partial, Replicate, Shard, commute, replicated
+from mdfuse.extents.extent import is_symbolic
 from mdfuse.layouts.boxes import box_size, intersect
+from mdfuse.layouts.layout import Layout, Partial, Replicate, Shard, commute, replicated
 from mdfuse.mesh import DeviceMesh
 
 

@@ -9,7 +9,7 @@ from hypothesis import settings
 
 from mdfuse import hir_lowering
 from mdfuse.config import Options
-from mdfuse.extents import example, mapped
+from mdfuse.extents.extent import example, mapped
 from mdfuse.frontend.cache import FusionCache
 from mdfuse.hir import HostProgram
 from mdfuse.hir.verify import verify

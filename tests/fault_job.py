@@ -10,7 +10,7 @@ import types
 import torch
 
 import mdfuse as mf
-from mdfuse.backends import mpi_library
+from mdfuse.backends.mpi import library as mpi_library
 from mdfuse.runtime import communicator
 
 fault, moment, guilty = sys.argv[1:4]

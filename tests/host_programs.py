@@ -15,7 +15,7 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import hir
-from mdfuse.simulation import Simulated
+from mdfuse.simulation.simulate import Simulated
 
 Row = dict[str, Any]
 

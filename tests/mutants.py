@@ -10,8 +10,8 @@ import torch
 
 from mdfuse import DeviceMesh, MdfuseError
 from mdfuse.communication import Communication
+from mdfuse.extents.index import Calc, calc
 from mdfuse.hir import BufferType, HostProgram, Instruction
-from mdfuse.index import Calc, calc
 
 Block = tuple[Instruction, ...]
 POSTS = ("post", "send", "recv")

@@ -14,10 +14,10 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Layout, Partial, Shard
-from mdfuse.program import Program
+from mdfuse.compiled.program import Program
 
 if TYPE_CHECKING:
-    from mdfuse.simulation import Simulated
+    from mdfuse.simulation.simulate import Simulated
 
 
 POISON = mf.Options(poison=True)

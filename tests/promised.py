@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mdfuse.extents.index import Term, resolve
 from mdfuse.hir import BufferType, HostProgram, Instruction
-from mdfuse.index import Term, resolve
 from mdfuse.ir.ops import TABLE
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from oracle import POISON
 
 import mdfuse as mf
-from mdfuse.segments import Segment
+from mdfuse.compiled.segments import Segment
 
 #: What runs a segment on its arguments.
 Run = Callable[[Segment, list[Any]], Sequence[Any]]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh
-from mdfuse.segmentation import ShouldMerge
+from mdfuse.passes.segmentation import ShouldMerge
 
 Define = Callable[[mf.FusionDefinition, int, int], None]
 

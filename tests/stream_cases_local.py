@@ -8,7 +8,7 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import Layout, Shard, Stream
-from mdfuse.segmentation import merge_local
+from mdfuse.passes.segmentation import merge_local
 
 
 @case(lambda x: x + 1)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from mdfuse.bootstrap import Launch
 from mdfuse.errors import BackendError
 from mdfuse.runtime.agreement import Agreement
-from mdfuse.runtime.bootstrap import Launch
 from mdfuse.runtime.deadline import Deadline
 from mdfuse.runtime.joining import disagreement
 

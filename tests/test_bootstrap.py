@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mdfuse.errors import BackendError
-from mdfuse.runtime.bootstrap import (
+from mdfuse.bootstrap import (
     Hydra,
     Launch,
     Launcher,
@@ -16,6 +15,7 @@ from mdfuse.runtime.bootstrap import (
     detect,
     gloo_devices,
 )
+from mdfuse.errors import BackendError
 from mdfuse.runtime.stores import open_store
 
 TORCHRUN = {

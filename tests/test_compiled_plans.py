@@ -26,9 +26,9 @@ from torch import Tensor
 import mdfuse as mf
 from mdfuse import Partial
 from mdfuse.backends.base import Place
-from mdfuse.backends.sim import SimNetwork, SimWork
 from mdfuse.layouts.call import Call
 from mdfuse.plan.build import Plan, build
+from mdfuse.simulation.network import SimNetwork, SimWork
 
 CPU = torch.device("cpu")
 

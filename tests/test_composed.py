@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mdfuse.backends.composed import Copy, Piece, Reduce, Sizes, Step, Transfer, compose
+from mdfuse.backends.algorithms import Copy, Piece, Reduce, Sizes, Step, Transfer, compose
 from mdfuse.errors import CommunicationError
 from mdfuse.layouts.call import Call
 

@@ -17,23 +17,23 @@ import torch
 from torch import Tensor
 
 import mdfuse as mf
-from mdfuse.agreeing import agree, fingerprint
 from mdfuse.backends.base import Place
-from mdfuse.backends.c10d import C10dBackend
-from mdfuse.backends.c10d_groups import HashStore, PrefixStore
-from mdfuse.backends.c10d_sockets import opened, shut_down
-from mdfuse.crowds import crowd
+from mdfuse.backends.c10d.backend import C10dBackend
+from mdfuse.backends.c10d.groups import HashStore, PrefixStore
+from mdfuse.backends.c10d.sockets import opened, shut_down
 from mdfuse.errors import BackendError, ProgramError
 from mdfuse.layouts.call import Call
 from mdfuse.plan.build import Plan, build
-from mdfuse.runtime import running
+from mdfuse.runs.same_program import agree, fingerprint
 from mdfuse.runtime.agreement import Agreement
-from mdfuse.runtime.bulletin import Bulletin, within
+from mdfuse.runtime.crowds import crowd
 from mdfuse.runtime.deadline import Deadline
-from mdfuse.runtime.positions import Position, Progress, Standing, standing
-from mdfuse.runtime.running import Tally
-from mdfuse.runtime.watch import EXIT_STATUS, Watch
-from mdfuse.runtime.watch_report import Alarm, Table, blame, explained, report
+from mdfuse.runtime.watch import running
+from mdfuse.runtime.watch.bulletin import Bulletin, within
+from mdfuse.runtime.watch.positions import Position, Progress, Standing, standing
+from mdfuse.runtime.watch.report import Alarm, Table, blame, explained, report
+from mdfuse.runtime.watch.running import Tally
+from mdfuse.runtime.watch.watch import EXIT_STATUS, Watch
 
 CPU, MESH = torch.device("cpu"), mf.DeviceMesh([0, 1])
 

@@ -101,7 +101,7 @@ def test_every_instruction_has_an_example() -> None:
 def test_the_grammar_page_is_the_grammar() -> None:
     page = (ROOT / "docs" / "host_ir_grammar.md").read_text(encoding="utf-8")
     (shown,) = re.findall(r"```ebnf\n(.*?)\n```", page, re.DOTALL)
-    grammar = (ROOT / "mdfuse" / "hir" / "grammar.lark").read_text(encoding="utf-8")
+    grammar = (ROOT / "mdfuse" / "hir" / "text" / "grammar.lark").read_text(encoding="utf-8")
     assert shown == grammar.rstrip()
 
 

@@ -26,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Layout, Partial, Replicate, Shard
-from mdfuse.dtensor import placements_of
+from mdfuse.runs.dtensor import placements_of
 
 FOUR = DeviceMesh.arange(tp=4)
 GRID = DeviceMesh.arange(dp=2, tp=2)
@@ -676,5 +676,5 @@ def test_dtensors_are_imported_where_they_are_used() -> None:
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
-            lazy = ("torch.distributed.tensor", "mdfuse.dtensor")
+            lazy = ("torch.distributed.tensor", "mdfuse.runs.dtensor")
             assert not [n for n in names if n.startswith(lazy)], file

@@ -99,5 +99,19 @@ def test_bits_of_complex_parts_are_not_joined() -> None:
 )
 def test_no_number_where_only_a_tensor_will_do(line: str) -> None:
     text = f"host @f on mesh(x=2) {{\ninput %x: f32[1,2] (x=R)\n{line}\nreturn %z\n}}"
-    with pytest.raises(mf.ProgramError, match=r"of numbers is a number|means nothing"):
+    words = r"of numbers is a number|means nothing|does not take these operands"
+    with pytest.raises(mf.ProgramError, match=words):
         verify(mf.hir.parse(text))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("add", torch.bool), ("add", torch.int64), ("sub", torch.int64), ("sub", torch.float32)],
+)
+def test_alpha_does_not_change_the_dtype(name: str, dtype: torch.dtype) -> None:
+    x, other = torch.ones(3, dtype=torch.bfloat16), torch.tensor([0, 1, 1]).to(dtype)
+    with mf.FusionDefinition() as fd:
+        a, b = (fd.define_tensor([3], t.dtype, mf.DeviceMesh.arange(tp=1)) for t in (x, other))
+        fd.add_output(getattr(fd.ops, name)(a, b, alpha=1.5))
+    got = mf.simulate(mf.compile(fd), [x, other]).outputs[0]
+    torch.testing.assert_close(got, getattr(torch, name)(x, other, alpha=1.5))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse.backends.base import Buffer, Place, Posting, Prepared
-from mdfuse.hir.parser import parse
+from mdfuse.hir.text.parser import parse
 from mdfuse.plan.build import Plan, build
 from mdfuse.plan.graphs import GraphPlan, regions
 from mdfuse.runtime.communicator import Communicator

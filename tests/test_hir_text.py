@@ -248,7 +248,7 @@ def test_names_that_python_chose() -> None:
 
 
 def test_the_grammar_knows_the_rule_for_names() -> None:
-    from mdfuse.hir.parser import _parser
+    from mdfuse.hir.text.parser import _parser
 
     patterns = {t.name: t.pattern.value for t in _parser().terminals}
     assert patterns["NAME"] == NAME.pattern

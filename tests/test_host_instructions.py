@@ -14,10 +14,10 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Layout, Shard, hir
+from mdfuse.extents.index import Calc, Term, loop
 from mdfuse.hir import BufferType, HostProgram, Instruction
 from mdfuse.hir.instructions import BLOCKS, BUFFER_OPS, INSTRUCTIONS, POSTS
 from mdfuse.hir.verify import verify
-from mdfuse.index import Calc, Term, loop
 from mdfuse.ir.ops import TABLE
 
 SEEDS = range(5)

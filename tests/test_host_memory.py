@@ -10,7 +10,7 @@ from host_programs import POISON, numbers, parse, simulate
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Layout, Shard
-from mdfuse.hir import insert_frees
+from mdfuse.hir.passes import insert_frees
 
 ROW = 4 * 4  # bytes of f32[4]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Layout, Partial, Replicate, Shard
-from mdfuse.layout import Placement
+from mdfuse.layouts.layout import Placement
 
 FOUR = DeviceMesh.arange(tp=4)
 GRID = DeviceMesh([[3, 0], [2, 1]], axes=("a", "b"))

@@ -15,21 +15,22 @@ import torch
 from fake_nccl import FakeDevice, FakeNccl, Wire, post
 from torch import Tensor
 
-from mdfuse.backends import nccl_lane, nccl_library
 from mdfuse.backends.base import Place
-from mdfuse.backends.c10d import C10dBackend
-from mdfuse.backends.c10d_groups import HashStore, PrefixStore, Store, TCPStore
-from mdfuse.backends.cuda_driver import CudaDevice, MarkedTrack
-from mdfuse.backends.nccl_lane import NcclLane, open_lane
-from mdfuse.backends.noting import Subject
+from mdfuse.backends.c10d.backend import C10dBackend
+from mdfuse.backends.c10d.groups import HashStore, PrefixStore, Store, TCPStore
+from mdfuse.backends.nccl import lane as nccl_lane
+from mdfuse.backends.nccl import library as nccl_library
+from mdfuse.backends.nccl.cuda_driver import CudaDevice, MarkedTrack
+from mdfuse.backends.nccl.lane import NcclLane, open_lane
+from mdfuse.backends.post_notes import Subject
 from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import BackendError, CommunicationError, ProgramError
 from mdfuse.layouts.call import Call
 from mdfuse.runtime.agreement import Agreement
 from mdfuse.runtime.fast_lane import Lanes, Replays, agree_on_lanes
-from mdfuse.runtime.positions import is_shared
-from mdfuse.runtime.running import Tally
-from mdfuse.runtime.watch import Watch
+from mdfuse.runtime.watch.positions import is_shared
+from mdfuse.runtime.watch.running import Tally
+from mdfuse.runtime.watch.watch import Watch
 
 TEAMS = [(0, 1), (2, 0, 1), (3, 1, 0, 2)]
 NATIVE = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

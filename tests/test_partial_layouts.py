@@ -17,7 +17,7 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Layout, LayoutError, Partial, Replicate, Shard
-from mdfuse.layout import REDUCE_OPS, Placement, commute
+from mdfuse.layouts.layout import REDUCE_OPS, Placement, commute
 
 MESH = DeviceMesh.arange(a=2, b=2)
 #: dtype -> the reduce ops that it has

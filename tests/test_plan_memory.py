@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import mdfuse as mf
 from mdfuse import DeviceMesh
-from mdfuse.hir.parser import parse
+from mdfuse.hir.text.parser import parse
 from mdfuse.plan.build import Plan, build
 from mdfuse.plan.lines import NewBuffer
 from mdfuse.plan.memory import MANY, Life, peak, place, size_of

@@ -15,7 +15,7 @@ from torch import Tensor
 import mdfuse as mf
 from mdfuse import DeviceMesh, FusionDefinition, Partial, Shard, Stream
 from mdfuse.frontend.handle import Handle
-from mdfuse.segmentation import merge_local
+from mdfuse.passes.segmentation import merge_local
 
 MESH = DeviceMesh.arange(tp=2)
 RANK0 = DeviceMesh([0])

@@ -31,8 +31,8 @@ import mdfuse as mf
 from mdfuse import DeviceMesh, Layout, LayoutError, Partial, Replicate, Shard
 from mdfuse.communication import Communication
 from mdfuse.ir.graph import dtype_name
-from mdfuse.layout import Placement
-from mdfuse.segmentation import ShouldMerge, merge_local, merge_nothing
+from mdfuse.layouts.layout import Placement
+from mdfuse.passes.segmentation import ShouldMerge, merge_local, merge_nothing
 
 SAME_EVERY_TIME = settings(max_examples=500, derandomize=True, deadline=None, database=None)
 FEWER = settings(SAME_EVERY_TIME, max_examples=250)

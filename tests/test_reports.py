@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mdfuse.runtime.watch import EXIT_STATUS
+from mdfuse.runtime.watch.watch import EXIT_STATUS
 from multirank.launchers import environment_of_ranks, torchrun
 
 _JOB = """

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Partial, Shard
-from mdfuse.tensors import overlaps_itself
+from mdfuse.ir.tensors import overlaps_itself
 
 ONE = DeviceMesh.arange(x=1)
 TWO = DeviceMesh.arange(x=2)

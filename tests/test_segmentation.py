@@ -8,7 +8,7 @@ import pytest
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, FusionDefinition, Shard
-from mdfuse.segmentation import Group, check, merge_local, merge_nothing
+from mdfuse.passes.segmentation import Group, check, merge_local, merge_nothing
 
 TWO = DeviceMesh.arange(tp=2)
 ROWS = {"tp": Shard(0)}

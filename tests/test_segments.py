@@ -19,8 +19,8 @@ from torch import Tensor
 import mdfuse as mf
 from mdfuse import DeviceMesh, FusionDefinition, Partial, Shard
 from mdfuse.frontend.handle import Handle
-from mdfuse.ids import extent_ids, with_ids
-from mdfuse.segmentation import merge_local, merge_nothing
+from mdfuse.passes.segment_ids import extent_ids, with_ids
+from mdfuse.passes.segmentation import merge_local, merge_nothing
 
 TWO = DeviceMesh.arange(tp=2)
 ROWS = {"tp": Shard(0)}

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Layout, Partial, Replicate, Shard
-from mdfuse.layout import Placement
-from mdfuse.segmentation import ShouldMerge
+from mdfuse.layouts.layout import Placement
+from mdfuse.passes.segmentation import ShouldMerge
 
 MESHES = (
     DeviceMesh.arange(x=2),

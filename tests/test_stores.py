@@ -20,15 +20,15 @@ import pytest
 from listening import listening
 from torch.distributed import TCPStore
 
+from mdfuse.bootstrap import Launch
 from mdfuse.config import Options
 from mdfuse.errors import BackendError
 from mdfuse.runtime import stores
-from mdfuse.runtime.bootstrap import Launch
 from mdfuse.runtime.deadline import NEVER, Deadline
 from mdfuse.runtime.joining import watch_for
-from mdfuse.runtime.neighbours import Neighbours
 from mdfuse.runtime.stores import another_connection, open_store
-from mdfuse.runtime.watch import EXIT_STATUS
+from mdfuse.runtime.watch.neighbours import Neighbours
+from mdfuse.runtime.watch.watch import EXIT_STATUS
 
 ALONE = Launch(name="torchrun", rank=0, size=2, local_rank=0, why="told so", local_size=2)
 APART = replace(ALONE, local_size=1)

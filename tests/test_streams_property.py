@@ -28,7 +28,7 @@ from torch import Tensor
 import mdfuse as mf
 from mdfuse import Layout, Partial, Stream, hir, hir_lowering
 from mdfuse.errors import LoweringError
-from mdfuse.segmentation import ShouldMerge, merge_local, merge_nothing
+from mdfuse.passes.segmentation import ShouldMerge, merge_local, merge_nothing
 
 SOME = settings(SAME_EVERY_TIME, max_examples=300)
 DTYPES = (torch.float32, torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.bool)

@@ -16,10 +16,10 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Layout, Partial, Replicate, Shard, Stream
+from mdfuse.compiled.program import Program
 from mdfuse.errors import DefinitionError, ProgramError
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.program import Program
-from mdfuse.segmentation import merge_local, merge_nothing
+from mdfuse.passes.segmentation import merge_local, merge_nothing
 
 MESH = DeviceMesh.arange(tp=4)
 ORDERS = list(permutations(range(3)))

@@ -11,8 +11,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from mdfuse.assumptions import Assumptions, assuming
-from mdfuse.extents import (
+from mdfuse.extents.assumptions import Assumptions, assuming
+from mdfuse.extents.extent import (
     Extent,
     are_same,
     example,

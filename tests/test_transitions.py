@@ -20,7 +20,7 @@ from torch import Tensor
 import mdfuse as mf
 from mdfuse import CommunicationError, DeviceMesh, Layout, LayoutError, Partial, Replicate, Shard
 from mdfuse.communication import KINDS, Communication
-from mdfuse.layout import Placement
+from mdfuse.layouts.layout import Placement
 
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 P = Partial("sum")

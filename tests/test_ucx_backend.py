@@ -24,10 +24,12 @@ from listening import listening
 from torch import Tensor
 from torch.distributed import FileStore
 
-from mdfuse.backends import staging, ucx, ucx_library
-from mdfuse.backends.c10d_groups import HashStore
-from mdfuse.backends.ucx import UcxBackend
-from mdfuse.backends.ucx_engine import Engine
+from mdfuse.backends import staging
+from mdfuse.backends.c10d.groups import HashStore
+from mdfuse.backends.ucx import backend as ucx
+from mdfuse.backends.ucx import library as ucx_library
+from mdfuse.backends.ucx.backend import UcxBackend
+from mdfuse.backends.ucx.engine import Engine
 from mdfuse.errors import BackendError, CommunicationError
 from mdfuse.layouts.call import Call
 from mdfuse.runtime.backend_rows import BACKENDS

@@ -23,7 +23,7 @@ from mdfuse.hir.verify.buffers import RULES
 from mdfuse.hir.verify.layouts import is_alike, result_layout
 from mdfuse.hir.verify.posts import transition_problem
 from mdfuse.ir.ops import TABLE
-from mdfuse.layout import Placement, Varies
+from mdfuse.layouts.layout import Placement, Varies
 from mdfuse.reshard import Local, steps, with_type
 
 _POST = "%b: {after} = alloc; %c = post {post}; wait %c; return %b"

@@ -19,12 +19,12 @@ from expecttest import assert_expected_inline
 from fake_nccl import FakeTrack
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from mdfuse.backends.c10d_groups import HashStore, PrefixStore, TCPStore
-from mdfuse.backends.noting import Subject
-from mdfuse.runtime import watch as watch_module
-from mdfuse.runtime.positions import Position, Progress
-from mdfuse.runtime.watch import EXIT_STATUS, Ring, Watch
-from mdfuse.runtime.watch_report import bytes_text
+from mdfuse.backends.c10d.groups import HashStore, PrefixStore, TCPStore
+from mdfuse.backends.post_notes import Subject
+from mdfuse.runtime.watch import watch as watch_module
+from mdfuse.runtime.watch.positions import Position, Progress
+from mdfuse.runtime.watch.report import bytes_text
+from mdfuse.runtime.watch.watch import EXIT_STATUS, Ring, Watch
 
 TEAM = (0, 1, 2)
 
@@ -393,8 +393,8 @@ def test_a_report_is_what_torchrun_reads(tmp_path: Path, monkeypatch: pytest.Mon
 
 _PROGRAM = """
 import time
-from mdfuse.backends.noting import Subject
-from mdfuse.runtime.watch import Watch
+from mdfuse.backends.post_notes import Subject
+from mdfuse.runtime.watch.watch import Watch
 
 
 class Stuck:
@@ -445,10 +445,10 @@ _TWO_RANKS = """
 import sys, time
 from datetime import timedelta
 from fake_nccl import FakeTrack
-from mdfuse.backends.c10d_groups import TCPStore
-from mdfuse.backends.noting import Subject
+from mdfuse.backends.c10d.groups import TCPStore
+from mdfuse.backends.post_notes import Subject
 from mdfuse.runtime.stores import another_connection
-from mdfuse.runtime.watch import Watch
+from mdfuse.runtime.watch.watch import Watch
 
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False)

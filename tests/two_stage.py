@@ -15,7 +15,7 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Layout, Shard
-from mdfuse.segmentation import merge_local, merge_nothing
+from mdfuse.passes.segmentation import merge_local, merge_nothing
 
 MESHES = {
     "m0": DeviceMesh([0]),

@@ -10,10 +10,10 @@ from mutants import Block, edited, places, with_attrs
 
 from mdfuse import DeviceMesh, MdfuseError
 from mdfuse.communication import KINDS, Communication
+from mdfuse.extents.index import Calc, Term
 from mdfuse.hir import BufferType, HostProgram, Instruction
-from mdfuse.index import Calc, Term
 from mdfuse.ir.ops import TABLE
-from mdfuse.layout import Layout, Partial, Placement, Replicate, Shard, Varies
+from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard, Varies
 
 #: (what was changed, the program)
 Change = tuple[str, HostProgram]

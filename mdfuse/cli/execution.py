@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 import mdfuse
+from mdfuse.compiled.program import Program, compile
 from mdfuse.errors import ProgramError
 from mdfuse.frontend.definition import FusionDefinition
+from mdfuse.layouts.sharding import shard_tensor
 from mdfuse.mesh import DeviceMesh
-from mdfuse.program import Program, compile
 from mdfuse.runtime.communicator import Communicator
-from mdfuse.sharding import shard_tensor
 
 #: Timed runs, after the first one, which builds the plan.
 RUNS = 5

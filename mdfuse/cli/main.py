@@ -195,8 +195,8 @@ def _stage_text(
     definition: FusionDefinition, inputs: list[Any], stage: Stage, rank: int | None
 ) -> str:
     """A rank's program is that for the extents of the inputs."""
-    from mdfuse.extent_arguments import global_extents
-    from mdfuse.program import compile
+    from mdfuse.compiled.program import compile
+    from mdfuse.runs.extents import global_extents
 
     match stage:
         case Stage.FUSION:

@@ -9,11 +9,11 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+from mdfuse.bootstrap import MOST_RANKS
 from mdfuse.cli.user_code import user_code
 from mdfuse.errors import DefinitionError, MeshError
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.mesh import DeviceMesh
-from mdfuse.runtime.bootstrap import MOST_RANKS
 
 #: `build(mesh) -> (definition, global inputs)`.
 Build = Callable[[DeviceMesh], tuple[FusionDefinition, Sequence[Any]]]

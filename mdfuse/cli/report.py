@@ -10,8 +10,8 @@ from rich.text import Text
 
 from mdfuse.cli.execution import Difference
 from mdfuse.communication import Communication
+from mdfuse.compiled.program import Program
 from mdfuse.hir.traffic import received
-from mdfuse.program import Program
 
 #: Bytes are computed for at most this many ranks; those of a larger mesh repeat.
 _RANKS_SHOWN = 64

@@ -12,15 +12,15 @@ from typing import Any
 from torch import Tensor
 
 import mdfuse
+from mdfuse.bootstrap import Launch, detect
 from mdfuse.cli import report, screen
 from mdfuse.cli.execution import Outcome, compare, run_on_ranks, run_simulated
 from mdfuse.cli.program_file import Build, call_build, parse_mesh
+from mdfuse.compiled.program import Program, compile
 from mdfuse.errors import ProgramError
-from mdfuse.extent_arguments import global_extents
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.mesh import DeviceMesh
-from mdfuse.program import Program, compile
-from mdfuse.runtime.bootstrap import Launch, detect
+from mdfuse.runs.extents import global_extents
 from mdfuse.runtime.communicator import init
 
 

@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.text import Text
 
+from mdfuse.bootstrap import detect
 from mdfuse.cli.user_code import UserCodeError
 from mdfuse.errors import BackendError, CommunicationError, MdfuseError
-from mdfuse.runtime.bootstrap import detect
 
 #: How much later than rank 0 other ranks fail, seconds: launchers stop all ranks when one fails,
 #: and rank 0 is to say why before that.
@@ -80,7 +80,7 @@ def errors() -> Iterator[None]:
 
 
 def _tell_launcher(error: MdfuseError) -> None:
-    from mdfuse.runtime.reports import tell_torchrun  # torch is slow to import
+    from mdfuse.runtime.watch.reports import tell_torchrun  # torch is slow to import
 
     tell_torchrun(error)
 

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from mdfuse.assumptions import Assumptions
 from mdfuse.caching import Cache, CacheInfo
 from mdfuse.errors import DefinitionError
+from mdfuse.extents.assumptions import Assumptions
 from mdfuse.frontend.sites import Site
 from mdfuse.ir.graph import Fusion
 

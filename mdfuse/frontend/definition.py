@@ -10,9 +10,9 @@ from typing import Any, Self
 
 import torch
 
-from mdfuse.assumptions import Assumptions, assuming
 from mdfuse.errors import DefinitionError, LayoutError, user_source
-from mdfuse.extents import Extent, is_symbolic, with_examples
+from mdfuse.extents.assumptions import Assumptions, assuming
+from mdfuse.extents.extent import Extent, is_symbolic, with_examples
 from mdfuse.frontend import ops as operations
 from mdfuse.frontend.cache import Call, FusionCache, Leaf, Node, Spelled, Spelling
 from mdfuse.frontend.handle import Handle
@@ -22,7 +22,7 @@ from mdfuse.frontend.sites import Site, find_site, is_at
 from mdfuse.frontend.stride_order import dims_of, no_permutation
 from mdfuse.ir.graph import Fusion, Value
 from mdfuse.ir.symbolic import check_definition
-from mdfuse.layout import Layout, Placement, Stream
+from mdfuse.layouts.layout import Layout, Placement, Stream
 from mdfuse.mesh import DeviceMesh
 from mdfuse.names import RULE, is_name, is_value_name
 

@@ -9,7 +9,7 @@ import torch
 
 from mdfuse.frontend.methods import Methods
 from mdfuse.ir.graph import Value
-from mdfuse.layout import Layout, Placement, Stream
+from mdfuse.layouts.layout import Layout, Placement, Stream
 from mdfuse.mesh import DeviceMesh
 
 if TYPE_CHECKING:

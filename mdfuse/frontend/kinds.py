@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from mdfuse.errors import DefinitionError
-from mdfuse.extents import Extent
+from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.plain import END, LEAST, brief, is_in_range, plain_number
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from mdfuse.assumptions import Assumptions, assuming
 from mdfuse.communication import check_reduce_op
 from mdfuse.errors import CommunicationError, DefinitionError, LayoutError, Source
-from mdfuse.extents import Extent, pinned
+from mdfuse.extents.assumptions import Assumptions, assuming
+from mdfuse.extents.extent import Extent, pinned
 from mdfuse.frontend.cache import Call, Fact, Symbolic
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.kinds import KINDS, no_value
@@ -24,7 +24,7 @@ from mdfuse.ir.graph import DTYPE_NAMES, Expr, Fusion, Operand, Value, fresh_nam
 from mdfuse.ir.infer import inferred, scalar_sample
 from mdfuse.ir.numbers import as_number, scalar_call
 from mdfuse.ir.ops import TABLE
-from mdfuse.layout import Layout, Partial, Placement, Stream
+from mdfuse.layouts.layout import Layout, Partial, Placement, Stream
 from mdfuse.mesh import DeviceMesh
 
 _SCALAR_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mdfuse.errors import DefinitionError
-from mdfuse.layout import Layout, Placement
+from mdfuse.layouts.layout import Layout, Placement
 from mdfuse.mesh import DeviceMesh
 
 if TYPE_CHECKING:

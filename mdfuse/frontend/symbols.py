@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from mdfuse.assumptions import Assumptions
-from mdfuse.extents import example, is_symbolic, symbolic, with_examples
+from mdfuse.extents.assumptions import Assumptions
+from mdfuse.extents.extent import example, is_symbolic, symbolic, with_examples
 from mdfuse.frontend.cache import Symbolic
 from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
 from mdfuse.ir.symbolic import unified, with_new_examples

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mdfuse.errors import ProgramError
+from mdfuse.extents.index import DEEPEST, LARGEST, Calc, Index, Term, terms
 from mdfuse.hir.instructions import BUFFER_OPS, INSTRUCTIONS, Row, op_of, row_of
-from mdfuse.index import DEEPEST, LARGEST, Calc, Index, Term, terms
 from mdfuse.ir.attributes import Attr, is_permutation
 from mdfuse.ir.graph import attr_text
 from mdfuse.ir.ops import TABLE

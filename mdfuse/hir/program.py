@@ -12,14 +12,14 @@ import torch
 
 from mdfuse.communication import Communication
 from mdfuse.errors import ProgramError, Source
+from mdfuse.extents.index import Calc, Index, Term, resolve, terms
 from mdfuse.hir.forms import check_forms, check_nesting
 from mdfuse.hir.instructions import POSTS, op_of
-from mdfuse.index import Calc, Index, Term, resolve, terms
 from mdfuse.ir.graph import Operand, dtype_name
 from mdfuse.ir.local_attributes import Part
 from mdfuse.ir.ops import local_attrs
-from mdfuse.layout import Layout, Replicate
 from mdfuse.layouts.boxes import Box
+from mdfuse.layouts.layout import Layout, Replicate
 from mdfuse.mesh import DeviceMesh
 
 Known = Callable[[Term], int | None]
@@ -180,7 +180,7 @@ class HostProgram:
         return len(self.instructions)
 
     def __str__(self) -> str:
-        from mdfuse.hir.text import program_text
+        from mdfuse.hir.text.printer import program_text
 
         check_nesting(self)
         return program_text(self)
@@ -218,7 +218,7 @@ class HostProgram:
     @cached_property
     def written_out(self) -> HostProgram:
         """A projection without loops, branches and aliases; see `mdfuse.hir.unroll`."""
-        from mdfuse.hir import late_waits
+        from mdfuse.hir.passes import late_waits
         from mdfuse.hir.unroll import write
 
         return late_waits.run(write(self))
@@ -287,7 +287,7 @@ class HostProgram:
 
     def project(self, rank: int) -> HostProgram:
         """What one rank runs; a program that is a projection already is returned as it is."""
-        from mdfuse.hir import late_waits, local_streams
+        from mdfuse.hir.passes import late_waits, local_streams
 
         if self.rank is not None:
             return self

@@ -16,9 +16,9 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from mdfuse.errors import ProgramError
+from mdfuse.extents.index import Calc, Index, Term, resolve
 from mdfuse.hir.instructions import POSTS
 from mdfuse.hir.program import BufferType, HostProgram, Instruction, index_names, resolved
-from mdfuse.index import Calc, Index, Term, resolve
 from mdfuse.ir.graph import Operand
 
 #: More instructions, or iterations, than this are not written out.

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from mdfuse.index import LARGEST, Calc, Term
+from mdfuse.extents.index import LARGEST, Calc, Term
 from mdfuse.names import is_name
 
 #: (the value, dims of the tensor or None) -> whether it may be that.

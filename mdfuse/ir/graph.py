@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 
 from mdfuse.errors import MdfuseError, Source
-from mdfuse.index import Calc, Term
-from mdfuse.layout import Layout, Stream
+from mdfuse.extents.index import Calc, Term
+from mdfuse.layouts.layout import Layout, Stream
 from mdfuse.names import is_name
 
 #: What an expression reads: the name of a value, or a number, or nothing (an absent bias). In host

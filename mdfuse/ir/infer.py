@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mdfuse.errors import DefinitionError, Source
-from mdfuse.extents import example, is_symbolic, mapped
+from mdfuse.extents.extent import example, is_symbolic, mapped
 from mdfuse.ir.graph import Operand, Value
 from mdfuse.ir.ops import Op
 from mdfuse.ir.shapes import symbolic_shape

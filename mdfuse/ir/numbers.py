@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mdfuse.ir.extremes import highest, lowest
-from mdfuse.tensors import why_not
+from mdfuse.ir.tensors import why_not
 
 
 def scalar_call(call: Callable[..., Any], operands: Sequence[Any]) -> Any:

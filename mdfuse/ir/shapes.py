@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mdfuse.extents import example, larger, pinned, smaller
+from mdfuse.extents.extent import example, larger, pinned, smaller
 from mdfuse.ir.dims import reduced_dims
 
 Shape = tuple[int, ...]

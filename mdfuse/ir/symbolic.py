@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from mdfuse.assumptions import Assumptions, assuming
 from mdfuse.errors import DefinitionError
-from mdfuse.extents import with_examples, with_numbers
+from mdfuse.extents.assumptions import Assumptions, assuming
+from mdfuse.extents.extent import with_examples, with_numbers
 from mdfuse.ir.graph import Fusion, Value
 from mdfuse.ir.infer import inferred
 from mdfuse.ir.ops import TABLE

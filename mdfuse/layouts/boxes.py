@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from mdfuse.extents import smaller
+from mdfuse.extents.extent import smaller
 
 #: A half-open range of indices along one dim.
 Interval = tuple[int, int]

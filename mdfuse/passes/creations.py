@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
 from mdfuse.ir.ops import TABLE
-from mdfuse.layout import Layout
+from mdfuse.layouts.layout import Layout
 from mdfuse.passes.strategy import choose
 from mdfuse.reshard import cost
 

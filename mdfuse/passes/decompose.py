@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
-from mdfuse.layout import Layout
+from mdfuse.layouts.layout import Layout
 from mdfuse.passes.strategy import choose
 
 name = "decompose"

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
-from mdfuse.layout import Layout, Replicate, Stream
+from mdfuse.layouts.layout import Layout, Replicate, Stream
+from mdfuse.layouts.streamed_sets import FORMS, form
 from mdfuse.passes.strategy import choose
 from mdfuse.passes.streams import operand_streams
 from mdfuse.reshard import cost
-from mdfuse.stream_forms import FORMS, form
 
 name = "insert_reshards"
 

@@ -26,7 +26,7 @@ import torch
 from mdfuse.ir.graph import Expr, Fusion, Operand, Value, fresh_name
 from mdfuse.ir.infer import inferred
 from mdfuse.ir.ops import TABLE
-from mdfuse.layout import Layout, Partial, Replicate
+from mdfuse.layouts.layout import Layout, Partial, Replicate
 from mdfuse.passes.propagate_layouts import anew
 from mdfuse.passes.strategy import choose
 from mdfuse.reshard import cost

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from mdfuse.errors import LayoutError
 from mdfuse.ir.graph import Fusion, Value
-from mdfuse.layout import Layout, Replicate, replicated
+from mdfuse.layouts.layout import Layout, Replicate, replicated
 from mdfuse.mesh import DeviceMesh
 from mdfuse.passes.strategy import choose
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mdfuse.ir.graph import Expr, Fusion
-from mdfuse.layout import Layout, Partial, Replicate, Shard
+from mdfuse.layouts.layout import Layout, Partial, Replicate, Shard
 from mdfuse.passes.strategy import Strategy, choose
 
 name = "push_slices"

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
-from mdfuse.layout import Layout, Placement, Replicate
+from mdfuse.layouts.layout import Layout, Placement, Replicate
 from mdfuse.mesh import DeviceMesh
 from mdfuse.passes.insert_reshards import suffix
 from mdfuse.passes.propagate_layouts import anew

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from mdfuse.ir.dims import DimMap, Labels
 from mdfuse.ir.graph import Expr, Value
 from mdfuse.ir.ops import TABLE
-from mdfuse.layout import Layout, Partial, Placement, Replicate, Shard
+from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
 from mdfuse.mesh import DeviceMesh
 
 

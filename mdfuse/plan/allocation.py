@@ -12,8 +12,8 @@ from mdfuse.errors import ProgramError
 from mdfuse.hir.program import Instruction
 from mdfuse.ir.extremes import is_number_of, poison
 from mdfuse.ir.infer import dense_strides
+from mdfuse.plan.context import Context
 from mdfuse.plan.lines import Line, NewBuffer
-from mdfuse.plan.slots import Context
 from mdfuse.torch_private import symmetric_empty
 
 

@@ -12,9 +12,9 @@ from mdfuse.errors import ProgramError
 from mdfuse.hir.program import Instruction
 from mdfuse.layouts.boxes import nth_chunk, relative
 from mdfuse.plan.allocation import empty, new_buffer
+from mdfuse.plan.context import Context, base_name
 from mdfuse.plan.lines import Line, Ref, drop
 from mdfuse.plan.local_ops import ordered
-from mdfuse.plan.slots import Context, base_name
 
 _Value = Callable[..., Tensor]
 

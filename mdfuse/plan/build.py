@@ -19,13 +19,13 @@ from mdfuse.backends.base import Poster
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import HostProgram
 from mdfuse.layouts.call import Call
+from mdfuse.plan.context import CALLER_SLOT, Context, Step, updated_names
 from mdfuse.plan.index_checks import IndexChecks
 from mdfuse.plan.lines import Function, Line, Ref, Slots, write
 from mdfuse.plan.memory import Owned, own
 from mdfuse.plan.posts import Posts
-from mdfuse.plan.slots import CALLER_SLOT, Context, Step, updated_names
 from mdfuse.plan.steps import Builder
-from mdfuse.runtime.running import Tally, register
+from mdfuse.runtime.watch.running import Tally, register
 
 __all__ = ["Context", "Plan", "Step", "build"]
 

@@ -12,9 +12,9 @@ from mdfuse.backends.base import Poster, Work
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.layouts.call import Call
+from mdfuse.plan.context import Context, Step, base_name, label
 from mdfuse.plan.lines import Line, Ref, drop
 from mdfuse.plan.pending import Pending, landing, nothing_posted
-from mdfuse.plan.slots import Context, Step, base_name, label
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from mdfuse.plan.build import Plan
 from mdfuse.plan.captures import Recorder, Recording, give_up, undisturbed
+from mdfuse.plan.context import CALLER_SLOT
 from mdfuse.plan.lines import Function, Line, write
-from mdfuse.plan.slots import CALLER_SLOT
 
 #: With graph="auto", bytes of arguments that a region may copy in each run. A GPU with 4 TB/s takes
 #: some 30 us for that, about what three posts cost the host.

@@ -16,8 +16,8 @@ from torch import Tensor
 from mdfuse.errors import IndexRangeError
 from mdfuse.hir.program import Instruction
 from mdfuse.ir.ops import TABLE
+from mdfuse.plan.context import Context, base_name, described
 from mdfuse.plan.lines import Line, Ref, drop
-from mdfuse.plan.slots import Context, base_name, described
 
 
 @dataclass

@@ -30,8 +30,8 @@ from mdfuse.ir.writes import (
     ordered_write,
 )
 from mdfuse.plan.allocation import empty, new_buffer
+from mdfuse.plan.context import Context, base_name, described
 from mdfuse.plan.lines import Line, Ref, drop
-from mdfuse.plan.slots import Context, base_name, described
 
 
 def compute(i: Instruction, context: Context) -> list[Line]:

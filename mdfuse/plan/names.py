@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mdfuse.errors import ProgramError
+from mdfuse.extents.index import terms
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.index import terms
-from mdfuse.plan.slots import unbound
+from mdfuse.plan.context import unbound
 
 
 def check_names(program: HostProgram) -> None:

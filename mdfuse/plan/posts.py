@@ -15,11 +15,11 @@ from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.layouts.boxes import Box, nth_chunk
 from mdfuse.layouts.call import Call
 from mdfuse.layouts.kinds import IN_PIECES, POINT_TO_POINT, blocks_of
+from mdfuse.layouts.rank_part import Part
+from mdfuse.plan.context import Context, Step, described, label
 from mdfuse.plan.exchanges import Exchanges, transfer_team
 from mdfuse.plan.lines import Line, Ref, drop, is_dense
 from mdfuse.plan.pending import Pending, landing, nothing_posted
-from mdfuse.plan.slots import Context, Step, described, label
-from mdfuse.transfers import Part
 
 
 class Posts:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mdfuse.hir.program import BufferType, HostProgram
-from mdfuse.hir.sharing import storage
-from mdfuse.tensors import PLAIN, are_writable, is_lazy
+from mdfuse.hir.storage import storage
+from mdfuse.ir.tensors import PLAIN, are_writable, is_lazy
 from mdfuse.torch_private import (
     current_raw_stream,
     forward_level,

@@ -10,15 +10,15 @@ import torch
 from mdfuse.errors import ProgramError
 from mdfuse.hir.instructions import COMMUNICATIONS, MEMORY, PURE_VIEWS
 from mdfuse.hir.program import Instruction
-from mdfuse.hir.sharing import shared_operand
+from mdfuse.hir.storage import shared_operand
 from mdfuse.ir import ops
 from mdfuse.plan import streams
 from mdfuse.plan.allocation import allocate
 from mdfuse.plan.buffer_ops import BUFFER_OPS
+from mdfuse.plan.context import CALLER_SLOT, Context, Step, base_name, label
 from mdfuse.plan.lines import Line, Ref, drop
 from mdfuse.plan.local_ops import compute
 from mdfuse.plan.posts import Posts
-from mdfuse.plan.slots import CALLER_SLOT, Context, Step, base_name, label
 from mdfuse.plan.streams import CALLER
 
 

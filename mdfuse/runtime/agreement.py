@@ -6,11 +6,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from mdfuse.errors import BackendError
-from mdfuse.runtime.bulletin import within
 from mdfuse.runtime.deadline import Deadline
+from mdfuse.runtime.watch.bulletin import within
 
 if TYPE_CHECKING:
-    from mdfuse.backends.c10d_groups import Store
+    from mdfuse.backends.c10d.groups import Store
 
 #: The count of arrivals carries the number of ranks with a text above this bit, so that a meeting
 #: where nobody has one costs each rank one arrival and one wait, whatever the number of ranks.

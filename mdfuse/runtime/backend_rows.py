@@ -9,15 +9,16 @@ from typing import Protocol
 
 import torch
 
-from mdfuse.backends import mpi_library, ucx_library
 from mdfuse.backends.base import Backend
-from mdfuse.backends.c10d import C10dBackend
-from mdfuse.backends.c10d_groups import LIBRARIES, Store
-from mdfuse.backends.mpi import MpiBackend
-from mdfuse.backends.ucx import UcxBackend
-from mdfuse.runtime.bootstrap import Launch, gloo_devices
+from mdfuse.backends.c10d.backend import C10dBackend
+from mdfuse.backends.c10d.groups import LIBRARIES, Store
+from mdfuse.backends.mpi import library as mpi_library
+from mdfuse.backends.mpi.backend import MpiBackend
+from mdfuse.backends.ucx import library as ucx_library
+from mdfuse.backends.ucx.backend import UcxBackend
+from mdfuse.bootstrap import Launch, gloo_devices
 from mdfuse.runtime.fast_lane import Lanes
-from mdfuse.runtime.watch import Watch
+from mdfuse.runtime.watch.watch import Watch
 
 
 class OpenBackend(Backend, Protocol):

@@ -16,18 +16,18 @@ from typing import NoReturn, Protocol
 
 import torch
 
-from mdfuse.backends import mpi_library, ucx_library
 from mdfuse.backends.base import Interruptible, Poster
-from mdfuse.backends.c10d_groups import HashStore, PrefixStore, default_group
+from mdfuse.backends.c10d.groups import HashStore, PrefixStore, default_group
+from mdfuse.backends.mpi import library as mpi_library
+from mdfuse.backends.ucx import library as ucx_library
 from mdfuse.backends.work import first_line
+from mdfuse.bootstrap import detect
 from mdfuse.config import Carriers, Options, carriers_of, options_from_environment
-from mdfuse.crowds import refusal
 from mdfuse.errors import BackendError, ProgramError
 from mdfuse.layouts.call import Call
 from mdfuse.runtime.agreement import Agreement
 from mdfuse.runtime.backend_rows import BACKENDS, OpenBackend, World, auto
-from mdfuse.runtime.bootstrap import detect
-from mdfuse.runtime.bulletin import within
+from mdfuse.runtime.crowds import refusal
 from mdfuse.runtime.deadline import NEVER
 from mdfuse.runtime.fast_lane import Replays
 from mdfuse.runtime.joining import (
@@ -39,11 +39,12 @@ from mdfuse.runtime.joining import (
 )
 from mdfuse.runtime.null_world import NULL, check_null_arguments, null_device, null_launch
 from mdfuse.runtime.refusals import Refusals, not_open
-from mdfuse.runtime.reports import tell_torchrun_at_exit
-from mdfuse.runtime.running import Tally
 from mdfuse.runtime.stores import another_connection, open_store
-from mdfuse.runtime.watch import Watch
-from mdfuse.runtime.watch_report import ranks_text
+from mdfuse.runtime.watch.bulletin import within
+from mdfuse.runtime.watch.report import ranks_text
+from mdfuse.runtime.watch.reports import tell_torchrun_at_exit
+from mdfuse.runtime.watch.running import Tally
+from mdfuse.runtime.watch.watch import Watch
 
 _log = logging.getLogger("mdfuse.comm")
 

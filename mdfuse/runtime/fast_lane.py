@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 
-from mdfuse.backends import nccl_lane, nccl_library
-from mdfuse.backends.c10d_groups import Store
-from mdfuse.backends.cuda_driver import CudaDevice, Device
-from mdfuse.backends.nccl_lane import NcclLane
-from mdfuse.backends.noting import Subject, Track
+from mdfuse.backends.c10d.groups import Store
+from mdfuse.backends.nccl import lane as nccl_lane
+from mdfuse.backends.nccl import library as nccl_library
+from mdfuse.backends.nccl.cuda_driver import CudaDevice, Device
+from mdfuse.backends.nccl.lane import NcclLane
+from mdfuse.backends.post_notes import Subject, Track
 from mdfuse.errors import BackendError
 from mdfuse.runtime.agreement import Agreement
-from mdfuse.runtime.watch import Watch
+from mdfuse.runtime.watch.watch import Watch
 
 _log = logging.getLogger("mdfuse.comm")
 

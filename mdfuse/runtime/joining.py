@@ -7,18 +7,18 @@ from contextlib import contextmanager
 
 import torch
 
-from mdfuse.backends.c10d_groups import Store
+from mdfuse.backends.c10d.groups import Store
 from mdfuse.backends.work import first_line
+from mdfuse.bootstrap import Launch
 from mdfuse.config import Options
 from mdfuse.errors import BackendError
 from mdfuse.runtime.agreement import Agreement
 from mdfuse.runtime.backend_rows import BACKENDS, World, why_not
-from mdfuse.runtime.bootstrap import Launch
 from mdfuse.runtime.deadline import Deadline
 from mdfuse.runtime.fast_lane import agree_on_lanes
-from mdfuse.runtime.neighbours import Neighbours
-from mdfuse.runtime.reports import folder_of
-from mdfuse.runtime.watch import Watch
+from mdfuse.runtime.watch.neighbours import Neighbours
+from mdfuse.runtime.watch.reports import folder_of
+from mdfuse.runtime.watch.watch import Watch
 from mdfuse.torch_private import is_capturing
 
 

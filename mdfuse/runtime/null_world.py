@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
+from mdfuse.bootstrap import Launch, detect
 from mdfuse.errors import BackendError
-from mdfuse.runtime.bootstrap import Launch, detect
 
 #: The backend that contacts nobody.
 NULL = "null"

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 
-from mdfuse.backends.c10d_groups import Store
+from mdfuse.backends.c10d.groups import Store
 from mdfuse.backends.work import first_line
 from mdfuse.errors import BackendError
-from mdfuse.runtime.bulletin import within
+from mdfuse.runtime.watch.bulletin import within
 
 #: How long the store may take to answer where a communication broke already, seconds.
 _ANSWER_S = 1.0

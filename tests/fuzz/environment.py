@@ -12,10 +12,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mdfuse.bootstrap import address_of_rank_0, detect, gloo_devices
 from mdfuse.cli.doctor.examination import launcher
 from mdfuse.config import VARIABLES, Options, carriers_of, options_from_environment
 from mdfuse.errors import BackendError, MdfuseError
-from mdfuse.runtime.bootstrap import address_of_rank_0, detect, gloo_devices
 from mdfuse.runtime.null_world import null_launch
 
 #: What nobody would write, but somebody does.

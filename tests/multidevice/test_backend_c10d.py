@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mdfuse.backends.c10d import C10dBackend
-from mdfuse.backends.c10d_groups import PrefixStore
+from mdfuse.backends.c10d.backend import C10dBackend
+from mdfuse.backends.c10d.groups import PrefixStore
+from mdfuse.bootstrap import detect, gloo_devices
 from mdfuse.errors import BackendError, CommunicationError
 from mdfuse.layouts.call import Call
-from mdfuse.runtime.bootstrap import detect, gloo_devices
 
 pytestmark = pytest.mark.world(4)
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from backend_suite import *  # noqa: F403  the tests that every backend passes
 
-from mdfuse.backends import mpi_library
-from mdfuse.backends.c10d_groups import PrefixStore
-from mdfuse.backends.mpi import MpiBackend
+from mdfuse.backends.c10d.groups import PrefixStore
+from mdfuse.backends.mpi import library as mpi_library
+from mdfuse.backends.mpi.backend import MpiBackend
 from mdfuse.errors import BackendError
 from mdfuse.layouts.call import Call
 

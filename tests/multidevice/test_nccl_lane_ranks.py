@@ -18,13 +18,14 @@ from fake_nccl import post
 from torch import Tensor
 
 import mdfuse as mf
-from mdfuse.backends import nccl_lane, nccl_library
 from mdfuse.backends.base import Place
-from mdfuse.backends.c10d_groups import PrefixStore, TCPStore
-from mdfuse.backends.cuda_driver import CudaDevice
-from mdfuse.backends.nccl_lane import NcclLane, open_lane
+from mdfuse.backends.c10d.groups import PrefixStore, TCPStore
+from mdfuse.backends.nccl import lane as nccl_lane
+from mdfuse.backends.nccl import library as nccl_library
+from mdfuse.backends.nccl.cuda_driver import CudaDevice
+from mdfuse.backends.nccl.lane import NcclLane, open_lane
 from mdfuse.layouts.call import Call
-from mdfuse.runtime.watch import EXIT_STATUS, Watch
+from mdfuse.runtime.watch.watch import EXIT_STATUS, Watch
 
 ROUNDS = 10
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
@@ -270,13 +271,14 @@ import sys, time
 import torch
 from datetime import timedelta
 from fake_nccl import post
-from mdfuse.backends import nccl_lane, nccl_library
+from mdfuse.backends.nccl import lane as nccl_lane
+from mdfuse.backends.nccl import library as nccl_library
 from mdfuse.backends.base import Place
 from mdfuse.layouts.call import Call
-from mdfuse.backends.c10d_groups import PrefixStore, TCPStore
-from mdfuse.backends.cuda_driver import CudaDevice
+from mdfuse.backends.c10d.groups import PrefixStore, TCPStore
+from mdfuse.backends.nccl.cuda_driver import CudaDevice
 from mdfuse.runtime.stores import another_connection
-from mdfuse.runtime.watch import Watch
+from mdfuse.runtime.watch.watch import Watch
 
 rank, size, port = map(int, sys.argv[1:4])
 timeout_s, device = float(sys.argv[4]), torch.device("cuda", int(sys.argv[5]))

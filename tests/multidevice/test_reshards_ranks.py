@@ -11,7 +11,7 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Layout, Partial, Replicate, Shard
-from mdfuse.layout import Placement
+from mdfuse.layouts.layout import Placement
 
 MESHES = (
     DeviceMesh([0, 1, 2, 3]),

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, FusionDefinition, Partial, Shard
-from mdfuse.segmentation import merge_local, merge_nothing
-from mdfuse.segments import Segment
+from mdfuse.compiled.segments import Segment
+from mdfuse.passes.segmentation import merge_local, merge_nothing
 
 
 def drawn(*shape: int) -> Tensor:

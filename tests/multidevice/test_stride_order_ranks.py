@@ -12,7 +12,7 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Partial, Shard
-from mdfuse.program import Program
+from mdfuse.compiled.program import Program
 
 CHANNELS_LAST = (3, 0, 2, 1)
 

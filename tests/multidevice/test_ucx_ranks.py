@@ -13,8 +13,8 @@ from backend_suite import TWO, each
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Partial, Shard
-from mdfuse.backends import ucx
-from mdfuse.backends.c10d_groups import PrefixStore
+from mdfuse.backends.c10d.groups import PrefixStore
+from mdfuse.backends.ucx import backend as ucx
 
 pytestmark = pytest.mark.backend("ucx")
 

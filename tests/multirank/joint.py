@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 import pytest
 from _pytest.runner import runtestprotocol
 
-from mdfuse.runtime.bootstrap import Launch
+from mdfuse.bootstrap import Launch
 from multirank.agreement import Agreement
 from multirank.process import this_process
 from multirank.time_limits import end_from_a_thread, time_limit

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mdfuse.runtime.bootstrap import detect
+from mdfuse.bootstrap import detect
 from multirank import selection
 from multirank.hosting import Host
 from multirank.joint import JointSession

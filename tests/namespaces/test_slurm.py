@@ -24,7 +24,7 @@ def srun(*command: str, mpi: str = "pmix", **environment: str) -> subprocess.Com
 @pytest.mark.parametrize("mpi", ["none", "pmi2", "pmix"])
 def test_each_rank_is_told_who_it_is(mpi: str) -> None:
     program = (
-        "import os, socket; from mdfuse.runtime.bootstrap import detect; l = detect(os.environ);"
+        "import os, socket; from mdfuse.bootstrap import detect; l = detect(os.environ);"
         "print(l.name, l.rank, l.size, l.local_rank, socket.gethostname())"
     )
     done = srun("-c", program, mpi=mpi)

@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mdfuse.bootstrap import detect
 from mdfuse.cli.doctor import findings, gpus, host, libraries
 from mdfuse.cli.doctor.findings import Finding
 from mdfuse.config import VARIABLES, carriers_of, options_from_environment
 from mdfuse.errors import BackendError, ProgramError
 from mdfuse.runtime.backend_rows import BACKENDS, auto, why_not
-from mdfuse.runtime.bootstrap import detect
 
 #: Variables shown beside mdfuse's own: they steer the libraries below.
 _SHOWN = ("NCCL_", "UCX_", "UCC_", "GLOO_", "OMPI_MCA_", "CUDA_VISIBLE_DEVICES", "TORCH_NCCL_")

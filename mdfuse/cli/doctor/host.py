@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
+from mdfuse.bootstrap import address_of_rank_0
 from mdfuse.cli.doctor.findings import Finding
 from mdfuse.cli.report import size_text
 from mdfuse.errors import BackendError
-from mdfuse.runtime.bootstrap import address_of_rank_0
 
 SHARED_MEMORY = Path("/dev/shm")
 

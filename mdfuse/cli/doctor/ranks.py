@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from rich.console import Console
 
+from mdfuse.bootstrap import Launch, detect
 from mdfuse.cli import screen
 from mdfuse.cli.doctor import collective
 from mdfuse.cli.doctor.collective import SIZES, Measured
 from mdfuse.config import Options, carriers_of, options_from_environment
 from mdfuse.runtime.backend_rows import BACKENDS, why_not
-from mdfuse.runtime.bootstrap import Launch, detect
 from mdfuse.runtime.communicator import Communicator, init
 from mdfuse.runtime.null_world import NULL
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from mdfuse.errors import DefinitionError
-from mdfuse.extents import Extent
+from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops.recording import Operation, definition_of, record, sequence
 from mdfuse.frontend.plain import brief, is_in_range
-from mdfuse.layout import Layout
+from mdfuse.layouts.layout import Layout
 
 #: How many numbers a constant may have: they stand in the program.
 _LIMIT = 4096

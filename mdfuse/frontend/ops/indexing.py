@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mdfuse.errors import DefinitionError
-from mdfuse.extents import Extent, are_same, is_symbolic, larger, smaller
+from mdfuse.extents.extent import Extent, are_same, is_symbolic, larger, smaller
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops.recording import Operation, own_place, place, record
 from mdfuse.frontend.plain import brief, is_in_range, plain_number

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mdfuse.errors import DefinitionError
-from mdfuse.extents import Extent
+from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops.indexing import chunk
 from mdfuse.frontend.ops.pointwise import ROWS, as_dtype, clamp

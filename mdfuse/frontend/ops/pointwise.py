@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mdfuse.errors import DefinitionError
-from mdfuse.extents import Extent
+from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops.recording import Elementwise, Operation, record
 from mdfuse.ir import ops as table
@@ -65,12 +65,21 @@ def type_as(x: Handle, other: Handle) -> Handle:
 
 def add(x: Any, other: Any, *, alpha: float = 1) -> Handle:
     """x + alpha * other."""
-    return record("add", x, other if alpha == 1 else mul(other, alpha))
+    return record("add", x, _times(x, other, alpha))
 
 
 def sub(x: Any, other: Any, *, alpha: float = 1) -> Handle:
     """x - alpha * other."""
-    return record("sub", x, other if alpha == 1 else mul(other, alpha))
+    return record("sub", x, _times(x, other, alpha))
+
+
+def _times(x: Any, other: Any, alpha: float) -> Any:
+    """alpha * other in the dtype of the result, to which torch promotes before it multiplies."""
+    if alpha == 1:
+        return other
+    both = isinstance(x, Handle) and isinstance(other, Handle) and x.is_tensor and other.is_tensor
+    is_whole = both and not (other.dtype.is_floating_point or other.dtype.is_complex)
+    return mul(cast(other, x.dtype) if is_whole and x.dtype.is_floating_point else other, alpha)
 
 
 def rsub(x: Any, other: Any, *, alpha: float = 1) -> Handle:

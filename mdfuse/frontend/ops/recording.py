@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from mdfuse.errors import DefinitionError
-from mdfuse.extents import Extent
+from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
 
 if TYPE_CHECKING:

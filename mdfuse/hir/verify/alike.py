@@ -15,7 +15,7 @@ from mdfuse.errors import CommunicationError
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.verify.report import disagreement
 from mdfuse.ir.ops import TABLE
-from mdfuse.layout import Layout, Replicate
+from mdfuse.layouts.layout import Layout, Replicate
 
 #: Attributes that follow from the part that a rank has.
 _OF_THE_PART = ("count", "identity", "part", "box", "shape", "ends")

@@ -21,7 +21,7 @@ from mdfuse.hir.verify.posts import buffer_problem, transition_problem
 from mdfuse.hir.verify.report import wrong
 from mdfuse.ir.extremes import is_number_of
 from mdfuse.ir.graph import dtype_name
-from mdfuse.layout import Layout, Partial, Placement, Replicate, Shard, Varies
+from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard, Varies
 
 if TYPE_CHECKING:
     from mdfuse.hir.verify.types import Types

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from mdfuse.errors import ProgramError
+from mdfuse.extents.index import Calc, Term, terms
 from mdfuse.hir.instructions import BLOCKS, COMMUNICATIONS, INSTRUCTIONS, POSTS
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.verify.flow import Flow
@@ -25,9 +26,8 @@ from mdfuse.hir.verify.sizes import check_sizes
 from mdfuse.hir.verify.structure import check_defined, check_structure
 from mdfuse.hir.verify.teams import check_teams
 from mdfuse.hir.verify.types import check_types
-from mdfuse.index import Calc, Term, terms
 from mdfuse.ir.graph import Operand
-from mdfuse.layout import Layout
+from mdfuse.layouts.layout import Layout
 from mdfuse.mesh import DeviceMesh
 
 

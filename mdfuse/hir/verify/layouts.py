@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from mdfuse.index import Calc, Index, Term, terms
+from mdfuse.extents.index import Calc, Index, Term, terms
 from mdfuse.ir.dims import DimMap, Labels, always, reshape_groups
 from mdfuse.ir.ops import TABLE
-from mdfuse.layout import Layout, Partial, Placement, Replicate, Shard, Stream, Varies
 from mdfuse.layouts.boxes import Box
+from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard, Stream, Varies
 from mdfuse.mesh import DeviceMesh
 
 Shape = tuple[int, ...]

@@ -15,9 +15,9 @@ from mdfuse.communication import Communication
 from mdfuse.errors import MdfuseError
 from mdfuse.hir.program import BufferType, Padding
 from mdfuse.hir.verify.layouts import chunk_of, is_alike, is_one_chunk, plain, terms_of
-from mdfuse.hir.verify.rows import is_said
-from mdfuse.layout import Layout, Partial, Replicate, Shard
+from mdfuse.hir.verify.op_types import is_said
 from mdfuse.layouts.kinds import SPLITTING
+from mdfuse.layouts.layout import Layout, Partial, Replicate, Shard
 
 #: What is wrong with a communication; None: nothing.
 Problem = str | None

@@ -9,10 +9,10 @@ from mdfuse.communication import Communication
 from mdfuse.errors import MdfuseError
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.verify.report import wrong
-from mdfuse.layout import Layout
 from mdfuse.layouts.boxes import Box, box_shape, box_size
 from mdfuse.layouts.kinds import POINT_TO_POINT, blocks_of
-from mdfuse.transfers import Part
+from mdfuse.layouts.layout import Layout
+from mdfuse.layouts.rank_part import Part
 
 
 def part_on(program: HostProgram, i: Instruction, rank: int) -> Part:

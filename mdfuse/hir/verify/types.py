@@ -6,15 +6,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from mdfuse.errors import ProgramError
+from mdfuse.extents.index import Calc, Index, Term
 from mdfuse.hir.instructions import BUFFER_OPS
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.verify.buffers import RULES
 from mdfuse.hir.verify.layouts import axes_of, chunk_of, terms_of
+from mdfuse.hir.verify.op_types import lacks, row_problem
 from mdfuse.hir.verify.report import wrong
-from mdfuse.hir.verify.rows import lacks, row_problem
-from mdfuse.index import Calc, Index, Term
 from mdfuse.ir.graph import Operand, dtype_name
-from mdfuse.layout import Layout, Replicate
+from mdfuse.layouts.layout import Layout, Replicate
 from mdfuse.mesh import DeviceMesh
 
 

@@ -1,0 +1,54 @@
+"""A call bound to its team: posted as it comes, or prepared once for buffers of one form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mdfuse.backends.base import Place, Posting, Work
+from mdfuse.backends.c10d.posts import Post, Team, build_post
+from mdfuse.backends.c10d.prepared import prepared
+from mdfuse.backends.nccl.lane import NcclLane
+from mdfuse.backends.work import DONE, explained
+from mdfuse.layouts.call import Call
+
+
+class BoundCall:
+    """A call bound to its team; keeps one posting function per dtype."""
+
+    __slots__ = ("_call", "_lane", "_posts", "_team")
+
+    def __init__(self, call: Call, team: Team, lane: NcclLane | None = None) -> None:
+        self._call = call
+        self._team = team
+        self._lane = lane
+        self._posts: dict[torch.dtype, Post] = {}
+
+    def __call__(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+        buffers = srcs or dsts
+        if not buffers:
+            return DONE
+        if self._lane is not None:  # on all ranks, or on none: see NcclLane
+            work = self._lane.post(self._call, srcs, dsts)
+            if work is not None:
+                return work
+        dtype = buffers[0].dtype
+        post = self._posts.get(dtype)
+        if post is None:
+            post = self._posts[dtype] = build_post(self._team, self._call, dtype)
+        try:
+            return post(srcs, dsts)
+        except (RuntimeError, ValueError) as error:
+            raise explained(self._call, error) from error
+
+    def prepare(
+        self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: Place
+    ) -> Posting | None:
+        """The same as calls of the group's own methods, for dense buffers like these."""
+        if self._lane is not None:
+            posting = self._lane.prepare(self._call, srcs, dsts, place)
+            if posting is not None:
+                return posting
+        return prepared(self._team, self._call, srcs, dsts, place)

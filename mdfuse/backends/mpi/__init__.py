@@ -1,0 +1,1 @@
+"""MPI through mpi4py."""

@@ -1,0 +1,301 @@
+"""What each kind of communication posts to MPI.
+
+The builder of a kind yields, for one dtype, a function that only posts. Buffers are dense, so that
+an address and a number of bytes are all that MPI needs to know of them, wherever they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mdfuse.backends.base import Work, flat, root_index
+from mdfuse.backends.mpi.requests import Requests, State, Waiting
+from mdfuse.backends.mpi.types import carrying_type, is_reducible, reduce_op, reducing_type
+from mdfuse.backends.work import DONE, Posted
+from mdfuse.errors import CommunicationError
+from mdfuse.layouts.call import Call
+from mdfuse.layouts.kinds import REDUCING, source_blocks
+from mdfuse.layouts.reduction import check_reduction
+
+Post = Callable[[Sequence[Tensor], Sequence[Tensor]], Work]
+
+#: Both ends match the i-th send to the i-th receive, so that one tag serves all.
+_TAG = 0
+
+#: A count is an int of C. MPI 4 has wider ones, which Open MPI 5.0 lacks.
+MOST_ELEMENTS = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Team:
+    """Communicators of MPI and whose they are.
+
+    Two members that post different kinds at one place would otherwise meet in one communicator,
+    where MPI takes a shorter message for a longer one without a word, and Open MPI, where it takes
+    a longer one for a shorter one, writes to memory that it gave back.
+
+    Attributes:
+        mpi: mpi4py's module.
+        ranks: the members; a member's rank in the communicators is its index here.
+        comms: one communicator for each kind.
+        waiting: how long waits last.
+        state: whether it may go on.
+    """
+
+    mpi: Any
+    ranks: tuple[int, ...]
+    comms: Mapping[str, Any]
+    waiting: Waiting
+    state: State = field(default_factory=State)
+
+    def posted(self, call: Call, requests: Sequence[Any], kept: object) -> Posted:
+        """The work of requests that use the buffers `kept`."""
+        work = Requests(requests, kept, self.waiting, self.state)
+        return Posted(call, (work,), None)
+
+    def comm(self, call: Call) -> Any:
+        """The communicator of the calls of a kind."""
+        return self.comms[call.kind]
+
+    def memory(self, tensor: Tensor) -> Any:
+        """A dense tensor's memory, as MPI is given it."""
+        return self.mpi.buffer.fromaddress(
+            tensor.data_ptr(), tensor.numel() * tensor.element_size()
+        )
+
+
+def build_post(team: Team, call: Call, dtype: torch.dtype) -> Post:
+    """The posting function of a call on one dtype.
+
+    Raises:
+        CommunicationError: a reduce op that the dtype does not have, or a root outside the team.
+    """
+    if call.kind not in REDUCING:
+        return KINDS[call.kind](team, call, dtype)
+    check_reduction(call.reduce_op, dtype)
+    if not is_reducible(dtype):
+        return _widened(KINDS[call.kind](team, call, torch.float32), call)
+    post = KINDS[call.kind](team, call, dtype)
+    return _divided(post, call) if call.reduce_op == "avg" else post
+
+
+def check_sizes(call: Call, buffers: Sequence[Tensor]) -> None:
+    """Say what MPI's own error does not: its counts are ints of C.
+
+    Raises:
+        CommunicationError: a buffer has more elements.
+    """
+    most = max((x.numel() for x in buffers), default=0)
+    if most > MOST_ELEMENTS:
+        raise CommunicationError(
+            f"{call.kind} on team {call.team}: a buffer of {most} elements",
+            because=f"MPI counts up to {MOST_ELEMENTS}",
+            hint='split the tensor over more ranks, or use backend="gloo" or "nccl"',
+        )
+
+
+# -- collectives ---------------------------------------------------------------------------------
+
+
+def _allgather(team: Team, call: Call, dtype: torch.dtype) -> Post:
+    kind, start, memory = carrying_type(team.mpi, dtype), team.comm(call).Iallgather, team.memory
+
+    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+        src, dst = srcs[0], dsts[0]
+        if not dst.numel():
+            return DONE
+        request = start([memory(src), kind], [memory(dst), kind])
+        return team.posted(call, (request,), (src, dst))
+
+    return post
+
+
+def _reduce_scatter(team: Team, call: Call, dtype: torch.dtype) -> Post:
+    kind, op = reducing_type(team.mpi, dtype), reduce_op(team.mpi, call.reduce_op, dtype)
+    start, memory = team.comm(call).Ireduce_scatter_block, team.memory
+
+    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+        src, dst = srcs[0], dsts[0]
+        if not src.numel():
+            return DONE
+        request = start([memory(src), kind], [memory(dst), kind], op)
+        return team.posted(call, (request,), (src, dst))
+
+    return post
+
+
+def _allreduce(team: Team, call: Call, dtype: torch.dtype) -> Post:
+    kind, op = reducing_type(team.mpi, dtype), reduce_op(team.mpi, call.reduce_op, dtype)
+    start, memory, in_place = team.comm(call).Iallreduce, team.memory, team.mpi.IN_PLACE
+
+    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+        src, dst = srcs[0], dsts[0]
+        if not dst.numel():
+            return DONE
+        given = in_place if src.data_ptr() == dst.data_ptr() else [memory(src), kind]
+        return team.posted(call, (start(given, [memory(dst), kind], op),), (src, dst))
+
+    return post
+
+
+def _broadcast(team: Team, call: Call, dtype: torch.dtype) -> Post:
+    kind, root = carrying_type(team.mpi, dtype), root_index(call)
+    start, memory = team.comm(call).Ibcast, team.memory
+
+    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+        buffer = (srcs or dsts)[0]
+        if not buffer.numel():
+            return DONE
+        return team.posted(call, (start([memory(buffer), kind], root),), buffer)
+
+    return post
+
+
+def _reduce(team: Team, call: Call, dtype: torch.dtype) -> Post:
+    kind, op = reducing_type(team.mpi, dtype), reduce_op(team.mpi, call.reduce_op, dtype)
+    root, start, memory = root_index(call), team.comm(call).Ireduce, team.memory
+
+    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+        src = srcs[0]
+        if not src.numel():
+            return DONE
+        into = [memory(dsts[0]), kind] if dsts else None
+        request = start([memory(src), kind], into, op, root)
+        return team.posted(call, (request,), (src, dsts))
+
+    return post
+
+
+def _alltoall(team: Team, call: Call, dtype: torch.dtype) -> Post:
+    """Posted even where this rank has no elements at all: others may have some."""
+    kind, start, memory = carrying_type(team.mpi, dtype), team.comm(call).Ialltoallv, team.memory
+    sends = call.send_counts, _starts(call.send_counts)
+    recvs = call.recv_counts, _starts(call.recv_counts)
+
+    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+        src, dst = srcs[0], dsts[0]
+        request = start([memory(src), sends, kind], [memory(dst), recvs, kind])
+        return team.posted(call, (request,), (src, dst))
+
+    return post
+
+
+def _gather(team: Team, call: Call, dtype: torch.dtype) -> Post:
+    """Every member posts, one that gives nothing too; block i goes where `parts` has it."""
+    kind, start, memory = carrying_type(team.mpi, dtype), team.comm(call).Igatherv, team.memory
+    root, is_root = root_index(call), call.rank == call.root
+    places = [call.parts.index(r) if r in call.parts else None for r in call.team]
+
+    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+        given = [memory(srcs[0]), kind] if srcs else [None, 0, kind]
+        into = None
+        if is_root:
+            size = dsts[0].numel() // max(1, len(call.parts))
+            into = [memory(dsts[0]), _blocks(places, size), kind]
+        return team.posted(call, (start(given, into, root),), (srcs, dsts))
+
+    return post
+
+
+def _scatter(team: Team, call: Call, dtype: torch.dtype) -> Post:
+    """Every member posts, one that gets nothing too. MPI reads no block twice: those are copied."""
+    kind, start, memory = carrying_type(team.mpi, dtype), team.comm(call).Iscatterv, team.memory
+    root, is_root = root_index(call), call.rank == call.root
+    count = source_blocks(call)
+    is_distinct = len(set(call.blocks)) == len(call.blocks)
+    order = dict(zip(call.parts, call.blocks if is_distinct else range(count), strict=False))
+    places = [order.get(r) for r in call.team]
+
+    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+        given, source = None, None
+        if is_root:
+            source = srcs[0]
+            size = source.numel() // max(1, count)
+            if not is_distinct:
+                source = flat(source).view(count, -1)[list(call.blocks)]
+            given = [memory(source), _blocks(places, size), kind]
+        into = [memory(dsts[0]), kind] if dsts else [None, 0, kind]
+        return team.posted(call, (start(given, into, root),), (source, dsts))
+
+    return post
+
+
+def _exchange(team: Team, call: Call, dtype: torch.dtype) -> Post:
+    """Each piece has its own dtype; empty ones are left out at both ends."""
+    receivers = [call.team.index(rank) for rank in call.sends]
+    senders = [call.team.index(rank) for rank in call.recvs]
+    send, receive = team.comm(call).Isend, team.comm(call).Irecv
+
+    def message(tensor: Tensor) -> list[Any]:
+        return [team.memory(tensor), carrying_type(team.mpi, tensor.dtype)]
+
+    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+        recvs = [(p, x) for p, x in zip(senders, dsts, strict=True) if x.numel()]
+        sends = [(p, x) for p, x in zip(receivers, srcs, strict=True) if x.numel()]
+        requests = [receive(message(x), peer, _TAG) for peer, x in recvs]
+        requests += [send(message(x), peer, _TAG) for peer, x in sends]
+        return team.posted(call, requests, (srcs, dsts))
+
+    return post
+
+
+def _starts(counts: Sequence[int]) -> list[int]:
+    """Where each of some adjacent blocks begins."""
+    return [sum(counts[:i]) for i in range(len(counts))]
+
+
+def _blocks(places: Sequence[int | None], size: int) -> tuple[list[int], list[int]]:
+    """Each member's number of elements at the root, and where they begin."""
+    return [0 if p is None else size for p in places], [(p or 0) * size for p in places]
+
+
+# -- reductions that MPI lacks ---------------------------------------------------------------------
+
+
+def _widened(post: Post, call: Call) -> Post:
+    """Reduce narrow floats as float32 and round once, at the end."""
+    divided = _divided(post, call) if call.reduce_op == "avg" else post
+
+    def post_wide(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+        into = [torch.empty(x.numel(), dtype=torch.float32, device=x.device) for x in dsts]
+        work = divided([flat(x).to(torch.float32) for x in srcs], into)
+
+        def narrow() -> None:
+            for dst, wide in zip(dsts, into, strict=True):
+                flat(dst).copy_(wide)
+
+        return Posted(call, (work,), None, narrow)
+
+    return post_wide
+
+
+def _divided(post: Post, call: Call) -> Post:
+    """An average: what was summed, divided by the number of members."""
+
+    def post_sum(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+        def divide() -> None:
+            for dst in dsts:
+                dst.div_(len(call.team))
+
+        return Posted(call, (post(srcs, dsts),), None, divide)
+
+    return post_sum
+
+
+KINDS: dict[str, Callable[[Team, Call, torch.dtype], Post]] = {
+    "Allgather": _allgather,
+    "ReduceScatter": _reduce_scatter,
+    "Allreduce": _allreduce,
+    "AllToAll": _alltoall,
+    "Broadcast": _broadcast,
+    "Reduce": _reduce,
+    "Gather": _gather,
+    "Scatter": _scatter,
+    "SendRecv": _exchange,
+    "Exchange": _exchange,
+}

@@ -1,0 +1,175 @@
+"""The few calls of NVIDIA's driver that a post needs beside the communication itself.
+
+Through ctypes, for three reasons: it costs no more than the other ways (0.3 us a call on top of the
+driver, measured with handles made beforehand), it needs no package of the right version, and it
+lets go of the interpreter's lock meanwhile. The last one matters: behind a communication that hangs
+the launch queue fills up, the next call blocks, and the watchdog must be able to run and say so.
+(`torch.cuda.Event.record` keeps the lock.)
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from mdfuse.backends.post_notes import Track
+from mdfuse.errors import BackendError
+from mdfuse.torch_private import current_raw_stream, is_capturing
+
+#: An event without timing costs less to record (cuda.h, CU_EVENT_DISABLE_TIMING).
+_DISABLE_TIMING = 2
+
+#: Words in a block of page-locked memory; a word serves one team on one stream.
+_WORDS = 1024
+
+#: Sequence numbers are compared in 32 bits; they wrap.
+_BITS = 0xFFFFFFFF
+
+
+class Device(Protocol):
+    """What a lane asks of the device that it drives."""
+
+    #: event, stream: the event happens once all that is queued on the stream is done
+    record: Callable[[Any, Any], Any]
+    #: stream, event, 0: what is queued on the stream from now on waits for the event
+    wait: Callable[[Any, Any, int], Any]
+
+    def stream(self, handle: int) -> Any:
+        """A stream in the form that `record` and `wait` take."""
+
+    def event(self) -> Any:
+        """A new event; it lives as long as its object."""
+
+    def track(self, handle: int) -> Track:
+        """A new track of posts on a stream."""
+
+    def new_stream(self) -> int:
+        """The handle of a stream to communicate on."""
+
+    def current_stream(self) -> int:
+        """The handle of the stream that is current."""
+
+    def is_capturing(self) -> bool:
+        """Whether the stream that is current is being captured into a CUDA graph."""
+
+    def enter(self) -> None:
+        """Make the device current in this thread."""
+
+    def synchronize(self) -> None:
+        """Return once everything queued on the device is done."""
+
+
+class _Event(ctypes.c_void_p):
+    """An event's handle, which destroys it in the end.
+
+    Graphs that were captured with it do not need it any more, and the driver keeps what is queued.
+    """
+
+    destroy: Callable[[Any], Any] | None = None
+
+    def __del__(self) -> None:
+        if self.destroy is not None and self.value:
+            self.destroy(self)
+
+
+class MarkedTrack:
+    """Marks are 32-bit writes of the device into page-locked memory of the host.
+
+    Compared with an event behind each post: the write costs as much to queue, but to look at it is
+    a read of memory. A query of an event is a call of CUDA from the watchdog's thread, which breaks
+    a capture that is under way elsewhere in the process, and waits for locks that a blocked launch
+    may hold.
+    """
+
+    __slots__ = ("_address", "_stream", "_word", "_write")
+
+    def __init__(self, write: Callable[..., Any], stream: Any, address: int) -> None:
+        self._write = write
+        self._stream = stream
+        self._address = ctypes.c_uint64(address)
+        self._word = ctypes.c_uint32.from_address(address)
+
+    def mark(self, number: int) -> None:
+        self._write(self._stream, self._address, number & _BITS, 0)
+
+    def is_done(self, number: int) -> bool:
+        return (self._word.value - number) & _BITS < 1 << 31
+
+
+class CudaDevice:
+    """One GPU, through libcuda.
+
+    Args:
+        device: which one.
+        library: stands for libcuda in tests.
+    """
+
+    def __init__(self, device: torch.device, library: Any = None) -> None:
+        library = library or ctypes.CDLL("libcuda.so.1")
+        pointer, number = ctypes.c_void_p, ctypes.c_uint
+        self._device = device
+        self.record = _function(library.cuEventRecord, pointer, pointer)
+        self.wait = _function(library.cuStreamWaitEvent, pointer, pointer, number)
+        self._write = _function(
+            library.cuStreamWriteValue32_v2, pointer, ctypes.c_uint64, ctypes.c_uint32, number
+        )
+        self._create = _function(library.cuEventCreate, ctypes.POINTER(_Event), number)
+        _Event.destroy = library.cuEventDestroy_v2
+        self._blocks: list[torch.Tensor] = []
+        self._used = _WORDS
+        self._streams: list[torch.cuda.Stream] = []
+
+    def stream(self, handle: int) -> Any:
+        return ctypes.c_void_p(handle)
+
+    def event(self) -> Any:
+        event = _Event()
+        self._create(ctypes.byref(event), _DISABLE_TIMING)
+        return event
+
+    def track(self, handle: int) -> Track:
+        """Page-locked memory has one address for the host and the device."""
+        if self._used == _WORDS:
+            self._blocks.append(torch.zeros(_WORDS, dtype=torch.int32, pin_memory=True))
+            self._used = 0
+        address = self._blocks[-1].data_ptr() + 4 * self._used
+        self._used += 1
+        return MarkedTrack(self._write, self.stream(handle), address)
+
+    def new_stream(self) -> int:
+        self._streams.append(torch.cuda.Stream(self._device))
+        return int(self._streams[-1].cuda_stream)
+
+    def current_stream(self) -> int:
+        return current_raw_stream(self._device.index)
+
+    def is_capturing(self) -> bool:
+        return is_capturing()
+
+    def enter(self) -> None:
+        torch.cuda.set_device(self._device)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+
+def _function(function: Any, *arguments: Any) -> Any:
+    """A function of the driver that raises where it fails; a check of our own adds 0.1 us."""
+    name = getattr(function, "__name__", "a call")
+    function.argtypes = arguments
+    function.restype = ctypes.c_int
+
+    def check(result: int, *_: Any) -> int:
+        if result:
+            raise BackendError(
+                f"the CUDA driver refuses {name}: error {result}",
+                because="the numbers are listed under CUresult in the manual of the driver",
+                hint="an earlier kernel may have failed: run with CUDA_LAUNCH_BLOCKING=1",
+            )
+        return result
+
+    function.errcheck = check
+    return function

@@ -1,0 +1,396 @@
+"""The fast lane: posts on NVIDIA GPUs through nccl4py, beside torch's process groups.
+
+A lane is a communicator of a team. `prepare` checks a post once; what is left for each run are
+calls of NCCL's own functions with addresses and numbers, 10 us on the host where the process group
+takes 27 (all-gather of 4 KiB on two H200). Whatever is posted here, torch's watchdog does not see,
+so each post is noted for mdfuse's own (`runtime/watch/watch.py`).
+
+Order. A lane has a stream of its own, and a post that is waited for at once goes to the compute
+stream instead, without events. One communicator may be used from several streams: NCCL lets each of
+its kernels wait for the one before (`ncclLaunchPrepare`: the launch stream waits for the
+communicator's device stream), in eager launches and in graphs alike, so that the order on the
+device is the order of the host's calls. That order is the program's, which is the same on all
+ranks. So all that is asked is that one thread posts to a lane. Two lanes are two communicators: as
+with torch's process groups, the order between them is the host's too, which NCCL enforces on the
+device where NCCL_LAUNCH_ORDER_IMPLICIT=1 says so.
+
+Buffers. A post on the lane's own stream is unknown to torch's allocator: the plan must hold its
+buffers until it has queued the wait, and what is freed then is handed out again behind that wait.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from torch import OutOfMemoryError, Tensor
+
+from mdfuse.backends.base import Buffer, Place, Posting, Prepared, Work
+from mdfuse.backends.c10d.groups import Store
+from mdfuse.backends.nccl import posts as nccl_posts
+from mdfuse.backends.nccl.cuda_driver import Device
+from mdfuse.backends.nccl.posts import Port
+from mdfuse.backends.post_notes import Noter, Subject, Track
+from mdfuse.backends.work import failure, first_line
+from mdfuse.errors import BackendError, MdfuseError
+from mdfuse.layouts.call import Call
+
+_log = logging.getLogger("mdfuse.comm")
+
+#: How long an orderly end of a communicator may take, and then a disorderly one, seconds.
+_CLOSE_S = 10.0
+_ABORT_S = 2.0
+
+#: How many looks of buffers are kept of posts that could not be prepared.
+_KEPT = 256
+
+#: ncclResult_t (nccl.h): nothing wrong.
+_WELL = (0, 7)  # success, in progress
+
+
+class LaneOpener(Protocol):
+    """Opens the lanes of teams."""
+
+    def open(self, team: tuple[int, ...], store: Store) -> NcclLane:
+        """Make a team's lane; all members call it, for their teams in one global order."""
+
+    def close(self) -> None:
+        """Give up what the lanes share; they are closed before."""
+
+
+class NcclLane:
+    """A team's own communicator, and the posts that are prepared on it.
+
+    Args:
+        team: its ranks, in mesh order.
+        rank: this rank.
+        binding: NCCL's functions, as `nccl.bindings.nccl` names them.
+        comm: the communicator, as they take it.
+        device: this rank's GPU.
+        noter: keeps the notes of posts.
+    """
+
+    def __init__(
+        self,
+        *,
+        team: tuple[int, ...],
+        rank: int,
+        binding: Any,
+        comm: Any,
+        device: Device,
+        noter: Noter,
+    ) -> None:
+        self.team = team
+        self.stream = device.new_stream()
+        self._rank = rank
+        self._binding = binding
+        self._comm = comm
+        self._device = device
+        self._noter = noter
+        self._tracks: dict[int, Track] = {}
+        self._posts: dict[Any, tuple[tuple[Prepared, ...], Any] | None] = {}
+        self._held: dict[int, Callable[[], object]] = {}
+        self._keys = itertools.count()
+        self._lock = threading.Lock()
+        self._track(self.stream)  # the first one allocates, which must not happen in a capture
+        noter.on_error(team, self.failure)
+
+    def prepare(
+        self, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: Place
+    ) -> Posting | None:
+        """Check a post, and reduce it to calls that only new addresses go into.
+
+        A post that waits at once goes to the stream of `place` itself; any other to the lane's
+        own, between events of the stream of `place` and of the one that is current at the wait.
+
+        Args:
+            call: this rank's part.
+            srcs: buffers like those that will be sent; on the meta device, too.
+            dsts: buffers like those that will be received into.
+            place: where in a program it is posted.
+
+        Returns:
+            None where this rank has nothing to post, or the post needs torch.distributed.
+
+        Raises:
+            CommunicationError: the buffers do not fit the call.
+        """
+        stream = place.stream if place.at_once else self.stream
+        prepared = self._noted(call, srcs, dsts, stream, place.where)
+        if prepared is None:
+            return None
+        calls, mark = prepared
+        explain = partial(_explained, call)
+        if place.at_once:
+            return Posting(post=(*calls, mark), wait=(), explain=explain)
+        post, done = self._forked(calls, mark, place.stream)
+        return Posting(post=post, wait=(Prepared(self._join, (done,)),), explain=explain)
+
+    def post(
+        self, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor], where: str = ""
+    ) -> Work | None:
+        """Post buffers that were not known before, on the lane's own stream.
+
+        Members of a team meet only on one communicator: where one of them cannot prepare a post,
+        it comes here, not to the process group.
+
+        Returns:
+            as `prepare`, None for the same posts.
+        """
+        current = self._device.current_stream()
+        looks = tuple((x.dtype, x.shape, x.stride()) for x in (*srcs, *dsts))
+        key = (call, where, current, len(srcs), looks)
+        if key not in self._posts:
+            if len(self._posts) == _KEPT:
+                self._posts.clear()
+            prepared = self._noted(call, srcs, dsts, self.stream, where)
+            self._posts[key] = None if prepared is None else self._forked(*prepared, current)
+        found = self._posts[key]
+        if found is None:
+            return None
+        calls, done = found
+        try:
+            _carry_out(calls, srcs, dsts)
+        except Exception as error:
+            raise _explained(call, error) from error
+        return _InFlight(partial(self._join, done), (srcs, dsts))
+
+    def _noted(
+        self,
+        call: Call,
+        srcs: Sequence[Tensor],
+        dsts: Sequence[Tensor],
+        stream: int,
+        where: str,
+    ) -> tuple[tuple[Prepared, ...], Prepared] | None:
+        """A note and the calls of a post, and the mark that belongs behind them."""
+        if self._comm is None:
+            raise self._closed(call)
+        if not nccl_posts.is_carried(call, (*srcs, *dsts)):
+            return None
+        port = Port(binding=self._binding, comm=self._comm, stream=stream)
+        calls = nccl_posts.prepare(port, call, srcs, dsts)
+        if not calls and call.kind != "AllToAll":  # others may have elements there
+            return None
+        subject = nccl_posts.subject(call, srcs, dsts, where)
+        before, behind = self._noter.prepare(subject, self._track(stream))
+        return (Prepared(before, ()), *calls), Prepared(behind, ())
+
+    def _forked(
+        self, calls: tuple[Prepared, ...], mark: Prepared, stream: int
+    ) -> tuple[tuple[Prepared, ...], Any]:
+        """On the lane's own stream, behind what is queued; captured along where that is.
+
+        The mark comes last: whoever waits need not wait for it too.
+
+        Returns:
+            the calls, and the event to wait for. It is recorded again by each post: a wait that
+            comes late waits for a later post too, which the host has queued before it.
+        """
+        device = self._device
+        own, current = device.stream(self.stream), device.stream(stream)
+        fork, done = device.event(), device.event()
+        post = (
+            Prepared(device.record, (fork, current)),
+            Prepared(device.wait, (own, fork, 0)),
+            *calls,
+            Prepared(device.record, (done, own)),
+            mark,
+        )
+        return post, done
+
+    def _join(self, done: Any) -> None:
+        """Let the stream that is current now wait; it need not be the one of the post."""
+        device = self._device
+        device.wait(device.stream(device.current_stream()), done, 0)
+
+    def hold(self, destroy: Callable[[], object]) -> int:
+        """Register a CUDA graph that contains posts of this lane; `close` destroys it first.
+
+        NCCL's communicators wait for the graphs that they are in, however they are ended.
+
+        Args:
+            destroy: destroys the graph; called at most once.
+
+        Returns:
+            a key for `release`.
+        """
+        with self._lock:
+            key = next(self._keys)
+            self._held[key] = destroy
+        return key
+
+    def release(self, key: int) -> None:
+        """The graph of this key is destroyed."""
+        with self._lock:
+            self._held.pop(key, None)
+
+    def failure(self) -> str | None:
+        """What went wrong in the communicator meanwhile, in NCCL's words."""
+        with self._lock:
+            if self._comm is None:
+                return None
+            result = int(self._binding.comm_get_async_error(self._comm))
+            if result in _WELL:
+                return None
+            words = self._binding.get_error_string(result)
+            return f"{words}: {self._binding.get_last_error(self._comm)}"
+
+    def close(self) -> None:
+        """Destroy the graphs that are held, then the communicator; a second close does nothing.
+
+        Never hangs. Where what was posted does not finish, the communicator is aborted. Where its
+        destruction does not return, for a graph that was not held keeps it, it is left alone: an
+        abort beside that would wait for the graph too, and then free everything a second time.
+        """
+        with self._lock:
+            held, self._held = self._held, {}
+        for destroy in held.values():
+            destroy()
+        self._noter.forget(self.failure)
+        comm = self._take()
+        if comm is None:
+            return
+        binding, rank = self._binding, self._rank
+        if not _is_done_within(_CLOSE_S, self._finish, rank):
+            _log.warning("rank %d: posts to %s do not finish: aborting them", rank, self.team)
+            _is_done_within(_ABORT_S, lambda: binding.comm_abort(comm), rank)
+        # it finalizes, too: ncclCommFinalize is for communicators that do not block
+        elif not _is_done_within(_CLOSE_S, lambda: binding.comm_destroy(comm), rank):
+            _log.warning("rank %d: the communicator of %s is still in use", rank, self.team)
+
+    def _finish(self) -> None:
+        self._device.enter()
+        self._device.synchronize()
+
+    def _take(self) -> Any:
+        """The communicator, for whoever ends it; None for all others."""
+        with self._lock:
+            comm, self._comm = self._comm, None
+        return comm
+
+    def _track(self, stream: int) -> Track:
+        """Marks of several streams could overtake each other, so each has a track of its own.
+
+        So have marks of several lanes, which several threads may post to.
+        """
+        track = self._tracks.get(stream)
+        if track is None:
+            track = self._tracks[stream] = self._device.track(stream)
+        return track
+
+    def _closed(self, call: Call) -> BackendError:
+        return BackendError(
+            f"{call.kind} on team {call.team}: rank {self._rank} has closed its fast lane",
+            because="close() gave up the communicator",
+            hint="call mdfuse.init() again, on all ranks, and compile the program again",
+        )
+
+
+def open_lane(
+    team: tuple[int, ...], *, rank: int, store: Store, binding: Any, device: Device, noter: Noter
+) -> NcclLane:
+    """Make a team's communicator; all members call it, for their teams in one global order.
+
+    Args:
+        team: its ranks, in mesh order.
+        rank: this rank, one of them.
+        store: of the team alone.
+        binding: NCCL's functions.
+        device: this rank's GPU.
+        noter: keeps the notes of posts; a member that does not come shows there.
+
+    Raises:
+        BackendError: NCCL cannot connect the members.
+    """
+    index, finished = team.index(rank), _Finished()
+    subject = Subject(
+        kind="connecting a communicator",
+        team=team,
+        bytes=0,
+        where="prepare()",
+        family="connections",
+    )
+    before, behind = noter.prepare(subject, finished)
+    device.enter()
+    before()
+    try:
+        if index == 0:
+            store.set("id", bytes(binding.get_unique_id()).hex())
+        unique = bytearray.fromhex(store.get("id").decode())
+        comm = binding.comm_init_rank(len(team), unique, index)
+    except Exception as error:  # nccl4py's own errors have no common base
+        raise BackendError(
+            f"nccl4py cannot connect rank {rank} with the team {team}",
+            because=first_line(error),
+            hint="NCCL_DEBUG=WARN says more; fast_lane='never' does without",
+        ) from error
+    finally:
+        behind()
+    return NcclLane(team=team, rank=rank, binding=binding, comm=comm, device=device, noter=noter)
+
+
+def _explained(call: Call, error: Exception) -> Exception:
+    """What an error says of the post; nccl4py's own errors have no common base."""
+    if isinstance(error, MdfuseError | OutOfMemoryError):
+        return error
+    return failure(call, error)
+
+
+class _InFlight:
+    """A post that holds its buffers until it is waited for."""
+
+    __slots__ = ("_join", "_kept")
+
+    def __init__(self, join: Callable[[], None], kept: object) -> None:
+        self._join = join
+        self._kept = kept
+
+    def wait(self) -> None:
+        """Let the current stream wait; once is enough, but more do no harm."""
+        self._join()
+        self._kept = None
+
+
+def _carry_out(calls: Sequence[Prepared], srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> None:
+    """Make prepared calls of this module, with the addresses of these buffers."""
+
+    def given(argument: Any) -> Any:
+        if isinstance(argument, Buffer):
+            return (srcs if argument.side == "src" else dsts)[argument.index].data_ptr()
+        return [given(x) for x in argument] if isinstance(argument, list) else argument
+
+    for call in calls:
+        call.run(*map(given, call.args))  # type: ignore[operator]  # never the name of a method
+
+
+class _Finished:
+    """The track of what the host does itself: done when it says so."""
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def mark(self, number: int) -> None:
+        self._number = number
+
+    def is_done(self, number: int) -> bool:
+        return self._number >= number
+
+
+def _is_done_within(seconds: float, work: Callable[[], object], rank: int) -> bool:
+    """Run `work` in a thread that may be left behind."""
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:
+            _log.warning("rank %d: closing a communicator: %s", rank, first_line(error))
+
+    thread = threading.Thread(target=run, name="mdfuse-close", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()

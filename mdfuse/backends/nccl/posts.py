@@ -1,0 +1,353 @@
+"""What each kind of communication posts to NCCL's own functions, and what it may not be given.
+
+Names and arguments of the functions are those of `nccl.bindings.nccl`; addresses, counts, dtypes
+and streams are integers there. Transfers between pairs go out as one group: NCCL would run them one
+after the other otherwise, and could deadlock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mdfuse.backends.base import Buffer, Prepared, root_index
+from mdfuse.backends.post_notes import Subject
+from mdfuse.errors import CommunicationError
+from mdfuse.layouts.call import Call
+from mdfuse.layouts.kinds import CARRIED, KINDS, POINT_TO_POINT, REDUCING, blocks_of, source_blocks
+from mdfuse.layouts.reduction import check_reduction
+
+#: ncclDataType_t (nccl.h). What is not here travels as bytes.
+_CODES = {
+    torch.int8: 0,
+    torch.uint8: 1,
+    torch.int32: 2,
+    torch.uint32: 3,
+    torch.int64: 4,
+    torch.uint64: 5,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.float64: 8,
+    torch.bfloat16: 9,
+}
+_BYTE = _CODES[torch.uint8]
+
+#: ncclRedOp_t (nccl.h)
+_OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
+
+#: Dtypes that are reduced here: those that torch's process group hands to NCCL as well, so that the
+#: results are the same. The rest (bool, narrow floats, wide unsigned integers) is gathered there,
+#: and reduced locally.
+_REDUCED = frozenset(_CODES) - {torch.uint32, torch.uint64}
+
+_SRC = Buffer("src", 0, "pointer")
+_DST = Buffer("dst", 0, "pointer")
+
+#: One transfer: which buffer, offset in bytes, count, dtype code, the other's index in the team.
+_Transfer = tuple[int, int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Port:
+    """Where posts go.
+
+    Attributes:
+        binding: NCCL's functions.
+        comm: the communicator, in the form that they take.
+        stream: the handle of the stream.
+    """
+
+    binding: Any
+    comm: Any
+    stream: int
+
+
+def is_carried(call: Call, buffers: Sequence[Tensor]) -> bool:
+    """Whether NCCL itself does this; the same on all ranks of the team."""
+    if call.kind not in CARRIED:
+        return False
+    if call.kind not in REDUCING:
+        return True
+    return call.reduce_op in _OPS and all(x.dtype in _REDUCED for x in buffers)
+
+
+def prepare(
+    port: Port, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]
+) -> tuple[Prepared, ...]:
+    """The calls of one post; none where this rank moves nothing.
+
+    Raises:
+        CommunicationError: the buffers, the reduce op or the root do not fit the call.
+    """
+    _check(call, srcs, dsts)
+    if not any(x.numel() for x in (*srcs, *dsts)):
+        return ()
+    if call.kind in _WHOLE:
+        return (_WHOLE[call.kind](port, call, srcs, dsts),)
+    sends, recvs = _TRANSFERS[call.kind](call, srcs, dsts)
+    return (_grouped(port, sends, recvs, len(srcs), len(dsts)),) if sends or recvs else ()
+
+
+def subject(call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor], where: str) -> Subject:
+    """What the watch is told of a post.
+
+    Its families are a lane's own: plans count all that their programs post, by whatever backend.
+    """
+    is_shared = KINDS[call.kind].by_all
+    sizes = (sum(x.numel() * x.itemsize for x in side) for side in (srcs, dsts))
+    return Subject(
+        kind=call.kind,
+        team=call.team,
+        bytes=max(sizes),
+        where=where,
+        family="lane collectives" if is_shared else "lane transfers",
+        is_shared=is_shared,
+    )
+
+
+# -- what each kind takes --------------------------------------------------------------------------
+
+#: the numbers of elements of the buffers of each side, as they should be
+_Sizes = tuple[list[int], list[int]]
+
+
+def _check(call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> None:
+    buffers = (*srcs, *dsts)
+    if call.root is not None:
+        root_index(call)  # checks it
+    if call.kind in REDUCING and buffers:
+        check_reduction(call.reduce_op, buffers[0].dtype)
+    for buffer in buffers:
+        if not _is_dense(buffer):
+            raise CommunicationError(
+                f"{call.kind}: a buffer of shape {tuple(buffer.shape)} has strides "
+                f"{buffer.stride()}",
+                because="a communication sees an address and a count, so its buffers are dense",
+                hint="make it contiguous before the post",
+            )
+    if call.kind not in POINT_TO_POINT and len({x.dtype for x in buffers}) > 1:
+        raise CommunicationError(
+            f"{call.kind} on team {call.team}: dtypes {', '.join(str(x.dtype) for x in buffers)}",
+            because="the buffers of a communication have one dtype",
+        )
+    _check_sizes(call, srcs, dsts)
+
+
+def _check_sizes(call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> None:
+    given = [x.numel() for x in srcs], [x.numel() for x in dsts]
+    try:
+        expected = _COUNTED.get(call.kind, _block_sizes)(call, *given)
+    except (IndexError, ValueError):  # too few buffers, or counts of another number of ranks
+        expected = None
+    if given != expected:
+        raise CommunicationError(
+            f"{call.kind} on team {call.team}, rank {call.rank}: sources of {given[0]} elements, "
+            f"destinations of {given[1]}",
+            because="that is not what the kind takes there"
+            if expected is None
+            else f"its part is sources of {expected[0]} elements, destinations of {expected[1]}",
+            hint="see the table at mdfuse.layouts.call.Call",
+        )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one run of memory, in any order of the dims."""
+    expected = 1
+    dims = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1)
+    for stride, size in dims:
+        if stride != expected:
+            return tensor.numel() == 0
+        expected *= size
+    return True
+
+
+def _block_sizes(call: Call, srcs: list[int], dsts: list[int]) -> _Sizes:
+    """All are so many blocks of k; the buffer with the fewest blocks tells k."""
+    sides = [(given, n) for given, n in zip((srcs, dsts), blocks_of(call), strict=True)]
+    if all(n is None for _, n in sides):
+        return [], []
+    told = [(n, given[0]) for given, n in sides if n and given] or [(1, (*srcs, *dsts)[0])]
+    blocks, elements = min(told)
+    k = elements // blocks
+    source, destination = ([] if n is None else [n * k] for _, n in sides)
+    return source, destination
+
+
+def _alltoall_sizes(call: Call, srcs: list[int], dsts: list[int]) -> _Sizes:
+    sends, recvs = _alltoall_counts(call, srcs[0])
+    return [sum(sends)], [sum(recvs)]
+
+
+def _alltoall_counts(call: Call, elements: int) -> tuple[Sequence[int], Sequence[int]]:
+    """What goes to and comes from each member; without counts, equal blocks."""
+    n = len(call.team)
+    if not call.send_counts and not call.recv_counts:
+        return [elements // n] * n, [elements // n] * n
+    if len(call.send_counts) != n or len(call.recv_counts) != n:
+        raise ValueError
+    return call.send_counts, call.recv_counts
+
+
+def _exchange_sizes(call: Call, srcs: list[int], dsts: list[int]) -> _Sizes:
+    if (len(srcs), len(dsts)) != (len(call.sends), len(call.recvs)):
+        raise ValueError
+    return srcs, dsts
+
+
+_COUNTED: dict[str, Callable[[Call, list[int], list[int]], _Sizes]] = {
+    "AllToAll": _alltoall_sizes,
+    "SendRecv": _exchange_sizes,
+    "Exchange": _exchange_sizes,
+}
+
+
+# -- collectives -----------------------------------------------------------------------------------
+
+
+def _carried(tensor: Tensor, count: int) -> tuple[int, int]:
+    """Of `count` elements, the number and the dtype code that NCCL is told."""
+    code = _CODES.get(tensor.dtype)
+    return (count * tensor.itemsize, _BYTE) if code is None else (count, code)
+
+
+def _allgather(port: Port, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Prepared:
+    of_one = _carried(srcs[0], srcs[0].numel())
+    return Prepared(port.binding.all_gather, (_SRC, _DST, *of_one, port.comm, port.stream))
+
+
+def _reduce_scatter(
+    port: Port, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]
+) -> Prepared:
+    of_one = _carried(dsts[0], dsts[0].numel())
+    arguments = (_SRC, _DST, *of_one, _op(call), port.comm, port.stream)
+    return Prepared(port.binding.reduce_scatter, arguments)
+
+
+def _allreduce(port: Port, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Prepared:
+    whole = _carried(dsts[0], dsts[0].numel())
+    arguments = (_SRC, _DST, *whole, _op(call), port.comm, port.stream)
+    return Prepared(port.binding.all_reduce, arguments, in_place=True)
+
+
+def _broadcast(port: Port, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Prepared:
+    buffer = (*srcs, *dsts)[0]
+    whole = _carried(buffer, buffer.numel())
+    arguments = (_SRC if srcs else _DST, *whole, _root(call), port.comm, port.stream)
+    return Prepared(port.binding.bcast, arguments)
+
+
+def _reduce(port: Port, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Prepared:
+    whole = _carried(srcs[0], srcs[0].numel())
+    into: Buffer | int = _DST if dsts else 0  # only the root's is looked at
+    arguments = (_SRC, into, *whole, _op(call), _root(call), port.comm, port.stream)
+    return Prepared(port.binding.reduce, arguments)
+
+
+def _op(call: Call) -> int:
+    return _OPS[call.reduce_op or ""]
+
+
+def _root(call: Call) -> int:
+    assert call.root is not None
+    return call.team.index(call.root)
+
+
+_Builder = Callable[[Port, Call, Sequence[Tensor], Sequence[Tensor]], Prepared]
+
+_WHOLE: dict[str, _Builder] = {
+    "Allgather": _allgather,
+    "ReduceScatter": _reduce_scatter,
+    "Allreduce": _allreduce,
+    "Broadcast": _broadcast,
+    "Reduce": _reduce,
+}
+
+
+# -- transfers between pairs -----------------------------------------------------------------------
+
+
+def _grouped(
+    port: Port, sends: list[_Transfer], recvs: list[_Transfer], srcs: int, dsts: int
+) -> Prepared:
+    """All transfers of a post, in one group; a rank's transfers with itself are among them."""
+    b, comm, stream = port.binding, port.comm, port.stream
+    start, end, send, recv = b.group_start, b.group_end, b.send, b.recv
+
+    def transfer(sources: Sequence[int], destinations: Sequence[int]) -> None:
+        start()
+        try:
+            for i, offset, count, code, peer in recvs:
+                recv(destinations[i] + offset, count, code, peer, comm, stream)
+            for i, offset, count, code, peer in sends:
+                send(sources[i] + offset, count, code, peer, comm, stream)
+        finally:
+            end()
+
+    sources = [Buffer("src", i, "pointer") for i in range(srcs)]
+    destinations = [Buffer("dst", i, "pointer") for i in range(dsts)]
+    return Prepared(transfer, (sources, destinations))
+
+
+def _blocks(tensor: Tensor, counts: Sequence[int], peers: Sequence[int]) -> list[_Transfer]:
+    """Runs of elements, one after the other in buffer 0, each for a peer; empty ones left out."""
+    found, start = [], 0
+    for count, peer in zip(counts, peers, strict=True):
+        if count:
+            found.append((0, start * tensor.itemsize, *_carried(tensor, count), peer))
+        start += count
+    return found
+
+
+_Transfers = tuple[list[_Transfer], list[_Transfer]]
+
+
+def _alltoall(call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> _Transfers:
+    sends, recvs = _alltoall_counts(call, srcs[0].numel())
+    members = range(len(call.team))
+    return _blocks(srcs[0], sends, members), _blocks(dsts[0], recvs, members)
+
+
+def _gather(call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> _Transfers:
+    sends = _blocks(srcs[0], [srcs[0].numel()], [_root(call)]) if srcs else []
+    if not dsts:
+        return sends, []
+    n = len(call.parts)
+    counts = [dsts[0].numel() // n] * n
+    return sends, _blocks(dsts[0], counts, [call.team.index(part) for part in call.parts])
+
+
+def _scatter(call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> _Transfers:
+    recvs = _blocks(dsts[0], [dsts[0].numel()], [_root(call)]) if dsts else []
+    if not srcs:
+        return [], recvs
+    k = srcs[0].numel() // source_blocks(call)
+    step, (count, code) = k * srcs[0].itemsize, _carried(srcs[0], k)
+    pairs = zip(call.parts, call.blocks, strict=True)
+    return [(0, block * step, count, code, call.team.index(part)) for part, block in pairs], recvs
+
+
+def _exchange(call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> _Transfers:
+    """Both ends match their i-th transfers in the order in which they are posted."""
+
+    def whole(buffers: Sequence[Tensor], peers: Sequence[int]) -> list[_Transfer]:
+        pairs = enumerate(zip(buffers, peers, strict=True))
+        return [
+            (i, 0, *_carried(x, x.numel()), call.team.index(peer))
+            for i, (x, peer) in pairs
+            if x.numel()
+        ]
+
+    return whole(srcs, call.sends), whole(dsts, call.recvs)
+
+
+_TRANSFERS: dict[str, Callable[[Call, Sequence[Tensor], Sequence[Tensor]], _Transfers]] = {
+    "AllToAll": _alltoall,
+    "Gather": _gather,
+    "Scatter": _scatter,
+    "SendRecv": _exchange,
+    "Exchange": _exchange,
+}

@@ -1,0 +1,1 @@
+"""UCX through ucxx."""

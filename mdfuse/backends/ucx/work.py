@@ -1,0 +1,198 @@
+"""A composed communication in flight: its steps, one after the other, as messages arrive."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mdfuse.backends.algorithms import KINDS, Composition, Copy, Piece, Reduce, Step, Transfer
+from mdfuse.backends.base import flat
+from mdfuse.backends.ucx.engine import Channel, Engine
+from mdfuse.backends.ucx.gate import Gate
+from mdfuse.backends.work import failure, first_line
+from mdfuse.errors import BackendError
+from mdfuse.layouts.call import Call
+from mdfuse.layouts.reduction import combine
+
+
+class Buffers:
+    """The buffers of a post: as tensors for local work, as bytes for UCX."""
+
+    __slots__ = ("_bytes", "_flat")
+
+    def __init__(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], scratch: Tensor) -> None:
+        sides = {"src": srcs, "dst": dsts, "scratch": (scratch,)}
+        self._flat = {side: [flat(x) for x in buffers] for side, buffers in sides.items()}
+        self._bytes = {side: [_bytes(x) for x in row] for side, row in self._flat.items()}
+
+    def elements(self, piece: Piece) -> Tensor:
+        """A piece as a tensor in a row."""
+        return self._flat[piece.side][piece.index][piece.start : piece.stop]
+
+    def bytes(self, piece: Piece) -> Any:
+        """A piece as UCX takes it."""
+        n = self._flat[piece.side][piece.index].itemsize
+        return self._bytes[piece.side][piece.index][piece.start * n : piece.stop * n]
+
+
+def _bytes(elements: Tensor) -> Any:
+    """On the host as a numpy array, which costs UCX less to look at than a tensor."""
+    octets = elements.view(torch.uint8)
+    return octets if elements.is_cuda else octets.numpy()
+
+
+@dataclass(slots=True)
+class _Message:
+    """A transfer with its tag, then with its request."""
+
+    peer: int
+    is_send: bool
+    buffer: Any
+    tag: int
+    request: Any = None
+
+
+class ComposedWork:
+    """A post of one rank.
+
+    Args:
+        call: what is posted.
+        composition: its steps.
+        buffers: its buffers; kept until it is over, for UCX does not.
+        channel: numbers its messages, all of them now: both ends count in the order of posts.
+        engine: makes it progress.
+        timeout_s: how long a wait may take.
+        gate: orders it with what is queued on its device; None where the buffers are the host's.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        composition: Composition,
+        buffers: Buffers,
+        *,
+        channel: Channel,
+        engine: Engine,
+        timeout_s: float,
+        gate: Gate | None = None,
+    ) -> None:
+        self._call, self._buffers, self._engine = call, buffers, engine
+        self._timeout_s, self._gate = timeout_s, gate
+        kind = KIND_NUMBERS[call.kind]
+        steps = composition.steps
+        self._steps = deque((s.local, _messages(s, buffers, channel, kind)) for s in steps)
+        self._in_flight: list[_Message] = []
+        self._at = call.rank  # the peer that is dealt with
+        self._is_done = False
+        self._error: BackendError | None = None
+        engine.post(self)
+
+    def wait(self) -> None:
+        """Return once the buffers may be used; a second wait returns at once.
+
+        Raises:
+            BackendError: another rank is gone, or nothing came from it in time; a second wait
+                raises again.
+        """
+        before = self._engine.aborted
+        if not self._is_over() and not self._engine.wait(self._is_over, self._timeout_s):
+            self._engine.drop(self)
+            was_ended = self._engine.aborted != before
+            self._fail(_ENDED if was_ended else self._what_is_missing())
+        if self._error is not None:
+            raise self._error
+
+    def advance(self) -> bool:
+        """Do what can be done now; tell whether it is over, well or not."""
+        try:
+            while not self._is_over() and self._has_arrived() and self._is_ready():
+                if self._steps:
+                    self._begin(*self._steps.popleft())
+                else:
+                    self._end()
+        except self._engine.error as error:
+            what = "is gone" if self._engine.is_gone(self._at) else "does not get or give it"
+            self._fail(f"rank {self._at} {what} ({first_line(error)})")
+        return self._is_over()
+
+    def _is_over(self) -> bool:
+        return self._is_done or self._error is not None
+
+    def _has_arrived(self) -> bool:
+        """Whether everything of this step has, and was sent."""
+        while self._in_flight:
+            message = self._in_flight[-1]
+            if not message.request.completed:
+                return False
+            self._at = message.peer
+            message.request.check_error()
+            self._in_flight.pop()
+        return True
+
+    def _is_ready(self) -> bool:
+        """Whether the device has done what comes before."""
+        return self._gate is None or self._gate.is_open()
+
+    def _begin(self, local: tuple[Copy | Reduce, ...], messages: list[_Message]) -> None:
+        if local and self._gate is not None:
+            with self._gate.local_work():
+                self._change(local)
+            self._steps.appendleft(((), messages))  # once that is done
+            return
+        self._change(local)
+        engine = self._engine
+        for message in messages:
+            self._at = message.peer
+            begin = engine.send if message.is_send else engine.receive
+            message.request = begin(self._at, message.buffer, message.tag)
+            self._in_flight.append(message)
+
+    def _change(self, local: Sequence[Copy | Reduce]) -> None:
+        elements = self._buffers.elements
+        for change in local:
+            match change:
+                case Copy(source, target):
+                    elements(target).copy_(elements(source))
+                case Reduce(rows, target):
+                    operands = elements(rows).view(len(self._call.team), -1)
+                    elements(target).copy_(combine(self._call.reduce_op or "", operands))
+
+    def _end(self) -> None:
+        self._buffers = _NOTHING
+        self._is_done = True
+
+    def _fail(self, because: str) -> None:
+        self._error = failure(self._call, TimeoutError(because))
+        self._engine.keep(self)  # with its buffers: UCX may still write into them
+
+    def _what_is_missing(self) -> str:
+        if not self._in_flight:
+            return f"after {self._timeout_s:g} s the device has not done what was queued before it"
+        late = [x.peer for x in self._in_flight if not x.request.completed]
+        ranks = ", ".join(map(str, sorted(set(late))))
+        return f"after {self._timeout_s:g} s nothing came from, or was taken by, rank {ranks}"
+
+
+def _messages(step: Step, buffers: Buffers, channel: Channel, kind: int) -> list[_Message]:
+    """The messages of a step, numbered; receives first, so that what comes finds its place."""
+
+    def message(t: Transfer, is_send: bool) -> _Message:
+        piece = buffers.bytes(t.piece)
+        tag = channel.tag_to if is_send else channel.tag_from
+        return _Message(t.peer, is_send, piece, tag(t.peer, kind, len(piece)))
+
+    return [message(t, False) for t in step.recvs] + [message(t, True) for t in step.sends]
+
+
+#: A kind's number in the tags of its messages: two ranks that post different kinds do not meet.
+KIND_NUMBERS = {kind: n for n, kind in enumerate(KINDS)}
+
+#: Why a wait failed that another thread ended.
+_ENDED = "the wait was ended: another rank does not take part"
+
+_NOTHING = Buffers((), (), torch.empty(0))

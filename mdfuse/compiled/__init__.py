@@ -1,0 +1,1 @@
+"""What `compile` returns: programs, their segments, functions traced into them."""

@@ -1,0 +1,109 @@
+"""What moves most in a program, why, and what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from mdfuse.ir.graph import Expr, Fusion, Value
+from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
+from mdfuse.passes.strategy import dim_map
+from mdfuse.reshard import elements_received
+
+#: A reshard is mentioned from this share of all that arrives on.
+_SHARE = 0.1
+
+
+def advice(fusion: Fusion) -> Iterator[str]:
+    """Lines about the reshards that move more than a tenth of what a fusion moves.
+
+    Args:
+        fusion: as the passes prepared it: its sets are the reshards.
+    """
+    moved = {e.output: _bytes(fusion, e) for e in fusion.exprs if _is_reshard(fusion, e)}
+    total = sum(moved.values())
+    for expr in fusion.exprs:
+        size = moved.get(expr.output, 0)
+        if size > _SHARE * total:
+            yield from _lines(fusion, expr, size, total)
+
+
+def _is_reshard(fusion: Fusion, expr: Expr) -> bool:
+    return expr.op == "set" and fusion.values[expr.output].is_tensor
+
+
+def _bytes(fusion: Fusion, expr: Expr) -> int:
+    """Bytes that a set brings to the rank that receives most; expanded dims do not travel."""
+    value = fusion.values[expr.reads[0]]
+    shape = tuple(1 if d in value.expanded else n for d, n in enumerate(value.shape))
+    before, after = fusion.layout(value.name), fusion.layout(expr.output)
+    return round(elements_received(before, after, shape) * value.dtype.itemsize)
+
+
+def _lines(fusion: Fusion, expr: Expr, size: int, total: int) -> Iterator[str]:
+    value, before, after = _ends(fusion, expr)
+    share = f"{round(100 * size / total)} % of what arrives"
+    where = f" ({expr.source})" if expr.source else ""
+    yield f"moves {size} bytes to a rank, {share}: %{value.name} {before} -> {after}{where}"
+    reason, instead = _because(fusion, expr, value, before, after)
+    yield f"  because {reason}"
+    yield f"  instead {instead}"
+
+
+def _ends(fusion: Fusion, expr: Expr) -> tuple[Value, Layout, Layout]:
+    value = fusion.values[expr.reads[0]]
+    return value, fusion.layout(value.name), fusion.layout(expr.output)
+
+
+def _because(
+    fusion: Fusion, expr: Expr, value: Value, before: Layout, after: Layout
+) -> tuple[str, str]:
+    """Why it moves, and what to write for less."""
+    readers = fusion.consumers[expr.output]
+    if before.mesh != after.mesh:
+        return f"it is read on {after.mesh}", f"compute what is read on {after.mesh} there"
+    changes = zip(before.mesh.axes, before.placements, after.placements, strict=True)
+    axis, was, goal = next(c for c in changes if c[1] != c[2])
+    if isinstance(was, Partial):
+        return _of_partial(value, axis, was, goal, before)
+    if isinstance(goal, Shard) and isinstance(was, Shard):
+        reason = f"it is split on dim {was.dim} and read split on dim {goal.dim}"
+        return reason, f"split it on dim {goal.dim} where it is made: {_on(axis, goal.dim)}"
+    if not isinstance(was, Shard):
+        return "the axes split a dim in another order", "one order= for both"
+    if fusion.values[expr.output].is_law or not readers:
+        reason = f"it is asked for whole along {axis}"
+        return reason, f"leave it split: {_on(axis, was.dim)}; or make it smaller before"
+    return _of_split(fusion, expr.output, readers, axis, was.dim)
+
+
+def _of_partial(
+    value: Value, axis: str, was: Partial, goal: Placement, layout: Layout
+) -> tuple[str, str]:
+    n = layout.mesh.axis_size(axis)
+    dims = (d for d, extent in enumerate(value.shape) if extent >= n and not layout.split_axes(d))
+    dim = next(dims, None)
+    reason = f"the ranks along {axis} have parts of a {was.op}"
+    if isinstance(goal, Replicate) and dim is not None:
+        return reason, f"ask for it split, which moves half: {_on(axis, dim)}"
+    return reason, "nothing: it is what joining them takes"
+
+
+def _of_split(
+    fusion: Fusion, copy: str, readers: Sequence[Expr], axis: str, dim: int
+) -> tuple[str, str]:
+    reader = readers[0]
+    where = f" ({reader.source})" if reader.source else ""
+    labels = dim_map(reader, fusion.values)
+    of = labels.operands[reader.inputs.index(copy)]
+    if of[dim] is not None and (of[dim] in labels.result or of[dim] in labels.reduces):
+        reason = f"{reader.op}{where} reads it whole along {axis}, as its other operands are"
+        return reason, f"split these alike, or place its result so: {_on(axis, dim)}"
+    free = [d for d, label in enumerate(of) if label is not None and label in labels.result]
+    reason = f"{reader.op}{where} needs dim {dim} whole"
+    if free:
+        return reason, f"split dim {free[0]} where it is made: {_on(axis, free[0])}"
+    return reason, f"nothing, as long as {reader.op} follows"
+
+
+def _on(axis: str, dim: int) -> str:
+    return f'.on(mesh, {{"{axis}": Shard({dim})}})'

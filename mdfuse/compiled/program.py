@@ -1,0 +1,348 @@
+"""Compiled programs: what `mf.compile` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from mdfuse import hir_lowering
+from mdfuse.caching import Cache
+from mdfuse.communication import Communication
+from mdfuse.compiled.advice import advice
+from mdfuse.compiled.segments import LIMIT, Segment, last_uses, segments_of
+from mdfuse.compiled.specialisations import Lowering, Lowerings, lowerings_of
+from mdfuse.config import Options, environment, options_from_environment
+from mdfuse.errors import DefinitionError, MdfuseError
+from mdfuse.evaluator import HostIrEvaluator
+from mdfuse.extents.extent import example, mapped, with_numbers
+from mdfuse.frontend.cache import Spelled, program_of
+from mdfuse.frontend.definition import FusionDefinition
+from mdfuse.hir.capture import eager
+from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.traffic import received
+from mdfuse.ir.graph import Fusion
+from mdfuse.passes.segmentation import ShouldMerge
+from mdfuse.plan.runnable import Runnable
+from mdfuse.runs.arguments import has_dtensors
+from mdfuse.runs.extents import (
+    LocalExtents,
+    check_extents,
+    complete_extents,
+    known_extents,
+    local_extents,
+)
+from mdfuse.runtime.backend_rows import BACKENDS
+from mdfuse.runtime.communicator import init
+
+
+@dataclass(frozen=True)
+class Program:
+    """One program for all ranks; printing it shows the global host program.
+
+    Attributes:
+        fusion: the fusion as lowered: every value with its layout, every reshard a set.
+        segments: reshards, and runs of expressions without one, in topological order; see
+            `mdfuse.compiled.segments.Segment`.
+        host: the global host program.
+        options: how it runs.
+        symbolic: where the definition has symbolic extents: all its lowerings. `fusion`, `segments`
+            and `host` are those of the first.
+    """
+
+    fusion: Fusion
+    segments: tuple[Segment, ...]
+    host: HostProgram
+    options: Options | None = None
+    symbolic: Lowerings | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or what is read back from a file, has not run: no plans, no communicator."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def __str__(self) -> str:
+        return str(self.host) if self.symbolic is None else str(self.symbolic.made[0])
+
+    def __iter__(self) -> Iterator[Instruction]:
+        return iter(self.host)
+
+    @property
+    def lowerings(self) -> tuple[Lowering, ...]:
+        """For a symbolic definition, the lowerings so far; each prints its guards."""
+        return () if self.symbolic is None else tuple(self.symbolic.made)
+
+    def host_for(self, extents: Mapping[str, int] | None = None) -> HostProgram:
+        """The global host program for some extents: of a lowering whose guards they satisfy.
+
+        Args:
+            extents: every symbolic extent by name; none where the definition has none.
+
+        Raises:
+            MdfuseError: extents are missing or unknown; the definition means nothing for them.
+        """
+        symbols = () if self.symbolic is None else self.symbolic.symbols
+        known = check_extents(self.host.name, symbols, extents)
+        if self.symbolic is None:
+            return self.host
+        return self.symbolic.host_for(complete_extents(self.host.name, symbols, known))
+
+    def with_extents(self, extents: Mapping[str, int]) -> Program:
+        """The program for some extents, with numbers everywhere."""
+        host = self.host_for(extents)
+        if self.symbolic is None:
+            return self
+        key = tuple(extents[name] for name in self.symbolic.symbols)
+        found = self._numbered.get(key)
+        if found is None:
+            of = self.symbolic.lowering_for(extents)
+            segments = tuple(s.with_extents(extents) for s in of.segments)
+            found = Program(with_numbers(of.fusion, extents), segments, host, self.options)
+            self._numbered.put(key, found)
+        return found
+
+    @cached_property
+    def _numbered(self) -> Cache[Program]:
+        """The programs of extents that were asked for."""
+        return Cache(LIMIT)
+
+    @cached_property
+    def last_uses(self) -> tuple[tuple[int, ...], ...]:
+        """For each segment, the ids of the definition that nothing needs any more once it ran."""
+        return last_uses(self.segments, (self.fusion.ids[name] for name in self.fusion.outputs))
+
+    def for_rank(self, rank: int, extents: Mapping[str, int] | None = None) -> HostProgram:
+        """What one rank runs: prints, and iterating yields its instructions."""
+        return self.host_for(extents).project(rank)
+
+    @property
+    def communications(self) -> tuple[Communication, ...]:
+        """The communications in order, each a family projected per rank."""
+        return self.host.communications
+
+    def bytes_received(self, rank: int, extents: Mapping[str, int] | None = None) -> int:
+        """Bytes that arrive at a rank from others in one run, ring model, padding included."""
+        return sum(size for _, size in received(self.host_for(extents), rank))
+
+    def explain(self) -> str:
+        """The choices that were made, and why, as text."""
+        lines = [f"@{self.host.name}: {len(self.segments)} segments, {len(self.host)} instructions"]
+        posts = [_why(i) for i in self.host.walk() if i.comm is not None or i.op == "recv"]
+        posts = posts or ["no communication: every operand is where it is needed"]
+        fusion = self.fusion if self.symbolic is None else mapped(self.fusion, example)
+        lines += [f"  {line}" for line in (*posts, *advice(fusion))]
+        lines += [f"  {line}" for line in _streams(self.host)]
+        lines += [f"  {line}" for line in _graphs(self.host, self.options)]
+        for n, lowering in enumerate(self.lowerings):
+            lines.append(f"  lowering {n}: for {', '.join(map(str, lowering.guards)) or 'all'}")
+        return "\n".join(lines)
+
+    @cached_property
+    def plans(self) -> Cache[Runnable]:
+        """What runs prepared, for all extents, options and kinds of arguments.
+
+        `plans.info()` counts hits, misses and evictions; `Options.plans` is the limit.
+        """
+        return Cache(options_from_environment(self.options).plans)
+
+    @cached_property
+    def _evaluators(self) -> Cache[HostIrEvaluator]:
+        """What runs the program on this rank, for each host program and options."""
+        return Cache(LIMIT)
+
+    @cached_property
+    def _local_extents(self) -> LocalExtents:
+        assert self.symbolic is not None
+        return local_extents(self.host, self.symbolic.fusion)
+
+    def run(
+        self,
+        *inputs: Any,
+        out: Sequence[Tensor | None] | None = None,
+        extents: Mapping[str, int] | None = None,
+        options: Options | None = None,
+    ) -> list[Any]:
+        """Run on this rank.
+
+        Args:
+            inputs: local tensors or DTensors in definition order; None for an input whose mesh
+                this rank is not in; numbers for scalars.
+            out: buffers for the outputs, all or none.
+            extents: symbolic extents by name: those that are sharded or that some rank does not
+                see must be given, the others follow from the inputs, and from the global shapes
+                of DTensors.
+            options: instead of those given to `compile`.
+
+        Returns:
+            Local outputs; None where this rank is outside the output's mesh. Where an input or a
+            buffer is a DTensor, DTensors on the same mesh of torch's, which on a rank outside of
+            the mesh are empty; an output with a buffer is what was passed.
+        """
+        if extents is None and options is None and self.symbolic is None:
+            return self._usual.call(inputs, out)
+        given = extents or {}
+        if not isinstance(given, Mapping) or any(type(n) is not int for n in given.values()):
+            return self._run_other(None, inputs, out, extents, options)
+        try:
+            shapes = tuple([x.shape if isinstance(x, Tensor) else None for x in inputs])
+        except RuntimeError:  # of what has none, as a nested tensor
+            return self._run_other(None, inputs, out, extents, options)
+        key = shapes, tuple(given.items()), options
+        evaluator = self._chosen.get(key)
+        if evaluator is None:
+            return self._run_other(key, inputs, out, extents, options)
+        return evaluator.call(inputs, out)
+
+    def refuse(self, problem: MdfuseError, options: Options | None = None) -> None:
+        """Raise a problem where this rank would run, so that no rank waits for it."""
+        self._evaluator(self.host, options or self.options).call((), None, problem)
+
+    def _run_other(
+        self,
+        key: Hashable | None,
+        inputs: Sequence[Any],
+        out: Sequence[Tensor | None] | None,
+        extents: Mapping[str, int] | None,
+        options: Options | None,
+    ) -> list[Any]:
+        """Run with extents or options that were not met before; under `key` they will be known."""
+        options = options or self.options
+        host, problem = self._host_for_run(inputs, extents, options)
+        evaluator = self._evaluator(host, options)
+        if problem is None and key is not None:
+            self._chosen.put(key, evaluator)
+        return evaluator.call(inputs, out, problem)
+
+    @cached_property
+    def _usual(self) -> HostIrEvaluator:
+        """What runs a program without symbolic extents, with the options it was compiled with."""
+        return self._evaluator(self.host, self.options)
+
+    @cached_property
+    def _chosen(self) -> Cache[HostIrEvaluator]:
+        """What ran arguments of these shapes, which determine the extents that were not given."""
+        return Cache(LIMIT)
+
+    def _evaluator(self, host: HostProgram, options: Options | None) -> HostIrEvaluator:
+        key = id(host), options
+        evaluator = self._evaluators.get(key)
+        if evaluator is None:
+            evaluator = HostIrEvaluator(host, None, options, self.plans)
+            self._evaluators.put(key, evaluator)
+        return evaluator
+
+    def _host_for_run(
+        self, inputs: Sequence[Any], extents: Mapping[str, int] | None, options: Options | None
+    ) -> tuple[HostProgram, MdfuseError | None]:
+        """The host program for a run; with a problem, one on which the ranks can fail together."""
+        try:
+            if self.symbolic is None:
+                return self.host_for(extents), None
+            rank = init(options).rank
+            if has_dtensors(inputs):
+                from mdfuse.runs.dtensor_border import locals_of
+
+                extents = known_extents(self._local_extents, inputs, extents)
+                inputs = locals_of(inputs)
+            return self.symbolic.host_for(self._local_extents.of(rank, inputs, extents)), None
+        except MdfuseError as problem:
+            last = self._evaluators.recent
+            return last.program if last is not None else self.host, problem
+
+
+def _streams(host: HostProgram) -> Iterator[str]:
+    """What runs on which stream."""
+    loops = [i for i in host.instructions if i.op == "for" and any(j.outputs for j in i.body)]
+    if not loops:
+        yield "streams: every instruction runs on the caller's stream"
+    for i in loops:
+        used = [j for j in i.body if j.op == "set_stream"]
+        stream = used[0].kwargs["stream"] if used else None
+        how = "on the caller's stream"
+        if isinstance(stream, int):
+            how = "transfers on stream 1, the rest on stream 0"
+        elif stream is not None:
+            how = f"iteration %{i.outputs[0]} on stream {stream}"
+        where = f" ({i.source})" if i.source else ""
+        yield f"streams: {i.kwargs['stop']} chunks{where}, {how}"
+
+
+def _graphs(host: HostProgram, options: Options | None) -> Iterator[str]:
+    """What is captured as CUDA graphs, and what is not."""
+    if options_from_environment(options).graph == "never":
+        yield 'graphs: none, because graph="never"'
+        return
+    on_host = [b for b in host.backends if b in BACKENDS and not BACKENDS[b].can_capture]
+    if on_host:
+        yield f"graphs: none, because the host does the work of {' and '.join(on_host)}"
+        return
+    reasons: dict[str, list[str]] = {}
+    for i, why in eager(host):
+        reasons.setdefault(why, []).append(", ".join(f"%{n}" for n in i.outputs) or i.op)
+    if not reasons:
+        yield (
+            "graphs: on GPUs the whole program is captured in the second run, and replayed from "
+            "then on"
+        )
+        return
+    yield "graphs: on GPUs captured in the second run, and replayed from then on, but for"
+    for why, names in reasons.items():
+        yield f"  {', '.join(names)}: {'runs' if len(names) == 1 else 'run'} eagerly, {why}"
+
+
+def _why(i: Instruction) -> str:
+    """What a post or a receive is there for."""
+    if i.comm is not None:
+        return f"{i.comm}: {i.comm.source} -> {i.comm.destination}, {_reason(i.comm)}"
+    along = f" along {i.kwargs['axis']}" if "axis" in i.kwargs else ""
+    return f"Recv %{i.reads[0]} from {i.kwargs['from']}{along}, which sends it: a ring"
+
+
+def _reason(c: Communication) -> str:
+    if c.kind == "Exchange":
+        return "no one collective does this; each rank receives just what it lacks"
+    if c.axis is not None and c.source.mesh == c.destination.mesh:
+        return f"the placement changes along {c.axis}"
+    return "the meshes differ"
+
+
+def compile(
+    definition: FusionDefinition,
+    options: Options | None = None,
+    should_merge: ShouldMerge | None = None,
+) -> Program:
+    """Lower a definition: pure, for any number of ranks, without process group or GPU.
+
+    What was compiled before, in an equal definition, is returned again (`FusionCache`).
+
+    Args:
+        definition: its `with` block has ended.
+        options: how the program will run.
+        should_merge: see `mdfuse.passes.segmentation.segment`.
+
+    Raises:
+        MdfuseError: what does not fit, with the user's line.
+    """
+    if not isinstance(definition, FusionDefinition):
+        raise DefinitionError(
+            f"compile takes a FusionDefinition, not {type(definition).__name__}",
+            hint="for a traced function: mf.compile(f.define(...))",
+        )
+    spelled = definition.spelled
+    key = should_merge, options, None if options else environment()
+    return program_of(spelled, key, lambda s: _lowered(s, options, should_merge))
+
+
+def _lowered(
+    spelled: Spelled, options: Options | None, should_merge: ShouldMerge | None
+) -> Program:
+    if spelled.examples:
+        symbolic = lowerings_of(
+            spelled.fusion, spelled.examples, spelled.assumed, should_merge, options
+        )
+        (first,) = symbolic.made
+        return Program(first.fusion, first.segments, first.host, options, symbolic)
+    fusion, parts, host = hir_lowering.lower(spelled.fusion, should_merge, options=options)
+    return Program(fusion, segments_of(fusion, parts, host, options), host, options)

@@ -1,0 +1,293 @@
+"""Segments as a user drives them: each is a program, with a map from its ids to the definition's.
+
+values = dict(zip(fd.inputs, inputs))
+for segment, last in zip(program.segments, program.last_uses):
+    results = segment.run(*(values[segment.map[i]] for i in segment.inputs))
+    values.update(zip((segment.map[i] for i in segment.outputs), results))
+    for i in last:
+        del values[i]
+outputs = [values[i] for i in fd.outputs]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from mdfuse import hir_lowering
+from mdfuse.caching import Cache
+from mdfuse.config import Options
+from mdfuse.errors import MdfuseError, ProgramError
+from mdfuse.extents.assumptions import Guard
+from mdfuse.extents.extent import with_numbers
+from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.ir.graph import Expr, Fusion
+from mdfuse.ir.ops import TABLE
+from mdfuse.ir.writes import fresh_write
+from mdfuse.passes.segment_ids import Dim, extent_ids, input_extents
+from mdfuse.passes.segmentation import Part
+from mdfuse.runs.extents import check_extents
+
+if TYPE_CHECKING:
+    from mdfuse.compiled.program import Program
+
+#: How many programs of known extents are kept, of a program and of each of its segments.
+LIMIT = 32
+
+#: Name -> the memory order that a program states where it computes a value; None: as it comes.
+Orders = Mapping[str, tuple[int, ...] | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A part of a program that runs by itself: a reshard, or expressions between reshards.
+
+    Attributes:
+        name: `seg0`, `seg1`, … in topological order.
+        fusion: its expressions as a fusion of their own, every value with the layout that it has in
+            the program; names are those of the whole fusion, `fusion.ids` are the segment's own.
+        map: ids of the segment -> ids of the definition: of values, and of those extents of its
+            inputs (-1, -2, …) that are extents of the definition's inputs.
+        orders: the memory orders in which the program writes its results.
+        options: those that the program was compiled with.
+        guards: what the symbolic extents of the program must satisfy for it.
+        examples: the program's symbolic extents, with examples; none where it has numbers.
+
+    >>> import mdfuse as mf
+    >>> mesh = mf.DeviceMesh.arange(tp=2)
+    >>> with mf.FusionDefinition("f") as fd:
+    ...     x = fd.define_tensor([8, 4], mesh=mesh, layout={"tp": mf.Shard(0)})
+    ...     y = fd.ops.set(x).on(mesh, {})
+    ...     fd.add_output(y.T + 1)
+    >>> reshard, transpose, add = mf.compile(fd).segments
+    >>> transpose.inputs, transpose.outputs, transpose.extents
+    ([0], [1], [-1, -2])
+    >>> transpose.map
+    {0: 1, 1: 2, -1: -1, -2: -2}
+    >>> add.map
+    {0: 2, 1: 3, -1: -2, -2: -1}
+    """
+
+    name: str
+    fusion: Fusion
+    map: Mapping[int, int]
+    orders: Orders = field(default_factory=dict, repr=False)
+    options: Options | None = None
+    guards: tuple[Guard, ...] = ()
+    examples: Mapping[str, int] = field(default_factory=dict, repr=False)
+
+    def __str__(self) -> str:
+        return str(self.fusion)
+
+    @property
+    def exprs(self) -> tuple[Expr, ...]:
+        """Its expressions."""
+        return self.fusion.exprs
+
+    @property
+    def inputs(self) -> list[int]:
+        """Its own ids of its inputs: 0, 1, …"""
+        return [self.fusion.ids[name] for name in self.fusion.inputs]
+
+    @property
+    def outputs(self) -> list[int]:
+        """Its own ids of its outputs: results that others read, or the program returns."""
+        return [self.fusion.ids[name] for name in self.fusion.outputs]
+
+    @property
+    def extents(self) -> list[int]:
+        """Its own ids of its inputs' extents: -1, -2, …"""
+        return list(input_extents(self.fusion).values())
+
+    @cached_property
+    def program(self) -> Program:
+        """The program of this segment alone, made once.
+
+        Raises:
+            ProgramError: it has symbolic extents.
+        """
+        from mdfuse.compiled.program import Program
+
+        if self.examples:
+            raise ProgramError(
+                f"@{self.name} has symbolic extents: {', '.join(self.examples)}",
+                because="a segment runs for extents that are known",
+                hint="take a segment of program.with_extents({...}), or segment.run(..., extents=)",
+            )
+        part = Part(name=self.name, fusion=self.fusion)
+        host = _with_orders(
+            hir_lowering.host_program(self.fusion, (part,), self.options), self.orders
+        )
+        itself = replace(self, map={i: i for i in self.map})
+        return Program(self.fusion, (itself,), host, self.options)
+
+    def run(
+        self,
+        *inputs: Any,
+        out: Sequence[Tensor | None] | None = None,
+        extents: Mapping[str, int] | None = None,
+        options: Options | None = None,
+    ) -> list[Any]:
+        """Run on this rank; all ranks run it, as they run the program.
+
+        Args:
+            inputs: local tensors in the order of `segment.inputs`; None for an input whose mesh
+                this rank is not in; numbers for scalars.
+            out: buffers for the outputs, all or none.
+            extents: all symbolic extents of the program, by the names they have there.
+            options: instead of those given to `compile`.
+
+        Returns:
+            Local outputs, in the order of `segment.outputs`; None where this rank is outside the
+            output's mesh.
+
+        Raises:
+            ProgramError: what is passed does not fit; extents are missing, or others than those
+                that the segment is for.
+        """
+        if not self.examples:
+            return self.program.run(*inputs, out=out, extents=extents, options=options)
+        try:
+            chosen = self.with_extents(extents)
+        except MdfuseError as problem:
+            self._some.program.refuse(problem, options)
+            raise
+        return chosen.program.run(*inputs, out=out, options=options)
+
+    def with_extents(self, extents: Mapping[str, int] | None) -> Segment:
+        """The segment for some extents, with numbers everywhere.
+
+        Args:
+            extents: all symbolic extents of the program, by the names they have there.
+
+        Raises:
+            ProgramError: extents are missing or unknown, or the segment is for others.
+        """
+        known = check_extents(self.name, self.examples, extents)
+        if not self.examples:
+            return self
+        _check_complete(self, known)
+        key = tuple(known[name] for name in self.examples)
+        found = self._numbered.get(key)
+        if found is None:
+            found = replace(with_numbers(self, known), guards=(), examples={})
+            self._numbered.put(key, found)
+        return found
+
+    @cached_property
+    def _numbered(self) -> Cache[Segment]:
+        """The segment for extents that were asked for."""
+        return Cache(LIMIT)
+
+    @property
+    def _some(self) -> Segment:
+        """The segment as it ran last, on which the ranks can fail together."""
+        return self._numbered.recent or self.with_extents(self.examples)
+
+
+def _check_complete(segment: Segment, known: Mapping[str, int]) -> None:
+    missing = [name for name in segment.examples if name not in known]
+    if missing:
+        texts = ", ".join(f'"{name}": ...' for name in missing)
+        raise ProgramError(
+            f"@{segment.name}: the extents {', '.join(missing)} are missing",
+            because="a segment sees some of the program's inputs, and is told all its extents",
+            hint=f"pass extents={{{texts}}}",
+        )
+    broken = [guard for guard in segment.guards if not guard.holds(known)]
+    if broken:
+        raise ProgramError(
+            f"@{segment.name} for the extents {dict(known)}",
+            because="it was lowered for " + ", ".join(map(str, broken)),
+            hint="take the segments of program.with_extents({...}), which are for these extents",
+        )
+
+
+def segments_of(
+    fusion: Fusion, parts: Iterable[Part], host: HostProgram, options: Options | None
+) -> tuple[Segment, ...]:
+    """The segments of a lowered fusion.
+
+    Args:
+        fusion: after all passes; every value has an id.
+        parts: as it was cut.
+        host: its program.
+        options: that it was lowered with.
+    """
+    extents, orders = extent_ids(fusion), _orders(host)
+    return tuple(_segment(fusion, part, extents, orders, options) for part in parts)
+
+
+def _segment(
+    fusion: Fusion,
+    part: Part,
+    extents: Mapping[Dim, int],
+    orders: Orders,
+    options: Options | None,
+) -> Segment:
+    names = (*part.inputs, *(e.output for e in part.exprs))
+    values = dict(part.fusion.values)
+    for name in part.inputs:  # what comes in is whole, and has elements of its own
+        values[name] = replace(values[name], stream=None, expanded=frozenset())
+    own = replace(part.fusion, values=values, ids={name: i for i, name in enumerate(names)})
+    ids = {i: fusion.ids[name] for i, name in enumerate(names)}
+    dims = {i: extents[dim] for dim, i in input_extents(own).items() if dim in extents}
+    stated = {name: orders[name] for name in part.outputs if name in orders}
+    return Segment(name=part.name, fusion=own, map={**ids, **dims}, orders=stated, options=options)
+
+
+def last_uses(segments: Sequence[Segment], kept: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+    """For each segment, the ids of the definition that neither a later one nor `kept` has."""
+    needed, found = {*kept}, []
+    for segment in reversed(segments):
+        here = dict.fromkeys(segment.map[i] for i in (*segment.inputs, *segment.outputs))
+        found.append(tuple(i for i in here if i not in needed))
+        needed.update(here)
+    return tuple(reversed(found))
+
+
+# -- memory orders -------------------------------------------------------------------------------
+
+
+def _orders(host: HostProgram) -> Orders:
+    """The memory orders in which a program computes its values.
+
+    Results of reductions depend in their last bits on where the elements lie, so a segment leaves
+    its results as the program does.
+    """
+    found: dict[str, tuple[int, ...] | None] = {}
+    keeps_buffers = not any(i.op == "set_stream" for i in host.walk())
+    for i in host.walk():
+        for name in i.outputs if i.op != "launch" else ():
+            if name not in host.aliases:
+                order = _row_major(host, i) if keeps_buffers and i.order is None else i.order
+                found.setdefault(name, order)
+    return found
+
+
+def _row_major(host: HostProgram, i: Instruction) -> tuple[int, ...] | None:
+    """Row by row, where a plan makes a buffer of its own for what is no output; else None."""
+    if i.fn not in TABLE:
+        return None
+    tensors = [x for x in i.reads if host.types[x].layout is not None]
+    if not tensors or i.inputs[0] != tensors[0]:
+        return None
+    if fresh_write(i.fn, [None] * len(tensors)) is None:
+        return None
+    return tuple(range(len(host.types[i.outputs[0]].shape)))
+
+
+def _with_orders(host: HostProgram, orders: Orders) -> HostProgram:
+    """The program with other memory orders of some results."""
+    left = dict(orders)
+
+    def ordered(i: Instruction) -> Instruction:
+        body = tuple(map(ordered, i.body))
+        names = [name for name in i.outputs if name in left and i.op != "launch"]
+        return replace(i, body=body, order=left.pop(names[0]) if names else i.order)
+
+    return replace(host, instructions=tuple(map(ordered, host.instructions)))

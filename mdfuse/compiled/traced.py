@@ -1,0 +1,300 @@
+"""Fusions from plain functions: traced once for arguments of a kind, called on DTensors."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mdfuse.caching import Cache
+from mdfuse.errors import DefinitionError
+from mdfuse.frontend import ops as operations
+from mdfuse.frontend.definition import FusionDefinition
+from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.spec import TensorSpec
+from mdfuse.mesh import as_mesh
+from mdfuse.names import as_name
+from mdfuse.runs.arguments import has_dtensors
+from mdfuse.torch_private import spec_of
+
+if TYPE_CHECKING:
+    from mdfuse.compiled.program import Program
+
+#: How many definitions, and programs, a traced function keeps.
+LIMIT = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """What tracing a function gave.
+
+    Attributes:
+        definition: the fusion.
+        container: `tuple` or `list` where the function returns one, else None.
+    """
+
+    definition: FusionDefinition
+    container: type[tuple[Any, ...]] | type[list[Any]] | None
+
+
+class TracedFunction:
+    """A function whose body defines a fusion.
+
+    It is traced once for arguments of a kind: the specs of its tensors, and its other arguments as
+    they are, which are constants of the trace. What it reads besides its arguments counts as it was
+    then. The definitions and programs that were used last are kept.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.signature = _signature(function)
+        self.__name__ = getattr(function, "__name__", type(function).__name__)
+        self.__doc__ = function.__doc__
+        self._traces: Cache[Traced] = Cache(LIMIT)
+        self._calls: Cache[tuple[Program, Traced]] = Cache(LIMIT)
+        self._lock = threading.RLock()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The body inside a definition; on DTensors, its program.
+
+        Args:
+            args, kwargs: inside a definition, its values and numbers: the body as if it stood
+                there. Else DTensors, and arguments that are constants: a number is part of the
+                program.
+
+        Returns:
+            What the body returns. For DTensors a DTensor, or a tuple or list as the body does.
+
+        Raises:
+            DefinitionError: neither values of an open definition nor DTensors; a plain tensor
+                among DTensors; an argument that cannot be told from others; a body that returns
+                something else than its values.
+        """
+        given = (*args, *kwargs.values())
+        handles = [x for x in given if isinstance(x, Handle)]
+        for x in handles:
+            x.definition._check_open()
+        if handles or (operations.current.get() is not None and not has_dtensors(given)):
+            return self.function(*args, **kwargs)
+        return self._run(self._bound(args, kwargs))
+
+    def define(self, *args: Any, **kwargs: Any) -> FusionDefinition:
+        """Trace the function with a `TensorSpec` per tensor; other arguments become constants.
+
+        Returns:
+            The definition, the same one for equal arguments; a tuple that the function returns
+            gives several outputs.
+
+        Raises:
+            DefinitionError: arguments that the function does not take or that cannot be told from
+                others; a tensor; a function that returns something else than its values.
+        """
+        return self._traced(self._bound(args, kwargs)).definition
+
+    def program(self, *args: Any, **kwargs: Any) -> Program:
+        """Compile `define(...)`: the same program for equal arguments."""
+        return self._compiled(self._bound(args, kwargs))[0]
+
+    def _bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise DefinitionError(
+                f"{self.__name__}: {error}", hint=f"it takes {self.__name__}{self.signature}"
+            ) from error
+        bound.apply_defaults()
+        return bound
+
+    # -- tracing ---------------------------------------------------------------------------------
+
+    def _traced(self, bound: inspect.BoundArguments) -> Traced:
+        """What tracing gave for such arguments."""
+        key = tuple((name, self._part(name, x)) for name, x in _arguments(bound))
+        with self._lock:
+            found = self._traces.get(key)
+            if found is None:
+                found = self._trace(bound)
+                self._traces.put(key, found)
+        return found
+
+    def _check_constant(self, name: str, x: Any, is_inside: bool) -> None:
+        if is_inside and isinstance(x, Tensor | Handle | TensorSpec):
+            raise DefinitionError(
+                f"{self.__name__}: a {type(x).__name__} inside of {name}",
+                because="each tensor is an argument of its own",
+                hint=f"def {self.__name__}(*{name}): ...",
+            )
+        if isinstance(x, Tensor):
+            raise DefinitionError(
+                f"{self.__name__}: a tensor for {name}",
+                because="a function is traced for tensors of a kind, not for one of them",
+                hint="pass TensorSpec(shape, dtype, mesh, layout), or for a DTensor spec_of(x)",
+            )
+        if isinstance(x, Handle):
+            raise DefinitionError(
+                f"{self.__name__}: %{x.name} of @{x.definition.name} for {name}",
+                because="a trace is a definition of its own",
+                hint="call the function inside the definition, or pass a TensorSpec",
+            )
+
+    def _part(self, name: str, x: Any, is_inside: bool = False) -> Hashable:
+        """What of an argument a trace depends on: 1, 1.0 and True make different programs."""
+        if isinstance(x, TensorSpec) and not is_inside:
+            return x.key
+        if isinstance(x, tuple | list):
+            return type(x), *(self._part(name, item, True) for item in x)
+        self._check_constant(name, x, is_inside)
+        try:
+            hash(x)
+        except TypeError:
+            raise DefinitionError(
+                f"{self.__name__}: {type(x).__name__} for {name}",
+                because="it is a constant of the program, told from others by its hash and value",
+                hint="pass numbers, strings, or tuples and lists of them",
+            ) from None
+        return type(x), repr(x) if isinstance(x, float) else x  # 0.0 and -0.0 are equal
+
+    def _trace(self, bound: inspect.BoundArguments) -> Traced:
+        with FusionDefinition(as_name(self.__name__, "fusion")) as fd:
+            for name, x in _arguments(bound):
+                _put(bound, name, _defined(fd, name, x))
+            result = self.function(*bound.args, **bound.kwargs)
+            container = next((kind for kind in (tuple, list) if isinstance(result, kind)), None)
+            for output in result if container else (result,):
+                if not isinstance(output, Handle):
+                    raise DefinitionError(
+                        f"{self.__name__} returns {type(output).__name__}",
+                        because="the outputs of a program are its tensors",
+                        hint="return a tensor that it computed, or a tuple of them",
+                    )
+                fd.add_output(output)
+        return Traced(definition=fd, container=container)
+
+    # -- running ---------------------------------------------------------------------------------
+
+    def _compiled(self, bound: inspect.BoundArguments) -> tuple[Program, Traced]:
+        from mdfuse.compiled.program import compile
+
+        traced = self._traced(bound)
+        return compile(traced.definition), traced
+
+    def _run(self, bound: inspect.BoundArguments) -> Any:
+        """Run on DTensors."""
+        arguments = _arguments(bound)
+        self._check_dtensors(arguments)
+        key = tuple(
+            (n, spec_of(x) if has_dtensors((x,)) else self._part(n, x)) for n, x in arguments
+        )
+        with self._lock:
+            ready = self._calls.get(key)
+        if ready is None:
+            ready = self._compiled(_with_specs(bound))
+            with self._lock:
+                self._calls.put(key, ready)
+        program, traced = ready
+        outputs = program.run(*(x for _, x in arguments if isinstance(x, Tensor)))
+        return outputs[0] if traced.container is None else traced.container(outputs)
+
+    def _check_dtensors(self, arguments: Sequence[tuple[str, Any]]) -> None:
+        tensors = [(name, x) for name, x in arguments if isinstance(x, Tensor)]
+        for name, x in tensors:
+            if not has_dtensors((x,)):
+                raise DefinitionError(
+                    f"{self.__name__}: a plain tensor for {name}",
+                    because="a plain tensor does not say which part of what it is",
+                    hint=f"pass distribute_tensor({name}, mesh, [Replicate()]) or a DTensor of its "
+                    "parts; or compile f.define(...) and run that on local tensors",
+                )
+        specs = [name for name, x in arguments if isinstance(x, TensorSpec)]
+        if specs or not tensors:
+            what = f"a TensorSpec for {specs[0]}" if specs else "no tensor among its arguments"
+            raise DefinitionError(
+                f"{self.__name__} is called outside of a definition, with {what}",
+                because="outside it runs on DTensors",
+                hint="f.define(...) takes specs; inside `with FusionDefinition()` it takes values",
+            )
+
+
+def _signature(function: Any) -> inspect.Signature:
+    """What a function takes; a module, what its `forward` does."""
+    name = getattr(function, "__name__", type(function).__name__)
+    if isinstance(function, torch.nn.Module):
+        if any(True for _ in (*function.parameters(), *function.buffers())):
+            raise DefinitionError(
+                f"fusion({name}): a module with parameters or buffers",
+                because="the tensors of a fusion are its arguments, and a module holds some",
+                hint="a function that takes them: def f(x, weight): return F.linear(x, weight)",
+            )
+        function = function.forward
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise DefinitionError(
+            f"fusion({name}): {error}",
+            because="a function is traced by its parameters, which this one does not tell",
+            hint="def f(x): return ...",
+        ) from error
+
+
+def _arguments(bound: inspect.BoundArguments) -> list[tuple[str, Any]]:
+    """The arguments by name; those of *args, and of **kwargs in alphabetical order, one by one."""
+    found: list[tuple[str, Any]] = []
+    for name, x in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            found += [(f"{name}.{i}", item) for i, item in enumerate(x)]
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            found += [(f"{name}.{key}", item) for key, item in sorted(x.items())]
+        else:
+            found.append((name, x))
+    return found
+
+
+def _put(bound: inspect.BoundArguments, name: str, x: Any) -> None:
+    """Another argument in the place of one."""
+    name, _, item = name.partition(".")
+    if not item:
+        bound.arguments[name] = x
+    elif isinstance(bound.arguments[name], dict):
+        bound.arguments[name] = {**bound.arguments[name], item: x}
+    else:
+        old = bound.arguments[name]
+        bound.arguments[name] = (*old[: int(item)], x, *old[int(item) + 1 :])
+
+
+def _with_specs(bound: inspect.BoundArguments) -> inspect.BoundArguments:
+    """The arguments with the specs of DTensors in their place."""
+    from mdfuse.runs.dtensor import spec_of
+
+    changed = bound.signature.bind(*bound.args, **bound.kwargs)
+    for name, x in _arguments(bound):
+        if isinstance(x, Tensor):
+            _put(changed, name, spec_of(x))  # type: ignore[arg-type]
+    return changed
+
+
+def _defined(fd: FusionDefinition, name: str, x: Any) -> Any:
+    """The input of a spec; any other argument as it is."""
+    if not isinstance(x, TensorSpec):
+        return x
+    mesh, name = as_mesh(x.mesh), as_name(name.replace(".", "_"), "in")
+    return fd.define_tensor(x.shape, x.dtype, mesh, x.layout, x.order, x.stride_order, name=name)
+
+
+def fusion(function: Callable[..., Any]) -> TracedFunction:
+    """Make a function a fusion: `f.define(x=TensorSpec(...), ...)` traces it, `f(x)` runs it.
+
+    >>> import torch, mdfuse as mf
+    >>> @mf.fusion
+    ... def double(x):
+    ...     return x + x
+    >>> fd = double.define(x=mf.TensorSpec((4,), torch.float32))
+    >>> fd.outputs, fd is double.define(mf.TensorSpec([4]))
+    ([1], True)
+    """
+    return TracedFunction(function)

@@ -1,0 +1,1 @@
+"""Integers that a run may choose: expressions, and what is assumed of them."""

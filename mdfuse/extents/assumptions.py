@@ -1,0 +1,337 @@
+"""What a lowering assumed of the symbolic extents: guards, and the decisions that made them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from mdfuse.extents.index import Term
+from mdfuse.extents.polynomials import (
+    Atom,
+    Facts,
+    Monomial,
+    Poly,
+    at_least,
+    constant,
+    folded,
+    plus,
+    poly_of,
+    scaled,
+    simplified,
+    symbol,
+)
+
+#: How a guard reads: (the relation to 0, its opposite).
+_TESTS: dict[str, Callable[[int], bool]] = {
+    "==": lambda d: d == 0,
+    "!=": lambda d: d != 0,
+    ">=": lambda d: d >= 0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """What the extents must satisfy: a polynomial's relation to 0.
+
+    Attributes:
+        poly: the left side.
+        op: "==", "!=" or ">=".
+        text: how it is printed.
+    """
+
+    poly: Poly
+    op: str
+    text: str
+
+    def holds(self, extents: Mapping[str, int]) -> bool:
+        """Whether these extents satisfy it."""
+        try:
+            return _TESTS[self.op](self.poly.value(extents))
+        except ZeroDivisionError:
+            return False
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Assumptions:
+    """What a lowering assumed of its symbolic extents."""
+
+    def __init__(self) -> None:
+        self.facts = Facts()
+        #: the examples of all symbols that were seen
+        self.examples: dict[str, int] = {}
+        self._others: dict[Guard, None] = {}
+
+    @property
+    def guards(self) -> tuple[Guard, ...]:
+        """The guards, those that follow from others left out."""
+        facts = self.facts
+        found = [
+            Guard(plus(symbol(s), p, -1), "==", f"{s} == {p}")
+            for s, p in ((s, simplified(p, facts)) for s, p in facts.same.items())
+        ]
+        for s, d in facts.divisors.items():
+            if s not in facts.same:
+                poly = folded("mod", symbol(s), constant(d), Facts())
+                found.append(Guard(poly, "==", f"{s} mod {d} == 0"))
+        for s in facts.ranges:
+            found += () if s in facts.same else _range_guards(s, facts)
+        return (*found, *(g for g in self._others if not self._follows(g.poly, g.op)))
+
+    def copy(self) -> Assumptions:
+        """The same assumptions, to which others can be added."""
+        made = Assumptions()
+        made.facts, made.examples = self.facts, {**self.examples}
+        made._others = {**self._others}
+        return made
+
+    def seen(self, examples: Mapping[str, int]) -> Mapping[str, int]:
+        """All examples, these included."""
+        self.examples.update(examples)
+        return self.examples
+
+    def hold(self, extents: Mapping[str, int]) -> bool:
+        """Whether extents satisfy all guards."""
+        return all(g.holds(extents) for g in self.guards)
+
+    def assume(self, poly: Poly, op: str, examples: Mapping[str, int]) -> None:
+        """Record a guard that holds for the examples, unless it follows from what is known."""
+        poly = _reduced(simplified(poly, self.facts), op)
+        poly = self._without_factors(poly, op, examples)
+        if poly.constant is not None or self._follows(poly, op):
+            return
+        if op == "==" and self._assume_equal(poly, examples):
+            return
+        if self._assume_range(poly, op, examples) or self._assume_divisor(poly, op, examples):
+            return
+        self._others[Guard(poly, op, _text(poly, op))] = None
+
+    def _follows(self, poly: Poly, op: str, facts: Facts | None = None) -> bool:
+        facts = facts or self.facts
+        poly = simplified(poly, facts)
+        n = poly.constant
+        if n is not None:
+            return _TESTS[op](int(n))
+        if op == "!=":
+            return at_least(poly, 1, facts) or at_least(scaled(poly, -1), 1, facts)
+        return op == ">=" and at_least(poly, 0, facts)
+
+    def _without_factors(self, poly: Poly, op: str, examples: Mapping[str, int]) -> Poly:
+        """Symbols that all terms have as a factor do not matter where they are positive.
+
+        A strict inequality has the constant -1: x*y - 1 >= 0 is y - 1 >= 0.
+        """
+        while True:
+            is_strict = op == ">=" and poly.coefficients().get((), 0) == -1
+            terms = [m for m, _ in poly.terms if m or not is_strict]
+            shared = [a for a in _shared(terms) if isinstance(a, Term) and examples[a.name] > 0]
+            if not shared or (len(terms) == 1 and len(terms[0]) == 1):
+                return poly
+            self.assume(plus(symbol(shared[0].name), constant(-1)), ">=", examples)
+            divided = {_drop(m, shared[0]) if m else m: c for m, c in poly.terms}
+            if is_strict and () in (_drop(m, shared[0]) for m in terms):
+                divided[()] = poly.coefficients()[(shared[0],)] - 1
+            poly = _reduced(poly_of(divided), op)
+
+    def _assume_equal(self, poly: Poly, examples: Mapping[str, int]) -> bool:
+        """A symbol is, from now on, what the rest of the equation says."""
+        names = [m[0].name for m, c in poly.terms if len(m) == 1 and isinstance(m[0], Term)
+                 and abs(c) == 1]  # fmt: skip
+        for name in sorted(names, reverse=True):
+            term = (Term("symbol", name),)
+            c = poly.coefficients()[term]
+            rest = scaled(poly_of({m: k for m, k in poly.terms if m != term}), -c)
+            if name in rest.symbols():
+                continue
+            low, high = self.facts.range(name)
+            divisor = self.facts.divisors.get(name, 1)
+            self.facts = replace(self.facts, same={**self.facts.same, name: rest})
+            if low is not None:
+                self.assume(plus(rest, constant(-low)), ">=", examples)
+            if high is not None:
+                self.assume(plus(constant(high), rest, -1), ">=", examples)
+            if divisor > 1:
+                self.assume(folded("mod", rest, constant(divisor), self.facts), "==", examples)
+            return True
+        return False
+
+    def _assume_range(self, poly: Poly, op: str, examples: Mapping[str, int]) -> bool:
+        """A guard on one symbol that holds from, or up to, some number becomes a range."""
+        names = poly.symbols()
+        if len(names) != 1 or op == "==" or (op == "!=" and " mod " in str(poly)):
+            return False
+        (name,) = names
+        here = examples[name]
+        low, high = self.facts.range(name)
+
+        def surely(a: int, b: int | None) -> bool:
+            return self._follows(poly, op, self.facts.with_range(name, (a, b)))
+
+        if not surely(here, here):
+            return False
+        first = _search(lambda n: surely(n, here), here, int(low or 0))
+        limit = None if high is None else int(high)
+        last = limit if surely(first, limit) else _upwards(lambda n: surely(first, n), here)
+        holds = lambda n: _TESTS[op](poly.value({name: n}))  # noqa: E731
+        while first > int(low or 0) and here - first < 4096 and holds(first - 1):
+            first -= 1
+        while last is not None and last != limit and last - here < 4096 and holds(last + 1):
+            last += 1
+        if first != low and last != limit:  # true here and there, as divisibilities are
+            return False
+        self.facts = self.facts.with_range(name, (first, last))
+        return True
+
+    def _assume_divisor(self, poly: Poly, op: str, examples: Mapping[str, int]) -> bool:
+        """A guard that follows from a divisibility is replaced by that."""
+        divisors = {s: math.lcm(*_divisors(poly, s)) for s in sorted(poly.symbols())}
+        facts = self.facts
+        for s, d in divisors.items():
+            if d > 1 and examples[s] % d == 0:
+                facts = facts.with_divisor(s, d)
+        if facts is self.facts:
+            return False
+        if self._follows(poly, op, facts):
+            self.facts = facts
+            return True
+        return False
+
+
+def _shared(monomials: Sequence[Monomial]) -> Iterator[Atom]:
+    """The atoms that are in every one of some monomials."""
+    first, *others = monomials or [()]
+    return (a for a in first if all(a in m for m in others))
+
+
+def _drop(monomial: Monomial, atom: Atom) -> Monomial:
+    at = monomial.index(atom)
+    return (*monomial[:at], *monomial[at + 1 :])
+
+
+def _reduced(poly: Poly, op: str) -> Poly:
+    """Divided by what divides all its numbers."""
+    numbers = [c for m, c in poly.terms if m]
+    if not numbers:
+        return poly
+    poly = scaled(poly, math.lcm(*(getattr(c, "denominator", 1) for _, c in poly.terms)))
+    n = poly.coefficients().get((), 0)
+    common = math.gcd(*(int(c) for m, c in poly.terms if m))
+    if op != ">=" and int(n) % common:
+        return poly
+    return poly_of({m: c // common for m, c in poly.terms})
+
+
+def _search(test: Callable[[int], bool], good: int, low: int) -> int:
+    """The least number down to which a test holds, found by halving."""
+    if test(low):
+        return low
+    while good - low > 1:
+        middle = (good + low) // 2
+        if test(middle):
+            good = middle
+        else:
+            low = middle
+    return good
+
+
+def _upwards(test: Callable[[int], bool], good: int) -> int:
+    """The greatest number up to which a test holds."""
+    step = 1
+    while step < 1 << 40 and test(good + step):
+        good, step = good + step, step * 2
+    while step:
+        if test(good + step):
+            good += step
+        step //= 2
+    return good
+
+
+def _divisors(poly: Poly, name: str) -> Iterator[int]:
+    """What parts of a polynomial with a symbol in them are divided by."""
+    yield 1
+    for monomial, _ in poly.terms:
+        for atom in monomial:
+            if isinstance(atom, Term) or name not in atom.left.symbols() | atom.right.symbols():
+                continue
+            n = atom.right.constant
+            if atom.op in ("//", "mod") and isinstance(n, int):
+                below = math.lcm(*(Fraction(c).denominator for _, c in atom.left.terms))
+                yield from (n * below * d for d in _divisors(atom.left, name))
+            else:
+                yield from (*_divisors(atom.left, name), *_divisors(atom.right, name))
+
+
+def _range_guards(name: str, facts: Facts) -> Iterator[Guard]:
+    low, high = facts.range(name)
+    x = symbol(name)
+    if low == high and low is not None:
+        yield Guard(plus(x, constant(-low)), "==", f"{name} == {low}")
+        return
+    if low:
+        yield Guard(plus(x, constant(-low)), ">=", f"{name} > {low - 1}")
+    if high is not None:
+        yield Guard(plus(constant(high), x, -1), ">=", f"{name} < {high + 1}")
+
+
+def _text(poly: Poly, op: str) -> str:
+    """Both sides without a minus."""
+    left = poly_of({m: c for m, c in poly.terms if c > 0})
+    right = poly_of({m: -c for m, c in poly.terms if c < 0})
+    n = poly.coefficients().get((), 0)
+    if op == ">=" and n == -1:
+        return f"{left} > {plus(right, constant(-1))}"
+    return f"{left} {op} {right}"
+
+
+# -- decisions -----------------------------------------------------------------------------------
+
+_active: ContextVar[Assumptions | None] = ContextVar("mdfuse.extents.assumptions", default=None)
+
+
+class assuming:
+    """Record decisions about extents in some assumptions while the block runs."""
+
+    __slots__ = ("_assumptions", "_token")
+
+    def __init__(self, assumptions: Assumptions) -> None:
+        self._assumptions = assumptions
+
+    def __enter__(self) -> Assumptions:
+        self._token = _active.set(self._assumptions)
+        return self._assumptions
+
+    def __exit__(self, *exception: object) -> None:
+        _active.reset(self._token)
+
+
+def active_assumptions() -> Assumptions | None:
+    """Where decisions are recorded now."""
+    return _active.get()
+
+
+def known_facts() -> Facts:
+    """What is known of the symbols now."""
+    active = _active.get()
+    return active.facts if active is not None else NOTHING
+
+
+NOTHING = Facts()
+
+
+def decide(poly: Poly, op: str, examples: Mapping[str, int]) -> bool:
+    """Whether a polynomial of extents is ==, != or >= 0; recorded as a guard."""
+    result = _TESTS[op](poly.value(examples))
+    active = _active.get()
+    if active is not None:
+        examples = active.seen(examples)
+        if result:
+            active.assume(poly, op, examples)
+        elif op == ">=":
+            active.assume(plus(constant(-1), poly, -1), ">=", examples)
+        else:
+            active.assume(poly, "!=" if op == "==" else "==", examples)
+    return result

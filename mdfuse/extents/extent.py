@@ -1,0 +1,328 @@
+"""Symbolic extents: integers that remember which expression of the inputs' extents they are.
+
+A definition with symbolic extents is lowered with an example of each. Arithmetic carries the
+expression along; a decision is taken as the example says and recorded as a guard. What was lowered
+may then be used for all extents that satisfy the guards, with their numbers in its place.
+
+    >>> from mdfuse.extents.assumptions import Assumptions, assuming
+    >>> with assuming(Assumptions()) as assumed:
+    ...     n = symbolic("x.0", 8)
+    ...     half, is_long = n // 2, n > 1
+    >>> half, is_long, [str(guard) for guard in assumed.guards]
+    (x.0//2, True, ['x.0 > 1'])
+
+What needs the number itself (`range`, a slice, a hash, a float) gets that of the example, and a
+guard pins the extent to it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from mdfuse.extents.assumptions import NOTHING, active_assumptions, decide, known_facts
+from mdfuse.extents.polynomials import (
+    Facts,
+    Poly,
+    constant,
+    folded,
+    plus,
+    simplified,
+    symbol,
+    times,
+)
+
+T = TypeVar("T")
+
+
+#: To the type checker an extent is an int. It is none: Python would take the number out of an int
+#: without asking, and nothing would record it.
+if TYPE_CHECKING:
+    _Integer = int
+else:
+    _Integer = object
+
+
+class Extent(_Integer):
+    """An extent that depends on symbolic ones.
+
+    Attributes:
+        poly: how it depends on them.
+        examples: what they are for the time being.
+        number: what it is for the examples.
+    """
+
+    __slots__ = ("examples", "number", "poly")
+
+    poly: Poly
+    examples: Mapping[str, int]
+    number: int
+
+    def __repr__(self) -> str:
+        return str(simplified(self.poly, known_facts()))
+
+    def __str__(self) -> str:
+        return repr(self)
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+    def __reduce__(self) -> Any:
+        return _extent, (self.poly, dict(self.examples))
+
+    # -- decisions -------------------------------------------------------------------------------
+
+    def _compared(self, other: object, op: str, times: int, off: int) -> Any:
+        if isinstance(other, float):
+            return getattr(operator, _NAMES[op, times, off])(pinned(self), other)
+        if not isinstance(other, int | Extent):
+            return NotImplemented
+        poly = plus(constant(off), plus(self.poly, poly_from(other), -1), times)
+        return decide(poly, op, _merged(self, other))
+
+    def __eq__(self, other: object) -> Any:
+        return self._compared(other, "==", 1, 0)
+
+    def __ne__(self, other: object) -> Any:
+        return self._compared(other, "!=", 1, 0)
+
+    def __ge__(self, other: object) -> Any:
+        return self._compared(other, ">=", 1, 0)
+
+    def __gt__(self, other: object) -> Any:
+        return self._compared(other, ">=", 1, -1)
+
+    def __le__(self, other: object) -> Any:
+        return self._compared(other, ">=", -1, 0)
+
+    def __lt__(self, other: object) -> Any:
+        return self._compared(other, ">=", -1, -1)
+
+    def __bool__(self) -> bool:
+        return decide(self.poly, "!=", self.examples)
+
+    def __hash__(self) -> int:
+        return hash(pinned(self))
+
+    # -- arithmetic ------------------------------------------------------------------------------
+
+    def __add__(self, other: Any) -> Any:
+        return _calculated("+", self, other)
+
+    def __radd__(self, other: Any) -> Any:
+        return _calculated("+", other, self)
+
+    def __sub__(self, other: Any) -> Any:
+        return _calculated("-", self, other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return _calculated("-", other, self)
+
+    def __mul__(self, other: Any) -> Any:
+        return _calculated("*", self, other)
+
+    def __rmul__(self, other: Any) -> Any:
+        return _calculated("*", other, self)
+
+    def __floordiv__(self, other: Any) -> Any:
+        return _calculated("//", self, other)
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return _calculated("//", other, self)
+
+    def __mod__(self, other: Any) -> Any:
+        return _calculated("mod", self, other)
+
+    def __rmod__(self, other: Any) -> Any:
+        return _calculated("mod", other, self)
+
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return other // self, other % self
+
+    def __neg__(self) -> Any:
+        return _calculated("-", 0, self)
+
+    def __pos__(self) -> Any:
+        return self
+
+    def __abs__(self) -> Any:
+        return self if self >= 0 else -self
+
+
+#: What compares a pinned extent with a float: (relation, sign, offset) -> function of `operator`.
+_NAMES = {
+    ("==", 1, 0): "eq",
+    ("!=", 1, 0): "ne",
+    (">=", 1, 0): "ge",
+    (">=", 1, -1): "gt",
+    (">=", -1, 0): "le",
+    (">=", -1, -1): "lt",
+}
+
+
+def _pinning(name: str) -> Callable[..., Any]:
+    """A method of int that needs the number itself."""
+    method = getattr(int, name)
+
+    def function(self: Extent, *args: Any) -> Any:
+        return method(pinned(self), *(pinned(a) if isinstance(a, Extent) else a for a in args))
+
+    return function
+
+
+for _name in (
+    "truediv", "rtruediv", "pow", "rpow", "lshift", "rlshift", "rshift", "rrshift", "and", "rand",
+    "or", "ror", "xor", "rxor", "invert", "round", "trunc", "floor", "ceil", "int", "index",
+    "float",
+):  # fmt: skip
+    setattr(Extent, f"__{_name}__", _pinning(f"__{_name}__"))
+
+
+def _extent(poly: Poly, examples: Mapping[str, int]) -> int:
+    n = poly.constant
+    if n is not None:
+        return int(n)
+    made = object.__new__(Extent)
+    made.poly, made.examples, made.number = poly, examples, poly.value(examples)
+    return made
+
+
+def symbolic(name: str, example: int) -> int:
+    """The symbolic extent of a name; programs are lowered with the example."""
+    return _extent(symbol(name), {name: example})
+
+
+def poly_from(n: int) -> Poly:
+    """The expression of an extent, or a number as one."""
+    return n.poly if isinstance(n, Extent) else constant(int(n))
+
+
+def _merged(*numbers: Any) -> Mapping[str, int]:
+    """The examples of the symbols of several extents."""
+    found = [n.examples for n in numbers if type(n) is Extent]
+    first = found[0]
+    return first if all(f is first for f in found) else {k: v for f in found for k, v in f.items()}
+
+
+def _calculated(op: str, a: Any, b: Any) -> Any:
+    if isinstance(a, float) or isinstance(b, float):
+        a, b = (pinned(x) if type(x) is Extent else x for x in (a, b))
+        return _FLOATS[op](a, b)
+    if not (isinstance(a, int | Extent) and isinstance(b, int | Extent)):
+        return NotImplemented
+    p, q, examples = poly_from(a), poly_from(b), _merged(a, b)
+    match op:
+        case "+":
+            return _extent(plus(p, q), examples)
+        case "-":
+            return _extent(plus(p, q, -1), examples)
+        case "*":
+            return _extent(times(p, q), examples)
+    if op in ("//", "mod") and type(b) is Extent and not b:  # a guard: it is not 0
+        raise ZeroDivisionError("division by zero")
+    active = active_assumptions()
+    if active is None:
+        return _extent(folded(op, p, q, NOTHING), examples)
+    examples, facts = {**active.seen(examples)}, active.facts
+    return _extent(folded(op, simplified(p, facts), simplified(q, facts), facts), examples)
+
+
+_FLOATS: dict[str, Callable[[Any, Any], Any]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "//": operator.floordiv,
+    "mod": operator.mod,
+}
+
+
+def smaller(a: int, b: int) -> int:
+    """The minimum, without deciding which it is."""
+    return min(a, b) if type(a) is type(b) is int else _calculated("min", a, b)
+
+
+def larger(a: int, b: int) -> int:
+    """The maximum, without deciding which it is."""
+    return max(a, b) if type(a) is type(b) is int else _calculated("max", a, b)
+
+
+def are_same(a: int, b: int) -> bool:
+    """Whether two extents are equal whatever the symbols are; decides nothing."""
+    return a == b if type(a) is type(b) is int else poly_from(a) == poly_from(b)
+
+
+def example(n: int) -> int:
+    """The number that an extent is for the examples; only for what does not decide anything."""
+    return n.number if isinstance(n, Extent) else n
+
+
+def pinned(n: int) -> int:
+    """The number that an extent is, which it must be from now on."""
+    if type(n) is Extent:
+        decide(plus(n.poly, constant(example(n)), -1), "==", n.examples)
+    return example(n)
+
+
+# -- extents inside programs ---------------------------------------------------------------------
+
+
+def is_symbolic(x: Any) -> bool:
+    """Whether there is a symbolic extent in nested tuples, lists and dicts."""
+    if isinstance(x, tuple | list):
+        return any(map(is_symbolic, x))
+    return any(map(is_symbolic, x.values())) if isinstance(x, dict) else type(x) is Extent
+
+
+def mapped(x: T, change: Callable[[Extent], int]) -> T:
+    """A program, or a part of one, with each symbolic extent in it changed.
+
+    What has none is returned as it is.
+    """
+    return _mapped(x, change)  # type: ignore[no-any-return]
+
+
+def _mapped(x: Any, change: Callable[[Extent], int]) -> Any:
+    if type(x) is Extent:
+        return change(x)
+    if isinstance(x, tuple):
+        items = [_mapped(i, change) for i in x]
+        return x if all(map(operator.is_, items, x)) else tuple(items)
+    if isinstance(x, list):
+        return [_mapped(i, change) for i in x]
+    if isinstance(x, Mapping):
+        values = {k: _mapped(v, change) for k, v in x.items()}
+        return x if all(values[k] is v for k, v in x.items()) else values
+    if is_dataclass(x) and not isinstance(x, type):
+        found = {f.name: getattr(x, f.name) for f in fields(x) if f.init}
+        changed = {k: new for k, v in found.items() if (new := _mapped(v, change)) is not v}
+        return replace(x, **changed) if changed else x
+    return x
+
+
+def with_numbers(x: T, extents: Mapping[str, int]) -> T:
+    """A program for these extents: each symbolic extent as the number that it is.
+
+    >>> with_numbers((symbolic("x.0", 8) // 2, 3), {"x.0": 10})
+    (5, 3)
+    """
+    return mapped(x, lambda n: n.poly.value(extents))
+
+
+def with_examples(x: T, examples: Mapping[str, int], names: Mapping[str, str]) -> T:
+    """A program with other examples of its symbolic extents, and other names for some."""
+
+    def changed(n: Extent) -> int:
+        return _extent(_renamed(n.poly, names), examples)
+
+    return mapped(x, changed)
+
+
+def _renamed(poly: Poly, names: Mapping[str, str]) -> Poly:
+    if names.keys().isdisjoint(poly.symbols()):
+        return poly
+    return simplified(poly, Facts(same={old: symbol(new) for old, new in names.items()}))

@@ -1,0 +1,1 @@
+"""From passes' output to host instructions."""

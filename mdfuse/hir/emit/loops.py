@@ -1,0 +1,393 @@
+"""Host loops over stream chunks: which segments share one, and what an iteration does.
+
+    %y: f32[8,4] (tp=R, stream(0,4)) = add(%x, 1.0)
+->
+    %y: f32[8,4] (tp=R) = alloc
+    for %i in 0..4 {
+      %x.i: f32[2,4] of [8,4] (tp=R, chunk(0,4,%i)) = chunk(%x)
+      %y.i: f32[2,4] of [8,4] (tp=R, chunk(0,4,%i)) = chunk(%y)
+      %y.i = add(%x.i, 1.0)
+    }
+
+A value that only its own loop reads is never whole: an iteration binds its chunk and forgets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from mdfuse.communication import Communication
+from mdfuse.extents.index import Index, Term, calc, loop
+from mdfuse.hir.emit.sets import Emitter, dense, emit_post, emit_steps, local, value_type
+from mdfuse.hir.program import BufferType, Instruction
+from mdfuse.ir.graph import Expr, Fusion, Operand, fresh_name
+from mdfuse.layouts.layout import Layout, Partial, Stream
+from mdfuse.layouts.streamed_sets import FORMS
+from mdfuse.passes.segmentation import HostLoops, Part, set_form, streams_read
+from mdfuse.reshard import Local, steps
+
+
+def loops(fusion: Fusion, segments: Iterable[Part]) -> list[list[Part]]:
+    """Neighbouring segments that share a host loop; the others by themselves."""
+    found: list[list[Part]] = []
+    host_loops = HostLoops(fusion)
+    for part in segments:
+        last = [e for p in found[-1] for e in p.exprs] if found else []
+        if last and part.is_streamed and host_loops.may_share(last, part.exprs):
+            found[-1].append(part)
+        else:
+            found.append([part])
+    return found
+
+
+@dataclass
+class _Loop:
+    """One host loop under construction; it lives inside one call of `emit_loop`."""
+
+    out: Emitter
+    #: what the program has before the loop
+    outside: list[Instruction]
+    #: the loop's index, and the chunk that this rank is at
+    name: str
+    index: Index
+    exprs: tuple[Expr, ...]
+    #: (value, dim) -> the name of its chunk
+    chunks: dict[tuple[str, int], str] = field(default_factory=dict)
+
+    @property
+    def fusion(self) -> Fusion:
+        return self.out.fusion
+
+    def chunk_type(self, value: str, stream: Stream) -> BufferType:
+        """A chunk of a value; it shows the loop's index."""
+        kind = value_type(self.fusion.values[value])
+        assert kind.layout is not None
+        here = Stream(stream.dim, stream.chunks, None, self.index)
+        return replace(kind, layout=kind.layout.with_stream(here))
+
+    def read(self, value: str, stream: Stream | None) -> str:
+        """The name under which an iteration reads a value: a chunk of it, or the whole."""
+        if stream is None:
+            return value
+        key = value, stream.dim
+        if key not in self.chunks:
+            kind = self.chunk_type(value, stream)
+            self.chunks[key] = self.out.op("chunk", f"{value}.{self.name}", kind, (value,))
+        return self.chunks[key]
+
+    def is_whole(self, value: str) -> bool:
+        """The value is needed after the loop, or by other loops."""
+        if value in self.fusion.outputs:
+            return True
+        return any(reader not in self.exprs for reader in self.fusion.consumers[value])
+
+    def result(self, value: str) -> str:
+        """The name that an iteration computes of a value: a slice of the whole where it is kept."""
+        if not self.is_whole(value):
+            return self.chunk(value)
+        self.allocate(value)
+        return self.read(value, self.stream(value))
+
+    def chunk(self, value: str) -> str:
+        """A new name for a chunk of a value."""
+        stream = self.stream(value)
+        name = self.out.new(f"{value}.{self.name}", self.chunk_type(value, stream))
+        self.chunks[value, stream.dim] = name
+        return name
+
+    def stream(self, value: str) -> Stream:
+        """The stream of a value that the loop computes."""
+        stream = self.fusion.values[value].stream
+        assert stream is not None
+        return stream
+
+    def landing(self, value: str) -> str:
+        """The name of the buffer in which a chunk of a value arrives."""
+        name = f"{value}.{self.name}"
+        return fresh_name(self.out.types, f"{name}.new" if self.is_whole(value) else name)
+
+    def order(self, value: str) -> tuple[int, ...]:
+        """The memory order of a whole value: of its own, or the plain one of what is communicated.
+
+        So chunks may arrive in their places, unless the user requires another order.
+        """
+        kind = self.fusion.values[value]
+        is_set = self.fusion.producers[value].op == "set"
+        return (
+            tuple(range(len(kind.shape))) if is_set and not kind.is_order_required else kind.order
+        )
+
+    def allocate(self, value: str, is_posted: bool = False) -> None:
+        """The buffer of a whole value, before the loop; plain where it is posted as a whole."""
+        kind = self.fusion.values[value]
+        self.out.types[value] = value_type(kind)
+        order: tuple[int, ...] | None = self.order(value)
+        if is_posted or order == tuple(range(len(kind.shape))):
+            self.out.dense.add(value)
+            order = None
+        self.outside.append(
+            Instruction(op="alloc", outputs=(value,), order=order, source=kind.source)
+        )
+
+    def chunk_layout(self, layout: Layout, stream: Stream) -> Layout:
+        return layout.with_stream(Stream(stream.dim, stream.chunks, None, self.index))
+
+
+def emit_loop(out: Emitter, parts: Sequence[Part]) -> None:
+    """Append a loop that computes the values of some streamed segments."""
+    stream = out.fusion.values[parts[0].exprs[0].output].stream
+    assert stream is not None
+    taken = {*out.types, *out.fusion.values}
+    name = next((n for n in "ijk" if n not in taken), None) or fresh_name(taken, "i")
+    out.types[name] = BufferType(dtype=torch.int64)
+    index: Index = loop(name)
+    if stream.rotate is not None:
+        index = calc("mod", calc("+", index, Term("coord", stream.rotate)), stream.count)
+    outside, out.code = out.code, []
+    exprs = tuple(e for part in parts for e in part.exprs)
+    building = _Loop(out, outside, name, index, exprs)
+    for part in parts:
+        _emit_part(building, part)
+    body, out.code = tuple(out.code), outside
+    attrs = (("start", 0), ("stop", stream.count), ("step", 1))
+    out.code.append(
+        Instruction(op="for", outputs=(name,), attrs=attrs, body=body, source=exprs[0].source)
+    )
+
+
+def _emit_part(loop: _Loop, part: Part) -> None:
+    """What an iteration does of a segment."""
+    if part.exprs[0].op == "set":
+        _emit_set(loop, part.exprs[0])
+        return
+    made: dict[str, str] = {}
+    body = tuple(_emit_expr(loop, part, e, made) for e in part.exprs)
+    if len(body) == 1:
+        loop.out.code.append(body[0])
+        return
+    reads = dict.fromkeys(x for i in body for x in i.reads if x not in made.values())
+    loop.out.code.append(
+        Instruction(
+            op="launch",
+            fn=part.name,
+            inputs=tuple(reads),
+            outputs=tuple(made[n] for n in part.outputs),
+            body=body,
+            source=part.exprs[0].source,
+        )
+    )
+
+
+def _emit_expr(loop: _Loop, part: Part, expr: Expr, made: dict[str, str]) -> Instruction:
+    """An expression on chunks; `made` has the names of the segment's results so far."""
+    inputs: list[Operand] = []
+    for x, stream in zip(expr.inputs, streams_read(loop.fusion, expr), strict=True):
+        if isinstance(x, str) and loop.fusion.values[x].is_tensor:
+            inputs.append(made[x] if x in made else loop.read(x, stream))
+        else:
+            inputs.append(x)
+    is_kept = expr.output in part.outputs
+    made[expr.output] = loop.result(expr.output) if is_kept else loop.chunk(expr.output)
+    return replace(local(expr), inputs=tuple(inputs), outputs=(made[expr.output],))
+
+
+# -- sets ----------------------------------------------------------------------------------------
+
+
+def _emit_set(loop: _Loop, expr: Expr) -> None:
+    how = set_form(loop.fusion, expr)
+    assert how is not None
+    _SETS[how](loop, expr)
+
+
+def _layouts(loop: _Loop, expr: Expr) -> tuple[Layout, Layout, Stream]:
+    source, destination = loop.fusion.layout(expr.reads[0]), loop.fusion.layout(expr.output)
+    return source, destination, loop.stream(expr.output)
+
+
+def _emit_chunks(loop: _Loop, expr: Expr) -> None:
+    """A chunk changes its layout as the whole would."""
+    source, destination, stream = _layouts(loop, expr)
+    out, (operand,) = loop.out, expr.reads
+    current = loop.read(operand, stream)
+    if source == destination:
+        result = loop.result(expr.output)
+        out.code.append(replace(local(expr), inputs=(current,), outputs=(result,)))
+        return
+    before, after = (loop.chunk_layout(x, stream) for x in (source, destination))
+    shape = loop.fusion.values[operand].shape
+    got = emit_steps(out, expr, current, before, after, shape, loop.landing(expr.output))
+    _land(loop, expr, got)
+
+
+def _land(loop: _Loop, expr: Expr, got: str) -> None:
+    """What arrived goes to its slice of the whole; where there is no whole, it is the chunk."""
+    stream = loop.stream(expr.output)
+    if not loop.is_whole(expr.output):
+        loop.chunks[expr.output, stream.dim] = got
+        return
+    result = loop.result(expr.output)
+    if _is_dense_slice(loop, expr.output, stream) and _post_into(loop.out, got, result):
+        return
+    loop.out.code.append(
+        Instruction(op="set", fn="set", inputs=(got,), outputs=(result,), source=expr.source)
+    )
+
+
+def _is_dense_slice(loop: _Loop, value: str, stream: Stream) -> bool:
+    """The elements of a chunk lie side by side in the whole buffer."""
+    order, shape = loop.order(value), loop.fusion.values[value].shape
+    outer = order[: order.index(stream.dim)]
+    return order == tuple(range(len(order))) and all(shape[d] == 1 for d in outer)
+
+
+def _post_into(out: Emitter, got: str, result: str) -> bool:
+    """Let a post deliver into the slice itself: no buffer of its own, nothing to copy."""
+    made = [at for at, i in enumerate(out.code) if got in i.outputs]
+    if len(made) != 1 or out.code[made[0]].op != "alloc":
+        return False
+    (chunk,) = (i for i in out.code if result in i.outputs)
+    kept = [i for i in out.code if i is not chunk]
+    kept[made[0]] = chunk
+    out.code[:] = [_with(i, got, result) for i in kept]
+    del out.types[got]
+    return True
+
+
+def _with(i: Instruction, old: str, new: str) -> Instruction:
+    return replace(i, inputs=tuple(new if x == old else x for x in i.inputs))
+
+
+def _whole_source(loop: _Loop, expr: Expr) -> str:
+    """The operand as it was before the loop, dense."""
+    out = loop.out
+    inside, out.code = out.code, loop.outside
+    name = dense(out, expr.reads[0], expr.source)
+    out.code = inside
+    return name
+
+
+def _emit_broadcast(loop: _Loop, expr: Expr) -> None:
+    """Chunk i is what rank i of the axis holds; it sends it to the others."""
+    source, destination, _ = _layouts(loop, expr)
+    (axis,) = (a for a, p in source.by_axis().items() if destination.placement(a) != p)
+    _emit_arrival(loop, expr, "Broadcast", _whole_source(loop, expr), axis)
+
+
+def _emit_exchange(loop: _Loop, expr: Expr) -> None:
+    """Each rank receives what it lacks of the chunk; where nobody lacks any, it is a slice."""
+    source, destination, stream = _layouts(loop, expr)
+    (operand,) = expr.reads
+    shape = loop.fusion.values[operand].shape
+    if not all(isinstance(step, Local) for step in steps(source, destination, shape)):
+        _emit_arrival(loop, expr, "Exchange", operand, None)
+        return
+    name, kind = loop.landing(expr.output), loop.chunk_type(expr.output, stream)
+    op, operands = ("alloc", ()) if 0 in shape else ("narrow", (operand,))
+    _land(loop, expr, loop.out.op(op, name, kind, operands, expr.source))
+
+
+def _emit_arrival(loop: _Loop, expr: Expr, kind: str, current: str, axis: str | None) -> None:
+    source, destination, stream = _layouts(loop, expr)
+    value = loop.fusion.values[expr.output]
+    comm = Communication(
+        kind=kind,
+        source=source,
+        destination=loop.chunk_layout(destination, stream),
+        shape=value.shape,
+        dtype=value.dtype,
+        axis=axis,
+    )
+    name, type_ = loop.landing(expr.output), loop.chunk_type(expr.output, stream)
+    _land(loop, expr, emit_post(loop.out, comm, current, type_, name, expr.source))
+
+
+def _position(loop: _Loop, op: str, rotate: str, n: int) -> Index:
+    """The position along the axis that is i further on, or back."""
+    step = Term("index", loop.name)
+    return calc("mod", calc(op, Term("coord", rotate), step), n)
+
+
+def _emit_ring(loop: _Loop, expr: Expr) -> None:
+    """Receive from the rank i further on what it holds; send one's own to the rank i back."""
+    _, _, stream = _layouts(loop, expr)
+    assert stream.rotate is not None
+    n, axis = stream.count, stream.rotate
+    type_ = loop.chunk_type(expr.output, stream)
+    got = loop.out.op("alloc", loop.landing(expr.output), type_, (), expr.source)
+    to, come = _position(loop, "-", axis, n), _position(loop, "+", axis, n)
+    _emit_transfer(loop, expr, _whole_source(loop, expr), to, got, come)
+    _land(loop, expr, got)
+
+
+def _emit_transfer(
+    loop: _Loop, expr: Expr, sent: str, to: Index, received: str, come: Index
+) -> None:
+    """A send and a receive at once, and their waits."""
+    out, stream = loop.out, loop.stream(expr.output)
+    handles = [out.handle(), out.handle()]
+    along = ("axis", stream.rotate)
+    send = Instruction(op="send", inputs=(sent,), attrs=(("to", to), along))
+    recv = Instruction(op="recv", inputs=(received,), attrs=(("from", come), along))
+    rows = [
+        Instruction(op="group_start"),
+        replace(send, outputs=(handles[0],), source=expr.source),
+        replace(recv, outputs=(handles[1],), source=expr.source),
+        Instruction(op="group_end"),
+        *(Instruction(op="wait", inputs=(h,), source=expr.source) for h in handles),
+    ]
+    out.code += rows
+
+
+def _emit_reduce(loop: _Loop, expr: Expr) -> None:
+    """Chunk i of the sum goes to rank i of the axis, whose part it is."""
+    source, destination, stream = _layouts(loop, expr)
+    (axis,) = (a for a, p in source.by_axis().items() if destination.placement(a) != p)
+    placement = source.placement(axis)
+    assert isinstance(placement, Partial)
+    out, value = loop.out, loop.fusion.values[expr.output]
+    current = dense(out, loop.read(expr.reads[0], stream), expr.source)
+    loop.allocate(expr.output, is_posted=True)
+    comm = Communication(
+        kind="Reduce",
+        source=loop.chunk_layout(source, stream),
+        destination=destination,
+        shape=value.shape,
+        dtype=value.dtype,
+        axis=axis,
+        reduce_op=placement.op,
+    )
+    out.post(comm, current, expr.output, expr.source)
+
+
+def _emit_ring_reduce(loop: _Loop, expr: Expr) -> None:
+    """Send one's part of a chunk to the rank i further on, whose it is; add up what comes."""
+    _, _, stream = _layouts(loop, expr)
+    assert stream.rotate is not None
+    out, n, axis = loop.out, stream.count, stream.rotate
+    current = dense(out, loop.read(expr.reads[0], stream), expr.source)
+    loop.allocate(expr.output)
+    kind = value_type(loop.fusion.values[expr.output])
+    got = out.op("alloc", f"{expr.output}.{loop.name}.recv", kind, (), expr.source)
+    to, come = _position(loop, "+", axis, n), _position(loop, "-", axis, n)
+    _emit_transfer(loop, expr, current, to, got, come)
+    (y,) = (expr.output,)
+    first = Instruction(op="set", fn="set", inputs=(got,), outputs=(y,), source=expr.source)
+    more = Instruction(op="binary", fn="add", inputs=(y, got), outputs=(y,), source=expr.source)
+    test = calc("==", Term("index", loop.name), 0)
+    out.code.append(Instruction(op="if", attrs=(("test", test),), body=(first,), orelse=(more,)))
+
+
+#: form -> what emits a set that goes so.
+_SETS: dict[str, Callable[[_Loop, Expr], None]] = {
+    "chunks": _emit_chunks,
+    "broadcast": _emit_broadcast,
+    "ring": _emit_ring,
+    "exchange": _emit_exchange,
+    "reduce": _emit_reduce,
+    "ring_reduce": _emit_ring_reduce,
+}
+assert _SETS.keys() == FORMS.keys()

@@ -1,0 +1,96 @@
+"""From segments to the host program: local operations, sets, and loops over stream chunks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mdfuse.hir.emit import reuse_inputs
+from mdfuse.hir.emit.loops import emit_loop, loops
+from mdfuse.hir.emit.sets import Emitter, emit_set, local, value_type
+from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.ir.graph import Fusion
+from mdfuse.passes.segmentation import Part
+
+
+def emit(fusion: Fusion, segments: tuple[Part, ...]) -> HostProgram:
+    """The global host program of a fusion whose only changes of layout are sets."""
+    out = Emitter(fusion)
+    for name in fusion.inputs:
+        out.types[name] = value_type(fusion.values[name])
+    for parts in loops(fusion, segments):
+        if parts[0].is_streamed:
+            emit_loop(out, parts)
+        else:
+            _emit_segment(out, parts[0])
+    _require_output_orders(out)
+    out.code.append(Instruction(op="return", inputs=fusion.outputs))
+    program = HostProgram(
+        name=fusion.name,
+        types=out.types,
+        inputs=fusion.inputs,
+        outputs=fusion.outputs,
+        instructions=tuple(out.code),
+    )
+    return reuse_inputs.run(program, fusion.reuse)
+
+
+def _emit_segment(out: Emitter, part: Part) -> None:
+    values = out.fusion.values
+    first = part.exprs[0]
+    if first.op == "set" and values[first.output].is_tensor:
+        emit_set(out, first)
+        return
+    body = tuple(local(e) for e in part.exprs)
+    for expr in part.exprs:
+        out.types[expr.output] = value_type(values[expr.output])
+    if len(body) == 1:
+        out.code.append(body[0])
+        return
+    out.code.append(
+        Instruction(
+            op="launch",
+            fn=part.name,
+            inputs=part.inputs,
+            outputs=part.outputs,
+            body=body,
+            source=first.source,
+        )
+    )
+
+
+def _require_output_orders(out: Emitter) -> None:
+    """The last local op of each output writes it dense, in the order that its value has.
+
+    So it is for every value whose order the user requires. What a communication delivered stays as
+    it is, unless the user requires another order.
+    """
+    for at, instruction in enumerate(out.code):
+        if instruction.op != "alloc":
+            out.code[at] = _ordered(out, instruction)
+
+
+def _ordered(out: Emitter, i: Instruction) -> Instruction:
+    """The instruction, asked for the orders of what it writes."""
+    if i.op == "launch":
+        return replace(i, body=tuple(_ordered(out, j) for j in i.body))
+    value = out.fusion.values.get(i.outputs[0]) if i.outputs else None
+    if value is None or not value.is_tensor:
+        return i
+    if value.name not in out.fusion.outputs and not value.is_order_required:
+        return i
+    if _follows_post(out, i) and (not value.is_order_required or _delivers(i, value.order)):
+        return i
+    return replace(i, order=value.order)
+
+
+def _follows_post(out: Emitter, i: Instruction) -> bool:
+    """The instruction only reads back what a communication delivered (a permute or slice of it)."""
+    if i.op not in ("permute", "narrow") or i.reads[0] in out.fusion.values:
+        return False
+    return i.reads[0].endswith((".recv", ".rows"))
+
+
+def _delivers(i: Instruction, order: tuple[int, ...]) -> bool:
+    """What is read back, of a buffer that is dense in its own order, lies in this one."""
+    dims = i.kwargs.get("dims", range(len(order)))
+    return order == tuple(sorted(range(len(order)), key=lambda d: dims[d]))

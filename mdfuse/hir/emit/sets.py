@@ -1,0 +1,411 @@
+"""Instructions of a `set`: nothing, local slices, or communications with the buffers they need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mdfuse.communication import Communication
+from mdfuse.errors import LayoutError, Source
+from mdfuse.hir.program import BufferType, Instruction, Padding
+from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
+from mdfuse.ir.ops import TABLE
+from mdfuse.ir.writes import has_orders
+from mdfuse.layouts.kinds import SPLITTING
+from mdfuse.layouts.layout import Layout
+from mdfuse.reshard import Local, Step, steps, with_type
+
+
+@dataclass
+class Emitter:
+    """The host program under construction; it lives inside one call of `emit`."""
+
+    fusion: Fusion
+    types: dict[str, BufferType] = field(default_factory=dict)
+    code: list[Instruction] = field(default_factory=list)
+    #: buffers that are dense in their own dim order
+    dense: set[str] = field(default_factory=set)
+    #: buffers that may lie in any order, since one set alone reads them
+    movable: set[str] = field(default_factory=set)
+    posts: int = 0
+
+    def handle(self) -> str:
+        """A new name for a post."""
+        while True:
+            name, self.posts = f"c{self.posts}", self.posts + 1
+            if name not in self.fusion.values:
+                return name
+
+    def post(self, comm: Communication, sent: str, received: str, source: Source | None) -> None:
+        """Append a post and its wait."""
+        handle, buffers = self.handle(), (sent, received)
+        post = Instruction(op="post", inputs=buffers, outputs=(handle,), comm=comm, source=source)
+        self.code += [post, Instruction(op="wait", inputs=(handle,), source=source)]
+
+    def new(self, base: str, kind: BufferType) -> str:
+        name = base if base not in self.types else fresh_name(self.types, base)
+        self.types[name] = kind
+        return name
+
+    def op(
+        self,
+        op: str,
+        output: str,
+        kind: BufferType,
+        inputs: tuple[Any, ...] = (),
+        source: Source | None = None,
+        **attrs: Any,
+    ) -> str:
+        """Append an instruction with one result; returns the name it got."""
+        name = self.new(output, kind)
+        self.code.append(
+            Instruction(
+                op=op,
+                fn=op if op in TABLE else "",
+                inputs=inputs,
+                outputs=(name,),
+                attrs=tuple(attrs.items()),
+                source=source,
+            )
+        )
+        return name
+
+
+def value_type(value: Value) -> BufferType:
+    """The buffer of a fusion value."""
+    return BufferType(dtype=value.dtype, shape=value.shape, layout=value.layout)
+
+
+def local(expr: Expr) -> Instruction:
+    """The instruction of an expression."""
+    row = TABLE[expr.op]
+    return Instruction(
+        op=row.host,
+        fn=row.name,
+        inputs=expr.inputs,
+        outputs=(expr.output,),
+        attrs=expr.attrs,
+        source=expr.source,
+    )
+
+
+def emit_set(out: Emitter, expr: Expr) -> None:
+    """A set: nothing, local slices, or communications with the buffers that they need."""
+    (operand,) = expr.reads
+    source, target = out.fusion.values[operand], out.fusion.values[expr.output]
+    assert source.layout is not None and target.layout is not None
+    squeezed = _without_expanded(source, source.layout, target.layout)
+    if squeezed is not None:
+        _emit_expanded(out, expr, operand, squeezed)
+        return
+    start = len(out.code)
+    emit_steps(out, expr, operand, source.layout, target.layout, source.shape, expr.output)
+    is_plain = target.order == tuple(range(len(target.shape)))
+    if target.is_order_required and not is_plain and out.code[start:]:
+        _copy_delivered(out, expr, start)
+
+
+def _copy_delivered(out: Emitter, expr: Expr, start: int) -> None:
+    """Where the communication wrote the result itself: it lands elsewhere, a set has the order."""
+    name = expr.output
+    if not any(i.op == "alloc" and name in i.outputs for i in out.code[start:]):
+        return
+    landed = out.new(f"{name}.recv", out.types[name])
+    out.code[start:] = [
+        replace(
+            i,
+            inputs=tuple(landed if x == name else x for x in i.inputs),
+            outputs=tuple(landed if x == name else x for x in i.outputs),
+        )
+        for i in out.code[start:]
+    ]
+    out.dense.discard(name)
+    out.code.append(
+        Instruction(op="set", fn="set", inputs=(landed,), outputs=(name,), source=expr.source)
+    )
+
+
+def emit_steps(
+    out: Emitter,
+    expr: Expr,
+    current: str,
+    source: Layout,
+    target: Layout,
+    shape: tuple[int, ...],
+    result: str,
+) -> str:
+    """The steps of one reshard; returns the name of the last buffer, `result` where it is new."""
+    dtype = out.types[current].dtype
+    path = _path(out, expr, source, target, shape)
+    if not path:
+        kind = BufferType(dtype=dtype, shape=shape, layout=target)
+        return out.op("set", result, kind, (current,), expr.source)
+    (first,) = expr.reads
+    if _is_read_once(out, first):
+        out.movable.add(current)
+    for i, step in enumerate(path):
+        name = result if i == len(path) - 1 else fresh_name(out.types, f"{result}.{i}")
+        current = _emit_step(out, with_type(step, shape, dtype), current, shape, name, expr.source)
+    return current
+
+
+def _is_read_once(out: Emitter, value: str) -> bool:
+    """Only one expression reads the value: it may lie as that one likes."""
+    if value not in out.fusion.producers:
+        return False
+    is_free = value not in out.fusion.outputs and len(out.fusion.consumers[value]) == 1
+    return is_free and not out.fusion.values[value].is_order_required
+
+
+def _path(
+    out: Emitter, expr: Expr, source: Layout, target: Layout, shape: tuple[int, ...]
+) -> tuple[Step, ...]:
+    """`steps`, with the user's line in its errors."""
+    try:
+        return steps(source, target, shape)
+    except LayoutError as error:
+        what = f"%{expr.output} = set(%{expr.reads[0]}) from {source} to {target}: {error.what}"
+        where = out.fusion.where(*expr.reads, expr.output)
+        raise LayoutError(what, where=where, because=error.because, hint=error.hint) from None
+
+
+def _emit_step(
+    out: Emitter,
+    step: Step,
+    current: str,
+    shape: tuple[int, ...],
+    result: str,
+    source: Source | None,
+) -> str:
+    dtype = out.types[current].dtype
+    kind = BufferType(dtype=dtype, shape=shape, layout=step.destination)
+    if isinstance(step, Local):
+        if step.kind == "empty":
+            return out.op("alloc", result, kind, (), source)
+        op = "narrow" if step.kind == "slice" else step.kind
+        return out.op(op, result, kind, (current,), source)
+    if step.kind == "AllToAll":
+        return _emit_all_to_all(out, step, current, result, source)
+    if step.kind in SPLITTING:
+        return _emit_split_outermost(out, step, current, result, source)
+    if step.kind != "Exchange":
+        current = dense(out, current, source)
+    return emit_post(out, step, current, kind, result, source)
+
+
+def emit_post(
+    out: Emitter,
+    comm: Communication,
+    current: str,
+    kind: BufferType,
+    result: str,
+    source: Source | None,
+) -> str:
+    """alloc, post, wait."""
+    name = out.op("alloc", result, kind, (), source)
+    out.dense.add(name)
+    out.post(comm, current, name, source)
+    return name
+
+
+def _emit_split_outermost(
+    out: Emitter, comm: Communication, current: str, result: str, source: Source | None
+) -> str:
+    """Bring the split dim to the front, round it up, post, and undo both."""
+    assert comm.dim is not None
+    dtype, shape = out.types[current].dtype, comm.shape
+    rank = len(shape)
+    front = comm.front()
+    sides = ("block", "team") if comm.whole() == comm.destination else ("team", "block")
+    padded = not _divides(comm)
+
+    is_moved = front != tuple(range(rank))
+    dim = front.index(comm.dim)
+    split = comm.dim
+
+    def kind(layout: Layout, side: Any) -> BufferType:
+        axis = comm.axis if comm.axis in layout.split_axes(split) else None
+        padding = Padding(side=side, dim=dim, parts=comm.size, axis=axis) if padded else None
+        return BufferType(
+            dtype=dtype,
+            shape=tuple(shape[d] for d in front),
+            layout=layout.permuted(front),
+            padding=padding,
+        )
+
+    before, after = kind(comm.source, sides[0]), kind(comm.destination, sides[1])
+    if is_moved:
+        view = replace(before, padding=None)
+        lies_so = not padded and _moves_producer(out, current, front)
+        current = out.op("permute", f"{result}.send", view, (current,), source, dims=front)
+        if not padded and not lies_so:
+            out.code[-1] = replace(out.code[-1], order=tuple(range(rank)))
+    elif not padded:
+        current = dense(out, current, source)
+    if padded:
+        current = out.op("pad", f"{result}.pad", before, (current,), source, dim=dim)
+    name = f"{result}.recv" if is_moved or padded else result
+    current = emit_post(out, comm, current, after, name, source)
+    if padded:
+        name = f"{result}.rows" if is_moved else result
+        current = out.op("narrow", name, replace(after, padding=None), (current,), source)
+    return _put_back(out, comm, front, current, result, source) if is_moved else current
+
+
+def _put_back(
+    out: Emitter,
+    comm: Communication,
+    front: tuple[int, ...],
+    current: str,
+    result: str,
+    source: Source | None,
+) -> str:
+    """What arrived with its dims in the order `front`, in their own order again: a view."""
+    back = tuple(front.index(d) for d in range(len(front)))
+    whole = BufferType(dtype=out.types[current].dtype, shape=comm.shape, layout=comm.destination)
+    return out.op("permute", result, whole, (current,), source, dims=back)
+
+
+def _divides(comm: Communication) -> bool:
+    """All blocks of all teams are surely equally long."""
+    assert comm.dim is not None
+    parts = comm.size
+    for axis in comm.whole().split_axes(comm.dim):
+        parts *= comm.whole().mesh.axis_size(axis)
+    return comm.shape[comm.dim] % parts == 0
+
+
+def _emit_all_to_all(
+    out: Emitter, comm: Communication, current: str, result: str, source: Source | None
+) -> str:
+    """Pack one block per member, post, and read the result with the joined dim in front."""
+    assert comm.dim is not None
+    dtype, shape = out.types[current].dtype, comm.shape
+    rank = len(shape)
+    packed = BufferType(dtype=dtype, shape=shape, layout=comm.source, flat=True)
+    attrs = {"dim": comm.dim, "to_dim": comm.to_dim, "axis": comm.axis}
+    current = out.op("pack", f"{result}.send", packed, (current,), source, **attrs)
+    front = (comm.dim, *(d for d in range(rank) if d != comm.dim))
+    kind = BufferType(
+        dtype=dtype,
+        shape=tuple(shape[d] for d in front),
+        layout=comm.destination.permuted(front),
+    )
+    if front == tuple(range(rank)):
+        return emit_post(out, comm, current, kind, result, source)
+    current = emit_post(out, comm, current, kind, f"{result}.recv", source)
+    return _put_back(out, comm, front, current, result, source)
+
+
+def dense(out: Emitter, name: str, source: Source | None) -> str:
+    """The buffer, dense in its own dim order: asked of the op that writes it, else by a set."""
+    if name in out.dense:
+        return name
+    out.dense.add(name)
+    order = tuple(range(len(out.types[name].shape)))
+    if not _lies_otherwise(out, name, order) and _ask_producer(out, out.code, name, order):
+        return name
+    copy = out.op("set", f"{name}.dense", out.types[name], (name,), source)
+    out.code[-1] = replace(out.code[-1], order=order)
+    out.dense.discard(name)
+    out.dense.add(copy)
+    return copy
+
+
+def _lies_otherwise(out: Emitter, name: str, order: tuple[int, ...]) -> bool:
+    """The buffer is a program output, or has a required order, and is written in another order.
+
+    What is written into an input lies as the caller's tensor does.
+    """
+    value = out.fusion.values.get(name)
+    if value is None or value.order == order:
+        return name in out.fusion.reuse
+    return name in out.fusion.outputs or value.is_order_required
+
+
+def _moves_producer(out: Emitter, name: str, order: tuple[int, ...]) -> bool:
+    """Let the op that writes a buffer write it in the order that is posted, if it can: no copy."""
+    return name in out.movable and _ask_producer(out, out.code, name, order)
+
+
+def _ask_producer(out: Emitter, code: list[Instruction], name: str, order: tuple[int, ...]) -> bool:
+    """Require a memory order of the local op that writes a buffer; False where there is none.
+
+    Through permutations and sets, which are views. Another order than the plain one is only asked
+    of an op that writes it without a copy.
+    """
+    for at, i in enumerate(code):
+        if name not in i.outputs:
+            continue
+        if i.op == "launch":
+            body = list(i.body)
+            is_asked = _ask_producer(out, body, name, order)
+            code[at] = replace(i, body=tuple(body))
+            return is_asked
+        if i.fn in ("permute", "set") and i.order is None:
+            (of,), dims = i.reads, i.kwargs.get("dims", range(len(order)))
+            below = tuple(dims[d] % len(dims) for d in order)
+            return _is_read_once(out, of) and _ask_producer(out, code, of, below)
+        if not _may_ask(out, i, order):
+            return False
+        code[at] = replace(i, order=order)
+        return True
+    return False
+
+
+def _may_ask(out: Emitter, i: Instruction, order: tuple[int, ...]) -> bool:
+    row = TABLE.get(i.fn)
+    if row is None or row.is_view:
+        return False
+    ranks = [len(out.types[x].shape) for x in i.reads]
+    is_plain = order == tuple(range(len(order)))
+    return is_plain or has_orders(row.name, row.host, order, ranks)
+
+
+# -- expanded dims do not travel -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Squeezed:
+    """A reshard with the expanded dims taken down to extent 1."""
+
+    dims: tuple[int, ...]
+    shape: tuple[int, ...]
+    source: Layout
+    target: Layout
+
+
+def _without_expanded(value: Value, source: Layout, target: Layout) -> _Squeezed | None:
+    dims = tuple(sorted(value.expanded))
+    if not dims or source == target or any(_some_rank_is_empty(value, source, d) for d in dims):
+        return None
+    kept = {d: d for d in range(len(value.shape)) if d not in dims}
+    shape = tuple(1 if d in dims else n for d, n in enumerate(value.shape))
+    return _Squeezed(dims, shape, source.with_dims(kept), target.with_dims(kept))
+
+
+def _some_rank_is_empty(value: Value, layout: Layout, dim: int) -> bool:
+    last = tuple(n - 1 for n in layout.mesh.shape)
+    start, stop = layout.intervals_at(value.shape, last)[dim]
+    return start == stop
+
+
+def _emit_expanded(out: Emitter, expr: Expr, operand: str, squeezed: _Squeezed) -> None:
+    """Take one element of the expanded dims, reshard that, expand again."""
+    target = out.fusion.values[expr.output]
+    dtype = target.dtype
+    narrow = BufferType(dtype=dtype, shape=squeezed.shape, layout=squeezed.source)
+    taken = out.op(
+        "unexpand", f"{expr.output}.one", narrow, (operand,), expr.source, dims=squeezed.dims
+    )
+    moved = emit_steps(
+        out,
+        expr,
+        taken,
+        squeezed.source,
+        squeezed.target,
+        squeezed.shape,
+        fresh_name(out.types, f"{expr.output}.moved"),
+    )
+    kind = value_type(target)
+    out.op("expand", expr.output, kind, (moved,), expr.source, shape=kind.shape)

@@ -1,0 +1,1 @@
+"""Passes over host programs, one per file."""

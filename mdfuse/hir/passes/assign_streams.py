@@ -1,0 +1,216 @@
+"""Spread loops over chunks across streams, so that iterations, or copies and compute, overlap.
+
+    for %i in 0..4 {                            %caller = get_stream
+      %x.i: … = chunk(%x)                       for %s in 0..2 {
+      %y.i: … = chunk(%y)                         set_stream %s
+      %y.i = add(%x.i, 1.0)                       sync %caller
+    }                                   ->      }
+                                                for %i in 0..4 {
+                                                  set_stream %i mod 2
+                                                  …
+                                                }
+                                                set_stream %caller
+                                                for %s in 0..2 {
+                                                  sync %s
+                                                }
+
+The streams wait for the caller's stream before their first work; it waits for them at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from mdfuse.config import Options
+from mdfuse.extents.index import Index, calc, loop
+from mdfuse.hir.instructions import POSTS, op_of, row_of
+from mdfuse.hir.program import BufferType, HostProgram, Instruction
+from mdfuse.ir.graph import fresh_name
+
+name = "assign_streams"
+
+#: The streams of the policy copy_compute.
+COMPUTE, TRANSFER = 0, 1
+
+#: What goes with the transfers. An `alloc` does, since most make what arrives a place; an `if`
+#: adds up what arrives.
+_TRANSFERS = (*POSTS, "wait", "alloc", "if")
+#: What is worth a stream of its own.
+_CONTRACTIONS = ("matmul", "linear", "attention")
+
+
+def run(program: HostProgram, options: Options) -> HostProgram:
+    """Return the program with its loops on streams."""
+    if options.streams == 1 or not any(i.op == "for" for i in program.instructions):
+        return program
+    types = dict(program.types)
+    caller, s = fresh_name(types, "caller"), fresh_name(types, "s")
+    code: list[Instruction] = [Instruction(op="get_stream", outputs=(caller,))]
+    for i in program.instructions:
+        code += _on_streams(i, options, caller, s) if i.op == "for" else [i]
+    if any(s in i.outputs for i in code):
+        types[s] = BufferType(dtype=torch.int64)
+    return replace(program, types=types, instructions=tuple(code))
+
+
+def _on_streams(i: Instruction, options: Options, caller: str, s: str) -> list[Instruction]:
+    """A loop with its streams, which the caller's stream joins; `s` counts them."""
+    back = Instruction(op="set_stream", inputs=(caller,))
+    wait = Instruction(op="sync", inputs=(caller,))
+    if _policy(i, options) == "copy_compute":
+        body = _copy_compute(i.body)
+        used = {j.kwargs["stream"] for j in body if j.op == "set_stream"}
+    else:
+        used = set(range(min(options.streams, i.kwargs["stop"])))
+        body = (_set_stream(calc("mod", loop(i.outputs[0]), len(used))), *i.body)
+    if len(used) == 1:
+        (only,) = used
+        body = tuple(j for j in body if j.op != "set_stream")
+        return [_set_stream(only), wait, replace(i, body=body), back, _sync(only)]
+    over = Instruction(
+        op="for", outputs=(s,), attrs=(("start", 0), ("stop", len(used)), ("step", 1))
+    )
+    return [
+        replace(over, body=(_set_stream(loop(s)), wait)),
+        replace(i, body=body),
+        back,
+        replace(over, body=(_sync(loop(s)),)),
+    ]
+
+
+def _policy(i: Instruction, options: Options) -> str:
+    if _adds_up(i):
+        return "copy_compute"  # what all iterations write is written on one stream
+    if options.stream_policy != "auto":
+        return options.stream_policy
+    return "copy_compute" if any(j.op in POSTS for j in i.walk()) else "round_robin"
+
+
+def _adds_up(i: Instruction) -> bool:
+    """Some iterations write what others have written."""
+    return any(j.op == "if" for j in i.walk())
+
+
+def _set_stream(stream: Index) -> Instruction:
+    return Instruction(op="set_stream", attrs=(("stream", stream),))
+
+
+def _sync(stream: Index) -> Instruction:
+    return Instruction(op="sync", attrs=(("stream", stream),))
+
+
+@dataclass
+class _Assigned:
+    """A loop body whose copies go to one stream and whose computations to another.
+
+    Small computations on what arrives from a transfer of computed values stay with the transfers:
+    the next iteration's large ones, queued behind them, need not wait for that transfer. Not so
+    where others compute what arrives, as in a pipeline, and not behind a large computation on it.
+    """
+
+    code: list[Instruction] = field(default_factory=list)
+    #: name -> the stream on which it was written last
+    homes: dict[str, int] = field(default_factory=dict)
+    #: handle -> the buffers that its post uses
+    posted: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    #: names that the other stream already waited for
+    known: set[str] = field(default_factory=set)
+    #: names that have a buffer: what computes them once more writes there
+    bound: set[str] = field(default_factory=set)
+    #: names that a transfer of computed values brought, and what follows from them
+    late: set[str] = field(default_factory=set)
+    current: int | None = None
+
+    def add(self, members: list[Instruction]) -> None:
+        """Append an instruction, or a group of posts."""
+        stream = TRANSFER if len(members) > 1 else self.stream_of(members[0])
+        self.bound.update(n for i in members for n in i.outputs)
+        if stream != COMPUTE:
+            self.note_late(members)
+        if stream is None:
+            self.pass_on(members[0])
+            return
+        if stream != self.current:
+            self.code.append(_set_stream(stream))
+            self.current = stream
+        names = {n for i in members for n in self.touched(i)}
+        away = {n for n in names if self.homes.get(n, stream) != stream} - self.known
+        if away:
+            self.code.append(_sync(1 - stream))
+            self.known.update(n for n, home in self.homes.items() if home != stream)
+        for i in members:
+            for n in (*_written(i), *(self.touched(i) if i.op == "wait" else ())):
+                self.homes[n] = stream
+                self.known.discard(n)
+        self.code += members
+
+    def stream_of(self, i: Instruction) -> int | None:
+        """Where an instruction goes; None where it does no work."""
+        if i.op in _TRANSFERS:
+            return TRANSFER
+        row, op = row_of(i), op_of(i)
+        if i.op == "launch" or (op is not None and not op.is_view):
+            is_small = all(j.op not in _CONTRACTIONS for j in i.walk())
+            return TRANSFER if is_small and not self.late.isdisjoint(i.reads) else COMPUTE
+        is_view = i.op == "free" or (row is not None and row.is_pure_view)
+        if is_view and i.order is None and self.bound.isdisjoint(i.outputs):
+            return None
+        return self.homes.get(i.reads[0], TRANSFER)  # a copy is made where the data is
+
+    def note_late(self, members: list[Instruction]) -> None:
+        """What is written is late where something that is read is."""
+        reads = [n for i in members if i.op != "wait" for j in i.walk() for n in j.reads]
+        is_post = any(i.op in POSTS and _comes_back(i) for i in members)
+        if any(n in self.late or (is_post and self.homes.get(n) == COMPUTE) for n in reads):
+            self.late.update(n for i in members for n in _written(i))
+
+    def pass_on(self, i: Instruction) -> None:
+        """A view is where what it shows is."""
+        if i.outputs and i.reads and i.reads[0] in self.homes:
+            self.homes[i.outputs[0]] = self.homes[i.reads[0]]
+            if i.reads[0] in self.known:
+                self.known.add(i.outputs[0])
+        self.code.append(i)
+
+    def touched(self, i: Instruction) -> Iterable[str]:
+        for j in i.walk():
+            yield from (*j.reads, *j.outputs)
+            if j.op in POSTS:
+                self.posted[j.outputs[0]] = j.reads
+            if j.op == "wait":
+                yield from self.posted.get(j.reads[0], ())
+
+
+def _comes_back(i: Instruction) -> bool:
+    """Some rank that computes what is posted receives what arrives."""
+    if i.comm is None:
+        return True
+    return not set(i.comm.source.mesh.ranks).isdisjoint(i.comm.destination.mesh.ranks)
+
+
+def _copy_compute(body: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
+    assigned = _Assigned()
+    for members in _grouped(body):
+        assigned.add(members)
+    return tuple(assigned.code)
+
+
+def _grouped(body: tuple[Instruction, ...]) -> list[list[Instruction]]:
+    """The instructions one by one; those from group_start to group_end together."""
+    found: list[list[Instruction]] = []
+    is_open = False
+    for i in body:
+        if is_open:
+            found[-1].append(i)
+        else:
+            found.append([i])
+        is_open = i.op == "group_start" or (is_open and i.op != "group_end")
+    return found
+
+
+def _written(i: Instruction) -> Iterable[str]:
+    for j in i.walk():
+        yield from j.reads[-1:] if j.op in ("post", "recv") else j.outputs

@@ -1,0 +1,119 @@
+"""Let a rank that only sends wait when it sends next: what it computes meanwhile overlaps.
+
+    %c0 = post broadcast(%a) …                      %c0 = post broadcast(%a) …
+    wait %c0                                        %b = matmul(%x, %w)
+    free %a                                         wait %c0
+    %b = matmul(%x, %w)                    ->       free %a
+    %c1 = post broadcast(%b) …                      %c1 = post broadcast(%b) …
+    wait %c1                                        wait %c1
+    return                                          return
+
+A program for all ranks waits where what arrives is used, which is nothing on a rank to which
+nothing comes. There the wait stands before the next such post, so that one buffer more is alive,
+or before what writes where the post reads, or at the end. It stays on its stream.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.storage import storage
+
+
+def run(program: HostProgram) -> HostProgram:
+    """A projection with such waits moved down, in each block by itself."""
+    if not any(_only_sends(i) for i in program.walk()):
+        return program
+    block = _Block(program, storage(program))
+    return replace(program, instructions=block.moved(program.instructions))
+
+
+def _only_sends(i: Instruction) -> bool:
+    return i.op == "post" and isinstance(i.inputs[0], str) and not isinstance(i.inputs[1], str)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """What is known of the buffers of a program while its blocks are gone through."""
+
+    program: HostProgram
+    shared: Mapping[str, str]
+
+    def memory(self, name: str) -> str:
+        root = self.program.root(name)
+        return self.shared.get(root, root)
+
+    def moved(self, block: Sequence[Instruction]) -> tuple[Instruction, ...]:
+        """The block with its waits moved down, and with them the frees of what was sent."""
+        code = [self.inside(i) for i in block]
+        sent = {i.outputs[0]: self.memory(i.reads[0]) for i in code if _only_sends(i)}
+        late: dict[int, list[Instruction]] = defaultdict(list)
+        kept: list[Instruction | None] = list(code)
+        current: Instruction | None = None
+        for n, i in enumerate(code):
+            current = i if i.op == "set_stream" else current
+            if i.op == "wait" and not i.attrs and i.reads[0] in sent:
+                source = sent[i.reads[0]]
+                to = self.place(code, n, current, source)
+                kept[n] = None
+                late[to] += [i, *self.parted(kept, range(n + 1, to), source)]
+        done = [(*late[n], *((i,) if i is not None else ())) for n, i in enumerate([*kept, None])]
+        return tuple(i for row in done for i in row)
+
+    def inside(self, i: Instruction) -> Instruction:
+        if i.op not in ("for", "if"):
+            return i
+        return replace(i, body=self.moved(i.body), orelse=self.moved(i.orelse))
+
+    def place(
+        self, code: Sequence[Instruction], at: int, stream: Instruction | None, source: str
+    ) -> int:
+        """Before which instruction a wait may stand at the latest.
+
+        Args:
+            code: the block.
+            at: where it stands.
+            stream: what switched to the stream that is current there.
+            source: the memory that is being sent.
+        """
+        best, current = at + 1, stream
+        for n in range(at + 1, len(code)):
+            i = code[n]
+            if current == stream:
+                best = n
+            if i.op in _STOPS or _only_sends(i) or self.writes(i, source):
+                return best
+            if i.op == "sync" and current != stream:
+                return best  # another stream waits for what this one has waited for
+            current = i if i.op == "set_stream" else current
+        return len(code) if current == stream else best
+
+    def writes(self, i: Instruction, source: str) -> bool:
+        """It may change what is being sent."""
+        written = [n for j in i.walk() for n in (*j.outputs, *_received(j))]
+        return any(self.memory(n) == source for n in written)
+
+    def parted(
+        self, code: list[Instruction | None], places: Iterable[int], source: str
+    ) -> Iterator[Instruction]:
+        """Take the frees of what is being sent out of a piece of the code."""
+        for n in places:
+            i = code[n]
+            if i is None or i.op != "free":
+                continue
+            gone = tuple(x for x in i.reads if self.memory(x) == source)
+            others = tuple(x for x in i.reads if x not in gone)
+            code[n] = replace(i, inputs=others) if others else None
+            if gone:
+                yield replace(i, inputs=gone)
+
+
+#: What a wait does not pass.
+_STOPS = ("return", "for", "if", "barrier", "group_start")
+
+
+def _received(i: Instruction) -> tuple[str, ...]:
+    return i.reads[-1:] if i.op in ("post", "recv") else ()

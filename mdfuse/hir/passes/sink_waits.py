@@ -1,0 +1,95 @@
+"""Let waits stand where the data is needed, behind all independent work.
+
+    %c0 = post allgather(%a) -> %b                  %c0 = post allgather(%a) -> %b
+    wait %c0                                        %d = matmul(%x, %w)
+    %v = permute(%b, dims=[1,0])            ->      wait %c0
+    %d = matmul(%x, %w)                             %v = permute(%b, dims=[1,0])
+    %e = add(%v, %d)                                %e = add(%v, %d)
+
+Views of what arrives go with the wait. Posts keep their order, which is the same on all ranks. A
+wait stays in its block: an iteration of a loop ends with all its posts done. It stands before what
+writes where the post reads, as an output does that is written into an input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from mdfuse.config import Options
+from mdfuse.hir.instructions import POSTS, row_of
+from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.storage import storage
+
+name = "sink_waits"
+
+
+@dataclass(eq=False)
+class _Deferred:
+    """A wait that was put off, with the views of what it waits for.
+
+    Attributes:
+        instructions: the wait and the views.
+        names: what must not be used before it.
+        sources: the memory that must not be written before it.
+    """
+
+    instructions: list[Instruction]
+    names: set[str] = field(default_factory=set)
+    sources: set[str] = field(default_factory=set)
+
+
+def run(program: HostProgram, options: Options) -> HostProgram:
+    """Return the program with its waits moved down."""
+    block = _block(program, program.instructions, storage(program), set(program.inputs))
+    return replace(program, instructions=block)
+
+
+def _block(
+    program: HostProgram,
+    block: tuple[Instruction, ...],
+    shared: Mapping[str, str],
+    before: set[str],
+) -> tuple[Instruction, ...]:
+    """A block with its waits moved down.
+
+    Args:
+        program: that the block is part of.
+        block: the instructions.
+        shared: name -> the name whose memory it may share.
+        before: the buffers that there are before the block.
+    """
+    done: list[Instruction] = []
+    waiting: list[_Deferred] = []
+    #: handle -> the buffers that its post uses
+    posted: dict[str, set[str]] = {}
+    reads: dict[str, set[str]] = {}
+    bound = set(before)
+    for i in block:
+        if i.op in POSTS:
+            posted[i.outputs[0]] = set(i.reads if i.op != "post" else i.reads[-1:])
+            reads[i.outputs[0]] = {shared[x] for x in i.reads if x in shared}
+        touched = {x for j in i.walk() for x in (*j.reads, *j.outputs)}
+        outputs = {x for j in i.walk() for x in j.outputs}
+        written = {shared[x] for x in outputs if x in shared and program.root(x) in bound}
+        needed = [d for d in waiting if d.names & touched or d.sources & written]
+        if i.op == "wait":
+            waiting.append(_Deferred([i], posted[i.reads[0]], reads[i.reads[0]]))
+        elif len(needed) == 1 and _is_view(i) and bound.isdisjoint(map(program.root, i.outputs)):
+            needed[0].instructions.append(i)
+            needed[0].names.update(i.outputs)
+        else:
+            for d in waiting if i.op == "return" else needed:
+                done += d.instructions
+            waiting = [] if i.op == "return" else [d for d in waiting if d not in needed]
+            done.append(
+                replace(i, body=_block(program, i.body, shared, bound)) if i.op == "for" else i
+            )
+        bound.update(map(program.root, i.outputs))
+    return (*done, *(i for d in waiting for i in d.instructions))
+
+
+def _is_view(i: Instruction) -> bool:
+    """It reads no element, so it may stand before or after others as it likes."""
+    row = row_of(i)
+    return i.order is None and row is not None and row.is_pure_view

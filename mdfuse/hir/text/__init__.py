@@ -1,0 +1,1 @@
+"""Host programs as text: what prints them, and what reads them back."""

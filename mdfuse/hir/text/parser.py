@@ -1,0 +1,490 @@
+"""Read the text of a host program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from lark import Lark, Token
+from lark.exceptions import UnexpectedInput
+
+from mdfuse.communication import Communication
+from mdfuse.errors import MdfuseError, ProgramError
+from mdfuse.extents.index import DEEPEST, Term
+from mdfuse.hir.forms import (
+    attributes_problem,
+    check_nesting,
+    kind_problem,
+    problem,
+    program_problem,
+    refuse,
+)
+from mdfuse.hir.instructions import CALLS, INSTRUCTIONS
+from mdfuse.hir.program import BufferType, HostProgram, Instruction
+from mdfuse.hir.text.values import (
+    Node,
+    before_of,
+    dtype_of,
+    extents_of,
+    int_of,
+    mesh_of,
+    name_of,
+    operand_of,
+    order_of,
+    padding_of,
+    placement_of,
+    rank_of,
+    settings_of,
+    team_text,
+    tokens,
+    trees,
+    value_of,
+)
+from mdfuse.ir.ops import TABLE
+from mdfuse.layouts.kinds import KINDS
+from mdfuse.layouts.layout import Layout, Placement, Stream
+from mdfuse.mesh import DeviceMesh
+
+#: What stands for the type of what has none.
+_NUMBER = BufferType(dtype=torch.int64)
+_KINDS = {kind.lower(): kind for kind in KINDS}
+#: A tree of a program whose blocks and expressions are nested as deeply as they may be.
+_DEEPEST_TREE = 4 * DEEPEST
+
+
+def parse(text: str) -> HostProgram:
+    """The program that `str(program)` printed; comments are not read.
+
+    Raises:
+        ProgramError: the text is no host program; the message shows where.
+
+    >>> program = parse('''
+    ... host @double on mesh(x=2) {
+    ...   input %x: f32[2] of [4] (x=S0)
+    ...   %y: f32[2] of [4] (x=S0) = add(%x, %x)
+    ...   return %y
+    ... }''')
+    >>> parse(str(program)) == program
+    True
+    """
+    if not isinstance(text, str):
+        raise ProgramError(
+            f"a {type(text).__name__} is no text of a program", hint="pass what str(program) gives"
+        )
+    try:
+        tree = _parser().parse(text)
+    except UnexpectedInput as error:
+        raise _no_program(error, text) from None
+    _check_depth(tree)
+    return _Reader(text.splitlines()).program(tree)
+
+
+def _no_program(error: UnexpectedInput, text: str) -> ProgramError:
+    at = (error.line, error.column)
+    place = f"line {at[0]}, column {at[1]}" if all(isinstance(n, int) and n > 0 for n in at) else ""
+    context = error.get_context(text).rstrip().splitlines() if place else ()
+    return ProgramError(
+        f"{place or 'the end of the text'} is no host program",
+        where=context or "host …",
+        hint="docs/host_ir_grammar.md has the grammar",
+    )
+
+
+def _check_depth(tree: Node) -> None:
+    """Raise ProgramError where a tree is nested too deeply to go through."""
+    level: list[Node] = [tree]
+    for _ in range(_DEEPEST_TREE):
+        level = [child for t in level for child in trees(t)]
+        if not level:
+            return
+    raise ProgramError(
+        "blocks, lists or index expressions are nested too deeply",
+        where="host …",
+        because=f"at most {DEEPEST} are one inside the other",
+        hint="one loop over i, with i // n and i mod n, does what two do",
+    )
+
+
+@cache
+def _parser() -> Lark:
+    grammar = Path(__file__).with_name("grammar.lark").read_text(encoding="utf-8")
+    return Lark(grammar, start="program", parser="lalr", propagate_positions=True)
+
+
+class _Reader:
+    """From trees to IR; knows the meshes that the header named and the types read so far."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        self.lines = lines
+        self.meshes: list[DeviceMesh] = []
+        self.rank: int | None = None
+        self.types: dict[str, BufferType] = {}
+        self.streams: set[str] = set()
+        #: each instruction with the tree that it was read from
+        self.read: list[tuple[Instruction, Node]] = []
+        #: the error that is on its way out, with its place
+        self.found: ProgramError | None = None
+
+    def program(self, tree: Node) -> HostProgram:
+        self.header(tree)
+        inputs: list[str] = []
+        aliases: dict[str, str] = {}
+        for item in trees(tree):
+            if item.data in ("input", "alias"):
+                with self.at(item):
+                    self.declare(item, inputs, aliases)
+        self.type_aliases(aliases)
+        (block,) = trees(tree, "block")
+        instructions = self.block(block)
+        outputs = next((i.reads for i in instructions if i.op == "return"), ())
+        program = HostProgram(
+            name=str(tokens(tree)[0]),
+            types=self.in_order_of_meshes(),
+            inputs=tuple(inputs),
+            outputs=outputs,
+            instructions=instructions,
+            aliases=aliases,
+            rank=self.rank,
+        )
+        self.check(program)
+        return program
+
+    def header(self, tree: Node) -> None:
+        for n, item in enumerate(trees(tree, "mesh_def")):
+            with self.at(item):
+                named = tokens(item)
+                if named and str(named[0]) != f"m{n}":
+                    raise ProgramError(
+                        f"mesh {n} is named {named[0]}",
+                        because="the meshes are m0, m1, … in the order of the first line",
+                        hint=f"name it m{n}",
+                    )
+                self.meshes.append(mesh_of(item))
+        for item in trees(tree, "rank"):
+            with self.at(item):
+                self.rank = rank_of(item)
+
+    def declare(self, item: Node, inputs: list[str], aliases: dict[str, str]) -> None:
+        """An input, or an alias."""
+        name, *of = map(name_of, tokens(item))
+        if name in (aliases if of else inputs):
+            raise ProgramError(f"%{name} is declared twice", hint="leave one out")
+        for kind in trees(item):
+            self.bind(name, kind)
+        if of:
+            aliases[name] = of[0]
+        else:
+            inputs.append(name)
+
+    def check(self, program: HostProgram) -> None:
+        """Raise ProgramError where something is not of the form that it must have."""
+        check_nesting(program)
+        for i, tree in self.read:
+            with self.at(tree):
+                refuse(problem(i, program.types, program.rank))
+        refuse(program_problem(program))
+        for name in program.outputs:
+            if name not in self.types:
+                raise ProgramError(f"return of undefined %{name}", hint="define it, or drop it")
+
+    # -- places ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def at(self, tree: Node) -> Iterator[None]:
+        """What is wrong inside is told with the line of the text."""
+        try:
+            yield
+        except MdfuseError as error:
+            if error is self.found:
+                raise
+            self.found = ProgramError(
+                error.what, where=self.place(tree), because=error.because, hint=error.hint
+            )
+            raise self.found from error
+
+    def place(self, tree: Node) -> str:
+        line = getattr(tree.meta, "line", 0)
+        return f"line {line}: {self.lines[line - 1].strip()}" if line else "host …"
+
+    def in_order_of_meshes(self) -> dict[str, BufferType]:
+        """The types such that the program numbers its meshes as the first line does."""
+
+        def number(kind: BufferType) -> int:
+            return self.meshes.index(kind.layout.mesh) if kind.layout is not None else -1
+
+        return dict(sorted(self.types.items(), key=lambda named: number(named[1])))
+
+    def type_aliases(self, aliases: dict[str, str]) -> None:
+        """Of an alias and what it stands for, one has the type of the other where it has none."""
+        for _ in aliases:
+            for name, of in aliases.items():
+                for this, other in ((name, of), (of, name)):
+                    if this not in self.types and other in self.types:
+                        self.types[this] = self.types[other]
+
+    def block(self, block: Node) -> tuple[Instruction, ...]:
+        """The instructions of a block, inputs and aliases left out."""
+        found = [t for t in trees(block) if t.data not in ("input", "alias")]
+        return tuple(map(self.statement, found))
+
+    def statement(self, tree: Node) -> Instruction:
+        with self.at(tree):
+            i = self.instruction(tree)
+        self.read.append((i, tree))
+        return i
+
+    # -- types -----------------------------------------------------------------------------------
+
+    def layout(self, name: Token | None, tree: Node) -> Layout:
+        index = int_of(name[1:]) if name else 0
+        if index >= len(self.meshes):
+            raise ProgramError(f"there is no mesh m{index}", hint="name it in the first line")
+        placements: dict[str, Placement] = {}
+        order: dict[int, list[str]] = {}
+        stream = None
+        for item in trees(tree):
+            first, *rest = tokens(item)
+            match item.data:
+                case "placement":
+                    placements[str(first)] = placement_of(str(rest[0]))
+                case "split_order":
+                    dim, *axes = rest
+                    order[int_of(dim)] = [str(axis) for axis in axes]
+                case _:
+                    stream = self.stream(item)
+        return Layout(self.meshes[index], placements, order, stream)
+
+    def stream(self, tree: Node) -> Stream:
+        _, dim, *axis = tokens(tree)
+        chunks, *index = map(value_of, trees(tree))
+        stream = Stream(int_of(dim), chunks, str(axis[0]) if axis else None)
+        return stream.at(index[0]) if index else stream
+
+    def type(self, tree: Node) -> BufferType:
+        dtype = dtype_of(tokens(tree)[0])
+        if tree.data == "scalar":
+            return BufferType(dtype=dtype)
+        extents = [extents_of(t) for t in trees(tree, "extents")]
+        if not extents:
+            raise ProgramError(
+                "none, without `of [...]`", hint="the global extents stand behind of"
+            )
+        (item,) = trees(tree, "layout")
+        named = next((t for t in tokens(tree) if t.type == "LAYOUT_NAME"), None)
+        layout = self.layout(named, item)
+        padding = next((padding_of(t, layout) for t in trees(tree, "padding")), None)
+        flat = any(t.type == "FLAT" for t in tokens(tree))
+        return BufferType(dtype=dtype, shape=extents[-1], layout=layout, padding=padding, flat=flat)
+
+    def bind(self, name: str, tree: Node) -> None:
+        """The type of a name, where it is bound first."""
+        kind = self.type(tree)
+        refuse(kind_problem(name, kind))
+        if self.types.get(name, kind) != kind:
+            raise ProgramError(
+                f"%{name} has two types",
+                because="the type stands where a name is bound first, and is one",
+                hint="leave the second one out, or name it otherwise",
+            )
+        self.types[name] = kind
+        if kind.layout is not None:
+            self.check_extents(name, kind, tree)
+
+    def check_extents(self, name: str, kind: BufferType, tree: Node) -> None:
+        """The local extents that are written are those that follow from the layout."""
+        assert kind.layout is not None
+        is_here = self.rank is None or self.rank in kind.layout.mesh
+        local = kind.local_shape(self.rank) if is_here else None
+        is_none = any(t.type == "NONE" for t in tokens(tree))
+        written = None if is_none else extents_of(trees(tree, "extents")[0])
+        if written == local:
+            return
+        shown = "none" if written is None else list(written)
+        raise ProgramError(
+            f"%{name} has {shown} of {list(kind.shape)}",
+            because=f"a rank's part with the layout {kind.layout} is "
+            + ("none" if local is None else f"{list(local)}"),
+            hint="the local extents come first, then `of` and the global ones where they differ",
+        )
+
+    # -- instructions ----------------------------------------------------------------------------
+
+    def instruction(self, tree: Node) -> Instruction:
+        read = {
+            "define": self.define,
+            "post": self.post,
+            "wait": self.wait,
+            "launch": self.launch,
+            "loop": self.loop,
+            "branch": self.branch,
+            "barrier": self.barrier,
+            "return_": self.return_,
+        }
+        if tree.data in read:
+            return read[str(tree.data)](tree)
+        match tree.data:
+            case "free":
+                return Instruction(op="free", inputs=tuple(map(name_of, tokens(tree))))
+            case "set_stream" | "sync":
+                return self.on_stream(tree)
+        return Instruction(op=str(tree.data))
+
+    def return_(self, tree: Node) -> Instruction:
+        names = []
+        for item in trees(tree, "returned"):
+            names.append(name_of(tokens(item)[0]))
+            for kind in trees(item):
+                self.bind(names[-1], kind)
+        return Instruction(op="return", inputs=tuple(names))
+
+    def wait(self, tree: Node) -> Instruction:
+        attrs = tuple(("piece", value_of(t)) for t in trees(tree))
+        return Instruction(op="wait", inputs=(name_of(tokens(tree)[0]),), attrs=attrs)
+
+    def on_stream(self, tree: Node) -> Instruction:
+        """set_stream and sync take the index of a stream, or one that get_stream gave."""
+        op, (index,) = str(tree.data), map(value_of, trees(tree))
+        if isinstance(index, Term) and index.name in self.streams:
+            return Instruction(op=op, inputs=(index.name,))
+        return Instruction(op=op, attrs=(("stream", index),))
+
+    def loop(self, tree: Node) -> Instruction:
+        (index,) = tokens(tree)
+        *found, block = trees(tree)
+        start, stop, step = [*map(value_of, found), 1][:3]
+        name, kind = name_of(index), BufferType(dtype=torch.int64)
+        if self.types.setdefault(name, kind) != kind:
+            raise ProgramError(
+                f"a loop over %{name}, which is a buffer",
+                because="an index is a number of the host",
+                hint="name it otherwise",
+            )
+        return Instruction(
+            op="for",
+            outputs=(name,),
+            attrs=(("start", start), ("stop", stop), ("step", step)),
+            body=self.block(block),
+        )
+
+    def branch(self, tree: Node) -> Instruction:
+        test, *blocks = trees(tree)
+        body, orelse = [*map(self.block, blocks), ()][:2]
+        return Instruction(op="if", attrs=(("test", value_of(test)),), body=body, orelse=orelse)
+
+    def barrier(self, tree: Node) -> Instruction:
+        (layout,) = trees(tree, "layout")
+        here = self.layout(before_of(tree.children, layout), layout)
+        settings = self.settings(tree, "barrier")
+        comm = Communication(kind="Barrier", source=here, destination=here, **settings)
+        self.check_team(tree, comm)
+        return Instruction(op="barrier", comm=comm)
+
+    def settings(self, tree: Node, op: str) -> dict[str, Any]:
+        """What is set of a communication, or of its post."""
+        row, found = INSTRUCTIONS[op], settings_of(tree)
+        refuse(attributes_problem(op, (*row.sets, *row.attrs), found))
+        return dict(found)
+
+    def check_team(self, tree: Node, comm: Communication) -> None:
+        """The team and the root that a projection shows follow from the layouts."""
+        for item in trees(tree, "team"):
+            shown = team_text(item)
+            if self.rank is None:
+                raise ProgramError(f"{shown} in the program of all ranks", hint="leave it out")
+            team, root = comm.team(self.rank), comm.root(self.rank)
+            want = f"team=({' '.join(map(str, team))})" if team else "local"
+            want += f" root={root}" if root is not None else ""
+            if shown != want:
+                raise ProgramError(
+                    f"{shown} on rank {self.rank}",
+                    because=f"from the layouts follows {want}",
+                    hint="leave it out",
+                )
+
+    def define(self, tree: Node) -> Instruction:
+        output, call = tokens(tree)
+        name, op = name_of(output), str(call)
+        for item in trees(tree, "tensor") + trees(tree, "scalar"):
+            self.bind(name, item)
+        if op not in TABLE and op not in CALLS:
+            raise ProgramError(
+                f"%{name}: there is no op {op!r}",
+                because="an op is a row of the op table, or an instruction on buffers",
+                hint="the ops: " + ", ".join(sorted((*TABLE, *CALLS))),
+            )
+        makes = "value" if op in TABLE else INSTRUCTIONS[op].makes
+        if makes == "stream":
+            self.streams.add(name)
+        if (makes == "value") != (name in self.types):
+            raise self.type_problem(name, op, makes == "value")
+        operands = [operand_of(value_of(t.children[0])) for t in trees(tree, "argument")]
+        orders = trees(tree, "order")
+        kind = self.types.get(name, _NUMBER)
+        return Instruction(
+            op=TABLE[op].host if op in TABLE else op,
+            fn=op if op in TABLE else "",
+            inputs=tuple(operands),
+            outputs=(name,),
+            attrs=settings_of(tree),
+            order=order_of(orders[0], kind) if orders else None,
+        )
+
+    def type_problem(self, name: str, op: str, is_value: bool) -> ProgramError:
+        if is_value:
+            return ProgramError(
+                f"%{name} = {op}: %{name} has no type",
+                because="the type stands where a name is bound first",
+                hint=f"write %{name}: f32[4] (tp=R) = {op}(...)",
+            )
+        return ProgramError(
+            f"%{name} = {op}: %{name} has a type",
+            because=f"what {op} gives is no value",
+            hint="leave the type out, or name it otherwise",
+        )
+
+    def launch(self, tree: Node) -> Instruction:
+        """The unit's name, what it takes and what it makes, and its body."""
+        (unit,), (block,) = tokens(tree), trees(tree, "block")
+        ends = {t.data: tuple(map(name_of, tokens(t))) for t in trees(tree) if t is not block}
+        return Instruction(
+            op="launch",
+            fn=str(unit),
+            inputs=ends.get("taken", ()),
+            outputs=ends["made"],
+            body=self.block(block),
+        )
+
+    def post(self, tree: Node) -> Instruction:
+        found = tokens(tree)
+        handle, *others = [t for t in found if t.type == "VALUE"]
+        kind, *words = [str(t) for t in found if t.type == "NAME"]
+        dtype, extents = dtype_of(words[-1]), extents_of(trees(tree, "extents")[0])
+        # each layout may have a mesh's name in front
+        layouts = [self.layout(before_of(tree.children, t), t) for t in trees(tree, "layout")]
+        kind = kind.replace("_", "")
+        if kind not in _KINDS:
+            raise ProgramError(
+                f"%{name_of(handle)}: there is no communication {kind!r}",
+                hint="one of " + ", ".join(_KINDS),
+            )
+        settings = self.settings(tree, "post")
+        pieces = [("pieces", settings.pop("pieces"))] if "pieces" in settings else []
+        comm = Communication(
+            kind=_KINDS[kind],
+            source=layouts[0],
+            destination=layouts[1],
+            shape=extents,
+            dtype=dtype,
+            reduce_op=words[0] if len(words) > 1 else None,
+            **settings,
+        )
+        self.check_team(tree, comm)
+        source = next((name_of(tokens(t)[0]) for t in trees(tree, "source")), None)
+        inputs = (source, name_of(others[0]) if others else None)
+        return Instruction(
+            op="post", inputs=inputs, outputs=(name_of(handle),), attrs=tuple(pieces), comm=comm
+        )

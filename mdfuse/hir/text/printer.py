@@ -1,0 +1,197 @@
+"""Host programs as text; `parser.py` reads what this prints, `grammar.lark` is the grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mdfuse.communication import Communication
+from mdfuse.hir.program import BufferType, HostProgram, Instruction
+from mdfuse.ir.graph import Operand, attr_text, attrs_text, dtype_name, operand_text
+from mdfuse.layouts.layout import Layout
+from mdfuse.mesh import DeviceMesh
+
+_WIDEST = 100
+
+
+@dataclass(slots=True)
+class _Printer:
+    """What texts depend on: the program (its meshes, types and rank), and what was printed."""
+
+    program: HostProgram
+    #: names whose type has been printed
+    typed: set[str] = field(default_factory=set)
+
+    # -- meshes, layouts, types ------------------------------------------------------------------
+
+    def mesh(self, mesh: DeviceMesh) -> str:
+        """The mesh's name, where there are several."""
+        meshes = self.program.meshes
+        return f"m{meshes.index(mesh)}" if len(meshes) > 1 else ""
+
+    def layout(self, layout: Layout) -> str:
+        """`(tp=S0)`, with the mesh's name in front where there are several."""
+        return self.mesh(layout.mesh) + repr(layout)
+
+    def header(self) -> str:
+        meshes = self.program.meshes
+        texts = [mesh_text(m) for m in meshes]
+        if len(meshes) > 1:
+            texts = [f"m{i}={text}" for i, text in enumerate(texts)]
+        rank = "" if self.program.rank is None else f" rank {self.program.rank}"
+        on = f" on {', '.join(texts)}" if texts else ""
+        return f"host @{self.program.name}{on}{rank} {{"
+
+    def type(self, kind: BufferType) -> str:
+        """Local shape, global shape where it differs, layout."""
+        rank = self.program.rank
+        if kind.layout is None:
+            return f"{dtype_name(kind.dtype)} scalar"
+        absent = rank is not None and rank not in kind.layout.mesh
+        local = None if absent else kind.local_shape(rank)
+        parts = [dtype_name(kind.dtype) + (" none" if local is None else _extents(local))]
+        if local != kind.shape:
+            parts.append(f"of {_extents(kind.shape)}")
+        parts.append(self.layout(kind.layout))
+        if kind.padding is not None:
+            p = kind.padding
+            axis = f",axis={attr_text(p.axis)}" if p.axis else ""
+            parts.append(f"pad={p.side}(dim={p.dim},parts={p.parts}{axis})")
+        return " ".join((*parts, *(["flat"] if kind.flat else [])))
+
+    def bound(self, name: str) -> str:
+        """A name where something is bound to it or written into it; typed the first time."""
+        kind = self.program.types.get(name)
+        if kind is None or name in self.typed:
+            return f"%{name}"
+        self.typed.add(name)
+        return f"%{name}: {self.type(kind)}"
+
+    # -- instructions ----------------------------------------------------------------------------
+
+    def rows(self, instruction: Instruction, indent: str) -> list[tuple[str, str]]:
+        """(text, comment) of an instruction and its body."""
+        note = _on_a_line(str(instruction.source)) if instruction.source else ""
+        text = indent + self.instruction(instruction)
+        if not instruction.body and instruction.op not in ("launch", "for", "if"):
+            return [(text, note)]
+        rows = [(text + " {", note), *self.block(instruction.body, indent + "  ")]
+        if instruction.orelse:
+            rows += [(indent + "} else {", ""), *self.block(instruction.orelse, indent + "  ")]
+        return [*rows, (indent + "}", "")]
+
+    def block(self, block: Sequence[Instruction], indent: str) -> list[tuple[str, str]]:
+        return [row for i in block for row in self.rows(i, indent)]
+
+    def instruction(self, i: Instruction) -> str:
+        """One instruction without its body."""
+        match i.op:
+            case "post":
+                return self.post(i)
+            case "barrier":
+                return self.barrier(i)
+            case "wait":
+                piece = f"[{i.kwargs['piece']}]" if i.attrs else ""
+                return f"wait {_operands(i.inputs)}{piece}"
+            case "return":
+                return f"return {', '.join(map(self.bound, i.reads))}".rstrip()
+            case "launch":
+                return f"launch {i.fn}({_operands(i.inputs)}) -> {_operands(i.outputs)}"
+            case "for":
+                start, stop, step = (i.kwargs[k] for k in ("start", "stop", "step"))
+                pace = "" if step == 1 else f" step {step}"
+                self.typed.add(i.outputs[0])
+                return f"for %{i.outputs[0]} in {start}..{stop}{pace}"
+            case "if":
+                return f"if {i.kwargs['test']}"
+            case "set_stream" | "sync":
+                return f"{i.op} {i.kwargs['stream'] if i.attrs else _operands(i.inputs)}"
+            case "free":
+                return f"free {_operands(i.inputs)}"
+            case "group_start" | "group_end":
+                return i.op
+        name = i.fn or i.op
+        arguments = ", ".join(filter(None, (_operands(i.inputs), attrs_text(i.attrs))))
+        call = f"{name}({arguments})" if arguments else name
+        order = "" if i.order is None else f" {_order_text(i.order)}"
+        (output,) = i.outputs
+        return f"{self.bound(output)} = {call}{order}"
+
+    def post(self, i: Instruction) -> str:
+        comm = i.comm
+        assert comm is not None and comm.dtype is not None
+        source, destination = i.inputs
+        op = f"[{comm.reduce_op}]" if comm.reduce_op else ""
+        parts = [
+            f"%{i.outputs[0]} = post {comm.kind.lower()}{op}"
+            f"({'' if source is None else operand_text(source)})"
+        ]
+        if destination is not None:
+            parts.append(f"-> {operand_text(destination)}")
+        before, after = self.layout(comm.source), self.layout(comm.destination)
+        parts.append(f"{dtype_name(comm.dtype)}{_extents(comm.shape)} {before} => {after}")
+        settings = {
+            "axis": comm.axis,
+            "dim": comm.dim,
+            "to_dim": comm.to_dim,
+            "backend": comm.backend,
+            **i.kwargs,
+        }
+        return " ".join((*parts, *_settings(settings), *self.team(comm)))
+
+    def barrier(self, i: Instruction) -> str:
+        comm = i.comm
+        assert comm is not None
+        settings = _settings({"axis": comm.axis, "backend": comm.backend})
+        return " ".join(("barrier", self.layout(comm.source), *settings, *self.team(comm)))
+
+    def team(self, comm: Communication) -> list[str]:
+        """This rank's team and root, in a projection."""
+        rank = self.program.rank
+        if rank is None:
+            return []
+        team, root = comm.team(rank), comm.root(rank)
+        parts = [f"team=({' '.join(map(str, team))})" if team else "local"]
+        return [*parts, f"root={root}"] if root is not None else parts
+
+
+def program_text(program: HostProgram) -> str:
+    """The whole program; source lines stand behind it as comments."""
+    printer = _Printer(program)
+    rows = [(f"input {printer.bound(n)}", "") for n in program.inputs]
+    rows += [(f"alias {printer.bound(name)} = %{of}", "") for name, of in program.aliases.items()]
+    rows += printer.block(program.instructions, "")
+    width = min(max((len(text) for text, _ in rows), default=0), _WIDEST)
+    lines = [f"  {text:<{width}}  # {note}" if note else f"  {text}" for text, note in rows]
+    return "\n".join((printer.header(), *lines, "}"))
+
+
+def _on_a_line(text: str) -> str:
+    """A comment ends with its line; the name of a file may hold anything."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _settings(settings: Mapping[str, object]) -> list[str]:
+    return [f"{k}={attr_text(v)}" for k, v in settings.items() if v is not None]
+
+
+def mesh_text(mesh: DeviceMesh) -> str:
+    """A mesh with all its ranks: `mesh(x=4)`, `mesh(x=2: 4..5)`, `mesh(x=3: 1 0 2)`."""
+    sizes = ", ".join(f"{a}={n}" for a, n in zip(mesh.axes, mesh.shape, strict=True))
+    first, ranks = mesh.first, mesh.ranks
+    if ranks == tuple(range(first, first + mesh.size)) and (first == 0 or mesh.size > 1):
+        return f"mesh({sizes})" if first == 0 else f"mesh({sizes}: {first}..{ranks[-1]})"
+    return f"mesh({sizes}: {' '.join(map(str, ranks))})"
+
+
+def _extents(shape: Sequence[int]) -> str:
+    return f"[{','.join(map(str, shape))}]"
+
+
+def _order_text(order: tuple[int, ...]) -> str:
+    in_order = order == tuple(range(len(order)))
+    return "contiguous" if in_order else f"order={attr_text(order)}"
+
+
+def _operands(operands: Sequence[Operand]) -> str:
+    return ", ".join(operand_text(x) for x in operands)

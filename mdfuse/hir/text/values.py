@@ -1,0 +1,205 @@
+"""Leaves of the syntax tree of a host program: names, numbers, layouts, index expressions."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, cast
+
+import torch
+from lark import Token, Tree
+
+from mdfuse.errors import ProgramError
+from mdfuse.extents.index import LARGEST, Calc, Term
+from mdfuse.hir.forms import attributes_problem
+from mdfuse.hir.program import BufferType, Padding
+from mdfuse.ir.attributes import attr
+from mdfuse.ir.graph import DTYPE_NAMES
+from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard, Varies
+from mdfuse.mesh import MOST_RANKS, DeviceMesh
+
+Node = Tree[Token]
+
+#: Of the largest number.
+_DIGITS = len(str(LARGEST))
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+def before_of(children: list[Any], tree: Node) -> Token | None:
+    """The mesh's name right in front of a layout."""
+    at = next(i for i, child in enumerate(children) if child is tree)
+    before = children[at - 1] if at else None
+    return before if isinstance(before, Token) and before.type == "LAYOUT_NAME" else None
+
+
+def trees(tree: Node, data: str | None = None) -> list[Node]:
+    """The children that are trees, or those of one kind."""
+    found = [t for t in tree.children if isinstance(t, Tree)]
+    return [t for t in found if data is None or t.data == data]
+
+
+def tokens(tree: Node) -> list[Token]:
+    """The children that are tokens."""
+    return [t for t in tree.children if isinstance(t, Token)]
+
+
+def int_of(token: Token | str) -> int:
+    """An integer; numbers have 64 bits."""
+    number = int(token) if len(token) <= _DIGITS else LARGEST + 1
+    if number > LARGEST:
+        shown = token if len(token) <= 2 * _DIGITS else f"{token[:_DIGITS]}…"
+        raise ProgramError(
+            f"the number {shown}",
+            because="numbers have 64 bits",
+            hint=f"write one from {-LARGEST} to {LARGEST}",
+        )
+    return number
+
+
+def name_of(token: Token) -> str:
+    """%x is named x."""
+    return str(token).removeprefix("%")
+
+
+def mesh_of(tree: Node) -> DeviceMesh:
+    """A mesh of the first line: axes with sizes, then the ranks."""
+    sizes = [tokens(t) for t in trees(tree, "axis_size")]
+    axes, shape = tuple(str(a) for a, _ in sizes), tuple(int_of(n) for _, n in sizes)
+    size = math.prod(shape)
+    first, last = 0, size - 1
+    for span in trees(tree, "span"):
+        first, last = map(int_of, tokens(span))
+    listed = [int_of(n) for t in trees(tree, "listed") for n in tokens(t)]
+    found = len(listed) or last - first + 1
+    if found != size:
+        raise ProgramError(
+            f"a mesh of shape {shape} with {found} ranks",
+            because="it has one rank at each coordinate",
+            hint=f"name {size} ranks, or none for 0 to {size - 1}",
+        )
+    return DeviceMesh.of(shape, listed or range(first, last + 1), axes)
+
+
+def rank_of(tree: Node) -> int:
+    """The rank of a projection."""
+    rank = int_of(tokens(tree)[0])
+    if rank > MOST_RANKS:
+        raise ProgramError(
+            f"rank {rank}", because=f"a job has at most {MOST_RANKS} ranks, which count from 0"
+        )
+    return rank
+
+
+def team_text(tree: Node) -> str:
+    """The team and the root of a post, as a projection shows them."""
+    members = " ".join(str(int_of(t)) for t in tokens(tree))
+    roots = "".join(f" root={int_of(tokens(t)[0])}" for t in trees(tree, "root"))
+    return (f"team=({members})" if members else "local") + roots
+
+
+def placement_of(text: str) -> Placement:
+    """R, S0, P(sum) or varies."""
+    if text in ("R", "varies"):
+        return Replicate() if text == "R" else Varies()
+    return Partial(text[2:-1]) if text.startswith("P") else Shard(int_of(text[1:]))
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """f32, or torch's own name."""
+    found = _DTYPES.get(str(name)) or getattr(torch, str(name), None)
+    if not isinstance(found, torch.dtype):
+        raise ProgramError(f"there is no dtype {name}", hint="one of " + ", ".join(_DTYPES))
+    return found
+
+
+def extents_of(tree: Node) -> tuple[int, ...]:
+    """[3,4]"""
+    return tuple(int_of(t) for t in tokens(tree))
+
+
+_PADDING = (attr("dim", "int", True), attr("parts", "count", True), attr("axis", "axis"))
+
+
+def padding_of(tree: Node, layout: Layout) -> Padding:
+    """pad=block(dim=0,parts=4,axis=x)"""
+    side, settings = str(tokens(tree)[0]), settings_of(tree)
+    found = attributes_problem(f"pad={side}", _PADDING, settings)
+    if found is not None:
+        raise ProgramError(found.what, because=found.because, hint=found.hint)
+    if side not in ("block", "team"):
+        raise ProgramError(f"pad={side}", because="a dim is padded to one block, or to all of them")
+    fields: dict[str, Any] = {"axis": None, **dict(settings)}
+    if fields["axis"] is not None:
+        layout.mesh.axis_index(fields["axis"])
+    return Padding(side=cast("Any", side), **fields)
+
+
+def order_of(tree: Node, kind: BufferType) -> tuple[int, ...]:
+    """The memory order that a result must have."""
+    for listed in trees(tree):
+        return cast("tuple[int, ...]", value_of(listed))
+    return tuple(range(1 if kind.flat else len(kind.shape)))
+
+
+def settings_of(tree: Node) -> tuple[tuple[str, Any], ...]:
+    """The attributes among the arguments; None and False are what is not said."""
+    found = (setting_of(t) for t in trees(tree, "setting"))
+    return tuple((k, v) for k, v in found if v is not None and v is not False)
+
+
+def setting_of(tree: Node) -> tuple[str, Any]:
+    """name=value"""
+    name, value = tree.children
+    return str(name), value_of(value)
+
+
+def value_of(tree: Any) -> Any:
+    """A number, word, index expression, or list of them."""
+    match tree.data:
+        case "list":
+            return tuple(map(value_of, tree.children))
+        case "true" | "false":
+            return tree.data == "true"
+        case "none":
+            return None
+        case "rank_term":
+            return Term("rank")
+        case "calculation":
+            left, op, right = tree.children
+            return Calc(str(op), value_of(left), value_of(right))
+        case "negative":
+            return -int_of(tree.children[1])
+        case "extent":
+            name, dim = tree.children
+            return Term("extent", name_of(name), int_of(dim))
+    (token,) = tree.children
+    match tree.data:
+        case "name":
+            return Term("index", name_of(token))
+        case "coord":
+            return Term("coord", str(token))
+        case "integer":
+            return int_of(token)
+        case "real":
+            number = float(token)
+            return number if number == number else math.nan  # one object, which is itself
+        case "string":
+            return _string(token)
+        case _:
+            word = str(token)
+            is_dtype = word in _DTYPES or isinstance(getattr(torch, word, None), torch.dtype)
+            return dtype_of(token) if is_dtype else word
+
+
+def _string(token: Token) -> str:
+    try:
+        return str(json.loads(token))
+    except ValueError:
+        raise ProgramError(
+            f"the string {token}", because='a \\ stands before ", \\, n, t or uXXXX'
+        ) from None
+
+
+def operand_of(value: Any) -> Any:
+    """What an instruction reads: %x alone is a name, in a larger expression an index."""
+    return value.name if isinstance(value, Term) and value.kind == "index" else value

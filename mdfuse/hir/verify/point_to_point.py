@@ -1,0 +1,192 @@
+"""Across ranks: every send meets a receive."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from mdfuse.errors import CommunicationError
+from mdfuse.hir.program import BufferType
+from mdfuse.hir.verify.events import Event, Programs, difference
+from mdfuse.hir.verify.layouts import box_text, chunk_of
+from mdfuse.hir.verify.progress import Meeting
+from mdfuse.hir.verify.report import disagreement
+from mdfuse.ir.graph import dtype_name
+from mdfuse.layouts.layout import Layout, Partial, Replicate, Varies
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One send or receive."""
+
+    event: Event
+    size: int
+
+
+@dataclass(slots=True)
+class _Channel:
+    """What goes from one rank to another, in order."""
+
+    sends: list[_Side] = field(default_factory=list)
+    recvs: list[_Side] = field(default_factory=list)
+
+
+def match_transfers(
+    programs: Programs, begun: Mapping[int, list[Event]], is_whole: bool
+) -> Iterator[Meeting]:
+    """The n-th send from a rank to another, and the n-th receive there; checks that they fit."""
+    channels: dict[tuple[int, int], _Channel] = defaultdict(_Channel)
+    for rank, found in begun.items():
+        for e in found:
+            for peer, size in zip(e.call.sends, e.sends, strict=True):
+                channels[rank, peer].sends.append(_Side(e, size))
+            for peer, size in zip(e.call.recvs, e.recvs, strict=True):
+                channels[peer, rank].recvs.append(_Side(e, size))
+    partners: dict[str, _Side] = {}
+    contents: Contents = {}
+    for (a, b), channel in channels.items():
+        if not is_whole and (a not in programs or b not in programs):
+            continue
+        if len(channel.sends) != len(channel.recvs):
+            raise _unanswered(programs, a, b, channel)
+        for n, (s, r) in enumerate(zip(channel.sends, channel.recvs, strict=True)):
+            _check_meet(n, a, b, s, r, partners)
+            _check_content(programs, n, s.event, r.event, contents, is_whole)
+            yield s.event, r.event
+
+
+def _unanswered(programs: Programs, a: int, b: int, channel: _Channel) -> CommunicationError:
+    common = min(len(channel.sends), len(channel.recvs))
+    sent = len(channel.sends) > common
+    left = (channel.sends if sent else channel.recvs)[common].event
+    other = b if sent else a
+    what = (
+        f"{left.name}: rank {a} sends to rank {b}, which does not receive it"
+        if sent
+        else f"{left.name}: rank {b} receives from rank {a}, which does not send it"
+    )
+    return disagreement(
+        [left.place, *([(programs[other], None)] if other in programs else [])],
+        what if other in programs else f"{what}: it has no program",
+        because="each send meets one receive",
+        hint=f"add the {'receive' if sent else 'send'} on rank {other}, or correct the peer",
+    )
+
+
+def _check_meet(n: int, a: int, b: int, s: _Side, r: _Side, partners: dict[str, _Side]) -> None:
+    """A send and its receive have one size and one dtype, and belong together."""
+    problem = _mismatch(s, r) or _other_partner(s.event, r, partners)
+    if problem is None and a == b and _comes_first(r.event, s.event):
+        problem = "a rank receives from itself before it sends"
+    if problem is not None:
+        raise disagreement(
+            [s.event.place, r.event.place],
+            f"transfer {n} from rank {a} to rank {b}: {problem}",
+            because="between two ranks the n-th send meets the n-th receive",
+            hint="send and receive in one order on both ranks, with equal sizes and dtypes",
+        )
+
+
+#: (receive, part of its buffer) -> (send, part of its buffer): what all such ranks receive.
+Contents = dict[tuple[object, ...], tuple[object, ...]]
+
+
+def _check_content(
+    programs: Programs, n: int, send: Event, recv: Event, contents: Contents, is_whole: bool
+) -> None:
+    """What a rank receives may be what the type of its buffer says.
+
+    The same for ranks whose buffers are to be the same; of chunks, the part that the type names.
+    """
+    if send.i.op == "post":
+        return
+    problem = _content_problem(send, recv, contents)
+    if problem is None and not is_whole:
+        problem = _differs_elsewhere(programs, send, recv)
+    if problem is not None:
+        raise disagreement(
+            [send.place, recv.place],
+            f"transfer {n} from rank {send.rank} to rank {recv.rank}: {problem}",
+            because="a buffer holds what its type says, also after it has received",
+            hint="let the buffer vary along the axis, and set it to a layout afterwards",
+        )
+
+
+def _buffer(event: Event) -> tuple[BufferType, Layout]:
+    kind = event.program.types[event.i.reads[0]]
+    assert kind.layout is not None
+    return kind, kind.layout
+
+
+def _content_problem(send: Event, recv: Event, contents: Contents) -> str | None:
+    (a, sent), (b, received) = map(_buffer, (send, recv))
+    shapes = a.local_shape(send.rank), b.local_shape(recv.rank)
+    if shapes[0] != shapes[1]:
+        return f"shape {list(shapes[0])} is sent where {list(shapes[1])} is received"
+    if 0 in shapes[0]:
+        return None  # parts without elements are all the same
+    is_chunk, boxes = chunk_of(received) is not None, (a.box(send.rank), b.box(recv.rank))
+    if (is_chunk or chunk_of(sent) is not None) and (a.shape != b.shape or boxes[0] != boxes[1]):
+        parts = [f"{box_text(x)} of {list(k.shape)}" for x, k in zip(boxes, (a, b), strict=True)]
+        return f"{parts[0]} is sent for {parts[1]}"
+    key = recv.base if is_chunk else recv.handle, boxes[1], _own(received, recv.rank)
+    held = send.base if is_chunk else send.handle, boxes[0], _own(sent, send.rank)
+    if contents.setdefault(key, held) == held:
+        return None
+    return f"ranks that are to hold the same as %{recv.i.reads[0]} receive different parts"
+
+
+def _own(layout: Layout, rank: int) -> tuple[int, ...]:
+    """The rank's place along the axes along which each rank has a value of its own."""
+    coordinate = layout.mesh.coordinate(rank) or ()
+    places = zip(coordinate, layout.placements, strict=True)
+    return tuple(c for c, p in places if isinstance(p, Partial | Varies))
+
+
+def _differs_elsewhere(programs: Programs, send: Event, recv: Event) -> str | None:
+    """Along the other axes than that of the transfer, teams do alike what differs between them."""
+    (_, sent), (_, received) = map(_buffer, (send, recv))
+    mesh = received.mesh
+    here = [c for c in map(mesh.coordinate, programs) if c is not None]
+    for at, axis in enumerate(mesh.axes):
+        is_other = len({c[at] for c in here}) == 1 and mesh.axis_size(axis) > 1
+        is_same = sent.mesh == mesh and isinstance(sent.placement(axis), Replicate)
+        if is_other and not is_same and isinstance(received.placement(axis), Replicate):
+            return f"what is sent is not the same along {axis}"
+    return None
+
+
+def _mismatch(s: _Side, r: _Side) -> str | None:
+    send, recv = s.event, r.event
+    if (s.size, send.dtype) != (r.size, recv.dtype):
+        return f"{_amount(s)} are sent where {_amount(r)} are received"
+    if (send.i.op == "post") != (recv.i.op == "post"):
+        return f"{send.i.op} {send.name} meets {recv.i.op} {recv.name}"
+    differs = difference(send, recv) if send.i.op == "post" else None
+    if differs is not None:
+        return f"{send.name} meets {recv.name}, which has another {differs[0] or 'name'}"
+    return None
+
+
+def _other_partner(send: Event, r: _Side, partners: dict[str, _Side]) -> str | None:
+    """A send by itself meets the same receive on all pairs of ranks."""
+    if send.i.op == "post":
+        return None
+    known = partners.setdefault(send.base, r).event
+    if known.base == r.event.base:
+        return None
+    return f"{send.name} meets %{r.event.base} here, but %{known.base} on rank {known.rank}"
+
+
+def _amount(side: _Side) -> str:
+    dtype = side.event.dtype
+    return f"{side.size} x {dtype_name(dtype) if dtype is not None else '?'}"
+
+
+def _comes_first(recv: Event, send: Event) -> bool:
+    """A receive stands before its send, and is not begun together with it."""
+    ops = [i.op for i in send.program.instructions[: send.at]]
+    before = ops[: recv.at]
+    is_open = before.count("group_start") > before.count("group_end")
+    return recv.at < send.at and not (is_open and "group_end" not in ops[recv.at :])

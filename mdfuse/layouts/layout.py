@@ -1,0 +1,468 @@
+"""Placements and layouts: which part of a tensor each rank of a mesh holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+
+from mdfuse.errors import LayoutError, MeshError
+from mdfuse.extents.index import Index, Term, resolve
+from mdfuse.layouts.boxes import Box, Interval, box_shape, nth_chunk
+from mdfuse.mesh import DeviceMesh, as_mesh
+
+REDUCE_OPS = ("sum", "prod", "min", "max", "avg", "band", "bor", "bxor")
+#: The ops that may stand along several axes of one layout: an op with itself, and these together.
+#: Two ops commute if (a . b) * (c . d) = (a * c) . (b * d). Where both have a neutral element, as
+#: all but avg have, they are then one op (Eckmann and Hilton 1962); avg is linear, as sum is, and
+#: commutes with no other: max(avg(0, 1), avg(1, 0)) is 1/2, avg(max(0, 1), max(1, 0)) is 1.
+_LINEAR = frozenset({"sum", "avg"})
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Along this axis the tensor is split on `dim`, in pieces as `torch.chunk` makes them."""
+
+    dim: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dim, int) or isinstance(self.dim, bool):
+            raise LayoutError(
+                f"Shard({self.dim!r})", because="a dim is an integer", hint="for example Shard(0)"
+            )
+
+    def __str__(self) -> str:
+        return f"S{self.dim}"
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Every rank along this axis holds the same."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """The value is what `op` makes of what the ranks along this axis hold."""
+
+    op: str = "sum"
+
+    def __post_init__(self) -> None:
+        if self.op not in REDUCE_OPS:
+            raise LayoutError(f"Partial({self.op!r})", hint="one of " + ", ".join(REDUCE_OPS))
+
+    def __str__(self) -> str:
+        return f"P({self.op})"
+
+
+@dataclass(frozen=True, slots=True)
+class Varies:
+    """Every rank along this axis holds what it likes: no layout says how the parts belong together.
+
+    For host programs only; each rank's part counts as a whole.
+    """
+
+    def __str__(self) -> str:
+        return "varies"
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The host computes the tensor in a loop over chunks of `dim`.
+
+    Args:
+        dim: the dim that is split; each rank splits its own part of it.
+        chunks: how many chunks, as `torch.chunk` makes them (missing ones are empty), or a tuple of
+            their lengths.
+        rotate: an axis; each rank along it starts at its own chunk.
+        index: None for the whole tensor; in host programs, which of the chunks a buffer is.
+
+    Raises:
+        LayoutError: no chunks, or an axis that is no name.
+
+    >>> [Stream(0, 4).interval((0, 5), i) for i in range(4)]
+    [(0, 2), (2, 4), (4, 5), (5, 5)]
+    """
+
+    dim: int
+    chunks: int | tuple[int, ...]
+    rotate: str | None = None
+    index: Index | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dim, int) or isinstance(self.dim, bool):
+            raise LayoutError(
+                f"Stream({self.dim!r}, {self.chunks!r})",
+                because="a dim is an integer",
+                hint="for example Stream(0, 4)",
+            )
+        lengths = self.chunks if isinstance(self.chunks, tuple) else (self.chunks,)
+        good = all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in lengths)
+        if not good or not lengths or self.chunks == 0:
+            raise LayoutError(
+                f"Stream({self.dim}, {self.chunks!r})",
+                because="chunks is how many there are, or a tuple of their lengths",
+                hint="for example Stream(0, 4) or Stream(0, (3, 1))",
+            )
+
+    @property
+    def count(self) -> int:
+        """How many chunks: how often the host loop runs."""
+        return len(self.chunks) if isinstance(self.chunks, tuple) else self.chunks
+
+    @property
+    def largest(self) -> int:
+        """The first of the longest chunks."""
+        return self.chunks.index(max(self.chunks)) if isinstance(self.chunks, tuple) else 0
+
+    def interval(self, interval: Interval, i: int) -> Interval:
+        """The i-th chunk of an interval."""
+        if not 0 <= i < self.count:
+            raise LayoutError(
+                f"there is no chunk {i} of dim {self.dim}: it has {self.count}",
+                hint=f"chunks count from 0 to {self.count - 1}",
+            )
+        if isinstance(self.chunks, int):
+            return nth_chunk(interval, self.chunks, i)
+        start, stop = interval
+        if sum(self.chunks) != stop - start:
+            raise LayoutError(
+                f"{self} of a dim with {stop - start} rows on a rank",
+                because=f"the chunks have {sum(self.chunks)} rows together",
+                hint="give lengths that add up to each rank's part, or a count",
+            )
+        begin = start + sum(self.chunks[:i])
+        return begin, begin + self.chunks[i]
+
+    def at(self, index: Index) -> Stream:
+        """One of the chunks."""
+        return Stream(self.dim, self.chunks, self.rotate, index)
+
+    def __str__(self) -> str:
+        chunks = str(self.chunks).replace(" ", "").replace("(", "[").replace(")", "]")
+        chunks = chunks.replace(",]", "]")
+        if self.index is not None:
+            return f"chunk({self.dim},{chunks},{self.index})"
+        turn = f",rotate={self.rotate}" if self.rotate else ""
+        return f"stream({self.dim},{chunks}{turn})"
+
+
+Placement = Shard | Replicate | Partial | Varies
+
+
+def commute(ops: Iterable[str]) -> bool:
+    """Whether a value may be Partial in these ways along several axes: their order does not matter.
+
+    >>> commute(["max", "max"]), commute(["sum", "avg"]), commute(["sum", "max"])
+    (True, True, False)
+    """
+    different = {*ops}
+    return len(different) < 2 or different <= _LINEAR
+
+
+class Layout:
+    """A mesh, one placement per mesh axis, and the order of axes that split one dim.
+
+    Args:
+        mesh: the mesh, or a torch `DeviceMesh`.
+        placements: axis name -> placement; axes not named are `Replicate()`.
+        order: dim -> the axes that split it, outermost first; mesh order where it is not given.
+        stream: a `Stream`, where the host loops over chunks of a dim.
+
+    Raises:
+        MeshError: an axis that the mesh does not have.
+        LayoutError: an order that does not name exactly the axes that split the dim; reduce ops
+            along several axes whose order matters.
+
+    >>> layout = Layout(DeviceMesh.arange(dp=2, tp=2), {"dp": Shard(0), "tp": Shard(0)})
+    >>> layout, layout.local_shape((5, 3), 0), layout.local_shape((5, 3), 3)
+    ((dp=S0, tp=S0), (2, 3), (1, 3))
+    """
+
+    __slots__ = ("__dict__", "mesh", "placements", "splits", "stream")
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    #: dim -> the axes that split it, outermost first; only dims that are split.
+    splits: tuple[tuple[int, tuple[str, ...]], ...]
+    stream: Stream | None
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        placements: Mapping[str, Placement] | None = None,
+        order: Mapping[int, Sequence[str]] | None = None,
+        stream: Stream | None = None,
+    ) -> None:
+        mesh = as_mesh(mesh)
+        if not isinstance(mesh, DeviceMesh):
+            raise LayoutError(
+                f"{mesh!r} is not a mesh", hint="Layout(DeviceMesh(ranks, axes), {axis: placement})"
+            )
+        if not (stream is None or isinstance(stream, Stream)):
+            raise LayoutError(f"stream={stream!r}", hint="stream=Stream(dim, chunks), or none")
+        placements = dict(placements or {})
+        for axis, placement in placements.items():
+            mesh.axis_index(axis)
+            if isinstance(placement, Stream):
+                raise LayoutError(
+                    f"axis {axis}: {placement} is not a placement of a mesh axis",
+                    hint="pass stream=Stream(dim, chunks)",
+                )
+            if not isinstance(placement, Placement):
+                raise LayoutError(
+                    f"axis {axis}: {placement!r} is not a placement",
+                    hint="mdfuse's own: mdfuse.Shard(dim), mdfuse.Replicate(), mdfuse.Partial(op)",
+                )
+        self.mesh = mesh
+        self.placements = tuple(placements.get(a, Replicate()) for a in mesh.axes)
+        self.stream = stream
+        self.splits = self._order(order or {})
+        if len(self.partial_axes) > 1 and not commute(self.reduce_ops.values()):
+            raise LayoutError(
+                f"a value that is Partial in several ways: {self.reduce_ops}",
+                because="what it stands for depends on which axis is reduced first: only sum and "
+                "avg may be mixed",
+                hint="one op along all of these axes, or reduce along one first with another set",
+            )
+
+    def _order(self, order: Mapping[int, Sequence[str]]) -> tuple[tuple[int, tuple[str, ...]], ...]:
+        splits: dict[int, tuple[str, ...]] = {}
+        for axis, placement in zip(self.mesh.axes, self.placements, strict=True):
+            if isinstance(placement, Shard):
+                splits[placement.dim] = (*splits.get(placement.dim, ()), axis)
+        for dim, axes in order.items():
+            axes = (axes,) if isinstance(axes, str) else tuple(axes)
+            named = tuple(a for a in axes if a != "stream")
+            if sorted(named) != sorted(splits.get(dim, ())):
+                raise LayoutError(
+                    f"order {{{dim}: {axes}}} for axes {splits.get(dim, ())}",
+                    because=f"an order names exactly the axes that split dim {dim}, each once",
+                    hint="leave order= out where the axes' order in the mesh will do",
+                )
+            if named and "stream" in axes[:-1]:
+                raise LayoutError(
+                    f"order {{{dim}: {axes}}}: the stream comes before {axes[-1]}",
+                    because="each rank's part is one run of rows, which the stream then splits",
+                    hint="put the stream last, or give the stream a dim of its own with reshape",
+                )
+            if named:
+                splits[dim] = named
+        return tuple(sorted(splits.items()))
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def placement(self, axis: str) -> Placement:
+        """The placement along a named axis."""
+        return self.placements[self.mesh.axis_index(axis)]
+
+    def split_axes(self, dim: int) -> tuple[str, ...]:
+        """The axes that split a dim, outermost first."""
+        return next((axes for d, axes in self.splits if d == dim), ())
+
+    @cached_property
+    def partial_axes(self) -> tuple[str, ...]:
+        """The axes along which the value is Partial."""
+        return tuple(
+            a
+            for a, p in zip(self.mesh.axes, self.placements, strict=True)
+            if isinstance(p, Partial)
+        )
+
+    @cached_property
+    def varying_axes(self) -> tuple[str, ...]:
+        """The axes of several ranks along which no layout says what each rank holds."""
+        return tuple(
+            a
+            for a, p in zip(self.mesh.axes, self.placements, strict=True)
+            if isinstance(p, Varies) and self.mesh.axis_size(a) > 1
+        )
+
+    @property
+    def reduce_ops(self) -> dict[str, str]:
+        """axis -> the op along it, where the value is Partial and there is something to reduce."""
+        pairs = zip(self.mesh.axes, self.placements, strict=True)
+        found = {a: p.op for a, p in pairs if isinstance(p, Partial)}
+        return {a: op for a, op in found.items() if self.mesh.axis_size(a) > 1}
+
+    @property
+    def is_replicated(self) -> bool:
+        """Every rank holds the whole value."""
+        return all(isinstance(p, Replicate) for p in self.placements)
+
+    def intervals_at(self, shape: Sequence[int], coordinate: Sequence[int]) -> Box:
+        """The part of a tensor that the rank at a mesh coordinate holds."""
+        box = [(0, n) for n in shape]
+        for dim, axes in self.splits:
+            for axis in axes:
+                i = self.mesh.axis_index(axis)
+                box[dim] = nth_chunk(box[dim], self.mesh.shape[i], coordinate[i])
+        chunk = self.stream
+        if chunk is not None and chunk.index is not None:
+            # A chunk whose index only the running loop knows counts as the largest.
+            i = chunk.index if isinstance(chunk.index, int) else chunk.largest
+            box[chunk.dim] = chunk.interval(box[chunk.dim], i)
+        return tuple(box)
+
+    def intervals(self, shape: Sequence[int], rank: int) -> Box:
+        """The part of a tensor that a rank holds; MeshError where it is not in the mesh."""
+        coordinate = self.mesh.coordinate(rank)
+        if coordinate is None:
+            raise MeshError(
+                f"rank {rank} is not in {self.mesh}", hint="a rank outside holds no part of it"
+            )
+        return self.intervals_at(shape, coordinate)
+
+    def local_shape(self, shape: Sequence[int], rank: int | None = None) -> tuple[int, ...]:
+        """The shape of a rank's part; without a rank, of the largest part (the first rank's)."""
+        coordinate = (0,) * self.mesh.ndim
+        box = self.intervals(shape, rank) if rank is not None else None
+        return box_shape(box if box is not None else self.intervals_at(shape, coordinate))
+
+    def chunks_of(self, dim: int, extent: int) -> Iterator[tuple[tuple[int, ...], Interval]]:
+        """Each choice of coordinates on the axes that split a dim, and the interval it gives."""
+        axes = self.split_axes(dim)
+        sizes = [self.mesh.axis_size(a) for a in axes]
+        for choice in product(*map(range, sizes)):
+            interval = (0, extent)
+            for size, i in zip(sizes, choice, strict=True):
+                interval = nth_chunk(interval, size, i)
+            chunk = self.stream
+            if chunk is not None and chunk.dim == dim and isinstance(chunk.index, int):
+                interval = chunk.interval(interval, chunk.index)
+            yield choice, interval
+
+    # -- changing --------------------------------------------------------------------------------
+
+    @property
+    def order(self) -> dict[int, tuple[str, ...]]:
+        """The splits as an `order` argument."""
+        return dict(self.splits)
+
+    def by_axis(self) -> dict[str, Placement]:
+        """The placements as a `placements` argument."""
+        return dict(zip(self.mesh.axes, self.placements, strict=True))
+
+    def with_placement(self, axis: str, placement: Placement) -> Layout:
+        """This layout with one axis changed; a new split comes innermost."""
+        placements = {**self.by_axis(), axis: placement}
+        order = {d: tuple(a for a in axes if a != axis) for d, axes in self.splits}
+        if isinstance(placement, Shard):
+            order[placement.dim] = (*order.get(placement.dim, ()), axis)
+        return Layout(self.mesh, placements, order, self.stream)
+
+    def at(self, known: Callable[[Term], int | None]) -> Layout:
+        """This layout with what its chunk's index is made of put in."""
+        chunk = self.stream
+        if chunk is None or chunk.index is None or isinstance(chunk.index, int):
+            return self
+        return self.with_stream(chunk.at(resolve(chunk.index, self._knows(known))))
+
+    def _knows(self, known: Callable[[Term], int | None]) -> Callable[[Term], int | None]:
+        """Coordinates are those in this mesh."""
+
+        def here(term: Term) -> int | None:
+            rank = known(Term("rank"))
+            if term.kind != "coord" or rank is None or term.name not in self.mesh.axes:
+                return known(term)
+            coordinate = self.mesh.coordinate(rank)
+            return coordinate[self.mesh.axis_index(term.name)] if coordinate else known(term)
+
+        return here
+
+    def with_stream(self, stream: Stream | None) -> Layout:
+        """This layout with another stream, or none."""
+        return Layout(self.mesh, self.by_axis(), self.order, stream)
+
+    def permuted(self, dims: Sequence[int]) -> Layout:
+        """The layout of `permute(x, dims)` where this is the layout of x."""
+        return self.with_dims({d: i for i, d in enumerate(dims)})
+
+    def with_dims(self, new: Mapping[int, int]) -> Layout:
+        """This layout with dims renamed; splits of dims that are not in `new` are dropped."""
+        placements: dict[str, Placement] = {
+            a: (Shard(new[p.dim]) if p.dim in new else Replicate()) if isinstance(p, Shard) else p
+            for a, p in self.by_axis().items()
+        }
+        order = {new[d]: axes for d, axes in self.splits if d in new}
+        stream = self.stream
+        if stream is not None:
+            stream = replace(stream, dim=new[stream.dim]) if stream.dim in new else None
+        return Layout(self.mesh, placements, order, stream)
+
+    def normalized(self, ndim: int, may_vary: bool = False) -> Layout:
+        """Non-negative dims, checked against a rank; axes of size 1 are replicated."""
+        placements: dict[str, Placement] = {}
+        for axis, placement in self.by_axis().items():
+            if isinstance(placement, Varies) and not may_vary and self.mesh.axis_size(axis) > 1:
+                raise LayoutError(
+                    f"axis {axis}: {placement}",
+                    because="a tensor in global view has one value, which its parts add up to",
+                    hint="only buffers of host programs may vary; say Shard, Replicate or Partial",
+                )
+            if isinstance(placement, Shard):
+                placement = Shard(_wrap(placement.dim, ndim, f"axis {axis}: {placement!r}"))
+            if self.mesh.axis_size(axis) == 1:
+                placement = Replicate()
+            placements[axis] = placement
+        order: dict[int, tuple[str, ...]] = {}
+        for dim, axes in self.splits:
+            kept = tuple(a for a in axes if self.mesh.axis_size(a) > 1)
+            # Shard(-1) and Shard(1) of a matrix name one dim: then mesh order decides.
+            here = (*order.get(dim % ndim, ()), *kept)
+            order[dim % ndim] = here if dim >= 0 else tuple(sorted(here, key=self.mesh.axis_index))
+        stream = self.stream
+        if stream is not None:
+            stream = replace(stream, dim=_wrap(stream.dim, ndim, str(stream)))
+            if stream.rotate is not None:
+                self.mesh.axis_index(stream.rotate)
+        return Layout(self.mesh, placements, {d: a for d, a in order.items() if a}, stream)
+
+    # -- identity --------------------------------------------------------------------------------
+
+    @cached_property
+    def _key(self) -> tuple[object, ...]:
+        return (self.mesh, self.placements, self.splits, self.stream)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Layout):
+            return NotImplemented
+        return self is other or self._key == other._key
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        parts = [f"{a}={p}" for a, p in zip(self.mesh.axes, self.placements, strict=True)]
+        for dim, axes in self.splits:
+            if len(axes) > 1 and axes != tuple(a for a in self.mesh.axes if a in axes):
+                parts.append(f"order {dim}:{'>'.join(axes)}")
+        if self.stream:
+            parts.append(str(self.stream))
+        return f"({', '.join(parts)})"
+
+
+def replicated(mesh: DeviceMesh) -> Layout:
+    """Every rank of the mesh holds the whole."""
+    return Layout(mesh, {})
+
+
+def is_reshard(source: Layout, destination: Layout) -> bool:
+    """A set between these layouts changes who holds what."""
+    return source != destination
+
+
+def _wrap(dim: int, ndim: int, what: str) -> int:
+    if not -ndim <= dim < ndim:
+        raise LayoutError(
+            f"{what}: dim {dim} is out of range for a tensor with {ndim} dims",
+            hint=f"dims go from {-ndim} to {ndim - 1}" if ndim else "a scalar cannot be split",
+        )
+    return dim % ndim

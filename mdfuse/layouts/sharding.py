@@ -1,0 +1,154 @@
+"""Global tensors and the parts of them that ranks hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from mdfuse.errors import LayoutError
+from mdfuse.layouts.boxes import box_shape
+from mdfuse.layouts.layout import Layout, Partial, Placement
+from mdfuse.mesh import DeviceMesh
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Where = DeviceMesh | Layout
+
+
+def as_layout(
+    where: Where,
+    placements: Mapping[str, Placement] | None = None,
+    order: Mapping[int, Sequence[str]] | None = None,
+) -> Layout:
+    """A `Layout`, given as one or as mesh and placements."""
+    if isinstance(where, Layout):
+        return where
+    return Layout(where, placements, order)
+
+
+def shard_tensor(
+    tensor: Tensor,
+    mesh: Where,
+    placements: Mapping[str, Placement] | None = None,
+    *,
+    rank: int,
+    order: Mapping[int, Sequence[str]] | None = None,
+) -> Tensor:
+    """The part of a global tensor that a rank holds: a view where it can be.
+
+    Along Partial(sum) axes the first rank gets the value and the others zeros; along Partial(prod)
+    the others get ones; along the other ops every rank gets the value.
+
+    Args:
+        tensor: the global tensor.
+        mesh: a mesh, or a Layout.
+        placements: axis -> placement.
+        rank: whose part.
+        order: see `Layout`.
+
+    >>> import torch
+    >>> from mdfuse import DeviceMesh, Shard
+    >>> shard_tensor(torch.arange(5), DeviceMesh.arange(tp=2), {"tp": Shard(0)}, rank=1)
+    tensor([3, 4])
+    """
+    layout = as_layout(mesh, placements, order).normalized(tensor.ndim)
+    box = layout.intervals(tuple(tensor.shape), rank)
+    part = tensor[tuple(slice(start, stop) for start, stop in box)]
+    coordinate = layout.mesh.coordinate(rank)
+    assert coordinate is not None
+    for axis in layout.partial_axes:
+        placement = layout.placement(axis)
+        assert isinstance(placement, Partial)
+        if coordinate[layout.mesh.axis_index(axis)] == 0:
+            continue
+        if placement.op in ("sum", "bxor"):
+            part = part.new_zeros(part.shape)
+        elif placement.op == "prod":
+            part = part.new_ones(part.shape)
+    return part
+
+
+def unshard_tensor(
+    parts: Sequence[Tensor],
+    mesh: Where,
+    placements: Mapping[str, Placement] | None = None,
+    *,
+    order: Mapping[int, Sequence[str]] | None = None,
+) -> Tensor:
+    """The global tensor, from the part of each rank of the mesh in row-major order.
+
+    Raises:
+        LayoutError: the parts do not fit together.
+
+    >>> import torch
+    >>> from mdfuse import DeviceMesh, Shard
+    >>> parts = [torch.tensor([0, 1, 2]), torch.tensor([3, 4])]
+    >>> unshard_tensor(parts, DeviceMesh.arange(tp=2), {"tp": Shard(0)})
+    tensor([0, 1, 2, 3, 4])
+    """
+    if not parts:
+        raise LayoutError("no parts", hint="pass the part of every rank of the mesh")
+    layout = as_layout(mesh, placements, order).normalized(parts[0].ndim)
+    if len(parts) != layout.mesh.size:
+        raise LayoutError(
+            f"{len(parts)} parts for {layout.mesh.size} ranks",
+            hint="pass the part of every rank of the mesh, in row-major order",
+        )
+    shape = _global_shape(layout, parts)
+    return _assemble(layout, parts, shape)
+
+
+def _global_shape(layout: Layout, parts: Sequence[Tensor]) -> tuple[int, ...]:
+    """Sum the local extents along the axes that split each dim."""
+    shape = list(parts[0].shape)
+    for dim, axes in layout.splits:
+        total = 0
+        for index, part in enumerate(parts):
+            coordinate = layout.mesh.unravel(index)
+            others = [c for a, c in zip(layout.mesh.axes, coordinate, strict=True) if a not in axes]
+            total += part.shape[dim] if not any(others) else 0
+        shape[dim] = total
+    return tuple(shape)
+
+
+def _assemble(layout: Layout, parts: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+    layers: dict[tuple[int, ...], Tensor] = {}
+    partial_at = [layout.mesh.axis_index(a) for a in layout.partial_axes]
+    for index, part in enumerate(parts):
+        coordinate = layout.mesh.unravel(index)
+        box = layout.intervals_at(shape, coordinate)
+        if tuple(part.shape) != box_shape(box):
+            raise LayoutError(
+                f"the part of rank {layout.mesh.ranks[index]} has shape {tuple(part.shape)}",
+                because=f"its part of {shape} laid out as {layout} is {box_shape(box)}",
+                hint="pass the parts in the row-major order of the mesh, with its layout",
+            )
+        layer = tuple(coordinate[i] for i in partial_at)
+        if layer not in layers:
+            layers[layer] = part.new_empty(shape)
+        layers[layer][tuple(slice(start, stop) for start, stop in box)] = part
+    for axis in reversed(layout.partial_axes):  # the coordinate along the last one goes first
+        layers = _reduced(layers, layout.placement(axis))
+    return layers[()]
+
+
+def _reduced(
+    layers: Mapping[tuple[int, ...], Tensor], placement: Placement
+) -> dict[tuple[int, ...], Tensor]:
+    """The layers joined along their last coordinate."""
+    import torch
+
+    from mdfuse.layouts.reduction import check_reduction, combine
+
+    assert isinstance(placement, Partial)
+    rows: dict[tuple[int, ...], list[Tensor]] = {}
+    for layer in sorted(layers):
+        check_reduction(placement.op, layers[layer].dtype)
+        rows.setdefault(layer[:-1], []).append(layers[layer])
+    return {
+        layer: combine(placement.op, torch.stack([x.reshape(-1) for x in each])).reshape(
+            each[0].shape
+        )
+        for layer, each in rows.items()
+    }

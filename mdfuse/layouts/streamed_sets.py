@@ -1,0 +1,77 @@
+"""How a streamed `set` goes through the host loop: which communication each iteration posts."""
+
+from __future__ import annotations
+
+from mdfuse.layouts.layout import Layout, Partial, Replicate, Shard, Stream
+
+#: form -> (the source is read in chunks, each iteration completes a chunk of the result)
+FORMS: dict[str, tuple[bool, bool]] = {
+    # The chunk changes its layout as the whole would.
+    "chunks": (True, True),
+    # Chunk i is what rank i of the axis holds, and all want it.
+    "broadcast": (False, True),
+    # The same, each rank starting with its own: from the one i further on.
+    "ring": (False, True),
+    # Each rank receives what it lacks of the chunk.
+    "exchange": (False, True),
+    # Chunk i is rank i's part of the sum.
+    "reduce": (True, False),
+    # The same, each rank starting with its own: to the one i further on, which adds it up.
+    "ring_reduce": (True, False),
+}
+
+
+def form(source: Layout, destination: Layout, stream: Stream) -> str | None:
+    """The form of a set from one layout to another, streamed over a dim of both.
+
+    None: it cannot be cut along the dim; it is posted whole, outside the loop.
+    """
+    if stream.rotate is not None and stream.rotate not in destination.mesh.axes:
+        return None
+    if source == destination:
+        return "chunks"
+    axis = _only_axis(source, destination)
+    if axis is not None and _is_one_shard_per_chunk(source, destination, stream, axis):
+        return _one_to_all(source, stream, axis)
+    is_aligned = source.split_axes(stream.dim) == destination.split_axes(stream.dim)
+    if is_aligned and (source.mesh == destination.mesh or not source.split_axes(stream.dim)):
+        # Ranks along the rotated axis are at different chunks: they cannot meet in a collective.
+        may_meet = axis is not None and axis != stream.rotate
+        return "chunks" if stream.rotate is None or may_meet else None
+    if source.partial_axes or destination.partial_axes or stream.rotate is not None:
+        return None
+    return "exchange"
+
+
+def _only_axis(source: Layout, destination: Layout) -> str | None:
+    """The axis along which alone the placement changes, innermost before and after."""
+    if source.mesh != destination.mesh:
+        return None
+    before, after = source.by_axis(), destination.by_axis()
+    changed = [a for a in before if before[a] != after[a]]
+    if len(changed) != 1:
+        return None
+    (axis,) = changed
+    placement = source.placement(axis)
+    is_innermost = not isinstance(placement, Shard) or source.split_axes(placement.dim)[-1] == axis
+    is_all = source.with_placement(axis, destination.placement(axis)) == destination
+    return axis if is_innermost and is_all else None
+
+
+def _is_one_shard_per_chunk(source: Layout, destination: Layout, stream: Stream, axis: str) -> bool:
+    """The axis goes between whole and split along the streamed dim, and has a rank per chunk."""
+    before, after = source.placement(axis), destination.placement(axis)
+    gathers = before == Shard(stream.dim) and isinstance(after, Replicate)
+    scatters = isinstance(before, Partial) and after == Shard(stream.dim)
+    has_a_rank_each = stream.chunks == source.mesh.axis_size(axis)
+    return (gathers or scatters) and has_a_rank_each and source.partial_axes in ((), (axis,))
+
+
+def _one_to_all(source: Layout, stream: Stream, axis: str) -> str | None:
+    placement = source.placement(axis)
+    if isinstance(placement, Shard):
+        return "ring" if stream.rotate == axis else "broadcast"
+    if stream.rotate != axis:
+        return "reduce"
+    assert isinstance(placement, Partial)
+    return "ring_reduce" if placement.op == "sum" else None

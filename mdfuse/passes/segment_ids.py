@@ -1,0 +1,94 @@
+"""Ids: how a definition and its segments speak of values, and of the extents of inputs.
+
+Values have the ids 0, 1, 2, … in the order of the definition; the extents of its inputs' dims have
+-1, -2, … in order of the inputs and their dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import count
+
+from mdfuse.extents.extent import are_same, poly_from
+from mdfuse.extents.polynomials import Poly
+from mdfuse.ir import dims
+from mdfuse.ir.graph import Expr, Fusion, Value
+from mdfuse.ir.ops import TABLE
+from mdfuse.passes.strategy import dim_map
+
+#: A value's name, and one of its dims.
+Dim = tuple[str, int]
+
+#: Rules that say nothing of dims which must be whole, though these are those of the first operand.
+_WHOLE_DIMS_STAY: tuple[dims.Rule, ...] = (dims.rowwise, dims.layer_norm, dims.attention)
+
+
+def with_ids(fusion: Fusion) -> Fusion:
+    """The fusion with ids for all its values: what has none gets the next ones, in order."""
+    ids = dict(fusion.ids)
+    following = count(max(ids.values(), default=-1) + 1)
+    for name in (*fusion.inputs, *(e.output for e in fusion.exprs)):
+        if name not in ids:
+            ids[name] = next(following)
+    return replace(fusion, ids=ids)
+
+
+def input_extents(fusion: Fusion) -> dict[Dim, int]:
+    """The ids of the extents of a fusion's inputs.
+
+    >>> import mdfuse as mf
+    >>> with mf.FusionDefinition() as fd:
+    ...     x, w = fd.define_tensor([8, 4]), fd.define_tensor([4])
+    >>> list(input_extents(fd.fusion).values())
+    [-1, -2, -3]
+    """
+    shapes = ((name, fusion.values[name].shape) for name in fusion.inputs)
+    named = ((name, dim) for name, shape in shapes for dim in range(len(shape)))
+    return {dim: -1 - i for i, dim in enumerate(named)}
+
+
+def extent_ids(fusion: Fusion) -> dict[Dim, int]:
+    """For each dim of each value that is as long as a dim of an input is, that extent's id.
+
+    What a dim follows from is read off the labels of the ops' dims: two dims of equal extents have
+    nothing in common by that. Symbolic extents are known by their expression as well.
+    """
+    found = input_extents(fusion)
+    by_symbol: dict[Poly, int] = {}
+    for (name, dim), i in found.items():
+        extent = poly_from(fusion.values[name].shape[dim])
+        if extent.constant is None:
+            by_symbol.setdefault(extent, i)
+    for expr in fusion.exprs:
+        out = fusion.values[expr.output]
+        if not out.is_tensor:
+            continue
+        labels = dim_map(expr, fusion.values)
+        for dim, n in enumerate(out.shape):
+            ids = [found[d] for d in _sources(expr, fusion.values, labels, dim) if d in found]
+            ids += filter(None, [by_symbol.get(poly_from(n))])
+            if ids:
+                found[expr.output, dim] = ids[0]
+    return found
+
+
+def _sources(
+    expr: Expr, values: Mapping[str, Value], labels: dims.DimMap, dim: int
+) -> Iterator[Dim]:
+    """The operands' dims that a dim of the result is: with its label, and as long."""
+    shape = values[expr.output].shape
+    label = labels.result[dim]
+    for x, own in zip(expr.inputs, labels.operands, strict=True):
+        if not isinstance(x, str):
+            continue
+        for d, other in enumerate(own):
+            is_one = other == label if label is not None else _stays(expr, values[x], d, dim, shape)
+            if is_one and are_same(values[x].shape[d], shape[dim]):
+                yield x, d
+
+
+def _stays(expr: Expr, operand: Value, d: int, dim: int, shape: tuple[int, ...]) -> bool:
+    """A dim without a label is the first operand's, in the same place counted from the right."""
+    is_first = expr.inputs[0] == operand.name and TABLE[expr.op].rule in _WHOLE_DIMS_STAY
+    return is_first and len(operand.shape) - d == len(shape) - dim

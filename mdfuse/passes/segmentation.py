@@ -1,0 +1,345 @@
+"""Segments: runs of expressions with no reshard in them, merged as a predicate says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import networkx as nx
+
+from mdfuse.errors import LoweringError, Source
+from mdfuse.ir.graph import Expr, Fusion
+from mdfuse.ir.ops import TABLE
+from mdfuse.layouts.layout import Stream
+from mdfuse.layouts.streamed_sets import FORMS, form
+from mdfuse.passes.streams import operand_streams, streamed_alike
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Expressions that run as one: what a merging predicate sees.
+
+    Attributes:
+        exprs: each has `.op`, `.inputs`, `.output` (names of values) and `.source`.
+    """
+
+    exprs: tuple[Expr, ...]
+
+    def __str__(self) -> str:
+        return _group_text(e.output for e in self.exprs)
+
+    @property
+    def is_reshard(self) -> bool:
+        """The group is a set, which may change a layout; it never merges."""
+        return any(e.op == "set" for e in self.exprs)
+
+    @property
+    def is_single_op(self) -> bool:
+        """The group is one expression that the host runs as one op."""
+        return len(self.exprs) == 1 and TABLE[self.exprs[0].op].is_single
+
+
+ShouldMerge = Callable[[Group, Group], bool]
+
+
+def merge_composite(a: Group, b: Group) -> bool:
+    """The default: what the host runs as a single op stays alone, the rest merges."""
+    return not a.is_single_op and not b.is_single_op
+
+
+def merge_local(a: Group, b: Group) -> bool:
+    """Everything between two reshards merges into host units."""
+    return True
+
+
+def merge_nothing(a: Group, b: Group) -> bool:
+    """Every expression is a segment of its own."""
+    return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A group with its place in the program.
+
+    Attributes:
+        name: `seg0`, `seg1`, … in topological order.
+        fusion: its expressions as a fusion of their own; names are those of the whole fusion.
+    """
+
+    name: str
+    fusion: Fusion
+
+    @property
+    def exprs(self) -> tuple[Expr, ...]:
+        return self.fusion.exprs
+
+    @property
+    def is_streamed(self) -> bool:
+        """It runs in a host loop over chunks."""
+        return self.fusion.values[self.exprs[0].output].stream is not None
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return self.fusion.inputs
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return self.fusion.outputs
+
+
+def segment(fusion: Fusion, should_merge: ShouldMerge | None = None) -> tuple[Part, ...]:
+    """Cut a fusion into parts, topologically ordered.
+
+    Args:
+        fusion: every change of layout in it is a set.
+        should_merge: may two neighbouring groups become one? Where it says so they do, but for
+            reshards, groups on different meshes, groups in different host loops, and groups whose
+            union would depend on itself.
+
+    Raises:
+        LoweringError: the predicate is no function, raises, or answers neither True nor False.
+    """
+    merge = merge_composite if should_merge is None else should_merge
+    if not callable(merge):
+        raise LoweringError(
+            f"should_merge={merge!r}",
+            because="it says of two groups whether they may become one",
+            hint="a function of two groups, for example mf.segmentation.merge_local",
+        )
+    groups, graph = _merged(fusion, merge)
+    check(fusion, [[e.output for e in group] for group in groups.values()])
+    ordered = nx.lexicographical_topological_sort(graph)
+    position = {e.output: i for i, e in enumerate(fusion.exprs)}
+    return tuple(_part(fusion, f"seg{n}", groups[g], position) for n, g in enumerate(ordered))
+
+
+def _merged(fusion: Fusion, merge: ShouldMerge) -> tuple[dict[int, list[Expr]], nx.DiGraph[int]]:
+    """The groups by number, and which of them read what others compute."""
+    loops = HostLoops(fusion)
+    graph: nx.DiGraph[int] = nx.DiGraph()
+    owner: dict[str, int] = {}
+    groups: dict[int, list[Expr]] = {}
+    for i, expr in enumerate(fusion.exprs):
+        producers = dict.fromkeys(owner[x] for x in expr.reads if x in owner)
+        graph.add_node(i)
+        graph.add_edges_from((p, i) for p in producers)
+        groups[i] = [expr]
+        owner[expr.output] = i
+        for producer in producers:
+            here = owner[expr.output]
+            if producer == here or not _may_merge(loops, groups, producer, here, graph, merge):
+                continue
+            _absorb(graph, groups, owner, producer, here)
+    return groups, graph
+
+
+def check(fusion: Fusion, groups: Iterable[Iterable[str]]) -> None:
+    """Raise LoweringError unless each group can run as a whole, one group after another.
+
+    Args:
+        fusion: whose expressions are grouped.
+        groups: names of values; expressions that are in none run by themselves.
+
+    Raises:
+        LoweringError: groups depend on each other in a cycle; a name is in two groups, or of no
+            expression.
+
+    >>> import mdfuse as mf
+    >>> with mf.FusionDefinition("chain") as fd:
+    ...     x = fd.define_tensor([4])
+    ...     a = x + 1
+    ...     b = a * 2
+    ...     fd.add_output(a + b)
+    >>> mf.segmentation.check(fd.fusion, [["a", "b"]])
+    >>> try:
+    ...     mf.segmentation.check(fd.fusion, [["a", fd.fusion.outputs[0]], ["b"]])
+    ... except mf.LoweringError as error:
+    ...     print(error.what)
+    the groups (%a, %t) and (%b) of @chain depend on each other in a cycle
+    """
+    owner = _owners(fusion, [tuple(group) for group in groups])
+    graph: nx.DiGraph[tuple[str, ...]] = nx.DiGraph()
+    for expr in fusion.exprs:
+        for x in expr.reads:
+            if owner.get(x, owner[expr.output]) != owner[expr.output]:
+                graph.add_edge(owner[x], owner[expr.output], by=expr, value=x)
+    try:
+        cycle = nx.find_cycle(graph)
+    except nx.NetworkXNoCycle:
+        return
+    names = " and ".join(_group_text(group) for group, _ in cycle)
+    raise LoweringError(
+        f"the groups {names} of @{fusion.name} depend on each other in a cycle",
+        where=[_dependence(graph.edges[edge]) for edge in cycle],
+        because="a group runs as a whole, after the groups that it reads",
+        hint="leave one of these expressions out of its group, or make one group of all of them",
+    )
+
+
+def _owners(fusion: Fusion, groups: Iterable[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """The group of each expression's result; of those in none, one of their own."""
+    owner: dict[str, tuple[str, ...]] = {}
+    for group in groups:
+        for name in group:
+            if name not in fusion.producers or name in owner:
+                what = "is in two groups" if name in owner else "is no result of an expression"
+                raise LoweringError(
+                    f"%{name} {what} of @{fusion.name}",
+                    where=fusion.where(name) if name in fusion.values else (),
+                    because="groups are made of expressions, each of which runs once",
+                    hint="the expressions compute " + ", ".join(fusion.producers),
+                )
+            owner[name] = group
+    return {name: owner.get(name, (name,)) for name in fusion.producers}
+
+
+def _dependence(edge: Mapping[str, Any]) -> str:
+    expr: Expr = edge["by"]
+    return f"%{expr.output} = {expr.op} reads %{edge['value']}" + _quoted(expr.source)
+
+
+def _quoted(source: Source | None) -> str:
+    return f"   {source.quote()}" if source else ""
+
+
+def _group_text(names: Iterable[str]) -> str:
+    return f"({', '.join(f'%{name}' for name in names)})"
+
+
+def _may_merge(
+    loops: HostLoops,
+    groups: dict[int, list[Expr]],
+    a: int,
+    b: int,
+    graph: nx.DiGraph[int],
+    merge: ShouldMerge,
+) -> bool:
+    first, second = Group(tuple(groups[a])), Group(tuple(groups[b]))
+    if first.is_reshard or second.is_reshard or not _asked(merge, first, second):
+        return False
+    if not loops.may_share(first.exprs, second.exprs):
+        return False
+    values = [loops.fusion.values[e.output] for g in (first, second) for e in g.exprs]
+    if len({v.layout.mesh if v.layout else None for v in values}) > 1:
+        return False
+    return not (_is_indirect(graph, a, b) or _is_indirect(graph, b, a))
+
+
+def _asked(merge: ShouldMerge, first: Group, second: Group) -> bool:
+    """What the predicate says of two groups."""
+    where = [f"{e.op} -> %{e.output}{_quoted(e.source)}" for e in (*first.exprs, *second.exprs)]
+    try:
+        answer = merge(first, second)
+    except Exception as error:
+        raise LoweringError(
+            f"should_merge raised {type(error).__name__}: {error}",
+            where=[f"asked of {first} and {second}", *where],
+            because="it is asked of groups of which one reads what the other computes",
+            hint="return True or False for every two groups",
+        ) from error
+    if type(answer) is not bool:
+        raise LoweringError(
+            f"should_merge answered {answer!r} for {first} and {second}",
+            where=where,
+            because="two groups may become one, or not",
+            hint="return True or False",
+        )
+    return answer
+
+
+class HostLoops:
+    """Which streamed expressions of a fusion may run in one host loop."""
+
+    def __init__(self, fusion: Fusion) -> None:
+        self.fusion = fusion
+        self._alike = streamed_alike(fusion)
+
+    def key(self, expr: Expr) -> tuple[object, ...] | None:
+        """What expressions in one loop have in common; None where it is not streamed.
+
+        Several meshes may share a loop, unless each rank starts at its own chunk.
+        """
+        value = self.fusion.values[expr.output]
+        if value.stream is None or value.layout is None:
+            return None
+        rotated = (value.stream.rotate, value.layout.mesh) if value.stream.rotate else None
+        return self._alike(expr.output), value.stream.chunks, rotated
+
+    def may_share(self, exprs: Iterable[Expr], more: Iterable[Expr]) -> bool:
+        """Whether one loop, or no loop, can run both; `more` come after or among the others."""
+        exprs, more = tuple(exprs), tuple(more)
+        key = self.key(exprs[0])
+        if key != self.key(more[0]):
+            return False
+        made = {e.output: e for e in (*exprs, *more)}
+        return key is None or all(self._reads_chunks(e, made) for e in (*exprs, *more))
+
+    def _reads_chunks(self, expr: Expr, made: Mapping[str, Expr]) -> bool:
+        """What the expression reads of others in its loop is the chunk just computed."""
+        pairs = zip(expr.inputs, streams_read(self.fusion, expr), strict=True)
+        inside = [(x, stream) for x, stream in pairs if isinstance(x, str) and x in made]
+        return all(
+            self.fusion.values[x].stream == stream and _gives_chunks(self.fusion, made[x])
+            for x, stream in inside
+        )
+
+
+def streams_read(fusion: Fusion, expr: Expr) -> tuple[Stream | None, ...]:
+    """How a streamed expression reads each operand: in chunks of a dim, or whole (None)."""
+    how = set_form(fusion, expr)
+    if how is None:
+        return operand_streams(expr, fusion.values)
+    return (fusion.values[expr.output].stream if FORMS[how][0] else None,)
+
+
+def _gives_chunks(fusion: Fusion, expr: Expr) -> bool:
+    how = set_form(fusion, expr)
+    return how is None or FORMS[how][1]
+
+
+def set_form(fusion: Fusion, expr: Expr) -> str | None:
+    """The form of a streamed set; None for other expressions."""
+    stream = fusion.values[expr.output].stream
+    if expr.op != "set" or stream is None:
+        return None
+    return form(fusion.layout(expr.reads[0]), fusion.layout(expr.output), stream)
+
+
+def _is_indirect(graph: nx.DiGraph[int], a: int, b: int) -> bool:
+    """A way from a to b through a third group; merging the two would make it a cycle."""
+    return any(n != b and nx.has_path(graph, n, b) for n in graph.successors(a))
+
+
+def _absorb(
+    graph: nx.DiGraph[int],
+    groups: dict[int, list[Expr]],
+    owner: dict[str, int],
+    into: int,
+    group: int,
+) -> None:
+    groups[into] += groups.pop(group)
+    for expr in groups[into]:
+        owner[expr.output] = into
+    edges = [(p, into) for p in graph.predecessors(group) if p != into]
+    edges += [(into, s) for s in graph.successors(group) if s != into]
+    graph.remove_node(group)
+    graph.add_edges_from(edges)
+
+
+def _part(fusion: Fusion, name: str, exprs: list[Expr], position: Mapping[str, int]) -> Part:
+    """A part; `position` says where in the fusion an expression stands."""
+    ordered = tuple(sorted(exprs, key=lambda e: position[e.output]))
+    made = {e.output for e in ordered}
+    inputs = tuple(dict.fromkeys(x for e in ordered for x in e.reads if x not in made))
+    outputs = tuple(
+        e.output
+        for e in ordered
+        if e.output in fusion.outputs
+        or any(reader.output not in made for reader in fusion.consumers[e.output])
+    )
+    values = {n: fusion.values[n] for n in (*inputs, *(e.output for e in ordered))}
+    part = replace(
+        fusion, name=name, values=values, exprs=ordered, inputs=inputs, outputs=outputs, reuse={}
+    )
+    return Part(name=name, fusion=part)

@@ -1,0 +1,313 @@
+"""What preparing a call needs to know: the program, this rank's slots, and what has a buffer."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mdfuse.backends.base import Poster
+from mdfuse.errors import ProgramError
+from mdfuse.hir.capture import HostValues
+from mdfuse.hir.program import BufferType, HostProgram, Instruction
+from mdfuse.hir.storage import shared_operand, storage
+from mdfuse.layouts.boxes import Box
+from mdfuse.layouts.call import Call
+from mdfuse.plan.lines import Line, Ref, Slots
+from mdfuse.plan.streams import CALLER
+
+if TYPE_CHECKING:
+    from mdfuse.plan.index_checks import IndexChecks
+
+#: The slot of the caller's stream in every plan.
+CALLER_SLOT = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """The prepared calls of one instruction.
+
+    Attributes:
+        lines: the calls, in order.
+        label: what it does, for error messages.
+        op: the instruction's op.
+        outputs: the slots that it binds or writes.
+        inputs: the slots that it reads.
+        stream: the stream that is current when it runs.
+        waits: the slot of the communication that it waits for, and which piece of it.
+        joins: the stream that the current one waits for.
+        posters: what it posts.
+        calls: the same, as this rank's parts of communications.
+        eager: why no CUDA graph can hold it; None where one can.
+    """
+
+    lines: tuple[Line, ...]
+    label: str
+    op: str
+    outputs: tuple[int, ...] = ()
+    inputs: tuple[int, ...] = ()
+    stream: int = CALLER
+    waits: tuple[int, int | None] | None = None
+    joins: int | None = None
+    posters: tuple[Poster, ...] = ()
+    calls: tuple[Call, ...] = ()
+    eager: str | None = None
+
+    def run(self, slots: Slots) -> None:
+        """Make its calls on a list of slots."""
+        for line in self.lines:
+            line(slots)
+
+
+@dataclass(slots=True)
+class Context:
+    """What is known while the steps of one rank are prepared, in program order.
+
+    Attributes:
+        program: written out for the rank.
+        rank: the rank.
+        slots: name -> slot; a name that is bound again, after it was freed, gets another one.
+        size: how many slots there are.
+        names: slot -> what it is, for readers: the name as programs print it.
+        bind: prepares a call on a backend whose teams are made.
+        device: where buffers lie.
+        poison: fill new buffers with NaN or the largest value.
+        has_streams: the device has streams, and the plan switches them.
+        one_stream: everything runs on the stream that is current when a run starts.
+        caller: the handle of the caller's CUDA stream; 0 without a GPU.
+        stream: that of the stream which is current.
+        facts: name -> a meta tensor with the strides of its buffer, where these are known.
+        bound: names that have a value here.
+        given: outputs for which the caller passed a buffer.
+        allocated: names whose buffer an `alloc` made, and in which memory.
+        expanded: name -> the dims of it that `expand` made.
+        storage: name -> the name whose memory it shares; names with memory of their own are absent.
+        updated: names that may share memory with what is written again after it was bound.
+        host_values: which names stand for numbers of a run, or for host memory.
+        checks: looks at the indices of tables; None: nobody does.
+    """
+
+    program: HostProgram
+    rank: int
+    slots: dict[str, int]
+    bind: Callable[[Call], Poster]
+    device: torch.device
+    poison: bool
+    has_streams: bool
+    one_stream: bool
+    caller: int = 0
+    stream: int = 0
+    size: int = CALLER_SLOT + 1
+    names: dict[int, str] = field(default_factory=lambda: {CALLER_SLOT: "caller's stream"})
+    facts: dict[str, Tensor] = field(default_factory=dict)
+    bound: set[str] = field(default_factory=set)
+    given: set[str] = field(default_factory=set)
+    allocated: dict[str, str] = field(default_factory=dict)
+    expanded: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    storage: dict[str, str] = field(default_factory=dict)
+    updated: frozenset[str] = frozenset()
+    host_values: HostValues = field(init=False)
+    checks: IndexChecks | None = None
+
+    def __post_init__(self) -> None:
+        self.host_values = HostValues(self.program)
+
+    def slot(self, name: str) -> int:
+        if name not in self.slots:
+            self.slots[name] = self.new_slot()
+            self.names[self.slots[name]] = f"%{name}"
+        return self.slots[name]
+
+    def new_slot(self) -> int:
+        """A slot for a value without a name."""
+        self.size += 1
+        return self.size - 1
+
+    def ref(self, name: str) -> Ref:
+        return Ref(self.slot(name))
+
+    def type(self, name: str) -> BufferType:
+        return self.program.types[name]
+
+    def box(self, name: str) -> Box:
+        return self.type(name).box(self.rank)
+
+    def local(self, name: str) -> tuple[int, ...]:
+        return self.type(name).local_shape(self.rank)
+
+    # -- which names have a buffer ---------------------------------------------------------------
+
+    def has_buffer(self, name: str) -> bool:
+        """Results are written into the name's buffer; else one is bound to it."""
+        return name in self.bound or name in self.given
+
+    def bind_name(self, name: str, shares: str | None = None) -> None:
+        """The name has a buffer from here on."""
+        if shares is not None and not self.has_buffer(name):
+            self.storage[name] = self.storage.get(shares, shares)
+        self.bound.add(name)
+
+    def check_free(self, name: str, i: Instruction) -> None:
+        """Raise ProgramError unless the name's buffer may be freed."""
+        if name in (*self.program.inputs, *self.program.outputs):
+            raise ProgramError(
+                f"{i.op} %{base_name(name)} on rank {self.rank}",
+                where=self.where(i),
+                because="inputs and outputs of a program are the caller's",
+                hint="leave it out",
+            )
+        if name not in self.bound:
+            raise ProgramError(
+                f"{i.op} %{base_name(name)}, which has no buffer on rank {self.rank}",
+                where=self.where(i),
+                because="it was freed already, or nothing computed it",
+                hint="free each buffer once, after its last use",
+            )
+
+    def release(self, name: str) -> None:
+        """Forget all that is known of a name; it may be bound again."""
+        self.bound.discard(name)
+        for known in (self.slots, self.storage, self.expanded, self.allocated, self.facts):
+            known.pop(name, None)
+
+    def is_on_device(self, name: str) -> bool:
+        """The name's buffer is where this rank computes."""
+        memory = self.allocated.get(self.storage.get(name, name), "device")
+        return self.device.type == "cpu" or memory not in ("host", "pinned")
+
+    # -- what is known of buffers ----------------------------------------------------------------
+
+    def fact(self, x: Any) -> Tensor | None:
+        """A meta tensor like an operand's buffer; None where its strides are not known."""
+        return self.facts.get(x) if isinstance(x, str) else None
+
+    def know(self, name: str, fact: Tensor | None) -> None:
+        """What a name's buffer is like, from here on."""
+        if fact is None:
+            self.facts.pop(name, None)
+        else:
+            self.facts[name] = fact
+
+    def share(self, a: str, b: str) -> bool:
+        """Two names share memory."""
+        return self.storage.get(a, a) == self.storage.get(b, b)
+
+    def check_bound(self, i: Instruction) -> None:
+        """Raise ProgramError where an instruction reads what nothing computed."""
+        for name in i.reads:
+            if name not in self.bound:
+                raise unbound(self.program, name, i)
+
+    def where(self, i: Instruction) -> list[str]:
+        """The user's line of an instruction, for error messages."""
+        return [i.source.quote()] if i.source else []
+
+
+def unbound(program: HostProgram, name: str, i: Instruction) -> ProgramError:
+    """An instruction reads what nothing computed."""
+    on = f" on rank {program.rank}" if program.rank is not None else ""
+    return ProgramError(
+        f"@{program.name}{on}: {described(i)} reads %{base_name(name)}, which nothing computed",
+        where=[i.source.quote()] if i.source else (),
+        because="each run starts with an empty table of values",
+        hint="compute it, or alloc it, before; an input must be in the header",
+    )
+
+
+def base_name(name: str) -> str:
+    """The name as the program has it, without the number of the iteration."""
+    return name.split("@")[0]
+
+
+def described(i: Instruction) -> str:
+    """What an instruction does, in short, for error messages."""
+    made = ", ".join(f"%{base_name(n)}" for n in i.outputs)
+    if made:
+        return f"{made} = {i.fn or i.op}"
+    read = ", ".join(f"%{base_name(n)}" for n in i.reads)
+    piece = f"[{i.kwargs['piece']}]" if "piece" in i.kwargs else ""
+    return f"{i.op} {read}{piece}".rstrip()
+
+
+def label(i: Instruction) -> str:
+    """The user's line of an instruction, or what it does."""
+    return str(i.source or described(i))
+
+
+_POSTS = ("post", "send", "recv")
+
+
+def updated_names(program: HostProgram) -> frozenset[str]:
+    """The names that may share memory with what is written again while they are in use.
+
+    An output is in use after the run: it is no view of an input that a run writes.
+    """
+    uses = _Uses(program)
+    for n, i in enumerate(program.instructions):
+        uses.note(n, i)
+    return frozenset(filter(uses.sees_write, uses.shared)) | uses.changed
+
+
+class _Uses:
+    """Where the names of a straight-line program are bound, written and used last."""
+
+    def __init__(self, program: HostProgram) -> None:
+        self.shared, self.inputs = storage(program), frozenset(program.inputs)
+        self.outputs = frozenset(program.outputs)
+        self.first: dict[str, int] = dict.fromkeys(program.inputs, -1)
+        self.last: dict[str, float] = {}
+        #: memory -> the instructions that write into it while it has a value
+        self.writes: dict[str, list[int]] = defaultdict(list)
+        #: names through which something is written, which must not show in what they are views of
+        self.changed: set[str] = set()
+        #: name -> those that it is a view of; handle -> the buffers of its post
+        self.of: dict[str, set[str]] = defaultdict(set)
+
+    def note(self, n: int, i: Instruction) -> None:
+        """Go on by an instruction."""
+        if i.op == "free":
+            return
+        for j in i.walk():
+            written = j.reads[-1:] if j.op in ("post", "recv") else ()
+            for name in (*j.reads, *j.outputs):
+                self.use(name, n)
+            for name in (*written, *(x for x in j.outputs if x in self.first)):
+                self.writes[self.shared.get(name, name)].append(n)
+                self.changed |= self.bases(name)
+            if j.op == "launch":
+                continue  # what is inside it binds its outputs
+            operand = shared_operand(j)
+            for name in j.outputs:
+                self.first.setdefault(name, n)
+                self.of[name].update(j.reads if j.op in _POSTS else (operand,) if operand else ())
+                self.use(name, n)
+
+    def use(self, name: str, n: float) -> None:
+        """A name is used, and with it what it is a view of."""
+        n = math.inf if name in self.outputs else n
+        for base in self.bases(name):
+            self.last[base] = max(n, self.last.get(base, -1))
+
+    def bases(self, name: str) -> set[str]:
+        """A name, what it is a view of, what that is a view of, …"""
+        found, waiting = {name}, [name]
+        while waiting:
+            new = self.of.get(waiting.pop(), set()) - found
+            found |= new
+            waiting += new
+        return found
+
+    def sees_write(self, name: str) -> bool:
+        """A write falls between the binding of a name and its last use."""
+        of, last = self.shared[name], self.last.get(name, -1)
+        writes = self.writes.get(of, [])
+        if last == math.inf and of in self.inputs:
+            return bool(writes)  # the next run writes there again
+        later = bisect_right(writes, self.first.get(name, math.inf))
+        return later < len(writes) and writes[later] < last

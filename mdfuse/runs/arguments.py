@@ -1,0 +1,361 @@
+"""What callers pass to a run: checked against the program before anything is posted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from sys import modules
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mdfuse.errors import ProgramError
+from mdfuse.hir.program import HostProgram
+from mdfuse.ir.infer import dense_strides
+from mdfuse.ir.numbers import as_number
+from mdfuse.ir.tensors import are_writable, is_lazy, no_gradient, overlaps_itself, why_not
+from mdfuse.plan.signature import span
+
+
+def has_dtensors(xs: Iterable[Any]) -> bool:
+    """Whether a DTensor is among them, asked in each run.
+
+    torch's module of DTensors is not imported for this: without it there are none.
+    """
+    dtensor = getattr(modules.get("torch.distributed.tensor"), "DTensor", None)
+    return dtensor is not None and dtensor in map(type, xs)
+
+
+def check_arguments(
+    program: HostProgram, rank: int, arguments: Sequence[Any], device: torch.device
+) -> None:
+    """Raise ProgramError unless the arguments of one rank are what the program says."""
+    if len(arguments) != len(program.inputs):
+        raise ProgramError(
+            f"@{program.name} on rank {rank}: {len(arguments)} arguments for "
+            f"{len(program.inputs)} inputs",
+            hint="pass, in this order: " + ", ".join(program.inputs),
+        )
+    for name, argument in zip(program.inputs, arguments, strict=True):
+        _check(program, rank, name, argument, device, "input")
+    if program.written_inputs:
+        _check_written(program, rank, dict(zip(program.inputs, arguments, strict=True)))
+
+
+def _check_written(program: HostProgram, rank: int, given: dict[str, Any]) -> None:
+    """An input that is written can be, and shares no memory with another input."""
+    tensors = {n: x for n, x in given.items() if isinstance(x, Tensor)}
+    for name in sorted(program.written_inputs.intersection(tensors)):
+        _check_writable(name, tensors[name], f"rank {rank}, input %{name} of @{program.name}")
+        start, end = span(tensors[name])
+        for other, x in tensors.items():
+            first, last = span(x)
+            if other != name and start < last and first < end:
+                raise ProgramError(
+                    f"%{name} shares memory with %{other} on rank {rank}",
+                    where=f"rank {rank}, input %{name} of @{program.name}",
+                    because=f"%{name} is written, while %{other} may still be read",
+                    hint="pass a clone of one of them",
+                )
+
+
+def _check_writable(name: str, x: Tensor, where: str) -> None:
+    """Each element has memory of its own, into which torch writes what it is given."""
+    because, hint = f"the program writes into %{name}", "pass x.clone()"
+    if overlaps_itself(x):
+        raise ProgramError(
+            f"elements of %{name} share memory: shape {tuple(x.shape)}, strides {x.stride()}",
+            where=where,
+            because=because,
+            hint="pass x.contiguous()" if 0 in x.stride() else hint,
+        )
+    if is_lazy(x):
+        raise ProgramError(
+            f"the memory of %{name} does not hold its elements, but what they are computed from",
+            where=where,
+            because=because,
+            hint="pass x.clone(), or x.resolve_neg().resolve_conj()",
+        )
+    if not are_writable([x]):
+        raise ProgramError(
+            f"%{name} was made under torch.inference_mode()",
+            where=where,
+            because=f"{because}, and torch allows that under inference_mode() alone",
+            hint="run under torch.inference_mode(), or pass x.clone()",
+        )
+
+
+def check_global(
+    program: str, name: str, x: Any, shape: tuple[int, ...] | None, dtype: torch.dtype
+) -> None:
+    """Raise ProgramError unless a global input is a tensor of a shape; without one, a number."""
+    where = f"input %{name} of @{program}"
+    if shape is None:
+        if as_number(x, dtype) is None:
+            raise _no_number(name, x, dtype, where)
+        return
+    if has_dtensors((x,)):
+        raise ProgramError(
+            f"a DTensor for %{name}",
+            where=where,
+            because="one process stands for all ranks here",
+            hint="pass the whole tensor: x.full_tensor()",
+        )
+    if isinstance(x, Tensor):
+        _check_plain(name, x, where)
+        if (tuple(x.shape), x.dtype) == (shape, dtype):
+            return
+    found = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+    raise ProgramError(
+        f"{found} for %{name}, expected a global tensor: {dtype} {shape}",
+        where=where,
+        hint="pass the whole tensor, not the part of one rank",
+    )
+
+
+def _check_plain(name: str, x: Tensor, where: str) -> None:
+    why = why_not(x)
+    if why is not None:
+        what, hint = why
+        raise ProgramError(
+            f"%{name} is {what}",
+            where=where,
+            because="a program computes with plain strided tensors",
+            hint=hint,
+        )
+
+
+def check_no_gradients(program: str, names: Iterable[str], xs: Iterable[Any]) -> None:
+    """Raise ProgramError where autograd would have to record what becomes of a tensor."""
+    for name, x in zip(names, xs, strict=False):
+        why = no_gradient(x) if isinstance(x, Tensor) else None
+        if why is not None:
+            what, hint = why
+            raise ProgramError(
+                f"%{name} {what}",
+                where=f"%{name} of @{program}",
+                because="there is no backward pass: what a run returns would have no gradient",
+                hint=hint,
+            )
+
+
+def _no_number(name: str, x: Any, dtype: torch.dtype, where: str) -> ProgramError:
+    return ProgramError(
+        f"{described(x)} for %{name}",
+        where=where,
+        because=f"this input is a number of dtype {dtype}",
+        hint="pass such a number, or define the scalar with another dtype",
+    )
+
+
+def described(x: Any) -> str:
+    """What was passed, in short, for error messages."""
+    if not isinstance(x, Tensor):
+        text = repr(x) if not isinstance(x, int) or abs(x) < 1 << 128 else hex(x)
+        return text if len(text) <= 100 else f"{text[:100]}..."
+    why = why_not(x)
+    return f"{x.dtype} {tuple(x.shape)}" if why is None else why[0]
+
+
+def not_buffers(program: str, out: object) -> ProgramError:
+    """`out=` is no list."""
+    return ProgramError(
+        f"@{program}: out={described(out)}",
+        because="out= has a buffer for every output",
+        hint="pass a list, also for one output: out=[buffer]",
+    )
+
+
+def not_by_name(program: HostProgram, arguments: object) -> ProgramError:
+    """The arguments of an evaluator are no mapping."""
+    return ProgramError(
+        f"@{program.name}: {type(arguments).__name__} for the arguments",
+        because="an evaluator takes them by name",
+        hint="pass a dict with " + ", ".join(program.inputs),
+    )
+
+
+def check_outputs(
+    program: HostProgram,
+    rank: int,
+    arguments: Sequence[Any],
+    out: Sequence[Any],
+    device: torch.device,
+    is_partial: bool = False,
+) -> None:
+    """Raise ProgramError unless preallocated outputs are what the program writes into.
+
+    All outputs that this rank computes have a buffer; with `is_partial` None stands for one that
+    has none, but a host unit has buffers for all its outputs or for none.
+    """
+    if len(out) != len(program.outputs):
+        raise ProgramError(
+            f"@{program.name} on rank {rank}: {len(out)} buffers for {len(program.outputs)} "
+            "outputs",
+            hint="pass a buffer for every output, or none",
+        )
+    taken = {
+        name: x for name, x in zip(program.inputs, arguments, strict=True) if isinstance(x, Tensor)
+    }
+    for name, buffer in zip(program.outputs, out, strict=True):
+        root = program.root(name)
+        is_written = root != name and root in program.inputs
+        if buffer is None and (is_partial or is_written):
+            continue
+        _check(program, rank, name, buffer, device, "output")
+        if buffer is None:
+            continue
+        if is_written:
+            _check_is_input(program, rank, name, root, buffer, taken.get(root))
+            continue
+        _check_writable(name, buffer, f"rank {rank}, output %{name} of @{program.name}")
+        _check_strides(program, rank, name, buffer)
+        _check_apart(program, rank, name, buffer, taken)
+        taken[name] = buffer
+    given = {n for n, x in zip(program.outputs, out, strict=True) if x is not None}
+    _check_units(program, rank, given)
+
+
+def _check_is_input(
+    program: HostProgram, rank: int, name: str, root: str, buffer: Tensor, given: Any
+) -> None:
+    if given is None or buffer.data_ptr() != given.data_ptr():
+        raise ProgramError(
+            f"a buffer for %{name} on rank {rank}, which is written into input %{root}",
+            where=f"rank {rank}, output %{name} of @{program.name}",
+            because=f"%{name} is an alias of %{root}",
+            hint=f"pass None, or what you pass for %{root}",
+        )
+
+
+def _check_strides(program: HostProgram, rank: int, name: str, buffer: Tensor) -> None:
+    """A buffer is dense in the memory order that the program states for the output.
+
+    Or in the one in which a communication delivers it, where the program only reads that back.
+    """
+    order = output_order(program, name)
+    strides = dense_strides(buffer.shape, order)
+    delivered = _delivered_order(program, name) or order
+    if not _lies_in(buffer, order) and not _lies_in(buffer, delivered):
+        raise ProgramError(
+            f"%{name} has strides {buffer.stride()} on rank {rank}, expected {strides}",
+            where=f"rank {rank}, output %{name} of @{program.name}",
+            because="an output is written dense, in the memory order that the program states",
+            hint="pass torch.empty_strided(shape, strides), or no buffer",
+        )
+
+
+def _lies_in(buffer: Tensor, order: tuple[int, ...] | None) -> bool:
+    strides = dense_strides(buffer.shape, order)
+    pairs = zip(buffer.shape, buffer.stride(), strides, strict=True)
+    return not buffer.numel() or all(n <= 1 or s == t for n, s, t in pairs)
+
+
+def _delivered_order(program: HostProgram, name: str) -> tuple[int, ...] | None:
+    """The memory order of an output that is a permuted view of what a communication wrote."""
+    root = program.root(name)
+    made = [i for i in program.walk() if any(program.root(n) == root for n in i.outputs)]
+    if not made or made[-1].op != "permute" or made[-1].order is not None:
+        return None
+    dims = made[-1].kwargs["dims"]
+    return tuple(sorted(range(len(dims)), key=lambda d: dims[d] % len(dims)))
+
+
+def _check_apart(
+    program: HostProgram, rank: int, name: str, buffer: Tensor, taken: dict[str, Tensor]
+) -> None:
+    """A buffer shares no memory with an input or another output."""
+    start, end = span(buffer)
+    for other, x in taken.items():
+        first, last = span(x)
+        if other == name:  # returned twice
+            continue
+        if start < last and first < end:
+            raise ProgramError(
+                f"the buffer for %{name} shares memory with %{other} on rank {rank}",
+                where=f"rank {rank}, output %{name} of @{program.name}",
+                because="it may be written while the other is still read",
+                hint=f"pass a buffer of its own, or say add_output({name}, reuse={other})",
+            )
+
+
+def output_order(program: HostProgram, name: str) -> tuple[int, ...] | None:
+    """The memory order that the last instruction which makes an output states; None: its own."""
+    root = program.root(name)
+    orders = [
+        i.order
+        for i in program.walk()
+        if i.op != "launch" and any(program.root(n) == root for n in i.outputs)
+    ]
+    return orders[-1] if orders else None
+
+
+def _check_units(program: HostProgram, rank: int, given: set[str]) -> None:
+    """A host unit writes all its outputs that are the program's into the caller's buffers."""
+    roots = {program.root(n) for n in (*given, *program.inputs)}
+    outputs = {program.root(n) for n in program.outputs if program.has(n, rank)}
+    for i in program.walk() if given else ():
+        made = [n for n in i.outputs if program.root(n) in outputs] if i.op == "launch" else []
+        lacking = [n for n in made if program.root(n) not in roots]
+        if lacking and len(lacking) < len(made):
+            raise ProgramError(
+                f"launch {i.fn}: buffers for some of its outputs, but not for {lacking}",
+                where=f"rank {rank}, @{program.name}",
+                because="a host unit writes all its outputs into buffers, or none",
+                hint="pass a buffer for each of " + ", ".join(made),
+            )
+
+
+def _check(
+    program: HostProgram, rank: int, name: str, x: Any, device: torch.device, role: str
+) -> None:
+    kind = program.types[name]
+    where = f"rank {rank}, {role} %{name} of @{program.name}"
+    if kind.layout is None:
+        if as_number(x, kind.dtype) is None:
+            raise _no_number(name, x, kind.dtype, where)
+        return
+    if rank not in kind.layout.mesh:
+        if x is not None:
+            raise ProgramError(
+                f"a tensor for %{name} on rank {rank}",
+                where=where,
+                because=f"it lives on {kind.layout.mesh}, which rank {rank} is not in",
+                hint="pass None here",
+            )
+        return
+    if not isinstance(x, Tensor):
+        raise ProgramError(
+            f"{type(x).__name__} for %{name}", where=where, hint="pass this rank's local tensor"
+        )
+    if x.device != device:
+        raise ProgramError(
+            f"%{name} is on {x.device}, expected {device}",
+            where=where,
+            because=f"rank {rank} computes on {device}",
+            hint=f"pass x.to({str(device)!r})",
+        )
+    _check_plain(name, x, where)
+    expected = kind.local_shape(rank)
+    if tuple(x.shape) != expected:
+        raise ProgramError(
+            f"%{name} has shape {tuple(x.shape)} on rank {rank}, expected {expected}",
+            where=where,
+            because=f"its part of {kind.shape} laid out as {kind.layout} has that shape",
+            hint="pass the local part: mdfuse.shard_tensor(global_tensor, mesh, layout, rank=...)",
+        )
+    if x.dtype != kind.dtype:
+        raise ProgramError(
+            f"%{name} has dtype {x.dtype}, expected {kind.dtype}",
+            where=where,
+            hint=f"pass x.to({kind.dtype}), or define the {role} with {x.dtype}",
+        )
+
+
+def numbers(program: HostProgram, arguments: Sequence[Any]) -> list[Any]:
+    """The arguments, with those for scalars as Python numbers of the kind that was defined."""
+    kinds = [program.types[name] for name in program.inputs]
+    return [
+        as_number(x, kind.dtype) if kind.layout is None else x
+        for kind, x in zip(kinds, arguments, strict=True)
+    ]

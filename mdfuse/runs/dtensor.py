@@ -1,0 +1,259 @@
+"""DTensors and layouts: what torch says with placements on a mesh, said with ours, and back.
+
+This module imports `torch.distributed.tensor`; what imports it does so once there is a DTensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Partial as TorchPartial
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+
+from mdfuse.errors import LayoutError, MeshError
+from mdfuse.ir.infer import dense_strides
+from mdfuse.layouts.layout import REDUCE_OPS, Layout, Partial, Placement, Replicate, Shard, Varies
+from mdfuse.mesh import DeviceMesh
+from mdfuse.torch_private import shard_order
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+
+    from mdfuse.frontend.spec import TensorSpec
+
+#: Reduce ops that torch calls otherwise.
+_TORCH_OPS = {"prod": "product"}
+_OWN_OPS = {torch_op: op for op, torch_op in _TORCH_OPS.items()}
+
+
+# -- from DTensors -------------------------------------------------------------------------------
+
+
+def layout_of(x: DTensor, axes: Sequence[str] | None = None) -> Layout:
+    """Say where a DTensor is.
+
+    Args:
+        x: any DTensor.
+        axes: names of the mesh's axes; by default those that its mesh has, else `DeviceMesh`'s.
+
+    Returns:
+        Its layout; a dim that several axes split is split in torch's order, outermost first.
+
+    Raises:
+        LayoutError: a placement that has no counterpart, such as `_StridedShard`; a dim that is
+            split along an axis on which the ranks do not ascend.
+        MeshError: the mesh is a slice of another one, or the names do not fit it.
+
+    >>> import torch, torch.distributed as dist
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> from torch.distributed.tensor import DTensor, Shard
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    >>> layout_of(DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)]))
+    (tp=S0)
+    >>> dist.destroy_process_group()
+    """
+    mesh = DeviceMesh(x.device_mesh, axes)
+    placements = dict(zip(mesh.axes, (_own(x, p) for p in x.placements), strict=True))
+    order = {dim: [mesh.axes[i] for i in mesh_dims] for dim, mesh_dims in shard_order(x)}
+    layout = Layout(mesh, placements, order)
+    turned = _turned_axis(layout)
+    if turned is not None:
+        because, hint = _TURNED
+        raise LayoutError(f"a DTensor split along {turned} of {mesh}", because=because, hint=hint)
+    return layout
+
+
+#: A scatter or gather of torch's on such a mesh, of uneven parts say, gives a wrong tensor.
+_TURNED = (
+    "torch's collectives go along an axis in the order of the ranks, while its coordinates go in "
+    "that of the mesh: which rank holds which part is ambiguous",
+    "a mesh whose ranks ascend along the axis",
+)
+
+
+def _turned_axis(layout: Layout) -> str | None:
+    """An axis that splits a dim, and along which the ranks do not ascend."""
+    mesh = layout.mesh
+    if list(mesh.ranks) == sorted(mesh.ranks):
+        return None
+    splits = (axis for _, axes in layout.splits for axis in axes)
+    teams = ((axis, mesh.team(rank, axis)) for axis in splits for rank in mesh)
+    return next((axis for axis, team in teams if list(team) != sorted(team)), None)
+
+
+def _own(x: DTensor, placement: TorchPlacement) -> Placement:
+    """The counterpart of a placement of torch's; of a subclass there is none."""
+    if type(placement) is TorchShard:
+        return Shard(placement.dim)
+    if type(placement) is TorchReplicate:
+        return Replicate()
+    if type(placement) is TorchPartial:
+        op = _OWN_OPS.get(placement.reduce_op, placement.reduce_op)
+        if op in REDUCE_OPS:
+            return Partial(op)
+    plain = ", ".join(_plain(p) for p in x.placements)
+    raise LayoutError(
+        f"a DTensor placed as {list(x.placements)}",
+        because=f"{placement!r} has no counterpart: axes split a dim as torch.chunk does, in turn, "
+        "and ranks hold parts, copies, or summands",
+        hint=f"x.redistribute(x.device_mesh, [{plain}])",
+    )
+
+
+def _plain(placement: TorchPlacement) -> str:
+    """A placement that has a counterpart, close to one of torch's, as code."""
+    if type(placement) is TorchPartial and placement.reduce_op in (*REDUCE_OPS, *_OWN_OPS):
+        return f"Partial({placement.reduce_op!r})"
+    dim = getattr(placement, "dim", None)
+    return "Replicate()" if dim is None else f"Shard({dim})"
+
+
+def spec_of(x: DTensor, axes: Sequence[str] | None = None) -> TensorSpec:
+    """The `TensorSpec` of tensors like a DTensor: global shape, dtype, layout, memory order.
+
+    Args:
+        x: any DTensor.
+        axes: names of the mesh's axes; see `layout_of`.
+
+    Raises:
+        LayoutError, MeshError: as `layout_of`.
+    """
+    from mdfuse.frontend.spec import TensorSpec
+
+    order = memory_order(x.stride())
+    places = tuple(len(order) - 1 - order.index(dim) for dim in range(x.ndim))
+    is_usual = order == tuple(range(x.ndim))
+    return TensorSpec(
+        tuple(x.shape), x.dtype, layout_of(x, axes), stride_order=None if is_usual else places
+    )
+
+
+def memory_order(strides: Sequence[int]) -> tuple[int, ...]:
+    """The dims from outermost to innermost in memory.
+
+    >>> memory_order((1, 4, 4))
+    (1, 2, 0)
+    """
+    return tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
+
+
+# -- to DTensors ---------------------------------------------------------------------------------
+
+
+def placements_of(layout: Layout) -> tuple[TorchPlacement, ...]:
+    """A layout's placements as torch's, one per axis of its mesh.
+
+    Raises:
+        LayoutError: no DTensor can be laid out so.
+
+    >>> from mdfuse import DeviceMesh, Shard
+    >>> placements_of(Layout(DeviceMesh.arange(dp=2, tp=2), {"tp": Shard(0)}))
+    (Replicate(), Shard(dim=0))
+    """
+    why = why_not(layout)
+    if why is not None:
+        because, hint = why
+        raise LayoutError(f"{layout} is not a layout of DTensors", because=because, hint=hint)
+    return tuple(map(_torch, layout.placements))
+
+
+def why_not(layout: Layout) -> tuple[str, str] | None:
+    """Why there is no DTensor of a layout, and what to do; None: there is."""
+    if layout.splits != Layout(layout.mesh, layout.by_axis()).splits:
+        return (
+            "the axes split a DTensor's dim in the order that they have in the mesh",
+            "another layout, without order=",
+        )
+    if _turned_axis(layout) is not None:
+        return _TURNED
+    if layout.varying_axes:
+        return "no placement of torch's says that each rank holds what it likes", "set it to one"
+    ops = sorted({p.op for p in layout.placements if isinstance(p, Partial)})
+    if len(ops) > 1:
+        return f"a DTensor is Partial in one way, not in {len(ops)}", f"reduce {ops[0]} first"
+    return None
+
+
+def _torch(placement: Placement) -> TorchPlacement:
+    match placement:
+        case Shard(dim):
+            return TorchShard(dim)
+        case Partial(op):
+            return TorchPartial(_TORCH_OPS.get(op, op))
+        case Replicate() | Varies():  # along an axis of one rank they are the same
+            return TorchReplicate()
+
+
+def to_dtensor(
+    local: Tensor,
+    mesh: TorchMesh,
+    layout: Layout | Mapping[str, Placement] | None,
+    shape: Sequence[int],
+    order: Sequence[int] | None = None,
+) -> DTensor:
+    """Make a DTensor of the ranks' parts, without communication; the memory is shared.
+
+    Args:
+        local: this rank's part; on a rank outside of the mesh an empty tensor of the same dtype.
+        mesh: torch's mesh, with the ranks and the shape of the layout's.
+        layout: where the parts are, as a `Layout` or axis -> placement; parts may be uneven, as
+            `torch.chunk` makes them.
+        shape: of the whole.
+        order: its dims from outermost to innermost in memory; by default as in `local`.
+
+    Returns:
+        A DTensor that requires no gradient.
+
+    Raises:
+        MeshError: the mesh is another one than the layout's.
+        LayoutError: the part has another shape, or no DTensor can be laid out so.
+    """
+    if not isinstance(layout, Layout):
+        layout = Layout(DeviceMesh(mesh), layout)
+    if not describes(mesh, layout.mesh):
+        raise MeshError(
+            f"a DTensor on {mesh} of a layout on {layout.mesh}",
+            because="both have the same ranks in the same shape, and the same names",
+            hint=f"init_device_mesh(device, {layout.mesh.shape}, "
+            f"mesh_dim_names={layout.mesh.axes})",
+        )
+    layout, coordinate = layout.normalized(len(shape)), mesh.get_coordinate()
+    placements = placements_of(layout)
+    if coordinate is not None:
+        rank = layout.mesh.rank_at(coordinate)
+        expected = layout.local_shape(shape, rank)
+        if tuple(local.shape) != expected:
+            raise LayoutError(
+                f"a part of shape {tuple(local.shape)} on rank {rank}, expected {expected}",
+                because=f"the rank's part of {tuple(shape)} laid out as {layout} has that shape",
+                hint="mdfuse.shard_tensor(whole, mesh, layout, rank=...) cuts it",
+            )
+        order = memory_order(local.stride()) if order is None else order
+    strides = dense_strides(shape, order)
+    return DTensor.from_local(
+        local.detach(), mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides
+    )
+
+
+# -- meshes --------------------------------------------------------------------------------------
+
+
+def describes(torch_mesh: Any, mesh: DeviceMesh) -> bool:
+    """Both have the same ranks in the same shape; and the same names, where torch's has some.
+
+    Raises:
+        MeshError: torch's is a slice of another mesh.
+    """
+    if torch_mesh.ndim != mesh.ndim:
+        return False
+    names = torch_mesh.mesh_dim_names
+    if names is not None and tuple(names) != mesh.axes:
+        return False
+    return DeviceMesh(torch_mesh, mesh.axes) == mesh

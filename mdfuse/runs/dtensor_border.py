@@ -1,0 +1,320 @@
+"""DTensors in runs: their local tensors go in, and what comes out are DTensors again.
+
+What a program says of the arguments is compared once per kind of DTensors; a run with DTensors of
+a known kind takes their local tensors, and wraps the results. Nothing communicates.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, is_grad_enabled
+from torch.distributed.tensor import DTensor
+
+from mdfuse.caching import Cache
+from mdfuse.errors import LayoutError, MdfuseError, MeshError, ProgramError
+from mdfuse.hir.program import BufferType, HostProgram
+from mdfuse.layouts.layout import Layout
+from mdfuse.mesh import DeviceMesh
+from mdfuse.runs.arguments import check_no_gradients
+from mdfuse.runs.dtensor import describes, layout_of, placements_of, to_dtensor, why_not
+from mdfuse.torch_private import asynchronous_type, local_of, spec_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+
+_ASYNCHRONOUS = asynchronous_type()
+
+#: How many kinds of DTensors a program remembers.
+LIMIT = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """How a local result becomes a DTensor.
+
+    Attributes:
+        kind: its type in the program.
+        mesh: torch's mesh.
+        source: the input whose buffer it is, which then is the result; None: a buffer of its own.
+        order: its memory order, where the program tells; else that of this rank's part.
+        known: the specs of earlier results, by their local strides.
+    """
+
+    kind: BufferType
+    mesh: TorchMesh
+    source: int | None
+    order: tuple[int, ...] | None
+    known: dict[tuple[int, ...] | None, Any] = field(default_factory=dict)
+
+    def wrapped(self, local: Tensor | None) -> DTensor:
+        """A DTensor of what this rank computed; None: it is outside of the mesh."""
+        key = None if local is None else local.stride()
+        spec = self.known.get(key)
+        if spec is not None and local is not None:
+            return DTensor(local, spec, requires_grad=False)
+        made = self._first(local)
+        self.known[key] = spec_of(made)
+        return made
+
+    def _first(self, local: Tensor | None) -> DTensor:
+        import torch
+
+        layout = self.kind.layout
+        assert layout is not None
+        if local is None:
+            local = torch.empty(0, dtype=self.kind.dtype, device=self.mesh.device_type)
+        return to_dtensor(local, self.mesh, layout, self.kind.shape, self.order)
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """What one kind of DTensors, for inputs and buffers, means for a run.
+
+    Attributes:
+        outputs: for each output how it is wrapped; None: it stays as it is.
+    """
+
+    outputs: tuple[Output | None, ...]
+
+    def back(
+        self, results: Sequence[Any], arguments: Sequence[Any], out: Sequence[Any] | None
+    ) -> list[Any]:
+        """The results as DTensors; those with a buffer are what was passed."""
+        found: list[Any] = []
+        for i, (output, local) in enumerate(zip(self.outputs, results, strict=True)):
+            if out is not None and out[i] is not None:
+                found.append(out[i])
+            elif output is None:
+                found.append(local)
+            elif output.source is not None and type(arguments[output.source]) is DTensor:
+                found.append(arguments[output.source])
+            else:
+                found.append(output.wrapped(local))
+        return found
+
+
+@dataclass(frozen=True)
+class Border:
+    """Where DTensors enter the runs of a host program, and leave them."""
+
+    program: HostProgram
+    _crossings: Cache[Crossing] = field(default_factory=lambda: Cache(LIMIT))
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def call(
+        self,
+        run: Callable[..., list[Any]],
+        arguments: Sequence[Any],
+        out: Sequence[Any] | None,
+        problem: MdfuseError | None,
+        is_partial: bool,
+    ) -> list[Any]:
+        """Run with local tensors; the results as DTensors. See `HostIrEvaluator.call`.
+
+        A DTensor that does not fit is the run's problem: all ranks hear of it as of any other.
+        """
+        crossing = None
+        if problem is None:
+            try:
+                crossing = self.crossing(arguments, out)
+            except MdfuseError as error:
+                problem = error
+        buffers = None if out is None else locals_of(out)
+        results = run(locals_of(arguments), buffers, problem, is_partial)
+        assert crossing is not None
+        return crossing.back(results, arguments, out)
+
+    def crossing(self, arguments: Sequence[Any], out: Sequence[Any] | None) -> Crossing:
+        """What DTensors mean for a run, checked where such were not seen before.
+
+        Raises:
+            ProgramError: one does not fit the program; an output cannot be a DTensor.
+        """
+        key = tuple(map(_kind, arguments)), None if out is None else tuple(map(_kind, out))
+        with self._lock:
+            found = self._crossings.get(key)
+            if found is None:
+                found = self._checked(arguments, out)
+                self._crossings.put(key, found)
+        return found
+
+    def _checked(self, arguments: Sequence[Any], out: Sequence[Any] | None) -> Crossing:
+        program, buffers = self.program, out or ()
+        if len(arguments) != len(program.inputs) or len(buffers) not in (0, len(program.outputs)):
+            return Crossing(())  # the run refuses them
+        check_no_gradients(program.name, program.inputs, arguments)
+        check_no_gradients(program.name, program.outputs, buffers)
+        given = [*zip(program.inputs, arguments, strict=True)]
+        given += zip(program.outputs, buffers, strict=False)
+        for name, x in given:
+            if type(x) is DTensor:
+                _check(program, name, x)
+        meshes = [x.device_mesh for _, x in given if type(x) is DTensor]
+        has_buffer = [x is not None for x in buffers] or [False] * len(program.outputs)
+        return Crossing(
+            tuple(
+                None if has else _output(program, name, meshes)
+                for name, has in zip(program.outputs, has_buffer, strict=True)
+            )
+        )
+
+
+def _kind(x: Any) -> Hashable:
+    """What of an argument the checks depend on, and the mesh that results will be on."""
+    # equal meshes may differ in their process groups, of which one may be gone
+    if type(x) is not DTensor:
+        return x is None
+    return spec_of(x), id(x.device_mesh), x.requires_grad and is_grad_enabled()
+
+
+def locals_of(xs: Sequence[Any]) -> list[Any]:
+    """This rank's parts of DTensors, None where it has none; anything else as it is."""
+    return [_local(x) if type(x) is DTensor else x for x in xs]
+
+
+def _local(x: DTensor) -> Tensor | None:
+    local: Any = local_of(x)
+    if type(local) is _ASYNCHRONOUS:
+        local = local.wait()
+    return local if x.device_mesh.get_coordinate() is not None else None
+
+
+# -- checks --------------------------------------------------------------------------------------
+
+
+def _check(program: HostProgram, name: str, x: DTensor) -> None:
+    """Raise ProgramError unless a DTensor lies as the program says."""
+    kind, where = program.types[name], _where(program, name)
+    if kind.layout is None:
+        return  # a number is wanted: the run says so
+    if kind.padding is not None or kind.flat:
+        raise ProgramError(
+            f"a DTensor for %{name}",
+            where=where,
+            because="this buffer is padded or flat, which a DTensor is not",
+            hint=f"pass this rank's buffer, of type {kind.text()}",
+        )
+    try:
+        if not describes(x.device_mesh, kind.layout.mesh):
+            raise _other_mesh(name, DeviceMesh(x.device_mesh), kind.layout.mesh, where)
+        found = layout_of(x, kind.layout.mesh.axes)
+    except (LayoutError, MeshError) as error:
+        raise ProgramError(
+            f"%{name}: {error.what}", where=where, because=error.because, hint=error.hint
+        ) from error
+    if tuple(x.shape) != kind.shape:
+        raise ProgramError(
+            f"%{name} is a DTensor of shape {tuple(x.shape)}, expected {kind.shape}",
+            where=where,
+            because="the shape of a DTensor is that of the whole",
+            hint="where parts are uneven: DTensor.from_local(..., shape=shape, stride=stride), or "
+            "distribute_tensor",
+        )
+    if found.normalized(x.ndim) != kind.layout.with_stream(None).normalized(x.ndim):
+        raise _other_layout(program, name, found)
+
+
+def _where(program: HostProgram, name: str) -> str:
+    role = "input" if name in program.inputs else "output"
+    return f"{role} %{name} of @{program.name}"
+
+
+def _other_mesh(name: str, found: DeviceMesh, expected: DeviceMesh, where: str) -> ProgramError:
+    return ProgramError(
+        f"%{name} is a DTensor on {found}, expected {expected}",
+        where=where,
+        because="meshes have the same ranks in the same shape, and the same names where torch's "
+        "mesh has some",
+        hint=f"pass a DTensor on init_device_mesh(device, {expected.shape}, "
+        f"mesh_dim_names={expected.axes}), or define %{name} on the mesh that it is on",
+    )
+
+
+def _other_layout(program: HostProgram, name: str, found: Layout) -> ProgramError:
+    expected = program.types[name].layout
+    assert expected is not None
+    axes = ", ".join(f'"{a}": {_code(p)}' for a, p in found.by_axis().items())
+    hints = [f"define %{name} with layout={{{axes}}}"]
+    if name not in program.inputs:
+        hints = [f"state it in the program: {name}.on(mesh, {{{axes}}})"]
+    if why_not(expected) is None:
+        hints.insert(0, f"x.redistribute(mesh, [{', '.join(map(_code, placements_of(expected)))}])")
+    return ProgramError(
+        f"%{name} is a DTensor laid out as {found}, expected {expected}",
+        where=_where(program, name),
+        because="a program takes inputs and buffers as it says, and moves nothing unasked",
+        hint=", or ".join(hints),
+    )
+
+
+def _code(placement: Any) -> str:
+    """A placement, torch's or ours, as the code that makes it."""
+    values = (getattr(placement, name, None) for name in ("dim", "reduce_op", "op"))
+    known = ", ".join(repr(x) for x in values if x is not None)
+    return f"{type(placement).__name__}({known})"
+
+
+def _output(program: HostProgram, name: str, meshes: Sequence[TorchMesh]) -> Output | None:
+    """How an output is wrapped; None for a number.
+
+    Raises:
+        ProgramError: it cannot be a DTensor.
+    """
+    kind, root = program.types[name], program.root(name)
+    if kind.layout is None:
+        return None
+    refusal = _refusal(kind, meshes)
+    if refusal is not None:
+        because, hint = refusal
+        raise ProgramError(
+            f"%{name} cannot be a DTensor: it is laid out as {kind.layout} on {kind.layout.mesh}",
+            where=_where(program, name),
+            because=because,
+            hint=f"{hint}; or pass x.to_local() for all DTensors, and get local tensors",
+        )
+    return Output(
+        kind=kind,
+        mesh=next(m for m in meshes if describes(m, kind.layout.mesh)),
+        source=program.inputs.index(root) if root in program.inputs else None,
+        order=_order(program, name),
+    )
+
+
+def _order(program: HostProgram, name: str) -> tuple[int, ...] | None:
+    """The memory order of a buffer, alike on all ranks; None where the program does not tell.
+
+    The strides of a part with one row tell less than those of the others.
+    """
+    root = program.root(name)
+    made = [i for i in program.walk() if i.op != "launch" and root in map(program.root, i.outputs)]
+    last = made[-1] if made else None
+    if last is None or last.order is not None:
+        return None if last is None else last.order
+    if last.op == "alloc":
+        return tuple(range(len(program.types[root].shape)))
+    of = _order(program, last.reads[0]) if last.op in ("permute", "narrow") else None
+    if of is None or last.op == "narrow":
+        return of
+    dims = last.kwargs["dims"]
+    return tuple(dims.index(dim) for dim in of)
+
+
+def _refusal(kind: BufferType, meshes: Sequence[TorchMesh]) -> tuple[str, str] | None:
+    """Why an output cannot be a DTensor, and what to do."""
+    assert kind.layout is not None
+    if kind.padding is not None or kind.flat:
+        return "this buffer is padded or flat, which a DTensor is not", "return what it holds"
+    why = why_not(kind.layout)
+    if why is not None:
+        return why[0], f"give it {why[1]}"
+    if any(describes(m, kind.layout.mesh) for m in meshes):
+        return None
+    return (
+        "with DTensors for arguments outputs are DTensors, and none of these is on that mesh; "
+        "mdfuse makes no meshes of torch's",
+        "pass out= with a DTensor on that mesh",
+    )

@@ -1,0 +1,136 @@
+"""What all ranks settle before the first run of a program: that they are well, and run the same."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+import torch
+
+from mdfuse.config import VERSION, Options
+from mdfuse.errors import IndexRangeError, MdfuseError, ProgramError, printable
+from mdfuse.hir.program import HostProgram
+from mdfuse.runtime.crowds import BECAUSE, HINT, crowd
+
+if TYPE_CHECKING:
+    from mdfuse.runtime.communicator import Communicator
+
+#: How the report of a rank begins that has a problem: with its arguments, or with an index.
+_REFUSED, _OUT_OF_RANGE = "refused: ", "index: "
+
+#: Options that ranks must share: they decide what is posted, how, and for how long it is awaited.
+_SHARED = ("streams", "stream_policy", "graph", "fast_lane", "timeout_s", "check_indices")
+
+
+def agree(
+    name: str, problem: MdfuseError | None, communicator: Communicator, what: str | None = None
+) -> None:
+    """Return where all ranks are well, before a first run or after one; else raise on each of them.
+
+    Ranks compare digests. Only where these differ do they tell each other what they run, one rank
+    for all that run the same.
+
+    Args:
+        name: of the program, for messages.
+        problem: this rank's.
+        communicator: of all ranks; nothing is posted.
+        what: what this rank runs, line by line; all ranks run the same.
+
+    Raises:
+        MdfuseError: `problem`, where there is one.
+        ProgramError: another rank has one, or runs something else. An IndexRangeError for an
+            IndexRangeError.
+    """
+    own = None if what is None else hashlib.sha256(what.encode()).hexdigest()
+    kind = _OUT_OF_RANGE if isinstance(problem, IndexRangeError) else _REFUSED
+    reports = communicator.all_ok(own if problem is None else f"{kind}{problem}")
+    if problem is not None:
+        raise problem
+    for rank, report in enumerate(reports):
+        if report is not None and report.startswith((_REFUSED, _OUT_OF_RANGE)):
+            raise _elsewhere(name, rank, report)
+    if any(report != reports[0] for report in reports):
+        found = communicator.crowd = crowd(communicator.rank) or communicator.crowd
+        speaks = reports.index(own) == communicator.rank or found
+        texts = communicator.all_ok(f"{found}\n{what or ''}" if speaks else None)
+        raise _other_programs(reports, texts)
+
+
+def _elsewhere(name: str, rank: int, report: str) -> ProgramError:
+    """The problem of another rank."""
+    if report.startswith(_REFUSED):
+        return ProgramError(
+            f"rank {rank} refused to run @{name}",
+            where=report.removeprefix(_REFUSED).splitlines(),
+            because="all ranks run, or none does",
+        )
+    return IndexRangeError(
+        f"rank {rank} met an index out of range in @{name}",
+        where=report.removeprefix(_OUT_OF_RANGE).splitlines(),
+        because="an error of one rank is one of all",
+    )
+
+
+def fingerprint(program: HostProgram, options: Options) -> str:
+    """What all ranks must share, line by line: versions, options, the program.
+
+    Of a program that is one rank's own, only its name: the others have others.
+    """
+    lines = [
+        f"mdfuse {VERSION}",
+        f"torch {torch.__version__}",
+        "options " + ", ".join(f"{name}={getattr(options, name)!r}" for name in _SHARED),
+        f"program @{program.name}",
+    ]
+    if program.rank is None:
+        lines += [f"input %{n}: {program.types[n].shape}" for n in program.inputs]
+        # without the users' lines: a program that moved by a line is the same
+        lines += re.sub("  # .*", "", str(program)).splitlines()
+    return "\n".join(map(printable, lines))
+
+
+def _other_programs(reports: Sequence[str | None], texts: Sequence[str | None]) -> ProgramError:
+    """Ranks meet before the first runs of different programs: who, and where they part.
+
+    Each text is what its rank says of its threads, a line, and then what it runs.
+    """
+    usual = Counter(reports).most_common(1)[0][0]
+    there = reports.index(usual)
+    others = [rank for rank, report in enumerate(reports) if report != usual]
+    where = []
+    for report in dict.fromkeys(reports[rank] for rank in others):
+        here = reports.index(report)
+        where += _difference(there, _program(texts[there]), here, _program(texts[here]))
+    crowds = [said for text in texts if (said := (text or "").partition("\n")[0])]
+    if crowds:
+        return ProgramError(crowds[0], where=[*crowds[1:], *where], because=BECAUSE, hint=HINT)
+    who = f"rank {others[0]} runs" if len(others) == 1 else f"ranks {_listed(others)} run"
+    return ProgramError(
+        f"{who} another program than rank {there}",
+        where=where,
+        because="all ranks run one program, with the same extents, options and versions",
+        hint="compare print(program) on these ranks; pass the same extents= on all of them",
+    )
+
+
+def _program(text: str | None) -> str:
+    return (text or "").partition("\n")[2]
+
+
+def _difference(there: int, usual: str, here: int, other: str) -> list[str]:
+    """The first line that differs, as either side has it."""
+    pairs = zip_longest(usual.split("\n"), other.split("\n"), fillvalue="(nothing)")
+    number, (a, b) = next((n, pair) for n, pair in enumerate(pairs, 1) if pair[0] != pair[1])
+    return [
+        f"rank {there}, line {number}: {a.strip()}",
+        f"rank {here}, line {number}: {b.strip()}",
+    ]
+
+
+def _listed(ranks: Sequence[int], limit: int = 16) -> str:
+    more = f" and {len(ranks) - limit} more" if len(ranks) > limit else ""
+    return ", ".join(map(str, ranks[:limit])) + more

@@ -1,0 +1,172 @@
+"""The ranks' positions in the store: each rank writes its own now and then, and reads in need."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from mdfuse.runtime.deadline import NEVER, Deadline
+from mdfuse.runtime.watch.positions import Position
+
+if TYPE_CHECKING:
+    from mdfuse.backends.c10d.groups import Store
+
+
+@dataclass(slots=True)
+class Answers:
+    """What the store still says.
+
+    Attributes:
+        positions: by rank; ranks that never told any are absent.
+        is_complete: the store answered every question in time.
+    """
+
+    positions: dict[int, Position] = field(default_factory=dict)
+    is_complete: bool = False
+
+
+class Bulletin:
+    """The ranks' positions, in the store.
+
+    A rank that dies, or is stopped, or whose host is cut off, writes no more: so others know.
+
+    Args:
+        store: nobody else uses its keys, nor its connection: one that the program waits on would
+            block the watchdog.
+        rank: this rank.
+        beat_s: seconds between two positions of a rank.
+    """
+
+    def __init__(self, store: Store, rank: int, beat_s: float) -> None:
+        self._store = store
+        self._rank = rank
+        self.beat_s = beat_s
+        self._beat = 0
+        self._lock = threading.Lock()
+        #: the connection broke: asking again would only make torch log it again
+        self.is_lost = False
+        #: what the first rank to raise an alarm said
+        self.heard = ""
+
+    def tell(self, position: Position) -> None:
+        """Tell the others how far this rank is."""
+        if self.is_lost:  # and another thread may wait for it, and hold the lock
+            return
+        with self._lock:  # the number of beats never goes back
+            self._beat += 1
+            told = replace(position, beat=self._beat, time=time.time())
+            self._set(f"at/{self._rank}", told.encode())
+
+    def hear(self) -> None:
+        """Listen for alarms of other ranks."""
+        if not self.heard:
+            self.heard = self._get("alarm") or ""
+
+    def alarm(self, text: str) -> None:
+        """Leave word for ranks that meet the consequences, when this rank may be gone."""
+        if not self.heard:
+            self._set("alarm", text)
+
+    def refusal(self, occasion: str) -> str | None:
+        """What a rank said that refused a run."""
+        return self._get(f"refused/{occasion}")
+
+    def gather(self, ranks: Iterable[int], ending: Deadline = NEVER) -> Answers:
+        """The positions of other ranks, once each that lives has told a new one.
+
+        Takes as long as three beats where one does not, or the store does not answer; a store that
+        does not is asked no more.
+
+        Args:
+            ranks: asked for.
+            ending: when this process waits for nobody any more.
+        """
+        answers, asked = Answers(), [rank for rank in ranks if rank != self._rank]
+        grace_s = max(ending.left(3 * self.beat_s + 1.0) - 0.5, 0.0)
+
+        def ask() -> None:
+            self._gather(asked, answers.positions, grace_s)
+            answers.is_complete = not self.is_lost
+
+        if not within(grace_s + 0.5, ask):
+            self.is_lost = True
+        return answers
+
+    def linger(self, others: Mapping[int, Position], ending: Deadline = NEVER) -> None:
+        """Let ranks that report too read first: this process may host the store."""
+        ranks = [rank for rank, at in others.items() if at.is_hanging]
+        most_s = ending.left(3 * self.beat_s)
+        within(most_s + 0.5, lambda: self._linger(ranks, Deadline.after(most_s)))
+
+    def _linger(self, ranks: list[int], deadline: Deadline) -> None:
+        while ranks and deadline.left():
+            time.sleep(deadline.left(self.beat_s / 5))
+            found = ((rank, self._read(rank)) for rank in ranks)
+            ranks = [rank for rank, at in found if at is not None and at.is_hanging]
+
+    def _gather(self, ranks: list[int], found: dict[int, Position], grace_s: float) -> None:
+        """Where there is no time for each to tell a new position, an old one's age decides."""
+        deadline, is_long = Deadline.after(grace_s), grace_s >= 2 * self.beat_s
+        first: dict[int, int] = {}
+        while ranks and not self.is_lost:
+            silent = []
+            for rank in ranks:
+                at = self._read(rank)
+                if at is not None:
+                    found[rank] = at
+                beat = first.setdefault(rank, at.beat if at else 0)
+                if at is None or not (at.beat > beat or at.is_hanging or at.ended):
+                    silent.append(rank)
+            ranks = silent
+            if not deadline.left():
+                break
+            time.sleep(deadline.left(self.beat_s / 5) if ranks else 0)
+        for rank in ranks:
+            if rank in found:
+                age = max(time.time() - found[rank].time, 0.1)
+                if is_long or age > 2 * self.beat_s:
+                    found[rank] = replace(found[rank], silent_s=age)
+
+    def _read(self, rank: int) -> Position | None:
+        text = self._get(f"at/{rank}")
+        return None if text is None else Position.decode(text)
+
+    def _set(self, key: str, text: str) -> None:
+        if self.is_lost:
+            return
+        try:
+            self._store.set(key, text)
+        except RuntimeError:  # the store is gone, and with it whoever could read
+            self.is_lost = True
+
+    def _get(self, key: str) -> str | None:
+        if self.is_lost:
+            return None
+        try:
+            return self._store.get(key).decode() if self._store.check([key]) else None
+        except RuntimeError:
+            self.is_lost = True
+            return None
+
+
+def within(seconds: float, function: Callable[[], object]) -> bool:
+    """Whether a function returned in time and without an error; else it goes on in a thread.
+
+    A store whose host is stopped never answers, whatever its own timeout is.
+    """
+    done: list[bool] = []
+
+    def run() -> None:
+        try:
+            function()
+        except RuntimeError:
+            return
+        done.append(True)
+
+    thread = threading.Thread(target=run, name="mdfuse-store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return bool(done)

@@ -1,0 +1,89 @@
+"""The ranks of a launch on this host, as they see each other before they share a store, and after.
+
+Each rank leaves a mark where it comes to a place at which all ranks meet: the name of a socket,
+known to the kernel alone and gone with the process, which others read in `/proc/net/unix`. It says
+which process that is, and so whether it is stopped. Nobody is asked, and nothing is listened to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from mdfuse.bootstrap import Launch
+
+#: What tells the ranks of one launch from those of another, where it is set.
+_IDENTITY = (
+    "PMIX_NAMESPACE",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+#: What /proc says of the state of a stopped process: by a signal, or by a debugger.
+_STOPPED = ("T", "t")
+
+
+class Neighbours:
+    """What this rank leaves for its neighbours, and sees of them.
+
+    Args:
+        launch: how the ranks were started.
+        environment: the process's environment variables.
+    """
+
+    def __init__(self, launch: Launch, environment: Mapping[str, str]) -> None:
+        identity = [f"{os.getuid()}", launch.name, f"{launch.size}"]
+        identity += [environment.get(name, "") for name in _IDENTITY]
+        self._launch = launch
+        self._prefix = "mdfuse/" + hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
+        self._marks: list[socket.socket] = []
+
+    def come_to(self, place: str) -> None:
+        """Leave a mark: this rank has come to a place."""
+        mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        with suppress(OSError):  # it only helps others to say who is missing
+            mark.bind(f"\0{self._prefix}/{place}/{self._launch.rank}/{os.getpid()}")
+            self._marks.append(mark)
+
+    def missing(self, place: str) -> dict[int, str]:
+        """The ranks that keep the others waiting at a place, and what is seen of each.
+
+        Nothing is known of ranks on other hosts; nor of any where not even this one is seen.
+        """
+        there = self._there(place)
+        if self._launch.rank not in there:
+            return {}
+        found = self.stopped(place)
+        if self._launch.is_one_host:
+            away = set(range(self._launch.size)) - there.keys()
+            found |= dict.fromkeys(away, f"did not come to {place}: busy elsewhere, or gone")
+        return dict(sorted(found.items()))
+
+    def stopped(self, place: str) -> dict[int, str]:
+        """The ranks that came to a place and stopped since."""
+        seen = self._there(place).items()
+        return {r: "stopped, by a signal or a debugger" for r, pid in seen if _is_stopped(pid)}
+
+    def _there(self, place: str) -> dict[int, int]:
+        """The processes of those that have come, by rank."""
+        with suppress(OSError):
+            names = Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace")
+            marks = re.findall(rf"@{self._prefix}/{re.escape(place)}/(\d+)/(\d+)$", names, re.M)
+            return {int(rank): int(pid) for rank, pid in marks}
+        return {}
+
+
+def _is_stopped(pid: int) -> bool:
+    with suppress(OSError):
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return state.rpartition(")")[2].split()[0] in _STOPPED
+    return False

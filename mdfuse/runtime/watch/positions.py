@@ -1,0 +1,180 @@
+"""How far a rank is: what it tells the others, and what they tell it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+from mdfuse.layouts.kinds import KINDS
+from mdfuse.runtime.watch.running import Place, Tally
+
+_Key = tuple[str, tuple[int, ...]]
+
+
+class Progress(NamedTuple):
+    """How far a rank is in one family of a team's posts.
+
+    Attributes:
+        family: what is numbered together.
+        team: the ranks.
+        posted: the number of the last one posted.
+        done: the number of the last one such that it and all before it are done.
+        last: the last one posted, in words; "" where nobody knows.
+    """
+
+    family: str
+    team: tuple[int, ...]
+    posted: int
+    done: int
+    last: str
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far a rank is.
+
+    Attributes:
+        rank: the rank.
+        is_hanging: whether it is about to report a communication that broke or hangs.
+        progress: by family and team.
+        host: the line of the program where its host is, or "".
+        doing: what it waits for, or runs, in words; or "".
+        ended: how it left the others, or "".
+        beat: how often it told the others.
+        time: when it did so last, seconds since the epoch, by its own clock.
+        silent_s: as the reader finds: for how long it has told nothing that it should have.
+    """
+
+    rank: int
+    is_hanging: bool
+    progress: tuple[Progress, ...]
+    host: str
+    doing: str = ""
+    ended: str = ""
+    beat: int = 0
+    time: float = 0.0
+    silent_s: float = 0.0
+
+    def of(self, family: str, team: tuple[int, ...]) -> Progress:
+        """Its progress in one family of one team."""
+        found = (p for p in self.progress if (p.family, p.team) == (family, team))
+        return next(found, Progress(family, team, 0, 0, ""))
+
+    def encode(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: str | bytes) -> Position:
+        raw = json.loads(text)
+        progress = (Progress(f, tuple(team), *rest) for f, team, *rest in raw.pop("progress"))
+        return cls(progress=tuple(progress), **raw)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What the plans of this process say of where it is.
+
+    Attributes:
+        key: differs where it has moved.
+        doing: the run and the instruction, in words; "" outside of all plans.
+        is_waiting: it is in a call of a communication library.
+        occasion: the run, by a name that is the same on all ranks.
+        name: what it posts or waits for, with its number, in words; or "".
+        where: the user's line of that.
+        family: of the posts that this one is numbered with.
+        team: whose communication it is.
+        sequence: its number in its family and team, or 0.
+        progress: by family and team.
+    """
+
+    key: Hashable = None
+    doing: str = ""
+    is_waiting: bool = False
+    occasion: str | None = None
+    name: str = ""
+    where: str = ""
+    family: str = ""
+    team: tuple[int, ...] = ()
+    sequence: int = 0
+    progress: tuple[Progress, ...] = ()
+
+
+class _Post(NamedTuple):
+    """One post of a run: its step, its number, its family and team, and both in words."""
+
+    step: int
+    number: int
+    key: _Key
+    name: str
+    where: str
+
+
+def is_shared(family: str) -> bool:
+    """Every member posts each one of the family, so that numbers tell who is behind."""
+    return not family.endswith("transfers")
+
+
+def standing(tallies: Sequence[Tally], place: Place | None) -> Standing:
+    """Where a process is that ran these programs."""
+    tally = place.plan.tally if place is not None else None
+    if place is None or tally is None:
+        return Standing(progress=_progress(_posted_before(tallies, None), []))
+    before = _posted_before(tallies, tally)
+    posts, current = _posts(place, before), place.current
+    found = next((post for post in posts if post.step == current), None)
+    what = f"{found.name} ({found.where})" if found else place.step.label
+    family, team = found.key if found else ("", ())
+    return Standing(
+        key=(tally.occasion, place.number),
+        doing=f"in run {tally.runs} of @{tally.name}, at {what}",
+        is_waiting=place.is_waiting,
+        occasion=tally.occasion,
+        name=found.name if found else "",
+        where=place.step.label,
+        family=family,
+        team=team,
+        sequence=found.number if found else 0,
+        progress=_progress(before, posts, place.open),
+    )
+
+
+def _key(kind: str, team: tuple[int, ...]) -> _Key:
+    return ("collectives" if KINDS[kind].by_all else "transfers"), team
+
+
+def _posted_before(tallies: Sequence[Tally], now: Tally | None) -> Counter[_Key]:
+    """How much was posted in runs that are over."""
+    counts: Counter[_Key] = Counter()
+    for tally in tallies:
+        runs = tally.runs - tally.refused - (tally is now)
+        for (kind, team), count in tally.posted.items():
+            counts[_key(kind, team)] += runs * count
+    return counts
+
+
+def _posts(place: Place, before: Counter[_Key]) -> list[_Post]:
+    """What the run posted so far, in order."""
+    counts, found = before.copy(), []
+    for n, step in enumerate(place.plan.steps[: place.number + 1]):
+        for call in step.calls:
+            key = _key(call.kind, call.team)
+            counts[key] += 1
+            found.append(_Post(n, counts[key], key, f"{call.kind} #{counts[key]}", step.label))
+    return found
+
+
+def _progress(
+    before: Counter[_Key], posts: Sequence[_Post], still: Sequence[int] = ()
+) -> tuple[Progress, ...]:
+    counts, last, first_open = before.copy(), dict[_Key, str](), dict[_Key, int]()
+    for post in posts:
+        counts[post.key], last[post.key] = post.number, f"{post.name} ({post.where})"
+        if post.step in still:
+            first_open.setdefault(post.key, post.number)
+    return tuple(
+        Progress(*key, posted, first_open.get(key, posted + 1) - 1, last.get(key, ""))
+        for key, posted in counts.items()
+    )

@@ -1,0 +1,91 @@
+"""What was posted outside torch.distributed: the last posts, in a ring buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from typing import Any, NamedTuple
+
+from mdfuse.backends.post_notes import Subject
+
+
+class Post(NamedTuple):
+    """One entry of the ring.
+
+    Two numbers, for two purposes: ranks compare the one in the family and team, the same on all
+    of them; this process asks for the one in the track, where families and teams may be mixed.
+
+    Attributes:
+        place: its number among all posts of this process.
+        sequence: its number in its family and team, from 1.
+        turn: its number on its track, from 1.
+        subject: what it is.
+        has_passed: whether its track is done with the post of a number, and all before it.
+        posted_at: seconds, on the watch's clock.
+    """
+
+    place: int
+    sequence: int
+    turn: int
+    subject: Subject
+    has_passed: Callable[[int], bool]
+    posted_at: float
+
+    def is_done(self) -> bool:
+        return self.has_passed(self.turn)
+
+    def text(self) -> str:
+        """As reports name it."""
+        subject = self.subject
+        return f"{subject.kind} #{self.sequence} ({subject.where})"
+
+
+class Ring:
+    """The last posts; writing one costs 0.2 us, reading them is for reports.
+
+    Args:
+        size: how many, a power of two; more than the launch queue of a GPU takes (1,024).
+        clock: seconds.
+    """
+
+    def __init__(self, size: int, clock: Callable[[], float]) -> None:
+        assert size & (size - 1) == 0
+        self._entries: list[tuple[Any, ...] | None] = [None] * size
+        self._clock = clock
+        self._next = count().__next__
+        self._tallies: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+        self._turns: dict[Callable[[int], bool], list[int]] = {}
+
+    def writer(self, subject: Subject, has_passed: Callable[[int], bool]) -> Callable[[], int]:
+        """A function that notes a post of `subject` and returns its number on its track.
+
+        Args:
+            subject: what is posted.
+            has_passed: of the track, which is told from others by it.
+        """
+        entries, mask, following, clock = (
+            self._entries,
+            len(self._entries) - 1,
+            self._next,
+            self._clock,
+        )
+        tally = self._tallies.setdefault((subject.family, subject.team), [0])
+        turns = self._turns.setdefault(has_passed, [0])
+
+        def write() -> int:
+            number = tally[0] = tally[0] + 1
+            turn = turns[0] = turns[0] + 1
+            place = following()
+            entries[place & mask] = (place, number, turn, subject, has_passed, clock())
+            return turn
+
+        return write
+
+    def posts(self, after: int = -1) -> list[Post]:
+        """The last posts, of those with a place above `after`, oldest first."""
+        entries = list(self._entries)
+        return sorted(Post(*e) for e in entries if e is not None and e[0] > after)
+
+    def tallies(self) -> dict[tuple[str, tuple[int, ...]], int]:
+        """How many were posted, by family and team."""
+        return {key: tally[0] for key, tally in list(self._tallies.items())}

@@ -1,0 +1,162 @@
+"""Where this process is in its plans: read off its stack, so that a run pays nothing for it.
+
+A plan is one function of one line per call, so that the number of the line that a thread is at says
+which instruction it is in, and which posts and waits it has behind it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+from mdfuse.layouts.call import Call
+
+
+class Step(Protocol):
+    """What is read of a plan's step: see `mdfuse.plan.context.Step`."""
+
+    @property
+    def op(self) -> str: ...
+    @property
+    def label(self) -> str: ...
+    @property
+    def calls(self) -> tuple[Call, ...]: ...
+    @property
+    def outputs(self) -> tuple[int, ...]: ...
+    @property
+    def waits(self) -> tuple[int, int | None] | None: ...
+
+
+class Plan(Protocol):
+    """What is read of a plan: see `mdfuse.plan.build.Plan`."""
+
+    @property
+    def tally(self) -> Tally | None: ...
+    @property
+    def steps(self) -> Sequence[Step]: ...
+    @property
+    def left(self) -> Sequence[int]:
+        """The number of the call at each line of its function."""
+
+    def number_of(self, line: int) -> int:
+        """The number of the step that a call belongs to."""
+
+
+#: The file name of a plan's function -> the plan.
+_plans: WeakValueDictionary[str, Plan] = WeakValueDictionary()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Tally:
+    """How often this rank ran a program.
+
+    Attributes:
+        name: of the program.
+        serial: tells it from others; the same on all ranks.
+        runs: how many runs began.
+        refused: how many of them this rank refused.
+        posted: how often one run posts each kind on each team; known once there is a plan.
+    """
+
+    name: str
+    serial: int
+    runs: int = 0
+    refused: int = 0
+    posted: Mapping[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
+
+    @property
+    def occasion(self) -> str:
+        """The run that began last, by a name that is the same on all ranks."""
+        return f"{self.serial}/{self.runs}"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A step of a plan that is running.
+
+    Attributes:
+        plan: the plan.
+        number: of the step.
+    """
+
+    plan: Plan
+    number: int
+
+    @property
+    def step(self) -> Step:
+        return self.plan.steps[self.number]
+
+    @property
+    def is_waiting(self) -> bool:
+        """It is in a call of a communication library."""
+        return self.step.op in ("post", "wait")
+
+    @property
+    def open(self) -> list[int]:
+        """The posts so far that were not waited for, by number of their step."""
+        waits = (step.waits for step in self.plan.steps[: self.number])
+        over = {wait[0] for wait in waits if wait is not None}
+        if self.step.waits:
+            over.discard(self.step.waits[0])
+        steps = enumerate(self.plan.steps[: self.number + 1])
+        return [n for n, step in steps if step.calls and not over & set(step.outputs)]
+
+    @property
+    def current(self) -> int | None:
+        """The post that it makes or waits for, by number of its step."""
+        if self.step.waits is None:
+            return self.number if self.step.calls else None
+        handle = self.step.waits[0]
+        return next((n for n in self.open if handle in self.plan.steps[n].outputs), None)
+
+
+def register(file: str, plan: Plan) -> None:
+    """A plan's function was written down under this name."""
+    _plans[file] = plan
+    if plan.tally is not None:
+        calls = (call for step in plan.steps for call in step.calls)
+        plan.tally.posted = Counter((call.kind, call.team) for call in calls)
+
+
+def running() -> Place | None:
+    """Where this process is; of several threads, the main one goes first, then one that waits."""
+    frames = sys._current_frames()
+    main = threading.main_thread().ident
+    places = [p for thread, f in frames.items() if thread == main and (p := _of_frame(f))]
+    places += [p for thread, f in frames.items() if thread != main and (p := _of_frame(f))]
+    return min(places, key=lambda place: not place.is_waiting, default=None)
+
+
+def raised(error: BaseException | None) -> Place | None:
+    """Where an error comes from."""
+    while error is not None:
+        trace = error.__traceback__
+        while trace is not None:
+            place = _place(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+            if place is not None:
+                return place
+            trace = trace.tb_next
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _of_frame(frame: FrameType | None) -> Place | None:
+    while frame is not None:
+        place = _place(frame.f_code.co_filename, frame.f_lineno)
+        if place is not None:
+            return place
+        frame = frame.f_back
+    return None
+
+
+def _place(file: str, line: int) -> Place | None:
+    plan = _plans.get(file) if file.startswith("<plan ") else None
+    if plan is None or not 2 <= line < 2 + len(plan.left):
+        return None
+    return Place(plan, plan.number_of(plan.left[line - 2]))

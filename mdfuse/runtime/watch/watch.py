@@ -1,0 +1,441 @@
+"""The watchdog of a process: it sees when a communication does not finish, and where all ranks are.
+
+Each post outside torch.distributed is noted in a ring buffer before it is made, and marked behind
+it, so that the watchdog finds the oldest one that is not done without asking the device: see
+`Track`. For all others it looks where the host is in its plans: see `mdfuse.runtime.watch.running`.
+The watchdog sleeps, looks, and, where something is overdue, says which instruction it is and what
+the other ranks did, and ends the process: buffers that such a communication writes to hold garbage.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mdfuse.backends.post_notes import Subject, Track
+from mdfuse.errors import PACKAGE, BackendError, Source
+from mdfuse.runtime.deadline import NEVER, Deadline
+from mdfuse.runtime.watch import running
+from mdfuse.runtime.watch.bulletin import Answers, Bulletin, within
+from mdfuse.runtime.watch.neighbours import Neighbours
+from mdfuse.runtime.watch.positions import Position, Progress, Standing, standing
+from mdfuse.runtime.watch.report import NEVER_TOLD, Alarm, Table, blame, explained, report
+from mdfuse.runtime.watch.reports import Page, tell_torchrun
+from mdfuse.runtime.watch.ring import Post, Ring
+from mdfuse.runtime.watch.running import Tally
+
+if TYPE_CHECKING:
+    from mdfuse.backends.c10d.groups import Store
+
+_log = logging.getLogger("mdfuse.comm")
+
+#: The exit status of a process that the watchdog ends (sysexits.h: EX_SOFTWARE).
+EXIT_STATUS = 70
+
+#: How long after the timeout of a wait the watchdog ends it, where that did not, seconds.
+_SLACK_S = 2.0
+
+#: How long a rank that reports stays where others see that it had come, seconds.
+_SEEN_S = 2.0
+
+#: From an error, or an alarm, to the moment when this process no longer waits for anybody, seconds.
+#: An alarm may come three seconds after the deadline of the wait, an error one.
+_ERROR_S, _ALARM_S = 7.0, 5.0
+
+#: Code that is not the user's, besides installed packages.
+_LIBRARIES = (PACKAGE, sys.base_prefix + "/lib/", "<")
+
+
+class Watch:
+    """The ring buffer of posts of this process, and its watchdog.
+
+    Args:
+        rank: this rank.
+        timeout_s: a post that is not done so many seconds after it, and after any other post was
+            done, is overdue.
+        store: where the ranks tell each other how far they are; nobody else uses its keys.
+        is_capturing: whether posts are being captured into a CUDA graph now.
+        clock: seconds.
+        write: takes the report.
+        end: ends the process with a status.
+        size: entries of the ring, a power of two.
+        ranks: of the world; reports tell of all of them. 0: of the team that is concerned.
+        host: the rank whose process keeps the store; None: another process does.
+        reports: the folder where reports are kept; None: nowhere.
+        neighbours: what is seen of other ranks as long as there is no store.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        timeout_s: float,
+        store: Store | None = None,
+        is_capturing: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.monotonic,
+        write: Callable[[str], object] | None = None,
+        end: Callable[[int], object] | None = None,
+        size: int = 4096,
+        ranks: int = 0,
+        host: int | None = None,
+        reports: Path | None = None,
+        neighbours: Neighbours | None = None,
+    ) -> None:
+        self.ring = Ring(size, clock)
+        #: the subjects of posts that were captured, in order; who captures clears it before
+        self.captured: list[Subject] = []
+        self._rank = rank
+        self._timeout = timeout_s
+        self._tick = min(1.0, timeout_s / 10)
+        self._beat = max(self._tick, ranks / 1000)  # at most 1,000 messages a second
+        self._bulletin = Bulletin(store, rank, self._beat) if store else None
+        self._world = tuple(range(ranks))
+        self._host = host
+        self._folder = reports
+        self._neighbours = neighbours
+        #: where all ranks meet that share no store, the last such place this one came to
+        self._place = ""
+        #: how long this process waits for others where something went wrong
+        self.ending = NEVER
+        self._is_capturing = is_capturing
+        self._clock = clock
+        self._write = write or _write_error
+        self._end = end or _end_process
+        self._sources: list[tuple[tuple[int, ...], Callable[[], str | None]]] = []
+        self._seen = -1
+        self._oldest: Post | None = None
+        self._moved_at = clock()
+        #: breaks what this process waits for; whether it could
+        self.abort: Callable[[], bool] = lambda: False
+        self._tallies: list[Tally] = []
+        self._waits: list[tuple[str, float]] = []
+        self._stood: tuple[object, float] = (None, clock())
+        self._refused: str | None = None
+        self._reports = 0
+        self._broke: Standing | None = None
+        #: how this rank leaves the others, once it does
+        self.leaves = "closed its communicator"
+        self._ended = ""
+        self._stop = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def is_cut_off(self) -> bool:
+        """The store did not answer, or broke: nobody hears of this rank any more."""
+        return self._bulletin is not None and self._bulletin.is_lost
+
+    @property
+    def store(self) -> str:
+        """Whose store it is, in words."""
+        return "the store" if self._host is None else f"the store that rank {self._host} keeps"
+
+    def prepare(
+        self, subject: Subject, track: Track
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """What to call before and behind each post of `subject`.
+
+        While a graph is captured nothing is posted: the subject joins `captured`, and nothing is
+        marked, for a replay would write the old number again. Whoever replays notes the replay.
+        """
+        write, mark = self.ring.writer(subject, track.is_done), track.mark
+        is_capturing, captured = self._is_capturing, self.captured
+        number = 0
+
+        def before() -> None:
+            nonlocal number
+            if is_capturing():
+                number = 0
+                captured.append(subject)
+            else:
+                number = write()
+
+        def behind() -> None:
+            if number:
+                mark(number)
+
+        return before, behind
+
+    def on_error(self, team: tuple[int, ...], ask: Callable[[], str | None]) -> None:
+        """Ask for errors of a team's communicator at each look; a text is one."""
+        self._sources.append((team, ask))
+
+    def forget(self, *functions: Callable[..., object]) -> None:
+        """Take back what was given to `on_error`."""
+        self._sources = [row for row in self._sources if row[1] not in functions]
+
+    def start(self) -> None:
+        """Start the watchdog, once."""
+        if self._threads:
+            return
+        for name, run in (("mdfuse-watch", self.look), ("mdfuse-bulletin", self.tell)):
+            thread = threading.Thread(target=self._run, args=(run,), name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def connect(self, store: Store) -> None:
+        """From now on the ranks tell each other how far they are, in a store of their own."""
+        self._bulletin = Bulletin(store, self._rank, self._beat)
+
+    def close(self) -> None:
+        """Stop watching; the others are told how this rank left. A second close does nothing."""
+        if self._ended:
+            return
+        self._stop.set()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(self.ending.left(min(0.5, 2 * self._tick)))
+        self._ended = self.leaves
+        if self._bulletin is not None and self._threads:
+            within(self.ending.left(2 * self._beat), self.tell)
+
+    def count(self, tally: Tally) -> None:
+        """Count the runs of a program among what tells where this rank is."""
+        self._tallies.append(tally)
+
+    @contextmanager
+    def waiting(self, what: str, place: str = "") -> Iterator[None]:
+        """What is done inside waits for other ranks, and has a deadline of its own.
+
+        Where that does not end it, as where the host of the store is stopped, the process ends.
+
+        Args:
+            what: they do there.
+            place: its name, where the ranks have no store in which they see who has come.
+        """
+        if place and self._neighbours is not None:
+            self._place = place
+            self._neighbours.come_to(place)
+        row = what, self._clock()
+        self._waits.append(row)
+        try:
+            yield
+        finally:
+            self._waits.remove(row)
+
+    def look(self) -> None:
+        """Look once: raise the alarm where it is time to. Asks nobody else."""
+        alarm = self._failed() or self._overdue() or self._stuck() or self._broken()
+        if alarm is not None:
+            self._raise(alarm)
+
+    def tell(self) -> None:
+        """Tell the other ranks once how far this one is, and hear what they have to say."""
+        if self._bulletin is None:
+            return
+        now = self._standing()
+        self._bulletin.tell(self.position(self._reports > 0, now))
+        self._bulletin.hear()
+        if now.is_waiting and now.occasion is not None and self._refused is None:
+            refusal = self._bulletin.refusal(now.occasion)
+            if refusal is not None and not self.abort():
+                self._refused = refusal
+
+    def explain(self, error: BackendError) -> BackendError:
+        """The same error, with the positions of all ranks: takes up to three seconds."""
+        if self._bulletin is None and not self._place:
+            return error
+        self.ending = Deadline.after(_ERROR_S)
+        now = standing(self._tallies, running.raised(error) or running.running())
+        alarm = Alarm.at(now, error.what, self._world)
+        self._broke = replace(now, is_waiting=False) if now.doing else None
+        with self._reporting(alarm, now) as table:
+            found = explained(error, alarm, table)
+            self._keep(found, table)
+            return found
+
+    def position(self, is_hanging: bool, now: Standing | None = None) -> Position:
+        """How far this rank is, for the others."""
+        now = now or self._standing()
+        posts = self._posts()
+        open_posts = [post for post in posts if not post.is_done()]
+        progress = []
+        for (family, team), posted in self.ring.tallies().items():
+            mine = [p for p in open_posts if (p.subject.family, p.subject.team) == (family, team)]
+            done = mine[0].sequence - 1 if mine else posted
+            last = [p for p in posts if (p.subject.family, p.subject.team) == (family, team)]
+            text = last[-1].text() if last else ""
+            progress.append(Progress(family, team, posted, done, text))
+        progress += now.progress
+        waits = [what for what, _ in self._waits]
+        doing = now.doing or (f"in {waits[-1]}" if waits else "")
+        progress_of = tuple(progress)
+        return Position(self._rank, is_hanging, progress_of, _host_line(), doing, self._ended)
+
+    def _standing(self) -> Standing:
+        """Where the plans of this process are; outside of all, where the last one broke off."""
+        now = standing(self._tallies, running.running() if self._tallies else None)
+        if now.doing:
+            self._broke = None
+        return self._broke or now
+
+    def _posts(self) -> list[Post]:
+        """The ring's, and the oldest that is not done, even where the ring came round to it."""
+        posts, oldest = self.ring.posts(), self._oldest
+        is_lost = oldest is not None and posts and posts[0].place > oldest.place
+        return [oldest, *posts] if is_lost and oldest else posts
+
+    def _run(self, act: Callable[[], None]) -> None:
+        while not self._stop.wait(self._tick if act == self.look else self._beat):
+            try:
+                act()
+            except Exception:  # the thread must live: without it a hang would be silent
+                _log.exception("rank %d: the watchdog stumbled", self._rank)
+
+    def _failed(self) -> Alarm | None:
+        for team, ask in list(self._sources):
+            text = ask()
+            if text is not None:
+                return Alarm(team=team, what=f"a communicator failed on rank {self._rank}: {text}")
+        return None
+
+    def _overdue(self) -> Alarm | None:
+        now, oldest = self._clock(), self._find_oldest()
+        if oldest is None or now - max(oldest.posted_at, self._moved_at) <= self._timeout:
+            return None
+        return Alarm.of(oldest, self._rank, self._timeout, now - oldest.posted_at)
+
+    def _find_oldest(self) -> Post | None:
+        """The first post that is not done; kept, in case the ring comes round to it."""
+        oldest = self._oldest
+        if oldest is not None and not oldest.is_done():
+            return oldest
+        posts = self.ring.posts(after=self._seen)
+        open_posts = (post for post in posts if not post.is_done())
+        self._oldest = next(open_posts, None)
+        if posts:
+            self._seen = (self._oldest.place if self._oldest else posts[-1].place + 1) - 1
+        self._moved_at = self._clock()
+        return self._oldest
+
+    def _stuck(self) -> Alarm | None:
+        """A wait that should have ended by itself."""
+        now, moment, limit = self._standing(), self._clock(), self._timeout + _SLACK_S
+        if now.key != self._stood[0]:
+            self._stood = now.key, moment
+        since = self._stood[1]
+        if now.is_waiting and moment - since > limit:
+            name = now.name or now.where
+            return Alarm.at(now, self._not_done(name, moment - since), self._world, now.where)
+        for what, since in list(self._waits):
+            if moment - since > limit:
+                return Alarm(team=self._world, what=self._not_done(what, moment - since))
+        return None
+
+    def _not_done(self, what: str, age_s: float) -> str:
+        limit = f"timeout_s={self._timeout:g}"
+        return f"{what} is not done on rank {self._rank} after {age_s:.1f} s ({limit})"
+
+    def _broken(self) -> Alarm | None:
+        """Another rank refused what this one waits for, and the wait cannot be broken off."""
+        if self._refused is None:
+            return None
+        now = self._standing()
+        what = f"{now.doing or 'a run'} broke off on rank {self._rank}: another rank refused it"
+        return Alarm.at(now, what, self._world, self._refused)
+
+    @contextmanager
+    def _reporting(self, alarm: Alarm, now: Standing) -> Iterator[Table]:
+        """Gather what a report tells; afterwards let others do so before this process goes."""
+        own, ranks = self.position(True, now), self._world or alarm.team
+        bulletin, answers = self._bulletin, Answers(is_complete=True)
+        self._reports += 1
+        if bulletin is not None:
+            within(self.ending.left(self._beat), lambda: bulletin.tell(own))
+            answers = bulletin.gather(ranks, self.ending)
+        table = self._table(own, ranks, answers)
+        try:
+            if bulletin is not None and answers.is_complete:
+                word = f"rank {self._rank} said: {alarm.what}: {blame(alarm, table)}"
+                within(self.ending.left(self._beat), lambda: bulletin.alarm(word))
+            yield table
+        finally:
+            self._reports -= 1
+            if bulletin is not None and answers.is_complete:
+                said = replace(own, is_hanging=False)
+                within(self.ending.left(self._beat), lambda: bulletin.tell(said))
+                bulletin.linger(answers.positions, self.ending)
+            elif bulletin is None and self._place:
+                time.sleep(self.ending.left(_SEEN_S))
+
+    def _table(self, own: Position, ranks: Sequence[int], answers: Answers) -> Table:
+        is_there = answers.is_complete
+        lost = f"{self.store} does not answer: nothing is known of other ranks"
+        store = "" if is_there else lost
+        missing: Mapping[int, str] = {}
+        if self._bulletin is None and self._place:
+            store = "the ranks share no store here: only what this host shows is known"
+            missing = self._neighbours.missing(self._place) if self._neighbours else {}
+        elif self._bulletin is not None and is_there:
+            told = {self._rank, *answers.positions}
+            missing = {rank: NEVER_TOLD for rank in ranks if rank not in told}
+        elif self._neighbours and self._place:
+            missing = self._neighbours.stopped(self._place)
+        heard = self._bulletin.heard if self._bulletin is not None else ""
+        return Table(
+            own=own,
+            others=dict(answers.positions),
+            ranks=ranks,
+            posts=self._posts(),
+            store=store,
+            missing=missing,
+            heard="" if heard.startswith(f"rank {self._rank} ") else heard,
+            lost=None if is_there else self._host,
+            page=Page(self._folder, self._rank),
+        )
+
+    def _keep(self, error: BackendError, table: Table) -> str:
+        """The text of a report, which is kept."""
+        text = f"mdfuse.{type(error).__name__}: {error}"
+        if table.page is not None:
+            table.page.write(text)
+        return text
+
+    def _raise(self, alarm: Alarm) -> None:
+        self.ending = Deadline.after(_ALARM_S)
+        with self._reporting(alarm, self._standing()) as table:
+            error = report(alarm, table)
+            self._write(self._keep(error, table))
+            tell_torchrun(error)
+        self._stop.set()
+        # no communicator is aborted first: that would let the program go on with what is in the
+        # buffers, and even end well
+        self._end(EXIT_STATUS)
+
+
+def _host_line() -> str:
+    """Where the main thread is: its innermost line outside mdfuse, torch and Python's library."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    innermost = frame
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if "site-packages" not in name and not name.startswith(_LIBRARIES):
+            break
+        frame = frame.f_back
+    frame = frame or innermost
+    if frame is None:
+        return ""
+    return Source(frame.f_code.co_filename, frame.f_lineno).quote()
+
+
+def _write_error(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def _end_process(status: int) -> None:
+    """At once: an orderly exit would wait for the device, which hangs."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue
+    os._exit(status)

@@ -1,0 +1,1 @@
+"""All ranks in this process."""

@@ -1,0 +1,72 @@
+"""The same fusion on one device, ignoring layouts: what every distributed run is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from mdfuse.errors import ProgramError
+from mdfuse.extents.extent import Extent
+from mdfuse.frontend.definition import FusionDefinition
+from mdfuse.ir.graph import Fusion
+from mdfuse.ir.numbers import as_number, scalar_call
+from mdfuse.ir.ops import TABLE
+from mdfuse.ir.symbolic import with_known_extents
+from mdfuse.runs.arguments import check_global
+from mdfuse.runs.extents import global_extents
+
+
+def reference(definition: FusionDefinition | Fusion, inputs: Sequence[Any]) -> list[Tensor]:
+    """Evaluate each expression with the torch call of its op, on whole tensors.
+
+    Args:
+        definition: the fusion.
+        inputs: global tensors (numbers for scalars), in definition order.
+
+    Returns:
+        The global outputs.
+
+    Raises:
+        ProgramError: the inputs do not fit.
+    """
+    fusion = definition.fusion if isinstance(definition, FusionDefinition) else definition
+    if len(inputs) != len(fusion.inputs):
+        raise ProgramError(
+            f"@{fusion.name}: {len(inputs)} arguments for {len(fusion.inputs)} inputs",
+            hint="pass, in this order: " + ", ".join(fusion.inputs),
+        )
+    fusion = _numbered(definition, fusion, inputs)
+    known: dict[str, Any] = {}
+    for name, x in zip(fusion.inputs, inputs, strict=True):
+        value = fusion.values[name]
+        check_global(fusion.name, name, x, value.shape if value.is_tensor else None, value.dtype)
+        known[name] = x if value.is_tensor else as_number(x, value.dtype)
+    device = next((x.device for x in inputs if isinstance(x, Tensor)), None)
+    for expr in fusion.exprs:
+        operands = [known[x] if isinstance(x, str) else x for x in expr.inputs]
+        attrs = expr.kwargs
+        if not fusion.values[expr.output].is_tensor:
+            known[expr.output] = scalar_call(lambda *a: TABLE[expr.op].call(*a, **attrs), operands)  # noqa: B023
+            continue
+        if TABLE[expr.op].is_creation:
+            attrs["device"] = device
+        known[expr.output] = TABLE[expr.op].call(*operands, **attrs)
+        if fusion.values[expr.output].is_order_required:
+            order = fusion.values[expr.output].order
+            known[expr.output] = TABLE["stride_order"].call(known[expr.output], order=order)
+    return [known[name] for name in fusion.outputs]
+
+
+def _numbered(
+    definition: FusionDefinition | Fusion, fusion: Fusion, inputs: Sequence[Any]
+) -> Fusion:
+    """The fusion with the extents that the inputs have in the place of symbols."""
+    shapes = (fusion.values[name].shape for name in fusion.inputs)
+    if not any(type(n) is Extent for shape in shapes for n in shape):
+        return fusion
+    extents = global_extents(fusion, inputs)
+    if isinstance(definition, FusionDefinition):
+        definition.check_extents(extents)
+    return with_known_extents(fusion, extents)

@@ -1,0 +1,222 @@
+"""Simulated runs in a random order: every stream and every transfer goes on by itself.
+
+As on GPUs the host only queues: it allocates, makes views and issues posts in program order, while
+what a queued operation computes appears later. Results that are not there yet are poisoned, so
+that a missing sync or wait shows in some order.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mdfuse.errors import CommunicationError
+from mdfuse.hir.instructions import MEMORY
+from mdfuse.plan.build import Plan
+from mdfuse.plan.context import Step
+from mdfuse.plan.lines import Slots
+from mdfuse.plan.pending import Pending
+from mdfuse.plan.streams import CALLER
+from mdfuse.simulation.network import SimNetwork
+
+#: Steps that the host does by itself, in program order. Views are none: what they show may be a
+#: copy of what their stream has still to write.
+_ON_HOST = (*MEMORY, "set_stream", "keep")
+
+
+def run_shuffled(
+    plans: Sequence[Plan],
+    slots: Sequence[Slots],
+    network: SimNetwork,
+    seed: int,
+) -> tuple[list[Any], ...]:
+    """Run all ranks in an order drawn from a seed; copies of the outputs of each, as the caller's
+    stream sees them at the end of its work."""
+    draw = random.Random(seed)
+    ranks = [_Queues(plan, s) for plan, s in zip(plans, slots, strict=True)]
+    for rank in ranks:
+        rank.issue()
+    while True:
+        heads = [(rank, stream) for rank in ranks for stream in rank.ready()]
+        choices = len(heads) + len(network.ready)
+        if not choices:
+            break
+        n = draw.randrange(choices)
+        if n < len(heads):
+            rank, stream = heads[n]
+            rank.go(stream)
+        else:
+            network.move(n - len(heads))
+    _check_finished(ranks, network)
+    return tuple(rank.outputs for rank in ranks)
+
+
+def _check_finished(ranks: Sequence[_Queues], network: SimNetwork) -> None:
+    stuck = [f"rank {i} waits at {t.label}" for i, r in enumerate(ranks) for t in r.heads()]
+    left = network.leftovers()
+    if stuck or left:
+        raise CommunicationError(
+            "no rank can go on" if stuck else "posts that nobody answered",
+            where=[*stuck, *left],
+            because="each waits for a communication that another rank has not posted",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """Something on a stream: what it does, and when it may."""
+
+    label: str
+    run: Callable[[], object]
+    may_run: Callable[[], bool] = lambda: True
+
+
+@dataclass(slots=True)
+class _Issued:
+    """In the slot of a post that the host has issued; `pending` once its stream has come to it."""
+
+    pending: Pending | None = None
+
+
+@dataclass
+class _Queues:
+    """The streams of one rank.
+
+    A queued operation works on the buffers that were in the slots when the host issued it.
+    """
+
+    plan: Plan
+    slots: Slots
+    queues: dict[int, deque[_Task]] = field(default_factory=lambda: defaultdict(deque))
+    queued: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    outputs: list[Any] = field(default_factory=list)
+
+    def issue(self) -> None:
+        """What the host does: it goes through the whole plan without waiting."""
+        for step in self.plan.steps:
+            self.take(step)
+        self.push(CALLER, _Task("return", self.finish))
+
+    def finish(self) -> None:
+        """The caller's stream reads the outputs."""
+        found = self.plan.finish(self.slots)
+        self.outputs = [x.clone() if isinstance(x, Tensor) else x for x in found]
+
+    def push(self, stream: int, task: _Task) -> None:
+        self.queues[stream].append(task)
+        self.queued[stream] += 1
+
+    def take(self, step: Step) -> None:
+        """Queue a step; do at once what the host does."""
+        if step.op in _ON_HOST:
+            step.run(self.slots)
+        elif step.joins is not None:
+            self.push(step.stream, self.join(step.label, step.joins))
+        elif step.waits is not None:
+            self.push(step.stream, self.wait(step, *step.waits))
+        elif step.op == "post":
+            self.push(step.stream, self.post(step))
+        else:
+            self.push(step.stream, _Task(step.label, self.effect(step)))
+
+    def join(self, label: str, other: int) -> _Task:
+        goal = self.queued[other]
+        return _Task(label, _nothing, lambda: self.passed(other) >= goal)
+
+    def passed(self, stream: int) -> int:
+        """How many tasks of a stream are done."""
+        return self.queued[stream] - len(self.queues.get(stream, ()))
+
+    def post(self, step: Step) -> _Task:
+        """A post takes its place among those of its team when the host issues it."""
+        for poster in step.posters:
+            poster.announce()  # type: ignore[attr-defined]
+        issued = [_Issued() for _ in step.outputs]
+        for slot, handle in zip(step.outputs, issued, strict=True):
+            self.slots[slot] = handle
+        now = list(self.slots)
+
+        def run() -> None:
+            step.run(now)
+            for slot, handle in zip(step.outputs, issued, strict=True):
+                handle.pending = now[slot]
+
+        return _Task(step.label, run)
+
+    def wait(self, step: Step, slot: int, piece: int | None) -> _Task:
+        handle, now = self.slots[slot], list(self.slots)
+
+        def may_run() -> bool:
+            return handle.pending is not None and handle.pending.is_done(piece)
+
+        def run() -> None:
+            now[slot] = handle.pending
+            step.run(now)
+
+        return _Task(step.label, run, may_run)
+
+    def effect(self, step: Step) -> Callable[[], object]:
+        """What a step does to data; the buffers that it binds are there, poisoned, at once."""
+        before = list(self.slots)
+        fresh = [x for x in step.outputs if before[x] is None]
+        if not fresh:
+            return lambda: step.run(before)
+        self.bind(step)
+        known = {_memory(before[x]) for x in step.inputs if isinstance(before[x], Tensor)}
+        made = {x: self.slots[x] for x in fresh if isinstance(self.slots[x], Tensor)}
+        made = {x: buffer for x, buffer in made.items() if _memory(buffer) not in known}
+        for buffer in made.values():
+            _poison(buffer)
+
+        def run() -> None:
+            step.run(before)
+            for x, buffer in made.items():
+                buffer.copy_(before[x])
+
+        return run
+
+    def bind(self, step: Step) -> None:
+        """Let a step bind its outputs, though its inputs are not there yet."""
+        try:
+            step.run(self.slots)
+        except RuntimeError:  # a division by integers that are still 0
+            ones = list(map(_one, self.slots))
+            step.run(ones)
+            for x in step.outputs:
+                self.slots[x] = ones[x]
+
+    def heads(self) -> list[_Task]:
+        """The first task of each stream."""
+        return [queue[0] for queue in self.queues.values() if queue]
+
+    def ready(self) -> list[int]:
+        """The streams that can go on."""
+        return [k for k, queue in self.queues.items() if queue and queue[0].may_run()]
+
+    def go(self, stream: int) -> None:
+        self.queues[stream][0].run()
+        self.queues[stream].popleft()
+
+
+def _nothing() -> None:
+    """A join has no effect of its own."""
+
+
+def _one(x: Any) -> Any:
+    is_integer = isinstance(x, Tensor) and not x.dtype.is_floating_point
+    return torch.ones_like(x) if is_integer else x
+
+
+def _memory(x: Any) -> int:
+    return int(x.untyped_storage().data_ptr())
+
+
+def _poison(x: Tensor) -> None:
+    """NaN; zero for integers, which may be indices."""
+    x.fill_(float("nan") if x.is_floating_point() or x.is_complex() else 0)

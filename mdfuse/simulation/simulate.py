@@ -1,0 +1,377 @@
+"""Run every rank of a program in this process, on the `sim` backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mdfuse.compiled.program import Program
+from mdfuse.config import Options, options_from_environment
+from mdfuse.errors import CommunicationError, ProgramError
+from mdfuse.hir.program import HostProgram
+from mdfuse.hir.verify import verify
+from mdfuse.ir.tensors import resolved
+from mdfuse.layouts.sharding import shard_tensor, unshard_tensor
+from mdfuse.plan.build import Plan, build
+from mdfuse.plan.context import Step
+from mdfuse.plan.index_checks import IndexChecks
+from mdfuse.plan.lines import Slots
+from mdfuse.plan.names import check_names
+from mdfuse.runs.arguments import (
+    check_arguments,
+    check_global,
+    check_no_gradients,
+    check_outputs,
+    described,
+    numbers,
+)
+from mdfuse.runs.extents import check_extents, global_extents
+from mdfuse.simulation.network import SimNetwork
+from mdfuse.simulation.shuffled import run_shuffled
+
+#: What simulates: a compiled program, a host program, or the projection of each rank.
+Simulable = Program | HostProgram | Sequence[HostProgram]
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What a simulated run gave.
+
+    Attributes:
+        per_rank: for each rank from 0 to the highest of any mesh, its local outputs.
+        outputs: the global outputs (numbers for scalars; None for what varies from rank to rank);
+            empty where each rank has a program of its own.
+        peak_bytes: for each rank, the most bytes of buffers that it held at once, inputs included;
+            empty for a shuffled schedule.
+    """
+
+    per_rank: tuple[list[Any], ...]
+    outputs: list[Any]
+    peak_bytes: tuple[int, ...] = ()
+
+
+@dataclass
+class _Memory:
+    """Accounts for the memory that is bound to slots."""
+
+    #: storage of an input -> bytes of the rank's part, which may be a view of a global tensor
+    sizes: dict[int, int] = field(default_factory=dict)
+    held: dict[int, tuple[int, int]] = field(default_factory=dict)
+    users: dict[int, int] = field(default_factory=dict)
+    now: int = 0
+    peak: int = 0
+
+    def update(self, slot: int, x: Any) -> None:
+        """A slot holds a buffer from now on, or none."""
+        if slot in self.held:
+            key, size = self.held.pop(slot)
+            self.users[key] -= 1
+            self.now -= 0 if self.users[key] else size
+        if isinstance(x, Tensor) and x.untyped_storage().nbytes():
+            storage = x.untyped_storage()
+            key = storage.data_ptr()
+            size = self.sizes.get(key, storage.nbytes())
+            self.now += 0 if self.users.get(key) else size
+            self.users[key] = self.users.get(key, 0) + 1
+            self.held[slot] = key, size
+            self.peak = max(self.peak, self.now)
+
+
+@dataclass
+class _Rank:
+    """One simulated rank on its way through its plan."""
+
+    plan: Plan
+    slots: Slots
+    memory: _Memory = field(default_factory=_Memory)
+    at: int = 0
+
+    def __post_init__(self) -> None:
+        for slot, x in enumerate(self.slots):
+            if isinstance(x, Tensor):
+                storage = x.untyped_storage()
+                self.memory.sizes[storage.data_ptr()] = min(storage.nbytes(), x.nbytes)
+            self.memory.update(slot, x)
+
+    def step(self) -> bool:
+        """Go on to the next wait that is not done; whether anything ran."""
+        start = self.at
+        while self.at < len(self.plan.steps):
+            step = self.plan.steps[self.at]
+            if step.waits is not None and not self.may_go(step.waits):
+                break
+            self.run(step)
+            for slot in (*step.outputs, *(step.inputs if step.op == "free" else ())):
+                self.memory.update(slot, self.slots[slot])
+            self.at += 1
+        return self.at > start
+
+    def run(self, step: Step) -> None:
+        try:
+            step.run(self.slots)
+        except Exception as error:
+            error.add_note(f"in {step.label}")
+            raise
+
+    def may_go(self, waits: tuple[int, int | None]) -> bool:
+        """Whether a wait would not block."""
+        handle, piece = waits
+        return bool(self.slots[handle].is_done(piece))
+
+    @property
+    def is_done(self) -> bool:
+        return self.at == len(self.plan.steps)
+
+
+def simulate(
+    program: Simulable,
+    inputs: Sequence[Any] | None = None,
+    extents: Mapping[str, int] | None = None,
+    *,
+    per_rank: Sequence[Mapping[str, Any]] | None = None,
+    options: Options | None = None,
+    schedule: int | None = None,
+) -> Simulated:
+    """Run all ranks; deterministic.
+
+    Args:
+        program: a compiled program, a host program, or the projections of all ranks in rank order.
+        inputs: global tensors (numbers for scalars) in definition order.
+        extents: symbolic extents by name; by default those of the global inputs.
+        per_rank: instead of `inputs`: for each rank, name -> local tensor; names of outputs give
+            preallocated buffers.
+        options: `verify`, `poison` and `check_indices` are those that matter here.
+        schedule: None: the ranks go on in lockstep, and a wait blocks its rank. A number: each
+            stream of each rank and each transfer goes on by itself, as on GPUs, in a random order
+            drawn from this seed. A result that nothing ordered before its use is then wrong.
+
+    Raises:
+        ProgramError: the program is wrong, or the inputs do not fit.
+        IndexRangeError: with `check_indices`, an index is out of range.
+        CommunicationError: posts of different ranks do not fit, or ranks wait for each other.
+    """
+    if isinstance(program, Program):
+        program = _with_extents(program, inputs, extents)
+    elif extents:
+        check_extents(_host(program).name, (), extents)
+    host = _host(program)
+    locals_ = _projections(program)
+    if options_from_environment(options).verify:
+        host.check() if host.rank is None else verify(dict(enumerate(locals_)))
+    arguments, out = _arguments(host, inputs, per_rank, len(locals_))
+    written = [n for n, name in enumerate(host.inputs) if name in host.written_inputs]
+    arguments = [[*resolved(given, written)] for given in arguments]
+    for given, buffers in zip(arguments, out, strict=True):
+        check_no_gradients(host.name, host.inputs, given)
+        check_no_gradients(host.name, host.outputs, buffers)
+    network = SimNetwork(is_late=schedule is not None)
+    checks = IndexChecks()
+    plans = _plans(locals_, arguments, out, network, options, checks)
+    with torch.no_grad(), torch.autocast(_device(arguments).type, enabled=False):
+        slots = [
+            plan.start(numbers(host, given), buffers)
+            for plan, given, buffers in zip(plans, arguments, out, strict=True)
+        ]
+        if schedule is None:
+            results, peaks = _run_in_lockstep(plans, slots, network)
+        else:
+            results, peaks = run_shuffled(plans, slots, network, schedule), ()
+        if checks.found is not None:
+            raise checks.found
+    if host.rank is not None:
+        return Simulated(results, [], peaks)
+    outputs = [_global(host, name, i, results) for i, name in enumerate(host.outputs)]
+    return Simulated(results, outputs, peaks)
+
+
+def _plans(
+    locals_: Sequence[HostProgram],
+    arguments: Sequence[Sequence[Any]],
+    out: Sequence[Sequence[Any]],
+    network: SimNetwork,
+    options: Options | None,
+    checks: IndexChecks,
+) -> list[Plan]:
+    options, device = options_from_environment(options), _device(arguments)
+    how: dict[str, Any] = {"poison": options.poison, "is_simulated": True}
+    how["checks"] = checks if options.check_indices else None
+    plans = []
+    for rank, local in enumerate(locals_):
+        check_arguments(local, rank, arguments[rank], device)
+        check_outputs(local, rank, arguments[rank], out[rank], device, is_partial=True)
+        bind = network.backend(rank).bind
+        plans.append(build(local, bind, device, arguments=arguments[rank], out=out[rank], **how))
+    return plans
+
+
+def _with_extents(
+    program: Program, inputs: Sequence[Any] | None, extents: Mapping[str, int] | None
+) -> HostProgram:
+    """The host program for the extents that are given, or that global inputs have."""
+    if program.symbolic is not None and inputs is not None:
+        extents = global_extents(program.symbolic.fusion, inputs, extents)
+    return program.host_for(extents)
+
+
+def _host(program: Simulable) -> HostProgram:
+    """The host program whose inputs and outputs count."""
+    host = program.host if isinstance(program, Program) else program
+    if isinstance(host, Sequence) and host and all(isinstance(p, HostProgram) for p in host):
+        host = host[0]
+    if not isinstance(host, HostProgram):
+        raise ProgramError(
+            f"{type(program).__name__} is no program", hint="pass what mf.compile(fd) returns"
+        )
+    return host
+
+
+def _projections(program: Simulable) -> list[HostProgram]:
+    """The program of each rank."""
+    host = _host(program)
+    if isinstance(program, Sequence):
+        _check_projections(program)
+        return list(program)
+    check_names(host)
+    if host.rank is not None:
+        raise ProgramError(
+            f"@{host.name} is the projection onto rank {host.rank} alone",
+            hint="pass the global program, or the projections of all ranks",
+        )
+    return [host.project(rank) for rank in range(host.last_rank + 1)]
+
+
+def _check_projections(programs: Sequence[HostProgram]) -> None:
+    first = programs[0]
+    for rank, local in enumerate(programs):
+        check_names(local)
+        if local.rank != rank:
+            raise ProgramError(
+                f"the projection onto rank {local.rank} in place {rank}",
+                hint="pass the projections of all ranks in rank order",
+            )
+        if (local.inputs, local.outputs) != (first.inputs, first.outputs):
+            raise ProgramError(
+                f"@{local.name} on rank {rank} has other inputs or outputs than on rank 0",
+                where=[
+                    f"rank {r}: {p.inputs} -> {p.outputs}" for r, p in ((0, first), (rank, local))
+                ],
+                because="the ranks run one program",
+                hint="name them alike; a rank outside of one's mesh passes, and gets, None",
+            )
+
+
+def _arguments(
+    host: HostProgram,
+    inputs: Sequence[Any] | None,
+    per_rank: Sequence[Mapping[str, Any]] | None,
+    size: int,
+) -> tuple[list[list[Any]], list[list[Any]]]:
+    """The arguments and the preallocated outputs of each rank."""
+    nothing = [[None] * len(host.outputs) for _ in range(size)]
+    for what, given in (("inputs", inputs), ("per_rank", per_rank)):
+        if given is not None and not isinstance(given, list | tuple):
+            raise ProgramError(
+                f"@{host.name}: {what}={described(given)}", hint="pass a list, also for one"
+            )
+    if per_rank is not None:
+        if len(per_rank) != size:
+            raise ProgramError(
+                f"{len(per_rank)} dicts of inputs for {size} ranks",
+                hint=f"pass one for each of the ranks 0 to {size - 1}",
+            )
+        _check_names(host, inputs, per_rank)
+        arguments = [[given.get(name) for name in host.inputs] for given in per_rank]
+        buffers = [n if n not in host.inputs else None for n in host.outputs]
+        return arguments, [[given.get(n) if n else None for n in buffers] for given in per_rank]
+    inputs = inputs or []
+    if len(inputs) != len(host.inputs):
+        raise ProgramError(
+            f"@{host.name}: {len(inputs)} arguments for {len(host.inputs)} inputs",
+            hint="pass global tensors, in this order: " + ", ".join(host.inputs),
+        )
+    pairs = list(zip(host.inputs, inputs, strict=True))
+    for name, x in pairs:
+        kind = host.types[name]
+        shape = kind.shape if kind.layout is not None else None
+        check_global(host.name, name, x, shape, kind.dtype)
+    return [[_local(host, name, x, rank) for name, x in pairs] for rank in range(size)], nothing
+
+
+def _check_names(
+    host: HostProgram, inputs: Sequence[Any] | None, per_rank: Sequence[Mapping[str, Any]]
+) -> None:
+    if inputs is not None:
+        raise ProgramError("inputs and per_rank= at once", hint="pass one of them")
+    for rank, given in enumerate(per_rank):
+        if not isinstance(given, Mapping):
+            raise ProgramError(
+                f"@{host.name} on rank {rank}: {described(given)} for the arguments",
+                because="per_rank= has a dict for each rank, in which they stand by name",
+                hint="its inputs and outputs are " + ", ".join((*host.inputs, *host.outputs)),
+            )
+        unknown = [name for name in given if name not in (*host.inputs, *host.outputs)]
+        if unknown:
+            raise ProgramError(
+                f"@{host.name} on rank {rank}: unknown {unknown}",
+                hint="its inputs and outputs are " + ", ".join((*host.inputs, *host.outputs)),
+            )
+
+
+def _local(host: HostProgram, name: str, x: Any, rank: int) -> Any:
+    layout = host.types[name].layout
+    if layout is None:
+        return x
+    if rank not in layout.mesh:
+        return None
+    part = shard_tensor(x, layout, rank=rank)
+    # Ranks have memory of their own, which matters where one of them writes into it.
+    return part.clone() if host.aliases else part
+
+
+def _device(arguments: Sequence[Sequence[Any]]) -> torch.device:
+    found = (x.device for row in arguments for x in row if isinstance(x, Tensor))
+    return next(found, torch.device("cpu"))
+
+
+def _run_in_lockstep(
+    plans: Sequence[Plan],
+    slots: Sequence[Slots],
+    network: SimNetwork,
+) -> tuple[tuple[list[Any], ...], tuple[int, ...]]:
+    """The outputs of each rank, and its peak of memory."""
+    ranks = [_Rank(plan, s) for plan, s in zip(plans, slots, strict=True)]
+    while not all(r.is_done for r in ranks):
+        progress = [r.step() for r in ranks]
+        if not any(progress):
+            raise _stuck(ranks, network)
+    left = network.leftovers()
+    if left:
+        raise CommunicationError("posts that nobody answered", where=left)
+    results = tuple(r.plan.finish(r.slots) for r in ranks)
+    return results, tuple(r.memory.peak for r in ranks)
+
+
+def _stuck(ranks: Sequence[_Rank], network: SimNetwork) -> CommunicationError:
+    at = [
+        f"rank {i} waits at {r.plan.steps[r.at].label}"
+        for i, r in enumerate(ranks)
+        if not r.is_done
+    ]
+    return CommunicationError(
+        "no rank can go on",
+        where=[*at, *network.leftovers()],
+        because="each waits for a communication that another rank has not posted",
+    )
+
+
+def _global(host: HostProgram, name: str, index: int, outputs: Sequence[Sequence[Any]]) -> Any:
+    layout = host.types[name].layout
+    if layout is None:
+        return outputs[0][index]
+    if layout.varying_axes:
+        return None
+    return unshard_tensor([outputs[r][index] for r in layout.mesh.ranks], layout)
