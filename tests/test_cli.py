@@ -340,7 +340,7 @@ def test_a_benchmark_ends_as_it_likes(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_version() -> None:
     assert shown("--version") == f"mdfuse {lib.__version__}"
     project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
-    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "mdfuse.__version__"}
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "mdfuse.config.VERSION"}
     assert "version" in project["project"]["dynamic"]
 
 
