@@ -671,7 +671,7 @@ def test_dtensors_are_imported_where_they_are_used() -> None:
     """A program on plain tensors does not pay for importing torch's module of DTensors."""
     package = Path(mf.__file__).parent
     for file in package.rglob("*.py"):
-        if file.parent == package and file.name.startswith("dtensor"):
+        if file.parent == package / "runs" and file.name.startswith("dtensor"):
             continue
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []

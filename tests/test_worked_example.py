@@ -48,12 +48,11 @@ host @two_stages on m0=mesh(x=1), m1=mesh(x=4) {
   input %x: f32[3,4,3,5] m0(x=R)
   %a: f32[3,4,3] m0(x=R) = sum(%x, dims=[3]) order=[1,0,2]
   %b.send: f32[4,3,3] m0(x=R) = permute(%a, dims=[1,0,2])
-  free %a
   %b.recv: f32[1,3,3] of [4,3,3] m1(x=S0) = alloc
   %c0 = post scatter(%b.send) -> %b.recv f32[3,4,3] m0(x=R)
     => m1(x=S1) axis=x dim=1
   wait %c0
-  free %b.send
+  free %b.send, %a
   %b: f32[3,1,3] of [3,4,3] m1(x=S1) = permute(%b.recv, dims=[1,0,2])
   free %b.recv
   %t: f32[3,1,3] of [3,4,3] m1(x=S1) = add(%b, %b) contiguous
@@ -70,12 +69,11 @@ host @two_stages on m0=mesh(x=1), m1=mesh(x=4) rank 0 {
   input %x: f32[3,4,3,5] m0(x=R)
   %a: f32[3,4,3] m0(x=R) = sum(%x, dims=[3]) order=[1,0,2]
   %b.send: f32[4,3,3] m0(x=R) = permute(%a, dims=[1,0,2])
-  free %a
   %b.recv: f32[1,3,3] of [4,3,3] m1(x=S0) = alloc
   %c0 = post scatter(%b.send) -> %b.recv f32[3,4,3] m0(x=R)
     => m1(x=S1) axis=x dim=1 team=(0 1 2 3) root=0
   wait %c0
-  free %b.send
+  free %b.send, %a
   %b: f32[3,1,3] of [3,4,3] m1(x=S1) = permute(%b.recv, dims=[1,0,2])
   free %b.recv
   %t: f32[3,1,3] of [3,4,3] m1(x=S1) = add(%b, %b) contiguous

@@ -25,9 +25,17 @@ name = "insert_frees"
 def run(program: HostProgram, options: Options) -> HostProgram:
     """Return the program with frees."""
     keep = {program.root(n) for n in (*program.inputs, *program.outputs)}
-    frees = _Frees(program, frozenset(keep), storage(program))
+    made = frozenset(program.inputs).union(*map(_binds, program.instructions))
+    shared = {name: of for name, of in storage(program).items() if of in made}
+    frees = _Frees(program, frozenset(keep), shared)
     code = frees.block(program.instructions, frozenset(), frozenset())
     return replace(program, instructions=code)
+
+
+def _binds(i: Instruction) -> set[str]:
+    """The names that an instruction, or what is inside it, binds; a unit's own are not seen."""
+    inside = (*i.body, *i.orelse) if i.op in BLOCKS else ()
+    return set(i.outputs).union(*map(_binds, inside))
 
 
 @dataclass
@@ -88,8 +96,7 @@ class _Frees:
 
     def binds(self, i: Instruction) -> set[str]:
         """The buffers that an instruction, or what is inside it, may bind."""
-        inside = (*i.body, *i.orelse) if i.op in BLOCKS else ()
-        return {*self.buffers(i.outputs)}.union(*map(self.binds, inside))
+        return {*self.buffers(_binds(i))}
 
     def uses(self, i: Instruction) -> Iterable[str]:
         """The buffers that an instruction, or what is inside it, uses."""
