@@ -115,3 +115,21 @@ def test_alpha_does_not_change_the_dtype(name: str, dtype: torch.dtype) -> None:
         fd.add_output(getattr(fd.ops, name)(a, b, alpha=1.5))
     got = mf.simulate(mf.compile(fd), [x, other]).outputs[0]
     torch.testing.assert_close(got, getattr(torch, name)(x, other, alpha=1.5))
+
+
+def test_alpha_of_bools() -> None:
+    x, other = torch.tensor([False, False, True]), torch.tensor([False, True, True])
+    with mf.FusionDefinition() as fd:
+        a, b = (fd.define_tensor([3], torch.bool, mf.DeviceMesh.arange(tp=1)) for _ in range(2))
+        fd.add_output(fd.ops.add(a, b, alpha=3))
+    got = mf.simulate(mf.compile(fd), [x, other]).outputs[0]
+    torch.testing.assert_close(got, torch.add(x, other, alpha=3))
+
+
+@pytest.mark.parametrize("shape", [(-1, 0), (-1, 2), (-2,)])
+def test_a_new_dim_has_no_extent_to_keep(shape: tuple[int, ...]) -> None:
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([], mesh=mf.DeviceMesh.arange(tp=1))
+        with pytest.raises(mf.DefinitionError, match="expand"):
+            fd.ops.expand(x, shape)
+        fd.add_output(x + 1)

@@ -207,8 +207,8 @@ def other_posts(comm: Communication) -> Iterator[tuple[str, Communication]]:
 
 def _post_changes(comm: Communication) -> Iterator[tuple[str, dict[str, Any]]]:
     n = len(comm.shape)
-    for kind, (_, reduces) in KINDS.items():
-        op = (comm.reduce_op or "sum") if reduces else None
+    for kind, row in KINDS.items():
+        op = (comm.reduce_op or "sum") if row.reduces else None
         for dim in (None, *range(n)):
             yield f"{kind} dim={dim}", {"kind": kind, "reduce_op": op, "dim": dim}
     for op in ("sum", "max", "min", "prod", "avg"):

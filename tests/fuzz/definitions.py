@@ -117,7 +117,7 @@ class Drawn:
         shape = [draw.choice((0, 1, 2, 3, 4, 4, 5)) for _ in range(rank)]
         if self.known and draw.random() < 0.5:
             shape = list(draw.choice(self.known).handle.shape)
-        if not all(type(n) is int and n < 100 for n in shape) or math.prod(shape) > 10**4:
+        if not all(type(n) is int and 0 <= n < 100 for n in shape) or math.prod(shape) > 10**4:
             shape = [2, 3]
         whole = self.values(shape, draw.choice(DTYPES))
         said: list[Any] = list(shape)

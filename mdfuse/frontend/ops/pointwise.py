@@ -65,7 +65,9 @@ def type_as(x: Handle, other: Handle) -> Handle:
 
 def add(x: Any, other: Any, *, alpha: float = 1) -> Handle:
     """x + alpha * other."""
-    return record("add", x, _times(x, other, alpha))
+    made = record("add", x, _times(x, other, alpha))
+    are_bool = all(isinstance(h, Handle) and h.dtype == torch.bool for h in (x, other))
+    return cast(made, torch.bool) if are_bool and alpha != 1 else made
 
 
 def sub(x: Any, other: Any, *, alpha: float = 1) -> Handle:

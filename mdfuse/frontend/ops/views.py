@@ -129,6 +129,12 @@ def expand(x: Handle, shape: int | Sequence[int], *more: int) -> Handle:
     new = sequence(shape, more)
     skip = len(new) - x.ndim
     kept = tuple(x.shape[d - skip] if n == -1 and d >= skip else n for d, n in enumerate(new))
+    if any(type(n) is int and n < 0 for n in kept):
+        raise DefinitionError(
+            f"expand(%{x.name}, {list(new)}) of {x.value.type_text()}",
+            because="-1 keeps an extent, and a new dim has none to keep",
+            hint="say how long each new dim is",
+        )
     return record("expand", x, shape=kept)
 
 
