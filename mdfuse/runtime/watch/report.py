@@ -206,7 +206,7 @@ def _suspects(alarm: Alarm, table: Table) -> tuple[list[int], str, str]:
     tests = (
         ([r for r, at in others.items() if at.silent_s], "no sign of life", see + "it died, or "
          "stopped, or its host is cut off"),
-        (list(table.missing), "missing", see + "it never came, or stopped, or is gone"),
+        (list(table.missing), "missing", see + "it died, or stopped, or never came"),
         ([r for r in left if _VICTIM not in others[r].ended], "left", see + "it left the others"),
         ([r for r, at in here.items() if _is_behind(alarm, r, at)], "did not post it",
          "see what {0} did instead" + _SLOW),
