@@ -281,11 +281,19 @@ def taking_kinds(function: F, elementwise: bool = False) -> F:
     places = {p.name: n for n, p in enumerate(parameters)}
     needed = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
 
+    count, needs = len(usual), len(needed)
+    more = next((by_name[p.name].usual for p in parameters if p.kind is p.VAR_POSITIONAL), ())
+
+    def are_more(rest: Sequence[Any]) -> bool:
+        return all(type(x) in more and is_in_range(x) for x in rest)
+
     def is_usual(kwargs: Mapping[str, Any], given: int) -> bool:
-        return all(
-            key in by_name and type(x) in by_name[key].usual and is_in_range(x)
-            for key, x in kwargs.items()
-        ) and not any(places[key] < given for key in kwargs)
+        for key, x in kwargs.items():
+            if key not in by_name or places[key] < given:
+                return False
+            if type(x) not in by_name[key].usual or not is_in_range(x):
+                return False
+        return True
 
     @functools.wraps(function)
     def operation(*args: Any, **kwargs: Any) -> Any:
@@ -295,8 +303,11 @@ def taking_kinds(function: F, elementwise: bool = False) -> F:
                 break
         else:
             given = len(args)
-            has_all = given >= len(needed) or all(key in kwargs for key in needed[given:])
-            if has_all and given <= len(usual) and (not kwargs or is_usual(kwargs, given)):
+            if (
+                (given >= needs or all(key in kwargs for key in needed[given:]))
+                and (given <= count or are_more(args[count:]))
+                and (not kwargs or is_usual(kwargs, given))
+            ):
                 return function(*args, **kwargs)
         bound = taken(name, signature, by_name, args, kwargs)
         return function(*bound.args, **bound.kwargs)
