@@ -24,7 +24,6 @@ _SILENT = ("alloc", "free", "wait", "barrier", "send", "group_start", "group_end
 
 #: What an instruction does to a name: an op, its numbers, the types of what it reads.
 Way = tuple[object, ...]
-Ways = Mapping[str, Sequence[tuple[Way, Instruction]]]
 
 
 @dataclass(slots=True, eq=False)

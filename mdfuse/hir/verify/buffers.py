@@ -26,8 +26,6 @@ from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard, 
 if TYPE_CHECKING:
     from mdfuse.hir.verify.types import Types
 
-MEMORY = ("device", "host", "pinned", "symmetric")
-
 
 def _layout(kind: BufferType) -> Layout:
     assert kind.layout is not None
@@ -269,9 +267,7 @@ def _zeros(types: Types, i: Instruction) -> None:
 
 
 def _alloc(types: Types, i: Instruction) -> None:
-    kind, memory = types.made(i), i.kwargs.get("memory", "device")
-    if memory not in MEMORY:
-        raise wrong(types.program, i, f"alloc(memory={memory})", hint="one of " + ", ".join(MEMORY))
+    kind = types.made(i)
     if kind.layout is None:
         raise types.mismatch(i, "a number needs no buffer")
     fill = i.kwargs.get("fill")
