@@ -17,8 +17,27 @@ fault, moment, guilty = sys.argv[1:4]
 
 
 def do_it():
-    open("fault", "w").close()
+    with open("fault.new", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename("fault.new", "fault")
     DEEDS[fault]()
+
+
+def await_it():
+    """Return once the guilty rank has done it: who came sooner might have all it needs of it."""
+    while not os.path.exists("fault"):
+        time.sleep(0.01)
+    process = open("fault").read()
+    while fault in ("stop", "kill") and state(process) not in ("T", "Z", None):
+        time.sleep(0.01)
+
+
+def state(process):
+    """As the kernel says it: T is stopped, Z dead; None: gone."""
+    try:
+        return open(f"/proc/{process}/stat").read().rpartition(") ")[2][0]
+    except FileNotFoundError:
+        return None
 
 
 def is_here(when):
@@ -114,11 +133,13 @@ if is_here("in"):
 if is_here("after"):
     do_it()
 if moment == "in" and comm.rank != int(guilty):
-    time.sleep(1)  # a rank that came sooner would have all it needs of the guilty one, on MPI
+    await_it()
 gather.run(x)
 if moment not in ("after", "close", "MPI_Finalize") or fault not in ("fork", "stop", "sleep"):
     sys.exit("it ran on")
 if is_here("close"):
     do_it()
+if moment == "close":
+    await_it()
 if is_here("MPI_Finalize"):
     mpi_library._linked = lambda mpi: types.SimpleNamespace(MPI_Finalize=do_it)
