@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from mdfuse.backends.c10d.groups import HashStore, PrefixStore, TCPStore
 from mdfuse.backends.post_notes import Subject
+from mdfuse.runtime.watch import bulletin as bulletin_module
 from mdfuse.runtime.watch import watch as watch_module
 from mdfuse.runtime.watch.positions import Position, Progress
 from mdfuse.runtime.watch.report import bytes_text
@@ -330,6 +332,36 @@ def test_the_store_is_gone() -> None:
     rank.look(6)
     assert rank.statuses == [EXIT_STATUS]
     assert "the store does not answer: nothing is known of other ranks" in rank.texts[0]
+
+
+def test_a_store_that_has_not_answered_for_long_is_asked_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, is_asked, may_answer = list[str](), threading.Event(), threading.Event()
+
+    class Stopped:
+        def __getattr__(self, name: str) -> Any:
+            asked.append(name)
+            is_asked.set()
+            may_answer.wait()
+            raise RuntimeError("Connection reset by peer")
+
+    rank = Rank(0, a_server())
+    rank.watch._bulletin._store = Stopped()  # type: ignore[union-attr]
+    told = threading.Thread(target=rank.watch.tell, daemon=True)
+    told.start()
+    is_asked.wait()
+    late = time.monotonic() + 60
+    monkeypatch.setattr(bulletin_module, "time", SimpleNamespace(monotonic=lambda: late))
+    rank.post()
+    rank.watch.look()
+    rank.clock.now += 6
+    rank.watch.look()
+    assert rank.statuses == [EXIT_STATUS]
+    assert "the store does not answer: nothing is known of other ranks" in rank.texts[0]
+    assert asked == ["set"]
+    may_answer.set()
+    told.join()
 
 
 def test_a_position_travels() -> None:

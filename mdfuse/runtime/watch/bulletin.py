@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import TYPE_CHECKING
 
 from mdfuse.runtime.deadline import NEVER, Deadline
@@ -48,6 +49,8 @@ class Bulletin:
         self._lock = threading.Lock()
         #: the connection broke: asking again would only make torch log it again
         self.is_lost = False
+        #: when threads that wait for the store asked it, by the monotonic clock
+        self._asked: dict[int, float] = {}
         #: what the first rank to raise an alarm said
         self.heard = ""
 
@@ -77,15 +80,15 @@ class Bulletin:
     def gather(self, ranks: Iterable[int], ending: Deadline = NEVER) -> Answers:
         """The positions of other ranks, once each that lives has told a new one.
 
-        Takes as long as three beats where one does not, or the store does not answer; a store that
-        does not is asked no more.
+        Takes as long as three beats and a second where one does not, or the store does not answer;
+        a store that has not for so long already is asked no more.
 
         Args:
             ranks: asked for.
             ending: when this process waits for nobody any more.
         """
         answers, asked = Answers(), [rank for rank in ranks if rank != self._rank]
-        grace_s = max(ending.left(3 * self.beat_s + 1.0) - 0.5, 0.0)
+        grace_s = max(ending.left(self._patience_s) - 0.5, 0.0)
 
         def ask() -> None:
             self._gather(asked, answers.positions, grace_s)
@@ -94,6 +97,15 @@ class Bulletin:
         if not within(grace_s + 0.5, ask):
             self.is_lost = True
         return answers
+
+    @property
+    def _patience_s(self) -> float:
+        return 3 * self.beat_s + 1.0
+
+    def give_up(self) -> None:
+        """Ask no more where somebody waits for an answer for too long already."""
+        asked = min(list(self._asked.values()), default=inf)  # a copy: threads come and go
+        self.is_lost = self.is_lost or time.monotonic() - asked > self._patience_s
 
     def linger(self, others: Mapping[int, Position], ending: Deadline = NEVER) -> None:
         """Let ranks that report too read first: this process may host the store."""
@@ -135,21 +147,27 @@ class Bulletin:
         return None if text is None else Position.decode(text)
 
     def _set(self, key: str, text: str) -> None:
-        if self.is_lost:
-            return
-        try:
-            self._store.set(key, text)
-        except RuntimeError:  # the store is gone, and with it whoever could read
-            self.is_lost = True
+        self._ask(lambda: self._store.set(key, text))
 
     def _get(self, key: str) -> str | None:
+        def get() -> str | None:
+            return self._store.get(key).decode() if self._store.check([key]) else None
+
+        return self._ask(get)
+
+    def _ask(self, question: Callable[[], str | None]) -> str | None:
+        """The store's answer; where it fails the store is gone, and with it whoever could read."""
         if self.is_lost:
             return None
+        thread = threading.get_ident()
+        self._asked[thread] = time.monotonic()
         try:
-            return self._store.get(key).decode() if self._store.check([key]) else None
+            return question()
         except RuntimeError:
             self.is_lost = True
             return None
+        finally:
+            del self._asked[thread]
 
 
 def within(seconds: float, function: Callable[[], object]) -> bool:

@@ -348,6 +348,7 @@ class Watch:
         bulletin, answers = self._bulletin, Answers(is_complete=True)
         self._reports += 1
         if bulletin is not None:
+            bulletin.give_up()
             within(self.ending.left(self._beat), lambda: bulletin.tell(own))
             answers = bulletin.gather(ranks, self.ending)
         table = self._table(own, ranks, answers)
