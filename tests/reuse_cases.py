@@ -229,6 +229,12 @@ def other_chunks_too(fd: FusionDefinition, x: Handle, w: Handle) -> None:
     fd.add_output((turned - w).on(MESH, SPLIT, **COLUMNS), reuse=w)
 
 
+def other_chunks_before(fd: FusionDefinition, x: Handle, w: Handle) -> None:
+    """Each iteration reads the first column, though not where it writes."""
+    scaled = (w * x[:, :1]).on(MESH, SPLIT, **COLUMNS)
+    fd.add_output((x + scaled).on(MESH, SPLIT, **COLUMNS), reuse=x)
+
+
 CASES: list[tuple[Build, Expect]] = [
     (one_op, lambda x, w: [x + 1]),
     (a_later_reader, lambda x, w: [x + 1, x * 2]),
@@ -264,6 +270,7 @@ CASES: list[tuple[Build, Expect]] = [
     (chunks_that_swap, lambda x, w: [w, x]),
     (chunks_of_a_product, lambda x, w: [x @ w[:3].T]),
     (other_chunks_too, lambda x, w: [x + x[:, :1], w.roll(-1, 1) - w]),
+    (other_chunks_before, lambda x, w: [x + w * x[:, :1]]),
 ]
 
 

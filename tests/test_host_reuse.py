@@ -143,7 +143,8 @@ def test_the_instruction_writes_into_the_input(
     [
         "a_later_reader", "a_view_beside_it", "rows_of_it", "two_that_swap", "two_inputs_that_swap",
         "chunks_and_a_later_reader", "a_chunk_that_is_read_later", "chunks_that_swap",
-        "chunks_of_a_product", "other_chunks_too", "received_by_chunks", "received_behind_a_reader",
+        "chunks_of_a_product", "other_chunks_too", "other_chunks_before", "received_by_chunks",
+        "received_behind_a_reader",
     ],
 )  # fmt: skip
 def test_what_is_still_read_is_written_later(name: str) -> None:
