@@ -15,7 +15,7 @@ from oracle import shares
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import Partial as TorchPartial
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
@@ -30,7 +30,7 @@ from mdfuse.runs.dtensor import placements_of
 
 FOUR = DeviceMesh.arange(tp=4)
 GRID = DeviceMesh.arange(dp=2, tp=2)
-S0, S1 = TorchShard(0), TorchShard(1)
+R, S0, S1 = TorchReplicate(), TorchShard(0), TorchShard(1)
 
 
 def join_fake(rank: int, size: int = 4) -> None:
@@ -281,6 +281,48 @@ def test_local_tensors_to_dtensors(rows: int, order: Any, rank: int) -> None:
     assert x._local_tensor.data_ptr() == part.data_ptr()
     if rows:
         assert x.stride() == whole.stride()
+
+
+ALL = slice(None)
+#: Placements by axis name: torch's, and what ranks 0 and 3 have of five rows and three columns.
+NAMED: list[tuple[dict[str, Any] | None, tuple[Any, ...], tuple[slice, ...], tuple[slice, ...]]]
+NAMED = [
+    (None, (R, R), (ALL, ALL), (ALL, ALL)),
+    ({}, (R, R), (ALL, ALL), (ALL, ALL)),
+    ({"tp": Shard(0)}, (R, S0), (slice(3), ALL), (slice(3, 5), ALL)),
+    ({"dp": Replicate(), "tp": Shard(-1)}, (R, S1), (ALL, slice(2)), (ALL, slice(2, 3))),
+    (
+        {"tp": Shard(0), "dp": Shard(1)}, (S1, S0),
+        (slice(3), slice(2)), (slice(3, 5), slice(2, 3)),
+    ),
+    ({"tp": Shard(0), "dp": Shard(0)}, (S0, S0), (slice(2), ALL), (slice(4, 5), ALL)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("named", "placements", "first", "last"), NAMED, ids=range(len(NAMED)))
+def test_placements_by_axis_name(
+    named: Any, placements: Any, first: Any, last: Any, rank: int
+) -> None:
+    """What torch itself cuts of the whole; axes that are not named hold it all."""
+    mesh, whole = torch_mesh(GRID), torch.arange(15.0).reshape(5, 3)
+    want = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    part = whole[first if rank == 0 else last].clone()
+    x = mf.to_dtensor(part, mesh, named, whole.shape)
+    assert torch.equal(part, want.to_local())
+    assert torch.equal(x.to_local(), want.to_local())
+    assert (x.placements, x.shape, x.stride()) == (want.placements, want.shape, want.stride())
+    with pytest.raises(mf.LayoutError, match=f"on rank {rank}, expected"):
+        mf.to_dtensor(torch.ones(4, 1), mesh, named, whole.shape)
+
+
+def test_axes_of_a_mesh_without_names(rank: int) -> None:
+    """The names that a mesh has by itself; no others."""
+    mesh, whole = torch_mesh(GRID, named=False), torch.arange(8.0).reshape(4, 2)
+    want = distribute_tensor(whole, mesh, (S1, S0), src_data_rank=None)
+    x = mf.to_dtensor(want.to_local(), mesh, {"x": Shard(0), "y": Shard(1)}, whole.shape)
+    assert (x.placements, x._spec) == (want.placements, want._spec)
+    with pytest.raises(mf.MeshError, match="no axis 'tp'"):
+        mf.to_dtensor(want.to_local(), mesh, {"tp": Shard(0)}, whole.shape)
 
 
 @pytest.mark.usefixtures("fake")

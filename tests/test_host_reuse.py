@@ -7,7 +7,17 @@ import re
 import pytest
 import torch
 from host_programs import POISON, numbers
-from reuse_cases import CASES, MESH, Build, Expect, a_later_reader, define, inputs, one_op
+from reuse_cases import (
+    CASES,
+    MESH,
+    Build,
+    Expect,
+    a_later_reader,
+    by_chunks,
+    define,
+    inputs,
+    one_op,
+)
 
 import mdfuse as mf
 from mdfuse import FusionDefinition, Partial, Shard, hir
@@ -106,6 +116,14 @@ IN_PLACE = {
     "no_linear_op": "%x = where(%t, %t_1, %t_2)",
     "a_post_of_the_result": "%x = add(%x, 1.0)",
     "a_view_of_another": "%w = reshape(%x, shape=[4,3])",
+    "by_chunks": "%x.i = sub(%x.i, %t.i)",
+    "by_chunks_of_several_ops": "%x.i = sub(%x.i, %t.i)",
+    "chunks_of_another": "%rows.i = matmul(%w.i, %t_2)",
+    "chunks_that_go_on": "%x.i = add(%x.i, 1.0)",
+    "chunks_after_a_loop": "%x.j = add(%x.j, 1.0)",
+    "two_by_chunks": "%x.j = sub(%x.j, %t_1.j)",
+    "sent_by_chunks": "%x.i = add(%x.i, 1.0)",
+    "read_on_both_streams": "%x.i = sub(%x.i, %w.i)",
 }
 
 
@@ -122,8 +140,13 @@ def test_the_instruction_writes_into_the_input(
 
 @pytest.mark.parametrize(
     "name",
-    ["a_later_reader", "a_view_beside_it", "rows_of_it", "two_that_swap", "two_inputs_that_swap"],
-)
+    [
+        "a_later_reader", "a_view_beside_it", "rows_of_it", "two_that_swap", "two_inputs_that_swap",
+        "chunks_and_a_later_reader", "a_chunk_that_is_read_later", "chunks_that_swap",
+        "chunks_of_a_product", "other_chunks_too", "other_chunks_before", "received_by_chunks",
+        "received_behind_a_reader",
+    ],
+)  # fmt: skip
 def test_what_is_still_read_is_written_later(name: str) -> None:
     (build,) = (build for build, _ in CASES if build.__name__ == name)
     assert re.search(r"%\w+ = set\(%\w+\.new\)", str(mf.compile(define(build))))
@@ -153,6 +176,24 @@ def test_a_step_of_a_weight_copies_nothing() -> None:
     assert re.search(rf"sub\({w}, v\d+, out={w}\)\n", plan) and "copy" not in plan, plan
     sent = rf"(v\d+) = {w}\n +v\d+ = allgather_base\(b\d+, \1, c\d+\)"  # as it lies
     assert re.search(sent, plan), plan
+
+
+def test_a_step_by_chunks_copies_nothing() -> None:
+    """torch's calls of a step in a host loop: slices of the caller's tensor, written in place."""
+    program = mf.compile(define(by_chunks))
+    assert "alloc" not in str(program) and "set(" not in str(program), program
+    x, w = numbers(2, 3), numbers(2, 3, start=100)
+    want = x - 0.5 * w
+    comm = mf.init(backend="null", rank=0, size=2)
+    try:
+        (new,) = program.run(x, w)
+        plan = re.sub(" +#.*", "", str(program.plans.recent))
+    finally:
+        comm.close()
+    assert new is x
+    assert torch.equal(x, want)
+    assert len(re.findall(r"sub\((v\d+), v\d+, out=\1\)", plan)) == 3, plan
+    assert "copy" not in plan and "empty" not in plan, plan
 
 
 def test_a_copy_that_is_read_after_its_operand_was_received_again() -> None:

@@ -15,6 +15,7 @@ from oracle import check_everywhere
 from test_property import (
     SAME_EVERY_TIME,
     Drawn,
+    Operand,
     Step,
     layouts,
     mesh_pairs,
@@ -73,22 +74,29 @@ class Branching(Drawn):
     Attributes:
         sources: for each step which value it reads: 0 the input, 1 the first step's result, …
         kept: the values that are outputs.
+        written: the one of them that goes into the input's buffer; 0: none.
     """
 
     sources: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()
+    written: int = 0
 
     def __repr__(self) -> str:
-        return f"{super().__repr__()}\n    reads {self.sources}, gives {self.kept}"
+        into = f", {self.written} into the input" if self.written else ""
+        return f"{super().__repr__()}\n    reads {self.sources}, gives {self.kept}{into}"
 
     def plain(self) -> list[Tensor]:
         """The outputs."""
+        return [self.values()[i] for i in self.kept]
+
+    def values(self) -> list[Tensor]:
+        """The input, and the result of each step."""
         x, *rest = self.tensors()
         values = [x]
         for step, source in zip(self.steps, self.sources, strict=True):
             operand = rest.pop(0) if step.operand is not None else None
             values.append(step.plain(values[source], operand))
-        return [values[i] for i in self.kept]
+        return values
 
     def define(self) -> mf.FusionDefinition:
         with mf.FusionDefinition("drawn") as fd:
@@ -103,7 +111,7 @@ class Branching(Drawn):
                 h = step.fused(fd.ops, values[source], second)
                 values.append(h if step.law is None else h.on(step.law))
             for i in self.kept:
-                fd.add_output(values[i])
+                fd.add_output(values[i], reuse=values[0] if i == self.written else None)
         return fd
 
     def then(self, step: Step, source: int) -> Branching:
@@ -156,6 +164,30 @@ def programs(draw: st.DrawFn) -> Branching:
     return replace(drawn, kept=(*drawn.kept, *sorted(more - {*drawn.kept})))
 
 
+@st.composite
+def updates(draw: st.DrawFn) -> Branching:
+    """A program that writes a streamed result into its input, which others may read as well."""
+    drawn = draw(programs())
+    assume(not any(isinstance(p, Partial) for p in drawn.source.placements))
+    x, *rest = drawn.values()
+    alike = [n for n, v in enumerate(rest, 1) if (v.shape, v.dtype) == (x.shape, x.dtype)]
+    streamed = [s.law.stream for s in drawn.steps if s.law is not None and s.law.stream is not None]
+    kept, last = drawn.kept, streamed[-1] if streamed else None
+    for source in draw(st.lists(st.sampled_from([0, 0, *alike]), min_size=1, max_size=2)):
+        law = drawn.source.with_stream(draw(streams(drawn.source, x.ndim, last)))
+        second = Operand(drawn.shape, drawn.source) if draw(st.booleans()) else None
+        step = draw(st.sampled_from([SET, MORE])) if second is None else SUM
+        drawn = drawn.then(replace(step, law=law, operand=second), source)
+        assume(is_streamable(drawn))
+        kept, last = (*kept, len(drawn.steps)), law.stream
+    new = range(len(rest) + 1, len(drawn.steps) + 1)
+    return replace(drawn, kept=kept, written=draw(st.sampled_from(new)))
+
+
+MORE = Step("x * x", lambda ops, x, y: x * x, lambda x, y: x * x)
+SUM = Step("x + y", lambda ops, x, y: x + y, lambda x, y: x + y)
+
+
 @given(drawn=programs(), how=hows())
 @SOME
 def test_streams_change_nothing(drawn: Branching, how: How) -> None:
@@ -173,3 +205,12 @@ def check_texts(program: mf.Program) -> None:
     for rank in range(program.host.last_rank + 1):
         local = program.for_rank(rank)
         assert hir.parse(str(local)) == local
+
+
+@given(drawn=updates(), how=hows())
+@settings(SOME, max_examples=150)
+def test_streamed_results_go_into_the_input(drawn: Branching, how: How) -> None:
+    program = mf.compile(drawn.define(), how.options, how.merge)
+    for schedule in (None, how.schedule):
+        check_everywhere(program, drawn.tensors(), drawn.plain(), exact=True, schedule=schedule)
+    check_texts(program)

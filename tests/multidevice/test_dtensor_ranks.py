@@ -144,6 +144,19 @@ def test_both_axes_on_one_dim(rows: int, grid: TorchMesh) -> None:
 
 
 @pytest.mark.world(4)
+def test_parts_with_placements_by_axis_name(comm: mf.Communicator, grid: TorchMesh) -> None:
+    """torch gathers the whole of what each rank cut, where parts are uneven, too."""
+    whole, (y, x) = drawn(5, 3), divmod(comm.rank, 2)
+    for placed, part, placements in (
+        ({"tp": Shard(0)}, whole.chunk(2)[x], (R, S0)),
+        ({"tp": Shard(0), "dp": Shard(1)}, whole.chunk(2, 1)[y].chunk(2)[x], (S1, S0)),
+        ({"dp": Partial()}, whole * (0.25 + 0.5 * y), (P, R)),
+    ):
+        local = part.clone().to(comm.device)
+        check(mf.to_dtensor(local, grid, placed, (5, 3)), whole, grid, *placements)
+
+
+@pytest.mark.world(4)
 @pytest.mark.parametrize("op", ["sum", "max"])
 def test_partial_values(op: str, comm: mf.Communicator, line: TorchMesh) -> None:
     with mf.FusionDefinition("partial") as fd:

@@ -126,7 +126,8 @@ class _Loop:
         self.out.types[value] = value_type(kind)
         order: tuple[int, ...] | None = self.order(value)
         if is_posted or order == tuple(range(len(kind.shape))):
-            self.out.dense.add(value)
+            if value not in self.fusion.reuse:  # those lie as the caller's tensors do
+                self.out.dense.add(value)
             order = None
         self.outside.append(
             Instruction(op="alloc", outputs=(value,), order=order, source=kind.source)

@@ -12,11 +12,22 @@ the result is computed elsewhere and written when all have read:
     return %y, %z                          ->       %z: f32[4] (tp=R) = mul(%x, 2.0)
                                                     %y = set(%y.new)
                                                     return %y, %z
+
+An iteration of a loop over chunks writes its chunk into the input, where that is all that it reads
+of the old value, and nothing reads the old value behind the loop:
+
+    %y: f32[4] (tp=R) = alloc                       alias %y: f32[4] (tp=R) = %x
+    for %i in 0..2 {                                for %i in 0..2 {
+      %x.i: … = chunk(%x)                             %x.i: … = chunk(%x)
+      %y.i: … = chunk(%y)                  ->         %x.i = add(%x.i, 1.0)
+      %y.i = add(%x.i, 1.0)                         }
+    }                                               return %y
+    return %y
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
@@ -43,7 +54,8 @@ def run(program: HostProgram, reuse: Mapping[str, str]) -> HostProgram:
             shared[output] = output
     for output in program.outputs:
         if output in reuse:
-            code = _Write(output, reuse[output], shared).into(code, types)
+            chunks = frozenset(j.outputs[0] for i in code for j in i.walk() if _cuts(j, output))
+            code = _Write(output, reuse[output], shared, chunks).into(code, types)
     return replace(
         program,
         types=types,
@@ -79,19 +91,30 @@ class _Write:
         output: its name.
         buffer: that of the input.
         shared: name -> the name whose memory it may share.
+        chunks: the names of the output's chunks, in loops that write or read them.
     """
 
     output: str
     buffer: str
     shared: Mapping[str, str]
+    chunks: frozenset[str]
 
     def into(self, code: list[Instruction], types: dict[str, BufferType]) -> list[Instruction]:
         """The code with the write in it."""
-        if self.is_in_place(code):
+        if self.is_in_place(code, {self.buffer}):
             return [_renamed(self.unordered(i), self.output, self.buffer) for i in code]
+        in_loop = self.in_place_loop(code, types)
+        if in_loop is not None:
+            return [_renamed(i, self.output, self.buffer) for i in in_loop]
+        return self.written_behind(code, types)
+
+    def written_behind(
+        self, code: list[Instruction], types: dict[str, BufferType]
+    ) -> list[Instruction]:
+        """The code with the output computed elsewhere and written when all have read."""
         new = fresh_name(types, f"{self.output}.new")
         types[new] = types[self.output]
-        waits = {x for i in code for j in i.walk() if _receives(j, self.output) for x in j.outputs}
+        waits = {x for i in code for j in i.walk() if self.receives(j) for x in j.outputs}
         used = [self.makes(i) or self.reads_old(i.walk()) or _waits(i, waits) for i in code]
         at = 1 + max(n for n, is_used in enumerate(used) if is_used)
         source = next((i.source for i in code if self.makes(i)), None)
@@ -103,30 +126,81 @@ class _Write:
 
     def makes(self, i: Instruction) -> bool:
         """The instruction has to do with making the output."""
-        used = (self.output in j.outputs or _receives(j, self.output) for j in i.walk())
-        return any(used)
+        return any(self.writes(j) for j in i.walk())
+
+    def writes(self, i: Instruction) -> bool:
+        """It binds the output, or writes into it or into a chunk of it."""
+        is_result = not self.chunks.union((self.output,)).isdisjoint(i.outputs)
+        return self.receives(i) or (is_result and not _cuts(i, self.output))
+
+    def receives(self, i: Instruction) -> bool:
+        """It lets the output, or a chunk of it, arrive."""
+        into = i.reads[-1:] if i.op in ("post", "recv") else ()
+        return any(x == self.output or x in self.chunks for x in into)
 
     def reads_old(self, code: Iterable[Instruction]) -> bool:
         """Some of these read what the input was."""
-        return any(self.shared.get(x, x) == self.buffer for i in code for x in i.reads)
+        return any(self.is_old(x) for i in code for x in i.reads)
 
-    def is_in_place(self, code: list[Instruction]) -> bool:
-        """One instruction computes the output, and may write it where the input is."""
-        makers = [n for n, i in enumerate(code) if self.makes(i)]
-        if len(makers) != 1 or code[makers[0]].op in ("for", "if"):
+    def is_old(self, name: str) -> bool:
+        return self.shared.get(name, name) == self.buffer
+
+    def is_in_place(self, block: Sequence[Instruction], own: Collection[str]) -> bool:
+        """One instruction of a block computes the output, and may write it where the input is.
+
+        Args:
+            block: the code, or an iteration of a loop.
+            own: the names under which the block has the same elements of the input.
+        """
+        makers = [n for n, i in enumerate(block) if self.makes(i)]
+        if len(makers) != 1 or block[makers[0]].op in ("for", "if"):
             return False
         (at,) = makers
-        inner = code[at].body if code[at].op == "launch" else (code[at],)
-        place = next(n for n, i in enumerate(inner) if self.output in i.outputs)
-        return self.may_write(inner[place]) and not (
+        inner = block[at].body if block[at].op == "launch" else (block[at],)
+        place = next(n for n, i in enumerate(inner) if self.writes(i))
+        return self.may_write(inner[place], own) and not (
             self.reads_old(inner[place + 1 :])
-            or self.reads_old(j for i in code[at + 1 :] for j in i.walk())
+            or self.reads_old(j for i in block[at + 1 :] for j in i.walk())
         )
 
-    def may_write(self, i: Instruction) -> bool:
+    def may_write(self, i: Instruction, own: Collection[str]) -> bool:
         """It reads nothing of the old value, or each element before it writes that one."""
-        old = {x for x in i.reads if self.shared.get(x, x) == self.buffer}
-        return i.op != "alloc" and (not old or (i.op in ELEMENTWISE and old == {self.buffer}))
+        if i.op in ("alloc", "post", "recv"):
+            return False
+        old = {x for x in i.reads if self.is_old(x)}
+        return not old or (i.op in ELEMENTWISE and old.issubset(own))
+
+    def in_place_loop(
+        self, code: Sequence[Instruction], types: dict[str, BufferType]
+    ) -> list[Instruction] | None:
+        """The code with a loop that writes the chunks of the input, if it may; else None."""
+        makers = [n for n, i in enumerate(code) if self.makes(i)]
+        if [code[n].op for n in makers] != ["alloc", "for"]:
+            return None
+        buffer, at = makers
+        body, behind = code[at].body, code[at + 1 :]
+        chunk = next((j.outputs[0] for j in body if _cuts(j, self.output)), None)
+        if chunk is None or self.reads_old(j for i in behind for j in i.walk()):
+            return None
+        cut = (j.outputs[0] for j in body if _cuts(j, self.buffer))
+        own = [name for name in cut if types[name] == types[chunk]]
+        if not self.is_in_place(body, own) or self.reads_elsewhere(body, own):
+            return None
+        if own:  # one name for one memory
+            del types[chunk]
+            rest = (j for j in body if not _cuts(j, self.output))
+            body = tuple(_renamed(j, chunk, own[0]) for j in rest)
+        return [*code[:buffer], *code[buffer + 1 : at], replace(code[at], body=body), *behind]
+
+    def reads_elsewhere(self, body: Iterable[Instruction], own: Collection[str]) -> bool:
+        """An iteration reads more of the old value than its own chunk, and views of that."""
+        known = set(own)
+        for i in (j for outer in body for j in outer.walk()):
+            is_own = _cuts(i, self.buffer) and i.outputs[0] in own
+            if not is_own and any(self.is_old(x) and x not in known for x in i.reads):
+                return True
+            known.update(i.outputs)
+        return False
 
     def unordered(self, i: Instruction) -> Instruction:
         """What writes the output, which lies as the input does, whatever order was asked for."""
@@ -135,8 +209,8 @@ class _Write:
         return replace(i, order=None) if self.output in i.outputs else i
 
 
-def _receives(i: Instruction, name: str) -> bool:
-    return i.op in ("post", "recv") and name in i.reads[-1:]
+def _cuts(i: Instruction, name: str) -> bool:
+    return i.op == "chunk" and i.reads == (name,)
 
 
 def _waits(i: Instruction, handles: set[str]) -> bool:

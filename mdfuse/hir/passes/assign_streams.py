@@ -118,6 +118,9 @@ class _Assigned:
     posted: dict[str, tuple[str, ...]] = field(default_factory=dict)
     #: names that the other stream already waited for
     known: set[str] = field(default_factory=set)
+    #: stream -> what it used and the other has not waited for; a view counts as what it shows
+    used: tuple[set[str], set[str]] = field(default_factory=lambda: (set(), set()))
+    shown: dict[str, str] = field(default_factory=dict)
     #: names that have a buffer: what computes them once more writes there
     bound: set[str] = field(default_factory=set)
     #: names that a transfer of computed values brought, and what follows from them
@@ -137,10 +140,13 @@ class _Assigned:
             self.code.append(_set_stream(stream))
             self.current = stream
         names = {n for i in members for n in self.touched(i)}
+        written = {n for i in members for n in _written(i)}
         away = {n for n in names if self.homes.get(n, stream) != stream} - self.known
-        if away:
+        if away or not self.used[1 - stream].isdisjoint(self.memory(written)):
             self.code.append(_sync(1 - stream))
             self.known.update(n for n, home in self.homes.items() if home != stream)
+            self.used[1 - stream].clear()
+        self.used[stream].update(self.memory(names))
         for i in members:
             for n in (*_written(i), *(self.touched(i) if i.op == "wait" else ())):
                 self.homes[n] = stream
@@ -169,11 +175,16 @@ class _Assigned:
 
     def pass_on(self, i: Instruction) -> None:
         """A view is where what it shows is."""
+        if i.outputs and i.reads:
+            self.shown[i.outputs[0]] = self.shown.get(i.reads[0], i.reads[0])
         if i.outputs and i.reads and i.reads[0] in self.homes:
             self.homes[i.outputs[0]] = self.homes[i.reads[0]]
             if i.reads[0] in self.known:
                 self.known.add(i.outputs[0])
         self.code.append(i)
+
+    def memory(self, names: Iterable[str]) -> set[str]:
+        return {self.shown.get(n, n) for n in names}
 
     def touched(self, i: Instruction) -> Iterable[str]:
         for j in i.walk():
