@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -57,17 +57,63 @@ class Counts(TorchDispatchMode):
             self.dispatched[str(func)] += 1
         return func(*args, **(kwargs or {}))
 
-    def profile(self, frame: FrameType, event: str, what: Any) -> None:
-        if event == "c_call" and is_plan(frame):
-            self.by_plan[what.__name__] += 1
-        if event == "call" and is_plan(frame.f_back):
-            self.by_plan[frame.f_code.co_name] += 1
-        elif event == "call" and "_NullGroup" not in frame.f_code.co_qualname:
+    def called(self, name: str) -> None:
+        self.by_plan[name] += 1
+
+    def entered(self, frame: FrameType) -> None:
+        """A Python function begins; that the plan calls it was counted if it was."""
+        if not is_plan(frame.f_back) and "_NullGroup" not in frame.f_code.co_qualname:
             self.frames[frame.f_code.co_qualname] += 1
+
+    def watch(self, run: Callable[[], object]) -> None:
+        """Count the calls of a run, with the means of this Python.
+
+        From 3.12 on `sys.setprofile` says nothing of a C function that is called as a bound
+        method, as all methods of pybind11 are; `sys.monitoring` names whatever is called.
+        """
+        if sys.version_info < (3, 12):
+            sys.setprofile(self._profiled)
+            try:
+                run()
+            finally:
+                sys.setprofile(None)
+            return
+        monitor, tool = sys.monitoring, sys.monitoring.PROFILER_ID
+        events = monitor.events
+        monitor.use_tool_id(tool, "call counts")
+        monitor.register_callback(tool, events.CALL, self._calls)
+        monitor.register_callback(tool, events.PY_START, self._starts)
+        monitor.register_callback(tool, events.PY_RESUME, self._starts)
+        monitor.set_events(tool, events.CALL | events.PY_START | events.PY_RESUME)
+        try:
+            run()
+        finally:
+            monitor.set_events(tool, 0)
+            monitor.free_tool_id(tool)
+
+    def _profiled(self, frame: FrameType, event: str, what: Any) -> None:
+        if event == "c_call" and is_plan(frame):
+            self.called(what.__name__)
+        elif event == "call" and frame.f_code.co_filename != __file__:
+            if is_plan(frame.f_back):
+                self.called(frame.f_code.co_name)
+            self.entered(frame)
+
+    def _calls(self, code: CodeType, offset: int, what: Any, first: Any) -> None:
+        if is_plan_code(code):
+            self.called(what.__name__)
+
+    def _starts(self, code: CodeType, offset: int) -> None:
+        if code.co_filename != __file__:
+            self.entered(sys._getframe(1))
 
 
 def is_plan(frame: FrameType | None) -> bool:
-    return frame is not None and frame.f_code.co_filename.startswith("<plan")
+    return frame is not None and is_plan_code(frame.f_code)
+
+
+def is_plan_code(code: CodeType) -> bool:
+    return code.co_filename.startswith("<plan")
 
 
 def counts(fd: mf.FusionDefinition) -> Counts:
@@ -77,11 +123,7 @@ def counts(fd: mf.FusionDefinition) -> Counts:
     local = [torch.randn(v.layout.local_shape(v.shape, 0)) for v in values if v.layout is not None]
     for _ in range(2):
         program.run(*local)
-    sys.setprofile(found.profile)
-    try:
-        program.run(*local)
-    finally:
-        sys.setprofile(None)
+    found.watch(lambda: program.run(*local))
     with found:
         program.run(*local)
     return found

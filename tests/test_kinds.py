@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,13 +19,18 @@ from oracle import is_close
 import mdfuse as mf
 from mdfuse import DeviceMesh, FusionDefinition, Layout, MdfuseError, Shard
 from mdfuse.frontend import ops as frontend
-from mdfuse.frontend.kinds import kind_of
+from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.kinds import Kind, kind_of, taken, taking_kinds
 
 STRANGE: tuple[Any, ...] = (
     10**20, -(10**20), 10**5000, "x", b"x", {}, {1}, object(), print, [[1]], [0.5], [None], 1j,
     slice(None), torch.ones(2), torch.ones(2).to_sparse(), np.ones((2, 2)), DeviceMesh([0]),
     Shard(0), float("nan"), (10**20,),
 )  # fmt: skip
+
+
+#: What a kind makes of what it does not take.
+NOTHING = kind_of("sum", "keepdim").take("x")
 
 
 def is_refused(act: Callable[[], Any]) -> bool:
@@ -53,6 +62,114 @@ def test_every_parameter_has_a_kind() -> None:
     for name, function in frontend.BY_NAME.items():
         for key in inspect.signature(function).parameters:
             assert kind_of(name, key).words
+
+
+def drawn_calls(
+    good: dict[str, list[Any]], pool: tuple[Any, ...]
+) -> Iterator[tuple[list[Any], dict[str, Any]]]:
+    """Arguments in their places and by name, some of them wrong, given twice or missing."""
+    draw = random.Random(1)
+    names = list(good)
+    for _ in range(60):
+        n = draw.randrange(len(names) + 2)
+        named = [*names[n:], "unknown"] if draw.random() < 0.9 else names[:n]
+        args = [draw.choice(good[names[min(i, len(names) - 1)]]) for i in range(n)]
+        kwargs = {key: draw.choice(good.get(key, pool)) for key in named if draw.random() < 0.6}
+        if draw.random() < 0.9:
+            kwargs.pop("unknown", None)
+        if args and draw.random() < 0.3:
+            args[draw.randrange(n)] = draw.choice(pool)
+        yield args, kwargs
+        yield from spoiled(args, kwargs)
+
+
+#: What no operation takes, of types that many take.
+SPOILED: dict[type, Any] = {int: 2**63, list: [10**20], tuple: (None, 10**20)}
+
+
+def spoiled(args: list[Any], kwargs: dict[str, Any]) -> Iterator[tuple[list[Any], dict[str, Any]]]:
+    """A call with another value of the same type in one place."""
+    for n, x in enumerate(args):
+        if type(x) in SPOILED:
+            yield [*args[:n], SPOILED[type(x)], *args[n + 1 :]], kwargs
+    for key, x in kwargs.items():
+        if type(x) in SPOILED:
+            yield args, {**kwargs, key: SPOILED[type(x)]}
+
+
+def are_same(a: Any, b: Any) -> bool:
+    if isinstance(a, list | tuple) and type(a) is type(b) and len(a) == len(b):
+        return all(map(are_same, a, b))
+    return a is b or (type(a) is type(b) and not isinstance(a, Handle) and bool(a == b))
+
+
+@pytest.mark.parametrize("name", sorted(frontend.BY_NAME))
+def test_what_was_passed_before_changes_nothing(name: str) -> None:
+    """Of calls in a row, each is taken as if it were the first."""
+    signature = inspect.signature(frontend.BY_NAME[name])
+
+    @functools.wraps(inspect.unwrap(frontend.BY_NAME[name]))
+    def given(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        return signature.bind(*args, **kwargs).arguments
+
+    operation = taking_kinds(given)
+    kinds = {key: kind_of(given.__name__, key) for key in signature.parameters}
+    outcomes = Counter[bool]()
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([2, 3], name="x")
+        pool = (x, 1, -1, None, True, 0.5, [0, 1], (1,), [x, x], torch.float32, "none", 2**63,
+                [10**20], (0, True), [x, 1], [], np.int64(1), np.array([1, 0]), torch.Size([1, 2]),
+                [True, False], "x", {}, object())  # fmt: skip
+        good = {key: [y for y in pool if is_taken(kind, y)] for key, kind in kinds.items()}
+        for args, kwargs in drawn_calls(good, pool):
+            got, expected = (
+                outcome(partial(act, *args, **kwargs))
+                for act in (operation, partial(first_taken, given.__name__, signature, kinds))
+            )
+            assert are_same(got, expected), (args, kwargs)
+            outcomes[isinstance(expected, str)] += 1
+    assert len(outcomes) == 2, outcomes
+
+
+def is_taken(kind: Kind, x: Any) -> bool:
+    """Whether a kind takes an argument."""
+    try:
+        return kind.take(x) is not NOTHING
+    except MdfuseError:
+        return False
+
+
+def first_taken(
+    name: str, signature: inspect.Signature, kinds: dict[str, Kind], *args: Any, **kwargs: Any
+) -> Any:
+    """The arguments, each looked at by itself."""
+    return taken(name, signature, kinds, args, kwargs).arguments
+
+
+def outcome(act: Callable[[], Any]) -> Any:
+    """What is returned, in the order of names, or the first line of the error."""
+    try:
+        found = act()
+    except MdfuseError as error:
+        return str(error).splitlines()[0]
+    return tuple(sorted(found.items(), key=lambda item: str(item[0])))
+
+
+@pytest.mark.parametrize("wrong", [2**63, -(2**63) - 1])
+def test_integers_and_lists_are_looked_at_each_time(wrong: int) -> None:
+    with FusionDefinition() as fd:
+        x, n = fd.define_tensor([2, 3]), fd.define_tensor([2], torch.int64)
+        for dim in (1, wrong):
+            acts = (
+                lambda: x.sum(dim), lambda: x.sum(dim=dim), lambda: x.sum([0, dim]),  # noqa: B023
+                lambda: x.permute(0, dim), lambda: x.permute(dims=(0, dim)),  # noqa: B023
+                lambda: fd.ops.cat([x, x], dim), lambda: n * dim, lambda: fd.ops.mul(n, dim),  # noqa: B023
+            )  # fmt: skip
+            for act in acts:
+                assert is_refused(act) is (dim == wrong)
+        for tensors in ([x, x], [x, 1], [x, None], [x, [x]]):
+            wrongly = partial(fd.ops.cat, tensors)
+            assert is_refused(wrongly) is (tensors[1] is not x)
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
@@ -101,6 +218,18 @@ def test_false_is_a_limit() -> None:
         fd.add_output(x.clamp(min=False))
     got = mf.reference(fd, [torch.tensor([-1.0, 0.5, 2.0])])[0]
     assert torch.equal(got, torch.tensor([0.0, 0.5, 2.0]))
+
+
+@pytest.mark.parametrize("limits", [(math.nan, None), (None, math.nan), (-1.0, math.nan)])
+def test_a_limit_that_is_nan_leaves_nothing(limits: tuple[Any, Any]) -> None:
+    """As torch says of `clamp`; torch 2.11 does not do it where there is one limit."""
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([3])
+        fd.add_output(x.clamp(*limits))
+        fd.add_output(x.clamp_max(math.nan))
+        fd.add_output(fd.ops.hardtanh(x, -1.0, math.nan))
+    for got in mf.reference(fd, [torch.tensor([-1.0, 0.5, 2.0])]):
+        assert got.isnan().all()
 
 
 def module() -> Any:

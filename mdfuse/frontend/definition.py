@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Mapping, Sequence
 from contextvars import Token
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import torch
 
@@ -27,10 +28,13 @@ from mdfuse.mesh import DeviceMesh
 from mdfuse.names import RULE, is_name, is_value_name
 
 _new = object.__new__
+_getframe = sys._getframe
 _NO_ATTRS: Mapping[str, Any] = MappingProxyType({})
 _NONE: Mapping[Hashable, Node] = MappingProxyType({})
 _NUMBERS = frozenset((int,))
+_TRUE = (bool, True)
 _ITSELF = frozenset((str, type(None), torch.dtype))
+_PLACEMENTS = frozenset((*get_args(Placement), Stream))
 
 
 class FusionDefinition:
@@ -187,7 +191,8 @@ class FusionDefinition:
         place = None if mesh is None and layout is None else _place(mesh, layout, order, None)
         places = None if stride_order is None else frozen(stride_order)
         shape = tuple(shape) if type(shape) is list else shape
-        key = ("tensor", self._key(shape), self._key(dtype), self._key(places), place)
+        ordered = None if places is None else self._key(places)
+        key = ("tensor", self._key(shape), self._key(dtype), ordered, place)
         handle = self._made(key, (shape, dtype, places, place), name)
         self.inputs.append(handle.id)
         self._dims += len(handle.fact.shape)
@@ -281,11 +286,14 @@ class FusionDefinition:
                 key.append(x.id)
             else:
                 key.append(self._key(x))
-        for name, value in attrs.items():
-            if value is not None and value is not False:
-                key += (name, self._key(value))
+        if attrs:
+            for name, value in attrs.items():
+                if value is True:
+                    key += (name, _TRUE)
+                elif value is not None and value is not False:
+                    key += (name, self._key(value))
         edge = tuple(key)
-        # from here on as `_do`, whose call would be a tenth of the time
+        # from here on as `_do` and `is_at`, whose calls would be a tenth of the time each
         node = self._children.get(edge)
         if node is None:
             node = self._newly(edge, Call("op", (op, operands, attrs)), find_site(), None)
@@ -293,7 +301,12 @@ class FusionDefinition:
             self._at = node
             self._children = node.children
             site = node.site
-            self._calls.append(site if is_at(site) else self._moved(node, find_site()))
+            try:
+                frame = _getframe(site.depth)
+                is_there = frame.f_code is site.code and frame.f_lasti == site.offset
+            except ValueError:  # the stack is not as deep
+                is_there = False
+            self._calls.append(site if is_there else self._moved(node, find_site()))
         handle = _new(Handle)
         handle.definition = self
         handle.id = node.id
@@ -385,12 +398,12 @@ class FusionDefinition:
         A handle is its id: where one may stand there are no plain numbers.
         """
         kind = type(x)
+        if kind is tuple or kind is list:
+            return tuple(x if _NUMBERS.issuperset(map(type, x)) else map(self._key, x))
         if kind is int or kind is bool:
             return (kind, x)
         if kind in _ITSELF:
             return x
-        if kind is tuple or kind is list:
-            return tuple(x if _NUMBERS.issuperset(map(type, x)) else map(self._key, x))
         if kind is float:
             return (float, x if x and x == x else repr(x))
         if kind is Handle:
@@ -434,7 +447,7 @@ def _place(
     """A layout as it was said, to be looked up."""
     if mesh is not None and type(mesh) is not DeviceMesh and type(mesh) is not Layout:
         mesh = DeviceMesh(mesh)
-    if placements is not None and not isinstance(placements, Mapping):
+    if placements is not None and not (type(placements) is dict or isinstance(placements, Mapping)):
         raise LayoutError(
             f"{brief(placements)} is no layout",
             hint='a mapping of axes: {"tp": Shard(0)}, or a Layout',
@@ -451,7 +464,8 @@ def _place(
         raise LayoutError(f"stream={brief(stream)}", hint="stream=Stream(dim, chunks), or none")
     found = tuple(placements.items()) if placements else ()
     for axis, placement in found:
-        if type(axis) is not str or not isinstance(placement, Placement | Stream):
+        is_placement = type(placement) in _PLACEMENTS or isinstance(placement, Placement | Stream)
+        if type(axis) is not str or not is_placement:
             raise LayoutError(
                 f"axis {brief(axis)}: {brief(placement)} is not a placement",
                 because="a layout says of axes, by their names, what lies along them",

@@ -1,14 +1,15 @@
 """What the arguments of operations may be: one table of kinds, by the names of parameters.
 
-An operation is called through `taking_kinds`, which looks at the types of its arguments. Where all
-are usual, that is all; else each is taken as its kind says (numbers of numpy become Python's), or
-refused.
+An operation is called through `taking_kinds`. Each argument is taken as its kind says (numbers of
+numpy become Python's), or refused. Where all are of usual types, what is to be looked at is known
+from their types: whether integers are of 64 bits, and what is in lists.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -24,6 +25,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _REFUSED: Any = object()
 _NUMBERS = frozenset((int,))
+
+#: Types of so many arguments are known; of more, each call's are looked at.
+_MOST = 8
+_UNKNOWN: dict[Any, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +98,10 @@ def _is_tensor(x: Any) -> bool:
 
 
 def _all(one: Callable[[Any], Any], items: Iterable[Any]) -> Any:
+    """Each as `one` takes it; a list or tuple of which all stay as they are, itself."""
     found = tuple(map(one, items))
+    if type(items) in (list, tuple) and all(map(operator.is_, found, items)):
+        return items
     return _REFUSED if any(x is _REFUSED for x in found) else found
 
 
@@ -272,47 +280,76 @@ def taking_kinds(function: F, elementwise: bool = False) -> F:
         elementwise: its operands may be numbers.
     """
     name, signature = function.__name__, inspect.signature(function)
-    parameters = list(signature.parameters.values())
-    by_name = {
-        p.name: _VALUE if elementwise and p.name in ("x", "other") else kind_of(name, p.name)
-        for p in parameters
+    kinds = {
+        key: _VALUE if elementwise and key in ("x", "other") else kind_of(name, key)
+        for key in signature.parameters
     }
-    usual = tuple(by_name[p.name].usual for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
-    places = {p.name: n for n, p in enumerate(parameters)}
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
+    known: dict[Any, Any] = {}
 
-    count, needs = len(usual), len(needed)
-    more = next((by_name[p.name].usual for p in parameters if p.kind is p.VAR_POSITIONAL), ())
-
-    def are_more(rest: Sequence[Any]) -> bool:
-        return all(type(x) in more and is_in_range(x) for x in rest)
-
-    def is_usual(kwargs: Mapping[str, Any], given: int) -> bool:
-        for key, x in kwargs.items():
-            if key not in by_name or places[key] < given:
-                return False
-            if type(x) not in by_name[key].usual or not is_in_range(x):
-                return False
-        return True
+    def looking(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        bound = taken(name, signature, kinds, args, kwargs)
+        learn(known, signature, kinds, args, kwargs)
+        return function(*bound.args, **bound.kwargs)
 
     @functools.wraps(function)
     def operation(*args: Any, **kwargs: Any) -> Any:
-        for types, x in zip(usual, args, strict=False):
-            kind = type(x)
-            if kind not in types or (kind is int and not LEAST <= x < END):
-                break
-        else:
-            given = len(args)
-            if (
-                (given >= needs or all(key in kwargs for key in needed[given:]))
-                and (given <= count or are_more(args[count:]))
-                and (not kwargs or is_usual(kwargs, given))
-            ):
-                return function(*args, **kwargs)
-        bound = taken(name, signature, by_name, args, kwargs)
-        return function(*bound.args, **bound.kwargs)
+        at, lists = known, None
+        try:
+            for x in args:
+                kind = type(x)
+                at = at[kind]
+                if kind is int and not LEAST <= x < END:
+                    at = _UNKNOWN
+            if kwargs:
+                for key in kwargs:
+                    x = kwargs[key]
+                    kind = type(x)
+                    at = at[key][kind]
+                    if kind is int and not LEAST <= x < END:
+                        at = _UNKNOWN
+            lists = at[None]
+        except KeyError:
+            pass
+        if lists is None:
+            return looking(args, kwargs)
+        for n, take in lists:
+            x = kwargs[n] if type(n) is str else args[n]
+            if take(x) is not x:
+                return looking(args, kwargs)
+        return function(*args, **kwargs) if kwargs else function(*args)
 
     return operation  # type: ignore[return-value]
+
+
+def learn(
+    known: dict[Any, Any],
+    signature: inspect.Signature,
+    kinds: Mapping[str, Kind],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Enter the types of a call, where usual arguments of these types are taken as they are.
+
+    Args:
+        known: a tree: from each argument to the next by its type; where it is named, by its name
+            and then its type. Behind the last, under None, the places of lists, each with what
+            takes it.
+        signature, kinds: of the operation.
+        args, kwargs: of the call.
+    """
+    if len(args) > _MOST:
+        return
+    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    found: dict[Any, Kind] = {}
+    for name, at in signature.bind(*range(len(args)), **{k: k for k in kwargs}).arguments.items():
+        found |= dict.fromkeys(at if isinstance(at, tuple) else (at,), kinds[name])
+    lists = [n for n, x in given.items() if type(x) in (list, tuple)]
+    if not all(n in lists or type(x) in found[n].usual for n, x in given.items()):
+        return
+    for n, x in given.items():
+        step = known.setdefault(n, {}) if isinstance(n, str) else known
+        known = step.setdefault(type(x), {})
+    known[None] = tuple((n, found[n].take) for n in lists)
 
 
 def taken(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -269,12 +269,11 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def _method(name: str) -> Callable[..., Any]:
-    def method(self: Methods, *args: Any, **kwargs: Any) -> Any:
-        return OPERATIONS[name](self, *args, **kwargs)
-
-    method.__name__, method.__doc__ = name, f"`fd.ops.{name}(x, ...)`."
-    return method
+def fill(operations: Mapping[str, Callable[..., Any]]) -> None:
+    """Take the operations, once they are there; those that are methods become methods."""
+    OPERATIONS.update(operations)
+    for name in _AS_THEY_ARE:
+        setattr(Methods, name, operations[name])
 
 
 def _conversion(name: str, dtype: torch.dtype) -> Callable[..., Any]:
@@ -309,8 +308,6 @@ def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
 
 for _name in ("size", "dim", "numel", "is_floating_point", "where"):
     setattr(Methods, _name, _explained(getattr(Methods, _name)))
-for _name in _AS_THEY_ARE:
-    setattr(Methods, _name, _method(_name))
 for _name, _dtype in _DTYPES.items():
     setattr(Methods, _name, _explained(_conversion(_name, _dtype)))
 for _name, _other in {"nelement": "numel", "ndimension": "dim"}.items():

@@ -46,9 +46,19 @@ STRANGE: tuple[Callable[[], Any], ...] = (
     lambda: 2**40, lambda: [0, 1.0], lambda: [None], lambda: -7,
 )  # fmt: skip
 
-#: Operations without an equal of the same name in torch.
+
+def clamped(x: Tensor, min: Any = None, max: Any = None) -> Tensor:
+    """torch's own with limits that are tensors: torch 2.11 forgets a number that is NaN."""
+    ends = [torch.tensor(x) if isinstance(x, int | float) else x for x in (min, max)]
+    has_nan = any(isinstance(x, float) and math.isnan(x) for x in (min, max))
+    return torch.clamp(x, *(ends if has_nan else (min, max)))
+
+
+#: Operations without an equal of the same name in torch, and those that some torch gets wrong.
 OWN: dict[str, Callable[..., Any]] = {
     "set": lambda x: x,
+    "clamp": clamped,
+    "clip": clamped,
     "cast": lambda x, dtype: x.to(dtype),
     "slice": lambda x, a, b, s=None: x[tuple(map(slice, a, b, s or [1] * x.ndim))],
     "stride_order": lambda x, order: x,

@@ -46,7 +46,7 @@ BY_NAME: dict[str, Operation] = {
 }
 BY_NAME |= {alias: BY_NAME[name] for alias, name in ALIASES.items()}
 globals().update(BY_NAME)
-methods.OPERATIONS.update(BY_NAME, index=index, as_dtype=pointwise.as_dtype)
+methods.fill({**BY_NAME, "index": index, "as_dtype": pointwise.as_dtype})
 
 
 def __getattr__(name: str) -> Operation:

@@ -159,6 +159,8 @@ def clamp(x: Handle, min: Any = None, max: Any = None) -> Handle:
     if isinstance(min, Handle) or isinstance(max, Handle):
         x = x if min is None else maximum(x, min)
         return x if max is None else minimum(x, max)
+    if any(isinstance(limit, float) and math.isnan(limit) for limit in (min, max)):
+        min = max = math.nan  # of a single one torch 2.11 makes nothing
     return record("clamp", x, min=min, max=max)
 
 

@@ -101,9 +101,9 @@ def _is_dim(dim: Any) -> bool:
 
 def place(x: Handle, dim: int, new: int = 0) -> int:
     """A dim of x counted from the first; with new=1 also the place behind the last."""
-    rank = x.ndim + new or 1
-    if type(dim) is int and 0 <= dim < rank:
-        return dim
+    rank = len(x.fact.shape) + new or 1
+    if type(dim) is int and -rank <= dim < rank:  # the usual case, at once
+        return dim % rank
     if not _is_dim(dim) or not -rank <= dim < rank:
         raise out_of_range(x, (dim,))
     return dim % rank

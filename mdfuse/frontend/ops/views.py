@@ -42,7 +42,7 @@ def transpose(x: Handle, dim0: int = -2, dim1: int = -1) -> Handle:
         dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
     except IndexError:
         raise out_of_range(x, (dim0, dim1)) from None
-    return permute(x, dims)
+    return record("permute", x, dims=tuple(dims))
 
 
 def t(x: Handle) -> Handle:
