@@ -133,3 +133,20 @@ def test_a_new_dim_has_no_extent_to_keep(shape: tuple[int, ...]) -> None:
         with pytest.raises(mf.DefinitionError, match="expand"):
             fd.ops.expand(x, shape)
         fd.add_output(x + 1)
+
+
+@pytest.mark.parametrize("cut", [slice(1, None), slice(1, -1), slice(None, None, 2)])
+def test_slices_of_slices_of_a_symbolic_extent(cut: slice) -> None:
+    with FusionDefinition("f") as fd:
+        x = fd.define_tensor([-1], torch.int64, MESH, {})
+        t = x
+        for _ in range(7):
+            t = t[cut]
+        fd.add_output(t + x.sum())
+    program = mf.compile(fd)
+    for n in (15, 16, 40, 256):
+        given = want = torch.arange(n)
+        for _ in range(7):
+            want = want[list(range(len(want)))[cut]]
+        (found,) = mf.simulate(program, [given]).outputs
+        assert torch.equal(found, want + given.sum()), n
