@@ -150,3 +150,30 @@ def test_slices_of_slices_of_a_symbolic_extent(cut: slice) -> None:
             want = want[list(range(len(want)))[cut]]
         (found,) = mf.simulate(program, [given]).outputs
         assert torch.equal(found, want + given.sum()), n
+
+
+@pytest.mark.parametrize("shape", [[], [3]])
+def test_zeros_without_memory_have_the_dtype_of_zeros(shape: list[int]) -> None:
+    one = DeviceMesh([0])
+    with FusionDefinition("f") as fd:
+        x = fd.define_tensor(shape, torch.int32, one, {})
+        fd.add_output(x * 2)
+        fd.add_output(x * 0.5)
+    program = mf.compile(fd)
+    given = torch._efficientzerotensor(shape, dtype=torch.int32)
+    want = [torch.zeros(shape, dtype=torch.int32) * 2, torch.zeros(shape, dtype=torch.int32) * 0.5]
+    for run in (program.run, program.run):
+        for found, wanted in zip(run(given), want, strict=True):
+            assert found.dtype == wanted.dtype
+            assert torch.equal(found, wanted)
+    assert [x.dtype for x in mf.reference(fd, [given])] == [x.dtype for x in want]
+    assert [x.dtype for x in mf.simulate(program, [given]).outputs] == [x.dtype for x in want]
+
+
+def test_zeros_without_memory_of_another_shape_are_not_made() -> None:
+    with FusionDefinition("f") as fd:
+        x = fd.define_tensor([4], torch.float32, MESH, {"t": Shard(0)})
+        fd.add_output(x * 2)
+    huge = torch._efficientzerotensor((2**50,), dtype=torch.float32)
+    with pytest.raises(mf.ProgramError, match="1125899906842624"):
+        mf.simulate(mf.compile(fd), per_rank=[{"x": huge}, {"x": torch.ones(2)}])
