@@ -177,3 +177,42 @@ def test_zeros_without_memory_of_another_shape_are_not_made() -> None:
     huge = torch._efficientzerotensor((2**50,), dtype=torch.float32)
     with pytest.raises(mf.ProgramError, match="1125899906842624"):
         mf.simulate(mf.compile(fd), per_rank=[{"x": huge}, {"x": torch.ones(2)}])
+
+
+@pytest.mark.parametrize("split", [Replicate(), Shard(0), Shard(1)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_layer_norm_of_16_bits_with_factors_of_32(dtype: torch.dtype, split: Any) -> None:
+    with FusionDefinition("f") as fd:
+        x = fd.define_tensor([4, 6], dtype, MESH, {"t": split})
+        w, b = (fd.define_tensor([6], torch.float32, MESH, {}) for _ in range(2))
+        fd.add_output(fd.ops.layer_norm(x, 6, w, b))
+    torch.manual_seed(0)
+    given = torch.randn(4, 6).to(dtype), torch.randn(6), torch.randn(6)
+    (found,) = mf.simulate(mf.compile(fd), [*given]).outputs
+    want = F.layer_norm(given[0], (6,), *given[1:])
+    assert found.dtype == want.dtype == dtype
+    torch.testing.assert_close(found, want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weight", "bias"),
+    [
+        (torch.float32, torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float16, torch.float16),
+        (torch.float32, torch.float64, torch.float64),
+    ],
+)
+def test_layer_norm_with_factors_that_torch_refuses(
+    dtype: torch.dtype, weight: torch.dtype, bias: torch.dtype
+) -> None:
+    with pytest.raises(RuntimeError):
+        F.layer_norm(
+            torch.ones(2, 3, dtype=dtype), (3,), *(torch.ones(3, dtype=d) for d in (weight, bias))
+        )
+    with FusionDefinition("f") as fd:
+        x = fd.define_tensor([2, 3], dtype, MESH, {})
+        w, b = (fd.define_tensor([3], d, MESH, {}) for d in (weight, bias))
+        with pytest.raises(mf.DefinitionError, match="weight and bias have the dtype"):
+            fd.ops.layer_norm(x, 3, w, b)
+        fd.add_output(x)
