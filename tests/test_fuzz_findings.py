@@ -133,3 +133,86 @@ def test_a_new_dim_has_no_extent_to_keep(shape: tuple[int, ...]) -> None:
         with pytest.raises(mf.DefinitionError, match="expand"):
             fd.ops.expand(x, shape)
         fd.add_output(x + 1)
+
+
+@pytest.mark.parametrize("cut", [slice(1, None), slice(1, -1), slice(None, None, 2)])
+def test_slices_of_slices_of_a_symbolic_extent(cut: slice) -> None:
+    with FusionDefinition("f") as fd:
+        x = fd.define_tensor([-1], torch.int64, MESH, {})
+        t = x
+        for _ in range(7):
+            t = t[cut]
+        fd.add_output(t + x.sum())
+    program = mf.compile(fd)
+    for n in (15, 16, 40, 256):
+        given = want = torch.arange(n)
+        for _ in range(7):
+            want = want[list(range(len(want)))[cut]]
+        (found,) = mf.simulate(program, [given]).outputs
+        assert torch.equal(found, want + given.sum()), n
+
+
+@pytest.mark.parametrize("shape", [[], [3]])
+def test_zeros_without_memory_have_the_dtype_of_zeros(shape: list[int]) -> None:
+    one = DeviceMesh([0])
+    with FusionDefinition("f") as fd:
+        x = fd.define_tensor(shape, torch.int32, one, {})
+        fd.add_output(x * 2)
+        fd.add_output(x * 0.5)
+    program = mf.compile(fd)
+    given = torch._efficientzerotensor(shape, dtype=torch.int32)
+    want = [torch.zeros(shape, dtype=torch.int32) * 2, torch.zeros(shape, dtype=torch.int32) * 0.5]
+    for run in (program.run, program.run):
+        for found, wanted in zip(run(given), want, strict=True):
+            assert found.dtype == wanted.dtype
+            assert torch.equal(found, wanted)
+    assert [x.dtype for x in mf.reference(fd, [given])] == [x.dtype for x in want]
+    assert [x.dtype for x in mf.simulate(program, [given]).outputs] == [x.dtype for x in want]
+
+
+def test_zeros_without_memory_of_another_shape_are_not_made() -> None:
+    with FusionDefinition("f") as fd:
+        x = fd.define_tensor([4], torch.float32, MESH, {"t": Shard(0)})
+        fd.add_output(x * 2)
+    huge = torch._efficientzerotensor((2**50,), dtype=torch.float32)
+    with pytest.raises(mf.ProgramError, match="1125899906842624"):
+        mf.simulate(mf.compile(fd), per_rank=[{"x": huge}, {"x": torch.ones(2)}])
+
+
+@pytest.mark.parametrize("split", [Replicate(), Shard(0), Shard(1)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_layer_norm_of_16_bits_with_factors_of_32(dtype: torch.dtype, split: Any) -> None:
+    with FusionDefinition("f") as fd:
+        x = fd.define_tensor([4, 6], dtype, MESH, {"t": split})
+        w, b = (fd.define_tensor([6], torch.float32, MESH, {}) for _ in range(2))
+        fd.add_output(fd.ops.layer_norm(x, 6, w, b))
+    torch.manual_seed(0)
+    given = torch.randn(4, 6).to(dtype), torch.randn(6), torch.randn(6)
+    (found,) = mf.simulate(mf.compile(fd), [*given]).outputs
+    want = F.layer_norm(given[0], (6,), *given[1:])
+    assert found.dtype == want.dtype == dtype
+    torch.testing.assert_close(found, want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weight", "bias"),
+    [
+        (torch.float32, torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float16, torch.float16),
+        (torch.float32, torch.float64, torch.float64),
+    ],
+)
+def test_layer_norm_with_factors_that_torch_refuses(
+    dtype: torch.dtype, weight: torch.dtype, bias: torch.dtype
+) -> None:
+    with pytest.raises(RuntimeError):
+        F.layer_norm(
+            torch.ones(2, 3, dtype=dtype), (3,), *(torch.ones(3, dtype=d) for d in (weight, bias))
+        )
+    with FusionDefinition("f") as fd:
+        x = fd.define_tensor([2, 3], dtype, MESH, {})
+        w, b = (fd.define_tensor([3], d, MESH, {}) for d in (weight, bias))
+        with pytest.raises(mf.DefinitionError, match="weight and bias have the dtype"):
+            fd.ops.layer_norm(x, 3, w, b)
+        fd.add_output(x)

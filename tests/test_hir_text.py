@@ -192,6 +192,11 @@ def test_an_alias_of_nothing() -> None:
             "for %i in 0..1000000000 { set_stream 0 }  return",
             "up to 1000000 iterations",
         ),
+        (
+            "  return",
+            "for %i in 0..2 {" * 30 + "set_stream 0" + "}" * 30 + "  return",
+            f"runs {2**31 - 2} iterations",
+        ),
         ("  return %y\n}", "", "is no host program"),
     ],
 )

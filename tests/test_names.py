@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, hir
+from mdfuse.ir.graph import Names, fresh_name
 
 ONE = DeviceMesh.arange(x=1)
 TWO = DeviceMesh.arange(x=2)
@@ -141,3 +143,32 @@ def test_arguments_of_functions_may_have_any_name() -> None:
         expected = expected * 2.0 + x
     for _ in range(2):
         assert torch.equal(program.run(*xs)[0], expected)
+
+
+def test_fresh_names_are_those_found_by_counting_from_the_start() -> None:
+    drawn, names, taken = random.Random(3), Names(), set[str]()
+    for _ in range(3000):
+        if taken and drawn.random() < 0.3:
+            name = drawn.choice(sorted(taken))
+            taken.remove(name)
+            names.free(name)
+            continue
+        base = drawn.choice(("t", "t_1", "t_1_2", "s", "s_", "t_01"))
+        found = names.fresh(taken, base)
+        assert found == fresh_name(taken, base)
+        taken.add(found)
+
+
+def test_fresh_names_are_not_counted_from_the_start() -> None:
+    class Asked(set[str]):
+        times = 0
+
+        def __contains__(self, name: object) -> bool:
+            self.times += 1
+            return super().__contains__(name)
+
+    names, taken = Names(), Asked()
+    for _ in range(500):
+        taken.add(names.fresh(taken, "t"))
+    assert len(taken) == 500
+    assert taken.times < 1000

@@ -11,6 +11,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from mdfuse.errors import ProgramError
 from mdfuse.extents.assumptions import Assumptions, assuming
 from mdfuse.extents.extent import (
     Extent,
@@ -197,3 +198,35 @@ def test_pinned() -> None:
     assert pinned(symbolic("x", 8)) == 8
     assert guards(pinned, x=8) == ["x == 8"]
     assert pinned(7) == 7
+
+
+@pytest.mark.parametrize(("start", "end"), [(1, 0), (0, 1), (1, 1), (2, 3)])
+def test_slices_of_slices_stay_short(start: int, end: int) -> None:
+    """Each x[start:-end] refers to the extent before several times; its text must not double."""
+    x = symbolic("x", 1680)
+    extent: Any = x
+    for _ in range(30):
+        first = smaller(start, extent)
+        last = larger(extent - end, 0)
+        extent = larger(smaller(larger(first, last), extent) - smaller(first, extent), 0)
+    assert str(extent) == f"max(0, x-{30 * (start + end)})"
+    for n in (0, 1, 29, 30, 60, 151, 500):
+        rows = list(range(n))
+        for _ in range(30):
+            rows = rows[start : len(rows) - end if len(rows) > end else 0]
+        assert with_numbers(extent, {"x": n}) == len(rows)
+
+
+def test_extents_that_nobody_could_read_are_refused() -> None:
+    x = symbolic("x", 1680)
+
+    def nested(extent: Any) -> Any:
+        return nested(x + extent % (extent // 7 * (extent // 3) + 2))
+
+    def multiplied(product: Any, n: int) -> Any:
+        return multiplied(product * (symbolic(f"y{n}", 3) + 1), n + 1)
+
+    with pytest.raises(ProgramError, match=r"an extent with \d+ operations"):
+        nested(x)
+    with pytest.raises(ProgramError, match=r"an extent with \d+ terms"):
+        multiplied(1, 0)

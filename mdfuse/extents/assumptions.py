@@ -7,22 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Generic, TypeVar
 
+from mdfuse.extents.facts import Facts, at_least, folded, simplified
 from mdfuse.extents.index import Term
-from mdfuse.extents.polynomials import (
-    Atom,
-    Facts,
-    Monomial,
-    Poly,
-    at_least,
-    constant,
-    folded,
-    plus,
-    poly_of,
-    scaled,
-    simplified,
-    symbol,
-)
+from mdfuse.extents.polynomials import Atom, Monomial, Poly, constant, plus, poly_of, scaled, symbol
 
 #: How a guard reads: (the relation to 0, its opposite).
 _TESTS: dict[str, Callable[[int], bool]] = {
@@ -289,18 +278,20 @@ def _text(poly: Poly, op: str) -> str:
 
 # -- decisions -----------------------------------------------------------------------------------
 
+A = TypeVar("A", bound=Assumptions | None)
+
 _active: ContextVar[Assumptions | None] = ContextVar("mdfuse.extents.assumptions", default=None)
 
 
-class assuming:
-    """Record decisions about extents in some assumptions while the block runs."""
+class assuming(Generic[A]):
+    """Record decisions about extents in some assumptions while the block runs; in None, nowhere."""
 
     __slots__ = ("_assumptions", "_token")
 
-    def __init__(self, assumptions: Assumptions) -> None:
+    def __init__(self, assumptions: A) -> None:
         self._assumptions = assumptions
 
-    def __enter__(self) -> Assumptions:
+    def __enter__(self) -> A:
         self._token = _active.set(self._assumptions)
         return self._assumptions
 

@@ -23,16 +23,8 @@ from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mdfuse.extents.assumptions import NOTHING, active_assumptions, decide, known_facts
-from mdfuse.extents.polynomials import (
-    Facts,
-    Poly,
-    constant,
-    folded,
-    plus,
-    simplified,
-    symbol,
-    times,
-)
+from mdfuse.extents.facts import Facts, folded, simplified
+from mdfuse.extents.polynomials import Poly, constant, plus, symbol, times
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from mdfuse.frontend.plain import brief, is_in_range, plain_number
 from mdfuse.frontend.sites import Site
 from mdfuse.frontend.stride_order import dims_of, no_permutation, stride_order_of
 from mdfuse.frontend.symbols import Symbols
-from mdfuse.ir.graph import DTYPE_NAMES, Expr, Fusion, Operand, Value, fresh_name, value_text
+from mdfuse.ir.graph import DTYPE_NAMES, Expr, Fusion, Names, Operand, Value, value_text
 from mdfuse.ir.infer import inferred, scalar_sample
 from mdfuse.ir.numbers import as_number, scalar_call
 from mdfuse.ir.ops import TABLE
@@ -58,6 +58,7 @@ class Recorder:
         self._exprs: list[Expr] = []
         self._inputs: list[int] = []
         self._outputs: list[int] = []
+        self._fresh = Names()
         self._reuse: dict[int, int] = {}
         self._used: dict[str, Source | None] = {}
         self._stated: dict[str, Source | None] = {}
@@ -108,7 +109,7 @@ class Recorder:
             if found is None:
                 raise no_permutation(order, len(dims), f"a tensor of {len(dims)} dims", site.where)
             dims = found
-        name = fresh_name(self.values, self._symbols.unused(site.name or "in"))
+        name = self._fresh.fresh(self.values, self._symbols.unused(site.name or "in"))
         if any(type(n) is int and n == -1 for n in extents):
             extents = self._symbols.made(name, extents)
         layout = None if place is None else self._layout(name, len(extents), dtype, site, *place)
@@ -150,7 +151,7 @@ class Recorder:
         for name in names:
             self._used.setdefault(name, site.source)
         settings = _settings(self._symbols.current(attrs))
-        name = fresh_name(self.values, site.name or "t")
+        name = self._fresh.fresh(self.values, site.name or "t")
         self._exprs.append(
             Expr(op=op, inputs=inputs, output=name, attrs=settings, source=site.source)
         )
@@ -272,8 +273,9 @@ class Recorder:
         attrs = dict(attrs)
         if not symbols.examples:
             return inferred(row, inputs, attrs, self.values, source)
-        # What inference assumes counts when the fusion is lowered, which infers again.
-        with assuming(Assumptions()):
+        # What inference decides counts when the fusion is lowered, which infers again. Here it
+        # would be wrong to go by it: a definition's extents hold whatever the symbols are.
+        with assuming(None):
             try:
                 return inferred(row, inputs, attrs, self.values, source)
             except DefinitionError:
@@ -358,8 +360,9 @@ class Recorder:
 
     def _rename(self, of: int, name: str) -> None:
         """Give a value the name of the variable it is assigned to, once that is known."""
-        new = fresh_name(self.values, name)
+        new = self._fresh.fresh(self.values, name)
         old, self.names[of] = self.names[of], new
+        self._fresh.free(old)
         self.values = {
             (new if k == old else k): (replace(v, name=new) if k == old else v)
             for k, v in self.values.items()
@@ -379,7 +382,7 @@ class Recorder:
     def _add_scalar(self, site: Site, dtype: torch.dtype, constant: Any) -> Fact:
         if constant is not None:
             self._constants[len(self.names)] = constant
-        name = fresh_name(self.values, site.name or "s")
+        name = self._fresh.fresh(self.values, site.name or "s")
         fact = self._add(name, site.source, shape=(), dtype=dtype, kind="scalar")
         return replace(fact, constant=constant)
 

@@ -53,6 +53,9 @@ class _Writer:
     left: set[str] = field(default_factory=set)
     #: how many iterations of all loops there were
     iterations: int = 0
+    #: loop -> what `inside` and `dependent` say of it
+    _inside: dict[int, int] = field(default_factory=dict)
+    _dependent: dict[int, list[str]] = field(default_factory=dict)
     #: the program with the types that were found so far
     local: HostProgram = field(init=False)
 
@@ -122,7 +125,7 @@ class _Writer:
                 where=[i.source.quote()] if i.source else (),
                 because="it would never end",
             )
-        self.count(-(-(stop - start) // step), i)
+        self.count(_iterations(start, stop, step), i)
         kept = self.bound - self.left
         dropped = [n for n in self.dependent(i) if n not in kept]
         outer = self.env.get(index)
@@ -142,18 +145,32 @@ class _Writer:
 
     def count(self, iterations: int, i: Instruction) -> None:
         """Raise ProgramError before more iterations than a plan can hold."""
-        self.iterations += max(iterations, 0)
-        if self.iterations > LIMIT:
+        self.iterations += iterations
+        surely = self.iterations + iterations * self.inside(i)
+        if surely > LIMIT:
             raise ProgramError(
                 f"@{self.program.name}: with the loop over %{i.outputs[0]} it runs "
-                f"{self.iterations} iterations",
+                f"{surely} iterations",
                 where=[i.source.quote()] if i.source else (),
                 because=f"loops are written out before they run, up to {LIMIT} iterations",
                 hint="loop over fewer, larger pieces",
             )
 
+    def inside(self, loop: Instruction) -> int:
+        """How many iterations of loops one iteration has in any case: their bounds are numbers."""
+        if id(loop) not in self._inside:
+            loops = [i for i in loop.body if i.op == "for"]
+            found = sum(_surely(i) * (1 + self.inside(i)) for i in loops)
+            self._inside[id(loop)] = found
+        return self._inside[id(loop)]
+
     def dependent(self, loop: Instruction) -> list[str]:
         """The names that a loop's body computes from its index, and the handles of its posts."""
+        if id(loop) not in self._dependent:
+            self._dependent[id(loop)] = self._computed(loop)
+        return self._dependent[id(loop)]
+
+    def _computed(self, loop: Instruction) -> list[str]:
         (index,) = loop.outputs
         found: dict[str, None] = {index: None}
         for i in (inner for top in loop.body for inner in top.walk()):
@@ -220,3 +237,15 @@ class _Writer:
         if isinstance(x, str):
             return self.env[x] if x in self.env else self.typed(x)
         return resolve(x, self.known) if isinstance(x, Calc | Term) else x
+
+
+def _iterations(start: int, stop: int, step: int) -> int:
+    return max(-(-(stop - start) // step), 0)
+
+
+def _surely(loop: Instruction) -> int:
+    """How many iterations a loop has as far as its bounds are numbers."""
+    start, stop, step = (loop.kwargs[k] for k in ("start", "stop", "step"))
+    if isinstance(start, int) and isinstance(stop, int) and isinstance(step, int) and step:
+        return _iterations(start, stop, step)
+    return 0

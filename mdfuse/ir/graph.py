@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -195,6 +195,35 @@ def fresh_name(taken: Iterable[str] | Mapping[str, Any], base: str) -> str:
         n += 1
         name = f"{base}_{n}"
     return name
+
+
+class Names:
+    """Fresh names for names that are added one by one: each is found where the last one was.
+
+    The same as `fresh_name` gives, which counts from the start. A name that is given back must be
+    told (`free`).
+    """
+
+    __slots__ = ("_counts",)
+
+    def __init__(self) -> None:
+        #: base -> a number below which all are taken
+        self._counts: dict[str, int] = {}
+
+    def fresh(self, taken: Container[str], base: str) -> str:
+        """`base`, or the first of `base_1`, `base_2`, … that is free."""
+        n = self._counts.get(base, 0)
+        while (name := f"{base}_{n}" if n else base) in taken:
+            n += 1
+        self._counts[base] = n
+        return name
+
+    def free(self, name: str) -> None:
+        """A name is not taken any more."""
+        base, _, number = name.rpartition("_")
+        self._counts.pop(name, None)
+        if number.isdecimal() and base in self._counts:
+            self._counts[base] = min(self._counts[base], int(number))
 
 
 def attr_text(value: Any) -> str:

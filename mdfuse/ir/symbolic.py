@@ -47,7 +47,7 @@ def _inferred(fusion: Fusion) -> Fusion:
 def is_possible(fusion: Fusion, examples: Examples) -> bool:
     """Whether the ops take extents like these."""
     try:
-        with assuming(Assumptions()):
+        with assuming(None):
             with_new_examples(fusion, examples)
     except (DefinitionError, ZeroDivisionError):
         return False

@@ -34,6 +34,8 @@ class Signature:
         absent: those that it has not.
         numbers: those that are numbers.
         written: those whose buffers are written through an alias.
+        promoted: further ones of which torch's results have another dtype where they are zeros
+            without memory.
         posted: those whose memory may go to a library that knows nothing of tensors, or into a
             CUDA graph, and so must hold their elements.
         device: whose current stream counts; None on CPU.
@@ -46,6 +48,7 @@ class Signature:
     numbers: tuple[int, ...]
     written: tuple[int, ...]
     posted: tuple[int, ...]
+    promoted: tuple[int, ...]
     device: int | None
     owner: int
 
@@ -70,6 +73,9 @@ class Signature:
         for n in self.posted:
             x = arguments[n]
             if x.is_neg() or x.is_conj() or is_zero_tensor(x):
+                return None
+        for n in self.promoted:
+            if is_zero_tensor(arguments[n]):
                 return None
         try:
             found = *map(_properties, tensors), *map(Tensor.stride, tensors)
@@ -125,6 +131,7 @@ def signature_of(
     kinds = [program.types[name] for name in program.inputs]
     mine = _positions(kinds, lambda k: k.layout is not None and rank in k.layout.mesh)
     posted = {*program.inputs} if is_captured else _posted(program)
+    promoted = _positions(kinds, lambda k: not k.shape or not k.dtype.is_floating_point)
     return Signature(
         count=len(kinds),
         tensors=mine,
@@ -132,6 +139,7 @@ def signature_of(
         numbers=_positions(kinds, lambda k: k.layout is None),
         written=tuple(n for n in mine if program.inputs[n] in program.written_inputs),
         posted=tuple(n for n in mine if program.inputs[n] in posted),
+        promoted=tuple(n for n in mine if n in promoted and program.inputs[n] not in posted),
         device=device.index if device.type == "cuda" else None,
         owner=owner,
     )

@@ -14,6 +14,7 @@ from mdfuse.ir.graph import Fusion
 from mdfuse.ir.numbers import as_number, scalar_call
 from mdfuse.ir.ops import TABLE
 from mdfuse.ir.symbolic import with_known_extents
+from mdfuse.ir.tensors import resolved
 from mdfuse.runs.arguments import check_global
 from mdfuse.runs.extents import global_extents
 
@@ -43,6 +44,7 @@ def reference(definition: FusionDefinition | Fusion, inputs: Sequence[Any]) -> l
         value = fusion.values[name]
         check_global(fusion.name, name, x, value.shape if value.is_tensor else None, value.dtype)
         known[name] = x if value.is_tensor else as_number(x, value.dtype)
+    known = dict(zip(known, resolved([*known.values()]), strict=True))
     device = next((x.device for x in inputs if isinstance(x, Tensor)), None)
     for expr in fusion.exprs:
         operands = [known[x] if isinstance(x, str) else x for x in expr.inputs]

@@ -164,7 +164,9 @@ def simulate(
         host.check() if host.rank is None else verify(dict(enumerate(locals_)))
     arguments, out = _arguments(host, inputs, per_rank, len(locals_))
     written = [n for n, name in enumerate(host.inputs) if name in host.written_inputs]
-    arguments = [[*resolved(given, written)] for given in arguments]
+    for rank, given in enumerate(arguments):  # the plan refuses what does not fit, as it is
+        odd = [n for n, name in enumerate(host.inputs) if not _fits(host, name, given[n], rank)]
+        arguments[rank] = [*resolved(given, (*written, *odd))]
     for given, buffers in zip(arguments, out, strict=True):
         check_no_gradients(host.name, host.inputs, given)
         check_no_gradients(host.name, host.outputs, buffers)
@@ -186,6 +188,13 @@ def simulate(
         return Simulated(results, [], peaks)
     outputs = [_global(host, name, i, results) for i, name in enumerate(host.outputs)]
     return Simulated(results, outputs, peaks)
+
+
+def _fits(host: HostProgram, name: str, x: Any, rank: int) -> bool:
+    """It is a tensor of the shape that a rank holds."""
+    kind = host.types[name]
+    is_here = kind.layout is not None and rank in kind.layout.mesh
+    return is_here and isinstance(x, Tensor) and x.shape == kind.local_shape(rank)
 
 
 def _plans(

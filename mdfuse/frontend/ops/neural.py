@@ -74,7 +74,23 @@ def layer_norm(
                 because="it multiplies and adds floating-point numbers",
                 hint="cast before",
             )
+    _check_factors(x, [f for f in (weight, bias) if f is not None])
     return record("layer_norm", x, weight, bias, normalized_shape=shape, eps=eps)
+
+
+def _check_factors(x: Handle, factors: list[Handle]) -> None:
+    """Weight and bias have x's dtype; of 16-bit x they may both be float32, as torch has it."""
+    found = {f.dtype for f in factors}
+    is_narrow = x.dtype in (torch.bfloat16, torch.float16)
+    if found <= {x.dtype} or (is_narrow and found == {torch.float32}):
+        return
+    raise DefinitionError(
+        f"layer_norm(%{x.name}: {x.value.type_text()}) with "
+        + ", ".join(f"%{f.name}: {f.value.type_text()}" for f in factors),
+        because="weight and bias have the dtype of what is normalised, or are both float32 "
+        "where that has 16 bits",
+        hint=f"cast them: {factors[0].name}.to({x.dtype})",
+    )
 
 
 def rms_norm(
