@@ -103,6 +103,7 @@ def kinds_that(holds: Callable[[Kind], bool]) -> tuple[str, ...]:
 
 
 CARRIED = kinds_that(lambda k: k.moves)
+COLLECTIVE = kinds_that(lambda k: k.moves and not k.by_pairs)
 POINT_TO_POINT = kinds_that(lambda k: k.by_pairs)
 REDUCING = kinds_that(lambda k: k.reduces)
 SPLITTING = kinds_that(lambda k: k.splits)

@@ -8,7 +8,7 @@ cannot carry travels as bytes; what it cannot do in one call goes as transfers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -18,11 +18,11 @@ from torch import Tensor
 
 from mdfuse.backends.base import Buffer, Place, Posting, Prepared, Work, root_index
 from mdfuse.backends.c10d.groups import AllgatherOptions, Group, Library
-from mdfuse.backends.transfers import Post, Transfer, transferred
+from mdfuse.backends.transfers import Post, Transfer, in_a_row, transferred
 from mdfuse.backends.work import DONE, Posted, explained
 from mdfuse.layouts.call import Call
 from mdfuse.layouts.kinds import KINDS, REDUCING, by_kind
-from mdfuse.layouts.reduction import BOOL_OPS, check_reduction
+from mdfuse.layouts.reduction import BOOL_OPS, check_reduction, combine
 from mdfuse.torch_private import all_gather_of, reduce_scatter_of
 
 _View = Callable[[Tensor], Tensor]
@@ -93,8 +93,8 @@ def build_post(team: Team, call: Call, dtype: torch.dtype) -> Post:
     """The posting function of a call on one dtype."""
     one_call = _one_call(_Bound(team=team, call=call, dtype=dtype))
     if one_call is None:
-        return _transferred(team, call)
-    flat = _flat if dtype in NATIVE else _flat_bytes
+        return _gathered(team, call, dtype) if call.kind in _BRINGS else _transferred(team, call)
+    flat = in_a_row if dtype in NATIVE else _bytes
     view = flat if _is_flat(call, team) or dtype not in NATIVE else _as_is
     may_be_empty = KINDS[call.kind].blocks is None  # others may have elements then
 
@@ -146,31 +146,17 @@ def _is_flat(call: Call, team: Team) -> bool:
     return team.library.needs_flat or KINDS[call.kind].blocks is None
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """A dense tensor's elements in memory order."""
-    if tensor.dim() == 1:
-        return tensor
-    if tensor.is_contiguous():
-        return tensor.view(-1)
-    return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def _flat_bytes(tensor: Tensor) -> Tensor:
-    return _flat(tensor).view(torch.uint8)
+def _bytes(tensor: Tensor) -> Tensor:
+    return in_a_row(tensor).view(torch.uint8)
 
 
 def _as_is(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_contiguous() else _flat(tensor)
-
-
-def _carried(tensor: Tensor) -> Tensor:
-    """What a transfer carries: the dtypes of one group may differ, and nobody looks at shapes."""
-    return tensor if tensor.dtype in NATIVE else _flat_bytes(tensor)
+    return tensor if tensor.is_contiguous() else in_a_row(tensor)
 
 
 def _fill(dst: Tensor, src: Tensor) -> None:
     if dst.data_ptr() != src.data_ptr():
-        _flat(dst).copy_(_flat(src))
+        in_a_row(dst).copy_(in_a_row(src))
 
 
 # -- one call each ---------------------------------------------------------------------------------
@@ -271,8 +257,30 @@ def _transferred(team: Team, call: Call) -> Post:
     begin, group = team.library.transfer, team.group
 
     def transfer(recvs: list[Transfer], sends: list[Transfer]) -> Sequence[Any]:
-        return begin(
-            group, [(peer, _carried(x)) for peer, x in recvs], [(p, _carried(x)) for p, x in sends]
-        )
+        return begin(group, carried(recvs), carried(sends))
+
+    def carried(transfers: list[Transfer]) -> list[Transfer]:
+        """The dtypes of one group may differ, and nobody looks at shapes."""
+        return [(peer, x if x.dtype in NATIVE else _bytes(x)) for peer, x in transfers]
 
     return transferred(call, transfer)
+
+
+# -- reductions that the library lacks: gather the operands, reduce here ---------------------------
+
+#: What brings the operands of a reduction, or this rank's block of each.
+_BRINGS = {"Allreduce": "Allgather", "ReduceScatter": "AllToAll", "Reduce": "Gather"}
+
+
+def _gathered(team: Team, call: Call, dtype: torch.dtype) -> Post:
+    op, n = call.reduce_op or "", len(call.team)
+    bring = build_post(team, replace(call, kind=_BRINGS[call.kind], parts=call.team), dtype)
+
+    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+        if not dsts or not srcs[0].numel():
+            return bring(srcs, ()) if srcs[0].numel() else DONE
+        (dst,), rows = dsts, srcs[0].new_empty((n, dsts[0].numel()))
+        work = bring(srcs, (rows,))
+        return Posted(call, (work,), srcs, lambda: in_a_row(dst).copy_(combine(op, rows)))
+
+    return post

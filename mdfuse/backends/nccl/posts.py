@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.backends.algorithms import Copy, Piece
+from mdfuse.backends.algorithms import Piece
 from mdfuse.backends.base import Buffer, Prepared, root_index
 from mdfuse.backends.post_notes import Subject
-from mdfuse.backends.transfers import Composer
+from mdfuse.backends.transfers import Composer, in_one_step
 from mdfuse.errors import CommunicationError
 from mdfuse.layouts.call import Call
 from mdfuse.layouts.kinds import CARRIED, KINDS, POINT_TO_POINT, REDUCING, blocks_of, by_kind
@@ -283,24 +283,19 @@ def _transfers(
     call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]
 ) -> tuple[list[_Transfer], list[_Transfer]]:
     """What a call sends, and what it receives."""
-    composition = Composer(call)(srcs, dsts)
-    own = call.team.index(call.rank)
-    sends: list[_Transfer] = []
-    recvs: list[_Transfer] = []
+    composed = Composer(call, lambda composition, _: in_one_step(call, composition))
+    step = composed(srcs, dsts)
+    assert not step.after  # it reduces nothing, see is_carried
 
-    def add(transfers: list[_Transfer], piece: Piece, peer: int) -> None:
+    def transfer(piece: Piece, rank: int) -> _Transfer:
         x = (srcs if piece.side == "src" else dsts)[piece.index]
-        transfers.append((piece.index, piece.start * x.itemsize, *_carried(x, piece.size), peer))
+        start, peer = piece.start * x.itemsize, call.team.index(rank)
+        return (piece.index, start, *_carried(x, piece.size), peer)
 
-    for step in composition.steps:
-        for local in step.local:
-            assert isinstance(local, Copy)  # it reduces nothing, see is_carried
-            add(sends, local.source, own)
-            add(recvs, local.target, own)
-        for t in step.sends:
-            add(sends, t.piece, call.team.index(t.peer))
-        for t in step.recvs:
-            add(recvs, t.piece, call.team.index(t.peer))
+    sends = [transfer(copy.source, call.rank) for copy in step.copies]
+    recvs = [transfer(copy.target, call.rank) for copy in step.copies]
+    sends += [transfer(t.piece, t.peer) for t in step.sends]
+    recvs += [transfer(t.piece, t.peer) for t in step.recvs]
     return sends, recvs
 
 

@@ -161,7 +161,7 @@ class UcxPoster:
         self._engine = engine
         self._timeout_s = timeout_s
         self._stream = stream
-        self._compose = Composer(call, SMALL_BYTES)
+        self._compose = Composer(call, lambda composition, _: composition, SMALL_BYTES)
 
     def __call__(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
         buffers = (*srcs, *dsts)
