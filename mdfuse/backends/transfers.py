@@ -55,8 +55,9 @@ class Composer(Generic[Made]):
         Raises:
             CommunicationError: the buffers, the reduce op or the root do not fit the call.
         """
-        dtype = (srcs or dsts)[0].dtype
-        key = (dtype, *[x.numel() for x in srcs], None, *[x.numel() for x in dsts])
+        buffers = (*srcs, *dsts)
+        dtype = buffers[0].dtype
+        key = (len(srcs), dtype, *map(Tensor.numel, buffers))
         found = self._found.get(key)
         if found is None:
             if self._call.kind in REDUCING:
@@ -175,8 +176,8 @@ def _bound(
         parts = [cut(buffers[number]) for number, cut in cuts]
         for (a, i), (b, j) in copies:
             in_a_row(parts[b][j]).copy_(in_a_row(parts[a][i]))
-        recvs = [(peer, parts[n][i]) for peer, n, i in incoming]
-        sends = [(peer, parts[n][i]) for peer, n, i in outgoing]
+        recvs = [(peer, parts[n][i]) for peer, n, i in incoming] if incoming else []
+        sends = [(peer, parts[n][i]) for peer, n, i in outgoing] if outgoing else []
         works = transfer(recvs, sends) if recvs or sends else ()
         if step.after:
             return Posted(call, works, buffers, partial(finish, buffers))

@@ -257,7 +257,7 @@ def _transferred(team: Team, call: Call) -> Post:
     begin, group = team.library.transfer, team.group
 
     def transfer(recvs: list[Transfer], sends: list[Transfer]) -> Sequence[Any]:
-        return begin(group, carried(recvs), carried(sends))
+        return begin(group, recvs and carried(recvs), sends and carried(sends))
 
     def carried(transfers: list[Transfer]) -> list[Transfer]:
         """The dtypes of one group may differ, and nobody looks at shapes."""
