@@ -96,6 +96,7 @@ def build_post(team: Team, call: Call, dtype: torch.dtype) -> Post:
         return _gathered(team, call, dtype) if call.kind in _BRINGS else _transferred(team, call)
     flat = in_a_row if dtype in NATIVE else _bytes
     view = flat if _is_flat(call, team) or dtype not in NATIVE else _as_is
+    fills = _is_in_place(call)
     may_be_empty = KINDS[call.kind].blocks is None  # others may have elements then
 
     def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
@@ -103,7 +104,7 @@ def build_post(team: Team, call: Call, dtype: torch.dtype) -> Post:
         any_of_them = src if dst is None else dst
         if any_of_them is None or not (may_be_empty or any_of_them.numel()):
             return DONE
-        if src is not None and dst is not None and _is_in_place(call):
+        if fills and src is not None and dst is not None:
             _fill(dst, src)
         run, arguments = one_call(src, dst)
         return Posted(call, (run(*arguments),), (src, dst))
