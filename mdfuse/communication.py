@@ -243,7 +243,9 @@ class Communication:
             return -(-2 * (n - 1) * elements // n)
         if self.kind == "Broadcast":
             return elements if rank != root else 0
-        return elements if rank == root and n > 1 else 0  # Reduce
+        if self.kind == "Reduce":
+            return elements if rank == root and n > 1 else 0
+        return box_size(self.destination.intervals(self.shape, rank)) if n > 1 else 0
 
     # -- one rank's part -------------------------------------------------------------------------
 

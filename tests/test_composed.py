@@ -7,12 +7,15 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from mdfuse.backends.algorithms import Copy, Piece, Reduce, Sizes, Step, Transfer, compose
+from mdfuse.backends.transfers import transferred
+from mdfuse.backends.work import DONE
 from mdfuse.errors import CommunicationError
 from mdfuse.layouts.call import Call
 
@@ -364,3 +367,68 @@ def test_bytes_that_arrive(n: int) -> None:
     assert arriving("ReduceScatter", n * k, k) == (n - 1) * k
     assert arriving("Allreduce", k, k) == 2 * (n - 1) * k // n
     assert arriving("Reduce", k, k) == 2 * (n - 1) * k // n
+
+
+@pytest.mark.parametrize("kind", ["Allgather", "Allreduce", "ReduceScatter", "Reduce", "AllToAll"])
+def test_a_team_of_one_copies(kind: str) -> None:
+    call = Call(kind=kind, team=(3,), rank=3, root=3, reduce_op="sum")
+    composition = compose(call, Sizes(srcs=(4,), dsts=(4,)))
+    assert composition.steps == (Step(local=(Copy(Piece("src", 0, 4), Piece("dst", 0, 4)),)),)
+    assert not composition.scratch
+
+
+def in_this_process(call: Callable[[int], Call], buffers: dict[int, list[list[Tensor]]]) -> None:
+    """Every rank posts in one step, by `transferred`; what was sent arrives before the waits."""
+    sent: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+    team, awaited, works = call(0).team, [], []
+    for i, rank in enumerate(team):
+
+        def transfer(recvs: Any, sends: Any, i: int = i) -> list[Any]:
+            awaited.extend((i, peer, x) for peer, x in recvs)
+            for peer, x in sends:
+                sent[i, peer].append(x.clone())
+            return [DONE]
+
+        works.append(transferred(call(rank), transfer)(*buffers[rank]))
+    for i, peer, x in awaited:
+        x.copy_(sent[peer, i].popleft().view_as(x))
+    assert not any(sent.values())
+    for work in works:
+        work.wait()
+
+
+@pytest.mark.parametrize("kind", ["Allreduce", "ReduceScatter", "Reduce", "Allgather", "AllToAll"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int16], ids=str)
+def test_in_one_step(kind: str, dtype: torch.dtype) -> None:
+    """For libraries without a call for it: pieces of larger buffers, operands, a reduction."""
+    team, k = (2, 0, 1), 4
+    n, op = len(team), "max"
+    generator = torch.Generator().manual_seed(0)
+    long = kind in ("ReduceScatter", "AllToAll")
+    values = {
+        r: torch.randint(0, 2, (n * k if long else k,), generator=generator).to(dtype) for r in team
+    }
+    rows = torch.stack([values[r] for r in team]).view(n, -1)
+    total = rows.int().amax(0).to(dtype)
+    blocks = list(rows.view(n, -1, k).transpose(0, 1).reshape(-1, n * k)) if long else []
+    expected = {
+        "Allreduce": [total] * n,
+        "ReduceScatter": list(total.split(k)),
+        "Reduce": [None, total, None],
+        "Allgather": [rows.view(-1)] * n,
+        "AllToAll": blocks,
+    }[kind]
+    pairs = zip(team, expected, strict=True)
+    dsts = {r: [] if want is None else [torch.zeros_like(want)] for r, want in pairs}
+    in_this_process(
+        lambda r: Call(kind=kind, team=team, rank=r, root=0, reduce_op=op),
+        {r: [[values[r].view(2, -1)], dsts[r]] for r in team},
+    )
+    for rank, want in zip(team, expected, strict=True):
+        assert want is None or torch.equal(dsts[rank][0], want)
+
+
+def test_several_steps_are_refused() -> None:
+    call = Call(kind="Broadcast", team=(0, 1, 2, 3), rank=2, root=0)
+    with pytest.raises(CommunicationError, match="takes several steps"):
+        transferred(call, lambda recvs, sends: [])([], [torch.zeros(3)])

@@ -130,7 +130,7 @@ def mute() -> Iterator[dict[str, str]]:
 def test_a_store_that_never_answers_ends_the_process(mute: dict[str, str], tmp_path: Path) -> None:
     launch = replace(ALONE, rank=1, local_rank=1)
     options = Options(timeout_s=0.2, reports=str(tmp_path))
-    watch, ended, said = watch_for(launch, "gloo", options, mute), threading.Event(), list[str]()
+    watch, ended, said = watch_for(launch, options, mute), threading.Event(), list[str]()
     watch._write = said.append
 
     def end(status: int) -> None:

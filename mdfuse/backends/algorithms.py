@@ -19,6 +19,8 @@ Gather, Scatter, AllToAll, Exchange, SendRecv
 ==============  ================================================================================
 
 What is small goes in one step instead: every operand or block directly to everyone who needs it.
+So does all of what a library carries that has collectives of its own, and lacks this one:
+`mdfuse.backends.transfers`.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from typing import Literal
 from mdfuse.backends.base import check_call, root_index
 from mdfuse.errors import CommunicationError
 from mdfuse.layouts.call import Call
-from mdfuse.layouts.kinds import source_blocks
+from mdfuse.layouts.kinds import KINDS, by_kind, source_blocks
 
 #: Elements [start, stop) of a buffer.
 _Range = tuple[int, int]
@@ -142,7 +144,8 @@ def compose(call: Call, sizes: Sizes) -> Composition:
     (Transfer(peer=0, piece=Piece(side='dst', start=0, stop=4, index=0)),)
     """
     check_call(call, is_prepared=True)
-    found = KINDS[call.kind](call, sizes)
+    alone = len(call.team) == 1 and KINDS[call.kind].by_all  # the others have no pair then
+    found = _alone(sizes) if alone else _COMPOSED[call.kind](call, sizes)
     kept = tuple(step for step in map(_without_empty, found.steps) if step != Step())
     for piece in _pieces(kept):
         _check_fits(call, sizes, piece)
@@ -242,6 +245,13 @@ def _reduced(
 
 
 # -- kinds -----------------------------------------------------------------------------------------
+
+
+def _alone(sizes: Sizes) -> Composition:
+    """A team of one: what it would get is what it has."""
+    pairs = zip(sizes.srcs, sizes.dsts, strict=False)
+    copies = (Copy(Piece("src", 0, k), Piece("dst", 0, k)) for k, _ in pairs)
+    return Composition(steps=(Step(local=tuple(copies)),))
 
 
 def _allgather(call: Call, sizes: Sizes) -> Composition:
@@ -366,16 +376,20 @@ def _exchange(call: Call, sizes: Sizes) -> Composition:
     return Composition(steps=(step,))
 
 
+_Composer = Callable[[Call, Sizes], Composition]
+
 #: How each kind is composed.
-KINDS: dict[str, Callable[[Call, Sizes], Composition]] = {
-    "Allgather": _allgather,
-    "ReduceScatter": _reduce_scatter,
-    "Allreduce": _allreduce,
-    "AllToAll": _alltoall,
-    "Broadcast": _broadcast,
-    "Reduce": _reduce,
-    "Gather": _gather,
-    "Scatter": _scatter,
-    "SendRecv": _exchange,
-    "Exchange": _exchange,
-}
+_COMPOSED: dict[str, _Composer] = by_kind(
+    {
+        "Allgather": _allgather,
+        "ReduceScatter": _reduce_scatter,
+        "Allreduce": _allreduce,
+        "AllToAll": _alltoall,
+        "Broadcast": _broadcast,
+        "Reduce": _reduce,
+        "Gather": _gather,
+        "Scatter": _scatter,
+        "SendRecv": _exchange,
+        "Exchange": _exchange,
+    }
+)

@@ -5,16 +5,15 @@ What is queued on the current stream is done before a post.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from mdfuse.backends.base import Place, Work, flat
+from mdfuse.backends.transfers import Post
 from mdfuse.backends.work import Posted
 from mdfuse.layouts.call import Call
-
-Post = Callable[[Sequence[Tensor], Sequence[Tensor]], Work]
 
 
 def after_the_stream(post: Post, device: torch.device) -> Post:

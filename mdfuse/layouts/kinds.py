@@ -1,15 +1,19 @@
 """The kinds of communication: one row each.
 
-A new kind needs its row here, the layouts between which it leads (`reshard.py`), a rank's part of
-it (`Communication.part`), and the calls that carry it in each backend.
+What other modules know by kind, they look up in tables of their own, which `by_kind` checks against
+this one when they are read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
+from mdfuse.errors import CommunicationError
 from mdfuse.layouts.call import Call
+
+Row = TypeVar("Row")
 
 #: How many blocks the source and the destination of one rank hold; None: the rank does not use it.
 Blocks = tuple[int | None, int | None]
@@ -99,8 +103,41 @@ def kinds_that(holds: Callable[[Kind], bool]) -> tuple[str, ...]:
 
 
 CARRIED = kinds_that(lambda k: k.moves)
+COLLECTIVE = kinds_that(lambda k: k.moves and not k.by_pairs)
 POINT_TO_POINT = kinds_that(lambda k: k.by_pairs)
 REDUCING = kinds_that(lambda k: k.reduces)
 SPLITTING = kinds_that(lambda k: k.splits)
 IN_PIECES = kinds_that(lambda k: k.in_pieces)
 BY_ALL = kinds_that(lambda k: k.by_all and k.moves)
+
+
+def by_kind(
+    rows: Mapping[str, Row], kinds: tuple[str, ...] = CARRIED, *, rest: Row | None = None
+) -> dict[str, Row]:
+    """A table with a row for each of some kinds, in their order.
+
+    Args:
+        rows: kind -> row.
+        kinds: those that it is about; by default all that backends carry.
+        rest: the row of kinds that are not in `rows`; None: each has one there.
+
+    Raises:
+        CommunicationError: a row is missing, or is that of no such kind.
+
+    >>> by_kind({"Reduce": 1, "Broadcast": 2}, IN_PIECES, rest=0)
+    {'Reduce': 1, 'Allreduce': 0, 'Broadcast': 2}
+    """
+    missing = [kind for kind in kinds if kind not in rows] if rest is None else []
+    unknown = [kind for kind in rows if kind not in kinds]
+    if missing or unknown:
+        raise CommunicationError(
+            "a table by kind "
+            + " and ".join(
+                f"{what} {', '.join(names)}"
+                for what, names in (("has no row of", missing), ("has a row of", unknown))
+                if names
+            ),
+            because=f"it is about {', '.join(kinds)}",
+            hint="see mdfuse/layouts/kinds.py",
+        )
+    return {kind: rows.get(kind, rest) for kind in kinds}  # type: ignore[misc]

@@ -17,7 +17,7 @@ from mdfuse.backends.mpi.backend import MpiBackend
 from mdfuse.backends.ucx import library as ucx_library
 from mdfuse.backends.ucx.backend import UcxBackend
 from mdfuse.bootstrap import Launch, gloo_devices
-from mdfuse.runtime.fast_lane import Lanes
+from mdfuse.runtime.fast_lane import Lanes, agree_on_lanes
 from mdfuse.runtime.watch.watch import Watch
 
 
@@ -57,15 +57,20 @@ class BackendRow:
         why_not: a reason why this process cannot use it and a remedy, or None.
         open: makes it.
         can_capture: what it posts can be captured in CUDA graphs.
+        load: called before the ranks meet, for what must come before what they may meet by.
+        agree: settles with all ranks, when they meet, whether its teams have fast lanes; None: it
+            has none.
     """
 
     devices: tuple[str, ...]
     why_not: Callable[[], tuple[str, str] | None]
     open: Callable[[World], OpenBackend]
     can_capture: bool = True
+    load: Callable[[], object] = lambda: None
+    agree: Callable[..., Lanes | None] | None = None
 
 
-def _c10d_row(name: str) -> BackendRow:
+def _c10d_row(name: str, agree: Callable[..., Lanes | None] | None = None) -> BackendRow:
     def open_c10d(world: World) -> OpenBackend:
         return C10dBackend(
             name,
@@ -78,7 +83,7 @@ def _c10d_row(name: str) -> BackendRow:
         )
 
     library = LIBRARIES[name]
-    return BackendRow(devices=library.devices, why_not=library.why_not, open=open_c10d)
+    return BackendRow(devices=library.devices, why_not=library.why_not, open=open_c10d, agree=agree)
 
 
 def _open_mpi(world: World) -> OpenBackend:
@@ -99,11 +104,16 @@ def _open_ucx(world: World) -> OpenBackend:
 
 BACKENDS: dict[str, BackendRow] = {
     **{name: _c10d_row(name) for name in LIBRARIES},
+    "nccl": _c10d_row("nccl", agree_on_lanes),
     "mpi": BackendRow(
         devices=("cuda", "cpu"), why_not=mpi_library.why_not, open=_open_mpi, can_capture=False
     ),
     "ucx": BackendRow(
-        devices=("cuda", "cpu"), why_not=ucx_library.why_not, open=_open_ucx, can_capture=False
+        devices=("cuda", "cpu"),
+        why_not=ucx_library.why_not,
+        open=_open_ucx,
+        can_capture=False,
+        load=ucx_library.why_not,  # before MPI
     ),
 }
 

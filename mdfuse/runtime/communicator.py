@@ -19,7 +19,6 @@ import torch
 from mdfuse.backends.base import Interruptible, Poster
 from mdfuse.backends.c10d.groups import HashStore, PrefixStore, default_group
 from mdfuse.backends.mpi import library as mpi_library
-from mdfuse.backends.ucx import library as ucx_library
 from mdfuse.backends.work import first_line
 from mdfuse.bootstrap import detect
 from mdfuse.config import Carriers, Options, carriers_of, options_from_environment
@@ -451,10 +450,11 @@ def _forget(communicator: Communicator) -> None:
 def _join(carriers: Carriers, options: Options) -> Communicator:
     timeout_s = options.timeout_s
     launch = detect(os.environ, default_group())
-    if "ucx" in carriers.names:
-        ucx_library.why_not()  # loads it: UCX must come before MPI, by which ranks may meet
+    for named in carriers.names:
+        if named in BACKENDS:
+            BACKENDS[named].load()
     name = auto()[0] if carriers.usual == "auto" else carriers.usual
-    watch = watch_for(launch, name, options, os.environ)
+    watch = watch_for(launch, options, os.environ)
     if launch.size > 1:
         watch.start()
         mpi_library.end_within(partial(last_meeting, launch, options, os.environ))

@@ -15,19 +15,17 @@ from mdfuse.errors import BackendError
 from mdfuse.runtime.agreement import Agreement
 from mdfuse.runtime.backend_rows import BACKENDS, World, why_not
 from mdfuse.runtime.deadline import Deadline
-from mdfuse.runtime.fast_lane import agree_on_lanes
 from mdfuse.runtime.watch.neighbours import Neighbours
 from mdfuse.runtime.watch.reports import folder_of
 from mdfuse.runtime.watch.watch import Watch
 from mdfuse.torch_private import is_capturing
 
 
-def watch_for(launch: Launch, name: str, options: Options, environment: Mapping[str, str]) -> Watch:
+def watch_for(launch: Launch, options: Options, environment: Mapping[str, str]) -> Watch:
     """What sees that this rank waits for too long; it has no store yet; whoever calls starts it.
 
     Args:
         launch: how the ranks were started.
-        name: of the backend.
         options: the deadline of a wait, and where reports are kept.
         environment: the process's environment variables: who keeps the store.
     """
@@ -40,7 +38,7 @@ def watch_for(launch: Launch, name: str, options: Options, environment: Mapping[
     return Watch(
         rank=launch.rank,
         timeout_s=timeout_s,
-        is_capturing=is_capturing if name == "nccl" else lambda: False,
+        is_capturing=is_capturing,
         ranks=launch.size,
         host=None if is_kept_elsewhere else 0,
         reports=reports,
@@ -53,7 +51,7 @@ def last_meeting(
     launch: Launch, options: Options, environment: Mapping[str, str]
 ) -> Iterator[None]:
     """Goes around MPI_Finalize: MPI lets no rank go before all have come."""
-    watch = watch_for(launch, "mpi", options, environment)
+    watch = watch_for(launch, options, environment)
     watch.start()
     with watch.waiting("MPI_Finalize of all ranks", "MPI_Finalize"):
         yield
@@ -85,9 +83,9 @@ def meet(
         raise problem or problem_elsewhere(texts, launch)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    lanes = None
-    if name == "nccl" and launch.size > 1:
-        lanes = agree_on_lanes(
+    lanes, agree = None, BACKENDS[name].agree
+    if agree is not None and launch.size > 1:
+        lanes = agree(
             options.fast_lane, rank=launch.rank, device=device, watch=watch, agreement=agreement
         )
     return World(

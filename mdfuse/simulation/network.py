@@ -16,7 +16,7 @@ from torch import Tensor
 from mdfuse.backends.base import Place
 from mdfuse.errors import CommunicationError
 from mdfuse.layouts.call import Call
-from mdfuse.layouts.kinds import POINT_TO_POINT, source_blocks
+from mdfuse.layouts.kinds import COLLECTIVE, POINT_TO_POINT, by_kind, source_blocks
 from mdfuse.layouts.reduction import combine
 
 
@@ -300,13 +300,16 @@ def _all_to_all(posts: list[_Posted]) -> None:
         _fill(p.dsts[0], torch.cat(pieces), p)
 
 
-_MOVES = {
-    "Allgather": _allgather,
-    "Allreduce": _allreduce,
-    "Reduce": _reduce,
-    "ReduceScatter": _reduce_scatter,
-    "Broadcast": _broadcast,
-    "Gather": _gather,
-    "Scatter": _scatter,
-    "AllToAll": _all_to_all,
-}
+_MOVES: dict[str, Callable[[list[_Posted]], None]] = by_kind(
+    {
+        "Allgather": _allgather,
+        "Allreduce": _allreduce,
+        "Reduce": _reduce,
+        "ReduceScatter": _reduce_scatter,
+        "Broadcast": _broadcast,
+        "Gather": _gather,
+        "Scatter": _scatter,
+        "AllToAll": _all_to_all,
+    },
+    COLLECTIVE,
+)

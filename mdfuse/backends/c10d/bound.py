@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from mdfuse.backends.base import Place, Posting, Work
-from mdfuse.backends.c10d.posts import Post, Team, build_post
-from mdfuse.backends.c10d.prepared import prepared
+from mdfuse.backends.c10d.posts import Team, build_post, prepared
 from mdfuse.backends.nccl.lane import NcclLane
+from mdfuse.backends.transfers import Post
 from mdfuse.backends.work import DONE, explained
 from mdfuse.layouts.call import Call
 

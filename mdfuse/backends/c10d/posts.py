@@ -1,28 +1,30 @@
 """What each kind of communication posts to a library of torch.distributed.
 
-The builder of a kind yields, for one dtype, a function that only posts. What a library cannot carry
-travels as bytes; what it cannot reduce is gathered and reduced locally.
+The builder of a kind yields the one call of the group's own that it is, for one dtype. A post makes
+that call on its buffers; a plan gets it with places for them, to make it by itself. What a library
+cannot carry travels as bytes; what it cannot do in one call goes as transfers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mdfuse.backends.base import Work, root_index
-from mdfuse.backends.c10d.groups import AllgatherOptions, Group, Library, Transfer
-from mdfuse.backends.work import DONE, Posted
+from mdfuse.backends.base import Buffer, Place, Posting, Prepared, Work, root_index
+from mdfuse.backends.c10d.groups import AllgatherOptions, Group, Library
+from mdfuse.backends.transfers import Post, Transfer, in_a_row, transferred
+from mdfuse.backends.work import DONE, Posted, explained
 from mdfuse.layouts.call import Call
-from mdfuse.layouts.kinds import BY_ALL, REDUCING, source_blocks
+from mdfuse.layouts.kinds import KINDS, REDUCING, by_kind
 from mdfuse.layouts.reduction import BOOL_OPS, check_reduction, combine
 from mdfuse.torch_private import all_gather_of, reduce_scatter_of
 
-Post = Callable[[Sequence[Tensor], Sequence[Tensor]], Work]
 _View = Callable[[Tensor], Tensor]
 
 #: Dtypes that every library here carries and reduces; the others travel as bytes.
@@ -59,29 +61,78 @@ class Team:
     ranks: tuple[int, ...]
     group: Group
 
-    def transfer(self, call: Call, recvs: Sequence[Transfer], sends: Sequence[Transfer]) -> Work:
-        """Post transfers with the members at the given indices; empty ones are left out."""
-        recvs = [t for t in recvs if t[1].numel()]
-        sends = [t for t in sends if t[1].numel()]
-        if not recvs and not sends:
-            return DONE
-        works = self.library.transfer(self.group, recvs, sends)
-        return Posted(call, works, (recvs, sends))
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bound:
+    """What a post is known by before its buffers are.
+
+    Attributes:
+        team: who posts it.
+        call: this rank's part.
+        dtype: of its buffers.
+        at_once: the wait follows, on the same stream.
+    """
+
+    team: Team
+    call: Call
+    dtype: torch.dtype
+    at_once: bool = False
+
+    def options(self, made: Any, **settings: Any) -> Any:
+        """The options of a call of the library, which does not wait for itself."""
+        made.asyncOp = not self.at_once
+        if self.call.kind in REDUCING:
+            op = self.call.reduce_op or ""
+            made.reduceOp = _REDUCE_OPS[BOOL_OPS[op] if self.dtype is torch.bool else op]
+        for name, value in settings.items():
+            setattr(made, name, value)
+        return made
 
 
 def build_post(team: Team, call: Call, dtype: torch.dtype) -> Post:
     """The posting function of a call on one dtype."""
-    kind = call.kind
-    if kind in REDUCING:
-        check_reduction(call.reduce_op, dtype)
-    if len(call.team) == 1 and kind in BY_ALL:  # the others have no pair then
-        return _copy
-    if kind in REDUCING and not is_reducible(team.library, call, dtype):
-        return _GATHERED[kind](team, call, dtype)
-    return KINDS[kind](team, call, dtype)
+    one_call = _one_call(_Bound(team=team, call=call, dtype=dtype))
+    if one_call is None:
+        return _gathered(team, call, dtype) if call.kind in _BRINGS else _transferred(team, call)
+    flat = in_a_row if dtype in NATIVE else _bytes
+    view = flat if _is_flat(call, team) or dtype not in NATIVE else _as_is
+    fills = _is_in_place(call)
+    may_be_empty = KINDS[call.kind].blocks is None  # others may have elements then
+
+    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+        src, dst = view(srcs[0]) if srcs else None, view(dsts[0]) if dsts else None
+        any_of_them = src if dst is None else dst
+        if any_of_them is None or not (may_be_empty or any_of_them.numel()):
+            return DONE
+        if fills and src is not None and dst is not None:
+            _fill(dst, src)
+        run, arguments = one_call(src, dst)
+        return Posted(call, (run(*arguments),), (src, dst))
+
+    return post
 
 
-def is_reducible(library: Library, call: Call, dtype: torch.dtype) -> bool:
+def prepared(
+    team: Team, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: Place
+) -> Posting | None:
+    """A post of contiguous buffers like these; None where it is more than one call."""
+    buffers = (*srcs, *dsts)
+    if not buffers or not all(x.numel() for x in buffers):
+        return None
+    dtype, at_once = buffers[0].dtype, place.at_once and team.library.on_current
+    one_call = _one_call(_Bound(team=team, call=call, dtype=dtype, at_once=at_once))
+    if one_call is None or dtype not in NATIVE:
+        return None
+    form: Literal["flat", "tensor"] = "flat" if _is_flat(call, team) else "tensor"
+    post = [Prepared(*one_call(Buffer("src", form=form), Buffer("dst", form=form)))]
+    if srcs and dsts and _is_in_place(call):
+        form = "tensor" if srcs[0].shape == dsts[0].shape else "flat"
+        copied = Buffer("dst", form=form), Buffer("src", form=form)
+        post.insert(0, Prepared("copy_", copied, in_place=True))
+    return Posting(post=tuple(post), wait=() if at_once else None, explain=partial(explained, call))
+
+
+def _is_reducible(library: Library, call: Call, dtype: torch.dtype) -> bool:
     """Whether the library itself reduces this; bool does as uint8."""
     if dtype is torch.bool:
         return BOOL_OPS[call.reduce_op or ""] not in library.lacks
@@ -91,267 +142,146 @@ def is_reducible(library: Library, call: Call, dtype: torch.dtype) -> bool:
 # -- views ---------------------------------------------------------------------------------------
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """A dense tensor's elements in memory order."""
-    if tensor.dim() == 1:
-        return tensor
-    if tensor.is_contiguous():
-        return tensor.view(-1)
-    return tensor.as_strided((tensor.numel(),), (1,))
+def _is_flat(call: Call, team: Team) -> bool:
+    """Whether the library is given elements in a row; a view takes 0.7 us."""
+    return team.library.needs_flat or KINDS[call.kind].blocks is None
 
 
-def _flat_bytes(tensor: Tensor) -> Tensor:
-    return _flat(tensor).view(torch.uint8)
+def _bytes(tensor: Tensor) -> Tensor:
+    return in_a_row(tensor).view(torch.uint8)
 
 
 def _as_is(tensor: Tensor) -> Tensor:
-    """A contiguous tensor serves a library that counts elements; saves 0.7 us per view."""
-    return tensor if tensor.is_contiguous() else _flat(tensor)
-
-
-def _flat_view(dtype: torch.dtype) -> _View:
-    return _flat if dtype in NATIVE else _flat_bytes
-
-
-def _any_view(library: Library, dtype: torch.dtype) -> _View:
-    return _flat_view(dtype) if library.needs_flat or dtype not in NATIVE else _as_is
-
-
-def _carried(tensor: Tensor) -> Tensor:
-    """What a transfer carries: the dtypes of one group may differ, and nobody looks at shapes."""
-    return _as_is(tensor) if tensor.dtype in NATIVE else _flat_bytes(tensor)
-
-
-def reduce_op(call: Call, dtype: torch.dtype) -> Any:
-    op = call.reduce_op or ""
-    return _REDUCE_OPS[BOOL_OPS[op] if dtype is torch.bool else op]
+    return tensor if tensor.is_contiguous() else in_a_row(tensor)
 
 
 def _fill(dst: Tensor, src: Tensor) -> None:
     if dst.data_ptr() != src.data_ptr():
-        _flat(dst).copy_(_flat(src))
+        in_a_row(dst).copy_(in_a_row(src))
 
 
-# -- collectives ---------------------------------------------------------------------------------
+# -- one call each ---------------------------------------------------------------------------------
+
+#: From a source and a destination, or their places: what is called, and with what.
+_OneCall = Callable[[Any, Any], tuple[Callable[..., Any], tuple[Any, ...]]]
 
 
-def _copy(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
-    """A team of one: what it would get is what it has."""
-    if srcs and dsts:
-        _fill(dsts[0], srcs[0])
-    return DONE
+def _one_call(bound: _Bound) -> _OneCall | None:
+    """The call of the library that does it all; None where there is none."""
+    call = bound.call
+    if call.kind in REDUCING:
+        check_reduction(call.reduce_op, bound.dtype)
+        if not _is_reducible(bound.team.library, call, bound.dtype):
+            return None
+    return None if len(call.team) == 1 else _CALLS[call.kind](bound)
 
 
-def _allgather(team: Team, call: Call, dtype: torch.dtype) -> Post:
-    view = _any_view(team.library, dtype)
-    gather, options = all_gather_of(team.group), AllgatherOptions()
-
-    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
-        src, dst = view(srcs[0]), view(dsts[0])
-        if not dst.numel():
-            return DONE
-        return Posted(call, (gather(dst, src, options),), (src, dst))
-
-    return post
+def _is_in_place(call: Call) -> bool:
+    """Whether the library reduces what is in the destination already."""
+    return call.kind in ("Allreduce", "Reduce")
 
 
-def _reduce_scatter(team: Team, call: Call, dtype: torch.dtype) -> Post:
-    view = _any_view(team.library, dtype)
-    reduce_scatter, options = reduce_scatter_of(team.group), dist.ReduceScatterOptions()
-    options.reduceOp = reduce_op(call, dtype)
-
-    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
-        src, dst = view(srcs[0]), view(dsts[0])
-        if not src.numel():
-            return DONE
-        return Posted(call, (reduce_scatter(dst, src, options),), (src, dst))
-
-    return post
+def _allgather(bound: _Bound) -> _OneCall:
+    run, options = all_gather_of(bound.team.group), bound.options(AllgatherOptions())
+    return lambda src, dst: (run, (dst, src, options))
 
 
-def _allreduce(team: Team, call: Call, dtype: torch.dtype) -> Post:
-    view = _any_view(team.library, dtype)
-    allreduce, options = team.group.allreduce, dist.AllreduceOptions()
-    options.reduceOp = reduce_op(call, dtype)
-
-    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
-        dst = view(dsts[0])
-        if not dst.numel():
-            return DONE
-        _fill(dsts[0], srcs[0])
-        return Posted(call, (allreduce([dst], options),), dst)
-
-    return post
+def _reduce_scatter(bound: _Bound) -> _OneCall:
+    run = reduce_scatter_of(bound.team.group)
+    options = bound.options(dist.ReduceScatterOptions())
+    return lambda src, dst: (run, (dst, src, options))
 
 
-def _broadcast(team: Team, call: Call, dtype: torch.dtype) -> Post:
-    view = _any_view(team.library, dtype)
-    broadcast, options = team.group.broadcast, dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = root_index(call), 0
-
-    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
-        buffer = view((srcs or dsts)[0])
-        if not buffer.numel():
-            return DONE
-        return Posted(call, (broadcast([buffer], options),), buffer)
-
-    return post
+def _allreduce(bound: _Bound) -> _OneCall:
+    run, options = bound.team.group.allreduce, bound.options(dist.AllreduceOptions())
+    return lambda src, dst: (run, ([dst], options))
 
 
-def _reduce(team: Team, call: Call, dtype: torch.dtype) -> Post:
-    view = _any_view(team.library, dtype)
-    reduce_to, options = team.group.reduce, dist.ReduceOptions()
-    options.reduceOp, options.rootRank = reduce_op(call, dtype), root_index(call)
-    is_root, clobbers = call.rank == call.root, team.library.reduce_clobbers
-
-    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
-        buffer = view(srcs[0])
-        if not buffer.numel():
-            return DONE
-        if is_root:
-            _fill(dsts[0], srcs[0])
-            buffer = view(dsts[0])
-        elif clobbers:
-            buffer = buffer.clone()
-        return Posted(call, (reduce_to([buffer], options),), buffer)
-
-    return post
+def _broadcast(bound: _Bound) -> _OneCall:
+    run, root = bound.team.group.broadcast, root_index(bound.call)
+    options = bound.options(dist.BroadcastOptions(), rootRank=root, rootTensor=0)
+    has_it = bound.call.rank == bound.call.root
+    return lambda src, dst: (run, ([src if has_it else dst], options))
 
 
-def _alltoall(team: Team, call: Call, dtype: torch.dtype) -> Post:
-    """Posted even where this rank has no elements at all: others may have some."""
-    view = _flat_view(dtype)
-    scale = 1 if dtype in NATIVE else dtype.itemsize
-    sends = [count * scale for count in call.send_counts]
-    recvs = [count * scale for count in call.recv_counts]
-    alltoall, options = team.group.alltoall_base, dist.AllToAllOptions()
+def _reduce(bound: _Bound) -> _OneCall:
+    run, root = bound.team.group.reduce, root_index(bound.call)
+    options = bound.options(dist.ReduceOptions(), rootRank=root)
+    if bound.call.rank == bound.call.root:
+        return lambda src, dst: (run, ([dst], options))
+    if not bound.team.library.reduce_clobbers:
+        return lambda src, dst: (run, ([src], options))
 
-    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
-        src, dst = view(srcs[0]), view(dsts[0])
-        return Posted(call, (alltoall(dst, src, recvs, sends, options),), (src, dst))
+    def reduce_copy(src: Tensor) -> Any:
+        return run([src.clone()], options)
 
-    return post
+    return lambda src, dst: (reduce_copy, (src,))
+
+
+def _alltoall(bound: _Bound) -> _OneCall:
+    run, options = bound.team.group.alltoall_base, bound.options(dist.AllToAllOptions())
+    scale = 1 if bound.dtype in NATIVE else bound.dtype.itemsize
+    sides = (bound.call.recv_counts, bound.call.send_counts)
+    recvs, sends = ([n * scale for n in _splits(counts)] for counts in sides)
+    return lambda src, dst: (run, (dst, src, recvs, sends, options))
+
+
+def _splits(counts: Sequence[int]) -> Sequence[int]:
+    """As the library is told: nothing of blocks that are equal, which it then need not look at."""
+    return counts if len(set(counts)) > 1 or 0 in counts else ()
+
+
+def _no_call(bound: _Bound) -> None:
+    """It goes as transfers."""
+
+
+_Builder = Callable[[_Bound], _OneCall | None]
+
+_CALLS: dict[str, _Builder] = by_kind(
+    {
+        "Allgather": _allgather,
+        "ReduceScatter": _reduce_scatter,
+        "Allreduce": _allreduce,
+        "AllToAll": _alltoall,
+        "Broadcast": _broadcast,
+        "Reduce": _reduce,
+    },
+    rest=_no_call,
+)
 
 
 # -- transfers between pairs -----------------------------------------------------------------------
 
 
-def _gather(team: Team, call: Call, dtype: torch.dtype) -> Post:
-    """Point-to-point, as libraries do it too, so that the root need not be one of the parts."""
-    view, root = _flat_view(dtype), root_index(call)
-    is_root, is_part = call.rank == call.root, call.rank in call.parts
-    count, own = len(call.parts), call.parts.index(call.rank) if is_part else -1
-    senders = [(i, call.team.index(r)) for i, r in enumerate(call.parts) if r != call.rank]
+def _transferred(team: Team, call: Call) -> Post:
+    """Point-to-point, as libraries do it too, so that a root need not be one of the parts."""
+    begin, group = team.library.transfer, team.group
 
-    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
-        if not is_root:
-            return team.transfer(call, (), [(root, view(srcs[0]))] if is_part else ())
-        if not count:
-            return DONE
-        blocks = view(dsts[0]).chunk(count)
-        if not blocks[0].numel():
-            return DONE
-        if is_part:
-            blocks[own].copy_(view(srcs[0]))
-        return team.transfer(call, [(peer, blocks[i]) for i, peer in senders], ())
+    def transfer(recvs: list[Transfer], sends: list[Transfer]) -> Sequence[Any]:
+        return begin(group, recvs and carried(recvs), sends and carried(sends))
 
-    return post
+    def carried(transfers: list[Transfer]) -> list[Transfer]:
+        """The dtypes of one group may differ, and nobody looks at shapes."""
+        return [(peer, x if x.dtype in NATIVE else _bytes(x)) for peer, x in transfers]
 
-
-def _scatter(team: Team, call: Call, dtype: torch.dtype) -> Post:
-    view, root = _flat_view(dtype), root_index(call)
-    is_root = call.rank == call.root
-    count = source_blocks(call)
-    pairs = list(zip(call.parts, call.blocks, strict=True))
-    own = next((block for part, block in pairs if part == call.rank), None)
-    receivers = [(call.team.index(part), block) for part, block in pairs if part != call.rank]
-
-    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
-        if not is_root:
-            return team.transfer(call, [(root, view(dst)) for dst in dsts], ())
-        src = view(srcs[0])
-        if not src.numel() or not count:
-            return DONE
-        blocks = src.view(count, -1)
-        if own is not None:
-            view(dsts[0]).copy_(blocks[own])
-        return team.transfer(call, (), [(peer, blocks[block]) for peer, block in receivers])
-
-    return post
-
-
-def _exchange(team: Team, call: Call, dtype: torch.dtype) -> Post:
-    receivers = [call.team.index(rank) for rank in call.sends]
-    senders = [call.team.index(rank) for rank in call.recvs]
-
-    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
-        recvs = [(p, _carried(dst)) for p, dst in zip(senders, dsts, strict=True)]
-        sends = [(p, _carried(src)) for p, src in zip(receivers, srcs, strict=True)]
-        return team.transfer(call, recvs, sends)
-
-    return post
+    return transferred(call, transfer)
 
 
 # -- reductions that the library lacks: gather the operands, reduce here ---------------------------
 
-
-def _reduce_rows(call: Call, work: Work, rows: Tensor, dst: Tensor, kept: object) -> Work:
-    """The work that fills `dst` [k] from `rows` [n, k] once `work` has brought them."""
-    op = call.reduce_op or ""
-    return Posted(call, (work,), kept, lambda: _flat(dst).copy_(combine(op, rows)))
+#: What brings the operands of a reduction, or this rank's block of each.
+_BRINGS = {"Allreduce": "Allgather", "ReduceScatter": "AllToAll", "Reduce": "Gather"}
 
 
-def _gathered_allreduce(team: Team, call: Call, dtype: torch.dtype) -> Post:
-    gather = _allgather(team, call, dtype)
+def _gathered(team: Team, call: Call, dtype: torch.dtype) -> Post:
+    op, n = call.reduce_op or "", len(call.team)
+    bring = build_post(team, replace(call, kind=_BRINGS[call.kind], parts=call.team), dtype)
 
     def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
-        rows = srcs[0].new_empty((len(call.team), srcs[0].numel()))
-        return _reduce_rows(call, gather(srcs, (rows,)), rows, dsts[0], srcs)
+        if not dsts or not srcs[0].numel():
+            return bring(srcs, ()) if srcs[0].numel() else DONE
+        (dst,), rows = dsts, srcs[0].new_empty((n, dsts[0].numel()))
+        work = bring(srcs, (rows,))
+        return Posted(call, (work,), srcs, lambda: in_a_row(dst).copy_(combine(op, rows)))
 
     return post
-
-
-def _gathered_reduce_scatter(team: Team, call: Call, dtype: torch.dtype) -> Post:
-    exchange = _alltoall(team, call, dtype)  # without counts: equal blocks
-
-    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
-        if not srcs[0].numel():
-            return DONE
-        rows = srcs[0].new_empty((len(call.team), dsts[0].numel()))
-        return _reduce_rows(call, exchange(srcs, (rows,)), rows, dsts[0], srcs)
-
-    return post
-
-
-def _gathered_reduce(team: Team, call: Call, dtype: torch.dtype) -> Post:
-    gather = _gather(team, replace(call, parts=call.team), dtype)
-
-    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
-        if call.rank != call.root:
-            return gather(srcs, ())
-        rows = srcs[0].new_empty((len(call.team), srcs[0].numel()))
-        return _reduce_rows(call, gather(srcs, (rows,)), rows, dsts[0], srcs)
-
-    return post
-
-
-_Builder = Callable[[Team, Call, torch.dtype], Post]
-
-KINDS: dict[str, _Builder] = {
-    "Allgather": _allgather,
-    "ReduceScatter": _reduce_scatter,
-    "Allreduce": _allreduce,
-    "AllToAll": _alltoall,
-    "Broadcast": _broadcast,
-    "Reduce": _reduce,
-    "Gather": _gather,
-    "Scatter": _scatter,
-    "SendRecv": _exchange,
-    "Exchange": _exchange,
-}
-
-_GATHERED: dict[str, _Builder] = {
-    "Allreduce": _gathered_allreduce,
-    "ReduceScatter": _gathered_reduce_scatter,
-    "Reduce": _gathered_reduce,
-}

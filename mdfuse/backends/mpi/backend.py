@@ -15,13 +15,14 @@ from torch import Tensor
 from mdfuse.backends.base import Place, Posting, Work, check_call
 from mdfuse.backends.c10d.groups import PrefixStore, Store
 from mdfuse.backends.mpi import library as mpi_library
-from mdfuse.backends.mpi.posts import KINDS, Post, Team, build_post, check_sizes
+from mdfuse.backends.mpi.posts import Team, build_post, check_sizes
 from mdfuse.backends.mpi.requests import Waiting
 from mdfuse.backends.staging import Staged, after_the_stream
+from mdfuse.backends.transfers import Post
 from mdfuse.backends.work import DONE, explained, first_line
 from mdfuse.errors import BackendError
 from mdfuse.layouts.call import Call
-from mdfuse.layouts.kinds import POINT_TO_POINT
+from mdfuse.layouts.kinds import CARRIED, POINT_TO_POINT
 
 _log = logging.getLogger("mdfuse.comm")
 
@@ -90,7 +91,7 @@ class MpiBackend:
         """
         team = self._teams.get(call.team)
         check_call(call, team is not None)
-        alone = self._team(call.team, dict.fromkeys(KINDS, self._mpi.COMM_SELF))
+        alone = self._team(call.team, dict.fromkeys(CARRIED, self._mpi.COMM_SELF))
         return MpiBoundCall(call, team or alone, self)
 
     def build(self, team: Team, call: Call, dtype: torch.dtype) -> Post:
@@ -142,7 +143,7 @@ class MpiBackend:
         self._meet(team)
         world = self._mpi.COMM_WORLD.Get_group()
         group = world.Incl(team)
-        comms = {kind: self._mpi.COMM_WORLD.Create_group(group) for kind in KINDS}
+        comms = {kind: self._mpi.COMM_WORLD.Create_group(group) for kind in CARRIED}
         for comm in comms.values():
             comm.Set_errhandler(self._mpi.ERRORS_RETURN)
         group.Free()

@@ -16,13 +16,12 @@ from torch import Tensor
 from mdfuse.backends.base import Work, flat, root_index
 from mdfuse.backends.mpi.requests import Requests, State, Waiting
 from mdfuse.backends.mpi.types import carrying_type, is_reducible, reduce_op, reducing_type
+from mdfuse.backends.transfers import Post, Transfer, transferred
 from mdfuse.backends.work import DONE, Posted
 from mdfuse.errors import CommunicationError
 from mdfuse.layouts.call import Call
-from mdfuse.layouts.kinds import REDUCING, source_blocks
+from mdfuse.layouts.kinds import REDUCING, by_kind, source_blocks
 from mdfuse.layouts.reduction import check_reduction
-
-Post = Callable[[Sequence[Tensor], Sequence[Tensor]], Work]
 
 #: Both ends match the i-th send to the i-th receive, so that one tag serves all.
 _TAG = 0
@@ -55,8 +54,11 @@ class Team:
 
     def posted(self, call: Call, requests: Sequence[Any], kept: object) -> Posted:
         """The work of requests that use the buffers `kept`."""
-        work = Requests(requests, kept, self.waiting, self.state)
-        return Posted(call, (work,), None)
+        return Posted(call, (self.work(requests, kept),), None)
+
+    def work(self, requests: Sequence[Any], kept: object) -> Requests:
+        """Requests that use the buffers `kept`."""
+        return Requests(requests, kept, self.waiting, self.state)
 
     def comm(self, call: Call) -> Any:
         """The communicator of the calls of a kind."""
@@ -76,11 +78,11 @@ def build_post(team: Team, call: Call, dtype: torch.dtype) -> Post:
         CommunicationError: a reduce op that the dtype does not have, or a root outside the team.
     """
     if call.kind not in REDUCING:
-        return KINDS[call.kind](team, call, dtype)
+        return _CALLS[call.kind](team, call, dtype)
     check_reduction(call.reduce_op, dtype)
     if not is_reducible(dtype):
-        return _widened(KINDS[call.kind](team, call, torch.float32), call)
-    post = KINDS[call.kind](team, call, dtype)
+        return _widened(_CALLS[call.kind](team, call, torch.float32), call)
+    post = _CALLS[call.kind](team, call, dtype)
     return _divided(post, call) if call.reduce_op == "avg" else post
 
 
@@ -225,23 +227,19 @@ def _scatter(team: Team, call: Call, dtype: torch.dtype) -> Post:
     return post
 
 
-def _exchange(team: Team, call: Call, dtype: torch.dtype) -> Post:
-    """Each piece has its own dtype; empty ones are left out at both ends."""
-    receivers = [call.team.index(rank) for rank in call.sends]
-    senders = [call.team.index(rank) for rank in call.recvs]
+def _transferred(team: Team, call: Call, dtype: torch.dtype) -> Post:
+    """Each piece has its own dtype."""
     send, receive = team.comm(call).Isend, team.comm(call).Irecv
 
     def message(tensor: Tensor) -> list[Any]:
         return [team.memory(tensor), carrying_type(team.mpi, tensor.dtype)]
 
-    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
-        recvs = [(p, x) for p, x in zip(senders, dsts, strict=True) if x.numel()]
-        sends = [(p, x) for p, x in zip(receivers, srcs, strict=True) if x.numel()]
+    def transfer(recvs: list[Transfer], sends: list[Transfer]) -> Sequence[Requests]:
         requests = [receive(message(x), peer, _TAG) for peer, x in recvs]
         requests += [send(message(x), peer, _TAG) for peer, x in sends]
-        return team.posted(call, requests, (srcs, dsts))
+        return [team.work(requests, (recvs, sends))]
 
-    return post
+    return transferred(call, transfer)
 
 
 def _starts(counts: Sequence[int]) -> list[int]:
@@ -287,15 +285,18 @@ def _divided(post: Post, call: Call) -> Post:
     return post_sum
 
 
-KINDS: dict[str, Callable[[Team, Call, torch.dtype], Post]] = {
-    "Allgather": _allgather,
-    "ReduceScatter": _reduce_scatter,
-    "Allreduce": _allreduce,
-    "AllToAll": _alltoall,
-    "Broadcast": _broadcast,
-    "Reduce": _reduce,
-    "Gather": _gather,
-    "Scatter": _scatter,
-    "SendRecv": _exchange,
-    "Exchange": _exchange,
-}
+_Builder = Callable[[Team, Call, torch.dtype], Post]
+
+_CALLS: dict[str, _Builder] = by_kind(
+    {
+        "Allgather": _allgather,
+        "ReduceScatter": _reduce_scatter,
+        "Allreduce": _allreduce,
+        "AllToAll": _alltoall,
+        "Broadcast": _broadcast,
+        "Reduce": _reduce,
+        "Gather": _gather,
+        "Scatter": _scatter,
+    },
+    rest=_transferred,
+)

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mdfuse.backends.algorithms import Piece
 from mdfuse.backends.base import Buffer, Prepared, root_index
 from mdfuse.backends.post_notes import Subject
+from mdfuse.backends.transfers import Composer, in_one_step
 from mdfuse.errors import CommunicationError
 from mdfuse.layouts.call import Call
-from mdfuse.layouts.kinds import CARRIED, KINDS, POINT_TO_POINT, REDUCING, blocks_of, source_blocks
+from mdfuse.layouts.kinds import CARRIED, KINDS, POINT_TO_POINT, REDUCING, blocks_of, by_kind
 from mdfuse.layouts.reduction import check_reduction
 
 #: ncclDataType_t (nccl.h). What is not here travels as bytes.
@@ -72,7 +74,8 @@ def is_carried(call: Call, buffers: Sequence[Tensor]) -> bool:
         return False
     if call.kind not in REDUCING:
         return True
-    return call.reduce_op in _OPS and all(x.dtype in _REDUCED for x in buffers)
+    has_call = _CALLS[call.kind] is not _transferred
+    return has_call and call.reduce_op in _OPS and all(x.dtype in _REDUCED for x in buffers)
 
 
 def prepare(
@@ -86,10 +89,8 @@ def prepare(
     _check(call, srcs, dsts)
     if not any(x.numel() for x in (*srcs, *dsts)):
         return ()
-    if call.kind in _WHOLE:
-        return (_WHOLE[call.kind](port, call, srcs, dsts),)
-    sends, recvs = _TRANSFERS[call.kind](call, srcs, dsts)
-    return (_grouped(port, sends, recvs, len(srcs), len(dsts)),) if sends or recvs else ()
+    found = _CALLS[call.kind](port, call, srcs, dsts)
+    return () if found is None else (found,)
 
 
 def subject(call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor], where: str) -> Subject:
@@ -178,18 +179,14 @@ def _block_sizes(call: Call, srcs: list[int], dsts: list[int]) -> _Sizes:
 
 
 def _alltoall_sizes(call: Call, srcs: list[int], dsts: list[int]) -> _Sizes:
-    sends, recvs = _alltoall_counts(call, srcs[0])
-    return [sum(sends)], [sum(recvs)]
-
-
-def _alltoall_counts(call: Call, elements: int) -> tuple[Sequence[int], Sequence[int]]:
     """What goes to and comes from each member; without counts, equal blocks."""
-    n = len(call.team)
-    if not call.send_counts and not call.recv_counts:
-        return [elements // n] * n, [elements // n] * n
-    if len(call.send_counts) != n or len(call.recv_counts) != n:
+    n, counts = len(call.team), (call.send_counts, call.recv_counts)
+    if not any(counts):
+        whole = [srcs[0] // n * n]
+        return whole, whole
+    if any(len(x) != n for x in counts):
         raise ValueError
-    return call.send_counts, call.recv_counts
+    return [sum(call.send_counts)], [sum(call.recv_counts)]
 
 
 def _exchange_sizes(call: Call, srcs: list[int], dsts: list[int]) -> _Sizes:
@@ -256,26 +253,16 @@ def _root(call: Call) -> int:
     return call.team.index(call.root)
 
 
-_Builder = Callable[[Port, Call, Sequence[Tensor], Sequence[Tensor]], Prepared]
-
-_WHOLE: dict[str, _Builder] = {
-    "Allgather": _allgather,
-    "ReduceScatter": _reduce_scatter,
-    "Allreduce": _allreduce,
-    "Broadcast": _broadcast,
-    "Reduce": _reduce,
-}
-
-
 # -- transfers between pairs -----------------------------------------------------------------------
 
 
-def _grouped(
-    port: Port, sends: list[_Transfer], recvs: list[_Transfer], srcs: int, dsts: int
-) -> Prepared:
-    """All transfers of a post, in one group; a rank's transfers with itself are among them."""
+def _transferred(
+    port: Port, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]
+) -> Prepared | None:
+    """All transfers of a post, in one group; a rank's copies to itself are among them."""
     b, comm, stream = port.binding, port.comm, port.stream
     start, end, send, recv = b.group_start, b.group_end, b.send, b.recv
+    sends, recvs = _transfers(call, srcs, dsts)
 
     def transfer(sources: Sequence[int], destinations: Sequence[int]) -> None:
         start()
@@ -287,67 +274,40 @@ def _grouped(
         finally:
             end()
 
-    sources = [Buffer("src", i, "pointer") for i in range(srcs)]
-    destinations = [Buffer("dst", i, "pointer") for i in range(dsts)]
-    return Prepared(transfer, (sources, destinations))
+    sources = [Buffer("src", i, "pointer") for i in range(len(srcs))]
+    destinations = [Buffer("dst", i, "pointer") for i in range(len(dsts))]
+    return Prepared(transfer, (sources, destinations)) if sends or recvs else None
 
 
-def _blocks(tensor: Tensor, counts: Sequence[int], peers: Sequence[int]) -> list[_Transfer]:
-    """Runs of elements, one after the other in buffer 0, each for a peer; empty ones left out."""
-    found, start = [], 0
-    for count, peer in zip(counts, peers, strict=True):
-        if count:
-            found.append((0, start * tensor.itemsize, *_carried(tensor, count), peer))
-        start += count
-    return found
+def _transfers(
+    call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]
+) -> tuple[list[_Transfer], list[_Transfer]]:
+    """What a call sends, and what it receives."""
+    composed = Composer(call, lambda composition, _: in_one_step(call, composition))
+    step = composed(srcs, dsts)
+    assert not step.after  # it reduces nothing, see is_carried
+
+    def transfer(piece: Piece, rank: int) -> _Transfer:
+        x = (srcs if piece.side == "src" else dsts)[piece.index]
+        start, peer = piece.start * x.itemsize, call.team.index(rank)
+        return (piece.index, start, *_carried(x, piece.size), peer)
+
+    sends = [transfer(copy.source, call.rank) for copy in step.copies]
+    recvs = [transfer(copy.target, call.rank) for copy in step.copies]
+    sends += [transfer(t.piece, t.peer) for t in step.sends]
+    recvs += [transfer(t.piece, t.peer) for t in step.recvs]
+    return sends, recvs
 
 
-_Transfers = tuple[list[_Transfer], list[_Transfer]]
+_Builder = Callable[[Port, Call, Sequence[Tensor], Sequence[Tensor]], Prepared | None]
 
-
-def _alltoall(call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> _Transfers:
-    sends, recvs = _alltoall_counts(call, srcs[0].numel())
-    members = range(len(call.team))
-    return _blocks(srcs[0], sends, members), _blocks(dsts[0], recvs, members)
-
-
-def _gather(call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> _Transfers:
-    sends = _blocks(srcs[0], [srcs[0].numel()], [_root(call)]) if srcs else []
-    if not dsts:
-        return sends, []
-    n = len(call.parts)
-    counts = [dsts[0].numel() // n] * n
-    return sends, _blocks(dsts[0], counts, [call.team.index(part) for part in call.parts])
-
-
-def _scatter(call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> _Transfers:
-    recvs = _blocks(dsts[0], [dsts[0].numel()], [_root(call)]) if dsts else []
-    if not srcs:
-        return [], recvs
-    k = srcs[0].numel() // source_blocks(call)
-    step, (count, code) = k * srcs[0].itemsize, _carried(srcs[0], k)
-    pairs = zip(call.parts, call.blocks, strict=True)
-    return [(0, block * step, count, code, call.team.index(part)) for part, block in pairs], recvs
-
-
-def _exchange(call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> _Transfers:
-    """Both ends match their i-th transfers in the order in which they are posted."""
-
-    def whole(buffers: Sequence[Tensor], peers: Sequence[int]) -> list[_Transfer]:
-        pairs = enumerate(zip(buffers, peers, strict=True))
-        return [
-            (i, 0, *_carried(x, x.numel()), call.team.index(peer))
-            for i, (x, peer) in pairs
-            if x.numel()
-        ]
-
-    return whole(srcs, call.sends), whole(dsts, call.recvs)
-
-
-_TRANSFERS: dict[str, Callable[[Call, Sequence[Tensor], Sequence[Tensor]], _Transfers]] = {
-    "AllToAll": _alltoall,
-    "Gather": _gather,
-    "Scatter": _scatter,
-    "SendRecv": _exchange,
-    "Exchange": _exchange,
-}
+_CALLS: dict[str, _Builder] = by_kind(
+    {
+        "Allgather": _allgather,
+        "ReduceScatter": _reduce_scatter,
+        "Allreduce": _allreduce,
+        "Broadcast": _broadcast,
+        "Reduce": _reduce,
+    },
+    rest=_transferred,
+)

@@ -10,10 +10,10 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from mdfuse.backends.algorithms import Composition, Sizes, compose
 from mdfuse.backends.base import Place, Work, check_call
 from mdfuse.backends.c10d.groups import PrefixStore, Store
 from mdfuse.backends.staging import Staged
+from mdfuse.backends.transfers import Composer
 from mdfuse.backends.ucx.engine import MOST_TEAMS, Channel, Engine
 from mdfuse.backends.ucx.gate import Gate
 from mdfuse.backends.ucx.library import load, why_not, why_staged
@@ -21,8 +21,6 @@ from mdfuse.backends.ucx.work import Buffers, ComposedWork
 from mdfuse.backends.work import DONE, first_line
 from mdfuse.errors import BackendError
 from mdfuse.layouts.call import Call
-from mdfuse.layouts.kinds import REDUCING
-from mdfuse.layouts.reduction import check_reduction
 
 _log = logging.getLogger("mdfuse.comm")
 
@@ -148,7 +146,7 @@ def _checked(number: int) -> int:
 class UcxPoster:
     """A call bound to its team; keeps one composition per sizes of buffers."""
 
-    __slots__ = ("_call", "_channel", "_compositions", "_engine", "_stream", "_timeout_s")
+    __slots__ = ("_call", "_channel", "_compose", "_engine", "_stream", "_timeout_s")
 
     def __init__(
         self,
@@ -163,13 +161,13 @@ class UcxPoster:
         self._engine = engine
         self._timeout_s = timeout_s
         self._stream = stream
-        self._compositions: dict[object, Composition] = {}
+        self._compose = Composer(call, lambda composition, _: composition, SMALL_BYTES)
 
     def __call__(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
         buffers = (*srcs, *dsts)
         if not buffers:
             return DONE
-        composition = self._composition(srcs, dsts)
+        composition = self._compose(srcs, dsts)
         if not composition.steps:
             return DONE
         first = buffers[0]
@@ -186,18 +184,3 @@ class UcxPoster:
 
     def prepare(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: Place) -> None:
         """No post is one call of the library's own."""
-
-    def _composition(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Composition:
-        dtype = (*srcs, *dsts)[0].dtype
-        key = (dtype, *(x.numel() for x in srcs), None, *(x.numel() for x in dsts))
-        found = self._compositions.get(key)
-        if found is None:
-            if self._call.kind in REDUCING:
-                check_reduction(self._call.reduce_op, dtype)
-            sizes = Sizes(
-                srcs=tuple(x.numel() for x in srcs),
-                dsts=tuple(x.numel() for x in dsts),
-                small=SMALL_BYTES // dtype.itemsize,
-            )
-            found = self._compositions[key] = compose(self._call, sizes)
-        return found

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.backends.algorithms import KINDS, Composition, Copy, Piece, Reduce, Step, Transfer
+from mdfuse.backends.algorithms import Composition, Copy, Piece, Reduce, Step, Transfer
 from mdfuse.backends.base import flat
+from mdfuse.backends.transfers import change
 from mdfuse.backends.ucx.engine import Channel, Engine
 from mdfuse.backends.ucx.gate import Gate
 from mdfuse.backends.work import failure, first_line
 from mdfuse.errors import BackendError
 from mdfuse.layouts.call import Call
-from mdfuse.layouts.reduction import combine
+from mdfuse.layouts.kinds import CARRIED
 
 
 class Buffers:
@@ -141,26 +142,16 @@ class ComposedWork:
     def _begin(self, local: tuple[Copy | Reduce, ...], messages: list[_Message]) -> None:
         if local and self._gate is not None:
             with self._gate.local_work():
-                self._change(local)
+                change(self._call, local, self._buffers.elements)
             self._steps.appendleft(((), messages))  # once that is done
             return
-        self._change(local)
+        change(self._call, local, self._buffers.elements)
         engine = self._engine
         for message in messages:
             self._at = message.peer
             begin = engine.send if message.is_send else engine.receive
             message.request = begin(self._at, message.buffer, message.tag)
             self._in_flight.append(message)
-
-    def _change(self, local: Sequence[Copy | Reduce]) -> None:
-        elements = self._buffers.elements
-        for change in local:
-            match change:
-                case Copy(source, target):
-                    elements(target).copy_(elements(source))
-                case Reduce(rows, target):
-                    operands = elements(rows).view(len(self._call.team), -1)
-                    elements(target).copy_(combine(self._call.reduce_op or "", operands))
 
     def _end(self) -> None:
         self._buffers = _NOTHING
@@ -190,7 +181,7 @@ def _messages(step: Step, buffers: Buffers, channel: Channel, kind: int) -> list
 
 
 #: A kind's number in the tags of its messages: two ranks that post different kinds do not meet.
-KIND_NUMBERS = {kind: n for n, kind in enumerate(KINDS)}
+KIND_NUMBERS = {kind: n for n, kind in enumerate(CARRIED)}
 
 #: Why a wait failed that another thread ended.
 _ENDED = "the wait was ended: another rank does not take part"

@@ -16,7 +16,7 @@ from mdfuse.errors import MdfuseError
 from mdfuse.hir.program import BufferType, Padding
 from mdfuse.hir.verify.layouts import chunk_of, is_alike, is_one_chunk, plain, terms_of
 from mdfuse.hir.verify.op_types import is_said
-from mdfuse.layouts.kinds import SPLITTING
+from mdfuse.layouts.kinds import KINDS, SPLITTING, by_kind
 from mdfuse.layouts.layout import Layout, Partial, Replicate, Shard
 
 #: What is wrong with a communication; None: nothing.
@@ -35,10 +35,7 @@ def transition_problem(comm: Communication) -> Problem:
             return f"there is no dim {dim} of {list(comm.shape)}"
     if comm.to_dim is not None and comm.kind != "AllToAll":
         return f"only AllToAll splits another dim: to_dim={comm.to_dim}"
-    rule = _KINDS.get(comm.kind)
-    if rule is None:
-        return f"nothing is known of {comm.kind}"
-    return rule(comm) or _moving_chunk(comm)
+    return _KINDS[comm.kind](comm) or _moving_chunk(comm)
 
 
 def _moving_chunk(comm: Communication) -> Problem:
@@ -275,19 +272,22 @@ def _barrier(comm: Communication) -> Problem:
 
 
 #: kind -> why a communication of it does not do what its layouts say.
-_KINDS: dict[str, Callable[[Communication], Problem]] = {
-    "Allgather": _allgather,
-    "AllToAll": _all_to_all,
-    "Allreduce": _allreduce,
-    "ReduceScatter": _reduce_scatter,
-    "Broadcast": _broadcast,
-    "Reduce": _reduce,
-    "Gather": _gather,
-    "Scatter": _scatter,
-    "SendRecv": _send_recv,
-    "Exchange": _exchange,
-    "Barrier": _barrier,
-}
+_KINDS: dict[str, Callable[[Communication], Problem]] = by_kind(
+    {
+        "Allgather": _allgather,
+        "AllToAll": _all_to_all,
+        "Allreduce": _allreduce,
+        "ReduceScatter": _reduce_scatter,
+        "Broadcast": _broadcast,
+        "Reduce": _reduce,
+        "Gather": _gather,
+        "Scatter": _scatter,
+        "SendRecv": _send_recv,
+        "Exchange": _exchange,
+        "Barrier": _barrier,
+    },
+    tuple(KINDS),
+)
 
 
 # -- buffers -------------------------------------------------------------------------------------
