@@ -15,6 +15,7 @@ from mdfuse.errors import ProgramError, Source
 from mdfuse.extents.index import Calc, Index, Term, resolve, terms
 from mdfuse.hir.forms import check_forms, check_nesting
 from mdfuse.hir.instructions import POSTS, op_of
+from mdfuse.hir.orders import Order, orders_of
 from mdfuse.ir.graph import Operand, dtype_name
 from mdfuse.ir.local_attributes import Part
 from mdfuse.ir.ops import local_attrs
@@ -244,6 +245,11 @@ class HostProgram:
     def backends(self) -> tuple[str, ...]:
         """The backends that posts name, each once, in program order."""
         return tuple(dict.fromkeys(c.backend for c in self.communications if c.backend))
+
+    @cached_property
+    def orders(self) -> Mapping[str, Order]:
+        """Name with a buffer of its own -> its memory order; see `mdfuse.hir.orders`."""
+        return orders_of(self)
 
     @cached_property
     def written_inputs(self) -> frozenset[str]:
