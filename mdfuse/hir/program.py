@@ -194,6 +194,21 @@ class HostProgram:
         """
         assert self._is_right
 
+    def check_alone(self) -> None:
+        """Check once that a projection can run: what `check` does not ask of other ranks' programs.
+
+        Raises:
+            MdfuseError: it cannot; see `mdfuse.hir.verify.bindings`.
+        """
+        assert self._is_bound
+
+    @cached_property
+    def _is_bound(self) -> bool:
+        from mdfuse.hir.verify.bindings import check_bindings
+
+        check_bindings(self)
+        return True
+
     @cached_property
     def _is_right(self) -> bool:
         from mdfuse.hir.verify import verify

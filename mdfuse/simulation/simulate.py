@@ -160,8 +160,7 @@ def simulate(
         check_extents(_host(program).name, (), extents)
     host = _host(program)
     locals_ = _projections(program)
-    if options_from_environment(options).verify:
-        host.check() if host.rank is None else verify(dict(enumerate(locals_)))
+    _verify(host, locals_, options)
     arguments, out = _arguments(host, inputs, per_rank, len(locals_))
     written = [n for n, name in enumerate(host.inputs) if name in host.written_inputs]
     arguments = [[*resolved(given, written)] for given in arguments]
@@ -186,6 +185,16 @@ def simulate(
         return Simulated(results, [], peaks)
     outputs = [_global(host, name, i, results) for i, name in enumerate(host.outputs)]
     return Simulated(results, outputs, peaks)
+
+
+def _verify(host: HostProgram, locals_: Sequence[HostProgram], options: Options | None) -> None:
+    if not options_from_environment(options).verify:
+        for local in locals_:
+            local.check_alone()
+    elif host.rank is None:
+        host.check()
+    else:
+        verify(dict(enumerate(locals_)))
 
 
 def _plans(
