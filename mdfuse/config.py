@@ -83,7 +83,8 @@ class Options:
             iteration on the next stream; "copy_compute": transfers on one stream, the rest on
             another; "auto": copy_compute where the loop communicates.
         graph: "auto", "always" or "never": whether runs are captured as CUDA graphs.
-        verify: check a host program before its first run.
+        verify: check a host program before its first run. Without, a rank checks only that what it
+            runs can be run: names, handles, groups and streams.
         fast_lane: whether posts on NVIDIA GPUs go through nccl4py instead of torch.distributed:
             "auto" where all ranks have it, "never", or "always": else an error.
         timeout_s: seconds after which a communication that does not finish is an error.

@@ -369,9 +369,12 @@ class HostIrEvaluator:
         local = None
         if problem is None:
             try:
-                if options_from_environment(self.options).verify:
+                is_verified = options_from_environment(self.options).verify
+                if is_verified:
                     self.program.check()
                 local = self.program.project(communicator.rank)
+                if not is_verified:
+                    local.check_alone()
             except MdfuseError as error:
                 problem = error
         what = fingerprint(self.program, options_from_environment(self.options))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from mdfuse.config import Options, options_from_environment
 from mdfuse.hir.emit.program import emit
+from mdfuse.hir.emit.sets import Orders
 from mdfuse.hir.passes import assign_streams, insert_frees, name_backends, sink_waits
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.graph import Fusion, check_fusion
@@ -82,9 +83,14 @@ def prepare(fusion: Fusion, observe: Observer | None = None) -> Fusion:
     return fusion
 
 
-def host_program(fusion: Fusion, parts: tuple[Part, ...], options: Options | None) -> HostProgram:
-    """The global host program of a fusion that the passes prepared, and its parts."""
-    host = emit(fusion, parts)
+def host_program(
+    fusion: Fusion,
+    parts: tuple[Part, ...],
+    options: Options | None,
+    stated: Orders | None = None,
+) -> HostProgram:
+    """The global host program of a fusion that the passes prepared, and its parts; see `emit`."""
+    host = emit(fusion, parts, stated)
     for _, run in HOST_PASSES:
         host = run(host, options_from_environment(options))
     return host

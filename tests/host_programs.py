@@ -19,7 +19,7 @@ from mdfuse.simulation.simulate import Simulated
 
 Row = dict[str, Any]
 
-#: The runtime by itself: what the verifier would refuse before, it refuses too.
+#: The runtime by itself: each rank checks that its own program can run, and no more.
 POISON = mf.Options(poison=True, verify=False)
 
 

@@ -277,19 +277,22 @@ def test_the_values_of_a_run_do_not_outlive_it() -> None:
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        ("%y: f32[2] (x=R) = add(%h, 1.0)", "%y = add reads %h, which nothing computed"),
-        ("%y: f32[2] (x=R) = add(%y, 1.0)", "%y = add reads %y"),
-        ("%y: f32[2] (x=R) = select(%h, dim=0, index=0)", "%y = select reads %h"),
-        ("wait %c", "wait %c reads %c"),
-        ("wait %c[1]", r"wait %c\[1\] reads %c"),
-        ("%s = send(%h, to=0)", "%s = send reads %h"),
-        ("free %h", "free %h reads %h"),
-        ("%y: f32[2] (x=R) = alloc free %x", "free %x on rank 0"),
-        ("%y: f32[2] (x=R) = add(%x, 1.0) free %y", "free %y on rank 0"),
+        ("%y: f32[2] (x=R) = add(%h, 1.0)", "add -> y reads %h, which nothing computed"),
+        ("%y: f32[2] (x=R) = add(%y, 1.0)", "add -> y reads %y"),
+        ("%y: f32[2] (x=R) = select(%h, dim=0, index=0)", "select -> y reads %h"),
+        ("%y: f32[2] (x=R) = add(%x, 1.0) wait %c", "wait %c, which nothing posted before"),
+        ("%y: f32[2] (x=R) = add(%x, 1.0) wait %c[1]", "wait %c, which nothing posted before"),
+        ("%s = send(%h, to=0)", "send -> s reads %h"),
+        ("free %h", "free of %h, which nothing computed"),
+        ("%y: f32[2] (x=R) = alloc free %x", "free of %x, which is an input"),
+        ("%y: f32[2] (x=R) = add(%x, 1.0) free %y", "free of %y, which is an output"),
         ("for %i in 0..extent(%h,0) { }", r"extent\(%h,0\), but %h is no buffer"),
-        ("%h = alloc %y: f32[2] (x=R) = set(%h) free %h free %h", "free %h, which has no buffer"),
+        (
+            "%h = alloc %y: f32[2] (x=R) = set(%h) free %h free %h",
+            "free of %h, which was freed",
+        ),
         ("%h = alloc free %h %y: f32[2] (x=R) = add(%h, 1.0)", "reads %h"),
-        ("", "return %y reads %y"),
+        ("", "return of %y, which nothing computed"),
     ],
 )
 def test_what_nothing_computed(code: str, words: str) -> None:
@@ -304,7 +307,7 @@ def test_the_error_says_where_and_what_to_do() -> None:
     with pytest.raises(mf.ProgramError) as caught:
         alone(body)
     text = str(caught.value)
-    assert "@small: %y = add reads %h" in text
+    assert "@small: add -> y reads %h" in text
     assert "each run starts with an empty table of values" in text
     assert "try" in text
 

@@ -166,6 +166,8 @@ def test_kinds_with_and_without_an_underscore(kind: str) -> None:
 
 # -- projections ---------------------------------------------------------------------------------
 
+POST = "post allreduce[sum](%x) -> %t f32[2] (x=P(sum)) => (x=R) axis=x"
+
 DOUBLE = "input %x: f32[2] of [4] (x=S0) %y: f32[2] of [4] (x=S0) = add(%x, %x) return %y"
 
 
@@ -319,3 +321,51 @@ def test_what_a_pad_shares_is_not_written() -> None:
     text = body.replace("%h: f32[4] (x=R) =", "%h: f32[4] (x=R) pad=block(dim=0,parts=1) =")
     with pytest.raises(mf.ProgramError, match=r"writes into %h, (which|a view)|%x"):
         verify(parse(text))
+
+
+# -- without verification ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("%z: f32[2] (x=R) = add(%h, 1.0)", "add -> z reads %h, which nothing computed"),
+        ("free %x", "free of %x, which is an input"),
+        ("free %t free %t", "free of %t, which was freed before"),
+        ("free %t %z: f32[2] (x=R) = add(%t, 1.0)", "add -> z reads %t, which was freed before"),
+        ("group_start", "return inside a group"),
+        ("group_end", "group_end without a group_start"),
+        ("set_stream -1", "set_stream -1"),
+        (f"%c = {POST} pieces=2 wait %c[2]", r"wait %c\[2\]: there is no such piece"),
+        (f"%c = {POST} wait %c wait %c", "wait %c, which was waited for before"),
+        (f"%c = {POST} %c = {POST} wait %c", "while another %c is under way"),
+    ],
+)
+def test_a_rank_checks_its_own_program_whatever_the_options(code: str, words: str) -> None:
+    """What a plan takes for granted; the same words as with all of the verification."""
+    body = f"input %x: f32[2] (x=P(sum)) %t: f32[2] (x=R) = alloc(fill=1) {code} return %x"
+    for rank in range(2):
+        local = parse(body, "mesh(x=2)").project(rank)
+        with pytest.raises(mf.ProgramError, match=words):
+            local.check_alone()
+        with pytest.raises(mf.ProgramError, match=words):
+            verify(local)
+        with pytest.raises(mf.ProgramError, match=words):
+            simulate(parse(body, "mesh(x=2)"), *[{"x": numbers(2)}] * 2)
+
+
+def test_the_order_of_accesses_is_not_asked_for_without_verification() -> None:
+    program = parse(
+        f"""
+      input %x: f32[2] (x=P(sum))
+      %t: f32[2] (x=R) = alloc
+      %c = {POST}
+      %y: f32[2] (x=R) = add(%t, 1.0)
+      wait %c
+      return %y""",
+        "mesh(x=2)",
+    )
+    for rank in range(2):
+        program.project(rank).check_alone()
+    with pytest.raises(mf.ProgramError, match="is still using"):
+        verify(program)

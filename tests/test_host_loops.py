@@ -99,7 +99,7 @@ def test_what_a_later_instruction_of_the_loop_computes() -> None:
         %h: f32[] (x=R) = add(%x, 1.0)
       }
       return %y"""
-    with pytest.raises(mf.ProgramError, match="%y = add reads %h, which nothing computed"):
+    with pytest.raises(mf.ProgramError, match="reads %h, which nothing computed"):
         alone(body, x=torch.tensor(0.0))
 
 
@@ -314,7 +314,7 @@ def test_a_value_of_one_branch_only() -> None:
         %y: f32[] (x=R) = add(%x, 1.0)
       }
       return %y"""
-    with pytest.raises(mf.ProgramError, match="rank 1: return %y reads %y"):
+    with pytest.raises(mf.ProgramError, match=r"return of %y, which nothing computed\n  rank 1 "):
         simulate(parse(body, "mesh(x=2)"), *[{"x": torch.tensor(0.0)}] * 2)
 
 
@@ -326,7 +326,7 @@ def test_a_value_of_one_branch_only() -> None:
     [
         ("for %i in 0..3 step 0 { %y = add(%y, %i) }", "a loop over %i with step 0"),
         ("for %i in 0..3 step rank { %y = add(%y, %i) }", "a loop over %i with step 0"),
-        ("for %i in 0..3 { %y = add(%y, 1) } %y = add(%y, %i)", "add reads %i"),
+        ("for %i in 0..3 { %y = add(%y, 1) } %y = add(%y, %i)", "reads %i, which nothing computed"),
         ("for %i in 0..3 { %y = add(%y, 1) } %y = add(%y, %i + 1)", r"add: the index %i \+ 1"),
         ("for %i in 0..3 { } if %i == 1 { %y = add(%y, 1) }", "the branch on %i == 1"),
         ("for %i in 0..%i { %y = add(%y, 1) }", "the loop's stop %i has no value"),

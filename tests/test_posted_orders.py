@@ -18,6 +18,7 @@ from mdfuse.frontend.handle import Handle
 from mdfuse.passes.segmentation import merge_local
 
 MESH = DeviceMesh.arange(tp=2)
+FOUR = DeviceMesh.arange(dp=2, tp=2)
 RANK0 = DeviceMesh([0])
 
 Define = Callable[[FusionDefinition], None]
@@ -229,3 +230,44 @@ def test_a_plan_copies_nothing(name: str) -> None:
 def _placed(program: mf.Program, name: str) -> tuple[DeviceMesh, Any]:
     layout = program.fusion.layout(name)
     return layout.mesh, layout.by_axis()
+
+
+# -- what a program says of where its outputs lie ------------------------------------------------
+
+
+@pytest.mark.parametrize("before", [{}, {"tp": Shard(0)}, {"dp": Shard(1), "tp": Shard(2)}])
+@pytest.mark.parametrize("after", [{}, {"tp": Shard(1)}, {"dp": Shard(0), "tp": Shard(0)}])
+@pytest.mark.parametrize("shape", [(4, 8, 12), (5, 7, 6)])
+def test_outputs_lie_as_the_program_says(
+    before: dict[str, Any], after: dict[str, Any], shape: tuple[int, ...]
+) -> None:
+    """Whatever a communication leaves: row by row, a permutation of that, or what is computed."""
+    with FusionDefinition("lies") as fd:
+        x = fd.define_tensor(shape, torch.float64, FOUR, before)
+        y = fd.ops.set(x).on(FOUR, after)
+        fd.add_output(y)
+        fd.add_output(fd.ops.permute(y, [2, 0, 1]) + 1)
+    host = mf.compile(fd).host
+    found = mf.simulate(host, [torch.randn(shape, dtype=torch.float64)])
+    for name, *parts in zip(host.outputs, *found.per_rank, strict=True):
+        order = host.orders[name]
+        assert order.lies is not None or not host.communications
+        for part in parts:
+            strides = [part.stride()[d] for d in order.lies or ()]
+            assert strides == sorted(strides, reverse=True), f"{order}\n{host}"
+        if order.stated is not None:
+            assert order.lies == order.stated
+
+
+def test_what_is_written_later_lies_where_the_buffer_was_made() -> None:
+    host = mf.hir.parse("""
+    host @made on mesh(x=1) {
+      input %x: f32[2,3] (x=R)
+      %y: f32[2,3] (x=R) = alloc order=[1,0]
+      %y = add(%x, 1.0)
+      %z: f32[3,2] (x=R) = permute(%y, dims=[-1,0])
+      return %y, %z
+    }""")
+    assert [host.orders[n].lies for n in "yz"] == [(1, 0), (0, 1)]
+    ((y, z),) = mf.simulate(host, [torch.ones(2, 3)]).per_rank
+    assert (y.stride(), z.stride()) == ((1, 2), (2, 1))

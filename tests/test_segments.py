@@ -221,6 +221,19 @@ def test_outputs_keep_their_memory_order() -> None:
         assert [part.stride() for part in output] == [(1, n)] * 2
 
 
+def test_what_the_program_expands_afterwards_a_segment_reduces_in_its_own_order() -> None:
+    """The program reduces one row; the segment, which is given all of them, lands and copies."""
+    with FusionDefinition("rows") as fd:
+        x = fd.define_tensor([1, 4], mesh=TWO, layout={"tp": Partial()})
+        fd.add_output(fd.ops.set(fd.ops.expand(x, [5, 4])).on(TWO, {}))
+    program = mf.compile(fd)
+    row = drawn(1, 4)
+    ((whole, _),) = simulated(program, given_to_each(program, [row]))
+    ((output,), _) = mf.simulate(program.segments[-1].program, [row.expand(5, 4)]).per_rank
+    assert torch.equal(output, row.expand(5, 4))
+    assert output.stride() == whole.stride() == (1, 5)
+
+
 def test_a_segment_simulates_from_global_tensors() -> None:
     """A reduce-scatter of uneven rows; Partial goes in."""
     with FusionDefinition("alone") as fd:

@@ -24,6 +24,7 @@ from mdfuse.config import Options
 from mdfuse.errors import MdfuseError, ProgramError
 from mdfuse.extents.assumptions import Guard
 from mdfuse.extents.extent import with_numbers
+from mdfuse.hir.emit.sets import Orders
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.ir.graph import Expr, Fusion
 from mdfuse.ir.ops import TABLE
@@ -37,9 +38,6 @@ if TYPE_CHECKING:
 
 #: How many programs of known extents are kept, of a program and of each of its segments.
 LIMIT = 32
-
-#: Name -> the memory order that a program states where it computes a value; None: as it comes.
-Orders = Mapping[str, tuple[int, ...] | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,9 +117,7 @@ class Segment:
                 hint="take a segment of program.with_extents({...}), or segment.run(..., extents=)",
             )
         part = Part(name=self.name, fusion=self.fusion)
-        host = _with_orders(
-            hir_lowering.host_program(self.fusion, (part,), self.options), self.orders
-        )
+        host = hir_lowering.host_program(self.fusion, (part,), self.options, self.orders)
         itself = replace(self, map={i: i for i in self.map})
         return Program(self.fusion, (itself,), host, self.options)
 
@@ -279,15 +275,3 @@ def _row_major(host: HostProgram, i: Instruction) -> tuple[int, ...] | None:
     if fresh_write(i.fn, [None] * len(tensors)) is None:
         return None
     return tuple(range(len(host.types[i.outputs[0]].shape)))
-
-
-def _with_orders(host: HostProgram, orders: Orders) -> HostProgram:
-    """The program with other memory orders of some results."""
-    left = dict(orders)
-
-    def ordered(i: Instruction) -> Instruction:
-        body = tuple(map(ordered, i.body))
-        names = [name for name in i.outputs if name in left and i.op != "launch"]
-        return replace(i, body=body, order=left.pop(names[0]) if names else i.order)
-
-    return replace(host, instructions=tuple(map(ordered, host.instructions)))

@@ -15,6 +15,7 @@ from mdfuse.errors import ProgramError, Source
 from mdfuse.extents.index import Calc, Index, Term, resolve, terms
 from mdfuse.hir.forms import check_forms, check_nesting
 from mdfuse.hir.instructions import POSTS, op_of
+from mdfuse.hir.orders import Order, orders_of
 from mdfuse.ir.graph import Operand, dtype_name
 from mdfuse.ir.local_attributes import Part
 from mdfuse.ir.ops import local_attrs
@@ -193,6 +194,21 @@ class HostProgram:
         """
         assert self._is_right
 
+    def check_alone(self) -> None:
+        """Check once that a projection can run: what `check` does not ask of other ranks' programs.
+
+        Raises:
+            MdfuseError: it cannot; see `mdfuse.hir.verify.bindings`.
+        """
+        assert self._is_bound
+
+    @cached_property
+    def _is_bound(self) -> bool:
+        from mdfuse.hir.verify.bindings import check_bindings
+
+        check_bindings(self)
+        return True
+
     @cached_property
     def _is_right(self) -> bool:
         from mdfuse.hir.verify import verify
@@ -244,6 +260,11 @@ class HostProgram:
     def backends(self) -> tuple[str, ...]:
         """The backends that posts name, each once, in program order."""
         return tuple(dict.fromkeys(c.backend for c in self.communications if c.backend))
+
+    @cached_property
+    def orders(self) -> Mapping[str, Order]:
+        """Name with a buffer of its own -> its memory order; see `mdfuse.hir.orders`."""
+        return orders_of(self)
 
     @cached_property
     def written_inputs(self) -> frozenset[str]:

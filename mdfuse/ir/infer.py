@@ -138,16 +138,19 @@ def inferred(
     return {
         "shape": shape if is_plain else symbolic_shape(op.host, shapes, attrs, shape),
         "dtype": result.dtype,
-        "order": memory_order(result) if required is None else required,
+        "order": memory_order(result.stride()) if required is None else required,
         "order_from": "op" if required is None else "user",
         "expanded": expanded_dims(result),
     }
 
 
-def memory_order(x: Tensor) -> tuple[int, ...]:
-    """The dims from outermost to innermost in memory."""
-    strides = x.stride()
-    return tuple(sorted(range(x.ndim), key=lambda d: (-strides[d], d)))
+def memory_order(strides: Sequence[int]) -> tuple[int, ...]:
+    """The dims from outermost to innermost in memory.
+
+    >>> memory_order((1, 4, 4))
+    (1, 2, 0)
+    """
+    return tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
 
 
 def expanded_dims(x: Tensor) -> frozenset[int]:

@@ -21,12 +21,6 @@ def allocate(i: Instruction, context: Context) -> list[Line]:
     """A new buffer; nothing where there is one."""
     (output,) = i.outputs
     memory = i.kwargs.get("memory", "device")
-    if memory not in ("device", *MEMORY):
-        raise ProgramError(
-            f"%{output} = alloc(memory={memory}): there is no such memory",
-            where=context.where(i),
-            hint="one of " + ", ".join(("device", *MEMORY)),
-        )
     lines = empty(output, i.order, context, memory)
     fill = i.kwargs.get("fill")
     if fill is None:

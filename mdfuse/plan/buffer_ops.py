@@ -72,31 +72,18 @@ def _select(i: Instruction, context: Context) -> list[Line]:
     (source,) = i.reads
     dim, index = i.kwargs["dim"], i.kwargs["index"]
     shape = context.local(source)
-    if not -len(shape) <= dim < len(shape):
-        raise _not_there(
-            i, context, f"there is no dim {dim}", f"dims go from {-len(shape)} to {len(shape) - 1}"
-        )
     extent = shape[dim]
     if extent == 1 or dim % len(shape) in context.expanded.get(source, ()):
         index = 0
     if not -extent <= index < extent:
-        raise _not_there(
-            i,
-            context,
-            f"index {index} is out of range for dim {dim}",
-            f"indices go from 0 to {extent - 1}",
+        raise ProgramError(
+            f"select(%{base_name(source)}, dim={dim}, index={index}): index {index} is out of "
+            f"range for dim {dim}",
+            where=context.where(i),
+            because=f"%{base_name(source)} has shape {shape} on rank {context.rank}",
+            hint=f"indices go from 0 to {extent - 1}",
         )
     return _view(i, context, "select", dim, index)
-
-
-def _not_there(i: Instruction, context: Context, what: str, hint: str) -> ProgramError:
-    (source,), attrs = i.reads, i.kwargs
-    return ProgramError(
-        f"select(%{base_name(source)}, dim={attrs['dim']}, index={attrs['index']}): {what}",
-        where=context.where(i),
-        because=f"%{base_name(source)} has shape {context.local(source)} on rank {context.rank}",
-        hint=hint,
-    )
 
 
 def _unexpand(i: Instruction, context: Context) -> list[Line]:

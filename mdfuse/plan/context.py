@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from mdfuse.backends.base import Poster
-from mdfuse.errors import ProgramError
 from mdfuse.hir.capture import HostValues
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.storage import shared_operand, storage
@@ -153,23 +152,6 @@ class Context:
             self.storage[name] = self.storage.get(shares, shares)
         self.bound.add(name)
 
-    def check_free(self, name: str, i: Instruction) -> None:
-        """Raise ProgramError unless the name's buffer may be freed."""
-        if name in (*self.program.inputs, *self.program.outputs):
-            raise ProgramError(
-                f"{i.op} %{base_name(name)} on rank {self.rank}",
-                where=self.where(i),
-                because="inputs and outputs of a program are the caller's",
-                hint="leave it out",
-            )
-        if name not in self.bound:
-            raise ProgramError(
-                f"{i.op} %{base_name(name)}, which has no buffer on rank {self.rank}",
-                where=self.where(i),
-                because="it was freed already, or nothing computed it",
-                hint="free each buffer once, after its last use",
-            )
-
     def release(self, name: str) -> None:
         """Forget all that is known of a name; it may be bound again."""
         self.bound.discard(name)
@@ -198,26 +180,9 @@ class Context:
         """Two names share memory."""
         return self.storage.get(a, a) == self.storage.get(b, b)
 
-    def check_bound(self, i: Instruction) -> None:
-        """Raise ProgramError where an instruction reads what nothing computed."""
-        for name in i.reads:
-            if name not in self.bound:
-                raise unbound(self.program, name, i)
-
     def where(self, i: Instruction) -> list[str]:
         """The user's line of an instruction, for error messages."""
         return [i.source.quote()] if i.source else []
-
-
-def unbound(program: HostProgram, name: str, i: Instruction) -> ProgramError:
-    """An instruction reads what nothing computed."""
-    on = f" on rank {program.rank}" if program.rank is not None else ""
-    return ProgramError(
-        f"@{program.name}{on}: {described(i)} reads %{base_name(name)}, which nothing computed",
-        where=[i.source.quote()] if i.source else (),
-        because="each run starts with an empty table of values",
-        hint="compute it, or alloc it, before; an input must be in the header",
-    )
 
 
 def base_name(name: str) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from mdfuse.errors import ProgramError
 from mdfuse.extents.index import terms
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.plan.context import unbound
+from mdfuse.hir.verify.refusals import unbound
+from mdfuse.hir.verify.structure import check_aliases, unposted
 
 
 def check_names(program: HostProgram) -> None:
@@ -15,8 +16,7 @@ def check_names(program: HostProgram) -> None:
 
     Inputs that are aliases, aliases in a cycle or of another type, names that nothing computes.
     """
-    for name, of in program.aliases.items():
-        _check_alias(program, name, of)
+    check_aliases(program)
     for name in program.outputs:
         _check_output(program, name)
     _check_outputs_apart(program)
@@ -27,7 +27,7 @@ def check_names(program: HostProgram) -> None:
             if program.root(name) not in known and not (
                 i.op == "return" and _is_elsewhere(program, name)
             ):
-                raise unbound(program, name, i)
+                raise unposted(program, i) if i.op == "wait" else unbound(program, name, i, None)
 
 
 def _check_outputs_apart(program: HostProgram) -> None:
@@ -56,24 +56,6 @@ def _names(i: Instruction) -> Iterator[str]:
 def _is_elsewhere(program: HostProgram, name: str) -> bool:
     """The program is that of a rank which has no part of a buffer."""
     return program.rank is not None and not program.has(name, program.rank)
-
-
-def _check_alias(program: HostProgram, name: str, of: str) -> None:
-    root = program.root(name)
-    if name in program.inputs:
-        raise ProgramError(
-            f"@{program.name}: input %{name} is an alias of %{of}",
-            because="inputs cannot be aliased: their buffers are the caller's",
-            hint=f"alias %{of} = %{name} instead: %{of} then acts on the caller's buffer",
-        )
-    kind, other = program.types.get(name), program.types.get(root)
-    if kind is not None and other is not None and kind != other:
-        raise ProgramError(
-            f"@{program.name}: %{name} is an alias of %{root}, but of another type",
-            where=f"{kind.text()} {kind.layout}, and {other.text()} {other.layout}",
-            because="both names stand for one buffer",
-            hint="give them one type, or use reshape or permute for a view",
-        )
 
 
 def _check_output(program: HostProgram, name: str) -> None:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from mdfuse.backends.base import Buffer, Place, Poster, Prepared, Work
-from mdfuse.errors import CommunicationError, ProgramError
+from mdfuse.errors import CommunicationError
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.layouts.boxes import Box, nth_chunk
 from mdfuse.layouts.call import Call
-from mdfuse.layouts.kinds import IN_PIECES, POINT_TO_POINT, blocks_of
+from mdfuse.layouts.kinds import POINT_TO_POINT, blocks_of
 from mdfuse.layouts.rank_part import Part
-from mdfuse.plan.context import Context, Step, described, label
+from mdfuse.plan.context import Context, Step, label
 from mdfuse.plan.exchanges import Exchanges, transfer_team
 from mdfuse.plan.lines import Line, Ref, drop, is_dense
 from mdfuse.plan.pending import Pending, landing, nothing_posted
@@ -28,8 +28,6 @@ class Posts:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.exchanges = Exchanges(context)
-        #: handle -> in how many pieces its post delivers, where these are several
-        self.pieces: dict[str, int] = {}
         #: handle -> how its post is waited for, where it is the library's own
         self.waits: dict[str, tuple[Line, ...]] = {}
 
@@ -51,26 +49,23 @@ class Posts:
         return self.exchanges.group is not None
 
     def finish(self) -> None:
-        """Raise ProgramError where a group, or a send to oneself, was not ended."""
+        """Raise ProgramError where a send to oneself was not ended."""
         self.exchanges.finish()
 
     def post(self, i: Instruction, at_once: bool) -> Step:
         """A post; `at_once`: its wait follows, on the same stream."""
         context, comm = self.context, i.comm
         assert comm is not None
-        part, pieces = comm.part(context.rank), _pieces(i)
-        source, destination = (self.buffer(x, i) for x in i.inputs)
+        part, pieces = comm.part(context.rank), i.kwargs.get("pieces", 1)
         context.bind_name(i.outputs[0])
-        self.pieces[i.outputs[0]] = pieces
         call = part.call
         posters = tuple(context.bind(call) for _ in range(pieces)) if call is not None else ()
         lines = self.prepared(i, part, posters, at_once) if pieces == 1 and posters else None
-        used = tuple(x for x in (source, destination) if x is not None)
         return Step(
             lines=lines or (self.general(i, part, posters),),
             label=label(i),
             op="post",
-            inputs=used,
+            inputs=tuple(map(context.slot, i.reads)),
             outputs=(context.slot(i.outputs[0]),),
             posters=posters,
             calls=(call,) * pieces if call is not None else (),
@@ -130,34 +125,16 @@ class Posts:
 
         return Line(run=call.run, args=tuple(map(arg, call.args)), in_place=call.in_place)
 
-    def buffer(self, name: Any, i: Instruction) -> int | None:
-        """The slot of a buffer that is posted."""
-        if not isinstance(name, str):
-            return None
-        self.context.check_bound(replace(i, inputs=(name,)))
-        return self.context.slot(name)
-
     def wait(self, i: Instruction) -> Step:
         (name,) = i.reads
-        self.context.check_bound(i)
         handle, piece = self.context.slot(name), i.kwargs.get("piece")
         if piece is not None:
-            self.check_piece(i, self.pieces.get(name, 1))
             piece_of = Line(run="wait", args=(Ref(handle), piece))
             return Step(lines=(piece_of,), label=label(i), op="wait", waits=(handle, piece))
         usual = (_waited(handle),)
         lines = (*self.waits.pop(name, usual), drop(handle))  # it holds on to buffers
         self.context.release(name)  # a second wait would find nothing
         return Step(lines=lines, label=label(i), op="wait", waits=(handle, piece))
-
-    def check_piece(self, i: Instruction, pieces: int) -> None:
-        if not 0 <= i.kwargs["piece"] < pieces:
-            raise ProgramError(
-                f"{described(i)} on rank {self.context.rank}: the post delivers in {pieces} pieces",
-                where=self.context.where(i),
-                because=f"its pieces are 0 to {pieces - 1}",
-                hint="say pieces= at the post",
-            )
 
     def barrier(self, i: Instruction) -> list[Step]:
         """An all-reduce of one number, and its wait."""
@@ -210,28 +187,6 @@ def groups(program: HostProgram, rank: int, backend: str | None = None) -> list[
         elif i.op in ("send", "recv") and backend is None:
             found[transfer_team(program, i)] = None
     return [team for team in found if len(team) > 1]
-
-
-def _pieces(i: Instruction) -> int:
-    """In how many pieces a post delivers."""
-    assert i.comm is not None
-    pieces = i.kwargs.get("pieces", 1)
-    where = [i.source.quote()] if i.source else []
-    if not isinstance(pieces, int) or pieces < 1:
-        raise ProgramError(
-            f"{i.comm} in {pieces} pieces",
-            where=where,
-            because="a post delivers in one piece or more",
-            hint="leave pieces= out",
-        )
-    if pieces > 1 and (i.comm.kind not in IN_PIECES or not i.comm.shape):
-        raise ProgramError(
-            f"{i.comm} of shape {i.comm.shape} in {pieces} pieces",
-            where=where,
-            because="only " + ", ".join(IN_PIECES) + " deliver in pieces, of the outermost dim",
-            hint="leave pieces= out, or post it in a loop over chunks",
-        )
-    return pieces
 
 
 # -- collectives ---------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mdfuse.errors import ProgramError
+from mdfuse.hir.orders import Order
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.infer import dense_strides
 from mdfuse.ir.numbers import as_number
@@ -231,12 +232,11 @@ def _check_is_input(
 def _check_strides(program: HostProgram, rank: int, name: str, buffer: Tensor) -> None:
     """A buffer is dense in the memory order that the program states for the output.
 
-    Or in the one in which a communication delivers it, where the program only reads that back.
+    Where it states none, also in the one in which a communication left what the output shows.
     """
-    order = output_order(program, name)
-    strides = dense_strides(buffer.shape, order)
-    delivered = _delivered_order(program, name) or order
-    if not _lies_in(buffer, order) and not _lies_in(buffer, delivered):
+    order = program.orders.get(name, Order())
+    strides = dense_strides(buffer.shape, order.stated)
+    if not _lies_in(buffer, order.stated) and not _lies_in(buffer, order.lies or order.stated):
         raise ProgramError(
             f"%{name} has strides {buffer.stride()} on rank {rank}, expected {strides}",
             where=f"rank {rank}, output %{name} of @{program.name}",
@@ -249,16 +249,6 @@ def _lies_in(buffer: Tensor, order: tuple[int, ...] | None) -> bool:
     strides = dense_strides(buffer.shape, order)
     pairs = zip(buffer.shape, buffer.stride(), strides, strict=True)
     return not buffer.numel() or all(n <= 1 or s == t for n, s, t in pairs)
-
-
-def _delivered_order(program: HostProgram, name: str) -> tuple[int, ...] | None:
-    """The memory order of an output that is a permuted view of what a communication wrote."""
-    root = program.root(name)
-    made = [i for i in program.walk() if any(program.root(n) == root for n in i.outputs)]
-    if not made or made[-1].op != "permute" or made[-1].order is not None:
-        return None
-    dims = made[-1].kwargs["dims"]
-    return tuple(sorted(range(len(dims)), key=lambda d: dims[d] % len(dims)))
 
 
 def _check_apart(
@@ -277,17 +267,6 @@ def _check_apart(
                 because="it may be written while the other is still read",
                 hint=f"pass a buffer of its own, or say add_output({name}, reuse={other})",
             )
-
-
-def output_order(program: HostProgram, name: str) -> tuple[int, ...] | None:
-    """The memory order that the last instruction which makes an output states; None: its own."""
-    root = program.root(name)
-    orders = [
-        i.order
-        for i in program.walk()
-        if i.op != "launch" and any(program.root(n) == root for n in i.outputs)
-    ]
-    return orders[-1] if orders else None
 
 
 def _check_units(program: HostProgram, rank: int, given: set[str]) -> None:

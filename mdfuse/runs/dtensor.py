@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from mdfuse.errors import LayoutError, MeshError
-from mdfuse.ir.infer import dense_strides
+from mdfuse.ir.infer import dense_strides, memory_order
 from mdfuse.layouts.layout import REDUCE_OPS, Layout, Partial, Placement, Replicate, Shard, Varies
 from mdfuse.mesh import DeviceMesh
 from mdfuse.torch_private import shard_order
@@ -133,15 +133,6 @@ def spec_of(x: DTensor, axes: Sequence[str] | None = None) -> TensorSpec:
     return TensorSpec(
         tuple(x.shape), x.dtype, layout_of(x, axes), stride_order=None if is_usual else places
     )
-
-
-def memory_order(strides: Sequence[int]) -> tuple[int, ...]:
-    """The dims from outermost to innermost in memory.
-
-    >>> memory_order((1, 4, 4))
-    (1, 2, 0)
-    """
-    return tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
 
 
 # -- to DTensors ---------------------------------------------------------------------------------

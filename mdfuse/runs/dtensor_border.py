@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from mdfuse.caching import Cache
 from mdfuse.errors import LayoutError, MdfuseError, MeshError, ProgramError
+from mdfuse.hir.orders import Order
 from mdfuse.hir.program import BufferType, HostProgram
 from mdfuse.layouts.layout import Layout
 from mdfuse.mesh import DeviceMesh
@@ -40,7 +41,8 @@ class Output:
         kind: its type in the program.
         mesh: torch's mesh.
         source: the input whose buffer it is, which then is the result; None: a buffer of its own.
-        order: its memory order, where the program tells; else that of this rank's part.
+        order: its memory order, where the program tells; else that of this rank's part, whose
+            strides tell less where it has one row.
         known: the specs of earlier results, by their local strides.
     """
 
@@ -280,27 +282,8 @@ def _output(program: HostProgram, name: str, meshes: Sequence[TorchMesh]) -> Out
         kind=kind,
         mesh=next(m for m in meshes if describes(m, kind.layout.mesh)),
         source=program.inputs.index(root) if root in program.inputs else None,
-        order=_order(program, name),
+        order=program.orders.get(root, Order()).lies,
     )
-
-
-def _order(program: HostProgram, name: str) -> tuple[int, ...] | None:
-    """The memory order of a buffer, alike on all ranks; None where the program does not tell.
-
-    The strides of a part with one row tell less than those of the others.
-    """
-    root = program.root(name)
-    made = [i for i in program.walk() if i.op != "launch" and root in map(program.root, i.outputs)]
-    last = made[-1] if made else None
-    if last is None or last.order is not None:
-        return None if last is None else last.order
-    if last.op == "alloc":
-        return tuple(range(len(program.types[root].shape)))
-    of = _order(program, last.reads[0]) if last.op in ("permute", "narrow") else None
-    if of is None or last.op == "narrow":
-        return of
-    dims = last.kwargs["dims"]
-    return tuple(dims.index(dim) for dim in of)
 
 
 def _refusal(kind: BufferType, meshes: Sequence[TorchMesh]) -> tuple[str, str] | None:

@@ -160,8 +160,7 @@ def simulate(
         check_extents(_host(program).name, (), extents)
     host = _host(program)
     locals_ = _projections(program)
-    if options_from_environment(options).verify:
-        host.check() if host.rank is None else verify(dict(enumerate(locals_)))
+    _verify(host, locals_, options)
     arguments, out = _arguments(host, inputs, per_rank, len(locals_))
     written = [n for n, name in enumerate(host.inputs) if name in host.written_inputs]
     for rank, given in enumerate(arguments):  # the plan refuses what does not fit, as it is
@@ -195,6 +194,16 @@ def _fits(host: HostProgram, name: str, x: Any, rank: int) -> bool:
     kind = host.types[name]
     is_here = kind.layout is not None and rank in kind.layout.mesh
     return is_here and isinstance(x, Tensor) and x.shape == kind.local_shape(rank)
+
+
+def _verify(host: HostProgram, locals_: Sequence[HostProgram], options: Options | None) -> None:
+    if not options_from_environment(options).verify:
+        for local in locals_:
+            local.check_alone()
+    elif host.rank is None:
+        host.check()
+    else:
+        verify(dict(enumerate(locals_)))
 
 
 def _plans(

@@ -199,7 +199,7 @@ def test_one_group_of_several_dtypes(dtypes: tuple[str, str], comm: mf.Communica
         ("%s: f32[] (x=R) = select(%x, dim=0, index=rank)", "is out of range for dim 0"),
         ("if rank == 3 { %y = add(%h, 1.0) } if rank == 9 { %h: f32[2] (x=R) = alloc }", "%h"),
         ("if rank == 1 { set_stream rank - 2 }", "set_stream -1"),
-        ("if rank == 0 { group_start }", "a group on rank 0 that does not end"),
+        ("if rank == 0 { group_start }", "barrier inside a group"),
     ],
 )
 def test_what_means_nothing_on_one_rank(code: str, words: str, comm: mf.Communicator) -> None:

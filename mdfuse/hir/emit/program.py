@@ -6,15 +6,23 @@ from dataclasses import replace
 
 from mdfuse.hir.emit import reuse_inputs
 from mdfuse.hir.emit.loops import emit_loop, loops
-from mdfuse.hir.emit.sets import Emitter, emit_set, local, value_type
+from mdfuse.hir.emit.sets import Emitter, Orders, emit_set, local, value_type
+from mdfuse.hir.orders import seen_through
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.ir.graph import Fusion
 from mdfuse.passes.segmentation import Part
 
 
-def emit(fusion: Fusion, segments: tuple[Part, ...]) -> HostProgram:
-    """The global host program of a fusion whose only changes of layout are sets."""
-    out = Emitter(fusion)
+def emit(fusion: Fusion, segments: tuple[Part, ...], stated: Orders | None = None) -> HostProgram:
+    """The global host program of a fusion whose only changes of layout are sets.
+
+    Args:
+        fusion: after all passes.
+        segments: its parts.
+        stated: name -> the memory order that the instruction which computes it is to state (None:
+            none), whatever else would be asked of it.
+    """
+    out = Emitter(fusion, stated=stated or {})
     for name in fusion.inputs:
         out.types[name] = value_type(fusion.values[name])
     for parts in loops(fusion, segments):
@@ -76,21 +84,12 @@ def _ordered(out: Emitter, i: Instruction) -> Instruction:
     value = out.fusion.values.get(i.outputs[0]) if i.outputs else None
     if value is None or not value.is_tensor:
         return i
+    if value.name in out.stated:
+        return replace(i, order=out.stated[value.name])
     if value.name not in out.fusion.outputs and not value.is_order_required:
         return i
-    if _follows_post(out, i) and (not value.is_order_required or _delivers(i, value.order)):
-        return i
+    if value.name in out.arrived:
+        lies = seen_through(i, tuple(range(len(value.order))))
+        if not value.is_order_required or lies == value.order:
+            return i
     return replace(i, order=value.order)
-
-
-def _follows_post(out: Emitter, i: Instruction) -> bool:
-    """The instruction only reads back what a communication delivered (a permute or slice of it)."""
-    if i.op not in ("permute", "narrow") or i.reads[0] in out.fusion.values:
-        return False
-    return i.reads[0].endswith((".recv", ".rows"))
-
-
-def _delivers(i: Instruction, order: tuple[int, ...]) -> bool:
-    """What is read back, of a buffer that is dense in its own order, lies in this one."""
-    dims = i.kwargs.get("dims", range(len(order)))
-    return order == tuple(sorted(range(len(order)), key=lambda d: dims[d]))

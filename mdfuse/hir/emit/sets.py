@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +16,9 @@ from mdfuse.layouts.kinds import SPLITTING
 from mdfuse.layouts.layout import Layout
 from mdfuse.reshard import Local, Step, steps, with_type
 
+#: Name -> a memory order; None: as it comes.
+Orders = Mapping[str, tuple[int, ...] | None]
+
 
 @dataclass
 class Emitter:
@@ -25,6 +29,10 @@ class Emitter:
     code: list[Instruction] = field(default_factory=list)
     #: buffers that are dense in their own dim order
     dense: set[str] = field(default_factory=set)
+    #: values that only show what a communication wrote: a permutation, or a part, of its buffer
+    arrived: set[str] = field(default_factory=set)
+    #: value -> the memory order that what computes it is to state, where that is settled already
+    stated: Orders = field(default_factory=dict)
     #: buffers that may lie in any order, since one set alone reads them
     movable: set[str] = field(default_factory=set)
     posts: int = 0
@@ -100,8 +108,8 @@ def emit_set(out: Emitter, expr: Expr) -> None:
         return
     start = len(out.code)
     emit_steps(out, expr, operand, source.layout, target.layout, source.shape, expr.output)
-    is_plain = target.order == tuple(range(len(target.shape)))
-    if target.is_order_required and not is_plain and out.code[start:]:
+    required = out.stated.get(expr.output, target.order if target.is_order_required else None)
+    if required not in (None, tuple(range(len(target.shape)))) and out.code[start:]:
         _copy_delivered(out, expr, start)
 
 
@@ -249,6 +257,7 @@ def _emit_split_outermost(
     if padded:
         name = f"{result}.rows" if is_moved else result
         current = out.op("narrow", name, replace(after, padding=None), (current,), source)
+        out.arrived.add(current)
     return _put_back(out, comm, front, current, result, source) if is_moved else current
 
 
@@ -263,7 +272,9 @@ def _put_back(
     """What arrived with its dims in the order `front`, in their own order again: a view."""
     back = tuple(front.index(d) for d in range(len(front)))
     whole = BufferType(dtype=out.types[current].dtype, shape=comm.shape, layout=comm.destination)
-    return out.op("permute", result, whole, (current,), source, dims=back)
+    result = out.op("permute", result, whole, (current,), source, dims=back)
+    out.arrived.add(result)
+    return result
 
 
 def _divides(comm: Communication) -> bool:

@@ -167,8 +167,13 @@ def _written_out(program: HostProgram, rank: int) -> HostProgram:
 
 
 def _unrolled(program: HostProgram) -> HostProgram:
-    """A projection written out."""
+    """A projection written out, each name of which is made before it is read, on any path."""
     check_defined(program)
+    return unrolled(program)
+
+
+def unrolled(program: HostProgram) -> HostProgram:
+    """A projection written out."""
     try:
         return program.written_out
     except KeyError as error:  # made in a branch that this rank does not take

@@ -40,8 +40,9 @@ def unbound(
         )
     kind = program.types.get(name)
     because = "each run starts with an empty table of values"
-    if kind is not None and kind.layout is not None and program.rank not in kind.layout.mesh:
-        because = f"%{name} lives on {kind.layout.mesh}, which rank {program.rank} is not in"
+    layout, rank = kind.layout if kind is not None else None, program.rank
+    if rank is not None and layout is not None and rank not in layout.mesh:
+        because = f"%{name} lives on {layout.mesh}, which rank {rank} is not in"
     hint = "compute it, or alloc and receive it, before; an input must be in the header"
     return wrong(program, i, f"{what}, which nothing computed", because=because, hint=hint)
 

@@ -12,12 +12,17 @@ from mdfuse.hir.verify.report import wrong
 from mdfuse.layouts.kinds import IN_PIECES
 
 
-def check_structure(program: HostProgram) -> None:
-    """Raise ProgramError for what holds or does not hold on every rank, whatever it runs."""
+def check_structure(program: HostProgram, allocates_once: bool = True) -> None:
+    """Raise ProgramError for what holds or does not hold on every rank, whatever it runs.
+
+    Args:
+        program: for all ranks, or for one.
+        allocates_once: a second `alloc` of a buffer, which has no effect, is wrong too.
+    """
     program = program.checked
     if program.aliases:
-        _check_aliases(program)
-    check = _Structure(program)
+        check_aliases(program)
+    check = _Structure(program, allocates_once)
     check.block(program.instructions)
     check.check_return()
 
@@ -46,7 +51,8 @@ def _undefined(program: HostProgram, i: Instruction, name: str) -> ProgramError:
     )
 
 
-def _check_aliases(program: HostProgram) -> None:
+def check_aliases(program: HostProgram) -> None:
+    """Raise ProgramError where an alias cannot stand for the buffer that it names."""
     for name, of in program.aliases.items():
         root = program.root(name)
         if name in program.inputs:
@@ -67,9 +73,21 @@ def _check_aliases(program: HostProgram) -> None:
             )
 
 
+def unposted(program: HostProgram, i: Instruction) -> ProgramError:
+    """A wait of nothing."""
+    return wrong(
+        program,
+        i,
+        f"wait %{i.reads[0]}, which nothing posted before",
+        because="each wait names an earlier post",
+        hint="move it behind the post, or leave it out",
+    )
+
+
 @dataclass(slots=True)
 class _Structure:
     program: HostProgram
+    allocates_once: bool
     allocated: dict[str, Instruction] = field(default_factory=dict)
     handles: set[str] = field(default_factory=set)
     group: Instruction | None = None
@@ -226,7 +244,7 @@ class _Structure:
 
     def alloc(self, i: Instruction) -> None:
         (name,) = i.outputs
-        if name in self.allocated:
+        if self.allocates_once and name in self.allocated:
             raise wrong(
                 self.program,
                 i,
@@ -251,24 +269,18 @@ class _Structure:
         comm, count = i.comm, i.kwargs.get("pieces") if i.op == "post" else None
         if comm is None or count is None:
             return
-        if comm.kind not in IN_PIECES:
+        if comm.kind not in IN_PIECES or (count > 1 and not comm.shape):
             raise wrong(
                 self.program,
                 i,
                 f"{comm.kind} in {count} pieces",
-                because="only " + ", ".join(IN_PIECES) + " deliver in pieces",
+                because=f"only {', '.join(IN_PIECES)} deliver in pieces, of the outermost dim",
                 hint="leave pieces= out, or post it in a loop over chunks",
             )
 
     def wait(self, i: Instruction) -> None:
         if i.reads[0] not in self.handles:
-            raise wrong(
-                self.program,
-                i,
-                f"wait %{i.reads[0]}, which nothing posted before",
-                because="each wait names an earlier post",
-                hint="move it behind the post, or leave it out",
-            )
+            raise unposted(self.program, i)
 
     def free(self, i: Instruction) -> None:
         for name in i.inputs:

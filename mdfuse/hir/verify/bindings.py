@@ -1,0 +1,64 @@
+"""Whether one rank can run its program at all: what a plan takes for granted, whoever asks for it.
+
+Every name that is read has a value, every wait a post, every stream a number. Types, the order of
+accesses, and what other ranks post are the rest of the verifier's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.verify.check import unrolled
+from mdfuse.hir.verify.flow import Flow, Steps
+from mdfuse.hir.verify.memory import Storage, View
+from mdfuse.hir.verify.structure import check_structure
+from mdfuse.ir.graph import Operand
+
+
+def check_bindings(program: HostProgram) -> None:
+    """Raise ProgramError where a projection means nothing on its rank."""
+    check_structure(program, allocates_once=False)
+    Bindings(unrolled(program)).run()
+
+
+@dataclass
+class Bindings(Flow):
+    """Goes through the instructions of one rank; only what is bound and posted is looked at."""
+
+    @property
+    def steps(self) -> Steps:
+        return {**super().steps, "post": Bindings.post, "return": Bindings.end}
+
+    def read(self, name: str, i: Instruction) -> View | None:
+        return self.view(name, i)
+
+    def write(self, name: str, i: Instruction) -> None:
+        if self.program.types[name].layout is None:
+            self.numbers.add(name)
+        elif name not in self.bound:
+            self.bind_new(name, i)
+
+    def bind_view(self, output: str, i: Instruction) -> None:
+        for name in i.reads:
+            self.view(name, i)
+        self.write(output, i)
+
+    def bind_new(self, name: str, i: Instruction) -> None:
+        self.bound[name] = View(Storage(name))
+
+    def post(self, i: Instruction) -> None:
+        self.begin(i, [], i.kwargs.get("pieces"))
+
+    def begin(
+        self, i: Instruction, buffers: list[tuple[Operand, bool]], count: int | None = None
+    ) -> None:
+        super().begin(i, [], count)
+
+    def check_idle(self, name: str, i: Instruction) -> None:
+        """Whether a communication still uses it is a matter of order."""
+
+    def end(self, i: Instruction | None) -> None:
+        for name in i.reads if i is not None else ():
+            if self.program.has(name, self.rank):
+                self.view(name, i)  # type: ignore[arg-type]
