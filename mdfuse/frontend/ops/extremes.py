@@ -97,5 +97,3 @@ def _as_in_torch(name: str, over: Reduction, pairwise: Reduction) -> Operation:
 
 max = _as_in_torch("max", amax, pointwise.maximum)
 min = _as_in_torch("min", amin, pointwise.minimum)
-
-SPELLED: tuple[Operation, ...] = (amax, amin, argmax, argmin, max, min)

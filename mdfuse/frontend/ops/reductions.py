@@ -15,8 +15,8 @@ from mdfuse.errors import DefinitionError
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import pointwise
 from mdfuse.frontend.ops.extremes import amax, amin
-from mdfuse.frontend.ops.pointwise import ROWS, as_dtype, cast
-from mdfuse.frontend.ops.recording import Dims, Operation, checked, chosen, record
+from mdfuse.frontend.ops.pointwise import ROWS, cast
+from mdfuse.frontend.ops.recording import Dims, as_dtype, back, checked, chosen, in_f32, record
 
 Reduction = Callable[..., Handle]
 
@@ -68,16 +68,6 @@ all = _truth("all", "Whether all elements are true, over dims (all by default)."
 
 
 # -- made of several -----------------------------------------------------------------------------
-
-
-def in_f32(x: Handle) -> Handle:
-    """f16 and bf16 in f32, which sums and squares need; other dtypes as they are."""
-    return cast(x, torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
-
-
-def back(y: Handle, x: Handle) -> Handle:
-    """A result in the dtype that x had."""
-    return y if y.dtype == x.dtype else cast(y, x.dtype)
 
 
 def count_nonzero(x: Handle, dim: Dims = None, *, dims: Dims = None) -> Handle:
@@ -180,8 +170,3 @@ def _norm(x: Handle, p: float, over: Dims, keepdim: bool) -> Handle:
     if p == 2:
         return ROWS["sqrt"](sum(x * x, over, keepdim))
     return sum(ROWS["abs"](x) ** p, over, keepdim) ** (1.0 / p)
-
-
-SPELLED: tuple[Operation, ...] = (
-    sum, prod, mean, any, all, count_nonzero, var, std, logsumexp, norm,
-)  # fmt: skip

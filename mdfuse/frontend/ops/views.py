@@ -10,7 +10,6 @@ from mdfuse.errors import DefinitionError
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops.recording import (
     Dims,
-    Operation,
     checked,
     out_of_range,
     own_place,
@@ -230,10 +229,3 @@ def stride_order(x: Handle, order: Sequence[int]) -> Handle:
 def contiguous(x: Handle) -> Handle:
     """The value with its last dim the fastest in memory."""
     return stride_order(x, tuple(reversed(range(x.ndim))))
-
-
-SPELLED: tuple[Operation, ...] = (
-    set, permute, transpose, t, movedim, reshape, reshape_as, flatten, unflatten, unsqueeze,
-    squeeze, expand, expand_as, broadcast, broadcast_in_dim, repeat, repeat_interleave,
-    stride_order, contiguous,
-)  # fmt: skip
