@@ -94,9 +94,9 @@ _MUST: dict[str, Callable[[Op], bool]] = {
     "call": lambda op: callable(op.call),
     "rule": lambda op: callable(op.rule),
     "shape": lambda op: op.shape is None or callable(op.shape),
-    "writes": lambda op: type(op.writes) is Writes and not (op.is_view and op.writes.form),
+    "writes": lambda op: type(op.writes) is Writes and (op.writes is ANYHOW or not op.is_view),
     "localize": lambda op: op.localize is None or callable(op.localize),
-    "globalize": lambda op: op.globalize is None or op.localize is not None,
+    "globalize": lambda op: op.globalize is None or callable(op.globalize and op.localize),
     "partial": lambda op: op.partial in ("", "view", "all", "sum", "scale", "reduce"),
     "attrs": lambda op: len({a.name for a in op.attrs}) == len(op.attrs),
     "may_copy": lambda op: op.is_view or not op.may_copy,
@@ -385,20 +385,25 @@ _EXTENTS, _DTYPE = attr("shape", "shape", True), attr("dtype", "dtype", True)
 
 
 def _creation(
-    name: str, call: Callable[..., Any], operands: int, *attrs: Attr, **more: Any
+    name: str,
+    call: Callable[..., Any],
+    operands: int,
+    *attrs: Attr,
+    shape: shapes.ShapeRule = shapes.created,
+    **more: Any,
 ) -> None:
     more |= {"localize": local_draw, "operands": (operands, operands)}
-    attrs = (_EXTENTS, *attrs, _BOX)
-    _row(name, call, dims.creation, shapes.created, ANYHOW, attrs=attrs, **more)
+    _row(name, call, dims.creation, shape, ANYHOW, attrs=(_EXTENTS, *attrs, _BOX), **more)
 
 
+_VALUES = attr("values", "numbers", True)
 _RANGE = (attr("low", "number"), attr("high", "number"))
 _creation(
     "uniform", random.uniform, 1, attr("dtype", "drawn", True), *_RANGE, _STREAM, **_COMPOSITE
 )
 _creation("full", creation.full, 1, _DTYPE)
-_creation("arange", creation.arange, 2, _DTYPE)
-_creation("constant", creation.constant, 0, attr("values", "numbers", True), _DTYPE)
+_creation("arange", creation.arange, 2, _DTYPE, shape=shapes.numbered)
+_creation("constant", creation.constant, 0, _VALUES, _DTYPE, shape=shapes.listed)
 _row(
     "full_like",
     creation.full_like,

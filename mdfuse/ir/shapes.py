@@ -20,7 +20,7 @@ Attrs = Mapping[str, Any]
 ShapeRule = Callable[[Shapes, Attrs], Shape]
 
 #: How a rule refuses operands.
-_REFUSALS = (ValueError, TypeError, LookupError)
+_REFUSALS = (ValueError, TypeError, LookupError, ZeroDivisionError)
 
 
 def _present(shapes: Shapes) -> list[Shape]:
@@ -187,6 +187,18 @@ def cat(shapes: Shapes, attrs: Attrs) -> Shape:
 def created(shapes: Shapes, attrs: Attrs) -> Shape:
     """What is said, or the part of it."""
     return box_shape(attrs["box"]) if attrs.get("box") is not None else tuple(attrs["shape"])
+
+
+def numbered(shapes: Shapes, attrs: Attrs) -> Shape:
+    """One dim."""
+    (n,) = created(shapes, attrs)
+    return (n,)
+
+
+def listed(shapes: Shapes, attrs: Attrs) -> Shape:
+    """As many elements as there are numbers."""
+    _equal(len(attrs["values"]), math.prod(attrs["shape"]))
+    return created(shapes, attrs)
 
 
 # -- who asks ------------------------------------------------------------------------------------
