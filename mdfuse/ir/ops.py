@@ -10,23 +10,10 @@ from typing import Any, Literal
 import torch
 
 from mdfuse.ir import calls, creation, dims, out_forms, random, reductions, shapes
+from mdfuse.ir import local_attributes as of_part
 from mdfuse.ir.attributes import Attr, attr, word
 from mdfuse.ir.extremes import highest, lowest
-from mdfuse.ir.local_attributes import (
-    Localize,
-    Part,
-    global_count,
-    local_draw,
-    local_ends,
-    local_places,
-    local_rows,
-    local_shape,
-    local_squeeze,
-    whole_ends,
-    whole_places,
-    whole_shape,
-    with_identity,
-)
+from mdfuse.ir.local_attributes import Localize, Part
 from mdfuse.ir.out_forms import ANYHOW, DENSE, Writes, exact, on_tensors, product, rounded
 
 #: The host instructions of ops that read an element of each operand and write one: what they write
@@ -96,7 +83,9 @@ _MUST: dict[str, Callable[[Op], bool]] = {
     "shape": lambda op: op.shape is None or callable(op.shape),
     "writes": lambda op: type(op.writes) is Writes and (op.writes is ANYHOW or not op.is_view),
     "localize": lambda op: op.localize is None or callable(op.localize),
-    "globalize": lambda op: op.globalize is None or callable(op.globalize and op.localize),
+    "globalize": lambda op: (
+        op.globalize is None or (callable(op.globalize) and op.localize is not None)
+    ),
     "partial": lambda op: op.partial in ("", "view", "all", "sum", "scale", "reduce"),
     "attrs": lambda op: len({a.name for a in op.attrs}) == len(op.attrs),
     "may_copy": lambda op: op.is_view or not op.may_copy,
@@ -146,8 +135,8 @@ _ORDER = attr("order", "permutation", True)
 _DIMS = attr("dims", "permutation", True)
 _NEW, _GONE = attr("dims", "dims", True, of="result"), attr("dims", "dims", True)
 _SHAPE: dict[str, Any] = {
-    "localize": local_shape,
-    "globalize": whole_shape,
+    "localize": of_part.local_shape,
+    "globalize": of_part.whole_shape,
     "attrs": (attr("shape", "shape", True),),
 }
 _WINDOW = (
@@ -181,7 +170,7 @@ _view(
     calls.squeeze,
     dims.squeeze,
     shapes.squeeze,
-    localize=local_squeeze,
+    localize=of_part.local_squeeze,
     attrs=(_GONE,),
 )
 _view(
@@ -189,8 +178,8 @@ _view(
     calls.window,
     dims.window,
     shapes.window,
-    localize=local_ends,
-    globalize=whole_ends,
+    localize=of_part.local_ends,
+    globalize=of_part.whole_ends,
     attrs=_WINDOW,
 )
 
@@ -281,9 +270,9 @@ _reduce("sum", reductions.add_up, "sum", rounded(reductions.add_up), _WIDER)
 _reduce("prod", reductions.multiply, "prod", rounded(reductions.multiply), _WIDER)
 for _name, _pick in (("max", lowest), ("min", highest)):
     _call = reductions.extreme(f"a{_name}", _pick)
-    _reduce(_name, _call, _name, rounded(_call), _IDENTITY, localize=with_identity)
+    _reduce(_name, _call, _name, rounded(_call), _IDENTITY, localize=of_part.with_identity)
 # A part of a mean is divided by the global count.
-_reduce("mean", reductions.average, "sum", DENSE, _COUNT, localize=global_count)
+_reduce("mean", reductions.average, "sum", DENSE, _COUNT, localize=of_part.global_count)
 _any, _all = reductions.truth("any"), reductions.truth("all")
 _reduce("any", _any, "bor", exact(_any))
 # The bits that all parts of an integer share say nothing of what each part is: no Partial(band).
@@ -319,7 +308,7 @@ _row(
     dims.embedding,
     shapes.embedding,
     DENSE,
-    localize=local_rows,
+    localize=of_part.local_rows,
     indexed=1,
     operands=(2, 2),
     attrs=(attr("part", "part", is_local=True),),
@@ -331,8 +320,8 @@ _row(
     dims.window_of_parts,
     shapes.window,
     ANYHOW,
-    localize=local_places,
-    globalize=whole_places,
+    localize=of_part.local_places,
+    globalize=of_part.whole_places,
     partial="reduce",
     attrs=(
         word("reduce", "sum", "bor", required=True),
@@ -392,7 +381,7 @@ def _creation(
     shape: shapes.ShapeRule = shapes.created,
     **more: Any,
 ) -> None:
-    more |= {"localize": local_draw, "operands": (operands, operands)}
+    more |= {"localize": of_part.local_draw, "operands": (operands, operands)}
     _row(name, call, dims.creation, shape, ANYHOW, attrs=(_EXTENTS, *attrs, _BOX), **more)
 
 
@@ -419,13 +408,8 @@ _row(
     dims.pointwise,
     shapes.first,
     ANYHOW,
-    localize=local_draw,
+    localize=of_part.local_draw,
     operands=(2, 2),
-    attrs=(
-        attr("p", "probability", True),
-        _STREAM,
-        attr("shape", "shape", is_local=True),
-        _BOX,
-    ),
+    attrs=(attr("p", "probability", True), _STREAM, attr("shape", "shape", is_local=True), _BOX),
     **_COMPOSITE,
 )

@@ -32,7 +32,7 @@ from mdfuse.frontend.ops.views import stride_order as stride_order
 
 #: The families of operations: each function without an underscore is one, by its own name.
 FAMILIES = (
-    views, parts, pointwise, extremes, reductions, products, neural, draws, creations,
+    views, parts, pointwise, reductions, extremes, products, neural, draws, creations,
 )  # fmt: skip
 
 #: other name -> operation.

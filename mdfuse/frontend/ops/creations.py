@@ -66,7 +66,7 @@ def full(
     mesh: Any = None,
     layout: Any = None,
 ) -> Handle:
-    """One number everywhere.
+    """One number everywhere; a scalar input may be that number.
 
     Args:
         shape: global extents.
@@ -148,7 +148,7 @@ def _is_finite(*numbers: Any) -> bool:
 def tensor(
     data: Any, *, dtype: torch.dtype | None = None, mesh: Any = None, layout: Any = None
 ) -> Handle:
-    """A constant: numbers that stand in the program.
+    """A constant: up to 4096 numbers that stand in the program.
 
     Args:
         data: a number, nested lists of numbers, or a small tensor, which is copied now.

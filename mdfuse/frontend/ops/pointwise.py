@@ -243,5 +243,5 @@ def hardswish(x: Handle) -> Handle:
 
 
 def softsign(x: Handle) -> Handle:
-    """x / (1 + |x|)."""
+    """x / (1 + abs(x))."""
     return x / (abs(x) + 1)

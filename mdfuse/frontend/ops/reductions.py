@@ -14,7 +14,6 @@ import torch
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import pointwise
-from mdfuse.frontend.ops.extremes import amax, amin
 from mdfuse.frontend.ops.pointwise import ROWS, cast
 from mdfuse.frontend.ops.recording import Dims, as_dtype, back, checked, chosen, in_f32, record
 
@@ -53,18 +52,20 @@ def mean(
     return record("mean", x, dims=checked(x, dim, dims), keepdim=keepdim)
 
 
-def _truth(name: str, doc: str) -> Reduction:
+def _plain(name: str, op: str, doc: str) -> Reduction:
     def function(
         x: Handle, dim: Dims = None, keepdim: bool = False, *, dims: Dims = None
     ) -> Handle:
-        return record(name, x, dims=checked(x, dim, dims), keepdim=keepdim)
+        return record(op, x, dims=checked(x, dim, dims), keepdim=keepdim)
 
     function.__name__, function.__doc__ = name, doc
     return function
 
 
-any = _truth("any", "Whether some element is true, over dims (all by default).")
-all = _truth("all", "Whether all elements are true, over dims (all by default).")
+amax = _plain("amax", "max", "The largest element over dims (all by default).")
+amin = _plain("amin", "min", "The smallest element over dims (all by default).")
+any = _plain("any", "any", "Whether some element is true, over dims (all by default).")
+all = _plain("all", "all", "Whether every element is true, over dims (all by default).")
 
 
 # -- made of several -----------------------------------------------------------------------------

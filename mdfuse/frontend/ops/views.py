@@ -196,7 +196,7 @@ def repeat_interleave(x: Handle, repeats: int, dim: int | None = None) -> Handle
 
 
 def stride_order(x: Handle, order: Sequence[int]) -> Handle:
-    """The value in a memory order that is kept: a new value, copied where it lies otherwise.
+    """The value in a memory order that is kept: `order[d]` is the place of dim d, 0 the fastest.
 
     Args:
         x: a tensor.
