@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,3 +62,10 @@ def drawn_call(drawn: random.Random, row: Op) -> tuple[list[Any], dict[str, Any]
     operand = found[0] if found else None
     given = (a for a in row.attrs if not a.is_local and (a.required or drawn.random() < 0.5))
     return tensors, {a.name: drawn_attr(drawn, a, operand) for a in given}
+
+
+def of_torch(call: Callable[..., Any], *operands: Any, **attrs: Any) -> Shape | None:
+    try:
+        return tuple(call(*operands, **attrs).shape)
+    except (RuntimeError, TypeError, ValueError, IndexError, AssertionError):
+        return None

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from drawn_rows import drawn_call
+from drawn_rows import drawn_call, of_torch
 from torch import Tensor
 
 from mdfuse.ir import calls, dims, ops, shapes
@@ -22,13 +21,6 @@ from mdfuse.ir.ops import TABLE
 from mdfuse.ir.out_forms import ANYHOW, DENSE
 
 Shape = tuple[int, ...]
-
-
-def of_torch(call: Callable[..., Any], *operands: Any, **attrs: Any) -> Shape | None:
-    try:
-        return tuple(call(*operands, **attrs).shape)
-    except (RuntimeError, TypeError, ValueError, IndexError, AssertionError):
-        return None
 
 
 def sample(x: Any) -> Any:
