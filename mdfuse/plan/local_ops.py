@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.errors import ProgramError
 from mdfuse.hir.program import Instruction
 from mdfuse.ir import ops
 from mdfuse.ir.graph import Operand
@@ -29,7 +28,7 @@ from mdfuse.ir.writes import (
     write_of,
 )
 from mdfuse.plan.allocation import empty, new_buffer
-from mdfuse.plan.context import Context, base_name, described
+from mdfuse.plan.context import Context
 from mdfuse.plan.lines import Line, Ref, drop
 
 
@@ -43,8 +42,6 @@ def compute(i: Instruction, context: Context) -> list[Line]:
     if math.prod(shape) == 0:
         return empty(output, i.order, context)
     attrs = dict(i.attrs)
-    if row.name == "permute":
-        _check_permutation(i, context, len(shape))
     if row.is_creation:
         attrs["device"] = context.device
     if context.has_buffer(output):
@@ -71,17 +68,6 @@ def _follows_operand(row: ops.Op, facts: Sequence[Tensor | None]) -> bool:
     """An exact op's own result would lie as an operand does, which is not plain."""
     is_exact = row.is_elementwise and row.writes.is_exact
     return is_exact and any(x is not None and not x.is_contiguous() for x in facts)
-
-
-def _check_permutation(i: Instruction, context: Context, ndim: int) -> None:
-    dims = i.kwargs["dims"]
-    if sorted(d % ndim for d in dims) != list(range(ndim)) or not all(-ndim <= d for d in dims):
-        raise ProgramError(
-            f"{described(i)}: dims {list(dims)} are no permutation of the dims of "
-            f"%{base_name(i.reads[0])}",
-            where=context.where(i),
-            because=f"a permutation names each of the dims 0 to {ndim - 1} once",
-        )
 
 
 def _operands(i: Instruction, context: Context) -> tuple[Any, ...]:

@@ -281,7 +281,6 @@ def _alloc(types: Types, i: Instruction) -> None:
         )
     _check_chunk(types, i, kind)
     types.allocated.add(types.program.root(i.outputs[0]))
-    types.check_order(i, kind)
 
 
 def _post(types: Types, i: Instruction) -> None:

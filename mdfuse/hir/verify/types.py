@@ -133,9 +133,6 @@ class Types:
         known = tuple(k for k in operands if k is not None)
         if len(known) < len(operands):
             return
-        self.check_order(i, result)
-        if i.fn == "permute":
-            self.check_permutation(i, "dims", i.kwargs["dims"], len(result.shape))
         problem = row_problem(i.fn, i.attrs, known, result, self.program.rank, numbers)
         if problem is not None:
             raise self.mismatch(i, problem)
@@ -190,21 +187,6 @@ class Types:
         )
         return f"{dtype_name(kind.dtype)}[{shape}] {kind.layout}{flags}"
 
-    def check_order(self, i: Instruction, kind: BufferType) -> None:
-        if i.order is not None and kind.layout is not None:
-            n = len(kind.local_shape(self.rank_of(kind)))
-            self.check_permutation(i, "order", i.order, n)
-
-    def check_permutation(self, i: Instruction, what: str, dims: tuple[int, ...], n: int) -> None:
-        if sorted(d + n if d < 0 else d for d in dims) != list(range(n)):
-            raise wrong(
-                self.program,
-                i,
-                f"{i}: {what}={list(dims)} is no permutation",
-                because=f"%{i.outputs[0]} has {n} dims, and each is named once",
-                hint=f"for example {what}={list(range(n))}",
-            )
-
     # -- buffers ---------------------------------------------------------------------------------
 
     def rank_of(self, kind: BufferType) -> int:
@@ -225,7 +207,6 @@ class Types:
             raise self.mismatch(i, f"{i.op} keeps the dtype {dtype_name(before.dtype)}")
         if lack := lacks(before.layout, after.layout, self.program.rank):
             raise self.mismatch(i, lack)
-        self.check_order(i, after)
         return before, after
 
     def same_shape(self, i: Instruction) -> tuple[BufferType, BufferType] | None:
