@@ -27,7 +27,8 @@ def await_it():
     """Return once the guilty rank has done it: who came sooner might have all it needs of it."""
     while not os.path.exists("fault"):
         time.sleep(0.01)
-    process = open("fault").read()
+    with open("fault") as file:
+        process = file.read()
     while fault in ("stop", "kill") and state(process) not in ("T", "Z", None):
         time.sleep(0.01)
 
@@ -35,7 +36,8 @@ def await_it():
 def state(process):
     """As the kernel says it: T is stopped, Z dead; None: gone."""
     try:
-        return open(f"/proc/{process}/stat").read().rpartition(") ")[2][0]
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(") ")[2][0]
     except FileNotFoundError:
         return None
 

@@ -13,6 +13,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import operations_page
 import pytest
 
 import mdfuse
@@ -107,6 +108,11 @@ def test_the_grammar_page_is_the_grammar() -> None:
 
 def test_some_host_program_is_documented() -> None:
     assert "host @" in (ROOT / "docs" / "host_ir.md").read_text(encoding="utf-8")
+
+
+def test_the_page_of_operations_is_made_of_what_they_say() -> None:
+    text = operations_page.PAGE.read_text(encoding="utf-8")
+    assert operations_page.page(text) == text, "python tests/operations_page.py writes it"
 
 
 def test_the_page_of_operations_names_them_all() -> None:

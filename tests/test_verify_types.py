@@ -6,12 +6,15 @@ nothing else was wrong. What accepted programs compute is in test_mutations.py.
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 import torch
+from drawn_rows import drawn_call, of_torch
 from mutants import with_attrs
 from test_verify import accepted, everywhere, full, parse, per_rank, refused
+from torch import Tensor
 from typed_programs import TURNED
 
 import mdfuse as mf
@@ -316,7 +319,7 @@ def test_every_kind_has_a_rule() -> None:
 @pytest.mark.parametrize("fn", TABLE)
 def test_every_row_keeps_a_layout(fn: str) -> None:
     """Of operands that are whole everywhere each row makes one that is, unless a number varies."""
-    shapes, attrs, shape = _example(fn)
+    shapes, attrs, shape = _taken(fn)
     mesh = DeviceMesh.arange(x=2)
     whole = Layout(mesh, {})
     layouts = [whole if s is not None else None for s in shapes]
@@ -331,36 +334,18 @@ def test_every_row_keeps_a_layout(fn: str) -> None:
     assert moving.placements == (Varies(),)
 
 
-def _example(fn: str) -> tuple[list[Any], dict[str, Any], tuple[int, ...]]:
-    """Shapes of operands, attributes, and the shape of the result, of a small call."""
-    host, x = TABLE[fn].host, (4, 4)
-    examples: dict[str, Any] = {
-        "permute": ([x], {"dims": (1, 0)}, x),
-        "reshape": ([x], {"shape": (16,)}, (16,)),
-        "expand": ([(4, 1)], {"shape": x}, x),
-        "unsqueeze": ([x], {"dims": (0,)}, (1, 4, 4)),
-        "squeeze": ([(1, 4)], {"dims": (0,)}, (4,)),
-        "slice": ([x], {"starts": (0, 1), "ends": (4, 2), "steps": (1, 1)}, (4, 1)),
-        "window": (
-            [x],
-            {"reduce": "sum", "starts": (0, 1), "ends": (4, 2), "steps": (1, 1)},
-            (4, 1),
-        ),
-        "binary": ([x, x], {}, x),
-        "where": ([x, x, x], {}, x),
-        "reduce": ([x], {"dims": (0,)}, (4,)),
-        "matmul": ([x, x], {}, x),
-        "linear": ([x, x, (4,)], {}, x),
-        "embedding": ([(3,), x], {}, (3, 4)),
-        "softmax": ([x], {"dim": 0}, x),
-        "log_softmax": ([x], {"dim": 0}, x),
-        "layer_norm": ([x, (4,), (4,)], {"normalized_shape": (4,), "eps": 1e-5}, x),
-        "attention": ([(2, 4, 4)] * 3, {}, (2, 4, 4)),
-        "cat": ([x, x], {"dim": 0}, (8, 4)),
-        "uniform": ([None], {"shape": x}, x),
-        "dropout": ([x, None], {"p": 0.5, "stream": 0}, x),
-    }
-    return examples.get(host, ([x], {}, x))
+def _taken(fn: str) -> tuple[list[Any], dict[str, Any], tuple[int, ...]]:
+    """Shapes of operands, attributes, and the shape of the result, of a call that torch takes."""
+    draw = random.Random(fn)
+    while True:
+        operands, attrs = drawn_call(draw, TABLE[fn])
+        shape = of_torch(TABLE[fn].call, *operands, **attrs)
+        if shape:
+            return (
+                [tuple(x.shape) if isinstance(x, Tensor) else None for x in operands],
+                attrs,
+                shape,
+            )
 
 
 # -- the table of transitions agrees with what resharding does -----------------------------------

@@ -272,6 +272,6 @@ def _row_major(host: HostProgram, i: Instruction) -> tuple[int, ...] | None:
     tensors = [x for x in i.reads if host.types[x].layout is not None]
     if not tensors or i.inputs[0] != tensors[0]:
         return None
-    if fresh_write(i.fn, [None] * len(tensors)) is None:
+    if fresh_write(TABLE[i.fn], [None] * len(tensors)) is None:
         return None
     return tuple(range(len(host.types[i.outputs[0]].shape)))

@@ -1,7 +1,7 @@
 """Operators and methods of handles: those that a torch user would type.
 
 The operations themselves are in `mdfuse.frontend.ops`, which cannot be imported here (its functions
-take handles); it fills `OPERATIONS` when it is imported, before there can be a handle.
+take handles); it provides them when it is imported, before there can be a handle.
 """
 
 from __future__ import annotations
@@ -241,39 +241,12 @@ _ABSENT = {
     **dict.fromkeys(("backward", "grad", "requires_grad", "grad_fn"), _NO_GRADIENT),
 }
 
-#: Operations that are methods as they are. Their docstrings are those of the operations.
-_AS_THEY_ARE = (
-    "abs", "absolute", "acos", "acosh", "add", "addcdiv", "addcmul", "addmm", "addmv", "all",
-    "amax", "amin", "any", "argmax", "argmin", "asin", "asinh", "atan", "atan2", "atanh",
-    "baddbmm", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "bmm", "broadcast_to",
-    "ceil", "chunk", "clamp", "clamp_max", "clamp_min", "clip", "clone", "contiguous", "cos",
-    "cosh", "count_nonzero", "detach", "div", "divide", "dot", "eq", "erf", "erfc", "exp", "exp2",
-    "expand", "expand_as", "expm1", "fix", "flatten", "floor", "floor_divide", "fmod", "frac",
-    "ge", "greater", "greater_equal", "gt", "isfinite", "isinf", "isnan", "le", "lerp", "less",
-    "less_equal", "log", "log10", "log1p", "log2", "log_softmax", "logical_and", "logical_not",
-    "logical_or", "logical_xor", "logsumexp", "lt", "masked_fill", "matmul", "max", "maximum",
-    "mean", "min", "minimum", "mm", "moveaxis", "movedim", "mul", "multiply", "mv", "nan_to_num",
-    "narrow", "ne", "neg", "negative", "new_full", "new_ones", "new_zeros", "norm", "not_equal",
-    "outer", "permute", "pow", "prod", "ravel", "reciprocal", "relu", "remainder", "repeat",
-    "repeat_interleave", "reshape", "reshape_as", "round", "rsqrt", "select", "sigmoid", "sign",
-    "sin", "sinh", "softmax", "split", "sqrt", "square", "squeeze", "std", "sub", "subtract",
-    "sum", "swapaxes", "swapdims", "t", "tan", "tanh", "transpose", "true_divide", "trunc",
-    "type_as", "unbind", "unflatten", "unsqueeze", "var", "view_as",
-)  # fmt: skip
-
 #: Methods that are named after a dtype.
 _DTYPES = {
     "bool": torch.bool, "char": torch.int8, "byte": torch.uint8, "short": torch.int16,
     "int": torch.int32, "long": torch.int64, "half": torch.float16, "bfloat16": torch.bfloat16,
     "float": torch.float32, "double": torch.float64,
 }  # fmt: skip
-
-
-def fill(operations: Mapping[str, Callable[..., Any]]) -> None:
-    """Take the operations, once they are there; those that are methods become methods."""
-    OPERATIONS.update(operations)
-    for name in _AS_THEY_ARE:
-        setattr(Methods, name, operations[name])
 
 
 def _conversion(name: str, dtype: torch.dtype) -> Callable[..., Any]:
@@ -312,3 +285,11 @@ for _name, _dtype in _DTYPES.items():
     setattr(Methods, _name, _explained(_conversion(_name, _dtype)))
 for _name, _other in {"nelement": "numel", "ndimension": "dim"}.items():
     setattr(Methods, _name, getattr(Methods, _other))
+
+
+def provide(operations: Mapping[str, Callable[..., Any]]) -> None:
+    """Make operations known: those whose name torch's tensors have are methods as they are."""
+    OPERATIONS.update(operations)
+    for name, operation in operations.items():
+        if hasattr(torch.Tensor, name) and name not in vars(Methods):
+            setattr(Methods, name, operation)

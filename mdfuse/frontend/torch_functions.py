@@ -51,7 +51,7 @@ _FIRST = ("input", "self")
 
 
 @lru_cache(maxsize=1)
-def _equals() -> dict[Any, str]:
+def equals() -> dict[Any, str]:
     """torch function -> the name of the operation."""
     names = ops.BY_NAME.keys() - _OTHER_MEANING
     found = {
@@ -68,7 +68,7 @@ def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
     """What torch wants to know when one of its functions meets a handle."""
     if func in _FACTS:
         return _FACTS[func](*args)
-    name = _equals().get(func)
+    name = equals().get(func)
     if name is None:
         raise _unknown(func)
     _refuse_tensors(func, (*args, *kwargs.values()))

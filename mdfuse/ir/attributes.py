@@ -44,6 +44,11 @@ class Attr:
         """It may be an index expression."""
         return self.holds is _is_index
 
+    @property
+    def is_shape(self) -> bool:
+        """It is a list of extents."""
+        return self.holds is _is_shape
+
 
 def _is_int(x: Any, n: int | None = None) -> bool:
     return type(x) is int and -LARGEST - 1 <= x <= LARGEST

@@ -10,6 +10,14 @@ from torch import Tensor
 from torch.nn import functional as _F
 
 
+def cast(x: Tensor, *, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    return x.to(dtype, copy=True) if out is None else out.copy_(x)
+
+
+def cat(*xs: Tensor, dim: int, out: Tensor | None = None) -> Tensor:
+    return torch.cat(xs, dim, out=out)
+
+
 def window(
     x: Tensor, *, starts: Sequence[int], ends: Sequence[int], steps: Sequence[int]
 ) -> Tensor:

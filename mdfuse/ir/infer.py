@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,9 @@ from mdfuse.extents.extent import example, is_symbolic, mapped
 from mdfuse.ir.graph import Operand, Value
 from mdfuse.ir.ops import Op
 from mdfuse.ir.shapes import symbolic_shape
+
+#: What stands for an operand: (dtype, number of dims) of a tensor, or a number.
+Sample = tuple[torch.dtype, int] | bool | int | float | None
 
 #: How torch refuses operands.
 _REFUSALS = (
@@ -88,7 +91,7 @@ def infer(
             return op.call(*operands, **attrs, device="meta")  # type: ignore[no-any-return]
         result: Tensor | bool | int | float = op.call(*operands, **attrs)
         if not op.is_view and not any("shape" in name for name in attrs):
-            op.call(*map(_few_elements, operands), **attrs)
+            on_few_elements(op, map(_sample, operands), attrs)
         return result
     except _REFUSALS as error:
         shown = shown or values
@@ -104,11 +107,19 @@ def infer(
         ) from error
 
 
-def _few_elements(operand: Any) -> Any:
-    """Ones, which may be divided by and are indices; two along each dim, so that shapes fit."""
-    if not isinstance(operand, Tensor):
-        return operand
-    return torch.ones((2,) * operand.ndim, dtype=operand.dtype)
+def _sample(operand: Any) -> Sample:
+    return (operand.dtype, operand.ndim) if isinstance(operand, Tensor) else operand
+
+
+def on_few_elements(op: Op, samples: Iterable[Sample], attrs: Mapping[str, Any]) -> Any:
+    """What an op makes of ones, which may be divided by and are indices.
+
+    There are two along each dim, so that shapes fit; what is about a rank's part is left out.
+    """
+    few: dict[str, Any] = {a.name: a for a in op.attrs if not a.is_local}
+    few = {k: (2,) * len(v) if few[k].is_shape else v for k, v in attrs.items() if k in few}
+    ones = (torch.ones((2,) * x[1], dtype=x[0]) if isinstance(x, tuple) else x for x in samples)
+    return op.call(*ones, **few)
 
 
 def inferred(
@@ -136,7 +147,7 @@ def inferred(
     shape = tuple(result.shape)
     required = tuple(attrs["order"]) if op.name == "stride_order" else None
     return {
-        "shape": shape if is_plain else symbolic_shape(op.host, shapes, attrs, shape),
+        "shape": shape if is_plain else symbolic_shape(op.shape, shapes, attrs, shape),
         "dtype": result.dtype,
         "order": memory_order(result.stride()) if required is None else required,
         "order_from": "op" if required is None else "user",

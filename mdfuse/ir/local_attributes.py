@@ -1,4 +1,4 @@
-"""What an op's attributes are for one rank's part of it."""
+"""What an op's attributes are for one rank's part of it, and the way back from there."""
 
 from __future__ import annotations
 
@@ -35,12 +35,24 @@ def local_shape(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
     return {**attrs, "shape": box_shape(part.box)}
 
 
+def whole_shape(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
+    return {**attrs, "shape": part.shape}
+
+
 def local_ends(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
     """Dims taken entirely end where this rank's part ends; the others are whole here."""
     box = part.boxes[0]
     assert box is not None
     ends = tuple(min(e, stop - start) for e, (start, stop) in zip(attrs["ends"], box, strict=True))
     return {**attrs, "ends": ends}
+
+
+def whole_ends(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
+    """Dims that end where the rank's part does are taken entirely."""
+    shape, box = part.shapes[0], part.boxes[0]
+    assert shape is not None and box is not None
+    held = zip(attrs["ends"], box_shape(box), shape, strict=True)
+    return {**attrs, "ends": tuple(n if end == local else end for end, local, n in held)}
 
 
 def local_squeeze(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
@@ -74,6 +86,21 @@ def local_places(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
     starts, ends, places = zip(*found, strict=True) if found else ((), (), ())
     local = {"starts": starts, "ends": ends, "places": places, "shape": box_shape(part.box)}
     return {**attrs, **local}
+
+
+def whole_places(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
+    """Where a window lies in the whole, of which a rank says where it lies in its part."""
+    shape, box = part.shapes[0], part.boxes[0]
+    if "places" not in attrs or shape is None or box is None or len(shape) != len(part.shape):
+        return attrs
+    starts, ends = [], []
+    for d, (n, taken, (here, _)) in enumerate(zip(shape, part.shape, box, strict=True)):
+        step, (first, _) = attrs["steps"][d], attrs["places"][d]
+        is_all = step == 1 and taken == n  # split likewise, or whole
+        start = 0 if is_all else here + attrs["starts"][d] - first * step
+        starts.append(start)
+        ends.append(start + taken * step)
+    return {**attrs, "starts": tuple(starts), "ends": tuple(ends)}
 
 
 def local_draw(attrs: dict[str, Any], part: Part) -> dict[str, Any]:

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
-from mdfuse.ir import calls, creation, dims, random
+from mdfuse.ir import calls, creation, dims, out_forms, random, reductions, shapes
+from mdfuse.ir import local_attributes as of_part
 from mdfuse.ir.attributes import Attr, attr, word
 from mdfuse.ir.extremes import highest, lowest
-from mdfuse.ir.local_attributes import (
-    Localize,
-    Part,
-    global_count,
-    local_draw,
-    local_ends,
-    local_places,
-    local_rows,
-    local_shape,
-    local_squeeze,
-    with_identity,
-)
-from mdfuse.ir.writes import on_tensors, write_of
+from mdfuse.ir.local_attributes import Localize, Part
+from mdfuse.ir.out_forms import ANYHOW, DENSE, Writes, exact, on_tensors, product, rounded
+
+#: The host instructions of ops that read an element of each operand and write one: what they write
+#: may take the place of an operand that lies as the result does.
+ELEMENTWISE = ("unary", "binary", "where")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +29,12 @@ class Op:
         name: as in `fd.ops.<name>`.
         call: `call(*operands, **attrs)` on whole tensors or on a rank's parts.
         rule: the labels of its dims.
+        shape: the shape of its result; None: torch is asked, which takes longer, and symbolic
+            extents are pinned to their examples.
+        writes: how the result comes into a buffer.
         host: the host instruction that runs it.
-        out: `out(*operands, out=buffer, **attrs)`, where torch can write in place; the first
-            operand is a tensor.
         localize: the attributes for one rank's part.
+        globalize: those of the whole, from one rank's; None: all but what only a part has.
         partial: which Partial operands it may take as they are:
             "view" any, "all" all operands in one way, "sum" all operands Partial(sum), "scale" the
             first Partial(sum), "reduce" an operand with the op that it reduces by itself.
@@ -56,10 +51,12 @@ class Op:
     name: str
     call: Callable[..., Any]
     rule: dims.Rule
+    shape: shapes.ShapeRule | None
+    writes: Writes
     host: str
-    out: Callable[..., Any] | None = None
     localize: Localize | None = None
-    partial: str = ""
+    globalize: Localize | None = None
+    partial: Literal["", "view", "all", "sum", "scale", "reduce"] = ""
     is_view: bool = False
     is_single: bool = True
     indexed: int | None = None
@@ -73,12 +70,45 @@ class Op:
         """It makes a tensor of numbers alone."""
         return self.rule is dims.creation
 
+    @property
+    def is_elementwise(self) -> bool:
+        """It reads an element of each operand, and writes one."""
+        return self.host in ELEMENTWISE
+
+
+#: What the fields of a row must be.
+_MUST: dict[str, Callable[[Op], bool]] = {
+    "call": lambda op: callable(op.call),
+    "rule": lambda op: callable(op.rule),
+    "shape": lambda op: op.shape is None or callable(op.shape),
+    "writes": lambda op: type(op.writes) is Writes and (op.writes is ANYHOW or not op.is_view),
+    "localize": lambda op: op.localize is None or callable(op.localize),
+    "globalize": lambda op: (
+        op.globalize is None or (callable(op.globalize) and op.localize is not None)
+    ),
+    "partial": lambda op: op.partial in ("", "view", "all", "sum", "scale", "reduce"),
+    "attrs": lambda op: len({a.name for a in op.attrs}) == len(op.attrs),
+    "may_copy": lambda op: op.is_view or not op.may_copy,
+    "name": lambda op: op.name not in TABLE,
+}
 
 TABLE: dict[str, Op] = {}
 
 
-def _row(name: str, call: Callable[..., Any], rule: dims.Rule, host: str, **more: Any) -> None:
-    TABLE[name] = Op(name=name, call=call, rule=rule, host=host, out=write_of(name, call), **more)
+def _row(
+    name: str,
+    call: Callable[..., Any],
+    rule: dims.Rule,
+    shape: shapes.ShapeRule | None,
+    writes: Writes,
+    **more: Any,
+) -> None:
+    """Read a row; a host instruction has the name of its op where it runs no other."""
+    row = Op(name=name, call=call, rule=rule, shape=shape, writes=writes, **{"host": name, **more})
+    for field, holds in _MUST.items():
+        if not holds(row):
+            raise TypeError(f"the row of {name!r} has the {field} {getattr(row, field)!r}")
+    TABLE[name] = row
 
 
 def local_attrs(op: Op, attrs: Mapping[str, Any], part: Part) -> dict[str, Any]:
@@ -95,218 +125,180 @@ def itself(x: Any) -> Any:
     return x
 
 
-_VIEW: dict[str, Any] = {"is_view": True, "partial": "view"}
-_row("set", itself, dims.pointwise, "set", **_VIEW)
-_row(
-    "stride_order",
-    calls.in_order,
-    dims.pointwise,
-    "set",
-    attrs=(attr("order", "permutation", True),),
-    may_copy=True,
-    **_VIEW,
-)
-_row(
-    "permute",
-    lambda x, *, dims: x.permute(dims),
-    dims.permute,
-    "permute",
-    attrs=(attr("dims", "permutation", True),),
-    **_VIEW,
-)
-_SHAPE = (attr("shape", "shape", True),)
-_row(
-    "reshape",
-    lambda x, *, shape: x.reshape(shape),
-    dims.reshape,
-    "reshape",
-    localize=local_shape,
-    attrs=_SHAPE,
-    may_copy=True,
-    **_VIEW,
-)
-_row(
-    "expand",
-    lambda x, *, shape: x.expand(shape),
-    dims.expand,
-    "expand",
-    localize=local_shape,
-    attrs=_SHAPE,
-    **_VIEW,
-)
+def _view(
+    name: str, call: Callable[..., Any], rule: dims.Rule, shape: shapes.ShapeRule, **more: Any
+) -> None:
+    _row(name, call, rule, shape, ANYHOW, is_view=True, partial="view", **more)
+
+
+_ORDER = attr("order", "permutation", True)
+_DIMS = attr("dims", "permutation", True)
 _NEW, _GONE = attr("dims", "dims", True, of="result"), attr("dims", "dims", True)
+_SHAPE: dict[str, Any] = {
+    "localize": of_part.local_shape,
+    "globalize": of_part.whole_shape,
+    "attrs": (attr("shape", "shape", True),),
+}
 _WINDOW = (
     attr("starts", "places", True),
     attr("ends", "places", True),
     attr("steps", "steps", True),
 )
-_row("unsqueeze", calls.unsqueeze, dims.unsqueeze, "unsqueeze", attrs=(_NEW,), **_VIEW)
-_row(
+_view("set", itself, dims.pointwise, shapes.first)
+_view(
+    "stride_order",
+    calls.in_order,
+    dims.pointwise,
+    shapes.first,
+    host="set",
+    attrs=(_ORDER,),
+    may_copy=True,
+)
+_view("permute", lambda x, *, dims: x.permute(dims), dims.permute, shapes.permute, attrs=(_DIMS,))
+_view(
+    "reshape",
+    lambda x, *, shape: x.reshape(shape),
+    dims.reshape,
+    shapes.reshape,
+    may_copy=True,
+    **_SHAPE,
+)
+_view("expand", lambda x, *, shape: x.expand(shape), dims.expand, shapes.expand, **_SHAPE)
+_view("unsqueeze", calls.unsqueeze, dims.unsqueeze, shapes.unsqueeze, attrs=(_NEW,))
+_view(
     "squeeze",
     calls.squeeze,
     dims.squeeze,
-    "squeeze",
-    localize=local_squeeze,
+    shapes.squeeze,
+    localize=of_part.local_squeeze,
     attrs=(_GONE,),
-    **_VIEW,
 )
-_row("slice", calls.window, dims.window, "slice", localize=local_ends, attrs=_WINDOW, **_VIEW)
+_view(
+    "slice",
+    calls.window,
+    dims.window,
+    shapes.window,
+    localize=of_part.local_ends,
+    globalize=of_part.whole_ends,
+    attrs=_WINDOW,
+)
 
 
 # -- pointwise -----------------------------------------------------------------------------------
 
 
-def _binary(name: str, call: Callable[..., Any], **more: Any) -> None:
-    _row(name, call, dims.pointwise, "binary", operands=(2, 2), **more)
+def _binary(name: str, call: Callable[..., Any], writes: Writes, **more: Any) -> None:
+    more |= {"host": "binary", "operands": (2, 2)}
+    _row(name, call, dims.pointwise, shapes.broadcast, writes, **more)
 
 
-_binary("add", operator.add, partial="sum")
-_binary("sub", operator.sub, partial="sum")
-_binary("mul", operator.mul, partial="scale")
-_binary("div", operator.truediv, partial="scale")
-_binary("floor_divide", operator.floordiv)
-_binary("remainder", operator.mod)
-_binary("pow", operator.pow)
+_binary("add", operator.add, exact(torch.add), partial="sum")
+_binary("sub", operator.sub, exact(torch.sub), partial="sum")
+_binary("mul", operator.mul, exact(torch.mul), partial="scale")
+_binary("div", operator.truediv, exact(torch.div), partial="scale")
+_binary("floor_divide", operator.floordiv, rounded(torch.floor_divide))
+_binary("remainder", operator.mod, rounded(torch.remainder))
+_binary("pow", operator.pow, rounded(torch.pow))
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    _binary(_name, getattr(operator, _name))
+    _binary(_name, getattr(operator, _name), exact(getattr(torch, _name)))
 for _name, _symbol in (("and", operator.and_), ("or", operator.or_), ("xor", operator.xor)):
-    _binary(f"bitwise_{_name}", _symbol)
-for _name in ("maximum", "minimum", "fmod", "atan2", "logical_and", "logical_or", "logical_xor"):
-    _binary(_name, on_tensors(getattr(torch, _name)))
+    _binary(f"bitwise_{_name}", _symbol, exact(getattr(torch, f"bitwise_{_name}")))
+for _name in ("maximum", "minimum", "logical_and", "logical_or", "logical_xor"):
+    _call = on_tensors(getattr(torch, _name))
+    _binary(_name, _call, exact(_call))
+for _name in ("fmod", "atan2"):
+    _call = on_tensors(getattr(torch, _name))
+    _binary(_name, _call, rounded(_call))
 
-UNARY = [
-    "abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "bitwise_not", "ceil", "cos",
-    "cosh", "erf", "erfc", "exp", "exp2", "expm1", "floor", "isfinite", "isinf", "isnan", "log",
-    "log10", "log1p", "log2", "logical_not", "neg", "reciprocal", "round", "rsqrt", "sigmoid",
-    "sign", "sin", "sinh", "sqrt", "square", "tan", "tanh", "trunc",
-]  # fmt: skip
-for _name in UNARY:
-    _linear = {"partial": "scale"} if _name == "neg" else {}
-    _row(_name, getattr(torch, _name), dims.pointwise, "unary", **_linear)
 
-_F = torch.nn.functional
-_row("relu", _F.relu, dims.pointwise, "unary")
-_row("silu", _F.silu, dims.pointwise, "unary")
-_SLOPE, _FORM = attr("negative_slope", "number"), word("approximate", "none", "tanh")
+def _unary(name: str, call: Callable[..., Any], writes: Writes, *attrs: Attr, **more: Any) -> None:
+    more |= {"host": "unary", "attrs": attrs}
+    _row(name, call, dims.pointwise, shapes.first, writes, **more)
+
+
+for _name in (
+    "abs", "bitwise_not", "ceil", "floor", "logical_not", "reciprocal", "round", "sign", "sqrt",
+    "square", "trunc",
+):  # fmt: skip
+    _unary(_name, getattr(torch, _name), exact(getattr(torch, _name)))
+for _name in (
+    "acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "erf", "erfc", "exp", "exp2",
+    "expm1", "log", "log10", "log1p", "log2", "rsqrt", "sigmoid", "sin", "sinh", "tan", "tanh",
+):  # fmt: skip
+    _unary(_name, getattr(torch, _name), rounded(getattr(torch, _name)))
+for _name in ("isfinite", "isinf", "isnan"):
+    _unary(_name, getattr(torch, _name), DENSE)
+_unary("neg", torch.neg, exact(torch.neg), partial="scale")
+
+_F, _on = torch.nn.functional, out_forms.activation
 _BEND = (attr("beta", "number"), attr("threshold", "number"))
-_LIMITS = (attr("min", "number"), attr("max", "number"))
-_row("elu", _F.elu, dims.pointwise, "unary", attrs=(attr("alpha", "number"),))
-_row("softplus", _F.softplus, dims.pointwise, "unary", attrs=_BEND)
-_row("leaky_relu", _F.leaky_relu, dims.pointwise, "unary", attrs=(_SLOPE,))
-_row("gelu", _F.gelu, dims.pointwise, "unary", attrs=(_FORM,))
-_row("clamp", torch.clamp, dims.pointwise, "unary", attrs=_LIMITS)
+_SLOPE, _FORM = attr("negative_slope", "number"), word("approximate", "none", "tanh")
+_unary("relu", _F.relu, DENSE)  # of relu torch has a form that computes and copies
+_unary("silu", _F.silu, rounded(_on("silu")))
+_unary("elu", _F.elu, rounded(_on("elu")), attr("alpha", "number"))
+_unary("softplus", _F.softplus, rounded(_on("softplus")), *_BEND)
+_unary("leaky_relu", _F.leaky_relu, rounded(_on("leaky_relu")), _SLOPE)
+_unary("gelu", _F.gelu, rounded(_on("gelu")), _FORM)
+_unary("clamp", torch.clamp, exact(torch.clamp), attr("min", "number"), attr("max", "number"))
+_unary("cast", calls.cast, exact(calls.cast), attr("dtype", "dtype", True))
 _row(
-    "cast",
-    lambda x, *, dtype: x.to(dtype, copy=True),
+    "where",
+    lambda condition, a, b: torch.where(condition, a, b),
     dims.pointwise,
-    "unary",
-    attrs=(attr("dtype", "dtype", True),),
+    shapes.broadcast,
+    exact(out_forms.where),
+    is_single=False,
+    operands=(3, 3),
 )
-
-
-def _where(condition: Any, a: Any, b: Any) -> Any:
-    return torch.where(condition, a, b)
-
-
-_row("where", _where, dims.pointwise, "where", is_single=False, operands=(3, 3))
 
 
 # -- reductions ----------------------------------------------------------------------------------
 
 
-def _dims(x: Tensor, chosen: Sequence[int] | None) -> tuple[int, ...]:
-    return dims.reduced_dims(chosen, x.ndim)
-
-
-def _sum(x: Tensor, *, dims: Any = None, keepdim: bool = False, dtype: Any = None) -> Tensor:
-    if not _dims(x, dims):
-        return x.to(dtype or torch.sum(x.new_empty(0)).dtype, copy=True)
-    return torch.sum(x, _dims(x, dims), keepdim=keepdim, dtype=dtype)
-
-
-def _prod(x: Tensor, *, dims: Any = None, keepdim: bool = False, dtype: Any = None) -> Tensor:
-    chosen = sorted(_dims(x, dims), reverse=True)
-    if not chosen:
-        return x.to(dtype or torch.prod(x.new_empty(0)).dtype, copy=True)
-    for d in chosen:
-        x = torch.prod(x, d, keepdim=keepdim, dtype=dtype)
-    return x
-
-
-def _extreme(name: str, pick: Callable[[torch.dtype], float | int | bool]) -> Callable[..., Tensor]:
-    """min or max; an empty shard contributes the identity where the whole is not empty."""
-    function = getattr(torch, name)
-
-    def call(
-        x: Tensor, *, dims: Any = None, keepdim: bool = False, identity: bool = False
-    ) -> Tensor:
-        chosen = _dims(x, dims)
-        if not chosen:
-            return x.clone()
-        if identity and 0 in (x.shape[d] for d in chosen):
-            shape = [n if d not in chosen else 1 for d, n in enumerate(x.shape)]
-            kept = [n for d, n in enumerate(shape) if keepdim or d not in chosen]
-            return x.new_full(kept, pick(x.dtype))
-        return function(x, dim=chosen, keepdim=keepdim)  # type: ignore[no-any-return]
-
-    return call
-
-
-def _mean(
-    x: Tensor, *, dims: Any = None, keepdim: bool = False, count: int | None = None
-) -> Tensor:
-    """The mean; with `count`, this part's share of the mean over `count` elements."""
-    chosen = _dims(x, dims)
-    if count is None:
-        return torch.mean(x, chosen, keepdim=keepdim) if chosen else x.clone()
-    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
-    return (torch.sum(x, chosen, keepdim=keepdim, dtype=wide) / count).to(x.dtype)
-
-
-def _truth(name: str) -> Callable[..., Tensor]:
-    function = getattr(torch, name)
-
-    def call(x: Tensor, *, dims: Any = None, keepdim: bool = False) -> Tensor:
-        chosen = _dims(x, dims)
-        if chosen:
-            return function(x, dim=chosen, keepdim=keepdim)  # type: ignore[no-any-return]
-        return (x != 0).to(torch.uint8 if x.dtype == torch.uint8 else torch.bool)
-
-    return call
-
-
-_REDUCED = (attr("dims", "dims"), attr("keepdim", "bool"))
-
-
-def _reduce(name: str, call: Callable[..., Any], op: str, *own: Attr, **more: Any) -> None:
-    more = {"partial": "reduce", **more, "attrs": (*_REDUCED, *own)}
-    _row(name, call, dims.reduction(op), "reduce", **more)
+def _reduce(
+    name: str, call: Callable[..., Any], op: str, writes: Writes, *own: Attr, **more: Any
+) -> None:
+    attrs = (attr("dims", "dims"), attr("keepdim", "bool"), *own)
+    more = {"partial": "reduce", **more, "host": "reduce", "attrs": attrs}
+    _row(name, call, dims.reduction(op), shapes.reduction, writes, **more)
 
 
 _WIDER = attr("dtype", "dtype")
 _IDENTITY = attr("identity", "bool", is_local=True)
 _COUNT = attr("count", "extent", is_local=True)
-_reduce("sum", _sum, "sum", _WIDER)
-_reduce("prod", _prod, "prod", _WIDER)
-_reduce("max", _extreme("amax", lowest), "max", _IDENTITY, localize=with_identity)
-_reduce("min", _extreme("amin", highest), "min", _IDENTITY, localize=with_identity)
-_reduce("mean", _mean, "sum", _COUNT, localize=global_count)
-_reduce("any", _truth("any"), "bor")
+_reduce("sum", reductions.add_up, "sum", rounded(reductions.add_up), _WIDER)
+_reduce("prod", reductions.multiply, "prod", rounded(reductions.multiply), _WIDER)
+for _name, _pick in (("max", lowest), ("min", highest)):
+    _call = reductions.extreme(f"a{_name}", _pick)
+    _reduce(_name, _call, _name, rounded(_call), _IDENTITY, localize=of_part.with_identity)
+# A part of a mean is divided by the global count.
+_reduce("mean", reductions.average, "sum", DENSE, _COUNT, localize=of_part.global_count)
+_any, _all = reductions.truth("any"), reductions.truth("all")
+_reduce("any", _any, "bor", exact(_any))
 # The bits that all parts of an integer share say nothing of what each part is: no Partial(band).
-_reduce("all", _truth("all"), "band", partial="")
+_reduce("all", _all, "band", exact(_all), partial="")
 
 
 # -- contractions and composite ops --------------------------------------------------------------
 
 
 _COMPOSITE: dict[str, Any] = {"is_single": False}
-_ALONG = {"attrs": (attr("dim", "dim", True),), **_COMPOSITE}
-_row("matmul", torch.matmul, dims.matmul, "matmul", stays=1, operands=(2, 2))
+_ALONG: dict[str, Any] = {"attrs": (attr("dim", "dim", True),), **_COMPOSITE}
+_row(
+    "matmul",
+    torch.matmul,
+    dims.matmul,
+    shapes.matmul,
+    product(out_forms.matmul),
+    stays=1,
+    operands=(2, 2),
+)
 _row(
     "linear",
     lambda x, w, b=None: _F.linear(x, w, b),
     dims.linear,
-    "linear",
+    shapes.linear,
+    product(out_forms.linear),
     stays=1,
     operands=(2, 3),
 )
@@ -314,8 +306,9 @@ _row(
     "embedding",
     calls.lookup,
     dims.embedding,
-    "embedding",
-    localize=local_rows,
+    shapes.embedding,
+    DENSE,
+    localize=of_part.local_rows,
     indexed=1,
     operands=(2, 2),
     attrs=(attr("part", "part", is_local=True),),
@@ -325,8 +318,10 @@ _row(
     "window",
     calls.joined_window,
     dims.window_of_parts,
-    "window",
-    localize=local_places,
+    shapes.window,
+    ANYHOW,
+    localize=of_part.local_places,
+    globalize=of_part.whole_places,
     partial="reduce",
     attrs=(
         word("reduce", "sum", "bor", required=True),
@@ -336,19 +331,14 @@ _row(
     ),
     **_COMPOSITE,
 )
-_row("softmax", lambda x, *, dim: torch.softmax(x, dim), dims.rowwise, "softmax", **_ALONG)
-_row(
-    "log_softmax",
-    lambda x, *, dim: torch.log_softmax(x, dim),
-    dims.rowwise,
-    "log_softmax",
-    **_ALONG,
-)
+for _call in (torch.softmax, torch.log_softmax):
+    _row(_call.__name__, _call, dims.rowwise, shapes.along, rounded(_call), **_ALONG)
 _row(
     "layer_norm",
     calls.normalize,
     dims.layer_norm,
-    "layer_norm",
+    shapes.layer_norm,
+    DENSE,
     operands=(3, 3),
     attrs=(attr("normalized_shape", "shape", True), attr("eps", "number", True)),
     **_COMPOSITE,
@@ -357,85 +347,69 @@ _row(
     "scaled_dot_product_attention",
     calls.attend,
     dims.attention,
-    "attention",
+    shapes.attention,
+    ANYHOW,
+    host="attention",
     operands=(3, 4),
     attrs=(attr("is_causal", "bool"), attr("scale", "number")),
     **_COMPOSITE,
 )
 _row(
     "cat",
-    lambda *xs, dim: torch.cat(xs, dim),
+    calls.cat,
     dims.concatenation,
-    "cat",
+    shapes.cat,
+    exact(calls.cat),
     operands=(1, None),
     partial="all",
     **_ALONG,
 )
-_BOX = attr("box", "box", is_local=True)
-_STREAM = attr("stream", "int", True)
+
+
+# -- numbers -------------------------------------------------------------------------------------
+
+
+_STREAM, _BOX = attr("stream", "int", True), attr("box", "box", is_local=True)
+_EXTENTS, _DTYPE = attr("shape", "shape", True), attr("dtype", "dtype", True)
+
+
+def _creation(
+    name: str,
+    call: Callable[..., Any],
+    operands: int,
+    *attrs: Attr,
+    shape: shapes.ShapeRule = shapes.created,
+    **more: Any,
+) -> None:
+    more |= {"localize": of_part.local_draw, "operands": (operands, operands)}
+    _row(name, call, dims.creation, shape, ANYHOW, attrs=(_EXTENTS, *attrs, _BOX), **more)
+
+
+_VALUES = attr("values", "numbers", True)
+_RANGE = (attr("low", "number"), attr("high", "number"))
+_creation(
+    "uniform", random.uniform, 1, attr("dtype", "drawn", True), *_RANGE, _STREAM, **_COMPOSITE
+)
+_creation("full", creation.full, 1, _DTYPE)
+_creation("arange", creation.arange, 2, _DTYPE, shape=shapes.numbered)
+_creation("constant", creation.constant, 0, _VALUES, _DTYPE, shape=shapes.listed)
 _row(
-    "uniform",
-    random.uniform,
-    dims.creation,
-    "uniform",
-    localize=local_draw,
-    attrs=(
-        *_SHAPE,
-        attr("dtype", "drawn", True),
-        attr("low", "number"),
-        attr("high", "number"),
-        _STREAM,
-        _BOX,
-    ),
-    **_COMPOSITE,
+    "full_like",
+    creation.full_like,
+    dims.likeness,
+    shapes.first,
+    ANYHOW,
+    operands=(2, 2),
+    attrs=(_DTYPE,),
 )
 _row(
     "dropout",
     random.dropout,
     dims.pointwise,
-    "dropout",
-    localize=local_draw,
+    shapes.first,
+    ANYHOW,
+    localize=of_part.local_draw,
     operands=(2, 2),
-    attrs=(
-        attr("p", "probability", True),
-        _STREAM,
-        attr("shape", "shape", is_local=True),
-        _BOX,
-    ),
+    attrs=(attr("p", "probability", True), _STREAM, attr("shape", "shape", is_local=True), _BOX),
     **_COMPOSITE,
-)
-_MADE = (*_SHAPE, attr("dtype", "dtype", True), _BOX)
-_row(
-    "full",
-    creation.full,
-    dims.creation,
-    "full",
-    localize=local_draw,
-    attrs=_MADE,
-)
-_row(
-    "arange",
-    creation.arange,
-    dims.creation,
-    "arange",
-    localize=local_draw,
-    operands=(2, 2),
-    attrs=_MADE,
-)
-_row(
-    "constant",
-    creation.constant,
-    dims.creation,
-    "constant",
-    localize=local_draw,
-    operands=(0, 0),
-    attrs=(attr("values", "numbers", True), *_MADE),
-)
-_row(
-    "full_like",
-    creation.full_like,
-    dims.likeness,
-    "full_like",
-    operands=(2, 2),
-    attrs=(attr("dtype", "dtype", True),),
 )

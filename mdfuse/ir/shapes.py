@@ -1,94 +1,119 @@
-"""Shapes of results whose operands have symbolic extents: the meta device knows numbers only.
+"""Shapes of results: one rule per row of the op table, over extents that may be symbolic.
 
-One function per host instruction, over extents that may be symbolic. Where torch needs two extents
-to be equal, or one to be 1, the comparison is recorded as a guard.
+A rule raises where the operands do not fit. Compared symbolic extents leave guards.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mdfuse.extents.extent import example, larger, pinned, smaller
 from mdfuse.ir.dims import reduced_dims
+from mdfuse.layouts.boxes import box_shape
 
 Shape = tuple[int, ...]
-#: Extents of the operands; None for what is no tensor.
+#: Extents of the operands; None for what is absent, and None or () for a number.
 Shapes = Sequence[Shape | None]
 Attrs = Mapping[str, Any]
+ShapeRule = Callable[[Shapes, Attrs], Shape]
+
+#: How a rule refuses operands.
+_REFUSALS = (ValueError, TypeError, LookupError, ZeroDivisionError)
 
 
 def _present(shapes: Shapes) -> list[Shape]:
     return [s for s in shapes if s is not None]
 
 
-def _broadcast(shapes: Shapes, attrs: Attrs) -> Shape:
-    """Dims align from the right; each is equal everywhere or 1."""
-    found = _present(shapes)
-    result = found[0]
-    for shape in found[1:]:
-        longer, shorter = (result, shape) if len(result) >= len(shape) else (shape, result)
-        skip = len(longer) - len(shorter)
-        joined = (_joined(a, b) for a, b in zip(longer[skip:], shorter, strict=True))
-        result = (*longer[:skip], *joined)
-    return result
-
-
-def _joined(a: int, b: int) -> int:
-    """The extent of two dims that are aligned; torch has seen that they fit."""
-    return b if a == 1 else a if b == 1 else _equal(a, b)
-
-
 def _equal(a: int, b: int) -> int:
-    """One of two extents that torch found equal; the one that is a number, if one is."""
+    """One of two extents that are equal; the one that is a number, if one is."""
     if a != b:
         raise ValueError(f"{a} is not {b}")
     return a if type(a) is int else b
 
 
-def _first(shapes: Shapes, attrs: Attrs) -> Shape:
+def _joined(a: int, b: int) -> int:
+    """The extent of two dims that are aligned."""
+    return b if a == 1 else a if b == 1 else _equal(a, b)
+
+
+def _check_expands(shape: Shape, to: Shape) -> None:
+    """`shape` is repeated until it is `to`, which is not."""
+    if _broadcast(shape, to) != to:
+        raise ValueError(f"{shape} does not expand to {to}")
+
+
+def _broadcast(*shapes: Shape) -> Shape:
+    result = shapes[0]
+    for shape in shapes[1:]:
+        longer, shorter = (result, shape) if len(result) >= len(shape) else (shape, result)
+        skip = len(longer) - len(shorter)
+        joined = map(_joined, longer[skip:], shorter)
+        result = (*longer[:skip], *joined)
+    return result
+
+
+def broadcast(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Dims align from the right; each is equal everywhere or 1."""
+    return _broadcast(*_present(shapes))
+
+
+def first(shapes: Shapes, attrs: Attrs) -> Shape:
+    """That of the first operand."""
     return _present(shapes)[0]
 
 
-def _permute(shapes: Shapes, attrs: Attrs) -> Shape:
+def along(shapes: Shapes, attrs: Attrs) -> Shape:
+    """That of the operand, which has the dim."""
     (shape,) = _present(shapes)
-    return tuple(shape[d] for d in attrs["dims"])
+    n = max(len(shape), 1)
+    if not -n <= attrs["dim"] < n:
+        raise ValueError(f"there is no dim {attrs['dim']}")
+    return shape
 
 
-def _reshape(shapes: Shapes, attrs: Attrs) -> Shape:
+# -- views ---------------------------------------------------------------------------------------
+
+
+def permute(shapes: Shapes, attrs: Attrs) -> Shape:
+    (shape,) = _present(shapes)
+    return tuple(shape[d] for d, _ in zip(attrs["dims"], shape, strict=True))
+
+
+def reshape(shapes: Shapes, attrs: Attrs) -> Shape:
     (shape,), to = _present(shapes), tuple(attrs["shape"])
-    before = after = 1
-    for n in shape:
-        before *= n
-    for n in to:
-        after *= n
-    _equal(before, after)
+    _equal(math.prod(shape), math.prod(to))
     return to
 
 
-def _expand(shapes: Shapes, attrs: Attrs) -> Shape:
+def expand(shapes: Shapes, attrs: Attrs) -> Shape:
     (shape,), to = _present(shapes), tuple(attrs["shape"])
-    kept = to[len(to) - len(shape) :]
-    joined = (b if a == 1 else _equal(a, b) for a, b in zip(shape, kept, strict=True))
-    return (*to[: len(to) - len(shape)], *joined)
+    new = len(to) - len(shape)
+    kept = (b if a == 1 else _equal(a, b) for a, b in zip(shape, to[new:], strict=True))
+    return (*to[:new], *kept)
 
 
-def _unsqueeze(shapes: Shapes, attrs: Attrs) -> Shape:
+def unsqueeze(shapes: Shapes, attrs: Attrs) -> Shape:
     (shape,) = _present(shapes)
-    rank = len(shape) + len(attrs["dims"])
+    ndim = len(shape) + len(attrs["dims"])
     made = list(shape)
-    for d in sorted(d % rank for d in attrs["dims"]):
+    for d in sorted(d % ndim for d in attrs["dims"]):
         made.insert(d, 1)
     return tuple(made)
 
 
-def _squeeze(shapes: Shapes, attrs: Attrs) -> Shape:
+def squeeze(shapes: Shapes, attrs: Attrs) -> Shape:
     (shape,) = _present(shapes)
     gone = {d % len(shape) for d in attrs["dims"]} if shape else set()
     return tuple(n for d, n in enumerate(shape) if d not in gone or n != 1)
 
 
-def _window(shapes: Shapes, attrs: Attrs) -> Shape:
+def window(shapes: Shapes, attrs: Attrs) -> Shape:
+    """What a slice takes; a part of one lies in zeros of the shape that is said."""
+    if attrs.get("places") is not None:
+        return tuple(attrs["shape"])
     (shape,) = _present(shapes)
     taken = zip(shape, attrs["starts"], attrs["ends"], attrs["steps"], strict=True)
     return tuple(
@@ -96,110 +121,108 @@ def _window(shapes: Shapes, attrs: Attrs) -> Shape:
     )
 
 
-def _reduce(shapes: Shapes, attrs: Attrs) -> Shape:
+# -- reductions, contractions and composite ops --------------------------------------------------
+
+
+def reduction(shapes: Shapes, attrs: Attrs) -> Shape:
     (shape,) = _present(shapes)
     dims, keeps = reduced_dims(attrs.get("dims"), len(shape)), attrs.get("keepdim", False)
     kept = ((d, n) for d, n in enumerate(shape) if keeps or d not in dims)
     return tuple(1 if d in dims else n for d, n in kept)
 
 
-def _matmul(shapes: Shapes, attrs: Attrs) -> Shape:
+def matmul(shapes: Shapes, attrs: Attrs) -> Shape:
     a, b = _present(shapes)
     _equal(a[-1], b[-2 if len(b) > 1 else 0])
-    return (*_broadcast((a[:-2], b[:-2]), attrs), *a[-2:-1], *(b[-1:] if len(b) > 1 else ()))
+    return (*_broadcast(a[:-2], b[:-2]), *a[-2:-1], *(b[-1:] if len(b) > 1 else ()))
 
 
-def _linear(shapes: Shapes, attrs: Attrs) -> Shape:
+def linear(shapes: Shapes, attrs: Attrs) -> Shape:
     x, w, *bias = _present(shapes)
     _equal(x[-1], w[-1])
+    if len(w) != 2 and (bias or len(w) != 1):
+        raise ValueError("a weight is a matrix; without a bias also a vector")
     for b in bias:
-        _broadcast((b, w[:-1]), attrs)
+        _check_expands(b, w[:-1])
     return (*x[:-1], *w[:-1])
 
 
-def _embedding(shapes: Shapes, attrs: Attrs) -> Shape:
-    indices, table = _present(shapes)
-    return (*indices, table[1])
+def embedding(shapes: Shapes, attrs: Attrs) -> Shape:
+    indices, (_, width) = _present(shapes)
+    return (*indices, width)
 
 
-def _layer_norm(shapes: Shapes, attrs: Attrs) -> Shape:
-    x, inner = _present(shapes)[0], tuple(attrs["normalized_shape"])
-    for shape in (x[len(x) - len(inner) :], *_present(shapes[1:])):
+def layer_norm(shapes: Shapes, attrs: Attrs) -> Shape:
+    """The normalised dims are the last ones, and all that the factors have."""
+    (x, *factors), inner = _present(shapes), tuple(attrs["normalized_shape"])
+    if not inner or len(inner) > len(x):
+        raise ValueError(f"{inner} are not the last dims of {x}")
+    for shape in (x[len(x) - len(inner) :], *factors):
         for a, b in zip(shape, inner, strict=True):
             _equal(a, b)
     return x
 
 
-def _attention(shapes: Shapes, attrs: Attrs) -> Shape:
+def attention(shapes: Shapes, attrs: Attrs) -> Shape:
     q, k, v, *mask = _present(shapes)
     _equal(q[-1], k[-1])
     _equal(k[-2], v[-2])
-    lead = _broadcast((q[:-2], k[:-2], v[:-2]), attrs)
+    lead = _broadcast(q[:-2], k[:-2], v[:-2])
     for m in mask:
-        _broadcast((m, (*lead, q[-2], k[-2])), attrs)
+        if len(m) < 2 or attrs.get("is_causal"):
+            raise ValueError("a mask has rows and columns, and takes the place of is_causal")
+        _check_expands(m, (*lead, q[-2], k[-2]))
     return (*lead, q[-2], v[-1])
 
 
-def _cat(shapes: Shapes, attrs: Attrs) -> Shape:
-    first, *others = _present(shapes)
-    at = attrs["dim"] % len(first)
-    result = list(first)
+def cat(shapes: Shapes, attrs: Attrs) -> Shape:
+    result, *others = _present(shapes)
+    at = attrs["dim"] % len(result)
     for shape in others:
-        for d, n in enumerate(shape):
-            result[d] = result[d] + n if d == at else _equal(result[d], n)
-    return tuple(result)
+        pairs = enumerate(zip(result, shape, strict=True))
+        result = tuple(a + b if d == at else _equal(a, b) for d, (a, b) in pairs)
+    return result
 
 
-def _created(shapes: Shapes, attrs: Attrs) -> Shape:
-    return tuple(attrs["shape"])
+def created(shapes: Shapes, attrs: Attrs) -> Shape:
+    """What is said, or the part of it."""
+    return box_shape(attrs["box"]) if attrs.get("box") is not None else tuple(attrs["shape"])
 
 
-#: host instruction -> the shape of its result.
-_RULES: dict[str, Callable[[Shapes, Attrs], Shape]] = {
-    "set": _first,
-    "permute": _permute,
-    "reshape": _reshape,
-    "expand": _expand,
-    "unsqueeze": _unsqueeze,
-    "squeeze": _squeeze,
-    "slice": _window,
-    "window": _window,
-    "unary": _first,
-    "binary": _broadcast,
-    "where": _broadcast,
-    "reduce": _reduce,
-    "matmul": _matmul,
-    "linear": _linear,
-    "embedding": _embedding,
-    "softmax": _first,
-    "log_softmax": _first,
-    "layer_norm": _layer_norm,
-    "attention": _attention,
-    "cat": _cat,
-    "uniform": _created,
-    "full": _created,
-    "arange": _created,
-    "constant": _created,
-    "full_like": _first,
-    "dropout": _first,
-}
+def numbered(shapes: Shapes, attrs: Attrs) -> Shape:
+    """One dim."""
+    (n,) = created(shapes, attrs)
+    return (n,)
 
 
-def symbolic_shape(host: str, shapes: Shapes, attrs: Attrs, numbers: Shape) -> Shape:
-    """The shape of a result.
+def listed(shapes: Shapes, attrs: Attrs) -> Shape:
+    """As many elements as there are numbers."""
+    _equal(len(attrs["values"]), math.prod(attrs["shape"]))
+    return created(shapes, attrs)
+
+
+# -- who asks ------------------------------------------------------------------------------------
+
+
+def known_shape(rule: ShapeRule | None, shapes: Shapes, attrs: Attrs) -> Shape | None:
+    """The shape of a result; None where there is no rule, or the operands do not fit."""
+    try:
+        return rule(shapes, attrs) if rule is not None else None
+    except _REFUSALS:
+        return None
+
+
+def symbolic_shape(rule: ShapeRule | None, shapes: Shapes, attrs: Attrs, numbers: Shape) -> Shape:
+    """The shape of a result whose operands have symbolic extents.
 
     Args:
-        host: the host instruction of the op.
+        rule: of the op.
         shapes: of the operands.
         attrs: of the op.
-        numbers: what torch says for the examples. Where no rule gives the same, the extents of the
-            operands are those of the examples from then on.
+        numbers: what torch says for the examples. Where the rule does not give the same, or there
+            is none, the extents of the operands are those of the examples from then on.
     """
-    rule = _RULES.get(host)
-    try:
-        result = rule(shapes, attrs) if rule is not None else None
-    except (ValueError, IndexError, KeyError):
-        result = None
+    result = known_shape(rule, shapes, attrs)
     if result is None or tuple(map(example, result)) != numbers:
         for shape in _present(shapes):
             for n in shape:

@@ -21,7 +21,6 @@ from mdfuse.ir.dims import reshape_groups
 from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.ir.infer import inferred
 from mdfuse.ir.ops import TABLE
-from mdfuse.ir.writes import ELEMENTWISE, EXACT, WRITES
 from mdfuse.passes.strategy import dim_map
 
 name = "choose_orders"
@@ -159,9 +158,9 @@ def _options(expr: Expr, values: Mapping[str, Value]) -> set[tuple[int, ...]]:
     """The orders in which the op writes its result as easily as in its own."""
     row, out = TABLE[expr.op], values[expr.output]
     operands = [values[x] for x in expr.reads if values[x].is_tensor]
-    if row.host in ELEMENTWISE and row.name in EXACT:
+    if row.is_elementwise and row.writes.is_exact:
         return {x.order for x in operands if x.shape == out.shape and not x.expanded}
-    if row.host == "reduce" and row.name in WRITES:
+    if row.host == "reduce" and row.writes.form is not None:
         (pairs,) = _corresponding(expr, values)
         return {_mapped_order(operands[0], tuple(map(pairs.get, range(len(out.shape)))))}
     return {operands[0].order} if row.host == "attention" and _is_fused(operands) else set()
@@ -185,10 +184,10 @@ def _may_be_read(fusion: Fusion, name: str) -> bool:
     seen, waiting = {name}, [name]
     while waiting:
         for reader in fusion.consumers[waiting.pop()]:
-            host = TABLE[reader.op].host
-            if host not in (*ELEMENTWISE, "reduce"):
+            row = TABLE[reader.op]
+            if not row.is_elementwise and row.host != "reduce":
                 return False
-            if host != "reduce" and reader.output not in seen:
+            if row.is_elementwise and reader.output not in seen:
                 seen.add(reader.output)
                 waiting.append(reader.output)
     return True

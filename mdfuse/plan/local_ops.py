@@ -19,14 +19,13 @@ from mdfuse.ir import ops
 from mdfuse.ir.graph import Operand
 from mdfuse.ir.infer import dense_strides
 from mdfuse.ir.numbers import scalar_call
+from mdfuse.ir.out_forms import Write
 from mdfuse.ir.writes import (
-    ELEMENTWISE,
-    EXACT,
-    Write,
     fresh_write,
     in_order,
     is_dense_result,
     ordered_write,
+    write_of,
 )
 from mdfuse.plan.allocation import empty, new_buffer
 from mdfuse.plan.context import Context
@@ -62,12 +61,12 @@ def _ordered_write(i: Instruction, row: ops.Op, context: Context) -> Write | Non
     facts = [context.fact(x) for x in i.reads if _is_tensor(x, context)]
     if list(i.order) == list(range(len(i.order))) and not _follows_operand(row, facts):
         return None
-    return ordered_write(row.name, row.host, i.order, facts)
+    return ordered_write(row, i.order, facts)
 
 
 def _follows_operand(row: ops.Op, facts: Sequence[Tensor | None]) -> bool:
     """An exact op's own result would lie as an operand does, which is not plain."""
-    is_exact = row.host in ELEMENTWISE and row.name in EXACT
+    is_exact = row.is_elementwise and row.writes.is_exact
     return is_exact and any(x is not None and not x.is_contiguous() for x in facts)
 
 
@@ -106,14 +105,14 @@ def _filled(
     if not is_kept or not i.inputs or not _is_tensor(i.inputs[0], context):
         return None
     is_plain = i.order is None or list(i.order) == list(range(len(i.order)))
-    if not is_plain and row.name not in EXACT:  # other loops, other last bits
+    if not is_plain and not row.writes.is_exact:  # other loops, other last bits
         return None
-    write = fresh_write(row.name, [context.fact(x) for x in i.reads if _is_tensor(x, context)])
+    write = fresh_write(row, [context.fact(x) for x in i.reads if _is_tensor(x, context)])
     if write is None:
         return None
     lines = new_buffer(output, i.order, context)
     kwargs = (*attrs.items(), ("out", context.ref(output)))
-    may = row.host in ELEMENTWISE
+    may = row.is_elementwise
     return [*lines, Line(run=write, args=_operands(i, context), kwargs=kwargs, in_place=may)]
 
 
@@ -126,7 +125,7 @@ def _bound(i: Instruction, row: ops.Op, attrs: dict[str, Any], context: Context)
     facts = [context.fact(x) for x in i.reads if _is_tensor(x, context)]
     if row.is_view and facts and facts[0] is not None:
         context.know(output, row.call(facts[0], **attrs))
-    elif is_dense_result(row.name, facts):
+    elif is_dense_result(row, facts):
         context.know(output, torch.empty(shape, dtype=dtype, device="meta"))
     return ordered(i, context, line)
 
@@ -140,8 +139,10 @@ def _written(i: Instruction, row: ops.Op, attrs: dict[str, Any], context: Contex
     target, operands, overlaps = context.ref(output), _operands(i, context), _overlaps(i, context)
     may = not overlaps and not row.is_creation and context.is_on_device(output)
     may = may and _is_tensor(i.inputs[0], context)
-    ordered = _ordered_write(i, row, context) if may and row.name not in EXACT else None
-    run = in_order(i.order, ordered) if ordered is not None and i.order is not None else row.out
+    ordered = _ordered_write(i, row, context) if may and not row.writes.is_exact else None
+    run = (
+        in_order(i.order, ordered) if ordered is not None and i.order is not None else write_of(row)
+    )
     if run is not None and may:
         kwargs = (*attrs.items(), ("out", target))
         return Line(run=run, args=operands, kwargs=kwargs)
@@ -161,7 +162,7 @@ def _overlaps(i: Instruction, context: Context) -> bool:
     """An operand that is still read may be overwritten meanwhile."""
     (output,) = i.outputs
     sharing = [x for x in i.reads if context.share(x, output)]
-    if i.op in ELEMENTWISE:
+    if i.op in ops.ELEMENTWISE:
         sharing = [x for x in sharing if x != output]
     return bool(sharing)
 

@@ -7,6 +7,9 @@ it with `.on()` never places an operand. `docs/operations.md` lists them all.
 
 from __future__ import annotations
 
+from inspect import isfunction
+from types import ModuleType
+
 from mdfuse.frontend import methods
 from mdfuse.frontend.hints import hint_for
 from mdfuse.frontend.kinds import taking_kinds
@@ -15,19 +18,22 @@ from mdfuse.frontend.ops import (
     creations,
     draws,
     extremes,
-    indexing,
     neural,
+    parts,
     pointwise,
     products,
     reductions,
     views,
 )
 from mdfuse.frontend.ops.indexing import index as index
-from mdfuse.frontend.ops.recording import Operation
+from mdfuse.frontend.ops.recording import Operation, as_dtype
 from mdfuse.frontend.ops.recording import current as current
 from mdfuse.frontend.ops.views import stride_order as stride_order
 
-_MODULES = (views, indexing, pointwise, extremes, reductions, products, neural, draws, creations)
+#: The families of operations: each function without an underscore is one, by its own name.
+FAMILIES = (
+    views, parts, pointwise, reductions, extremes, products, neural, draws, creations,
+)  # fmt: skip
 
 #: other name -> operation.
 ALIASES = {
@@ -39,14 +45,25 @@ ALIASES = {
     "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge",
 }  # fmt: skip
 
+
+def defined_in(family: ModuleType) -> dict[str, Operation]:
+    """The operations that a module defines, by name."""
+    own = (f for name, f in vars(family).items() if not name.startswith("_") and isfunction(f))
+    return {f.__name__: f for f in own if f.__module__ == family.__name__}
+
+
+def _by_name() -> dict[str, Operation]:
+    found = {name: f for family in FAMILIES for name, f in defined_in(family).items()}
+    rows = pointwise.ROWS
+    made = {name: taking_kinds(f, f is rows.get(name)) for name, f in (rows | found).items()}
+    return made | {alias: made[name] for alias, name in ALIASES.items()}
+
+
 #: Every operation by name.
-BY_NAME: dict[str, Operation] = {
-    **{name: taking_kinds(f, elementwise=True) for name, f in pointwise.ROWS.items()},
-    **{f.__name__: taking_kinds(f) for module in _MODULES for f in module.SPELLED},
-}
-BY_NAME |= {alias: BY_NAME[name] for alias, name in ALIASES.items()}
+BY_NAME: dict[str, Operation] = _by_name()
 globals().update(BY_NAME)
-methods.fill({**BY_NAME, "index": index, "as_dtype": pointwise.as_dtype})
+methods.provide(BY_NAME)
+methods.OPERATIONS.update(index=index, as_dtype=as_dtype)
 
 
 def __getattr__(name: str) -> Operation:

@@ -14,7 +14,7 @@ import torch
 from mdfuse.errors import DefinitionError
 from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.ops.recording import Operation, definition_of, record, sequence
+from mdfuse.frontend.ops.recording import definition_of, record, sequence
 from mdfuse.frontend.plain import brief, is_in_range
 from mdfuse.layouts.layout import Layout
 
@@ -66,7 +66,7 @@ def full(
     mesh: Any = None,
     layout: Any = None,
 ) -> Handle:
-    """One number everywhere.
+    """One number everywhere; a scalar input may be that number.
 
     Args:
         shape: global extents.
@@ -148,7 +148,7 @@ def _is_finite(*numbers: Any) -> bool:
 def tensor(
     data: Any, *, dtype: torch.dtype | None = None, mesh: Any = None, layout: Any = None
 ) -> Handle:
-    """A constant: numbers that stand in the program.
+    """A constant: up to 4096 numbers that stand in the program.
 
     Args:
         data: a number, nested lists of numbers, or a small tensor, which is copied now.
@@ -231,9 +231,3 @@ def new_zeros(x: Handle, shape: Shape, *more: int, dtype: torch.dtype | None = N
 def new_ones(x: Handle, shape: Shape, *more: int, dtype: torch.dtype | None = None) -> Handle:
     """Ones in the dtype of x."""
     return ones(shape, *more, dtype=dtype or x.dtype)
-
-
-SPELLED: tuple[Operation, ...] = (
-    full, zeros, ones, arange, tensor, full_like, zeros_like, ones_like, new_full, new_zeros,
-    new_ones,
-)  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.ops.recording import Operation, definition_of, record
+from mdfuse.frontend.ops.recording import definition_of, record
 
 
 def uniform(
@@ -70,6 +70,3 @@ def _check_seed(seed: Any) -> None:
             because="a seed is an integer, or an integer scalar",
             hint="define_scalar(dtype=int) makes it an input of each run",
         )
-
-
-SPELLED: tuple[Operation, ...] = (uniform, dropout)

@@ -6,7 +6,6 @@ values are, and a dim may be split.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -15,22 +14,7 @@ from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import creations, pointwise, views
 from mdfuse.frontend.ops.pointwise import ROWS
 from mdfuse.frontend.ops.recording import Dims, Operation, checked, record
-
-Reduction = Callable[..., Handle]
-
-
-def _extreme(name: str, doc: str) -> Reduction:
-    def function(
-        x: Handle, dim: Dims = None, keepdim: bool = False, *, dims: Dims = None
-    ) -> Handle:
-        return record(name, x, dims=checked(x, dim, dims), keepdim=keepdim)
-
-    function.__name__, function.__doc__ = f"a{name}", doc
-    return function
-
-
-amax = _extreme("max", "The largest element over dims (all by default).")
-amin = _extreme("min", "The smallest element over dims (all by default).")
+from mdfuse.frontend.ops.reductions import Reduction, amax, amin
 
 
 def _first_place(x: Handle, extreme: Handle, over: tuple[int, ...]) -> Handle:
@@ -97,5 +81,3 @@ def _as_in_torch(name: str, over: Reduction, pairwise: Reduction) -> Operation:
 
 max = _as_in_torch("max", amax, pointwise.maximum)
 min = _as_in_torch("min", amin, pointwise.minimum)
-
-SPELLED: tuple[Operation, ...] = (amax, amin, argmax, argmin, max, min)

@@ -10,10 +10,10 @@ import torch
 from mdfuse.errors import DefinitionError
 from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.ops.indexing import chunk
-from mdfuse.frontend.ops.pointwise import ROWS, as_dtype, clamp
-from mdfuse.frontend.ops.recording import Dims, Operation, own_place, place, record
-from mdfuse.frontend.ops.reductions import back, in_f32, mean, norm, sum
+from mdfuse.frontend.ops.parts import chunk
+from mdfuse.frontend.ops.pointwise import ROWS, clamp
+from mdfuse.frontend.ops.recording import Dims, as_dtype, back, in_f32, own_place, place, record
+from mdfuse.frontend.ops.reductions import mean, norm, sum
 from mdfuse.frontend.ops.views import repeat_interleave
 
 
@@ -206,9 +206,3 @@ def _reduced(x: Handle, reduction: str) -> Handle:
         )
     result: Handle = known[reduction](x)
     return result
-
-
-SPELLED: tuple[Operation, ...] = (
-    softmax, log_softmax, softmin, glu, layer_norm, rms_norm, normalize,
-    scaled_dot_product_attention, mse_loss, l1_loss,
-)  # fmt: skip

@@ -10,8 +10,8 @@ import torch
 from mdfuse.errors import DefinitionError
 from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.ops.recording import Elementwise, Operation, record
-from mdfuse.ir import ops as table
+from mdfuse.frontend.ops.recording import Elementwise, as_dtype, record
+from mdfuse.ir.ops import TABLE
 
 
 def _unary(name: str) -> Elementwise:
@@ -30,12 +30,12 @@ def _binary(name: str) -> Elementwise:
     return function
 
 
-_UNARY = (*table.UNARY, "relu", "silu")
-_BINARY = (name for name, row in table.TABLE.items() if row.host == "binary")
+_RECORDED = {"unary": _unary, "binary": _binary}
 #: Operations with no arguments but their operands.
 ROWS: dict[str, Elementwise] = {
-    **{name: _unary(name) for name in _UNARY},
-    **{name: _binary(name) for name in _BINARY},
+    name: _RECORDED[row.host](name)
+    for name, row in TABLE.items()
+    if row.host in _RECORDED and not row.attrs
 }
 _equal = ROWS["eq"]
 maximum, minimum, mul, tanh = ROWS["maximum"], ROWS["minimum"], ROWS["mul"], ROWS["tanh"]
@@ -48,11 +48,6 @@ abs, neg, trunc, sigmoid = ROWS["abs"], ROWS["neg"], ROWS["trunc"], ROWS["sigmoi
 def cast(x: Handle, dtype: torch.dtype) -> Handle:
     """Another dtype."""
     return record("cast", x, dtype=dtype)
-
-
-def as_dtype(x: Handle, dtype: torch.dtype) -> Handle:
-    """Another dtype, without a copy where it is that already."""
-    return record("set", x) if x.dtype == dtype else cast(x, dtype)
 
 
 def type_as(x: Handle, other: Handle) -> Handle:
@@ -250,12 +245,5 @@ def hardswish(x: Handle) -> Handle:
 
 
 def softsign(x: Handle) -> Handle:
-    """x / (1 + |x|)."""
+    """x / (1 + abs(x))."""
     return x / (abs(x) + 1)
-
-
-SPELLED: tuple[Operation, ...] = (
-    cast, type_as, add, sub, rsub, div, lerp, addcmul, addcdiv, frac, where, masked_fill, clamp,
-    clamp_min, clamp_max, nan_to_num, gelu, leaky_relu, elu,
-    softplus, logsigmoid, mish, selu, hardtanh, relu6, hardsigmoid, hardswish, softsign,
-)  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.ops.recording import Operation, record, shown
+from mdfuse.frontend.ops.recording import record, shown
 
 
 def matmul(x: Handle, other: Handle) -> Handle:
@@ -104,8 +104,3 @@ def linear(x: Handle, weight: Handle, bias: Handle | None = None) -> Handle:
 def embedding(indices: Handle, weight: Handle) -> Handle:
     """Rows of weight[v,d] at indices[…]. They are below v: see `Options.check_indices`."""
     return record("embedding", indices, weight)
-
-
-SPELLED: tuple[Operation, ...] = (
-    matmul, mm, bmm, mv, dot, outer, addmm, baddbmm, addmv, linear, embedding,
-)  # fmt: skip

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from mdfuse.errors import DefinitionError
 from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
@@ -54,6 +56,25 @@ def shown(x: Any) -> str:
             hint="make it an input with fd.define_tensor",
         )
     return f"%{x.name}: {x.value.type_text()}"
+
+
+# -- dtypes --------------------------------------------------------------------------------------
+
+
+def as_dtype(x: Handle, dtype: torch.dtype) -> Handle:
+    """Another dtype, without a copy where it is that already."""
+    return record("set", x) if x.dtype == dtype else record("cast", x, dtype=dtype)
+
+
+def in_f32(x: Handle) -> Handle:
+    """f16 and bf16 in f32, which sums and squares need; other dtypes as they are."""
+    is_narrow = x.dtype in (torch.float16, torch.bfloat16)
+    return record("cast", x, dtype=torch.float32) if is_narrow else x
+
+
+def back(y: Handle, x: Handle) -> Handle:
+    """A result in the dtype that x had."""
+    return y if y.dtype == x.dtype else record("cast", y, dtype=x.dtype)
 
 
 # -- dims ----------------------------------------------------------------------------------------

@@ -14,9 +14,8 @@ import torch
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import pointwise
-from mdfuse.frontend.ops.extremes import amax, amin
-from mdfuse.frontend.ops.pointwise import ROWS, as_dtype, cast
-from mdfuse.frontend.ops.recording import Dims, Operation, checked, chosen, record
+from mdfuse.frontend.ops.pointwise import ROWS, cast
+from mdfuse.frontend.ops.recording import Dims, as_dtype, back, checked, chosen, in_f32, record
 
 Reduction = Callable[..., Handle]
 
@@ -53,31 +52,23 @@ def mean(
     return record("mean", x, dims=checked(x, dim, dims), keepdim=keepdim)
 
 
-def _truth(name: str, doc: str) -> Reduction:
+def _plain(name: str, op: str, doc: str) -> Reduction:
     def function(
         x: Handle, dim: Dims = None, keepdim: bool = False, *, dims: Dims = None
     ) -> Handle:
-        return record(name, x, dims=checked(x, dim, dims), keepdim=keepdim)
+        return record(op, x, dims=checked(x, dim, dims), keepdim=keepdim)
 
     function.__name__, function.__doc__ = name, doc
     return function
 
 
-any = _truth("any", "Whether some element is true, over dims (all by default).")
-all = _truth("all", "Whether all elements are true, over dims (all by default).")
+amax = _plain("amax", "max", "The largest element over dims (all by default).")
+amin = _plain("amin", "min", "The smallest element over dims (all by default).")
+any = _plain("any", "any", "Whether some element is true, over dims (all by default).")
+all = _plain("all", "all", "Whether every element is true, over dims (all by default).")
 
 
 # -- made of several -----------------------------------------------------------------------------
-
-
-def in_f32(x: Handle) -> Handle:
-    """f16 and bf16 in f32, which sums and squares need; other dtypes as they are."""
-    return cast(x, torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
-
-
-def back(y: Handle, x: Handle) -> Handle:
-    """A result in the dtype that x had."""
-    return y if y.dtype == x.dtype else cast(y, x.dtype)
 
 
 def count_nonzero(x: Handle, dim: Dims = None, *, dims: Dims = None) -> Handle:
@@ -180,8 +171,3 @@ def _norm(x: Handle, p: float, over: Dims, keepdim: bool) -> Handle:
     if p == 2:
         return ROWS["sqrt"](sum(x * x, over, keepdim))
     return sum(ROWS["abs"](x) ** p, over, keepdim) ** (1.0 / p)
-
-
-SPELLED: tuple[Operation, ...] = (
-    sum, prod, mean, any, all, count_nonzero, var, std, logsumexp, norm,
-)  # fmt: skip

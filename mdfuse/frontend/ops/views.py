@@ -10,7 +10,6 @@ from mdfuse.errors import DefinitionError
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops.recording import (
     Dims,
-    Operation,
     checked,
     out_of_range,
     own_place,
@@ -197,7 +196,7 @@ def repeat_interleave(x: Handle, repeats: int, dim: int | None = None) -> Handle
 
 
 def stride_order(x: Handle, order: Sequence[int]) -> Handle:
-    """The value in a memory order that is kept: a new value, copied where it lies otherwise.
+    """The value in a memory order that is kept: `order[d]` is the place of dim d, 0 the fastest.
 
     Args:
         x: a tensor.
@@ -230,10 +229,3 @@ def stride_order(x: Handle, order: Sequence[int]) -> Handle:
 def contiguous(x: Handle) -> Handle:
     """The value with its last dim the fastest in memory."""
     return stride_order(x, tuple(reversed(range(x.ndim))))
-
-
-SPELLED: tuple[Operation, ...] = (
-    set, permute, transpose, t, movedim, reshape, reshape_as, flatten, unflatten, unsqueeze,
-    squeeze, expand, expand_as, broadcast, broadcast_in_dim, repeat, repeat_interleave,
-    stride_order, contiguous,
-)  # fmt: skip

@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.storage import storage
 from mdfuse.ir.graph import fresh_name
-from mdfuse.ir.writes import ELEMENTWISE
+from mdfuse.ir.ops import ELEMENTWISE
 
 #: What nests others.
 _BLOCKS = ("launch", "for", "if")

@@ -368,9 +368,8 @@ def _may_ask(out: Emitter, i: Instruction, order: tuple[int, ...]) -> bool:
     row = TABLE.get(i.fn)
     if row is None or row.is_view:
         return False
-    ranks = [len(out.types[x].shape) for x in i.reads]
-    is_plain = order == tuple(range(len(order)))
-    return is_plain or has_orders(row.name, row.host, order, ranks)
+    ndims = [len(out.types[x].shape) for x in i.reads]
+    return order == tuple(range(len(order))) or has_orders(row, order, ndims)
 
 
 # -- expanded dims do not travel -----------------------------------------------------------------

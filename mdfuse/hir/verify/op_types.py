@@ -10,23 +10,26 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mdfuse.errors import DefinitionError
 from mdfuse.hir.program import BufferType
 from mdfuse.hir.verify.layouts import Contradiction, is_shown, may_be_said, result_layout
-from mdfuse.hir.verify.shapes import Sample, Shape, number, quick_dtype, quick_shape
 from mdfuse.ir.dims import pointwise
 from mdfuse.ir.graph import Value, dtype_name
-from mdfuse.ir.infer import infer, scalar_sample
+from mdfuse.ir.infer import infer, on_few_elements, scalar_sample
 from mdfuse.ir.local_attributes import Part
 from mdfuse.ir.ops import TABLE, local_attrs
+from mdfuse.ir.shapes import Shape, known_shape
 from mdfuse.layouts.boxes import Box
 from mdfuse.layouts.layout import Layout
 
 #: What an operand is for the inference: a buffer or scalar, the type of a number, or nothing.
 Kind = BufferType | type
 Attrs = tuple[tuple[str, Any], ...]
+#: What it is for its dtype: (dtype, number of dims) of a tensor, or the type of a number.
+Sample = tuple[torch.dtype, int] | type
 
 
 @lru_cache(maxsize=16384)
@@ -84,9 +87,11 @@ def _dims_problem(
     fn: str, attrs: dict[str, Any], buffers: list[BufferType], result: BufferType
 ) -> str | None:
     """Why attributes do not name dims that there are, each once."""
-    n = len(result.shape if fn == "unsqueeze" or not buffers else buffers[0].shape)
-    for name in ("dims", "dim"):
-        given = attrs.get(name)
+    for known in TABLE[fn].attrs:
+        name, given = known.name, attrs.get(known.name)
+        if name not in ("dims", "dim"):
+            continue
+        n = len(result.shape if known.of == "result" or not buffers else buffers[0].shape)
         dims = (given,) if isinstance(given, int) else given or ()
         for d in dims:
             if not isinstance(d, int) or not -n <= d < n:
@@ -107,47 +112,24 @@ def is_said(before: BufferType, after: BufferType, rank: int | None) -> bool:
     return all(before.local_shape(r) == after.local_shape(r) for r in ranks)
 
 
-#: Attributes that only a rank's part of an op has.
-_LOCAL_ONLY = ("count", "identity", "part", "box")
-
-
 def global_attrs(
     fn: str, attrs: Attrs, operands: tuple[Kind, ...], result: BufferType, rank: int | None
 ) -> Attrs:
     """The attributes of an op on whole tensors, where these are one rank's."""
-    given = dict(attrs)
-    if fn in ("reshape", "expand") and (rank is not None or not given):
-        return (("shape", result.shape),)  # that of an expand may be left out
-    source = operands[0] if operands else None
-    if rank is None or TABLE[fn].localize is None or not isinstance(source, BufferType):
-        return (
-            tuple((k, v) for k, v in attrs if k not in _LOCAL_ONLY) if rank is not None else attrs
-        )
-    kept = {k: v for k, v in given.items() if k not in _LOCAL_ONLY}
-    if fn == "slice":
-        held = zip(given["ends"], source.local_shape(rank), source.shape, strict=True)
-        kept["ends"] = tuple(n if end == local else end for end, local, n in held)
-    if fn == "window" and "places" in kept and len(source.shape) == len(result.shape):
-        kept = _whole_window(kept, source, result, rank)
-    if fn == "dropout":
-        kept.pop("shape", None)
-    return tuple(kept.items())
+    row = TABLE[fn]
+    if row.globalize is not None and (rank is not None or not attrs):
+        assert result.layout is not None  # the shape of an expand may be left out
+        part = _part(operands, result, result.layout.mesh.first if rank is None else rank)
+        attrs = tuple(row.globalize(dict(attrs), part).items())
+    local = {a.name for a in row.attrs if a.is_local} if rank is not None else ()
+    return tuple((k, v) for k, v in attrs if k not in local)
 
 
-def _whole_window(
-    given: dict[str, Any], source: BufferType, result: BufferType, rank: int
-) -> dict[str, Any]:
-    """Where a window lies in the whole, of which a rank says where it lies in its part."""
-    starts, ends = [], []
-    dims = zip(source.shape, result.shape, source.box(rank), strict=True)
-    for d, (n, taken, (here, _)) in enumerate(dims):
-        step, (first, _) = given["steps"][d], given["places"][d]
-        is_all = step == 1 and taken == n  # split likewise, or whole
-        start = 0 if is_all else here + given["starts"][d] - first * step
-        starts.append(start)
-        ends.append(start + taken * step)
-    kept = {k: v for k, v in given.items() if k not in ("places", "shape")}
-    return {**kept, "starts": tuple(starts), "ends": tuple(ends)}
+def _part(operands: tuple[Kind, ...], result: BufferType, rank: int) -> Part:
+    tensors = [k if isinstance(k, BufferType) and k.layout is not None else None for k in operands]
+    shapes = tuple(k.shape if k is not None else None for k in tensors)
+    boxes = tuple(k.box(rank) if k is not None else None for k in tensors)
+    return Part(shapes=shapes, boxes=boxes, shape=result.shape, box=result.box(rank))
 
 
 def _layout_problem(
@@ -197,10 +179,7 @@ def _problem_on(
     rank: int,
 ) -> str | None:
     """The same on one rank's parts, with its attributes: those given, if any, are just these."""
-    tensors = [k if isinstance(k, BufferType) and k.layout is not None else None for k in operands]
-    shapes = tuple(k.shape if k is not None else None for k in tensors)
-    boxes = tuple(k.box(rank) if k is not None else None for k in tensors)
-    part = Part(shapes=shapes, boxes=boxes, shape=result.shape, box=result.box(rank))
+    part = _part(operands, result, rank)
     try:
         local = local_attrs(TABLE[fn], dict(attrs), part)
         mine = local if given is None else {**_left_out(fn, attrs, part), **dict(given)}
@@ -246,12 +225,40 @@ def _inferred(
     result: BufferType,
     want: Shape,
 ) -> str | None:
-    """What is wrong with the result of a row on operands of some shapes."""
-    samples = tuple(map(_sample, operands, shapes))
-    is_quick = quick_shape(fn, shapes, dict(attrs)) == want
-    if is_quick and quick_dtype(fn, samples, attrs) == result.dtype:
-        return None
+    """What is wrong with the result of a row on operands of some shapes.
+
+    The meta device takes up to milliseconds per op, more than lowering it: it is asked where the
+    row's own rule does not say that all is well, or some operand has no elements.
+    """
+    if not any(shape and 0 in shape for shape in shapes):
+        made = known_shape(TABLE[fn].shape, shapes, dict(attrs))
+        samples = tuple(map(_sample, operands, shapes))
+        if made == want and _dtype(fn, samples, attrs) == result.dtype:
+            return None
     return _inferred_on_meta(fn, attrs, operands, shapes, result, want)
+
+
+@lru_cache(maxsize=4096)
+def _dtype(fn: str, samples: tuple[Sample, ...], attrs: Attrs) -> torch.dtype | None:
+    """The dtype of a row's result; None where torch does not take these dtypes."""
+    row = TABLE[fn]
+    if row.is_view and isinstance(samples[0], tuple):
+        return samples[0][0]
+    if row.is_creation:
+        return dict(attrs)["dtype"]  # type: ignore[no-any-return]
+    few = (x if isinstance(x, tuple) else _number(x) for x in samples)
+    try:
+        made = on_few_elements(row, few, dict(attrs))
+    except (RuntimeError, TypeError, ValueError, IndexError, AssertionError, AttributeError):
+        return None  # AttributeError: a number where only a tensor will do
+    return made.dtype if isinstance(made, Tensor) else None
+
+
+def _number(kind: type) -> Any:
+    """A number that stands for all of its type; an index expression is an integer."""
+    if kind is type(None):
+        return None
+    return kind(1) if kind in (bool, float) else 1
 
 
 def _sample(kind: Kind, shape: Shape | None) -> Sample:
@@ -276,7 +283,7 @@ def _inferred_on_meta(
         for n, (k, shape) in enumerate(zip(operands, shapes, strict=True))
         if isinstance(k, BufferType)
     }
-    inputs = [str(n) if isinstance(k, BufferType) else number(k) for n, k in enumerate(operands)]
+    inputs = [str(n) if isinstance(k, BufferType) else _number(k) for n, k in enumerate(operands)]
     described = ", ".join(str(list(s)) for s in shapes if s is not None)
     try:
         made = infer(TABLE[fn], inputs, dict(attrs), values, None)

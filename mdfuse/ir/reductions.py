@@ -1,0 +1,99 @@
+"""Reductions as torch computes them: over some dims, or none; also into a buffer (`out`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mdfuse.ir.dims import reduced_dims
+
+
+def _unreduced(x: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    """Over no dims: a copy."""
+    return x.to(dtype, copy=True) if out is None else out.copy_(x)
+
+
+def add_up(
+    x: Tensor,
+    *,
+    dims: Any = None,
+    keepdim: bool = False,
+    dtype: Any = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    chosen = reduced_dims(dims, x.ndim)
+    dtype = dtype if out is None else out.dtype
+    if not chosen:
+        return _unreduced(x, dtype or torch.sum(x.new_empty(0)).dtype, out)
+    return torch.sum(x, chosen, keepdim=keepdim, dtype=dtype, out=out)
+
+
+def multiply(
+    x: Tensor,
+    *,
+    dims: Any = None,
+    keepdim: bool = False,
+    dtype: Any = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """torch multiplies over one dim at a time."""
+    *others, last = sorted(reduced_dims(dims, x.ndim), reverse=True) or (None,)
+    for d in others:
+        x = torch.prod(x, d, keepdim=keepdim, dtype=dtype)
+    if last is None:
+        return _unreduced(x, dtype or torch.prod(x.new_empty(0)).dtype, out)
+    dtype = dtype if out is None else out.dtype
+    return torch.prod(x, last, keepdim=keepdim, dtype=dtype, out=out)
+
+
+def extreme(name: str, pick: Callable[[torch.dtype], float | int | bool]) -> Callable[..., Tensor]:
+    """amin or amax; an empty shard contributes the identity where the whole is not empty."""
+    function = getattr(torch, name)
+
+    def call(
+        x: Tensor,
+        *,
+        dims: Any = None,
+        keepdim: bool = False,
+        identity: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        chosen = reduced_dims(dims, x.ndim)
+        if not chosen:
+            return _unreduced(x, x.dtype, out)
+        if identity and 0 in (x.shape[d] for d in chosen):
+            shape = [n if d not in chosen else 1 for d, n in enumerate(x.shape)]
+            kept = [n for d, n in enumerate(shape) if keepdim or d not in chosen]
+            return (x.new_empty(kept) if out is None else out).fill_(pick(x.dtype))
+        return function(x, dim=chosen, keepdim=keepdim, out=out)  # type: ignore[no-any-return]
+
+    return call
+
+
+def truth(name: str) -> Callable[..., Tensor]:
+    """any or all."""
+    function = getattr(torch, name)
+
+    def call(
+        x: Tensor, *, dims: Any = None, keepdim: bool = False, out: Tensor | None = None
+    ) -> Tensor:
+        chosen = reduced_dims(dims, x.ndim)
+        if chosen:
+            return function(x, dim=chosen, keepdim=keepdim, out=out)  # type: ignore[no-any-return]
+        return _unreduced(x != 0, torch.uint8 if x.dtype == torch.uint8 else torch.bool, out)
+
+    return call
+
+
+def average(
+    x: Tensor, *, dims: Any = None, keepdim: bool = False, count: int | None = None
+) -> Tensor:
+    """The mean; with `count`, this part's share of the mean over `count` elements."""
+    chosen = reduced_dims(dims, x.ndim)
+    if count is None:
+        return torch.mean(x, chosen, keepdim=keepdim) if chosen else x.clone()
+    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    return (torch.sum(x, chosen, keepdim=keepdim, dtype=wide) / count).to(x.dtype)

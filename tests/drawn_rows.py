@@ -1,0 +1,71 @@
+"""Operands and attributes for any row of the op table, drawn by what it says of itself."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mdfuse.ir import dims
+from mdfuse.ir.attributes import Attr
+from mdfuse.ir.ops import Op
+
+Shape = tuple[int, ...]
+
+#: What attributes may be beside lists of small numbers.
+VALUES: tuple[Any, ...] = (
+    0, 1, -1, 2, 3, 0.5, True, False, "none", "tanh", "sum", "bor", torch.float32, torch.int64,
+)  # fmt: skip
+
+
+def drawn_shape(drawn: random.Random, most: int = 4) -> Shape:
+    return tuple(drawn.choice((1, 2, 3)) for _ in range(drawn.randrange(most + 1)))
+
+
+def drawn_attr(drawn: random.Random, a: Attr, operand: Shape | None) -> Any:
+    """One of the values that the attribute may have."""
+    while True:
+        x = drawn.choice(VALUES)
+        if drawn.random() < 0.7:
+            length = len(operand or ()) if drawn.random() < 0.7 else drawn.randrange(4)
+            x = tuple(drawn.randrange(4) for _ in range(length))
+        if operand and drawn.random() < 0.3:  # an end of the operand, or its dims in any order
+            x = drawn.choice(
+                (operand[-1:], operand[-2:], tuple(drawn.sample(operand, len(operand))))
+            )
+        more = len(x) if a.of == "result" and isinstance(x, tuple) else 0
+        n = None if operand is None else len(operand) + more
+        if a.holds(x, n) and not (isinstance(x, tuple) and a.is_shape and 0 in x):
+            return x
+
+
+def drawn_call(drawn: random.Random, row: Op) -> tuple[list[Any], dict[str, Any]]:
+    """Operands and attributes; many of the operands have one shape, or the same last dims."""
+    least, most = row.operands
+    first, found = drawn_shape(drawn), []
+    for at in range(drawn.randint(least, least + 2 if most is None else most)):
+        kind = drawn.random()
+        shape = first if kind < 0.4 else first[-2:] if kind < 0.6 else first[-1:]
+        found.append(drawn_shape(drawn, 3) if kind > 0.7 and at else shape)
+    whole = row.name.startswith("bitwise")
+    tensors: list[Any] = [torch.ones(s, dtype=torch.int64 if whole else None) for s in found]
+    if row.name == "where":
+        tensors[0] = tensors[0].bool()
+    if row.indexed is not None:
+        tensors[0] = torch.zeros(found[0], dtype=torch.int64)
+    if row.rule in (dims.creation, dims.likeness):
+        tensors[row.rule is dims.likeness :] = [1.0] * (len(found) - (row.rule is dims.likeness))
+    if row.name in ("uniform", "dropout"):  # seeds
+        tensors[-1] = 1
+    operand = found[0] if found else None
+    given = (a for a in row.attrs if not a.is_local and (a.required or drawn.random() < 0.5))
+    return tensors, {a.name: drawn_attr(drawn, a, operand) for a in given}
+
+
+def of_torch(call: Callable[..., Any], *operands: Any, **attrs: Any) -> Shape | None:
+    try:
+        return tuple(call(*operands, **attrs).shape)
+    except (RuntimeError, TypeError, ValueError, IndexError, AssertionError):
+        return None
