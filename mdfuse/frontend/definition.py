@@ -34,7 +34,7 @@ _ITSELF = frozenset((str, type(None), torch.dtype))
 
 
 class FusionDefinition:
-    """Records a fusion, operation by operation.
+    """Record a fusion, operation by operation.
 
     What was recorded before, in this or another definition, is looked up (`FusionCache`); names and
     expressions are made when something new is recorded, or when they are asked for.
@@ -196,7 +196,7 @@ class FusionDefinition:
     def define_scalar(
         self, value: float | int | bool | None = None, dtype: Any = None, name: str | None = None
     ) -> Handle:
-        """A number: a constant, or with value None an input of each run.
+        """Define a number: a constant, or with value None an input of each run.
 
         Args:
             value: the constant.
@@ -210,7 +210,7 @@ class FusionDefinition:
         return handle
 
     def define_vector(self, values: Sequence[float | int | bool]) -> list[Handle]:
-        """A scalar for each number."""
+        """Define a scalar for each number."""
         return [self.define_scalar(v) for v in values]
 
     def add_output(
@@ -247,7 +247,7 @@ class FusionDefinition:
         self.outputs.append(t.id)
 
     def _in_order(self, t: Handle, stride_order: Sequence[int]) -> Handle:
-        """The value in a memory order: itself, where that order is required of it already."""
+        """The value in a memory order; itself where it has that requirement already."""
         required = t.stride_order_requirement
         if required is None:
             return operations.stride_order(t, stride_order)
@@ -267,14 +267,14 @@ class FusionDefinition:
     # -- what handles and operations call --------------------------------------------------------
 
     def next_stream(self) -> int:
-        """A number for each random operation, so that two draws differ."""
+        """Count random operations, so that two draws with one seed differ."""
         self._streams += 1
         return self._streams
 
     def record(
         self, op: str, operands: Sequence[Any], attrs: Mapping[str, Any] = _NO_ATTRS
     ) -> Handle:
-        """Append an expression; returns the handle of its result."""
+        """Append an expression, and return the handle of its result."""
         key: list[Any] = [op]
         for x in operands:
             if type(x) is Handle and x.definition is self:
@@ -315,7 +315,7 @@ class FusionDefinition:
     # -- the trie --------------------------------------------------------------------------------
 
     def _made(self, key: tuple[Any, ...], arguments: tuple[Any, ...], name: str | None) -> Handle:
-        """Record a call that makes a value; its handle."""
+        """Record a call that makes a value, and return its handle."""
         if name is not None:
             _check_name(name)
         node = self._do(key, arguments, name)

@@ -11,7 +11,7 @@ from mdfuse.errors import DefinitionError
 
 
 def dims_of(stride_order: Sequence[int], rank: int) -> tuple[int, ...] | None:
-    """The dims from outermost to innermost; None where it is no permutation of `rank` places.
+    """The dims from outermost to innermost; None where it is no permutation of `ndim` places.
 
     >>> dims_of((0, 2, 1), 3)
     (1, 2, 0)

@@ -56,7 +56,7 @@ def _required(fusion: Fusion) -> Fusion:
 
 
 def _may_replace(fusion: Fusion, values: Mapping[str, Value], made: Expr, by: Expr) -> bool:
-    """The result of `made` is only there for `by` to bring it into order."""
+    """Whether `made` can write in the order that `by` asks for: nobody else reads its result."""
     before, after = values[made.output], values[by.output]
     if before.name in fusion.outputs or len(fusion.consumers[before.name]) > 1:
         return False
@@ -178,7 +178,7 @@ def _is_fused(operands: Sequence[Value]) -> bool:
 
 
 def _may_be_read(fusion: Fusion, name: str) -> bool:
-    """Nobody has to copy the value for it to lie otherwise than the op would have it.
+    """Whether the value may lie otherwise than its op writes it, without a copy for anybody.
 
     Reductions read any order; element-wise ops hand it on to their own readers.
     """

@@ -1,4 +1,4 @@
-"""Make ops that need a dim whole, of operands that are split there, of what travels less.
+"""Rewrite ops that need a whole dim whose operand is split there, so that less travels.
 
     %y: f32[8,64] (tp=R) = log_softmax(%x, dim=1)                   # %x is (tp=S1)
     %z: f32[8,1] (tp=R) = slice(%x, starts=[0,63], ends=[8,64], steps=[1,1])
@@ -186,7 +186,7 @@ class _Maker:
         return output
 
     def wide(self, by: Expr, x: str) -> str:
-        """f16 and bf16 in f32: sums of them are rounded once."""
+        """Cast f16 and bf16 to f32, so that sums of them are rounded once."""
         is_narrow = self.values[x].dtype in (torch.float16, torch.bfloat16)
         return self.op(by, "cast", x, dtype=torch.float32) if is_narrow else x
 

@@ -1,4 +1,4 @@
-"""What `mdfuse doctor` does."""
+"""The command `mdfuse doctor`: look, print, and set the exit status."""
 
 from __future__ import annotations
 
