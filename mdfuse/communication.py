@@ -73,7 +73,7 @@ class Communication:
             )
 
     def _check_axis_and_dims(self) -> None:
-        """Check that the axis exists; and the dims, but where layouts are compared without a dtype."""
+        """Check that the axis exists, and the dims, too, where there is a dtype."""
         if self.axis is not None:
             self.split_mesh.axis_index(self.axis)
         n = len(self.shape)

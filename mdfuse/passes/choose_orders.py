@@ -114,8 +114,8 @@ def _reference_order(fusion: Fusion, out: Value) -> tuple[int, ...] | None:
 def _mapped_order(reference: Value, dims: Traced) -> tuple[int, ...]:
     """Dims that the reference has lie as they do there; the others are outermost."""
     place = {d: at for at, d in enumerate(reference.order)}
-    rank = range(len(dims))
-    return tuple(sorted(rank, key=lambda o: -1 if (d := dims[o]) is None else place[d]))
+    results = range(len(dims))
+    return tuple(sorted(results, key=lambda o: -1 if (d := dims[o]) is None else place[d]))
 
 
 def _inputs_of(fusion: Fusion, out: Value) -> dict[str, Traced]:
@@ -143,8 +143,8 @@ def _corresponding(expr: Expr, values: Mapping[str, Value]) -> list[dict[int, in
         return [{new[0]: old[0] for old, new in groups if len(old) == len(new) == 1}]
     labels = dim_map(expr, values)
     if expr.op == "scaled_dot_product_attention":  # it lies as its query does
-        rank = len(labels.result)
-        return [{d: d for d in range(rank)}, *({} for _ in expr.inputs[1:])]
+        ndim = len(labels.result)
+        return [{d: d for d in range(ndim)}, *({} for _ in expr.inputs[1:])]
     found = []
     for dims in labels.operands:
         pairs = {d: dims.index(x) for d, x in enumerate(labels.result) if x in dims}
