@@ -119,6 +119,15 @@ def test_pages_that_files_name_are_there() -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_blocks_name_are_there(page: Path) -> None:
+    """What commands in blocks run: scripts, tests, examples, benchmarks."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", read(page), re.DOTALL | re.MULTILINE)
+    named = r"(?<![\w/.])(?:\./)?((?:launch|tests|examples|benchmarks|docs)/[\w/.]*\w)"
+    paths = [path for block in blocks for path in re.findall(named, block)]
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
 def commands(text: str) -> list[str]:
     """The commands of a page: lines of its blocks, and of its table of launchers."""
     blocks = re.findall(r"^```\w*\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
