@@ -291,7 +291,7 @@ def jobs(
 ) -> Iterator[dict[tuple[str, str], Future[Job]]]:
     """The jobs of all tests that are selected, begun in their order."""
     here = [item for item in request.session.items if item.path == request.path]
-    params = [item.callspec.params for item in here if isinstance(item, pytest.Function)]
+    params = [item.callspec.params for item in here if hasattr(item, "callspec")]
     servers: SimpleQueue[Server] = SimpleQueue()
     started = [Server() for _ in range(min(AT_ONCE, len(params)))]
     for server in started:

@@ -116,12 +116,12 @@ class FusionDefinition:
 
     @property
     def examples(self) -> Mapping[str, int]:
-        """The symbolic extents, each with what it is while the fusion is defined."""
+        """The symbolic extents by name, each with its example while the fusion is defined."""
         return self._at.symbols.examples if self._at.symbols is not None else {}
 
     @property
     def fusion(self) -> Fusion:
-        """The immutable fusion; there once the `with` block has ended."""
+        """The immutable fusion; DefinitionError before the `with` block has ended."""
         return self.spelled.fusion
 
     @cached_property
@@ -156,7 +156,7 @@ class FusionDefinition:
         return str(propagate_layouts.run(self.fusion))
 
     def check_extents(self, extents: Mapping[str, int]) -> None:
-        """Raise DefinitionError where the definition would be another one for these extents."""
+        """Raise DefinitionError where the definition's code decides otherwise for these extents."""
         check_definition(self.name, self.spelled.assumed, extents)
 
     # -- defining --------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class FusionDefinition:
         stride_order: Sequence[int] | None = None,
         name: str | None = None,
     ) -> Handle:
-        """An input.
+        """Define an input tensor.
 
         Args:
             shape: global extents; -1 stands for one that each run chooses: `x.0` is dim 0 of x.
@@ -181,6 +181,10 @@ class FusionDefinition:
             order: dim -> the axes that split it, outermost first.
             stride_order: the memory order of what is passed: the place of each dim, 0 the fastest.
             name: how programs print it; by default the variable that it is assigned to.
+
+        Raises:
+            DefinitionError: the shape, dtype or memory order is none.
+            LayoutError, MeshError: the layout does not fit the shape, or the mesh.
         """
         if isinstance(layout, Layout):
             mesh, layout = layout, None

@@ -138,7 +138,7 @@ class Stream:
         return begin, begin + self.chunks[i]
 
     def at(self, index: Index) -> Stream:
-        """This stream as a host program has it for one chunk."""
+        """This stream with the index of one chunk, as buffers of host programs have it."""
         return Stream(self.dim, self.chunks, self.rotate, index)
 
     def __str__(self) -> str:
