@@ -7,7 +7,7 @@
 #   docker run --rm --gpus all --shm-size 1g -v "$PWD:/work" -w /work mdfuse \
 #       torchrun --standalone --nproc-per-node 4 my_program.py
 #
-# docs/image.md says more. A base that brings torch or MPI, as the images of NVIDIA NGC do, keeps them,
+# docs/launchers.md says more. A base that brings torch or MPI, as the images of NVIDIA NGC do, keeps them,
 # and its NCCL, UCX and UCC. The driver comes from the host. The default base is pinned by digest, and what
 # is installed by hash (launch/lock), but for a torch from TORCH_INDEX.
 ARG BASE=python:3.12.14-slim-trixie@sha256:78387bc3881b8273120a12ebe6c1ab22b018ccc2c9adf565ae1ac9b536e184ea

@@ -6,7 +6,7 @@ python benchmarks/host_latency.py                                        # no ra
 ./launch/torchrun 8 benchmarks/host_latency.py --fast-lane always        # posts through nccl4py
 mdfuse bench host_latency --rows instructions,reshard --quick
 
-Prints one table and stores it with every round. docs/host_time.md says how to read it.
+Prints one table and stores it with every round. docs/measured.md says how to read it.
 """
 
 from __future__ import annotations

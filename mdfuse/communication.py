@@ -1,4 +1,4 @@
-"""Communications: families that are projected per rank.
+"""Communications: one description for all ranks, from which each rank's part is computed.
 
 A `Communication` is one row of the transition table of `reshard.py`, applied to one tensor. Nothing
 here lists the ranks of a mesh unless one rank's part is asked for.
@@ -25,7 +25,7 @@ _BITWISE = ("band", "bor", "bxor")
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
-    """One global post: every rank's part follows from its coordinates.
+    """One communication of all ranks; each rank's part follows from its coordinates in the meshes.
 
     Attributes:
         kind: a row of `mdfuse.layouts.kinds`.
@@ -73,7 +73,7 @@ class Communication:
             )
 
     def _check_axis_and_dims(self) -> None:
-        """The axis and the dims are there; without a dtype only layouts are compared."""
+        """Check that the axis exists, and the dims, too, where there is a dtype."""
         if self.axis is not None:
             self.split_mesh.axis_index(self.axis)
         n = len(self.shape)
@@ -145,7 +145,7 @@ class Communication:
         return root
 
     def at(self, known: Callable[[Term], int | None]) -> Communication:
-        """This communication with what the index of its chunk is made of put in."""
+        """This communication with the index of its chunk resolved by what is known of terms."""
         source, destination = self.source.at(known), self.destination.at(known)
         if source is self.source and destination is self.destination:
             return self
@@ -170,12 +170,12 @@ class Communication:
 
     @property
     def split_mesh(self) -> DeviceMesh:
-        """The mesh that the axis is one of."""
+        """The mesh that has the axis."""
         return self.destination.mesh if self.kind == "Scatter" else self.source.mesh
 
     @property
     def size(self) -> int:
-        """How many ranks split the dim along the axis."""
+        """The number of ranks that split the dim along the axis."""
         mesh = self.split_mesh
         return mesh.axis_size(self.axis) if self.axis is not None else mesh.size
 
@@ -250,7 +250,7 @@ class Communication:
     # -- one rank's part -------------------------------------------------------------------------
 
     def part(self, rank: int) -> Part:
-        """What a rank posts and copies."""
+        """Compute what a rank posts, and what it copies by itself."""
         part = part_of(self, rank)
         if self.backend is None or part.call is None:
             return part
@@ -269,7 +269,7 @@ class Communication:
 
 
 def check_reduce_op(op: str, dtype: torch.dtype) -> None:
-    """Raise CommunicationError where a reduce op means nothing for a dtype."""
+    """Raise CommunicationError where a reduce op is not defined on a dtype."""
     is_inexact = dtype.is_floating_point or dtype.is_complex
     if op not in REDUCE_OPS:
         raise CommunicationError(

@@ -18,7 +18,7 @@ BETWEEN_MESHES = "meshes"
 
 @dataclass(frozen=True, slots=True)
 class Carriers:
-    """What `Options.backend` says: who carries which communications.
+    """The backends that `Options.backend` names, and the communications that each carries.
 
     Attributes:
         usual: the backend of all that is not said otherwise, or "auto".
@@ -72,7 +72,7 @@ def carriers_of(text: str) -> Carriers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How programs are lowered and run.
+    """Say how programs are lowered and run.
 
     Attributes:
         backend: "auto" (nccl where this rank drives a GPU, gloo elsewhere), or a backend's name;

@@ -16,7 +16,7 @@ PACKAGE = str(Path(__file__).resolve().parent) + "/"
 
 
 def _directory_of(package: str) -> str:
-    """Where a package lies, without importing it."""
+    """Find the folder of a package without importing it."""
     found = find_spec(package)
     return f"{Path(found.origin).parent}/" if found and found.origin else PACKAGE
 
@@ -60,7 +60,7 @@ def _line_of(file: str, line: int) -> str:
 
 
 def is_own(code: CodeType) -> bool:
-    """mdfuse's code, or what stands between it and its caller.
+    """Tell whether code is mdfuse's own, or stands between mdfuse and its caller.
 
     That is dataclasses, cached properties, and functions of torch.
     """
@@ -121,15 +121,15 @@ def _calling_line() -> tuple[str, ...]:
 
 
 class MeshError(MdfuseError):
-    """A mesh that cannot be, or a rank or axis that is not in it."""
+    """A mesh that is impossible, or a rank or an axis that a mesh does not have."""
 
 
 class LayoutError(MdfuseError):
-    """A layout that cannot be, or that contradicts another one."""
+    """A layout that is impossible, or that contradicts another one."""
 
 
 class DefinitionError(MdfuseError):
-    """A fusion definition that means nothing."""
+    """A mistake in a fusion definition: an operation, an argument, or the use of a value."""
 
 
 class LoweringError(MdfuseError):
@@ -137,15 +137,15 @@ class LoweringError(MdfuseError):
 
 
 class CommunicationError(MdfuseError):
-    """A communication whose kind, team, root or buffers do not fit."""
+    """A communication whose kind, team, root or buffers do not fit together."""
 
 
 class ProgramError(MdfuseError):
-    """A host program, or the arguments of one run of it, that are wrong."""
+    """A wrong host program, or wrong arguments of a run."""
 
 
 class IndexRangeError(ProgramError, IndexError):
-    """An index of a run that no row of a table has."""
+    """An index of `embedding` that is out of range in a run; see `Options.check_indices`."""
 
 
 class BackendError(MdfuseError):

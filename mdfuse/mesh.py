@@ -18,7 +18,7 @@ _DEFAULT_AXES = {1: ("x",), 2: ("y", "x"), 3: ("z", "y", "x")}
 
 
 class DeviceMesh:
-    """An n-d array of ranks whose axes have names.
+    """An n-dimensional array of ranks whose axes have names.
 
     Args:
         ranks: nested lists, a numpy array, a torch tensor, or a torch `DeviceMesh` that is no
@@ -88,7 +88,7 @@ class DeviceMesh:
 
     @classmethod
     def arange(cls, /, **sizes: int) -> DeviceMesh:
-        """Ranks 0, 1, 2, … over axes in the order given, the last one fastest."""
+        """Make a mesh of ranks 0, 1, 2, … over axes in the order given, the last one fastest."""
         if not sizes or not all(isinstance(n, int) and n > 0 for n in sizes.values()):
             raise MeshError(
                 f"arange({sizes})",
@@ -100,7 +100,7 @@ class DeviceMesh:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], ranks: Sequence[int], axes: Sequence[str]) -> DeviceMesh:
-        """Ranks in row-major order over a shape."""
+        """Make a mesh of ranks in row-major order over a shape."""
         if not ranks or 0 in shape:
             raise MeshError(
                 f"a mesh of shape {shape}",
@@ -113,12 +113,12 @@ class DeviceMesh:
 
     @property
     def size(self) -> int:
-        """How many ranks."""
+        """The number of ranks."""
         return len(self._ranks)
 
     @property
     def ndim(self) -> int:
-        """How many axes."""
+        """The number of axes."""
         return len(self.shape)
 
     @cached_property
@@ -154,11 +154,11 @@ class DeviceMesh:
         return self.axes.index(axis)
 
     def axis_size(self, axis: str) -> int:
-        """How many ranks lie along a named axis."""
+        """The number of ranks along a named axis; MeshError where there is none."""
         return self.shape[self.axis_index(axis)]
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Where a rank is, one index per axis; None when it is not in the mesh."""
+        """The coordinate of a rank, one index per axis; None where it is not in the mesh."""
         if isinstance(self._ranks, range):
             index = rank - self._ranks.start if rank in self._ranks else None
         else:
@@ -224,7 +224,7 @@ class DeviceMesh:
 
 
 def _listed(ranks: Sequence[int]) -> tuple[int, ...]:
-    """Ranks that are no range."""
+    """Ranks that are not consecutive numbers, as a mesh keeps them."""
     return () if isinstance(ranks, range) else tuple(ranks)
 
 
@@ -239,7 +239,7 @@ def as_mesh(mesh: Any) -> Any:
 
 
 def _check_whole(mesh: Any) -> None:
-    """Each rank's slice of a torch mesh is another mesh; a program is one for all ranks."""
+    """Refuse a slice of a torch mesh: each rank's is another mesh, but a program is one for all."""
     root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
     if root.size() != mesh.size():
         raise MeshError(

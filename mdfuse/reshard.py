@@ -45,7 +45,7 @@ _UNIT = 8192 * 3 * 3 * 5 * 7
 
 
 def steps(source: Layout, destination: Layout, shape: tuple[int, ...]) -> tuple[Step, ...]:
-    """The steps that turn one layout into another.
+    """Find the steps that turn one layout into another.
 
     Args:
         source: the layout before.
@@ -97,7 +97,7 @@ def cost(source: Layout, destination: Layout, shape: tuple[int, ...]) -> int:
 
 
 def elements_received(source: Layout, destination: Layout, shape: tuple[int, ...]) -> float:
-    """How many elements arrive at the rank that receives most."""
+    """The number of elements that arrive at the rank that receives most."""
     return cost(source, destination, shape) / _UNIT
 
 
@@ -116,7 +116,7 @@ def _check_into_partial(source: Layout, destination: Layout) -> None:
 
 
 def _same_mesh(source: Layout, destination: Layout, shape: tuple[int, ...]) -> tuple[Step, ...]:
-    """One row of the table where one suffices, else the cheapest sequence (Dijkstra)."""
+    """Take one row of the table where one suffices, else the cheapest sequence (Dijkstra)."""
     direct = _direct(source, destination)
     if direct is not None:
         return (direct,)
@@ -149,7 +149,7 @@ def _effort(step: Step, path: tuple[Step, ...]) -> int:
 
 
 def _without_idle_posts(step: Step, shape: tuple[int, ...]) -> Step:
-    """Where nobody lacks anything (only short dims do that) there is nothing to send."""
+    """Slice locally where no rank lacks anything, which only short dims bring about."""
     if isinstance(step, Local) or step.reduce_op is not None:
         return step
     if _is_lacking(step.source, step.destination, shape):
@@ -247,7 +247,7 @@ def _lacking(source: Layout, destination: Layout, shape: tuple[int, ...], sample
 
 
 def _is_lacking(source: Layout, destination: Layout, shape: tuple[int, ...]) -> bool:
-    """Some rank has no part of the source, or needs more than its part."""
+    """Whether some rank has no part of the source, or needs more than its part."""
     return any(
         rank not in source.mesh or _lacks(source, destination, shape, rank)
         for rank in destination.mesh
@@ -295,7 +295,7 @@ def _only_split(layout: Layout) -> tuple[str, int] | None:
 
 
 def _reduce_across(source: Layout, destination: Layout, shape: tuple[int, ...]) -> tuple[Step, ...]:
-    """Reduce at one sender where that is all there is to do, else scatter the sum and go on."""
+    """Reduce to one sender where that is all, else scatter the sum and go on from there."""
     mesh, (axis, *_) = source.mesh, source.partial_axes
     placement = source.placement(axis)
     assert isinstance(placement, Partial)
@@ -326,5 +326,5 @@ def _reduce_across(source: Layout, destination: Layout, shape: tuple[int, ...]) 
 
 
 def with_type(step: Step, shape: tuple[int, ...], dtype: torch.dtype) -> Step:
-    """A step applied to a tensor."""
+    """The step for a tensor of this shape and dtype."""
     return replace(step, shape=shape, dtype=dtype) if isinstance(step, Communication) else step

@@ -1,4 +1,4 @@
-"""The tables of docs/operations.md, made of what the operations say of themselves.
+"""The lists of docs/operations.md, made of what the operations say of themselves.
 
 `python tests/operations_page.py` writes them.
 """
@@ -6,18 +6,16 @@
 from __future__ import annotations
 
 import inspect
+import textwrap
 from pathlib import Path
 from types import ModuleType
 
-import torch
-
 from mdfuse.frontend import ops
 from mdfuse.frontend.ops import pointwise
-from mdfuse.frontend.torch_functions import equals
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "operations.md"
-_HEAD = "| operation | other names | torch | |\n|---|---|---|---|\n"
-_SPACES = (("torch", torch), ("F", torch.nn.functional), ("x", torch.Tensor))
+#: How wide a line of the page is, at most.
+_WIDTH = 120
 
 #: What a reader may look for; the page says of these that they are not there, while they are not.
 _WANTED = ("cumsum", "sort", "topk", "gather", "scatter", "einsum", "flip", "roll")
@@ -30,23 +28,20 @@ def _call(name: str) -> str:
     return f"`{name}({', '.join(p for p in known if p not in left_out)})`"
 
 
-def _of_torch(name: str) -> str:
-    """What is the same in torch: a function, or a method."""
-    for short, space in _SPACES:
-        function = getattr(space, name, None)
-        if function is not None and equals().get(function) == name:
-            return f"`{short}.{name}`"
-    return ""
-
-
 def _aliases(name: str) -> str:
     return ", ".join(f"`{alias}`" for alias, of in ops.ALIASES.items() if of == name)
 
 
-def _row(name: str) -> str:
+def _wrapped(text: str, start: str = "") -> str:
+    return textwrap.fill(
+        text, _WIDTH, subsequent_indent=start, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _line(name: str) -> str:
     words = (inspect.getdoc(ops.BY_NAME[name]) or "").split("\n\n")[0].replace("\n", " ")
-    assert "|" not in words, f"the first line of {name} is a cell of a table"
-    return f"| {_call(name)} | {_aliases(name)} | {_of_torch(name)} | {words.removesuffix('.')} |\n"
+    also = f" ({_aliases(name)})" if _aliases(name) else ""
+    return _wrapped(f"- {_call(name)}{also}: {words}", "  ") + "\n"
 
 
 def _plain() -> list[str]:
@@ -55,10 +50,10 @@ def _plain() -> list[str]:
     return sorted(name for name, f in rows.items() if spelled.get(name, f) is f)
 
 
-def table(families: tuple[ModuleType, ...]) -> str:
+def lines(families: tuple[ModuleType, ...]) -> str:
     """One line for each operation of some families, but for plain ones."""
     found = [name for family in families for name in ops.defined_in(family)]
-    return _HEAD + "".join(_row(name) for name in found if name not in _plain())
+    return "".join(_line(name) for name in found if name not in _plain())
 
 
 def plain_names(operands: int) -> str:
@@ -72,7 +67,7 @@ def plain_names(operands: int) -> str:
 
 
 def page(text: str) -> str:
-    """The page with its tables anew; each stands in the section that is named so."""
+    """The page with its lists anew; each stands in the section that is named so."""
     families = {
         "Elementwise": (ops.pointwise,),
         "Reductions": (ops.reductions, ops.extremes),
@@ -86,12 +81,13 @@ def page(text: str) -> str:
     assert {f for found in families.values() for f in found} == {*ops.FAMILIES}
     for title, found in families.items():
         before, heading, section = text.partition(f"\n## {title}\n")
-        start = section.index("| operation |")
+        start = f"\n{section}".index("\n- `")
         _, gap, rest = section[start:].partition("\n\n")
-        text = before + heading + section[:start] + table(found).rstrip("\n") + (gap or "\n") + rest
+        text = before + heading + section[:start] + lines(found).rstrip("\n") + (gap or "\n") + rest
     for start, operands in (("Of one operand: ", 1), ("Of two: ", 2)):
         before, heading, rest = text.partition(start)
-        text = before + heading + plain_names(operands) + ".\n" + rest.partition("\n")[2]
+        rest = rest.partition(".\n")[2]
+        text = before + _wrapped(f"{start}{plain_names(operands)}.") + "\n" + rest
     before, heading, rest = text.partition("There is no `")
     absent = "`, `".join(name for name in _WANTED if name not in ops.BY_NAME)
     return before + heading + absent + rest[rest.index("`, convolution") :]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_communicator import bare_environment
@@ -57,7 +59,7 @@ def test_rows_that_are_not_there(rows: str, tmp_path: Path) -> None:
 def test_it_explains_itself(tmp_path: Path) -> None:
     done = run(tmp_path, str(ROOT / "benchmarks" / "host_latency.py"), "--help")
     assert done.returncode == 0, done.stderr
-    assert "docs/host_time.md" in done.stdout and "--rows" in done.stdout
+    assert "docs/measured.md" in done.stdout and "--rows" in done.stdout
 
 
 BACKENDS = str(ROOT / "benchmarks" / "backends.py")
@@ -83,3 +85,66 @@ def test_one_rank_has_nobody_to_communicate_with(tmp_path: Path) -> None:
 def test_one_backend_alone_is_no_comparison(tmp_path: Path) -> None:
     done = run(tmp_path, BACKENDS, "gloo")
     assert done.returncode == 2 and "name two backends, or more" in done.stderr
+
+
+def stored(name: str) -> dict[str, dict[str, Any]]:
+    """The rows of a result that the repository keeps, by name."""
+    file = ROOT / "benchmarks" / "results" / f"{name}.json"
+    return {row["name"]: row for row in json.loads(file.read_text())["rows"]}
+
+
+def shown(*heading: str) -> list[list[str]]:
+    """The rows of the table of docs/measured.md whose heading has these words."""
+    page = (ROOT / "docs" / "measured.md").read_text(encoding="utf-8")
+    tables = re.findall(r"^(\|.*\|)\n\|[-|]+\|\n((?:\|.*\|\n)+)", page, re.MULTILINE)
+    (rows,) = (rows for first, rows in tables if all(word in first for word in heading))
+    return [[cell.strip(" `") for cell in row.split("|")[1:-1]] for row in rows.splitlines()]
+
+
+def time_of(text: str) -> float:
+    """Nanoseconds."""
+    number, unit = text.split()
+    return float(number) * {"µs": 1e3, "ms": 1e6}[unit]
+
+
+def test_host_times_that_the_page_shows() -> None:
+    loop = "8 x (all-gather, matmul, reduce-scatter)"
+    names = {"replayed": f"replayed, {{}}: {loop}", "run": loop}
+    rows = shown("host_latency", "by hand")
+    assert len(rows) == 6
+    for name, what, ours, against, ratio in rows:
+        kind, _, measure = what.partition(", ")
+        row = stored(f"host_latency-{name}")[names[kind].format(measure)]
+        assert time_of(ours) == pytest.approx(row["ours"]["median"], rel=0.005)
+        assert time_of(against) == pytest.approx(row["against"]["median"], rel=0.005)
+        figures = [row["figure"][quartile] for quartile in ("median", "low", "high")]
+        assert [float(x) for x in re.findall(r"[\d.]+", ratio)] == pytest.approx(figures, abs=0.006)
+
+
+def test_posts_that_the_page_shows() -> None:
+    names = ("dist.", "process group", "lane, forked", "lane, at once")
+    rows = shown("way to post")
+    for name, (_, median) in zip(names, rows, strict=True):
+        row = stored("posting_lanes-nccl-2")[f"all-gather: {name}"]
+        assert time_of(median) == pytest.approx(row["ours"]["median"], rel=0.005)
+
+
+def test_definitions_that_the_page_shows() -> None:
+    rows = shown("definitions.json")
+    for place, name in enumerate(("definitions", "definitions-xeon"), 1):
+        file = ROOT / "benchmarks" / "results" / f"{name}.json"
+        for row, cells in zip(json.loads(file.read_text())["rows"], rows, strict=False):
+            figure = row["figure"]["median"]
+            assert time_of(cells[place]) == pytest.approx(figure * 1e3, abs=51)
+
+
+def test_ucx_and_nccl_that_the_page_shows() -> None:
+    file = ROOT / "benchmarks" / "results" / "backends-nccl-ucx-2-cuda.json"
+    found = {(r["name"], r["sizes"]): r for r in json.loads(file.read_text())["rows"]}
+    for kind, *cells in shown("4 B", "256 MiB"):
+        for size, cell in zip(("4 B", "1 MiB", "16 MiB", "256 MiB"), cells, strict=True):
+            row = found[f"{kind}: ucx", f"{size} each, 2 ranks"]
+            ours, against, ratio = (float(x) for x in re.findall(r"[\d.]+", cell))
+            assert ours * 1e3 == pytest.approx(row["ours"]["median"], abs=501)
+            assert against * 1e3 == pytest.approx(row["against"]["median"], abs=501)
+            assert ratio == pytest.approx(row["figure"]["median"], abs=0.051)

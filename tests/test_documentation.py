@@ -8,6 +8,7 @@ import inspect
 import os
 import pkgutil
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -15,8 +16,11 @@ from pathlib import Path
 
 import operations_page
 import pytest
+import torch.distributed.run as torch_run
+import typer
 
 import mdfuse
+from mdfuse.cli.main import app
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -63,11 +67,95 @@ def test_import_is_cheap() -> None:
     assert done.stdout == "set()\n"
 
 
-def test_readme_paths_exist() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-    for path in re.findall(r"\]\(([^)#]+)\)", text):
-        assert (ROOT / path).exists(), path
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*.md"))]
+WIDTH = 120
+
+
+def read(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def prose(page: Path) -> str:
+    """A page without what stands in blocks and in code within a line."""
+    text = re.sub(r"^```.*?^```$", "", read(page), flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"`[^`]+`", "", text)
+
+
+def anchors(page: Path) -> set[str]:
+    """What links may name: a heading in lower case, spaces as hyphens, without other signs."""
+    text = re.sub(r"^```.*?^```$", "", read(page), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lines_are_no_wider_than_a_reader_likes(page: Path) -> None:
+    assert [line for line in read(page).splitlines() if len(line) > WIDTH] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for path, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", prose(page)):
+        if "://" in path:
+            continue
+        target = (page.parent / path) if path else page
+        assert target.exists(), path
+        assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_begins_with_what_it_is_for(page: Path) -> None:
+    title, empty, first = read(page).splitlines()[:3]
+    assert title.startswith("# ") and not empty
+    assert re.match(r"(This page [a-z]+|mdfuse turns|A line per)\b", first), first
+
+
+def test_pages_that_files_name_are_there() -> None:
+    """Errors, comments and scripts name pages by their path."""
+    folders = [ROOT / name for name in ("mdfuse", "tests", "benchmarks", "examples", "launch")]
+    files = [f for folder in folders for f in folder.rglob("*") if f.is_file()]
+    texts = (f.read_bytes().decode(errors="replace") for f in [*files, ROOT / "Dockerfile"])
+    named = {name for text in texts for name in re.findall(r"\bdocs/\w+\.md", text)}
+    assert len(named) > 5
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_blocks_name_are_there(page: Path) -> None:
+    """What commands in blocks run: scripts, tests, examples, benchmarks."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", read(page), re.DOTALL | re.MULTILINE)
+    named = r"(?<![\w/.])(?:\./)?((?:launch|tests|examples|benchmarks|docs)/[\w/.]*\w)"
+    paths = [path for block in blocks for path in re.findall(named, block)]
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def commands(text: str) -> list[str]:
+    """The commands of a page: lines of its blocks, and of its table of launchers."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    lines = [line.split(" #")[0].strip() for block in blocks for line in block.splitlines()]
+    table = re.findall(r"^\| .* \| `([^`]+)` \|$", text, re.MULTILINE)
+    words = ("./", "pip ", "mdfuse ", "torchrun ", "mpirun ", "srun ")
+    return [line for line in [*lines, *table] if line.startswith(words)]
+
+
+def test_commands_of_the_readme() -> None:
+    """Each one exists: its files, its options, the extras that it installs."""
+    found = commands(read(ROOT / "README.md"))
+    assert len(found) == 10
+    for command in found:
+        program, *arguments = shlex.split(command)
+        for word in (program, *arguments):
+            assert not word.startswith(("./", "examples/")) or (ROOT / word).exists(), command
+        if program == "mdfuse":
+            subcommands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+            if arguments != ["--version"]:
+                subcommands[arguments[0]].make_context(arguments[0], arguments[1:])
+        elif program == "torchrun":
+            torch_run.get_args_parser().parse_args(arguments)
+        elif program == "pip":
+            extras = tomllib.loads(read(ROOT / "pyproject.toml"))["project"]
+            named = re.findall(r"\w+", arguments[-1])
+            assert {*named} <= {*extras["optional-dependencies"]}, command
 
 
 @pytest.mark.parametrize("page", sorted(p.name for p in (ROOT / "docs").glob("*.md")))
@@ -100,7 +188,7 @@ def test_every_instruction_has_an_example() -> None:
 
 
 def test_the_grammar_page_is_the_grammar() -> None:
-    page = (ROOT / "docs" / "host_ir_grammar.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "host_ir.md").read_text(encoding="utf-8")
     (shown,) = re.findall(r"```ebnf\n(.*?)\n```", page, re.DOTALL)
     grammar = (ROOT / "mdfuse" / "hir" / "text" / "grammar.lark").read_text(encoding="utf-8")
     assert shown == grammar.rstrip()
@@ -119,7 +207,7 @@ def test_the_page_of_operations_names_them_all() -> None:
     page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     by_name = mdfuse.ops.BY_NAME
     assert [n for n in by_name if not re.search(rf"`{n}[`(]", page)] == []
-    shown = re.findall(r"^\| `(\w+)\((.*?)\)` \|", page, re.MULTILINE)
+    shown = re.findall(r"^- `(\w+)\((.*?)\)`", page, re.MULTILINE)
     assert len(shown) > 80
     for name, arguments in shown:
         # `dims` is another name of `dim`, and `more` the rest of a list that is written out

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from example_files import SMALL, example
+from test_communicator import bare_environment
 
 import mdfuse as mf
 from mdfuse import DeviceMesh
@@ -159,6 +162,37 @@ def test_minilm_reports_and_writes(
     monkeypatch.setattr(minilm, "TOLERANCE", 0.0)
     with pytest.raises(SystemExit, match="1"):
         minilm.main(dp=None, tp=2, sim=True)
+
+
+def test_the_readme_shows_what_the_demo_prints() -> None:
+    """On CPUs; but for the difference in the last bits, which is compared with its bound.
+
+    Three dots stand for what the README leaves out. Spaces and line breaks do not count.
+    """
+    root = Path(__file__).resolve().parents[1]
+    done = subprocess.run(
+        [root / "launch" / "demo"],
+        cwd=root,
+        env={
+            **bare_environment(),
+            "MDFUSE_PYTHON": sys.executable,
+            "CUDA_VISIBLE_DEVICES": "",
+            "NO_COLOR": "1",
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```\n(model  .*?)^```$", readme, re.DOTALL | re.MULTILINE)
+    (difference,) = re.findall(r"^difference +(\S+)", done.stdout, re.MULTILINE)
+    assert 0 < float(difference) <= example("minilm").TOLERANCE
+    varying = re.compile(r"^(difference +)\S+", re.MULTILINE)
+    shown, printed = (varying.sub(r"\1?", text) for text in (block, done.stdout))
+    rest = " ".join(printed.split())
+    for piece in shown.split("…"):
+        before, found, rest = rest.partition(" ".join(piece.split()))
+        assert found, f"{piece}\nis not in\n{rest or before}"
 
 
 @pytest.mark.parametrize(

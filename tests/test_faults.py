@@ -26,6 +26,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
+from shown_reports import not_said, shown
 
 from mdfuse.runtime.watch.watch import EXIT_STATUS
 from multirank.launchers import environment_of_ranks, mpirun_program
@@ -231,6 +232,9 @@ LAUNCHES = {
 #: How mpirun ends ranks.
 ENDED_BY_MPIRUN = -signal.SIGTERM
 
+#: What docs/bad_days.md shows, by case and launch.
+SHOWN = shown()
+
 
 class Server:
     """Forks ranks that have torch imported already."""
@@ -287,7 +291,7 @@ def jobs(
 ) -> Iterator[dict[tuple[str, str], Future[Job]]]:
     """The jobs of all tests that are selected, begun in their order."""
     here = [item for item in request.session.items if item.path == request.path]
-    params = [item.callspec.params for item in here if isinstance(item, pytest.Function)]
+    params = [item.callspec.params for item in here if hasattr(item, "callspec")]
     servers: SimpleQueue[Server] = SimpleQueue()
     started = [Server() for _ in range(min(AT_ONCE, len(params)))]
     for server in started:
@@ -362,7 +366,9 @@ def test_ranks_that_join_and_part(
     case: Case, launch: str, jobs: dict[tuple[str, str], Future[Job]]
 ) -> None:
     # the first that has reported calls MPI_Abort, which gives the others two seconds to do so
-    check(case, jobs[str(case), launch].result(), some_may_speak=launch in ("mpi", "mpirun"))
+    job = jobs[str(case), launch].result()
+    check(case, job, some_may_speak=launch in ("mpi", "mpirun"))
+    check_page(case, launch, job)
 
 
 @pytest.mark.parametrize("launch", ["gloo", "ucx", "mpi"])
@@ -370,7 +376,9 @@ def test_ranks_that_join_and_part(
 def test_the_guilty_rank_is_named(
     case: Case, launch: str, jobs: dict[tuple[str, str], Future[Job]]
 ) -> None:
-    check(case, jobs[str(case), launch].result())
+    job = jobs[str(case), launch].result()
+    check(case, job)
+    check_page(case, launch, job)
 
 
 def check(case: Case, job: Job, some_may_speak: bool = False) -> None:
@@ -390,6 +398,14 @@ def check(case: Case, job: Job, some_may_speak: bool = False) -> None:
         assert any(have_said) if some_may_speak else all(have_said), f"{pattern}: {job}"
 
 
+def check_page(case: Case, launch: str, job: Job) -> None:
+    """What docs/bad_days.md shows of this case was said by one rank, or by mpirun."""
+    block = SHOWN.get(f"{case}, {launch}", "")
+    mpirun = "" if job.mpirun is None else job.mpirun[1]
+    missing = [not_said(block, said) for said in (*job.said, mpirun)]
+    assert [] in missing, f"{missing}: {job}"
+
+
 @pytest.mark.parametrize("launch", ["mpirun"])
 @pytest.mark.parametrize("case", ENDED_BY_ITSELF, ids=str)
 def test_mpirun_ends_the_job(
@@ -398,8 +414,17 @@ def test_mpirun_ends_the_job(
     """Left to itself it ends all ranks once one has failed, so that not all of them may speak."""
     job = jobs[str(case), launch].result()
     assert job.mpirun is not None and job.mpirun[0] != 0, str(job)
+    check_page(case, launch, job)
     others = set(range(RANKS)) - {case.guilty}
     assert all(job.statuses[rank] in (*case.statuses, ENDED_BY_MPIRUN) for rank in others), str(job)
     said = "\n".join([job.mpirun[1], *(job.said[rank] for rank in others)])
     for pattern in case.says:
         assert re.search(pattern.replace("{0}", str(case.guilty)), said), f"{pattern}: {job}"
+
+
+def test_the_page_shows_cases_that_there_are() -> None:
+    ours = [(c, launch) for c in CASES for launch in ("gloo", "ucx", "mpi")]
+    ours += [*JOINING, *PARTING, *IN_ONE_RANK, *((c, "mpirun") for c in ENDED_BY_ITSELF)]
+    elsewhere = {"test_refusal", "test_reports"}
+    assert {*SHOWN} - elsewhere <= {f"{case}, {launch}" for case, launch in ours}
+    assert elsewhere <= {*SHOWN}

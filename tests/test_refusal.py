@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from shown_reports import not_said, shown
+
 ROOT = Path(__file__).resolve().parent.parent
 
 #: Each rank writes down what it met: in the run that rank 1 refuses, in the next one, and after all
@@ -80,4 +82,7 @@ def test_one_rank_refuses_a_later_run(tmp_path: Path) -> None:
         assert "%x has shape (5,) on rank 1, expected (2,)" in refused
         assert run_on.startswith(f"BackendError rank {rank} runs no program that communicates")
         assert "call mdfuse.init() again" in run_on
+        if rank == 1:
+            said_here = run_on.removeprefix("BackendError ")
+            assert not_said(shown()["test_refusal"], said_here) == []
         assert joined_again == "[0.0, 0.0, 1.0, 1.0, 2.0, 2.0]"

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from shown_reports import not_said, shown
 
 from mdfuse.runtime.watch.watch import EXIT_STATUS
 from multirank.launchers import environment_of_ranks, torchrun
@@ -64,4 +65,6 @@ def test_the_summary_has_the_report(end: str, tmp_path: Path) -> None:
     assert re.search(says, summary), summary
     assert re.search(r"rank 1 .*host is at job\.py:\d+   time\.sleep\(600\)", summary), summary
     assert f"this report is in {file}" in summary
+    if end == "error":
+        assert not_said(shown()["test_reports"], done.stderr) == []
     assert re.match(says.replace(r"\.errors", ""), file.read_text())

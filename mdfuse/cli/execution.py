@@ -36,7 +36,7 @@ TOLERANCES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a run gave.
+    """The outputs of a run, and the time it took.
 
     Attributes:
         outputs: the global outputs; empty on ranks other than 0.

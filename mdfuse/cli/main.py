@@ -171,7 +171,7 @@ def bench(
 
 
 def _status(end: SystemExit) -> int:
-    """As Python ends a process."""
+    """Print what a `SystemExit` says, and give its exit status, as Python does."""
     if isinstance(end.code, int | None):
         return end.code or 0
     typer.echo(end.code, err=True)

@@ -1,4 +1,4 @@
-"""What `mdfuse run` does."""
+"""The command `mdfuse run`: load, run or simulate, compare, report."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _GRACE_S = 1.0
 
 
 def is_first() -> bool:
-    """This process is rank 0, or its launcher cannot be made out (the command will say so)."""
+    """Whether this process prints: rank 0 does, and so does one whose launcher is unknown."""
     try:
         return detect(os.environ).rank == 0
     except BackendError:

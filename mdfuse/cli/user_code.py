@@ -16,7 +16,7 @@ _CHARACTERS = 2000
 
 
 class UserCodeError(DefinitionError):
-    """What the user's own code raised; perhaps on one rank alone."""
+    """An error that the user's own code raised, perhaps on one rank alone."""
 
 
 @contextmanager

@@ -164,7 +164,7 @@ class Program:
         extents: Mapping[str, int] | None = None,
         options: Options | None = None,
     ) -> list[Any]:
-        """Run on this rank.
+        """Run the program on this rank; all ranks run it alike.
 
         Args:
             inputs: local tensors or DTensors in definition order; None for an input whose mesh

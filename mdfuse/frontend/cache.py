@@ -56,7 +56,7 @@ class Call:
 
     @property
     def has_symbols(self) -> bool:
-        """It defines an input with symbolic extents."""
+        """Whether this call defines an input with symbolic extents."""
         shape = self.arguments[0] if self.method == "tensor" else ()
         return isinstance(shape, tuple) and any(type(n) is int and n == -1 for n in shape)
 
@@ -106,7 +106,7 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class Spelling:
-    """How a definition was written.
+    """How one place of the user's code wrote a definition: the names and lines it used.
 
     Attributes:
         name: of the definition.
@@ -126,7 +126,7 @@ class Spelling:
 
 @dataclass(eq=False)
 class Spelled:
-    """A definition with names and lines.
+    """A definition as one place of the user's code wrote it: the fusion with names and lines.
 
     Attributes:
         spelling: how it was written.
@@ -158,7 +158,7 @@ class Leaf:
         return next((s for s in self.spelled if s.spelling.is_same(spelling)), None)
 
     def add(self, made: Spelled) -> Spelled:
-        """Keep it; what another thread added meanwhile is returned instead."""
+        """Keep a definition, and return it, or the equal one that another thread kept meanwhile."""
         found = self.find(made.spelling)
         if found is not None:
             return found

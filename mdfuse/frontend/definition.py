@@ -7,16 +7,17 @@ from collections.abc import Hashable, Mapping, Sequence
 from contextvars import Token
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Self, get_args
+from typing import Any, Self
 
 import torch
 
-from mdfuse.errors import DefinitionError, LayoutError, user_source
+from mdfuse.errors import DefinitionError, user_source
 from mdfuse.extents.assumptions import Assumptions, assuming
 from mdfuse.extents.extent import Extent, is_symbolic, with_examples
 from mdfuse.frontend import ops as operations
 from mdfuse.frontend.cache import Call, FusionCache, Leaf, Node, Spelled, Spelling
 from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.placing import placed
 from mdfuse.frontend.plain import brief, plain_number
 from mdfuse.frontend.recorder import Recorder, Ref, frozen
 from mdfuse.frontend.sites import Site, find_site, is_at
@@ -34,11 +35,10 @@ _NONE: Mapping[Hashable, Node] = MappingProxyType({})
 _NUMBERS = frozenset((int,))
 _TRUE = (bool, True)
 _ITSELF = frozenset((str, type(None), torch.dtype))
-_PLACEMENTS = frozenset((*get_args(Placement), Stream))
 
 
 class FusionDefinition:
-    """Records a fusion, operation by operation.
+    """Record a fusion, operation by operation.
 
     What was recorded before, in this or another definition, is looked up (`FusionCache`); names and
     expressions are made when something new is recorded, or when they are asked for.
@@ -120,12 +120,12 @@ class FusionDefinition:
 
     @property
     def examples(self) -> Mapping[str, int]:
-        """The symbolic extents, each with what it is while the fusion is defined."""
+        """The symbolic extents by name, each with its example while the fusion is defined."""
         return self._at.symbols.examples if self._at.symbols is not None else {}
 
     @property
     def fusion(self) -> Fusion:
-        """The immutable fusion; there once the `with` block has ended."""
+        """The immutable fusion; DefinitionError before the `with` block has ended."""
         return self.spelled.fusion
 
     @cached_property
@@ -160,7 +160,7 @@ class FusionDefinition:
         return str(propagate_layouts.run(self.fusion))
 
     def check_extents(self, extents: Mapping[str, int]) -> None:
-        """Raise DefinitionError where the definition would be another one for these extents."""
+        """Raise DefinitionError where the definition's code decides otherwise for these extents."""
         check_definition(self.name, self.spelled.assumed, extents)
 
     # -- defining --------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class FusionDefinition:
         stride_order: Sequence[int] | None = None,
         name: str | None = None,
     ) -> Handle:
-        """An input.
+        """Define an input tensor.
 
         Args:
             shape: global extents; -1 stands for one that each run chooses: `x.0` is dim 0 of x.
@@ -185,10 +185,14 @@ class FusionDefinition:
             order: dim -> the axes that split it, outermost first.
             stride_order: the memory order of what is passed: the place of each dim, 0 the fastest.
             name: how programs print it; by default the variable that it is assigned to.
+
+        Raises:
+            DefinitionError: the shape, dtype or memory order is none.
+            LayoutError, MeshError: the layout does not fit the shape, or the mesh.
         """
         if isinstance(layout, Layout):
             mesh, layout = layout, None
-        place = None if mesh is None and layout is None else _place(mesh, layout, order, None)
+        place = None if mesh is None and layout is None else placed(mesh, layout, order, None)
         places = None if stride_order is None else frozen(stride_order)
         shape = tuple(shape) if type(shape) is list else shape
         ordered = None if places is None else self._key(places)
@@ -201,7 +205,7 @@ class FusionDefinition:
     def define_scalar(
         self, value: float | int | bool | None = None, dtype: Any = None, name: str | None = None
     ) -> Handle:
-        """A number: a constant, or with value None an input of each run.
+        """Define a number: a constant, or with value None an input of each run.
 
         Args:
             value: the constant.
@@ -215,7 +219,7 @@ class FusionDefinition:
         return handle
 
     def define_vector(self, values: Sequence[float | int | bool]) -> list[Handle]:
-        """A scalar for each number."""
+        """Define a scalar for each number."""
         return [self.define_scalar(v) for v in values]
 
     def add_output(
@@ -252,7 +256,7 @@ class FusionDefinition:
         self.outputs.append(t.id)
 
     def _in_order(self, t: Handle, stride_order: Sequence[int]) -> Handle:
-        """The value in a memory order: itself, where that order is required of it already."""
+        """The value in a memory order; itself where it has that requirement already."""
         required = t.stride_order_requirement
         if required is None:
             return operations.stride_order(t, stride_order)
@@ -272,14 +276,14 @@ class FusionDefinition:
     # -- what handles and operations call --------------------------------------------------------
 
     def next_stream(self) -> int:
-        """A number for each random operation, so that two draws differ."""
+        """Count random operations, so that two draws with one seed differ."""
         self._streams += 1
         return self._streams
 
     def record(
         self, op: str, operands: Sequence[Any], attrs: Mapping[str, Any] = _NO_ATTRS
     ) -> Handle:
-        """Append an expression; returns the handle of its result."""
+        """Append an expression, and return the handle of its result."""
         key: list[Any] = [op]
         for x in operands:
             if type(x) is Handle and x.definition is self:
@@ -322,13 +326,13 @@ class FusionDefinition:
         stream: Stream | None,
     ) -> None:
         """State a value's layout; see `Handle.on`."""
-        place = _place(mesh, placements, order, stream)
+        place = placed(mesh, placements, order, stream)
         self._do(("place", handle.id, place), (handle.id, *place))
 
     # -- the trie --------------------------------------------------------------------------------
 
     def _made(self, key: tuple[Any, ...], arguments: tuple[Any, ...], name: str | None) -> Handle:
-        """Record a call that makes a value; its handle."""
+        """Record a call that makes a value, and return its handle."""
         if name is not None:
             _check_name(name)
         node = self._do(key, arguments, name)
@@ -436,49 +440,6 @@ class FusionDefinition:
             because="a fusion computes with its own values only",
             hint="define the value in this fusion as well",
         )
-
-
-def _place(
-    mesh: Any,
-    placements: Mapping[str, Placement] | None,
-    order: Mapping[int, Sequence[str]] | None,
-    stream: Stream | None,
-) -> tuple[Any, ...]:
-    """A layout as it was said, to be looked up."""
-    if mesh is not None and type(mesh) is not DeviceMesh and type(mesh) is not Layout:
-        mesh = DeviceMesh(mesh)
-    if placements is not None and not (type(placements) is dict or isinstance(placements, Mapping)):
-        raise LayoutError(
-            f"{brief(placements)} is no layout",
-            hint='a mapping of axes: {"tp": Shard(0)}, or a Layout',
-        )
-    if order is not None and not (
-        isinstance(order, Mapping) and all(map(_names_axes, order.items()))
-    ):
-        raise LayoutError(
-            f"order={brief(order)}",
-            because="an order says of dims which axes split them, outermost first",
-            hint='for example order={0: ("tp", "dp")}',
-        )
-    if stream is not None and type(stream) is not Stream:
-        raise LayoutError(f"stream={brief(stream)}", hint="stream=Stream(dim, chunks), or none")
-    found = tuple(placements.items()) if placements else ()
-    for axis, placement in found:
-        is_placement = type(placement) in _PLACEMENTS or isinstance(placement, Placement | Stream)
-        if type(axis) is not str or not is_placement:
-            raise LayoutError(
-                f"axis {brief(axis)}: {brief(placement)} is not a placement",
-                because="a layout says of axes, by their names, what lies along them",
-                hint="mdfuse's own: mdfuse.Shard(dim), mdfuse.Replicate(), mdfuse.Partial(op)",
-            )
-    ordered = tuple([(d, tuple(axes)) for d, axes in order.items()]) if order else ()
-    return mesh, found, ordered, stream
-
-
-def _names_axes(item: tuple[Any, Any]) -> bool:
-    dim, axes = item
-    are_names = isinstance(axes, list | tuple) and all(isinstance(a, str) for a in axes)
-    return type(dim) is int and are_names
 
 
 def _ids(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Handles: what a user computes with while a fusion is being defined."""
+"""Handles: the values that users compute with while a fusion is being defined."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ class Handle(Methods):
 
     @property
     def name(self) -> str:
-        """How programs print it."""
+        """The name of the value in printed programs."""
         return self.value.name
 
     @property
     def value(self) -> Value:
-        """The IR value that it stands for, as it is now."""
+        """The IR value that this handle stands for; later calls may rename it."""
         return self.definition.value_of(self.id)
 
     @property
     def constant(self) -> float | int | bool | None:
-        """The number that it is, where the definition knows it."""
+        """The number itself, where it is a constant of the definition; else None."""
         return self.fact.constant
 
     @property
     def is_tensor(self) -> bool:
-        """It is a tensor, not a number that the host holds."""
+        """Whether this is a tensor, and not a number that the host holds."""
         return self.fact.is_tensor
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Global extents."""
+        """The global shape: one extent per dim."""
         return self.definition.current(self.fact.shape)
 
     @property
@@ -81,7 +81,7 @@ class Handle(Methods):
         order: Mapping[int, Sequence[str]] | None = None,
         stream: Stream | None = None,
     ) -> Handle:
-        """State this value's layout. It is a law: stated once, before the value is used.
+        """State this value's layout: a law, stated once, before the value is used.
 
         Args:
             mesh: a mesh (anything `DeviceMesh` takes), or a `Layout`.
@@ -107,7 +107,7 @@ class Handle(Methods):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """`torch.softmax(x, -1)` and its like: the operation of the same meaning."""
+        """Record what a function of torch does to handles: `torch.softmax(x, -1)`."""
         from mdfuse.frontend import torch_functions
 
         return torch_functions.call(func, args, kwargs or {})

@@ -250,7 +250,7 @@ class Recorder:
             )
 
     def _check_kept(self, of: int, reuse: int | None, site: Site) -> None:
-        """An input is not returned itself and overwritten as well."""
+        """Refuse an input that is both returned itself and overwritten."""
         overwritten = {*self._reuse, *self._reuse.values()}
         if reuse is not None:
             overwritten |= {of, reuse}
@@ -268,7 +268,7 @@ class Recorder:
     def _inferred(
         self, op: str, inputs: tuple[Operand, ...], attrs: Mapping[str, Any], source: Source | None
     ) -> dict[str, Any]:
-        """What an operation gives; where it refuses the examples of symbols, others are tried."""
+        """Infer an operation's result; where it refuses the examples of symbols, try others."""
         row, symbols = TABLE[op], self._symbols
         attrs = dict(attrs)
         if not symbols.examples:
@@ -395,7 +395,7 @@ class Recorder:
 
 
 def _check_setting(op: str, key: str, x: Any, site: Site) -> None:
-    """Attributes are fixed numbers, words and lists of them."""
+    """Refuse attributes that are no fixed numbers, words, or lists of these."""
     if isinstance(x, Handle | Ref):
         raise DefinitionError(
             f"{op}: {key} is a value of the fusion",
@@ -453,5 +453,5 @@ def _settings(attrs: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 
 def frozen(x: Any) -> Any:
-    """Lists as tuples."""
+    """Turn lists into tuples, nested ones too."""
     return tuple(map(frozen, x)) if isinstance(x, list | tuple) else x

@@ -1,4 +1,4 @@
-"""What is said of a tensor before there is one."""
+"""Descriptions of tensors that do not exist yet."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """An argument of a traced function: the arguments of `FusionDefinition.define_tensor`."""
+    """Describe a tensor argument of a traced function, as `FusionDefinition.define_tensor` does."""
 
     shape: Sequence[int]
     dtype: torch.dtype = torch.float32
@@ -30,7 +30,7 @@ class TensorSpec:
 
     @cached_property
     def key(self) -> Hashable:
-        """What equal specs have in common, however their layouts are written."""
+        """A key that equal specs share, however their layouts are written."""
         if not isinstance(self.shape, Sequence):
             raise DefinitionError(f"shape {self.shape!r}", hint="a list of integers: [8, 16]")
         places = None if self.stride_order is None else tuple(self.stride_order)

@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from mdfuse.errors import DefinitionError
 
 
-def dims_of(stride_order: Sequence[int], rank: int) -> tuple[int, ...] | None:
-    """The dims from outermost to innermost; None where it is no permutation of `rank` places.
+def dims_of(stride_order: Sequence[int], ndim: int) -> tuple[int, ...] | None:
+    """The dims from outermost to innermost; None where it is no permutation of `ndim` places.
 
     >>> dims_of((0, 2, 1), 3)
     (1, 2, 0)
     """
     places = _places(stride_order)
-    if any(type(p) is not int for p in places) or sorted(places) != list(range(rank)):
+    if any(type(p) is not int for p in places) or sorted(places) != list(range(ndim)):
         return None
-    return tuple(sorted(range(rank), key=lambda d: -places[d]))
+    return tuple(sorted(range(ndim), key=lambda d: -places[d]))
 
 
 def _places(stride_order: Sequence[int]) -> tuple[int, ...]:
@@ -27,20 +27,20 @@ def _places(stride_order: Sequence[int]) -> tuple[int, ...]:
 
 
 def no_permutation(
-    stride_order: Sequence[int], rank: int, of: str, where: Sequence[str]
+    stride_order: Sequence[int], ndim: int, of: str, where: Sequence[str]
 ) -> DefinitionError:
     """The error for an order that is none.
 
     Args:
         stride_order: what was said.
-        rank: how many dims there are.
+        ndim: how many dims there are.
         of: what it was required of.
         where: the user's lines.
     """
     return DefinitionError(
         f"stride_order={_places(stride_order)} of {of}",
         where=where,
-        because=f"it is a permutation of 0..{rank - 1}" if rank else "there are no dims",
+        because=f"it is a permutation of 0..{ndim - 1}" if ndim else "there are no dims",
         hint="the place of each dim in memory, 0 the fastest",
     )
 

@@ -33,16 +33,16 @@ def box_shape(box: Box) -> tuple[int, ...]:
 
 
 def box_size(box: Box) -> int:
-    """How many elements a box holds."""
+    """The number of elements of a box."""
     return math.prod(stop - start for start, stop in box)
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """What two boxes share; None where that is nothing."""
+    """The intersection of two boxes; None where it is empty."""
     both = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
     return both if all(start < stop for start, stop in both) else None
 
 
 def relative(box: Box, to: Box) -> Box:
-    """A box in the coordinates of the box that holds it."""
+    """A box in coordinates relative to a box that contains it."""
     return tuple((s - t, e - t) for (s, e), (t, _) in zip(box, to, strict=True))

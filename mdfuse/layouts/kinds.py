@@ -21,7 +21,7 @@ Blocks = tuple[int | None, int | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """What is true of a kind of communication.
+    """One row of the table: the properties of a kind of communication.
 
     Attributes:
         blocks: what a rank's buffers hold, in blocks of k elements, which are equal on all ranks of

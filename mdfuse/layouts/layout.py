@@ -22,7 +22,7 @@ _LINEAR = frozenset({"sum", "avg"})
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Along this axis the tensor is split on `dim`, in pieces as `torch.chunk` makes them."""
+    """Split `dim` of the tensor along this axis, into the parts that `torch.chunk` makes."""
 
     dim: int
 
@@ -38,7 +38,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Every rank along this axis holds the same."""
+    """Hold the same elements on every rank along this axis."""
 
     def __str__(self) -> str:
         return "R"
@@ -46,7 +46,7 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """The value is what `op` makes of what the ranks along this axis hold."""
+    """Hold one term on each rank along this axis: reducing the terms with `op` gives the value."""
 
     op: str = "sum"
 
@@ -60,7 +60,7 @@ class Partial:
 
 @dataclass(frozen=True, slots=True)
 class Varies:
-    """Every rank along this axis holds what it likes: no layout says how the parts belong together.
+    """Hold something of its own on each rank along this axis: the parts make up no whole.
 
     For host programs only; each rank's part counts as a whole.
     """
@@ -71,7 +71,7 @@ class Varies:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """The host computes the tensor in a loop over chunks of `dim`.
+    """Compute the tensor in a loop of the host over chunks of `dim`.
 
     Args:
         dim: the dim that is split; each rank splits its own part of it.
@@ -110,12 +110,12 @@ class Stream:
 
     @property
     def count(self) -> int:
-        """How many chunks: how often the host loop runs."""
+        """The number of chunks: how often the host loop runs."""
         return len(self.chunks) if isinstance(self.chunks, tuple) else self.chunks
 
     @property
     def largest(self) -> int:
-        """The first of the longest chunks."""
+        """The number of the longest chunk; of several, the first."""
         return self.chunks.index(max(self.chunks)) if isinstance(self.chunks, tuple) else 0
 
     def interval(self, interval: Interval, i: int) -> Interval:
@@ -138,7 +138,7 @@ class Stream:
         return begin, begin + self.chunks[i]
 
     def at(self, index: Index) -> Stream:
-        """One of the chunks."""
+        """This stream with the index of one chunk, as buffers of host programs have it."""
         return Stream(self.dim, self.chunks, self.rotate, index)
 
     def __str__(self) -> str:
@@ -274,7 +274,7 @@ class Layout:
 
     @cached_property
     def varying_axes(self) -> tuple[str, ...]:
-        """The axes of several ranks along which no layout says what each rank holds."""
+        """The axes of several ranks along which the placement is `Varies`."""
         return tuple(
             a
             for a, p in zip(self.mesh.axes, self.placements, strict=True)
@@ -283,14 +283,14 @@ class Layout:
 
     @property
     def reduce_ops(self) -> dict[str, str]:
-        """axis -> the op along it, where the value is Partial and there is something to reduce."""
+        """Map each Partial axis of several ranks to its reduce op."""
         pairs = zip(self.mesh.axes, self.placements, strict=True)
         found = {a: p.op for a, p in pairs if isinstance(p, Partial)}
         return {a: op for a, op in found.items() if self.mesh.axis_size(a) > 1}
 
     @property
     def is_replicated(self) -> bool:
-        """Every rank holds the whole value."""
+        """Whether every rank holds the whole value."""
         return all(isinstance(p, Replicate) for p in self.placements)
 
     def intervals_at(self, shape: Sequence[int], coordinate: Sequence[int]) -> Box:
@@ -323,7 +323,7 @@ class Layout:
         return box_shape(box if box is not None else self.intervals_at(shape, coordinate))
 
     def chunks_of(self, dim: int, extent: int) -> Iterator[tuple[tuple[int, ...], Interval]]:
-        """Each choice of coordinates on the axes that split a dim, and the interval it gives."""
+        """For each choice of coordinates on the axes that split a dim, the interval of the dim."""
         axes = self.split_axes(dim)
         sizes = [self.mesh.axis_size(a) for a in axes]
         for choice in product(*map(range, sizes)):
@@ -355,14 +355,14 @@ class Layout:
         return Layout(self.mesh, placements, order, self.stream)
 
     def at(self, known: Callable[[Term], int | None]) -> Layout:
-        """This layout with what its chunk's index is made of put in."""
+        """This layout with the index of its chunk resolved by what is known of terms."""
         chunk = self.stream
         if chunk is None or chunk.index is None or isinstance(chunk.index, int):
             return self
         return self.with_stream(chunk.at(resolve(chunk.index, self._knows(known))))
 
     def _knows(self, known: Callable[[Term], int | None]) -> Callable[[Term], int | None]:
-        """Coordinates are those in this mesh."""
+        """Look up terms, taking coordinates from this mesh."""
 
         def here(term: Term) -> int | None:
             rank = known(Term("rank"))
@@ -394,7 +394,7 @@ class Layout:
         return Layout(self.mesh, placements, order, stream)
 
     def normalized(self, ndim: int, may_vary: bool = False) -> Layout:
-        """Non-negative dims, checked against a rank; axes of size 1 are replicated."""
+        """This layout with dims checked and not negative, and axes of size 1 replicated."""
         placements: dict[str, Placement] = {}
         for axis, placement in self.by_axis().items():
             if isinstance(placement, Varies) and not may_vary and self.mesh.axis_size(axis) > 1:
@@ -450,12 +450,12 @@ class Layout:
 
 
 def replicated(mesh: DeviceMesh) -> Layout:
-    """Every rank of the mesh holds the whole."""
+    """The layout in which every rank of the mesh holds the whole."""
     return Layout(mesh, {})
 
 
 def is_reshard(source: Layout, destination: Layout) -> bool:
-    """A set between these layouts changes who holds what."""
+    """Whether a `set` from one layout to the other changes anything."""
     return source != destination
 
 

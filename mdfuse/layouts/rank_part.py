@@ -15,7 +15,7 @@ from mdfuse.mesh import DeviceMesh
 
 
 class Family(Protocol):
-    """What is asked of a communication here: see `mdfuse.communication.Communication`."""
+    """What this module needs of a `mdfuse.communication.Communication`."""
 
     @property
     def kind(self) -> str: ...
@@ -59,7 +59,7 @@ class Part:
 
 
 def part_of(comm: Family, rank: int) -> Part:
-    """What a rank posts and copies."""
+    """Compute what a rank posts, and what it copies by itself."""
     team = comm.team(rank)
     if comm.kind == "Exchange":
         return _exchange(comm, rank)
@@ -109,7 +109,7 @@ def _with_root(comm: Family, rank: int, team: tuple[int, ...]) -> Part:
 
 
 def _keeps_own(comm: Family, rank: int) -> bool:
-    """A rank that has what is broadcast: each sender, or the one whose part it is."""
+    """Whether a rank has what is broadcast: it is the root, or has a part on both meshes."""
     if comm.source.mesh == comm.destination.mesh:
         return comm.root(rank) == rank
     return rank in comm.source.mesh and rank in comm.destination.mesh
@@ -154,7 +154,7 @@ def _length(interval: tuple[int, int]) -> int:
 
 
 def _send_recv(comm: Family, rank: int) -> Part:
-    """The i-th sender's part to the i-th receiver."""
+    """Send the i-th sender's part to the i-th receiver."""
     sends: list[tuple[int, Box]] = []
     recvs: list[tuple[int, Box]] = []
     copies: list[tuple[Box, Box]] = []
@@ -207,7 +207,7 @@ def _exchange(comm: Family, rank: int) -> Part:
 
 
 def _layer(source: Layout, rank: int) -> dict[str, int]:
-    """Which of the values that are to be reduced a rank has a part of: axis -> coordinate."""
+    """Say of which term of a Partial value a rank holds a part: Partial axis -> coordinate."""
     coordinate = source.mesh.coordinate(rank)
     if coordinate is None:
         return {}
@@ -236,7 +236,7 @@ def _holders(
 
 
 def _holders_at(source: Layout, rank: int) -> list[int]:
-    """The ranks that hold what `rank` holds."""
+    """The ranks that hold the same part as `rank`."""
     coordinate = source.mesh.coordinate(rank)
     assert coordinate is not None
     here = dict(zip(source.mesh.axes, coordinate, strict=True))

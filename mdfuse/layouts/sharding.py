@@ -35,7 +35,7 @@ def shard_tensor(
     rank: int,
     order: Mapping[int, Sequence[str]] | None = None,
 ) -> Tensor:
-    """The part of a global tensor that a rank holds: a view where it can be.
+    """Cut the part of a rank out of a global tensor: a view where that is possible.
 
     Along Partial(sum) axes the first rank gets the value and the others zeros; along Partial(prod)
     the others get ones; along the other ops every rank gets the value.
@@ -76,7 +76,7 @@ def unshard_tensor(
     *,
     order: Mapping[int, Sequence[str]] | None = None,
 ) -> Tensor:
-    """The global tensor, from the part of each rank of the mesh in row-major order.
+    """Put a global tensor together from the parts of a mesh's ranks, in row-major order.
 
     Raises:
         LayoutError: the parts do not fit together.

@@ -59,7 +59,7 @@ def _only_axis(source: Layout, destination: Layout) -> str | None:
 
 
 def _is_one_shard_per_chunk(source: Layout, destination: Layout, stream: Stream, axis: str) -> bool:
-    """The axis goes between whole and split along the streamed dim, and has a rank per chunk."""
+    """Whether the set gathers or scatters the streamed dim, with one chunk for each rank."""
     before, after = source.placement(axis), destination.placement(axis)
     gathers = before == Shard(stream.dim) and isinstance(after, Replicate)
     scatters = isinstance(before, Partial) and after == Shard(stream.dim)

@@ -55,7 +55,7 @@ def _required(fusion: Fusion) -> Fusion:
 
 
 def _may_replace(fusion: Fusion, values: Mapping[str, Value], made: Expr, by: Expr) -> bool:
-    """The result of `made` is only there for `by` to bring it into order."""
+    """Whether `made` can write in the order that `by` asks for: nobody else reads its result."""
     before, after = values[made.output], values[by.output]
     if before.name in fusion.outputs or len(fusion.consumers[before.name]) > 1:
         return False
@@ -113,8 +113,8 @@ def _reference_order(fusion: Fusion, out: Value) -> tuple[int, ...] | None:
 def _mapped_order(reference: Value, dims: Traced) -> tuple[int, ...]:
     """Dims that the reference has lie as they do there; the others are outermost."""
     place = {d: at for at, d in enumerate(reference.order)}
-    rank = range(len(dims))
-    return tuple(sorted(rank, key=lambda o: -1 if (d := dims[o]) is None else place[d]))
+    results = range(len(dims))
+    return tuple(sorted(results, key=lambda o: -1 if (d := dims[o]) is None else place[d]))
 
 
 def _inputs_of(fusion: Fusion, out: Value) -> dict[str, Traced]:
@@ -142,8 +142,8 @@ def _corresponding(expr: Expr, values: Mapping[str, Value]) -> list[dict[int, in
         return [{new[0]: old[0] for old, new in groups if len(old) == len(new) == 1}]
     labels = dim_map(expr, values)
     if expr.op == "scaled_dot_product_attention":  # it lies as its query does
-        rank = len(labels.result)
-        return [{d: d for d in range(rank)}, *({} for _ in expr.inputs[1:])]
+        ndim = len(labels.result)
+        return [{d: d for d in range(ndim)}, *({} for _ in expr.inputs[1:])]
     found = []
     for dims in labels.operands:
         pairs = {d: dims.index(x) for d, x in enumerate(labels.result) if x in dims}
@@ -177,7 +177,7 @@ def _is_fused(operands: Sequence[Value]) -> bool:
 
 
 def _may_be_read(fusion: Fusion, name: str) -> bool:
-    """Nobody has to copy the value for it to lie otherwise than the op would have it.
+    """Whether the value may lie otherwise than its op writes it, without a copy for anybody.
 
     Reductions read any order; element-wise ops hand it on to their own readers.
     """

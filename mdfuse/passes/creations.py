@@ -73,7 +73,7 @@ def _wanted(expr: Expr, fusion: Fusion) -> dict[str, Layout]:
 
 
 def _is_sent(value: Value, layout: Layout) -> bool:
-    """To read it in this layout, ranks would have to communicate."""
+    """Whether ranks would have to communicate to read it in this layout."""
     before = value.layout
     if before is None or layout.partial_axes or before == layout or value.stream is not None:
         return False

@@ -15,7 +15,7 @@ name = "drop_unread"
 
 
 def run(fusion: Fusion) -> Fusion:
-    """Return the fusion without them."""
+    """Return the fusion without expressions that nobody reads."""
     read = {*fusion.outputs}
     kept = []
     for expr in reversed(fusion.exprs):

@@ -1,4 +1,4 @@
-"""Make ops that need a dim whole, of operands that are split there, of what travels less.
+"""Rewrite ops that need a whole dim whose operand is split there, so that less travels.
 
     %y: f32[8,64] (tp=R) = log_softmax(%x, dim=1)                   # %x is (tp=S1)
     %z: f32[8,1] (tp=R) = slice(%x, starts=[0,63], ends=[8,64], steps=[1,1])
@@ -62,7 +62,7 @@ def _forgotten(fusion: Fusion, maker: _Maker, outputs: Sequence[str] | dict[str,
 
 
 def _split_rows(fusion: Fusion) -> Iterator[Expr]:
-    """Softmax and its like, of operands that are split along the dims that they reduce."""
+    """Find softmaxes and norms whose operand is split along the dims that they reduce."""
     for expr in fusion.exprs:
         if expr.op not in _REDUCED_DIMS or fusion.values[expr.output].stream is not None:
             continue
@@ -93,7 +93,7 @@ def _may_stay(fusion: Fusion, expr: Expr, dims: Sequence[int]) -> bool:
 
 
 def _windows(fusion: Fusion) -> Iterator[Expr]:
-    """Slices that cut split dims, where all slices of a value together take less than it does."""
+    """Find slices that cut split dims, where all slices of a value take less than it does."""
     for value in fusion.values.values():
         readers = fusion.consumers.get(value.name, ())
         found = [e for e in readers if e.op == "slice" and _cut_axes(fusion, e)]
@@ -149,7 +149,7 @@ def _is_gathered(fusion: Fusion, value: Value, axes: Sequence[str]) -> bool:
 
 
 def _wanted(fusion: Fusion, expr: Expr, value: str) -> Layout:
-    """The layout in which an expression reads a value; a set reads it as it is to be."""
+    """The layout in which an expression reads a value; a set with a law reads it in that layout."""
     out = fusion.values[expr.output]
     if expr.op == "set" and out.is_law:
         return fusion.layout(expr.output)
@@ -186,7 +186,7 @@ class _Maker:
         return output
 
     def wide(self, by: Expr, x: str) -> str:
-        """f16 and bf16 in f32: sums of them are rounded once."""
+        """Cast f16 and bf16 to f32, so that sums of them are rounded once."""
         is_narrow = self.values[x].dtype in (torch.float16, torch.bfloat16)
         return self.op(by, "cast", x, dtype=torch.float32) if is_narrow else x
 

@@ -97,7 +97,7 @@ def _backwards(fusion: Fusion) -> tuple[Fusion, bool]:
 
 
 def _whole_outputs(fusion: Fusion) -> Fusion:
-    """Outputs lie as `_of_output` has it, also those that were not inferred from operands."""
+    """Give every output the layout of `_of_output`, also those not inferred from operands."""
     layouts = {}
     for output in fusion.outputs:
         value = fusion.values[output]

@@ -31,12 +31,12 @@ class Group:
 
     @property
     def is_reshard(self) -> bool:
-        """The group is a set, which may change a layout; it never merges."""
+        """Whether the group is a set, which may change a layout; it never merges."""
         return any(e.op == "set" for e in self.exprs)
 
     @property
     def is_single_op(self) -> bool:
-        """The group is one expression that the host runs as one op."""
+        """Whether the group is one expression that the host runs as one op."""
         return len(self.exprs) == 1 and TABLE[self.exprs[0].op].is_single
 
 
@@ -44,17 +44,17 @@ ShouldMerge = Callable[[Group, Group], bool]
 
 
 def merge_composite(a: Group, b: Group) -> bool:
-    """The default: what the host runs as a single op stays alone, the rest merges."""
+    """Leave alone what the host runs as a single op, and merge the rest: the default."""
     return not a.is_single_op and not b.is_single_op
 
 
 def merge_local(a: Group, b: Group) -> bool:
-    """Everything between two reshards merges into host units."""
+    """Merge everything between two reshards."""
     return True
 
 
 def merge_nothing(a: Group, b: Group) -> bool:
-    """Every expression is a segment of its own."""
+    """Make every expression a segment of its own."""
     return False
 
 
@@ -76,7 +76,7 @@ class Part:
 
     @property
     def is_streamed(self) -> bool:
-        """It runs in a host loop over chunks."""
+        """Whether it runs in a host loop over chunks."""
         return self.fusion.values[self.exprs[0].output].stream is not None
 
     @property

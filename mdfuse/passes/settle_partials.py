@@ -46,7 +46,7 @@ class _Flow:
 
 @dataclass
 class _Sweep:
-    """One look at all Partials of a fusion."""
+    """What a pass over the Partials of a fusion has found and decided so far."""
 
     fusion: Fusion
     #: (value, axis) -> what becomes of it.

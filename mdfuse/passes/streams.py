@@ -1,4 +1,4 @@
-"""Take the streams out of the layouts, so that a layout says where data is, a stream when.
+"""Take streams out of layouts: a layout then says where data is, a stream when it is computed.
 
     %y: f32[8,4] (tp=S1, stream(0,4))! = add(%x, %b)    # layout (tp=S1), stream (0,4)
 

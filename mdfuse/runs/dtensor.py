@@ -36,7 +36,7 @@ _OWN_OPS = {torch_op: op for op, torch_op in _TORCH_OPS.items()}
 
 
 def layout_of(x: DTensor, axes: Sequence[str] | None = None) -> Layout:
-    """Say where a DTensor is.
+    """Return the layout of a DTensor.
 
     Args:
         x: any DTensor.
@@ -116,7 +116,7 @@ def _plain(placement: TorchPlacement) -> str:
 
 
 def spec_of(x: DTensor, axes: Sequence[str] | None = None) -> TensorSpec:
-    """The `TensorSpec` of tensors like a DTensor: global shape, dtype, layout, memory order.
+    """Return the `TensorSpec` of a DTensor: global shape, dtype, layout, memory order.
 
     Args:
         x: any DTensor.
@@ -189,7 +189,7 @@ def to_dtensor(
     shape: Sequence[int],
     order: Sequence[int] | None = None,
 ) -> DTensor:
-    """Make a DTensor of the ranks' parts, without communication; the memory is shared.
+    """Make a DTensor from the ranks' parts, without communication; it shares their memory.
 
     Args:
         local: this rank's part; on a rank outside of the mesh an empty tensor of the same dtype.

@@ -1,4 +1,4 @@
-"""The communicator: this rank among the others, its device, its backend."""
+"""The communicator: this rank, its device and backend, and how it meets the others."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ class Communicator:
             self._refusals.refuse(occasion, reason)
 
     def broke_off(self, occasion: str, error: BackendError) -> str | None:
-        """A communication of a run broke; what a rank said that refused the run, if one did."""
+        """Note that a communication of a run broke; return why, where a rank refused the run."""
         self.is_ready = self.is_sound = False
         return self._refusals.broke_off(occasion, error)
 
@@ -234,7 +234,7 @@ class Communicator:
         return refusal(self.rank, name) if self._agreement.size > 1 else None
 
     def disown(self) -> None:
-        """This process is a fork: connections, threads and the end of MPI are its parent's."""
+        """Give up in a fork what belongs to its parent: connections, threads and the end of MPI."""
         if self._agreement.size > 1:
             self._is_fork = True
             self.is_ready = self.is_sound = False
@@ -242,7 +242,7 @@ class Communicator:
             mpi_library.leave_to_parent()
 
     def explained(self, error: BackendError) -> BackendError:
-        """An error of a communication, with the positions of all ranks."""
+        """Extend an error of a communication by the positions of all ranks."""
         return self._watch.explain(error)
 
     def count(self, tally: Tally) -> None:
@@ -258,7 +258,7 @@ class Communicator:
 
     @property
     def has_fast_lane(self) -> bool:
-        """Posts go through NCCL's own functions."""
+        """Whether posts go through NCCL's own functions."""
         return self._world.lanes is not None
 
     def replays(self, name: str, stream: int) -> Replays | None:
@@ -275,7 +275,7 @@ class Communicator:
 
     @property
     def is_closed(self) -> bool:
-        """Its groups and store are given up; `init` makes a new one."""
+        """Whether groups and store are given up; `init` makes a new communicator then."""
         return self._is_closed
 
     def barrier(self) -> None:
@@ -407,7 +407,7 @@ def init(
 def _stand_in(
     rank: int | None, size: int | None, device: torch.device | str | None, timeout_s: float
 ) -> Communicator:
-    """A rank without a world: its store is a dictionary, and it agrees with itself alone."""
+    """Make the communicator of a process that is alone: its store is a dictionary."""
     store = HashStore()
     world = World(
         launch=null_launch(os.environ, default_group(), rank, size),

@@ -1,4 +1,4 @@
-"""Threads of one process that run programs at once which communicate.
+"""Detect threads of one process that run communicating programs at once.
 
 Each rank's threads come in an order of their own, so that ranks would meet in different programs. A
 run notes that it is under way in two attributes (`Communicator.is_ready`), and only who finds that

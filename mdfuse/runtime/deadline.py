@@ -1,4 +1,4 @@
-"""A moment that several waits share, so that they do not add up."""
+"""A deadline that several waits share, so that they do not add up."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from math import inf
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A moment.
+    """A point in time.
 
     Attributes:
         at: by the monotonic clock; infinite: there is no deadline.

@@ -66,7 +66,7 @@ def meet(
     store: Store,
     watch: Watch,
 ) -> World:
-    """The first meeting of all ranks: they name the same backends and can use the first, or raise.
+    """Meet all ranks first of all: they name the same backends and can use the first, or raise.
 
     Whether they can use the others is settled when these are opened.
     """

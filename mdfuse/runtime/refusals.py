@@ -63,7 +63,7 @@ class Refusals:
         within(_ANSWER_S, leave_word)
 
     def broke_off(self, occasion: str, error: BackendError) -> str | None:
-        """A communication of a run broke here.
+        """Note that a communication of a run broke on this rank.
 
         Returns:
             what a rank that refused the run said; None where none did, or the store does not

@@ -135,7 +135,7 @@ _HOSTED: dict[tuple[object, ...], Store] = {}
 
 
 def _kept(where: tuple[object, ...]) -> Store | None:
-    """The store of an earlier meeting, if it is still there: who hosted it may have ended."""
+    """The store of an earlier meeting, where it still answers; else None."""
     store = _HOSTED.get(where)
     with suppress(RuntimeError):
         if store is not None:

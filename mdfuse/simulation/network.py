@@ -51,7 +51,7 @@ _Piece = tuple[Tensor, SimWork]
 
 @dataclass(slots=True)
 class SimNetwork:
-    """Where the simulated ranks meet.
+    """The network of the simulated ranks: it matches posts and moves the bytes.
 
     Posts of a team meet in the order in which each rank's host issues (`announce`s) them, as in
     the libraries; they begin once all of them have arrived. What is ready to move is moved at once,
@@ -178,7 +178,7 @@ class SimPoster:
         return work
 
     def prepare(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: Place) -> None:
-        """There is no library under it."""
+        """Do nothing: there is no library to be told of buffers."""
 
 
 class SimBackend:
@@ -190,7 +190,7 @@ class SimBackend:
         self.network, self.rank = network, rank
 
     def prepare(self, teams: Iterable[tuple[int, ...]]) -> None:
-        """Nothing to make."""
+        """Do nothing: teams need no resources here."""
 
     def bind(self, call: Call) -> SimPoster:
         """Prepare a call."""
@@ -198,7 +198,7 @@ class SimBackend:
 
 
 def _check(team: tuple[int, ...], meeting: dict[int, _Posted]) -> None:
-    """All members post the same kind, reduce op, root and dtype."""
+    """Check that all members post the same kind, reduce op, root and dtype."""
     first = meeting[team[0]]
     for rank in team:
         here = meeting[rank]

@@ -205,7 +205,7 @@ class _Queues:
 
 
 def _nothing() -> None:
-    """A join has no effect of its own."""
+    """Do nothing: a join only orders what is around it."""
 
 
 def _one(x: Any) -> Any:
@@ -218,5 +218,5 @@ def _memory(x: Any) -> int:
 
 
 def _poison(x: Tensor) -> None:
-    """NaN; zero for integers, which may be indices."""
+    """Fill a buffer with NaN, or with zero for integers, which may be indices."""
     x.fill_(float("nan") if x.is_floating_point() or x.is_complex() else 0)

@@ -39,7 +39,7 @@ Simulable = Program | HostProgram | Sequence[HostProgram]
 
 @dataclass(frozen=True)
 class Simulated:
-    """What a simulated run gave.
+    """The outputs of a simulated run, and what it took.
 
     Attributes:
         per_rank: for each rank from 0 to the highest of any mesh, its local outputs.
@@ -56,7 +56,7 @@ class Simulated:
 
 @dataclass
 class _Memory:
-    """Accounts for the memory that is bound to slots."""
+    """Count the memory that is bound to slots, and its peak."""
 
     #: storage of an input -> bytes of the rank's part, which may be a view of a global tensor
     sizes: dict[int, int] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class _Rank:
             self.memory.update(slot, x)
 
     def step(self) -> bool:
-        """Go on to the next wait that is not done; whether anything ran."""
+        """Run up to the next wait that is not done, and tell whether anything ran."""
         start = self.at
         while self.at < len(self.plan.steps):
             step = self.plan.steps[self.at]
@@ -136,7 +136,7 @@ def simulate(
     options: Options | None = None,
     schedule: int | None = None,
 ) -> Simulated:
-    """Run all ranks; deterministic.
+    """Run all ranks of a program in this process, deterministically.
 
     Args:
         program: a compiled program, a host program, or the projections of all ranks in rank order.

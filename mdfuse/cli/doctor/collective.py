@@ -141,7 +141,7 @@ def _measured(comm: Communicator, what: str, size: int) -> Measured:
 def _seconds(
     comm: Communicator, poster: Poster, source: Tensor, result: Tensor, rounds: int
 ) -> float:
-    """Of one round, from when all ranks are ready."""
+    """Seconds of one round, from when all ranks are ready."""
     _finish(comm)
     comm.barrier()
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What `mdfuse doctor` does."""
+"""The command `mdfuse doctor`: look, print, and set the exit status."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mdfuse.cli.doctor.ranks import check_ranks
 
 
 def run(is_collective: bool) -> None:
-    """Print what there is; the exit status tells whether programs can run.
+    """Print what this machine has; the exit status tells whether programs can run.
 
     Args:
         is_collective: let all ranks communicate, too.

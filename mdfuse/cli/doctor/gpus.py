@@ -24,7 +24,7 @@ PCIE_LEVELS = {
 
 
 def findings() -> list[Finding]:
-    """One per GPU that torch sees."""
+    """One finding per GPU that torch sees."""
     if not torch.cuda.is_available():
         return [Finding(name="GPUs", what="none that torch sees")]
     return [_gpu(i) for i in range(torch.cuda.device_count())]

@@ -90,7 +90,7 @@ def _no_program(error: UnexpectedInput, text: str) -> ProgramError:
     return ProgramError(
         f"{place or 'the end of the text'} is no host program",
         where=context or "host …",
-        hint="docs/host_ir_grammar.md has the grammar",
+        hint="docs/host_ir.md has the grammar, at its end",
     )
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Answers:
-    """What the store still says.
+    """What the store says of the others once a wait broke.
 
     Attributes:
         positions: by rank; ranks that never told any are absent.

@@ -34,7 +34,7 @@ class Progress(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a rank is.
+    """How far a rank is, as it tells the others.
 
     Attributes:
         rank: the rank.
@@ -75,7 +75,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """What the plans of this process say of where it is.
+    """Where this process is in its plans, as it knows itself; a `Position` is what others are told.
 
     Attributes:
         key: differs where it has moved.

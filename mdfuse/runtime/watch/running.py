@@ -54,7 +54,7 @@ _plans: WeakValueDictionary[str, Plan] = WeakValueDictionary()
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Tally:
-    """How often this rank ran a program.
+    """The number of runs of one program on this rank, by which ranks compare how far they are.
 
     Attributes:
         name: of the program.
