@@ -20,7 +20,7 @@ from _measure import Contender, Report, Row, interleave, show
 from _ranks import Ranks, choose_backend, start
 from torch import Tensor
 
-from mdfuse.backends.base import Buffer, Place, Prepared
+from mdfuse.backends.base import Buffer, PostSite, Prepared
 from mdfuse.backends.c10d.groups import AllgatherOptions, PrefixStore
 from mdfuse.backends.nccl import library as nccl_library
 from mdfuse.backends.nccl.cuda_driver import CudaDevice
@@ -69,7 +69,7 @@ def _lane_call(lane: NcclLane, src: Tensor, dst: Tensor, at_once: bool) -> Calla
     call = Call(kind="Allgather", team=lane.team, rank=dist.get_rank())
     stream = torch.cuda.current_stream().cuda_stream
     posting = lane.prepare(
-        call, [src], [dst], Place(stream=stream, at_once=at_once, where="posting_lanes.py")
+        call, [src], [dst], PostSite(stream=stream, at_once=at_once, where="posting_lanes.py")
     )
     assert posting is not None and posting.wait is not None
     return partial(_walk, _bound((*posting.post, *posting.wait), src, dst))
@@ -105,7 +105,10 @@ def _pieces(ranks: Ranks, lane: NcclLane, src: Tensor, dst: Tensor) -> dict[str,
     handle, event, theirs = device.stream(stream.cuda_stream), device.event(), _event()
     call = Call(kind="Allgather", team=lane.team, rank=ranks.comm.rank)
     posting = lane.prepare(
-        call, [src], [dst], Place(stream=stream.cuda_stream, at_once=True, where="posting_lanes.py")
+        call,
+        [src],
+        [dst],
+        PostSite(stream=stream.cuda_stream, at_once=True, where="posting_lanes.py"),
     )
     assert posting is not None
     note, post, mark = _bound(posting.post, src, dst)

@@ -17,7 +17,7 @@ from mdfuse.extents.index import Term
 from mdfuse.layouts.boxes import box_size
 from mdfuse.layouts.kinds import KINDS, POINT_TO_POINT, REDUCING, SPLITTING
 from mdfuse.layouts.layout import REDUCE_OPS, Layout, replicated
-from mdfuse.layouts.rank_part import Part, part_of
+from mdfuse.layouts.rank_part import RankPart, part_of
 from mdfuse.mesh import DeviceMesh
 
 _BITWISE = ("band", "bor", "bxor")
@@ -249,7 +249,7 @@ class Communication:
 
     # -- one rank's part -------------------------------------------------------------------------
 
-    def part(self, rank: int) -> Part:
+    def part(self, rank: int) -> RankPart:
         """Compute what a rank posts, and what it copies by itself."""
         part = part_of(self, rank)
         if self.backend is None or part.call is None:

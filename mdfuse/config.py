@@ -17,7 +17,7 @@ BETWEEN_MESHES = "meshes"
 
 
 @dataclass(frozen=True, slots=True)
-class Carriers:
+class BackendChoice:
     """The backends that `Options.backend` names, and the communications that each carries.
 
     Attributes:
@@ -38,14 +38,14 @@ class Carriers:
         return (self.usual, *self.others)
 
 
-def carriers_of(text: str) -> Carriers:
+def backend_choice(text: str) -> BackendChoice:
     """Read `Options.backend`.
 
     Raises:
         ProgramError: it is not of the form "backend, axis=backend, ...".
 
-    >>> carriers_of("gloo, dp=ucx")
-    Carriers(usual='gloo', by_axis={'dp': 'ucx'})
+    >>> backend_choice("gloo, dp=ucx")
+    BackendChoice(usual='gloo', by_axis={'dp': 'ucx'})
     """
     usual, by_axis = [], dict[str, str]()
     for entry in text.split(","):
@@ -67,7 +67,7 @@ def carriers_of(text: str) -> Carriers:
             because=f"{' and '.join(usual)} cannot both be the usual one",
             hint="write axis=backend for all others",
         )
-    return Carriers(usual[0] if usual else "auto", by_axis)
+    return BackendChoice(usual[0] if usual else "auto", by_axis)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ class Options:
                 raise ProgramError(
                     f"{name}={_shown(value)}", because=rule, hint=f"the default is {default!r}"
                 )
-        carriers_of(self.backend)
+        backend_choice(self.backend)
         if self.graph == "always" and self.check_indices:
             raise ProgramError(
                 'check_indices=True with graph="always"',

@@ -39,7 +39,7 @@ from mdfuse.runs.arguments import (
 )
 from mdfuse.runs.same_program import agree, fingerprint
 from mdfuse.runtime.crowds import crowd
-from mdfuse.runtime.watch.running import Tally
+from mdfuse.runtime.watch.running import RunCount
 
 if TYPE_CHECKING:
     from mdfuse.runs.dtensor_border import Border
@@ -50,7 +50,7 @@ _serials = itertools.count()
 _numbers = itertools.count()
 
 #: Of an evaluator before its first run.
-_NOTHING = Tally(name="", serial=-1)
+_NOTHING = RunCount(name="", serial=-1)
 
 
 @dataclass
@@ -84,7 +84,7 @@ class HostIrEvaluator:
     _local: HostProgram | None = field(default=None, init=False, repr=False)
     _signature: Signature | None = field(default=None, init=False, repr=False)
     #: Tells this evaluator and its runs from others; all ranks make the same ones in one order.
-    _tally: Tally = field(default=_NOTHING, init=False, repr=False)
+    _tally: RunCount = field(default=_NOTHING, init=False, repr=False)
     _device_type: str = field(default="cpu", init=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
@@ -390,7 +390,7 @@ class HostIrEvaluator:
             self._number,
             communicator.can_capture(self.program.backends),
         )
-        self._tally = Tally(name=self.program.name, serial=next(_serials))
+        self._tally = RunCount(name=self.program.name, serial=next(_serials))
         communicator.count(self._tally)
         self._local, self._device_type = local, communicator.device.type
 

@@ -23,7 +23,7 @@ from mdfuse.passes import (
     streams,
 )
 from mdfuse.passes.segment_ids import with_ids
-from mdfuse.passes.segmentation import Part, ShouldMerge, segment
+from mdfuse.passes.segmentation import Section, ShouldMerge, segment
 
 Pass = Callable[[Fusion], Fusion]
 
@@ -85,12 +85,12 @@ def prepare(fusion: Fusion, observe: Observer | None = None) -> Fusion:
 
 def host_program(
     fusion: Fusion,
-    parts: tuple[Part, ...],
+    sections: tuple[Section, ...],
     options: Options | None,
     stated: Orders | None = None,
 ) -> HostProgram:
-    """The global host program of a fusion that the passes prepared, and its parts; see `emit`."""
-    host = emit(fusion, parts, stated)
+    """The global host program of a prepared fusion and its sections; see `emit`."""
+    host = emit(fusion, sections, stated)
     for _, run in HOST_PASSES:
         host = run(host, options_from_environment(options))
     return host
@@ -101,7 +101,7 @@ def lower(
     should_merge: ShouldMerge | None = None,
     observe: Observer | None = None,
     options: Options | None = None,
-) -> tuple[Fusion, tuple[Part, ...], HostProgram]:
+) -> tuple[Fusion, tuple[Section, ...], HostProgram]:
     """Lower a fusion.
 
     Args:
@@ -111,9 +111,9 @@ def lower(
         options: how loops over chunks are spread over streams.
 
     Returns:
-        The fusion after all passes, with ids for what they added; its parts, each of which becomes
-        a segment; and the global host program.
+        The fusion after all passes, with ids for what they added; its sections, each of which
+        becomes a segment; and the global host program.
     """
     prepared = with_ids(prepare(fusion, observe))
-    parts = segment(prepared, should_merge)
-    return prepared, parts, host_program(prepared, parts, options)
+    sections = segment(prepared, should_merge)
+    return prepared, sections, host_program(prepared, sections, options)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import Partial
-from mdfuse.backends.base import Place
+from mdfuse.backends.base import PostSite
 from mdfuse.layouts.call import Call
 from mdfuse.plan.build import Plan, build
 from mdfuse.simulation.network import SimNetwork, SimWork
@@ -61,7 +61,7 @@ class Poster:
             self.room.changed.notify_all()
         return Waiting(self.room, work)
 
-    def prepare(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: Place) -> None:
+    def prepare(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: PostSite) -> None:
         """There is no library under it."""
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mdfuse.backends.algorithms import Copy, Piece, Reduce, Sizes, Step, Transfer, compose
+from mdfuse.backends.algorithms import Copy, Piece, Reduce, Round, Sizes, Transfer, compose
 from mdfuse.backends.transfers import transferred
 from mdfuse.backends.work import DONE
 from mdfuse.errors import CommunicationError
@@ -35,7 +35,7 @@ class Rank:
     srcs: list[Tensor]
     dsts: list[Tensor]
     small: int
-    steps: deque[Step] = field(default_factory=deque)
+    steps: deque[Round] = field(default_factory=deque)
     waiting: deque[Transfer] = field(default_factory=deque)
 
     @property
@@ -373,7 +373,7 @@ def test_bytes_that_arrive(n: int) -> None:
 def test_a_team_of_one_copies(kind: str) -> None:
     call = Call(kind=kind, team=(3,), rank=3, root=3, reduce_op="sum")
     composition = compose(call, Sizes(srcs=(4,), dsts=(4,)))
-    assert composition.steps == (Step(local=(Copy(Piece("src", 0, 4), Piece("dst", 0, 4)),)),)
+    assert composition.steps == (Round(local=(Copy(Piece("src", 0, 4), Piece("dst", 0, 4)),)),)
     assert not composition.scratch
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import mdfuse as mf
-from mdfuse.backends.base import Place
+from mdfuse.backends.base import PostSite
 from mdfuse.backends.c10d.backend import C10dBackend
 from mdfuse.backends.c10d.groups import HashStore, PrefixStore
 from mdfuse.backends.c10d.sockets import opened, shut_down
@@ -30,9 +30,9 @@ from mdfuse.runtime.crowds import crowd
 from mdfuse.runtime.deadline import Deadline
 from mdfuse.runtime.watch import running
 from mdfuse.runtime.watch.bulletin import Bulletin, within
-from mdfuse.runtime.watch.positions import Position, Progress, Standing, standing
+from mdfuse.runtime.watch.positions import OwnPosition, Position, Progress, standing
 from mdfuse.runtime.watch.report import Alarm, Table, blame, explained, report
-from mdfuse.runtime.watch.running import Tally
+from mdfuse.runtime.watch.running import RunCount
 from mdfuse.runtime.watch.watch import EXIT_STATUS, Watch
 
 CPU, MESH = torch.device("cpu"), mf.DeviceMesh([0, 1])
@@ -55,9 +55,9 @@ def definition(name: str = "two", *, extent: int = 4) -> mf.FusionDefinition:
 class Spy:
     """A backend whose posts and waits look where the process is; the last wait may fail."""
 
-    tally: Tally
+    tally: RunCount
     fails: bool = False
-    seen: list[Standing] = field(default_factory=list)
+    seen: list[OwnPosition] = field(default_factory=list)
 
     def bind(self, call: Call) -> Spy:
         return self
@@ -66,7 +66,7 @@ class Spy:
         self.look()
         return self
 
-    def prepare(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: Place) -> None:
+    def prepare(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: PostSite) -> None:
         """There is no library under it."""
 
     def wait(self) -> None:
@@ -83,7 +83,7 @@ class Spy:
 
 
 def test_where_a_plan_is() -> None:
-    spy = Spy(Tally(name="two", serial=7))
+    spy = Spy(RunCount(name="two", serial=7))
     plan = spy.plan()
     for _ in range(2):
         spy.tally.runs += 1
@@ -102,13 +102,13 @@ def test_where_a_plan_is() -> None:
 
 
 def test_runs_that_were_refused_posted_nothing() -> None:
-    spy = Spy(Tally(name="two", serial=0, runs=2, refused=1))
+    spy = Spy(RunCount(name="two", serial=0, runs=2, refused=1))
     spy.plan().run([torch.ones(2)])
     assert spy.seen[0].name == "Allgather #1"
 
 
 def test_where_an_error_comes_from() -> None:
-    spy = Spy(Tally(name="two", serial=0, runs=1), fails=True)
+    spy = Spy(RunCount(name="two", serial=0, runs=1), fails=True)
     plan = spy.plan()
     with pytest.raises(BackendError) as caught:
         plan.run([torch.ones(2)])
@@ -232,7 +232,7 @@ def test_a_meeting_that_never_ends() -> None:
 
 
 def test_a_wait_in_a_plan_that_never_ends() -> None:
-    rank, tally = Watched(), Tally(name="two", serial=0, runs=1)
+    rank, tally = Watched(), RunCount(name="two", serial=0, runs=1)
     rank.watch.count(tally)
     spy = Spy(tally)
     plan, look = spy.plan(), spy.look
@@ -264,7 +264,7 @@ def test_a_refusal_ends_the_wait(can_abort: bool, monkeypatch: pytest.MonkeyPatc
         return can_abort
 
     rank.watch.abort = abort
-    now = Standing(is_waiting=True, occasion="4/1", doing="in run 1 of @two")
+    now = OwnPosition(is_waiting=True, occasion="4/1", doing="in run 1 of @two")
     monkeypatch.setattr(rank.watch, "_standing", lambda: now)
     rank.watch.tell()
     rank.look()

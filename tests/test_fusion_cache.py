@@ -90,7 +90,7 @@ def test_what_records_something_else_is_another_definition(change: dict[str, Any
     assert (str(first.fusion), first.fusion) != (str(other.fusion), other.fusion)
     again, other_again = defined(), defined(**change)
     assert info() == (2, 2, 0, 2)
-    assert again.spelled is first.spelled and other_again.spelled is other.spelled
+    assert again.named is first.named and other_again.named is other.named
 
 
 def test_the_order_of_axes_and_a_required_memory_order_are_part_of_the_key() -> None:
@@ -102,7 +102,7 @@ def test_the_order_of_axes_and_a_required_memory_order_are_part_of_the_key() -> 
             x = fd.define_tensor([8, 3], mesh=mesh, layout=split, order=axes)
             y = fd.ops.set(x.to(dtype or torch.float64)).on(mesh, split, law)
             fd.add_output(y, stride_order=memory)
-        return fd.spelled
+        return fd.named
 
     turned = {0: ("tp", "dp")}
     changes: list[dict[str, Any]] = [
@@ -160,7 +160,7 @@ def test_names_and_lines_are_those_of_the_code_that_runs() -> None:
     texts = [str(mf.compile(fd)) for fd in (one, two)]
     assert "@one" in texts[0] and "%y: f32[3]" in texts[0] and "twice" not in texts[0]
     assert "@two" in texts[1] and "%twice: f32[3]" in texts[1] and "%y" not in texts[1]
-    lines = [fd.spelled.fusion.exprs[0].source for fd in (one, two)]
+    lines = [fd.named.fusion.exprs[0].source for fd in (one, two)]
     assert lines[0] is not None and lines[1] is not None
     assert lines[1].line == lines[0].line + 4
 
@@ -171,7 +171,7 @@ def test_equal_code_in_several_files() -> None:
     for file in ("first.py", "second.py", "first.py"):
         names: dict[str, Any] = {"mf": mf}
         exec(compile(text, file, "exec"), names)
-        found.append(names["fd"].spelled)
+        found.append(names["fd"].named)
     assert [s.fusion.exprs[0].source.file for s in found] == ["first.py", "second.py", "first.py"]
     assert found[0] is found[2]
 
@@ -288,7 +288,7 @@ def test_a_call_that_is_refused_is_not_recorded() -> None:
         return fd
 
     assert [e.op for e in tried().fusion.exprs] == ["add"]
-    assert tried().spelled is tried().spelled
+    assert tried().named is tried().named
     assert info()[1] == 1
 
 
@@ -362,7 +362,7 @@ def test_symbols_whose_examples_change_on_the_way() -> None:
         return fd, shape
 
     (first, shape), (again, same) = define(), define()
-    assert again.spelled is first.spelled and same == shape
+    assert again.named is first.named and same == shape
     assert info() == (1, 1, 0, 1)
     x, w = torch.randn(3, 2), torch.randn(3, 2)
     (result,) = mf.simulate(mf.compile(again), [x, w]).outputs

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import mdfuse as mf
-from mdfuse.backends.base import Buffer, Place, Posting, Prepared
+from mdfuse.backends.base import Buffer, Posting, PostSite, Prepared
 from mdfuse.hir.text.parser import parse
 from mdfuse.plan.build import Plan, build
 from mdfuse.plan.graphs import GraphPlan, regions
@@ -420,7 +420,7 @@ class Lane:
     def __call__(self, srcs: Any, dsts: Any) -> Any:
         raise AssertionError("all is prepared")
 
-    def prepare(self, srcs: Any, dsts: Any, place: Place) -> Posting:
+    def prepare(self, srcs: Any, dsts: Any, place: PostSite) -> Posting:
         assert place.at_once == self.is_at_once
         args = (Buffer("src", form="pointer"), Buffer("dst", form="pointer"))
         wait = () if self.is_at_once else (Prepared(list, ()),)

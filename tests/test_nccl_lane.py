@@ -15,21 +15,21 @@ import torch
 from fake_nccl import FakeDevice, FakeNccl, Wire, post
 from torch import Tensor
 
-from mdfuse.backends.base import Place
+from mdfuse.backends.base import PostSite
 from mdfuse.backends.c10d.backend import C10dBackend
 from mdfuse.backends.c10d.groups import HashStore, PrefixStore, Store, TCPStore
 from mdfuse.backends.nccl import lane as nccl_lane
 from mdfuse.backends.nccl import library as nccl_library
 from mdfuse.backends.nccl.cuda_driver import CudaDevice, MarkedTrack
 from mdfuse.backends.nccl.lane import NcclLane, open_lane
-from mdfuse.backends.post_notes import Subject
+from mdfuse.backends.post_notes import PostInfo
 from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import BackendError, CommunicationError, ProgramError
 from mdfuse.layouts.call import Call
 from mdfuse.runtime.agreement import Agreement
 from mdfuse.runtime.fast_lane import Lanes, Replays, agree_on_lanes
 from mdfuse.runtime.watch.positions import is_shared
-from mdfuse.runtime.watch.running import Tally
+from mdfuse.runtime.watch.running import RunCount
 from mdfuse.runtime.watch.watch import Watch
 
 TEAMS = [(0, 1), (2, 0, 1), (3, 1, 0, 2)]
@@ -79,7 +79,7 @@ class World:
             given = srcs.get(rank, []), dsts.get(rank, [])
             examples = [[x.to("meta") for x in side] for side in given]
             posting = self.lanes[rank].prepare(
-                call(rank), *examples, Place(stream=COMPUTE, at_once=at_once, where="mlp.py:14")
+                call(rank), *examples, PostSite(stream=COMPUTE, at_once=at_once, where="mlp.py:14")
             )
             kept.append([[x.clone() for x in side] for side in given])
             post(posting, *kept[-1])
@@ -255,7 +255,7 @@ def allreduce(rank: int, op: str = "sum") -> Call:
 def test_at_once_is_on_the_stream_itself() -> None:
     world, x = World((0, 1)), torch.zeros(4)
     posting = world.lanes[0].prepare(
-        allreduce(0), [x], [x], Place(stream=COMPUTE, at_once=True, where="mlp.py:14")
+        allreduce(0), [x], [x], PostSite(stream=COMPUTE, at_once=True, where="mlp.py:14")
     )
     post(posting, [x], [x])
     assert world.log == [("all_reduce", COMPUTE), ("mark", COMPUTE)]
@@ -266,7 +266,7 @@ def test_forked_waits_for_what_is_queued_and_is_waited_for() -> None:
     world, x = World((0, 1)), torch.zeros(4)
     own = FakeDevice.OWN
     posting = world.lanes[0].prepare(
-        allreduce(0), [x], [x], Place(stream=COMPUTE, at_once=False, where="")
+        allreduce(0), [x], [x], PostSite(stream=COMPUTE, at_once=False, where="")
     )
     for _ in range(2):
         world.log.clear()
@@ -319,7 +319,7 @@ def test_a_post_that_nccl_refuses() -> None:
     world.bindings[0].all_reduce = fail  # type: ignore[method-assign]
     with pytest.raises(BackendError, match="Allreduce failed on rank 0"):
         world.lanes[0].post(allreduce(0), [x], [x])
-    posting = world.lanes[0].prepare(allreduce(0), [x], [x], Place(where=""))
+    posting = world.lanes[0].prepare(allreduce(0), [x], [x], PostSite(where=""))
     assert posting is not None and posting.explain is not None
     assert "unhandled" in str(posting.explain(ValueError("unhandled")))
     refused = BackendError("the driver")
@@ -332,12 +332,14 @@ def test_notes() -> None:
     lane, watch = world.lanes[0], world.watches[0]
     for at_once in (True, False, True):
         posting = lane.prepare(
-            allreduce(0), [x], [x], Place(stream=COMPUTE, at_once=at_once, where="mlp.py:14")
+            allreduce(0), [x], [x], PostSite(stream=COMPUTE, at_once=at_once, where="mlp.py:14")
         )
         post(posting, [x], [x])
     call = Call(kind="Exchange", team=(0, 1), rank=0, sends=(1,), recvs=())
     post(
-        lane.prepare(call, [x], [], Place(stream=COMPUTE, at_once=True, where="mlp.py:20")), [x], []
+        lane.prepare(call, [x], [], PostSite(stream=COMPUTE, at_once=True, where="mlp.py:20")),
+        [x],
+        [],
     )
     posts = watch.ring.posts()
     assert [p.text() for p in posts] == [
@@ -358,7 +360,7 @@ def test_families_on_one_stream_do_not_hide_each_other() -> None:
     gather = Call(kind="Allgather", team=(0, 1), rank=0)
     exchange = Call(kind="Exchange", team=(0, 1), rank=0, sends=(1,), recvs=())
     for at_once in (True, False):
-        place = Place(stream=COMPUTE, at_once=at_once, where="mlp.py:14")
+        place = PostSite(stream=COMPUTE, at_once=at_once, where="mlp.py:14")
         gathers = lane.prepare(gather, [x4], [x8], place)
         exchanges = lane.prepare(exchange, [x4], [], place)
         for _ in range(30):
@@ -378,9 +380,9 @@ def test_what_plans_count_is_not_what_the_lane_counts() -> None:
     """Some collectives of a team go through the lane, others by its process group."""
     world = World((0, 1))
     lane, watch = world.lanes[0], world.watches[0]
-    watch.count(Tally(name="f", serial=0, runs=5, posted={("Allgather", (0, 1)): 2}))
+    watch.count(RunCount(name="f", serial=0, runs=5, posted={("Allgather", (0, 1)): 2}))
     call = Call(kind="Allgather", team=(0, 1), rank=0)
-    posting = lane.prepare(call, [x4], [x8], Place(stream=COMPUTE, at_once=True, where="a.py:1"))
+    posting = lane.prepare(call, [x4], [x8], PostSite(stream=COMPUTE, at_once=True, where="a.py:1"))
     for _ in range(3):
         post(posting, [x4], [x8])
     at = watch.position(is_hanging=False)
@@ -397,7 +399,7 @@ def test_a_post_that_fails_ends_its_group() -> None:
 
     world.bindings[0].send = fail  # type: ignore[method-assign]
     call = Call(kind="Exchange", team=(0, 1), rank=0, sends=(1,), recvs=())
-    posting = world.lanes[0].prepare(call, [x], [], Place(stream=0, at_once=True, where=""))
+    posting = world.lanes[0].prepare(call, [x], [], PostSite(stream=0, at_once=True, where=""))
     with pytest.raises(RuntimeError, match="no"):
         post(posting, [x], [])
     world.bindings[0].group_start()
@@ -423,13 +425,13 @@ def test_left_to_torch(op: str, dtype: torch.dtype) -> None:
     x = torch.zeros(4, dtype=dtype)
     lane = World((0, 1)).lanes[0]
     call = allreduce(0, op)
-    assert lane.prepare(call, [x], [x], Place(stream=0, at_once=True, where="")) is None
+    assert lane.prepare(call, [x], [x], PostSite(stream=0, at_once=True, where="")) is None
 
 
 def test_unknown_kinds_are_left_to_torch() -> None:
     lane = World((0, 1)).lanes[0]
     call = Call(kind="Barrier", team=(0, 1), rank=0)
-    assert lane.prepare(call, [], [], Place(stream=0, at_once=True, where="")) is None
+    assert lane.prepare(call, [], [], PostSite(stream=0, at_once=True, where="")) is None
 
 
 x4, x8 = torch.zeros(4), torch.zeros(8)
@@ -461,23 +463,29 @@ def test_refused(case: Any) -> None:
     lane = World((0, 1)).lanes[0]
     call = Call(team=(0, 1), rank=0, **fields)
     with pytest.raises(CommunicationError, match=words):
-        lane.prepare(call, srcs, dsts, Place(stream=0, at_once=True, where=""))
+        lane.prepare(call, srcs, dsts, PostSite(stream=0, at_once=True, where=""))
 
 
 def test_dense_in_another_order_is_taken() -> None:
     lane = World((0, 1)).lanes[0]
     x = torch.zeros(2, 3, 4).permute(2, 0, 1)
-    assert lane.prepare(allreduce(0), [x], [x], Place(stream=0, at_once=True, where="")) is not None
+    assert (
+        lane.prepare(allreduce(0), [x], [x], PostSite(stream=0, at_once=True, where="")) is not None
+    )
 
 
 def test_nothing_to_move() -> None:
     world, none = World((0, 1)), torch.zeros(0)
     lane = world.lanes[0]
-    posting = lane.prepare(allreduce(0), [none], [none], Place(stream=0, at_once=False, where=""))
+    posting = lane.prepare(
+        allreduce(0), [none], [none], PostSite(stream=0, at_once=False, where="")
+    )
     assert posting is None
     call = Call(kind="AllToAll", team=(0, 1), rank=0, send_counts=(0, 0), recv_counts=(0, 0))
     post(
-        lane.prepare(call, [none], [none], Place(stream=0, at_once=True, where="")), [none], [none]
+        lane.prepare(call, [none], [none], PostSite(stream=0, at_once=True, where="")),
+        [none],
+        [none],
     )
     assert world.log == [("mark", 0)]  # noted, so that its number agrees with the others'
     assert len(world.watches[0].ring.posts()) == 1
@@ -496,7 +504,7 @@ def test_close_destroys_graphs_first() -> None:
     lane.close()
     assert world.log == ["graph", "enter", "synchronize", "destroy"]
     with pytest.raises(BackendError, match="closed its fast lane"):
-        lane.prepare(allreduce(0), [x4], [x4], Place(stream=0, at_once=True, where=""))
+        lane.prepare(allreduce(0), [x4], [x4], PostSite(stream=0, at_once=True, where=""))
 
 
 def test_close_never_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -673,7 +681,8 @@ def test_a_replay_is_one_post() -> None:
     watch, device = Watch(rank=0, timeout_s=5), FakeDevice([])
     lanes = Lanes(rank=0, binding=None, device=device, watch=watch)
     posts = [
-        Subject(kind=k, team=(0, 1), bytes=8, where=f"mlp.py:{n}") for n, k in enumerate("abcdefgh")
+        PostInfo(kind=k, team=(0, 1), bytes=8, where=f"mlp.py:{n}")
+        for n, k in enumerate("abcdefgh")
     ]
     replays = Replays(lanes, "mlp", (0, 1, 2), COMPUTE)
     for region in (0, 1):

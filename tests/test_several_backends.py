@@ -9,7 +9,7 @@ import torch
 
 import mdfuse as mf
 from mdfuse import hir
-from mdfuse.config import carriers_of
+from mdfuse.config import backend_choice
 from mdfuse.layouts.call import Call
 from mdfuse.plan.build import build
 from mdfuse.plan.posts import groups
@@ -39,7 +39,7 @@ def across() -> mf.FusionDefinition:
     ],
 )
 def test_what_the_option_says(text: str, usual: str, by_axis: dict[str, str]) -> None:
-    found = carriers_of(text)
+    found = backend_choice(text)
     assert (found.usual, found.by_axis) == (usual, by_axis)
 
 

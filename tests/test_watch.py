@@ -21,7 +21,7 @@ from fake_nccl import FakeTrack
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from mdfuse.backends.c10d.groups import HashStore, PrefixStore, TCPStore
-from mdfuse.backends.post_notes import Subject
+from mdfuse.backends.post_notes import PostInfo
 from mdfuse.runtime.watch import bulletin as bulletin_module
 from mdfuse.runtime.watch import watch as watch_module
 from mdfuse.runtime.watch.positions import Position, Progress
@@ -31,8 +31,8 @@ from mdfuse.runtime.watch.watch import EXIT_STATUS, Ring, Watch
 TEAM = (0, 1, 2)
 
 
-def subject(kind: str = "Allreduce", where: str = "mlp.py:14", **more: Any) -> Subject:
-    return Subject(**{"kind": kind, "team": TEAM, "bytes": 4096, "where": where, **more})
+def subject(kind: str = "Allreduce", where: str = "mlp.py:14", **more: Any) -> PostInfo:
+    return PostInfo(**{"kind": kind, "team": TEAM, "bytes": 4096, "where": where, **more})
 
 
 class Clock:
@@ -60,7 +60,7 @@ class Rank:
             **more,
         )
 
-    def post(self, times: int = 1, what: Subject | None = None) -> None:
+    def post(self, times: int = 1, what: PostInfo | None = None) -> None:
         before, behind = self.watch.prepare(what or subject(), self.track)
         for _ in range(times):
             before()
@@ -425,7 +425,7 @@ def test_a_report_is_what_torchrun_reads(tmp_path: Path, monkeypatch: pytest.Mon
 
 _PROGRAM = """
 import time
-from mdfuse.backends.post_notes import Subject
+from mdfuse.backends.post_notes import PostInfo
 from mdfuse.runtime.watch.watch import Watch
 
 
@@ -436,7 +436,7 @@ class Stuck:
 
 watch = Watch(rank=0, timeout_s=0.5)
 watch.start()
-what = Subject(kind="Allgather", team=(0, 1), bytes=8, where="here.py:1")
+what = PostInfo(kind="Allgather", team=(0, 1), bytes=8, where="here.py:1")
 before, behind = watch.prepare(what, Stuck())
 print("posting")
 before()
@@ -478,7 +478,7 @@ import sys, time
 from datetime import timedelta
 from fake_nccl import FakeTrack
 from mdfuse.backends.c10d.groups import TCPStore
-from mdfuse.backends.post_notes import Subject
+from mdfuse.backends.post_notes import PostInfo
 from mdfuse.runtime.stores import another_connection
 from mdfuse.runtime.watch.watch import Watch
 
@@ -486,7 +486,7 @@ rank, port = int(sys.argv[1]), int(sys.argv[2])
 store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False)
 watch, track = Watch(rank=rank, timeout_s=1, store=another_connection(store, 60)), FakeTrack()
 watch.start()
-what = Subject(kind="Allreduce", team=(0, 1), bytes=8, where="mlp.py:14")
+what = PostInfo(kind="Allreduce", team=(0, 1), bytes=8, where="mlp.py:14")
 before, behind = watch.prepare(what, track)
 for number in range(1, 5 - rank):
     before()

@@ -86,7 +86,7 @@ class Reduce:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class Round:
     """What happens together.
 
     Attributes:
@@ -109,7 +109,7 @@ class Composition:
         scratch: elements of its own that it needs.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[Round, ...]
     scratch: int = 0
 
 
@@ -146,23 +146,23 @@ def compose(call: Call, sizes: Sizes) -> Composition:
     check_call(call, is_prepared=True)
     alone = len(call.team) == 1 and KINDS[call.kind].by_all  # the others have no pair then
     found = _alone(sizes) if alone else _COMPOSED[call.kind](call, sizes)
-    kept = tuple(step for step in map(_without_empty, found.steps) if step != Step())
+    kept = tuple(step for step in map(_without_empty, found.steps) if step != Round())
     for piece in _pieces(kept):
         _check_fits(call, sizes, piece)
     return replace(found, steps=kept)
 
 
-def _without_empty(step: Step) -> Step:
+def _without_empty(step: Round) -> Round:
     """Nothing that has no elements: neither side posts it."""
 
     def full(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
         return tuple(t for t in transfers if t.piece.size)
 
     local = tuple(x for x in step.local if x.target.size)
-    return Step(local=local, recvs=full(step.recvs), sends=full(step.sends))
+    return Round(local=local, recvs=full(step.recvs), sends=full(step.sends))
 
 
-def _pieces(steps: Iterable[Step]) -> Iterable[Piece]:
+def _pieces(steps: Iterable[Round]) -> Iterable[Piece]:
     for step in steps:
         yield from (t.piece for t in (*step.recvs, *step.sends))
         for local in step.local:
@@ -207,12 +207,12 @@ def _offsets(counts: Sequence[int]) -> list[_Range]:
     return list(pairwise(accumulate(counts, initial=0)))
 
 
-def _ring(call: Call, blocks: Sequence[_Range]) -> list[Step]:
+def _ring(call: Call, blocks: Sequence[_Range]) -> list[Round]:
     """Pass blocks of dst on; this rank has its own one."""
     i, n = _index(call), len(call.team)
     left, right = call.team[i - 1], call.team[(i + 1) % n]
     return [
-        Step(
+        Round(
             recvs=(Transfer(left, Piece("dst", *blocks[(i - t - 1) % n])),),
             sends=(Transfer(right, Piece("dst", *blocks[(i - t) % n])),),
         )
@@ -220,12 +220,12 @@ def _ring(call: Call, blocks: Sequence[_Range]) -> list[Step]:
     ]
 
 
-def _operands(call: Call, blocks: Sequence[_Range]) -> tuple[Step, Piece]:
+def _operands(call: Call, blocks: Sequence[_Range]) -> tuple[Round, Piece]:
     """Bring each member its block of everybody's src; also the rows where this rank gets them."""
     i, n = _index(call), len(call.team)
     size = blocks[i][1] - blocks[i][0]
     rows = [Piece("scratch", *row) for row in _equal(size, n)]
-    step = Step(
+    step = Round(
         local=(Copy(Piece("src", *blocks[i]), rows[i]),),
         recvs=tuple(Transfer(r, rows[j]) for j, r in _others(call)),
         sends=tuple(Transfer(r, Piece("src", *blocks[j])) for j, r in _others(call)),
@@ -234,11 +234,11 @@ def _operands(call: Call, blocks: Sequence[_Range]) -> tuple[Step, Piece]:
 
 
 def _reduced(
-    call: Call, blocks: Sequence[_Range], target: Piece, rest: Iterable[Step] = ()
+    call: Call, blocks: Sequence[_Range], target: Piece, rest: Iterable[Round] = ()
 ) -> Composition:
     """Reduce each member's block into its `target`, then go on with `rest`."""
     step, rows = _operands(call, blocks)
-    following, *last = [*rest] or [Step()]
+    following, *last = [*rest] or [Round()]
     following = replace(following, local=(Reduce(rows, target), *following.local))
     end = target.stop if target.side == "scratch" else rows.stop
     return Composition(steps=(step, following, *last), scratch=end)
@@ -251,7 +251,7 @@ def _alone(sizes: Sizes) -> Composition:
     """A team of one: what it would get is what it has."""
     pairs = zip(sizes.srcs, sizes.dsts, strict=False)
     copies = (Copy(Piece("src", 0, k), Piece("dst", 0, k)) for k, _ in pairs)
-    return Composition(steps=(Step(local=tuple(copies)),))
+    return Composition(steps=(Round(local=tuple(copies)),))
 
 
 def _allgather(call: Call, sizes: Sizes) -> Composition:
@@ -259,8 +259,8 @@ def _allgather(call: Call, sizes: Sizes) -> Composition:
     blocks = _equal(k, n)
     own = Copy(Piece("src", 0, k), Piece("dst", *blocks[i]))
     if n * k > sizes.small:
-        return Composition(steps=(Step(local=(own,)), *_ring(call, blocks)))
-    step = Step(
+        return Composition(steps=(Round(local=(own,)), *_ring(call, blocks)))
+    step = Round(
         local=(own,),
         recvs=tuple(Transfer(r, Piece("dst", *blocks[j])) for j, r in _others(call)),
         sends=tuple(Transfer(r, own.source) for _, r in _others(call)),
@@ -289,10 +289,10 @@ def _reduce(call: Call, sizes: Sizes) -> Composition:
     if call.rank == call.root:
         parts = [] if is_small else [(j, r) for j, r in _others(call)]
         recvs = tuple(Transfer(r, Piece("dst", *blocks[j])) for j, r in parts)
-        return _reduced(call, blocks, Piece("dst", start, stop), [Step(recvs=recvs)])
+        return _reduced(call, blocks, Piece("dst", start, stop), [Round(recvs=recvs)])
     behind = n * (stop - start)
     target = Piece("scratch", behind, behind + stop - start)
-    to_root = Step(sends=(Transfer(call.team[root], target),))
+    to_root = Round(sends=(Transfer(call.team[root], target),))
     return _reduced(call, blocks, target, [to_root])
 
 
@@ -307,18 +307,18 @@ def _broadcast(call: Call, sizes: Sizes) -> Composition:
     parent = call.team[((position & (position - 1)) + root) % n]
     recvs = (Transfer(parent, held),) if position else ()
     sends = tuple(Transfer(child, held) for child in children)
-    return Composition(steps=(Step(recvs=recvs), Step(sends=sends)))
+    return Composition(steps=(Round(recvs=recvs), Round(sends=sends)))
 
 
 def _gather(call: Call, sizes: Sizes) -> Composition:
     root = call.team[root_index(call)]
     own = Piece("src", 0, sizes.srcs[0] if call.rank in call.parts else 0)
     if call.rank != root:
-        return Composition(steps=(Step(sends=(Transfer(root, own),)),))
+        return Composition(steps=(Round(sends=(Transfer(root, own),)),))
     size = sizes.dsts[0] // max(len(call.parts), 1)
     blocks = zip(call.parts, (Piece("dst", *b) for b in _equal(size, len(call.parts))), strict=True)
     local, others = _kept(call, blocks)
-    step = Step(
+    step = Round(
         local=tuple(Copy(own, block) for block in local),
         recvs=tuple(Transfer(r, block) for r, block in others),
     )
@@ -329,12 +329,12 @@ def _scatter(call: Call, sizes: Sizes) -> Composition:
     root = call.team[root_index(call)]
     own = Piece("dst", 0, sizes.dsts[0] if call.rank in call.parts else 0)
     if call.rank != root:
-        return Composition(steps=(Step(recvs=(Transfer(root, own),)),))
+        return Composition(steps=(Round(recvs=(Transfer(root, own),)),))
     count = source_blocks(call)
     size = sizes.srcs[0] // max(count, 1)
     pieces = (Piece("src", b * size, b * size + size) for b in call.blocks)
     local, others = _kept(call, zip(call.parts, pieces, strict=True))
-    step = Step(
+    step = Round(
         local=tuple(Copy(block, own) for block in local),
         sends=tuple(Transfer(r, block) for r, block in others),
     )
@@ -354,7 +354,7 @@ def _alltoall(call: Call, sizes: Sizes) -> Composition:
     i, n = _index(call), len(call.team)
     sends = [Piece("src", *b) for b in _offsets(call.send_counts or (sizes.srcs[0] // n,) * n)]
     recvs = [Piece("dst", *b) for b in _offsets(call.recv_counts or (sizes.dsts[0] // n,) * n)]
-    step = Step(
+    step = Round(
         local=(Copy(sends[i], recvs[i]),),
         recvs=tuple(Transfer(r, recvs[j]) for j, r in _others(call)),
         sends=tuple(Transfer(r, sends[j]) for j, r in _others(call)),
@@ -369,7 +369,7 @@ def _exchange(call: Call, sizes: Sizes) -> Composition:
         pairs = enumerate(zip(peers, counts, strict=True))
         return tuple(Transfer(peer, Piece(side, 0, k, i)) for i, (peer, k) in pairs)
 
-    step = Step(
+    step = Round(
         recvs=transfers("dst", call.recvs, sizes.dsts),
         sends=transfers("src", call.sends, sizes.srcs),
     )

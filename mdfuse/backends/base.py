@@ -113,7 +113,7 @@ class Poster(Protocol):
 
     def __call__(self, srcs: Buffers, dsts: Buffers) -> Work: ...
 
-    def prepare(self, srcs: Buffers, dsts: Buffers, place: Place) -> Posting | None:
+    def prepare(self, srcs: Buffers, dsts: Buffers, place: PostSite) -> Posting | None:
         """The same as calls of the library's own, for dense buffers like these.
 
         Args:
@@ -127,7 +127,7 @@ class Poster(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class PostSite:
     """Where in a program something is posted.
 
     Attributes:

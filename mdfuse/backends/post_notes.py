@@ -24,7 +24,7 @@ class Track(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class PostInfo:
     """What is posted; all posts of one instruction share it.
 
     Attributes:
@@ -45,11 +45,11 @@ class Subject:
     is_shared: bool = True
 
 
-class Noter(Protocol):
+class PostLog(Protocol):
     """Who keeps the notes."""
 
     def prepare(
-        self, subject: Subject, track: Track
+        self, subject: PostInfo, track: Track
     ) -> tuple[Callable[[], None], Callable[[], None]]:
         """What to call before and behind each post of `subject`."""
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import Place, Work, flat
+from mdfuse.backends.base import PostSite, Work, flat
 from mdfuse.backends.transfers import Post
 from mdfuse.backends.work import Posted
 from mdfuse.layouts.call import Call
@@ -49,7 +49,7 @@ class Staged:
 
         return Posted(self._call, (self._post(there, back),), None, unstage)
 
-    def prepare(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: Place) -> None:
+    def prepare(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: PostSite) -> None:
         """No post is one call of the library's own."""
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mdfuse.backends import algorithms
-from mdfuse.backends.algorithms import Composition, Copy, Piece, Reduce, Sizes, Step
+from mdfuse.backends.algorithms import Composition, Copy, Piece, Reduce, Round, Sizes
 from mdfuse.backends.base import Work, flat
 from mdfuse.backends.work import DONE, Posted
 from mdfuse.errors import CommunicationError
@@ -105,7 +105,7 @@ def in_one_step(call: Call, composition: Composition) -> OneStep:
     Raises:
         CommunicationError: there are transfers in later steps, or a reduction in the first.
     """
-    first, *rest = composition.steps or (Step(),)
+    first, *rest = composition.steps or (Round(),)
     copies = tuple(x for x in first.local if isinstance(x, Copy))
     if copies != first.local or any(step.recvs or step.sends for step in rest):
         raise CommunicationError(

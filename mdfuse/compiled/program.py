@@ -19,7 +19,7 @@ from mdfuse.config import Options, environment, options_from_environment
 from mdfuse.errors import DefinitionError, MdfuseError
 from mdfuse.evaluator import HostIrEvaluator
 from mdfuse.extents.extent import example, mapped, with_numbers
-from mdfuse.frontend.cache import Spelled, program_of
+from mdfuse.frontend.cache import NamedDefinition, program_of
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.hir.capture import eager
 from mdfuse.hir.program import HostProgram, Instruction
@@ -330,19 +330,17 @@ def compile(
             f"compile takes a FusionDefinition, not {type(definition).__name__}",
             hint="for a traced function: mf.compile(f.define(...))",
         )
-    spelled = definition.spelled
+    named = definition.named
     key = should_merge, options, None if options else environment()
-    return program_of(spelled, key, lambda s: _lowered(s, options, should_merge))
+    return program_of(named, key, lambda s: _lowered(s, options, should_merge))
 
 
 def _lowered(
-    spelled: Spelled, options: Options | None, should_merge: ShouldMerge | None
+    named: NamedDefinition, options: Options | None, should_merge: ShouldMerge | None
 ) -> Program:
-    if spelled.examples:
-        symbolic = lowerings_of(
-            spelled.fusion, spelled.examples, spelled.assumed, should_merge, options
-        )
+    if named.examples:
+        symbolic = lowerings_of(named.fusion, named.examples, named.assumed, should_merge, options)
         (first,) = symbolic.made
         return Program(first.fusion, first.segments, first.host, options, symbolic)
-    fusion, parts, host = hir_lowering.lower(spelled.fusion, should_merge, options=options)
+    fusion, parts, host = hir_lowering.lower(named.fusion, should_merge, options=options)
     return Program(fusion, segments_of(fusion, parts, host, options), host, options)

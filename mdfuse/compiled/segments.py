@@ -30,7 +30,7 @@ from mdfuse.ir.graph import Expr, Fusion
 from mdfuse.ir.ops import TABLE
 from mdfuse.ir.writes import fresh_write
 from mdfuse.passes.segment_ids import Dim, extent_ids, input_extents
-from mdfuse.passes.segmentation import Part
+from mdfuse.passes.segmentation import Section
 from mdfuse.runs.extents import check_extents
 
 if TYPE_CHECKING:
@@ -116,8 +116,8 @@ class Segment:
                 because="a segment runs for extents that are known",
                 hint="take a segment of program.with_extents({...}), or segment.run(..., extents=)",
             )
-        part = Part(name=self.name, fusion=self.fusion)
-        host = hir_lowering.host_program(self.fusion, (part,), self.options, self.orders)
+        section = Section(name=self.name, fusion=self.fusion)
+        host = hir_lowering.host_program(self.fusion, (section,), self.options, self.orders)
         itself = replace(self, map={i: i for i in self.map})
         return Program(self.fusion, (itself,), host, self.options)
 
@@ -204,36 +204,38 @@ def _check_complete(segment: Segment, known: Mapping[str, int]) -> None:
 
 
 def segments_of(
-    fusion: Fusion, parts: Iterable[Part], host: HostProgram, options: Options | None
+    fusion: Fusion, sections: Iterable[Section], host: HostProgram, options: Options | None
 ) -> tuple[Segment, ...]:
     """The segments of a lowered fusion.
 
     Args:
         fusion: after all passes; every value has an id.
-        parts: as it was cut.
+        sections: as it was cut.
         host: its program.
         options: that it was lowered with.
     """
     extents, orders = extent_ids(fusion), _orders(host)
-    return tuple(_segment(fusion, part, extents, orders, options) for part in parts)
+    return tuple(_segment(fusion, section, extents, orders, options) for section in sections)
 
 
 def _segment(
     fusion: Fusion,
-    part: Part,
+    section: Section,
     extents: Mapping[Dim, int],
     orders: Orders,
     options: Options | None,
 ) -> Segment:
-    names = (*part.inputs, *(e.output for e in part.exprs))
-    values = dict(part.fusion.values)
-    for name in part.inputs:  # what comes in is whole, and has elements of its own
+    names = (*section.inputs, *(e.output for e in section.exprs))
+    values = dict(section.fusion.values)
+    for name in section.inputs:  # what comes in is whole, and has elements of its own
         values[name] = replace(values[name], stream=None, expanded=frozenset())
-    own = replace(part.fusion, values=values, ids={name: i for i, name in enumerate(names)})
+    own = replace(section.fusion, values=values, ids={name: i for i, name in enumerate(names)})
     ids = {i: fusion.ids[name] for i, name in enumerate(names)}
     dims = {i: extents[dim] for dim, i in input_extents(own).items() if dim in extents}
-    stated = {name: orders[name] for name in part.outputs if name in orders}
-    return Segment(name=part.name, fusion=own, map={**ids, **dims}, orders=stated, options=options)
+    stated = {name: orders[name] for name in section.outputs if name in orders}
+    return Segment(
+        name=section.name, fusion=own, map={**ids, **dims}, orders=stated, options=options
+    )
 
 
 def last_uses(segments: Sequence[Segment], kept: Iterable[int]) -> tuple[tuple[int, ...], ...]:

@@ -4,8 +4,8 @@ Each recorded operation is an edge. Its key is what the operation does: the op, 
 its arguments, and for inputs and `.on()` the shapes, dtypes, memory orders, meshes, layouts and
 streams. Walking an edge that is there tells the result's shape and dtype, so nothing is inferred.
 
-Names of variables and lines of the user's file are no part of it. They are the *spelling* of a
-definition: each spelling that a leaf has met has programs of its own, so that prints and errors
+Names of variables and lines of the user's file are no part of it. They are the *wording* of a
+definition: each wording that a leaf has met has programs of its own, so that prints and errors
 show the names and lines of the code that runs.
 """
 
@@ -31,8 +31,8 @@ Made = TypeVar("Made")
 #: How many definitions are kept.
 LIMIT = 128
 
-#: How many spellings of one definition, and how many programs of one spelling.
-_SPELLINGS = _PROGRAMS = 8
+#: How many wordings of one definition, and how many programs of one wording.
+_WORDINGS = _PROGRAMS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Fact:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Recorded:
     """A recorded operation: a method of `Recorder`, and its arguments."""
 
     method: str
@@ -87,7 +87,7 @@ class Node:
 
     parent: Node | None = None
     key: Hashable = None
-    call: Call | None = None
+    call: Recorded | None = None
     site: Any = None
     fact: Any = None
     id: int = -1
@@ -105,7 +105,7 @@ class Node:
 
 
 @dataclass(frozen=True, eq=False)
-class Spelling:
+class Wording:
     """How one place of the user's code wrote a definition: the names and lines it used.
 
     Attributes:
@@ -118,18 +118,18 @@ class Spelling:
     guards: tuple[str, ...]
     calls: list[Site]
 
-    def is_same(self, other: Spelling) -> bool:
+    def is_same(self, other: Wording) -> bool:
         """Whether all names and lines are the same."""
         # a site that was met before is one object, so most of this compares addresses
         return self.calls == other.calls and (self.name, self.guards) == (other.name, other.guards)
 
 
 @dataclass(eq=False)
-class Spelled:
+class NamedDefinition:
     """A definition as one place of the user's code wrote it: the fusion with names and lines.
 
     Attributes:
-        spelling: how it was written.
+        wording: how it was written.
         fusion: as defined.
         examples: of the symbolic extents.
         assumed: what the definition decided about them.
@@ -137,7 +137,7 @@ class Spelled:
         lock: held while one is lowered, so that threads get the same one.
     """
 
-    spelling: Spelling
+    wording: Wording
     fusion: Fusion
     examples: Mapping[str, int]
     assumed: Assumptions
@@ -150,19 +150,19 @@ class Leaf:
     """A whole definition."""
 
     node: Node
-    spelled: list[Spelled] = field(default_factory=list)
+    named: list[NamedDefinition] = field(default_factory=list)
     hits: int = 0
 
-    def find(self, spelling: Spelling) -> Spelled | None:
+    def find(self, wording: Wording) -> NamedDefinition | None:
         """What was defined with these names, at these lines."""
-        return next((s for s in self.spelled if s.spelling.is_same(spelling)), None)
+        return next((s for s in self.named if s.wording.is_same(wording)), None)
 
-    def add(self, made: Spelled) -> Spelled:
+    def add(self, made: NamedDefinition) -> NamedDefinition:
         """Keep a definition, and return it, or the equal one that another thread kept meanwhile."""
-        found = self.find(made.spelling)
+        found = self.find(made.wording)
         if found is not None:
             return found
-        self.spelled = [made, *self.spelled[: _SPELLINGS - 1]]
+        self.named = [made, *self.named[: _WORDINGS - 1]]
         return made
 
 
@@ -308,18 +308,20 @@ def _count(n: int, one: str, more: str | None = None) -> str:
 def _described(leaf: Leaf) -> str:
     operations = _count(sum(n.call.method == "op" for n in leaf.node.path() if n.call), "operation")
     found = f"found {_count(leaf.hits, 'time')}"
-    if not leaf.spelled:
+    if not leaf.named:
         return f"  {operations}, {found}, not lowered"
-    fusion = leaf.spelled[0].fusion
+    fusion = leaf.named[0].fusion
     inputs = (f"{n} {fusion.values[n].type_text()}" for n in fusion.inputs)
     return "  " + ", ".join((f"@{fusion.name}: {operations}", *inputs, found))
 
 
-def program_of(spelled: Spelled, key: Hashable, lower: Callable[[Spelled], Made]) -> Made:
+def program_of(
+    named: NamedDefinition, key: Hashable, lower: Callable[[NamedDefinition], Made]
+) -> Made:
     """The program for some options and predicate, lowered where there is none."""
-    with spelled.lock:
-        program: Made | None = spelled.programs.get(key)
+    with named.lock:
+        program: Made | None = named.programs.get(key)
         if program is None:
-            program = lower(spelled)
-            spelled.programs.put(key, program)
+            program = lower(named)
+            named.programs.put(key, program)
         return program

@@ -15,11 +15,11 @@ from mdfuse.errors import DefinitionError, user_source
 from mdfuse.extents.assumptions import Assumptions, assuming
 from mdfuse.extents.extent import Extent, is_symbolic, with_examples
 from mdfuse.frontend import ops as operations
-from mdfuse.frontend.cache import Call, FusionCache, Leaf, Node, Spelled, Spelling
+from mdfuse.frontend.cache import FusionCache, Leaf, NamedDefinition, Node, Recorded, Wording
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.placing import placed
 from mdfuse.frontend.plain import brief, plain_number
-from mdfuse.frontend.recorder import Recorder, Ref, frozen
+from mdfuse.frontend.recorder import Recorder, ValueId, frozen
 from mdfuse.frontend.sites import Site, find_site, is_at
 from mdfuse.frontend.stride_order import dims_of, no_permutation
 from mdfuse.ir.graph import Fusion, Value
@@ -126,10 +126,10 @@ class FusionDefinition:
     @property
     def fusion(self) -> Fusion:
         """The immutable fusion; DefinitionError before the `with` block has ended."""
-        return self.spelled.fusion
+        return self.named.fusion
 
     @cached_property
-    def spelled(self) -> Spelled:
+    def named(self) -> NamedDefinition:
         """What is kept of this definition, with its names and lines."""
         if self._open:
             raise DefinitionError(
@@ -137,19 +137,19 @@ class FusionDefinition:
                 hint="compile it after its `with` block",
             )
         leaf = self._leaf or Leaf(self._at)
-        spelling = self._spelling()
-        found = leaf.find(spelling)
+        wording = self._wording()
+        found = leaf.find(wording)
         if found is not None:
             return found
         recorder = self._recorded()
         assumed = self.assumed.copy()
         for guard in recorder.assumed.guards:
             assumed.assume(guard.poly, guard.op, self.examples)
-        return leaf.add(Spelled(spelling, recorder.fusion(), self.examples, assumed))
+        return leaf.add(NamedDefinition(wording, recorder.fusion(), self.examples, assumed))
 
-    def _spelling(self) -> Spelling:
+    def _wording(self) -> Wording:
         guards = tuple(map(str, self.assumed.guards)) if self.examples else ()
-        return Spelling(self.name, guards, self._calls)
+        return Wording(self.name, guards, self._calls)
 
     def __str__(self) -> str:
         """Every value with its layout: the user's marked !, the others inferred."""
@@ -161,7 +161,7 @@ class FusionDefinition:
 
     def check_extents(self, extents: Mapping[str, int]) -> None:
         """Raise DefinitionError where the definition's code decides otherwise for these extents."""
-        check_definition(self.name, self.spelled.assumed, extents)
+        check_definition(self.name, self.named.assumed, extents)
 
     # -- defining --------------------------------------------------------------------------------
 
@@ -300,7 +300,7 @@ class FusionDefinition:
         # from here on as `_do` and `is_at`, whose calls would be a tenth of the time each
         node = self._children.get(edge)
         if node is None:
-            node = self._newly(edge, Call("op", (op, operands, attrs)), find_site(), None)
+            node = self._newly(edge, Recorded("op", (op, operands, attrs)), find_site(), None)
         else:
             self._at = node
             self._children = node.children
@@ -350,7 +350,7 @@ class FusionDefinition:
         """
         node = self._children.get(key)
         if node is None:
-            return self._newly(key, Call(key[0], arguments), find_site(), name)
+            return self._newly(key, Recorded(key[0], arguments), find_site(), name)
         self._at = node
         self._children = node.children
         site = node.site
@@ -363,10 +363,10 @@ class FusionDefinition:
         node.site = site = site.naming(name)
         return site
 
-    def _newly(self, key: tuple[Any, ...], call: Call, site: Site, name: str | None) -> Node:
+    def _newly(self, key: tuple[Any, ...], call: Recorded, site: Site, name: str | None) -> Node:
         """The node after a call that is new, or that needs more than to be looked up."""
         self._check_open()
-        at, call, site = self._at, Call(call.method, _ids(call.arguments)), site.naming(name)
+        at, call, site = self._at, Recorded(call.method, _ids(call.arguments)), site.naming(name)
         written = site.code, site.offset, name
         if at.symbols is not None:
             key = (*key, written)
@@ -445,7 +445,7 @@ class FusionDefinition:
 def _ids(x: Any) -> Any:
     """Arguments without handles, which belong to one definition."""
     if type(x) is Handle:
-        return Ref(x.id)
+        return ValueId(x.id)
     return tuple(map(_ids, x)) if isinstance(x, tuple | list) else x
 
 

@@ -13,7 +13,7 @@ from mdfuse.communication import check_reduce_op
 from mdfuse.errors import CommunicationError, DefinitionError, LayoutError, Source
 from mdfuse.extents.assumptions import Assumptions, assuming
 from mdfuse.extents.extent import Extent, pinned
-from mdfuse.frontend.cache import Call, Fact, Symbolic
+from mdfuse.frontend.cache import Fact, Recorded, Symbolic
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.kinds import KINDS, no_value
 from mdfuse.frontend.plain import brief, is_in_range, plain_number
@@ -30,7 +30,7 @@ from mdfuse.mesh import DeviceMesh
 _SCALAR_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
-class Ref(int):
+class ValueId(int):
     """The id of a value, among operands that may be numbers."""
 
 
@@ -81,7 +81,7 @@ class Recorder:
             ids={name: i for i, name in enumerate(self.names)},
         )
 
-    def call(self, call: Call, site: Site) -> Fact | None:
+    def call(self, call: Recorded, site: Site) -> Fact | None:
         """Record a call: one of the methods that follow."""
         with assuming(self.assumed):
             fact: Fact | None = getattr(self, call.method)(site, *call.arguments)
@@ -317,7 +317,7 @@ class Recorder:
     def _layout(
         self,
         name: str,
-        rank: int,
+        ndim: int,
         dtype: torch.dtype,
         site: Site,
         mesh: DeviceMesh | Layout | None,
@@ -339,7 +339,7 @@ class Recorder:
         if not isinstance(mesh, Layout):
             mesh = Layout(mesh, dict(placements or ()), dict(order), stream)
         try:
-            layout = mesh.normalized(rank)
+            layout = mesh.normalized(ndim)
             for placement in layout.placements:
                 if isinstance(placement, Partial):
                     check_reduce_op(placement.op, dtype)
@@ -372,7 +372,7 @@ class Recorder:
         self.values, self._exprs = self._symbols.rename(old, new, self.values, self._exprs)
 
     def _operand(self, x: Any, op: str, site: Site) -> Operand:
-        if isinstance(x, Ref):
+        if isinstance(x, ValueId):
             return self._constants.get(x, self.names[x])
         x = plain_number(x)
         if x is None or (isinstance(x, bool | int | float | Extent) and is_in_range(x)):
@@ -396,7 +396,7 @@ class Recorder:
 
 def _check_setting(op: str, key: str, x: Any, site: Site) -> None:
     """Refuse attributes that are no fixed numbers, words, or lists of these."""
-    if isinstance(x, Handle | Ref):
+    if isinstance(x, Handle | ValueId):
         raise DefinitionError(
             f"{op}: {key} is a value of the fusion",
             where=site.where,

@@ -17,7 +17,7 @@ from mdfuse.hir.forms import check_forms, check_nesting
 from mdfuse.hir.instructions import POSTS, op_of
 from mdfuse.hir.orders import Order, orders_of
 from mdfuse.ir.graph import Operand, dtype_name
-from mdfuse.ir.local_attributes import Part
+from mdfuse.ir.local_attributes import ExprPart
 from mdfuse.ir.ops import local_attrs
 from mdfuse.layouts.boxes import Box
 from mdfuse.layouts.layout import Layout, Replicate
@@ -429,12 +429,12 @@ class HostProgram:
         del attrs["axis"]
         return tuple({**attrs, side: team[peer]}.items())
 
-    def _part(self, i: Instruction, rank: int) -> Part:
+    def _part(self, i: Instruction, rank: int) -> ExprPart:
         """What a rank holds of the operands and the result of an op of the table."""
         kinds = [self.types.get(x) if isinstance(x, str) else None for x in i.inputs]
         tensors = [k if k is not None and k.layout is not None else None for k in kinds]
         output = self.types[i.outputs[0]]
-        return Part(
+        return ExprPart(
             shapes=tuple(k.shape if k is not None else None for k in tensors),
             boxes=tuple(k.box(rank) if k is not None else None for k in tensors),
             shape=output.shape,

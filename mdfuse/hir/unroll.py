@@ -35,11 +35,11 @@ def write(program: HostProgram) -> HostProgram:
     """
     if program.rank is None:
         raise ProgramError("only one rank's program is written out", hint="project it first")
-    return _Writer(program).write()
+    return _Unrolled(program).write()
 
 
 @dataclass
-class _Writer:
+class _Unrolled:
     program: HostProgram
     code: list[Instruction] = field(default_factory=list)
     types: dict[str, BufferType] = field(default_factory=dict)

@@ -25,8 +25,8 @@ def window(
 
 
 def unsqueeze(x: Tensor, *, dims: Sequence[int]) -> Tensor:
-    rank = x.ndim + len(dims)
-    for d in sorted(d % rank for d in dims):
+    ndim = x.ndim + len(dims)
+    for d in sorted(d % ndim for d in dims):
         x = x.unsqueeze(d)
     return x
 

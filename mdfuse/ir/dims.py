@@ -67,9 +67,9 @@ def rowwise(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
 
 def permute(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
     """Labels move with their dims."""
-    rank = len(result)
-    dims = tuple(d % rank for d in attrs["dims"])
-    return DimMap(operands=(tuple(range(rank)),), result=dims)
+    ndim = len(result)
+    dims = tuple(d % ndim for d in attrs["dims"])
+    return DimMap(operands=(tuple(range(ndim)),), result=dims)
 
 
 def reduction(op: str) -> Rule:
@@ -93,9 +93,9 @@ def reduction(op: str) -> Rule:
     return rule
 
 
-def reduced_dims(dims: Sequence[int] | None, rank: int) -> tuple[int, ...]:
+def reduced_dims(dims: Sequence[int] | None, ndim: int) -> tuple[int, ...]:
     """Non-negative reduced dims; None means all."""
-    return tuple(range(rank)) if dims is None else tuple(d % rank for d in dims)
+    return tuple(range(ndim)) if dims is None else tuple(d % ndim for d in dims)
 
 
 def expand(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:

@@ -12,7 +12,7 @@ from mdfuse.layouts.boxes import Box, box_shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class ExprPart:
     """What a rank holds of an expression's operands and result.
 
     Attributes:
@@ -28,18 +28,18 @@ class Part:
     box: Box
 
 
-Localize = Callable[[dict[str, Any], Part], dict[str, Any]]
+Localize = Callable[[dict[str, Any], ExprPart], dict[str, Any]]
 
 
-def local_shape(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
+def local_shape(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     return {**attrs, "shape": box_shape(part.box)}
 
 
-def whole_shape(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
+def whole_shape(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     return {**attrs, "shape": part.shape}
 
 
-def local_ends(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
+def local_ends(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """Dims taken entirely end where this rank's part ends; the others are whole here."""
     box = part.boxes[0]
     assert box is not None
@@ -47,7 +47,7 @@ def local_ends(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
     return {**attrs, "ends": ends}
 
 
-def whole_ends(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
+def whole_ends(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """Dims that end where the rank's part does are taken entirely."""
     shape, box = part.shapes[0], part.boxes[0]
     assert shape is not None and box is not None
@@ -55,14 +55,14 @@ def whole_ends(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
     return {**attrs, "ends": tuple(n if end == local else end for end, local, n in held)}
 
 
-def local_squeeze(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
+def local_squeeze(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """Only dims whose global extent is 1 go; a local extent of 1 is no reason."""
     shape = part.shapes[0]
     assert shape is not None
     return {"dims": tuple(d % len(shape) for d in attrs["dims"] if shape[d] == 1)}
 
 
-def local_rows(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
+def local_rows(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     shape, box = part.shapes[1], part.boxes[1]
     assert shape is not None and box is not None
     if box[0] == (0, shape[0]):
@@ -70,7 +70,7 @@ def local_rows(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
     return {**attrs, "part": (*box[0], shape[0])}
 
 
-def local_places(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
+def local_places(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """From where to where the slice goes in this rank's part, and its place in the whole slice."""
     shape, box = part.shapes[0], part.boxes[0]
     assert shape is not None and box is not None
@@ -88,7 +88,7 @@ def local_places(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
     return {**attrs, **local}
 
 
-def whole_places(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
+def whole_places(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """Where a window lies in the whole, of which a rank says where it lies in its part."""
     shape, box = part.shapes[0], part.boxes[0]
     if "places" not in attrs or shape is None or box is None or len(shape) != len(part.shape):
@@ -103,11 +103,11 @@ def whole_places(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
     return {**attrs, "starts": tuple(starts), "ends": tuple(ends)}
 
 
-def local_draw(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
+def local_draw(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     return {**attrs, "shape": part.shape, "box": part.box}
 
 
-def global_count(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
+def global_count(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """Where a reduced dim is split, a part of a mean is divided by the global count."""
     if not is_partial(attrs, part):
         return attrs
@@ -116,13 +116,13 @@ def global_count(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
     return {**attrs, "count": math.prod(shape[d] for d in chosen)}
 
 
-def is_partial(attrs: dict[str, Any], part: Part) -> bool:
+def is_partial(attrs: dict[str, Any], part: ExprPart) -> bool:
     """This rank has only a part of a dim that is reduced."""
     shape, box = part.shapes[0], part.boxes[0]
     assert shape is not None and box is not None
     return any(box[d] != (0, shape[d]) for d in dims.reduced_dims(attrs.get("dims"), len(shape)))
 
 
-def with_identity(attrs: dict[str, Any], part: Part) -> dict[str, Any]:
+def with_identity(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """Where a reduced dim is split, an empty part is no error."""
     return {**attrs, "identity": True} if is_partial(attrs, part) else attrs

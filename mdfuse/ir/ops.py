@@ -13,7 +13,7 @@ from mdfuse.ir import calls, creation, dims, out_forms, random, reductions, shap
 from mdfuse.ir import local_attributes as of_part
 from mdfuse.ir.attributes import Attr, attr, word
 from mdfuse.ir.extremes import highest, lowest
-from mdfuse.ir.local_attributes import Localize, Part
+from mdfuse.ir.local_attributes import ExprPart, Localize
 from mdfuse.ir.out_forms import ANYHOW, DENSE, Writes, exact, on_tensors, product, rounded
 
 #: The host instructions of ops that read an element of each operand and write one: what they write
@@ -111,7 +111,7 @@ def _row(
     TABLE[name] = row
 
 
-def local_attrs(op: Op, attrs: Mapping[str, Any], part: Part) -> dict[str, Any]:
+def local_attrs(op: Op, attrs: Mapping[str, Any], part: ExprPart) -> dict[str, Any]:
     """The attributes of an op for one rank's part of it."""
     attrs = dict(attrs)
     return op.localize(attrs, part) if op.localize else attrs

@@ -42,7 +42,7 @@ class Family(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class RankPart:
     """One rank's part of a communication.
 
     Attributes:
@@ -58,7 +58,7 @@ class Part:
     copies: tuple[tuple[Box, Box], ...] = ()
 
 
-def part_of(comm: Family, rank: int) -> Part:
+def part_of(comm: Family, rank: int) -> RankPart:
     """Compute what a rank posts, and what it copies by itself."""
     team = comm.team(rank)
     if comm.kind == "Exchange":
@@ -66,7 +66,7 @@ def part_of(comm: Family, rank: int) -> Part:
     if comm.kind == "SendRecv":
         return _send_recv(comm, rank)
     if comm.kind == "AllToAll":
-        return _all_to_all(comm, rank, team) if team else Part()
+        return _all_to_all(comm, rank, team) if team else RankPart()
     return _with_root(comm, rank, team)
 
 
@@ -74,7 +74,7 @@ def _whole(box: Box) -> Box:
     return tuple((0, stop - start) for start, stop in box)
 
 
-def _with_root(comm: Family, rank: int, team: tuple[int, ...]) -> Part:
+def _with_root(comm: Family, rank: int, team: tuple[int, ...]) -> RankPart:
     """The collectives whose buffers are whole: everything but AllToAll and point-to-point."""
     source, destination = comm.source.mesh, comm.destination.mesh
     copies: tuple[tuple[Box, Box], ...] = ()
@@ -92,9 +92,9 @@ def _with_root(comm: Family, rank: int, team: tuple[int, ...]) -> Part:
     elif comm.kind == "Gather":
         parts = source.ranks
     if len(team) < 2 and comm.kind in ("Broadcast", "Scatter"):
-        return Part(copies=copies)
+        return RankPart(copies=copies)
     if not team:
-        return Part(copies=copies)
+        return RankPart(copies=copies)
     call = Call(
         kind=comm.kind,
         team=team,
@@ -105,7 +105,7 @@ def _with_root(comm: Family, rank: int, team: tuple[int, ...]) -> Part:
         blocks=blocks,
         source_blocks=comm.size if comm.kind == "Scatter" else None,
     )
-    return Part(call=call, copies=copies)
+    return RankPart(call=call, copies=copies)
 
 
 def _keeps_own(comm: Family, rank: int) -> bool:
@@ -127,7 +127,7 @@ def _own_block(comm: Family, i: int) -> tuple[Box, Box]:
     return rows(i * chunk, (i + 1) * chunk), rows(0, chunk)
 
 
-def _all_to_all(comm: Family, rank: int, team: tuple[int, ...]) -> Part:
+def _all_to_all(comm: Family, rank: int, team: tuple[int, ...]) -> RankPart:
     """Blocks (rows of `dim` that a rank has) x (its share of `to_dim`), one per member."""
     assert comm.dim is not None and comm.to_dim is not None
     here = comm.source.intervals(comm.shape, rank)
@@ -146,14 +146,14 @@ def _all_to_all(comm: Family, rank: int, team: tuple[int, ...]) -> Part:
         send_counts=tuple(rows * rest * _length(nth_chunk(target, n, i)) for i in range(n)),
         recv_counts=tuple(mine * rest * _length(nth_chunk(shared, n, i)) for i in range(n)),
     )
-    return Part(call=call)
+    return RankPart(call=call)
 
 
 def _length(interval: tuple[int, int]) -> int:
     return interval[1] - interval[0]
 
 
-def _send_recv(comm: Family, rank: int) -> Part:
+def _send_recv(comm: Family, rank: int) -> RankPart:
     """Send the i-th sender's part to the i-th receiver."""
     sends: list[tuple[int, Box]] = []
     recvs: list[tuple[int, Box]] = []
@@ -172,7 +172,7 @@ def _send_recv(comm: Family, rank: int) -> Part:
     return _point_to_point(comm, rank, sends, recvs, copies)
 
 
-def _exchange(comm: Family, rank: int) -> Part:
+def _exchange(comm: Family, rank: int) -> RankPart:
     """Each rank receives exactly the blocks that it lacks, each from one of those that hold it.
 
     Along axes along which the value is, and stays, Partial, each of the values that are to be
@@ -262,12 +262,12 @@ def _point_to_point(
     sends: list[tuple[int, Box]],
     recvs: list[tuple[int, Box]],
     copies: list[tuple[Box, Box]],
-) -> Part:
+) -> RankPart:
     sends = [(peer, box) for peer, box in sends if box_size(box)]
     recvs = [(peer, box) for peer, box in recvs if box_size(box)]
     kept = tuple(pair for pair in copies if box_size(pair[0]))
     if not sends and not recvs:
-        return Part(copies=kept)
+        return RankPart(copies=kept)
     call = Call(
         kind=comm.kind,
         team=comm.whole_group,
@@ -275,7 +275,7 @@ def _point_to_point(
         sends=tuple(peer for peer, _ in sends),
         recvs=tuple(peer for peer, _ in recvs),
     )
-    return Part(
+    return RankPart(
         call=call,
         sends=tuple(box for _, box in sends),
         recvs=tuple(box for _, box in recvs),

@@ -250,12 +250,12 @@ def _slice(maker: _Maker, by: Expr) -> None:
     maker.exprs.append(_window(by, maker.values[by.output]))
 
 
-def _row_dims(expr: Expr, rank: int) -> tuple[int, ...]:
-    return (expr.kwargs["dim"] % rank,) if rank else ()
+def _row_dims(expr: Expr, ndim: int) -> tuple[int, ...]:
+    return (expr.kwargs["dim"] % ndim,) if ndim else ()
 
 
-def _last_dims(expr: Expr, rank: int) -> tuple[int, ...]:
-    return tuple(range(rank - len(expr.kwargs["normalized_shape"]), rank))
+def _last_dims(expr: Expr, ndim: int) -> tuple[int, ...]:
+    return tuple(range(ndim - len(expr.kwargs["normalized_shape"]), ndim))
 
 
 #: op -> the dims that it reduces inside.

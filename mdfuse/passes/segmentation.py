@@ -59,7 +59,7 @@ def merge_nothing(a: Group, b: Group) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class Section:
     """A group with its place in the program.
 
     Attributes:
@@ -88,8 +88,8 @@ class Part:
         return self.fusion.outputs
 
 
-def segment(fusion: Fusion, should_merge: ShouldMerge | None = None) -> tuple[Part, ...]:
-    """Cut a fusion into parts, topologically ordered.
+def segment(fusion: Fusion, should_merge: ShouldMerge | None = None) -> tuple[Section, ...]:
+    """Cut a fusion into sections, topologically ordered.
 
     Args:
         fusion: every change of layout in it is a set.
@@ -111,7 +111,7 @@ def segment(fusion: Fusion, should_merge: ShouldMerge | None = None) -> tuple[Pa
     check(fusion, [[e.output for e in group] for group in groups.values()])
     ordered = nx.lexicographical_topological_sort(graph)
     position = {e.output: i for i, e in enumerate(fusion.exprs)}
-    return tuple(_part(fusion, f"seg{n}", groups[g], position) for n, g in enumerate(ordered))
+    return tuple(_section(fusion, f"seg{n}", groups[g], position) for n, g in enumerate(ordered))
 
 
 def _merged(fusion: Fusion, merge: ShouldMerge) -> tuple[dict[int, list[Expr]], nx.DiGraph[int]]:
@@ -327,8 +327,8 @@ def _absorb(
     graph.add_edges_from(edges)
 
 
-def _part(fusion: Fusion, name: str, exprs: list[Expr], position: Mapping[str, int]) -> Part:
-    """A part; `position` says where in the fusion an expression stands."""
+def _section(fusion: Fusion, name: str, exprs: list[Expr], position: Mapping[str, int]) -> Section:
+    """A section; `position` says where in the fusion an expression stands."""
     ordered = tuple(sorted(exprs, key=lambda e: position[e.output]))
     made = {e.output for e in ordered}
     inputs = tuple(dict.fromkeys(x for e in ordered for x in e.reads if x not in made))
@@ -339,7 +339,7 @@ def _part(fusion: Fusion, name: str, exprs: list[Expr], position: Mapping[str, i
         or any(reader.output not in made for reader in fusion.consumers[e.output])
     )
     values = {n: fusion.values[n] for n in (*inputs, *(e.output for e in ordered))}
-    part = replace(
+    own = replace(
         fusion, name=name, values=values, exprs=ordered, inputs=inputs, outputs=outputs, reuse={}
     )
-    return Part(name=name, fusion=part)
+    return Section(name=name, fusion=own)

@@ -13,7 +13,7 @@ from mdfuse.hir.program import Instruction
 from mdfuse.layouts.boxes import nth_chunk, relative
 from mdfuse.plan.allocation import empty, new_buffer
 from mdfuse.plan.context import Context, base_name
-from mdfuse.plan.lines import Line, Ref, drop
+from mdfuse.plan.lines import Line, SlotRef, drop
 from mdfuse.plan.local_ops import ordered
 
 _Value = Callable[..., Tensor]
@@ -89,8 +89,8 @@ def _select(i: Instruction, context: Context) -> list[Line]:
 def _unexpand(i: Instruction, context: Context) -> list[Line]:
     """One element of each expanded dim: a view."""
     dims = i.kwargs["dims"]
-    rank = len(context.type(i.outputs[0]).shape)
-    index = tuple(slice(0, 1) if d in dims else slice(None) for d in range(rank))
+    ndim = len(context.type(i.outputs[0]).shape)
+    index = tuple(slice(0, 1) if d in dims else slice(None) for d in range(ndim))
     return _view(i, context, "__getitem__", index)
 
 
@@ -154,7 +154,7 @@ def _pack_evenly(i: Instruction, context: Context, fact: Tensor, parts: int) -> 
         ),
         *buffer,
         Line(run="view", args=(target, form[0]), into=shaped, shares=(target.slot,), is_view=True),
-        Line(run="copy_", args=(Ref(shaped), Ref(view))),
+        Line(run="copy_", args=(SlotRef(shaped), SlotRef(view))),
         drop(view, shaped),
     ]
 

@@ -21,11 +21,11 @@ from mdfuse.hir.program import HostProgram
 from mdfuse.layouts.call import Call
 from mdfuse.plan.context import CALLER_SLOT, Context, Step, updated_names
 from mdfuse.plan.index_checks import IndexChecks
-from mdfuse.plan.lines import Function, Line, Ref, Slots, write
+from mdfuse.plan.lines import Function, Line, SlotRef, Slots, write
 from mdfuse.plan.memory import Owned, own
 from mdfuse.plan.posts import Posts
 from mdfuse.plan.steps import Builder
-from mdfuse.runtime.watch.running import Tally, register
+from mdfuse.runtime.watch.running import RunCount, register
 
 __all__ = ["Context", "Plan", "Step", "build"]
 
@@ -66,7 +66,7 @@ class Plan:
     may_overlap: bool = False
     written: tuple[int, ...] = ()
     records: bool = False
-    tally: Tally | None = None
+    tally: RunCount | None = None
 
     # -- step by step, as the simulator goes -----------------------------------------------------
 
@@ -213,7 +213,7 @@ def build(
     out: Sequence[Any] | None = None,
     is_simulated: bool = False,
     caller: int = 0,
-    tally: Tally | None = None,
+    tally: RunCount | None = None,
     checks: IndexChecks | None = None,
 ) -> Plan:
     """Prepare the calls of a projected program.
@@ -295,7 +295,7 @@ def _part_outputs(builder: Builder, given: Sequence[int | None], outputs: list[i
         if slot is None or is_own or not any(context.share(name, x) for x in names[:n]):
             continue
         outputs[n] = made = context.new_slot()
-        line = Line(run="clone", args=(Ref(slot),), into=made)
+        line = Line(run="clone", args=(SlotRef(slot),), into=made)
         builder.steps.append(
             Step(lines=(line,), label="return", op="return", inputs=(slot,), outputs=(made,))
         )
@@ -308,7 +308,7 @@ def _fill_given(builder: Builder, given: Sequence[int | None], outputs: list[int
         if place is None or result is None or place == result:
             continue
         made = builder.context.new_slot()
-        line = Line(run="copy_", args=(Ref(place), Ref(result)), into=made, shares=(place,))
+        line = Line(run="copy_", args=(SlotRef(place), SlotRef(result)), into=made, shares=(place,))
         step = Step(
             lines=(line,), label="return", op="return", inputs=(place, result), outputs=(made,)
         )

@@ -22,7 +22,7 @@ class Recording(Protocol):
         """Give up what it holds; it is never replayed again."""
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     """Records what a function queues on the device, without doing it.
 
     Attributes:

@@ -18,7 +18,7 @@ from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.storage import shared_operand, storage
 from mdfuse.layouts.boxes import Box
 from mdfuse.layouts.call import Call
-from mdfuse.plan.lines import Line, Ref, Slots
+from mdfuse.plan.lines import Line, SlotRef, Slots
 from mdfuse.plan.streams import CALLER
 
 if TYPE_CHECKING:
@@ -128,8 +128,8 @@ class Context:
         self.size += 1
         return self.size - 1
 
-    def ref(self, name: str) -> Ref:
-        return Ref(self.slot(name))
+    def ref(self, name: str) -> SlotRef:
+        return SlotRef(self.slot(name))
 
     def type(self, name: str) -> BufferType:
         return self.program.types[name]

@@ -13,7 +13,7 @@ from mdfuse.errors import ProgramError
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.layouts.call import Call
 from mdfuse.plan.context import Context, Step, base_name, label
-from mdfuse.plan.lines import Line, Ref, drop
+from mdfuse.plan.lines import Line, SlotRef, drop
 from mdfuse.plan.pending import Pending, landing, nothing_posted
 
 
@@ -83,7 +83,7 @@ class Exchanges:
         used = (*(x for pair in pairs for x in pair), *(e.buffer for e in (*sends, *recvs)))
         post = Line(
             run=_exchange(self.post(poster), len(pairs), len(sends), [e in recvs for e in ends]),
-            args=tuple(map(Ref, used)),
+            args=tuple(map(SlotRef, used)),
             into=tuple(e.handle for e in ends),
             shares=used,
         )
@@ -167,7 +167,7 @@ class Exchanges:
     def keep(self, name: str, buffer: int) -> tuple[tuple[str, int], Step]:
         """Copy what is sent now and received later."""
         copy = self.context.new_slot()
-        line = Line(run="clone", args=(Ref(buffer),), into=copy)
+        line = Line(run="clone", args=(SlotRef(buffer),), into=copy)
         what = f"send %{base_name(name)}"
         step = Step(lines=(line,), label=what, op="send", inputs=(buffer,), outputs=(copy,))
         return (name, copy), step

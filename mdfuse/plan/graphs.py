@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mdfuse.plan.build import Plan
-from mdfuse.plan.captures import Recorder, Recording, give_up, undisturbed
+from mdfuse.plan.captures import GraphRecorder, Recording, give_up, undisturbed
 from mdfuse.plan.context import CALLER_SLOT
 from mdfuse.plan.lines import Function, Line, write
 
@@ -87,7 +87,7 @@ def _quiet(plan: Plan) -> list[int]:
 # -- replaying -----------------------------------------------------------------------------------
 
 
-class Watch(Protocol):
+class ReplayLog(Protocol):
     """Notes captures and replays, so that a replay that hangs is found."""
 
     def begin(self) -> None:
@@ -153,9 +153,9 @@ class GraphPlan:
 
     plan: Plan
     eager: Plan
-    recorder: Recorder
+    recorder: GraphRecorder
     stays: dict[int, int]
-    watch: Watch | None = None
+    watch: ReplayLog | None = None
     limit: int | None = None
     _captured: dict[int, _Captured] = field(default_factory=dict)
     _functions: dict[tuple[bool, int], Function] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from mdfuse.errors import IndexRangeError
 from mdfuse.hir.program import Instruction
 from mdfuse.ir.ops import TABLE
 from mdfuse.plan.context import Context, base_name, described
-from mdfuse.plan.lines import Line, Ref, drop
+from mdfuse.plan.lines import Line, SlotRef, drop
 
 
 @dataclass
@@ -38,7 +38,7 @@ class IndexChecks:
         indices, table = (i.inputs[at] for at in (0, row.indexed))
         assert isinstance(indices, str)
         assert isinstance(table, str)
-        given, made = context.ref(indices), Ref(context.new_slot())
+        given, made = context.ref(indices), SlotRef(context.new_slot())
         part = i.kwargs.get("part")
         rows = part[2] if part is not None else context.type(table).shape[0]
         look = partial(self._look, rows, partial(_out_of_range, i, table, rows, context))

@@ -40,7 +40,7 @@ Form = Literal["tensor", "flat", "pointer"]
 
 
 @dataclass(frozen=True, slots=True)
-class Ref:
+class SlotRef:
     """The value of a slot: itself, its elements in a row, or its address."""
 
     slot: int
@@ -79,7 +79,7 @@ class Line:
     Attributes:
         run: what is called; a text is a method of the first argument; None: nothing, the slots of
             `into` are emptied.
-        args: constants, `Ref`s, and lists of these.
+        args: constants, `SlotRef`s, and lists of these.
         kwargs: likewise, by name.
         into: the slot that the result is bound to; a tuple of slots for a tuple of results.
         shares: slots whose memory the result may refer to, or keep in use.
@@ -140,8 +140,8 @@ def drop(*slots: int) -> Line:
     return Line(run=None, into=slots)
 
 
-def _refs(x: Any) -> Iterator[Ref]:
-    if isinstance(x, Ref):
+def _refs(x: Any) -> Iterator[SlotRef]:
+    if isinstance(x, SlotRef):
         yield x
     elif isinstance(x, list):
         for y in x:
@@ -149,7 +149,7 @@ def _refs(x: Any) -> Iterator[Ref]:
 
 
 def _value(x: Any, slots: Sequence[Any] | Mapping[int, Any]) -> Any:
-    if isinstance(x, Ref):
+    if isinstance(x, SlotRef):
         return in_form(slots[x.slot], x.form)
     return [_value(y, slots) for y in x] if isinstance(x, list) else x
 
@@ -224,7 +224,7 @@ class _Writer:
         return self.slots[slot]
 
     def operand(self, x: Any) -> str:
-        if isinstance(x, Ref):
+        if isinstance(x, SlotRef):
             if x.slot not in self.owned:
                 return _FORMS[x.form].format(self.slot(x.slot))
             return self.constant(self.kept(x), x.slot)
@@ -236,7 +236,7 @@ class _Writer:
 
     def kept(self, x: Any) -> Any:
         """A constant made of buffers that stay."""
-        key = x if isinstance(x, Ref) else id(x)
+        key = x if isinstance(x, SlotRef) else id(x)
         if key not in self.made:
             self.made[key] = _value(x, self.owned)
         return self.made[key]

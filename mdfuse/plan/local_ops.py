@@ -29,7 +29,7 @@ from mdfuse.ir.writes import (
 )
 from mdfuse.plan.allocation import empty, new_buffer
 from mdfuse.plan.context import Context
-from mdfuse.plan.lines import Line, Ref, drop
+from mdfuse.plan.lines import Line, SlotRef, drop
 
 
 def compute(i: Instruction, context: Context) -> list[Line]:
@@ -184,15 +184,15 @@ def ordered(i: Instruction, context: Context, line: Line) -> list[Line]:
     (made,) = plain.targets
     context.know(output, torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
     if fact is None and output not in context.updated:
-        args, target = (Ref(made), shape, strides), context.slot(output)
+        args, target = (SlotRef(made), shape, strides), context.slot(output)
         arranged = Line(run=_in_order, args=args, into=target, shares=(made,))
         return [plain, arranged, drop(made)]
     if output in context.updated or not _lies_so(shape, fact.stride(), strides):  # type: ignore[union-attr]
-        copy = Line(run="copy_", args=(context.ref(output), Ref(made)))
+        copy = Line(run="copy_", args=(context.ref(output), SlotRef(made)))
         return [plain, *new_buffer(output, i.order, context), copy, drop(made)]
     if fact.stride() == strides:  # type: ignore[union-attr]
         return [line]
-    args = (Ref(made), shape, strides)
+    args = (SlotRef(made), shape, strides)
     view = Line(
         run="as_strided", args=args, into=context.slot(output), shares=(made,), is_view=True
     )

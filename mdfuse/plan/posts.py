@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import Buffer, Place, Poster, Prepared, Work
+from mdfuse.backends.base import Buffer, Poster, PostSite, Prepared, Work
 from mdfuse.errors import CommunicationError
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.layouts.boxes import Box, nth_chunk
 from mdfuse.layouts.call import Call
 from mdfuse.layouts.kinds import POINT_TO_POINT, blocks_of
-from mdfuse.layouts.rank_part import Part
+from mdfuse.layouts.rank_part import RankPart
 from mdfuse.plan.context import Context, Step, label
 from mdfuse.plan.exchanges import Exchanges, transfer_team
-from mdfuse.plan.lines import Line, Ref, drop, is_dense
+from mdfuse.plan.lines import Line, SlotRef, drop, is_dense
 from mdfuse.plan.pending import Pending, landing, nothing_posted
 
 
@@ -71,7 +71,7 @@ class Posts:
             calls=(call,) * pieces if call is not None else (),
         )
 
-    def general(self, i: Instruction, part: Part, posters: tuple[Poster, ...]) -> Line:
+    def general(self, i: Instruction, part: RankPart, posters: tuple[Poster, ...]) -> Line:
         """A post that looks at its buffers when it runs."""
         context, comm = self.context, i.comm
         assert comm is not None
@@ -86,7 +86,7 @@ class Posts:
         )
 
     def prepared(
-        self, i: Instruction, part: Part, posters: tuple[Poster, ...], at_once: bool
+        self, i: Instruction, part: RankPart, posters: tuple[Poster, ...], at_once: bool
     ) -> tuple[Line, ...] | None:
         """A post as calls of the library's own, where its buffers are known to be dense."""
         assert i.comm is not None
@@ -98,7 +98,7 @@ class Posts:
         if not all(map(is_dense, facts.values())):
             return None
         sent, received = ([x for n in side if (x := facts[n]) is not None] for side in (srcs, dsts))
-        place = Place(where=label(i), stream=self.context.stream, at_once=at_once)
+        place = PostSite(where=label(i), stream=self.context.stream, at_once=at_once)
         posting = posters[0].prepare(sent, received, place)
         if posting is None:
             return None
@@ -120,7 +120,7 @@ class Posts:
         def arg(x: Any) -> Any:
             if isinstance(x, Buffer):
                 name = (srcs if x.side == "src" else dsts)[x.index]
-                return Ref(self.context.slot(name), x.form)
+                return SlotRef(self.context.slot(name), x.form)
             return [arg(y) for y in x] if isinstance(x, list) else x
 
         return Line(run=call.run, args=tuple(map(arg, call.args)), in_place=call.in_place)
@@ -129,7 +129,7 @@ class Posts:
         (name,) = i.reads
         handle, piece = self.context.slot(name), i.kwargs.get("piece")
         if piece is not None:
-            piece_of = Line(run="wait", args=(Ref(handle), piece))
+            piece_of = Line(run="wait", args=(SlotRef(handle), piece))
             return Step(lines=(piece_of,), label=label(i), op="wait", waits=(handle, piece))
         usual = (_waited(handle),)
         lines = (*self.waits.pop(name, usual), drop(handle))  # it holds on to buffers
@@ -169,7 +169,7 @@ class Posts:
 
 
 def _waited(handle: int) -> Line:
-    return Line(run="wait", args=(Ref(handle),))
+    return Line(run="wait", args=(SlotRef(handle),))
 
 
 def groups(program: HostProgram, rank: int, backend: str | None = None) -> list[tuple[int, ...]]:
@@ -196,7 +196,7 @@ def groups(program: HostProgram, rank: int, backend: str | None = None) -> list[
 class _Ends:
     """One rank's part of a communication, its posters, and the works where nothing is posted."""
 
-    part: Part
+    part: RankPart
     posters: tuple[Poster, ...]
     alone: Callable[[], tuple[Work, ...]]
 
@@ -242,7 +242,7 @@ def _post_rows(
     return Pending(tuple(p(rows(srcs, n), rows(dsts, n)) for n, p in enumerate(posters)))
 
 
-def _roles(part: Part) -> tuple[bool, bool]:
+def _roles(part: RankPart) -> tuple[bool, bool]:
     """Whether this rank gives the library its source, and its destination."""
     call = part.call
     if call is None:
@@ -266,7 +266,7 @@ def _index(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box)
 
 
-def _copy_pieces(part: Part, source: Tensor | None, destination: Tensor | None) -> None:
+def _copy_pieces(part: RankPart, source: Tensor | None, destination: Tensor | None) -> None:
     """What stays on this rank."""
     for before, after in part.copies:
         assert source is not None and destination is not None

@@ -16,7 +16,7 @@ from mdfuse.plan import streams
 from mdfuse.plan.allocation import allocate
 from mdfuse.plan.buffer_ops import BUFFER_OPS
 from mdfuse.plan.context import CALLER_SLOT, Context, Step, base_name, label
-from mdfuse.plan.lines import Line, Ref, drop
+from mdfuse.plan.lines import Line, SlotRef, drop
 from mdfuse.plan.local_ops import compute
 from mdfuse.plan.posts import Posts
 from mdfuse.plan.streams import CALLER
@@ -91,15 +91,17 @@ class Builder:
 
     # -- streams ---------------------------------------------------------------------------------
 
-    def handle(self, index: int) -> Ref | torch.cuda.Stream:
+    def handle(self, index: int) -> SlotRef | torch.cuda.Stream:
         """A stream as an argument of a call."""
-        return Ref(CALLER_SLOT) if index == CALLER else streams.stream(self.context.device, index)
+        return (
+            SlotRef(CALLER_SLOT) if index == CALLER else streams.stream(self.context.device, index)
+        )
 
     def guard(self, slots: Sequence[int]) -> None:
         """Keep the memory of buffers that were made on another stream than the current one."""
         away = tuple(x for x in slots if self.homes.get(x, self.current) != self.current)
         if away and self.context.has_streams:
-            line = Line(run=streams.keep, args=(self.handle(self.current), *map(Ref, away)))
+            line = Line(run=streams.keep, args=(self.handle(self.current), *map(SlotRef, away)))
             self.steps.append(Step(lines=(line,), label="keep", op="keep"))
 
     def switch(self, i: Instruction) -> None:

@@ -21,7 +21,7 @@ from mdfuse.backends.c10d.groups import HashStore, PrefixStore, default_group
 from mdfuse.backends.mpi import library as mpi_library
 from mdfuse.backends.work import first_line
 from mdfuse.bootstrap import detect
-from mdfuse.config import Carriers, Options, carriers_of, options_from_environment
+from mdfuse.config import BackendChoice, Options, backend_choice, options_from_environment
 from mdfuse.errors import BackendError, ProgramError
 from mdfuse.layouts.call import Call
 from mdfuse.runtime.agreement import Agreement
@@ -42,7 +42,7 @@ from mdfuse.runtime.stores import another_connection, open_store
 from mdfuse.runtime.watch.bulletin import within
 from mdfuse.runtime.watch.report import ranks_text
 from mdfuse.runtime.watch.reports import tell_torchrun_at_exit
-from mdfuse.runtime.watch.running import Tally
+from mdfuse.runtime.watch.running import RunCount
 from mdfuse.runtime.watch.watch import Watch
 
 _log = logging.getLogger("mdfuse.comm")
@@ -245,7 +245,7 @@ class Communicator:
         """Extend an error of a communication by the positions of all ranks."""
         return self._watch.explain(error)
 
-    def count(self, tally: Tally) -> None:
+    def count(self, tally: RunCount) -> None:
         """Count the runs of a program among what tells where this rank is."""
         self._watch.count(tally)
 
@@ -389,7 +389,7 @@ def init(
     global _live
     tell_torchrun_at_exit()
     options = options_from_environment(options)
-    carriers = carriers_of(backend or options.backend)
+    carriers = backend_choice(backend or options.backend)
     wanted = carriers.usual
     given = {"rank": rank, "size": size, "device": device}
     check_null_arguments(wanted, given)
@@ -447,7 +447,7 @@ def _forget(communicator: Communicator) -> None:
         _live = None
 
 
-def _join(carriers: Carriers, options: Options) -> Communicator:
+def _join(carriers: BackendChoice, options: Options) -> Communicator:
     timeout_s = options.timeout_s
     launch = detect(os.environ, default_group())
     for named in carriers.names:

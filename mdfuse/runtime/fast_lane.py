@@ -13,7 +13,7 @@ from mdfuse.backends.nccl import lane as nccl_lane
 from mdfuse.backends.nccl import library as nccl_library
 from mdfuse.backends.nccl.cuda_driver import CudaDevice, Device
 from mdfuse.backends.nccl.lane import NcclLane
-from mdfuse.backends.post_notes import Subject, Track
+from mdfuse.backends.post_notes import PostInfo, Track
 from mdfuse.errors import BackendError
 from mdfuse.runtime.agreement import Agreement
 from mdfuse.runtime.watch.watch import Watch
@@ -91,7 +91,7 @@ class Replays:
         listed = ", ".join(f"{post.kind} ({post.where})" for post in posts[:_LISTED])
         more = f" and {len(posts) - _LISTED} more" if len(posts) > _LISTED else ""
         name = f"{self._name}, region {region}"
-        subject = Subject(
+        subject = PostInfo(
             kind="replay of a graph",
             team=self._team,
             bytes=sum(post.bytes for post in posts),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import Place
+from mdfuse.backends.base import PostSite
 from mdfuse.errors import CommunicationError
 from mdfuse.layouts.call import Call
 from mdfuse.layouts.kinds import COLLECTIVE, POINT_TO_POINT, by_kind, source_blocks
@@ -177,7 +177,7 @@ class SimPoster:
         self.network.post(_Posted(self.call, srcs, dsts, work), numbers)
         return work
 
-    def prepare(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: Place) -> None:
+    def prepare(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: PostSite) -> None:
         """Do nothing: there is no library to be told of buffers."""
 
 

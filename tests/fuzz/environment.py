@@ -14,7 +14,7 @@ from typing import Any
 
 from mdfuse.bootstrap import address_of_rank_0, detect, gloo_devices
 from mdfuse.cli.doctor.examination import launcher
-from mdfuse.config import VARIABLES, Options, carriers_of, options_from_environment
+from mdfuse.config import VARIABLES, Options, backend_choice, options_from_environment
 from mdfuse.errors import BackendError, MdfuseError
 from mdfuse.runtime.null_world import null_launch
 
@@ -262,11 +262,11 @@ def _check_carriers(drawn: random.Random) -> None:
     if error is not None:
         assert len(usual) > 1 and error.what.startswith("MDFUSE_BACKEND=")
     else:
-        carriers = carriers_of(found.backend)
+        carriers = backend_choice(found.backend)
         assert len(usual) < 2 and carriers.usual == (usual[0] if usual else "auto")
         assert carriers.by_axis == by_axis
     other = _text(drawn) + drawn.choice(("", ",", "=", "=gloo", "=auto"))
-    carriers, error = _tried(lambda: carriers_of(other))
+    carriers, error = _tried(lambda: backend_choice(other))
     if error is not None:
         assert error.what.startswith("backend=")
     else:

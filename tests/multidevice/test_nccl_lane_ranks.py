@@ -18,7 +18,7 @@ from fake_nccl import post
 from torch import Tensor
 
 import mdfuse as mf
-from mdfuse.backends.base import Place
+from mdfuse.backends.base import PostSite
 from mdfuse.backends.c10d.groups import PrefixStore, TCPStore
 from mdfuse.backends.nccl import lane as nccl_lane
 from mdfuse.backends.nccl import library as nccl_library
@@ -115,7 +115,7 @@ def check_kind(lane: NcclLane, comm: mf.Communicator, kind: str, dtype: torch.dt
     for at_once in (True, False):
         meta = [[x.to("meta") for x in side] for side in (srcs, expected)]
         prepared[at_once] = lane.prepare(
-            call, *meta, Place(stream=stream, at_once=at_once, where="here")
+            call, *meta, PostSite(stream=stream, at_once=at_once, where="here")
         )
     for n in range(ROUNDS):
         _, srcs, expected = case(kind, lane.team, comm.rank, dtype, 0)
@@ -178,7 +178,10 @@ def captured(
     def prepared(kind: str, src: Tensor, dst: Tensor) -> Any:
         call = Call(kind=kind, team=lane.team, rank=comm.rank, reduce_op="sum")
         return lane.prepare(
-            call, [src], [dst], Place(stream=side.cuda_stream, at_once=at_once, where=f"{kind}:1")
+            call,
+            [src],
+            [dst],
+            PostSite(stream=side.cuda_stream, at_once=at_once, where=f"{kind}:1"),
         )
 
     gather = prepared("Allgather", doubled, joined)
@@ -273,7 +276,7 @@ from datetime import timedelta
 from fake_nccl import post
 from mdfuse.backends.nccl import lane as nccl_lane
 from mdfuse.backends.nccl import library as nccl_library
-from mdfuse.backends.base import Place
+from mdfuse.backends.base import PostSite
 from mdfuse.layouts.call import Call
 from mdfuse.backends.c10d.groups import PrefixStore, TCPStore
 from mdfuse.backends.nccl.cuda_driver import CudaDevice
@@ -294,7 +297,7 @@ lane = nccl_lane.open_lane(team, rank=rank, store=PrefixStore("id", store),
 x = torch.ones(1 << 20, device=device)
 call = Call(kind="Allreduce", team=team, rank=rank, reduce_op="sum")
 stream = torch.cuda.current_stream().cuda_stream
-place = Place(stream=stream, at_once=sys.argv[6] == "at once", where="mlp.py:14")
+place = PostSite(stream=stream, at_once=sys.argv[6] == "at once", where="mlp.py:14")
 posting = lane.prepare(call, [x], [x], place)
 for _ in range(3):
     post(posting, [x], [x])

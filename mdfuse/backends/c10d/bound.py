@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import Place, Posting, Work
+from mdfuse.backends.base import Posting, PostSite, Work
 from mdfuse.backends.c10d.posts import Team, build_post, prepared
 from mdfuse.backends.nccl.lane import NcclLane
 from mdfuse.backends.transfers import Post
@@ -44,7 +44,7 @@ class BoundCall:
             raise explained(self._call, error) from error
 
     def prepare(
-        self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: Place
+        self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: PostSite
     ) -> Posting | None:
         """The same as calls of the group's own methods, for dense buffers like these."""
         if self._lane is not None:

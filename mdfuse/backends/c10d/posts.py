@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mdfuse.backends.base import Buffer, Place, Posting, Prepared, Work, root_index
+from mdfuse.backends.base import Buffer, Posting, PostSite, Prepared, Work, root_index
 from mdfuse.backends.c10d.groups import AllgatherOptions, Group, Library
 from mdfuse.backends.transfers import Post, Transfer, in_a_row, transferred
 from mdfuse.backends.work import DONE, Posted, explained
@@ -113,7 +113,7 @@ def build_post(team: Team, call: Call, dtype: torch.dtype) -> Post:
 
 
 def prepared(
-    team: Team, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: Place
+    team: Team, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: PostSite
 ) -> Posting | None:
     """A post of contiguous buffers like these; None where it is more than one call."""
     buffers = (*srcs, *dsts)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import Place, Posting, Work, check_call
+from mdfuse.backends.base import Posting, PostSite, Work, check_call
 from mdfuse.backends.c10d.groups import PrefixStore, Store
 from mdfuse.backends.mpi import library as mpi_library
 from mdfuse.backends.mpi.posts import Team, build_post, check_sizes
@@ -192,7 +192,7 @@ class MpiBoundCall:
             raise explained(self._call, error) from error
 
     def prepare(
-        self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: Place
+        self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: PostSite
     ) -> Posting | None:
         """A post looks at its buffers' addresses in each run."""
         return None

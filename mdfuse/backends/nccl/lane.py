@@ -29,12 +29,12 @@ from typing import Any, Protocol
 
 from torch import OutOfMemoryError, Tensor
 
-from mdfuse.backends.base import Buffer, Place, Posting, Prepared, Work
+from mdfuse.backends.base import Buffer, Posting, PostSite, Prepared, Work
 from mdfuse.backends.c10d.groups import Store
 from mdfuse.backends.nccl import posts as nccl_posts
 from mdfuse.backends.nccl.cuda_driver import Device
 from mdfuse.backends.nccl.posts import Port
-from mdfuse.backends.post_notes import Noter, Subject, Track
+from mdfuse.backends.post_notes import PostInfo, PostLog, Track
 from mdfuse.backends.work import failure, first_line
 from mdfuse.errors import BackendError, MdfuseError
 from mdfuse.layouts.call import Call
@@ -82,7 +82,7 @@ class NcclLane:
         binding: Any,
         comm: Any,
         device: Device,
-        noter: Noter,
+        noter: PostLog,
     ) -> None:
         self.team = team
         self.stream = device.new_stream()
@@ -100,7 +100,7 @@ class NcclLane:
         noter.on_error(team, self.failure)
 
     def prepare(
-        self, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: Place
+        self, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: PostSite
     ) -> Posting | None:
         """Check a post, and reduce it to calls that only new addresses go into.
 
@@ -292,7 +292,7 @@ class NcclLane:
 
 
 def open_lane(
-    team: tuple[int, ...], *, rank: int, store: Store, binding: Any, device: Device, noter: Noter
+    team: tuple[int, ...], *, rank: int, store: Store, binding: Any, device: Device, noter: PostLog
 ) -> NcclLane:
     """Make a team's communicator; all members call it, for their teams in one global order.
 
@@ -308,7 +308,7 @@ def open_lane(
         BackendError: NCCL cannot connect the members.
     """
     index, finished = team.index(rank), _Finished()
-    subject = Subject(
+    subject = PostInfo(
         kind="connecting a communicator",
         team=team,
         bytes=0,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mdfuse.backends.algorithms import Piece
 from mdfuse.backends.base import Buffer, Prepared, root_index
-from mdfuse.backends.post_notes import Subject
+from mdfuse.backends.post_notes import PostInfo
 from mdfuse.backends.transfers import Composer, in_one_step
 from mdfuse.errors import CommunicationError
 from mdfuse.layouts.call import Call
@@ -93,14 +93,14 @@ def prepare(
     return () if found is None else (found,)
 
 
-def subject(call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor], where: str) -> Subject:
+def subject(call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor], where: str) -> PostInfo:
     """What the watch is told of a post.
 
     Its families are a lane's own: plans count all that their programs post, by whatever backend.
     """
     is_shared = KINDS[call.kind].by_all
     sizes = (sum(x.numel() * x.itemsize for x in side) for side in (srcs, dsts))
-    return Subject(
+    return PostInfo(
         kind=call.kind,
         team=call.team,
         bytes=max(sizes),

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import Place, Work, check_call
+from mdfuse.backends.base import PostSite, Work, check_call
 from mdfuse.backends.c10d.groups import PrefixStore, Store
 from mdfuse.backends.staging import Staged
 from mdfuse.backends.transfers import Composer
@@ -182,5 +182,5 @@ class UcxPoster:
             gate=None if self._stream is None else Gate(self._stream),
         )
 
-    def prepare(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: Place) -> None:
+    def prepare(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: PostSite) -> None:
         """No post is one call of the library's own."""

@@ -40,7 +40,7 @@ _PERIOD_NS, _ATTEMPTS = 100_000_000, 5
 _LAST_LOOKS = 10
 
 
-class Pending(Protocol):
+class Ongoing(Protocol):
     """A communication that is under way."""
 
     def advance(self) -> bool:
@@ -100,8 +100,8 @@ class Engine:
         self._events.register(self._worker.epoll_file_descriptor, select.POLLIN)
         self._addresses: dict[int, bytes] = {}
         self._endpoints: dict[int, Any] = {}
-        self._pending: list[Pending] = []
-        self._failed: list[Pending] = []  # UCX may still write into their buffers
+        self._pending: list[Ongoing] = []
+        self._failed: list[Ongoing] = []  # UCX may still write into their buffers
         self._lock = threading.RLock()
         #: how often another thread ended the waits of its time
         self.aborted = 0
@@ -149,7 +149,7 @@ class Engine:
             raise lib.error("its endpoint is closed")
         return self._worker.tag_recv(lib.array(buffer), wanted)
 
-    def post(self, work: Pending) -> None:
+    def post(self, work: Ongoing) -> None:
         """Begin a communication."""
         with self._lock:
             if not work.advance():
@@ -159,11 +159,11 @@ class Engine:
         """Whether a rank that was contacted does not answer any more."""
         return peer in self._endpoints and not self._endpoints[peer].alive
 
-    def keep(self, work: Pending) -> None:
+    def keep(self, work: Ongoing) -> None:
         """Hold on to a communication that failed, and to its buffers."""
         self._failed.append(work)
 
-    def drop(self, work: Pending) -> None:
+    def drop(self, work: Ongoing) -> None:
         """Let a communication be that nobody waits for any more."""
         with self._lock:
             if work in self._pending:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.backends.algorithms import Composition, Copy, Piece, Reduce, Step, Transfer
+from mdfuse.backends.algorithms import Composition, Copy, Piece, Reduce, Round, Transfer
 from mdfuse.backends.base import flat
 from mdfuse.backends.transfers import change
 from mdfuse.backends.ucx.engine import Channel, Engine
@@ -169,7 +169,7 @@ class ComposedWork:
         return f"after {self._timeout_s:g} s nothing came from, or was taken by, rank {ranks}"
 
 
-def _messages(step: Step, buffers: Buffers, channel: Channel, kind: int) -> list[_Message]:
+def _messages(step: Round, buffers: Buffers, channel: Channel, kind: int) -> list[_Message]:
     """The messages of a step, numbered; receives first, so that what comes finds its place."""
 
     def message(t: Transfer, is_send: bool) -> _Message:

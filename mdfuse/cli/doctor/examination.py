@@ -13,7 +13,7 @@ from rich.text import Text
 from mdfuse.bootstrap import detect
 from mdfuse.cli.doctor import findings, gpus, host, libraries
 from mdfuse.cli.doctor.findings import Finding
-from mdfuse.config import VARIABLES, carriers_of, options_from_environment
+from mdfuse.config import VARIABLES, backend_choice, options_from_environment
 from mdfuse.errors import BackendError, ProgramError
 from mdfuse.runtime.backend_rows import BACKENDS, auto, why_not
 
@@ -67,7 +67,7 @@ def variables(environment: Mapping[str, str]) -> list[Finding]:
 def settings() -> list[Finding]:
     """mdfuse's own variables can be read, and the backends that they name are usable."""
     try:
-        names = carriers_of(options_from_environment().backend).names
+        names = backend_choice(options_from_environment().backend).names
     except ProgramError as error:
         remedy = error.because or error.hint
         return [Finding(name="settings", what=error.what, remedy=remedy, is_problem=True)]

@@ -12,7 +12,7 @@ from mdfuse.bootstrap import Launch, detect
 from mdfuse.cli import screen
 from mdfuse.cli.doctor import collective
 from mdfuse.cli.doctor.collective import SIZES, Measured
-from mdfuse.config import Options, carriers_of, options_from_environment
+from mdfuse.config import Options, backend_choice, options_from_environment
 from mdfuse.runtime.backend_rows import BACKENDS, why_not
 from mdfuse.runtime.communicator import Communicator, init
 from mdfuse.runtime.null_world import NULL
@@ -75,7 +75,7 @@ def _meet(options: Options, here: Sequence[str]) -> tuple[list[str], list[str]]:
     comm = init(options, backend=_MEETING)
     try:
         texts = comm.all_ok("; ".join(here) or None)
-        names = carriers_of(options.backend).names
+        names = backend_choice(options.backend).names
         named = BACKENDS if "auto" in names else dict.fromkeys(names)
         real = [name for name in named if name != NULL]
         usable = [name for name in real if not any(_refusals(comm, name))]

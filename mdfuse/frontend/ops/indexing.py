@@ -19,7 +19,7 @@ _WHOLE = builtins.slice(None)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Indexing:
     """What an index does.
 
     Attributes:
@@ -34,7 +34,7 @@ class Plan:
 
 
 #: Plans of indices that were met before, by shape and index.
-_PLANS: dict[Hashable, Plan] = {}
+_PLANS: dict[Hashable, Indexing] = {}
 _LIMIT = 4096
 
 
@@ -71,7 +71,7 @@ def _key(shape: tuple[int, ...], where: Any) -> Hashable | None:
 _PLAIN = frozenset((int, type, type(None), type(...)))
 
 
-def _plan(x: Handle, where: Any) -> Plan:
+def _plan(x: Handle, where: Any) -> Indexing:
     windows: list[Window] = []
     gone: list[int] = []
     new: list[int] = []
@@ -85,7 +85,7 @@ def _plan(x: Handle, where: Any) -> Plan:
             gone.append(dim)
     starts, ends, steps = zip(*windows, strict=True) if windows else ((), (), ())
     window = None if _is_whole(x, windows) else (starts, ends, steps)
-    return Plan(window, tuple(gone), tuple(new))
+    return Indexing(window, tuple(gone), tuple(new))
 
 
 def _items(x: Handle, where: Any) -> list[Any]:

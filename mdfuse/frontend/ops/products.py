@@ -12,26 +12,26 @@ def matmul(x: Handle, other: Handle) -> Handle:
     return record("matmul", x, other)
 
 
-def _ranked(name: str, *ranks: tuple[Handle, int]) -> None:
+def _of_dims(name: str, *operands: tuple[Handle, int]) -> None:
     """Refuse operands with another number of dims than the name of the operation says."""
-    for x, rank in ranks:
-        if x.ndim != rank:
+    for x, ndim in operands:
+        if x.ndim != ndim:
             raise DefinitionError(
                 f"{name} of {shown(x)}",
-                because=f"{name} takes it with {rank} dim{'s' * (rank != 1)}",
+                because=f"{name} takes it with {ndim} dim{'s' * (ndim != 1)}",
                 hint="matmul takes vectors, matrices and batches of them",
             )
 
 
 def mm(x: Handle, mat2: Handle) -> Handle:
     """The product of two matrices."""
-    _ranked("mm", (x, 2), (mat2, 2))
+    _of_dims("mm", (x, 2), (mat2, 2))
     return matmul(x, mat2)
 
 
 def bmm(x: Handle, mat2: Handle) -> Handle:
     """The products of two batches of matrices, [b,m,k] and [b,k,n]."""
-    _ranked("bmm", (x, 3), (mat2, 3))
+    _of_dims("bmm", (x, 3), (mat2, 3))
     if x.shape[0] != mat2.shape[0]:
         raise DefinitionError(
             f"bmm of {shown(x)} and {shown(mat2)}",
@@ -43,19 +43,19 @@ def bmm(x: Handle, mat2: Handle) -> Handle:
 
 def mv(x: Handle, vec: Handle) -> Handle:
     """A matrix times a vector."""
-    _ranked("mv", (x, 2), (vec, 1))
+    _of_dims("mv", (x, 2), (vec, 1))
     return matmul(x, vec)
 
 
 def dot(x: Handle, tensor: Handle) -> Handle:
     """The product of two vectors."""
-    _ranked("dot", (x, 1), (tensor, 1))
+    _of_dims("dot", (x, 1), (tensor, 1))
     return matmul(x, tensor)
 
 
 def outer(x: Handle, vec2: Handle) -> Handle:
     """Each element of one vector times each of another: [m], [n] -> [m,n]."""
-    _ranked("outer", (x, 1), (vec2, 1))
+    _of_dims("outer", (x, 1), (vec2, 1))
     return record("mul", record("unsqueeze", x, dims=(1,)), vec2)
 
 

@@ -99,14 +99,14 @@ def checked(x: Handle, dim: Dims, dims: Dims = None) -> tuple[int, ...] | None:
     if dims is None:
         return None
     if type(dims) is int and type(x) is Handle:  # the usual case, at once
-        rank = len(x.fact.shape)
-        if -rank <= dims < rank:
+        ndim = len(x.fact.shape)
+        if -ndim <= dims < ndim:
             return (dims,)
     found = tuple(dims) if isinstance(dims, Sequence) else (dims,)
-    rank = max(x.ndim, 1)  # torch lets a scalar have dims 0 and -1
-    if not all(_is_dim(d) and -rank <= d < rank for d in found):
+    ndim = max(x.ndim, 1)  # torch lets a scalar have dims 0 and -1
+    if not all(_is_dim(d) and -ndim <= d < ndim for d in found):
         raise out_of_range(x, found)
-    if len({d % rank for d in found}) < len(found):
+    if len({d % ndim for d in found}) < len(found):
         raise DefinitionError(
             f"dims {found} of {shown(x)}",
             because="a dim is named once",
@@ -122,12 +122,12 @@ def _is_dim(dim: Any) -> bool:
 
 def place(x: Handle, dim: int, new: int = 0) -> int:
     """A dim of x counted from the first; with new=1 also the place behind the last."""
-    rank = len(x.fact.shape) + new or 1
-    if type(dim) is int and -rank <= dim < rank:  # the usual case, at once
-        return dim % rank
-    if not _is_dim(dim) or not -rank <= dim < rank:
+    ndim = len(x.fact.shape) + new or 1
+    if type(dim) is int and -ndim <= dim < ndim:  # the usual case, at once
+        return dim % ndim
+    if not _is_dim(dim) or not -ndim <= dim < ndim:
         raise out_of_range(x, (dim,))
-    return dim % rank
+    return dim % ndim
 
 
 def own_place(x: Handle, dim: int) -> int:

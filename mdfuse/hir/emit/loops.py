@@ -26,20 +26,20 @@ from mdfuse.hir.program import BufferType, Instruction
 from mdfuse.ir.graph import Expr, Fusion, Operand, fresh_name
 from mdfuse.layouts.layout import Layout, Partial, Stream
 from mdfuse.layouts.streamed_sets import FORMS
-from mdfuse.passes.segmentation import HostLoops, Part, set_form, streams_read
+from mdfuse.passes.segmentation import HostLoops, Section, set_form, streams_read
 from mdfuse.reshard import Local, steps
 
 
-def loops(fusion: Fusion, segments: Iterable[Part]) -> list[list[Part]]:
+def loops(fusion: Fusion, segments: Iterable[Section]) -> list[list[Section]]:
     """Neighbouring segments that share a host loop; the others by themselves."""
-    found: list[list[Part]] = []
+    found: list[list[Section]] = []
     host_loops = HostLoops(fusion)
-    for part in segments:
+    for section in segments:
         last = [e for p in found[-1] for e in p.exprs] if found else []
-        if last and part.is_streamed and host_loops.may_share(last, part.exprs):
-            found[-1].append(part)
+        if last and section.is_streamed and host_loops.may_share(last, section.exprs):
+            found[-1].append(section)
         else:
-            found.append([part])
+            found.append([section])
     return found
 
 
@@ -137,9 +137,9 @@ class _Loop:
         return layout.with_stream(Stream(stream.dim, stream.chunks, None, self.index))
 
 
-def emit_loop(out: Emitter, parts: Sequence[Part]) -> None:
+def emit_loop(out: Emitter, sections: Sequence[Section]) -> None:
     """Append a loop that computes the values of some streamed segments."""
-    stream = out.fusion.values[parts[0].exprs[0].output].stream
+    stream = out.fusion.values[sections[0].exprs[0].output].stream
     assert stream is not None
     taken = {*out.types, *out.fusion.values}
     name = next((n for n in "ijk" if n not in taken), None) or fresh_name(taken, "i")
@@ -148,10 +148,10 @@ def emit_loop(out: Emitter, parts: Sequence[Part]) -> None:
     if stream.rotate is not None:
         index = calc("mod", calc("+", index, Term("coord", stream.rotate)), stream.count)
     outside, out.code = out.code, []
-    exprs = tuple(e for part in parts for e in part.exprs)
+    exprs = tuple(e for section in sections for e in section.exprs)
     building = _Loop(out, outside, name, index, exprs)
-    for part in parts:
-        _emit_part(building, part)
+    for section in sections:
+        _emit_section(building, section)
     body, out.code = tuple(out.code), outside
     attrs = (("start", 0), ("stop", stream.count), ("step", 1))
     out.code.append(
@@ -159,13 +159,13 @@ def emit_loop(out: Emitter, parts: Sequence[Part]) -> None:
     )
 
 
-def _emit_part(loop: _Loop, part: Part) -> None:
+def _emit_section(loop: _Loop, section: Section) -> None:
     """What an iteration does of a segment."""
-    if part.exprs[0].op == "set":
-        _emit_set(loop, part.exprs[0])
+    if section.exprs[0].op == "set":
+        _emit_set(loop, section.exprs[0])
         return
     made: dict[str, str] = {}
-    body = tuple(_emit_expr(loop, part, e, made) for e in part.exprs)
+    body = tuple(_emit_expr(loop, section, e, made) for e in section.exprs)
     if len(body) == 1:
         loop.out.code.append(body[0])
         return
@@ -173,16 +173,16 @@ def _emit_part(loop: _Loop, part: Part) -> None:
     loop.out.code.append(
         Instruction(
             op="launch",
-            fn=part.name,
+            fn=section.name,
             inputs=tuple(reads),
-            outputs=tuple(made[n] for n in part.outputs),
+            outputs=tuple(made[n] for n in section.outputs),
             body=body,
-            source=part.exprs[0].source,
+            source=section.exprs[0].source,
         )
     )
 
 
-def _emit_expr(loop: _Loop, part: Part, expr: Expr, made: dict[str, str]) -> Instruction:
+def _emit_expr(loop: _Loop, section: Section, expr: Expr, made: dict[str, str]) -> Instruction:
     """An expression on chunks; `made` has the names of the segment's results so far."""
     inputs: list[Operand] = []
     for x, stream in zip(expr.inputs, streams_read(loop.fusion, expr), strict=True):
@@ -190,7 +190,7 @@ def _emit_expr(loop: _Loop, part: Part, expr: Expr, made: dict[str, str]) -> Ins
             inputs.append(made[x] if x in made else loop.read(x, stream))
         else:
             inputs.append(x)
-    is_kept = expr.output in part.outputs
+    is_kept = expr.output in section.outputs
     made[expr.output] = loop.result(expr.output) if is_kept else loop.chunk(expr.output)
     return replace(local(expr), inputs=tuple(inputs), outputs=(made[expr.output],))
 

@@ -10,26 +10,28 @@ from mdfuse.hir.emit.sets import Emitter, Orders, emit_set, local, value_type
 from mdfuse.hir.orders import seen_through
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.ir.graph import Fusion
-from mdfuse.passes.segmentation import Part
+from mdfuse.passes.segmentation import Section
 
 
-def emit(fusion: Fusion, segments: tuple[Part, ...], stated: Orders | None = None) -> HostProgram:
+def emit(
+    fusion: Fusion, segments: tuple[Section, ...], stated: Orders | None = None
+) -> HostProgram:
     """The global host program of a fusion whose only changes of layout are sets.
 
     Args:
         fusion: after all passes.
-        segments: its parts.
+        segments: its sections.
         stated: name -> the memory order that the instruction which computes it is to state (None:
             none), whatever else would be asked of it.
     """
     out = Emitter(fusion, stated=stated or {})
     for name in fusion.inputs:
         out.types[name] = value_type(fusion.values[name])
-    for parts in loops(fusion, segments):
-        if parts[0].is_streamed:
-            emit_loop(out, parts)
+    for sections in loops(fusion, segments):
+        if sections[0].is_streamed:
+            emit_loop(out, sections)
         else:
-            _emit_segment(out, parts[0])
+            _emit_segment(out, sections[0])
     _require_output_orders(out)
     out.code.append(Instruction(op="return", inputs=fusion.outputs))
     program = HostProgram(
@@ -42,14 +44,14 @@ def emit(fusion: Fusion, segments: tuple[Part, ...], stated: Orders | None = Non
     return reuse_inputs.run(program, fusion.reuse)
 
 
-def _emit_segment(out: Emitter, part: Part) -> None:
+def _emit_segment(out: Emitter, section: Section) -> None:
     values = out.fusion.values
-    first = part.exprs[0]
+    first = section.exprs[0]
     if first.op == "set" and values[first.output].is_tensor:
         emit_set(out, first)
         return
-    body = tuple(local(e) for e in part.exprs)
-    for expr in part.exprs:
+    body = tuple(local(e) for e in section.exprs)
+    for expr in section.exprs:
         out.types[expr.output] = value_type(values[expr.output])
     if len(body) == 1:
         out.code.append(body[0])
@@ -57,9 +59,9 @@ def _emit_segment(out: Emitter, part: Part) -> None:
     out.code.append(
         Instruction(
             op="launch",
-            fn=part.name,
-            inputs=part.inputs,
-            outputs=part.outputs,
+            fn=section.name,
+            inputs=section.inputs,
+            outputs=section.outputs,
             body=body,
             source=first.source,
         )

@@ -222,12 +222,12 @@ def _emit_split_outermost(
     """Bring the split dim to the front, round it up, post, and undo both."""
     assert comm.dim is not None
     dtype, shape = out.types[current].dtype, comm.shape
-    rank = len(shape)
+    ndim = len(shape)
     front = comm.front()
     sides = ("block", "team") if comm.whole() == comm.destination else ("team", "block")
     padded = not _divides(comm)
 
-    is_moved = front != tuple(range(rank))
+    is_moved = front != tuple(range(ndim))
     dim = front.index(comm.dim)
     split = comm.dim
 
@@ -247,7 +247,7 @@ def _emit_split_outermost(
         lies_so = not padded and _moves_producer(out, current, front)
         current = out.op("permute", f"{result}.send", view, (current,), source, dims=front)
         if not padded and not lies_so:
-            out.code[-1] = replace(out.code[-1], order=tuple(range(rank)))
+            out.code[-1] = replace(out.code[-1], order=tuple(range(ndim)))
     elif not padded:
         current = dense(out, current, source)
     if padded:
@@ -292,17 +292,17 @@ def _emit_all_to_all(
     """Pack one block per member, post, and read the result with the joined dim in front."""
     assert comm.dim is not None
     dtype, shape = out.types[current].dtype, comm.shape
-    rank = len(shape)
+    ndim = len(shape)
     packed = BufferType(dtype=dtype, shape=shape, layout=comm.source, flat=True)
     attrs = {"dim": comm.dim, "to_dim": comm.to_dim, "axis": comm.axis}
     current = out.op("pack", f"{result}.send", packed, (current,), source, **attrs)
-    front = (comm.dim, *(d for d in range(rank) if d != comm.dim))
+    front = (comm.dim, *(d for d in range(ndim) if d != comm.dim))
     kind = BufferType(
         dtype=dtype,
         shape=tuple(shape[d] for d in front),
         layout=comm.destination.permuted(front),
     )
-    if front == tuple(range(rank)):
+    if front == tuple(range(ndim)):
         return emit_post(out, comm, current, kind, result, source)
     current = emit_post(out, comm, current, kind, f"{result}.recv", source)
     return _put_back(out, comm, front, current, result, source)

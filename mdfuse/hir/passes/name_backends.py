@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from mdfuse.communication import Communication
-from mdfuse.config import BETWEEN_MESHES, Options, carriers_of
+from mdfuse.config import BETWEEN_MESHES, Options, backend_choice
 from mdfuse.hir.program import HostProgram, Instruction
 
 name = "name_backends"
@@ -21,7 +21,7 @@ name = "name_backends"
 
 def run(program: HostProgram, options: Options) -> HostProgram:
     """Return the program with the backends that `options` names; the usual one is not named."""
-    by_axis = carriers_of(options.backend).by_axis
+    by_axis = backend_choice(options.backend).by_axis
     return replace(program, instructions=_block(program.instructions, by_axis))
 
 

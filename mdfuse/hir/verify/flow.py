@@ -17,7 +17,7 @@ from mdfuse.hir.verify.memory import (
     CALLER,
     Access,
     Clocks,
-    Posted,
+    OpenPost,
     Storage,
     View,
     conflict,
@@ -51,7 +51,7 @@ class Flow:
     #: names of host numbers that are known
     numbers: set[str] = field(default_factory=set)
     freed: dict[str, Instruction] = field(default_factory=dict)
-    posted: dict[str, Posted] = field(default_factory=dict)
+    posted: dict[str, OpenPost] = field(default_factory=dict)
     waited: dict[str, Instruction] = field(default_factory=dict)
     #: values of get_stream -> the stream
     streams: dict[str, int] = field(default_factory=dict)
@@ -292,7 +292,7 @@ class Flow:
             if isinstance(name, str) and (view := self.access(name, is_write, i)) is not None
         ]
         clock = self.clocks.snapshot(self.clocks.current) if self.is_streamed else {}
-        self.posted[handle] = Posted(i, clock, pieces_of(self.program, i, used, count))
+        self.posted[handle] = OpenPost(i, clock, pieces_of(self.program, i, used, count))
 
     def access(self, name: str, is_write: bool, i: Instruction) -> View | None:
         """A buffer that a communication is about to use."""

@@ -80,7 +80,7 @@ class View:
 
 
 @dataclass(slots=True, eq=False)
-class Posted:
+class OpenPost:
     """A communication under way.
 
     Attributes:

@@ -19,7 +19,7 @@ from mdfuse.hir.verify.layouts import Contradiction, is_shown, may_be_said, resu
 from mdfuse.ir.dims import pointwise
 from mdfuse.ir.graph import Value, dtype_name
 from mdfuse.ir.infer import infer, on_few_elements, scalar_sample
-from mdfuse.ir.local_attributes import Part
+from mdfuse.ir.local_attributes import ExprPart
 from mdfuse.ir.ops import TABLE, local_attrs
 from mdfuse.ir.shapes import Shape, known_shape
 from mdfuse.layouts.boxes import Box
@@ -125,11 +125,11 @@ def global_attrs(
     return tuple((k, v) for k, v in attrs if k not in local)
 
 
-def _part(operands: tuple[Kind, ...], result: BufferType, rank: int) -> Part:
+def _part(operands: tuple[Kind, ...], result: BufferType, rank: int) -> ExprPart:
     tensors = [k if isinstance(k, BufferType) and k.layout is not None else None for k in operands]
     shapes = tuple(k.shape if k is not None else None for k in tensors)
     boxes = tuple(k.box(rank) if k is not None else None for k in tensors)
-    return Part(shapes=shapes, boxes=boxes, shape=result.shape, box=result.box(rank))
+    return ExprPart(shapes=shapes, boxes=boxes, shape=result.shape, box=result.box(rank))
 
 
 def _layout_problem(
@@ -195,7 +195,7 @@ def _problem_on(
     return f"on rank {rank} {problem}" if problem is not None else None
 
 
-def _left_out(fn: str, attrs: Attrs, part: Part) -> dict[str, Any]:
+def _left_out(fn: str, attrs: Attrs, part: ExprPart) -> dict[str, Any]:
     """What a rank's attributes are where they are not written: those of the whole."""
     boxes = tuple(_whole(s) if s is not None else None for s in part.shapes)
     whole = replace(part, boxes=boxes, box=_whole(part.shape))

@@ -12,10 +12,10 @@ from mdfuse.hir.verify.report import wrong
 from mdfuse.layouts.boxes import Box, box_shape, box_size
 from mdfuse.layouts.kinds import POINT_TO_POINT, blocks_of
 from mdfuse.layouts.layout import Layout
-from mdfuse.layouts.rank_part import Part
+from mdfuse.layouts.rank_part import RankPart
 
 
-def part_on(program: HostProgram, i: Instruction, rank: int) -> Part:
+def part_on(program: HostProgram, i: Instruction, rank: int) -> RankPart:
     """A rank's part of what an instruction posts; ProgramError where it has none."""
     assert i.comm is not None
     try:
@@ -44,7 +44,7 @@ def _uses(comm: Communication, rank: int) -> tuple[bool, bool]:
     return _used(comm.part(rank))
 
 
-def _used(part: Part) -> tuple[bool, bool]:
+def _used(part: RankPart) -> tuple[bool, bool]:
     own = bool(part.copies)
     if part.call is None:
         return own, own
@@ -102,7 +102,7 @@ def _text(size: _Size) -> str:
     return f"shape {list(size)}" if isinstance(size, tuple) else f"{size} elements"
 
 
-def _shapes(comm: Communication, part: Part, rank: int) -> tuple[_Size, _Size]:
+def _shapes(comm: Communication, part: RankPart, rank: int) -> tuple[_Size, _Size]:
     """Point-to-point: boxes are cut out of what the layouts say."""
     source = destination = None
     if part.sends or part.copies:
@@ -112,7 +112,7 @@ def _shapes(comm: Communication, part: Part, rank: int) -> tuple[_Size, _Size]:
     return source, destination
 
 
-def _counts(comm: Communication, part: Part) -> tuple[_Size, _Size]:
+def _counts(comm: Communication, part: RankPart) -> tuple[_Size, _Size]:
     call = part.call
     if call is None:
         return None, None

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from mdfuse.layouts.kinds import KINDS
-from mdfuse.runtime.watch.running import Place, Tally
+from mdfuse.runtime.watch.running import RunCount, RunningStep
 
 _Key = tuple[str, tuple[int, ...]]
 
@@ -74,7 +74,7 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class OwnPosition:
     """Where this process is in its plans, as it knows itself; a `Position` is what others are told.
 
     Attributes:
@@ -117,17 +117,17 @@ def is_shared(family: str) -> bool:
     return not family.endswith("transfers")
 
 
-def standing(tallies: Sequence[Tally], place: Place | None) -> Standing:
+def standing(tallies: Sequence[RunCount], place: RunningStep | None) -> OwnPosition:
     """Where a process is that ran these programs."""
     tally = place.plan.tally if place is not None else None
     if place is None or tally is None:
-        return Standing(progress=_progress(_posted_before(tallies, None), []))
+        return OwnPosition(progress=_progress(_posted_before(tallies, None), []))
     before = _posted_before(tallies, tally)
     posts, current = _posts(place, before), place.current
     found = next((post for post in posts if post.step == current), None)
     what = f"{found.name} ({found.where})" if found else place.step.label
     family, team = found.key if found else ("", ())
-    return Standing(
+    return OwnPosition(
         key=(tally.occasion, place.number),
         doing=f"in run {tally.runs} of @{tally.name}, at {what}",
         is_waiting=place.is_waiting,
@@ -145,7 +145,7 @@ def _key(kind: str, team: tuple[int, ...]) -> _Key:
     return ("collectives" if KINDS[kind].by_all else "transfers"), team
 
 
-def _posted_before(tallies: Sequence[Tally], now: Tally | None) -> Counter[_Key]:
+def _posted_before(tallies: Sequence[RunCount], now: RunCount | None) -> Counter[_Key]:
     """How much was posted in runs that are over."""
     counts: Counter[_Key] = Counter()
     for tally in tallies:
@@ -155,7 +155,7 @@ def _posted_before(tallies: Sequence[Tally], now: Tally | None) -> Counter[_Key]
     return counts
 
 
-def _posts(place: Place, before: Counter[_Key]) -> list[_Post]:
+def _posts(place: RunningStep, before: Counter[_Key]) -> list[_Post]:
     """What the run posted so far, in order."""
     counts, found = before.copy(), []
     for n, step in enumerate(place.plan.steps[: place.number + 1]):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mdfuse.errors import BackendError
-from mdfuse.runtime.watch.positions import Position, Progress, Standing, is_shared
+from mdfuse.runtime.watch.positions import OwnPosition, Position, Progress, is_shared
 
 if TYPE_CHECKING:
     from mdfuse.runtime.watch.reports import Page
@@ -66,7 +66,9 @@ class Alarm:
         )
 
     @classmethod
-    def at(cls, now: Standing, what: str, everybody: tuple[int, ...], details: str = "") -> Alarm:
+    def at(
+        cls, now: OwnPosition, what: str, everybody: tuple[int, ...], details: str = ""
+    ) -> Alarm:
         """The alarm over what a plan waits for, or that comes from outside of all plans."""
         return cls(
             team=now.team or everybody,

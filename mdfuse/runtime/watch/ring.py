@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any, NamedTuple
 
-from mdfuse.backends.post_notes import Subject
+from mdfuse.backends.post_notes import PostInfo
 
 
 class Post(NamedTuple):
@@ -27,7 +27,7 @@ class Post(NamedTuple):
     place: int
     sequence: int
     turn: int
-    subject: Subject
+    subject: PostInfo
     has_passed: Callable[[int], bool]
     posted_at: float
 
@@ -56,7 +56,7 @@ class Ring:
         self._tallies: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         self._turns: dict[Callable[[int], bool], list[int]] = {}
 
-    def writer(self, subject: Subject, has_passed: Callable[[int], bool]) -> Callable[[], int]:
+    def writer(self, subject: PostInfo, has_passed: Callable[[int], bool]) -> Callable[[], int]:
         """A function that notes a post of `subject` and returns its number on its track.
 
         Args:

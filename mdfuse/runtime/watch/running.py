@@ -37,7 +37,7 @@ class Plan(Protocol):
     """What is read of a plan: see `mdfuse.plan.build.Plan`."""
 
     @property
-    def tally(self) -> Tally | None: ...
+    def tally(self) -> RunCount | None: ...
     @property
     def steps(self) -> Sequence[Step]: ...
     @property
@@ -53,7 +53,7 @@ _plans: WeakValueDictionary[str, Plan] = WeakValueDictionary()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Tally:
+class RunCount:
     """The number of runs of one program on this rank, by which ranks compare how far they are.
 
     Attributes:
@@ -77,7 +77,7 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RunningStep:
     """A step of a plan that is running.
 
     Attributes:
@@ -124,7 +124,7 @@ def register(file: str, plan: Plan) -> None:
         plan.tally.posted = Counter((call.kind, call.team) for call in calls)
 
 
-def running() -> Place | None:
+def running() -> RunningStep | None:
     """Where this process is; of several threads, the main one goes first, then one that waits."""
     frames = sys._current_frames()
     main = threading.main_thread().ident
@@ -133,7 +133,7 @@ def running() -> Place | None:
     return min(places, key=lambda place: not place.is_waiting, default=None)
 
 
-def raised(error: BaseException | None) -> Place | None:
+def raised(error: BaseException | None) -> RunningStep | None:
     """Where an error comes from."""
     while error is not None:
         trace = error.__traceback__
@@ -146,7 +146,7 @@ def raised(error: BaseException | None) -> Place | None:
     return None
 
 
-def _of_frame(frame: FrameType | None) -> Place | None:
+def _of_frame(frame: FrameType | None) -> RunningStep | None:
     while frame is not None:
         place = _place(frame.f_code.co_filename, frame.f_lineno)
         if place is not None:
@@ -155,8 +155,8 @@ def _of_frame(frame: FrameType | None) -> Place | None:
     return None
 
 
-def _place(file: str, line: int) -> Place | None:
+def _place(file: str, line: int) -> RunningStep | None:
     plan = _plans.get(file) if file.startswith("<plan ") else None
     if plan is None or not 2 <= line < 2 + len(plan.left):
         return None
-    return Place(plan, plan.number_of(plan.left[line - 2]))
+    return RunningStep(plan, plan.number_of(plan.left[line - 2]))

@@ -20,17 +20,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mdfuse.backends.post_notes import Subject, Track
+from mdfuse.backends.post_notes import PostInfo, Track
 from mdfuse.errors import PACKAGE, BackendError, Source
 from mdfuse.runtime.deadline import NEVER, Deadline
 from mdfuse.runtime.watch import running
 from mdfuse.runtime.watch.bulletin import Answers, Bulletin, within
 from mdfuse.runtime.watch.neighbours import Neighbours
-from mdfuse.runtime.watch.positions import Position, Progress, Standing, standing
+from mdfuse.runtime.watch.positions import OwnPosition, Position, Progress, standing
 from mdfuse.runtime.watch.report import NEVER_TOLD, Alarm, Table, blame, explained, report
 from mdfuse.runtime.watch.reports import Page, tell_torchrun
 from mdfuse.runtime.watch.ring import Post, Ring
-from mdfuse.runtime.watch.running import Tally
+from mdfuse.runtime.watch.running import RunCount
 
 if TYPE_CHECKING:
     from mdfuse.backends.c10d.groups import Store
@@ -91,7 +91,7 @@ class Watch:
     ) -> None:
         self.ring = Ring(size, clock)
         #: the subjects of posts that were captured, in order; who captures clears it before
-        self.captured: list[Subject] = []
+        self.captured: list[PostInfo] = []
         self._rank = rank
         self._timeout = timeout_s
         self._tick = min(1.0, timeout_s / 10)
@@ -115,12 +115,12 @@ class Watch:
         self._moved_at = clock()
         #: breaks what this process waits for; whether it could
         self.abort: Callable[[], bool] = lambda: False
-        self._tallies: list[Tally] = []
+        self._tallies: list[RunCount] = []
         self._waits: list[tuple[str, float]] = []
         self._stood: tuple[object, float] = (None, clock())
         self._refused: str | None = None
         self._reports = 0
-        self._broke: Standing | None = None
+        self._broke: OwnPosition | None = None
         #: how this rank leaves the others, once it does
         self.leaves = "closed its communicator"
         self._ended = ""
@@ -138,7 +138,7 @@ class Watch:
         return "the store" if self._host is None else f"the store that rank {self._host} keeps"
 
     def prepare(
-        self, subject: Subject, track: Track
+        self, subject: PostInfo, track: Track
     ) -> tuple[Callable[[], None], Callable[[], None]]:
         """What to call before and behind each post of `subject`.
 
@@ -196,7 +196,7 @@ class Watch:
         if self._bulletin is not None and self._threads:
             within(self.ending.left(2 * self._beat), self.tell)
 
-    def count(self, tally: Tally) -> None:
+    def count(self, tally: RunCount) -> None:
         """Count the runs of a program among what tells where this rank is."""
         self._tallies.append(tally)
 
@@ -251,7 +251,7 @@ class Watch:
             self._keep(found, table)
             return found
 
-    def position(self, is_hanging: bool, now: Standing | None = None) -> Position:
+    def position(self, is_hanging: bool, now: OwnPosition | None = None) -> Position:
         """How far this rank is, for the others."""
         now = now or self._standing()
         posts = self._posts()
@@ -269,7 +269,7 @@ class Watch:
         progress_of = tuple(progress)
         return Position(self._rank, is_hanging, progress_of, _host_line(), doing, self._ended)
 
-    def _standing(self) -> Standing:
+    def _standing(self) -> OwnPosition:
         """Where the plans of this process are; outside of all, where the last one broke off."""
         now = standing(self._tallies, running.running() if self._tallies else None)
         if now.doing:
@@ -342,7 +342,7 @@ class Watch:
         return Alarm.at(now, what, self._world, self._refused)
 
     @contextmanager
-    def _reporting(self, alarm: Alarm, now: Standing) -> Iterator[Table]:
+    def _reporting(self, alarm: Alarm, now: OwnPosition) -> Iterator[Table]:
         """Gather what a report tells; afterwards let others do so before this process goes."""
         own, ranks = self.position(True, now), self._world or alarm.team
         bulletin, answers = self._bulletin, Answers(is_complete=True)
