@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_communicator import bare_environment
+from bare import bare_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
-_PREFIXES = ("OMPI_", "PMI", "SLURM_", "MASTER_", "TORCHELASTIC_", "MDFUSE_", "MPI_")
-_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
+from bare import bare_environment
 
 _PROGRAM = """
 import torch
@@ -60,15 +58,6 @@ refused(comm.barrier, "its communicator is closed")
 again = init(backend="gloo")
 assert again is not comm and again.size == 1
 """
-
-
-def bare_environment() -> dict[str, str]:
-    """This process's environment without what launchers set."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(_PREFIXES) and name not in _NAMES
-    }
 
 
 def test_a_single_process_needs_no_launcher_and_no_network() -> None:

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 from drawn_programs import ALIASES, Drawer, expected, program_text
+from drawn_views import SAME_EVERY_TIME, Drawn, programs
 from host_programs import parse
 from hypothesis import given, settings
 from oracle import given_to_each, is_close, local_part
-from test_property import SAME_EVERY_TIME, Drawn, programs
-from test_several_outputs import many
+from several_outputs import many
 from torch import Tensor
 
 import mdfuse as mf

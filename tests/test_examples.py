@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from bare import bare_environment
 from example_files import SMALL, example
-from test_communicator import bare_environment
 
 import mdfuse as mf
 from mdfuse import DeviceMesh

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from test_communicator import bare_environment
+from bare import bare_environment
 
 import mdfuse as mf
 from mdfuse import BackendError, DeviceMesh, Layout, Options, Partial, Replicate, Shard

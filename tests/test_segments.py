@@ -10,10 +10,10 @@ import pytest
 import torch
 from oracle import given_to_each, has_strides, is_close, local_part, simulate_shares
 from segment_runs import by_hand, simulated
+from several_outputs import many
 from stream_cases import CASES as STREAMED
-from test_several_outputs import many
-from test_symbolic import CASES as SYMBOLIC
-from test_symbolic import defined, inputs
+from symbolic_programs import CASES as SYMBOLIC
+from symbolic_programs import defined, inputs
 from torch import Tensor
 
 import mdfuse as mf

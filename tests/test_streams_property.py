@@ -10,9 +10,7 @@ from dataclasses import dataclass, replace
 
 import hypothesis.strategies as st
 import torch
-from hypothesis import assume, given, settings
-from oracle import check_everywhere
-from test_property import (
+from drawn_views import (
     SAME_EVERY_TIME,
     Drawn,
     Operand,
@@ -24,6 +22,8 @@ from test_property import (
     shapes,
     tensor,
 )
+from hypothesis import assume, given, settings
+from oracle import check_everywhere
 from torch import Tensor
 
 import mdfuse as mf

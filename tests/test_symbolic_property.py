@@ -12,8 +12,8 @@ from typing import Any
 
 import hypothesis.strategies as st
 import torch
+from drawn_views import Printed, layouts, mesh_pairs
 from hypothesis import given, settings
-from test_property import Printed, layouts, mesh_pairs
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Layout, MdfuseError, Stream, hir_lowering

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from drawn_rows import drawn_call, of_torch
+from host_checks import accepted, everywhere, full, parse, per_rank, refused
 from mutants import with_attrs
-from test_verify import accepted, everywhere, full, parse, per_rank, refused
 from torch import Tensor
 from typed_programs import TURNED
 

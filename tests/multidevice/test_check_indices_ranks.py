@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_check_indices import LAYOUTS, ROWS, lookup
+from lookups import LAYOUTS, ROWS, lookup
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Options

@@ -10,7 +10,7 @@ import torch
 from oracle import is_close, local_part, shares
 from segment_runs import by_hand
 from stream_cases import CASES
-from test_symbolic import defined, inputs
+from symbolic_programs import defined, inputs
 from torch import Tensor
 
 import mdfuse as mf

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import is_close, local_part
-from test_symbolic import CASES, defined, guards, inputs
+from symbolic_programs import CASES, defined, guards, inputs
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Layout, Shard
