@@ -14,7 +14,7 @@ from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import CommunicationError, ProgramError
 from mdfuse.hir.program import HostProgram
 from mdfuse.hir.verify import verify
-from mdfuse.ir.tensors import resolved
+from mdfuse.ir.tensors import resolved, why_not
 from mdfuse.layouts.sharding import shard_tensor, unshard_tensor
 from mdfuse.plan.build import Plan, build
 from mdfuse.plan.context import Step
@@ -163,9 +163,10 @@ def simulate(
     _verify(host, locals_, options)
     arguments, out = _arguments(host, inputs, per_rank, len(locals_))
     written = [n for n, name in enumerate(host.inputs) if name in host.written_inputs]
-    for rank, given in enumerate(arguments):  # the plan refuses what does not fit, as it is
+    for at, given in enumerate(arguments):  # the plan refuses what does not fit, as it is
+        rank = at if host.rank is None else host.rank
         odd = [n for n, name in enumerate(host.inputs) if not _fits(host, name, given[n], rank)]
-        arguments[rank] = [*resolved(given, (*written, *odd))]
+        arguments[at] = [*resolved(given, (*written, *odd))]
     for given, buffers in zip(arguments, out, strict=True):
         check_no_gradients(host.name, host.inputs, given)
         check_no_gradients(host.name, host.outputs, buffers)
@@ -193,7 +194,8 @@ def _fits(host: HostProgram, name: str, x: Any, rank: int) -> bool:
     """It is a tensor of the shape that a rank holds."""
     kind = host.types[name]
     is_here = kind.layout is not None and rank in kind.layout.mesh
-    return is_here and isinstance(x, Tensor) and x.shape == kind.local_shape(rank)
+    is_plain = isinstance(x, Tensor) and why_not(x) is None  # a nested one has no shape
+    return is_here and is_plain and x.shape == kind.local_shape(rank)
 
 
 def _verify(host: HostProgram, locals_: Sequence[HostProgram], options: Options | None) -> None:
