@@ -162,11 +162,7 @@ def simulate(
     locals_ = _projections(program)
     _verify(host, locals_, options)
     arguments, out = _arguments(host, inputs, per_rank, len(locals_))
-    written = [n for n, name in enumerate(host.inputs) if name in host.written_inputs]
-    for at, given in enumerate(arguments):  # the plan refuses what does not fit, as it is
-        rank = at if host.rank is None else host.rank
-        odd = [n for n, name in enumerate(host.inputs) if not _fits(host, name, given[n], rank)]
-        arguments[at] = [*resolved(given, (*written, *odd))]
+    arguments = [_resolved(host, given, at) for at, given in enumerate(arguments)]
     for given, buffers in zip(arguments, out, strict=True):
         check_no_gradients(host.name, host.inputs, given)
         check_no_gradients(host.name, host.outputs, buffers)
@@ -188,6 +184,17 @@ def simulate(
         return Simulated(results, [], peaks)
     outputs = [_global(host, name, i, results) for i, name in enumerate(host.outputs)]
     return Simulated(results, outputs, peaks)
+
+
+def _resolved(host: HostProgram, given: Sequence[Any], at: int) -> list[Any]:
+    """What a rank is given, but for what is written and what does not fit: the plan refuses it."""
+    rank = at if host.rank is None else host.rank
+    kept = [
+        n
+        for n, name in enumerate(host.inputs)
+        if name in host.written_inputs or not _fits(host, name, given[n], rank)
+    ]
+    return [*resolved(given, kept)]
 
 
 def _fits(host: HostProgram, name: str, x: Any, rank: int) -> bool:
