@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bare import bare_environment
+from helpers.bare import bare_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -14,10 +14,10 @@ import sys
 import tomllib
 from pathlib import Path
 
-import operations_page
 import pytest
 import torch.distributed.run as torch_run
 import typer
+from helpers import operations_page
 
 import mdfuse
 from mdfuse.cli.main import app
@@ -200,7 +200,7 @@ def test_some_host_program_is_documented() -> None:
 
 def test_the_page_of_operations_is_made_of_what_they_say() -> None:
     text = operations_page.PAGE.read_text(encoding="utf-8")
-    assert operations_page.page(text) == text, "python tests/operations_page.py writes it"
+    assert operations_page.page(text) == text, "python tests/helpers/operations_page.py writes it"
 
 
 def test_the_page_of_operations_names_them_all() -> None:

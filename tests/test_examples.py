@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from bare import bare_environment
-from example_files import SMALL, example
+from helpers.bare import bare_environment
+from helpers.example_files import SMALL, example
 
 import mdfuse as mf
 from mdfuse import DeviceMesh

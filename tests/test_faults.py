@@ -26,7 +26,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
-from shown_reports import not_said, shown
+from helpers.shown_reports import not_said, shown
 
 from mdfuse.runtime.watch.watch import EXIT_STATUS
 from multirank.launchers import environment_of_ranks, mpirun_program
@@ -241,7 +241,7 @@ class Server:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "fault_server.py")],
+            [sys.executable, str(HERE / "helpers" / "fault_server.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -321,7 +321,7 @@ def run(server: Server, case: Case, launch: Launch, folder: Path) -> Job:
     launched = command_and_environment(launch, pause_s)
     launched["environment"]["MDFUSE_REPORTS"] = str(folder / "reports")
     server.ask(
-        script=str(HERE / "fault_job.py"),
+        script=str(HERE / "helpers" / "fault_job.py"),
         ranks=RANKS,
         folder=str(folder),
         arguments=[case.fault, case.moment, str(case.guilty)],

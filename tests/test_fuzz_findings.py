@@ -216,3 +216,12 @@ def test_layer_norm_with_factors_that_torch_refuses(
         with pytest.raises(mf.DefinitionError, match="weight and bias have the dtype"):
             fd.ops.layer_norm(x, 3, w, b)
         fd.add_output(x)
+
+
+def test_a_shape_of_one_extent() -> None:
+    with FusionDefinition("f") as fd:
+        fd.define_tensor([2], mesh=MESH)
+        for seed, shape in ((3, 5), (3, [5])):
+            fd.add_output(fd.ops.set(fd.ops.uniform(shape, seed=seed)).on(MESH, {}))
+    one, other = mf.simulate(mf.compile(fd), [torch.ones(2)]).outputs
+    assert one.shape == torch.rand(5).shape == other.shape

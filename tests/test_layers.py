@@ -11,7 +11,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "mdfuse"
+TESTS = ROOT / "tests"
 MODULES = sorted(PACKAGE.rglob("*.py"))
+
+#: Folders of tests that belong to no package of mdfuse.
+APART = {"fuzz", "helpers", "image", "multidevice", "multirank", "namespaces"}
 
 #: Lines of a function, its docstring and signature included, and of a module.
 FUNCTION, MODULE = 60, 500
@@ -79,3 +83,18 @@ def test_nothing_is_too_long(path: Path) -> None:
     ]
     assert not [f for f in functions if f[1] > FUNCTION]
     assert text.count("\n") <= MODULE
+
+
+def test_tests_mirror_the_package() -> None:
+    """`tests/hir/emit/test_loops_sets.py` is about `mdfuse/hir/emit/loops.py`, or a package."""
+    strange = []
+    for path in TESTS.rglob("test_*.py"):
+        folder, *rest = path.relative_to(TESTS).parts
+        if not rest or folder in APART:
+            continue
+        here = PACKAGE / path.parent.relative_to(TESTS)
+        names = {p.stem if p.suffix == ".py" else p.name for p in here.glob("[a-z]*")}
+        words = path.stem.removeprefix("test_").split("_")
+        if not {"_".join(words[:n]) for n in range(1, len(words) + 1)} & names:
+            strange.append(str(path.relative_to(ROOT)))
+    assert strange == []

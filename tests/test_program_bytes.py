@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from program_bytes import GOLDEN, TABLES
+from helpers.program_bytes import GOLDEN, TABLES
 
 
 @pytest.mark.parametrize("subject", TABLES)

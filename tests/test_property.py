@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import hypothesis.strategies as st
 import pytest
 import torch
-from drawn_views import (
+from helpers.drawn_views import (
     FEWER,
     SAME_EVERY_TIME,
     Drawn,
@@ -25,8 +25,7 @@ from drawn_views import (
     shapes,
     tensor,
 )
-from hypothesis import assume, given, settings
-from oracle import (
+from helpers.oracle import (
     check_everywhere,
     coordinate,
     dense_strides,
@@ -35,6 +34,7 @@ from oracle import (
     memory_order,
     simulate_shares,
 )
+from hypothesis import assume, given, settings
 from torch import Tensor
 
 import mdfuse as mf

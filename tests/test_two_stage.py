@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from two_stage import CASES, Case
+from helpers.two_stage import CASES, Case
 
 import mdfuse as mf
 

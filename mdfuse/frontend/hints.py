@@ -6,7 +6,7 @@ Where there is none, nothing is proposed: a name that looks alike means somethin
 from __future__ import annotations
 
 #: name -> what to write instead, for x[5,4], y[5,4], p[5,4] in (0, 1), i[5] and v[4]; `fd` is the
-#: definition. `tests/test_hints.py` runs each beside torch's own.
+#: definition. `tests/frontend/test_hints.py` runs each beside torch's own.
 REPLACEMENTS: dict[str, str] = {
     "H": "x.mT",
     "aminmax": "x.amin(), x.amax()",

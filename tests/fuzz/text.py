@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from host_posts import CASES
-from two_stage import CASES as TWO_STAGE
+from helpers.host_posts import CASES
+from helpers.two_stage import CASES as TWO_STAGE
 
 import mdfuse as mf
 from mdfuse import hir

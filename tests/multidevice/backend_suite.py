@@ -19,8 +19,8 @@ import test_host_programs_ranks as host_programs
 import test_reshards_ranks as reshards
 import test_two_stage_ranks as two_stage
 import torch
+from helpers.two_stage import CASES, MESHES, Case
 from torch import Tensor
-from two_stage import CASES, MESHES, Case
 
 import mdfuse as mf
 from mdfuse.layouts.call import Call

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lookups import LAYOUTS, ROWS, lookup
+from helpers.lookups import LAYOUTS, ROWS, lookup
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from example_files import SMALL, example
+from helpers.example_files import SMALL, example
 
 import mdfuse as mf
 from mdfuse import DeviceMesh

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from host_posts import CASES
-from host_programs import POISON, Case, numbers, parse
-from reuse_cases import CASES as REUSE
-from reuse_cases import Build, Expect, define, inputs
+from helpers.host_posts import CASES
+from helpers.host_programs import POISON, Case, numbers, parse
+from helpers.reuse_cases import CASES as REUSE
+from helpers.reuse_cases import Build, Expect, define, inputs
 from torch import Tensor
 
 import mdfuse as mf

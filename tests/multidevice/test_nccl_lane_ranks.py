@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_nccl import post
+from helpers.fake_nccl import post
 from torch import Tensor
 
 import mdfuse as mf
@@ -273,7 +273,7 @@ _PROGRAM = """
 import sys, time
 import torch
 from datetime import timedelta
-from fake_nccl import post
+from helpers.fake_nccl import post
 from mdfuse.backends.nccl import lane as nccl_lane
 from mdfuse.backends.nccl import library as nccl_library
 from mdfuse.backends.base import PostSite

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import is_close, local_part, shares
+from helpers.oracle import is_close, local_part, shares
 from torch import Tensor
 
 import mdfuse as mf

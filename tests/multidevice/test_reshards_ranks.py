@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from oracle import local_part, shares
+from helpers.oracle import local_part, shares
 from torch import Tensor
 
 import mdfuse as mf

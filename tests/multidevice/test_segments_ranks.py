@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import is_close, local_part, shares
-from segment_runs import by_hand
-from stream_cases import CASES
-from symbolic_programs import defined, inputs
+from helpers.oracle import is_close, local_part, shares
+from helpers.segment_runs import by_hand
+from helpers.stream_cases import CASES
+from helpers.symbolic_programs import defined, inputs
 from torch import Tensor
 
 import mdfuse as mf

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import is_close, local_part, shares
-from stream_cases import CASES, Case
+from helpers.oracle import is_close, local_part, shares
+from helpers.stream_cases import CASES, Case
 from torch import Tensor
 
 import mdfuse as mf

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import dense_strides, has_strides, local_part
+from helpers.oracle import dense_strides, has_strides, local_part
 from torch import Tensor
 
 import mdfuse as mf

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import is_close, local_part
-from symbolic_programs import CASES, defined, guards, inputs
+from helpers.oracle import is_close, local_part
+from helpers.symbolic_programs import CASES, defined, guards, inputs
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Layout, Shard

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import is_close, local_part
+from helpers.oracle import is_close, local_part
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Layout, Replicate, Shard

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from two_stage import CASES, MESHES, Case
+from helpers.two_stage import CASES, MESHES, Case
 
 import mdfuse as mf
 

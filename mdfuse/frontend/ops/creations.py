@@ -6,7 +6,6 @@ Where nothing says where one lives (`mesh=`, `layout=`, `.on()`), it lies as wha
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,14 +13,12 @@ import torch
 from mdfuse.errors import DefinitionError
 from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.ops.recording import definition_of, record, sequence
+from mdfuse.frontend.ops.recording import Shape, definition_of, record, sequence
 from mdfuse.frontend.plain import brief, is_in_range
 from mdfuse.layouts.layout import Layout
 
 #: How many numbers a constant may have: they stand in the program.
 _LIMIT = 4096
-
-Shape = int | Sequence[int]
 
 
 def _placed(x: Handle, mesh: Any, layout: Any) -> Handle:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.ops.recording import definition_of, record
+from mdfuse.frontend.ops.recording import Shape, definition_of, record, sequence
 
 
 def uniform(
-    shape: Sequence[int],
+    shape: Shape,
     low: float = 0.0,
     high: float = 1.0,
     dtype: torch.dtype = torch.float32,
@@ -36,7 +35,7 @@ def uniform(
         )
     _check_seed(seed)
     definition = definition_of(seed)
-    attrs = {"shape": tuple(shape), "dtype": dtype, "low": low, "high": high}
+    attrs = {"shape": sequence(shape, ()), "dtype": dtype, "low": low, "high": high}
     attrs["stream"] = definition.next_stream()
     return definition.record("uniform", (seed,), attrs)
 

@@ -146,6 +146,10 @@ def out_of_range(x: Handle, dims: Sequence[Any]) -> DefinitionError:
     )
 
 
+#: Global extents; a number is one extent.
+Shape = int | Sequence[int]
+
+
 def sequence(first: Any, more: Sequence[Any]) -> tuple[Any, ...]:
     """Extents or dims that were passed one by one, or as one sequence."""
     if more:

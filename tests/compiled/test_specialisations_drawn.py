@@ -1,0 +1,214 @@
+"""What is lowered with symbols is, for every extent it may serve, what is lowered with numbers.
+
+A drawn program is lowered once with symbolic extents. For several extents its host program, with
+their numbers in place, is compared as text with that of the same fusion lowered with the numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import hypothesis.strategies as st
+import torch
+from helpers.drawn_views import Printed, layouts, mesh_pairs
+from hypothesis import given, settings
+
+import mdfuse as mf
+from mdfuse import DeviceMesh, Layout, MdfuseError, Stream, hir_lowering
+from mdfuse.ir.symbolic import with_known_extents
+
+SAME_EVERY_TIME = settings(max_examples=150, derandomize=True, deadline=None, database=None)
+
+#: Extents that are tried; the ends of what four or six ranks share are among them.
+EXTENTS = (8, 24, 12, 5, 7, 6, 1, 2, 3, 4, 9, 13, 16, 31, 64, 0)
+
+
+@dataclass(frozen=True)
+class Step:
+    """An operation on a handle that asks it for its extents, and a law on the result."""
+
+    text: str
+    apply: Callable[[mf.FusionDefinition, Any], Any]
+    law: Layout | None = None
+
+    def __repr__(self) -> str:
+        return self.text + (f" on {self.law.mesh} {self.law}" if self.law else "")
+
+
+@dataclass(frozen=True)
+class Drawn(Printed):
+    """A program over inputs of a shape in which -1 is symbolic."""
+
+    shape: tuple[int, ...]
+    source: Layout
+    steps: tuple[Step, ...]
+
+    def __repr__(self) -> str:
+        head = f"{list(self.shape)} on {self.source.mesh} {self.source}"
+        return "\n    ".join((head, *map(repr, self.steps)))
+
+    def define(self) -> mf.FusionDefinition:
+        with mf.FusionDefinition("drawn") as fd:
+            h = fd.define_tensor(self.shape, torch.float32, self.source, name="x")
+            for step in self.steps:
+                h = step.apply(fd, h)
+                if step.law is not None:
+                    h.on(step.law)
+            fd.add_output(h)
+        return fd
+
+
+def _matmul(columns: int, where: Layout) -> Callable[[mf.FusionDefinition, Any], Any]:
+    def apply(fd: mf.FusionDefinition, h: Any) -> Any:
+        is_number = type(h.shape[-1]) is int
+        w = fd.define_tensor([h.shape[-1] if is_number else -1, columns], mesh=where, name="w")
+        return h @ w
+
+    return apply
+
+
+def _linear(where: Layout) -> Callable[[mf.FusionDefinition, Any], Any]:
+    def apply(fd: mf.FusionDefinition, h: Any) -> Any:
+        is_number = type(h.shape[-1]) is int
+        w = fd.define_tensor([4, h.shape[-1] if is_number else -1], mesh=where, name="w")
+        return fd.ops.linear(h, w, fd.define_tensor([4], mesh=where.mesh, name="b"))
+
+    return apply
+
+
+def _add(where: Layout) -> Callable[[mf.FusionDefinition, Any], Any]:
+    def apply(fd: mf.FusionDefinition, h: Any) -> Any:
+        is_number = type(h.shape[-1]) is int
+        return h + fd.define_tensor([h.shape[-1] if is_number else -1], mesh=where, name="y")
+
+    return apply
+
+
+def _expand(d: int) -> Callable[[mf.FusionDefinition, Any], Any]:
+    def apply(fd: mf.FusionDefinition, h: Any) -> Any:
+        return fd.ops.sum(h, [d], keepdim=True).expand(h.shape)
+
+    return apply
+
+
+def _output(fd: mf.FusionDefinition, h: Any) -> Any:
+    fd.add_output(h * 2)
+    return h
+
+
+def _merge(d: int) -> Callable[[mf.FusionDefinition, Any], Any]:
+    return lambda fd, h: h.reshape((*h.shape[:d], h.shape[d] * h.shape[d + 1], *h.shape[d + 2 :]))
+
+
+def _cut(d: int) -> Callable[[mf.FusionDefinition, Any], Any]:
+    return lambda fd, h: h.reshape((*h.shape[:d], -1, 2, *h.shape[d + 1 :]))
+
+
+def _window(d: int, window: slice) -> Callable[[mf.FusionDefinition, Any], Any]:
+    return lambda fd, h: h[(*[slice(None)] * d, window)]
+
+
+@st.composite
+def steps(
+    draw: st.DrawFn, ndim: int, meshes: Sequence[DeviceMesh], kinds: list[str]
+) -> tuple[Step, int]:
+    """An operation on a tensor with some dims, and how many the result has."""
+    d = draw(st.integers(0, ndim - 1))
+    kind = draw(st.sampled_from(kinds))
+    match kind:
+        case "permute":
+            dims = tuple(draw(st.permutations(range(ndim))))
+            return Step(f"permute {dims}", lambda fd, h: h.permute(dims)), ndim
+        case "sum" if ndim > 1:
+            return Step(f"sum {d}", lambda fd, h: h.sum([d])), ndim - 1
+        case "max":
+            return Step(f"max {d}", lambda fd, h: fd.ops.max(h, [d], keepdim=True)), ndim
+        case "softmax":
+            return Step(f"softmax {d}", lambda fd, h: fd.ops.softmax(h, d)), ndim
+        case "matmul":
+            where = draw(layouts(draw(st.sampled_from(meshes)), 2))
+            return Step(f"matmul {where}", _matmul(draw(st.sampled_from([3, 8])), where)), ndim
+        case "merge" if ndim > 1:
+            d = min(d, ndim - 2)
+            return Step(f"merge {d}", _merge(d)), ndim - 1
+        case "cut":
+            return Step(f"cut {d}", _cut(d)), ndim + 1
+        case "window":
+            window = draw(st.sampled_from([slice(1, None), slice(None, -1), slice(0, 5)]))
+            return Step(f"{d}: {window}", _window(d, window)), ndim
+        case "cat":
+            return Step(f"cat {d}", lambda fd, h: fd.ops.cat([h, h * 2], d)), ndim
+        case "unsqueeze":
+            return Step(f"unsqueeze {d}", lambda fd, h: h.unsqueeze(d)), ndim + 1
+        case "linear":
+            where = draw(layouts(draw(st.sampled_from(meshes)), 2))
+            return Step(f"linear {where}", _linear(where)), ndim
+        case "layer norm":
+            return Step("layer norm", lambda fd, h: fd.ops.layer_norm(h)), ndim
+        case "expand":
+            return Step(f"expand {d}", _expand(d)), ndim
+        case "add":
+            where = draw(layouts(draw(st.sampled_from(meshes)), 1))
+            return Step(f"add {where}", _add(where)), ndim
+        case "output":
+            return Step("output", _output), ndim
+        case "add row":
+            return Step("add row", lambda fd, h: h + h.sum([0], keepdim=True)), ndim
+    law = draw(layouts(draw(st.sampled_from(meshes)), ndim))
+    if kind == "stream":
+        law = law.with_stream(Stream(d, draw(st.sampled_from([2, 4]))))
+    return Step("set", lambda fd, h: fd.ops.set(h), law), ndim
+
+
+_KINDS = [
+    "set", "set", "set", "permute", "sum", "max", "softmax", "matmul", "merge", "cut", "window",
+    "cat", "unsqueeze", "add row", "stream", "linear", "layer norm", "expand", "add", "output",
+]  # fmt: skip
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Drawn:
+    before, after = draw(mesh_pairs())
+    ndim = draw(st.integers(1, 3))
+    shape = tuple(draw(st.sampled_from([-1, -1, 4, 6])) for _ in range(ndim))
+    shape = shape if -1 in shape else (-1, *shape[1:])
+    source = draw(layouts(before, ndim, draw(st.sampled_from([None, None, "sum"]))))
+    found = []
+    for i in range(draw(st.integers(2, 5))):
+        kinds = ["set"] if i == 1 else _KINDS
+        step, ndim = draw(steps(ndim, [before, after], kinds))
+        found.append(step)
+    return Drawn(shape, source, tuple(found))
+
+
+@given(drawn=programs(), numbers=st.lists(st.sampled_from(EXTENTS), min_size=8, max_size=8))
+@SAME_EVERY_TIME
+def test_a_shared_lowering_is_the_one_of_these_extents(drawn: Drawn, numbers: list[int]) -> None:
+    try:
+        definition = drawn.define()
+        program = mf.compile(definition)
+    except MdfuseError:
+        return
+    symbols = list(definition.examples)
+    for at in range(len(numbers) - 1):
+        extents = {s: numbers[(at + i) % len(numbers)] for i, s in enumerate(symbols)}
+        check_same(definition, program, extents)
+
+
+def check_same(
+    definition: mf.FusionDefinition, program: mf.Program, extents: dict[str, int]
+) -> None:
+    """Both ways give one text, or both refuse the extents."""
+    try:
+        *_, fresh = hir_lowering.lower(with_known_extents(definition.fusion, extents))
+        definition.check_extents(extents)  # else the definition would be another one
+    except (MdfuseError, ZeroDivisionError):
+        try:
+            program.host_for(extents)
+        except MdfuseError:
+            return
+        raise
+    shared = program.host_for(extents)
+    assert str(shared) == str(fresh), f"{extents}\n" + "\n".join(map(str, program.lowerings))

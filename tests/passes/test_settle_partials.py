@@ -1,0 +1,145 @@
+"""A Partial that several expressions read is reduced once; one that a single one reads, late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.oracle import check_everywhere
+from torch import Tensor
+
+import mdfuse as mf
+from mdfuse import DeviceMesh, Partial, Shard
+
+MESH = DeviceMesh.arange(tp=4)
+F = torch.nn.functional
+#: One all-reduce of [8,16] in f32: 2 x 3/4 of 512 bytes.
+ONCE = 768
+
+
+def numbers(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator)
+
+
+#: name -> (function of the product of x and w, and of a second input; kinds; bytes per rank)
+CASES: dict[str, tuple[Callable[..., Any], list[str], int]] = {
+    "once": (lambda y, g: y * 2.0 * g, ["Allreduce"], ONCE),
+    "rms_norm": (lambda y, g: F.rms_norm(y, (16,), g), ["Allreduce"], ONCE),
+    "both operands": (lambda y, g: y * y, ["Allreduce"], ONCE),
+    "two readers": (lambda y, g: (y * g, y * 3.0), ["Allreduce"], ONCE),
+    "readers that meet": (lambda y, g: y * g + y * 3.0, ["Allreduce"], ONCE),
+    "sums of it": (lambda y, g: (y.sum(0), y.sum(1)), ["Allreduce"] * 2, 96 + 48),
+    "it and a sum of it": (lambda y, g: (torch.exp(y), y.sum(0)), ["Allreduce"], ONCE),
+    "an output": (lambda y, g: (y, y * 2.0), ["Allreduce"], ONCE),
+    "centred": (lambda y, g: (y - y.mean(1, keepdim=True)).exp(), ["Allreduce"], ONCE),
+    "joined": (lambda y, g: torch.cat([y, y * g], 1)[:, 3:], ["Allreduce"], ONCE),
+    "a long way": (
+        lambda y, g: (y * g * 2.0).exp() + (-y * 4.0).permute(1, 0).permute(1, 0),
+        ["Allreduce"], ONCE,
+    ),
+    "small ones": (lambda y, g: y.sum(0) * 2.0 + y.mean(0) * g, ["Allreduce"], 96),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_sum_of_a_row_parallel_linear(name: str) -> None:
+    function, kinds, size = CASES[name]
+    with mf.FusionDefinition("linear") as fd:
+        x = fd.define_tensor([8, 32], mesh=MESH, layout={"tp": Shard(1)})
+        w = fd.define_tensor([16, 32], mesh=MESH, layout={"tp": Shard(1)})
+        g = fd.define_tensor([16], mesh=MESH)
+        result = function(fd.ops.linear(x, w), g)
+        for y in result if isinstance(result, tuple) else (result,):
+            fd.add_output(y)
+    program = mf.compile(fd)
+    tensors = [numbers(8, 32), numbers(16, 32), numbers(16)]
+    expected = function(F.linear(*tensors[:2]), tensors[2])
+    check_everywhere(program, tensors, expected if isinstance(expected, tuple) else [expected])
+    assert [c.kind for c in program.communications] == kinds, program
+    assert program.bytes_received(0) == size
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_partial_input(name: str) -> None:
+    """The user placed it so; what reads it shares a copy."""
+    function, kinds, size = CASES[name]
+    with mf.FusionDefinition("input") as fd:
+        y = fd.define_tensor([8, 16], mesh=MESH, layout={"tp": Partial()})
+        g = fd.define_tensor([16], mesh=MESH)
+        result = function(y, g)
+        for z in result if isinstance(result, tuple) else (result,):
+            fd.add_output(z)
+    program = mf.compile(fd)
+    tensors = [numbers(8, 16), numbers(16)]
+    expected = function(*tensors)
+    if name != "an output":  # that stays as it was placed
+        expected = expected if isinstance(expected, tuple) else [expected]
+        check_everywhere(program, tensors, expected)
+        assert [c.kind for c in program.communications] == kinds, program
+        assert program.bytes_received(0) == size
+
+
+def test_tensors_that_are_joined_are_reduced_as_one() -> None:
+    with mf.FusionDefinition("cat") as fd:
+        xs = [fd.define_tensor([8, 16], mesh=MESH, layout={"tp": Partial()}) for _ in range(3)]
+        fd.add_output(fd.ops.cat(xs, 0))
+        fd.add_output(fd.ops.stack([x * 2.0 for x in xs]))
+    program = mf.compile(fd)
+    assert [c.kind for c in program.communications] == ["Allreduce"] * 2 or (
+        program.bytes_received(0) == 3 * ONCE
+    )
+    tensors = [numbers(8, 16) + i for i in range(3)]
+    expected = [torch.cat(tensors), torch.stack([x * 2.0 for x in tensors])]
+    check_everywhere(program, tensors, expected)
+
+
+@pytest.mark.parametrize("op", ["max", "prod", "avg"])
+def test_views_of_every_reduce_op_are_joined(op: str) -> None:
+    with mf.FusionDefinition("cat") as fd:
+        xs = [fd.define_tensor([8, 3], mesh=MESH, layout={"tp": Partial(op)}) for _ in range(2)]
+        fd.add_output(fd.ops.cat(xs, 1).permute(1, 0))
+    program = mf.compile(fd)
+    (comm,) = program.communications
+    assert (comm.kind, comm.reduce_op) == ("Allreduce", op)
+    tensors = [torch.arange(24.0).reshape(8, 3) - 9, torch.arange(24.0).reshape(8, 3)]
+    check_everywhere(program, tensors, [torch.cat(tensors, 1).T])
+
+
+def test_different_reduce_ops_are_joined_after_they_are_reduced() -> None:
+    with mf.FusionDefinition("cat") as fd:
+        x = fd.define_tensor([8, 3], mesh=MESH, layout={"tp": Partial("max")})
+        y = fd.define_tensor([8, 3], mesh=MESH, layout={"tp": Partial("min")})
+        fd.add_output(fd.ops.cat([x, y], 1))
+    tensors = [torch.arange(24.0).reshape(8, 3) - 9, torch.arange(24.0).reshape(8, 3)]
+    check_everywhere(mf.compile(fd), tensors, [torch.cat(tensors, 1)])
+
+
+def test_readers_that_want_one_split_share_a_reduce_scatter() -> None:
+    """Sequence parallel: what follows the linear runs on rows."""
+    rows = {"tp": Shard(0)}
+    with mf.FusionDefinition("rows") as fd:
+        x = fd.define_tensor([8, 32], mesh=MESH, layout={"tp": Shard(1)})
+        w = fd.define_tensor([16, 32], mesh=MESH, layout={"tp": Shard(1)})
+        y = fd.ops.linear(x, w)
+        fd.add_output(fd.ops.rms_norm(y, None).on(MESH, rows))
+        fd.add_output((y * 2.0).on(MESH, rows))
+    program = mf.compile(fd)
+    tensors = [numbers(8, 32), numbers(16, 32)]
+    y = F.linear(*tensors)
+    check_everywhere(program, tensors, [F.rms_norm(y, (16,)), y * 2.0])
+    assert [c.kind for c in program.communications] == ["ReduceScatter"], program
+
+
+def test_what_the_user_wants_partial_stays_so() -> None:
+    with mf.FusionDefinition("laws") as fd:
+        x = fd.define_tensor([8, 16], mesh=MESH, layout={"tp": Partial()})
+        fd.add_output((x * 2.0).on(MESH, {"tp": Partial()}))
+        fd.add_output(fd.ops.set(x).on(MESH, {"tp": Partial()}))
+        fd.add_output(x * x)
+    program = mf.compile(fd)
+    tensor = numbers(8, 16)
+    check_everywhere(program, [tensor], [tensor * 2, tensor, tensor * tensor])
+    assert program.bytes_received(0) == ONCE

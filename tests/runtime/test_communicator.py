@@ -1,0 +1,71 @@
+"""A world of one: no launcher, no network, no address."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from helpers.bare import bare_environment
+
+_PROGRAM = """
+import torch
+import torch.distributed as dist
+from mdfuse.layouts.call import Call
+from mdfuse.config import Options
+from mdfuse.errors import BackendError
+from mdfuse.runtime.communicator import init
+
+
+def refused(make, words):
+    try:
+        make()
+    except BackendError as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(words)
+
+
+refused(lambda: init(backend="carrier pigeon"), "backend 'carrier pigeon'")
+refused(lambda: init(backend="gloo, tp=carrier pigeon"), "there is no such backend")
+if not torch.cuda.is_available():
+    refused(lambda: init(backend="nccl"), "rank 0 cannot use backend 'nccl'")
+if not dist.is_ucc_available():
+    refused(lambda: init(Options(backend="ucc")), "built without UCC")
+
+comm = init(backend="gloo")
+assert init() is comm and init(Options(backend="gloo")) is comm
+refused(lambda: init(backend="nccl"), "already communicates by 'gloo'")
+assert (comm.rank, comm.size, comm.local_rank, comm.backend) == (0, 1, 0, "gloo")
+assert comm.launch.name == "single" and comm.device == torch.device("cpu")
+assert comm.all_ok("text") == ("text",)
+comm.barrier()
+comm.prepare([(0,)])
+
+src = torch.arange(6.0).view(2, 3)
+for kind in ("Allgather", "ReduceScatter", "Allreduce", "AllToAll", "Reduce", "Gather", "Scatter"):
+    call = Call(kind=kind, team=(0,), rank=0, root=0, reduce_op="sum", parts=(0,), blocks=(0,))
+    dst = torch.zeros(3, 2)
+    comm.poster(call)([src], [dst]).wait()
+    assert torch.equal(dst.flatten(), src.flatten()), kind
+for kind in ("Broadcast", "Exchange", "SendRecv"):
+    post = comm.poster(Call(kind=kind, team=(0,), rank=0, root=0))
+    post([src] * (kind == "Broadcast"), []).wait()
+
+assert not dist.is_initialized()
+comm.close()
+comm.close()
+refused(comm.barrier, "its communicator is closed")
+again = init(backend="gloo")
+assert again is not comm and again.size == 1
+"""
+
+
+def test_a_single_process_needs_no_launcher_and_no_network() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM],
+        env=bare_environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr

@@ -1,0 +1,88 @@
+"""Wrong input in a later run, on one rank alone: all learn why at once, and none runs on.
+
+What the guilty rank posts next would meet what the others posted in the run that it refused.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from helpers.shown_reports import not_said, shown
+
+ROOT = Path(__file__).resolve().parents[2]
+
+#: Each rank writes down what it met: in the run that rank 1 refuses, in the next one, and after all
+#: have joined again.
+SCRIPT = """
+import os
+import time
+import torch
+import mdfuse as mf
+
+mf.init()
+mesh = mf.DeviceMesh([0, 1, 2])
+with mf.FusionDefinition("gather") as fd:
+    x = fd.define_tensor([6], mesh=mesh, layout={"x": mf.Shard(0)})
+    fd.add_output(fd.ops.set(x).on(mesh, {}))
+program = mf.compile(fd)
+rank = mf.init().rank
+program.run(torch.ones(2))
+said = []
+
+
+def run(rows, value):
+    try:
+        (got,) = program.run(torch.full((rows,), value))
+        said.append(str(got.tolist()))
+    except mf.MdfuseError as error:
+        said.append(f"{type(error).__name__} {error}")
+
+
+run(5 if rank == 1 else 2, 10.0)
+run(2, 100.0)
+mf.init().close()
+run(2, float(rank))
+with open(f"said.{rank}", "w") as file:
+    file.write("\\n====\\n".join(said))
+"""
+
+
+def test_one_rank_refuses_a_later_run(tmp_path: Path) -> None:
+    """Far sooner than the timeout of 600 s every rank has the words of the guilty one."""
+    (tmp_path / "job.py").write_text(SCRIPT, encoding="utf-8")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "job.py"],
+            cwd=tmp_path,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "GLOO_SOCKET_IFNAME": "lo",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": "3",
+                "LOCAL_WORLD_SIZE": "3",
+            },
+        )
+        for rank in range(3)
+    ]
+    assert [p.wait(timeout=100) for p in ranks] == [0, 0, 0]
+    for rank in range(3):
+        said = (tmp_path / f"said.{rank}").read_text(encoding="utf-8")
+        refused, run_on, joined_again = said.split("\n====\n")
+        assert refused.startswith("ProgramError")
+        assert "%x has shape (5,) on rank 1, expected (2,)" in refused
+        assert run_on.startswith(f"BackendError rank {rank} runs no program that communicates")
+        assert "call mdfuse.init() again" in run_on
+        if rank == 1:
+            said_here = run_on.removeprefix("BackendError ")
+            assert not_said(shown()["test_refusal"], said_here) == []
+        assert joined_again == "[0.0, 0.0, 1.0, 1.0, 2.0, 2.0]"

@@ -1,0 +1,523 @@
+"""The ring buffer of posts and its watchdog, on tracks that finish when the test says so."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from expecttest import assert_expected_inline
+from helpers.fake_nccl import FakeTrack
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from mdfuse.backends.c10d.groups import HashStore, PrefixStore, TCPStore
+from mdfuse.backends.post_notes import PostInfo
+from mdfuse.runtime.watch import bulletin as bulletin_module
+from mdfuse.runtime.watch import watch as watch_module
+from mdfuse.runtime.watch.positions import Position, Progress
+from mdfuse.runtime.watch.report import bytes_text
+from mdfuse.runtime.watch.watch import EXIT_STATUS, Ring, Watch
+
+TEAM = (0, 1, 2)
+
+
+def subject(kind: str = "Allreduce", where: str = "mlp.py:14", **more: Any) -> PostInfo:
+    return PostInfo(**{"kind": kind, "team": TEAM, "bytes": 4096, "where": where, **more})
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Rank:
+    """A rank's watch on a fake clock, and what became of it."""
+
+    def __init__(self, rank: int = 0, store: Any = None, **more: Any) -> None:
+        self.clock, self.track = Clock(), FakeTrack()
+        self.texts: list[str] = []
+        self.statuses: list[int] = []
+        self.watch = Watch(
+            rank=rank,
+            timeout_s=5,
+            store=store,
+            clock=self.clock,
+            write=self.texts.append,
+            end=self.statuses.append,
+            **more,
+        )
+
+    def post(self, times: int = 1, what: PostInfo | None = None) -> None:
+        before, behind = self.watch.prepare(what or subject(), self.track)
+        for _ in range(times):
+            before()
+            behind()
+
+    def finish(self, number: int) -> None:
+        self.track.done = number
+
+    def look(self, after_s: float = 0.0) -> None:
+        self.clock.now += after_s
+        self.watch.tell()
+        self.watch.look()
+
+
+@pytest.fixture(autouse=True)
+def host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "_host_line", lambda: "a.py:4   work()")
+
+
+# -- the ring --------------------------------------------------------------------------------------
+
+
+def test_the_ring_wraps() -> None:
+    clock = Clock()
+    ring = Ring(8, clock)
+    write, other = (ring.writer(subject(kind=k, family=k), lambda n: n <= 15) for k in "ab")
+    for _ in range(19):
+        write()
+    assert other() == 1
+    posts = ring.posts()
+    assert [(p.place, p.subject.kind, p.sequence) for p in posts] == [
+        *((n, "a", n + 1) for n in range(12, 19)),
+        (19, "b", 1),
+    ]
+    assert [p.is_done() for p in posts] == [True] * 3 + [False] * 4 + [True]
+    assert posts[0].posted_at == 100.0
+    assert ring.tallies() == {("a", TEAM): 19, ("b", TEAM): 1}
+    assert [p.place for p in ring.posts(after=17)] == [18, 19]
+
+
+def test_many_threads_write() -> None:
+    ring = Ring(1024, time.monotonic)
+    writers = [ring.writer(subject(family=str(n)), lambda n: True) for n in range(4)]
+
+    def run(write: Callable[[], int]) -> None:
+        for _ in range(200):
+            write()
+
+    threads = [threading.Thread(target=run, args=(write,)) for write in writers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [p.place for p in ring.posts()] == list(range(800))
+
+
+def test_captured_posts_are_not_noted() -> None:
+    rank, is_capturing = Rank(), [True]
+    rank.watch._is_capturing = lambda: is_capturing[0]
+    rank.post(2)
+    assert rank.watch.captured == [subject()] * 2
+    assert rank.watch.ring.posts() == [] and rank.track.marked == 0
+    is_capturing[0] = False
+    rank.post()
+    assert rank.track.marked == 1
+
+
+# -- when it raises the alarm ----------------------------------------------------------------------
+
+
+def test_in_time() -> None:
+    rank = Rank()
+    for number in range(1, 40):
+        rank.post()
+        rank.look(4)
+        rank.finish(number)
+    assert rank.texts == []
+
+
+def test_overdue() -> None:
+    rank = Rank()
+    rank.post(3)
+    rank.finish(1)
+    rank.look()
+    rank.look(4.9)
+    assert rank.statuses == []
+    rank.look(0.2)
+    assert rank.statuses == [EXIT_STATUS]
+    assert_expected_inline(
+        rank.texts[0],
+        """\
+mdfuse.BackendError: Allreduce #2 on team (0, 1, 2) is not done on rank 0
+  mlp.py:14   4 KiB, posted 5.1 s ago (timeout_s=5)
+  rank 0: its host is at a.py:4   work()
+  ranks 1, 2 no answer: the process ended, or is stuck where no thread of Python can run
+  posted Allreduce #1 (mlp.py:14) on team (0, 1, 2), done
+  posted Allreduce #2 (mlp.py:14) on team (0, 1, 2), not done
+  posted Allreduce #3 (mlp.py:14) on team (0, 1, 2), not done
+  because     all members of a team post the same, in one order; this process ends now
+  try         see the log of each rank; where they are only slow, raise timeout_s""",
+    )
+
+
+def test_a_queue_that_moves_is_not_overdue() -> None:
+    """Posted long ago, behind others that take their time."""
+    rank = Rank()
+    rank.post(10)
+    rank.look()
+    for number in range(1, 10):
+        rank.finish(number)
+        rank.look(4)
+    assert rank.texts == []
+    rank.look(6)
+    assert "Allreduce #10" in rank.texts[0]
+
+
+def test_a_post_that_blocks_its_own_host_is_seen() -> None:
+    rank = Rank()
+    before, _ = rank.watch.prepare(subject(), rank.track)
+    before()
+    rank.look()
+    rank.look(6)
+    assert rank.statuses == [EXIT_STATUS]
+
+
+def test_the_oldest_is_known_after_the_ring_came_round() -> None:
+    rank = Rank(size=8)
+    rank.post(1, subject("Broadcast", "mlp.py:3"))
+    rank.look()
+    rank.post(30)
+    rank.look(1)
+    rank.look(6)
+    assert "Broadcast #1 on team" in rank.texts[0]
+    assert "posted Allreduce #31" in rank.texts[0]
+    assert rank.watch.position(is_hanging=True).progress[0].done == 0
+
+
+def test_a_communicator_that_failed() -> None:
+    rank, said = Rank(), [None, "remote process exited"]
+    ask = lambda: said[0]  # noqa: E731
+    rank.watch.on_error((0, 1), ask)
+    rank.look()
+    said.reverse()
+    rank.look()
+    assert rank.statuses == [EXIT_STATUS]
+    text = rank.texts[0]
+    assert text.startswith("mdfuse.BackendError: a communicator failed on rank 0: remote process")
+    rank.watch.forget(ask)
+    rank.look()
+    assert len(rank.texts) == 1
+
+
+# -- several ranks ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def looking(*ranks: Rank) -> Iterator[None]:
+    """These ranks' watchdogs look now and then, each in a thread, on clocks that run."""
+    stop = threading.Event()
+
+    def run(rank: Rank) -> None:
+        while not stop.wait(0.02):
+            if not rank.statuses:
+                rank.look(0.5)
+                rank.clock.now -= 0.4
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    yield
+    stop.set()
+    for thread in threads:
+        thread.join()
+
+
+def a_server() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, 3, True, timedelta(seconds=20), wait_for_workers=False)
+
+
+@pytest.fixture(params=[HashStore, a_server], ids=["HashStore", "TCPStore"])
+def store(request: pytest.FixtureRequest) -> Any:
+    return PrefixStore("watch", request.param())
+
+
+def test_one_rank_is_behind(store: Any) -> None:
+    """Rank 1 finished another team's post and is busy; rank 2 posted this one, too."""
+    first, behind, waiting = (Rank(rank, store) for rank in range(3))
+    for rank in (first, behind, waiting):
+        rank.post(16)
+        rank.finish(16)
+    first.post(1, subject("ReduceScatter", "mlp.py:20", bytes=3 << 20))
+    waiting.post(1, subject("ReduceScatter", "mlp.py:20"))
+    first.look()
+    with looking(behind, waiting):
+        first.look(6)
+    assert behind.texts == [] and first.statuses == [EXIT_STATUS]
+    lines = first.texts[0].splitlines()
+    assert_expected_inline(
+        "\n".join(lines[:5]),
+        """\
+mdfuse.BackendError: ReduceScatter #17 on team (0, 1, 2) is not done on rank 0
+  mlp.py:20   3 MiB, posted 6.0 s ago (timeout_s=5)
+  rank 0: its host is at a.py:4   work()
+  rank 1 has not posted it: it is at Allreduce #16 (mlp.py:14); its host is at a.py:4   work()
+  rank 2 has posted it, and waits too""",
+    )
+    assert lines[-1] == (
+        "  try         see what rank 1 did instead; where it is only slow, raise timeout_s"
+    )
+
+
+def test_a_rank_that_is_done_and_one_that_never_posted(store: Any) -> None:
+    ranks = [Rank(rank, store) for rank in range(3)]
+    for rank in ranks[:2]:
+        rank.post()
+    ranks[1].finish(1)
+    ranks[0].look()
+    with looking(*ranks[1:]):
+        ranks[0].look(6)
+    assert "rank 1 is done with it;" in ranks[0].texts[0]
+    assert "rank 2 has not posted it: it is at nothing there;" in ranks[0].texts[0]
+
+
+def test_transfers_are_counted_only(store: Any) -> None:
+    """Not every member posts each of them, so numbers do not say who is behind."""
+    ranks = [Rank(rank, store) for rank in range(3)]
+    exchange = subject("Exchange", family="transfers", is_shared=False)
+    ranks[0].post(3, exchange)
+    ranks[1].post(1, exchange)
+    ranks[1].finish(1)
+    ranks[0].look()
+    with looking(*ranks[1:]):
+        ranks[0].look(6)
+    text = ranks[0].texts[0]
+    assert "rank 1 posted 1 transfers, 1 of them done, last Exchange #1 (mlp.py:14);" in text
+    assert "rank 2 posted 0 transfers, 0 of them done, last none;" in text
+    assert "see the log of each rank" in text
+
+
+def test_all_that_hang_report(store: Any) -> None:
+    """The first to end waits until the others have read what it said."""
+    ranks = [Rank(rank, store) for rank in range(3)]
+    for rank in ranks[:2]:
+        rank.post()
+        rank.look()
+    with looking(ranks[2]):
+        threads = [threading.Thread(target=rank.look, args=(6,)) for rank in ranks[:2]]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for rank, other in (ranks[:2], ranks[1::-1]):
+        number = other.watch._rank
+        assert f"rank {number} has posted it, and waits too" in rank.texts[0]
+        assert "rank 2 has not posted it" in rank.texts[0]
+
+
+def test_the_store_is_gone() -> None:
+    server = a_server()
+    rank = Rank(0, server)
+
+    class Gone:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("Connection reset by peer")
+
+    rank.watch._bulletin._store = Gone()  # type: ignore[union-attr]
+    rank.post()
+    rank.look()
+    rank.look(6)
+    assert rank.statuses == [EXIT_STATUS]
+    assert "the store does not answer: nothing is known of other ranks" in rank.texts[0]
+
+
+def test_a_store_that_has_not_answered_for_long_is_asked_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, is_asked, may_answer = list[str](), threading.Event(), threading.Event()
+
+    class Stopped:
+        def __getattr__(self, name: str) -> Any:
+            asked.append(name)
+            is_asked.set()
+            may_answer.wait()
+            raise RuntimeError("Connection reset by peer")
+
+    rank = Rank(0, a_server())
+    rank.watch._bulletin._store = Stopped()  # type: ignore[union-attr]
+    told = threading.Thread(target=rank.watch.tell, daemon=True)
+    told.start()
+    is_asked.wait()
+    late = time.monotonic() + 60
+    monkeypatch.setattr(bulletin_module, "time", SimpleNamespace(monotonic=lambda: late))
+    rank.post()
+    rank.watch.look()
+    rank.clock.now += 6
+    rank.watch.look()
+    assert rank.statuses == [EXIT_STATUS]
+    assert "the store does not answer: nothing is known of other ranks" in rank.texts[0]
+    assert asked == ["set"]
+    may_answer.set()
+    told.join()
+
+
+def test_a_position_travels() -> None:
+    at = Position(3, True, (Progress("collectives", (0, 3), 7, 6, "Reduce #7 (a.py:1)"),), "b.py:2")
+    assert Position.decode(at.encode()) == at
+    assert at.of("collectives", (0, 3)).posted == 7
+    assert at.of("collectives", (1, 3)) == Progress("collectives", (1, 3), 0, 0, "")
+
+
+def test_sizes() -> None:
+    assert [bytes_text(n) for n in (0, 1000, 1024, 3 << 19, 5 << 40)] == [
+        "0 bytes",
+        "1000 bytes",
+        "1 KiB",
+        "1.5 MiB",
+        "5120 GiB",
+    ]
+
+
+# -- where reports go ------------------------------------------------------------------------------
+
+
+def overdue(reports: Path) -> str:
+    rank = Rank(reports=reports)
+    rank.post()
+    rank.look()
+    rank.look(6)
+    assert rank.statuses == [EXIT_STATUS]
+    return rank.texts[0]
+
+
+def test_a_report_has_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    text = overdue(tmp_path / "a" / "b")
+    (file,) = (tmp_path / "a" / "b").iterdir()
+    assert re.fullmatch(rf"rank0-pid{os.getpid()}-\w+\.txt", file.name)
+    assert f"\n  this report is in {file}\n  because " in text
+    assert file.read_text() == f"{text}\n"
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert overdue(tmp_path / "a" / "b") != text
+    assert len([*(tmp_path / "a" / "b").iterdir()]) == 2
+
+
+def test_a_report_without_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    assert "\n  no file has this report: [Errno " in overdue(tmp_path / "a")
+
+
+def test_a_report_is_what_torchrun_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    text = overdue(tmp_path)
+    failure = ProcessFailure(0, 1, EXIT_STATUS, str(tmp_path / "error.json"))
+    said = failure.message["extraInfo"]["py_callstack"]  # type: ignore[index]
+    assert said.endswith(text.replace("mdfuse.BackendError", "mdfuse.errors.BackendError") + "\n")
+    assert abs(failure.timestamp - time.time()) < 60
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "none" / "error.json"))
+    overdue(tmp_path)  # it ends all the same
+
+
+# -- a process -------------------------------------------------------------------------------------
+
+_PROGRAM = """
+import time
+from mdfuse.backends.post_notes import PostInfo
+from mdfuse.runtime.watch.watch import Watch
+
+
+class Stuck:
+    def mark(self, number): pass
+    def is_done(self, number): return False
+
+
+watch = Watch(rank=0, timeout_s=0.5)
+watch.start()
+what = PostInfo(kind="Allgather", team=(0, 1), bytes=8, where="here.py:1")
+before, behind = watch.prepare(what, Stuck())
+print("posting")
+before()
+behind()
+time.sleep(30)
+"""
+
+
+def test_the_process_ends(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(_PROGRAM)
+    begun = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PYTHONPATH": str(Path(__file__).parents[3])},
+        check=False,
+    )
+    assert done.returncode == EXIT_STATUS, done.stderr
+    assert done.stdout == "posting\n" and time.monotonic() - begun < 25
+    assert "Allgather #1 on team (0, 1) is not done on rank 0" in done.stderr
+    assert re.search(r"rank 0: its host is at program.py:\d+   time.sleep\(30\)", done.stderr)
+
+
+def test_close_ends_the_thread() -> None:
+    watch = Watch(rank=0, timeout_s=0.5)
+    watch.start()
+    threads = list(watch._threads)
+    watch.start()
+    assert watch._threads == threads and len(threads) == 2
+    watch.close()
+    assert not any(thread.is_alive() for thread in threads)
+
+
+_TWO_RANKS = """
+import sys, time
+from datetime import timedelta
+from helpers.fake_nccl import FakeTrack
+from mdfuse.backends.c10d.groups import TCPStore
+from mdfuse.backends.post_notes import PostInfo
+from mdfuse.runtime.stores import another_connection
+from mdfuse.runtime.watch.watch import Watch
+
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False)
+watch, track = Watch(rank=rank, timeout_s=1, store=another_connection(store, 60)), FakeTrack()
+watch.start()
+what = PostInfo(kind="Allreduce", team=(0, 1), bytes=8, where="mlp.py:14")
+before, behind = watch.prepare(what, track)
+for number in range(1, 5 - rank):
+    before()
+    behind()
+track.done = 3
+store.get("never")  # a host that waits on its own connection to the store
+"""
+
+
+def test_a_process_that_does_not_post(tmp_path: Path) -> None:
+    """Its watchdog answers while its host is stuck; the other one ends."""
+    script, server = tmp_path / "train.py", a_server()
+    script.write_text(_TWO_RANKS)
+    tests = Path(__file__).parents[2]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(server.port)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={"PYTHONPATH": f"{tests.parent}:{tests}"},
+        )
+        for rank in range(2)
+    ]
+    try:
+        _, text = ranks[0].communicate(timeout=60)
+        assert ranks[0].returncode == EXIT_STATUS, text
+        assert text.startswith("mdfuse.BackendError: Allreduce #4 on team (0, 1) is not done on")
+        assert "rank 1 has not posted it: it is at Allreduce #3 (mlp.py:14); its host is" in text
+        assert "train.py:" in text and 'store.get("never")' in text
+        assert ranks[1].poll() is None
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()

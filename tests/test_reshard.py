@@ -1,0 +1,783 @@
+"""The table *layout transition -> communication*, row by row, with numbers written by hand.
+
+A row says what every rank of the program sees of each communication: its team, the root, and the
+bytes that arrive there in the ring model. Ranks that a row does not mention have no part in it.
+Every row is also run on the simulator, against the global tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from helpers.oracle import check_everywhere
+from torch import Tensor
+
+import mdfuse as mf
+from mdfuse import CommunicationError, DeviceMesh, Layout, LayoutError, Partial, Replicate, Shard
+from mdfuse.communication import KINDS, Communication
+from mdfuse.layouts.layout import Placement
+
+R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
+P = Partial("sum")
+
+#: rank -> (team, root, bytes received)
+Seen = dict[int, tuple[tuple[int, ...], int | None, int]]
+
+
+@dataclass(frozen=True)
+class Post:
+    """A communication as its ranks must see it."""
+
+    kind: str
+    seen: Seen
+    op: str | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A transition of an f32 tensor, and the communications that it must become."""
+
+    name: str
+    shape: tuple[int, ...]
+    source: Layout
+    destination: Layout
+    posts: tuple[Post, ...] = ()
+
+    def __str__(self) -> str:
+        return self.name
+
+    def compile(self, dtype: torch.dtype = torch.float32) -> mf.Program:
+        with mf.FusionDefinition("transition") as fd:
+            x = fd.define_tensor(self.shape, dtype, self.source)
+            fd.add_output(fd.ops.set(x).on(self.destination))
+        return mf.compile(fd)
+
+    def tensor(self) -> Tensor:
+        return torch.arange(math.prod(self.shape), dtype=torch.float32).reshape(self.shape)
+
+
+def on(ranks: Any, *placements: Placement, order: dict[int, Sequence[str]] | None = None) -> Layout:
+    """A layout on a mesh of these ranks: axes x, or y and x."""
+    mesh = ranks if isinstance(ranks, DeviceMesh) else DeviceMesh(ranks)
+    return Layout(mesh, dict(zip(mesh.axes, placements, strict=False)), order)
+
+
+def team(*ranks: int, bytes: int, root: int | None = None) -> Seen:
+    """Every member receives the same; a root receives nothing."""
+    return {r: (ranks, root, 0 if r == root else bytes) for r in ranks}
+
+
+def to_root(*ranks: int, root: int, bytes: int) -> Seen:
+    """Only the root receives."""
+    return {r: (ranks, root, bytes if r == root else 0) for r in ranks}
+
+
+def among(*ranks: int, **received: int) -> Seen:
+    """A team without a root in which rank k receives `r<k>` bytes."""
+    return {r: (ranks, None, received.get(f"r{r}", 0)) for r in ranks}
+
+
+FOUR = [0, 1, 2, 3]
+GRID = [[0, 1], [2, 3]]
+
+SAME_MESH = [
+    Row("R->R", (8, 3), on(FOUR, R), on(FOUR, R)),
+    Row("S0->S0", (8, 3), on(FOUR, S0), on(FOUR, S0)),
+    Row("P->P", (8, 3), on(FOUR, P), on(FOUR, P)),
+    Row("R->S0", (8, 3), on(FOUR, R), on(FOUR, S0)),
+    Row("R->S1 uneven", (3, 5), on(FOUR, R), on(FOUR, S1)),
+    # 24 elements of 4 bytes; three blocks of 6 elements arrive.
+    Row("S0->R", (8, 3), on(FOUR, S0), on(FOUR, R), (Post("Allgather", team(*FOUR, bytes=72)),)),
+    Row("S1->R", (3, 8), on(FOUR, S1), on(FOUR, R), (Post("Allgather", team(*FOUR, bytes=72)),)),
+    Row(
+        "S0->R in mesh order",
+        (8, 3),
+        on([3, 1, 0, 2], S0),
+        on([3, 1, 0, 2], R),
+        (Post("Allgather", team(3, 1, 0, 2, bytes=72)),),
+    ),
+    # Five rows in blocks of 2, 2, 1, 0, each padded to 2.
+    Row(
+        "S0->R uneven",
+        (5, 3),
+        on(FOUR, S0),
+        on(FOUR, R),
+        (Post("Allgather", team(*FOUR, bytes=72)),),
+    ),
+    # Each rank keeps a quarter of its 2 x 4 block and receives three of 2 x 1.
+    Row("S0->S1", (8, 4), on(FOUR, S0), on(FOUR, S1), (Post("AllToAll", team(*FOUR, bytes=24)),)),
+    Row(
+        "S2->S0", (4, 3, 4), on(FOUR, S2), on(FOUR, S0), (Post("AllToAll", team(*FOUR, bytes=36)),)
+    ),
+    # One column each; the rows of the others are 5 minus one's own 2, 2, 1, 0.
+    Row(
+        "S0->S1 uneven",
+        (5, 4),
+        on(FOUR, S0),
+        on(FOUR, S1),
+        (Post("AllToAll", among(*FOUR, r0=12, r1=12, r2=16, r3=20)),),
+    ),
+    # A ring all-reduce: 2 x 3/4 of 96 bytes.
+    Row(
+        "P->R",
+        (8, 3),
+        on(FOUR, P),
+        on(FOUR, R),
+        (Post("Allreduce", team(*FOUR, bytes=144), "sum"),),
+    ),
+    Row(
+        "P->R rounded up",
+        (5, 3),
+        on(FOUR, P),
+        on(FOUR, R),
+        (Post("Allreduce", team(*FOUR, bytes=92), "sum"),),
+    ),
+    Row(
+        "P->S0",
+        (8, 3),
+        on(FOUR, P),
+        on(FOUR, S0),
+        (Post("ReduceScatter", team(*FOUR, bytes=72), "sum"),),
+    ),
+    Row(
+        "P->S1",
+        (3, 8),
+        on(FOUR, P),
+        on(FOUR, S1),
+        (Post("ReduceScatter", team(*FOUR, bytes=72), "sum"),),
+    ),
+    Row(
+        "P->S0 uneven",
+        (5, 3),
+        on(FOUR, P),
+        on(FOUR, S0),
+        (Post("ReduceScatter", team(*FOUR, bytes=72), "sum"),),
+    ),
+    Row("R->P", (8, 3), on(FOUR, R), on(FOUR, P)),
+    Row("S0->P", (8, 3), on(FOUR, S0), on(FOUR, P)),
+    Row("S0->P uneven", (5, 3), on(FOUR, S0), on(FOUR, P)),
+    *(
+        Row(f"R->P({op})", (8, 3), on(FOUR, R), on(FOUR, Partial(op)))
+        for op in ("min", "max", "avg")
+    ),
+    *(
+        Row(
+            f"P({op})->R",
+            (8, 3),
+            on(FOUR, Partial(op)),
+            on(FOUR, R),
+            (Post("Allreduce", team(*FOUR, bytes=144), op),),
+        )
+        for op in ("prod", "min", "max", "avg")
+    ),
+    *(
+        Row(
+            f"P({op})->S0",
+            (8, 3),
+            on(FOUR, Partial(op)),
+            on(FOUR, S0),
+            (Post("ReduceScatter", team(*FOUR, bytes=72), op),),
+        )
+        for op in ("prod", "min", "max", "avg")
+    ),
+]
+
+TWO_AXES = [
+    # The innermost axis alone: the teams are the rows of the mesh, or its columns.
+    Row(
+        "(R,S0)->(R,R)",
+        (8, 3),
+        on(GRID, R, S0),
+        on(GRID, R, R),
+        (Post("Allgather", team(0, 1, bytes=48) | team(2, 3, bytes=48)),),
+    ),
+    Row(
+        "(S0,R)->(R,R)",
+        (8, 3),
+        on(GRID, S0, R),
+        on(GRID, R, R),
+        (Post("Allgather", team(0, 2, bytes=48) | team(1, 3, bytes=48)),),
+    ),
+    Row(
+        "(S0,S0)->(S0,R)",
+        (8, 3),
+        on(GRID, S0, S0),
+        on(GRID, S0, R),
+        (Post("Allgather", team(0, 1, bytes=24) | team(2, 3, bytes=24)),),
+    ),
+    Row(
+        "(R,P)->(R,S0)",
+        (8, 3),
+        on(GRID, R, P),
+        on(GRID, R, S0),
+        (Post("ReduceScatter", team(0, 1, bytes=48) | team(2, 3, bytes=48), "sum"),),
+    ),
+    Row("(R,R)->(S0,S1)", (8, 4), on(GRID, R, R), on(GRID, S0, S1)),
+    Row("(S0,R)->(S0,S0)", (8, 3), on(GRID, S0, R), on(GRID, S0, S0)),
+    # Not a local slice: rank 1 holds rows 4:8 and needs 2:4, rank 2 holds 0:4 and needs 4:6.
+    Row(
+        "(R,S0)->(S0,S0)",
+        (8, 3),
+        on(GRID, R, S0),
+        on(GRID, S0, S0),
+        (Post("Exchange", among(0, 1, 2, 3, r1=24, r2=24)),),
+    ),
+    # With the other order it is one.
+    Row(
+        "(R,S0)->(S0,S0) x outside",
+        (8, 3),
+        on(GRID, R, S0),
+        on(GRID, S0, S0, order={0: ("x", "y")}),
+    ),
+    # Only the order changes: ranks 1 and 2 swap.
+    Row(
+        "(S0,S0)->(S0,S0) x outside",
+        (8, 3),
+        on(GRID, S0, S0),
+        on(GRID, S0, S0, order={0: ("x", "y")}),
+        (Post("Exchange", among(0, 1, 2, 3, r1=24, r2=24)),),
+    ),
+    # Ranks 0 and 3 hold what they need; a gathering would send them the other half as well.
+    Row(
+        "(S0,R)->(R,S0)",
+        (8, 3),
+        on(GRID, S0, R),
+        on(GRID, R, S0),
+        (Post("Exchange", among(0, 1, 2, 3, r1=48, r2=48)),),
+    ),
+    # The outer of two axes: rank (y, x) holds rows 4y+2x.. and needs 4x..4x+4.
+    Row(
+        "(S0,S0)->(R,S0)",
+        (8, 3),
+        on(GRID, S0, S0),
+        on(GRID, R, S0),
+        (Post("Exchange", among(0, 1, 2, 3, r0=24, r1=48, r2=48, r3=24)),),
+    ),
+    # Each collective brings half of what is whole by then: 8 elements, then 16.
+    Row(
+        "(S0,S1)->(R,R)",
+        (8, 4),
+        on(GRID, S0, S1),
+        on(GRID, R, R),
+        (
+            Post("Allgather", team(0, 2, bytes=32) | team(1, 3, bytes=32)),
+            Post("Allgather", team(0, 1, bytes=64) | team(2, 3, bytes=64)),
+        ),
+    ),
+    # The slice comes first, so half as much is reduced.
+    Row(
+        "(P,R)->(R,S0)",
+        (8, 3),
+        on(GRID, P, R),
+        on(GRID, R, S0),
+        (Post("Allreduce", team(0, 2, bytes=48) | team(1, 3, bytes=48), "sum"),),
+    ),
+    Row(
+        "(P,P)->(S0,R)",
+        (8, 3),
+        on(GRID, P, P),
+        on(GRID, S0, R),
+        (
+            Post("ReduceScatter", team(0, 2, bytes=48) | team(1, 3, bytes=48), "sum"),
+            Post("Allreduce", team(0, 1, bytes=48) | team(2, 3, bytes=48), "sum"),
+        ),
+    ),
+    Row(
+        "(P,P)->(S0,S0)",
+        (8, 3),
+        on(GRID, P, P),
+        on(GRID, S0, S0),
+        (
+            Post("ReduceScatter", team(0, 2, bytes=48) | team(1, 3, bytes=48), "sum"),
+            Post("ReduceScatter", team(0, 1, bytes=24) | team(2, 3, bytes=24), "sum"),
+        ),
+    ),
+    # Scattered before it is gathered along the other axis.
+    Row(
+        "(P,S0)->(S1,R)",
+        (8, 4),
+        on(GRID, P, S0),
+        on(GRID, S1, R),
+        (
+            Post("ReduceScatter", team(0, 2, bytes=32) | team(1, 3, bytes=32), "sum"),
+            Post("Allgather", team(0, 1, bytes=32) | team(2, 3, bytes=32)),
+        ),
+    ),
+    Row(
+        "(P,S0)->(P,R)",
+        (8, 3),
+        on(GRID, P, S0),
+        on(GRID, P, R),
+        (Post("Allgather", team(0, 1, bytes=48) | team(2, 3, bytes=48)),),
+    ),
+]
+
+OTHER_MESH = [
+    Row("R->R subset", (8, 3), on([0, 1], R), on([1], R)),
+    Row("R->R reordered", (8, 3), on([0, 1], R), on([1, 0], R)),
+    Row("R->S0 subset", (8, 3), on([0, 1, 2], R), on([2, 0], S0)),
+    Row(
+        "R->R disjoint",
+        (8, 3),
+        on([0], R),
+        on([1], R),
+        (Post("Broadcast", team(0, 1, root=0, bytes=96)),),
+    ),
+    Row(
+        "R->R more",
+        (8, 3),
+        on([0], R),
+        on(FOUR, R),
+        (Post("Broadcast", team(*FOUR, root=0, bytes=96)),),
+    ),
+    # Rank 1 holds it already.
+    Row(
+        "R->R overlapping",
+        (8, 3),
+        on([0, 1], R),
+        on([1, 2, 3], R),
+        (Post("Broadcast", team(0, 2, 3, root=0, bytes=96)),),
+    ),
+    Row(
+        "R->R root is the first of the mesh",
+        (8, 3),
+        on([1, 0], R),
+        on([2, 0], R),
+        (Post("Broadcast", team(1, 2, root=1, bytes=96)),),
+    ),
+    Row(
+        "R->R root listed last",
+        (8, 3),
+        on([1], R),
+        on([0, 1], R),
+        (Post("Broadcast", team(0, 1, root=1, bytes=96)),),
+    ),
+    Row(
+        "S0->R receiver sends too",
+        (8, 3),
+        on(FOUR, S0),
+        on([0], R),
+        (Post("Gather", to_root(*FOUR, root=0, bytes=72)),),
+    ),
+    Row(
+        "S0->R receiver outside",
+        (8, 3),
+        on(FOUR, S0),
+        on([4], R),
+        (Post("Gather", to_root(*FOUR, 4, root=4, bytes=96)),),
+    ),
+    Row(
+        "S1->R receiver in the middle, uneven",
+        (3, 5),
+        on([2, 0, 1], S1),
+        on([0], R),
+        (Post("Gather", to_root(2, 0, 1, root=0, bytes=48)),),
+    ),
+    Row(
+        "S0->R several receivers",
+        (8, 3),
+        on([0, 1], S0),
+        on([2, 3], R),
+        (Post("Exchange", among(0, 1, 2, 3, r2=96, r3=96)),),
+    ),
+    Row(
+        "S0->R several that send too",
+        (8, 3),
+        on([0, 1], S0),
+        on([1, 0], R),
+        (Post("Exchange", among(0, 1, r0=48, r1=48)),),
+    ),
+    Row(
+        "R->S0 disjoint",
+        (8, 3),
+        on([0], R),
+        on([1, 2], S0),
+        (Post("Scatter", team(0, 1, 2, root=0, bytes=48)),),
+    ),
+    Row(
+        "R->S0 root receives",
+        (8, 3),
+        on([0], R),
+        on(FOUR, S0),
+        (Post("Scatter", team(*FOUR, root=0, bytes=24)),),
+    ),
+    # Rank 1 slices its part off what it has.
+    Row(
+        "R->S0 overlapping",
+        (8, 3),
+        on([0, 1], R),
+        on([1, 2], S0),
+        (Post("Scatter", team(0, 2, root=0, bytes=48)),),
+    ),
+    Row(
+        "R->S1 uneven",
+        (2, 5),
+        on([1], R),
+        on([3, 1, 0], S1),
+        (Post("Scatter", team(3, 1, 0, root=1, bytes=16)),),
+    ),
+    Row(
+        "R->S1 one row",
+        (1, 5),
+        on([1], R),
+        on([0, 1], S1),
+        (Post("Scatter", team(0, 1, root=1, bytes=12)),),
+    ),
+    Row(
+        "S0->S0 disjoint",
+        (8, 3),
+        on([0, 1], S0),
+        on([2, 3], S0),
+        (
+            Post(
+                "SendRecv",
+                {
+                    0: ((0, 2), 0, 0),
+                    1: ((1, 3), 1, 0),
+                    2: ((0, 2), 0, 48),
+                    3: ((1, 3), 1, 48),
+                },
+            ),
+        ),
+    ),
+    Row(
+        "S0->S0 swapped",
+        (8, 3),
+        on([0, 1], S0),
+        on([1, 0], S0),
+        (Post("SendRecv", {0: ((1, 0), 1, 48), 1: ((0, 1), 0, 48)}),),
+    ),
+    # 0 to itself, 1 to 3, 2 to 1: a rank that both sends and receives sees the pair it receives in.
+    Row(
+        "S0->S0 overlapping",
+        (6, 2),
+        on([0, 1, 2], S0),
+        on([0, 3, 1], S0),
+        (
+            Post(
+                "SendRecv",
+                {
+                    0: ((0,), 0, 0),
+                    1: ((2, 1), 2, 16),
+                    2: ((2, 1), 2, 0),
+                    3: ((1, 3), 1, 16),
+                },
+            ),
+        ),
+    ),
+    Row(
+        "S0->S0 more ranks",
+        (8, 3),
+        on([0, 1], S0),
+        on(FOUR, S0),
+        (Post("Exchange", among(0, 1, 2, 3, r1=24, r2=24, r3=24)),),
+    ),
+    Row(
+        "S0->S1",
+        (8, 4),
+        on([0, 1], S0),
+        on([2, 3], S1),
+        (Post("Exchange", among(0, 1, 2, 3, r2=64, r3=64)),),
+    ),
+    Row(
+        "grid->line",
+        (8, 3),
+        on(GRID, S0, R),
+        on([3, 0], S0),
+        (Post("Exchange", among(0, 1, 2, 3, r0=48, r3=48)),),
+    ),
+    Row(
+        "P->R at a sender",
+        (8, 3),
+        on([0, 1], P),
+        on([1], R),
+        (Post("Reduce", to_root(0, 1, root=1, bytes=96), "sum"),),
+    ),
+    # A receiver that does not contribute is no root: reduce at a sender, then send.
+    Row(
+        "P->R outside",
+        (8, 3),
+        on([0, 1], Partial("max")),
+        on([2], R),
+        (
+            Post("Reduce", to_root(0, 1, root=0, bytes=96), "max"),
+            Post("SendRecv", {0: ((0, 2), 0, 0), 2: ((0, 2), 0, 96)}),
+        ),
+    ),
+    Row(
+        "P->R several",
+        (8, 3),
+        on([0, 1], P),
+        on([1, 2], R),
+        (
+            Post("Reduce", to_root(0, 1, root=1, bytes=96), "sum"),
+            Post("Broadcast", team(1, 2, root=1, bytes=96)),
+        ),
+    ),
+    Row(
+        "P->S0 disjoint",
+        (8, 3),
+        on([0, 1], P),
+        on([2, 3], S0),
+        (
+            Post("ReduceScatter", team(0, 1, bytes=48), "sum"),
+            Post(
+                "SendRecv",
+                {0: ((0, 2), 0, 0), 1: ((1, 3), 1, 0), 2: ((0, 2), 0, 48), 3: ((1, 3), 1, 48)},
+            ),
+        ),
+    ),
+]
+
+ONE = [[0], [1]]
+SIZE_ONE = [
+    # An axis, or a mesh, of one rank splits nothing and leaves nothing Partial.
+    Row("one S0->R", (8, 3), on([0], S0), on([0], R)),
+    Row("one P->R", (8, 3), on([0], P), on([0], R)),
+    Row("one R->P", (8, 3), on([0], R), on([0], Partial("prod"))),
+    Row("one P->S1", (8, 3), on([0], P), on([0], S1)),
+    Row("(R,S0)->(R,R) of an axis of one", (8, 3), on(ONE, R, S0), on(ONE, R, R)),
+    Row("(P,P)->(P,R) of an axis of one", (8, 3), on(ONE, P, P), on(ONE, P, R)),
+    Row(
+        "(S0,S1)->(R,S1) of an axis of one",
+        (8, 3),
+        on(ONE, S0, S1),
+        on(ONE, R, S1),
+        (Post("Allgather", team(0, 1, bytes=48)),),
+    ),
+    Row(
+        "one S0->R elsewhere",
+        (8, 3),
+        on([1], S0),
+        on([0], R),
+        (Post("Broadcast", team(1, 0, root=1, bytes=96)),),
+    ),
+    Row(
+        "one P->R elsewhere",
+        (8, 3),
+        on([1], P),
+        on([0], R),
+        (Post("Broadcast", team(1, 0, root=1, bytes=96)),),
+    ),
+]
+
+NOBODY_LACKS = [
+    # There are no elements, or the one rank that holds any keeps them.
+    Row("S0->R empty", (0, 3), on(FOUR, S0), on(FOUR, R)),
+    Row("S0->S0 empty elsewhere", (0, 3), on([0, 1], S0), on([2, 3], S0)),
+    Row("P->R empty", (3, 0), on(FOUR, P), on(FOUR, R)),
+    Row("S0->S1 of one element", (1, 1), on(FOUR, S0), on(FOUR, S1)),
+    Row(
+        "order of one element",
+        (1, 3),
+        on(GRID, S0, S0),
+        on(GRID, S0, S0, order={0: ("x", "y")}),
+    ),
+    Row("S0->S0 on fewer ranks of the same parts", (2, 3), on(FOUR, S0), on([0, 1], S0)),
+]
+
+ROWS = [*SAME_MESH, *TWO_AXES, *OTHER_MESH, *SIZE_ONE, *NOBODY_LACKS]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_transition(row: Row) -> None:
+    program = row.compile()
+    ranks = range(program.host.last_rank + 1)
+    found = tuple(
+        Post(
+            c.kind,
+            {r: (c.team(r), c.root(r), c.bytes_received(r)) for r in ranks if c.team(r)},
+            c.reduce_op,
+        )
+        for c in program.communications
+    )
+    assert found == row.posts, program
+    for rank in ranks:
+        total = sum(p.seen[rank][2] for p in row.posts if rank in p.seen)
+        assert program.bytes_received(rank) == total
+    check_everywhere(program, [row.tensor()], [row.tensor()])
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_ranks_outside_post_nothing(row: Row) -> None:
+    """A rank posts the communications whose teams it is in, except where it is alone in one."""
+    program = row.compile()
+    for rank in range(program.host.last_rank + 1):
+        posts = [i for i in program.for_rank(rank) if i.op == "post"]
+        for comm in program.communications:
+            call = comm.part(rank).call
+            if len(comm.team(rank)) < 2:
+                assert call is None
+        assert len(posts) <= len(program.communications)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op"),
+    [
+        (torch.int64, "band"),
+        (torch.int32, "bxor"),
+        (torch.bool, "bor"),
+        (torch.bool, "band"),
+        (torch.float64, "avg"),
+        (torch.int64, "prod"),
+    ],
+    ids=str,
+)
+def test_every_reduce_op_travels_under_its_name(dtype: torch.dtype, op: str) -> None:
+    row = Row(op, (8, 3), on(FOUR, Partial(op)), on(FOUR, S0))
+    (comm,) = row.compile(dtype).communications
+    assert (comm.kind, comm.reduce_op, comm.dtype) == ("ReduceScatter", op, dtype)
+    assert comm.bytes_received(2) == 18 * dtype.itemsize
+
+
+ILLEGAL = [
+    (on(FOUR, R), on(FOUR, Partial("prod"))),
+    (on(FOUR, S0), on(FOUR, Partial("max"))),
+    (on(FOUR, P), on(FOUR, Partial("max"))),
+    (on(GRID, R, S0), on(GRID, R, Partial("avg"))),
+    (on([0, 1], R), on([2, 3], P)),
+    (on([0, 1], P), on([2, 3], P)),
+]
+
+
+@pytest.mark.parametrize(("source", "destination"), ILLEGAL, ids=str)
+def test_no_other_way_into_partial(source: Layout, destination: Layout) -> None:
+    with pytest.raises(LayoutError, match="cannot become") as caught:
+        Row("illegal", (8, 3), source, destination).compile()
+    text = str(caught.value)
+    assert "test_reshard.py:" in text
+    assert "%x" in text
+    assert "try " in text
+
+
+# -- expanded dims -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_split_elsewhere", [False, True], ids=["whole", "split"])
+def test_an_expanded_dim_does_not_travel(is_split_elsewhere: bool) -> None:
+    """Gathering a [8] tensor that expand made [8, 3] sends 8 elements."""
+    x = torch.arange(8.0)
+    with mf.FusionDefinition() as fd:
+        h = fd.define_tensor([8, 1], mesh=on(FOUR, S0))
+        e = fd.ops.expand(h, [8, 3])
+        goal = on(FOUR, S1) if is_split_elsewhere else on(FOUR, R)
+        fd.add_output(fd.ops.set(e).on(goal))
+    program = mf.compile(fd)
+    assert [c.kind for c in program.communications] == ["Allgather"]
+    assert [program.bytes_received(r) for r in range(4)] == [24] * 4
+    check_everywhere(program, [x[:, None]], [x[:, None].expand(8, 3)])
+
+
+def test_an_expanded_dim_stays_one_through_set_permute_and_slice() -> None:
+    x = torch.arange(8.0)
+    with mf.FusionDefinition() as fd:
+        h = fd.define_tensor([8, 1], mesh=on(FOUR, S0))
+        e = fd.ops.set(fd.ops.permute(fd.ops.expand(h, [8, 6]), (1, 0)))[1:5]
+        fd.add_output(fd.ops.set(e).on(on([5], R)) * 2)
+    program = mf.compile(fd)
+    assert sum(program.bytes_received(r) for r in range(6)) == 32
+    check_everywhere(program, [x[:, None]], [x.expand(4, 8) * 2])
+
+
+def test_an_input_with_stride_zero_is_copied() -> None:
+    """What the caller expanded is not known when the program is made."""
+    x = torch.arange(8.0)[:, None].expand(8, 3)
+    row = Row("stride 0", (8, 3), on(FOUR, S0), on(FOUR, R))
+    program = row.compile()
+    assert program.bytes_received(0) == 72
+    result = mf.simulate(program, [x], options=mf.Options(poison=True))
+    assert torch.equal(result.outputs[0], x)
+
+
+# -- a communication checks itself ---------------------------------------------------------------
+
+
+GOOD: dict[str, dict[str, Any]] = {
+    "Gather": {"source": on(FOUR, S0), "destination": on([0], R), "dim": 0, "axis": "x"},
+    "Allgather": {"source": on(FOUR, S0), "destination": on(FOUR, R), "dim": 0, "axis": "x"},
+    "Scatter": {"source": on([0], R), "destination": on(FOUR, S0), "dim": 0, "axis": "x"},
+    "Reduce": {"source": on(FOUR, P), "destination": on([0], R), "reduce_op": "sum"},
+    "Allreduce": {
+        "source": on(FOUR, P), "destination": on(FOUR, R), "reduce_op": "sum", "axis": "x",
+    },
+    "ReduceScatter": {
+        "source": on(FOUR, P), "destination": on(FOUR, S0), "dim": 0, "reduce_op": "sum",
+        "axis": "x",
+    },
+    "Broadcast": {"source": on([0], R), "destination": on(FOUR, R)},
+    "Barrier": {"source": on(FOUR, R), "destination": on(FOUR, R)},
+    "SendRecv": {"source": on([0, 1], S0), "destination": on([2, 3], S0)},
+    "AllToAll": {
+        "source": on(FOUR, S0), "destination": on(FOUR, S1), "dim": 0, "to_dim": 1, "axis": "x",
+    },
+    "Exchange": {"source": on([0, 1], S0), "destination": on([2, 3], S1)},
+}  # fmt: skip
+
+
+def make(kind: str, **changes: Any) -> Communication:
+    fields = {
+        **GOOD.get(kind, GOOD["Exchange"]),
+        "shape": (8, 8),
+        "dtype": torch.float32,
+        **changes,
+    }
+    return Communication(kind=kind, **fields)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_root_exactly_for_the_kinds_that_have_one(kind: str) -> None:
+    comm = make(kind)
+    has_root = kind in ("Gather", "Scatter", "Reduce", "Broadcast", "SendRecv")
+    assert set(KINDS) == set(GOOD)
+    for rank in range(4):
+        root = comm.root(rank)
+        assert (root is not None) == (has_root and bool(comm.team(rank)))
+        assert root is None or root in comm.team(rank)
+    assert comm.team(99) == ()
+    assert comm.root(99) is None
+    assert comm.bytes_received(99) == 0
+    assert comm.part(99).call is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reduce_op_exactly_for_the_kinds_that_reduce(kind: str) -> None:
+    reduces = kind in ("Reduce", "Allreduce", "ReduceScatter")
+    assert (make(kind).reduce_op is not None) == reduces
+    with pytest.raises(CommunicationError, match=kind):
+        make(kind, reduce_op=None if reduces else "sum")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_dim_exactly_for_the_kinds_that_split_one(kind: str) -> None:
+    splits = kind in ("Gather", "Allgather", "Scatter", "ReduceScatter", "AllToAll")
+    with pytest.raises(CommunicationError, match=kind):
+        make(kind, dim=None if splits else 0)
+
+
+def test_an_unknown_kind() -> None:
+    with pytest.raises(CommunicationError, match="'AllGather' is no kind"):
+        make("AllGather")
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype"),
+    [
+        ("band", torch.float32),
+        ("bor", torch.float16),
+        ("bxor", torch.float64),
+        ("avg", torch.int64),
+        ("avg", torch.bool),
+        ("sum", torch.bool),
+    ],
+    ids=str,
+)
+def test_a_reduce_op_that_the_dtype_does_not_have(op: str, dtype: torch.dtype) -> None:
+    with pytest.raises(CommunicationError, match=op):
+        make("Allreduce", reduce_op=op, dtype=dtype)
+    with pytest.raises(LayoutError, match=op), mf.FusionDefinition() as fd:
+        fd.define_tensor([8], dtype, on(FOUR, Partial(op)))
