@@ -78,9 +78,10 @@ class DeviceMesh:
                 hint='for example axes=("dp", "tp")',
             )
         last = max(ranks[0], ranks[-1], *_listed(ranks))
-        if max(last, len(ranks)) > MOST_RANKS:
+        size = math.prod(shape)
+        if max(last, size) > MOST_RANKS:
             raise MeshError(
-                f"a mesh of {len(ranks)} ranks, of which {last} is the last",
+                f"a mesh of {size} ranks, of which {last} is the last",
                 because=f"a job has at most {MOST_RANKS} ranks, which count from 0",
                 hint="name the ranks as the launcher does: 0 to world size - 1",
             )

@@ -225,3 +225,54 @@ def test_a_shape_of_one_extent() -> None:
             fd.add_output(fd.ops.set(fd.ops.uniform(shape, seed=seed)).on(MESH, {}))
     one, other = mf.simulate(mf.compile(fd), [torch.ones(2)]).outputs
     assert one.shape == torch.rand(5).shape == other.shape
+
+
+@pytest.mark.parametrize("alpha", [-1, 2, 0, True, False])
+@pytest.mark.parametrize("other", [True, False])
+def test_alpha_of_bools_is_one(alpha: float, other: bool) -> None:
+    x = torch.tensor([True, False])
+    for a, b in ((x, other), (other, x), (x, x)):
+        with FusionDefinition("f") as fd:
+            y = fd.define_tensor([2], torch.bool, MESH, {})
+            fd.add_output(fd.ops.add(*(y if z is x else z for z in (a, b)), alpha=alpha))
+        (found,) = mf.simulate(mf.compile(fd), [x]).outputs
+        torch.testing.assert_close(found, torch.add(a, b, alpha=alpha), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("correction", [-3, -1, 0, 1, 2])
+def test_the_variance_of_nothing(correction: int) -> None:
+    with FusionDefinition("f") as fd:
+        x = fd.define_tensor([4, 0], mesh=MESH)
+        fd.add_output(fd.ops.var(x, correction=correction))
+        fd.add_output(fd.ops.std(x, 1, correction=correction))
+    given = torch.empty(4, 0)
+    found = mf.simulate(mf.compile(fd), [given]).outputs
+    assert found[0].isnan().all() and found[1].isnan().all() and found[1].shape == (4,)
+    assert torch.var(given, correction=correction).isnan()
+
+
+@pytest.mark.parametrize("limit", [float("nan"), float("inf")])
+def test_integers_between_limits_that_none_can_be(limit: float) -> None:
+    with pytest.raises(RuntimeError, match="overflow"):
+        F.hardtanh(torch.tensor([3]), -1, limit)
+    with FusionDefinition("f") as fd:
+        x = fd.define_tensor([2], torch.int64, MESH, {})
+        with pytest.raises(mf.DefinitionError, match="with the limits -1 and"):
+            fd.ops.hardtanh(x, -1, limit)
+        fd.add_output(x)
+
+
+def test_a_pad_of_what_nobody_bound() -> None:
+    text = """host @f on mesh(x=2) {
+  input %x: f32[0] (x=R)
+  %y: i8[3,3] of [6,3] (x=S0) = pad(%i, dim=0)
+  return %x
+}
+"""
+    with pytest.raises(mf.ProgramError, match="%i"):
+        mf.hir.verify.verify(mf.hir.parse(text))
+
+
+def test_a_mesh_of_more_ranks_than_there_are_integers() -> None:
+    with pytest.raises(mf.MdfuseError, match="a job has at most"):
+        mf.hir.parse(f"host @f on mesh(x={2**62}, y=8) {{\n  input %x: f32[1] (x=R, y=R)\n}}\n")

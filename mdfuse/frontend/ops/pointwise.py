@@ -10,7 +10,7 @@ import torch
 from mdfuse.errors import DefinitionError
 from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.ops.recording import Elementwise, as_dtype, record
+from mdfuse.frontend.ops.recording import Elementwise, as_dtype, record, shown
 from mdfuse.ir.ops import TABLE
 
 
@@ -60,9 +60,13 @@ def type_as(x: Handle, other: Handle) -> Handle:
 
 def add(x: Any, other: Any, *, alpha: float = 1) -> Handle:
     """x + alpha * other."""
-    made = record("add", x, _times(x, other, alpha))
-    are_bool = all(isinstance(h, Handle) and h.dtype == torch.bool for h in (x, other))
-    return cast(made, torch.bool) if are_bool and alpha != 1 else made
+    if all(map(_is_bool, (x, other))):
+        alpha = bool(alpha)  # as torch takes it then
+    return record("add", x, _times(x, other, alpha))
+
+
+def _is_bool(x: Any) -> bool:
+    return x.dtype == torch.bool if isinstance(x, Handle) else isinstance(x, bool)
 
 
 def sub(x: Any, other: Any, *, alpha: float = 1) -> Handle:
@@ -226,6 +230,12 @@ def hardtanh(x: Handle, min_val: float = -1.0, max_val: float = 1.0) -> Handle:
     """x limited to [min_val, max_val]; of integers, to the integers towards zero."""
     if x.dtype.is_floating_point:
         return clamp(x, min_val, max_val)
+    if not (math.isfinite(min_val) and math.isfinite(max_val)):
+        raise DefinitionError(
+            f"hardtanh of {shown(x)} with the limits {min_val} and {max_val}",
+            because=f"limits of {x.dtype} are numbers of that dtype",
+            hint="limits that are finite, or clamp with one of them alone",
+        )
     return clamp(x, int(min_val), int(max_val))
 
 

@@ -101,7 +101,7 @@ def var(
     wide = in_f32(x)
     distance = wide - mean(wide, over, keepdim=True)
     count = math.prod(x.shape[d] for d in (range(x.ndim) if over is None else over))
-    rest = count - correction
+    rest = count - correction if count else 0  # of no elements it is NaN, whatever is subtracted
     return back(sum(distance * distance, over, keepdim) / (rest if rest > 0 else 0), x)
 
 

@@ -120,8 +120,10 @@ def is_view(program: HostProgram, i: Instruction) -> bool:
         return False
     if i.op != "pad":
         return True
-    before, after = (program.types[x].local_shape(program.rank) for x in (*i.reads, *i.outputs))
-    return before == after
+    before, after = (program.types.get(x) for x in (*i.reads, *i.outputs))
+    if before is None or after is None:
+        return True  # nobody bound it: who reads it says so
+    return before.local_shape(program.rank) == after.local_shape(program.rank)
 
 
 def is_slice(i: Instruction) -> bool:
