@@ -203,7 +203,7 @@ VARIABLES: dict[str, tuple[str, Any, str]] = {
     "MDFUSE_GRAPH": ("graph", str, "CUDA graphs: auto, always or never"),
     "MDFUSE_PLANS": ("plans", _count, "how many plans an evaluator keeps"),
     "MDFUSE_FAST_LANE": ("fast_lane", str, "posts through nccl4py: auto, never or always"),
-    "MDFUSE_VERIFY": ("verify", _flag, "0 turns verification off, 1 is the default"),
+    "MDFUSE_VERIFY": ("verify", _flag, "0: a rank checks its own program only; 1 is the default"),
     "MDFUSE_TIMEOUT_S": ("timeout_s", _seconds, "deadline of a communication, seconds"),
     "MDFUSE_POISON": ("poison", _flag, "1 fills new buffers with NaN, 0 is the default"),
     "MDFUSE_CHECK_INDICES": (
