@@ -176,7 +176,7 @@ class HostIrEvaluator:
 
     @cached_property
     def _checks(self) -> IndexChecks | None:
-        """The checks of indices into tables; None where nobody asks for them, or there are no tables."""
+        """The checks of indices into tables; None where they are off, or there are no tables."""
         rows = (TABLE.get(i.fn) for i in self.program.walk())
         has_tables = any(row is not None and row.indexed is not None for row in rows)
         is_asked = options_from_environment(self.options).check_indices
@@ -198,7 +198,7 @@ class HostIrEvaluator:
     # -- the plan of a run -----------------------------------------------------------------------
 
     def _known(self, arguments: Sequence[Any], out: Sequence[Any] | None) -> Runnable | None:
-        """Return the plan of an earlier run of such arguments; None: look closer."""
+        """Return the plan of an earlier run of such arguments; None where they must be checked."""
         signature, communicator = self._signature, self.communicator
         if signature is None or communicator is None or not communicator.is_ready:
             return None
@@ -231,7 +231,7 @@ class HostIrEvaluator:
         problem: MdfuseError | None,
         is_partial: bool,
     ) -> Runnable:
-        """Return the plan of a run with arguments of a new kind, once they are checked."""
+        """Check arguments of a new kind, and return the plan of a run with them."""
         communicator = self._communicator()
         if problem is None:
             problem = self._problem(arguments, out, is_partial, communicator)
@@ -428,7 +428,7 @@ class HostIrEvaluator:
         return any(i.comm is not None or i.op in ("send", "recv") for i in self.program.walk())
 
     def _explained(self, error: BackendError, communicator: Communicator) -> MdfuseError:
-        """Return why a communication of a run broke: a rank refused, or what all ranks did."""
+        """Return the error for a broken communication: a rank refused, or what all ranks did."""
         reason = communicator.broke_off(self._tally.occasion, error)
         if reason is None:
             error.where += tuple(filter(None, [crowd(communicator.rank)]))

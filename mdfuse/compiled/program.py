@@ -179,6 +179,10 @@ class Program:
             Local outputs; None where this rank is outside the output's mesh. Where an input or a
             buffer is a DTensor, DTensors on the same mesh of torch's, which on a rank outside of
             the mesh are empty; an output with a buffer is what was passed.
+
+        Raises:
+            ProgramError: what is passed does not fit the program; on every rank alike before the
+                first run.
         """
         if extents is None and options is None and self.symbolic is None:
             return self._usual.call(inputs, out)
@@ -324,6 +328,9 @@ def compile(
         definition: a definition whose `with` block has ended.
         options: how the program will run.
         should_merge: see `mdfuse.passes.segmentation.segment`.
+
+    Returns:
+        The program, which runs on each rank and prints as one for all of them.
 
     Raises:
         MdfuseError: what does not fit, with the user's line.

@@ -181,7 +181,7 @@ class Segment:
 
     @property
     def _some(self) -> Segment:
-        """The segment as it ran last, else for the examples, on which the ranks can fail together."""
+        """The segment as it ran last, else for the examples: one on which all ranks can fail."""
         return self._numbered.recent or self.with_extents(self.examples)
 
 

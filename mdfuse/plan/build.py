@@ -135,6 +135,13 @@ class Plan:
 
         Nothing is recorded for autograd, which knows no writes into given buffers; where it would
         be, the run was refused.
+
+        Args:
+            arguments: local tensors, None for those that this rank lacks, numbers for scalars.
+            out: the caller's buffers for outputs, None for those without; None: there are none.
+
+        Returns:
+            The local outputs; None for those that this rank does not compute.
         """
         if out is not None:
             arguments = [*arguments, *self.taken(out)]

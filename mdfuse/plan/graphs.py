@@ -173,7 +173,7 @@ class GraphPlan:
     # -- a run -----------------------------------------------------------------------------------
 
     def run(self, arguments: Sequence[Any], out: Sequence[Any] | None = None) -> list[Any]:
-        """Run once; regions that are not captured yet are captured."""
+        """Run once, as `Plan.run`; regions that are not captured yet are captured."""
         if out is not None:
             arguments = [*arguments, *self.plan.taken(out)]
         with torch.no_grad():

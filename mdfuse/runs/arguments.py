@@ -89,7 +89,7 @@ def _check_writable(name: str, x: Tensor, where: str) -> None:
 def check_global(
     program: str, name: str, x: Any, shape: tuple[int, ...] | None, dtype: torch.dtype
 ) -> None:
-    """Raise ProgramError unless a global input has a shape and dtype; no shape: is a number."""
+    """Raise ProgramError unless a global input is a tensor of a shape; without one, a number."""
     where = f"input %{name} of @{program}"
     if shape is None:
         if as_number(x, dtype) is None:

@@ -20,7 +20,7 @@ Extents = Mapping[str, int]
 
 
 def check_extents(program: str, symbols: Iterable[str], given: Extents | None) -> dict[str, int]:
-    """Return the extents that a caller gave, once they are checked.
+    """Check the extents that a caller gave, and return them as a dict.
 
     Raises:
         ProgramError: a name is no symbol of the program, or a value is no extent.
@@ -54,7 +54,7 @@ def check_extents(program: str, symbols: Iterable[str], given: Extents | None) -
 
 
 def complete_extents(program: str, symbols: Iterable[str], known: Extents) -> Extents:
-    """Return the extents of a run, once none is missing.
+    """Return the extents that are known, unless one of the program's is missing.
 
     Raises:
         ProgramError: some are.

@@ -29,7 +29,7 @@ _SHARED = ("streams", "stream_policy", "graph", "fast_lane", "timeout_s", "check
 def agree(
     name: str, problem: MdfuseError | None, communicator: Communicator, what: str | None = None
 ) -> None:
-    """Return where no rank has a problem, before a first run or after one; else raise on each.
+    """Raise on every rank, unless all ranks are without a problem and run the same.
 
     Ranks compare digests. Only where these differ do they tell each other what they run, one rank
     for all that run the same.
