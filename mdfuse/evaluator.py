@@ -428,7 +428,7 @@ class HostIrEvaluator:
         return any(i.comm is not None or i.op in ("send", "recv") for i in self.program.walk())
 
     def _explained(self, error: BackendError, communicator: Communicator) -> MdfuseError:
-        """Return the error for a broken communication: a rank refused, or what all ranks did."""
+        """Return the error for a broken communication, with a refusal or what all ranks did."""
         reason = communicator.broke_off(self._tally.occasion, error)
         if reason is None:
             error.where += tuple(filter(None, [crowd(communicator.rank)]))

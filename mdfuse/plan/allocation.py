@@ -96,7 +96,7 @@ def _pinned(
 def _symmetric(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Make a buffer that other ranks of the host can be given access to; plain on CPU."""
+    """Make a buffer that other ranks of the host can be given access to; on CPU a plain one."""
     if device.type != "cuda":
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
     return symmetric_empty(math.prod(shape), dtype, device).as_strided(shape, strides)

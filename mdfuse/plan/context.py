@@ -211,8 +211,8 @@ _POSTS = ("post", "send", "recv")
 def updated_names(program: HostProgram) -> frozenset[str]:
     """Return the names that may share memory with what is written again while they are in use.
 
-    An output is still in use after the run: where the next run writes into the input that it is a
-    view of, it is such a name.
+    An output is still in use after the run, when the next one may write: so an output that is a
+    view of an input that the program writes is among them.
     """
     uses = _Uses(program)
     for n, i in enumerate(program.instructions):

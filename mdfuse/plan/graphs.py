@@ -229,7 +229,7 @@ class GraphPlan:
         return "\n".join([*text, *lines[1 + len(self.plan.owned.lines) :]])
 
     def reset(self) -> None:
-        """Give up the graphs, which comes before their communicators are destroyed."""
+        """Give up the graphs; to be called before their communicators are destroyed."""
         for captured in self._captured.values():
             give_up(captured.recording)
         self._captured.clear()
@@ -316,7 +316,7 @@ class GraphPlan:
 
 
 def _without(line: Line, kept: Container[int]) -> Line:
-    """Take slots that are kept out of a line that empties slots."""
+    """Leave kept slots out of a line that empties slots."""
     if line.run is not None:
         return line
     return Line(run=None, into=tuple(s for s in line.targets if s not in kept))

@@ -1,4 +1,4 @@
-"""Check indices into tables: note those out of range in a run, raise on all ranks behind it.
+"""Check indices into tables: note those out of range in a run, raise on all ranks after it.
 
 An error in the midst of a run would leave the other ranks in a communication. So indices are
 looked at before they are used, those out of range are replaced by one that is there, the run goes

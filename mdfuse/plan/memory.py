@@ -141,7 +141,7 @@ def _joined(found: Sequence[Life], home: Mapping[int, int]) -> list[Life]:
 
 
 def place(found: Sequence[Life], alignment: int) -> dict[int, int]:
-    """Choose an offset for each buffer: those in use at the same time do not overlap.
+    """Choose an offset for each buffer, so that those in use at the same time do not overlap.
 
     Three ways are tried, and the one that takes the least memory is taken: the largest first, the
     longest in use first, each as far down as it fits; and in the order of use.
@@ -241,7 +241,7 @@ def peak(found: Iterable[Life]) -> int:
     """Return the most bytes that are in use at once."""
     changes: dict[int, int] = defaultdict(int)
     for life in found:
-        # odd times lie between lines: a buffer is in use to the end of its last line
+        # odd keys lie between lines: a buffer is in use to the end of its last line
         changes[2 * life.start] += life.nbytes
         changes[2 * life.stop + 1] -= life.nbytes
     now = most = 0
@@ -275,7 +275,7 @@ def own(lines: Sequence[Line], results: Sequence[int | None], device: torch.devi
 
     Args:
         lines: all calls of the plan.
-        results: the slots that it returns, whose buffers are new in each run.
+        results: the slots that the plan returns, whose buffers it never owns.
         device: where the buffers lie.
     """
     living = lives(lines, results)

@@ -66,10 +66,10 @@ class Once(_Around):
 
 @dataclass(frozen=True)
 class CheckedPlan(_Around):
-    """A plan that checks indices, and after each run of which all ranks meet.
+    """A plan that checks indices; after each run all ranks tell each other what they found.
 
     Attributes:
-        checks: what the plan finds.
+        checks: the checks of this rank.
         meet: raises on all ranks where one of them has a problem.
     """
 
