@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 _serials = itertools.count()
 _numbers = itertools.count()
 
-#: Of an evaluator before its first run.
+#: The tally of an evaluator before its first run.
 _NOTHING = RunCount(name="", serial=-1)
 
 
@@ -58,7 +58,7 @@ class HostIrEvaluator:
     """Runs a global host program on this rank.
 
     Args:
-        program: for all ranks, then it is projected onto this one; or the projection itself.
+        program: the host program for all ranks, or its projection onto this one.
         communicator: by default what `mdfuse.init()` gives.
         options: by default those of the environment.
         cache: keeps its plans, which others may share; by default one of its own.
@@ -83,7 +83,7 @@ class HostIrEvaluator:
     #: What this rank runs, once all ranks agreed to.
     _local: HostProgram | None = field(default=None, init=False, repr=False)
     _signature: Signature | None = field(default=None, init=False, repr=False)
-    #: Tells this evaluator and its runs from others; all ranks make the same ones in one order.
+    #: Tells this evaluator and its runs from others; all ranks make theirs in the same order.
     _tally: RunCount = field(default=_NOTHING, init=False, repr=False)
     _device_type: str = field(default="cpu", init=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
@@ -94,7 +94,7 @@ class HostIrEvaluator:
         self.plans = Cache(limit) if self.cache is None else self.cache
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy has not run, and will on the communicator of its process."""
+        """Copy without plans: a copy has not run, and will on the communicator of its process."""
         return HostIrEvaluator, (self.program, None, self.options)
 
     def run(self, arguments: Mapping[str, Any]) -> list[Any]:
@@ -135,7 +135,14 @@ class HostIrEvaluator:
         problem: MdfuseError | None = None,
         is_partial: bool = False,
     ) -> list[Any]:
-        """`run` with positional arguments; `is_partial`: some outputs may have no buffer."""
+        """Run with positional arguments; see `run`.
+
+        Args:
+            arguments: in the order of the inputs.
+            out: buffers in the order of the outputs.
+            problem: why this rank cannot run; raised on all ranks.
+            is_partial: some outputs may have no buffer.
+        """
         if out is not None and not isinstance(out, list | tuple):
             problem, out = problem or not_buffers(self.program.name, out), None
         # `has_dtensors` without the call, since this is in the way of each run
@@ -169,7 +176,7 @@ class HostIrEvaluator:
 
     @cached_property
     def _checks(self) -> IndexChecks | None:
-        """What looks at the indices of tables, where that is asked for and there are some."""
+        """The checks of indices into tables; None where they are off, or there are no tables."""
         rows = (TABLE.get(i.fn) for i in self.program.walk())
         has_tables = any(row is not None and row.indexed is not None for row in rows)
         is_asked = options_from_environment(self.options).check_indices
@@ -191,7 +198,7 @@ class HostIrEvaluator:
     # -- the plan of a run -----------------------------------------------------------------------
 
     def _known(self, arguments: Sequence[Any], out: Sequence[Any] | None) -> Runnable | None:
-        """The plan of an earlier run of such arguments."""
+        """Return the plan of an earlier run of such arguments; None where they must be checked."""
         signature, communicator = self._signature, self.communicator
         if signature is None or communicator is None or not communicator.is_ready:
             return None
@@ -213,7 +220,7 @@ class HostIrEvaluator:
         return plan
 
     def _are_numbers(self, signature: Signature, arguments: Sequence[Any]) -> bool:
-        """Numbers are no part of a signature: whether each is of its kind is asked in each run."""
+        """Tell whether each number is of its kind; a signature does not say so."""
         given = numbers(self.program, arguments)
         return not any(given[n] is None for n in signature.numbers)
 
@@ -224,7 +231,7 @@ class HostIrEvaluator:
         problem: MdfuseError | None,
         is_partial: bool,
     ) -> Runnable:
-        """The plan of a run with arguments of a new kind, checked."""
+        """Check arguments of a new kind, and return the plan of a run with them."""
         communicator = self._communicator()
         if problem is None:
             problem = self._problem(arguments, out, is_partial, communicator)
@@ -243,7 +250,7 @@ class HostIrEvaluator:
     def _cached(
         self, arguments: Sequence[Any], out: Sequence[Any] | None, communicator: Communicator
     ) -> tuple[Runnable | None, MdfuseError | None]:
-        """The plan of a signature, made where there is none; or why there cannot be one."""
+        """Return the plan of a signature, made where there is none; or why there cannot be one."""
         assert self._local is not None and self._signature is not None
         key = self._signature.read(arguments, out)
         plan = self.plans.get(key) if key is not None else None
@@ -283,7 +290,7 @@ class HostIrEvaluator:
     def _first(
         self, arguments: Sequence[Any], out: Sequence[Any] | None, communicator: Communicator
     ) -> Runnable:
-        """The plan of a first run; the second one is captured, if at all."""
+        """Return the plan of a first run; the second one is captured, if at all."""
         assert self._signature is not None
         plan = self._built(arguments, out, communicator, self._signature.stream())
         if self._checks is not None:
@@ -304,7 +311,7 @@ class HostIrEvaluator:
         out: Sequence[Any] | None,
         communicator: Communicator,
     ) -> Runnable:
-        """What runs from the second run on: graphs, where there is something to capture.
+        """Return what runs from the second run on: graphs, where there is something to capture.
 
         Raises:
             ProgramError: all was to be captured, and some of it cannot.
@@ -338,7 +345,7 @@ class HostIrEvaluator:
 
     @staticmethod
     def _drop(plans: Sequence[Runnable]) -> None:
-        """Give up what plans hold that are not kept."""
+        """Release plans that are no longer kept."""
         for plan in plans:
             plan.release()
 
@@ -353,14 +360,14 @@ class HostIrEvaluator:
         return self.communicator
 
     def _forget(self) -> None:
-        """The next run is a first one."""
+        """Make the next run a first one."""
         self._local, self._signature, self._last = None, None, (None, None)
         self._drop(self.plans.clear(self._number))
 
     # -- all ranks run, or none ------------------------------------------------------------------
 
     def _meet(self, problem: MdfuseError | None, communicator: Communicator) -> None:
-        """Before the first run: all ranks are well, and make their teams in program order.
+        """Let all ranks agree before the first run, and make their teams in program order.
 
         Raises:
             ProgramError: the program means nothing, or a rank was given what does not fit; on
@@ -397,7 +404,7 @@ class HostIrEvaluator:
     def _agree(
         self, problem: MdfuseError | None, communicator: Communicator, what: str | None = None
     ) -> None:
-        """Raise on every rank where one has a problem, before anything is posted."""
+        """Raise on every rank if one has a problem, before anything is posted."""
         try:
             agree(self.program.name, problem, communicator, what)
         except MdfuseError:
@@ -405,7 +412,7 @@ class HostIrEvaluator:
             raise
 
     def _refuse(self, problem: MdfuseError | None, communicator: Communicator) -> None:
-        """Not to run what others may have begun: tell them why."""
+        """Raise a problem in the place of a run that others may have begun, and tell them why."""
         assert problem is not None
         self._tally.runs += 1
         self._tally.refused += 1
@@ -417,11 +424,11 @@ class HostIrEvaluator:
 
     @cached_property
     def communicates(self) -> bool:
-        """A run concerns other ranks."""
+        """Whether a run posts to other ranks, or receives from them."""
         return any(i.comm is not None or i.op in ("send", "recv") for i in self.program.walk())
 
     def _explained(self, error: BackendError, communicator: Communicator) -> MdfuseError:
-        """Why a communication of a run broke: a rank refused the run, or what all ranks did."""
+        """Return the error for a broken communication, with a refusal or what all ranks did."""
         reason = communicator.broke_off(self._tally.occasion, error)
         if reason is None:
             error.where += tuple(filter(None, [crowd(communicator.rank)]))

@@ -1,4 +1,4 @@
-"""What moves most in a program, why, and what to write instead."""
+"""Advice: which reshards of a program move most, why, and what to write instead."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
 from mdfuse.passes.strategy import dim_map
 from mdfuse.reshard import elements_received
 
-#: A reshard is mentioned from this share of all that arrives on.
+#: Reshards are mentioned that bring more than this share of all bytes that arrive.
 _SHARE = 0.1
 
 
 def advice(fusion: Fusion) -> Iterator[str]:
-    """Lines about the reshards that move more than a tenth of what a fusion moves.
+    """Yield lines about the reshards that move more than a tenth of what a fusion moves.
 
     Args:
         fusion: as the passes prepared it: its sets are the reshards.
@@ -32,7 +32,10 @@ def _is_reshard(fusion: Fusion, expr: Expr) -> bool:
 
 
 def _bytes(fusion: Fusion, expr: Expr) -> int:
-    """Bytes that a set brings to the rank that receives most; expanded dims do not travel."""
+    """Return the bytes that a set brings to the rank that receives most.
+
+    An expanded dim counts as one element, since it travels as one.
+    """
     value = fusion.values[expr.reads[0]]
     shape = tuple(1 if d in value.expanded else n for d, n in enumerate(value.shape))
     before, after = fusion.layout(value.name), fusion.layout(expr.output)
@@ -57,7 +60,7 @@ def _ends(fusion: Fusion, expr: Expr) -> tuple[Value, Layout, Layout]:
 def _because(
     fusion: Fusion, expr: Expr, value: Value, before: Layout, after: Layout
 ) -> tuple[str, str]:
-    """Why it moves, and what to write for less."""
+    """Return why a reshard is needed, and what to write for less."""
     readers = fusion.consumers[expr.output]
     if before.mesh != after.mesh:
         return f"it is read on {after.mesh}", f"compute what is read on {after.mesh} there"

@@ -48,7 +48,7 @@ class Program:
         segments: reshards, and runs of expressions without one, in topological order; see
             `mdfuse.compiled.segments.Segment`.
         host: the global host program.
-        options: how it runs.
+        options: how the program runs; None: as the environment says.
         symbolic: where the definition has symbolic extents: all its lowerings. `fusion`, `segments`
             and `host` are those of the first.
     """
@@ -60,7 +60,7 @@ class Program:
     symbolic: Lowerings | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy, or what is read back from a file, has not run: no plans, no communicator."""
+        """Return the fields alone: a copy has not run, so it has neither plans nor communicator."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ class Program:
         return () if self.symbolic is None else tuple(self.symbolic.made)
 
     def host_for(self, extents: Mapping[str, int] | None = None) -> HostProgram:
-        """The global host program for some extents: of a lowering whose guards they satisfy.
+        """Return the global host program for some extents, from a lowering that serves them.
 
         Args:
             extents: every symbolic extent by name; none where the definition has none.
@@ -90,7 +90,7 @@ class Program:
         return self.symbolic.host_for(complete_extents(self.host.name, symbols, known))
 
     def with_extents(self, extents: Mapping[str, int]) -> Program:
-        """The program for some extents, with numbers everywhere."""
+        """Return the program for some extents, with numbers everywhere."""
         host = self.host_for(extents)
         if self.symbolic is None:
             return self
@@ -105,7 +105,7 @@ class Program:
 
     @cached_property
     def _numbered(self) -> Cache[Program]:
-        """The programs of extents that were asked for."""
+        """The programs for extents that were asked for."""
         return Cache(LIMIT)
 
     @cached_property
@@ -123,11 +123,11 @@ class Program:
         return self.host.communications
 
     def bytes_received(self, rank: int, extents: Mapping[str, int] | None = None) -> int:
-        """Bytes that arrive at a rank from others in one run, ring model, padding included."""
+        """Return the bytes that a rank receives in one run: ring model, padding included."""
         return sum(size for _, size in received(self.host_for(extents), rank))
 
     def explain(self) -> str:
-        """The choices that were made, and why, as text."""
+        """Return as text the choices that were made, and why."""
         lines = [f"@{self.host.name}: {len(self.segments)} segments, {len(self.host)} instructions"]
         posts = [_why(i) for i in self.host.walk() if i.comm is not None or i.op == "recv"]
         posts = posts or ["no communication: every operand is where it is needed"]
@@ -141,7 +141,7 @@ class Program:
 
     @cached_property
     def plans(self) -> Cache[Runnable]:
-        """What runs prepared, for all extents, options and kinds of arguments.
+        """The plans of earlier runs, for all extents, options and kinds of arguments.
 
         `plans.info()` counts hits, misses and evictions; `Options.plans` is the limit.
         """
@@ -149,7 +149,7 @@ class Program:
 
     @cached_property
     def _evaluators(self) -> Cache[HostIrEvaluator]:
-        """What runs the program on this rank, for each host program and options."""
+        """The evaluators on this rank, one for each host program and options."""
         return Cache(LIMIT)
 
     @cached_property
@@ -179,6 +179,10 @@ class Program:
             Local outputs; None where this rank is outside the output's mesh. Where an input or a
             buffer is a DTensor, DTensors on the same mesh of torch's, which on a rank outside of
             the mesh are empty; an output with a buffer is what was passed.
+
+        Raises:
+            ProgramError: what is passed does not fit the program; on every rank alike before the
+                first run.
         """
         if extents is None and options is None and self.symbolic is None:
             return self._usual.call(inputs, out)
@@ -196,7 +200,7 @@ class Program:
         return evaluator.call(inputs, out)
 
     def refuse(self, problem: MdfuseError, options: Options | None = None) -> None:
-        """Raise a problem where this rank would run, so that no rank waits for it."""
+        """Raise a problem in the place of a run, so that no rank waits for this one."""
         self._evaluator(self.host, options or self.options).call((), None, problem)
 
     def _run_other(
@@ -207,7 +211,7 @@ class Program:
         extents: Mapping[str, int] | None,
         options: Options | None,
     ) -> list[Any]:
-        """Run with extents or options that were not met before; under `key` they will be known."""
+        """Run with extents or options that are new here, and remember the evaluator under `key`."""
         options = options or self.options
         host, problem = self._host_for_run(inputs, extents, options)
         evaluator = self._evaluator(host, options)
@@ -217,12 +221,15 @@ class Program:
 
     @cached_property
     def _usual(self) -> HostIrEvaluator:
-        """What runs a program without symbolic extents, with the options it was compiled with."""
+        """The evaluator of a program without symbolic extents, with the options of `compile`."""
         return self._evaluator(self.host, self.options)
 
     @cached_property
     def _chosen(self) -> Cache[HostIrEvaluator]:
-        """What ran arguments of these shapes, which determine the extents that were not given."""
+        """The evaluators of earlier runs, by the shapes, extents and options that they were given.
+
+        Shapes determine the extents that were not given.
+        """
         return Cache(LIMIT)
 
     def _evaluator(self, host: HostProgram, options: Options | None) -> HostIrEvaluator:
@@ -236,7 +243,7 @@ class Program:
     def _host_for_run(
         self, inputs: Sequence[Any], extents: Mapping[str, int] | None, options: Options | None
     ) -> tuple[HostProgram, MdfuseError | None]:
-        """The host program for a run; with a problem, one on which the ranks can fail together."""
+        """Return the host program for a run; with a problem, one on which all ranks can fail."""
         try:
             if self.symbolic is None:
                 return self.host_for(extents), None
@@ -253,7 +260,7 @@ class Program:
 
 
 def _streams(host: HostProgram) -> Iterator[str]:
-    """What runs on which stream."""
+    """Yield lines on what runs on which stream."""
     loops = [i for i in host.instructions if i.op == "for" and any(j.outputs for j in i.body)]
     if not loops:
         yield "streams: every instruction runs on the caller's stream"
@@ -270,7 +277,7 @@ def _streams(host: HostProgram) -> Iterator[str]:
 
 
 def _graphs(host: HostProgram, options: Options | None) -> Iterator[str]:
-    """What is captured as CUDA graphs, and what is not."""
+    """Yield lines on what is captured as CUDA graphs, and what is not."""
     if options_from_environment(options).graph == "never":
         yield 'graphs: none, because graph="never"'
         return
@@ -293,7 +300,7 @@ def _graphs(host: HostProgram, options: Options | None) -> Iterator[str]:
 
 
 def _why(i: Instruction) -> str:
-    """What a post or a receive is there for."""
+    """Return what a post or a receive is there for."""
     if i.comm is not None:
         return f"{i.comm}: {i.comm.source} -> {i.comm.destination}, {_reason(i.comm)}"
     along = f" along {i.kwargs['axis']}" if "axis" in i.kwargs else ""
@@ -313,14 +320,17 @@ def compile(
     options: Options | None = None,
     should_merge: ShouldMerge | None = None,
 ) -> Program:
-    """Lower a definition: pure, for any number of ranks, without process group or GPU.
+    """Lower a definition to a program for all its ranks; this needs no process group and no GPU.
 
     What was compiled before, in an equal definition, is returned again (`FusionCache`).
 
     Args:
-        definition: its `with` block has ended.
+        definition: a definition whose `with` block has ended.
         options: how the program will run.
         should_merge: see `mdfuse.passes.segmentation.segment`.
+
+    Returns:
+        The program, which runs on each rank and prints as one for all of them.
 
     Raises:
         MdfuseError: what does not fit, with the user's line.

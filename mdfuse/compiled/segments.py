@@ -1,4 +1,4 @@
-"""Segments as a user drives them: each is a program, with a map from its ids to the definition's.
+"""Segments: the parts of a program that run by themselves, one after the other for instance:
 
 values = dict(zip(fd.inputs, inputs))
 for segment, last in zip(program.segments, program.last_uses):
@@ -83,22 +83,22 @@ class Segment:
 
     @property
     def exprs(self) -> tuple[Expr, ...]:
-        """Its expressions."""
+        """The segment's expressions."""
         return self.fusion.exprs
 
     @property
     def inputs(self) -> list[int]:
-        """Its own ids of its inputs: 0, 1, …"""
+        """The segment's own ids of its inputs: 0, 1, …"""
         return [self.fusion.ids[name] for name in self.fusion.inputs]
 
     @property
     def outputs(self) -> list[int]:
-        """Its own ids of its outputs: results that others read, or the program returns."""
+        """The segment's own ids of its outputs: results that others read or the program returns."""
         return [self.fusion.ids[name] for name in self.fusion.outputs]
 
     @property
     def extents(self) -> list[int]:
-        """Its own ids of its inputs' extents: -1, -2, …"""
+        """The segment's own ids of its inputs' extents: -1, -2, …"""
         return list(input_extents(self.fusion).values())
 
     @cached_property
@@ -155,7 +155,7 @@ class Segment:
         return chosen.program.run(*inputs, out=out, options=options)
 
     def with_extents(self, extents: Mapping[str, int] | None) -> Segment:
-        """The segment for some extents, with numbers everywhere.
+        """Return the segment for some extents, with numbers everywhere.
 
         Args:
             extents: all symbolic extents of the program, by the names they have there.
@@ -176,12 +176,12 @@ class Segment:
 
     @cached_property
     def _numbered(self) -> Cache[Segment]:
-        """The segment for extents that were asked for."""
+        """The segments for extents that were asked for."""
         return Cache(LIMIT)
 
     @property
     def _some(self) -> Segment:
-        """The segment as it ran last, on which the ranks can fail together."""
+        """The segment as it ran last, else for the examples: one on which all ranks can fail."""
         return self._numbered.recent or self.with_extents(self.examples)
 
 
@@ -206,13 +206,13 @@ def _check_complete(segment: Segment, known: Mapping[str, int]) -> None:
 def segments_of(
     fusion: Fusion, sections: Iterable[Section], host: HostProgram, options: Options | None
 ) -> tuple[Segment, ...]:
-    """The segments of a lowered fusion.
+    """Return the segments of a lowered fusion.
 
     Args:
         fusion: after all passes; every value has an id.
-        sections: as it was cut.
-        host: its program.
-        options: that it was lowered with.
+        sections: the sections that the fusion was cut into.
+        host: the fusion's host program.
+        options: those that the fusion was lowered with.
     """
     extents, orders = extent_ids(fusion), _orders(host)
     return tuple(_segment(fusion, section, extents, orders, options) for section in sections)
@@ -239,7 +239,10 @@ def _segment(
 
 
 def last_uses(segments: Sequence[Segment], kept: Iterable[int]) -> tuple[tuple[int, ...], ...]:
-    """For each segment, the ids of the definition that neither a later one nor `kept` has."""
+    """Return for each segment the ids of the definition that nothing needs after it.
+
+    Ids in `kept` are needed to the end.
+    """
     needed, found = {*kept}, []
     for segment in reversed(segments):
         here = dict.fromkeys(segment.map[i] for i in (*segment.inputs, *segment.outputs))
@@ -252,7 +255,7 @@ def last_uses(segments: Sequence[Segment], kept: Iterable[int]) -> tuple[tuple[i
 
 
 def _orders(host: HostProgram) -> Orders:
-    """The memory orders in which a program computes its values.
+    """Return the memory orders in which a program computes its values.
 
     Results of reductions depend in their last bits on where the elements lie, so a segment leaves
     its results as the program does.
@@ -268,7 +271,7 @@ def _orders(host: HostProgram) -> Orders:
 
 
 def _row_major(host: HostProgram, i: Instruction) -> tuple[int, ...] | None:
-    """Row by row, where a plan makes a buffer of its own for what is no output; else None."""
+    """Return row-major order where a plan gives the result a new buffer of its own; else None."""
     if i.fn not in TABLE:
         return None
     tensors = [x for x in i.reads if host.types[x].layout is not None]

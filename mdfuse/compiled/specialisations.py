@@ -24,10 +24,10 @@ Extents = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Lowering:
-    """A program, and what the extents must satisfy for it.
+    """A lowered fusion, and what the extents must satisfy for it.
 
     Attributes:
-        fusion: as lowered.
+        fusion: the fusion as lowered.
         segments: runs of expressions without a reshard.
         host: the global host program, with symbols where its numbers depend on them.
         assumed: what was assumed of the symbols.
@@ -56,10 +56,10 @@ class Lowerings:
     """All lowerings of one fusion so far.
 
     Attributes:
-        fusion: as defined, with the definition's examples.
-        examples: of the symbols.
+        fusion: the fusion as defined, with the definition's examples.
+        examples: an example of each symbol.
         assumed: what the definition itself decided about them.
-        lower: what lowers.
+        lower: lowers a fusion: returns it as lowered, its segments and its host program.
     """
 
     fusion: Fusion
@@ -75,7 +75,7 @@ class Lowerings:
         return tuple(self.examples)
 
     def first(self) -> Lowering:
-        """Lower with examples that divide well."""
+        """Lower the fusion with examples that meshes and loops divide, as far as possible."""
         return self._add(_good_examples(self.fusion, self.examples, self.assumed))
 
     def _add(self, examples: Extents) -> Lowering:
@@ -90,7 +90,7 @@ class Lowerings:
         return made
 
     def host_for(self, extents: Extents) -> HostProgram:
-        """The host program for some extents.
+        """Return the host program for some extents, with numbers in the place of symbols.
 
         Raises:
             MdfuseError: the definition means nothing for them.
@@ -103,7 +103,7 @@ class Lowerings:
         return host
 
     def lowering_for(self, extents: Extents) -> Lowering:
-        """A lowering whose guards some extents satisfy; a new one where there is none."""
+        """Return a lowering whose guards some extents satisfy; a new one where there is none."""
         check_definition(self.fusion.name, self.assumed, extents)
         _check_sizes(self.fusion, extents)
         fits = (x for x in self.made if x.assumed.hold(extents))
@@ -128,7 +128,7 @@ class Lowerings:
 
 
 def _check_sizes(fusion: Fusion, extents: Extents) -> None:
-    """Raise ProgramError where a value has more bytes than an address can tell."""
+    """Raise ProgramError where a value would have 2^63 bytes or more."""
     for name, value in fusion.values.items():
         shape = with_numbers(value.shape, extents)
         if math.prod(max(n, 1) for n in shape) * value.dtype.itemsize >= 1 << 63:
@@ -146,7 +146,7 @@ def lowerings_of(
     should_merge: ShouldMerge | None,
     options: Options | None,
 ) -> Lowerings:
-    """The first lowering of a fusion with symbolic extents, and what makes others."""
+    """Lower a fusion with symbolic extents once; return what makes the other lowerings."""
     lower = partial(_lowered, should_merge=should_merge, options=options)
     made = Lowerings(fusion, examples, assumed, lower)
     made.first()
@@ -164,7 +164,7 @@ def _lowered(
 
 
 def _good_examples(fusion: Fusion, examples: Extents, assumed: Assumptions) -> Extents:
-    """Examples that all meshes and loops divide, and that differ where they may."""
+    """Choose examples that all meshes and loops divide, and that differ where they may."""
 
     def fits(changed: Extents) -> bool:
         return assumed.hold(changed) and is_possible(fusion, changed)
@@ -180,7 +180,7 @@ def _good_examples(fusion: Fusion, examples: Extents, assumed: Assumptions) -> E
 
 
 def _divisors(fusion: Fusion) -> Iterable[int]:
-    """The sizes of meshes, and the numbers of chunks of streams."""
+    """Yield for each value the size of its mesh times its number of chunks."""
     for value in fusion.values.values():
         if value.layout is not None:
             stream = value.layout.stream

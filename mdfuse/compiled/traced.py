@@ -31,7 +31,7 @@ LIMIT = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """What tracing a function gave.
+    """The result of tracing a function.
 
     Attributes:
         definition: the fusion.
@@ -46,8 +46,8 @@ class TracedFunction:
     """A function whose body defines a fusion.
 
     It is traced once for arguments of a kind: the specs of its tensors, and its other arguments as
-    they are, which are constants of the trace. What it reads besides its arguments counts as it was
-    then. The definitions and programs that were used last are kept.
+    they are, which are constants of the trace. What the function reads besides its arguments counts
+    as it was then. The definitions and programs that were used last are kept.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -60,7 +60,7 @@ class TracedFunction:
         self._lock = threading.RLock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The body inside a definition; on DTensors, its program.
+        """Inside a definition, run the body there; on DTensors, run the body's program.
 
         Args:
             args, kwargs: inside a definition, its values and numbers: the body as if it stood
@@ -113,7 +113,7 @@ class TracedFunction:
     # -- tracing ---------------------------------------------------------------------------------
 
     def _traced(self, bound: inspect.BoundArguments) -> Traced:
-        """What tracing gave for such arguments."""
+        """Return the result of tracing for some arguments, traced once for each kind."""
         key = tuple((name, self._part(name, x)) for name, x in _arguments(bound))
         with self._lock:
             found = self._traces.get(key)
@@ -143,7 +143,7 @@ class TracedFunction:
             )
 
     def _part(self, name: str, x: Any, is_inside: bool = False) -> Hashable:
-        """What of an argument a trace depends on: 1, 1.0 and True make different programs."""
+        """Return what a trace depends on in an argument: 1, 1.0 and True are different programs."""
         if isinstance(x, TensorSpec) and not is_inside:
             return x.key
         if isinstance(x, tuple | list):
@@ -184,7 +184,7 @@ class TracedFunction:
         return compile(traced.definition), traced
 
     def _run(self, bound: inspect.BoundArguments) -> Any:
-        """Run on DTensors."""
+        """Run the program of the function on DTensors."""
         arguments = _arguments(bound)
         self._check_dtensors(arguments)
         key = tuple(
@@ -221,7 +221,7 @@ class TracedFunction:
 
 
 def _signature(function: Any) -> inspect.Signature:
-    """What a function takes; a module, what its `forward` does."""
+    """Return the parameters of a function; of a module, those of its `forward`."""
     name = getattr(function, "__name__", type(function).__name__)
     if isinstance(function, torch.nn.Module):
         if any(True for _ in (*function.parameters(), *function.buffers())):
@@ -242,7 +242,7 @@ def _signature(function: Any) -> inspect.Signature:
 
 
 def _arguments(bound: inspect.BoundArguments) -> list[tuple[str, Any]]:
-    """The arguments by name; those of *args, and of **kwargs in alphabetical order, one by one."""
+    """Return the arguments by name; those of *args, and sorted those of **kwargs, one by one."""
     found: list[tuple[str, Any]] = []
     for name, x in bound.arguments.items():
         kind = bound.signature.parameters[name].kind
@@ -256,7 +256,7 @@ def _arguments(bound: inspect.BoundArguments) -> list[tuple[str, Any]]:
 
 
 def _put(bound: inspect.BoundArguments, name: str, x: Any) -> None:
-    """Another argument in the place of one."""
+    """Replace the argument that has a name of `_arguments`."""
     name, _, item = name.partition(".")
     if not item:
         bound.arguments[name] = x
@@ -268,7 +268,7 @@ def _put(bound: inspect.BoundArguments, name: str, x: Any) -> None:
 
 
 def _with_specs(bound: inspect.BoundArguments) -> inspect.BoundArguments:
-    """The arguments with the specs of DTensors in their place."""
+    """Return the arguments, with the spec of each DTensor in its place."""
     from mdfuse.runs.dtensor import spec_of
 
     changed = bound.signature.bind(*bound.args, **bound.kwargs)
@@ -279,7 +279,7 @@ def _with_specs(bound: inspect.BoundArguments) -> inspect.BoundArguments:
 
 
 def _defined(fd: FusionDefinition, name: str, x: Any) -> Any:
-    """The input of a spec; any other argument as it is."""
+    """Define the input of a spec, and return it; return any other argument as it is."""
     if not isinstance(x, TensorSpec):
         return x
     mesh, name = as_mesh(x.mesh), as_name(name.replace(".", "_"), "in")

@@ -1,4 +1,4 @@
-"""New buffers: where they lie, in which memory order, and what is in them at first."""
+"""Prepare new buffers: in which memory they lie, in which order, and what they hold at first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from mdfuse.torch_private import symmetric_empty
 
 
 def allocate(i: Instruction, context: Context) -> list[Line]:
-    """A new buffer; nothing where there is one."""
+    """Return the calls of an `alloc`: a new buffer where there is none, and its first values.
+
+    Raises:
+        ProgramError: the buffer cannot hold the number that it is to be filled with.
+    """
     (output,) = i.outputs
     memory = i.kwargs.get("memory", "device")
     lines = empty(output, i.order, context, memory)
@@ -37,7 +41,7 @@ def allocate(i: Instruction, context: Context) -> list[Line]:
 def empty(
     output: str, order: tuple[int, ...] | None, context: Context, memory: str = "device"
 ) -> list[Line]:
-    """Bind a name to a new buffer, unless it has one."""
+    """Bind a name to a new buffer, unless the name has one; see `new_buffer`."""
     if context.has_buffer(output):
         return []
     return new_buffer(output, order, context, memory)
@@ -46,7 +50,14 @@ def empty(
 def new_buffer(
     output: str, order: tuple[int, ...] | None, context: Context, memory: str = "device"
 ) -> list[Line]:
-    """Bind a name to a new buffer."""
+    """Bind a name to a new buffer, poisoned where the context says so.
+
+    Args:
+        output: the name, whose type gives shape and dtype.
+        order: the dims from outermost to innermost in memory; None: row-major.
+        context: what is known at this instruction; it learns the strides.
+        memory: "device", or a key of `MEMORY`.
+    """
     shape, dtype = context.local(output), context.type(output).dtype
     strides = dense_strides(shape, order)
     new = NewBuffer(shape=shape, strides=strides, dtype=dtype, device=context.device)
@@ -77,7 +88,7 @@ def _on_host(
 def _pinned(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Host memory that a GPU reads directly; without a GPU nothing needs it pinned."""
+    """Make a buffer in host memory that a GPU reads directly; without a GPU it is not pinned."""
     pin = device.type == "cuda"
     return torch.empty_strided(shape, strides, dtype=dtype, device="cpu", pin_memory=pin)
 
@@ -85,7 +96,7 @@ def _pinned(
 def _symmetric(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Memory that the other ranks of a host can be given access to; on CPU plain memory."""
+    """Make a buffer that other ranks of the host can be given access to; on CPU a plain one."""
     if device.type != "cuda":
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
     return symmetric_empty(math.prod(shape), dtype, device).as_strided(shape, strides)

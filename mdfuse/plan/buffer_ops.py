@@ -1,4 +1,4 @@
-"""Prepared buffer operations: parts of a buffer as views, and what posts need around them."""
+"""Prepare buffer operations: views of parts of a buffer, and what posts need around them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ _Value = Callable[..., Tensor]
 
 
 def _view(i: Instruction, context: Context, run: _Value | str, *args: Any) -> list[Line]:
-    """Bind a view of the operand, or copy it into the buffer that there is."""
+    """Bind the result to a view of the operand, or copy the view into the result's buffer.
+
+    Args:
+        i: an instruction with one operand and one result.
+        context: what is known at this instruction; it learns the strides of the view.
+        run: makes the view of a tensor; a text names a method.
+        *args: further arguments of `run`.
+    """
     (output,), (operand,) = i.outputs, i.reads
     fact = context.fact(operand)
     if not context.has_buffer(output) and fact is not None:
@@ -33,7 +40,7 @@ def _view(i: Instruction, context: Context, run: _Value | str, *args: Any) -> li
 def _made(
     i: Instruction, context: Context, run: _Value | str, *args: Any, is_view: bool = False
 ) -> list[Line]:
-    """Bind what a call makes of the operand, or copy it into the buffer that there is."""
+    """Bind the result to what a call makes of the operand, or copy that into its buffer."""
     (output,), (operand,) = i.outputs, i.reads
     source = context.ref(operand)
     if not context.has_buffer(output):
@@ -50,7 +57,11 @@ def _made(
 
 
 def _narrow(i: Instruction, context: Context) -> list[Line]:
-    """This rank's part, or one chunk of it, of what it holds: a view."""
+    """Cut this rank's part of the result, or one chunk of it, out of the operand, as a view.
+
+    Raises:
+        ProgramError: the result's box is not inside the operand's.
+    """
     (output,), (operand,) = i.outputs, i.reads
     if 0 in context.local(output):
         return empty(output, i.order, context)
@@ -68,7 +79,11 @@ def _narrow(i: Instruction, context: Context) -> list[Line]:
 
 
 def _select(i: Instruction, context: Context) -> list[Line]:
-    """The slice at an index of a dim: a view."""
+    """Take the slice at one index of a dim, as a view.
+
+    Raises:
+        ProgramError: the index is out of range for this rank's part.
+    """
     (source,) = i.reads
     dim, index = i.kwargs["dim"], i.kwargs["index"]
     shape = context.local(source)
@@ -87,7 +102,7 @@ def _select(i: Instruction, context: Context) -> list[Line]:
 
 
 def _unexpand(i: Instruction, context: Context) -> list[Line]:
-    """One element of each expanded dim: a view."""
+    """Take one element of each expanded dim, as a view."""
     dims = i.kwargs["dims"]
     ndim = len(context.type(i.outputs[0]).shape)
     index = tuple(slice(0, 1) if d in dims else slice(None) for d in range(ndim))
@@ -95,7 +110,7 @@ def _unexpand(i: Instruction, context: Context) -> list[Line]:
 
 
 def _pad(i: Instruction, context: Context) -> list[Line]:
-    """The same rows, then zeros up to the length of a block; dense."""
+    """Append zeros along a dim up to the length of a block; the result is dense."""
     (output,) = i.outputs
     shape, dim = context.local(output), i.kwargs["dim"]
     _know_dense(i, context)
@@ -111,7 +126,7 @@ def _pad(i: Instruction, context: Context) -> list[Line]:
 
 
 def _know_dense(i: Instruction, context: Context) -> None:
-    """What is bound here is dense."""
+    """Note that the result is dense, unless it is written into a buffer that exists already."""
     (output,) = i.outputs
     if not context.has_buffer(output):
         shape, dtype = context.local(output), context.type(output).dtype
@@ -119,7 +134,7 @@ def _know_dense(i: Instruction, context: Context) -> None:
 
 
 def _pack(i: Instruction, context: Context) -> list[Line]:
-    """One block after the other, each with the dim that is joined outermost."""
+    """Write the blocks along `to_dim` one after the other, each with the joined dim outermost."""
     attrs = i.kwargs
     layout = context.type(i.reads[0]).layout
     assert layout is not None
@@ -140,7 +155,7 @@ def _pack(i: Instruction, context: Context) -> list[Line]:
 
 
 def _pack_evenly(i: Instruction, context: Context, fact: Tensor, parts: int) -> list[Line]:
-    """Equal blocks: one copy of a view with the dim of the blocks outermost."""
+    """Pack blocks of equal size in one copy, of a view with the dim of the blocks outermost."""
     (output,), attrs = i.outputs, i.kwargs
     rows = fact.unflatten(attrs["to_dim"], (parts, -1))
     dim = attrs["dim"] + (attrs["to_dim"] < attrs["dim"])
@@ -160,7 +175,11 @@ def _pack_evenly(i: Instruction, context: Context, fact: Tensor, parts: int) -> 
 
 
 def _zeros(i: Instruction, context: Context) -> list[Line]:
-    """What this rank holds, in zeros of the new size; zeros only away from coordinate 0."""
+    """Place this rank's part in a buffer of zeros, of the shape that the result has here.
+
+    Along axes that become Partial only the rank at coordinate 0 contributes its part; the others
+    hold zeros alone.
+    """
     (output,), (operand,) = i.outputs, i.reads
     shape = context.local(output)
     box = relative(context.box(operand), context.box(output))
@@ -178,7 +197,7 @@ def _zeros(i: Instruction, context: Context) -> list[Line]:
 
 
 def _is_first_along_new_axes(i: Instruction, context: Context) -> bool:
-    """This rank is at coordinate 0 of each axis that becomes Partial."""
+    """Tell whether this rank is at coordinate 0 of each axis that becomes Partial."""
     before, after = (context.type(n).layout for n in (*i.reads, *i.outputs))
     assert before is not None and after is not None
     coordinate = before.mesh.coordinate(context.rank)
@@ -188,7 +207,7 @@ def _is_first_along_new_axes(i: Instruction, context: Context) -> bool:
     return all(coordinate[before.mesh.axis_index(a)] == 0 for a in changed)
 
 
-#: op -> what prepares it.
+#: op -> the function that prepares its lines.
 BUFFER_OPS: dict[str, Callable[[Instruction, Context], list[Line]]] = {
     "narrow": _narrow,
     "chunk": _narrow,

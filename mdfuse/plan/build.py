@@ -32,23 +32,23 @@ __all__ = ["Context", "Plan", "Step", "build"]
 
 @dataclass(frozen=True)
 class Plan:
-    """Prepared calls of one rank.
+    """The prepared calls of one rank, for arguments of one kind.
 
     Attributes:
         name: of the program.
-        size: how many slots.
+        size: how many slots there are.
         names: slot -> what it is, for readers: the name of its buffer or handle in the program.
         inputs: the slots of the inputs.
         given: for each output the slot of the caller's buffer, where there is one.
         outputs: the slots of the outputs; None for what this rank does not compute.
         steps: what to call, in order.
-        device: whose streams.
+        device: where it computes.
         switches: whether it changes the current stream.
         one_stream: everything runs on the stream that is current when a run starts.
-        numbers: inputs of it are numbers.
-        may_overlap: it writes into buffers of the caller.
+        numbers: whether some inputs are numbers.
+        may_overlap: whether it writes into the caller's buffers, which then may overlap others.
         written: the slots of inputs that it writes into.
-        records: autograd would record it.
+        records: whether one of the caller's tensors requires a gradient.
         tally: how often its program ran.
     """
 
@@ -71,7 +71,7 @@ class Plan:
     # -- step by step, as the simulator goes -----------------------------------------------------
 
     def start(self, arguments: Sequence[Any], out: Sequence[Any] | None = None) -> Slots:
-        """Fresh slots with the caller's buffers in them."""
+        """Return fresh slots with the caller's buffers in them."""
         slots: Slots = [None] * self.size
         for slot, argument in zip(self.inputs, arguments, strict=True):
             slots[slot] = argument
@@ -81,19 +81,19 @@ class Plan:
         return slots
 
     def finish(self, slots: Slots) -> list[Any]:
-        """The outputs."""
+        """Return the outputs that the slots hold."""
         return [None if slot is None else slots[slot] for slot in self.outputs]
 
     # -- at once ---------------------------------------------------------------------------------
 
     @cached_property
     def lines(self) -> tuple[Line, ...]:
-        """All calls."""
+        """All calls, in order."""
         return tuple(line for step in self.steps for line in step.lines)
 
     @cached_property
     def owned(self) -> Owned:
-        """The buffers that are the same in all runs, and the calls that are left."""
+        """The buffers that are the same in all runs, and the calls that are left for each run."""
         if self.one_stream:
             return own(self.lines, self.outputs, self.device)
         numbers = tuple(range(len(self.lines)))
@@ -101,12 +101,12 @@ class Plan:
 
     @property
     def left(self) -> tuple[int, ...]:
-        """Of the calls that are left: the number of each, in the order of their lines."""
+        """For each call that is left, its number among all lines."""
         return self.owned.numbers
 
     @cached_property
     def function(self) -> Function:
-        """All of them as one function of the caller's stream, the inputs and the given outputs."""
+        """The calls left, as a function of the caller's stream, inputs and given outputs."""
         places = [slot for slot in self.given if slot is not None]
         parameters = [CALLER_SLOT, *self.inputs, *places]
         function = write(
@@ -127,7 +127,7 @@ class Plan:
 
     @cached_property
     def labels(self) -> tuple[str, ...]:
-        """What each line belongs to."""
+        """For each of all lines, what it belongs to."""
         return tuple(step.label for step in self.steps for _ in step.lines)
 
     def run(self, arguments: Sequence[Any], out: Sequence[Any] | None = None) -> list[Any]:
@@ -135,6 +135,13 @@ class Plan:
 
         Nothing is recorded for autograd, which knows no writes into given buffers; where it would
         be, the run was refused.
+
+        Args:
+            arguments: local tensors, None for those that this rank lacks, numbers for scalars.
+            out: the caller's buffers for outputs, None for those without; None: there are none.
+
+        Returns:
+            The local outputs; None for those that this rank does not compute.
         """
         if out is not None:
             arguments = [*arguments, *self.taken(out)]
@@ -144,11 +151,11 @@ class Plan:
         return self.call(arguments)
 
     def taken(self, out: Sequence[Any]) -> list[Any]:
-        """The caller's buffers that have a slot."""
+        """Return the caller's buffers that have a slot."""
         return [x for x, slot in zip(out, self.given, strict=True) if slot is not None]
 
     def call(self, values: Sequence[Any]) -> list[Any]:
-        """`run` on the values of the inputs and of the given outputs."""
+        """Run on the values of the inputs and of the given outputs, in this order."""
         caller = torch.cuda.current_stream(self.device) if self.switches else None
         try:
             return self.function.call(caller, *values)
@@ -159,24 +166,24 @@ class Plan:
                 torch.cuda.set_stream(caller)
 
     def addresses(self, arguments: Sequence[Any], out: Sequence[Any] | None) -> dict[int, int]:
-        """Where the caller's buffers lie, by slot."""
+        """Return slot -> address of each tensor that the caller passes."""
         places = [slot for slot in self.given if slot is not None]
         values = [*arguments, *(self.taken(out) if out is not None else ())]
         pairs = zip((*self.inputs, *places), values, strict=True)
         return {slot: x.data_ptr() for slot, x in pairs if isinstance(x, Tensor)}
 
     def release(self) -> None:
-        """Give up the buffers; the next run makes them again."""
+        """Give up the owned buffers; the next run makes them again."""
         self.__dict__.pop("owned", None)
         self.__dict__.pop("function", None)
 
     def explained(self, error: Exception, function: Function, first: int = 0) -> Exception:
-        """An error that says which instruction it comes from.
+        """Return an error that says which instruction it comes from.
 
         Args:
-            error: what a function raised that was written from the plan's lines.
-            function: that one.
-            first: the first of its lines.
+            error: what the function raised.
+            function: written from lines of the plan that are left.
+            first: the number of its first line among these.
         """
         found = function.line_of(error.__traceback__)
         if found is None or first + found >= len(self.left):
@@ -192,11 +199,11 @@ class Plan:
         return error
 
     def step_of(self, number: int) -> Step:
-        """The step that a line belongs to."""
+        """Return the step that a line belongs to."""
         return self.steps[self.number_of(number)]
 
     def number_of(self, line: int) -> int:
-        """The number of the step that a line belongs to."""
+        """Return the number of the step that a line belongs to."""
         for number, step in enumerate(self.steps):
             line -= len(step.lines)
             if line < 0:
@@ -266,14 +273,14 @@ def build(
 
 
 def _know(context: Context, name: str, x: Any) -> None:
-    """What the caller passes says how it lies."""
+    """Note the strides of what the caller passes."""
     if isinstance(x, Tensor):
         fact = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
         context.know(name, fact)
 
 
 def _given(context: Context, out: Sequence[Any]) -> list[int | None]:
-    """The slots of the caller's buffers for outputs, which are bound from the start."""
+    """Return the slots of the caller's buffers for outputs, which are bound from the start."""
     found: list[int | None] = []
     for name, buffer in zip(context.program.outputs, out, strict=False):
         is_new = buffer is not None and not context.has_buffer(name)
@@ -286,7 +293,7 @@ def _given(context: Context, out: Sequence[Any]) -> list[int | None]:
 
 
 def _part_outputs(builder: Builder, given: Sequence[int | None], outputs: list[int | None]) -> None:
-    """An output that would be a view of another one is copied; views of inputs stay views."""
+    """Copy an output that would be a view of another one; views of inputs stay views."""
     context = builder.context
     names = context.program.outputs
     for n, name in enumerate(names):
@@ -302,7 +309,7 @@ def _part_outputs(builder: Builder, given: Sequence[int | None], outputs: list[i
 
 
 def _fill_given(builder: Builder, given: Sequence[int | None], outputs: list[int | None]) -> None:
-    """An output that is an input, or is given twice, is copied into the caller's buffer."""
+    """Copy an output that is an input, or is given twice, into the caller's buffer."""
     for n, place in enumerate(given):
         result = outputs[n]
         if place is None or result is None or place == result:

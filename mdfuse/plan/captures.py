@@ -1,4 +1,4 @@
-"""Capturing CUDA graphs, and giving them up, so that nothing breaks a capture."""
+"""Capture CUDA graphs, and give them up when that breaks no capture."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ import torch
 
 
 class Recording(Protocol):
-    """Something that was recorded."""
+    """Work that was recorded, and can be queued again."""
 
     def replay(self) -> None:
-        """Do it again, on the current stream."""
+        """Queue the work again, on the current stream."""
 
     def reset(self) -> None:
-        """Give up what it holds; it is never replayed again."""
+        """Give up what the recording holds; it is never replayed again."""
 
 
 class GraphRecorder(Protocol):
-    """Records what a function queues on the device, without doing it.
+    """Records what a function queues on the device, without running it there.
 
     Attributes:
-        stream: the stream that is current meanwhile.
+        stream: the stream that is current while the function is called.
     """
 
     stream: Any
 
     def record(self, run: Callable[[], list[Any]]) -> tuple[list[Any], Recording]:
-        """Call the function; its results, whose buffers each replay fills."""
+        """Call a function; return results, whose buffers each replay fills, and the recording."""
 
 
-#: Held by whoever captures, and by whoever gives up a graph: that waits for the device, which no
-#: thread may do while another one captures.
+#: Held by whoever captures, and by whoever gives up a graph: to give one up waits for the device,
+#: which no thread may do while another one captures.
 _captures = threading.RLock()
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """For a capture: no graph is given up meanwhile, by anybody.
+    """Keep all threads from giving up a graph while the caller captures.
 
-    Graphs that are garbage go before, for the collector may run at any line, and to destroy a graph
-    breaks the capture of the thread that it runs in.
+    Graphs that are garbage are collected before that: the collector may run at any line, and
+    destroying a graph breaks a capture in the same thread.
     """
     with _captures:
         gc.collect()
@@ -59,7 +59,7 @@ def undisturbed() -> Iterator[None]:
 
 
 def give_up(recording: Recording) -> None:
-    """Reset a graph, once nobody captures."""
+    """Reset a graph, as soon as no thread captures."""
     with _captures:
         recording.reset()
 
@@ -91,9 +91,9 @@ class CudaRecorder:
         self.device, self.stream = device, stream
 
     def record(self, run: Callable[[], list[Any]]) -> tuple[list[Any], Recording]:
-        """Capture what a function queues.
+        """Capture what a function queues, and return its results and the graph.
 
-        Other threads go on as they like meanwhile: the libraries' watchdogs ask for events.
+        Other threads may use CUDA meanwhile: the libraries' watchdogs query events.
         """
         graph = torch.cuda.CUDAGraph()
         self.stream.wait_stream(torch.cuda.current_stream(self.device))

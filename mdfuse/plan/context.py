@@ -1,4 +1,4 @@
-"""What preparing a call needs to know: the program, this rank's slots, and what has a buffer."""
+"""The context in which calls are prepared: the program, this rank's slots, what has a buffer."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Step:
         stream: the stream that is current when it runs.
         waits: the slot of the communication that it waits for, and which piece of it.
         joins: the stream that the current one waits for.
-        posters: what it posts.
-        calls: the same, as this rank's parts of communications.
+        posters: prepared calls of a backend, one for each piece that it posts.
+        calls: for each of the posters, this rank's part of the communication.
         eager: why no CUDA graph can hold it; None where one can.
     """
 
@@ -71,16 +71,16 @@ class Context:
     Attributes:
         program: written out for the rank.
         rank: the rank.
-        slots: name -> slot; a name that is bound again, after it was freed, gets another one.
+        slots: name -> slot; a name that is bound again, after it was freed, gets another slot.
         size: how many slots there are.
         names: slot -> what it is, for readers: the name as programs print it.
         bind: prepares a call on a backend whose teams are made.
         device: where buffers lie.
         poison: fill new buffers with NaN or the largest value.
-        has_streams: the device has streams, and the plan switches them.
+        has_streams: whether the device has streams, which the plan then switches and joins.
         one_stream: everything runs on the stream that is current when a run starts.
         caller: the handle of the caller's CUDA stream; 0 without a GPU.
-        stream: that of the stream which is current.
+        stream: the handle of the stream that is current.
         facts: name -> a meta tensor with the strides of its buffer, where these are known.
         bound: names that have a value here.
         given: outputs for which the caller passed a buffer.
@@ -124,7 +124,7 @@ class Context:
         return self.slots[name]
 
     def new_slot(self) -> int:
-        """A slot for a value without a name."""
+        """Return a new slot."""
         self.size += 1
         return self.size - 1
 
@@ -143,11 +143,11 @@ class Context:
     # -- which names have a buffer ---------------------------------------------------------------
 
     def has_buffer(self, name: str) -> bool:
-        """Results are written into the name's buffer; else one is bound to it."""
+        """Tell whether a name has a buffer; if so, results are written there."""
         return name in self.bound or name in self.given
 
     def bind_name(self, name: str, shares: str | None = None) -> None:
-        """The name has a buffer from here on."""
+        """Note that a name has a buffer from here on; `shares` names what it is a view of."""
         if shares is not None and not self.has_buffer(name):
             self.storage[name] = self.storage.get(shares, shares)
         self.bound.add(name)
@@ -159,39 +159,39 @@ class Context:
             known.pop(name, None)
 
     def is_on_device(self, name: str) -> bool:
-        """The name's buffer is where this rank computes."""
+        """Tell whether a name's buffer is where this rank computes."""
         memory = self.allocated.get(self.storage.get(name, name), "device")
         return self.device.type == "cpu" or memory not in ("host", "pinned")
 
     # -- what is known of buffers ----------------------------------------------------------------
 
     def fact(self, x: Any) -> Tensor | None:
-        """A meta tensor like an operand's buffer; None where its strides are not known."""
+        """Return a meta tensor like an operand's buffer; None where its strides are not known."""
         return self.facts.get(x) if isinstance(x, str) else None
 
     def know(self, name: str, fact: Tensor | None) -> None:
-        """What a name's buffer is like, from here on."""
+        """Note what a name's buffer is like from here on; None where that is not known."""
         if fact is None:
             self.facts.pop(name, None)
         else:
             self.facts[name] = fact
 
     def share(self, a: str, b: str) -> bool:
-        """Two names share memory."""
+        """Tell whether two names share memory."""
         return self.storage.get(a, a) == self.storage.get(b, b)
 
     def where(self, i: Instruction) -> list[str]:
-        """The user's line of an instruction, for error messages."""
+        """Return the user's line of an instruction, for error messages."""
         return [i.source.quote()] if i.source else []
 
 
 def base_name(name: str) -> str:
-    """The name as the program has it, without the number of the iteration."""
+    """Return a name as the program has it, without the number of the iteration."""
     return name.split("@")[0]
 
 
 def described(i: Instruction) -> str:
-    """What an instruction does, in short, for error messages."""
+    """Return in short what an instruction does, for error messages."""
     made = ", ".join(f"%{base_name(n)}" for n in i.outputs)
     if made:
         return f"{made} = {i.fn or i.op}"
@@ -201,7 +201,7 @@ def described(i: Instruction) -> str:
 
 
 def label(i: Instruction) -> str:
-    """The user's line of an instruction, or what it does."""
+    """Return the user's line of an instruction, or what it does."""
     return str(i.source or described(i))
 
 
@@ -209,9 +209,10 @@ _POSTS = ("post", "send", "recv")
 
 
 def updated_names(program: HostProgram) -> frozenset[str]:
-    """The names that may share memory with what is written again while they are in use.
+    """Return the names that may share memory with what is written again while they are in use.
 
-    An output is in use after the run: it is no view of an input that a run writes.
+    An output is still in use after the run, when the next one may write: so an output that is a
+    view of an input that the program writes is among them.
     """
     uses = _Uses(program)
     for n, i in enumerate(program.instructions):
@@ -235,7 +236,7 @@ class _Uses:
         self.of: dict[str, set[str]] = defaultdict(set)
 
     def note(self, n: int, i: Instruction) -> None:
-        """Go on by an instruction."""
+        """Note what instruction `n` binds, writes and uses."""
         if i.op == "free":
             return
         for j in i.walk():
@@ -254,13 +255,13 @@ class _Uses:
                 self.use(name, n)
 
     def use(self, name: str, n: float) -> None:
-        """A name is used, and with it what it is a view of."""
+        """Note that instruction `n` uses a name, and with it what the name is a view of."""
         n = math.inf if name in self.outputs else n
         for base in self.bases(name):
             self.last[base] = max(n, self.last.get(base, -1))
 
     def bases(self, name: str) -> set[str]:
-        """A name, what it is a view of, what that is a view of, …"""
+        """Return a name, what it is a view of, what that is a view of, …"""
         found, waiting = {name}, [name]
         while waiting:
             new = self.of.get(waiting.pop(), set()) - found
@@ -269,7 +270,7 @@ class _Uses:
         return found
 
     def sees_write(self, name: str) -> bool:
-        """A write falls between the binding of a name and its last use."""
+        """Tell whether a name's memory is written between its binding and its last use."""
         of, last = self.shared[name], self.last.get(name, -1)
         writes = self.writes.get(of, [])
         if last == math.inf and of in self.inputs:

@@ -1,4 +1,4 @@
-"""Prepared sends and receives: those of one group are posted at once."""
+"""Prepare sends and receives: those of one group are posted at once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Exchanges:
     Attributes:
         context: the rank's slots and bindings.
         group: the sends and receives since group_start; None outside of a group.
-        own: what was sent to this rank itself and not received yet: its name, the slot of a copy.
+        own: what this rank sent to itself and has not received yet: its name, the slot of a copy.
     """
 
     context: Context
@@ -42,7 +42,10 @@ class Exchanges:
     own: list[tuple[str, int]] = field(default_factory=list)
 
     def steps(self, i: Instruction) -> list[Step]:
-        """What a send, a receive, or the start or end of a group becomes."""
+        """Return the steps of a send, a receive, or the start or end of a group.
+
+        The members of a group are collected; its end has the steps of all.
+        """
         if i.op == "group_start":
             self.group = []
             return []
@@ -55,7 +58,7 @@ class Exchanges:
         return []
 
     def finish(self) -> None:
-        """Raise ProgramError where a send to oneself was not ended."""
+        """Raise ProgramError where this rank sends to itself what it does not receive."""
         if self.own:
             raise ProgramError(
                 f"rank {self.context.rank} sends to itself what it does not receive",
@@ -64,14 +67,14 @@ class Exchanges:
             )
 
     def transfer(self, members: Sequence[Instruction]) -> list[Step]:
-        """Sends and receives that are posted at once: one post per group of ranks."""
+        """Prepare sends and receives that are posted at once: one post per team."""
         by_team: dict[tuple[int, ...], list[Instruction]] = {}
         for i in members:
             by_team.setdefault(transfer_team(self.context.program, i), []).append(i)
         return [step for team, found in by_team.items() for step in self.exchange(team, found)]
 
     def exchange(self, team: tuple[int, ...], members: Sequence[Instruction]) -> list[Step]:
-        """The post, and around it what this rank sends to itself."""
+        """Prepare the post of one team, and the copies of what this rank sends to itself."""
         ends = [self.end(i, team) for i in members]
         pairs, kept, dropped = self.to_oneself([e for e in ends if e.peer == self.context.rank])
         away = [e for e in ends if e.peer != self.context.rank]
@@ -116,7 +119,7 @@ class Exchanges:
         )
 
     def post(self, poster: Poster | None) -> _Post:
-        """Posts to other ranks, or stands for copies to this rank alone."""
+        """Return what posts to other ranks, or what stands for copies to this rank alone."""
         if poster is None:
             alone = nothing_posted(self.context.has_streams)
             return lambda srcs, dsts: alone()
@@ -139,7 +142,7 @@ class Exchanges:
     def to_oneself(
         self, ends: Sequence[_End]
     ) -> tuple[list[tuple[int, int]], list[Step], list[Step]]:
-        """What this rank sends to itself: the first sent is received first.
+        """Match what this rank sends to itself: the first that is sent is received first.
 
         Returns:
             (slot of the source, slot of the destination) of what is copied now; steps that copy
@@ -165,7 +168,7 @@ class Exchanges:
         return pairs, [step for _, step in kept], dropped
 
     def keep(self, name: str, buffer: int) -> tuple[tuple[str, int], Step]:
-        """Copy what is sent now and received later."""
+        """Prepare a copy of what is sent now and received later."""
         copy = self.context.new_slot()
         line = Line(run="clone", args=(SlotRef(buffer),), into=copy)
         what = f"send %{base_name(name)}"
@@ -185,7 +188,7 @@ class Exchanges:
 
 
 def transfer_team(program: HostProgram, i: Instruction) -> tuple[int, ...]:
-    """The ranks among which a send or receive takes place."""
+    """Return the ranks among which a send or receive takes place."""
     layout = program.types[i.reads[0]].layout
     assert layout is not None
     return layout.mesh.ranks
@@ -201,7 +204,7 @@ _Post = Callable[[list[Tensor], list[Tensor]], tuple[Work, ...]]
 def _exchange(
     post: _Post, pairs: int, sends: int, receives: Sequence[bool]
 ) -> Callable[..., tuple[Pending, ...]]:
-    """Copy, and post; the handle of each receive delivers into its place.
+    """Return the function that makes the copies and posts; each handle delivers into its place.
 
     Args:
         post: posts what goes to, and comes from, other ranks.

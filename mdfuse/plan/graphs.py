@@ -1,4 +1,4 @@
-"""Plans as CUDA graphs: runs of calls are captured once, and replayed from then on.
+"""Plans as CUDA graphs: calls are captured once, region by region, and replayed from then on.
 
     eager     v5 = scale(...)               reads a number of this run
     captured  v7 = allgather(...) … mm(...)    copy inputs in, replay, hand results out
@@ -31,12 +31,12 @@ COPY_LIMIT = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """Lines that run one after the other, all captured or all eager.
+    """Consecutive lines of a plan, all captured or all eager.
 
     Attributes:
-        start: the first of the plan's lines.
-        stop: one behind the last.
-        eager: why they are not captured; None: they are.
+        start: the number of the first line, among those left for each run.
+        stop: the number behind that of the last line.
+        eager: why the lines are not captured; None: they are.
     """
 
     start: int
@@ -45,7 +45,7 @@ class Region:
 
 
 def regions(plan: Plan) -> list[Region]:
-    """The regions of a plan, in order.
+    """Cut a plan into regions, in order.
 
     Between a post and its wait there is no border: a library may not know that a communication was
     captured. Where a plan switches streams there is none at all: what is captured on a stream must
@@ -65,13 +65,13 @@ def regions(plan: Plan) -> list[Region]:
 
 
 def _reasons(plan: Plan) -> list[str | None]:
-    """For each line why it cannot be captured."""
+    """Return for each line why it cannot be captured; None where it can."""
     by_line = [step.eager for step in plan.steps for _ in step.lines]
     return [by_line[n] for n in plan.owned.numbers]
 
 
 def _quiet(plan: Plan) -> list[int]:
-    """The lines before which nothing is under way."""
+    """Return the lines before which no communication is under way."""
     handles = {slot for step in plan.steps if step.op == "post" for slot in step.outputs}
     lines = plan.owned.lines
     last = {s: n for n, line in enumerate(lines) for s in (*line.refs, *line.targets)}
@@ -91,19 +91,19 @@ class ReplayLog(Protocol):
     """Notes captures and replays, so that a replay that hangs is found."""
 
     def begin(self) -> None:
-        """A capture begins."""
+        """Note that a capture begins."""
 
     def end(self, region: int) -> tuple[Callable[[], None], Callable[[], None]]:
-        """It ended: what to call before and behind each replay."""
+        """Note that a capture ended; return what to call before and behind each replay."""
 
 
 def _unwatched() -> None:
-    """Nobody watches."""
+    """Do nothing, where nobody watches."""
 
 
 @dataclass
 class _Captured:
-    """A captured region.
+    """A captured region: the graph, and the buffers that it reads and fills.
 
     Attributes:
         bound: parameters that the graph reads where they lie -> their address.
@@ -133,7 +133,7 @@ class _Captured:
         slots.update(self.results)
 
     def fits(self, slots: Mapping[int, Any]) -> bool:
-        """What it reads in place is still there."""
+        """Tell whether what the graph reads in place still lies there."""
         return all(slots[slot].data_ptr() == at for slot, at in self.bound.items())
 
 
@@ -143,9 +143,9 @@ class GraphPlan:
 
     Args:
         plan: built for the stream of captures.
-        eager: the same built for the caller's stream; its lines run in eager regions.
-        recorder: captures.
-        stays: parameters that lay at one address so far: slot -> address.
+        eager: the same plan built for the caller's stream; its lines run in eager regions.
+        recorder: captures the regions.
+        stays: slot -> address, for parameters that lay at one address so far.
         watch: notes captures and replays.
         limit: a region that would copy more bytes of arguments in each run is not captured; None:
             there is no limit.
@@ -173,7 +173,7 @@ class GraphPlan:
     # -- a run -----------------------------------------------------------------------------------
 
     def run(self, arguments: Sequence[Any], out: Sequence[Any] | None = None) -> list[Any]:
-        """Run once; regions that are not captured yet are captured."""
+        """Run once, as `Plan.run`; regions that are not captured yet are captured."""
         if out is not None:
             arguments = [*arguments, *self.plan.taken(out)]
         with torch.no_grad():
@@ -188,7 +188,7 @@ class GraphPlan:
             return [self._result(slot, slots, given) for slot in self.plan.outputs]
 
     def _graph(self, n: int, slots: dict[int, Any]) -> _Captured | None:
-        """The graph of a region for these arguments; None where it runs eagerly."""
+        """Return the graph of a region for these arguments; None where it runs eagerly."""
         if self.regions[n].eager is not None:
             return None
         captured = self._captured.get(n)
@@ -208,7 +208,7 @@ class GraphPlan:
         return self._captured[n]
 
     def _result(self, slot: int | None, slots: dict[int, Any], given: dict[int, Any]) -> Any:
-        """An output: the caller's own buffer, or one that no later run writes into."""
+        """Return an output: the caller's own buffer, or one that no later run writes into."""
         if slot is None or slot in given:
             return given.get(slot) if slot is not None else None
         if slot in self._views:
@@ -229,7 +229,7 @@ class GraphPlan:
         return "\n".join([*text, *lines[1 + len(self.plan.owned.lines) :]])
 
     def reset(self) -> None:
-        """Give up the graphs; before their communicators are destroyed."""
+        """Give up the graphs; to be called before their communicators are destroyed."""
         for captured in self._captured.values():
             give_up(captured.recording)
         self._captured.clear()
@@ -243,7 +243,7 @@ class GraphPlan:
     # -- regions ---------------------------------------------------------------------------------
 
     def _use(self, region: Region) -> tuple[list[int], list[int]]:
-        """What a region takes from outside, and what of its results is used later."""
+        """Return the slots that a region takes from outside, and its results in use later."""
         lines, owned = self.plan.owned.lines, self.plan.owned.buffers
         inside = lines[region.start : region.stop]
         made = {s for line in inside if line.run is not None for s in line.targets}
@@ -254,7 +254,7 @@ class GraphPlan:
         return taken, sorted(s for s in made & later if s not in owned)
 
     def _call(self, plan: Plan, n: int, caller: Any, values: Sequence[Any]) -> list[Any]:
-        """Make a region's calls: what is handed out is not dropped."""
+        """Make a region's calls, and return those of its results that are used later."""
         region, (taken, made) = self.regions[n], self._uses[n]
         key = (plan is self.eager, n)
         if key not in self._functions:
@@ -284,7 +284,7 @@ class GraphPlan:
             torch.cuda.set_stream(caller)
 
     def _capture(self, n: int, slots: dict[int, Any]) -> _Captured:
-        """Capture a region on buffers of its own, and on what lies where it lay."""
+        """Capture a region: parameters that stay in place are read there, others are copied."""
         taken, made = self._uses[n]
         bound = {s: at for s in taken if (at := self._address(s, slots)) is not None}
         tensors = [s for s in taken if isinstance(slots[s], Tensor)]
@@ -305,7 +305,7 @@ class GraphPlan:
         )
 
     def _address(self, slot: int, slots: Mapping[int, Any]) -> int | None:
-        """Where a parameter lies, if it has always lain there."""
+        """Return the address of a parameter that has lain there in all runs; None for others."""
         x = slots[slot]
         if slot not in self.stays or not isinstance(x, Tensor):
             return None
@@ -316,14 +316,14 @@ class GraphPlan:
 
 
 def _without(line: Line, kept: Container[int]) -> Line:
-    """A line that empties slots leaves some of them."""
+    """Leave kept slots out of a line that empties slots."""
     if line.run is not None:
         return line
     return Line(run=None, into=tuple(s for s in line.targets if s not in kept))
 
 
 def _views(plan: Plan, parameters: Sequence[int]) -> dict[int, Callable[[Mapping[int, Any]], Any]]:
-    """Outputs that are views of what the caller passes: made of it in each run, as without graphs.
+    """Find the outputs that are views of what the caller passes; each run makes them anew.
 
     Returns:
         slot of the output -> what makes it of the parameters.

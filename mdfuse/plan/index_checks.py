@@ -1,4 +1,4 @@
-"""Indices that no row of a table has: noted during a run, an error on all ranks once it is over.
+"""Check indices into tables: note those out of range in a run, raise on all ranks after it.
 
 An error in the midst of a run would leave the other ranks in a communication. So indices are
 looked at before they are used, those out of range are replaced by one that is there, the run goes
@@ -22,16 +22,22 @@ from mdfuse.plan.lines import Line, SlotRef, drop
 
 @dataclass
 class IndexChecks:
-    """What one rank found.
+    """The checks of one rank's indices.
 
     Attributes:
-        found: the first index out of range of the run that is under way.
+        found: the error for the first index out of range in the run under way; None: no such index.
     """
 
     found: IndexRangeError | None = None
 
     def checked(self, i: Instruction, lines: Sequence[Line], context: Context) -> list[Line]:
-        """The calls of an instruction, on indices that were looked at."""
+        """Return the calls of an instruction, preceded by a check of its indices.
+
+        Args:
+            i: the instruction; without indices its calls stay as they are.
+            lines: its calls.
+            context: what is known at this instruction.
+        """
         row = TABLE[i.fn]
         if row.indexed is None:
             return [*lines]
@@ -50,14 +56,14 @@ class IndexChecks:
         return [first, *rest, drop(made.slot)]
 
     def _look(self, rows: int, error: Callable[[int], IndexRangeError], indices: Tensor) -> Tensor:
-        """Indices of rows that are there."""
+        """Return indices of rows that exist, and note the first index out of range."""
         wrong = indices[(indices < 0) | (indices >= rows)]
         if wrong.numel() and self.found is None:
             self.found = error(int(wrong[0]))
         return indices.clamp(0, max(rows - 1, 0))
 
     def take(self) -> IndexRangeError | None:
-        """What the run found; nothing is left for the next one."""
+        """Return what the run found, and forget it."""
         found, self.found = self.found, None
         return found
 

@@ -1,4 +1,4 @@
-"""Prepared calls, and the function that makes all of them in a row.
+"""Lines: prepared calls, and the Python function that makes all of them in turn.
 
 A line is a call with nothing left to decide: what is called, constants, and slots. A slot stands
 for one value of one run. The simulator makes the calls one by one, on a list of slots; a plan
@@ -12,8 +12,8 @@ that a run costs what the same calls cost when written by hand:
         mm(b0, v2, out=b1)  # b1 = %y  # mlp.py:15
         return [b1]
 
-Variables are numbered: users' names are no Python identifiers, and where they look like some,
-Python takes several of them for one. They stand in comments, where a variable is used first.
+Variables are numbered: users' names need not be Python identifiers, and Python takes some that
+differ for the same one. The names stand in comments, where a variable is used first.
 """
 
 from __future__ import annotations
@@ -41,7 +41,12 @@ Form = Literal["tensor", "flat", "pointer"]
 
 @dataclass(frozen=True, slots=True)
 class SlotRef:
-    """The value of a slot: itself, its elements in a row, or its address."""
+    """A reference to the value of a slot.
+
+    Attributes:
+        slot: the slot.
+        form: what a call gets: the value itself, a flat view of it, or its address.
+    """
 
     slot: int
     form: Form = "tensor"
@@ -49,7 +54,7 @@ class SlotRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewBuffer:
-    """What a new buffer is like.
+    """The form of a new buffer.
 
     Attributes:
         shape: its extents.
@@ -65,7 +70,7 @@ class NewBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes from the first element to the last."""
+        """Bytes from the start of the first element to the end of the last one."""
         if 0 in self.shape:
             return 0
         span = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) + 1
@@ -77,18 +82,19 @@ class Line:
     """One prepared call.
 
     Attributes:
-        run: what is called; a text is a method of the first argument; None: nothing, the slots of
-            `into` are emptied.
+        run: what is called; a text names a method of the first argument; None: nothing is called,
+            and the slots of `into` are emptied.
         args: constants, `SlotRef`s, and lists of these.
         kwargs: likewise, by name.
         into: the slot that the result is bound to; a tuple of slots for a tuple of results.
         shares: slots whose memory the result may refer to, or keep in use.
         ends: slots whose memory is in use until here, though no argument says so.
-        new: the result is a new buffer of this form, with nothing in it.
+        new: the form of the result, where that is a new buffer with nothing in it.
         makes: bytes of the result, where the call itself allocates it.
-        is_view: the result may be a view of the first argument, and no number goes into it.
-        in_place: what it writes may lie where an operand of the same form lies that dies here.
-        explain: makes an error of the library one that says what was posted.
+        is_view: the result may be a view of the first argument, and depends on no number.
+        in_place: the buffer that is written may take the place of an operand of the same form
+            whose last use this is.
+        explain: turns an error of the library into one that says what was posted.
     """
 
     run: Callable[..., Any] | str | None
@@ -105,14 +111,14 @@ class Line:
 
     @property
     def targets(self) -> tuple[int, ...]:
-        """The slots that it binds or empties."""
+        """The slots that the call binds or empties."""
         if self.into is None:
             return ()
         return self.into if isinstance(self.into, tuple) else (self.into,)
 
     @property
     def refs(self) -> tuple[int, ...]:
-        """The slots that it reads or writes into."""
+        """The slots whose values the call reads, or writes into."""
         values = (*self.args, *(x for _, x in self.kwargs))
         return tuple(dict.fromkeys(r.slot for x in values for r in _refs(x)))
 
@@ -136,7 +142,7 @@ class Line:
 
 
 def drop(*slots: int) -> Line:
-    """Let go of what is in some slots."""
+    """Return the line that empties some slots."""
     return Line(run=None, into=slots)
 
 
@@ -155,7 +161,7 @@ def _value(x: Any, slots: Sequence[Any] | Mapping[int, Any]) -> Any:
 
 
 def in_form(x: Any, form: Form) -> Any:
-    """A buffer as a call takes it."""
+    """Return a buffer in the form in which a call takes it."""
     if form == "tensor":
         return x
     return x.view(-1) if form == "flat" else x.data_ptr()
@@ -169,10 +175,11 @@ _serials = count()
 
 @dataclass
 class _Writer:
-    """Writes lines down; what is constant gets a name among the function's globals."""
+    """Writes lines as Python text; constants get names among the function's globals."""
 
     owned: Mapping[int, Any]
     names: Mapping[int, str]
+    #: the globals of the function
     scope: dict[str, Any] = field(default_factory=dict)
     #: slot -> its variable; id of a constant -> its name
     slots: dict[int, str] = field(default_factory=dict)
@@ -180,12 +187,12 @@ class _Writer:
     taken: set[str] = field(default_factory=lambda: {"run", *keyword.kwlist})
     #: constants made of buffers that stay, so that each is made once
     made: dict[Any, Any] = field(default_factory=dict)
-    #: what variables stand for that were not used before
+    #: what the variables stand for that the current line uses first
     notes: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
     def numbered(self, letter: str, slot: int | None = None) -> str:
-        """The next variable of a kind: v0, v1, ...; what its slot is called goes into a comment."""
+        """Return the next variable of a kind: v0, v1, …; note what its slot is called."""
         name = letter
         while name == letter or name in self.taken:
             name = f"{letter}{self.counts[letter]}"
@@ -196,7 +203,7 @@ class _Writer:
         return name
 
     def called(self, function: Callable[..., Any]) -> str:
-        """A name for a function, like its own."""
+        """Return an unused name for a function, like its own."""
         like = re.sub(r"\W", "_", getattr(function, "__name__", "f"), flags=re.ASCII).strip("_")
         base = like if like.isidentifier() else f"f{like}"
         name, n = base, 0
@@ -235,7 +242,7 @@ class _Writer:
         return self.constant(x)
 
     def kept(self, x: Any) -> Any:
-        """A constant made of buffers that stay."""
+        """Return the value of an argument that refers to owned buffers only, made once."""
         key = x if isinstance(x, SlotRef) else id(x)
         if key not in self.made:
             self.made[key] = _value(x, self.owned)
@@ -258,26 +265,26 @@ class _Writer:
         return f"{targets} = {call}" if line.into is not None else call
 
     def commented(self, line: str, label: str = "") -> str:
-        """A line, what the variables stand for that it uses first, and what it belongs to."""
+        """Add comments to a text: what new variables stand for, and what it belongs to."""
         notes, self.notes = self.notes, []
         comments = [", ".join(notes), label]
         return line + "".join(f"  # {printable(comment)}" for comment in comments if comment)
 
 
 def _keyword(name: str, value: str) -> str:
-    """An argument by name, whatever the name is."""
+    """Return the text of an argument by name, whatever the name is."""
     is_plain = name.isascii() and name.isidentifier() and not keyword.iskeyword(name)
     return f"{name}={value}" if is_plain else f"**{{{name!r}: {value}}}"
 
 
 @dataclass(frozen=True)
 class Function:
-    """Lines written down as one function.
+    """Lines that were compiled into one function.
 
     Attributes:
         call: takes the values of the parameters, gives a list of results.
         source: its text.
-        code: tells its frame from others in a traceback.
+        code: its code, which tells its frame from others in a traceback.
     """
 
     call: Callable[..., list[Any]]
@@ -285,7 +292,7 @@ class Function:
     code: CodeType
 
     def line_of(self, trace: TracebackType | None) -> int | None:
-        """Which of its lines raised, counted from 0."""
+        """Return which of the lines raised, counted from 0; None where none of them did."""
         while trace is not None:
             if trace.tb_frame.f_code is self.code:
                 return trace.tb_lineno - 2
@@ -302,11 +309,11 @@ def write(
     names: Mapping[int, str] | None = None,
     labels: Sequence[str] | None = None,
 ) -> Function:
-    """Write lines down as a function.
+    """Compile lines into one function.
 
     Args:
         name: of the program, for tracebacks.
-        lines: what it does.
+        lines: its calls, in order.
         parameters: the slots that the caller fills.
         results: the slots that it returns; None for what this rank lacks.
         owned: slots whose value is the same in all runs.
@@ -323,12 +330,12 @@ def write(
     source = "\n".join(text) + "\n"
     file = f"<plan {next(_serials)} of @{printable(name)}>"
     exec(compile(source, file, "exec"), writer.scope)
-    run = writer.scope.pop("run")  # not to refer to itself: its buffers go when it goes
+    run = writer.scope.pop("run")  # else it refers to itself, and its buffers outlive it
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     weakref.finalize(run, linecache.cache.pop, file, None)
     return Function(run, source, run.__code__)
 
 
 def is_dense(x: Tensor | None) -> bool:
-    """What is known of a buffer says that it is contiguous."""
+    """Tell whether a buffer is known to be contiguous."""
     return x is not None and x.is_contiguous()

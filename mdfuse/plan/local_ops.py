@@ -1,4 +1,4 @@
-"""Prepared rows of the op table, on this rank's parts.
+"""Prepare rows of the op table, on this rank's parts.
 
 Where the result has no buffer yet, it is bound; where it has one (preallocated, or a slice of a
 larger one), it is written there, in place where torch can.
@@ -33,7 +33,7 @@ from mdfuse.plan.lines import Line, SlotRef, drop
 
 
 def compute(i: Instruction, context: Context) -> list[Line]:
-    """A row of the op table on this rank's parts."""
+    """Return the calls of an op of the table, on this rank's parts."""
     row = ops.TABLE[i.fn]
     (output,) = i.outputs
     shape = context.local(output)
@@ -55,7 +55,7 @@ def compute(i: Instruction, context: Context) -> list[Line]:
 
 
 def _ordered_write(i: Instruction, row: ops.Op, context: Context) -> Write | None:
-    """How torch writes the result in the order asked for, where its own would be another."""
+    """Return how torch writes the result in the order asked for, where its own would be another."""
     if i.order is None or not i.inputs or not _is_tensor(i.inputs[0], context):
         return None
     facts = [context.fact(x) for x in i.reads if _is_tensor(x, context)]
@@ -65,7 +65,7 @@ def _ordered_write(i: Instruction, row: ops.Op, context: Context) -> Write | Non
 
 
 def _follows_operand(row: ops.Op, facts: Sequence[Tensor | None]) -> bool:
-    """An exact op's own result would lie as an operand does, which is not plain."""
+    """Tell whether an exact op's own result would lie as an operand does that is not row-major."""
     is_exact = row.is_elementwise and row.writes.is_exact
     return is_exact and any(x is not None and not x.is_contiguous() for x in facts)
 
@@ -96,16 +96,16 @@ def _call(i: Instruction, row: ops.Op, attrs: dict[str, Any], context: Context) 
 def _filled(
     i: Instruction, row: ops.Op, attrs: dict[str, Any], context: Context
 ) -> list[Line] | None:
-    """The result in a new buffer that the plan may keep; None where it is bound rather.
+    """Write the result into a new buffer that the plan may keep; None where torch makes it.
 
-    Outputs are new in each run, so that torch may as well make them.
+    Outputs are new in each run, so torch may as well make them.
     """
     (output,) = i.outputs
     is_kept = context.one_stream and output not in context.program.outputs
     if not is_kept or not i.inputs or not _is_tensor(i.inputs[0], context):
         return None
     is_plain = i.order is None or list(i.order) == list(range(len(i.order)))
-    if not is_plain and not row.writes.is_exact:  # other loops, other last bits
+    if not is_plain and not row.writes.is_exact:  # torch would add up in another sequence
         return None
     write = fresh_write(row, [context.fact(x) for x in i.reads if _is_tensor(x, context)])
     if write is None:
@@ -134,7 +134,7 @@ def _bound(i: Instruction, row: ops.Op, attrs: dict[str, Any], context: Context)
 
 
 def _written(i: Instruction, row: ops.Op, attrs: dict[str, Any], context: Context) -> Line:
-    """The result in the target's buffer."""
+    """Write the result into the buffer that its name has."""
     (output,) = i.outputs
     target, operands, overlaps = context.ref(output), _operands(i, context), _overlaps(i, context)
     may = not overlaps and not row.is_creation and context.is_on_device(output)
@@ -159,7 +159,7 @@ def _written(i: Instruction, row: ops.Op, attrs: dict[str, Any], context: Contex
 
 
 def _overlaps(i: Instruction, context: Context) -> bool:
-    """An operand that is still read may be overwritten meanwhile."""
+    """Tell whether an operand that is still read may be overwritten meanwhile."""
     (output,) = i.outputs
     sharing = [x for x in i.reads if context.share(x, output)]
     if i.op in ops.ELEMENTWISE:
@@ -173,7 +173,7 @@ def _overlaps(i: Instruction, context: Context) -> bool:
 def ordered(i: Instruction, context: Context, line: Line) -> list[Line]:
     """Make the result dense in the order asked for; free where it lies so already.
 
-    Where what it would share memory with is written again, it is a copy always.
+    Where the memory that it would share is written again, it is always a copy.
     """
     (output,) = i.outputs
     shape, dtype = context.local(output), context.type(output).dtype
@@ -200,7 +200,7 @@ def ordered(i: Instruction, context: Context, line: Line) -> list[Line]:
 
 
 def _lies_so(shape: tuple[int, ...], found: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Strides of dims of one element mean nothing."""
+    """Tell whether strides are those asked for; strides of dims of one element mean nothing."""
     return all(n <= 1 or s == t for n, s, t in zip(shape, found, strides, strict=True))
 
 
@@ -209,7 +209,7 @@ def _copied(x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tens
 
 
 def _in_order(x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-    """The tensor itself where it has these strides, else a copy that has."""
+    """Return the tensor itself where it has these strides, else a copy that has."""
     if x.stride() == strides:
         return x
     if _lies_so(shape, x.stride(), strides):
@@ -221,7 +221,7 @@ def _in_order(x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Te
 
 
 def _scalar(i: Instruction, row: ops.Op, context: Context) -> Line:
-    """An op on numbers only: torch computes it on the CPU, in the widest type of its kind."""
+    """Compute an op on numbers only: by torch on the CPU, in the widest type of its kind."""
     attrs = dict(i.attrs)
 
     def compute_number(*operands: Any) -> Any:

@@ -5,8 +5,8 @@
     v5 = empty(…)                     b2: bytes 0-4096 again, in lines 3-5
 
 A buffer that the caller never sees has the same place in all runs; buffers that are not in use at
-the same time share one. Where a buffer is in use until is known from the lines: until the last one
-that has to do with it, or with what may share its memory, or with a communication of it.
+the same time share one. How long a buffer is in use follows from the lines: until the last one that
+uses the buffer, a value that may share its memory, or a communication of it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ MANY = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """A buffer, and the first and last line that it is in use.
+    """A buffer, and the first and last line that use it.
 
     Attributes:
         slot: where it is bound.
-        new: what it is like; None: what torch allocates in each run.
-        nbytes: what it takes.
+        new: the form of the buffer; None where torch allocates it in each run.
+        nbytes: its size in bytes.
         start: the first line that uses it.
         stop: the last line that uses it.
     """
@@ -51,12 +51,15 @@ class Life:
     stop: int
 
     def meets(self, other: Life) -> bool:
-        """Both are in use at some time."""
+        """Tell whether both buffers are in use at some time."""
         return self.start <= other.stop and other.start <= self.stop
 
 
 def lives(lines: Sequence[Line], results: Iterable[int | None]) -> list[Life]:
-    """The buffers that lines make, or torch for them, and that no result may refer to."""
+    """Return the lives of the buffers that lines make, but for those that a result may refer to.
+
+    Buffers that torch allocates within a call count, too.
+    """
     bases = _bases(lines)
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -82,7 +85,7 @@ def lives(lines: Sequence[Line], results: Iterable[int | None]) -> list[Life]:
 
 
 def _bases(lines: Sequence[Line]) -> dict[int, frozenset[int]]:
-    """Slot -> the slots whose buffers it may refer to, or keep in use."""
+    """Return slot -> the slots whose buffers it may refer to, or keep in use."""
     bases: dict[int, frozenset[int]] = defaultdict(frozenset)
     for line in lines:
         if line.run is None:
@@ -96,13 +99,13 @@ def _bases(lines: Sequence[Line]) -> dict[int, frozenset[int]]:
 
 
 def merged(lines: Sequence[Line], found: Sequence[Life]) -> dict[int, int]:
-    """Buffers that take over the place of an operand that dies where they come to life.
+    """Find buffers that take the place of an operand whose last use is the call that fills them.
 
-    Not where the call reads the operand through a view of it, too: `h + h.T` would read what it has
-    written.
+    Not where the call also reads the operand through a view of it: `h + h.T` would read what it has
+    just written.
 
     Returns:
-        slot -> the slot of the first buffer that was in its place; itself for most.
+        slot -> the slot of the first buffer in the same place; for most buffers their own slot.
     """
     lives_of = {life.slot: life for life in found}
     home, bases = {slot: slot for slot in lives_of}, _bases(lines)
@@ -125,7 +128,7 @@ def merged(lines: Sequence[Line], found: Sequence[Life]) -> dict[int, int]:
 
 
 def _joined(found: Sequence[Life], home: Mapping[int, int]) -> list[Life]:
-    """One life for each place."""
+    """Return one life for each place, from the first use of its buffers to the last."""
     by_home: dict[int, list[Life]] = defaultdict(list)
     for life in found:
         by_home[home[life.slot]].append(life)
@@ -138,10 +141,17 @@ def _joined(found: Sequence[Life], home: Mapping[int, int]) -> list[Life]:
 
 
 def place(found: Sequence[Life], alignment: int) -> dict[int, int]:
-    """An offset for each buffer: those in use at the same time do not overlap.
+    """Choose an offset for each buffer, so that those in use at the same time do not overlap.
 
-    Tried are: the largest first, the longest first, each as far down as it fits; and in the order
-    of their use. What takes the least memory is taken.
+    Three ways are tried, and the one that takes the least memory is taken: the largest first, the
+    longest in use first, each as far down as it fits; and in the order of use.
+
+    Args:
+        found: the buffers.
+        alignment: in bytes; offsets are multiples of it.
+
+    Returns:
+        slot -> offset in bytes.
     """
     if len(found) > MANY:
         return _place_equal(found, alignment)
@@ -155,7 +165,7 @@ def place(found: Sequence[Life], alignment: int) -> dict[int, int]:
 
 
 def size_of(found: Sequence[Life], offsets: Mapping[int, int]) -> int:
-    """Bytes that buffers take in all."""
+    """Return the bytes that placed buffers take together."""
     return max((offsets[x.slot] + x.nbytes for x in found), default=0)
 
 
@@ -177,7 +187,7 @@ def _place_in(order: Sequence[Life], alignment: int) -> dict[int, int]:
 
 
 def _place_in_time(found: Sequence[Life], alignment: int) -> dict[int, int]:
-    """In the order of use, each in the smallest gap, at the bottom or the top of all memory.
+    """Place buffers in the order of use, each in the smallest gap, at either end of the memory.
 
     So a small buffer does not lie in the middle of what the next large one needs: in a chain of
     large buffers and small ones between them, the large ones change places.
@@ -198,7 +208,7 @@ def _place_in_time(found: Sequence[Life], alignment: int) -> dict[int, int]:
 
 
 def _gaps(taken: Sequence[tuple[int, int]], bound: int, alignment: int) -> list[tuple[int, int]]:
-    """What is free between taken pieces of memory."""
+    """Return the free intervals between pieces of memory that are taken."""
     gaps, at = [], 0
     for start, stop in sorted(taken):
         gaps.append((at, start))
@@ -207,7 +217,7 @@ def _gaps(taken: Sequence[tuple[int, int]], bound: int, alignment: int) -> list[
 
 
 def _place_equal(found: Sequence[Life], alignment: int) -> dict[int, int]:
-    """Buffers of equal size take each other's place."""
+    """Give a buffer the place of an equally large one that is no longer in use."""
     offsets: dict[int, int] = {}
     free: dict[int, list[tuple[int, int]]] = defaultdict(list)  # size -> (in use until, offset)
     end = 0
@@ -228,9 +238,10 @@ def _up(n: int, alignment: int) -> int:
 
 
 def peak(found: Iterable[Life]) -> int:
-    """The most bytes that are in use at once."""
+    """Return the most bytes that are in use at once."""
     changes: dict[int, int] = defaultdict(int)
     for life in found:
+        # odd keys lie between lines: a buffer is in use to the end of its last line
         changes[2 * life.start] += life.nbytes
         changes[2 * life.stop + 1] -= life.nbytes
     now = most = 0
@@ -247,8 +258,8 @@ class Owned:
     Attributes:
         buffers: slot -> its buffer, or a view of one.
         lines: what is left to do in each run.
-        numbers: for each of them, which of the lines that were given it is.
-        nbytes: what they take.
+        numbers: for each of these lines, its number among the lines that were given.
+        nbytes: the bytes that the buffers take together.
     """
 
     buffers: Mapping[int, Tensor]
@@ -258,7 +269,15 @@ class Owned:
 
 
 def own(lines: Sequence[Line], results: Sequence[int | None], device: torch.device) -> Owned:
-    """Make the buffers that a plan owns, and the views of them; drop the lines that made them."""
+    """Make the buffers that a plan owns, and the views of them; drop the lines that made them.
+
+    Where that would take more memory than `WORTH` allows, the plan owns none.
+
+    Args:
+        lines: all calls of the plan.
+        results: the slots that the plan returns, whose buffers it never owns.
+        device: where the buffers lie.
+    """
     living = lives(lines, results)
     alone = [life for life in living if life.new is not None]
     others = [life for life in living if life.new is None]
@@ -278,7 +297,7 @@ def own(lines: Sequence[Line], results: Sequence[int | None], device: torch.devi
 
 
 def _at(memory: Tensor, offset: int, new: NewBuffer) -> Tensor:
-    """A buffer in a piece of memory."""
+    """Return the buffer of a form that lies at an offset, in bytes, of a piece of memory."""
     flat = memory[offset : offset + new.nbytes].view(new.dtype)
     return flat.as_strided(new.shape, new.strides)
 
@@ -286,14 +305,18 @@ def _at(memory: Tensor, offset: int, new: NewBuffer) -> Tensor:
 def _fold(
     lines: Sequence[Line], buffers: dict[int, Tensor]
 ) -> tuple[tuple[Line, ...], tuple[int, ...]]:
-    """Carry out what makes owned buffers, and views of them; what is left runs each time."""
+    """Make views of owned buffers once; return the lines that are left for each run."""
     bound = _bound_once(lines)
     kept = [n for n, line in enumerate(lines) if not _is_made(line, buffers, bound)]
     return tuple(_left(lines[n], buffers) for n in kept), tuple(kept)
 
 
 def _is_made(line: Line, buffers: dict[int, Tensor], bound: set[int]) -> bool:
-    """Nothing is left to do in a run: it makes an owned buffer, or a view of one, or drops it."""
+    """Tell whether a line leaves nothing to do in a run.
+
+    Such a line makes or drops an owned buffer, copies one onto itself, or makes a view of one; the
+    view is made here and added to `buffers`.
+    """
     if line.run is None:
         return all(slot in buffers for slot in line.targets)
     if line.new is not None:
@@ -315,14 +338,14 @@ def _is_made(line: Line, buffers: dict[int, Tensor], bound: set[int]) -> bool:
 
 
 def _left(line: Line, buffers: Mapping[int, Tensor]) -> Line:
-    """A line that empties slots, without those that are owned."""
+    """Leave owned slots out of a line that empties slots."""
     if line.run is not None:
         return line
     return Line(run=None, into=tuple(s for s in line.targets if s not in buffers))
 
 
 def _bound_once(lines: Sequence[Line]) -> set[int]:
-    """The slots that one line alone binds."""
+    """Return the slots that exactly one line binds."""
     count: dict[int, int] = defaultdict(int)
     for line in lines:
         for slot in line.targets if line.run is not None else ():

@@ -1,4 +1,4 @@
-"""Names of a program that cannot mean anything, found before it runs."""
+"""Find names in a host program that cannot mean anything, before it runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from mdfuse.hir.verify.structure import check_aliases, unposted
 def check_names(program: HostProgram) -> None:
     """Raise ProgramError where names cannot mean anything, on whatever rank.
 
-    Inputs that are aliases, aliases in a cycle or of another type, names that nothing computes.
+    Such are inputs that are aliases, aliases in a cycle or of another type, outputs that are chunks
+    or share a buffer, and names that nothing computes.
     """
     check_aliases(program)
     for name in program.outputs:
@@ -31,7 +32,10 @@ def check_names(program: HostProgram) -> None:
 
 
 def _check_outputs_apart(program: HostProgram) -> None:
-    """No two outputs are one buffer: what a caller does to one would show in the other."""
+    """Raise ProgramError where two outputs are one buffer.
+
+    What a caller does to one of them would show in the other.
+    """
     seen: dict[str, str] = {}
     for name in program.outputs:
         root = program.root(name)
@@ -46,7 +50,7 @@ def _check_outputs_apart(program: HostProgram) -> None:
 
 
 def _names(i: Instruction) -> Iterator[str]:
-    """The buffers and handles that an instruction reads, or whose extent it asks for."""
+    """Yield the buffers and handles that an instruction reads, or whose extent it asks for."""
     yield from i.reads
     for term in (t for index in i.indices for t in terms(index)):
         if term.kind == "extent":
@@ -54,7 +58,7 @@ def _names(i: Instruction) -> Iterator[str]:
 
 
 def _is_elsewhere(program: HostProgram, name: str) -> bool:
-    """The program is that of a rank which has no part of a buffer."""
+    """Tell whether the program is that of a rank which has no part of a buffer."""
     return program.rank is not None and not program.has(name, program.rank)
 
 

@@ -1,4 +1,4 @@
-"""What stands in the slot of a post until it is waited for."""
+"""Pending communications: what the slot of a post holds until its wait."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mdfuse.backends.base import Work
 
-#: (where something belongs, the dense buffer in which it arrives)
+#: (where data belongs, the dense buffer in which it arrives)
 Copies = tuple[tuple[Tensor, Tensor], ...]
 
 
@@ -30,7 +30,7 @@ class Pending:
             destination.copy_(source)
 
     def is_done(self, piece: int | None = None) -> bool:
-        """On the simulator: whether a wait for it, or for a piece of it, would not block."""
+        """Tell, on the simulator, whether a wait for the post or one piece would return at once."""
         works = self.works if piece is None else self.works[piece : piece + 1]
         return all(work.is_done for work in works)  # type: ignore[attr-defined]
 
@@ -52,12 +52,15 @@ class _Copied:
 
 
 def nothing_posted(has_streams: bool) -> Callable[[], tuple[Work, ...]]:
-    """What makes the works of such posts; without streams nothing is to be waited for."""
+    """Return what makes the works of posts that only copy on their own rank.
+
+    Without streams a copy is done at once, and there is nothing to wait for.
+    """
     return (lambda: (_Copied(),)) if has_streams else tuple
 
 
 def landing(place: Tensor) -> tuple[Tensor, Copies]:
-    """A dense buffer to receive into, and the copy to make where it is not the place itself."""
+    """Return a dense buffer to receive into, and the copy to `place` where that is not dense."""
     if place.is_contiguous():
         return place, ()
     dst = torch.empty(place.shape, dtype=place.dtype, device=place.device)

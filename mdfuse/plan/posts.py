@@ -1,4 +1,4 @@
-"""Prepared posts and waits: how one rank's part of a communication meets its buffers."""
+"""Prepare posts and waits: one rank's part of a communication, on its buffers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,12 @@ class Posts:
         self.waits: dict[str, tuple[Line, ...]] = {}
 
     def steps(self, i: Instruction, following: Instruction | None = None) -> list[Step]:
-        """What an instruction becomes; `following` runs right behind it."""
+        """Return the steps of one communication instruction.
+
+        Args:
+            i: a post, wait, barrier, send, receive, or the start or end of a group.
+            following: for a post, the next instruction that puts work on the device.
+        """
         match i.op:
             case "post":
                 waits = following if following is not None and following.op == "wait" else None
@@ -45,15 +50,15 @@ class Posts:
 
     @property
     def in_group(self) -> bool:
-        """Sends and receives are being collected."""
+        """Whether the sends and receives of a group are being collected."""
         return self.exchanges.group is not None
 
     def finish(self) -> None:
-        """Raise ProgramError where a send to oneself was not ended."""
+        """Raise ProgramError where this rank sends to itself what it does not receive."""
         self.exchanges.finish()
 
     def post(self, i: Instruction, at_once: bool) -> Step:
-        """A post; `at_once`: its wait follows, on the same stream."""
+        """Prepare a post; `at_once` says that its wait follows directly, on the same stream."""
         context, comm = self.context, i.comm
         assert comm is not None
         part, pieces = comm.part(context.rank), i.kwargs.get("pieces", 1)
@@ -72,7 +77,7 @@ class Posts:
         )
 
     def general(self, i: Instruction, part: RankPart, posters: tuple[Poster, ...]) -> Line:
-        """A post that looks at its buffers when it runs."""
+        """Prepare a post that checks and cuts its buffers in each run."""
         context, comm = self.context, i.comm
         assert comm is not None
         ends = _Ends(part, posters, nothing_posted(context.has_streams))
@@ -88,7 +93,11 @@ class Posts:
     def prepared(
         self, i: Instruction, part: RankPart, posters: tuple[Poster, ...], at_once: bool
     ) -> tuple[Line, ...] | None:
-        """A post as calls of the library's own, where its buffers are known to be dense."""
+        """Return a post as calls of the library's own, or None where it must be a general one.
+
+        The buffers must be known to be dense, and the backend must have such calls. How the post is
+        waited for is kept for its `wait`.
+        """
         assert i.comm is not None
         if part.copies or i.comm.kind in POINT_TO_POINT:
             return None
@@ -115,7 +124,7 @@ class Posts:
         return tuple(replace(x, explain=explain) for x in lines)
 
     def line(self, call: Prepared, srcs: list[str], dsts: list[str]) -> Line:
-        """A prepared call on slots."""
+        """Turn a prepared call of a backend into a line, whose arguments are slots."""
 
         def arg(x: Any) -> Any:
             if isinstance(x, Buffer):
@@ -137,7 +146,7 @@ class Posts:
         return Step(lines=lines, label=label(i), op="wait", waits=(handle, piece))
 
     def barrier(self, i: Instruction) -> list[Step]:
-        """An all-reduce of one number, and its wait."""
+        """Prepare an all-reduce of one number, and its wait; nothing for a rank alone."""
         context, comm = self.context, i.comm
         assert comm is not None
         team = comm.team(context.rank)
@@ -173,7 +182,7 @@ def _waited(handle: int) -> Line:
 
 
 def groups(program: HostProgram, rank: int, backend: str | None = None) -> list[tuple[int, ...]]:
-    """The groups of ranks that a projection's communications need, in program order.
+    """Return the groups of ranks that a projection's communications need, in program order.
 
     Args:
         program: projected onto the rank.
@@ -205,7 +214,10 @@ _Post = Callable[[Tensor | None, Tensor | None], Pending]
 
 
 def _post_collective(i: Instruction, ends: _Ends) -> _Post:
-    """A post whose buffers the library takes as they are."""
+    """Return the function that posts a collective on whole buffers, or in pieces of rows.
+
+    That function raises CommunicationError for a buffer that is not dense.
+    """
     takes, gives = _roles(ends.part)
     described = f"{i.comm} ({i.source or i.comm.kind})"  # type: ignore[union-attr]
     run = _post_rows if len(ends.posters) > 1 else _post_whole
@@ -233,7 +245,7 @@ def _post_whole(
 def _post_rows(
     posters: tuple[Poster, ...], srcs: tuple[Tensor, ...], dsts: tuple[Tensor, ...]
 ) -> Pending:
-    """In pieces: the chunks of the outermost dim, one after the other."""
+    """Post the chunks of the outermost dim one after the other, each as a piece."""
     parts = len(posters)
 
     def rows(buffers: tuple[Tensor, ...], n: int) -> list[Tensor]:
@@ -243,7 +255,7 @@ def _post_rows(
 
 
 def _roles(part: RankPart) -> tuple[bool, bool]:
-    """Whether this rank gives the library its source, and its destination."""
+    """Tell whether the library reads this rank's source, and whether it writes the destination."""
     call = part.call
     if call is None:
         return False, False
@@ -267,14 +279,14 @@ def _index(box: Box) -> tuple[slice, ...]:
 
 
 def _copy_pieces(part: RankPart, source: Tensor | None, destination: Tensor | None) -> None:
-    """What stays on this rank."""
+    """Copy what stays on this rank from the source to the destination."""
     for before, after in part.copies:
         assert source is not None and destination is not None
         destination[_index(after)] = source[_index(before)]
 
 
 def _post_pieces(ends: _Ends) -> _Post:
-    """Pieces of the source go out, pieces of the destination come in."""
+    """Return the function that sends boxes of the source and receives boxes of the destination."""
     outgoing = tuple(map(_index, ends.part.sends))
     incoming = tuple(map(_index, ends.part.recvs))
 

@@ -1,4 +1,4 @@
-"""What an evaluator keeps for arguments of a kind: a plan, or what stands for it."""
+"""What an evaluator keeps for each kind of arguments: a plan, or a wrapper of one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mdfuse.plan.index_checks import IndexChecks
 
 
 class Runnable(Protocol):
-    """A plan, eager or captured; see `Plan` for what is asked of it."""
+    """A plan, eager or captured; `Plan` says what the members mean."""
 
     @property
     def numbers(self) -> bool: ...
@@ -30,7 +30,7 @@ class Runnable(Protocol):
 
 @dataclass(frozen=True)
 class _Around:
-    """Something around a plan."""
+    """A wrapper that passes everything on to a plan."""
 
     plan: Plan
 
@@ -55,25 +55,29 @@ class _Around:
 
 @dataclass(frozen=True)
 class Once(_Around):
-    """The plan of a kind of arguments that ran once, and where they lay: next it is captured."""
+    """A plan that has run once; when arguments of its kind come again, it is captured.
+
+    Attributes:
+        addresses: slot -> the address of the caller's buffer in that run.
+    """
 
     addresses: dict[int, int]
 
 
 @dataclass(frozen=True)
 class CheckedPlan(_Around):
-    """A plan after each run of which all ranks meet.
+    """A plan that checks indices; after each run all ranks tell each other what they found.
 
     Attributes:
-        checks: what it finds.
-        meet: raises on all ranks where one has a problem.
+        checks: the checks of this rank.
+        meet: raises on all ranks where one of them has a problem.
     """
 
     checks: IndexChecks
     meet: Callable[[IndexRangeError | None], None]
 
     def run(self, arguments: Sequence[Any], out: Sequence[Any] | None = None) -> list[Any]:
-        """Run once; the results where no rank found anything."""
+        """Run once; return the results where no rank found an index out of range."""
         self.checks.take()
         results = self.plan.run(arguments, out)
         self.meet(self.checks.take())

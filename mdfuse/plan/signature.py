@@ -1,4 +1,4 @@
-"""What tells one kind of arguments from another, read off in a run as quickly as Python can."""
+"""Signatures: what tells one kind of arguments from another, read off cheaply in each run."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _properties = attrgetter("shape", "dtype", "layout", "device", "requires_grad")
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Reads off what a plan depends on.
+    """How to read off a run's arguments what its plan depends on.
 
     Attributes:
         count: how many inputs there are.
-        tensors: the positions of those that this rank has a part of.
-        absent: those that it has not.
-        numbers: those that are numbers.
-        written: those whose buffers are written through an alias.
-        promoted: further ones of which torch's results have another dtype where they are zeros
-            without memory.
-        posted: those whose memory may go to a library that knows nothing of tensors, or into a
-            CUDA graph, and so must hold their elements.
-        device: whose current stream counts; None on CPU.
+        tensors: the positions of the inputs of which this rank has a part.
+        absent: the positions of those of which it has none.
+        numbers: the positions of those that are numbers.
+        written: the positions of those whose buffers are written through an alias.
+        promoted: the positions of further inputs that change the dtype of torch's results where
+            they are zeros without memory.
+        posted: the positions of inputs whose memory may go to a library that knows nothing of
+            tensors, or into a CUDA graph, and so must hold their elements.
+        device: the index of the GPU whose current stream counts; None on CPU.
         owner: tells the signatures of one program from those of others.
     """
 
@@ -53,9 +53,12 @@ class Signature:
     owner: int
 
     def read(self, arguments: Sequence[Any], out: Sequence[Any] | None) -> Hashable | None:
-        """Shapes, strides, dtypes, layouts and devices; None: the arguments need a closer look.
+        """Return what tells the kind of these arguments, or None where they need a closer look.
 
-        So it is where a transform of torch.func or forward-mode gradients are under way.
+        The kind is their shapes, strides, dtypes, layouts and devices, the current stream, and
+        which outputs have a buffer. A closer look is needed where arguments are missing, are not
+        plain tensors or do not hold their elements in memory, and where a transform of torch.func
+        or forward-mode gradients are under way.
         """
         if len(arguments) != self.count:
             return None
@@ -84,13 +87,14 @@ class Signature:
         return (self.owner, self.stream(), given, *found)
 
     def stream(self) -> int:
-        """The handle of the current CUDA stream; 0 on CPU."""
+        """Return the handle of the current CUDA stream; 0 on CPU."""
         return 0 if self.device is None else current_raw_stream(self.device)
 
     def are_apart(self, arguments: Sequence[Any], out: Sequence[Any] | None) -> bool:
-        """No buffer that is written overlaps another one, as far as addresses tell.
+        """Tell whether no buffer that is written overlaps another one, as far as addresses tell.
 
-        Nor is it one that torch does not write into, or not as it stands in memory.
+        False also where torch does not write into such a buffer, or where its memory does not hold
+        its elements.
         """
         written = [arguments[n] for n in self.written]
         written += [x for x in out or () if x is not None]
@@ -112,7 +116,7 @@ class Signature:
 
 
 def span(x: Tensor) -> tuple[int, int]:
-    """The addresses between which a tensor's elements lie."""
+    """Return the address of a tensor's first byte, and the one behind its last byte."""
     if not x.numel():
         return 0, 0
     last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
@@ -127,7 +131,15 @@ def signature_of(
     owner: int = 0,
     is_captured: bool = False,
 ) -> Signature:
-    """What to read off the arguments of one rank; `is_captured`: plans may become CUDA graphs."""
+    """Return how to read off the arguments of one rank.
+
+    Args:
+        program: the host program, for all ranks or projected.
+        rank: the rank.
+        device: where it computes.
+        owner: tells this program's signatures from those of others.
+        is_captured: plans may become CUDA graphs.
+    """
     kinds = [program.types[name] for name in program.inputs]
     mine = _positions(kinds, lambda k: k.layout is not None and rank in k.layout.mesh)
     posted = {*program.inputs} if is_captured else _posted(program)
@@ -152,7 +164,7 @@ def _positions(
 
 
 def _posted(program: HostProgram) -> set[str]:
-    """The names whose memory a communication may read or write."""
+    """Return the names whose memory a communication may read or write."""
     shared = storage(program)
     posts = (i for i in program.walk() if i.comm is not None or i.op in ("send", "recv"))
     return {shared.get(x, x) for i in posts for x in (*i.reads, *i.outputs)}

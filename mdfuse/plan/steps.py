@@ -1,4 +1,4 @@
-"""The steps of a plan: goes through the instructions, and knows streams and bindings as they go."""
+"""Build the steps of a plan, instruction by instruction, with streams and bindings at each."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from mdfuse.plan.streams import CALLER
 
 @dataclass
 class Builder:
-    """Goes through the instructions and keeps what is known before anything runs.
+    """Makes the steps of instructions in order, and keeps what is known at each of them.
 
     Attributes:
         context: the rank's slots and bindings.
         posts: prepares its communications.
         steps: what was made so far.
-        handles: values of get_stream -> the stream.
+        handles: values of get_stream -> the index of the stream.
         homes: slot -> the stream that was current when it was bound.
         current: the stream that is current.
-        switches: whether there is more than one.
-        why: why what is being added cannot be in a CUDA graph.
+        switches: whether a step switches or joins CUDA streams.
+        why: why the step that is being added cannot be in a CUDA graph; None: it can.
     """
 
     context: Context
@@ -54,6 +54,7 @@ class Builder:
 
     def add(self, i: Instruction, following: Instruction | None) -> None:
         why = self.context.host_values.why_eager(i) if i.op != "launch" else None
+        # a group is posted at once: where one member cannot be in a graph, the post cannot
         self.why = why or (self.why if self.posts.in_group else None)
         match i.op:
             case "return":
@@ -75,7 +76,7 @@ class Builder:
                 self.append(local_step(i, self.context))
 
     def finish(self) -> None:
-        """The caller's stream reads the outputs; each that this rank has was computed."""
+        """Keep the memory of the outputs for the caller's stream, which reads them."""
         context, program = self.context, self.context.program
         self.posts.finish()
         mine = tuple(n for n in program.outputs if program.has(n, context.rank))
@@ -92,7 +93,7 @@ class Builder:
     # -- streams ---------------------------------------------------------------------------------
 
     def handle(self, index: int) -> SlotRef | torch.cuda.Stream:
-        """A stream as an argument of a call."""
+        """Return a stream as an argument of a call."""
         return (
             SlotRef(CALLER_SLOT) if index == CALLER else streams.stream(self.context.device, index)
         )
@@ -124,7 +125,7 @@ class Builder:
         self.steps.append(step)
 
     def stream(self, i: Instruction) -> int:
-        """The stream that an instruction names."""
+        """Return the index of the stream that an instruction names."""
         return int(i.kwargs["stream"]) if i.attrs else self.handles[i.reads[0]]
 
     # -- values ----------------------------------------------------------------------------------
@@ -133,19 +134,19 @@ class Builder:
         self.drop([self.release(name) for name in i.reads], label(i))
 
     def release(self, name: str) -> int:
-        """Forget a name; the slot that it had."""
+        """Forget a name, and return the slot that it had."""
         slot = self.context.slot(name)
         self.homes.pop(slot, None)
         self.context.release(name)
         return slot
 
     def drop(self, slots: Sequence[int], what: str) -> None:
-        """Let go of buffers."""
+        """Add a step that empties slots."""
         step = Step(lines=(drop(*slots),), label=what, op="free", inputs=tuple(slots))
         self.steps.append(step)
 
     def launch(self, i: Instruction) -> None:
-        """A host unit: its expressions in a row, inner values forgotten after their last use."""
+        """Add the expressions of a host unit; inner values are dropped after their last use."""
         context = self.context
         self.check_unit(i)
         given, kept = set(context.bound), {*i.inputs, *i.outputs}
@@ -158,7 +159,7 @@ class Builder:
                 self.drop([self.release(n) for n in gone], f"launch {i.fn}")
 
     def check_unit(self, i: Instruction) -> None:
-        """A host unit writes all its outputs into buffers, or none."""
+        """Raise ProgramError where only some outputs of a host unit have buffers."""
         lacking = [n for n in i.outputs if not self.context.has_buffer(n)]
         if lacking and not self.context.allocated.keys().isdisjoint(i.outputs):
             raise ProgramError(
@@ -170,18 +171,18 @@ class Builder:
             )
 
 
-#: What does nothing on the device.
+#: Ops that put no work on the device.
 _ON_HOST = (*MEMORY, *PURE_VIEWS)
 
 
 def _following(instructions: Sequence[Instruction], n: int) -> Instruction | None:
-    """The next instruction that does something on the device."""
+    """Return the next instruction that puts work on the device; None where there is none."""
     later = (i for i in instructions[n + 1 :] if i.op not in _ON_HOST or "fill" in i.kwargs)
     return next(later, None)
 
 
 def local_step(i: Instruction, context: Context) -> Step:
-    """A step without communication."""
+    """Return the step of an instruction without communication."""
     inputs = tuple(context.slot(x) for x in i.reads)
     (name,) = i.outputs
     is_bound = context.has_buffer(name)
@@ -206,7 +207,7 @@ def _prepared(i: Instruction, context: Context) -> list[Line]:
 
 
 def _expanded_dims(i: Instruction, context: Context) -> tuple[int, ...]:
-    """The dims of the result of an expand that have one element in memory."""
+    """Return the dims of an expand's result that have one element in memory."""
     before, after = context.local(i.reads[0]), context.local(i.outputs[0])
     new = len(after) - len(before)
     return tuple(d for d in range(len(after)) if d < new or before[d - new] != after[d])

@@ -1,6 +1,6 @@
 """Streams by index: the same index is the same stream, within a run and across runs.
 
-On CPU there is one queue, so switching and joining streams is nothing to do.
+On CPU there is one queue, so there is nothing to switch or to join.
 """
 
 from __future__ import annotations
@@ -16,29 +16,35 @@ CALLER = -1
 
 @cache
 def stream(device: torch.device, index: int) -> torch.cuda.Stream:
-    """The stream of an index on a device."""
+    """Return the CUDA stream that an index stands for on a device."""
     return torch.cuda.Stream(device)
 
 
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Where CUDA graphs are captured: the default stream cannot be."""
+    """Return the stream on which CUDA graphs are captured, as the default stream cannot be."""
     return torch.cuda.Stream(device)
 
 
 def raw(device: torch.device, index: int, caller: int) -> int:
-    """The handle of a stream; `caller` is that of the caller's."""
+    """Return the handle of a stream; for `CALLER` that is `caller`."""
     return caller if index == CALLER else int(stream(device, index).cuda_stream)
 
 
 @cache
 def event(device: torch.device, index: int) -> torch.cuda.Event:
-    """What marks how far a stream has come; recorded again at each sync, never made anew."""
+    """Return the event that marks how far a stream has come; each sync records it again."""
     return torch.cuda.Event()
 
 
 def join(event: torch.cuda.Event, behind: torch.cuda.Stream, ahead: torch.cuda.Stream) -> None:
-    """Let a stream wait for what is queued on another one; the host goes on."""
+    """Let a stream wait for what is queued on another one; the host goes on.
+
+    Args:
+        event: is recorded on `behind`.
+        behind: the stream that is waited for.
+        ahead: the stream that waits.
+    """
     event.record(behind)
     ahead.wait_event(event)
 
@@ -46,7 +52,7 @@ def join(event: torch.cuda.Event, behind: torch.cuda.Stream, ahead: torch.cuda.S
 def keep(stream: torch.cuda.Stream, *buffers: Any) -> None:
     """Tell the allocator that buffers made on another stream are in use on this one.
 
-    Else it could hand their memory out again, as soon as the host forgets them.
+    Otherwise it could hand out their memory again as soon as the host drops them.
     """
     for buffer in buffers:
         if isinstance(buffer, torch.Tensor):

@@ -1,4 +1,4 @@
-"""What callers pass to a run: checked against the program before anything is posted."""
+"""Check what callers pass to a run against the program, before anything is posted."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from mdfuse.plan.signature import span
 
 
 def has_dtensors(xs: Iterable[Any]) -> bool:
-    """Whether a DTensor is among them, asked in each run.
+    """Tell whether a DTensor is among some values, which each run asks.
 
-    torch's module of DTensors is not imported for this: without it there are none.
+    torch's module of DTensors is not imported for this: as long as nobody has, there are none.
     """
     dtensor = getattr(modules.get("torch.distributed.tensor"), "DTensor", None)
     return dtensor is not None and dtensor in map(type, xs)
@@ -44,7 +44,7 @@ def check_arguments(
 
 
 def _check_written(program: HostProgram, rank: int, given: dict[str, Any]) -> None:
-    """An input that is written can be, and shares no memory with another input."""
+    """Raise ProgramError unless written inputs can be, and share no memory with others."""
     tensors = {n: x for n, x in given.items() if isinstance(x, Tensor)}
     for name in sorted(program.written_inputs.intersection(tensors)):
         _check_writable(name, tensors[name], f"rank {rank}, input %{name} of @{program.name}")
@@ -61,7 +61,7 @@ def _check_written(program: HostProgram, rank: int, given: dict[str, Any]) -> No
 
 
 def _check_writable(name: str, x: Tensor, where: str) -> None:
-    """Each element has memory of its own, into which torch writes what it is given."""
+    """Raise ProgramError unless torch can write each element of a tensor, in its own memory."""
     because, hint = f"the program writes into %{name}", "pass x.clone()"
     if overlaps_itself(x):
         raise ProgramError(
@@ -150,7 +150,7 @@ def _no_number(name: str, x: Any, dtype: torch.dtype, where: str) -> ProgramErro
 
 
 def described(x: Any) -> str:
-    """What was passed, in short, for error messages."""
+    """Return in short what was passed, for error messages."""
     if not isinstance(x, Tensor):
         text = repr(x) if not isinstance(x, int) or abs(x) < 1 << 128 else hex(x)
         return text if len(text) <= 100 else f"{text[:100]}..."
@@ -159,7 +159,7 @@ def described(x: Any) -> str:
 
 
 def not_buffers(program: str, out: object) -> ProgramError:
-    """`out=` is no list."""
+    """Return the error for an `out=` that is no list."""
     return ProgramError(
         f"@{program}: out={described(out)}",
         because="out= has a buffer for every output",
@@ -168,7 +168,7 @@ def not_buffers(program: str, out: object) -> ProgramError:
 
 
 def not_by_name(program: HostProgram, arguments: object) -> ProgramError:
-    """The arguments of an evaluator are no mapping."""
+    """Return the error for arguments of an evaluator that are no mapping."""
     return ProgramError(
         f"@{program.name}: {type(arguments).__name__} for the arguments",
         because="an evaluator takes them by name",
@@ -230,9 +230,9 @@ def _check_is_input(
 
 
 def _check_strides(program: HostProgram, rank: int, name: str, buffer: Tensor) -> None:
-    """A buffer is dense in the memory order that the program states for the output.
+    """Raise ProgramError unless a buffer is dense in the order that the program states.
 
-    Where it states none, also in the one in which a communication left what the output shows.
+    The order in which a communication left what the output shows is fine, too.
     """
     order = program.orders.get(name, Order())
     strides = dense_strides(buffer.shape, order.stated)
@@ -254,7 +254,7 @@ def _lies_in(buffer: Tensor, order: tuple[int, ...] | None) -> bool:
 def _check_apart(
     program: HostProgram, rank: int, name: str, buffer: Tensor, taken: dict[str, Tensor]
 ) -> None:
-    """A buffer shares no memory with an input or another output."""
+    """Raise ProgramError where a buffer shares memory with an input or another output."""
     start, end = span(buffer)
     for other, x in taken.items():
         first, last = span(x)
@@ -270,7 +270,7 @@ def _check_apart(
 
 
 def _check_units(program: HostProgram, rank: int, given: set[str]) -> None:
-    """A host unit writes all its outputs that are the program's into the caller's buffers."""
+    """Raise ProgramError where only some outputs of a host unit have buffers."""
     roots = {program.root(n) for n in (*given, *program.inputs)}
     outputs = {program.root(n) for n in program.outputs if program.has(n, rank)}
     for i in program.walk() if given else ():
@@ -332,7 +332,7 @@ def _check(
 
 
 def numbers(program: HostProgram, arguments: Sequence[Any]) -> list[Any]:
-    """The arguments, with those for scalars as Python numbers of the kind that was defined."""
+    """Return the arguments, with scalars as Python numbers of the kind that was defined."""
     kinds = [program.types[name] for name in program.inputs]
     return [
         as_number(x, kind.dtype) if kind.layout is None else x

@@ -1,6 +1,6 @@
-"""DTensors and layouts: what torch says with placements on a mesh, said with ours, and back.
+"""Translate DTensors' placements into layouts, and back.
 
-This module imports `torch.distributed.tensor`; what imports it does so once there is a DTensor.
+This module imports `torch.distributed.tensor`, so others import it only once there is a DTensor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from mdfuse.frontend.spec import TensorSpec
 
-#: Reduce ops that torch calls otherwise.
+#: Reduce ops that have another name in torch: ours -> torch's, and back.
 _TORCH_OPS = {"prod": "product"}
 _OWN_OPS = {torch_op: op for op, torch_op in _TORCH_OPS.items()}
 
@@ -70,7 +70,8 @@ def layout_of(x: DTensor, axes: Sequence[str] | None = None) -> Layout:
     return layout
 
 
-#: A scatter or gather of torch's on such a mesh, of uneven parts say, gives a wrong tensor.
+#: Why ranks must ascend along a split axis, and what to do: on other meshes torch's own scatter or
+#: gather, of uneven parts say, gives a wrong tensor.
 _TURNED = (
     "torch's collectives go along an axis in the order of the ranks, while its coordinates go in "
     "that of the mesh: which rank holds which part is ambiguous",
@@ -79,7 +80,7 @@ _TURNED = (
 
 
 def _turned_axis(layout: Layout) -> str | None:
-    """An axis that splits a dim, and along which the ranks do not ascend."""
+    """Return an axis that splits a dim and along which ranks do not ascend; None: all is well."""
     mesh = layout.mesh
     if list(mesh.ranks) == sorted(mesh.ranks):
         return None
@@ -89,7 +90,7 @@ def _turned_axis(layout: Layout) -> str | None:
 
 
 def _own(x: DTensor, placement: TorchPlacement) -> Placement:
-    """The counterpart of a placement of torch's; of a subclass there is none."""
+    """Return the layout's counterpart of one of torch's placements; subclasses have none."""
     if type(placement) is TorchShard:
         return Shard(placement.dim)
     if type(placement) is TorchReplicate:
@@ -108,7 +109,7 @@ def _own(x: DTensor, placement: TorchPlacement) -> Placement:
 
 
 def _plain(placement: TorchPlacement) -> str:
-    """A placement that has a counterpart, close to one of torch's, as code."""
+    """Return, as code, a placement of torch's that has a counterpart and is close to this one."""
     if type(placement) is TorchPartial and placement.reduce_op in (*REDUCE_OPS, *_OWN_OPS):
         return f"Partial({placement.reduce_op!r})"
     dim = getattr(placement, "dim", None)
@@ -156,7 +157,7 @@ def placements_of(layout: Layout) -> tuple[TorchPlacement, ...]:
 
 
 def why_not(layout: Layout) -> tuple[str, str] | None:
-    """Why there is no DTensor of a layout, and what to do; None: there is."""
+    """Return why no DTensor has this layout, and what to do; None: there is one."""
     if layout.splits != Layout(layout.mesh, layout.by_axis()).splits:
         return (
             "the axes split a DTensor's dim in the order that they have in the mesh",
@@ -237,7 +238,9 @@ def to_dtensor(
 
 
 def describes(torch_mesh: Any, mesh: DeviceMesh) -> bool:
-    """Both have the same ranks in the same shape; and the same names, where torch's has some.
+    """Tell whether torch's mesh has the ranks and the shape of ours.
+
+    Where torch's mesh has names, they must be ours, too.
 
     Raises:
         MeshError: torch's is a slice of another mesh.

@@ -1,7 +1,7 @@
-"""DTensors in runs: their local tensors go in, and what comes out are DTensors again.
+"""Run programs on DTensors: their local tensors go in, and the results are wrapped as DTensors.
 
-What a program says of the arguments is compared once per kind of DTensors; a run with DTensors of
-a known kind takes their local tensors, and wraps the results. Nothing communicates.
+DTensors are compared with what the program says once per kind; a run with DTensors of a known kind
+just takes their local tensors, and wraps the results. Nothing communicates.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ class Output:
     Attributes:
         kind: its type in the program.
         mesh: torch's mesh.
-        source: the input whose buffer it is, which then is the result; None: a buffer of its own.
-        order: its memory order, where the program tells; else that of this rank's part, whose
-            strides tell less where it has one row.
+        source: the position of the input into whose buffer the output is written: that DTensor is
+            the result. None: the output has a buffer of its own.
+        order: the memory order that the program tells; None: that of this rank's part. The first
+            is better, since strides tell nothing of dims with one element.
         known: the specs of earlier results, by their local strides.
     """
 
@@ -53,7 +54,7 @@ class Output:
     known: dict[tuple[int, ...] | None, Any] = field(default_factory=dict)
 
     def wrapped(self, local: Tensor | None) -> DTensor:
-        """A DTensor of what this rank computed; None: it is outside of the mesh."""
+        """Return what this rank computed as a DTensor; `local` is None outside of the mesh."""
         key = None if local is None else local.stride()
         spec = self.known.get(key)
         if spec is not None and local is not None:
@@ -74,7 +75,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """What one kind of DTensors, for inputs and buffers, means for a run.
+    """How a run wraps its results, for one kind of DTensors as inputs and buffers.
 
     Attributes:
         outputs: for each output how it is wrapped; None: it stays as it is.
@@ -85,7 +86,7 @@ class Crossing:
     def back(
         self, results: Sequence[Any], arguments: Sequence[Any], out: Sequence[Any] | None
     ) -> list[Any]:
-        """The results as DTensors; those with a buffer are what was passed."""
+        """Return the results as DTensors; for an output with a buffer, what was passed for it."""
         found: list[Any] = []
         for i, (output, local) in enumerate(zip(self.outputs, results, strict=True)):
             if out is not None and out[i] is not None:
@@ -115,9 +116,10 @@ class Border:
         problem: MdfuseError | None,
         is_partial: bool,
     ) -> list[Any]:
-        """Run with local tensors; the results as DTensors. See `HostIrEvaluator.call`.
+        """Run with local tensors, and return the results as DTensors. See `HostIrEvaluator.call`.
 
-        A DTensor that does not fit is the run's problem: all ranks hear of it as of any other.
+        A DTensor that does not fit is handed to `run` as the problem of this run, so that all ranks
+        hear of it as of any other.
         """
         crossing = None
         if problem is None:
@@ -131,7 +133,7 @@ class Border:
         return crossing.back(results, arguments, out)
 
     def crossing(self, arguments: Sequence[Any], out: Sequence[Any] | None) -> Crossing:
-        """What DTensors mean for a run, checked where such were not seen before.
+        """Return how a run wraps its results; DTensors of a new kind are checked first.
 
         Raises:
             ProgramError: one does not fit the program; an output cannot be a DTensor.
@@ -166,7 +168,7 @@ class Border:
 
 
 def _kind(x: Any) -> Hashable:
-    """What of an argument the checks depend on, and the mesh that results will be on."""
+    """Return what the checks ask of an argument, and the mesh that results will be on."""
     # equal meshes may differ in their process groups, of which one may be gone
     if type(x) is not DTensor:
         return x is None
@@ -174,7 +176,7 @@ def _kind(x: Any) -> Hashable:
 
 
 def locals_of(xs: Sequence[Any]) -> list[Any]:
-    """This rank's parts of DTensors, None where it has none; anything else as it is."""
+    """Return this rank's parts of DTensors, None where it has none; anything else as it is."""
     return [_local(x) if type(x) is DTensor else x for x in xs]
 
 
@@ -254,14 +256,14 @@ def _other_layout(program: HostProgram, name: str, found: Layout) -> ProgramErro
 
 
 def _code(placement: Any) -> str:
-    """A placement, torch's or ours, as the code that makes it."""
+    """Return the code that makes a placement, torch's or ours."""
     values = (getattr(placement, name, None) for name in ("dim", "reduce_op", "op"))
     known = ", ".join(repr(x) for x in values if x is not None)
     return f"{type(placement).__name__}({known})"
 
 
 def _output(program: HostProgram, name: str, meshes: Sequence[TorchMesh]) -> Output | None:
-    """How an output is wrapped; None for a number.
+    """Return how an output is wrapped; None for a number.
 
     Raises:
         ProgramError: it cannot be a DTensor.
@@ -287,7 +289,7 @@ def _output(program: HostProgram, name: str, meshes: Sequence[TorchMesh]) -> Out
 
 
 def _refusal(kind: BufferType, meshes: Sequence[TorchMesh]) -> tuple[str, str] | None:
-    """Why an output cannot be a DTensor, and what to do."""
+    """Return why an output cannot be a DTensor, and what to do; None: it can."""
     assert kind.layout is not None
     if kind.padding is not None or kind.flat:
         return "this buffer is padded or flat, which a DTensor is not", "return what it holds"

@@ -1,4 +1,4 @@
-"""The extents of a run: given by name, or read off the inputs, and checked."""
+"""Find and check the extents of a run, which are given by name or read off the inputs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Extents = Mapping[str, int]
 
 
 def check_extents(program: str, symbols: Iterable[str], given: Extents | None) -> dict[str, int]:
-    """The extents that a caller gave.
+    """Check the extents that a caller gave, and return them as a dict.
 
     Raises:
-        ProgramError: names that mean nothing, or what is no extent.
+        ProgramError: a name is no symbol of the program, or a value is no extent.
     """
     symbols = tuple(symbols)
     if given is None:
@@ -54,7 +54,7 @@ def check_extents(program: str, symbols: Iterable[str], given: Extents | None) -
 
 
 def complete_extents(program: str, symbols: Iterable[str], known: Extents) -> Extents:
-    """The extents, where none is missing.
+    """Return the extents that are known, unless one of the program's is missing.
 
     Raises:
         ProgramError: some are.
@@ -79,7 +79,7 @@ class _Dim:
         at: the position of the input.
         name: of the input.
         dim: the dim.
-        extent: a symbol, or what follows from those of other inputs.
+        extent: a symbol, or an expression of the symbols of other inputs.
     """
 
     at: int
@@ -89,12 +89,12 @@ class _Dim:
 
     @property
     def symbol(self) -> str | None:
-        """The symbol that it is; None where it follows from others."""
+        """The symbol that the extent is; None where the extent follows from others."""
         text = str(self.extent)
         return text if text in self.extent.examples else None
 
     def of(self, inputs: Sequence[Any], ndim: int) -> int | None:
-        """The extent of an input; None where there is no such tensor."""
+        """Return the extent that an input has; None where there is no tensor with `ndim` dims."""
         x = inputs[self.at] if self.at < len(inputs) else None
         if not isinstance(x, Tensor) or why_not(x) is not None:
             return None
@@ -117,7 +117,7 @@ def _ndim(fusion: Fusion, d: _Dim) -> int:
 def global_extents(
     fusion: Fusion, inputs: Sequence[Any], given: Extents | None = None
 ) -> dict[str, int]:
-    """The extents of a run, from global inputs.
+    """Return the extents of a run on global inputs.
 
     Raises:
         ProgramError: what is given contradicts the inputs; an input has too few dims.
@@ -144,12 +144,12 @@ def global_extents(
 
 @dataclass(frozen=True)
 class LocalExtents:
-    """What the ranks' inputs say of the symbolic extents; found out once per program.
+    """How the symbolic extents of a program follow from one rank's inputs.
 
     Attributes:
         fusion: the definition.
         dims: its symbolic dims, each with the layout of its input.
-        seen: of these, the ones that every rank sees whole.
+        seen: those of its symbolic dims that every rank sees whole.
     """
 
     fusion: Fusion
@@ -162,7 +162,7 @@ class LocalExtents:
         return tuple(dict.fromkeys(d.symbol for d, _ in self.dims if d.symbol))
 
     def of(self, rank: int, inputs: Sequence[Any], given: Extents | None) -> Extents:
-        """The extents of a run on one rank: what is given, and what every rank sees by itself.
+        """Return the extents of a run on one rank: those given, and those that every rank sees.
 
         Raises:
             ProgramError: extents are missing, unknown, or contradict the local shapes.
@@ -181,7 +181,7 @@ class LocalExtents:
 
 
 def local_extents(host: HostProgram, fusion: Fusion) -> LocalExtents:
-    """How the extents of a definition follow from local inputs, which lie as in `host`."""
+    """Return how the extents of a definition follow from local inputs, which lie as in `host`."""
     dims = tuple((d, _layout(host, d)) for d in _symbolic_dims(fusion))
     everyone = {r for mesh in host.meshes for r in mesh}
     seen = (d for d, at in dims if not at.split_axes(d.dim) and everyone <= {*at.mesh.ranks})
@@ -191,10 +191,10 @@ def local_extents(host: HostProgram, fusion: Fusion) -> LocalExtents:
 def known_extents(
     local: LocalExtents, inputs: Sequence[Any], given: Extents | None
 ) -> dict[str, int]:
-    """The extents that are given, and those that the global shapes of DTensors say.
+    """Return the extents that are given, and those that the global shapes of DTensors tell.
 
     Raises:
-        ProgramError: what is given are no extents.
+        ProgramError: as `check_extents`.
     """
     known = check_extents(local.fusion.name, local.symbols, given)
     for d, _ in local.dims:

@@ -1,4 +1,4 @@
-"""What all ranks settle before the first run of a program: that they are well, and run the same."""
+"""Let all ranks agree, before a program's first run, that they can run and run the same."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mdfuse.runtime.crowds import BECAUSE, HINT, crowd
 if TYPE_CHECKING:
     from mdfuse.runtime.communicator import Communicator
 
-#: How the report of a rank begins that has a problem: with its arguments, or with an index.
+#: How the report of a rank with a problem begins: with its arguments, or with an index.
 _REFUSED, _OUT_OF_RANGE = "refused: ", "index: "
 
 #: Options that ranks must share: they decide what is posted, how, and for how long it is awaited.
@@ -29,14 +29,14 @@ _SHARED = ("streams", "stream_policy", "graph", "fast_lane", "timeout_s", "check
 def agree(
     name: str, problem: MdfuseError | None, communicator: Communicator, what: str | None = None
 ) -> None:
-    """Return where all ranks are well, before a first run or after one; else raise on each of them.
+    """Raise on every rank, unless all ranks are without a problem and run the same.
 
     Ranks compare digests. Only where these differ do they tell each other what they run, one rank
     for all that run the same.
 
     Args:
         name: of the program, for messages.
-        problem: this rank's.
+        problem: this rank's problem; None: it has none.
         communicator: of all ranks; nothing is posted.
         what: what this rank runs, line by line; all ranks run the same.
 
@@ -61,7 +61,7 @@ def agree(
 
 
 def _elsewhere(name: str, rank: int, report: str) -> ProgramError:
-    """The problem of another rank."""
+    """Return the error that tells of another rank's problem."""
     if report.startswith(_REFUSED):
         return ProgramError(
             f"rank {rank} refused to run @{name}",
@@ -76,9 +76,9 @@ def _elsewhere(name: str, rank: int, report: str) -> ProgramError:
 
 
 def fingerprint(program: HostProgram, options: Options) -> str:
-    """What all ranks must share, line by line: versions, options, the program.
+    """Return what all ranks must share, line by line: versions, options, the program.
 
-    Of a program that is one rank's own, only its name: the others have others.
+    Of a projection it has the name only, since each rank has another one.
     """
     lines = [
         f"mdfuse {VERSION}",
@@ -94,7 +94,7 @@ def fingerprint(program: HostProgram, options: Options) -> str:
 
 
 def _other_programs(reports: Sequence[str | None], texts: Sequence[str | None]) -> ProgramError:
-    """Ranks meet before the first runs of different programs: who, and where they part.
+    """Return the error for ranks with different programs: who they are, and what differs.
 
     Each text is what its rank says of its threads, a line, and then what it runs.
     """
@@ -122,7 +122,7 @@ def _program(text: str | None) -> str:
 
 
 def _difference(there: int, usual: str, here: int, other: str) -> list[str]:
-    """The first line that differs, as either side has it."""
+    """Return the first line in which two texts differ, as either side has it."""
     pairs = zip_longest(usual.split("\n"), other.split("\n"), fillvalue="(nothing)")
     number, (a, b) = next((n, pair) for n, pair in enumerate(pairs, 1) if pair[0] != pair[1])
     return [

@@ -1,1 +1,1 @@
-"""All ranks in this process."""
+"""Run all ranks of a program in this process."""

@@ -1,7 +1,7 @@
-"""Every rank in one process: posts are matched and bytes are moved between the ranks' buffers.
+"""The network of simulated ranks: match their posts, and move bytes between their buffers.
 
-It sees what any backend sees, never a layout. A mismatch is an error at once; a rank that never
-arrives is one as soon as nobody else can go on.
+The network sees what any backend sees, never a layout. A mismatch is an error at once; a post that
+a rank never makes is one as soon as no rank can go on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mdfuse.layouts.reduction import combine
 
 @dataclass(slots=True)
 class SimWork:
-    """A post of one rank; done once every piece of it was matched."""
+    """The work of a post of one rank; done once every piece of the post was moved."""
 
     call: Call
     missing: int = 1
@@ -74,7 +74,11 @@ class SimNetwork:
         return SimBackend(self, rank)
 
     def announce(self, call: Call) -> list[int]:
-        """Take the numbers of a post: of the team, or of each piece between two ranks."""
+        """Take the numbers of a post in the order of posts.
+
+        A collective has one number, in its team; of sends and receives each piece has one, between
+        its two ranks.
+        """
         if call.kind not in POINT_TO_POINT:
             return [self._next((call.team, call.rank))]
         outgoing = [self._next(("send", call.rank, peer)) for peer in call.sends]
@@ -85,7 +89,7 @@ class SimNetwork:
         return self.counts[key] - 1
 
     def post(self, posted: _Posted, numbers: list[int]) -> None:
-        """Take a post; what was waiting for it is ready to move."""
+        """Take a post, and begin the transfers that waited for it."""
         if posted.call.kind in POINT_TO_POINT:
             self._post_pieces(posted, numbers)
             return
@@ -139,7 +143,7 @@ class SimNetwork:
         self._begin(transfer)
 
     def leftovers(self) -> list[str]:
-        """Posts that never met their counterpart."""
+        """Return a line for each post that never met its counterpart."""
         left = [
             f"{p.call.kind} of team {team}: only ranks {sorted(meeting)} arrived"
             for (team, _), meeting in self.meetings.items()
@@ -198,7 +202,7 @@ class SimBackend:
 
 
 def _check(team: tuple[int, ...], meeting: dict[int, _Posted]) -> None:
-    """Check that all members post the same kind, reduce op, root and dtype."""
+    """Raise CommunicationError unless all members post the same kind, reduce op, root and dtype."""
     first = meeting[team[0]]
     for rank in team:
         here = meeting[rank]

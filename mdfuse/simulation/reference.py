@@ -1,4 +1,4 @@
-"""The same fusion on one device, ignoring layouts: what every distributed run is compared with."""
+"""Run a fusion on one device, ignoring layouts: what distributed runs are compared with."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def reference(definition: FusionDefinition | Fusion, inputs: Sequence[Any]) -> l
 def _numbered(
     definition: FusionDefinition | Fusion, fusion: Fusion, inputs: Sequence[Any]
 ) -> Fusion:
-    """The fusion with the extents that the inputs have in the place of symbols."""
+    """Return the fusion with the extents of the inputs in the place of symbols."""
     shapes = (fusion.values[name].shape for name in fusion.inputs)
     if not any(type(n) is Extent for shape in shapes for n in shape):
         return fusion

@@ -36,8 +36,20 @@ def run_shuffled(
     network: SimNetwork,
     seed: int,
 ) -> tuple[list[Any], ...]:
-    """Run all ranks in an order drawn from a seed; copies of the outputs of each, as the caller's
-    stream sees them at the end of its work."""
+    """Run all ranks in an order drawn from a seed.
+
+    Args:
+        plans: the plan of each rank.
+        slots: the slots of each, with the arguments in them.
+        network: one whose transfers are late.
+        seed: of the order.
+
+    Returns:
+        Copies of the outputs of each rank, as the caller's stream sees them at the end of its work.
+
+    Raises:
+        CommunicationError: no rank can go on, or a post is left over.
+    """
     draw = random.Random(seed)
     ranks = [_Queues(plan, s) for plan, s in zip(plans, slots, strict=True)]
     for rank in ranks:
@@ -70,7 +82,7 @@ def _check_finished(ranks: Sequence[_Queues], network: SimNetwork) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """Something on a stream: what it does, and when it may."""
+    """An operation that is queued on a stream, and when it may run."""
 
     label: str
     run: Callable[[], object]
@@ -79,7 +91,11 @@ class _Task:
 
 @dataclass(slots=True)
 class _Issued:
-    """In the slot of a post that the host has issued; `pending` once its stream has come to it."""
+    """What the slot of a post holds once the host has issued the post.
+
+    Attributes:
+        pending: the communication, once the stream has come to it.
+    """
 
     pending: Pending | None = None
 
@@ -98,13 +114,13 @@ class _Queues:
     outputs: list[Any] = field(default_factory=list)
 
     def issue(self) -> None:
-        """What the host does: it goes through the whole plan without waiting."""
+        """Issue the whole plan as a host does, without waiting."""
         for step in self.plan.steps:
             self.take(step)
         self.push(CALLER, _Task("return", self.finish))
 
     def finish(self) -> None:
-        """The caller's stream reads the outputs."""
+        """Copy the outputs, as the caller's stream sees them at the end of its work."""
         found = self.plan.finish(self.slots)
         self.outputs = [x.clone() if isinstance(x, Tensor) else x for x in found]
 
@@ -113,7 +129,7 @@ class _Queues:
         self.queued[stream] += 1
 
     def take(self, step: Step) -> None:
-        """Queue a step; do at once what the host does."""
+        """Queue a step, or do it at once where the host does it."""
         if step.op in _ON_HOST:
             step.run(self.slots)
         elif step.joins is not None:
@@ -130,11 +146,11 @@ class _Queues:
         return _Task(label, _nothing, lambda: self.passed(other) >= goal)
 
     def passed(self, stream: int) -> int:
-        """How many tasks of a stream are done."""
+        """Return how many tasks of a stream are done."""
         return self.queued[stream] - len(self.queues.get(stream, ()))
 
     def post(self, step: Step) -> _Task:
-        """A post takes its place among those of its team when the host issues it."""
+        """Return the task of a post, which takes its place among those of its team now."""
         for poster in step.posters:
             poster.announce()  # type: ignore[attr-defined]
         issued = [_Issued() for _ in step.outputs]
@@ -162,7 +178,7 @@ class _Queues:
         return _Task(step.label, run, may_run)
 
     def effect(self, step: Step) -> Callable[[], object]:
-        """What a step does to data; the buffers that it binds are there, poisoned, at once."""
+        """Return what a step does to data; buffers that it binds exist at once, poisoned."""
         before = list(self.slots)
         fresh = [x for x in step.outputs if before[x] is None]
         if not fresh:
@@ -192,11 +208,11 @@ class _Queues:
                 self.slots[x] = ones[x]
 
     def heads(self) -> list[_Task]:
-        """The first task of each stream."""
+        """Return the first task of each stream."""
         return [queue[0] for queue in self.queues.values() if queue]
 
     def ready(self) -> list[int]:
-        """The streams that can go on."""
+        """Return the streams that can go on."""
         return [k for k, queue in self.queues.items() if queue and queue[0].may_run()]
 
     def go(self, stream: int) -> None:

@@ -33,7 +33,7 @@ from mdfuse.runs.extents import check_extents, global_extents
 from mdfuse.simulation.network import SimNetwork
 from mdfuse.simulation.shuffled import run_shuffled
 
-#: What simulates: a compiled program, a host program, or the projection of each rank.
+#: What can be simulated: a compiled program, a host program, or the projection of each rank.
 Simulable = Program | HostProgram | Sequence[HostProgram]
 
 
@@ -56,7 +56,7 @@ class Simulated:
 
 @dataclass
 class _Memory:
-    """Count the memory that is bound to slots, and its peak."""
+    """Counts the bytes of the buffers in a rank's slots, and their peak."""
 
     #: storage of an input -> bytes of the rank's part, which may be a view of a global tensor
     sizes: dict[int, int] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class _Memory:
     peak: int = 0
 
     def update(self, slot: int, x: Any) -> None:
-        """A slot holds a buffer from now on, or none."""
+        """Note that a slot holds a value from now on, which may be a buffer."""
         if slot in self.held:
             key, size = self.held.pop(slot)
             self.users[key] -= 1
@@ -98,7 +98,7 @@ class _Rank:
             self.memory.update(slot, x)
 
     def step(self) -> bool:
-        """Run up to the next wait that is not done, and tell whether anything ran."""
+        """Run up to the next wait that would block, and tell whether anything ran."""
         start = self.at
         while self.at < len(self.plan.steps):
             step = self.plan.steps[self.at]
@@ -118,7 +118,7 @@ class _Rank:
             raise
 
     def may_go(self, waits: tuple[int, int | None]) -> bool:
-        """Whether a wait would not block."""
+        """Tell whether a wait would not block."""
         handle, piece = waits
         return bool(self.slots[handle].is_done(piece))
 
@@ -187,7 +187,10 @@ def simulate(
 
 
 def _resolved(host: HostProgram, given: Sequence[Any], at: int) -> list[Any]:
-    """What a rank is given, but for what is written and what does not fit: the plan refuses it."""
+    """Return the arguments of one rank, with the elements of each in its memory.
+
+    Inputs that are written stay as they are, and so does what does not fit, which is refused later.
+    """
     rank = at if host.rank is None else host.rank
     kept = [
         n
@@ -198,7 +201,7 @@ def _resolved(host: HostProgram, given: Sequence[Any], at: int) -> list[Any]:
 
 
 def _fits(host: HostProgram, name: str, x: Any, rank: int) -> bool:
-    """It is a tensor of the shape that a rank holds."""
+    """Tell whether an argument is a plain tensor of the shape that a rank holds."""
     kind = host.types[name]
     is_here = kind.layout is not None and rank in kind.layout.mesh
     is_plain = isinstance(x, Tensor) and why_not(x) is None  # a nested one has no shape
@@ -238,14 +241,14 @@ def _plans(
 def _with_extents(
     program: Program, inputs: Sequence[Any] | None, extents: Mapping[str, int] | None
 ) -> HostProgram:
-    """The host program for the extents that are given, or that global inputs have."""
+    """Return the host program for the extents that are given, or that global inputs have."""
     if program.symbolic is not None and inputs is not None:
         extents = global_extents(program.symbolic.fusion, inputs, extents)
     return program.host_for(extents)
 
 
 def _host(program: Simulable) -> HostProgram:
-    """The host program whose inputs and outputs count."""
+    """Return the host program whose inputs and outputs count; of projections the first."""
     host = program.host if isinstance(program, Program) else program
     if isinstance(host, Sequence) and host and all(isinstance(p, HostProgram) for p in host):
         host = host[0]
@@ -257,7 +260,7 @@ def _host(program: Simulable) -> HostProgram:
 
 
 def _projections(program: Simulable) -> list[HostProgram]:
-    """The program of each rank."""
+    """Return the program of each rank."""
     host = _host(program)
     if isinstance(program, Sequence):
         _check_projections(program)
@@ -297,7 +300,7 @@ def _arguments(
     per_rank: Sequence[Mapping[str, Any]] | None,
     size: int,
 ) -> tuple[list[list[Any]], list[list[Any]]]:
-    """The arguments and the preallocated outputs of each rank."""
+    """Return the arguments and the preallocated outputs of each rank."""
     nothing = [[None] * len(host.outputs) for _ in range(size)]
     for what, given in (("inputs", inputs), ("per_rank", per_rank)):
         if given is not None and not isinstance(given, list | tuple):
@@ -369,7 +372,7 @@ def _run_in_lockstep(
     slots: Sequence[Slots],
     network: SimNetwork,
 ) -> tuple[tuple[list[Any], ...], tuple[int, ...]]:
-    """The outputs of each rank, and its peak of memory."""
+    """Run all ranks in turn; return the outputs of each, and its peak of memory in bytes."""
     ranks = [_Rank(plan, s) for plan, s in zip(plans, slots, strict=True)]
     while not all(r.is_done for r in ranks):
         progress = [r.step() for r in ranks]
