@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A host instruction.
+    """A row of the table: one host instruction.
 
     Attributes:
         name: what programs call it.
@@ -55,7 +55,7 @@ class Row:
 
     @property
     def is_pure_view(self) -> bool:
-        """It reads no element: it does nothing on a device."""
+        """Whether a view reads no element, and so does nothing on a device."""
         return self.is_view and not self.may_copy
 
     @property
@@ -177,12 +177,15 @@ CALLS = tuple(r.name for r in _ROWS if r.makes in ("value", "handle", "stream") 
 
 
 def op_of(i: Instruction) -> Op | None:
-    """The row of the op table that an instruction runs; a host unit may have the name of one."""
+    """Return the row of the op table that an instruction runs; None where it runs none.
+
+    A host unit runs none by itself, though it may have the name of one.
+    """
     return TABLE.get(i.fn) if i.op != "launch" else None
 
 
 def row_of(i: Instruction) -> Row | None:
-    """The row of an instruction; None where there is no such instruction."""
+    """Return the row of an instruction; None where there is no such instruction."""
     op = op_of(i)
     if op is not None:
         return _row_of_op(op.name) if i.op == op.host else None
@@ -204,5 +207,5 @@ def _row_of_op(name: str) -> Row:
 
 
 def is_local(i: Instruction) -> bool:
-    """It computes on this rank: a row of the op table, or a buffer op."""
+    """Return whether an instruction computes on its rank: a row of the op table, or a buffer op."""
     return bool(i.fn) and i.op != "launch" if i.op not in BUFFER_OPS else True

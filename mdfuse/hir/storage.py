@@ -7,7 +7,7 @@ from mdfuse.hir.program import HostProgram, Instruction
 
 
 def shared_operand(i: Instruction) -> str | None:
-    """The operand whose memory the result of an instruction may share.
+    """Return the operand whose memory the result of an instruction may share; None: there is none.
 
     Also where a memory order is required: an operand that lies so already is not copied.
     """
@@ -16,7 +16,7 @@ def shared_operand(i: Instruction) -> str | None:
 
 
 def storage(program: HostProgram) -> dict[str, str]:
-    """Name -> the name whose memory it may share; itself where it has memory of its own."""
+    """Return name -> the name whose memory it may share; itself where it has memory of its own."""
     shared = {name: name for name in program.inputs}
     for i in program.walk():
         operand = shared_operand(i)
