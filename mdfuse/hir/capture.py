@@ -19,7 +19,7 @@ class HostValues:
     def __init__(self, program: HostProgram) -> None:
         self.program = program
         loops = {n for i in program.walk() if i.op == "for" for n in i.outputs}
-        #: name -> what it is
+        #: name of a value on the host -> its description in a reason
         self.known: dict[str, str] = {
             n: f"%{n}, a number of each run"
             for n in program.inputs

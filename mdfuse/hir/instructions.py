@@ -160,19 +160,19 @@ def _named(flag: str) -> tuple[str, ...]:
     return tuple(row.name for row in _ROWS if getattr(row, flag))
 
 
-#: What begins a communication.
+#: Instructions that begin a communication.
 POSTS = _named("is_post")
-#: What belongs to communications.
+#: Instructions that belong to communications.
 COMMUNICATIONS = _named("communicates")
-#: What holds instructions that run, or not, as the host decides.
+#: Instructions whose nested ones run, or not, as the host decides.
 BLOCKS = _named("is_block")
-#: What only makes or drops a buffer.
+#: Instructions that only make or drop a buffer.
 MEMORY = _named("is_memory")
 #: Views that read no element; those of the op table are not among them.
 PURE_VIEWS = _named("is_pure_view")
-#: Local ops that are no rows of the op table, on buffers that there are.
+#: Local ops on existing buffers that are no rows of the op table.
 BUFFER_OPS = tuple(r.name for r in _ROWS if r.makes == "value" and not r.is_memory)
-#: What is written `%x = name(...)` beside the rows of the op table.
+#: Instructions written as `%x = name(...)`, besides the rows of the op table.
 CALLS = tuple(r.name for r in _ROWS if r.makes in ("value", "handle", "stream") and not r.sets)
 
 

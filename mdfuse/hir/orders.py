@@ -39,7 +39,7 @@ def orders_of(program: HostProgram) -> dict[str, Order]:
     for i in program.walk():
         for name in map(program.root, i.outputs if i.op != "launch" else ()):
             if name in allocated or name not in program.types:
-                continue  # what is written later lies where the buffer is
+                continue  # later writes go into the same buffer
             found[name] = Order(i.order, _lies(program, i, name, found))
             allocated.update((name,) if i.op == "alloc" else ())
     return found

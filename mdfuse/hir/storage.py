@@ -22,7 +22,7 @@ def storage(program: HostProgram) -> dict[str, str]:
         operand = shared_operand(i)
         of = program.root(operand) if operand is not None else None
         for name in map(program.root, i.outputs if i.op != "launch" else ()):
-            if name not in shared:  # later ones write into the buffer that it has
+            if name not in shared:  # later instructions write into its buffer
                 shared[name] = name if of is None else shared.get(of, of)
     roots = {alias: program.root(alias) for alias in program.aliases}
     return {**shared, **{alias: shared.get(root, root) for alias, root in roots.items()}}

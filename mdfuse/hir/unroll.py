@@ -21,7 +21,7 @@ from mdfuse.hir.instructions import POSTS
 from mdfuse.hir.program import BufferType, HostProgram, Instruction, index_names, resolved
 from mdfuse.ir.graph import Operand
 
-#: More instructions, or iterations, than this are not written out.
+#: The most instructions, or iterations, that are written out.
 LIMIT = 1_000_000
 
 
@@ -53,7 +53,7 @@ class _Unrolled:
     left: set[str] = field(default_factory=set)
     #: how many iterations of all loops there were
     iterations: int = 0
-    #: loop -> what `inside` and `dependent` say of it
+    #: id of a loop -> what `inside` and `dependent` return for it
     _inside: dict[int, int] = field(default_factory=dict)
     _dependent: dict[int, list[str]] = field(default_factory=dict)
     #: the program with the types that were found so far

@@ -402,7 +402,7 @@ def _emit_ring_reduce(loop: _Loop, expr: Expr) -> None:
     out.code.append(Instruction(op="if", attrs=(("test", test),), body=(first,), orelse=(more,)))
 
 
-#: form -> what emits a set that goes so.
+#: form -> the function that emits a set of that form.
 _SETS: dict[str, Callable[[_Loop, Expr], None]] = {
     "chunks": _emit_chunks,
     "broadcast": _emit_broadcast,

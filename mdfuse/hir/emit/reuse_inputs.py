@@ -35,7 +35,7 @@ from mdfuse.hir.storage import storage
 from mdfuse.ir.graph import fresh_name
 from mdfuse.ir.ops import ELEMENTWISE
 
-#: What nests others.
+#: Instructions that hold others.
 _BLOCKS = ("launch", "for", "if")
 
 
@@ -45,7 +45,7 @@ def run(program: HostProgram, reuse: Mapping[str, str]) -> HostProgram:
         return program
     types, code = dict(program.types), list(program.instructions[:-1])
     shared = storage(program)
-    for i in program.walk():  # what a post reads, it reads until its wait
+    for i in program.walk():  # a post reads until its wait
         if i.op in ("post", "send"):
             shared[i.outputs[0]] = shared.get(i.reads[0], i.reads[0])
     for output in program.outputs:
@@ -189,7 +189,7 @@ class _Write:
         own = [name for name in cut if types[name] == types[chunk]]
         if not self.is_in_place(body, own) or self.reads_elsewhere(body, own):
             return None
-        if own:  # one name for one memory
+        if own:  # output and input chunk are one memory: one name is enough
             del types[chunk]
             rest = (j for j in body if not _cuts(j, self.output))
             body = tuple(_renamed(j, chunk, own[0]) for j in rest)

@@ -16,7 +16,7 @@ from mdfuse.layouts.kinds import SPLITTING
 from mdfuse.layouts.layout import Layout
 from mdfuse.reshard import Local, Step, steps, with_type
 
-#: Name -> a memory order; None: as it comes.
+#: Name -> the memory order to state; None: none is stated.
 Orders = Mapping[str, tuple[int, ...] | None]
 
 
@@ -31,7 +31,7 @@ class Emitter:
     dense: set[str] = field(default_factory=set)
     #: values that only show what a communication wrote: a permutation, or a part, of its buffer
     arrived: set[str] = field(default_factory=set)
-    #: value -> the memory order that what computes it is to state, where that is settled already
+    #: value -> the memory order that its instruction is to state, where that is settled already
     stated: Orders = field(default_factory=dict)
     #: buffers that may lie in any order, since one set alone reads them
     movable: set[str] = field(default_factory=set)

@@ -35,10 +35,10 @@ name = "assign_streams"
 #: The streams of the policy copy_compute.
 COMPUTE, TRANSFER = 0, 1
 
-#: What goes with the transfers. An `alloc` does, since most make what arrives a place; an `if`
+#: Instructions on the transfer stream: an `alloc` too, since most are of what arrives; an `if`
 #: adds up what arrives.
 _TRANSFERS = (*POSTS, "wait", "alloc", "if")
-#: What is worth a stream of its own.
+#: Large computations, which are worth a stream of their own.
 _CONTRACTIONS = ("matmul", "linear", "attention")
 
 
@@ -83,7 +83,7 @@ def _on_streams(i: Instruction, options: Options, caller: str, s: str) -> list[I
 
 def _policy(i: Instruction, options: Options) -> str:
     if _adds_up(i):
-        return "copy_compute"  # what all iterations write is written on one stream
+        return "copy_compute"  # iterations add up one buffer, so on one stream
     if options.stream_policy != "auto":
         return options.stream_policy
     return "copy_compute" if any(j.op in POSTS for j in i.walk()) else "round_robin"

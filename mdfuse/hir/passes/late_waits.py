@@ -90,7 +90,7 @@ class _Block:
             if i.op in _STOPS or _only_sends(i) or self.writes(i, source):
                 return best
             if i.op == "sync" and current != stream:
-                return best  # another stream waits for what this one has waited for
+                return best  # another stream waits for all that this one waited for
             current = i if i.op == "set_stream" else current
         return len(code) if current == stream else best
 
@@ -114,7 +114,7 @@ class _Block:
                 yield replace(i, inputs=gone)
 
 
-#: What a wait does not pass.
+#: Instructions that a wait is not moved past.
 _STOPS = ("return", "for", "if", "barrier", "group_start")
 
 

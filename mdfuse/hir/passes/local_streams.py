@@ -26,7 +26,7 @@ from mdfuse.errors import ProgramError
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.storage import shared_operand
 
-#: What does no work on a stream; views neither.
+#: Instructions that do no work on a stream; views do none either.
 _IDLE = ("free", "get_stream", "set_stream", "sync", "group_start", "group_end")
 
 

@@ -49,10 +49,10 @@ from mdfuse.layouts.kinds import KINDS
 from mdfuse.layouts.layout import Layout, Placement, Stream
 from mdfuse.mesh import DeviceMesh
 
-#: What stands for the type of what has none.
+#: Stands for a type that is not given.
 _NUMBER = BufferType(dtype=torch.int64)
 _KINDS = {kind.lower(): kind for kind in KINDS}
-#: A tree of a program whose blocks and expressions are nested as deeply as they may be.
+#: The depth of a program's tree whose blocks and expressions are nested as deeply as allowed.
 _DEEPEST_TREE = 4 * DEEPEST
 
 

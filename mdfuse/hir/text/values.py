@@ -20,7 +20,7 @@ from mdfuse.mesh import MOST_RANKS, DeviceMesh
 
 Node = Tree[Token]
 
-#: Of the largest number.
+#: How many digits the largest number has.
 _DIGITS = len(str(LARGEST))
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
@@ -182,7 +182,7 @@ def value_of(tree: Any) -> Any:
             return int_of(token)
         case "real":
             number = float(token)
-            return number if number == number else math.nan  # one object, which is itself
+            return number if number == number else math.nan  # one object equals itself in tuples
         case "string":
             return _string(token)
         case _:

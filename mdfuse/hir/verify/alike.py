@@ -19,7 +19,7 @@ from mdfuse.layouts.layout import Layout, Replicate
 
 #: Attributes that follow from the part that a rank has.
 _OF_THE_PART = ("count", "identity", "part", "box", "shape", "ends")
-#: What makes no value by itself; what is received is compared with what was sent.
+#: Instructions that make no value; `point_to_point` compares what is sent and received.
 _SILENT = ("alloc", "free", "wait", "barrier", "send", "group_start", "group_end", "return")
 
 #: What an instruction does to a name: an op, its numbers, the types of what it reads.
@@ -73,7 +73,7 @@ def _ways_by_class(programs: Mapping[int, HostProgram]) -> dict[int, _Made]:
 
 def _ways(program: HostProgram) -> _Made:
     made, slices = _Made(), dict[str, str]()
-    numbers: dict[str, Way] = {}  # how each is computed, which stands for it
+    numbers: dict[str, Way] = {}  # name of a number -> how it is computed
     for i in program.instructions:
         for inner in i.body if i.op == "launch" else (i,):
             for name in _makes(inner):

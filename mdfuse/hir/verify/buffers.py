@@ -105,7 +105,7 @@ def _part_problem(before: BufferType, after: BufferType, rank: int | None) -> st
     for layout in (p, q):
         chunk = chunk_of(layout)
         if layout is p and chunk is not None and not isinstance(chunk.index, int):
-            return None  # it is seen where its number is known
+            return None  # checked once the index is a number
     for r in q.mesh.ranks if rank is None else (rank,):
         inner, outer = q.intervals(after.shape, r), p.intervals(before.shape, r)
         is_part = all(a <= x and y <= b for (x, y), (a, b) in zip(inner, outer, strict=True))
@@ -327,7 +327,7 @@ def _check_posted(types: Types, i: Instruction, side: int, name: str) -> None:
         )
 
 
-#: op -> what is checked; the others are rows of the op table, or make no buffer.
+#: op -> the check of its types; other ops are rows of the op table, or make no buffer.
 RULES: dict[str, Callable[[Types, Instruction], None]] = {
     "alloc": _alloc,
     "narrow": _narrow,

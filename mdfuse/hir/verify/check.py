@@ -141,7 +141,7 @@ def _classes(meshes: list[DeviceMesh]) -> Iterator[tuple[int, int]]:
     the last one the smallest.
     """
     if not meshes:
-        yield 0, 0  # only numbers
+        yield 0, 0  # a program of numbers alone: any rank stands for all
         return
     if len(meshes) == 1:
         (mesh,) = meshes

@@ -20,7 +20,7 @@ from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard, 
 from mdfuse.mesh import DeviceMesh
 
 Shape = tuple[int, ...]
-#: Reduce ops that give back what all ranks hold alike.
+#: Reduce ops whose result is the operand where all ranks hold the same.
 IDEMPOTENT = ("min", "max", "avg", "band", "bor")
 
 
@@ -262,7 +262,7 @@ class _Row:
                 placements.update(dict.fromkeys(self.splits[label], Shard(dim)))
             if label in self.chunks:
                 stream = replace(self.chunks[label], dim=dim)
-        for axis in numbers:  # of a split value each rank has a part of its own anyway
+        for axis in numbers:  # along a split each rank has its own part anyway
             if not isinstance(placements.get(axis), Shard):
                 placements[axis] = Varies()
         return Layout(self.mesh, placements, order, stream)

@@ -16,7 +16,7 @@ from mdfuse.layouts.boxes import Box, box_shape, box_size, intersect
 
 #: The stream that is current when a run starts.
 CALLER = -1
-#: Stands for a stream in accesses of a communication that nothing has waited for.
+#: In place of a stream, in the accesses of a communication that nothing has waited for.
 PENDING = -2
 
 Clock = dict[int, int]

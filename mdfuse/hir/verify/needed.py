@@ -13,7 +13,7 @@ from mdfuse.hir.program import Instruction
 from mdfuse.hir.verify.flow import Flow, Steps
 from mdfuse.hir.verify.memory import PENDING, Clock, Clocks, View, overlap
 
-#: The attribute that tells a sync from others.
+#: The attribute that numbers syncs, so that each can be told from the others.
 MARK = "mark"
 
 Marks = frozenset[int]

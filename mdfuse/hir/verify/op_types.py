@@ -28,7 +28,7 @@ from mdfuse.layouts.layout import Layout
 #: What an operand is for the inference: a buffer or scalar, the type of a number, or nothing.
 Kind = BufferType | type
 Attrs = tuple[tuple[str, Any], ...]
-#: What it is for its dtype: (dtype, number of dims) of a tensor, or the type of a number.
+#: What an operand is when dtypes are inferred: (dtype, ndim), or the type of a number.
 Sample = tuple[torch.dtype, int] | type
 
 
@@ -202,7 +202,7 @@ def _problem_on(
         return f"rank {rank} runs {fn} with {_settings(local)}, not {_settings(mine)}"
     want = result.local_shape(rank)
     if 0 in want:
-        return None  # then nothing is called
+        return None  # a rank without elements calls nothing
     parts = [_shape(k, rank) for k in operands]
     problem = _inferred(fn, tuple(local.items()), operands, parts, result, want)
     return f"on rank {rank} {problem}" if problem is not None else None

@@ -137,7 +137,7 @@ def _content_problem(send: Event, recv: Event, contents: Contents) -> str | None
     if shapes[0] != shapes[1]:
         return f"shape {list(shapes[0])} is sent where {list(shapes[1])} is received"
     if 0 in shapes[0]:
-        return None  # parts without elements are all the same
+        return None  # all parts without elements are the same
     is_chunk, boxes = chunk_of(received) is not None, (a.box(send.rank), b.box(recv.rank))
     if (is_chunk or chunk_of(sent) is not None) and (a.shape != b.shape or boxes[0] != boxes[1]):
         parts = [f"{box_text(x)} of {list(k.shape)}" for x, k in zip(boxes, (a, b), strict=True)]

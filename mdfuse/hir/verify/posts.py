@@ -281,7 +281,7 @@ def _barrier(comm: Communication) -> Problem:
     return "it moves nothing; `barrier` is an instruction of its own"
 
 
-#: kind -> why a communication of it does not do what its layouts say.
+#: kind -> the function that returns why a communication does not do what its layouts say.
 _KINDS: dict[str, Callable[[Communication], Problem]] = by_kind(
     {
         "Allgather": _allgather,

@@ -15,7 +15,7 @@ def instruction_text(program: HostProgram, i: Instruction) -> str:
     try:
         return str(shown).splitlines()[1].strip().removesuffix(" {")
     except (MdfuseError, LookupError, AssertionError, ValueError, StopIteration):
-        return str(i)  # its types, or what it posts, are what is wrong
+        return str(i)  # its types or its post are wrong, and cannot be printed
 
 
 def place(program: HostProgram, i: Instruction | None) -> list[str]:

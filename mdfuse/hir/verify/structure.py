@@ -293,7 +293,7 @@ class _Structure:
                 )
 
 
-#: op -> what is checked beside its form.
+#: op -> the check of its instructions, besides their form.
 _RULES: dict[str, Callable[[_Structure, Instruction], None]] = {
     "for": _Structure.loop,
     "if": _Structure.branch,

@@ -11,7 +11,7 @@ from mdfuse.hir.verify.memory import PENDING, Access, View
 from mdfuse.ir.dims import reshape_groups
 from mdfuse.layouts.boxes import Box, Interval, nth_chunk, relative
 
-#: The dims of a view of which only the memory is known that it lies in.
+#: The dims of a view that lies somewhere in its region, nobody knows how.
 OPAQUE = (-1,)
 
 
@@ -122,7 +122,7 @@ def is_view(program: HostProgram, i: Instruction) -> bool:
         return True
     before, after = (program.types.get(x) for x in (*i.reads, *i.outputs))
     if before is None or after is None:
-        return True  # nobody bound it: who reads it says so
+        return True  # an unbound operand is refused where it is read
     return before.local_shape(program.rank) == after.local_shape(program.rank)
 
 
