@@ -1,4 +1,4 @@
-"""From a fusion to the global host program: an ordered tuple of passes, then one walk."""
+"""Lower a fusion to the global host program: an ordered tuple of passes, then one walk."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ Observer = Callable[[str, Fusion], None]
 
 
 def prepare(fusion: Fusion, observe: Observer | None = None) -> Fusion:
-    """Run the fusion passes."""
+    """Run the passes over the fusion; `observe` is called after each."""
     for name, run in PASSES:
         fusion = run(fusion)
         check_fusion(fusion)
@@ -89,7 +89,7 @@ def host_program(
     options: Options | None,
     stated: Orders | None = None,
 ) -> HostProgram:
-    """The global host program of a prepared fusion and its sections; see `emit`."""
+    """Return the global host program of a prepared fusion and its sections; see `emit`."""
     host = emit(fusion, sections, stated)
     for _, run in HOST_PASSES:
         host = run(host, options_from_environment(options))

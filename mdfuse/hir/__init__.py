@@ -6,8 +6,8 @@ from mdfuse.hir.program import BufferType, HostProgram, Instruction
 
 
 def parse(text: str) -> HostProgram:
-    """The program that `str(program)` printed; see `mdfuse.hir.text.parser`."""
-    from mdfuse.hir.text.parser import parse as read  # its library is imported by those who read
+    """Return the program that `str(program)` printed; see `mdfuse.hir.text.parser`."""
+    from mdfuse.hir.text.parser import parse as read  # imports lark only where text is read
 
     return read(text)
 

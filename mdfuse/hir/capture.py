@@ -1,4 +1,4 @@
-"""What a CUDA graph cannot hold: whatever depends on a number that is known only in a run.
+"""What a CUDA graph cannot hold: instructions that depend on a number known only in a run.
 
 A replay repeats the same kernels on the same addresses. Numbers (host scalars of an input, and what
 is computed from them) go into a kernel's launch, and copies between the host's memory and the
@@ -14,12 +14,12 @@ from mdfuse.hir.program import HostProgram, Instruction
 
 
 class HostValues:
-    """Goes through instructions in order, and knows which names stand for values on the host."""
+    """A walk over instructions in order that knows which names stand for values on the host."""
 
     def __init__(self, program: HostProgram) -> None:
         self.program = program
         loops = {n for i in program.walk() if i.op == "for" for n in i.outputs}
-        #: name -> what it is
+        #: name of a value on the host -> its description in a reason
         self.known: dict[str, str] = {
             n: f"%{n}, a number of each run"
             for n in program.inputs
@@ -27,7 +27,7 @@ class HostValues:
         }
 
     def why_eager(self, i: Instruction) -> str | None:
-        """Why an instruction cannot be captured; None where it can."""
+        """Return why an instruction cannot be captured; None where it can."""
         if i.op == "alloc" and i.kwargs.get("memory", "device") in ("host", "pinned"):
             reason = f"%{_plain(i.outputs[0])}, which lies in host memory"
             self.known[i.outputs[0]] = reason
@@ -52,7 +52,7 @@ class HostValues:
 
 
 def eager(program: HostProgram) -> Iterator[tuple[Instruction, str]]:
-    """The instructions that no graph can hold, each with the reason."""
+    """Yield the instructions that no graph can hold, each with the reason."""
     values = HostValues(program)
     for i in program.walk():
         if i.op in (*BLOCKS, "launch", "return"):

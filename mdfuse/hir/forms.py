@@ -1,8 +1,8 @@
-"""Is everything in a host program of the form that it must have, whatever runs it?
+"""Check the form of a host program, which must be right whatever runs the program.
 
 Each instruction has the operands and attributes of its row (`mdfuse.hir.instructions`), each type
-is about dims that it has, names are names. The parser asks this line by line; what was built by
-hand is asked before it is projected, written out, printed or verified.
+is about dims that it has, names are names. The parser checks this line by line; programs that were
+built by hand are checked before they are projected, written out, printed or verified.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong, the rule that it breaks, and what to do."""
+    """A fault of form: what is wrong, the rule that it breaks, and what to do instead."""
 
     what: str
     because: str
@@ -34,7 +34,7 @@ class Problem:
 
 
 def check_forms(program: HostProgram) -> None:
-    """Raise ProgramError where something in a program is not of the form that it must have."""
+    """Raise ProgramError where something in a program has a wrong form."""
     check_nesting(program)
     for name, kind in program.types.items():
         found = kind_problem(name, kind)
@@ -59,7 +59,7 @@ def _refused(program: HostProgram, i: Instruction | None, found: Problem) -> Pro
 
 
 def _shown(i: Instruction) -> str:
-    """An instruction as it is, whatever it is."""
+    """Return an instruction as text, even if its form is wrong."""
     made = ", ".join(f"%{n}" for n in i.outputs)
     read = ", ".join(f"%{x}" if isinstance(x, str) else str(x) for x in i.inputs)
     attrs = ", ".join(f"{k}={attr_text(v)}" for k, v in i.attrs)
@@ -68,7 +68,10 @@ def _shown(i: Instruction) -> str:
 
 
 def check_nesting(program: HostProgram) -> None:
-    """Raise ProgramError where blocks are nested too deeply to go through; looks at each once."""
+    """Raise ProgramError where blocks are nested too deeply for recursion.
+
+    This goes down level by level, so that it needs no recursion itself.
+    """
     level: list[Instruction] = list(program.instructions)
     for _ in range(DEEPEST + 1):
         level = [inner for i in level for inner in (*i.body, *i.orelse)]
@@ -89,7 +92,7 @@ def refuse(found: Problem | None) -> None:
 
 
 def program_problem(program: HostProgram) -> Problem | None:
-    """What is wrong with a program beside its types and instructions one by one."""
+    """Return what is wrong with the names, indices and aliases of a program; None: nothing."""
     if not is_name(program.name):
         return Problem(f"a program is named {program.name!r}", RULE, "name it otherwise")
     names = (*program.inputs, *program.outputs, *program.aliases, *program.types)
@@ -106,7 +109,10 @@ def program_problem(program: HostProgram) -> Problem | None:
 
 
 def _of_aliases(program: HostProgram) -> Problem | None:
-    """An alias acts on a buffer that something makes; a projection keeps those of other ranks."""
+    """Return what is wrong with an alias of a buffer that nothing makes; None where there is none.
+
+    Only global programs are asked: a projection keeps the aliases of buffers that other ranks make.
+    """
     made = {*program.inputs, *(n for i in program.walk() for n in i.outputs)}
     if not program.aliases.keys() - made:
         return None
@@ -125,7 +131,7 @@ def _of_aliases(program: HostProgram) -> Problem | None:
 
 
 def kind_problem(name: str, kind: BufferType) -> Problem | None:
-    """What is wrong with a type by itself."""
+    """Return what is wrong with a type by itself; None: nothing."""
     if kind.layout is None:
         return None
     n, stream, padding = len(kind.shape), kind.layout.stream, kind.padding
@@ -154,7 +160,7 @@ def kind_problem(name: str, kind: BufferType) -> Problem | None:
 def problem(
     i: Instruction, types: Mapping[str, BufferType], rank: int | None = None
 ) -> Problem | None:
-    """What is wrong with the form of an instruction; None where it is as its row says.
+    """Return what is wrong with the form of an instruction; None where it is as its row says.
 
     Args:
         i: the instruction; what is inside it is not looked at.
@@ -184,7 +190,7 @@ def _unknown(i: Instruction) -> Problem:
 
 
 def _of_parts(i: Instruction, row: Row) -> Problem | None:
-    """Only posts and barriers have a communication, only blocks and units have a body."""
+    """Return why an instruction has a communication, body or outputs other than its row says."""
     if (i.comm is not None) != bool(row.sets):
         what = f"{row.name} {'with' if i.comm is not None else 'without'} a communication"
         return Problem(what, "posts and barriers have one", "pass comm=Communication(...) to these")
@@ -265,7 +271,7 @@ def _of_attributes(
 
 @dataclass(frozen=True, slots=True)
 class _Dims:
-    """How many dims the tensors of an instruction have."""
+    """The numbers of dims that attributes of an instruction are about."""
 
     i: Instruction
     types: Mapping[str, BufferType]
@@ -291,7 +297,7 @@ def attributes_problem(
     rank: int | None = None,
     dims: _Dims | None = None,
 ) -> Problem | None:
-    """What is wrong with attributes.
+    """Return what is wrong with attributes; None: nothing.
 
     Args:
         name: of the instruction.
@@ -331,7 +337,7 @@ def _known_text(name: str, attrs: tuple[Attr, ...]) -> str:
 
 
 def _of_order(i: Instruction, row: Row, types: Mapping[str, BufferType]) -> Problem | None:
-    """A memory order is a permutation of the dims of what is made."""
+    """Return why a memory order is no permutation of the result's dims; None where it is one."""
     if i.order is None:
         return None
     if row.makes != "value":
@@ -353,7 +359,7 @@ def _of_order(i: Instruction, row: Row, types: Mapping[str, BufferType]) -> Prob
 
 
 def _of_index(index: Index, types: Mapping[str, BufferType]) -> Problem | None:
-    """An extent is one of a buffer that there is."""
+    """Return why an index expression names an extent that is not there; None where it does not."""
     for term in _extents(index):
         kind = types.get(term.name)
         if kind is None or kind.layout is None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A host instruction.
+    """A row of the table: one host instruction.
 
     Attributes:
         name: what programs call it.
@@ -55,7 +55,7 @@ class Row:
 
     @property
     def is_pure_view(self) -> bool:
-        """It reads no element: it does nothing on a device."""
+        """Whether a view reads no element, and so does nothing on a device."""
         return self.is_view and not self.may_copy
 
     @property
@@ -160,29 +160,32 @@ def _named(flag: str) -> tuple[str, ...]:
     return tuple(row.name for row in _ROWS if getattr(row, flag))
 
 
-#: What begins a communication.
+#: Instructions that begin a communication.
 POSTS = _named("is_post")
-#: What belongs to communications.
+#: Instructions that belong to communications.
 COMMUNICATIONS = _named("communicates")
-#: What holds instructions that run, or not, as the host decides.
+#: Instructions whose nested ones run, or not, as the host decides.
 BLOCKS = _named("is_block")
-#: What only makes or drops a buffer.
+#: Instructions that only make or drop a buffer.
 MEMORY = _named("is_memory")
 #: Views that read no element; those of the op table are not among them.
 PURE_VIEWS = _named("is_pure_view")
-#: Local ops that are no rows of the op table, on buffers that there are.
+#: Local ops on existing buffers that are no rows of the op table.
 BUFFER_OPS = tuple(r.name for r in _ROWS if r.makes == "value" and not r.is_memory)
-#: What is written `%x = name(...)` beside the rows of the op table.
+#: Instructions written as `%x = name(...)`, besides the rows of the op table.
 CALLS = tuple(r.name for r in _ROWS if r.makes in ("value", "handle", "stream") and not r.sets)
 
 
 def op_of(i: Instruction) -> Op | None:
-    """The row of the op table that an instruction runs; a host unit may have the name of one."""
+    """Return the row of the op table that an instruction runs; None where it runs none.
+
+    A host unit runs none by itself, though it may have the name of one.
+    """
     return TABLE.get(i.fn) if i.op != "launch" else None
 
 
 def row_of(i: Instruction) -> Row | None:
-    """The row of an instruction; None where there is no such instruction."""
+    """Return the row of an instruction; None where there is no such instruction."""
     op = op_of(i)
     if op is not None:
         return _row_of_op(op.name) if i.op == op.host else None
@@ -204,5 +207,5 @@ def _row_of_op(name: str) -> Row:
 
 
 def is_local(i: Instruction) -> bool:
-    """It computes on this rank: a row of the op table, or a buffer op."""
+    """Return whether an instruction computes on its rank: a row of the op table, or a buffer op."""
     return bool(i.fn) and i.op != "launch" if i.op not in BUFFER_OPS else True

@@ -1,4 +1,4 @@
-"""In what memory order the buffers of a host program lie: read off its instructions, once.
+"""The memory orders in which the buffers of a host program lie, as its instructions tell.
 
 An instruction states an order, or leaves its result as it comes: a new buffer row by row, a view as
 the elements lie that it looks at, anything else as torch likes.
@@ -33,13 +33,13 @@ class Order:
 
 
 def orders_of(program: HostProgram) -> dict[str, Order]:
-    """Name with a buffer of its own -> its order; `program.orders` is the same, made once."""
+    """Return name with a buffer of its own -> its order; `program.orders` keeps this."""
     found: dict[str, Order] = {}
     allocated: set[str] = set()
     for i in program.walk():
         for name in map(program.root, i.outputs if i.op != "launch" else ()):
             if name in allocated or name not in program.types:
-                continue  # what is written later lies where the buffer is
+                continue  # later writes go into the same buffer
             found[name] = Order(i.order, _lies(program, i, name, found))
             allocated.update((name,) if i.op == "alloc" else ())
     return found
@@ -55,6 +55,6 @@ def _lies(program: HostProgram, i: Instruction, name: str, found: dict[str, Orde
 
 
 def seen_through(view: Instruction, order: Dims) -> Dims:
-    """The order of a permutation, or a part, of a buffer that lies in an order."""
+    """Return the order of a permutation, or a part, of a buffer that lies in an order."""
     dims = [d % len(order) for d in view.kwargs.get("dims", range(len(order)))]
     return tuple(map(dims.index, order))

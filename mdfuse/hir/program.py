@@ -28,7 +28,7 @@ Known = Callable[[Term], int | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Padding:
-    """A split dim rounded up so that every block of a team is equally long.
+    """The rounding up of a split dim, so that all blocks of a team are equally long.
 
     Attributes:
         side: "block": one rank's block; "team": all blocks of the team.
@@ -45,7 +45,7 @@ class Padding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferType:
-    """What a name of a host program stands for.
+    """The type of a buffer or number that a name of a host program stands for.
 
     Attributes:
         dtype: the element type.
@@ -62,12 +62,12 @@ class BufferType:
     flat: bool = False
 
     def box(self, rank: int) -> Box:
-        """The part of the whole that a rank holds, without padding."""
+        """Return the part of the whole that a rank holds, without padding."""
         assert self.layout is not None
         return self.layout.intervals(self.shape, rank)
 
     def local_shape(self, rank: int | None = None) -> tuple[int, ...]:
-        """The shape on one rank; without a rank the largest."""
+        """Return the shape on one rank, padding included; without a rank the largest shape."""
         if self.layout is None:
             return ()
         shape = self.layout.local_shape(self.shape, rank)
@@ -88,19 +88,19 @@ class BufferType:
         return (*shape[: padding.dim], n, *shape[padding.dim + 1 :])
 
     def at(self, known: Known) -> BufferType:
-        """This type with what the index of its chunk is made of put in."""
+        """Return this type with all known terms in the index of its chunk replaced by numbers."""
         layout = self.layout.at(known) if self.layout is not None else None
         return self if layout is self.layout else replace(self, layout=layout)
 
     def text(self, rank: int | None = None) -> str:
-        """The local type: `f32[3,1,3]`."""
+        """Return the dtype and the local shape as text: `f32[3,1,3]`."""
         shape = ",".join(map(str, self.local_shape(rank)))
         return f"{dtype_name(self.dtype)}[{shape}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instruction:
-    """One thing that the host does.
+    """One instruction of a host program, which holds nested ones where it is a block or a unit.
 
     Attributes:
         op: alloc, free, set, permute, binary, …, launch, post, wait, for, if, …, return.
@@ -128,7 +128,7 @@ class Instruction:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The names that it reads (for a post or recv: also the buffer that it writes)."""
+        """The names among the operands; for a post or recv also the buffer that is written."""
         return tuple(x for x in self.inputs if isinstance(x, str))
 
     @property
@@ -143,7 +143,7 @@ class Instruction:
         return (x for x in values if isinstance(x, Calc | Term))
 
     def walk(self) -> Iterator[Instruction]:
-        """The instruction, then those inside it."""
+        """Yield the instruction, then all instructions inside it."""
         yield self
         for inner in (*self.body, *self.orelse):
             yield from inner.walk()
@@ -154,7 +154,7 @@ class Instruction:
 
 @dataclass(frozen=True, kw_only=True)
 class HostProgram:
-    """Instructions for all ranks, or for one.
+    """A host program: instructions for all ranks, or for one.
 
     Attributes:
         name: of the fusion.
@@ -187,7 +187,7 @@ class HostProgram:
         return program_text(self)
 
     def check(self) -> None:
-        """Verify it, once.
+        """Verify the program, unless that was done before.
 
         Raises:
             MdfuseError: it is wrong; see `mdfuse.hir.verify`.
@@ -195,7 +195,7 @@ class HostProgram:
         assert self._is_right
 
     def check_alone(self) -> None:
-        """Check once that a projection can run: what `check` does not ask of other ranks' programs.
+        """Check that one rank can run its projection, unless that was done before.
 
         Raises:
             MdfuseError: it cannot; see `mdfuse.hir.verify.bindings`.
@@ -217,13 +217,13 @@ class HostProgram:
         return True
 
     def walk(self) -> Iterator[Instruction]:
-        """All instructions, those inside loops, branches and host units included."""
+        """Yield all instructions, those inside loops, branches and host units included."""
         for i in self.instructions:
             yield from i.walk()
 
     @cached_property
     def checked(self) -> HostProgram:
-        """This program, each instruction of which has the form that its row says.
+        """This program, after a check that each instruction has the form that its row says.
 
         Raises:
             ProgramError: one has not; see `mdfuse.hir.forms`.
@@ -272,12 +272,12 @@ class HostProgram:
         return frozenset(map(self.root, self.aliases)).intersection(self.inputs)
 
     def has(self, name: str, rank: int) -> bool:
-        """Whether a rank has a part of a buffer."""
+        """Return whether a rank has a part of a buffer; every rank has every number."""
         layout = self.types[name].layout
         return layout is None or rank in layout.mesh
 
     def root(self, name: str) -> str:
-        """The name whose buffer a name acts on; chains of aliases resolve in any order.
+        """Return the name whose buffer a name acts on; chains of aliases resolve in any order.
 
         Raises:
             ProgramError: the aliases go round in a circle.
@@ -299,7 +299,7 @@ class HostProgram:
     # -- projection ------------------------------------------------------------------------------
 
     def runs_on(self, i: Instruction, rank: int) -> bool:
-        """Whether a rank executes an instruction: it takes part, or has what is computed."""
+        """Return whether a rank executes an instruction: it takes part, or has what is computed."""
         if i.comm is not None:
             return bool(i.comm.team(rank)) or (i.op == "post" and rank in i.comm.destination.mesh)
         if i.op in POSTS:
@@ -307,7 +307,7 @@ class HostProgram:
         return all(self.has(name, rank) for name in i.outputs if name in self.types)
 
     def project(self, rank: int) -> HostProgram:
-        """What one rank runs; a program that is a projection already is returned as it is."""
+        """Return the projection for one rank; a projection is returned as it is."""
         from mdfuse.hir.passes import late_waits, local_streams
 
         if self.rank is not None:
@@ -322,7 +322,7 @@ class HostProgram:
         return late_waits.run(local_streams.run(found, self))
 
     def knows(self, rank: int, mesh: DeviceMesh | None = None) -> Known:
-        """What a rank knows of index expressions: everything but loop indices.
+        """Return a lookup of index terms on a rank: the number of a term, None for a loop index.
 
         Coordinates are those in `mesh`, else in the first mesh that has the axis and the rank.
         """
@@ -342,7 +342,7 @@ class HostProgram:
         return known
 
     def _coordinate(self, axis: str, rank: int, first: DeviceMesh | None) -> int:
-        """A rank's coordinate on the first mesh that has the axis and the rank; -1 outside."""
+        """Return the coordinate on the first mesh that has the axis and the rank; -1 outside."""
         for mesh in (first, *self.meshes) if first is not None else self.meshes:
             coordinate = mesh.coordinate(rank) if axis in mesh.axes else None
             if coordinate is not None:
@@ -357,7 +357,7 @@ class HostProgram:
     def _block(
         self, block: tuple[Instruction, ...], rank: int, handles: set[str]
     ) -> list[Instruction]:
-        """The instructions of a block that a rank executes."""
+        """Return the instructions of a block that a rank executes."""
         known = self.knows(rank)
         kept: list[Instruction] = []
         for i in block:
@@ -380,7 +380,7 @@ class HostProgram:
         return kept
 
     def _branch(self, i: Instruction, rank: int, handles: set[str]) -> list[Instruction]:
-        """A branch; just its instructions where the rank knows which way it goes."""
+        """Return a rank's branch, or just the instructions of the side that surely runs."""
         attrs = resolved(i.attrs, self.knows(rank))
         test = dict(attrs)["test"]
         if isinstance(test, int):
@@ -390,7 +390,7 @@ class HostProgram:
         return [replace(i, attrs=attrs, body=body, orelse=orelse)] if body or orelse else []
 
     def _localized(self, i: Instruction, rank: int) -> Instruction:
-        """An instruction with one rank's buffers and attributes."""
+        """Return an instruction with one rank's buffers and attributes."""
         body = tuple(self._localized(inner, rank) for inner in i.body)
         attrs, comm, known, op = i.attrs, i.comm, self.knows(rank), op_of(i)
         is_transfer = i.op in POSTS and comm is None
@@ -411,7 +411,7 @@ class HostProgram:
     def _peer(
         self, i: Instruction, attrs: dict[str, Any], rank: int
     ) -> tuple[tuple[str, Any], ...]:
-        """The other side of a send or recv: a position along an axis becomes a rank, if known."""
+        """Return a transfer's attributes, with a rank in place of a position along an axis."""
         side = "to" if i.op == "send" else "from"
         axis, peer = attrs.get("axis"), attrs[side]
         if axis is None or not isinstance(peer, int):
@@ -430,7 +430,7 @@ class HostProgram:
         return tuple({**attrs, side: team[peer]}.items())
 
     def _part(self, i: Instruction, rank: int) -> ExprPart:
-        """What a rank holds of the operands and the result of an op of the table."""
+        """Return what a rank holds of the operands and the result of an op of the table."""
         kinds = [self.types.get(x) if isinstance(x, str) else None for x in i.inputs]
         tensors = [k if k is not None and k.layout is not None else None for k in kinds]
         output = self.types[i.outputs[0]]
@@ -449,13 +449,13 @@ class HostProgram:
         return operand
 
     def relocalized(self, i: Instruction) -> Instruction:
-        """An instruction of a projection whose types became more exact: its attributes again."""
+        """Localize an instruction of a projection again, after its types became more exact."""
         assert self.rank is not None
         return self._localized(i, self.rank)
 
 
 def resolved(attrs: tuple[tuple[str, Any], ...], known: Known) -> tuple[tuple[str, Any], ...]:
-    """Attributes with their index expressions resolved."""
+    """Return attributes with their index expressions resolved as far as terms are known."""
     return tuple((k, resolve(v, known) if isinstance(v, Calc | Term) else v) for k, v in attrs)
 
 
@@ -464,7 +464,7 @@ def _first(term: Term) -> int:
 
 
 def index_names(i: Instruction, types: Mapping[str, BufferType]) -> set[str]:
-    """The loop indices that an instruction depends on by itself, not through what it reads."""
+    """Return the loop indices in an instruction itself, not those that its operands depend on."""
     found = [*i.indices]
     layouts = [types[n].layout for n in i.outputs if n in types]
     if i.comm is not None:

@@ -7,7 +7,7 @@ from mdfuse.hir.program import HostProgram, Instruction
 
 
 def shared_operand(i: Instruction) -> str | None:
-    """The operand whose memory the result of an instruction may share.
+    """Return the operand whose memory the result of an instruction may share; None: there is none.
 
     Also where a memory order is required: an operand that lies so already is not copied.
     """
@@ -16,13 +16,13 @@ def shared_operand(i: Instruction) -> str | None:
 
 
 def storage(program: HostProgram) -> dict[str, str]:
-    """Name -> the name whose memory it may share; itself where it has memory of its own."""
+    """Return name -> the name whose memory it may share; itself where it has memory of its own."""
     shared = {name: name for name in program.inputs}
     for i in program.walk():
         operand = shared_operand(i)
         of = program.root(operand) if operand is not None else None
         for name in map(program.root, i.outputs if i.op != "launch" else ()):
-            if name not in shared:  # later ones write into the buffer that it has
+            if name not in shared:  # later instructions write into its buffer
                 shared[name] = name if of is None else shared.get(of, of)
     roots = {alias: program.root(alias) for alias in program.aliases}
     return {**shared, **{alias: shared.get(root, root) for alias, root in roots.items()}}

@@ -1,4 +1,4 @@
-"""What arrives at a rank in one run: each communication that it takes part in, with its bytes."""
+"""The bytes that arrive at a rank in one run, communication by communication."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ from mdfuse.hir.program import HostProgram, Instruction
 
 
 def received(program: HostProgram, rank: int) -> Iterator[tuple[Instruction, int]]:
-    """Each post and receive that a rank runs, iterations one by one, and the bytes it brings.
+    """Yield each post and receive that a rank runs, iterations one by one, and its bytes.
 
-    Bytes that arrive from other ranks, ring model, padding included.
+    Args:
+        program: global, or the rank's projection.
+        rank: the rank at which the bytes arrive.
+
+    Yields:
+        (instruction, bytes that arrive from other ranks by the ring model, padding included).
     """
     if program.rank is None and not _is_straight(program):
         program = program.project(rank).written_out
@@ -27,5 +32,5 @@ def received(program: HostProgram, rank: int) -> Iterator[tuple[Instruction, int
 
 
 def _is_straight(program: HostProgram) -> bool:
-    """Every instruction runs once, and none has an index that only a rank knows."""
+    """Return whether every instruction runs once, and none has an index that only a rank knows."""
     return not any(i.op in (*BLOCKS, "recv") for i in program.instructions)

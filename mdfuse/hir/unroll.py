@@ -1,4 +1,4 @@
-"""The instructions of one rank in the order in which they run: no loop, no branch, no alias.
+"""Write out one rank's instructions in the order in which they run: no loop, no branch, no alias.
 
     for %i in 0..2 {                                    %x.i@1: … chunk(0,2,0) = chunk(%x)
       %x.i: … chunk(0,2,%i) = chunk(%x)        ->       %y.i@1 = add(%x.i@1, 0)
@@ -21,12 +21,12 @@ from mdfuse.hir.instructions import POSTS
 from mdfuse.hir.program import BufferType, HostProgram, Instruction, index_names, resolved
 from mdfuse.ir.graph import Operand
 
-#: More instructions, or iterations, than this are not written out.
+#: The most instructions, or iterations, that are written out.
 LIMIT = 1_000_000
 
 
 def write(program: HostProgram) -> HostProgram:
-    """Write out a projection; names of iterations are `name@1`, `name@2`, …
+    """Write out a projection; the names of iterations are `name@1`, `name@2`, …
 
     `program.written_out` is the same, done once.
 
@@ -53,7 +53,7 @@ class _Unrolled:
     left: set[str] = field(default_factory=set)
     #: how many iterations of all loops there were
     iterations: int = 0
-    #: loop -> what `inside` and `dependent` say of it
+    #: id of a loop -> what `inside` and `dependent` return for it
     _inside: dict[int, int] = field(default_factory=dict)
     _dependent: dict[int, list[str]] = field(default_factory=dict)
     #: the program with the types that were found so far
@@ -144,7 +144,7 @@ class _Unrolled:
             self.env[index] = outer
 
     def count(self, iterations: int, i: Instruction) -> None:
-        """Raise ProgramError before more iterations than a plan can hold."""
+        """Count a loop's iterations; raise ProgramError if they are more than a plan can hold."""
         self.iterations += iterations
         surely = self.iterations + iterations * self.inside(i)
         if surely > LIMIT:
@@ -157,7 +157,7 @@ class _Unrolled:
             )
 
     def inside(self, loop: Instruction) -> int:
-        """How many iterations of loops one iteration has in any case: their bounds are numbers."""
+        """Return how many nested iterations one iteration has, as far as bounds are numbers."""
         if id(loop) not in self._inside:
             loops = [i for i in loop.body if i.op == "for"]
             found = sum(_surely(i) * (1 + self.inside(i)) for i in loops)
@@ -165,7 +165,7 @@ class _Unrolled:
         return self._inside[id(loop)]
 
     def dependent(self, loop: Instruction) -> list[str]:
-        """The names that a loop's body computes from its index, and the handles of its posts."""
+        """Return the names that a loop computes from its index, and the handles of its posts."""
         if id(loop) not in self._dependent:
             self._dependent[id(loop)] = self._computed(loop)
         return self._dependent[id(loop)]
@@ -198,7 +198,7 @@ class _Unrolled:
         self.code.append(i)
 
     def renamed(self, i: Instruction) -> Instruction:
-        """An instruction with the names, numbers and types of this iteration."""
+        """Return an instruction with the names, numbers and types of this iteration."""
         inputs = tuple(self.operand(x) for x in i.inputs)
         outputs = tuple(map(self.name, i.outputs))
         for old, new in zip(i.outputs, outputs, strict=True):
@@ -212,7 +212,7 @@ class _Unrolled:
         return self.local.relocalized(i) if self.env and i.op not in ("launch", "free") else i
 
     def at(self, name: str, kind: BufferType, i: Instruction) -> BufferType:
-        """A type in this iteration; its chunk is one that there is."""
+        """Return a type in this iteration; raise ProgramError where its chunk does not exist."""
         kind = kind.at(self.known)
         stream = kind.layout.stream if kind.layout is not None else None
         index = stream.index if stream is not None else None
@@ -227,7 +227,7 @@ class _Unrolled:
         return kind
 
     def typed(self, name: str) -> str:
-        """The name in this iteration; it has a type even where nothing has bound it."""
+        """Return the name in this iteration; it has a type even where nothing has bound it."""
         new, kind = self.name(name), self.program.types.get(self.program.root(name))
         if new not in self.types and kind is not None:
             self.types[new] = kind.at(self.known)
@@ -244,7 +244,7 @@ def _iterations(start: int, stop: int, step: int) -> int:
 
 
 def _surely(loop: Instruction) -> int:
-    """How many iterations a loop has as far as its bounds are numbers."""
+    """Return how many iterations a loop has by its bounds; 0 where they are no numbers."""
     start, stop, step = (loop.kwargs[k] for k in ("start", "stop", "step"))
     if isinstance(start, int) and isinstance(stop, int) and isinstance(step, int) and step:
         return _iterations(start, stop, step)

@@ -1,1 +1,1 @@
-"""From passes' output to host instructions."""
+"""Emit the host program: from the fusion after its passes to host instructions."""

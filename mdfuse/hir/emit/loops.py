@@ -1,4 +1,4 @@
-"""Host loops over stream chunks: which segments share one, and what an iteration does.
+"""Emit host loops over stream chunks: which segments share a loop, and what an iteration does.
 
     %y: f32[8,4] (tp=R, stream(0,4)) = add(%x, 1.0)
 ->
@@ -31,7 +31,12 @@ from mdfuse.reshard import Local, steps
 
 
 def loops(fusion: Fusion, segments: Iterable[Section]) -> list[list[Section]]:
-    """Neighbouring segments that share a host loop; the others by themselves."""
+    """Group segments: neighbours that share a host loop together, all others by themselves.
+
+    Args:
+        fusion: after all passes.
+        segments: its sections, in order.
+    """
     found: list[list[Section]] = []
     host_loops = HostLoops(fusion)
     for section in segments:
@@ -45,7 +50,7 @@ def loops(fusion: Fusion, segments: Iterable[Section]) -> list[list[Section]]:
 
 @dataclass
 class _Loop:
-    """One host loop under construction; it lives inside one call of `emit_loop`."""
+    """One host loop under construction, within one call of `emit_loop`."""
 
     out: Emitter
     #: what the program has before the loop
@@ -62,14 +67,14 @@ class _Loop:
         return self.out.fusion
 
     def chunk_type(self, value: str, stream: Stream) -> BufferType:
-        """A chunk of a value; it shows the loop's index."""
+        """Return the type of a chunk of a value, which names the loop's index."""
         kind = value_type(self.fusion.values[value])
         assert kind.layout is not None
         here = Stream(stream.dim, stream.chunks, None, self.index)
         return replace(kind, layout=kind.layout.with_stream(here))
 
     def read(self, value: str, stream: Stream | None) -> str:
-        """The name under which an iteration reads a value: a chunk of it, or the whole."""
+        """Return the name under which an iteration reads a value: of its chunk, or of the whole."""
         if stream is None:
             return value
         key = value, stream.dim
@@ -79,40 +84,40 @@ class _Loop:
         return self.chunks[key]
 
     def is_whole(self, value: str) -> bool:
-        """The value is needed after the loop, or by other loops."""
+        """Return whether a value is needed after the loop, or by other loops."""
         if value in self.fusion.outputs:
             return True
         return any(reader not in self.exprs for reader in self.fusion.consumers[value])
 
     def result(self, value: str) -> str:
-        """The name that an iteration computes of a value: a slice of the whole where it is kept."""
+        """Return the name that an iteration computes of a value: a slice of the whole if kept."""
         if not self.is_whole(value):
             return self.chunk(value)
         self.allocate(value)
         return self.read(value, self.stream(value))
 
     def chunk(self, value: str) -> str:
-        """A new name for a chunk of a value."""
+        """Return a new name for a chunk of a value."""
         stream = self.stream(value)
         name = self.out.new(f"{value}.{self.name}", self.chunk_type(value, stream))
         self.chunks[value, stream.dim] = name
         return name
 
     def stream(self, value: str) -> Stream:
-        """The stream of a value that the loop computes."""
+        """Return the stream of a value that the loop computes."""
         stream = self.fusion.values[value].stream
         assert stream is not None
         return stream
 
     def landing(self, value: str) -> str:
-        """The name of the buffer in which a chunk of a value arrives."""
+        """Return the name of the buffer in which a chunk of a value arrives."""
         name = f"{value}.{self.name}"
         return fresh_name(self.out.types, f"{name}.new" if self.is_whole(value) else name)
 
     def order(self, value: str) -> tuple[int, ...]:
-        """The memory order of a whole value: of its own, or the plain one of what is communicated.
+        """Return the memory order of a whole value: the plain one for a set's result, else its own.
 
-        So chunks may arrive in their places, unless the user requires another order.
+        So chunks may arrive in their places. An order that the user requires stays.
         """
         kind = self.fusion.values[value]
         is_set = self.fusion.producers[value].op == "set"
@@ -121,7 +126,7 @@ class _Loop:
         )
 
     def allocate(self, value: str, is_posted: bool = False) -> None:
-        """The buffer of a whole value, before the loop; plain where it is posted as a whole."""
+        """Append the buffer of a whole value before the loop; plain if it is posted as a whole."""
         kind = self.fusion.values[value]
         self.out.types[value] = value_type(kind)
         order: tuple[int, ...] | None = self.order(value)
@@ -138,7 +143,12 @@ class _Loop:
 
 
 def emit_loop(out: Emitter, sections: Sequence[Section]) -> None:
-    """Append a loop that computes the values of some streamed segments."""
+    """Append a loop that computes the values of some streamed segments.
+
+    Args:
+        out: what is built, with the code that comes before the loop.
+        sections: neighbouring segments of one stream, as `loops` groups them.
+    """
     stream = out.fusion.values[sections[0].exprs[0].output].stream
     assert stream is not None
     taken = {*out.types, *out.fusion.values}
@@ -160,7 +170,7 @@ def emit_loop(out: Emitter, sections: Sequence[Section]) -> None:
 
 
 def _emit_section(loop: _Loop, section: Section) -> None:
-    """What an iteration does of a segment."""
+    """Append what an iteration does of a segment."""
     if section.exprs[0].op == "set":
         _emit_set(loop, section.exprs[0])
         return
@@ -183,7 +193,7 @@ def _emit_section(loop: _Loop, section: Section) -> None:
 
 
 def _emit_expr(loop: _Loop, section: Section, expr: Expr, made: dict[str, str]) -> Instruction:
-    """An expression on chunks; `made` has the names of the segment's results so far."""
+    """Return an expression's instruction on chunks; `made`: value -> its name in the segment."""
     inputs: list[Operand] = []
     for x, stream in zip(expr.inputs, streams_read(loop.fusion, expr), strict=True):
         if isinstance(x, str) and loop.fusion.values[x].is_tensor:
@@ -210,7 +220,7 @@ def _layouts(loop: _Loop, expr: Expr) -> tuple[Layout, Layout, Stream]:
 
 
 def _emit_chunks(loop: _Loop, expr: Expr) -> None:
-    """A chunk changes its layout as the whole would."""
+    """Append a set of a chunk, which changes its layout as the whole would."""
     source, destination, stream = _layouts(loop, expr)
     out, (operand,) = loop.out, expr.reads
     current = loop.read(operand, stream)
@@ -225,7 +235,7 @@ def _emit_chunks(loop: _Loop, expr: Expr) -> None:
 
 
 def _land(loop: _Loop, expr: Expr, got: str) -> None:
-    """What arrived goes to its slice of the whole; where there is no whole, it is the chunk."""
+    """Put what arrived into its slice of the whole; without a whole, it is the chunk itself."""
     stream = loop.stream(expr.output)
     if not loop.is_whole(expr.output):
         loop.chunks[expr.output, stream.dim] = got
@@ -239,14 +249,17 @@ def _land(loop: _Loop, expr: Expr, got: str) -> None:
 
 
 def _is_dense_slice(loop: _Loop, value: str, stream: Stream) -> bool:
-    """The elements of a chunk lie side by side in the whole buffer."""
+    """Return whether the elements of a chunk lie side by side in the whole buffer."""
     order, shape = loop.order(value), loop.fusion.values[value].shape
     outer = order[: order.index(stream.dim)]
     return order == tuple(range(len(order))) and all(shape[d] == 1 for d in outer)
 
 
 def _post_into(out: Emitter, got: str, result: str) -> bool:
-    """Let a post deliver into the slice itself: no buffer of its own, nothing to copy."""
+    """Let a post deliver into the slice itself, and return whether that is possible.
+
+    The chunk then needs no buffer of its own, and nothing is copied.
+    """
     made = [at for at, i in enumerate(out.code) if got in i.outputs]
     if len(made) != 1 or out.code[made[0]].op != "alloc":
         return False
@@ -263,7 +276,7 @@ def _with(i: Instruction, old: str, new: str) -> Instruction:
 
 
 def _whole_source(loop: _Loop, expr: Expr) -> str:
-    """The operand as it was before the loop, dense."""
+    """Return the operand as it was before the loop, in a dense buffer."""
     out = loop.out
     inside, out.code = out.code, loop.outside
     name = dense(out, expr.reads[0], expr.source)
@@ -272,14 +285,14 @@ def _whole_source(loop: _Loop, expr: Expr) -> str:
 
 
 def _emit_broadcast(loop: _Loop, expr: Expr) -> None:
-    """Chunk i is what rank i of the axis holds; it sends it to the others."""
+    """Append a broadcast of chunk i from rank i of the axis, which has it, to the others."""
     source, destination, _ = _layouts(loop, expr)
     (axis,) = (a for a, p in source.by_axis().items() if destination.placement(a) != p)
     _emit_arrival(loop, expr, "Broadcast", _whole_source(loop, expr), axis)
 
 
 def _emit_exchange(loop: _Loop, expr: Expr) -> None:
-    """Each rank receives what it lacks of the chunk; where nobody lacks any, it is a slice."""
+    """Append an exchange of what ranks lack of the chunk, or a slice where no rank lacks any."""
     source, destination, stream = _layouts(loop, expr)
     (operand,) = expr.reads
     shape = loop.fusion.values[operand].shape
@@ -307,13 +320,16 @@ def _emit_arrival(loop: _Loop, expr: Expr, kind: str, current: str, axis: str | 
 
 
 def _position(loop: _Loop, op: str, rotate: str, n: int) -> Index:
-    """The position along the axis that is i further on, or back."""
+    """Return the position along the axis that is i steps on or back, i being the loop's index."""
     step = Term("index", loop.name)
     return calc("mod", calc(op, Term("coord", rotate), step), n)
 
 
 def _emit_ring(loop: _Loop, expr: Expr) -> None:
-    """Receive from the rank i further on what it holds; send one's own to the rank i back."""
+    """Append one step of a ring that passes parts on.
+
+    Each rank receives what the rank i further on holds, and sends its own part to the rank i back.
+    """
     _, _, stream = _layouts(loop, expr)
     assert stream.rotate is not None
     n, axis = stream.count, stream.rotate
@@ -327,7 +343,7 @@ def _emit_ring(loop: _Loop, expr: Expr) -> None:
 def _emit_transfer(
     loop: _Loop, expr: Expr, sent: str, to: Index, received: str, come: Index
 ) -> None:
-    """A send and a receive at once, and their waits."""
+    """Append a send and a receive that are posted together, and their waits."""
     out, stream = loop.out, loop.stream(expr.output)
     handles = [out.handle(), out.handle()]
     along = ("axis", stream.rotate)
@@ -344,7 +360,7 @@ def _emit_transfer(
 
 
 def _emit_reduce(loop: _Loop, expr: Expr) -> None:
-    """Chunk i of the sum goes to rank i of the axis, whose part it is."""
+    """Append a reduce of chunk i to rank i of the axis, whose part it is."""
     source, destination, stream = _layouts(loop, expr)
     (axis,) = (a for a, p in source.by_axis().items() if destination.placement(a) != p)
     placement = source.placement(axis)
@@ -365,7 +381,11 @@ def _emit_reduce(loop: _Loop, expr: Expr) -> None:
 
 
 def _emit_ring_reduce(loop: _Loop, expr: Expr) -> None:
-    """Send one's part of a chunk to the rank i further on, whose it is; add up what comes."""
+    """Append one step of a ring that adds up parts.
+
+    Each rank sends its part of a chunk to the rank i further on, whose chunk it is, and adds what
+    comes to its own chunk.
+    """
     _, _, stream = _layouts(loop, expr)
     assert stream.rotate is not None
     out, n, axis = loop.out, stream.count, stream.rotate
@@ -382,7 +402,7 @@ def _emit_ring_reduce(loop: _Loop, expr: Expr) -> None:
     out.code.append(Instruction(op="if", attrs=(("test", test),), body=(first,), orelse=(more,)))
 
 
-#: form -> what emits a set that goes so.
+#: form -> the function that emits a set of that form.
 _SETS: dict[str, Callable[[_Loop, Expr], None]] = {
     "chunks": _emit_chunks,
     "broadcast": _emit_broadcast,

@@ -1,4 +1,4 @@
-"""From segments to the host program: local operations, sets, and loops over stream chunks."""
+"""Emit the host program of a fusion's segments: local operations, sets, and loops over chunks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mdfuse.passes.segmentation import Section
 def emit(
     fusion: Fusion, segments: tuple[Section, ...], stated: Orders | None = None
 ) -> HostProgram:
-    """The global host program of a fusion whose only changes of layout are sets.
+    """Return the global host program of a fusion whose only changes of layout are sets.
 
     Args:
         fusion: after all passes.
@@ -69,10 +69,10 @@ def _emit_segment(out: Emitter, section: Section) -> None:
 
 
 def _require_output_orders(out: Emitter) -> None:
-    """The last local op of each output writes it dense, in the order that its value has.
+    """Make the last local op of each output write it dense, in the order of the output's value.
 
-    So it is for every value whose order the user requires. What a communication delivered stays as
-    it is, unless the user requires another order.
+    The same goes for every value whose order the user requires. What a communication delivered
+    stays as it is, unless the user requires another order.
     """
     for at, instruction in enumerate(out.code):
         if instruction.op != "alloc":
@@ -80,7 +80,7 @@ def _require_output_orders(out: Emitter) -> None:
 
 
 def _ordered(out: Emitter, i: Instruction) -> Instruction:
-    """The instruction, asked for the orders of what it writes."""
+    """Return the instruction with the memory orders that are required of what it writes."""
     if i.op == "launch":
         return replace(i, body=tuple(_ordered(out, j) for j in i.body))
     value = out.fusion.values.get(i.outputs[0]) if i.outputs else None

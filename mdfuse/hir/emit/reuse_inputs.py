@@ -35,7 +35,7 @@ from mdfuse.hir.storage import storage
 from mdfuse.ir.graph import fresh_name
 from mdfuse.ir.ops import ELEMENTWISE
 
-#: What nests others.
+#: Instructions that hold others.
 _BLOCKS = ("launch", "for", "if")
 
 
@@ -45,7 +45,7 @@ def run(program: HostProgram, reuse: Mapping[str, str]) -> HostProgram:
         return program
     types, code = dict(program.types), list(program.instructions[:-1])
     shared = storage(program)
-    for i in program.walk():  # what a post reads, it reads until its wait
+    for i in program.walk():  # a post reads until its wait
         if i.op in ("post", "send"):
             shared[i.outputs[0]] = shared.get(i.reads[0], i.reads[0])
     for output in program.outputs:
@@ -65,7 +65,7 @@ def run(program: HostProgram, reuse: Mapping[str, str]) -> HostProgram:
 
 
 def _copied(i: Instruction, output: str, kind: BufferType) -> Instruction:
-    """A view of an input that is overwritten, asked for an order: then it is a copy."""
+    """Turn a view of an input that is overwritten into a copy, by requiring an order of it."""
     if i.op in _BLOCKS:
         return replace(i, body=tuple(_copied(j, output, kind) for j in i.body))
     if output not in i.outputs or i.order is not None:
@@ -85,7 +85,7 @@ def _renamed(i: Instruction, old: str, new: str) -> Instruction:
 
 @dataclass(frozen=True)
 class _Write:
-    """An output that is to be written into an input.
+    """An output that is to be written into the buffer of an input.
 
     Attributes:
         output: its name.
@@ -100,7 +100,7 @@ class _Write:
     chunks: frozenset[str]
 
     def into(self, code: list[Instruction], types: dict[str, BufferType]) -> list[Instruction]:
-        """The code with the write in it."""
+        """Return the code with the write in it: in place, in a loop, or behind all reads."""
         if self.is_in_place(code, {self.buffer}):
             return [_renamed(self.unordered(i), self.output, self.buffer) for i in code]
         in_loop = self.in_place_loop(code, types)
@@ -111,7 +111,7 @@ class _Write:
     def written_behind(
         self, code: list[Instruction], types: dict[str, BufferType]
     ) -> list[Instruction]:
-        """The code with the output computed elsewhere and written when all have read."""
+        """Return the code with the output computed elsewhere and written when all have read."""
         new = fresh_name(types, f"{self.output}.new")
         types[new] = types[self.output]
         waits = {x for i in code for j in i.walk() if self.receives(j) for x in j.outputs}
@@ -125,28 +125,28 @@ class _Write:
         return [*code[:at], write, *code[at:]]
 
     def makes(self, i: Instruction) -> bool:
-        """The instruction has to do with making the output."""
+        """Return whether an instruction, or one inside it, binds or writes the output."""
         return any(self.writes(j) for j in i.walk())
 
     def writes(self, i: Instruction) -> bool:
-        """It binds the output, or writes into it or into a chunk of it."""
+        """Return whether an instruction binds the output, or writes into it or a chunk of it."""
         is_result = not self.chunks.union((self.output,)).isdisjoint(i.outputs)
         return self.receives(i) or (is_result and not _cuts(i, self.output))
 
     def receives(self, i: Instruction) -> bool:
-        """It lets the output, or a chunk of it, arrive."""
+        """Return whether an instruction lets the output, or a chunk of it, arrive."""
         into = i.reads[-1:] if i.op in ("post", "recv") else ()
         return any(x == self.output or x in self.chunks for x in into)
 
     def reads_old(self, code: Iterable[Instruction]) -> bool:
-        """Some of these read what the input was."""
+        """Return whether some of these instructions read what the input held before."""
         return any(self.is_old(x) for i in code for x in i.reads)
 
     def is_old(self, name: str) -> bool:
         return self.shared.get(name, name) == self.buffer
 
     def is_in_place(self, block: Sequence[Instruction], own: Collection[str]) -> bool:
-        """One instruction of a block computes the output, and may write it where the input is.
+        """Return whether one instruction of a block makes the output and may write into the input.
 
         Args:
             block: the code, or an iteration of a loop.
@@ -164,7 +164,10 @@ class _Write:
         )
 
     def may_write(self, i: Instruction, own: Collection[str]) -> bool:
-        """It reads nothing of the old value, or each element before it writes that one."""
+        """Return whether an instruction may write where the old value is.
+
+        It may if it reads nothing of the old value, or each element before it writes that one.
+        """
         if i.op in ("alloc", "post", "recv"):
             return False
         old = {x for x in i.reads if self.is_old(x)}
@@ -173,7 +176,7 @@ class _Write:
     def in_place_loop(
         self, code: Sequence[Instruction], types: dict[str, BufferType]
     ) -> list[Instruction] | None:
-        """The code with a loop that writes the chunks of the input, if it may; else None."""
+        """Return the code with a loop that writes the chunks of the input, if it may; else None."""
         makers = [n for n, i in enumerate(code) if self.makes(i)]
         if [code[n].op for n in makers] != ["alloc", "for"]:
             return None
@@ -186,14 +189,14 @@ class _Write:
         own = [name for name in cut if types[name] == types[chunk]]
         if not self.is_in_place(body, own) or self.reads_elsewhere(body, own):
             return None
-        if own:  # one name for one memory
+        if own:  # output and input chunk are one memory: one name is enough
             del types[chunk]
             rest = (j for j in body if not _cuts(j, self.output))
             body = tuple(_renamed(j, chunk, own[0]) for j in rest)
         return [*code[:buffer], *code[buffer + 1 : at], replace(code[at], body=body), *behind]
 
     def reads_elsewhere(self, body: Iterable[Instruction], own: Collection[str]) -> bool:
-        """An iteration reads more of the old value than its own chunk, and views of that."""
+        """Return whether an iteration reads other parts of the old value than its own chunk."""
         known = set(own)
         for i in (j for outer in body for j in outer.walk()):
             is_own = _cuts(i, self.buffer) and i.outputs[0] in own
@@ -203,7 +206,7 @@ class _Write:
         return False
 
     def unordered(self, i: Instruction) -> Instruction:
-        """What writes the output, which lies as the input does, whatever order was asked for."""
+        """Drop the order asked of what writes the output, which lies as the input does."""
         if i.op == "launch":
             return replace(i, body=tuple(map(self.unordered, i.body)))
         return replace(i, order=None) if self.output in i.outputs else i

@@ -1,4 +1,4 @@
-"""Instructions of a `set`: nothing, local slices, or communications with the buffers they need."""
+"""Emit sets: as nothing, local slices, or communications with the buffers that they need."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mdfuse.layouts.kinds import SPLITTING
 from mdfuse.layouts.layout import Layout
 from mdfuse.reshard import Local, Step, steps, with_type
 
-#: Name -> a memory order; None: as it comes.
+#: Name -> the memory order to state; None: none is stated.
 Orders = Mapping[str, tuple[int, ...] | None]
 
 
 @dataclass
 class Emitter:
-    """The host program under construction; it lives inside one call of `emit`."""
+    """The host program under construction, within one call of `emit`."""
 
     fusion: Fusion
     types: dict[str, BufferType] = field(default_factory=dict)
@@ -31,14 +31,14 @@ class Emitter:
     dense: set[str] = field(default_factory=set)
     #: values that only show what a communication wrote: a permutation, or a part, of its buffer
     arrived: set[str] = field(default_factory=set)
-    #: value -> the memory order that what computes it is to state, where that is settled already
+    #: value -> the memory order that its instruction is to state, where that is settled already
     stated: Orders = field(default_factory=dict)
     #: buffers that may lie in any order, since one set alone reads them
     movable: set[str] = field(default_factory=set)
     posts: int = 0
 
     def handle(self) -> str:
-        """A new name for a post."""
+        """Return a new name for a post."""
         while True:
             name, self.posts = f"c{self.posts}", self.posts + 1
             if name not in self.fusion.values:
@@ -64,7 +64,7 @@ class Emitter:
         source: Source | None = None,
         **attrs: Any,
     ) -> str:
-        """Append an instruction with one result; returns the name it got."""
+        """Append an instruction with one result; return the name that the result got."""
         name = self.new(output, kind)
         self.code.append(
             Instruction(
@@ -80,12 +80,12 @@ class Emitter:
 
 
 def value_type(value: Value) -> BufferType:
-    """The buffer of a fusion value."""
+    """Return the type of the buffer that holds a fusion value."""
     return BufferType(dtype=value.dtype, shape=value.shape, layout=value.layout)
 
 
 def local(expr: Expr) -> Instruction:
-    """The instruction of an expression."""
+    """Return the instruction for an expression."""
     row = TABLE[expr.op]
     return Instruction(
         op=row.host,
@@ -98,7 +98,15 @@ def local(expr: Expr) -> Instruction:
 
 
 def emit_set(out: Emitter, expr: Expr) -> None:
-    """A set: nothing, local slices, or communications with the buffers that they need."""
+    """Append a set: nothing, local slices, or communications with the buffers that they need.
+
+    Args:
+        out: what is built.
+        expr: the set.
+
+    Raises:
+        LayoutError: no communication turns the one layout into the other.
+    """
     (operand,) = expr.reads
     source, target = out.fusion.values[operand], out.fusion.values[expr.output]
     assert source.layout is not None and target.layout is not None
@@ -114,7 +122,7 @@ def emit_set(out: Emitter, expr: Expr) -> None:
 
 
 def _copy_delivered(out: Emitter, expr: Expr, start: int) -> None:
-    """Where the communication wrote the result itself: it lands elsewhere, a set has the order."""
+    """Copy what a communication delivers into the result, where the result has a required order."""
     name = expr.output
     if not any(i.op == "alloc" and name in i.outputs for i in out.code[start:]):
         return
@@ -142,7 +150,17 @@ def emit_steps(
     shape: tuple[int, ...],
     result: str,
 ) -> str:
-    """The steps of one reshard; returns the name of the last buffer, `result` where it is new."""
+    """Append the steps of one reshard; return the name of the last buffer.
+
+    Args:
+        out: what is built.
+        expr: the set, for names and errors.
+        current: the name of the buffer that is resharded.
+        source: its layout.
+        target: the layout that the result gets.
+        shape: the global shape.
+        result: the name for the last buffer, where it is new.
+    """
     dtype = out.types[current].dtype
     path = _path(out, expr, source, target, shape)
     if not path:
@@ -158,7 +176,7 @@ def emit_steps(
 
 
 def _is_read_once(out: Emitter, value: str) -> bool:
-    """Only one expression reads the value: it may lie as that one likes."""
+    """Return whether only one expression reads a value, which may then lie as that one likes."""
     if value not in out.fusion.producers:
         return False
     is_free = value not in out.fusion.outputs and len(out.fusion.consumers[value]) == 1
@@ -168,7 +186,7 @@ def _is_read_once(out: Emitter, value: str) -> bool:
 def _path(
     out: Emitter, expr: Expr, source: Layout, target: Layout, shape: tuple[int, ...]
 ) -> tuple[Step, ...]:
-    """`steps`, with the user's line in its errors."""
+    """Return the `steps` of a reshard, with the user's line in its errors."""
     try:
         return steps(source, target, shape)
     except LayoutError as error:
@@ -209,7 +227,7 @@ def emit_post(
     result: str,
     source: Source | None,
 ) -> str:
-    """alloc, post, wait."""
+    """Append an alloc, a post that delivers into that buffer, and its wait; return its name."""
     name = out.op("alloc", result, kind, (), source)
     out.dense.add(name)
     out.post(comm, current, name, source)
@@ -219,7 +237,7 @@ def emit_post(
 def _emit_split_outermost(
     out: Emitter, comm: Communication, current: str, result: str, source: Source | None
 ) -> str:
-    """Bring the split dim to the front, round it up, post, and undo both."""
+    """Bring the split dim to the front, pad it to equal blocks, post, and undo both."""
     assert comm.dim is not None
     dtype, shape = out.types[current].dtype, comm.shape
     ndim = len(shape)
@@ -269,7 +287,7 @@ def _put_back(
     result: str,
     source: Source | None,
 ) -> str:
-    """What arrived with its dims in the order `front`, in their own order again: a view."""
+    """Append a view of what arrived with its dims back in their own order; return its name."""
     back = tuple(front.index(d) for d in range(len(front)))
     whole = BufferType(dtype=out.types[current].dtype, shape=comm.shape, layout=comm.destination)
     result = out.op("permute", result, whole, (current,), source, dims=back)
@@ -278,7 +296,7 @@ def _put_back(
 
 
 def _divides(comm: Communication) -> bool:
-    """All blocks of all teams are surely equally long."""
+    """Return whether all blocks of all teams are surely equally long."""
     assert comm.dim is not None
     parts = comm.size
     for axis in comm.whole().split_axes(comm.dim):
@@ -289,7 +307,7 @@ def _divides(comm: Communication) -> bool:
 def _emit_all_to_all(
     out: Emitter, comm: Communication, current: str, result: str, source: Source | None
 ) -> str:
-    """Pack one block per member, post, and read the result with the joined dim in front."""
+    """Pack one block per member, post, and view the result with the joined dim in front."""
     assert comm.dim is not None
     dtype, shape = out.types[current].dtype, comm.shape
     ndim = len(shape)
@@ -309,7 +327,10 @@ def _emit_all_to_all(
 
 
 def dense(out: Emitter, name: str, source: Source | None) -> str:
-    """The buffer, dense in its own dim order: asked of the op that writes it, else by a set."""
+    """Return the name of a buffer with the same contents that is dense in its own dim order.
+
+    The op that writes the buffer is asked for that order; where it cannot be, a set copies.
+    """
     if name in out.dense:
         return name
     out.dense.add(name)
@@ -324,7 +345,7 @@ def dense(out: Emitter, name: str, source: Source | None) -> str:
 
 
 def _lies_otherwise(out: Emitter, name: str, order: tuple[int, ...]) -> bool:
-    """The buffer is a program output, or has a required order, and is written in another order.
+    """Return whether a buffer has to be written in another order than `order`.
 
     What is written into an input lies as the caller's tensor does.
     """
@@ -335,12 +356,12 @@ def _lies_otherwise(out: Emitter, name: str, order: tuple[int, ...]) -> bool:
 
 
 def _moves_producer(out: Emitter, name: str, order: tuple[int, ...]) -> bool:
-    """Let the op that writes a buffer write it in the order that is posted, if it can: no copy."""
+    """Let the op that writes a buffer write it in the order that is posted, if it can."""
     return name in out.movable and _ask_producer(out, out.code, name, order)
 
 
 def _ask_producer(out: Emitter, code: list[Instruction], name: str, order: tuple[int, ...]) -> bool:
-    """Require a memory order of the local op that writes a buffer; False where there is none.
+    """Require a memory order of the local op that writes a buffer; return whether that is possible.
 
     Through permutations and sets, which are views. Another order than the plain one is only asked
     of an op that writes it without a copy.
@@ -377,7 +398,7 @@ def _may_ask(out: Emitter, i: Instruction, order: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True)
 class _Squeezed:
-    """A reshard with the expanded dims taken down to extent 1."""
+    """A reshard with the expanded dims reduced to extent 1."""
 
     dims: tuple[int, ...]
     shape: tuple[int, ...]

@@ -35,10 +35,10 @@ name = "assign_streams"
 #: The streams of the policy copy_compute.
 COMPUTE, TRANSFER = 0, 1
 
-#: What goes with the transfers. An `alloc` does, since most make what arrives a place; an `if`
+#: Instructions on the transfer stream: an `alloc` too, since most are of what arrives; an `if`
 #: adds up what arrives.
 _TRANSFERS = (*POSTS, "wait", "alloc", "if")
-#: What is worth a stream of its own.
+#: Large computations, which are worth a stream of their own.
 _CONTRACTIONS = ("matmul", "linear", "attention")
 
 
@@ -57,7 +57,7 @@ def run(program: HostProgram, options: Options) -> HostProgram:
 
 
 def _on_streams(i: Instruction, options: Options, caller: str, s: str) -> list[Instruction]:
-    """A loop with its streams, which the caller's stream joins; `s` counts them."""
+    """Return a loop with its streams, which the caller's stream joins; `s` counts them."""
     back = Instruction(op="set_stream", inputs=(caller,))
     wait = Instruction(op="sync", inputs=(caller,))
     if _policy(i, options) == "copy_compute":
@@ -83,14 +83,14 @@ def _on_streams(i: Instruction, options: Options, caller: str, s: str) -> list[I
 
 def _policy(i: Instruction, options: Options) -> str:
     if _adds_up(i):
-        return "copy_compute"  # what all iterations write is written on one stream
+        return "copy_compute"  # iterations add up one buffer, so on one stream
     if options.stream_policy != "auto":
         return options.stream_policy
     return "copy_compute" if any(j.op in POSTS for j in i.walk()) else "round_robin"
 
 
 def _adds_up(i: Instruction) -> bool:
-    """Some iterations write what others have written."""
+    """Return whether some iterations write what others have written."""
     return any(j.op == "if" for j in i.walk())
 
 
@@ -104,7 +104,7 @@ def _sync(stream: Index) -> Instruction:
 
 @dataclass
 class _Assigned:
-    """A loop body whose copies go to one stream and whose computations to another.
+    """A loop body under construction, with copies on one stream and computations on another.
 
     Small computations on what arrives from a transfer of computed values stay with the transfers:
     the next iteration's large ones, queued behind them, need not wait for that transfer. Not so
@@ -154,7 +154,7 @@ class _Assigned:
         self.code += members
 
     def stream_of(self, i: Instruction) -> int | None:
-        """Where an instruction goes; None where it does no work."""
+        """Return the stream of an instruction; None where it does no work."""
         if i.op in _TRANSFERS:
             return TRANSFER
         row, op = row_of(i), op_of(i)
@@ -167,14 +167,14 @@ class _Assigned:
         return self.homes.get(i.reads[0], TRANSFER)  # a copy is made where the data is
 
     def note_late(self, members: list[Instruction]) -> None:
-        """What is written is late where something that is read is."""
+        """Note as late what these instructions write, if something that they read is late."""
         reads = [n for i in members if i.op != "wait" for j in i.walk() for n in j.reads]
         is_post = any(i.op in POSTS and _comes_back(i) for i in members)
         if any(n in self.late or (is_post and self.homes.get(n) == COMPUTE) for n in reads):
             self.late.update(n for i in members for n in _written(i))
 
     def pass_on(self, i: Instruction) -> None:
-        """A view is where what it shows is."""
+        """Append a view, which counts as being on the stream of what it shows."""
         if i.outputs and i.reads:
             self.shown[i.outputs[0]] = self.shown.get(i.reads[0], i.reads[0])
         if i.outputs and i.reads and i.reads[0] in self.homes:
@@ -196,7 +196,7 @@ class _Assigned:
 
 
 def _comes_back(i: Instruction) -> bool:
-    """Some rank that computes what is posted receives what arrives."""
+    """Return whether some rank that computes what is posted receives what arrives."""
     if i.comm is None:
         return True
     return not set(i.comm.source.mesh.ranks).isdisjoint(i.comm.destination.mesh.ranks)
@@ -210,7 +210,7 @@ def _copy_compute(body: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
 
 
 def _grouped(body: tuple[Instruction, ...]) -> list[list[Instruction]]:
-    """The instructions one by one; those from group_start to group_end together."""
+    """Return the instructions one by one, but those from group_start to group_end together."""
     found: list[list[Instruction]] = []
     is_open = False
     for i in body:

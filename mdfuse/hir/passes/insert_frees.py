@@ -33,7 +33,10 @@ def run(program: HostProgram, options: Options) -> HostProgram:
 
 
 def _binds(i: Instruction) -> set[str]:
-    """The names that an instruction, or what is inside it, binds; a unit's own are not seen."""
+    """Return the names that an instruction, or one of its block, binds.
+
+    What a host unit binds inside is its own, and not among them.
+    """
     inside = (*i.body, *i.orelse) if i.op in BLOCKS else ()
     return set(i.outputs).union(*map(_binds, inside))
 
@@ -50,7 +53,7 @@ class _Frees:
     def block(
         self, block: tuple[Instruction, ...], later: frozenset[str], before: frozenset[str]
     ) -> tuple[Instruction, ...]:
-        """A block with frees of what it binds.
+        """Return a block with frees of what it binds.
 
         Args:
             block: the instructions.
@@ -75,7 +78,7 @@ class _Frees:
     def bound_at_nested(
         self, block: tuple[Instruction, ...], before: frozenset[str]
     ) -> dict[int, frozenset[str]]:
-        """What is bound before each loop and branch of a block, by its place."""
+        """Return what is bound before each loop and branch of a block, by its place there."""
         bound, found = set(before), dict[int, frozenset[str]]()
         for n, i in enumerate(block):
             self.note_posts(i)
@@ -85,7 +88,7 @@ class _Frees:
         return found
 
     def nested(self, i: Instruction, later: frozenset[str], before: frozenset[str]) -> Instruction:
-        """A loop or branch with frees inside it."""
+        """Return a loop or branch with frees inside it."""
         body = self.block(i.body, later, before)
         return replace(i, body=body, orelse=self.block(i.orelse, later, before))
 
@@ -95,11 +98,11 @@ class _Frees:
             self.posted[i.outputs[0]] = tuple(self.buffers((*i.reads, *owners)))
 
     def binds(self, i: Instruction) -> set[str]:
-        """The buffers that an instruction, or what is inside it, may bind."""
+        """Return the buffers that an instruction, or one inside it, may bind."""
         return {*self.buffers(_binds(i))}
 
     def uses(self, i: Instruction) -> Iterable[str]:
-        """The buffers that an instruction, or what is inside it, uses."""
+        """Yield the buffers that an instruction, or one inside it, uses."""
         yield from self.buffers((*i.reads, *i.outputs))
         if i.op == "wait":
             yield from self.posted.get(i.reads[0], ())
@@ -107,7 +110,7 @@ class _Frees:
             yield from self.uses(j)
 
     def buffers(self, names: Iterable[str]) -> Iterable[str]:
-        """Those of some names that are buffers: no handles, numbers or streams."""
+        """Yield those names that are buffers: no handles, numbers or streams."""
         for n in names:
             kind = self.program.types.get(n)
             if kind is not None and kind.layout is not None:

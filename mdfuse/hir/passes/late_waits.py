@@ -1,4 +1,4 @@
-"""Let a rank that only sends wait when it sends next: what it computes meanwhile overlaps.
+"""Let a rank that only sends wait as late as its next send, so that its computations overlap.
 
     %c0 = post broadcast(%a) …                      %c0 = post broadcast(%a) …
     wait %c0                                        %b = matmul(%x, %w)
@@ -24,7 +24,10 @@ from mdfuse.hir.storage import storage
 
 
 def run(program: HostProgram) -> HostProgram:
-    """A projection with such waits moved down, in each block by itself."""
+    """Return a projection whose waits for sends alone are moved down, in each block by itself.
+
+    A wait for a send alone is one of a post from which nothing arrives at this rank.
+    """
     if not any(_only_sends(i) for i in program.walk()):
         return program
     block = _Block(program, storage(program))
@@ -37,7 +40,7 @@ def _only_sends(i: Instruction) -> bool:
 
 @dataclass(frozen=True)
 class _Block:
-    """What is known of the buffers of a program while its blocks are gone through."""
+    """The buffers of a program, as far as moving waits in its blocks must know them."""
 
     program: HostProgram
     shared: Mapping[str, str]
@@ -47,7 +50,7 @@ class _Block:
         return self.shared.get(root, root)
 
     def moved(self, block: Sequence[Instruction]) -> tuple[Instruction, ...]:
-        """The block with its waits moved down, and with them the frees of what was sent."""
+        """Return a block with such waits moved down, and with them the frees of what was sent."""
         code = [self.inside(i) for i in block]
         sent = {i.outputs[0]: self.memory(i.reads[0]) for i in code if _only_sends(i)}
         late: dict[int, list[Instruction]] = defaultdict(list)
@@ -71,7 +74,7 @@ class _Block:
     def place(
         self, code: Sequence[Instruction], at: int, stream: Instruction | None, source: str
     ) -> int:
-        """Before which instruction a wait may stand at the latest.
+        """Return the position of the instruction before which a wait may stand at the latest.
 
         Args:
             code: the block.
@@ -87,19 +90,19 @@ class _Block:
             if i.op in _STOPS or _only_sends(i) or self.writes(i, source):
                 return best
             if i.op == "sync" and current != stream:
-                return best  # another stream waits for what this one has waited for
+                return best  # another stream waits for all that this one waited for
             current = i if i.op == "set_stream" else current
         return len(code) if current == stream else best
 
     def writes(self, i: Instruction, source: str) -> bool:
-        """It may change what is being sent."""
+        """Return whether an instruction may change what is being sent."""
         written = [n for j in i.walk() for n in (*j.outputs, *_received(j))]
         return any(self.memory(n) == source for n in written)
 
     def parted(
         self, code: list[Instruction | None], places: Iterable[int], source: str
     ) -> Iterator[Instruction]:
-        """Take the frees of what is being sent out of a piece of the code."""
+        """Take the frees of what is being sent out of a range of the code, and yield them."""
         for n in places:
             i = code[n]
             if i is None or i.op != "free":
@@ -111,7 +114,7 @@ class _Block:
                 yield replace(i, inputs=gone)
 
 
-#: What a wait does not pass.
+#: Instructions that a wait is not moved past.
 _STOPS = ("return", "for", "if", "barrier", "group_start")
 
 

@@ -26,12 +26,12 @@ from mdfuse.errors import ProgramError
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.storage import shared_operand
 
-#: What does no work on a stream; views neither.
+#: Instructions that do no work on a stream; views do none either.
 _IDLE = ("free", "get_stream", "set_stream", "sync", "group_start", "group_end")
 
 
 def run(program: HostProgram, whole: HostProgram) -> HostProgram:
-    """A projection without syncs that it does not need, where it lacks work of the whole."""
+    """Return a projection without syncs that it does not need, where it lacks work of the whole."""
     if not any(i.op == "sync" for i in _looped(whole)) or _work(program) == _work(whole):
         return program
     marked = replace(program, instructions=tuple(_marked(program.instructions, iter(range(10**6)))))
@@ -46,7 +46,7 @@ def _looped(program: HostProgram) -> Iterator[Instruction]:
 
 
 def _work(program: HostProgram) -> int:
-    """How much there is to do in loops."""
+    """Return how many instructions in loops do work on a stream."""
     return sum(_is_work(i) for i in _looped(program))
 
 
@@ -58,7 +58,7 @@ def _is_work(i: Instruction) -> bool:
 def _marked(
     block: tuple[Instruction, ...], numbers: Iterator[int], is_loop: bool = False
 ) -> Iterator[Instruction]:
-    """The block with a number at each sync of one numbered stream with another."""
+    """Yield the block, with a number at each sync of two numbered streams inside a loop."""
     from mdfuse.hir.verify.needed import MARK
 
     is_numbered = False
@@ -75,9 +75,9 @@ def _marked(
 
 
 def _needed(marked: HostProgram) -> frozenset[int] | None:
-    """The marks of the syncs that are needed; None where the program is wrong anyway.
+    """Return the marks of the syncs that are needed; None where the program is wrong anyway.
 
-    Then it stays as it is, and the verifier says what is wrong with it.
+    A wrong program stays as it is, and the verifier says what is wrong with it.
     """
     from mdfuse.hir.verify.needed import Needed
 
@@ -93,7 +93,7 @@ def _needed(marked: HostProgram) -> frozenset[int] | None:
 def _dropped(
     block: tuple[Instruction, ...], needed: frozenset[int], is_over: bool = False
 ) -> list[Instruction]:
-    """The block without the syncs that are not needed, and the marks of the others.
+    """Return the block without the syncs that are not needed, and without the marks of the others.
 
     Args:
         block: the instructions.
@@ -118,7 +118,7 @@ def _dropped(
 
 
 def _switched(block: list[Instruction], is_over: bool) -> list[Instruction]:
-    """The block without switches to the stream that is current, and those with no work behind."""
+    """Return the block without `set_stream` where it changes nothing, or no work follows."""
     kept: list[Instruction] = []
     current: Instruction | None = None  # the last switch of the block, still in force
     for n, i in enumerate(block):
@@ -133,7 +133,7 @@ def _switched(block: list[Instruction], is_over: bool) -> list[Instruction]:
 
 
 def _is_idle(rest: Sequence[Instruction], is_over: bool) -> bool:
-    """Another switch follows before any work; `is_over`: so it is at the end of these."""
+    """Return whether a switch follows before any work; `is_over` where `rest` has neither."""
     for i in rest:
         if i.op == "set_stream":
             return True

@@ -37,6 +37,6 @@ def _named(i: Instruction, by_axis: Mapping[str, str]) -> Instruction:
 
 
 def _axis(comm: Communication) -> str:
-    """What a post goes along; several axes at once have no name."""
+    """Return the axis of a post, BETWEEN_MESHES, or "" for several axes of one mesh at once."""
     is_within = comm.source.mesh == comm.destination.mesh
     return (comm.axis or "") if is_within else BETWEEN_MESHES

@@ -1,4 +1,4 @@
-"""Let waits stand where the data is needed, behind all independent work.
+"""Move waits down to where the data is needed, behind all independent work.
 
     %c0 = post allgather(%a) -> %b                  %c0 = post allgather(%a) -> %b
     wait %c0                                        %d = matmul(%x, %w)
@@ -26,7 +26,7 @@ name = "sink_waits"
 
 @dataclass(eq=False)
 class _Deferred:
-    """A wait that was put off, with the views of what it waits for.
+    """A wait that is put off, with the views of what it waits for.
 
     Attributes:
         instructions: the wait and the views.
@@ -51,7 +51,7 @@ def _block(
     shared: Mapping[str, str],
     before: set[str],
 ) -> tuple[Instruction, ...]:
-    """A block with its waits moved down.
+    """Return a block with its waits moved down.
 
     Args:
         program: that the block is part of.
@@ -90,6 +90,6 @@ def _block(
 
 
 def _is_view(i: Instruction) -> bool:
-    """It reads no element, so it may stand before or after others as it likes."""
+    """Return whether an instruction reads no element, so that it may move past others."""
     row = row_of(i)
     return i.order is None and row is not None and row.is_pure_view

@@ -1,1 +1,1 @@
-"""Host programs as text: what prints them, and what reads them back."""
+"""Host programs as text: the printer, and the parser that reads back what it prints."""

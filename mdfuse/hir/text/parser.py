@@ -49,15 +49,15 @@ from mdfuse.layouts.kinds import KINDS
 from mdfuse.layouts.layout import Layout, Placement, Stream
 from mdfuse.mesh import DeviceMesh
 
-#: What stands for the type of what has none.
+#: Stands for a type that is not given.
 _NUMBER = BufferType(dtype=torch.int64)
 _KINDS = {kind.lower(): kind for kind in KINDS}
-#: A tree of a program whose blocks and expressions are nested as deeply as they may be.
+#: The depth of a program's tree whose blocks and expressions are nested as deeply as allowed.
 _DEEPEST_TREE = 4 * DEEPEST
 
 
 def parse(text: str) -> HostProgram:
-    """The program that `str(program)` printed; comments are not read.
+    """Return the program that `str(program)` printed; comments are ignored.
 
     Raises:
         ProgramError: the text is no host program; the message shows where.
@@ -95,7 +95,7 @@ def _no_program(error: UnexpectedInput, text: str) -> ProgramError:
 
 
 def _check_depth(tree: Node) -> None:
-    """Raise ProgramError where a tree is nested too deeply to go through."""
+    """Raise ProgramError where a tree is nested too deeply for recursion."""
     level: list[Node] = [tree]
     for _ in range(_DEEPEST_TREE):
         level = [child for t in level for child in trees(t)]
@@ -116,7 +116,7 @@ def _parser() -> Lark:
 
 
 class _Reader:
-    """From trees to IR; knows the meshes that the header named and the types read so far."""
+    """A walk from trees to IR that knows the header's meshes and the types read so far."""
 
     def __init__(self, lines: Sequence[str]) -> None:
         self.lines = lines
@@ -169,7 +169,7 @@ class _Reader:
                 self.rank = rank_of(item)
 
     def declare(self, item: Node, inputs: list[str], aliases: dict[str, str]) -> None:
-        """An input, or an alias."""
+        """Read an input, or an alias."""
         name, *of = map(name_of, tokens(item))
         if name in (aliases if of else inputs):
             raise ProgramError(f"%{name} is declared twice", hint="leave one out")
@@ -181,7 +181,7 @@ class _Reader:
             inputs.append(name)
 
     def check(self, program: HostProgram) -> None:
-        """Raise ProgramError where something is not of the form that it must have."""
+        """Raise ProgramError where something in a program has a wrong form."""
         check_nesting(program)
         for i, tree in self.read:
             with self.at(tree):
@@ -195,7 +195,7 @@ class _Reader:
 
     @contextmanager
     def at(self, tree: Node) -> Iterator[None]:
-        """What is wrong inside is told with the line of the text."""
+        """Give errors inside the block the line of the text as their place."""
         try:
             yield
         except MdfuseError as error:
@@ -211,7 +211,7 @@ class _Reader:
         return f"line {line}: {self.lines[line - 1].strip()}" if line else "host …"
 
     def in_order_of_meshes(self) -> dict[str, BufferType]:
-        """The types such that the program numbers its meshes as the first line does."""
+        """Return the types sorted so that the program numbers its meshes as the first line does."""
 
         def number(kind: BufferType) -> int:
             return self.meshes.index(kind.layout.mesh) if kind.layout is not None else -1
@@ -219,7 +219,7 @@ class _Reader:
         return dict(sorted(self.types.items(), key=lambda named: number(named[1])))
 
     def type_aliases(self, aliases: dict[str, str]) -> None:
-        """Of an alias and what it stands for, one has the type of the other where it has none."""
+        """Give an alias, or what it stands for, the type of the other where it has none."""
         for _ in aliases:
             for name, of in aliases.items():
                 for this, other in ((name, of), (of, name)):
@@ -227,7 +227,7 @@ class _Reader:
                         self.types[this] = self.types[other]
 
     def block(self, block: Node) -> tuple[Instruction, ...]:
-        """The instructions of a block, inputs and aliases left out."""
+        """Return the instructions of a block, inputs and aliases left out."""
         found = [t for t in trees(block) if t.data not in ("input", "alias")]
         return tuple(map(self.statement, found))
 
@@ -281,7 +281,7 @@ class _Reader:
         return BufferType(dtype=dtype, shape=extents[-1], layout=layout, padding=padding, flat=flat)
 
     def bind(self, name: str, tree: Node) -> None:
-        """The type of a name, where it is bound first."""
+        """Note the type of a name where it is bound first."""
         kind = self.type(tree)
         refuse(kind_problem(name, kind))
         if self.types.get(name, kind) != kind:
@@ -295,7 +295,7 @@ class _Reader:
             self.check_extents(name, kind, tree)
 
     def check_extents(self, name: str, kind: BufferType, tree: Node) -> None:
-        """The local extents that are written are those that follow from the layout."""
+        """Raise ProgramError where written local extents do not follow from the layout."""
         assert kind.layout is not None
         is_here = self.rank is None or self.rank in kind.layout.mesh
         local = kind.local_shape(self.rank) if is_here else None
@@ -346,7 +346,7 @@ class _Reader:
         return Instruction(op="wait", inputs=(name_of(tokens(tree)[0]),), attrs=attrs)
 
     def on_stream(self, tree: Node) -> Instruction:
-        """set_stream and sync take the index of a stream, or one that get_stream gave."""
+        """Read set_stream or sync, of the index of a stream or of one that get_stream gave."""
         op, (index,) = str(tree.data), map(value_of, trees(tree))
         if isinstance(index, Term) and index.name in self.streams:
             return Instruction(op=op, inputs=(index.name,))
@@ -384,13 +384,13 @@ class _Reader:
         return Instruction(op="barrier", comm=comm)
 
     def settings(self, tree: Node, op: str) -> dict[str, Any]:
-        """What is set of a communication, or of its post."""
+        """Return the settings of a communication, or of its post."""
         row, found = INSTRUCTIONS[op], settings_of(tree)
         refuse(attributes_problem(op, (*row.sets, *row.attrs), found))
         return dict(found)
 
     def check_team(self, tree: Node, comm: Communication) -> None:
-        """The team and the root that a projection shows follow from the layouts."""
+        """Raise ProgramError where a projection's team or root does not follow from the layouts."""
         for item in trees(tree, "team"):
             shown = team_text(item)
             if self.rank is None:
@@ -447,7 +447,7 @@ class _Reader:
         )
 
     def launch(self, tree: Node) -> Instruction:
-        """The unit's name, what it takes and what it makes, and its body."""
+        """Read a host unit: its name, its inputs and outputs, and its body."""
         (unit,), (block,) = tokens(tree), trees(tree, "block")
         ends = {t.data: tuple(map(name_of, tokens(t))) for t in trees(tree) if t is not block}
         return Instruction(

@@ -1,4 +1,4 @@
-"""Host programs as text; `parser.py` reads what this prints, `grammar.lark` is the grammar."""
+"""Print host programs; `parser.py` reads what this prints, `grammar.lark` is the grammar."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WIDEST = 100
 
 @dataclass(slots=True)
 class _Printer:
-    """What texts depend on: the program (its meshes, types and rank), and what was printed."""
+    """A printer of one program, which knows what it has printed so far."""
 
     program: HostProgram
     #: names whose type has been printed
@@ -25,12 +25,12 @@ class _Printer:
     # -- meshes, layouts, types ------------------------------------------------------------------
 
     def mesh(self, mesh: DeviceMesh) -> str:
-        """The mesh's name, where there are several."""
+        """Return the mesh's name where the program has several meshes, else nothing."""
         meshes = self.program.meshes
         return f"m{meshes.index(mesh)}" if len(meshes) > 1 else ""
 
     def layout(self, layout: Layout) -> str:
-        """`(tp=S0)`, with the mesh's name in front where there are several."""
+        """Return `(tp=S0)`, with the mesh's name in front where there are several."""
         return self.mesh(layout.mesh) + repr(layout)
 
     def header(self) -> str:
@@ -43,7 +43,7 @@ class _Printer:
         return f"host @{self.program.name}{on}{rank} {{"
 
     def type(self, kind: BufferType) -> str:
-        """Local shape, global shape where it differs, layout."""
+        """Return a type as text: local shape, global shape where it differs, layout."""
         rank = self.program.rank
         if kind.layout is None:
             return f"{dtype_name(kind.dtype)} scalar"
@@ -60,7 +60,7 @@ class _Printer:
         return " ".join((*parts, *(["flat"] if kind.flat else [])))
 
     def bound(self, name: str) -> str:
-        """A name where something is bound to it or written into it; typed the first time."""
+        """Return a name that is bound or written into, with its type the first time."""
         kind = self.program.types.get(name)
         if kind is None or name in self.typed:
             return f"%{name}"
@@ -70,7 +70,7 @@ class _Printer:
     # -- instructions ----------------------------------------------------------------------------
 
     def rows(self, instruction: Instruction, indent: str) -> list[tuple[str, str]]:
-        """(text, comment) of an instruction and its body."""
+        """Return (text, comment) for each line of an instruction and its body."""
         note = _on_a_line(str(instruction.source)) if instruction.source else ""
         text = indent + self.instruction(instruction)
         if not instruction.body and instruction.op not in ("launch", "for", "if"):
@@ -84,7 +84,7 @@ class _Printer:
         return [row for i in block for row in self.rows(i, indent)]
 
     def instruction(self, i: Instruction) -> str:
-        """One instruction without its body."""
+        """Return one instruction as text, without its body."""
         match i.op:
             case "post":
                 return self.post(i)
@@ -146,7 +146,7 @@ class _Printer:
         return " ".join(("barrier", self.layout(comm.source), *settings, *self.team(comm)))
 
     def team(self, comm: Communication) -> list[str]:
-        """This rank's team and root, in a projection."""
+        """Return this rank's team and root, which only projections show."""
         rank = self.program.rank
         if rank is None:
             return []
@@ -156,7 +156,7 @@ class _Printer:
 
 
 def program_text(program: HostProgram) -> str:
-    """The whole program; source lines stand behind it as comments."""
+    """Return the text of a program; source lines stand behind the instructions as comments."""
     printer = _Printer(program)
     rows = [(f"input {printer.bound(n)}", "") for n in program.inputs]
     rows += [(f"alias {printer.bound(name)} = %{of}", "") for name, of in program.aliases.items()]
@@ -167,7 +167,10 @@ def program_text(program: HostProgram) -> str:
 
 
 def _on_a_line(text: str) -> str:
-    """A comment ends with its line; the name of a file may hold anything."""
+    """Return a comment's text without line breaks and other characters that do not print.
+
+    A comment ends with its line, and the name of a file may hold anything.
+    """
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
@@ -176,7 +179,7 @@ def _settings(settings: Mapping[str, object]) -> list[str]:
 
 
 def mesh_text(mesh: DeviceMesh) -> str:
-    """A mesh with all its ranks: `mesh(x=4)`, `mesh(x=2: 4..5)`, `mesh(x=3: 1 0 2)`."""
+    """Return a mesh with all its ranks: `mesh(x=4)`, `mesh(x=2: 4..5)`, `mesh(x=3: 1 0 2)`."""
     sizes = ", ".join(f"{a}={n}" for a, n in zip(mesh.axes, mesh.shape, strict=True))
     first, ranks = mesh.first, mesh.ranks
     if ranks == tuple(range(first, first + mesh.size)) and (first == 0 or mesh.size > 1):

@@ -1,4 +1,4 @@
-"""Leaves of the syntax tree of a host program: names, numbers, layouts, index expressions."""
+"""Read the leaves of a host program's syntax tree: names, numbers, layouts, index expressions."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from mdfuse.mesh import MOST_RANKS, DeviceMesh
 
 Node = Tree[Token]
 
-#: Of the largest number.
+#: How many digits the largest number has.
 _DIGITS = len(str(LARGEST))
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def before_of(children: list[Any], tree: Node) -> Token | None:
-    """The mesh's name right in front of a layout."""
+    """Return the mesh's name right in front of a layout; None where there is none."""
     at = next(i for i, child in enumerate(children) if child is tree)
     before = children[at - 1] if at else None
     return before if isinstance(before, Token) and before.type == "LAYOUT_NAME" else None
 
 
 def trees(tree: Node, data: str | None = None) -> list[Node]:
-    """The children that are trees, or those of one kind."""
+    """Return the children that are trees; with `data`, only those of that kind."""
     found = [t for t in tree.children if isinstance(t, Tree)]
     return [t for t in found if data is None or t.data == data]
 
 
 def tokens(tree: Node) -> list[Token]:
-    """The children that are tokens."""
+    """Return the children that are tokens."""
     return [t for t in tree.children if isinstance(t, Token)]
 
 
 def int_of(token: Token | str) -> int:
-    """An integer; numbers have 64 bits."""
+    """Return the integer of a token; raise ProgramError where it needs more than 64 bits."""
     number = int(token) if len(token) <= _DIGITS else LARGEST + 1
     if number > LARGEST:
         shown = token if len(token) <= 2 * _DIGITS else f"{token[:_DIGITS]}…"
@@ -57,12 +57,12 @@ def int_of(token: Token | str) -> int:
 
 
 def name_of(token: Token) -> str:
-    """%x is named x."""
+    """Return the name without its %: `%x` is named x."""
     return str(token).removeprefix("%")
 
 
 def mesh_of(tree: Node) -> DeviceMesh:
-    """A mesh of the first line: axes with sizes, then the ranks."""
+    """Read a mesh of the first line: axes with sizes, then the ranks."""
     sizes = [tokens(t) for t in trees(tree, "axis_size")]
     axes, shape = tuple(str(a) for a, _ in sizes), tuple(int_of(n) for _, n in sizes)
     size = math.prod(shape)
@@ -81,7 +81,7 @@ def mesh_of(tree: Node) -> DeviceMesh:
 
 
 def rank_of(tree: Node) -> int:
-    """The rank of a projection."""
+    """Read the rank of a projection."""
     rank = int_of(tokens(tree)[0])
     if rank > MOST_RANKS:
         raise ProgramError(
@@ -91,21 +91,21 @@ def rank_of(tree: Node) -> int:
 
 
 def team_text(tree: Node) -> str:
-    """The team and the root of a post, as a projection shows them."""
+    """Return the team and the root of a post, as a projection shows them."""
     members = " ".join(str(int_of(t)) for t in tokens(tree))
     roots = "".join(f" root={int_of(tokens(t)[0])}" for t in trees(tree, "root"))
     return (f"team=({members})" if members else "local") + roots
 
 
 def placement_of(text: str) -> Placement:
-    """R, S0, P(sum) or varies."""
+    """Read a placement: R, S0, P(sum) or varies."""
     if text in ("R", "varies"):
         return Replicate() if text == "R" else Varies()
     return Partial(text[2:-1]) if text.startswith("P") else Shard(int_of(text[1:]))
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """f32, or torch's own name."""
+    """Return a dtype by its short name, as f32, or by torch's own."""
     found = _DTYPES.get(str(name)) or getattr(torch, str(name), None)
     if not isinstance(found, torch.dtype):
         raise ProgramError(f"there is no dtype {name}", hint="one of " + ", ".join(_DTYPES))
@@ -113,7 +113,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def extents_of(tree: Node) -> tuple[int, ...]:
-    """[3,4]"""
+    """Read extents: `[3,4]`."""
     return tuple(int_of(t) for t in tokens(tree))
 
 
@@ -121,7 +121,7 @@ _PADDING = (attr("dim", "int", True), attr("parts", "count", True), attr("axis",
 
 
 def padding_of(tree: Node, layout: Layout) -> Padding:
-    """pad=block(dim=0,parts=4,axis=x)"""
+    """Read a padding: `pad=block(dim=0,parts=4,axis=x)`."""
     side, settings = str(tokens(tree)[0]), settings_of(tree)
     found = attributes_problem(f"pad={side}", _PADDING, settings)
     if found is not None:
@@ -135,26 +135,26 @@ def padding_of(tree: Node, layout: Layout) -> Padding:
 
 
 def order_of(tree: Node, kind: BufferType) -> tuple[int, ...]:
-    """The memory order that a result must have."""
+    """Return the memory order that a result must have."""
     for listed in trees(tree):
         return cast("tuple[int, ...]", value_of(listed))
     return tuple(range(1 if kind.flat else len(kind.shape)))
 
 
 def settings_of(tree: Node) -> tuple[tuple[str, Any], ...]:
-    """The attributes among the arguments; None and False are what is not said."""
+    """Return the attributes among the arguments; None and False stand for what is not given."""
     found = (setting_of(t) for t in trees(tree, "setting"))
     return tuple((k, v) for k, v in found if v is not None and v is not False)
 
 
 def setting_of(tree: Node) -> tuple[str, Any]:
-    """name=value"""
+    """Read an attribute: `name=value`."""
     name, value = tree.children
     return str(name), value_of(value)
 
 
 def value_of(tree: Any) -> Any:
-    """A number, word, index expression, or list of them."""
+    """Read a number, word, index expression, or list of them."""
     match tree.data:
         case "list":
             return tuple(map(value_of, tree.children))
@@ -182,7 +182,7 @@ def value_of(tree: Any) -> Any:
             return int_of(token)
         case "real":
             number = float(token)
-            return number if number == number else math.nan  # one object, which is itself
+            return number if number == number else math.nan  # one object equals itself in tuples
         case "string":
             return _string(token)
         case _:
@@ -201,5 +201,5 @@ def _string(token: Token) -> str:
 
 
 def operand_of(value: Any) -> Any:
-    """What an instruction reads: %x alone is a name, in a larger expression an index."""
+    """Return what an instruction reads: %x alone is a name, in a larger expression an index."""
     return value.name if isinstance(value, Term) and value.kind == "index" else value

@@ -1,4 +1,4 @@
-"""Is a host program right? Checked before it first runs, and after every pass in tests."""
+"""The verifier, which refuses wrong host programs before they run, and in tests after each pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Across ranks: what types say is the same along an axis is made in the same way along it.
+"""Check across ranks that values which are the same along an axis are made in the same way there.
 
 rank 0   %y: f32[4] (x=R) = mul(%x, 2.0)        ProgramError: %y is the same on the ranks along
 rank 1   %y: f32[4] (x=R) = mul(%x, 3.0)   ->   x, by its type; rank 0 and rank 1 make it in
@@ -19,7 +19,7 @@ from mdfuse.layouts.layout import Layout, Replicate
 
 #: Attributes that follow from the part that a rank has.
 _OF_THE_PART = ("count", "identity", "part", "box", "shape", "ends")
-#: What makes no value by itself; what is received is compared with what was sent.
+#: Instructions that make no value; `point_to_point` compares what is sent and received.
 _SILENT = ("alloc", "free", "wait", "barrier", "send", "group_start", "group_end", "return")
 
 #: What an instruction does to a name: an op, its numbers, the types of what it reads.
@@ -28,7 +28,7 @@ Way = tuple[object, ...]
 
 @dataclass(slots=True, eq=False)
 class _Made:
-    """How a program makes each name, and in which chunks it writes a buffer."""
+    """The ways in which a program makes each name, and the chunks in which it writes a buffer."""
 
     ways: dict[str, list[tuple[Way, Instruction]]] = field(
         default_factory=lambda: defaultdict(list)
@@ -37,7 +37,9 @@ class _Made:
 
 
 def check_alike(programs: Mapping[int, HostProgram]) -> None:
-    """Raise CommunicationError where ranks make in different ways what is to be the same.
+    """Raise CommunicationError where ranks that are to hold the same value make it differently.
+
+    Each rank is compared with the first one of its team along each axis.
 
     Args:
         programs: straight-line, by rank.
@@ -58,7 +60,7 @@ def check_alike(programs: Mapping[int, HostProgram]) -> None:
 
 
 def _ways_by_class(programs: Mapping[int, HostProgram]) -> dict[int, _Made]:
-    """How each rank makes each name; one object for ranks whose programs are equal."""
+    """Return how each rank makes each name: one object for all ranks whose programs are equal."""
     found: dict[object, _Made] = {}
     result = {}
     for rank, program in programs.items():
@@ -71,7 +73,7 @@ def _ways_by_class(programs: Mapping[int, HostProgram]) -> dict[int, _Made]:
 
 def _ways(program: HostProgram) -> _Made:
     made, slices = _Made(), dict[str, str]()
-    numbers: dict[str, Way] = {}  # how each is computed, which stands for it
+    numbers: dict[str, Way] = {}  # name of a number -> how it is computed
     for i in program.instructions:
         for inner in i.body if i.op == "launch" else (i,):
             for name in _makes(inner):
@@ -93,7 +95,7 @@ def _chunk(program: HostProgram, name: str) -> object:
 
 
 def _makes(i: Instruction) -> Iterator[str]:
-    """The buffers that an instruction binds or writes."""
+    """Yield the names of buffers and numbers that an instruction binds or writes."""
     if i.op == "post":
         yield from (x for x in i.inputs[1:] if isinstance(x, str))
     elif i.op == "recv":
@@ -115,7 +117,7 @@ def _way(program: HostProgram, i: Instruction, numbers: Mapping[str, Way]) -> Wa
 
 
 def _check_ends(a: HostProgram, b: HostProgram) -> None:
-    """Inputs and outputs have one type everywhere, up to the chunk that they are."""
+    """Raise CommunicationError where inputs or outputs differ in type, chunks apart."""
     for name in (*a.inputs, *a.outputs):
         kinds = [p.types.get(name) for p in (a, b)]
         if None not in kinds and len({_without_chunk(k) for k in kinds if k is not None}) > 1:
@@ -166,7 +168,7 @@ def _first_difference(
 
 
 def _is_one_post(p: Way, q: Way) -> bool:
-    """Only one of the ranks has something to send."""
+    """Return whether both are one post, for which only one of the ranks has something to send."""
     return p[0] == q[0] == "post" and p[1] == q[1] and None in (p[2], q[2])
 
 

@@ -1,4 +1,4 @@
-"""Whether one rank can run its program at all: what a plan takes for granted, whoever asks for it.
+"""Check that one rank can run its projection at all: what a plan relies on, even unverified.
 
 Every name that is read has a value, every wait a post, every stream a number. Types, the order of
 accesses, and what other ranks post are the rest of the verifier's.
@@ -17,14 +17,18 @@ from mdfuse.ir.graph import Operand
 
 
 def check_bindings(program: HostProgram) -> None:
-    """Raise ProgramError where a projection means nothing on its rank."""
+    """Raise ProgramError where a projection cannot be run on its rank.
+
+    Args:
+        program: the projection of one rank; its loops are written out here.
+    """
     check_structure(program, allocates_once=False)
     Bindings(unrolled(program)).run()
 
 
 @dataclass
 class Bindings(Flow):
-    """Goes through the instructions of one rank; only what is bound and posted is looked at."""
+    """A `Flow` that checks bindings and posts only, and leaves types, contents and order alone."""
 
     @property
     def steps(self) -> Steps:
@@ -56,7 +60,7 @@ class Bindings(Flow):
         super().begin(i, [], count)
 
     def check_idle(self, name: str, i: Instruction) -> None:
-        """Whether a communication still uses it is a matter of order."""
+        """Accept every free: whether a communication still uses the buffer is a matter of order."""
 
     def end(self, i: Instruction | None) -> None:
         for name in i.reads if i is not None else ():

@@ -1,4 +1,4 @@
-"""Types of what the instructions make that are no rows of the op table: slices, pads, posts, …"""
+"""Types of what instructions make that are no rows of the op table: parts, pads, packs, posts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _layout(kind: BufferType) -> Layout:
 
 
 def _declared(types: Types, i: Instruction, made: Layout, kind: BufferType) -> None:
-    """The result is declared with the layout that it has."""
+    """Raise ProgramError where the result is declared with another layout than it has."""
     if not is_shown(made, _layout(kind), len(kind.shape)):
         raise types.mismatch(i, f"{i.op} of it makes {made}")
 
@@ -47,7 +47,7 @@ def _dense(types: Types, i: Instruction, *kinds: BufferType) -> None:
 
 
 def _narrow(types: Types, i: Instruction) -> None:
-    """What a rank holds of the result lies in what it holds of the operand."""
+    """Check that the part of the result that a rank holds lies in its part of the operand."""
     pair = types.same_shape(i)
     if pair is None:
         return
@@ -72,7 +72,7 @@ def _check_chunk(types: Types, i: Instruction, kind: BufferType) -> None:
 
 
 def _placement_problem(before: Layout, after: Layout) -> str | None:
-    """What a rank holds means the same before and after; which part it is, is another matter."""
+    """Return why a placement cannot become another one on each rank by itself; None: it can."""
     if before.mesh != after.mesh:
         apart = (*before.partial_axes, *before.varying_axes, *after.partial_axes)
         return f"only values themselves go to another mesh, not {before}" if apart else None
@@ -94,7 +94,7 @@ def _may_narrow(p: Placement, q: Placement) -> bool:
 
 
 def _part_problem(before: BufferType, after: BufferType, rank: int | None) -> str | None:
-    """Why some rank does not have what it is to hold; dims with nested splits need no look."""
+    """Return why some rank lacks the part that it is to hold; None where none does."""
     n = len(before.shape)
     p, q = plain(_layout(before), n), plain(_layout(after), n)
     if p.mesh == q.mesh and all(_is_nested(p, q, d) for d in range(n)):
@@ -105,7 +105,7 @@ def _part_problem(before: BufferType, after: BufferType, rank: int | None) -> st
     for layout in (p, q):
         chunk = chunk_of(layout)
         if layout is p and chunk is not None and not isinstance(chunk.index, int):
-            return None  # it is seen where its number is known
+            return None  # checked once the index is a number
     for r in q.mesh.ranks if rank is None else (rank,):
         inner, outer = q.intervals(after.shape, r), p.intervals(before.shape, r)
         is_part = all(a <= x and y <= b for (x, y), (a, b) in zip(inner, outer, strict=True))
@@ -115,7 +115,7 @@ def _part_problem(before: BufferType, after: BufferType, rank: int | None) -> st
 
 
 def _is_nested(p: Layout, q: Layout, dim: int) -> bool:
-    """Along a dim each rank's part after lies in its part before, whatever the extents are."""
+    """Return whether, whatever the extents, each rank's new part of a dim lies in its old part."""
     axes = p.split_axes(dim)
     here, there = (c if c is not None and c.dim == dim else None for c in map(chunk_of, (p, q)))
     if here is not None:
@@ -131,7 +131,7 @@ def _chunk(types: Types, i: Instruction) -> None:
 
 
 def _select(types: Types, i: Instruction) -> None:
-    """One dim goes; the index is one that there is, or the dim has extent 1."""
+    """Check a select: the dim goes, and the index is in range unless the dim has extent 1."""
     pair = types.pair(i)
     if pair is None:
         return
@@ -157,7 +157,7 @@ def _select(types: Types, i: Instruction) -> None:
 
 
 def _selected(types: Types, before: BufferType, dim: int, index: object) -> Layout:
-    """The layout without a dim: along axes that split it, each rank takes a row of its own."""
+    """Return the layout without a dim; axes that split it make each rank's row its own."""
     layout = plain(_layout(before), len(before.shape))
     kept = {d: d - (d > dim) for d in range(len(before.shape)) if d != dim}
     made = layout.with_dims(kept)
@@ -174,7 +174,7 @@ def _selected(types: Types, before: BufferType, dim: int, index: object) -> Layo
 
 
 def _unexpand(types: Types, i: Instruction) -> None:
-    """One element of dims whose elements are all one."""
+    """Check that only dims are cut to extent 1 whose elements an expand made."""
     pair = types.pair(i)
     dims = i.kwargs["dims"]
     if pair is None:
@@ -216,7 +216,7 @@ def _pad(types: Types, i: Instruction) -> None:
 
 
 def _pack(types: Types, i: Instruction) -> None:
-    """One block per member of the team; which blocks, the post must know."""
+    """Check a pack, which makes a flat buffer of blocks, one per member of the team."""
     pair = _alike(types, i)
     if pair is None:
         return
@@ -238,7 +238,7 @@ def _packing(i: Instruction) -> tuple[object, ...]:
 
 
 def _zeros(types: Types, i: Instruction) -> None:
-    """Along some axes the value becomes Partial(sum): the others' share of it is zeros."""
+    """Check that a value becomes Partial(sum) along axes where all ranks but one give zeros."""
     pair = types.same_shape(i)
     if pair is None:
         return
@@ -276,7 +276,7 @@ def _alloc(types: Types, i: Instruction) -> None:
 
 
 def _post(types: Types, i: Instruction) -> None:
-    """The communication does what its layouts say, with the buffers that it names."""
+    """Check that a communication does what its layouts say, with the buffers that it names."""
     comm = i.comm
     assert comm is not None
     for name in i.reads:
@@ -327,7 +327,7 @@ def _check_posted(types: Types, i: Instruction, side: int, name: str) -> None:
         )
 
 
-#: op -> what is checked; the others are rows of the op table, or make no buffer.
+#: op -> the check of its types; other ops are rows of the op table, or make no buffer.
 RULES: dict[str, Callable[[Types, Instruction], None]] = {
     "alloc": _alloc,
     "narrow": _narrow,

@@ -1,4 +1,4 @@
-"""Is a host program right? Checked before it first runs, and after every pass in tests.
+"""Verify a host program, before it first runs and, in tests, after every pass.
 
     host @p on mesh(x=2) {                          ProgramError: @p: add -> y reads %b, which post
       ...                                           %c is still using
@@ -84,12 +84,12 @@ _SPECIAL = frozenset(name for name, row in INSTRUCTIONS.items() if row.indices o
 
 
 def _is_special(i: Instruction) -> bool:
-    """It may depend on an index or the rank, or takes part of a buffer."""
+    """Return whether an instruction may depend on an index or the rank, or takes a part."""
     return i.op in _SPECIAL and (i.op != "wait" or bool(i.attrs))
 
 
 def _inside(block: Iterable[Instruction]) -> Iterator[Instruction]:
-    """The instructions of a block and of its loops and branches."""
+    """Yield the instructions of a block and of the loops and branches in it."""
     for i in block:
         yield i
         if i.op in BLOCKS:
@@ -98,7 +98,7 @@ def _inside(block: Iterable[Instruction]) -> Iterator[Instruction]:
 
 
 def _depends_on_rank(i: Instruction) -> bool:
-    """Which way it goes, or whom it meets, cannot be said for all ranks at once."""
+    """Return whether its path, or the peer it meets, cannot be told for all ranks at once."""
     if i.op in BLOCKS:
         found = (t for _, v in i.attrs if isinstance(v, Calc | Term) for t in terms(v))
         return any(t.kind != "index" for t in found)
@@ -112,7 +112,7 @@ def _depends_on_rank(i: Instruction) -> bool:
 
 
 def _is_transfer(i: Instruction) -> bool:
-    """A send or a receive by itself."""
+    """Return whether an instruction is a `send` or `recv` rather than a post of a communication."""
     return i.op in POSTS and i.comm is None
 
 
@@ -121,12 +121,12 @@ def _has_index(i: Instruction) -> bool:
 
 
 def _is_known(layout: Layout) -> bool:
-    """A whole buffer, or a chunk with a number."""
+    """Return whether a layout is of a whole buffer, or of a chunk whose index is a number."""
     return layout.stream is None or not isinstance(layout.stream.index, Calc | Term)
 
 
 def _meshes(program: HostProgram, layouts: Iterable[Layout]) -> list[DeviceMesh]:
-    """The meshes of the program, as `program.meshes`, but each object is looked at once."""
+    """Return the meshes of the program, as `program.meshes`, but look at each object once."""
     found = {id(layout.mesh): layout.mesh for layout in layouts}
     for i in _inside(program.instructions):
         if i.comm is not None:
@@ -135,13 +135,13 @@ def _meshes(program: HostProgram, layouts: Iterable[Layout]) -> list[DeviceMesh]
 
 
 def _classes(meshes: list[DeviceMesh]) -> Iterator[tuple[int, int]]:
-    """The first and the last rank of those that are in the same meshes and lead the same ones.
+    """Yield the first and last rank of each class: ranks in the same meshes, first in the same.
 
-    They run the same instructions. Of a mesh, the first rank has the largest parts, the last one
-    the smallest.
+    All ranks of a class run the same instructions. Of a mesh, the first rank has the largest parts,
+    the last one the smallest.
     """
     if not meshes:
-        yield 0, 0  # only numbers
+        yield 0, 0  # a program of numbers alone: any rank stands for all
         return
     if len(meshes) == 1:
         (mesh,) = meshes
@@ -156,7 +156,7 @@ def _classes(meshes: list[DeviceMesh]) -> Iterator[tuple[int, int]]:
 
 
 def _borders(mesh: DeviceMesh) -> set[int]:
-    """The ranks next to which others may be in other meshes."""
+    """Return the ranks of a mesh beside which the next rank may be in other meshes."""
     first, ranks = mesh.first, mesh.ranks
     is_range = ranks == tuple(range(first, first + mesh.size))
     return {r + d for r in ((first, ranks[-1]) if is_range else ranks) for d in (-1, 0, 1)}
@@ -167,13 +167,13 @@ def _written_out(program: HostProgram, rank: int) -> HostProgram:
 
 
 def _unrolled(program: HostProgram) -> HostProgram:
-    """A projection written out, each name of which is made before it is read, on any path."""
+    """Write out a projection, after a check that each name is made before it is read."""
     check_defined(program)
     return unrolled(program)
 
 
 def unrolled(program: HostProgram) -> HostProgram:
-    """A projection written out."""
+    """Return a projection written out; raise ProgramError for a name that no branch taken makes."""
     try:
         return program.written_out
     except KeyError as error:  # made in a branch that this rank does not take
@@ -186,7 +186,7 @@ def unrolled(program: HostProgram) -> HostProgram:
 
 
 def _mine(program: HostProgram, rank: int, meshes: list[DeviceMesh]) -> HostProgram:
-    """`project(rank).written_out` of a program without loops, but with global attributes."""
+    """Return `project(rank).written_out` of a program without loops, but with global attributes."""
     if len(meshes) == 1 and not program.aliases:
         return replace(program, rank=rank)
     roots = {name: program.root(name) for name in program.aliases}
@@ -196,7 +196,7 @@ def _mine(program: HostProgram, rank: int, meshes: list[DeviceMesh]) -> HostProg
 
 
 def _executed(program: HostProgram, rank: int) -> Iterator[Instruction]:
-    """The instructions of one rank, as `project` chooses them."""
+    """Yield the instructions that one rank runs, as `project` chooses them."""
     handles: set[str] = set()
     for i in program.instructions:
         match i.op:
@@ -218,7 +218,7 @@ def _has(program: HostProgram, x: Operand, rank: int) -> bool:
 
 
 def _with_roots(i: Instruction, roots: Mapping[str, str]) -> Instruction:
-    """An instruction on the names that have the buffers."""
+    """Return an instruction with each alias replaced by the name that has the buffer."""
     if not roots or roots.keys().isdisjoint((*i.reads, *i.outputs)):
         return i
     inputs = tuple(roots.get(x, x) if isinstance(x, str) else x for x in i.inputs)
@@ -228,7 +228,7 @@ def _with_roots(i: Instruction, roots: Mapping[str, str]) -> Instruction:
 
 
 def _check_transfers(program: HostProgram) -> None:
-    """Sends and receives along an axis, on the first and the last team of it."""
+    """Check sends and receives along an axis on two teams of it: the first and the last."""
     teams: dict[tuple[int, ...], None] = {}
     for i in _inside(program.instructions):
         layout = program.types[i.reads[0]].layout if _is_transfer(i) else None
@@ -242,9 +242,9 @@ def _check_transfers(program: HostProgram) -> None:
 
 
 def _communications(program: HostProgram) -> tuple[Instruction, ...]:
-    """Those of the instructions, so that many ranks' programs are written out cheaply.
+    """Return the communications of a program, with an `alloc` for each buffer that they use.
 
-    The buffers that they use are just allocated.
+    So the programs of many ranks are written out cheaply.
     """
     every, root = [*_inside(program.instructions)], program.root
     posted = {root(n) for i in every if i.op in POSTS for n in i.reads}
@@ -266,12 +266,12 @@ def _communications(program: HostProgram) -> tuple[Instruction, ...]:
 
 
 def _verify_rank(program: HostProgram) -> None:
-    """A projection by itself."""
+    """Verify the projection of one rank by itself."""
     _verify_written_out(_checked(program), program)
 
 
 def _checked(program: HostProgram) -> HostProgram:
-    """A projection written out, after what has to be right before."""
+    """Write out a projection, after the checks that writing it out relies on."""
     check_structure(program)
     if any(i.op in BLOCKS for i in program.instructions):
         check_types(program)
@@ -279,14 +279,14 @@ def _checked(program: HostProgram) -> HostProgram:
 
 
 def _verify_written_out(local: HostProgram, program: HostProgram) -> None:
-    """A projection written out; `program` is it as it was."""
+    """Verify a projection that is written out; `program` is the projection as it was before."""
     check_types(local)
     _check_flow(local, program)
     _check_sizes(local)
 
 
 def _check_flow(local: HostProgram, program: HostProgram) -> None:
-    """What a straight-line program does on its rank; `program` is what it was written as."""
+    """Check the flow of a straight-line program; `program` is what it was written out from."""
     updated = frozenset(map(program.root, program.aliases)).intersection(local.inputs)
     has_frees = any(i.op == "free" for i in _inside(program.instructions))  # also in loops
     Flow(local, updated, has_frees).run()
@@ -303,7 +303,7 @@ def _check_sizes(local: HostProgram) -> None:
 
 
 def _verify_ranks(programs: Mapping[int, HostProgram]) -> None:
-    """Each class of equal programs by itself, then all of them together."""
+    """Verify each class of equal programs by itself, then all programs together."""
     projected = {rank: program.project(rank) for rank, program in programs.items()}
     written: dict[int, HostProgram] = {}
     classes: dict[object, list[int]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""What the ranks begin: their communications, as backends see them."""
+"""The communications that ranks begin, as backends see them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Programs = Mapping[int, HostProgram]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Event:
-    """A rank begins a communication.
+    """The beginning of a communication on one rank.
 
     Attributes:
         program: what the rank runs.
@@ -51,7 +51,7 @@ class Event:
 
     @property
     def handle(self) -> str:
-        """The name that tells it from others, the number of the iteration included."""
+        """The handle of the post, with the number of the iteration; empty for a barrier."""
         return self.i.outputs[0] if self.i.outputs else ""
 
     @property
@@ -61,7 +61,7 @@ class Event:
 
     @property
     def name(self) -> str:
-        """What error messages call it."""
+        """The name of the communication in error messages."""
         return f"%{self.handle}" if self.handle else self.i.op
 
     @property
@@ -70,7 +70,7 @@ class Event:
 
 
 def events(program: HostProgram) -> Iterator[Event]:
-    """The communications that a rank begins, in order."""
+    """Yield the communications that a rank begins, in the order of its program."""
     assert program.rank is not None
     for at, i in enumerate(program.instructions):
         if i.op == "barrier":
@@ -112,7 +112,7 @@ def _elements(program: HostProgram, name: str) -> int:
 
 
 def _transfer(program: HostProgram, at: int, i: Instruction) -> Event:
-    """A send or receive by itself."""
+    """Return the event of a `send` or `recv`; raise ProgramError if the peer is not in the mesh."""
     (name,) = i.reads
     kind, rank = program.types[name], program.rank
     assert rank is not None and kind.layout is not None
@@ -134,18 +134,18 @@ def _transfer(program: HostProgram, at: int, i: Instruction) -> Event:
 
 
 def _buffers(event: Event) -> list[str | None]:
-    """The names of its buffers, without the number of the iteration."""
+    """Return the names of a post's buffers, without the number of the iteration."""
     inputs = event.i.inputs if event.i.op == "post" else ()
     return [x.split("@")[0] if isinstance(x, str) else None for x in inputs]
 
 
 def _change(comm: Communication | None) -> str:
-    """The change of layout that a post is for, as it prints."""
+    """Return the change of layout that a post is for, as it is printed."""
     return f"{comm.source} => {comm.destination} {comm}" if comm is not None else ""
 
 
 def difference(a: Event, b: Event) -> tuple[str, str, str] | None:
-    """(what, of the one, of the other) of the first thing in which two posts differ."""
+    """Return the first difference of two posts: (what, its value in `a`, its value in `b`)."""
     if a.handle != b.handle:
         return "", a.name, b.name
     facts: list[tuple[str, Callable[[Event], Any]]] = [

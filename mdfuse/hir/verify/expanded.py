@@ -1,4 +1,4 @@
-"""Which dims of a buffer hold one element over and over: what `unexpand` may take one of."""
+"""The dims of a buffer along which one element repeats, as `expand` makes them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from mdfuse.ir.ops import TABLE
 
 
 def expanded_dims(program: HostProgram, name: str) -> frozenset[int]:
-    """The dims of a buffer along which all elements are one, by the views that made it."""
+    """Return the dims of a buffer along which one element in memory repeats.
+
+    Only a buffer that a single view op makes has any.
+    """
     root = program.root(name)
     made = [i for i in program.walk() if any(program.root(n) == root for n in i.outputs)]
     if len(made) != 1 or made[0].fn not in TABLE or not TABLE[made[0].fn].is_view:
@@ -20,7 +23,7 @@ def expanded_dims(program: HostProgram, name: str) -> frozenset[int]:
 
 
 def _through(program: HostProgram, i: Instruction) -> frozenset[int]:
-    """Those of a view's result, as torch's strides show them."""
+    """Return the expanded dims of a view's result, as the strides of torch's result show them."""
     source, kind = i.inputs[0], program.types[i.outputs[0]]
     before = program.types.get(source) if isinstance(source, str) else None
     if before is None or not isinstance(source, str) or i.order is not None:

@@ -1,4 +1,4 @@
-"""One rank's instructions in order: what is bound, written, freed, under way, and on which stream.
+"""Check one rank's instructions in order: bindings, contents, frees, communications and streams.
 
 The instructions are straight-line: loops are written out and aliases resolved, so that a name is a
 buffer. Nothing here knows of other ranks.
@@ -35,7 +35,7 @@ Steps = dict[str, Callable[[Any, Instruction], None]]
 
 @dataclass
 class Flow:
-    """Goes through the instructions of one rank.
+    """A walk over the instructions of one rank that raises ProgramError at the first wrong one.
 
     Args:
         program: straight-line, with the rank that runs it.
@@ -59,7 +59,7 @@ class Flow:
 
     @property
     def steps(self) -> Steps:
-        """op -> what it does; the others are local ops."""
+        """op -> the method for its instructions; all others are local ops."""
         return _STEPS
 
     def __post_init__(self) -> None:
@@ -94,7 +94,7 @@ class Flow:
     # -- reading and writing ---------------------------------------------------------------------
 
     def view(self, name: str, i: Instruction) -> View | None:
-        """What a name stands for; None for a number."""
+        """Return the view that a name stands for; None for a number."""
         view = self.bound.get(name)
         if view is None and name not in self.numbers:
             raise self.unbound(name, i)
@@ -104,7 +104,7 @@ class Flow:
         return refusals.unbound(self.program, name, i, self.freed.get(name))
 
     def read(self, name: str, i: Instruction) -> View | None:
-        """A name is read by work on the current stream."""
+        """Check and note that work on the current stream reads a name; return its view."""
         view = self.view(name, i)
         if view is None:
             return None
@@ -117,7 +117,7 @@ class Flow:
         return view
 
     def write(self, name: str, i: Instruction) -> None:
-        """Work on the current stream makes a value: in its buffer, or in a new one."""
+        """Check and note that work on the current stream writes a name; bind it if it is new."""
         view = self.bound.get(name)
         if view is not None:
             self.check_writable(name, view, i)
@@ -133,7 +133,7 @@ class Flow:
             self.record(view, True, i)
 
     def box(self, storage: Storage) -> Box:
-        """All of a storage."""
+        """Return the box of all of a storage."""
         return whole(self.program.types[storage.name], self.rank)
 
     def record(self, view: View, is_write: bool, i: Instruction) -> None:
@@ -147,7 +147,7 @@ class Flow:
             raise refusals.unwritten(self.program, name, i, view.storage, lacking)
 
     def check_writable(self, name: str, view: View, i: Instruction) -> None:
-        """Nobody else's value is overwritten."""
+        """Raise ProgramError where a write would overwrite another value, an input or an output."""
         storage, made_by = view.storage, view.made_by
         if made_by is not None and not is_slice(made_by):
             raise refusals.overwrites_view(self.program, name, i, made_by)
@@ -160,7 +160,7 @@ class Flow:
     # -- order -----------------------------------------------------------------------------------
 
     def check_order(self, name: str, view: View, is_write: bool, i: Instruction) -> None:
-        """Whatever the access conflicts with is over before it begins."""
+        """Raise ProgramError where an access that this one conflicts with may not be over."""
         clock = self.clocks.now
         other = conflict(view, is_write, clock)
         if other is not None:
@@ -173,14 +173,17 @@ class Flow:
         return refusals.race(self.program, name, i, is_write, self.clocks.current, other)
 
     def check_callers(self, name: str, i: Instruction) -> None:
-        """An output may be a buffer that the caller passed."""
+        """Raise ProgramError if an output's stream has not waited for the caller's stream.
+
+        An output may be a buffer that the caller passed.
+        """
         if name in self.kept and CALLER not in self.clocks.now:
             raise self.race(name, Access(CALLER, 0, None, True, None), True, i)
 
     # -- local ops -------------------------------------------------------------------------------
 
     def compute(self, i: Instruction) -> None:
-        """A row of the op table, or a buffer op."""
+        """Follow a local op: a row of the op table, or a buffer op."""
         (output,) = i.outputs
         if output not in self.bound and is_view(self.program, i):
             self.bind_view(output, i)
@@ -191,7 +194,7 @@ class Flow:
         self.write(output, i)
 
     def bind_view(self, output: str, i: Instruction) -> None:
-        """The result is its operand's memory."""
+        """Bind the result of a view op to its operand's memory."""
         source = i.inputs[0]
         view = self.view(source, i) if isinstance(source, str) else None
         if view is None or not isinstance(source, str):
@@ -209,7 +212,7 @@ class Flow:
         self.bound[output] = View(storage, region, dims, i, born)
 
     def launch(self, i: Instruction) -> None:
-        """A host unit: what is inside it, and its own values are forgotten at the end."""
+        """Follow the instructions inside a host unit, and forget its own values at the end."""
         for name in i.reads:
             self.view(name, i)
         for inner in i.body:
@@ -220,7 +223,7 @@ class Flow:
     # -- buffers ---------------------------------------------------------------------------------
 
     def alloc(self, i: Instruction) -> None:
-        """A buffer without contents, or filled; no new one where there is one."""
+        """Bind a name to a buffer, filled or without contents, unless it has one already."""
         (name,) = i.outputs
         if name not in self.bound:
             self.bind_new(name, i)
@@ -228,7 +231,7 @@ class Flow:
             self.write(name, i)
 
     def bind_new(self, name: str, i: Instruction) -> None:
-        """A name stands for new memory."""
+        """Bind a name to new memory without contents."""
         self.bound[name] = view = View(Storage(name, written={}))
         if self.is_streamed:
             self.check_callers(name, i)
@@ -248,7 +251,7 @@ class Flow:
             self.freed[name] = i
 
     def check_idle(self, name: str, i: Instruction) -> None:
-        """No communication under way uses a buffer that is freed."""
+        """Raise ProgramError where a communication under way uses a buffer that is freed."""
         for posted in self.posted.values():
             views = [self.bound.get(n) for n in posted.i.reads]
             owners = [v.storage.name for v in views if v is not None]
@@ -274,7 +277,7 @@ class Flow:
     def begin(
         self, i: Instruction, buffers: list[tuple[Operand, bool]], count: int | None = None
     ) -> None:
-        """A communication starts after what is queued on the current stream.
+        """Begin a communication, after what is queued on the current stream.
 
         Args:
             i: the instruction.
@@ -295,7 +298,7 @@ class Flow:
         self.posted[handle] = OpenPost(i, clock, pieces_of(self.program, i, used, count))
 
     def access(self, name: str, is_write: bool, i: Instruction) -> View | None:
-        """A buffer that a communication is about to use."""
+        """Check that a communication may use a buffer; return its view, None for a number."""
         if not is_write:
             return self.read(name, i)
         view = self.view(name, i)
@@ -305,7 +308,7 @@ class Flow:
         return view
 
     def wait(self, i: Instruction) -> None:
-        """The current stream goes on once the communication, or a piece of it, is done."""
+        """Let the current stream go on only after the communication, or a piece of it, is done."""
         handle = i.reads[0]
         posted = self.posted.get(handle)
         if posted is None:
@@ -323,7 +326,7 @@ class Flow:
             self.waited[handle] = i
 
     def finish(self, view: View, access: Access) -> None:
-        """What a communication accessed counts as work of the stream that waited for it."""
+        """Count what a communication accessed as work of the stream that waited for it."""
         access.who = self.clocks.current
         access.tick = self.clocks.now[access.who]
         if not self.is_streamed:
@@ -345,7 +348,7 @@ class Flow:
             self.clocks.join(self.clocks.snapshot(other))
 
     def stream(self, i: Instruction) -> int:
-        """The stream that an instruction names."""
+        """Return the number of the stream that an instruction names."""
         value = i.kwargs["stream"] if i.attrs else i.inputs[0]
         if isinstance(value, str) and value in self.streams:
             return self.streams[value]
@@ -356,7 +359,7 @@ class Flow:
     # -- the end ---------------------------------------------------------------------------------
 
     def end(self, i: Instruction | None) -> None:
-        """Everything is waited for, the outputs are there, and nothing else is left."""
+        """Check that everything is waited for, the outputs are there, and nothing else is left."""
         for posted in self.posted.values():
             raise refusals.never_waited(self.program, posted.i, posted.pieces)
         self.clocks.current = CALLER
@@ -370,13 +373,13 @@ class Flow:
             self.check_leaks()
 
     def hand_over(self, name: str, i: Instruction) -> None:
-        """An output is the caller's from now on."""
+        """Check that an output can be the caller's from now on."""
         view = self.read(name, i)
         if view is not None and self.is_streamed:
             self.check_joined(name, view, i)
 
     def check_joined(self, name: str, view: View, i: Instruction | None) -> None:
-        """The caller may do what it likes with its buffers afterwards, on its own stream."""
+        """Raise ProgramError where the caller's stream has not waited for all uses of a buffer."""
         other = conflict(view, True, self.clocks.now)
         if other is not None:
             raise refusals.not_joined(self.program, name, i, other)
@@ -388,7 +391,7 @@ class Flow:
 
 
 def _nothing(flow: Flow, i: Instruction) -> None:
-    """It touches no buffer of the program."""
+    """Do nothing: the instruction touches no buffer of the program."""
 
 
 _STEPS: Steps = {

@@ -1,4 +1,4 @@
-"""Which layout an op's result has, given those of its operands; the labels of its dims say so.
+"""Derive the layout of an op's result from those of its operands, by the labels of their dims.
 
     x: (tp=S1), w: (tp=S0)      matmul, where dim 1 of x and dim 0 of w are one label    (tp=P(sum))
 
@@ -20,7 +20,7 @@ from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard, 
 from mdfuse.mesh import DeviceMesh
 
 Shape = tuple[int, ...]
-#: Reduce ops that give back what all ranks hold alike.
+#: Reduce ops whose result is the operand where all ranks hold the same.
 IDEMPOTENT = ("min", "max", "avg", "band", "bor")
 
 
@@ -30,25 +30,25 @@ class Contradiction(Exception):
 
 @lru_cache(maxsize=16384)
 def plain(layout: Layout, ndim: int) -> Layout:
-    """The layout with non-negative dims and nothing along axes of one rank."""
+    """Return the layout with non-negative dims and nothing along axes of one rank."""
     if not any(n == 1 for n in layout.mesh.shape) and all(d >= 0 for d, _ in layout.splits):
         return layout
     return layout.normalized(ndim, may_vary=True)
 
 
 def box_text(box: Box) -> str:
-    """A part of a tensor, in an error."""
+    """Return a part of a tensor as text for an error message."""
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
 
 
 def chunk_of(layout: Layout) -> Stream | None:
-    """The chunk that a buffer is; None for a whole one."""
+    """Return the chunk that a buffer is; None for a whole buffer."""
     stream = layout.stream
     return stream if stream is not None and stream.index is not None else None
 
 
 def is_alike(a: Layout, b: Layout, ndim: int) -> bool:
-    """Both say the same."""
+    """Return whether two layouts mean the same for a tensor of `ndim` dims."""
     if a is b or a == b:
         return True
     if a.mesh != b.mesh:
@@ -58,10 +58,10 @@ def is_alike(a: Layout, b: Layout, ndim: int) -> bool:
 
 
 def is_one_chunk(a: Layout, b: Layout) -> bool:
-    """Both are the same chunk of their part, or no chunk.
+    """Return whether two buffers are the same chunk of their part, or no chunk at all.
 
-    Indices that are computed otherwise are compared where their numbers are known; those that
-    depend on the rank are written alike, so that they are the same on all ranks.
+    Indices that are written differently are compared later, where their numbers are known; those
+    that depend on the rank have to be written alike, so that they are the same on all ranks.
     """
     p, q = chunk_of(a), chunk_of(b)
     if p is None or q is None:
@@ -75,17 +75,17 @@ def is_one_chunk(a: Layout, b: Layout) -> bool:
 
 
 def depends_on_rank(index: object) -> bool:
-    """An index expression is another number on other ranks."""
+    """Return whether an index expression may be another number on other ranks."""
     return any(t.kind in ("rank", "coord") for t in terms_of(index))
 
 
 def terms_of(index: object) -> Iterable[Term]:
-    """The terms of an index expression; none of anything else."""
+    """Return the terms of an index expression; none for anything else."""
     return terms(index) if isinstance(index, Calc | Term) else ()
 
 
 def axes_of(index: Index, mesh: DeviceMesh) -> frozenset[str]:
-    """The axes of a mesh along which an index expression may be another number."""
+    """Return the axes of a mesh along which an index expression may be another number."""
     every = frozenset(a for a in mesh.axes if mesh.axis_size(a) > 1)
     found: set[str] = set()
     for term in terms_of(index):
@@ -98,7 +98,10 @@ def axes_of(index: Index, mesh: DeviceMesh) -> frozenset[str]:
 
 @dataclass(slots=True)
 class _Row:
-    """A row of the op table at work: what is known of its result so far."""
+    """The layout of a row's result under construction, from the layouts of its operands.
+
+    Dims of operands and result that are one dim of the op share a label (`mdfuse.ir.dims`).
+    """
 
     fn: str
     labels: DimMap
@@ -114,7 +117,7 @@ class _Row:
     unit_chunk: Stream | None = None
 
     def split(self) -> None:
-        """Which labels which axes split, outermost first."""
+        """Note which axes split each label; raise Contradiction where operands differ."""
         for at, layout, dims in self.operands:
             for dim, axes in layout.splits:
                 label = dims[dim]
@@ -142,7 +145,7 @@ class _Row:
         return Contradiction(f"dim {dim} of operand {at} is not split as the others' of {self.fn}")
 
     def chunk(self) -> None:
-        """Which label is taken in chunks: all that have it are at the same one."""
+        """Note which label is taken in chunks; all operands that have it must be at one chunk."""
         for at, layout, dims in self.operands:
             chunk = chunk_of(layout)
             if chunk is None:
@@ -174,7 +177,7 @@ class _Row:
             raise Contradiction(f"the chunks of {self.fn} do not fall together")
 
     def reduced(self) -> dict[str, Placement]:
-        """The axes along which the result is Partial because a split dim is reduced."""
+        """Return the axes along which the result is Partial, since they split a reduced dim."""
         found: dict[str, Placement] = {}
         for label, axes in self.splits.items():
             if label in self.labels.result:
@@ -186,7 +189,10 @@ class _Row:
         return found
 
     def passed(self, axis: str) -> Placement | None:
-        """Partial or varying operands along an axis: what the result is along it."""
+        """Return the result's placement along an axis where operands are Partial or vary.
+
+        None where no operand is: then splits and reductions alone tell the placement.
+        """
         held = [(at, layout.placement(axis)) for at, layout, _ in self.operands]
         partial = [(at, p) for at, p in held if isinstance(p, Partial)]
         varying = [p for _, p in held if isinstance(p, Varies)]
@@ -207,7 +213,7 @@ class _Row:
         held: Sequence[tuple[int, Placement]],
         partial: Sequence[tuple[int, Partial]],
     ) -> Placement:
-        """The ops that may run on what has not been reduced yet."""
+        """Return the placement that Partial operands pass on; raise Contradiction if none."""
         rule, (first, placement) = TABLE[self.fn].partial, partial[0]
         present = [x for x in self.is_tensor if x is not None]
         alike = all(p == placement for _, p in held)
@@ -224,7 +230,7 @@ class _Row:
         return placement
 
     def free(self, placements: Mapping[str, Placement], declared: Layout) -> None:
-        """Dims that no operand has may lie as is declared: each rank makes its part of them."""
+        """Take the declared splits and chunk for dims of the result that no operand has."""
         known = {label for *_, dims in self.operands for label in dims}
         taken = {a for axes in self.splits.values() for a in axes} | {*placements}
         chunk = chunk_of(declared)
@@ -256,7 +262,7 @@ class _Row:
                 placements.update(dict.fromkeys(self.splits[label], Shard(dim)))
             if label in self.chunks:
                 stream = replace(self.chunks[label], dim=dim)
-        for axis in numbers:  # of a split value each rank has a part of its own anyway
+        for axis in numbers:  # along a split each rank has its own part anyway
             if not isinstance(placements.get(axis), Shard):
                 placements[axis] = Varies()
         return Layout(self.mesh, placements, order, stream)
@@ -272,7 +278,7 @@ def result_layout(
     numbers: frozenset[str],
     absent: Sequence[bool],
 ) -> Layout:
-    """The layout that a row of the op table gives its result.
+    """Return the layout that a row of the op table gives its result.
 
     Args:
         fn: the row.
@@ -309,7 +315,7 @@ def _known_result(
     numbers: frozenset[str],
     absent: tuple[bool, ...],
 ) -> Layout | str:
-    """The layout, or why there is none: the same for all extents with these labels."""
+    """Return the layout, or why there is none: the same for all extents with these labels."""
     labels = DimMap(operands=key[0], result=key[1], reduces=dict(key[2]))
     try:
         return _result(fn, labels, layouts, declared, numbers, absent)
@@ -342,7 +348,7 @@ def _result(
 
 
 def _on(mesh: DeviceMesh, layout: Layout, at: int) -> Layout:
-    """The layout of an operand on the mesh where the result lives."""
+    """Return the layout of an operand on the mesh where the result lives."""
     if layout.mesh == mesh:
         return layout
     if layout.is_replicated:
@@ -351,7 +357,7 @@ def _on(mesh: DeviceMesh, layout: Layout, at: int) -> Layout:
 
 
 def is_shown(made: Layout, declared: Layout, ndim: int) -> bool:
-    """A value with the layout `made` may be declared so: as it is, or as one that varies."""
+    """Return whether a value with layout `made` may be declared so: as it is, or as varying."""
     if is_alike(made, declared, ndim):
         return True
     if made.mesh != declared.mesh:
@@ -368,7 +374,7 @@ def is_shown(made: Layout, declared: Layout, ndim: int) -> bool:
 
 
 def may_be_said(before: Layout, after: Layout) -> bool:
-    """A `set` may give a value this layout on the author's word.
+    """Return whether a `set` may give a value this layout on the author's word.
 
     Along an axis it begins to vary, or no longer does; a chunk becomes a value of its own, and such
     a value a chunk. Along the other axes it stays what it is. Local shapes are not looked at.

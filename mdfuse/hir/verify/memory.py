@@ -1,9 +1,9 @@
-"""Memory while a program is verified: who shares it, what is written, in what order it is used.
+"""Memory while a program is verified: which names share it, what is written, the order of accesses.
 
-Every stream has a vector clock: for each stream, how far along that one it has waited. An access
-is later than another if its stream has waited for as much as the other's tick says (Lamport 1978,
-Fidge 1988, Mattern 1989). A communication under way is later than nothing and earlier than nothing
-until a stream waits for it; then it counts as work of that stream.
+Every stream has a vector clock: for each other stream, how far along that one it has waited. An
+access is ordered after another one if its stream has waited for at least the other's tick (Lamport
+1978, Fidge 1988, Mattern 1989). A communication under way is ordered neither before nor after
+anything until a stream waits for it; from then on it counts as work of that stream.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mdfuse.layouts.boxes import Box, box_shape, box_size, intersect
 
 #: The stream that is current when a run starts.
 CALLER = -1
-#: Stands for a stream in accesses of a communication that nothing has waited for.
+#: In place of a stream, in the accesses of a communication that nothing has waited for.
 PENDING = -2
 
 Clock = dict[int, int]
@@ -24,7 +24,7 @@ Clock = dict[int, int]
 
 @dataclass(slots=True, eq=False)
 class Access:
-    """Someone reads or writes a region.
+    """A read or write of a region of memory, by a stream or by a communication under way.
 
     Attributes:
         who: a stream, or PENDING.
@@ -62,7 +62,7 @@ class Storage:
 
 @dataclass(slots=True, eq=False)
 class View:
-    """What a name stands for.
+    """The memory that a name stands for: all of a storage, or a region of it.
 
     Attributes:
         storage: the memory.
@@ -98,7 +98,7 @@ class OpenPost:
 
 
 def note_written(storage: Storage, region: Box | None, box: Box) -> None:
-    """A region has contents from now on; `box` is all of the storage."""
+    """Record that a region of a storage has contents from now on; `box` is all of the storage."""
     if storage.written is None:
         return
     if region is not None:
@@ -108,7 +108,7 @@ def note_written(storage: Storage, region: Box | None, box: Box) -> None:
 
 
 def missing(storage: Storage, region: Box) -> int:
-    """How many elements of a region nothing has written (distinct boxes count as disjoint)."""
+    """Count the elements of a region that nothing has written (distinct boxes are disjoint)."""
     shared = (intersect(box, region) for box in storage.written or ())
     found = sum(box_size(b) for b in shared if b is not None)
     return max(math.prod(box_shape(region)) - found, 0)
@@ -119,28 +119,28 @@ def missing(storage: Storage, region: Box) -> int:
 
 @dataclass(slots=True)
 class Clocks:
-    """The streams of one rank, and what each has waited for."""
+    """The vector clocks of one rank's streams: how far each has waited for each other one."""
 
     current: int = CALLER
     streams: dict[int, Clock] = field(default_factory=lambda: {CALLER: {CALLER: 0}})
 
     @property
     def now(self) -> Clock:
-        """What the current stream has waited for."""
+        """The clock of the current stream."""
         return self.of(self.current)
 
     def of(self, stream: int) -> Clock:
         return self.streams.setdefault(stream, {stream: 0})
 
     def snapshot(self, stream: int) -> Clock:
-        """What is queued on a stream so far, for another one to wait for."""
+        """Return a stream's clock, for another stream to wait for, and advance the stream."""
         clock = self.of(stream)
         taken = dict(clock)
         clock[stream] += 1
         return taken
 
     def join(self, taken: Clock) -> None:
-        """The current stream waits for what a snapshot holds."""
+        """Let the current stream wait for everything that a snapshot holds."""
         clock = self.now
         for stream, tick in taken.items():
             if clock.get(stream, -1) < tick:
@@ -148,7 +148,13 @@ class Clocks:
 
 
 def conflict(view: View, is_write: bool, clock: Clock) -> Access | None:
-    """An access to what a view stands for that is not over for someone with this clock."""
+    """Return an earlier access to a view's memory that need not be over yet; None if there is none.
+
+    Args:
+        view: the memory that is to be used.
+        is_write: whether the new access writes; two reads never conflict.
+        clock: how far the stream of the new access has waited for others.
+    """
     for a in view.storage.accesses:
         is_free = clock.get(a.who, -1) < a.tick
         if is_free and (is_write or a.is_write) and overlap(a.region, view.region):
@@ -157,12 +163,12 @@ def conflict(view: View, is_write: bool, clock: Clock) -> Access | None:
 
 
 def overlap(a: Box | None, b: Box | None) -> bool:
-    """Two regions of a storage have elements in common."""
+    """Return whether two regions of a storage overlap; None is all of the storage."""
     return a is None or b is None or intersect(a, b) is not None
 
 
 def record(view: View, access: Access) -> None:
-    """Remember an access that conflicts with none; those that it makes superfluous go.
+    """Remember an access that conflicts with none, and forget those that it makes superfluous.
 
     Whoever waits for a write has waited for all that the write waited for, and whoever waits for a
     read of a stream has waited for that stream's earlier reads.

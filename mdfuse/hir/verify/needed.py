@@ -1,8 +1,8 @@
-"""Which syncs of a straight-line program order accesses that would be in no order without them.
+"""Find the syncs of a straight-line program without which two accesses would be in no order.
 
-The flow of the program, with one thing more: for all that a stream knows of another one, from which
-syncs it knows that. Where an access has to come after another stream's, the fewest syncs that see
-to it are needed; so are those that order the streams for the caller at the end.
+This is the flow of the program, which also remembers from which syncs each stream knows how far
+another one has come. Where an access must follow one of another stream, the fewest syncs that
+order them are needed; so are those that order the streams for the caller at the end.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from mdfuse.hir.program import Instruction
 from mdfuse.hir.verify.flow import Flow, Steps
 from mdfuse.hir.verify.memory import PENDING, Clock, Clocks, View, overlap
 
-#: The attribute that tells a sync from others.
+#: The attribute that numbers syncs, so that each can be told from the others.
 MARK = "mark"
 
 Marks = frozenset[int]
 
 
 class _Taken(dict[int, int]):
-    """What a stream knows at some time, and from which syncs."""
+    """A snapshot of a stream's clock, with the syncs from which the stream knows each entry."""
 
     via: dict[int, Marks]
 
 
 @dataclass(slots=True)
 class _History(Clocks):
-    """Clocks that remember what each stream learned of each other one, and from which syncs."""
+    """Clocks that also remember from which syncs each stream knows of each other one."""
 
     #: (stream, another one) -> syncs -> how far the other had come, as these tell
     learned: dict[tuple[int, int], dict[Marks, int]] = field(default_factory=dict)
@@ -38,7 +38,12 @@ class _History(Clocks):
         return taken
 
     def learn(self, taken: Clock, marks: Marks) -> None:
-        """As `join`; what is new to the current stream, it knows from these syncs."""
+        """Let the current stream wait for a snapshot, as `join`, and remember from which syncs.
+
+        Args:
+            taken: the snapshot.
+            marks: the sync that makes it wait; empty for the wait of a communication.
+        """
         clock = self.now
         for of, tick in taken.items():
             if clock.get(of, -1) < tick:
@@ -47,9 +52,9 @@ class _History(Clocks):
         self.join(taken)
 
     def fewest(self, stream: int, of: int, tick: int, needed: Marks = frozenset()) -> Marks:
-        """Syncs from which a stream knows that another has come so far.
+        """Return the syncs from which `stream` knows that stream `of` has come as far as `tick`.
 
-        Those that add fewest to the ones that are needed anyhow.
+        Of several ways to know this, the one that adds fewest to the syncs in `needed` is taken.
         """
         found = self.learned.get((stream, of), {})
         ways = [way for way, known in found.items() if known >= tick]
@@ -58,7 +63,7 @@ class _History(Clocks):
 
 @dataclass
 class Needed(Flow):
-    """Goes through the instructions of one rank; `marks` are those of the syncs that are needed."""
+    """A `Flow` over one rank's instructions that collects in `marks` the syncs that are needed."""
 
     marks: Marks = frozenset()
     clocks: _History = field(default_factory=_History)
@@ -89,7 +94,7 @@ class Needed(Flow):
         self.need(view, True)
 
     def need(self, view: View, is_write: bool) -> None:
-        """The current stream uses what a view stands for, after those before it."""
+        """Mark the syncs that order this use of a view after accesses of other streams."""
         before = [
             (a.who, a.tick)
             for a in view.storage.accesses

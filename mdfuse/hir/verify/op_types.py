@@ -1,7 +1,7 @@
-"""What a row of the op table makes of its operands, against what is declared.
+"""Compare what a row of the op table makes of its operands with what is declared.
 
-Its shape and dtype, its layout, and the same on one rank: on the first one of the mesh in a global
-program, which has the largest part. Answers are kept.
+Compared are shape, dtype and layout of the whole, and shape and dtype on one rank: in a global
+program on the first rank of the mesh, which has the largest part. Answers are cached.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mdfuse.layouts.layout import Layout
 #: What an operand is for the inference: a buffer or scalar, the type of a number, or nothing.
 Kind = BufferType | type
 Attrs = tuple[tuple[str, Any], ...]
-#: What it is for its dtype: (dtype, number of dims) of a tensor, or the type of a number.
+#: What an operand is when dtypes are inferred: (dtype, ndim), or the type of a number.
 Sample = tuple[torch.dtype, int] | type
 
 
@@ -77,7 +77,7 @@ def row_problem(
 
 
 def _lies_plainly(fn: str, kind: BufferType, result: BufferType) -> bool:
-    """Its dims are all there is; what pads it does no harm where the result is padded alike."""
+    """Return whether a row may take a buffer: not flat, nor padded otherwise than the result."""
     padded_alike = kind.padding == result.padding and kind.shape == result.shape
     is_padded = kind.padding is not None and not (TABLE[fn].rule is pointwise and padded_alike)
     return not kind.flat and not is_padded
@@ -86,7 +86,7 @@ def _lies_plainly(fn: str, kind: BufferType, result: BufferType) -> bool:
 def _dims_problem(
     fn: str, attrs: dict[str, Any], buffers: list[BufferType], result: BufferType
 ) -> str | None:
-    """Why attributes do not name dims that there are, each once."""
+    """Return why attributes name a dim that is not there, or one twice; None where they do not."""
     for known in TABLE[fn].attrs:
         name, given = known.name, attrs.get(known.name)
         if name not in ("dims", "dim"):
@@ -102,7 +102,10 @@ def _dims_problem(
 
 
 def is_said(before: BufferType, after: BufferType, rank: int | None) -> bool:
-    """A set may declare its operand so, on the author's word: each rank holds what it held."""
+    """Return whether a `set` may give its operand this type on the author's word alone.
+
+    Each rank then holds what it held before; only the layout that describes it changes.
+    """
     if before.layout is None or after.layout is None or before.dtype != after.dtype:
         return False
     if not may_be_said(before.layout, after.layout):
@@ -115,7 +118,7 @@ def is_said(before: BufferType, after: BufferType, rank: int | None) -> bool:
 def global_attrs(
     fn: str, attrs: Attrs, operands: tuple[Kind, ...], result: BufferType, rank: int | None
 ) -> Attrs:
-    """The attributes of an op on whole tensors, where these are one rank's."""
+    """Return the attributes of an op on whole tensors, computed from those of one rank."""
     row = TABLE[fn]
     if row.globalize is not None and (rank is not None or not attrs):
         assert result.layout is not None  # the shape of an expand may be left out
@@ -139,7 +142,7 @@ def _layout_problem(
     result: BufferType,
     numbers: frozenset[str],
 ) -> str | None:
-    """Why the result has another layout than is declared."""
+    """Return why the result has another layout than is declared; None where it has that one."""
     assert result.layout is not None
     if 0 in result.shape:
         return None  # there is nothing of which a rank could hold a wrong part
@@ -162,7 +165,7 @@ def _layout_problem(
 
 
 def lacks(before: Layout, after: Layout, rank: int | None) -> str | None:
-    """Whether a rank that has the result lacks the operand."""
+    """Return why a rank that has the result lacks the operand; None where none does."""
     if before.mesh is after.mesh or before.mesh == after.mesh:
         return None
     ranks = after.mesh.ranks if rank is None else (rank,)
@@ -178,7 +181,17 @@ def _problem_on(
     result: BufferType,
     rank: int,
 ) -> str | None:
-    """The same on one rank's parts, with its attributes: those given, if any, are just these."""
+    """Return what is wrong with a row on the parts and attributes of one rank; None: nothing.
+
+    Args:
+        fn: the row.
+        given: the rank's attributes as the program states them, which must be right; None for a
+            global program, which states none of a rank.
+        attrs: the attributes on whole tensors.
+        operands: buffers, scalars, or the types of numbers.
+        result: the declared type.
+        rank: whose parts are looked at.
+    """
     part = _part(operands, result, rank)
     try:
         local = local_attrs(TABLE[fn], dict(attrs), part)
@@ -189,14 +202,14 @@ def _problem_on(
         return f"rank {rank} runs {fn} with {_settings(local)}, not {_settings(mine)}"
     want = result.local_shape(rank)
     if 0 in want:
-        return None  # then nothing is called
+        return None  # a rank without elements calls nothing
     parts = [_shape(k, rank) for k in operands]
     problem = _inferred(fn, tuple(local.items()), operands, parts, result, want)
     return f"on rank {rank} {problem}" if problem is not None else None
 
 
 def _left_out(fn: str, attrs: Attrs, part: ExprPart) -> dict[str, Any]:
-    """What a rank's attributes are where they are not written: those of the whole."""
+    """Return the attributes of a rank for which a program states none: those of the whole."""
     boxes = tuple(_whole(s) if s is not None else None for s in part.shapes)
     whole = replace(part, boxes=boxes, box=_whole(part.shape))
     return local_attrs(TABLE[fn], dict(attrs), whole)
@@ -211,7 +224,7 @@ def _settings(attrs: dict[str, Any]) -> str:
 
 
 def _shape(kind: Kind, rank: int | None) -> Shape | None:
-    """The extents of an operand, globally or on a rank; None where it is absent."""
+    """Return the extents of an operand, globally or on a rank; None where the operand is absent."""
     if isinstance(kind, BufferType):
         return kind.shape if rank is None else kind.local_shape(rank)
     return None if kind is type(None) else ()
@@ -225,7 +238,7 @@ def _inferred(
     result: BufferType,
     want: Shape,
 ) -> str | None:
-    """What is wrong with the result of a row on operands of some shapes.
+    """Return what is wrong with the result of a row on operands of given shapes; None: nothing.
 
     The meta device takes up to milliseconds per op, more than lowering it: it is asked where the
     row's own rule does not say that all is well, or some operand has no elements.
@@ -255,7 +268,7 @@ def _dtype(fn: str, samples: tuple[Sample, ...], attrs: Attrs) -> torch.dtype | 
 
 
 def _number(kind: type) -> Any:
-    """A number that stands for all of its type; an index expression is an integer."""
+    """Return a number that stands for all of its type; an index expression is an integer."""
     if kind is type(None):
         return None
     return kind(1) if kind in (bool, float) else 1
@@ -277,7 +290,7 @@ def _inferred_on_meta(
     result: BufferType,
     want: Shape,
 ) -> str | None:
-    """The same by torch's own answer, which counts."""
+    """Return what is wrong with the result of a row by torch's meta device, whose answer counts."""
     values = {
         str(n): _value(str(n), k, shape or ())
         for n, (k, shape) in enumerate(zip(operands, shapes, strict=True))

@@ -1,4 +1,4 @@
-"""Across ranks: every send meets a receive."""
+"""Check across ranks that every send meets a receive that fits it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mdfuse.layouts.layout import Layout, Partial, Replicate, Varies
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One send or receive."""
+    """One end of a transfer: a send or a receive, with its number of elements."""
 
     event: Event
     size: int
@@ -26,7 +26,7 @@ class _Side:
 
 @dataclass(slots=True)
 class _Channel:
-    """What goes from one rank to another, in order."""
+    """The sends from one rank to another and the receives there, each in program order."""
 
     sends: list[_Side] = field(default_factory=list)
     recvs: list[_Side] = field(default_factory=list)
@@ -35,7 +35,18 @@ class _Channel:
 def match_transfers(
     programs: Programs, begun: Mapping[int, list[Event]], is_whole: bool
 ) -> Iterator[Meeting]:
-    """The n-th send from a rank to another, and the n-th receive there; checks that they fit."""
+    """Yield each send with the receive that it meets, once both fit.
+
+    Between two ranks the n-th send meets the n-th receive.
+
+    Args:
+        programs: straight-line, by rank.
+        begun: the communications that each rank begins, in order.
+        is_whole: whether these are all ranks; else transfers with other ranks are left out.
+
+    Raises:
+        CommunicationError: a send or receive has no counterpart, or the two do not fit.
+    """
     channels: dict[tuple[int, int], _Channel] = defaultdict(_Channel)
     for rank, found in begun.items():
         for e in found:
@@ -75,7 +86,7 @@ def _unanswered(programs: Programs, a: int, b: int, channel: _Channel) -> Commun
 
 
 def _check_meet(n: int, a: int, b: int, s: _Side, r: _Side, partners: dict[str, _Side]) -> None:
-    """A send and its receive have one size and one dtype, and belong together."""
+    """Raise CommunicationError unless a send and its receive agree in size, dtype and partner."""
     problem = _mismatch(s, r) or _other_partner(s.event, r, partners)
     if problem is None and a == b and _comes_first(r.event, s.event):
         problem = "a rank receives from itself before it sends"
@@ -95,9 +106,10 @@ Contents = dict[tuple[object, ...], tuple[object, ...]]
 def _check_content(
     programs: Programs, n: int, send: Event, recv: Event, contents: Contents, is_whole: bool
 ) -> None:
-    """What a rank receives may be what the type of its buffer says.
+    """Raise CommunicationError where a received value cannot be what the type of its buffer says.
 
-    The same for ranks whose buffers are to be the same; of chunks, the part that the type names.
+    Ranks whose buffers are to be the same must receive the same, and a buffer that is a chunk must
+    receive that chunk.
     """
     if send.i.op == "post":
         return
@@ -125,7 +137,7 @@ def _content_problem(send: Event, recv: Event, contents: Contents) -> str | None
     if shapes[0] != shapes[1]:
         return f"shape {list(shapes[0])} is sent where {list(shapes[1])} is received"
     if 0 in shapes[0]:
-        return None  # parts without elements are all the same
+        return None  # all parts without elements are the same
     is_chunk, boxes = chunk_of(received) is not None, (a.box(send.rank), b.box(recv.rank))
     if (is_chunk or chunk_of(sent) is not None) and (a.shape != b.shape or boxes[0] != boxes[1]):
         parts = [f"{box_text(x)} of {list(k.shape)}" for x, k in zip(boxes, (a, b), strict=True)]
@@ -138,14 +150,18 @@ def _content_problem(send: Event, recv: Event, contents: Contents) -> str | None
 
 
 def _own(layout: Layout, rank: int) -> tuple[int, ...]:
-    """The rank's place along the axes along which each rank has a value of its own."""
+    """Return the rank's coordinates along the axes along which each rank has a value of its own."""
     coordinate = layout.mesh.coordinate(rank) or ()
     places = zip(coordinate, layout.placements, strict=True)
     return tuple(c for c, p in places if isinstance(p, Partial | Varies))
 
 
 def _differs_elsewhere(programs: Programs, send: Event, recv: Event) -> str | None:
-    """Along the other axes than that of the transfer, teams do alike what differs between them."""
+    """Return why teams along another axis receive different values where the type says the same.
+
+    Only one team is looked at: along an axis on which all its members have one coordinate, what is
+    replicated by the receiver's type must be so by the sender's.
+    """
     (_, sent), (_, received) = map(_buffer, (send, recv))
     mesh = received.mesh
     here = [c for c in map(mesh.coordinate, programs) if c is not None]
@@ -170,7 +186,7 @@ def _mismatch(s: _Side, r: _Side) -> str | None:
 
 
 def _other_partner(send: Event, r: _Side, partners: dict[str, _Side]) -> str | None:
-    """A send by itself meets the same receive on all pairs of ranks."""
+    """Return why a lone send meets another receive than on other ranks; None: it does not."""
     if send.i.op == "post":
         return None
     known = partners.setdefault(send.base, r).event
@@ -185,7 +201,7 @@ def _amount(side: _Side) -> str:
 
 
 def _comes_first(recv: Event, send: Event) -> bool:
-    """A receive stands before its send, and is not begun together with it."""
+    """Return whether a receive precedes its send in the program, and not in one group with it."""
     ops = [i.op for i in send.program.instructions[: send.at]]
     before = ops[: recv.at]
     is_open = before.count("group_start") > before.count("group_end")

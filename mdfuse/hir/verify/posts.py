@@ -1,4 +1,4 @@
-"""What a communication makes of a layout, by kind; and which buffers it takes and gives.
+"""What each kind of communication makes of a layout, and which buffers it reads and writes.
 
     post allreduce[sum](%p) -> %y f32[4] (x=P(sum)) => (x=R) axis=x
 
@@ -25,7 +25,7 @@ Problem = str | None
 
 @lru_cache(maxsize=4096)
 def transition_problem(comm: Communication) -> Problem:
-    """Why a communication does not turn its source into its destination; None where it does."""
+    """Return why a communication does not make its destination of its source; None: it does."""
     ndim = len(comm.shape)
     for layout in (comm.source, comm.destination):
         if any(not -ndim <= d < ndim for d, _ in layout.splits):
@@ -39,7 +39,7 @@ def transition_problem(comm: Communication) -> Problem:
 
 
 def _moving_chunk(comm: Communication) -> Problem:
-    """All members of a team are at one chunk."""
+    """Return why the members of a team would be at different chunks; None where they are at one."""
     for layout in (comm.source, comm.destination):
         chunk = chunk_of(layout)
         for term in terms_of(chunk.index) if chunk is not None else ():
@@ -64,14 +64,14 @@ def _axis_problem(comm: Communication) -> Problem:
 
 
 def _becomes(comm: Communication, made: Layout) -> Problem:
-    """The destination is what the kind makes of the source."""
+    """Return why the destination is not the layout that the kind makes; None where it is."""
     if is_alike(made, comm.destination, len(comm.shape)):
         return None
     return f"it makes {made} of {comm.source}, not {comm.destination}"
 
 
 def _whole_dims(comm: Communication) -> Problem:
-    """A dim whose parts change hands is not taken in chunks."""
+    """Return why a dim whose parts change hands is taken in chunks; None where it is not."""
     chunk = chunk_of(comm.source)
     if chunk is not None and chunk.dim % len(comm.shape) in (comm.dim, comm.to_dim):
         return f"chunks of the parts of dim {chunk.dim} are no chunk of the whole"
@@ -79,7 +79,7 @@ def _whole_dims(comm: Communication) -> Problem:
 
 
 def _split_problem(layout: Layout, axis: str | None, dim: int | None) -> Problem:
-    """An axis splits a dim, innermost."""
+    """Return why an axis is not the innermost one that splits a dim; None where it is."""
     axes = layout.split_axes(dim) if dim is not None else ()
     if axis is not None and axes and axes[-1] == axis:
         return None
@@ -134,7 +134,7 @@ def _reduce_scatter(comm: Communication) -> Problem:
 
 
 def _one_of_the_parts(comm: Communication, whole: Layout, split: Layout) -> Problem:
-    """The chunk is the part of one rank along the axis."""
+    """Return why the chunk is not the part of one rank along the axis; None where it is."""
     assert comm.axis is not None
     chunk, n = chunk_of(whole), comm.source.mesh.axis_size(comm.axis)
     if chunk is None or chunk.chunks != n:
@@ -156,7 +156,10 @@ def _same_chunk(comm: Communication) -> Problem:
 
 
 def _broadcast(comm: Communication) -> Problem:
-    """Along an axis, from the rank whose part the chunk is; else from a mesh to another one."""
+    """Return what is wrong with a broadcast; None: nothing.
+
+    A broadcast goes along an axis, from the rank whose part the chunk is, or to another mesh.
+    """
     if _is_along_axis(comm):
         problem = _axis_problem(comm)
         problem = problem or _one_of_the_parts(comm, comm.destination, comm.source)
@@ -175,7 +178,10 @@ def _broadcast(comm: Communication) -> Problem:
 
 
 def _reduce(comm: Communication) -> Problem:
-    """Along an axis, to the rank whose part the chunk is; else to a mesh of one rank."""
+    """Return what is wrong with a reduce; None: nothing.
+
+    A reduce goes along an axis, to the rank whose part the chunk is, or to a mesh of one rank.
+    """
     if _is_along_axis(comm) and chunk_of(comm.source) is not None:
         problem = _axis_problem(comm) or _reduces(comm)
         problem = problem or _one_of_the_parts(comm, comm.source, comm.destination)
@@ -197,7 +203,7 @@ def _reduce(comm: Communication) -> Problem:
 
 
 def _only_split(layout: Layout, axis: str | None, dim: int | None, comm: Communication) -> Problem:
-    """One axis, which has all ranks of the mesh, splits the dim, and nothing else does."""
+    """Return why a dim is not split by just one axis that has all ranks; None where it is."""
     here = plain(layout, len(comm.shape))
     if axis is not None and dim is not None and axis in here.mesh.axes:
         whole_mesh = here.mesh.axis_size(axis) == here.mesh.size
@@ -224,7 +230,10 @@ def _scatter(comm: Communication) -> Problem:
 
 
 def _send_recv(comm: Communication) -> Problem:
-    """The i-th rank of a mesh sends what the i-th one of the other gets."""
+    """Return what is wrong with a SendRecv; None: nothing.
+
+    The i-th rank of one mesh sends what the i-th rank of the other gets.
+    """
     if comm.axis is not None:
         return "it is along no axis"
     shown = [_by_position(layout, len(comm.shape)) for layout in (comm.source, comm.destination)]
@@ -234,7 +243,7 @@ def _send_recv(comm: Communication) -> Problem:
 
 
 def _by_position(layout: Layout, ndim: int) -> tuple[object, ...]:
-    """Sizes and placements of the axes of several ranks, without their names."""
+    """Return sizes and placements of the axes with several ranks, without the names of the axes."""
     here = plain(layout, ndim)
     sizes = zip(here.mesh.axes, here.mesh.shape, strict=True)
     large = [a for a, n in sizes if n > 1]
@@ -243,9 +252,10 @@ def _by_position(layout: Layout, ndim: int) -> tuple[object, ...]:
 
 
 def _exchange(comm: Communication) -> Problem:
-    """Each rank receives what it lacks, which some rank has.
+    """Return what is wrong with an Exchange; None: nothing.
 
-    Along axes that stay Partial each rank receives from those that have a part of the same value.
+    Each rank receives what it lacks from ranks that have it; along axes that stay Partial, from
+    those that have a part of the same value.
     """
     if comm.axis is not None:
         return "it is along no axis"
@@ -271,7 +281,7 @@ def _barrier(comm: Communication) -> Problem:
     return "it moves nothing; `barrier` is an instruction of its own"
 
 
-#: kind -> why a communication of it does not do what its layouts say.
+#: kind -> the function that returns why a communication does not do what its layouts say.
 _KINDS: dict[str, Callable[[Communication], Problem]] = by_kind(
     {
         "Allgather": _allgather,
@@ -295,7 +305,7 @@ _KINDS: dict[str, Callable[[Communication], Problem]] = by_kind(
 
 @lru_cache(maxsize=4096)
 def buffer_type(comm: Communication, side: int) -> BufferType:
-    """The buffer that a communication reads (0) or writes (1), without padding.
+    """Return the type of the buffer that a communication reads (0) or writes (1), without padding.
 
     Where it splits a dim, this is outermost; the source of an AllToAll is packed.
     """
@@ -315,7 +325,7 @@ def buffer_type(comm: Communication, side: int) -> BufferType:
 
 
 def padding_of(comm: Communication, side: int) -> Padding | None:
-    """How a buffer is padded where the parts of ranks differ; None for kinds that never are."""
+    """Return how a buffer is padded where parts differ in size; None for kinds that never pad."""
     if comm.kind not in SPLITTING or comm.kind == "AllToAll" or comm.dim is None:
         return None
     layout = (comm.source, comm.destination)[side]
@@ -327,7 +337,7 @@ def padding_of(comm: Communication, side: int) -> Padding | None:
 
 @lru_cache(maxsize=4096)
 def buffer_problem(comm: Communication, side: int, kind: BufferType, rank: int | None) -> Problem:
-    """Why a buffer is not what a communication reads or writes; None where it is."""
+    """Return why a buffer is not what a communication reads or writes; None where it is."""
     try:
         want, padding = buffer_type(comm, side), padding_of(comm, side)
     except (MdfuseError, AssertionError, ValueError, StopIteration) as error:

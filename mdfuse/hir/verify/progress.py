@@ -1,4 +1,4 @@
-"""Across ranks: nobody waits forever."""
+"""Refuse programs of several ranks that would wait for each other forever."""
 
 from __future__ import annotations
 
@@ -20,10 +20,15 @@ _Node = int | tuple[int, int]
 
 
 def check_progress(programs: Programs, meetings: list[Meeting]) -> None:
-    """No communication waits, through the waits of some ranks, for itself to be posted.
+    """Raise CommunicationError where communications wait for each other in a cycle.
 
-    A communication is done once all its ranks have posted it, which each does after its waits
-    before that post: a graph over communications and points of programs, refused with a cycle.
+    A communication is done once all its ranks have posted it, and a rank posts only after the waits
+    before that post. Both relations make a graph over communications and points of programs, which
+    must have no cycle.
+
+    Args:
+        programs: straight-line, by rank.
+        meetings: the communications, each with the event of every rank that takes part.
     """
     posted: dict[tuple[int, int], list[int]] = defaultdict(list)
     for n, events in enumerate(meetings):
@@ -44,7 +49,7 @@ def _order_rank(
     rank: int,
     posted: Mapping[tuple[int, int], list[int]],
 ) -> None:
-    """A rank's posts come after the waits before them, and waits after their communications."""
+    """Add a rank's edges: each post comes after the waits before it, each wait after its post."""
     point: tuple[int, int] | None = None
     under_way: dict[str, list[int]] = {}
     for at, i in enumerate(program.instructions):
@@ -64,7 +69,7 @@ def _order_rank(
 def _deadlock(
     programs: Programs, meetings: list[Meeting], cycle: list[_Node]
 ) -> CommunicationError:
-    """The error, with the waits and posts of the cycle in order."""
+    """Return the error for a cycle, with its waits and posts in order."""
     start = next(at for at, node in enumerate(cycle) if isinstance(node, int))
     cycle = [*cycle[start:-1], *cycle[: start + 1]]
     places: list[tuple[HostProgram, Instruction | None]] = []

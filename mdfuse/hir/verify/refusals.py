@@ -1,4 +1,4 @@
-"""What is refused in the flow of one rank's program, in words."""
+"""The errors for what is refused in the flow of one rank's program, in words."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _doing(access: Access) -> str:
 def unbound(
     program: HostProgram, name: str, i: Instruction, freed: Instruction | None
 ) -> ProgramError:
-    """A name without a buffer is read, returned or freed."""
+    """Return the error for reading, returning or freeing a name that has no buffer."""
     what = f"{i.op} of %{name}" if i.op in ("free", "return") else f"{i} reads %{name}"
     if freed is not None:
         return wrong(
@@ -134,7 +134,7 @@ def race(
     stream: int,
     other: Access,
 ) -> ProgramError:
-    """An access on a stream, and another one that may not be over."""
+    """Return the error for an access on a stream while another access may not be over."""
     does, here, there = "writes" if is_write else "reads", _stream_text(stream), other.who
     also = [other.by] if other.by is not None else []
     because = "accesses to one buffer are ordered by one stream, or by syncs and waits"
@@ -158,7 +158,7 @@ def race(
 def not_joined(
     program: HostProgram, name: str, i: Instruction | None, other: Access
 ) -> ProgramError:
-    """The caller gets a buffer back while a stream is still at it."""
+    """Return the error for handing a buffer back to the caller while a stream may still use it."""
     return wrong(
         program,
         i,

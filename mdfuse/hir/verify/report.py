@@ -1,4 +1,4 @@
-"""Where a host program is wrong: what the errors of the verifier have in common."""
+"""Build the verifier's errors: the fact, the instructions, the user's lines, the rule, the hint."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from mdfuse.hir.program import HostProgram, Instruction
 
 
 def instruction_text(program: HostProgram, i: Instruction) -> str:
-    """An instruction as the program prints it, without what is inside it."""
+    """Return an instruction as the program prints it, without the block inside it."""
     shown = replace(program, instructions=(replace(i, source=None),), inputs=(), aliases={})
     try:
         return str(shown).splitlines()[1].strip().removesuffix(" {")
     except (MdfuseError, LookupError, AssertionError, ValueError, StopIteration):
-        return str(i)  # its types, or what it posts, are what is wrong
+        return str(i)  # its types or its post are wrong, and cannot be printed
 
 
 def place(program: HostProgram, i: Instruction | None) -> list[str]:
-    """The rank, the instruction and the user's line, for an error message."""
+    """Return the lines of an error that show the rank, the instruction and the user's line."""
     rank = "" if program.rank is None else f"rank {program.rank}   "
     if i is None:
         return [f"{rank}host @{program.name}"]
@@ -36,7 +36,7 @@ def wrong(
     hint: str | None = None,
     also: Sequence[Instruction | None] = (),
 ) -> ProgramError:
-    """The error for an instruction.
+    """Return the error for an instruction that is wrong.
 
     Args:
         program: the program that was checked.
@@ -57,6 +57,14 @@ def disagreement(
     because: str,
     hint: str | None = None,
 ) -> CommunicationError:
-    """The error for communications that do not fit together, with the place on each rank."""
+    """Return the error for communications that do not fit together, with the place on each rank.
+
+    Args:
+        places: the program of each rank that has to do with it, and the instruction there; None for
+            the program as a whole.
+        what: the fact.
+        because: the rule that was broken.
+        hint: what to do instead.
+    """
     where = [line for program, i in places for line in place(program, i)]
     return CommunicationError(what, where=where, because=because, hint=hint)

@@ -1,4 +1,4 @@
-"""How many elements a communication takes and gives on one rank, as backends see it."""
+"""How many elements a communication reads and writes on one rank, as backends count them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mdfuse.layouts.rank_part import RankPart
 
 
 def part_on(program: HostProgram, i: Instruction, rank: int) -> RankPart:
-    """A rank's part of what an instruction posts; ProgramError where it has none."""
+    """Return a rank's part of what an instruction posts; raise ProgramError where it has none."""
     assert i.comm is not None
     try:
         return i.comm.part(rank)
@@ -31,7 +31,7 @@ def part_on(program: HostProgram, i: Instruction, rank: int) -> RankPart:
 
 
 def uses(program: HostProgram, i: Instruction, rank: int) -> tuple[bool, bool]:
-    """Whether a rank's part of a communication reads its source, and writes its destination."""
+    """Return (whether a rank reads the source of a post, whether it writes its destination)."""
     assert i.comm is not None
     try:
         return _uses(i.comm, rank)
@@ -80,7 +80,18 @@ def check_sizes(program: HostProgram, i: Instruction, rank: int) -> None:
 def size_problem(
     comm: Communication, source: BufferType | None, destination: BufferType | None, rank: int
 ) -> tuple[int, str, str] | None:
-    """(which of the two, what it is, what it should be) of a wrong buffer; None: both fit."""
+    """Return what is wrong with the size of a post's buffers on a rank; None where both fit.
+
+    Args:
+        comm: the communication.
+        source: the type of the buffer that is read; None where the rank has none.
+        destination: the same of the buffer that is written.
+        rank: whose parts are compared.
+
+    Returns:
+        (0 for the source or 1 for the destination, the size it has, the size it should have), the
+        sizes as text for an error message.
+    """
     part = comm.part(rank)
     expected = _shapes(comm, part, rank) if comm.kind in POINT_TO_POINT else _counts(comm, part)
     for which, kind in enumerate((source, destination)):
@@ -103,7 +114,7 @@ def _text(size: _Size) -> str:
 
 
 def _shapes(comm: Communication, part: RankPart, rank: int) -> tuple[_Size, _Size]:
-    """Point-to-point: boxes are cut out of what the layouts say."""
+    """Return the local shapes of source and destination that a point-to-point kind needs."""
     source = destination = None
     if part.sends or part.copies:
         source = box_shape(comm.source.intervals(comm.shape, rank))
@@ -131,7 +142,12 @@ def _held(layout: Layout, comm: Communication, rank: int) -> int | None:
 
 
 def block(comm: Communication, rank: int) -> int:
-    """The elements of one block, of a kind that splits a dim."""
+    """Return the number of elements in one block of a communication that splits a dim.
+
+    Args:
+        comm: one whose kind splits a dim.
+        rank: a member of the team.
+    """
     assert comm.dim is not None
     _, rows = comm.rows(rank)
     layout = comm.whole()
@@ -140,5 +156,5 @@ def block(comm: Communication, rank: int) -> int:
 
 
 def elements(boxes: tuple[Box, ...]) -> tuple[int, ...]:
-    """How many elements each box holds."""
+    """Return how many elements each box holds."""
     return tuple(map(box_size, boxes))

@@ -1,4 +1,4 @@
-"""What is wrong with a host program by its text alone: aliases, blocks, units, handles."""
+"""Check what the text of a host program alone shows: aliases, blocks, units, groups, handles."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mdfuse.layouts.kinds import IN_PIECES
 
 
 def check_structure(program: HostProgram, allocates_once: bool = True) -> None:
-    """Raise ProgramError for what holds or does not hold on every rank, whatever it runs.
+    """Raise ProgramError for a fault that the instructions show, whatever rank runs them.
 
     Args:
         program: for all ranks, or for one.
-        allocates_once: a second `alloc` of a buffer, which has no effect, is wrong too.
+        allocates_once: whether a second `alloc` of a buffer, which has no effect, is refused too.
     """
     program = program.checked
     if program.aliases:
@@ -74,7 +74,7 @@ def check_aliases(program: HostProgram) -> None:
 
 
 def unposted(program: HostProgram, i: Instruction) -> ProgramError:
-    """A wait of nothing."""
+    """Return the error for a wait whose handle nothing posted before."""
     return wrong(
         program,
         i,
@@ -107,7 +107,7 @@ class _Structure:
             raise self.unbalanced(group)
 
     def check_writes(self, i: Instruction, names: tuple[str, ...]) -> None:
-        """Inputs are written only where an alias says that they are updated."""
+        """Raise ProgramError for a write into an input, unless an alias says that it is updated."""
         updated = set(map(self.program.root, self.program.aliases))
         for name in names:
             if name in self.program.inputs and name not in updated:
@@ -135,7 +135,7 @@ class _Structure:
         self.block(i.body)
 
     def branch(self, i: Instruction) -> None:
-        """Only one of the blocks runs."""
+        """Check both blocks of an `if`, each as if only that one runs."""
         self.check_no_return(i)
         before = dict(self.allocated)
         self.block(i.body)
@@ -205,7 +205,7 @@ class _Structure:
     # -- instructions ----------------------------------------------------------------------------
 
     def launch(self, i: Instruction) -> None:
-        """A unit reads its inputs and what it defines, and defines its outputs."""
+        """Check that a unit reads only its inputs and what it defines, and defines its outputs."""
         known, made = set(i.inputs), {n for j in i.body for n in j.outputs}
         for inner in i.body:
             if not is_local(inner):
@@ -293,7 +293,7 @@ class _Structure:
                 )
 
 
-#: op -> what is checked beside its form.
+#: op -> the check of its instructions, besides their form.
 _RULES: dict[str, Callable[[_Structure, Instruction], None]] = {
     "for": _Structure.loop,
     "if": _Structure.branch,

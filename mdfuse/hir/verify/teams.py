@@ -1,4 +1,4 @@
-"""Across ranks: the members of a team post the same, in the same order."""
+"""Check across ranks that the members of each team post the same, in the same order."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_teams(programs: Programs, is_whole: bool = True) -> None:
 
 
 def _match_collectives(programs: Programs, begun: Mapping[int, list[Event]]) -> Iterator[Meeting]:
-    """The n-th post of a team on each of its ranks."""
+    """Yield the n-th post of each team, from all its ranks, once they agree on it."""
     posted: dict[Team, dict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
     for rank, found in begun.items():
         for event in found:
@@ -68,7 +68,7 @@ def _never_posts(
     first: Event,
     begun: Mapping[int, list[Event]],
 ) -> CommunicationError:
-    """A member of the team lacks a post: what it posts instead."""
+    """Return the error for a member of a team that lacks a post, with what it posts instead."""
     what = f"{_team_text(first.call.team)}, communication {n}: rank {rank} never posts "
     what += f"{first.name}, which rank {first.rank} does"
     if rank not in programs:
@@ -89,7 +89,7 @@ def _never_posts(
 
 
 def _check_agree(n: int, a: Event, b: Event) -> None:
-    """Two members post the same as the n-th of their team."""
+    """Raise CommunicationError where the n-th posts of two members of a team differ."""
     problem = difference(a, b)
     if problem is not None:
         what, mine, theirs = problem
@@ -104,7 +104,12 @@ def _check_agree(n: int, a: Event, b: Event) -> None:
 
 
 def _check_blocks(n: int, here: tuple[Event, ...]) -> None:
-    """The sizes of all members fit together."""
+    """Raise CommunicationError where the members of a team post blocks of different sizes.
+
+    Args:
+        n: the number of the communication among those of its team.
+        here: its event on each rank, in the order of the team.
+    """
     if here[0].call.kind == "AllToAll":
         _check_all_to_all(n, here)
         return
@@ -115,7 +120,7 @@ def _check_blocks(n: int, here: tuple[Event, ...]) -> None:
 
 
 def _blocks(event: Event) -> Iterator[float]:
-    """The elements of a block by each of its buffers."""
+    """Yield the elements of a block, by each buffer of a post; a fraction if they do not divide."""
     for count, multiple in zip(event.counts, blocks_of(event.call), strict=True):
         if count is not None and multiple:
             yield count // multiple if count % multiple == 0 else count / multiple

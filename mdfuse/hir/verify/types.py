@@ -1,4 +1,4 @@
-"""Types of a host program: what each instruction makes is what its name is declared to be."""
+"""Check types: what each instruction makes is what its name is declared to be."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mdfuse.mesh import DeviceMesh
 
 
 def check_types(program: HostProgram) -> None:
-    """Raise ProgramError where an instruction makes something else than is declared.
+    """Raise ProgramError where an instruction makes something else than its declared result.
 
     Operands without a type are left out: who reads them reads what nothing computed.
     """
@@ -28,7 +28,7 @@ def check_types(program: HostProgram) -> None:
 
 @dataclass(slots=True)
 class Types:
-    """Goes through the instructions in order, and knows the types of what they read and write."""
+    """A walk over the instructions in order that knows the types of what they read and write."""
 
     program: HostProgram
     #: name -> a number that stands for its type
@@ -64,7 +64,7 @@ class Types:
                 self.loops = [loop for loop in self.loops if loop is not i]
 
     def code(self, x: Operand) -> object:
-        """What stands for the type of an operand."""
+        """Return what stands for the type of an operand when rows are looked up in `seen`."""
         if type(x) is str:
             code = self.codes.get(x)
             return self.intern(x) if code is None else code
@@ -80,7 +80,7 @@ class Types:
         return code
 
     def made(self, i: Instruction) -> BufferType:
-        """The declared type of what an instruction makes."""
+        """Return the declared type of an instruction's result, or raise ProgramError."""
         (name,) = i.outputs
         self.intern(name)
         kind = self.program.types.get(name)
@@ -116,7 +116,7 @@ class Types:
             raise self.mismatch(i, problem)
 
     def numbers(self, i: Instruction) -> tuple[str, ...]:
-        """The axes along which a number that a row reads may be another one."""
+        """Return the axes along which ranks may read different numbers in this row."""
         found: list[Index] = []
         for x in i.inputs:
             if isinstance(x, str):
@@ -129,7 +129,7 @@ class Types:
         return tuple(sorted({a for x in found for a in self.axes_of(x, kind.layout.mesh)}))
 
     def axes_of(self, index: Index, mesh: DeviceMesh) -> frozenset[str]:
-        """The axes of a mesh along which an index expression may be another number."""
+        """Return the axes of a mesh along which ranks may compute other numbers from an index."""
         found = axes_of(index, mesh)
         every = axes_of(Term("rank"), mesh)
         for term in terms_of(index):
@@ -168,12 +168,15 @@ class Types:
     # -- buffers ---------------------------------------------------------------------------------
 
     def rank_of(self, kind: BufferType) -> int:
-        """The rank whose part of a buffer is looked at."""
+        """Return the rank whose part is looked at: the program's, else the first of the mesh."""
         assert kind.layout is not None
         return kind.layout.mesh.first if self.program.rank is None else self.program.rank
 
     def pair(self, i: Instruction) -> tuple[BufferType, BufferType] | None:
-        """The types of the operand and the result, both buffers with elements of one dtype."""
+        """Return the types of operand and result, which must be buffers of one dtype.
+
+        None where the type of the operand is not known.
+        """
         after, source = self.made(i), i.inputs[0] if i.inputs else None
         before = self.program.types.get(source) if isinstance(source, str) else None
         if before is None or not isinstance(source, str):
@@ -194,13 +197,13 @@ class Types:
         return pair
 
     def slice(self, i: Instruction) -> None:
-        """The result is a part of the operand's memory, unless it has a buffer of its own."""
+        """Note that the result is part of the operand's memory, unless it was allocated."""
         (name,), root = i.outputs, self.program.root
         if root(name) not in self.allocated and isinstance(i.inputs[0], str):
             self.slices[root(name)] = root(i.inputs[0])
 
     def check_slices(self, i: Instruction) -> None:
-        """What is written into a part of a buffer is alike where the buffer is to be alike."""
+        """Raise ProgramError where a write into a part of a buffer breaks the buffer's type."""
         root = self.program.root
         if i.op == "free":
             for name in i.reads:
@@ -231,7 +234,7 @@ class Types:
                 raise self.partial_write(i, name, of, what)
 
     def skips_chunks(self, layout: Layout, axis: str) -> bool:
-        """The ranks along an axis are at different chunks, and do not come to all of them."""
+        """Return whether ranks along an axis are at different chunks and do not come to all."""
         chunk = chunk_of(layout)
         index = chunk.index if chunk is not None else None
         if chunk is None or index is None or axis not in axes_of(index, layout.mesh):

@@ -1,4 +1,4 @@
-"""Views while a program is verified: which part of whose memory a view op takes."""
+"""Views while a program is verified: which region of which storage a view op takes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from mdfuse.hir.verify.memory import PENDING, Access, View
 from mdfuse.ir.dims import reshape_groups
 from mdfuse.layouts.boxes import Box, Interval, nth_chunk, relative
 
-#: The dims of a view of which only the memory is known that it lies in.
+#: The dims of a view that lies somewhere in its region, nobody knows how.
 OPAQUE = (-1,)
 
 
 def whole(kind: BufferType, rank: int) -> Box:
-    """All of a buffer, in its own coordinates."""
+    """Return the box of all of a buffer on a rank, in the buffer's own coordinates."""
     return tuple((0, n) for n in kind.local_shape(rank))
 
 
 def cut(view: View, box: Box, intervals: Iterable[tuple[int, Interval]]) -> Box | None:
-    """The region of a part of a view.
+    """Return the region of the storage that a part of a view covers.
 
     Args:
         view: what is cut.
@@ -40,7 +40,7 @@ def cut(view: View, box: Box, intervals: Iterable[tuple[int, Interval]]) -> Box 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A view op about to bind: the view that it reads, and both types."""
+    """A view op about to bind its result: the view that it reads, and the types of the buffers."""
 
     view: View
     storage: BufferType
@@ -111,7 +111,7 @@ SHAPES: dict[str, Callable[[Cut], Shape]] = {
 
 
 def is_view(program: HostProgram, i: Instruction) -> bool:
-    """Its result is its operand's memory, where it has no buffer of its own yet.
+    """Return whether an instruction makes a view of its operand, if its result has no buffer yet.
 
     A pad is one where this rank's part is as long as it has to be already.
     """
@@ -122,18 +122,18 @@ def is_view(program: HostProgram, i: Instruction) -> bool:
         return True
     before, after = (program.types.get(x) for x in (*i.reads, *i.outputs))
     if before is None or after is None:
-        return True  # nobody bound it: who reads it says so
+        return True  # an unbound operand is refused where it is read
     return before.local_shape(program.rank) == after.local_shape(program.rank)
 
 
 def is_slice(i: Instruction) -> bool:
-    """A view whose buffer may be written."""
+    """Return whether an instruction makes a view that may be written."""
     row = row_of(i)
     return row is not None and row.is_slice
 
 
 def shape_of(program: HostProgram, view: View, i: Instruction) -> Shape:
-    """The region of the storage that a view op takes, and how its dims lie there."""
+    """Return the region of the storage that a view op takes, and how its dims lie there."""
     shape, source = SHAPES.get(i.fn or i.op), i.inputs[0]
     if shape is None:
         return view.region, OPAQUE
@@ -144,7 +144,7 @@ def shape_of(program: HostProgram, view: View, i: Instruction) -> Shape:
 
 
 def may_copy(program: HostProgram, i: Instruction) -> bool:
-    """Making the view may turn out to be a copy, which reads: where a reshape merges dims."""
+    """Return whether a view op may have to copy, which reads: a reshape that merges dims may."""
     if i.fn != "reshape":
         row = row_of(i)
         return row is not None and row.may_copy
@@ -156,7 +156,7 @@ def may_copy(program: HostProgram, i: Instruction) -> bool:
 def pieces_of(
     program: HostProgram, i: Instruction, used: list[tuple[str, View, bool]], count: int | None
 ) -> dict[int | None, list[tuple[View, Access]]]:
-    """What each piece of a communication accesses from now on.
+    """Return what each piece of a communication accesses from now on, until its wait.
 
     Args:
         program: straight-line, with its rank.
@@ -176,7 +176,7 @@ def pieces_of(
 
 
 def _rows(program: HostProgram, name: str, view: View, count: int, n: int) -> View:
-    """The n-th of the pieces in which a buffer arrives: a chunk of its outermost dim."""
+    """Return the n-th of the pieces in which a buffer arrives: a chunk of its outermost dim."""
     assert program.rank is not None
     extents = program.types[name].local_shape(program.rank)
     if not extents:
