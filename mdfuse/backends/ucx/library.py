@@ -1,4 +1,4 @@
-"""The library UCX, through ucxx: whether it is there, and what is taken from it."""
+"""Load the library UCX through ucxx, or say why this process cannot use it."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ _LOAD_FIRST = (
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """The names of ucxx that are used. It has no type information.
+    """The parts of ucxx that mdfuse uses; ucxx has no type information.
 
     Attributes:
         api: the module of its classes.
-        array: what a request takes for a buffer.
-        error: the base of its errors.
+        array: the class of buffers that requests take.
+        error: the base class of its errors.
     """
 
     api: Any
@@ -54,7 +54,11 @@ class Library:
     error: type[Exception]
 
     def open_worker(self, is_one_host: bool = False) -> tuple[Any, Any]:
-        """A context, and the one worker of this process; `is_one_host`: all ranks share it."""
+        """Return a context of UCX and a worker in it.
+
+        Args:
+            is_one_host: all ranks are on this host.
+        """
         api = self.api
         context = api.UCXContext(
             settings(os.environ, is_one_host), (api.Feature.TAG, api.Feature.WAKEUP)
@@ -65,7 +69,7 @@ class Library:
 
 @cache
 def load() -> Library:
-    """Load UCX; it must come before MPI, which may bring an older UCX of its own.
+    """Load UCX, which must happen before MPI is loaded: MPI may bring an older UCX of its own.
 
     Raises:
         ImportError: ucxx is not installed, or cannot be used.
@@ -81,7 +85,7 @@ def load() -> Library:
 
 
 def why_not() -> tuple[str, str] | None:
-    """A reason why this process cannot use UCX and a remedy, or None; loads it."""
+    """Load UCX; return a reason why this process cannot use it and a remedy, or None."""
     try:
         load()
     except ModuleNotFoundError as error:
@@ -92,10 +96,10 @@ def why_not() -> tuple[str, str] | None:
 
 
 def why_staged(transports: str) -> str | None:
-    """Why UCX cannot move device memory here; None where it can.
+    """Return why UCX cannot move device memory here; None where it can.
 
     Args:
-        transports: what a context of UCX says of itself. ucxx's own answer
+        transports: the description of a UCX context (`UCXContext.info`). ucxx's own answer
             (`UCXContext.cuda_support`) is about what was asked for, and is yes without a GPU.
     """
     if f" {_DEVICE_TRANSPORT}/" in transports:
@@ -106,9 +110,9 @@ def why_staged(transports: str) -> str | None:
 
 
 def settings(environment: Mapping[str, str], is_one_host: bool = False) -> dict[str, str]:
-    """What UCX is told unless the user's variables say something.
+    """Return the settings for UCX, but for those that the user's variables give.
 
-    Else it listens on the addresses of all interfaces, also where no other host has a rank.
+    On one host UCX is confined to the loopback; by itself it listens on all interfaces.
     """
     told = {k: v for k, v in _SETTINGS.items() if f"UCX_{k}" not in environment}
     if is_one_host and "UCX_NET_DEVICES" not in environment and "UCX_TLS" not in environment:
