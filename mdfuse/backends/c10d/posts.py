@@ -123,8 +123,7 @@ def prepared(
     """Return a post of dense buffers like these as a prepared call of the library.
 
     Returns:
-        None where this rank has no elements to post, or the post takes more than one call of the
-        library.
+        None where a buffer is empty, or the post takes more than one call of the library.
     """
     buffers = (*srcs, *dsts)
     if not buffers or not all(x.numel() for x in buffers):

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-#: What UCX is told: how often it looks whether a rank that something is expected from still lives,
-#: where that does not show by itself (its own choice is 20 s); and that this will do for shared
-#: memory, which it otherwise leaves to those who want no errors, for TCP over the loopback (1 MiB
-#: between two ranks: 0.1 ms against 2). There a sender is 4 MiB ahead at most, not 2: ranks that
-#: share a core take fewer turns (all-reduce of 8 MiB, 4 ranks on 2 cores: 33 ms against 58). Its
-#: pieces lie in one segment as long as 16 MiB do: a segment of a dead rank to which nothing was
-#: sent before cannot be attached any more, so that UCX does not see that the rank is dead.
+#: Settings of UCX.
+#: - KEEPALIVE_INTERVAL: how often UCX checks that a rank from which something is expected lives,
+#:   where that does not show by itself (its default is 20 s).
+#: - MM_ERROR_HANDLING: use shared memory with these checks; otherwise UCX takes TCP over the
+#:   loopback where errors must be noticed (1 MiB between two ranks: 0.1 ms against 2).
+#: - SYSV_FIFO_SIZE: lets a sender be 4 MiB ahead in shared memory, not 2, so that ranks which share
+#:   a core take fewer turns (all-reduce of 8 MiB, 4 ranks on 2 cores: 33 ms against 58).
+#: - SYSV_RX_BUFS_GROW: keeps up to 16 MiB of pieces in one segment. A segment of a dead rank to
+#:   which nothing was sent before cannot be attached, so that UCX would not see that it is dead.
 _SETTINGS = {
     "KEEPALIVE_INTERVAL": "300ms",
     "MM_ERROR_HANDLING": "y",
@@ -24,9 +26,10 @@ _SETTINGS = {
     "SYSV_RX_BUFS_GROW": "2048",
 }
 
-#: What is in the environment before ucxx is imported, which sets variables itself: some that a UCX
-#: without CUDA warns about, and from which size on a sender first asks the receiver (8 KiB; UCX
-#: chooses by transport: all-reduce of 64 KiB, 4 ranks on 2 cores: 1.5 ms against 2.6).
+#: Variables set before ucxx is imported, which sets some itself. The first silences warnings about
+#: those of a UCX without CUDA. The second is the size from which a sender first asks the receiver:
+#: UCX chooses it by transport, where ucxx sets 8 KiB (all-reduce of 64 KiB, 4 ranks on 2 cores:
+#: 1.5 ms against 2.6).
 _ENVIRONMENT = {"UCX_WARN_UNUSED_ENV_VARS": "n", "UCX_RNDV_THRESH": "auto"}
 
 #: What reads and writes device memory, also for transports that cannot by themselves.
