@@ -1,4 +1,4 @@
-"""Which launcher started this process, from its environment alone: no torch, no MPI."""
+"""Detect which launcher started this process, from its environment alone: no torch, no MPI."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Launch:
         rank: 0 <= rank < size.
         size: number of ranks.
         local_rank: the rank's number on its host; `rank` where the launcher does not tell.
-        why: what was seen that decided it.
+        why: the evidence for the launcher, in words.
         local_size: ranks on this host, or None where the launcher does not tell.
     """
 
@@ -40,12 +40,12 @@ class Launch:
 
 
 class Launcher(Protocol):
-    """Tells from a process's environment whether it started the process, and as which rank."""
+    """A launcher, as its environment variables tell of it."""
 
     def is_present(self, environment: Mapping[str, str]) -> bool: ...
 
     def launch(self, environment: Mapping[str, str]) -> Launch:
-        """What the variables say; only where `is_present`.
+        """Return what the variables say; only where `is_present`.
 
         Raises:
             BackendError: they contradict each other or are not numbers.
@@ -90,9 +90,11 @@ class Hydra:
     """mpirun of MPICH and Intel MPI."""
 
     def is_present(self, environment: Mapping[str, str]) -> bool:
-        """Also srun sets PMI_RANK and PMI_SIZE, with --mpi=pmi2, and tells the local rank besides.
+        """Return whether Hydra set the variables, and not srun.
 
-        Below a proxy that srun started, its numbers are those of the proxies: others.
+        srun sets PMI_RANK and PMI_SIZE, too, with --mpi=pmi2, and is preferred there, as it also
+        tells the local rank. Below proxies that srun started, Slurm's numbers are those of the
+        proxies, and differ.
         """
         is_sruns = all(
             pmi in environment and environment[pmi] == environment.get(slurm)
@@ -118,9 +120,10 @@ class Srun:
     nodes = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES")
 
     def is_present(self, environment: Mapping[str, str]) -> bool:
-        """A batch script has SLURM_PROCID=0 and SLURM_NTASKS=n without being one of n ranks.
+        """Return whether this process is a task of a job step, and no batch script.
 
-        Only a job step has a step id.
+        A batch script has SLURM_PROCID=0 and SLURM_NTASKS=n without being one of n ranks. Only a
+        job step has a step id.
         """
         is_batch_script = "SLURM_JOB_ID" in environment and "SLURM_STEP_ID" not in environment
         has_size = _first(environment, self.sizes) is not None
@@ -160,7 +163,11 @@ def _launch(
     local_rank: str,
     local_size: str | None,
 ) -> Launch:
-    """What the variables of these names say."""
+    """Return the launch that the variables of these names describe.
+
+    Raises:
+        BackendError: they contradict each other or are not numbers.
+    """
     number, count = _number(environment, rank), _number(environment, size)
     local = _optional_number(environment, local_rank)
     here = None if local_size is None else _optional_number(environment, local_size)
@@ -191,12 +198,12 @@ def _launch(
 
 
 def detect(environment: Mapping[str, str], default_group: tuple[int, int] | None = None) -> Launch:
-    """Say which launcher started this process.
+    """Return how this process was started, and by which launcher.
 
     Args:
         environment: the process's environment variables.
-        default_group: (rank, size) of torch's default process group where one exists; it goes
-            before everything else.
+        default_group: (rank, size) of torch's default process group where one exists; it overrides
+            the launchers.
 
     Raises:
         BackendError: a launcher's variables contradict each other or are not numbers.
@@ -228,7 +235,7 @@ def detect(environment: Mapping[str, str], default_group: tuple[int, int] | None
 
 
 def _default_group_launch(environment: Mapping[str, str], rank: int, size: int) -> Launch:
-    """The default group's launch, with the local rank of the launcher that agrees with it."""
+    """Return the default group's launch, with the local rank of a launcher that agrees with it."""
     local_rank, local_size = rank, None
     for launcher in LAUNCHERS:
         if launcher.is_present(environment):
@@ -247,7 +254,7 @@ def _default_group_launch(environment: Mapping[str, str], rank: int, size: int) 
 
 
 def gloo_devices(environment: Mapping[str, str], launch: Launch) -> tuple[dict[str, str], ...]:
-    """Arguments of gloo's network devices: the user's interfaces, loopback on one host, or none.
+    """Return arguments of gloo's network devices: the user's interfaces, or loopback on one host.
 
     An empty tuple leaves the choice to gloo, which resolves the host's name.
     """
@@ -258,10 +265,10 @@ def gloo_devices(environment: Mapping[str, str], launch: Launch) -> tuple[dict[s
 
 
 def address_of_rank_0(environment: Mapping[str, str]) -> tuple[str, int] | None:
-    """The host and port that the user, or the launcher, says; None where one of them is missing.
+    """Return MASTER_ADDR and MASTER_PORT; None where one of them is missing.
 
     Raises:
-        BackendError: the port is none that others could reach.
+        BackendError: the port is not a number from 1 to 65535.
     """
     host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
     if not host or not port:
@@ -300,7 +307,9 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 
 def _natural(text: str) -> int | None:
-    """A number as programs write it: `int` takes digits of other scripts, signs and underscores.
+    """Return the number that ASCII digits write, else None.
+
+    `int` would also take digits of other scripts, signs and underscores.
 
     >>> _natural("07"), _natural("-1"), _natural("٣"), _natural("1_0")
     (7, None, None, None)

@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from mdfuse.errors import ProgramError
 
-#: Of this package.
+#: The version of this package.
 VERSION = "0.1.0"
 
-#: Stands among the axes of `Options.backend` for what goes from one mesh to another.
+#: The name in `Options.backend`, among axes, for communications from one mesh to another.
 BETWEEN_MESHES = "meshes"
 
 
@@ -21,7 +21,7 @@ class BackendChoice:
     """The backends that `Options.backend` names, and the communications that each carries.
 
     Attributes:
-        usual: the backend of all that is not said otherwise, or "auto".
+        usual: the backend of all other communications, or "auto".
         by_axis: mesh axis -> the backend of communications along it.
     """
 
@@ -39,7 +39,7 @@ class BackendChoice:
 
 
 def backend_choice(text: str) -> BackendChoice:
-    """Read `Options.backend`.
+    """Parse the text of `Options.backend`.
 
     Raises:
         ProgramError: it is not of the form "backend, axis=backend, ...".
@@ -72,7 +72,7 @@ def backend_choice(text: str) -> BackendChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Say how programs are lowered and run.
+    """The options of lowering and running programs.
 
     Attributes:
         backend: "auto" (nccl where this rank drives a GPU, gloo elsewhere), or a backend's name;
@@ -83,10 +83,11 @@ class Options:
             iteration on the next stream; "copy_compute": transfers on one stream, the rest on
             another; "auto": copy_compute where the loop communicates.
         graph: "auto", "always" or "never": whether runs are captured as CUDA graphs.
-        verify: check a host program before its first run. Without, a rank checks only that what it
-            runs can be run: names, handles, groups and streams.
+        verify: check a host program before its first run. If False, a rank checks only that its own
+            program can run: names, handles, groups and streams.
         fast_lane: whether posts on NVIDIA GPUs go through nccl4py instead of torch.distributed:
-            "auto" where all ranks have it, "never", or "always": else an error.
+            "auto" where all ranks can use it, "never", or "always", which is an error where a rank
+            cannot.
         timeout_s: seconds after which a communication that does not finish is an error.
         poison: fill every new buffer with NaN (the largest value for integers, True for bool), so
             that an element that nothing wrote shows.
@@ -127,7 +128,7 @@ class Options:
             )
 
 
-#: How much of a wrong value a message shows.
+#: How many characters of a wrong value a message shows.
 _SHOWN = 80
 
 
@@ -173,7 +174,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def _count(text: str) -> int:
-    """`int` takes digits of other scripts and underscores, too."""
+    """Parse a number of ASCII digits; `int` would take other scripts and underscores, too."""
     if not (text.strip().isascii() and text.strip().isdigit()):
         raise ValueError("no number")
     return int(text)
@@ -216,18 +217,18 @@ VARIABLES: dict[str, tuple[str, Any, str]] = {
 
 
 def environment() -> tuple[str | None, ...]:
-    """What the variables say, in the order of `VARIABLES`."""
+    """Return the values of the variables, in the order of `VARIABLES`; None where not set."""
     return tuple([os.environ.get(name) for name in VARIABLES])
 
 
 def options_from_environment(
     base: Options | None = None, variables: Mapping[str, str] | None = None
 ) -> Options:
-    """`base` where given, else the defaults overridden by the `MDFUSE_*` variables that are set.
+    """Return `base` if given, else the defaults overridden by the `MDFUSE_*` variables.
 
     Args:
-        base: goes before all variables.
-        variables: by default those of this process; one that is empty counts as not set.
+        base: options that no variable changes.
+        variables: by default those of this process; an empty one counts as not set.
 
     Raises:
         ProgramError: a variable cannot be read, or has a value that its option cannot have.

@@ -1,6 +1,6 @@
-"""Communications composed from transfers between pairs: for one rank's call, the steps it takes.
+"""Compose communications from transfers between pairs: the steps of one rank's call, as data.
 
-Pure data, for libraries that only send and receive. A rank carries out its steps in order: the
+For libraries that only send and receive. A rank carries out its steps in order: the
 local work of a step, then all its transfers at once, and the next step when they have finished.
 Between two ranks the i-th send meets the i-th receive, step after step.
 
@@ -18,8 +18,8 @@ Gather, Scatter, AllToAll, Exchange, SendRecv
                 each piece goes directly to where it is needed
 ==============  ================================================================================
 
-What is small goes in one step instead: every operand or block directly to everyone who needs it.
-So does all of what a library carries that has collectives of its own, and lacks this one:
+Small communications take one step instead: every operand or block goes directly to each rank that
+needs it. So do those that a library with collectives of its own lacks, whatever their size:
 `mdfuse.backends.transfers`.
 """
 
@@ -44,9 +44,9 @@ class Piece:
     """Elements of one of the buffers of a call.
 
     Attributes:
-        side: what is sent, what is received, or the composition's own memory.
+        side: the buffers that are sent, those that are received, or the composition's own memory.
         start: the first element, of the buffer seen as flat.
-        stop: behind the last one.
+        stop: one past the last element.
         index: which buffer of its side.
     """
 
@@ -57,13 +57,13 @@ class Piece:
 
     @property
     def size(self) -> int:
-        """How many elements."""
+        """The number of elements."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A piece that goes to, or comes from, another rank."""
+    """A piece to send to another rank, or to receive from it."""
 
     peer: int
     piece: Piece
@@ -71,7 +71,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Elements that stay on this rank."""
+    """A copy of elements between two buffers of this rank."""
 
     source: Piece
     target: Piece
@@ -79,7 +79,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Rows, one per member in team order, that become one."""
+    """A reduction of rows, one per member in team order, to one row."""
 
     rows: Piece
     target: Piece
@@ -87,12 +87,12 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """What happens together.
+    """One step of a composition: local work, then transfers that are under way together.
 
     Attributes:
         local: done first, in order.
-        recvs: posted next, then `sends`; the step is over when all have finished.
-        sends: likewise.
+        recvs: posted next; the step is over when all transfers have finished.
+        sends: posted after `recvs`.
     """
 
     local: tuple[Copy | Reduce, ...] = ()
@@ -106,7 +106,7 @@ class Composition:
 
     Attributes:
         steps: in order.
-        scratch: elements of its own that it needs.
+        scratch: the number of elements of temporary memory that the steps need.
     """
 
     steps: tuple[Round, ...]
@@ -115,11 +115,11 @@ class Composition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Elements of the buffers of one post.
+    """The numbers of elements of the buffers of one post.
 
     Attributes:
-        srcs: of each that is sent.
-        dsts: of each that is received.
+        srcs: of each buffer that is sent.
+        dsts: of each buffer that is received.
         small: how many elements may arrive at a rank in one step, rather than in several.
     """
 
@@ -129,7 +129,7 @@ class Sizes:
 
 
 def compose(call: Call, sizes: Sizes) -> Composition:
-    """The steps of one rank's part of a communication.
+    """Return the steps of one rank's part of a communication.
 
     Args:
         call: what is posted.
@@ -153,7 +153,7 @@ def compose(call: Call, sizes: Sizes) -> Composition:
 
 
 def _without_empty(step: Round) -> Round:
-    """Nothing that has no elements: neither side posts it."""
+    """Leave out transfers and local work of no elements: neither side posts them."""
 
     def full(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
         return tuple(t for t in transfers if t.piece.size)
@@ -171,7 +171,7 @@ def _pieces(steps: Iterable[Round]) -> Iterable[Piece]:
 
 
 def _check_fits(call: Call, sizes: Sizes, piece: Piece) -> None:
-    """Libraries see an address and a count, and would write behind the end."""
+    """Refuse a piece beyond its buffer: libraries see an address and a count, and check no end."""
     has = {"src": sizes.srcs, "dst": sizes.dsts}.get(piece.side)
     if has is not None and piece.stop > has[piece.index]:
         raise CommunicationError(
@@ -189,7 +189,10 @@ def _index(call: Call) -> int:
 
 
 def _others(call: Call) -> list[tuple[int, int]]:
-    """Index and rank of the other members, the next one first: they do not all meet at one."""
+    """Return index and rank of the other members, beginning with the one behind this rank.
+
+    So the members do not all turn to the same one first.
+    """
     i, n = _index(call), len(call.team)
     return [(j, call.team[j]) for j in ((i + s) % n for s in range(1, n))]
 
@@ -199,7 +202,7 @@ def _equal(k: int, n: int) -> list[_Range]:
 
 
 def _split(k: int, n: int) -> list[_Range]:
-    """`k` elements cut into `n` blocks, as even as can be."""
+    """Cut `k` elements into `n` adjacent blocks whose sizes differ by one at most."""
     return list(pairwise(i * k // n for i in range(n + 1)))
 
 
@@ -208,7 +211,7 @@ def _offsets(counts: Sequence[int]) -> list[_Range]:
 
 
 def _ring(call: Call, blocks: Sequence[_Range]) -> list[Round]:
-    """Pass blocks of dst on; this rank has its own one."""
+    """Pass the blocks of dst round the ring; each member begins with its own block in place."""
     i, n = _index(call), len(call.team)
     left, right = call.team[i - 1], call.team[(i + 1) % n]
     return [
@@ -221,7 +224,11 @@ def _ring(call: Call, blocks: Sequence[_Range]) -> list[Round]:
 
 
 def _operands(call: Call, blocks: Sequence[_Range]) -> tuple[Round, Piece]:
-    """Bring each member its block of everybody's src; also the rows where this rank gets them."""
+    """Bring each member its block of every src.
+
+    Returns:
+        the step, and the scratch rows in which this rank then has its block of each operand.
+    """
     i, n = _index(call), len(call.team)
     size = blocks[i][1] - blocks[i][0]
     rows = [Piece("scratch", *row) for row in _equal(size, n)]
@@ -236,7 +243,7 @@ def _operands(call: Call, blocks: Sequence[_Range]) -> tuple[Round, Piece]:
 def _reduced(
     call: Call, blocks: Sequence[_Range], target: Piece, rest: Iterable[Round] = ()
 ) -> Composition:
-    """Reduce each member's block into its `target`, then go on with `rest`."""
+    """Reduce each member's own block into `target`, then go on with `rest`."""
     step, rows = _operands(call, blocks)
     following, *last = [*rest] or [Round()]
     following = replace(following, local=(Reduce(rows, target), *following.local))
@@ -248,7 +255,7 @@ def _reduced(
 
 
 def _alone(sizes: Sizes) -> Composition:
-    """A team of one: what it would get is what it has."""
+    """Copy each source to its destination: a team of one receives what it sends."""
     pairs = zip(sizes.srcs, sizes.dsts, strict=False)
     copies = (Copy(Piece("src", 0, k), Piece("dst", 0, k)) for k, _ in pairs)
     return Composition(steps=(Round(local=tuple(copies)),))
@@ -297,7 +304,10 @@ def _reduce(call: Call, sizes: Sizes) -> Composition:
 
 
 def _broadcast(call: Call, sizes: Sizes) -> Composition:
-    """Counted from the root, a member gets it from where its lowest bit is cleared."""
+    """Send along a binomial tree; positions in the team are counted from the root.
+
+    A member's parent is at its own position with the lowest set bit cleared.
+    """
     n, root = len(call.team), root_index(call)
     position = (_index(call) - root) % n
     held = Piece("dst" if position else "src", 0, (sizes.dsts if position else sizes.srcs)[0])
@@ -344,13 +354,13 @@ def _scatter(call: Call, sizes: Sizes) -> Composition:
 def _kept(
     call: Call, blocks: Iterable[tuple[int, Piece]]
 ) -> tuple[list[Piece], list[tuple[int, Piece]]]:
-    """What stays on this rank, and what goes to, or comes from, which other one."""
+    """Separate the pieces that stay on this rank from those of other ranks, each with its rank."""
     pairs = [*blocks]
     return [b for r, b in pairs if r == call.rank], [(r, b) for r, b in pairs if r != call.rank]
 
 
 def _alltoall(call: Call, sizes: Sizes) -> Composition:
-    """Without counts the blocks are equal."""
+    """Send each member its block directly; without counts the blocks are equal."""
     i, n = _index(call), len(call.team)
     sends = [Piece("src", *b) for b in _offsets(call.send_counts or (sizes.srcs[0] // n,) * n)]
     recvs = [Piece("dst", *b) for b in _offsets(call.recv_counts or (sizes.dsts[0] // n,) * n)]
@@ -378,7 +388,7 @@ def _exchange(call: Call, sizes: Sizes) -> Composition:
 
 _Composer = Callable[[Call, Sizes], Composition]
 
-#: How each kind is composed.
+#: The function that composes each kind.
 _COMPOSED: dict[str, _Composer] = by_kind(
     {
         "Allgather": _allgather,

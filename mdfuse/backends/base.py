@@ -1,4 +1,4 @@
-"""What a backend is: post one rank's part of a communication, hand back a work to wait for.
+"""The interface of a backend, which posts one rank's part of a communication.
 
 A backend sees dense buffers and counts. It never sees layouts, meshes or fusions; what each rank
 must pass for each kind is written once, for all backends, in `mdfuse.layouts.call`.
@@ -39,7 +39,11 @@ def check_call(call: Call, is_prepared: bool) -> None:
 
 
 def root_index(call: Call) -> int:
-    """The place of a call's root in its team; CommunicationError where it is not in it."""
+    """Return the index of a call's root in its team.
+
+    Raises:
+        CommunicationError: the call has no root, or one outside the team.
+    """
     if call.root is None or call.root not in call.team:
         raise CommunicationError(
             f"{call.kind} on team {call.team} has root {call.root}",
@@ -49,7 +53,7 @@ def root_index(call: Call) -> int:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """A dense tensor's elements in memory order."""
+    """Return a view of a dense tensor's elements in memory order, of one dim."""
     tensor = tensor.detach()
     if tensor.is_contiguous():
         return tensor.view(-1)
@@ -57,7 +61,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 class Work(Protocol):
-    """A communication that was posted."""
+    """A posted communication, to wait for."""
 
     def wait(self) -> None:
         """Return once the buffers may be used (on GPUs: by work queued on the current stream)."""
@@ -65,7 +69,7 @@ class Work(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Stands for a buffer of a post among the arguments of a prepared call.
+    """A placeholder for a buffer of a post among the arguments of a prepared call.
 
     Attributes:
         side: whether it is sent or received.
@@ -83,9 +87,10 @@ class Prepared:
     """A call with nothing left to decide: `run(*args)`.
 
     Attributes:
-        run: what is called; a text is a method of the first argument.
+        run: the function to call; a text names a method of the first argument.
         args: constants, `Buffer`s, and lists of these.
-        in_place: what it writes may lie where what it reads lies, which is not used afterwards.
+        in_place: the call may write into the memory that it reads, if nothing reads that memory
+            afterwards.
     """
 
     run: Callable[..., Any] | str
@@ -95,12 +100,12 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Posting:
-    """A post, and its wait, as prepared calls on the library's own functions.
+    """A post and its wait, as prepared calls of the library's own functions.
 
     Attributes:
         post: called in order; the last one returns the handle.
         wait: called where the program waits; None: the handle's own `wait()`.
-        explain: makes an error of the library one that says what was posted.
+        explain: turns an error of the library into one that says what was posted.
     """
 
     post: tuple[Prepared, ...]
@@ -109,12 +114,12 @@ class Posting:
 
 
 class Poster(Protocol):
-    """A `Call` bound to its process group and argument lists."""
+    """A `Call` bound to its team, which posts any buffers that fit it."""
 
     def __call__(self, srcs: Buffers, dsts: Buffers) -> Work: ...
 
     def prepare(self, srcs: Buffers, dsts: Buffers, place: PostSite) -> Posting | None:
-        """The same as calls of the library's own, for dense buffers like these.
+        """Return the post as calls of the library's own functions, for dense buffers like these.
 
         Args:
             srcs: what is sent: tensors on the meta device.
@@ -133,7 +138,7 @@ class PostSite:
     Attributes:
         where: the user's line.
         stream: the handle of the CUDA stream that is current there; 0 without a GPU.
-        at_once: the wait follows, on the same stream.
+        at_once: the wait follows the post at once, on the same stream.
     """
 
     where: str
@@ -142,12 +147,12 @@ class PostSite:
 
 
 class Backend(Protocol):
-    """Where communications go."""
+    """A library that carries communications between the ranks."""
 
     name: str
 
     def prepare(self, teams: Iterable[tuple[int, ...]]) -> None:
-        """Make the teams this rank is in; every rank passes its own, all in one global order."""
+        """Connect the teams that this rank is in; ranks pass their teams in one global order."""
 
     def bind(self, call: Call) -> Poster:
         """Prepare a call that will be posted many times."""
@@ -162,4 +167,4 @@ class Interruptible(Protocol):
     """
 
     def abort(self) -> bool:
-        """Make what this rank waits for raise BackendError; whether it could."""
+        """Make the waits of this rank raise BackendError; return whether that was possible."""

@@ -1,4 +1,4 @@
-"""What a backend outside torch.distributed tells the watch about its posts.
+"""The notes that a backend outside torch.distributed makes of its posts, for the watch.
 
 `runtime/watch/watch.py` keeps these notes and sees when a post does not finish.
 """
@@ -11,30 +11,30 @@ from typing import Any, Protocol
 
 
 class Track(Protocol):
-    """A queue of posts that are done in order, whatever they are.
+    """A queue of posts that the device does in order, of any families and teams.
 
-    Its posts are numbered by themselves, from 1, so that any families and teams may share it.
+    A track numbers its own posts, from 1.
     """
 
     def mark(self, number: int) -> Any:
-        """Queue the news that everything up to `number` is done."""
+        """Queue a mark on the device: once reached, all posts up to `number` are done."""
 
     def is_done(self, number: int) -> bool:
-        """Whether that news has come; asked from another thread, at any time."""
+        """Return whether the mark of `number` was reached; any thread may ask at any time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PostInfo:
-    """What is posted; all posts of one instruction share it.
+    """A description of a post, which all posts of one instruction share.
 
     Attributes:
         kind: the kind of communication.
         team: the ranks that take part.
-        bytes: how many, of this rank's larger side.
+        bytes: the size of what this rank sends or receives, whichever is larger.
         where: the line of the user's program.
         family: posts of one family and team are numbered together, from 1.
-        is_shared: whether every member posts each one of the family. Then the numbers agree on all
-            ranks, and tell who is behind.
+        is_shared: whether every member makes every post of the family. Then the numbers agree on
+            all ranks, and tell which rank is behind.
     """
 
     kind: str
@@ -46,15 +46,20 @@ class PostInfo:
 
 
 class PostLog(Protocol):
-    """Who keeps the notes."""
+    """The keeper of notes on posts."""
 
     def prepare(
         self, subject: PostInfo, track: Track
     ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """What to call before and behind each post of `subject`."""
+        """Return a function to call before each post of `subject`, and one to call after it."""
 
     def on_error(self, team: tuple[int, ...], ask: Callable[[], str | None]) -> None:
-        """Ask for errors of a team's communicator now and then; a text is one."""
+        """Register a function to be asked now and then for an error of a team's communicator.
+
+        Args:
+            team: the ranks of the communicator.
+            ask: returns the error as text, or None.
+        """
 
     def forget(self, *functions: Callable[..., object]) -> None:
-        """Take back what was given to `on_error`."""
+        """Unregister functions that were given to `on_error`."""

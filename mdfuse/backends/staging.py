@@ -1,6 +1,6 @@
-"""Buffers on a GPU, for libraries that know nothing of streams, or of device memory.
+"""Post buffers on a GPU through libraries that know no streams, or no device memory.
 
-What is queued on the current stream is done before a post.
+Each post first waits on the host for the work that is queued on the current stream.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mdfuse.layouts.call import Call
 
 
 def after_the_stream(post: Post, device: torch.device) -> Post:
-    """Post what is in device memory, once it is there."""
+    """Return `post`, preceded by a wait of the host for the current stream."""
 
     def post_later(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
         torch.cuda.current_stream(device).synchronize()
@@ -27,7 +27,15 @@ def after_the_stream(post: Post, device: torch.device) -> Post:
 
 
 class Staged:
-    """Posts copies in pinned host memory; the wait queues the copies back on its own stream."""
+    """A post of copies in pinned host memory.
+
+    The wait queues the copies back to the device, on the stream that is current then.
+
+    Args:
+        post: posts buffers in host memory.
+        call: what is posted.
+        device: where the buffers are.
+    """
 
     __slots__ = ("_call", "_device", "_post")
 
@@ -50,9 +58,12 @@ class Staged:
         return Posted(self._call, (self._post(there, back),), None, unstage)
 
     def prepare(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: PostSite) -> None:
-        """No post is one call of the library's own."""
+        """Return None: no such post is one call of the library's own functions."""
 
 
 def _pinned(tensor: Tensor) -> Tensor:
-    """Room for the elements of a tensor; torch keeps such memory until queued copies are done."""
+    """Return pinned memory for the elements of a tensor, uninitialised.
+
+    torch does not hand such memory out again before the copies that are queued on it are done.
+    """
     return torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)

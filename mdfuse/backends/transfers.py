@@ -1,4 +1,4 @@
-"""Compositions carried out: what a library has no call for, as transfers that it has."""
+"""Carry out compositions: communications that a library has no call for, as sends and receives."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ Made = TypeVar("Made")
 #: One side of a transfer: the other rank's index in the team, and dense elements.
 Transfer = tuple[int, Tensor]
 
-#: More than any buffer has.
+#: More elements than any buffer has.
 _ANY_SIZE = 1 << 62
 
 
 class Composer(Generic[Made]):
-    """What is made of the compositions of a call, once per sizes of its buffers.
+    """A cache of what `make` returns for the compositions of one call, by sizes of its buffers.
 
     Args:
         call: what is posted.
-        make: what is made of each.
-        small_bytes: what may arrive in one step rather than in several; None: anything.
+        make: called with each new composition and the sizes that it is for.
+        small_bytes: how many bytes may arrive at a rank in one step rather than in several; None:
+            any number.
     """
 
     __slots__ = ("_call", "_found", "_make", "_small_bytes")
@@ -50,7 +51,7 @@ class Composer(Generic[Made]):
         self._found: dict[object, Made] = {}
 
     def __call__(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Made:
-        """What is made for buffers like these, of which there is one at least.
+        """Return what `make` made for buffers of these sizes and dtype; at least one is needed.
 
         Raises:
             CommunicationError: the buffers, the reduce op or the root do not fit the call.
@@ -75,16 +76,16 @@ class Composer(Generic[Made]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneStep:
-    """A composition whose transfers go at once.
+    """A composition whose transfers are all posted together.
 
-    Libraries that are not made of transfers alone need it so: their waits come in any order, and
-    what a wait posted would meet what others posted before.
+    Libraries with collectives of their own need this form. Waits may come in any order, so that a
+    transfer posted by a wait could meet one that another rank posted for something else.
 
     Attributes:
         copies: done first.
-        recvs: posted next, then `sends`.
-        sends: likewise.
-        after: done when all have finished.
+        recvs: posted next.
+        sends: posted after `recvs`.
+        after: local work, done when all transfers have finished.
     """
 
     copies: tuple[Copy, ...]
@@ -94,13 +95,13 @@ class OneStep:
 
     @property
     def pieces(self) -> Iterator[Piece]:
-        """All that is copied, received or sent."""
+        """Yield every piece that is copied, received or sent."""
         yield from (t.piece for t in (*self.recvs, *self.sends))
         yield from (piece for copy in self.copies for piece in (copy.source, copy.target))
 
 
 def in_one_step(call: Call, composition: Composition) -> OneStep:
-    """A composition as one step of transfers.
+    """Return a composition as one step of transfers.
 
     Raises:
         CommunicationError: there are transfers in later steps, or a reduction in the first.
@@ -118,7 +119,13 @@ def in_one_step(call: Call, composition: Composition) -> OneStep:
 
 
 def change(call: Call, local: Sequence[Copy | Reduce], elements: Callable[[Piece], Tensor]) -> None:
-    """Do the local work of a step; `elements` gives those of a piece, in a row."""
+    """Do the local work of a step.
+
+    Args:
+        call: what is posted.
+        local: copies and reductions, done in order.
+        elements: returns the elements of a piece as a tensor of one dim.
+    """
     for one in local:
         match one:
             case Copy(source, target):
@@ -131,11 +138,11 @@ def change(call: Call, local: Sequence[Copy | Reduce], elements: Callable[[Piece
 def transferred(
     call: Call, transfer: Callable[[list[Transfer], list[Transfer]], Sequence[Any]]
 ) -> Post:
-    """What posts a call as transfers.
+    """Return a function that posts a call as transfers.
 
     Args:
         call: what is posted.
-        transfer: begins receives and sends; there is one at least.
+        transfer: begins receives and sends, at least one of both together; returns their works.
     """
     bound = Composer(call, lambda composition, sizes: _bound(call, composition, sizes, transfer))
     return lambda srcs, dsts: bound(srcs, dsts)([*srcs, *dsts])
@@ -147,7 +154,10 @@ def _bound(
     sizes: Sizes,
     transfer: Callable[[list[Transfer], list[Transfer]], Sequence[Any]],
 ) -> Callable[[list[Tensor]], Work]:
-    """What posts buffers of some sizes, which are numbered: srcs, dsts, then the scratch."""
+    """Return a function that posts buffers of the given sizes.
+
+    Buffers are numbered: srcs first, then dsts, then the scratch.
+    """
     step, scratch = in_one_step(call, composition), composition.scratch
     extents = (*sizes.srcs, *sizes.dsts, scratch)
     first = {"src": 0, "dst": len(sizes.srcs), "scratch": len(extents) - 1}
@@ -155,7 +165,7 @@ def _bound(
     for piece in step.pieces:
         pieces.setdefault(first[piece.side] + piece.index, []).append(piece)
     cuts: list[tuple[int, _Cut]] = []
-    part: dict[Piece, tuple[int, int]] = {}  # which of the cuts, and which part there
+    part: dict[Piece, tuple[int, int]] = {}  # index into `cuts`, index of the part there
     for number, found in pieces.items():
         cut, places = _cut(extents[number], [(piece.start, piece.stop) for piece in found])
         part.update((piece, (len(cuts), i)) for piece, i in zip(found, places, strict=True))
@@ -191,14 +201,14 @@ _Cut = Callable[[Tensor], Sequence[Tensor]]
 
 
 def _cut(size: int, ranges: Sequence[tuple[int, int]]) -> tuple[_Cut, list[int]]:
-    """What cuts a buffer, and which of its parts each range is."""
+    """Return a function that cuts a buffer into parts, and the index of each range's part."""
     bounds = sorted({0, size, *(bound for r in ranges for bound in r)})
     parts, split = list(pairwise(bounds)), torch.split_with_sizes
     if len(parts) == 1:
         return _whole, [0] * len(ranges)
     if not set(ranges) <= set(parts):
         return lambda x: [in_a_row(x)[a:b] for a, b in ranges], list(range(len(ranges)))
-    sizes = [b - a for a, b in parts]  # one call, a quarter of the time of slices
+    sizes = [b - a for a, b in parts]  # one split takes a quarter of the time of slices
     return lambda x: split(in_a_row(x), sizes), [parts.index(r) for r in ranges]
 
 
@@ -207,7 +217,10 @@ def _whole(tensor: Tensor) -> tuple[Tensor]:
 
 
 def in_a_row(tensor: Tensor) -> Tensor:
-    """A dense tensor's elements in memory order; each view takes 0.7 us."""
+    """Return a dense tensor's elements in memory order, of one dim.
+
+    A tensor that has this form is returned as it is, since a view takes 0.7 us.
+    """
     if tensor.dim() == 1:
         return tensor
     if tensor.is_contiguous():

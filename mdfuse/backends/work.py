@@ -1,4 +1,4 @@
-"""A communication in flight, and how its failure reads."""
+"""Communications in flight, and the errors that they raise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mdfuse.layouts.call import Call
 
 
 class _Done:
-    """The work of a communication with nothing left to do."""
+    """The work of a communication that has nothing left to do."""
 
     __slots__ = ()
 
@@ -28,7 +28,14 @@ class _Waitable(Protocol):
 
 
 class Posted:
-    """Works in flight, the buffers they need, and what to do when they are done."""
+    """Works in flight, with their buffers and the local work that follows them.
+
+    Args:
+        call: what was posted.
+        works: the library's handles, waited for in order.
+        kept: objects that must live until all works are done.
+        finish: called once, when all works are done.
+    """
 
     __slots__ = ("_call", "_finish", "_kept", "_works")
 
@@ -73,7 +80,7 @@ def failure(call: Call, error: Exception) -> BackendError:
 
 
 def explained(call: Call, error: Exception) -> Exception:
-    """What an error of the library says of the post; memory that runs out is no fault of it."""
+    """Return a library's error as a failure of the call; others, out of memory too, unchanged."""
     if isinstance(error, RuntimeError | ValueError) and not isinstance(error, OutOfMemoryError):
         return failure(call, error)
     return error

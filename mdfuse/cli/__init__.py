@@ -1,1 +1,1 @@
-"""The command line: it parses, calls the library, and renders with rich."""
+"""The command line, which parses arguments, calls the library, and prints with rich."""

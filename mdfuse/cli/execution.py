@@ -1,4 +1,4 @@
-"""Runs a program on the launched ranks, or simulates them, and compares it with one device."""
+"""Run a program on the launched ranks or simulate it, and compare it with one device."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ TOLERANCES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The outputs of a run, and the time it took.
+    """The outputs of a program, and the times of its runs.
 
     Attributes:
         outputs: the global outputs; empty on ranks other than 0.
-        seconds: time of each run after the first.
+        seconds: time of each timed run, on this rank.
     """
 
     outputs: list[Tensor]
@@ -48,17 +48,17 @@ class Outcome:
 
     @property
     def median(self) -> float:
-        """Seconds of the run in the middle."""
+        """The median of the times, seconds."""
         return statistics.median(self.seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """How far an output is from what one device gives.
+    """The difference between an output and what one device computes.
 
     Attributes:
-        largest: of all elements, absolute; infinite where NaNs do not match.
-        allowed: what counts as equal.
+        largest: the largest absolute difference of elements; infinite where NaNs do not match.
+        allowed: the largest difference that counts as equal.
     """
 
     largest: float
@@ -70,12 +70,12 @@ class Difference:
 
 
 def run_on_ranks(program: Program, inputs: Sequence[Any], comm: Communicator) -> Outcome:
-    """Run on every rank of a communicator; all ranks call it.
+    """Run a program on every rank of a communicator, and time it; all ranks call it.
 
     Args:
-        program: its meshes fit into the communicator.
+        program: on meshes whose ranks the communicator has.
         inputs: global tensors (numbers for scalars), the same on all ranks.
-        comm: what `mdfuse.init()` gave.
+        comm: as `mdfuse.init()` returns it.
     """
     mine = local_inputs(program, inputs, comm)
     results = program.run(*mine)
@@ -84,14 +84,18 @@ def run_on_ranks(program: Program, inputs: Sequence[Any], comm: Communicator) ->
 
 
 def run_simulated(program: Program, inputs: Sequence[Any]) -> Outcome:
-    """Run all ranks in this process, once: its time says nothing about real ranks."""
+    """Simulate all ranks in this process, once; the time says nothing about real ranks."""
     start = time.perf_counter()
     outputs = mdfuse.simulate(program, inputs).outputs
     return Outcome(outputs=outputs, seconds=[time.perf_counter() - start])
 
 
 def local_inputs(program: Program, inputs: Sequence[Any], comm: Communicator) -> list[Any]:
-    """This rank's part of each input, on its device; None where it has none."""
+    """Return this rank's part of each input, on its device; None where it has no part.
+
+    Raises:
+        ProgramError: the number of inputs is not that of the program.
+    """
     names = program.host.inputs
     if len(inputs) != len(names):
         raise ProgramError(
@@ -112,7 +116,7 @@ def _local(program: Program, name: str, x: Any, comm: Communicator) -> Any:
 
 
 def _timed(call: Callable[[], object], comm: Communicator) -> float:
-    """Seconds on this rank, from when all ranks are ready."""
+    """Return the seconds that a call takes on this rank, once all ranks are ready."""
     comm.barrier()
     start = time.perf_counter()
     call()
@@ -122,7 +126,11 @@ def _timed(call: Callable[[], object], comm: Communicator) -> float:
 
 
 def gather(program: Program, results: Sequence[Any], comm: Communicator) -> list[Tensor]:
-    """The global outputs on rank 0; all ranks call it. It is itself a program: sets to one rank."""
+    """Gather global outputs on rank 0, by a program of sets; all ranks call it.
+
+    Returns:
+        the outputs on rank 0, and an empty list elsewhere.
+    """
     kinds = [program.host.types[name] for name in program.host.outputs]
     with FusionDefinition("gather") as fd:
         for i, kind in enumerate(kinds):
@@ -133,12 +141,12 @@ def gather(program: Program, results: Sequence[Any], comm: Communicator) -> list
 
 
 def compare(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> list[Difference]:
-    """Each output against what one device gives."""
+    """Compare each output with what one device computes."""
     return [_difference(a, b) for a, b in zip(outputs, expected, strict=True)]
 
 
 def _difference(output: Tensor, expected: Tensor) -> Difference:
-    """In double precision; NaN equals NaN, and infinities equal themselves."""
+    """Compare in double precision; NaN equals NaN, and infinities equal themselves."""
     wide = torch.complex128 if expected.is_complex() else torch.float64
     a, b = (x.detach().cpu().to(wide) for x in (output, expected))
     gap = (a - b).abs().masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)

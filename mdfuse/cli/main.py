@@ -18,7 +18,7 @@ from mdfuse.mesh import DeviceMesh
 if TYPE_CHECKING:
     from mdfuse.frontend.definition import FusionDefinition
 
-# torch is slow to import: what needs it is imported by the commands that use it.
+# torch is slow to import, so that commands import modules that need it themselves
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -164,14 +164,14 @@ def bench(
         with user_code(found[name].name, f"the benchmark {name}"):
             try:
                 runpy.run_path(str(found[name]), run_name="__main__")
-            except SystemExit as end:  # it has arguments, and a status, of its own
+            except SystemExit as end:  # a benchmark sets its own exit status
                 status = _status(end)
     if status:
         raise typer.Exit(status)
 
 
 def _status(end: SystemExit) -> int:
-    """Print what a `SystemExit` says, and give its exit status, as Python does."""
+    """Print what a `SystemExit` says, and return its exit status, as Python does."""
     if isinstance(end.code, int | None):
         return end.code or 0
     typer.echo(end.code, err=True)
@@ -179,7 +179,7 @@ def _status(end: SystemExit) -> int:
 
 
 def _mesh(text: str | None, option: str) -> DeviceMesh | None:
-    """The mesh of an option; what is no mesh is a mistake in the command's usage."""
+    """Return the mesh of an option, None without one; a text that is no mesh is a usage error."""
     if text is None:
         return None
     from mdfuse.cli.program_file import parse_mesh
@@ -194,7 +194,7 @@ def _mesh(text: str | None, option: str) -> DeviceMesh | None:
 def _stage_text(
     definition: FusionDefinition, inputs: list[Any], stage: Stage, rank: int | None
 ) -> str:
-    """A rank's program is that for the extents of the inputs."""
+    """Return the text of a stage; a rank's program is the one for the extents of the inputs."""
     from mdfuse.compiled.program import compile
     from mdfuse.runs.extents import global_extents
 
@@ -218,7 +218,7 @@ def _stage_text(
 
 
 def _benchmarks() -> dict[str, Path]:
-    """Benchmarks by name: those of the current folder, else of the checkout of this package."""
+    """Return benchmarks by name, of the current folder or else of this package's checkout."""
     for root in (Path.cwd(), Path(__file__).parents[2]):
         found = {p.stem: p for p in (root / "benchmarks").glob("*.py") if p.stem[0] != "_"}
         if found:

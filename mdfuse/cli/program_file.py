@@ -1,4 +1,4 @@
-"""What the command line is given: files that define `build`, and meshes as text."""
+"""Read arguments of the command line: files that define `build`, and meshes as text."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Build = Callable[[DeviceMesh], tuple[FusionDefinition, Sequence[Any]]]
 
 
 def parse_mesh(text: str) -> DeviceMesh:
-    """A mesh over ranks 0, 1, 2, … from its axes and sizes.
+    """Return a mesh over ranks 0, 1, 2, … from a text of its axes and sizes.
 
     Raises:
-        MeshError: the text is not a list of axis=size.
+        MeshError: the text is not a list of axis=size, or has too many ranks.
 
     >>> parse_mesh("dp=2,tp=4")
     mesh(dp=2, tp=4)
@@ -48,15 +48,15 @@ def parse_mesh(text: str) -> DeviceMesh:
 
 
 def _is_size(text: str) -> bool:
-    """A number from 1; `int` takes digits of other scripts, too, and refuses thousands of them."""
+    """Return whether a text is a number from 1, in ASCII digits and not too long for `int`."""
     return text.isascii() and text.isdecimal() and len(text) < 20 and int(text) > 0
 
 
 def load_build(file: Path) -> Build:
-    """Import a file as a script would be, its folder on the path, and give its `build`.
+    """Import a file, with its folder on the path as for a script, and return its `build`.
 
     Raises:
-        DefinitionError: it defines none, or raises something.
+        DefinitionError: the file is no Python file, defines no `build`, or raises something.
     """
     name = f"__mdfuse_{file.stem}__"
     spec = spec_from_file_location(name, file)
@@ -83,7 +83,7 @@ def load_build(file: Path) -> Build:
 
 
 def call_build(build: Build, mesh: DeviceMesh) -> tuple[FusionDefinition, list[Any]]:
-    """The definition and the global inputs on a mesh.
+    """Call `build` on a mesh, and return the definition and the global inputs.
 
     Raises:
         DefinitionError: `build` returned something else, or raised something.

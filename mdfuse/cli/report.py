@@ -1,4 +1,4 @@
-"""What the command line shows, as rich renderables."""
+"""The tables and texts that the command line shows, as rich renderables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RANKS_SHOWN = 64
 
 
 def facts(rows: Iterable[tuple[str, str]]) -> Table:
-    """Names and what is to be said about them, in two columns."""
+    """Return a table of names and facts, in two columns."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -28,7 +28,7 @@ def facts(rows: Iterable[tuple[str, str]]) -> Table:
 
 
 def communications(program: Program) -> Table:
-    """Kinds, axes, how many, and the bytes that arrive at a rank in one run."""
+    """Return a table of communications: kind, axis, count, bytes that a rank receives in a run."""
     table = Table(box=box.SIMPLE_HEAD, title="communications per run", title_justify="left")
     table.add_column("kind")
     table.add_column("axis")
@@ -45,7 +45,7 @@ def communications(program: Program) -> Table:
 
 
 class _Traffic:
-    """How often some ranks post, and how much arrives at each."""
+    """The numbers of posts and of received bytes, one entry per rank."""
 
     def __init__(self, ranks: int) -> None:
         self.times = [0] * ranks
@@ -57,7 +57,7 @@ class _Traffic:
 
 
 def _grouped(program: Program, ranks: Sequence[int]) -> dict[tuple[str, str], _Traffic]:
-    """Traffic by kind and axis (or meshes, where they differ), in order of appearance."""
+    """Return traffic by kind and axis (or meshes, where they differ), in order of appearance."""
     groups: dict[tuple[str, str], _Traffic] = {}
     for at, rank in enumerate(ranks):
         for i, size in received(program.host, rank):
@@ -83,19 +83,19 @@ def _range(sizes: Sequence[int]) -> str:
 
 
 def size_text(n: int) -> str:
-    """Bytes for people: `1536` -> "1.5 KiB"."""
+    """Return a number of bytes as text for people: `1536` -> "1.5 KiB"."""
     units = ("B", "KiB", "MiB", "GiB", "TiB")
     power = min(max(n.bit_length() - 1, 0) // 10, len(units) - 1)
     return f"{n} B" if power == 0 else f"{n / 1024**power:.3g} {units[power]}"
 
 
 def time_text(seconds: float) -> str:
-    """Seconds for people."""
+    """Return seconds as text for people: `0.0015` -> "1.5 ms"."""
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
 
 
 def differences(names: Iterable[str], found: Iterable[Difference]) -> Table:
-    """Outputs against one device."""
+    """Return a table of outputs and their differences from one device."""
     table = Table(box=box.SIMPLE_HEAD, title="against one device", title_justify="left")
     table.add_column("output")
     table.add_column("largest difference", justify="right")
@@ -108,7 +108,7 @@ def differences(names: Iterable[str], found: Iterable[Difference]) -> Table:
 
 
 def program_text(program: str) -> Text:
-    """A printed program; communications stand out, source lines stand back."""
+    """Return a printed program in colours: communications stand out, source lines are dim."""
     text = Text(program)
     text.highlight_regex(r"(?m)#.*$", "dim")
     text.highlight_regex(r"(?m)%\S+ = post .*?(?=\s+#|$)", "bold cyan")

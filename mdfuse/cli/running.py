@@ -32,11 +32,11 @@ class _Job:
 
 
 def run_build(build: Build, alone: str = "tp=4") -> None:
-    """`mdfuse run` for a program that is running already; without a launcher it simulates.
+    """Do as `mdfuse run` from within a running script; without a launcher, simulate.
 
     Args:
         build: `build(mesh) -> (definition, global inputs)`.
-        alone: the mesh that is simulated where no launcher started this process.
+        alone: the mesh to simulate where no launcher started this process.
     """
     with screen.errors():
         if detect(os.environ).size == 1:
@@ -46,7 +46,7 @@ def run_build(build: Build, alone: str = "tp=4") -> None:
 
 
 def simulate(build: Build, mesh: DeviceMesh) -> None:
-    """Run every rank of a mesh in this process; of several processes only rank 0 does.
+    """Simulate every rank of a mesh in this process; of several processes only rank 0 does.
 
     Raises:
         SystemExit: status 1 where an output differs from one device.
@@ -69,7 +69,7 @@ def simulate(build: Build, mesh: DeviceMesh) -> None:
 
 
 def launch(build: Build, mesh: DeviceMesh | None, name: str) -> None:
-    """Run on the ranks that a launcher started; all of them call it.
+    """Run a program on the ranks that a launcher started; all of them call it.
 
     Args:
         build: makes the program and its inputs, alike on all ranks.
@@ -140,7 +140,7 @@ def _check_have_values(inputs: Sequence[Any]) -> None:
 def _report(
     job: _Job, inputs: Sequence[Any], outcome: Outcome, rows: list[tuple[str, str]]
 ) -> str | None:
-    """Print everything about a run; what is wrong with it, or None."""
+    """Print everything about a run; return what is wrong with its outputs, or None."""
     program = job.program
     with screen.progress("computing on one device"):
         found = compare(outcome.outputs, mdfuse.reference(job.definition, inputs))

@@ -1,4 +1,4 @@
-"""The screen: output on rank 0, errors without traceback, progress on a terminal."""
+"""Print to the terminal: output on rank 0, errors without traceback, progress."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from mdfuse.cli.user_code import UserCodeError
 from mdfuse.errors import BackendError, CommunicationError, MdfuseError
 
 #: How much later than rank 0 other ranks fail, seconds: launchers stop all ranks when one fails,
-#: and rank 0 is to say why before that.
+#: and rank 0 must have said why before.
 _GRACE_S = 1.0
 
 
 def is_first() -> bool:
-    """Whether this process prints: rank 0 does, and so does one whose launcher is unknown."""
+    """Return whether this process prints: rank 0, or one whose launcher variables are wrong."""
     try:
         return detect(os.environ).rank == 0
     except BackendError:
@@ -31,32 +31,35 @@ def is_first() -> bool:
 
 
 def prepare() -> None:
-    """What a terminal's encoding lacks is shown as an escape, and is no error."""
+    """Make stdout and stderr print characters that their encoding lacks as escapes."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def output() -> Console:
-    """Where results go: on rank 0 standard output, elsewhere nowhere."""
+    """Return the console for results: standard output on rank 0, a silent one elsewhere."""
     return _console(quiet=not is_first())
 
 
 def _console(**settings: Any) -> Console:
-    """With NO_COLOR (https://no-color.org) there are no escape sequences at all."""
+    """Return a console; with NO_COLOR (https://no-color.org), one without escape sequences."""
     if os.environ.get("NO_COLOR") or _is_behind_mpirun():
         settings |= {"color_system": None, "force_terminal": False}
     return Console(highlight=False, markup=False, **settings)
 
 
 def _is_behind_mpirun() -> bool:
-    """Open MPI gives a rank's output a terminal of its own, even when it ends in a file."""
+    """Return whether Open MPI started this process.
+
+    Its ranks write to a terminal of their own, even where the output ends in a file.
+    """
     return any(name.startswith("OMPI_COMM_WORLD_") for name in os.environ)
 
 
 @contextmanager
 def progress(what: str) -> Iterator[None]:
-    """Say on a terminal what is being waited for."""
+    """Show on a terminal what is being waited for in this context."""
     console = _console(stderr=True)
     if not is_first() or not console.is_terminal:
         yield
@@ -67,9 +70,10 @@ def progress(what: str) -> Iterator[None]:
 
 @contextmanager
 def errors() -> Iterator[None]:
-    """Errors of mdfuse end the process with exit status 1 and no traceback.
+    """End the process with exit status 1 and no traceback on an error of mdfuse in this context.
 
-    Rank 0 prints what all ranks raise alike; what may happen to one rank alone, that rank prints.
+    Rank 0 prints errors that all ranks raise alike; other errors are printed by the rank that
+    raised them.
     """
     try:
         yield
@@ -86,7 +90,12 @@ def _tell_launcher(error: MdfuseError) -> None:
 
 
 def fail(why: Text | str, everywhere: bool = False) -> NoReturn:
-    """Print why on standard error, on rank 0 or on every rank that gets here; exit status 1."""
+    """End the process with exit status 1, and print why on standard error.
+
+    Args:
+        why: the text.
+        everywhere: print on every rank that gets here, not on rank 0 alone.
+    """
     if everywhere or is_first():
         _console(stderr=True).print(why, soft_wrap=True)
     else:

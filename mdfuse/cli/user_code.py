@@ -1,4 +1,4 @@
-"""Errors of the user's own file: shown with its lines, and none of mdfuse's."""
+"""Show errors of the user's own file with its lines, and without those of mdfuse."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ class UserCodeError(DefinitionError):
 
 @contextmanager
 def user_code(file: str, doing: str) -> Iterator[None]:
-    """Whatever the user's code raises becomes an error that tells where; mdfuse's stay as they are.
+    """Turn errors that the user's code raises in this context into errors that tell where.
 
-    Also what ends a process: a command has a result of its own.
+    Errors of mdfuse and KeyboardInterrupt pass unchanged. SystemExit is turned, too: a command has
+    an exit status of its own.
 
     Args:
-        file: the user's.
-        doing: what of it runs.
+        file: the name of the user's file.
+        doing: the part of it that runs, in words.
 
     Raises:
-        UserCodeError: it raised something.
+        UserCodeError: the code raised something.
     """
     linecache.checkcache()  # a file may have changed since it was last quoted
     try:
@@ -47,7 +48,7 @@ def user_code(file: str, doing: str) -> Iterator[None]:
 
 
 def _text(error: BaseException) -> str:
-    """Its type and message, as Python prints them, in one line."""
+    """Return an error's type and message, as Python prints them, in one line."""
     whole = traceback.TracebackException.from_exception(error, limit=0)
     lines = [line.strip() for part in whole.format_exception_only() for line in part.splitlines()]
     if isinstance(error, SyntaxError):  # lines of the file come first, which `_lines` tells
@@ -57,7 +58,7 @@ def _text(error: BaseException) -> str:
 
 
 def _lines(error: BaseException) -> list[str]:
-    """The lines of users that it passed, the innermost first."""
+    """Return the user's lines in the traceback of an error, innermost first."""
     found = []
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         found.append(Source(error.filename, error.lineno))
@@ -68,6 +69,6 @@ def _lines(error: BaseException) -> list[str]:
 
 
 def _is_users(file: str) -> bool:
-    """Neither mdfuse's nor torch's, nor an installed package's, nor Python's."""
+    """Return whether a file is neither mdfuse's nor torch's, a package's or Python's."""
     is_python = file.startswith((*OWN, str(Path(traceback.__file__).parent), "<frozen"))
     return not is_python and "site-packages" not in file

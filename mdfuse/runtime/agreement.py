@@ -1,4 +1,4 @@
-"""Agreement of all ranks through a store, outside any collective."""
+"""Meetings of all ranks through a store, outside any collective."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mdfuse.runtime.watch.bulletin import within
 if TYPE_CHECKING:
     from mdfuse.backends.c10d.groups import Store
 
-#: The count of arrivals carries the number of ranks with a text above this bit, so that a meeting
-#: where nobody has one costs each rank one arrival and one wait, whatever the number of ranks.
+#: The count of arrivals has the number of ranks with a text above this bit, so that a meeting
+#: without texts costs each rank one arrival and one wait, whatever the number of ranks.
 _TEXTS = 32
 
 #: How long to ask who is missing, seconds.
@@ -21,10 +21,10 @@ _ASK_S = 1.0
 
 
 class Agreement:
-    """Meetings of all ranks, each known by its number.
+    """The meetings of all ranks, which are numbered.
 
-    Keys of meeting s are deleted by the last rank to arrive at meeting s + 1: everybody has then
-    left meeting s. So the store holds the keys of two meetings and one key per rank.
+    The last rank to arrive at meeting s + 1 deletes the keys of meeting s, which all have left by
+    then. So the store holds the keys of two meetings and one key per rank.
 
     Args:
         store: shared by all ranks; nobody else uses its keys.
@@ -33,7 +33,7 @@ class Agreement:
         timeout_s: how long to wait for the others, seconds.
 
     Attributes:
-        size: how many ranks meet; a rank that stands for one of a world meets itself alone.
+        size: how many ranks meet; 1 under backend "null", whatever the size of the world.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
@@ -47,7 +47,7 @@ class Agreement:
     def exchange(
         self, text: str | None, deadline: Deadline | None = None
     ) -> tuple[str | None, ...]:
-        """Give this rank's text, or None, and get every rank's, in rank order.
+        """Give this rank's text, or None, and return every rank's, in rank order.
 
         Args:
             text: what the others get.
@@ -75,7 +75,11 @@ class Agreement:
         return self._meeting
 
     def leave(self, grace_s: float) -> list[int]:
-        """Say goodbye; wait up to `grace_s` for all others to have done so; who did not."""
+        """Say goodbye, and wait up to `grace_s` seconds until all other ranks have.
+
+        Returns:
+            the ranks that have not; none where `grace_s` is 0.
+        """
         if self.size == 1:
             return []
         self._store.set(f"bye/{self._rank}", "")
@@ -92,7 +96,7 @@ class Agreement:
     def _meet(
         self, text: str | None, before: tuple[int, ...], deadline: Deadline
     ) -> tuple[int, ...]:
-        """Arrive, wait for the others, and get the ranks that left a text."""
+        """Arrive, wait for the others, and return the ranks that left a text."""
         store, meeting = self._store, self._meeting
         store.set(f"at/{self._rank}", str(meeting))
         if text is not None:

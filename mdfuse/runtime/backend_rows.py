@@ -1,4 +1,4 @@
-"""The backends that there are: who may use each, and how it is opened."""
+"""The table of backends: the devices each carries, why it may be unusable, how it is opened."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from mdfuse.runtime.watch.watch import Watch
 
 
 class OpenBackend(Backend, Protocol):
-    """A backend that can be given up."""
+    """A backend that can be closed."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """What a backend is opened with.
+    """The arguments with which a backend is opened.
 
     Attributes:
         launch: rank, size, and how the ranks were started.
         device: where this rank's buffers are.
         store: shared by all ranks, for this backend alone.
         timeout_s: deadline of a communication, seconds.
-        lanes: opens the fast lanes of teams, where all ranks have them.
-        watch: sees what does not finish, and tells where all ranks are.
+        lanes: opens the fast lanes of teams; None where a rank lacks them.
+        watch: the watchdog of this process; None: there is none.
     """
 
     launch: Launch
@@ -54,12 +54,13 @@ class BackendRow:
 
     Attributes:
         devices: device types whose buffers it carries, the preferred one first.
-        why_not: a reason why this process cannot use it and a remedy, or None.
-        open: makes it.
+        why_not: returns a reason why this process cannot use it and a remedy, or None.
+        open: makes the backend.
         can_capture: what it posts can be captured in CUDA graphs.
-        load: called before the ranks meet, for what must come before what they may meet by.
-        agree: settles with all ranks, when they meet, whether its teams have fast lanes; None: it
-            has none.
+        load: called before the ranks meet, for a library that must be loaded before MPI: ranks may
+            meet by MPI.
+        agree: settles with all ranks, when they meet, whether teams have fast lanes; None: the
+            backend has none.
     """
 
     devices: tuple[str, ...]
@@ -119,14 +120,14 @@ BACKENDS: dict[str, BackendRow] = {
 
 
 def why_not(name: str) -> tuple[str, str] | None:
-    """Why this process cannot use the backend of a name, and a remedy; None where it can."""
+    """Return why this process cannot use a backend, and a remedy; None where it can."""
     if name not in BACKENDS:
         return "there is no such backend", f"choose one of auto, {', '.join(BACKENDS)}"
     return BACKENDS[name].why_not()
 
 
 def auto() -> tuple[str, str]:
-    """The backend that "auto" stands for in this process, and why."""
+    """Return the backend that "auto" stands for in this process, and why."""
     refusal = BACKENDS["nccl"].why_not()
     if refusal is None:
         return "nccl", "this process has a GPU"

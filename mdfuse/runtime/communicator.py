@@ -1,4 +1,4 @@
-"""The communicator: this rank, its device and backend, and how it meets the others."""
+"""The communicator: this rank, its device and backends, and its meetings with other ranks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _CLOSING_S = 3.0
 
 
 class Resettable(Protocol):
-    """Something that uses the groups of a communicator, and does not any more once it is reset."""
+    """A user of a communicator's groups that gives them up in `reset`."""
 
     def reset(self) -> None: ...
 
@@ -74,12 +74,12 @@ class Communicator:
         backend: the first backend's name; see `open` for others.
         device: where this rank's buffers are.
         store: a store shared by all ranks, under a prefix of this communicator's own.
-        is_ready: programs can run; not so while one runs that communicates, nor where it is not
-            sound.
-        is_sound: not so once it is closed, or after a run that broke off or that this rank refused,
-            see `settle`; nor in a fork of this process.
+        is_ready: programs can run: the communicator is sound, and no program that communicates is
+            running.
+        is_sound: False once it is closed, after a run that broke off or that this rank refused (see
+            `settle`), and in a fork of this process.
         turn: held around the first run of a program, in which all ranks meet.
-        crowd: which threads of this rank ran programs at once that differed from other ranks'.
+        crowd: the threads of this rank that ran programs at once, where ranks differed; or "".
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Communicator:
 
     def _opened(self, name: str) -> OpenBackend:
         if self.backend == NULL:
-            return self._backends[NULL]  # it carries nothing, whoever should
+            return self._backends[NULL]  # stands for every backend, as it carries nothing
         with self._watch.waiting(f"the opening of backend {name}"):
             problem = why_not_beside(name, self.device, self.rank)
         texts = self.all_ok(None if problem is None else str(problem))
@@ -152,11 +152,11 @@ class Communicator:
         return BACKENDS[name].open(replace(self._world, store=store, lanes=None))
 
     def prepare(self, teams: Iterable[Sequence[int]], backend: str | None = None) -> None:
-        """Make the teams this rank is in; every rank passes its own, all in one global order.
+        """Make the teams that this rank is in; ranks pass their teams in one global order.
 
         Args:
-            teams: of ranks.
-            backend: whose; one that is open, by default the first.
+            teams: the ranks of each, in mesh order.
+            backend: the backend to make them on, an open one; by default the first.
         """
         self._check_open("prepare teams")
         try:
@@ -174,21 +174,21 @@ class Communicator:
         return self._backends[name or self.backend]
 
     def can_capture(self, backends: Iterable[str]) -> bool:
-        """Whether CUDA graphs can hold what these post, and the first one."""
+        """Return whether CUDA graphs can hold the posts of these backends and of the first."""
         rows = [BACKENDS[name] for name in (self.backend, *backends) if name in BACKENDS]
         return self.device.type == "cuda" and all(row.can_capture for row in rows)
 
     def _abort(self) -> bool:
-        """End what this rank waits for with an error, where that can be; see `Interruptible`."""
+        """End the waits of this rank with an error; return whether a backend could."""
         found = [b for b in self._backends.values() if isinstance(b, Interruptible)]
-        were_ended = [backend.abort() for backend in found]  # all, whatever the first one says
+        were_ended = [backend.abort() for backend in found]  # any() alone would stop early
         return any(were_ended)
 
     def all_ok(self, error_text: str | None) -> tuple[str | None, ...]:
-        """Tell all ranks whether this one is well (None) or not (why); get what each one said.
+        """Tell all ranks whether this one is well (None) or not (why); return what each one said.
 
-        All ranks call it, each the same number of times. Nothing is posted: it goes through the
-        store. Two to four messages per rank.
+        All ranks call it, each the same number of times. Nothing is posted: the texts go through
+        the store, in two to four messages per rank.
 
         Returns:
             one entry per rank, in rank order.
@@ -215,7 +215,7 @@ class Communicator:
             self._refusals.refuse(occasion, reason)
 
     def broke_off(self, occasion: str, error: BackendError) -> str | None:
-        """Note that a communication of a run broke; return why, where a rank refused the run."""
+        """Note that a communication of a run broke; return why a rank refused the run, or None."""
         self.is_ready = self.is_sound = False
         return self._refusals.broke_off(occasion, error)
 
@@ -230,11 +230,11 @@ class Communicator:
         self.is_ready = self.is_sound = True
 
     def crowded(self, name: str) -> ProgramError | None:
-        """Why a program cannot run now: another thread runs one that communicates; or None."""
+        """Return an error where another thread runs a program that communicates; else None."""
         return refusal(self.rank, name) if self._agreement.size > 1 else None
 
     def disown(self) -> None:
-        """Give up in a fork what belongs to its parent: connections, threads and the end of MPI."""
+        """Leave to the parent of this fork what is its own: connections, threads, ending MPI."""
         if self._agreement.size > 1:
             self._is_fork = True
             self.is_ready = self.is_sound = False
@@ -242,15 +242,15 @@ class Communicator:
             mpi_library.leave_to_parent()
 
     def explained(self, error: BackendError) -> BackendError:
-        """Extend an error of a communication by the positions of all ranks."""
+        """Return an error of a communication, extended by the positions of all ranks."""
         return self._watch.explain(error)
 
     def count(self, tally: RunCount) -> None:
-        """Count the runs of a program among what tells where this rank is."""
+        """Add a program's count of runs to those that tell how far this rank is."""
         self._watch.count(tally)
 
     def hold(self, graph: Resettable) -> None:
-        """Give up a CUDA graph before the groups whose communications it repeats.
+        """Register a CUDA graph, for `close` to reset before the groups that it posts to.
 
         NCCL counts the graphs that use a communicator, and destroying it would wait for them.
         """
@@ -262,7 +262,7 @@ class Communicator:
         return self._world.lanes is not None
 
     def replays(self, name: str, stream: int) -> Replays | None:
-        """What notes the replays of a program's graphs; None where torch's own watchdog is all.
+        """Return what notes the replays of a program's graphs; None without fast lanes.
 
         Args:
             name: the same on all ranks, used for one program alone.
@@ -275,7 +275,7 @@ class Communicator:
 
     @property
     def is_closed(self) -> bool:
-        """Whether groups and store are given up; `init` makes a new communicator then."""
+        """Whether groups and store are given up, so that `init` makes a new communicator."""
         return self._is_closed
 
     def barrier(self) -> None:
@@ -283,9 +283,9 @@ class Communicator:
         self.all_ok(None)
 
     def close(self) -> None:
-        """Give up groups and store; a process group that was there before is left alone.
+        """Give up groups and store; torch's default process group is left alone.
 
-        Rank 0 waits shortly for the others where it hosts their store. A second close does nothing.
+        A rank that hosts the store waits shortly for the others. A second close does nothing.
         """
         if self._is_closed or self._is_fork:
             return
@@ -304,13 +304,13 @@ class Communicator:
             backend.close()
 
     def _leave(self, grace_s: float) -> list[int]:
-        """Say goodbye; a store whose host is stopped does not keep this rank.
+        """Say goodbye in the store, without waiting for a store that does not answer.
 
         Args:
-            grace_s: where this rank hosts the store: how long the others may still need it.
+            grace_s: where this rank hosts the store: seconds to wait for ranks that still need it.
 
         Returns:
-            the ranks that still did.
+            the ranks that still needed it afterwards.
         """
         if self._watch.is_cut_off:
             return []
@@ -332,7 +332,7 @@ class Communicator:
         """Refuse a fork of the process that joined.
 
         Raises:
-            BackendError: this is one.
+            BackendError: this process is a fork.
         """
         if self._is_fork:
             self._check_open("join")
@@ -407,7 +407,7 @@ def init(
 def _stand_in(
     rank: int | None, size: int | None, device: torch.device | str | None, timeout_s: float
 ) -> Communicator:
-    """Make the communicator of a process that is alone: its store is a dictionary."""
+    """Make the communicator of backend "null", whose store is a dictionary of this process."""
     store = HashStore()
     world = World(
         launch=null_launch(os.environ, default_group(), rank, size),

@@ -1,8 +1,8 @@
 """Detect threads of one process that run communicating programs at once.
 
 Each rank's threads come in an order of their own, so that ranks would meet in different programs. A
-run notes that it is under way in two attributes (`Communicator.is_ready`), and only who finds that
-it may not run, or that the ranks differ, looks at the stacks of the other threads.
+run only notes that it is under way (`Communicator.is_ready`). The stacks of other threads are read
+where a run finds that it may not begin, or that the ranks differ.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ _RUN = "HostIrEvaluator.call"
 
 
 def crowd(rank: int) -> str:
-    """Which threads of this rank run programs that communicate, this one too; "" where no other."""
+    """Return a sentence that names the threads which run communicating programs at once.
+
+    This thread is one of them; "" where no other thread runs such a program.
+    """
     me = threading.current_thread()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()
@@ -30,7 +33,7 @@ def crowd(rank: int) -> str:
 
 
 def refusal(rank: int, name: str) -> ProgramError | None:
-    """Why this thread may not run a program now, or None."""
+    """Return the error of running a program while another thread runs one; None if none does."""
     found = crowd(rank)
     if not found:
         return None

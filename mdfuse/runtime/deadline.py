@@ -1,4 +1,4 @@
-"""A deadline that several waits share, so that they do not add up."""
+"""Deadlines that several waits share, so that their durations do not add up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Deadline:
     """A point in time.
 
     Attributes:
-        at: by the monotonic clock; infinite: there is no deadline.
+        at: seconds, by the monotonic clock; infinite: there is no deadline.
     """
 
     at: float = inf
@@ -23,11 +23,11 @@ class Deadline:
         return cls(time.monotonic() + seconds)
 
     def left(self, most: float = inf) -> float:
-        """Seconds until then, `most` at most; 0 afterwards."""
+        """Return the seconds until the deadline, at most `most`; 0 once it has passed."""
         return max(0.0, min(most, self.at - time.monotonic()))
 
     def left_for_store(self) -> timedelta:
-        """The same for a store of torch, which takes a timeout of 0 for none."""
+        """Return the time left as a timeout for torch's stores: never 0, which means no timeout."""
         return timedelta(seconds=max(self.left(1e6), 0.001))
 
 

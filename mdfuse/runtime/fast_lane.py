@@ -1,4 +1,4 @@
-"""Whether the ranks of a communicator post through nccl4py: all of them, or none."""
+"""Decide whether the ranks of a communicator post through nccl4py: all of them, or none."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _log = logging.getLogger("mdfuse.comm")
 #: How many posts of a graph a report lists.
 _LISTED = 6
 
-#: What a rank says first where it insists.
+#: What a rank with fast_lane="always" tells the others first.
 _ALWAYS = "always"
 
 
 class Lanes:
-    """Opens the lane of each team, all on one device and under one watch.
+    """The maker of all lanes of this rank, on one device and under one watch.
 
     Args:
         rank: this rank.
@@ -56,7 +56,7 @@ class Lanes:
         )
 
     def track(self, stream: int) -> Track:
-        """A new track of what is posted on a stream."""
+        """Return a new track of posts on a stream."""
         return self._device.track(stream)
 
     def close(self) -> None:
@@ -65,10 +65,10 @@ class Lanes:
 
 
 class Replays:
-    """Notes what is captured, and each replay of it.
+    """The notes of a program's captured graphs, and of each replay.
 
     The watch sees a replay as one post. Marks inside the graph would tell which of its posts hangs,
-    but each is a node that the device stops for, and small programs would feel it.
+    but each is a node that the device stops for, which would slow down small programs.
 
     Args:
         lanes: whose watch takes the notes.
@@ -82,11 +82,15 @@ class Replays:
         self._track = lanes.track(stream)  # one for all captures: its memory is never given back
 
     def begin(self) -> None:
-        """A capture begins."""
+        """Forget what was captured before: a capture begins."""
         self._watch.captured.clear()
 
     def end(self, region: int) -> tuple[Callable[[], None], Callable[[], None]]:
-        """A capture of a program's region ended: what to call before and behind each replay."""
+        """End the capture of a region; return what to call before and after each replay.
+
+        Args:
+            region: its number in the program.
+        """
         posts = tuple(self._watch.captured)
         listed = ", ".join(f"{post.kind} ({post.where})" for post in posts[:_LISTED])
         more = f" and {len(posts) - _LISTED} more" if len(posts) > _LISTED else ""
@@ -109,10 +113,10 @@ def agree_on_lanes(
     watch: Watch,
     agreement: Agreement,
 ) -> Lanes | None:
-    """Ask all ranks whether they can use the fast lane; None where one of them cannot.
+    """Ask all ranks whether they can use fast lanes; None where one of them cannot.
 
-    A post through NCCL's own communicator and one through a process group do not meet, so that all
-    ranks must do the same. All ranks call it once, under backend nccl.
+    A post through a lane and one through a process group do not meet, so that all ranks must use
+    the same. All ranks call it once, under backend nccl.
 
     Args:
         setting: `Options.fast_lane`.

@@ -1,4 +1,4 @@
-"""What the ranks settle when they join: backends, devices, and a watchdog in each process."""
+"""The first meeting of all ranks, which settles backends and devices, and their watchdogs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from mdfuse.torch_private import is_capturing
 
 
 def watch_for(launch: Launch, options: Options, environment: Mapping[str, str]) -> Watch:
-    """What sees that this rank waits for too long; it has no store yet; whoever calls starts it.
+    """Return the watchdog of this rank, without a store yet, and not yet started.
 
     Args:
         launch: how the ranks were started.
         options: the deadline of a wait, and where reports are kept.
-        environment: the process's environment variables: who keeps the store.
+        environment: the process's environment variables, which tell who keeps the store.
     """
     timeout_s, reports = options.timeout_s, folder_of(options.reports)
     if launch.size == 1:
@@ -50,7 +50,7 @@ def watch_for(launch: Launch, options: Options, environment: Mapping[str, str]) 
 def last_meeting(
     launch: Launch, options: Options, environment: Mapping[str, str]
 ) -> Iterator[None]:
-    """Goes around MPI_Finalize: MPI lets no rank go before all have come."""
+    """Watch over MPI_Finalize in this context: MPI lets no rank go before all have come."""
     watch = watch_for(launch, options, environment)
     watch.start()
     with watch.waiting("MPI_Finalize of all ranks", "MPI_Finalize"):
@@ -66,9 +66,13 @@ def meet(
     store: Store,
     watch: Watch,
 ) -> World:
-    """Meet all ranks first of all: they name the same backends and can use the first, or raise.
+    """Meet all ranks, which must name the same backends and be able to use the first.
 
     Whether they can use the others is settled when these are opened.
+
+    Raises:
+        BackendError: a rank does not come, names other backends, or cannot use the first one. All
+            ranks raise.
     """
     name, deadline = names[0], Deadline.after(options.timeout_s)
     try:
@@ -101,7 +105,9 @@ def meet(
 def disagreement(
     store: Store, launch: Launch, names: str, deadline: Deadline
 ) -> BackendError | None:
-    """Compare this rank's backends with rank 0's; "auto" may mean another one on another host.
+    """Return an error where this rank's backends are not those of rank 0, else None.
+
+    They may differ with "auto", which depends on the host.
 
     Raises:
         BackendError: rank 0 did not come.
@@ -135,7 +141,7 @@ def problem_elsewhere(texts: Sequence[str | None], launch: Launch) -> BackendErr
 
 
 def _problem(name: str, rank: int) -> BackendError | None:
-    """Why this process cannot use a backend."""
+    """Return why this process cannot use a backend, or None."""
     refusal = why_not(name)
     if refusal is None:
         return None
@@ -144,7 +150,7 @@ def _problem(name: str, rank: int) -> BackendError | None:
 
 
 def why_not_beside(name: str, device: torch.device, rank: int) -> BackendError | None:
-    """Why this process cannot use a backend beside another one that chose the device."""
+    """Return why this process cannot use a further backend on a device chosen already, or None."""
     problem = _problem(name, rank)
     if problem is not None or device.type in BACKENDS[name].devices:
         return problem
@@ -156,7 +162,7 @@ def why_not_beside(name: str, device: torch.device, rank: int) -> BackendError |
 
 
 def _device(name: str, launch: Launch) -> tuple[torch.device, BackendError | None]:
-    """This rank's device under a backend, or why it cannot use that backend."""
+    """Return this rank's device under a backend, and why it cannot use that backend, or None."""
     cpu = torch.device("cpu")
     problem = _problem(name, launch.rank)
     if problem is not None:

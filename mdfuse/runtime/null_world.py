@@ -1,4 +1,4 @@
-"""A world for measuring: this process stands for one rank, and the others do not exist."""
+"""Backend "null", for measuring: this process stands for one rank, and no others exist."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def null_launch(
     rank: int | None,
     size: int | None,
 ) -> Launch:
-    """Which rank of which world this process stands for.
+    """Return the launch in which this process stands for one rank.
 
     Args:
         environment: the process's environment variables.
         default_group: (rank, size) of torch's default process group where one exists.
-        rank: goes before what the launcher says; with a `size` alone, 0.
-        size: goes before what the launcher says.
+        rank: overrides what the launcher says; by default 0 where there is a `size`.
+        size: overrides what the launcher says.
 
     Raises:
         BackendError: the rank does not fit the size.
@@ -48,7 +48,11 @@ def null_launch(
 
 
 def null_device(device: torch.device | str | None) -> torch.device:
-    """Where buffers are: on the CPU unless told otherwise; "cuda" is the current GPU."""
+    """Return the device of buffers: by default the CPU; "cuda" is the current GPU.
+
+    Raises:
+        BackendError: the device is of another type, or there is no GPU.
+    """
     chosen = torch.device(device or "cpu")
     if chosen.type not in ("cpu", "cuda"):
         raise BackendError(
@@ -69,7 +73,7 @@ def check_null_arguments(backend: str, arguments: Mapping[str, object]) -> None:
     """Refuse `rank`, `size` and `device` for a backend that finds them out by itself.
 
     Raises:
-        BackendError: one is given, and the backend is another one.
+        BackendError: one is given, and the backend is not "null".
     """
     given = [name for name, value in arguments.items() if value is not None]
     if given and backend != NULL:
@@ -81,5 +85,5 @@ def check_null_arguments(backend: str, arguments: Mapping[str, object]) -> None:
 
 
 def _launched(environment: Mapping[str, str], default_group: tuple[int, int] | None) -> Launch:
-    """What the launcher says; RANK and WORLD_SIZE are enough, since there is nobody to find."""
+    """Return what the launcher says; RANK and WORLD_SIZE are enough, as no rank is contacted."""
     return detect({"MASTER_ADDR": "", "MASTER_PORT": "", **environment}, default_group)

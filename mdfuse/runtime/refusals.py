@@ -1,4 +1,4 @@
-"""Runs that not all ranks made: who refused one, who had begun it, and whether ranks can go on."""
+"""Refused runs: which rank refused one, whether others had begun it, and if ranks can go on."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _BEGUN = "other ranks had begun it"
 
 
 class Refusals:
-    """What this rank tells the others of runs that it refused, and hears of those that broke off.
+    """The words that ranks leave in the store about runs that they refused, or that broke off.
 
-    Where all ranks refuse a run, nothing of it was posted, and they go on. Else the next post of a
-    rank could meet one of another run: then no rank runs anything any more.
+    Where all ranks refuse a run, nothing of it was posted, and they go on. Otherwise the next post
+    of a rank could meet one of another run, so that no rank runs anything any more.
 
     Args:
         store: shared by all ranks.
         rank: this rank.
         size: the number of ranks.
         timeout_s: how long to wait for what the others say, seconds.
-        waiting: goes around such a wait; its argument says what for.
+        waiting: makes a context for such a wait, from a text that says what it waits for.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Refusals:
         return found[0] if found else None
 
     def settle(self) -> None:
-        """Return where ranks may run programs again; wait until that is known.
+        """Wait until it is known whether ranks may run programs again; return where they may.
 
         Raises:
             BackendError: they may not.
@@ -108,7 +108,7 @@ class Refusals:
 
 
 def not_open(rank: int, what: str, is_fork: bool) -> BackendError:
-    """Why a communicator does nothing any more: it was closed, or this process is not its own."""
+    """Return the error of using a communicator that is closed, or belongs to the parent process."""
     if is_fork:
         return BackendError(
             f"rank {rank} cannot {what} here: this process is a fork of it",

@@ -1,4 +1,4 @@
-"""Where the ranks of a launch find each other: one key-value store that all of them reach."""
+"""Open the key-value store in which the ranks of a launch find each other."""
 
 from __future__ import annotations
 
@@ -31,15 +31,18 @@ _SIOCGIFADDR = 0x8915
 def open_store(
     launch: Launch, timeout_s: float, environment: Mapping[str, str], watch: Watch | None = None
 ) -> tuple[Store, bool]:
-    """Open the store of this launch; also tell whether this process hosts it for the others.
+    """Open the store of a launch.
 
     A world of one rank needs no network: its store is a dictionary.
 
     Args:
         launch: how the ranks were started.
-        timeout_s: deadline, for all that this rank waits for in here together.
+        timeout_s: deadline of all waits in here together, seconds.
         environment: the process's environment variables.
         watch: ends the process where a wait cannot be left, and knows who is missing.
+
+    Returns:
+        the store, and whether this process hosts it for the others.
 
     Raises:
         BackendError: the ranks cannot find each other.
@@ -63,10 +66,10 @@ def open_store(
 
 
 def another_connection(store: Store, timeout_s: float) -> Store:
-    """The same store, by a connection of its own.
+    """Return the same store with a connection of its own.
 
-    torch clones a store while it holds Python's lock, so that no thread could see that its host
-    does not answer; only a store that torch opened for a process group is cloned.
+    torch holds Python's lock while it clones a store, so that no thread could see that the store's
+    host does not answer. So only a store that torch opened for a process group is cloned.
     """
     if not isinstance(store, TCPStore):
         cloned: Store = store.clone()  # type: ignore[attr-defined]  # not in the stubs
@@ -77,13 +80,13 @@ def another_connection(store: Store, timeout_s: float) -> Store:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What it takes to meet the other ranks.
+    """The arguments of opening a store.
 
     Attributes:
         launch: how the ranks were started.
         environment: the process's environment variables.
         deadline: of all waits together.
-        watch: goes around each.
+        watch: watches over each wait.
     """
 
     launch: Launch
@@ -97,10 +100,10 @@ def _from_default_group(meeting: Meeting) -> tuple[Store, bool]:
 
 
 def _from_torchrun(meeting: Meeting) -> tuple[Store, bool]:
-    """Torchrun's agent keeps the store; started by hand, rank 0 does.
+    """Open the store of torchrun's agent; for ranks started by hand, rank 0 keeps one.
 
-    At the same address as torch's own rendezvous, so that the same process may call
-    `init_process_group` before or after.
+    The address is that of torch's own rendezvous, so that a process may call `init_process_group`
+    before or after.
     """
     launch, environment = meeting.launch, meeting.environment
     host, port = _address(launch, environment)
@@ -113,7 +116,7 @@ def _from_torchrun(meeting: Meeting) -> tuple[Store, bool]:
 
 
 def _at_address(meeting: Meeting, host: str, port: int) -> tuple[Store, bool]:
-    """The store that rank 0 keeps at an address that all know."""
+    """Open the store that rank 0 keeps at an address that all ranks know."""
     launch = meeting.launch
     where = host, port, launch.rank, launch.size
     is_host = launch.rank == 0
@@ -125,17 +128,17 @@ def _at_address(meeting: Meeting, host: str, port: int) -> tuple[Store, bool]:
     return store, is_host
 
 
-#: Where ranks come to that are going to open the store.
+#: The name of the place to which ranks come that open the store: see `Neighbours`.
 _STORE = "the store"
 
 #: Stores that rank 0 hosts at an address that all know, by address and rank. They last as long as
 #: the process: a rank that joins again at once must not meet a store that is just being closed, and
-#: one that waits in MPI_Finalize may be asked.
+#: other ranks may ask the store of a rank that waits in MPI_Finalize.
 _HOSTED: dict[tuple[object, ...], Store] = {}
 
 
 def _kept(where: tuple[object, ...]) -> Store | None:
-    """The store of an earlier meeting, where it still answers; else None."""
+    """Return the store of an earlier meeting, if it still answers; else None."""
     store = _HOSTED.get(where)
     with suppress(RuntimeError):
         if store is not None:
@@ -145,7 +148,10 @@ def _kept(where: tuple[object, ...]) -> Store | None:
 
 
 def _from_mpi(meeting: Meeting) -> tuple[Store, bool]:
-    """Rank 0 binds a free port and MPI tells the others which; without MPI, MASTER_ADDR does."""
+    """Open a store on a free port of rank 0, which MPI tells the others.
+
+    Where MPI cannot be used, MASTER_ADDR and MASTER_PORT tell the address.
+    """
     with meeting.watch.waiting("MPI_Init of all ranks", "MPI_Init"):
         world, why_not = _mpi_world(meeting.launch)
     if world is None:
@@ -165,7 +171,11 @@ def _from_mpi(meeting: Meeting) -> tuple[Store, bool]:
 
 
 def _offer(meeting: Meeting, is_one_host: bool) -> tuple[Any, Store | None]:
-    """On rank 0: the address of its store, or why there is none; and the store."""
+    """Make rank 0's store, or find an earlier one.
+
+    Returns:
+        its address, or the error to tell the others; and the store, or None.
+    """
     try:
         for address in _HOSTED:
             if store := _kept(address):
@@ -186,7 +196,7 @@ _STORES: dict[str, Callable[[Meeting], tuple[Store, bool]]] = {
 
 
 def _meet_in_mpi(world: Any, deadline: Deadline) -> None:
-    """Return once all ranks have come; MPI's calls that block would wait for them for ever."""
+    """Wait in MPI until all ranks have come, with a deadline: MPI's blocking calls have none."""
     try:
         poll(world.Ibarrier().Test, Waiting(timeout_s=deadline.left()))
     except RuntimeError as error:
@@ -194,7 +204,7 @@ def _meet_in_mpi(world: Any, deadline: Deadline) -> None:
 
 
 def _mpi_world(launch: Launch) -> tuple[Any, str]:
-    """MPI's world where mpi4py sees this launch, else None and why not."""
+    """Return MPI's world where it is that of the launch, else None and why not."""
     try:
         world = mpi_library.library().COMM_WORLD
     except BackendError as error:
@@ -231,14 +241,14 @@ def _client(meeting: Meeting, host: str, port: int) -> TCPStore:
 
 
 def _host_store(meeting: Meeting, host: str, port: int) -> TCPStore:
-    """A store on this host; it listens on `host`'s address alone, where that is one of this host's.
+    """Open a store on this host, which listens on the address of `host` alone if it can.
 
-    torch's own rendezvous in this process finds it at the same port.
+    torch's own rendezvous in this process finds the store at the same port.
 
     Args:
         meeting: of all ranks.
-        host: by which other ranks reach this one.
-        port: 0: a free one.
+        host: the name or address by which other ranks reach this host.
+        port: 0: any free one.
     """
     size = meeting.launch.size
     options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}
@@ -250,10 +260,11 @@ def _host_store(meeting: Meeting, host: str, port: int) -> TCPStore:
 
 
 def _listener(launch: Launch, host: str, port: int) -> socket.socket | None:
-    """A socket that listens on an address of this host; None where others reach it by another one.
+    """Return a socket that listens on the address of `host`; None where torch is to choose.
 
-    That is so where this host calls itself by a loopback address, as Debian does in /etc/hosts, or
-    is reached through a translated address. Nor is there one where torch keeps a store already.
+    torch chooses where `host` is a loopback address here only, as in Debian's /etc/hosts, where it
+    is a translated address and so none of this host's, and where the port is in use, perhaps by a
+    store that torch keeps already.
     """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     is_loopback = ipaddress.ip_address(address[0]).is_loopback
@@ -269,14 +280,18 @@ def _listener(launch: Launch, host: str, port: int) -> socket.socket | None:
 
 
 def _means_loopback(host: str) -> bool:
-    """Whether a host is the loopback on every host."""
+    """Return whether a host's name or address means the loopback on every host."""
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
 
 
 def _own_address(environment: Mapping[str, str]) -> str:
-    """An address of this host that other hosts reach: what the user says, else a good guess."""
+    """Return an address by which other hosts reach this one: the user's choice, else a guess.
+
+    Raises:
+        BackendError: no address is found.
+    """
     if environment.get("MASTER_ADDR"):
         return environment["MASTER_ADDR"]
     interface = environment.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
@@ -309,7 +324,10 @@ def _address_of_name() -> str | None:
 
 
 def _address_of_route() -> str | None:
-    """The source address of a packet to elsewhere (TEST-NET-1; connecting UDP sends nothing)."""
+    """Return the source address of a packet to another network, or None.
+
+    The destination is in TEST-NET-1 (RFC 5737); connecting a UDP socket sends nothing.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))

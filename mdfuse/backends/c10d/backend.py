@@ -20,7 +20,7 @@ from mdfuse.layouts.call import Call
 
 
 class C10dBackend:
-    """One of torch.distributed's libraries, on groups of this rank's own teams.
+    """A backend that posts through one of torch.distributed's libraries, with one group per team.
 
     Args:
         name: "gloo", "nccl" or "ucc".
@@ -28,8 +28,8 @@ class C10dBackend:
         device: where this rank's buffers are.
         store: shared by all ranks; nobody else uses its keys.
         timeout_s: seconds after which a communication that does not finish is an error.
-        network: arguments of gloo's network devices; empty: its own choice.
-        lanes: opens a fast lane beside each team's group; None: there is none.
+        network: arguments of gloo's network devices; empty: gloo chooses.
+        lanes: opens a fast lane beside each team's group; None: there are no fast lanes.
 
     Raises:
         BackendError: this process cannot use the library.
@@ -64,10 +64,10 @@ class C10dBackend:
         self._sockets: list[Sockets] = []
 
     def prepare(self, teams: Iterable[tuple[int, ...]]) -> None:
-        """Make the teams this rank is in; every rank passes its own, all in one global order.
+        """Make the teams that this rank is in; ranks pass their teams in one global order.
 
-        A team that exists, has one member, or lacks this rank needs nothing. Blocks until every
-        member has come.
+        Teams that exist, have one member, or lack this rank are skipped. Blocks until every member
+        has come.
 
         Raises:
             BackendError: a member did not come in time.
@@ -75,7 +75,7 @@ class C10dBackend:
         for team in teams:
             if len(team) > 1 and self._rank in team and team not in self._teams:
                 self._teams[team] = self._make(team)
-                if self._opener is not None:  # after the group: all members are there
+                if self._opener is not None:  # once the group shows that all members are there
                     self._lanes[team] = self._opener.open(team, self._store_of(team, "lane"))
 
     def bind(self, call: Call) -> Poster:
@@ -90,19 +90,19 @@ class C10dBackend:
         return BoundCall(call, team or alone, self.lane(call.team))
 
     def lane(self, team: tuple[int, ...]) -> NcclLane | None:
-        """The fast lane beside a team's group, where there is one."""
+        """Return the fast lane beside a team's group, or None."""
         return self._lanes.get(team)
 
     def abort(self) -> bool:
-        """Break off what this rank waits for, from another thread; whether it could.
+        """Break off the waits of this rank, from another thread; return whether that was possible.
 
-        The waits raise BackendError, and so does everything that is posted afterwards.
+        The waits raise BackendError, and so do all later posts.
         """
-        ended = [shut_down(sockets) for sockets in self._sockets]  # all of them
+        ended = [shut_down(sockets) for sockets in self._sockets]  # any() alone would stop early
         return any(ended)
 
     def close(self) -> None:
-        """Give up all groups, and the lanes beside them first."""
+        """Close all lanes, then all groups."""
         for lane in self._lanes.values():
             lane.close()
         self._lanes.clear()
@@ -130,6 +130,6 @@ class C10dBackend:
         return Team(library=self._library, ranks=team, group=group)
 
     def _store_of(self, team: tuple[int, ...], purpose: str) -> Store:
-        """Keys of a team alone."""
+        """Return a store whose keys only this team uses, for this purpose."""
         name = hashlib.sha256(repr(team).encode()).hexdigest()[:32]
         return PrefixStore(f"{purpose}/{name}", self._store)

@@ -1,4 +1,4 @@
-"""A call bound to its team: posted as it comes, or prepared once for buffers of one form."""
+"""A call bound to its team, posted directly or prepared once for buffers of one form."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mdfuse.layouts.call import Call
 
 
 class BoundCall:
-    """A call bound to its team; keeps one posting function per dtype."""
+    """A call bound to its team, with one posting function per dtype."""
 
     __slots__ = ("_call", "_lane", "_posts", "_team")
 
@@ -46,7 +46,7 @@ class BoundCall:
     def prepare(
         self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: PostSite
     ) -> Posting | None:
-        """The same as calls of the group's own methods, for dense buffers like these."""
+        """Return the post as calls of the library's own functions, for dense buffers like these."""
         if self._lane is not None:
             posting = self._lane.prepare(self._call, srcs, dsts, place)
             if posting is not None:

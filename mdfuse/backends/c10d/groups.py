@@ -1,4 +1,4 @@
-"""The communication libraries inside torch.distributed: what each needs, lacks, and how it opens.
+"""The libraries inside torch.distributed: what each needs and lacks, and how its groups open.
 
 Groups are built directly from a library's own class. `torch.distributed.new_group` sorts the ranks
 of a team and must be called by ranks outside it too; a group built here has the team's own order
@@ -59,18 +59,18 @@ _TAG = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
-    """What distinguishes one library from another.
+    """The properties by which the libraries of torch.distributed differ.
 
     Attributes:
         name: the backend's name in `Options`.
         devices: device types whose tensors it carries, the preferred one first.
-        why_not: a reason why it cannot be used in this process and a remedy, or None.
-        opener: (device, timeout, network devices) -> how a group is opened.
+        why_not: returns a reason why this process cannot use it and a remedy, or None.
+        opener: (device, timeout, network devices) -> a function that opens groups.
         transfer: posts a batch of receives and sends in a group.
         lacks: reduce ops that it cannot do.
         needs_flat: its collectives split along dim 0 instead of by element.
-        on_current: a collective that is waited for at once runs on the stream that is current, with
-            nothing left to wait for.
+        on_current: a collective with `asyncOp=False` runs on the current stream, so that nothing is
+            left to wait for.
         is_interruptible: a wait in it ends with an error where its connections are shut down.
         reduce_clobbers: its rooted reduce also writes into the buffers of ranks other than root.
     """
@@ -88,7 +88,7 @@ class Library:
 
 
 def default_group() -> tuple[int, int] | None:
-    """This process's rank in torch's default process group, and its size; None without one."""
+    """Return (rank, size) of torch's default process group; None where there is no such group."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return None
@@ -120,7 +120,7 @@ def _why_not_ucc() -> tuple[str, str] | None:
 def _open_gloo(
     device: torch.device, timeout: timedelta, devices: Sequence[dict[str, str]]
 ) -> OpenGroup:
-    """All groups share their network devices: each device runs a thread of its own."""
+    """Open gloo's groups on shared network devices, since each device runs a thread."""
     gloo: Any = dist.ProcessGroupGloo
     shared = [gloo.create_device(**d) for d in devices] or [gloo.create_default_device()]
 
@@ -133,10 +133,11 @@ def _open_gloo(
 def _open_nccl(
     device: torch.device, timeout: timedelta, devices: Sequence[dict[str, str]]
 ) -> OpenGroup:
-    """Communicators are made at once: made by a first use, they could wait for each other.
+    """Open NCCL's groups and connect each at once: connected on first use, they could deadlock.
 
     NCCL would register the buffers of posts that are captured in CUDA graphs, which all ranks have
-    to do together; here each rank captures when it finds its arguments moved.
+    to do together. Here each rank captures when it finds its arguments moved, so that registering
+    is switched off.
     """
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     from torch.distributed.distributed_c10d import ProcessGroupNCCL
@@ -154,7 +155,7 @@ def _open_nccl(
 def _open_ucc(
     device: torch.device, timeout: timedelta, devices: Sequence[dict[str, str]]
 ) -> OpenGroup:
-    """UCC connects at the first collective, so each group does a tiny one at once."""
+    """Open UCC's groups, with a tiny collective on each: UCC connects at the first one."""
     from torch.distributed.distributed_c10d import ProcessGroupUCC
 
     ucc: Any = ProcessGroupUCC
@@ -170,7 +171,7 @@ def _open_ucc(
 def _open_null(
     device: torch.device, timeout: timedelta, devices: Sequence[dict[str, str]]
 ) -> OpenGroup:
-    """Groups of one process that stands for a member: nobody is contacted, nothing is sent."""
+    """Open groups in which this process is alone: no member is contacted and nothing is sent."""
 
     def open_group(store: Store, index: int, size: int) -> Group:
         return _NullGroup(index, size)
@@ -181,10 +182,10 @@ def _open_null(
 class _NullGroup:
     """torch's fake process group, whose collectives stay in this process, behind NCCL's interface.
 
-    Some fill a result with copies of this rank's own buffers, about 1 us per member. Like NCCL it
-    counts elements: torch's own splits along dim 0, and where that does not divide, torch 2.13
-    ends the process. An all-to-all does nothing: torch 2.13 fills one block after the other, 50 us
-    for 8 members, and refuses where this rank sends nothing.
+    Some collectives fill the result with copies of this rank's own buffers, about 1 us per member.
+    This group counts elements, as NCCL does: torch's fake group splits along dim 0, and torch 2.13
+    ends the process where that does not divide. An all-to-all does nothing here: torch 2.13 fills
+    one block after the other, 50 us for 8 members, and refuses where this rank sends nothing.
     """
 
     def __init__(self, index: int, size: int) -> None:
@@ -206,7 +207,7 @@ class _NullGroup:
         return work
 
     def shutdown(self) -> None:
-        """There is nothing to give up."""
+        """Do nothing: the group holds no connections."""
 
 
 def _transfer_each(
@@ -220,7 +221,7 @@ def _transfer_each(
 def _transfer_grouped(
     group: Group, recvs: Iterable[Transfer], sends: Iterable[Transfer]
 ) -> list[Work]:
-    """All in one group call: NCCL would run them one after the other and could deadlock."""
+    """Post all transfers in one group call: one after the other, NCCL could deadlock."""
     begin_group(group)
     for peer, buffer in recvs:
         group.recv([buffer], peer, _TAG)
@@ -258,7 +259,7 @@ LIBRARIES: dict[str, Library] = {
             opener=_open_ucc,
             transfer=_transfer_each,
         ),
-        # what NCCL is given, so that the host does the same work
+        # its row is like NCCL's, so that the host does the same work
         Library(
             name="null",
             devices=("cpu", "cuda"),

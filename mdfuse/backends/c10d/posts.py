@@ -1,8 +1,8 @@
-"""What each kind of communication posts to a library of torch.distributed.
+"""The calls by which each kind of communication is posted to a library of torch.distributed.
 
-The builder of a kind yields the one call of the group's own that it is, for one dtype. A post makes
-that call on its buffers; a plan gets it with places for them, to make it by itself. What a library
-cannot carry travels as bytes; what it cannot do in one call goes as transfers.
+The builder of a kind returns, for one dtype, the one call of the process group that does it. A post
+makes that call on its buffers; a plan gets the call with placeholders for buffers. Dtypes that a
+library does not carry travel as bytes; what takes more than one call is posted as transfers.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _REDUCE_OPS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Team:
-    """A group and whose it is; a team of one has no group."""
+    """The ranks of a team and their group, which is None for a team of one."""
 
     library: Library
     ranks: tuple[int, ...]
@@ -64,13 +64,13 @@ class Team:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bound:
-    """What a post is known by before its buffers are.
+    """What is known of a post before its buffers.
 
     Attributes:
-        team: who posts it.
+        team: the team that posts it.
         call: this rank's part.
         dtype: of its buffers.
-        at_once: the wait follows, on the same stream.
+        at_once: the wait follows the post at once, on the same stream.
     """
 
     team: Team
@@ -79,7 +79,12 @@ class _Bound:
     at_once: bool = False
 
     def options(self, made: Any, **settings: Any) -> Any:
-        """The options of a call of the library, which does not wait for itself."""
+        """Fill in the options of a call of the library.
+
+        Args:
+            made: the options, new.
+            settings: further fields, by name.
+        """
         made.asyncOp = not self.at_once
         if self.call.kind in REDUCING:
             op = self.call.reduce_op or ""
@@ -90,14 +95,14 @@ class _Bound:
 
 
 def build_post(team: Team, call: Call, dtype: torch.dtype) -> Post:
-    """The posting function of a call on one dtype."""
+    """Return a function that posts a call on buffers of one dtype."""
     one_call = _one_call(_Bound(team=team, call=call, dtype=dtype))
     if one_call is None:
         return _gathered(team, call, dtype) if call.kind in _BRINGS else _transferred(team, call)
     flat = in_a_row if dtype in NATIVE else _bytes
     view = flat if _is_flat(call, team) or dtype not in NATIVE else _as_is
     fills = _is_in_place(call)
-    may_be_empty = KINDS[call.kind].blocks is None  # others may have elements then
+    may_be_empty = KINDS[call.kind].blocks is None  # other members may have elements nevertheless
 
     def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
         src, dst = view(srcs[0]) if srcs else None, view(dsts[0]) if dsts else None
@@ -115,7 +120,11 @@ def build_post(team: Team, call: Call, dtype: torch.dtype) -> Post:
 def prepared(
     team: Team, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: PostSite
 ) -> Posting | None:
-    """A post of contiguous buffers like these; None where it is more than one call."""
+    """Return a post of dense buffers like these as a prepared call of the library.
+
+    Returns:
+        None where a buffer is empty, or the post takes more than one call of the library.
+    """
     buffers = (*srcs, *dsts)
     if not buffers or not all(x.numel() for x in buffers):
         return None
@@ -133,7 +142,7 @@ def prepared(
 
 
 def _is_reducible(library: Library, call: Call, dtype: torch.dtype) -> bool:
-    """Whether the library itself reduces this; bool does as uint8."""
+    """Return whether the library itself reduces this dtype with this op; bool as uint8."""
     if dtype is torch.bool:
         return BOOL_OPS[call.reduce_op or ""] not in library.lacks
     return dtype in NATIVE and call.reduce_op not in library.lacks
@@ -143,7 +152,7 @@ def _is_reducible(library: Library, call: Call, dtype: torch.dtype) -> bool:
 
 
 def _is_flat(call: Call, team: Team) -> bool:
-    """Whether the library is given elements in a row; a view takes 0.7 us."""
+    """Return whether buffers are passed with one dim; else the view, 0.7 us, is saved."""
     return team.library.needs_flat or KINDS[call.kind].blocks is None
 
 
@@ -162,12 +171,12 @@ def _fill(dst: Tensor, src: Tensor) -> None:
 
 # -- one call each ---------------------------------------------------------------------------------
 
-#: From a source and a destination, or their places: what is called, and with what.
+#: (source, destination), as tensors or placeholders -> the function to call, and its arguments.
 _OneCall = Callable[[Any, Any], tuple[Callable[..., Any], tuple[Any, ...]]]
 
 
 def _one_call(bound: _Bound) -> _OneCall | None:
-    """The call of the library that does it all; None where there is none."""
+    """Return the one call of the library that does the communication; None if there is none."""
     call = bound.call
     if call.kind in REDUCING:
         check_reduction(call.reduce_op, bound.dtype)
@@ -177,7 +186,7 @@ def _one_call(bound: _Bound) -> _OneCall | None:
 
 
 def _is_in_place(call: Call) -> bool:
-    """Whether the library reduces what is in the destination already."""
+    """Return whether the operand must be copied to the destination first, to be reduced there."""
     return call.kind in ("Allreduce", "Reduce")
 
 
@@ -227,12 +236,12 @@ def _alltoall(bound: _Bound) -> _OneCall:
 
 
 def _splits(counts: Sequence[int]) -> Sequence[int]:
-    """As the library is told: nothing of blocks that are equal, which it then need not look at."""
+    """Return the counts for the library; () for equal blocks, which it then need not read."""
     return counts if len(set(counts)) > 1 or 0 in counts else ()
 
 
 def _no_call(bound: _Bound) -> None:
-    """It goes as transfers."""
+    """Return None: the kind is posted as transfers."""
 
 
 _Builder = Callable[[_Bound], _OneCall | None]
@@ -254,14 +263,17 @@ _CALLS: dict[str, _Builder] = by_kind(
 
 
 def _transferred(team: Team, call: Call) -> Post:
-    """Point-to-point, as libraries do it too, so that a root need not be one of the parts."""
+    """Post as transfers between pairs, as libraries do it themselves for these kinds.
+
+    So a root need not be one of the parts.
+    """
     begin, group = team.library.transfer, team.group
 
     def transfer(recvs: list[Transfer], sends: list[Transfer]) -> Sequence[Any]:
         return begin(group, recvs and carried(recvs), sends and carried(sends))
 
     def carried(transfers: list[Transfer]) -> list[Transfer]:
-        """The dtypes of one group may differ, and nobody looks at shapes."""
+        """Give other dtypes the form of bytes; transfers of one group may differ in dtype."""
         return [(peer, x if x.dtype in NATIVE else _bytes(x)) for peer, x in transfers]
 
     return transferred(call, transfer)
@@ -269,7 +281,7 @@ def _transferred(team: Team, call: Call) -> Post:
 
 # -- reductions that the library lacks: gather the operands, reduce here ---------------------------
 
-#: What brings the operands of a reduction, or this rank's block of each.
+#: The kind that brings the operands of a reduction, or this rank's block of each.
 _BRINGS = {"Allreduce": "Allgather", "ReduceScatter": "AllToAll", "Reduce": "Gather"}
 
 

@@ -1,4 +1,4 @@
-"""The connections that a process group opened: closing them is what ends a wait in gloo.
+"""Find the connections that a process group opened, and shut them down to end a wait in gloo.
 
 gloo waits in C++ until its timeout, and `abort()` of its process group (torch 2.13) ends no wait. A
 connection that is shut down does, within milliseconds, as one does whose other end dies.
@@ -21,7 +21,7 @@ Sockets = dict[int, str]
 
 
 def opened(make: Callable[[], Made]) -> tuple[Made, Sockets]:
-    """What a function makes, and the connections that this process opened meanwhile."""
+    """Return what a function makes, and the connections that this process opened meanwhile."""
     before = _open_sockets()
     made = make()
     after = _open_sockets()
@@ -30,10 +30,10 @@ def opened(make: Callable[[], Made]) -> tuple[Made, Sockets]:
 
 
 def shut_down(sockets: Sockets) -> bool:
-    """End these connections, as far as they are still there; whether any was."""
+    """End those of these connections that are still open; return whether there was one."""
     found = False
     for fd, name in sockets.items():
-        if _name_of(fd) != name:  # closed, and perhaps something else by now
+        if _name_of(fd) != name:  # closed; the number may belong to another file by now
             continue
         try:
             with socket.socket(fileno=os.dup(fd)) as connection:
@@ -52,7 +52,7 @@ def _open_sockets() -> Sockets:
 
 
 def _name_of(fd: int) -> str:
-    """What a descriptor refers to, by a name that nothing else has; "" where it is closed."""
+    """Return a unique name of what a descriptor refers to; "" where it is closed."""
     try:
         return os.readlink(f"{_OPEN}/{fd}")
     except OSError:

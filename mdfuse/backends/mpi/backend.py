@@ -1,4 +1,4 @@
-"""Communications through MPI, by mpi4py."""
+"""Communications through MPI, with mpi4py."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _log = logging.getLogger("mdfuse.comm")
 
 
 class MpiBackend:
-    """MPI, on communicators of this rank's own teams.
+    """A backend that posts through MPI, with communicators for each team of this rank.
 
     Args:
         rank: this rank, in MPI's world too.
@@ -37,7 +37,7 @@ class MpiBackend:
         timeout_s: seconds after which a communication that does not finish is an error.
 
     Raises:
-        BackendError: mpi4py is not there, or not its MPI.
+        BackendError: mpi4py, or the MPI that it was built for, cannot be loaded.
     """
 
     name = "mpi"
@@ -66,15 +66,15 @@ class MpiBackend:
                 _log.warning("backend mpi: %s through pinned host memory: %s", what, why)
 
     def abort(self) -> bool:
-        """End what this rank waits for with an error; see `Interruptible`."""
+        """End the waits of this rank with an error; see `Interruptible`."""
         self._waiting.aborted += 1
         return True
 
     def prepare(self, teams: Iterable[tuple[int, ...]]) -> None:
-        """Make the teams this rank is in; every rank passes its own, all in one global order.
+        """Make the teams that this rank is in; ranks pass their teams in one global order.
 
-        A team that exists, has one member, or lacks this rank needs nothing. Blocks until every
-        member has come.
+        Teams that exist, have one member, or lack this rank are skipped. Blocks until every member
+        has come.
 
         Raises:
             BackendError: a member did not come in time.
@@ -95,7 +95,7 @@ class MpiBackend:
         return MpiBoundCall(call, team or alone, self)
 
     def build(self, team: Team, call: Call, dtype: torch.dtype) -> Post:
-        """The posting function of a call on one dtype, from where this rank's buffers are."""
+        """Return a function that posts a call on buffers of one dtype on this rank's device."""
         post = build_post(team, call, dtype)
         if self._device.type != "cuda":
             return post
@@ -104,7 +104,11 @@ class MpiBackend:
         return Staged(post, call, self._device)
 
     def check_usable(self, team: Team, call: Call) -> None:
-        """Refuse a post that could meet another one's counterpart, or on a thread without MPI."""
+        """Refuse a post on a team that failed before, or from a thread that MPI does not serve.
+
+        Raises:
+            BackendError: it is refused.
+        """
         if team.state.is_broken:
             raise BackendError(
                 f"rank {call.rank} cannot post {call.kind} on team {call.team} any more",
@@ -122,9 +126,9 @@ class MpiBackend:
             )
 
     def close(self) -> None:
-        """Give up all communicators, without waiting for other ranks; MPI itself goes on.
+        """Free all communicators, without waiting for other ranks; MPI itself goes on.
 
-        Those of a team with a post that failed are left to MPI, which may still use them.
+        Communicators of a team with a failed post are not freed: MPI may still use them.
         """
         for team in self._teams.values():
             if not team.state.is_broken and not self._mpi.Is_finalized():
@@ -136,9 +140,10 @@ class MpiBackend:
         return Team(mpi=self._mpi, ranks=ranks, comms=comms, waiting=self._waiting)
 
     def _make(self, team: tuple[int, ...]) -> Team:
-        """MPI would wait for a member for ever, so they meet in the store first.
+        """Make a team's communicators, one per kind.
 
-        A communicator takes 0.1 ms (4 ranks on 2 cores) and 9 KiB.
+        The members meet in the store first, where waits have a deadline: MPI has none. A
+        communicator takes 0.1 ms (4 ranks on 2 cores) and 9 KiB.
         """
         self._meet(team)
         world = self._mpi.COMM_WORLD.Get_group()
@@ -166,7 +171,7 @@ class MpiBackend:
 
 
 class MpiBoundCall:
-    """A call bound to its team; keeps one posting function per dtype."""
+    """A call bound to its team, with one posting function per dtype."""
 
     __slots__ = ("_backend", "_call", "_posts", "_team")
 
@@ -194,5 +199,5 @@ class MpiBoundCall:
     def prepare(
         self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: PostSite
     ) -> Posting | None:
-        """A post looks at its buffers' addresses in each run."""
+        """Return None: a post reads the addresses of its buffers in each run."""
         return None

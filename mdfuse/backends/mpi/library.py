@@ -1,4 +1,4 @@
-"""The MPI of this process: whether it can be used here, and what it can do."""
+"""Start, query and end the MPI of this process, or say why it cannot be used."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _QUERIES: tuple[tuple[str, Callable[[Any], bool]], ...] = (
     ("MPIX_GPU_query_support", lambda query: _answer_by_reference(query)),
 )
 
-#: Libraries that can take device memory only where a variable says so: what their version text
-#: contains -> (variable, what it must be).
+#: Libraries that take device memory only where a variable says so: a part of their version text
+#: -> (variable, the value it needs).
 _SWITCHES = {
     "MVAPICH": ("MV2_USE_CUDA", "1"),
     "CRAY MPICH": ("MPICH_GPU_SUPPORT_ENABLED", "1"),
@@ -48,10 +48,10 @@ _CUDA = 0
 
 
 def library() -> Any:
-    """mpi4py's module; the first call starts MPI, which waits for all ranks.
+    """Return mpi4py's module; the first call starts MPI, which waits for all ranks.
 
     Raises:
-        BackendError: mpi4py is not there, or not its MPI.
+        BackendError: mpi4py, or the MPI that it was built for, cannot be loaded.
     """
     try:
         mpi = _started()
@@ -64,10 +64,10 @@ def library() -> Any:
 
 
 def _started() -> Any:
-    """Import mpi4py's module, and start MPI, unless the program did.
+    """Import mpi4py's module and start MPI, unless the program has done so.
 
-    mpi4py would start MPI as it is imported, and end it when Python is gone. Both wait for all
-    ranks, and no other thread could meanwhile see that they wait for too long.
+    By itself mpi4py starts MPI as it is imported, and ends it after Python's end. Both wait for all
+    ranks, and no other thread could run meanwhile to see that the wait takes too long.
     """
     found = sys.modules.get("mpi4py.MPI")
     if found is not None:
@@ -92,12 +92,12 @@ def _started() -> Any:
 
 
 def _linked(mpi: Any) -> Any:
-    """The MPI behind mpi4py: its functions, called without Python's lock."""
+    """Return the MPI behind mpi4py, whose functions are called without Python's lock."""
     return ctypes.CDLL(mpi.__file__)
 
 
 def _note_aborts(mpi: Any) -> None:
-    """mpi4py ends the job as Python ends where it was told to; note that it was."""
+    """Note each request to mpi4py to abort the job when Python ends."""
     set_status = mpi._set_abort_status
 
     def noted(status: int) -> None:
@@ -112,8 +112,8 @@ class _EndState:
     """How MPI is to end.
 
     Attributes:
-        aborts: with the job, whatever other ranks do.
-        around: goes around MPI_Finalize.
+        aborts: mpi4py aborts the whole job, so that MPI_Finalize is not called.
+        around: makes a context in which MPI_Finalize is called.
     """
 
     aborts: bool = False
@@ -124,12 +124,12 @@ _end_state = _EndState()
 
 
 def end_within(around: Callable[[], AbstractContextManager[object]]) -> None:
-    """What goes around MPI_Finalize, which waits for all ranks."""
+    """Call MPI_Finalize, which waits for all ranks, inside a context that `around` makes."""
     _end_state.around = around
 
 
 def keeps_ranks_together(launch: Launch) -> bool:
-    """Whether no rank of a launch ends before all have come to MPI_Finalize."""
+    """Return whether no rank of a launch can end before all have come to MPI_Finalize."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
         return False
@@ -138,14 +138,14 @@ def keeps_ranks_together(launch: Launch) -> bool:
 
 
 def leave_to_parent() -> None:
-    """This process is a fork: MPI is the parent's to end."""
+    """Do not end MPI in this process: it is a fork, and MPI belongs to its parent."""
     atexit.unregister(_end)
 
 
 def _end(mpi: Any) -> None:
-    """End MPI; where this process ends by an error, with the whole job, as under `-m mpi4py`.
+    """End MPI; abort the whole job where this process ends by an error, as `-m mpi4py` does.
 
-    MPI_Finalize would wait for ranks that may be waiting for this one.
+    After an error MPI_Finalize would wait for ranks that may be waiting for this one.
     """
     if not mpi.Is_initialized() or mpi.Is_finalized():
         return
@@ -157,9 +157,9 @@ def _end(mpi: Any) -> None:
 
 
 def why_not() -> tuple[str, str] | None:
-    """A reason why this process cannot use MPI and a remedy, or None.
+    """Return a reason why this process cannot use MPI and a remedy, or None.
 
-    To ask does not start MPI in a single process, where only mpi4py must be there.
+    A single process only needs mpi4py to be installed; MPI is not started there.
     """
     if find_spec("mpi4py") is None:
         return "mpi4py is not installed", _INSTALL
@@ -171,7 +171,7 @@ def why_not() -> tuple[str, str] | None:
 
 
 def why_not_in(launch: Launch) -> tuple[str, str] | None:
-    """Why MPI's world is not that of a launch, and a remedy; None where it is."""
+    """Return why MPI's world is not that of a launch, and a remedy; None where it is."""
     try:
         world = library().COMM_WORLD
     except BackendError as error:
@@ -188,9 +188,9 @@ def why_not_in(launch: Launch) -> tuple[str, str] | None:
 
 
 def why_staged(mpi: Any, environment: Mapping[str, str]) -> str | None:
-    """Why MPI must not be given pointers to device memory; None where it takes them.
+    """Return why MPI must not be given pointers to device memory; None where it takes them.
 
-    An MPI that does not would end the process, so that one that does not answer is taken for one.
+    An MPI that does not take them would end the process, so that no answer counts as a refusal.
     """
     version = mpi.Get_library_version().split("\n", 1)[0].split(",", 1)[0].strip()
     for part, (variable, needed) in _SWITCHES.items():
@@ -205,7 +205,7 @@ def why_staged(mpi: Any, environment: Mapping[str, str]) -> str | None:
 
 
 def _queries(mpi: Any) -> list[tuple[Any, Callable[[Any], bool]]]:
-    """The query functions that the MPI behind mpi4py has."""
+    """Return the query functions that the MPI behind mpi4py has, and how to ask each."""
     linked = _linked(mpi)
     return [(getattr(linked, name), ask) for name, ask in _QUERIES if hasattr(linked, name)]
 

@@ -1,6 +1,6 @@
-"""What each kind of communication posts to MPI.
+"""The calls by which each kind of communication is posted to MPI.
 
-The builder of a kind yields, for one dtype, a function that only posts. Buffers are dense, so that
+The builder of a kind returns, for one dtype, a function that only posts. Buffers are dense, so that
 an address and a number of bytes are all that MPI needs to know of them, wherever they are.
 """
 
@@ -32,18 +32,18 @@ MOST_ELEMENTS = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Team:
-    """Communicators of MPI and whose they are.
+    """The ranks of a team and their MPI communicators, one for each kind.
 
-    Two members that post different kinds at one place would otherwise meet in one communicator,
-    where MPI takes a shorter message for a longer one without a word, and Open MPI, where it takes
-    a longer one for a shorter one, writes to memory that it gave back.
+    In one communicator, posts of different kinds by mistake would match: MPI delivers a shorter
+    message in place of a longer one without an error, and Open MPI, given a longer one in place of
+    a shorter one, writes to memory that it has freed.
 
     Attributes:
         mpi: mpi4py's module.
         ranks: the members; a member's rank in the communicators is its index here.
         comms: one communicator for each kind.
         waiting: how long waits last.
-        state: whether it may go on.
+        state: whether a post of the team has failed.
     """
 
     mpi: Any
@@ -53,26 +53,26 @@ class Team:
     state: State = field(default_factory=State)
 
     def posted(self, call: Call, requests: Sequence[Any], kept: object) -> Posted:
-        """The work of requests that use the buffers `kept`."""
+        """Return the work of a call's requests, which use the buffers `kept`."""
         return Posted(call, (self.work(requests, kept),), None)
 
     def work(self, requests: Sequence[Any], kept: object) -> Requests:
-        """Requests that use the buffers `kept`."""
+        """Return requests that use the buffers `kept` as one object to wait for."""
         return Requests(requests, kept, self.waiting, self.state)
 
     def comm(self, call: Call) -> Any:
-        """The communicator of the calls of a kind."""
+        """Return the communicator for the kind of a call."""
         return self.comms[call.kind]
 
     def memory(self, tensor: Tensor) -> Any:
-        """A dense tensor's memory, as MPI is given it."""
+        """Return a dense tensor's memory as a buffer of mpi4py."""
         return self.mpi.buffer.fromaddress(
             tensor.data_ptr(), tensor.numel() * tensor.element_size()
         )
 
 
 def build_post(team: Team, call: Call, dtype: torch.dtype) -> Post:
-    """The posting function of a call on one dtype.
+    """Return a function that posts a call on buffers of one dtype.
 
     Raises:
         CommunicationError: a reduce op that the dtype does not have, or a root outside the team.
@@ -87,7 +87,7 @@ def build_post(team: Team, call: Call, dtype: torch.dtype) -> Post:
 
 
 def check_sizes(call: Call, buffers: Sequence[Tensor]) -> None:
-    """Say what MPI's own error does not: its counts are ints of C.
+    """Refuse buffers with more elements than an int of C counts, which MPI's error does not tell.
 
     Raises:
         CommunicationError: a buffer has more elements.
@@ -174,7 +174,7 @@ def _reduce(team: Team, call: Call, dtype: torch.dtype) -> Post:
 
 
 def _alltoall(team: Team, call: Call, dtype: torch.dtype) -> Post:
-    """Posted even where this rank has no elements at all: others may have some."""
+    """Post even where this rank has no elements at all: others may have some."""
     kind, start, memory = carrying_type(team.mpi, dtype), team.comm(call).Ialltoallv, team.memory
     sends = call.send_counts, _starts(call.send_counts)
     recvs = call.recv_counts, _starts(call.recv_counts)
@@ -188,7 +188,7 @@ def _alltoall(team: Team, call: Call, dtype: torch.dtype) -> Post:
 
 
 def _gather(team: Team, call: Call, dtype: torch.dtype) -> Post:
-    """Every member posts, one that gives nothing too; block i goes where `parts` has it."""
+    """Post on every member, also on those that give nothing; blocks arrive in order of `parts`."""
     kind, start, memory = carrying_type(team.mpi, dtype), team.comm(call).Igatherv, team.memory
     root, is_root = root_index(call), call.rank == call.root
     places = [call.parts.index(r) if r in call.parts else None for r in call.team]
@@ -205,7 +205,10 @@ def _gather(team: Team, call: Call, dtype: torch.dtype) -> Post:
 
 
 def _scatter(team: Team, call: Call, dtype: torch.dtype) -> Post:
-    """Every member posts, one that gets nothing too. MPI reads no block twice: those are copied."""
+    """Post on every member, also on those that get nothing.
+
+    MPI reads no block twice, so that the root copies blocks that go to several members.
+    """
     kind, start, memory = carrying_type(team.mpi, dtype), team.comm(call).Iscatterv, team.memory
     root, is_root = root_index(call), call.rank == call.root
     count = source_blocks(call)
@@ -228,7 +231,7 @@ def _scatter(team: Team, call: Call, dtype: torch.dtype) -> Post:
 
 
 def _transferred(team: Team, call: Call, dtype: torch.dtype) -> Post:
-    """Each piece has its own dtype."""
+    """Post transfers between pairs, each in its own dtype."""
     send, receive = team.comm(call).Isend, team.comm(call).Irecv
 
     def message(tensor: Tensor) -> list[Any]:
@@ -243,12 +246,17 @@ def _transferred(team: Team, call: Call, dtype: torch.dtype) -> Post:
 
 
 def _starts(counts: Sequence[int]) -> list[int]:
-    """Where each of some adjacent blocks begins."""
+    """Return the offset of each of some adjacent blocks, in elements."""
     return [sum(counts[:i]) for i in range(len(counts))]
 
 
 def _blocks(places: Sequence[int | None], size: int) -> tuple[list[int], list[int]]:
-    """Each member's number of elements at the root, and where they begin."""
+    """Return each member's number of elements at the root, and their offsets there.
+
+    Args:
+        places: each member's block at the root; None: it has none.
+        size: elements of a block.
+    """
     return [0 if p is None else size for p in places], [(p or 0) * size for p in places]
 
 
@@ -273,7 +281,7 @@ def _widened(post: Post, call: Call) -> Post:
 
 
 def _divided(post: Post, call: Call) -> Post:
-    """An average: what was summed, divided by the number of members."""
+    """Average: divide what `post` sums by the number of members."""
 
     def post_sum(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
         def divide() -> None:

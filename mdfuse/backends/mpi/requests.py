@@ -15,24 +15,24 @@ from typing import Any
 
 @dataclass(slots=True, kw_only=True)
 class Waiting:
-    """How long waits last.
+    """The deadline of waits, and a count by which another thread ends them.
 
     Attributes:
         timeout_s: deadline, seconds.
-        aborted: how often another thread ended the waits of its time.
+        aborted: how often another thread ended the waits that were under way.
     """
 
     timeout_s: float
     aborted: int = 0
 
 
-#: Requests that nobody saw end, and their buffers: MPI may still read and write them.
+#: Requests that were dropped before they ended, and their buffers, which MPI may still use.
 _KEPT: list[object] = []
 
 
 @dataclass(slots=True, kw_only=True)
 class State:
-    """What became of a team.
+    """Whether a team can still be used.
 
     Attributes:
         is_broken: a post failed, so that the members may be at different ones.
@@ -42,7 +42,7 @@ class State:
 
 
 def poll(is_done: Callable[[], bool], waiting: Waiting) -> None:
-    """Return once it is done.
+    """Return once `is_done()`, giving the processor away between looks.
 
     Raises:
         RuntimeError: the deadline has passed, or another thread ended the wait.
@@ -62,10 +62,10 @@ class Requests:
     """The requests of one post, and the buffers that MPI uses meanwhile.
 
     Args:
-        requests: one or more of mpi4py's.
-        kept: what must live until they are done.
-        waiting: how long a wait lasts.
-        state: its team's; a wait that fails breaks it.
+        requests: of mpi4py, one or more.
+        kept: objects that must live until the requests are done.
+        waiting: deadline of a wait.
+        state: of the team; a wait that fails sets it to broken.
     """
 
     __slots__ = ("_error", "_kept", "_requests", "_state", "_waiting")
@@ -99,7 +99,10 @@ class Requests:
         self._requests, self._kept = (), None
 
     def __del__(self) -> None:
-        """Dropped: by an error between post and wait, or after a wait that failed."""
+        """Keep the buffers of requests that may be under way still.
+
+        That is so after an error between post and wait, or after a wait that failed.
+        """
         if self._requests:
             _KEPT.append((self._requests, self._kept))
 

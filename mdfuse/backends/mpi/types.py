@@ -1,6 +1,6 @@
-"""How torch's dtypes and reduce ops are named in MPI.
+"""MPI's names for torch's dtypes and reduce ops.
 
-MPI is told every type: what it guesses of 16-bit and 8-bit floats is wrong, without an error.
+Every type is passed explicitly: MPI takes a wrong guess for narrow floats without an error.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _REDUCIBLE = {
     torch.bool: "UINT8_T",
 }
 
-#: What only travels does so in elements, not bytes: MPI counts up to 2^31.
+#: Types for data that is only carried, by bytes per element: MPI counts up to 2^31 elements.
 _CARRIED = {1: "BYTE", 2: "UINT16_T", 4: "UINT32_T", 8: "UINT64_T", 16: "C_DOUBLE_COMPLEX"}
 
-#: MPI has no average: what is summed is divided afterwards.
+#: MPI has no average: the sum is divided afterwards.
 _OPS = {
     "sum": "SUM",
     "prod": "PROD",
@@ -45,21 +45,21 @@ _OPS = {
 
 
 def is_reducible(dtype: torch.dtype) -> bool:
-    """Whether MPI reduces this dtype; the others, narrow floats, are reduced as float32."""
+    """Return whether MPI reduces this dtype; the others, narrow floats, are reduced as float32."""
     return dtype in _REDUCIBLE
 
 
 def reducing_type(mpi: Any, dtype: torch.dtype) -> Any:
-    """MPI's type of the elements of a reduction."""
+    """Return MPI's type for the elements of a reduction."""
     return getattr(mpi, _REDUCIBLE[dtype])
 
 
 def carrying_type(mpi: Any, dtype: torch.dtype) -> Any:
-    """A type of MPI with as many bytes."""
+    """Return a type of MPI with as many bytes as the dtype, for data that is only carried."""
     return getattr(mpi, _CARRIED[dtype.itemsize])
 
 
 def reduce_op(mpi: Any, op: str | None, dtype: torch.dtype) -> Any:
-    """MPI's op for a reduce op."""
+    """Return MPI's op for a reduce op; the sum for "avg"."""
     name = op or ""
     return getattr(mpi, _OPS[BOOL_OPS[name] if dtype is torch.bool else name])

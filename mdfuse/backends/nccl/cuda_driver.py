@@ -1,4 +1,4 @@
-"""The few calls of NVIDIA's driver that a post needs beside the communication itself.
+"""The few calls of NVIDIA's driver that a post needs besides the communication itself.
 
 Through ctypes, for three reasons: it costs no more than the other ways (0.3 us a call on top of the
 driver, measured with handles made beforehand), it needs no package of the right version, and it
@@ -30,7 +30,7 @@ _BITS = 0xFFFFFFFF
 
 
 class Device(Protocol):
-    """What a lane asks of the device that it drives."""
+    """The functions of a device that a lane uses."""
 
     #: event, stream: the event happens once all that is queued on the stream is done
     record: Callable[[Any, Any], Any]
@@ -38,22 +38,22 @@ class Device(Protocol):
     wait: Callable[[Any, Any, int], Any]
 
     def stream(self, handle: int) -> Any:
-        """A stream in the form that `record` and `wait` take."""
+        """Return a stream in the form that `record` and `wait` take."""
 
     def event(self) -> Any:
-        """A new event; it lives as long as its object."""
+        """Return a new event; it lives as long as its object."""
 
     def track(self, handle: int) -> Track:
-        """A new track of posts on a stream."""
+        """Return a new track of posts on a stream."""
 
     def new_stream(self) -> int:
-        """The handle of a stream to communicate on."""
+        """Make a stream to communicate on, and return its handle."""
 
     def current_stream(self) -> int:
-        """The handle of the stream that is current."""
+        """Return the handle of the current stream."""
 
     def is_capturing(self) -> bool:
-        """Whether the stream that is current is being captured into a CUDA graph."""
+        """Return whether the current stream is being captured into a CUDA graph."""
 
     def enter(self) -> None:
         """Make the device current in this thread."""
@@ -63,9 +63,10 @@ class Device(Protocol):
 
 
 class _Event(ctypes.c_void_p):
-    """An event's handle, which destroys it in the end.
+    """An event's handle, whose deletion destroys the event.
 
-    Graphs that were captured with it do not need it any more, and the driver keeps what is queued.
+    Graphs that were captured with the event do not need it any more, and the driver keeps it as
+    long as queued work refers to it.
     """
 
     destroy: Callable[[Any], Any] | None = None
@@ -76,12 +77,11 @@ class _Event(ctypes.c_void_p):
 
 
 class MarkedTrack:
-    """Marks are 32-bit writes of the device into page-locked memory of the host.
+    """A track whose marks are 32-bit writes of the device into page-locked memory of the host.
 
-    Compared with an event behind each post: the write costs as much to queue, but to look at it is
-    a read of memory. A query of an event is a call of CUDA from the watchdog's thread, which breaks
-    a capture that is under way elsewhere in the process, and waits for locks that a blocked launch
-    may hold.
+    The alternative is an event behind each post. A write costs as much to queue, but is read from
+    memory. A query of an event is a call of CUDA from the watchdog's thread, which breaks a capture
+    that is under way elsewhere in the process, and waits for locks that a blocked launch may hold.
     """
 
     __slots__ = ("_address", "_stream", "_word", "_write")
@@ -100,11 +100,11 @@ class MarkedTrack:
 
 
 class CudaDevice:
-    """One GPU, through libcuda.
+    """One GPU, driven through libcuda.
 
     Args:
-        device: which one.
-        library: stands for libcuda in tests.
+        device: the GPU.
+        library: replaces libcuda in tests.
     """
 
     def __init__(self, device: torch.device, library: Any = None) -> None:
@@ -131,7 +131,10 @@ class CudaDevice:
         return event
 
     def track(self, handle: int) -> Track:
-        """Page-locked memory has one address for the host and the device."""
+        """Return a new track on a stream, with a word of page-locked memory for its marks.
+
+        Such memory has the same address on the host and on the device.
+        """
         if self._used == _WORDS:
             self._blocks.append(torch.zeros(_WORDS, dtype=torch.int32, pin_memory=True))
             self._used = 0
@@ -157,7 +160,10 @@ class CudaDevice:
 
 
 def _function(function: Any, *arguments: Any) -> Any:
-    """A function of the driver that raises where it fails; a check of our own adds 0.1 us."""
+    """Return a function of the driver, made to raise BackendError where it fails.
+
+    The check adds 0.1 us to a call.
+    """
     name = getattr(function, "__name__", "a call")
     function.argtypes = arguments
     function.restype = ctypes.c_int

@@ -1,9 +1,9 @@
 """The fast lane: posts on NVIDIA GPUs through nccl4py, beside torch's process groups.
 
-A lane is a communicator of a team. `prepare` checks a post once; what is left for each run are
-calls of NCCL's own functions with addresses and numbers, 10 us on the host where the process group
-takes 27 (all-gather of 4 KiB on two H200). Whatever is posted here, torch's watchdog does not see,
-so each post is noted for mdfuse's own (`runtime/watch/watch.py`).
+A lane is an NCCL communicator of a team. `prepare` checks a post once, so that each run only calls
+NCCL's own functions with addresses and numbers: 10 us on the host where the process group takes 27
+(all-gather of 4 KiB on two H200). torch's watchdog does not see these posts, so each is noted for
+mdfuse's own (`runtime/watch/watch.py`).
 
 Order. A lane has a stream of its own, and a post that is waited for at once goes to the compute
 stream instead, without events. One communicator may be used from several streams: NCCL lets each of
@@ -41,25 +41,25 @@ from mdfuse.layouts.call import Call
 
 _log = logging.getLogger("mdfuse.comm")
 
-#: How long an orderly end of a communicator may take, and then a disorderly one, seconds.
+#: How long an orderly end of a communicator may take, and then an abort, seconds.
 _CLOSE_S = 10.0
 _ABORT_S = 2.0
 
-#: How many looks of buffers are kept of posts that could not be prepared.
+#: How many prepared posts are kept for buffers that plans did not know before.
 _KEPT = 256
 
-#: ncclResult_t (nccl.h): nothing wrong.
+#: ncclResult_t (nccl.h): results that are no error.
 _WELL = (0, 7)  # success, in progress
 
 
 class LaneOpener(Protocol):
-    """Opens the lanes of teams."""
+    """A maker of the lanes of teams."""
 
     def open(self, team: tuple[int, ...], store: Store) -> NcclLane:
         """Make a team's lane; all members call it, for their teams in one global order."""
 
     def close(self) -> None:
-        """Give up what the lanes share; they are closed before."""
+        """Give up what the lanes share; the lanes are closed before."""
 
 
 class NcclLane:
@@ -102,15 +102,16 @@ class NcclLane:
     def prepare(
         self, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: PostSite
     ) -> Posting | None:
-        """Check a post, and reduce it to calls that only new addresses go into.
+        """Check a post, and reduce it to calls that take nothing but new addresses.
 
-        A post that waits at once goes to the stream of `place` itself; any other to the lane's
-        own, between events of the stream of `place` and of the one that is current at the wait.
+        A post that is waited for at once goes to the stream of `place`. Any other goes to the
+        lane's own stream: an event orders it behind the stream of `place`, and the wait orders the
+        stream that is then current behind it.
 
         Args:
             call: this rank's part.
-            srcs: buffers like those that will be sent; on the meta device, too.
-            dsts: buffers like those that will be received into.
+            srcs: buffers like those that will be sent; they may be on the meta device.
+            dsts: buffers like those that will be received into, likewise.
             place: where in a program it is posted.
 
         Returns:
@@ -135,11 +136,11 @@ class NcclLane:
     ) -> Work | None:
         """Post buffers that were not known before, on the lane's own stream.
 
-        Members of a team meet only on one communicator: where one of them cannot prepare a post,
-        it comes here, not to the process group.
+        Members of a team meet only on one communicator: a member that cannot prepare a post uses
+        the lane by this method, not the process group.
 
         Returns:
-            as `prepare`, None for the same posts.
+            the work; None for the posts for which `prepare` returns None.
         """
         current = self._device.current_stream()
         looks = tuple((x.dtype, x.shape, x.stride()) for x in (*srcs, *dsts))
@@ -167,7 +168,7 @@ class NcclLane:
         stream: int,
         where: str,
     ) -> tuple[tuple[Prepared, ...], Prepared] | None:
-        """A note and the calls of a post, and the mark that belongs behind them."""
+        """Return the calls of a post, a note in front of them, and the mark that goes behind."""
         if self._comm is None:
             raise self._closed(call)
         if not nccl_posts.is_carried(call, (*srcs, *dsts)):
@@ -183,13 +184,14 @@ class NcclLane:
     def _forked(
         self, calls: tuple[Prepared, ...], mark: Prepared, stream: int
     ) -> tuple[tuple[Prepared, ...], Any]:
-        """On the lane's own stream, behind what is queued; captured along where that is.
+        """Move the calls of a post to the lane's own stream, ordered behind `stream`.
 
-        The mark comes last: whoever waits need not wait for it too.
+        Where `stream` is being captured into a CUDA graph, so are the calls. The mark comes last:
+        whoever waits need not wait for it too.
 
         Returns:
-            the calls, and the event to wait for. It is recorded again by each post: a wait that
-            comes late waits for a later post too, which the host has queued before it.
+            the calls, and the event to wait for. Each post records this event again: a wait that
+            comes late also waits for a later post, which the host has queued before it.
         """
         device = self._device
         own, current = device.stream(self.stream), device.stream(stream)
@@ -204,7 +206,7 @@ class NcclLane:
         return post, done
 
     def _join(self, done: Any) -> None:
-        """Let the stream that is current now wait; it need not be the one of the post."""
+        """Let the stream that is current now wait for a post made on this or another stream."""
         device = self._device
         device.wait(device.stream(device.current_stream()), done, 0)
 
@@ -225,12 +227,12 @@ class NcclLane:
         return key
 
     def release(self, key: int) -> None:
-        """The graph of this key is destroyed."""
+        """Forget a graph that was destroyed."""
         with self._lock:
             self._held.pop(key, None)
 
     def failure(self) -> str | None:
-        """What went wrong in the communicator meanwhile, in NCCL's words."""
+        """Return what went wrong in the communicator, in NCCL's words; None if nothing did."""
         with self._lock:
             if self._comm is None:
                 return None
@@ -243,9 +245,9 @@ class NcclLane:
     def close(self) -> None:
         """Destroy the graphs that are held, then the communicator; a second close does nothing.
 
-        Never hangs. Where what was posted does not finish, the communicator is aborted. Where its
-        destruction does not return, for a graph that was not held keeps it, it is left alone: an
-        abort beside that would wait for the graph too, and then free everything a second time.
+        Never hangs. Where posts do not finish, the communicator is aborted. Where its destruction
+        does not return, since a graph that was not held uses it, the communicator is left alone: an
+        abort would wait for the graph too, and then free everything a second time.
         """
         with self._lock:
             held, self._held = self._held, {}
@@ -268,15 +270,16 @@ class NcclLane:
         self._device.synchronize()
 
     def _take(self) -> Any:
-        """The communicator, for whoever ends it; None for all others."""
+        """Take the communicator away from the lane, to end it; None for all later callers."""
         with self._lock:
             comm, self._comm = self._comm, None
         return comm
 
     def _track(self, stream: int) -> Track:
-        """Marks of several streams could overtake each other, so each has a track of its own.
+        """Return this lane's track on a stream; the first call for a stream makes it.
 
-        So have marks of several lanes, which several threads may post to.
+        Marks of several streams could overtake each other, and several threads may post to several
+        lanes: so each lane has a track per stream.
         """
         track = self._tracks.get(stream)
         if track is None:
@@ -294,7 +297,7 @@ class NcclLane:
 def open_lane(
     team: tuple[int, ...], *, rank: int, store: Store, binding: Any, device: Device, noter: PostLog
 ) -> NcclLane:
-    """Make a team's communicator; all members call it, for their teams in one global order.
+    """Make a team's lane; all members call it, for their teams in one global order.
 
     Args:
         team: its ranks, in mesh order.
@@ -335,7 +338,10 @@ def open_lane(
 
 
 def _explained(call: Call, error: Exception) -> Exception:
-    """What an error says of the post; nccl4py's own errors have no common base."""
+    """Return an error as a failure of the call, except for mdfuse's own and out of memory.
+
+    nccl4py's own errors have no common base.
+    """
     if isinstance(error, MdfuseError | OutOfMemoryError):
         return error
     return failure(call, error)
@@ -351,13 +357,13 @@ class _InFlight:
         self._kept = kept
 
     def wait(self) -> None:
-        """Let the current stream wait; once is enough, but more do no harm."""
+        """Let the current stream wait; further calls do no harm."""
         self._join()
         self._kept = None
 
 
 def _carry_out(calls: Sequence[Prepared], srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> None:
-    """Make prepared calls of this module, with the addresses of these buffers."""
+    """Make prepared calls of a lane, with the addresses of these buffers."""
 
     def given(argument: Any) -> Any:
         if isinstance(argument, Buffer):
@@ -369,7 +375,7 @@ def _carry_out(calls: Sequence[Prepared], srcs: Sequence[Tensor], dsts: Sequence
 
 
 class _Finished:
-    """The track of what the host does itself: done when it says so."""
+    """A track of work that the host does itself, done as soon as it is marked."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -382,7 +388,7 @@ class _Finished:
 
 
 def _is_done_within(seconds: float, work: Callable[[], object], rank: int) -> bool:
-    """Run `work` in a thread that may be left behind."""
+    """Run `work` in a thread; return whether it ended in time, else leave the thread behind."""
 
     def run() -> None:
         try:

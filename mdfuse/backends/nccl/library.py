@@ -1,7 +1,7 @@
-"""NCCL's own functions, through nccl4py, where it is installed.
+"""NCCL's own functions through nccl4py, or why this process lacks them.
 
-Which NCCL: nccl4py takes the libnccl that is loaded already, and torch loads its own at import. So
-both use one library, and a process holds one NCCL, whatever else is installed.
+nccl4py takes the libnccl that is loaded already, and torch loads its own at import. So both use one
+library, and a process holds one NCCL, whatever else is installed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mdfuse.backends.work import first_line
 
 
 def why_not() -> tuple[str, str] | None:
-    """Why this process has no fast lane, and the remedy; None where it has one."""
+    """Return why this process has no fast lane, and the remedy; None where it has one."""
     if not torch.cuda.is_available():
         return "torch sees no CUDA device", "the fast lane is for backend nccl on NVIDIA GPUs"
     try:
@@ -30,14 +30,14 @@ def why_not() -> tuple[str, str] | None:
 
 
 def load() -> Any:
-    """NCCL's functions. torch is imported by now, so that its libnccl is the one in use."""
+    """Return NCCL's functions; torch is imported before, so that its libnccl is the one in use."""
     from nccl.bindings import nccl
 
     return nccl
 
 
 def library() -> str:
-    """The NCCL that the lane uses: its version, and the file where nccl4py tells."""
+    """Return the version of the NCCL that lanes use, and its file where nccl4py tells."""
     binding = load()
     major, rest = divmod(binding.get_version(), 10_000)
     minor, patch = divmod(rest, 100)

@@ -1,4 +1,4 @@
-"""What each kind of communication posts to NCCL's own functions, and what it may not be given.
+"""The calls by which each kind of communication is posted to NCCL, and checks of its buffers.
 
 Names and arguments of the functions are those of `nccl.bindings.nccl`; addresses, counts, dtypes
 and streams are integers there. Transfers between pairs go out as one group: NCCL would run them one
@@ -23,7 +23,7 @@ from mdfuse.layouts.call import Call
 from mdfuse.layouts.kinds import CARRIED, KINDS, POINT_TO_POINT, REDUCING, blocks_of, by_kind
 from mdfuse.layouts.reduction import check_reduction
 
-#: ncclDataType_t (nccl.h). What is not here travels as bytes.
+#: ncclDataType_t (nccl.h). Other dtypes travel as bytes.
 _CODES = {
     torch.int8: 0,
     torch.uint8: 1,
@@ -41,9 +41,9 @@ _BYTE = _CODES[torch.uint8]
 #: ncclRedOp_t (nccl.h)
 _OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
 
-#: Dtypes that are reduced here: those that torch's process group hands to NCCL as well, so that the
-#: results are the same. The rest (bool, narrow floats, wide unsigned integers) is gathered there,
-#: and reduced locally.
+#: Dtypes that are reduced on a lane: those that torch's process group hands to NCCL as well, so
+#: that results are the same. The rest (bool, narrow floats, wide unsigned integers) is gathered
+#: through the process group, and reduced locally.
 _REDUCED = frozenset(_CODES) - {torch.uint32, torch.uint64}
 
 _SRC = Buffer("src", 0, "pointer")
@@ -55,7 +55,7 @@ _Transfer = tuple[int, int, int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Port:
-    """Where posts go.
+    """The communicator and the stream that posts go to.
 
     Attributes:
         binding: NCCL's functions.
@@ -69,7 +69,7 @@ class Port:
 
 
 def is_carried(call: Call, buffers: Sequence[Tensor]) -> bool:
-    """Whether NCCL itself does this; the same on all ranks of the team."""
+    """Return whether NCCL itself carries a call; the same on all ranks of the team."""
     if call.kind not in CARRIED:
         return False
     if call.kind not in REDUCING:
@@ -81,7 +81,7 @@ def is_carried(call: Call, buffers: Sequence[Tensor]) -> bool:
 def prepare(
     port: Port, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]
 ) -> tuple[Prepared, ...]:
-    """The calls of one post; none where this rank moves nothing.
+    """Check a post, and return its calls; none where this rank moves nothing.
 
     Raises:
         CommunicationError: the buffers, the reduce op or the root do not fit the call.
@@ -94,9 +94,9 @@ def prepare(
 
 
 def subject(call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor], where: str) -> PostInfo:
-    """What the watch is told of a post.
+    """Return the description of a post for the watch.
 
-    Its families are a lane's own: plans count all that their programs post, by whatever backend.
+    The families of lanes have names of their own: plans count the posts of all backends.
     """
     is_shared = KINDS[call.kind].by_all
     sizes = (sum(x.numel() * x.itemsize for x in side) for side in (srcs, dsts))
@@ -112,7 +112,7 @@ def subject(call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor], where: s
 
 # -- what each kind takes --------------------------------------------------------------------------
 
-#: the numbers of elements of the buffers of each side, as they should be
+#: The numbers of elements that the buffers of each side should have: sources, destinations.
 _Sizes = tuple[list[int], list[int]]
 
 
@@ -156,7 +156,7 @@ def _check_sizes(call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> 
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one run of memory, in any order of the dims."""
+    """Return whether the elements fill one run of memory, in any order of the dims."""
     expected = 1
     dims = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1)
     for stride, size in dims:
@@ -167,7 +167,10 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _block_sizes(call: Call, srcs: list[int], dsts: list[int]) -> _Sizes:
-    """All are so many blocks of k; the buffer with the fewest blocks tells k."""
+    """Return the sizes of buffers that are whole numbers of equal blocks.
+
+    The buffer with the fewest blocks tells the size of a block.
+    """
     sides = [(given, n) for given, n in zip((srcs, dsts), blocks_of(call), strict=True)]
     if all(n is None for _, n in sides):
         return [], []
@@ -179,7 +182,7 @@ def _block_sizes(call: Call, srcs: list[int], dsts: list[int]) -> _Sizes:
 
 
 def _alltoall_sizes(call: Call, srcs: list[int], dsts: list[int]) -> _Sizes:
-    """What goes to and comes from each member; without counts, equal blocks."""
+    """Return the sizes of an all-to-all: the sums of its counts; without counts, equal blocks."""
     n, counts = len(call.team), (call.send_counts, call.recv_counts)
     if not any(counts):
         whole = [srcs[0] // n * n]
@@ -206,7 +209,7 @@ _COUNTED: dict[str, Callable[[Call, list[int], list[int]], _Sizes]] = {
 
 
 def _carried(tensor: Tensor, count: int) -> tuple[int, int]:
-    """Of `count` elements, the number and the dtype code that NCCL is told."""
+    """Return the count and the dtype code by which NCCL carries `count` elements."""
     code = _CODES.get(tensor.dtype)
     return (count * tensor.itemsize, _BYTE) if code is None else (count, code)
 
@@ -259,7 +262,7 @@ def _root(call: Call) -> int:
 def _transferred(
     port: Port, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]
 ) -> Prepared | None:
-    """All transfers of a post, in one group; a rank's copies to itself are among them."""
+    """Post all transfers in one group; a rank's copies to itself are among them."""
     b, comm, stream = port.binding, port.comm, port.stream
     start, end, send, recv = b.group_start, b.group_end, b.send, b.recv
     sends, recvs = _transfers(call, srcs, dsts)
@@ -282,10 +285,10 @@ def _transferred(
 def _transfers(
     call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]
 ) -> tuple[list[_Transfer], list[_Transfer]]:
-    """What a call sends, and what it receives."""
+    """Return the transfers that a call sends, and those that it receives."""
     composed = Composer(call, lambda composition, _: in_one_step(call, composition))
     step = composed(srcs, dsts)
-    assert not step.after  # it reduces nothing, see is_carried
+    assert not step.after  # no reductions come here: see is_carried
 
     def transfer(piece: Piece, rank: int) -> _Transfer:
         x = (srcs if piece.side == "src" else dsts)[piece.index]

@@ -1,4 +1,4 @@
-"""Communications through UCX: ucxx moves messages, collectives are composed of them."""
+"""Communications through UCX: ucxx moves messages, and collectives are composed of messages."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from mdfuse.layouts.call import Call
 
 _log = logging.getLogger("mdfuse.comm")
 
-#: What arrives in one step rather than in several, bytes. Steps are what is slow where ranks
+#: How many bytes may arrive in one step rather than in several. Each step costs time where ranks
 #: outnumber cores (all-reduce of 128 KiB, 4 ranks on 2 cores: 1.2 ms in one step, 1.6 in four);
-#: each step more lets all-reduces do with fewer bytes, which pays from about 1 MiB on.
+#: more steps let an all-reduce move fewer bytes, which pays from about 1 MiB on.
 SMALL_BYTES = 512 * 1024
 
 
 class UcxBackend:
-    """UCX between the ranks, with tags of each team's own.
+    """A backend that sends messages through UCX; each team has tags of its own.
 
     Args:
         rank: this rank.
         device: where this rank's buffers are.
         store: shared by all ranks; nobody else uses its keys.
         timeout_s: seconds after which a communication that does not finish is an error.
-        is_one_host: all ranks are on this host: nothing listens but on its loopback.
+        is_one_host: all ranks are on this host, so that UCX listens on its loopback only.
 
     Raises:
         BackendError: this process cannot use UCX.
@@ -63,7 +63,7 @@ class UcxBackend:
         self._device = device
         self._store = PrefixStore("ucx", store)
         self._timeout_s = timeout_s
-        # the end of what is queued on a device does not come through UCX
+        # a device finishes its queue without an event of UCX, which would end the sleep
         can_sleep = device.type != "cuda"
         self._engine = Engine(load(), can_sleep=can_sleep, is_one_host=is_one_host)
         self._why_staged: str | None = None
@@ -78,15 +78,15 @@ class UcxBackend:
         self._store.set(f"address/{rank}", self._engine.address.hex())
 
     def abort(self) -> bool:
-        """End what this rank waits for with an error; see `Interruptible`."""
+        """End the waits of this rank with an error; see `Interruptible`."""
         self._engine.aborted += 1
         return True
 
     def prepare(self, teams: Iterable[tuple[int, ...]]) -> None:
-        """Make the teams this rank is in; every rank passes its own, all in one global order.
+        """Make the teams that this rank is in; ranks pass their teams in one global order.
 
-        A team that exists, has one member, or lacks this rank needs nothing. Members are contacted
-        when they are first sent something.
+        Teams that exist, have one member, or lack this rank are skipped. A member is contacted when
+        this rank first sends to it or receives from it.
 
         Raises:
             BackendError: a member did not come in time, or there are too many teams.
@@ -113,7 +113,7 @@ class UcxBackend:
         self._engine.close()
 
     def _make(self, team: tuple[int, ...]) -> Channel:
-        """Its number and its members' addresses, which the store has."""
+        """Make a team: learn its number and its members' addresses from the store."""
         key = "team/" + hashlib.sha256(repr(team).encode()).hexdigest()[:32]
         if team[0] == self._rank:
             self._store.set(key, str(self._store.add("teams", 1)))
@@ -144,7 +144,7 @@ def _checked(number: int) -> int:
 
 
 class UcxPoster:
-    """A call bound to its team; keeps one composition per sizes of buffers."""
+    """A call bound to its team, with one composition for each set of buffer sizes."""
 
     __slots__ = ("_call", "_channel", "_compose", "_engine", "_stream", "_timeout_s")
 
@@ -183,4 +183,4 @@ class UcxPoster:
         )
 
     def prepare(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: PostSite) -> None:
-        """No post is one call of the library's own."""
+        """Return None: no post is one call of the library's own functions."""

@@ -1,7 +1,8 @@
-"""This process's requests to UCX: endpoints, tags, and who makes them progress.
+"""This process's requests to UCX: endpoints, tags, and progress.
 
-UCX moves nothing by itself: whoever waits makes all that is pending progress, in the order of its
-posts. Otherwise two ranks that wait for two communications in different orders would wait for ever.
+UCX moves nothing by itself: each wait makes all pending communications progress, in the order of
+their posts. Otherwise two ranks that wait for two communications in different orders would wait for
+ever.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 from mdfuse.backends.ucx.library import Library
 
 #: A tag, from the highest bit: kind, team, sender, number of the message, its size. UCX matches by
-#: tag alone, and would be content with a message that is shorter than its place.
+#: tag alone, and would deliver a message into a larger buffer without an error, hence the size.
 _TEAM_BITS, _SENDER_BITS, _NUMBER_BITS, _SIZE_BITS = 16, 20, 12, 12
 
 _PRIME = 4093
@@ -27,16 +28,16 @@ _PRIME = 4093
 #: How many teams have tags.
 MOST_TEAMS = 1 << _TEAM_BITS
 
-#: A wait looks so often, giving its core away in between, before it sleeps until something comes;
-#: not longer than so many milliseconds. Ranks may outnumber cores: if it only gave its core away,
-#: it would still take time from those that compute (4 ranks on 2 cores, 2 of them compute while 2
-#: wait: 117 ms, so 73). Messages that are just coming find it awake.
+#: How often a wait looks, giving its core away in between, before it sleeps until something comes;
+#: and the longest sleep, milliseconds. Ranks may outnumber cores: a wait that only gave its core
+#: away would take time from ranks that compute (4 ranks on 2 cores, 2 of them compute while 2
+#: wait: 117 ms, with sleeps 73). The first looks serve messages that are just coming.
 _LOOKS, _SLEEP_MS = 20, 1
 
-#: How long closing waits for what is under way: attempts of so many nanoseconds.
+#: How long closing waits for what is under way: nanoseconds per attempt, and attempts.
 _PERIOD_NS, _ATTEMPTS = 100_000_000, 5
 
-#: How often the worker is asked for what a rank that is gone had sent before.
+#: How often the worker progresses to find messages that a rank sent before it ended.
 _LAST_LOOKS = 10
 
 
@@ -44,12 +45,12 @@ class Ongoing(Protocol):
     """A communication that is under way."""
 
     def advance(self) -> bool:
-        """Do what can be done now; tell whether it is over, well or not."""
+        """Do what can be done now; return whether the communication is over, well or not."""
 
 
 @dataclass(slots=True)
 class Channel:
-    """The numbers of a team's messages, so that no two under way have one tag.
+    """The counts of a team's messages, which keep apart the tags of messages under way.
 
     Both ends count alike: the n-th message from one member to another is the n-th that is received.
 
@@ -64,28 +65,28 @@ class Channel:
     received: dict[int, int] = field(default_factory=lambda: defaultdict(int))
 
     def tag_to(self, peer: int, kind: int, size: int) -> int:
-        """The tag of the next message to a member, of so many bytes."""
+        """Return the tag of the next message to a member, of `size` bytes."""
         self.sent[peer] += 1
         return self._tag(kind, self.rank, self.sent[peer], size)
 
     def tag_from(self, peer: int, kind: int, size: int) -> int:
-        """The tag of the next message from a member, of so many bytes."""
+        """Return the tag of the next message from a member, of `size` bytes."""
         self.received[peer] += 1
         return self._tag(kind, peer, self.received[peer], size)
 
     def _tag(self, kind: int, sender: int, n: int, size: int) -> int:
         tag = (kind << _TEAM_BITS | self.number) << _SENDER_BITS | sender
         tag = tag << _NUMBER_BITS | n % (1 << _NUMBER_BITS)
-        # a prime: sizes that differ by a power of two differ here too
+        # the modulus is a prime: sizes that differ by a power of two keep different tags
         return tag << _SIZE_BITS | size % _PRIME
 
 
 class Engine:
-    """The worker of this process, its endpoints, and what is pending.
+    """The UCX worker of this process, its endpoints, and the pending communications.
 
     Args:
         library: UCX.
-        can_sleep: all that is waited for comes through UCX, so that a wait may sleep until then.
+        can_sleep: all that is waited for comes through UCX, so that waits may sleep until an event.
         is_one_host: all ranks are on this host.
     """
 
@@ -103,28 +104,28 @@ class Engine:
         self._pending: list[Ongoing] = []
         self._failed: list[Ongoing] = []  # UCX may still write into their buffers
         self._lock = threading.RLock()
-        #: how often another thread ended the waits of its time
+        #: how often another thread ended the waits under way
         self.aborted = 0
 
     @property
     def address(self) -> bytes:
-        """By which other processes reach this one."""
+        """The address by which other processes reach this one."""
         address: bytes = self._worker.address.tobytes()
         return address
 
     @property
     def transports(self) -> str:
-        """What UCX found to move data with, as it prints it."""
+        """The transports that UCX found, as it prints them."""
         found: str = self._context.info
         return found
 
     @property
     def error(self) -> type[Exception]:
-        """The base of UCX's errors."""
+        """The base class of UCX's errors."""
         return self._library.error
 
     def missing(self, ranks: Iterable[int]) -> list[int]:
-        """Ranks whose address is not known yet."""
+        """Return those of the ranks whose address is not known yet."""
         return [rank for rank in ranks if rank not in self._addresses]
 
     def introduce(self, rank: int, address: bytes) -> None:
@@ -132,12 +133,18 @@ class Engine:
         self._addresses[rank] = address
 
     def send(self, peer: int, buffer: Any, tag: int) -> Any:
-        """Begin to send; the buffer is kept by whoever waits."""
+        """Begin to send and return the request; the caller keeps the buffer until it is done."""
         lib = self._library
         return self._endpoint(peer).tag_send(lib.array(buffer), lib.api.UCXXTag(tag))
 
     def receive(self, peer: int, buffer: Any, tag: int) -> Any:
-        """Begin to receive; fails where the peer is gone and has not sent it before."""
+        """Begin to receive and return the request.
+
+        A message that the peer sent before it ended is still received.
+
+        Raises:
+            self.error: the peer is gone, and did not send the message.
+        """
         lib, endpoint = self._library, self._endpoint(peer)
         wanted = lib.api.UCXXTag(tag)
         if endpoint.alive:
@@ -150,13 +157,13 @@ class Engine:
         return self._worker.tag_recv(lib.array(buffer), wanted)
 
     def post(self, work: Ongoing) -> None:
-        """Begin a communication."""
+        """Begin a communication, and keep it as pending unless it is over at once."""
         with self._lock:
             if not work.advance():
                 self._pending.append(work)
 
     def is_gone(self, peer: int) -> bool:
-        """Whether a rank that was contacted does not answer any more."""
+        """Return whether a rank that was contacted before has stopped answering."""
         return peer in self._endpoints and not self._endpoints[peer].alive
 
     def keep(self, work: Ongoing) -> None:
@@ -164,13 +171,13 @@ class Engine:
         self._failed.append(work)
 
     def drop(self, work: Ongoing) -> None:
-        """Let a communication be that nobody waits for any more."""
+        """Stop making a communication progress that nobody waits for any more."""
         with self._lock:
             if work in self._pending:
                 self._pending.remove(work)
 
     def progress(self) -> bool:
-        """Make everything progress once; tell whether UCX had something to do."""
+        """Make everything progress once; return whether anything moved or ended."""
         with self._lock:
             has_moved = bool(self._worker.progress_once())
             if not has_moved:
@@ -181,7 +188,11 @@ class Engine:
         return has_moved or bool(over)
 
     def wait(self, is_over: Callable[[], bool], timeout_s: float) -> bool:
-        """Make everything progress until `is_over()`; False at the deadline, or once aborted."""
+        """Make everything progress until `is_over()`.
+
+        Returns:
+            False where `timeout_s` seconds passed, or another thread aborted the wait, before.
+        """
         deadline, before, looks = time.monotonic() + timeout_s, self.aborted, 0
         while not is_over():
             if self.progress():
@@ -194,14 +205,14 @@ class Engine:
         return True
 
     def _rest(self, looks: int) -> None:
-        """Let other ranks run, which may outnumber cores, after so many looks in vain."""
+        """Give the core away after `looks` looks in vain: ranks may outnumber cores."""
         if looks < self._looks:
             os.sched_yield()
         elif self._worker.arm():  # else something has come meanwhile
             self._events.poll(_SLEEP_MS)
 
     def close(self) -> None:
-        """Give up endpoints and worker; what was sent and waited for still arrives."""
+        """Close endpoints and worker; messages that were sent and waited for still arrive."""
         with self._lock:
             if self._pending or self._failed:
                 self._worker.cancel_inflight_requests(_PERIOD_NS, _ATTEMPTS)

@@ -1,4 +1,4 @@
-"""Device memory under UCX, which knows nothing of streams."""
+"""Order UCX's use of device memory with streams, which UCX does not know."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 
 class Gate:
-    """Tells when UCX may use the buffers of one post.
+    """A gate that is open when UCX may use the buffers of one post.
 
-    Closed while something is under way that was queued before the post, or that the post's own
-    local work queued. That work has a stream of its own: it is done when any wait makes the post
-    progress, where another stream may be current, with much in its queue.
+    The gate is closed while work is under way that was queued before the post, or that belongs to
+    the post's own local work. Local work has a stream of its own: any wait may make the post
+    progress, and the stream that is current there may have a long queue.
 
     Args:
         stream: for local work.
@@ -26,13 +26,16 @@ class Gate:
         self._last = torch.cuda.current_stream(stream.device).record_event()
 
     def is_open(self) -> bool:
-        """Whether all of it is done; the host has seen it, so that every stream sees the result."""
+        """Return whether that work is done.
+
+        The host sees its end here, so that work queued afterwards sees the result on any stream.
+        """
         is_done: bool = self._last.query()
         return is_done
 
     @contextmanager
     def local_work(self) -> Iterator[None]:
-        """Queue local work of the post; closed until it is done."""
+        """Queue local work of the post in this context; the gate is closed until it is done."""
         with torch.cuda.stream(self._stream):
             yield
             self._last = self._stream.record_event()

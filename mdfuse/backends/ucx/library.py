@@ -1,4 +1,4 @@
-"""The library UCX, through ucxx: whether it is there, and what is taken from it."""
+"""Load the library UCX through ucxx, or say why this process cannot use it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-#: What UCX is told: how often it looks whether a rank that something is expected from still lives,
-#: where that does not show by itself (its own choice is 20 s); and that this will do for shared
-#: memory, which it otherwise leaves to those who want no errors, for TCP over the loopback (1 MiB
-#: between two ranks: 0.1 ms against 2). There a sender is 4 MiB ahead at most, not 2: ranks that
-#: share a core take fewer turns (all-reduce of 8 MiB, 4 ranks on 2 cores: 33 ms against 58). Its
-#: pieces lie in one segment as long as 16 MiB do: a segment of a dead rank to which nothing was
-#: sent before cannot be attached any more, so that UCX does not see that the rank is dead.
+#: Settings of UCX.
+#: - KEEPALIVE_INTERVAL: how often UCX checks that a rank from which something is expected lives,
+#:   where that does not show by itself (its default is 20 s).
+#: - MM_ERROR_HANDLING: use shared memory with these checks; otherwise UCX takes TCP over the
+#:   loopback where errors must be noticed (1 MiB between two ranks: 0.1 ms against 2).
+#: - SYSV_FIFO_SIZE: lets a sender be 4 MiB ahead in shared memory, not 2, so that ranks which share
+#:   a core take fewer turns (all-reduce of 8 MiB, 4 ranks on 2 cores: 33 ms against 58).
+#: - SYSV_RX_BUFS_GROW: keeps up to 16 MiB of pieces in one segment. A segment of a dead rank to
+#:   which nothing was sent before cannot be attached, so that UCX would not see that it is dead.
 _SETTINGS = {
     "KEEPALIVE_INTERVAL": "300ms",
     "MM_ERROR_HANDLING": "y",
@@ -24,9 +26,10 @@ _SETTINGS = {
     "SYSV_RX_BUFS_GROW": "2048",
 }
 
-#: What is in the environment before ucxx is imported, which sets variables itself: some that a UCX
-#: without CUDA warns about, and from which size on a sender first asks the receiver (8 KiB; UCX
-#: chooses by transport: all-reduce of 64 KiB, 4 ranks on 2 cores: 1.5 ms against 2.6).
+#: Variables set before ucxx is imported, which sets some itself. The first silences warnings about
+#: those of a UCX without CUDA. The second is the size from which a sender first asks the receiver:
+#: UCX chooses it by transport, where ucxx sets 8 KiB (all-reduce of 64 KiB, 4 ranks on 2 cores:
+#: 1.5 ms against 2.6).
 _ENVIRONMENT = {"UCX_WARN_UNUSED_ENV_VARS": "n", "UCX_RNDV_THRESH": "auto"}
 
 #: What reads and writes device memory, also for transports that cannot by themselves.
@@ -41,12 +44,12 @@ _LOAD_FIRST = (
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """The names of ucxx that are used. It has no type information.
+    """The parts of ucxx that mdfuse uses; ucxx has no type information.
 
     Attributes:
         api: the module of its classes.
-        array: what a request takes for a buffer.
-        error: the base of its errors.
+        array: the class of buffers that requests take.
+        error: the base class of its errors.
     """
 
     api: Any
@@ -54,7 +57,11 @@ class Library:
     error: type[Exception]
 
     def open_worker(self, is_one_host: bool = False) -> tuple[Any, Any]:
-        """A context, and the one worker of this process; `is_one_host`: all ranks share it."""
+        """Return a context of UCX and a worker in it.
+
+        Args:
+            is_one_host: all ranks are on this host.
+        """
         api = self.api
         context = api.UCXContext(
             settings(os.environ, is_one_host), (api.Feature.TAG, api.Feature.WAKEUP)
@@ -65,7 +72,7 @@ class Library:
 
 @cache
 def load() -> Library:
-    """Load UCX; it must come before MPI, which may bring an older UCX of its own.
+    """Load UCX, which must happen before MPI is loaded: MPI may bring an older UCX of its own.
 
     Raises:
         ImportError: ucxx is not installed, or cannot be used.
@@ -81,7 +88,7 @@ def load() -> Library:
 
 
 def why_not() -> tuple[str, str] | None:
-    """A reason why this process cannot use UCX and a remedy, or None; loads it."""
+    """Load UCX; return a reason why this process cannot use it and a remedy, or None."""
     try:
         load()
     except ModuleNotFoundError as error:
@@ -92,10 +99,10 @@ def why_not() -> tuple[str, str] | None:
 
 
 def why_staged(transports: str) -> str | None:
-    """Why UCX cannot move device memory here; None where it can.
+    """Return why UCX cannot move device memory here; None where it can.
 
     Args:
-        transports: what a context of UCX says of itself. ucxx's own answer
+        transports: the description of a UCX context (`UCXContext.info`). ucxx's own answer
             (`UCXContext.cuda_support`) is about what was asked for, and is yes without a GPU.
     """
     if f" {_DEVICE_TRANSPORT}/" in transports:
@@ -106,9 +113,9 @@ def why_staged(transports: str) -> str | None:
 
 
 def settings(environment: Mapping[str, str], is_one_host: bool = False) -> dict[str, str]:
-    """What UCX is told unless the user's variables say something.
+    """Return the settings for UCX, but for those that the user's variables give.
 
-    Else it listens on the addresses of all interfaces, also where no other host has a rank.
+    On one host UCX is confined to the loopback; by itself it listens on all interfaces.
     """
     told = {k: v for k, v in _SETTINGS.items() if f"UCX_{k}" not in environment}
     if is_one_host and "UCX_NET_DEVICES" not in environment and "UCX_TLS" not in environment:

@@ -1,4 +1,4 @@
-"""A composed communication in flight: its steps, one after the other, as messages arrive."""
+"""Composed communications in flight, whose steps follow each other as messages arrive."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ class Buffers:
         self._bytes = {side: [_bytes(x) for x in row] for side, row in self._flat.items()}
 
     def elements(self, piece: Piece) -> Tensor:
-        """A piece as a tensor in a row."""
+        """Return a piece as a tensor of one dim."""
         return self._flat[piece.side][piece.index][piece.start : piece.stop]
 
     def bytes(self, piece: Piece) -> Any:
-        """A piece as UCX takes it."""
+        """Return a piece as bytes in the form that UCX takes."""
         n = self._flat[piece.side][piece.index].itemsize
         return self._bytes[piece.side][piece.index][piece.start * n : piece.stop * n]
 
 
 def _bytes(elements: Tensor) -> Any:
-    """On the host as a numpy array, which costs UCX less to look at than a tensor."""
+    """Return elements as bytes: on the host a numpy array, which UCX reads faster than a tensor."""
     octets = elements.view(torch.uint8)
     return octets if elements.is_cuda else octets.numpy()
 
 
 @dataclass(slots=True)
 class _Message:
-    """A transfer with its tag, then with its request."""
+    """A transfer with its tag and, once begun, its request."""
 
     peer: int
     is_send: bool
@@ -59,13 +59,14 @@ class _Message:
 
 
 class ComposedWork:
-    """A post of one rank.
+    """One rank's post of a composed communication; it begins when it is made.
 
     Args:
         call: what is posted.
-        composition: its steps.
-        buffers: its buffers; kept until it is over, for UCX does not.
-        channel: numbers its messages, all of them now: both ends count in the order of posts.
+        composition: the steps of the post.
+        buffers: its buffers, kept here until it is over: UCX holds no reference to them.
+        channel: numbers all its messages when it is made, since both ends count in the order of
+            posts.
         engine: makes it progress.
         timeout_s: how long a wait may take.
         gate: orders it with what is queued on its device; None where the buffers are the host's.
@@ -88,7 +89,7 @@ class ComposedWork:
         steps = composition.steps
         self._steps = deque((s.local, _messages(s, buffers, channel, kind)) for s in steps)
         self._in_flight: list[_Message] = []
-        self._at = call.rank  # the peer that is dealt with
+        self._at = call.rank  # the peer of the message at hand, which an error names
         self._is_done = False
         self._error: BackendError | None = None
         engine.post(self)
@@ -109,7 +110,7 @@ class ComposedWork:
             raise self._error
 
     def advance(self) -> bool:
-        """Do what can be done now; tell whether it is over, well or not."""
+        """Do what can be done now; return whether the post is over, well or not."""
         try:
             while not self._is_over() and self._has_arrived() and self._is_ready():
                 if self._steps:
@@ -125,7 +126,7 @@ class ComposedWork:
         return self._is_done or self._error is not None
 
     def _has_arrived(self) -> bool:
-        """Whether everything of this step has, and was sent."""
+        """Return whether all messages of this step have arrived, or were sent."""
         while self._in_flight:
             message = self._in_flight[-1]
             if not message.request.completed:
@@ -136,14 +137,14 @@ class ComposedWork:
         return True
 
     def _is_ready(self) -> bool:
-        """Whether the device has done what comes before."""
+        """Return whether the device has done the work that comes before the next step."""
         return self._gate is None or self._gate.is_open()
 
     def _begin(self, local: tuple[Copy | Reduce, ...], messages: list[_Message]) -> None:
         if local and self._gate is not None:
             with self._gate.local_work():
                 change(self._call, local, self._buffers.elements)
-            self._steps.appendleft(((), messages))  # once that is done
+            self._steps.appendleft(((), messages))  # begun once the gate is open again
             return
         change(self._call, local, self._buffers.elements)
         engine = self._engine
@@ -170,7 +171,10 @@ class ComposedWork:
 
 
 def _messages(step: Round, buffers: Buffers, channel: Channel, kind: int) -> list[_Message]:
-    """The messages of a step, numbered; receives first, so that what comes finds its place."""
+    """Return the messages of a step with their tags, receives first.
+
+    A message that comes early then finds its buffer.
+    """
 
     def message(t: Transfer, is_send: bool) -> _Message:
         piece = buffers.bytes(t.piece)
@@ -180,10 +184,10 @@ def _messages(step: Round, buffers: Buffers, channel: Channel, kind: int) -> lis
     return [message(t, False) for t in step.recvs] + [message(t, True) for t in step.sends]
 
 
-#: A kind's number in the tags of its messages: two ranks that post different kinds do not meet.
+#: A kind's number in the tags of its messages, so that posts of different kinds never match.
 KIND_NUMBERS = {kind: n for n, kind in enumerate(CARRIED)}
 
-#: Why a wait failed that another thread ended.
+#: The reason that a wait gives which another thread ended.
 _ENDED = "the wait was ended: another rank does not take part"
 
 _NOTHING = Buffers((), (), torch.empty(0))

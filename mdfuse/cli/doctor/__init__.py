@@ -1,1 +1,1 @@
-"""`mdfuse doctor`: what this machine has, what is usable, and the remedy for what is not."""
+"""`mdfuse doctor`: show what this machine has and can use, and the remedy for what it cannot."""

@@ -1,4 +1,4 @@
-"""A small check of all ranks: right values, and how fast they arrive."""
+"""Check with small communications that right values arrive on all ranks, and how fast."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mdfuse.cli.report import size_text, time_text
 from mdfuse.layouts.call import Call
 from mdfuse.runtime.communicator import Communicator
 
-#: Bytes per communication: what latency decides, and what bandwidth does.
+#: Bytes per communication, from a size that latency decides to one that bandwidth decides.
 SIZES = (1 << 10, 1 << 20, 1 << 24)
 
-#: Timed rounds, one after another without a barrier in between, after one that is checked.
+#: Timed rounds, without a barrier in between; a round before them is checked.
 ROUNDS = 10
 
 #: Values repeat after so many elements, so that sums over thousands of ranks are exact in f32.
@@ -28,10 +28,10 @@ _PERIOD = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One kind of communication of one size.
+    """The measurement of one kind of communication in one size.
 
     Attributes:
-        backend: which one carried it.
+        backend: the backend that carried it.
         what: the kind.
         size: bytes of the whole tensor.
         arrives: bytes that arrive at a rank, as in a ring.
@@ -54,12 +54,12 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Case:
-    """What one rank posts, and what must arrive.
+    """One rank's part of a checked communication, and its expected result.
 
     Attributes:
         call: this rank's part.
-        source: what it sends.
-        expected: what it must receive.
+        source: the tensor that it sends.
+        expected: the tensor that it must receive.
         arrives: bytes that arrive from other ranks.
     """
 
@@ -70,7 +70,7 @@ class _Case:
 
 
 def pattern(rank: int, elements: int) -> Tensor:
-    """A rank's numbers: `i % 128 + rank % 8`, f32."""
+    """Return the numbers that a rank sends: `i % 128 + rank % 8`, f32, of shape (elements,)."""
     return torch.arange(elements).remainder(_PERIOD).float() + rank % 8
 
 
@@ -105,7 +105,7 @@ _CASES: dict[str, Callable[[int, tuple[int, ...], int], _Case]] = {
 
 
 def measure(comm: Communicator, sizes: Sequence[int] = SIZES) -> list[Measured]:
-    """Post each kind in each size; all ranks call it, and there are at least two.
+    """Measure each kind in each size; all ranks, at least two, call it.
 
     Args:
         comm: over all ranks of the launch.
@@ -141,7 +141,7 @@ def _measured(comm: Communicator, what: str, size: int) -> Measured:
 def _seconds(
     comm: Communicator, poster: Poster, source: Tensor, result: Tensor, rounds: int
 ) -> float:
-    """Seconds of one round, from when all ranks are ready."""
+    """Return the seconds of one round, measured from when all ranks are ready."""
     _finish(comm)
     comm.barrier()
     start = time.perf_counter()
@@ -157,14 +157,14 @@ def _finish(comm: Communicator) -> None:
 
 
 def wrong_values(comm: Communicator, found: Sequence[Measured]) -> list[str]:
-    """What is wrong on any rank; all ranks call it."""
+    """Return what is wrong on any rank, one line each; all ranks call it."""
     mine = "; ".join(m.wrong for m in found if m.wrong)
     texts = comm.all_ok(mine or None)
     return [f"{comm.backend}: rank {r}: {text}" for r, text in enumerate(texts) if text]
 
 
 def table(found: Sequence[Measured]) -> Table:
-    """Times of rank 0, and the bytes per second that arrive at a rank."""
+    """Return a table of this rank's times, and of the bytes per second that arrive at a rank."""
     rows = Table(box=box.SIMPLE_HEAD, title="all ranks", title_justify="left")
     rows.add_column("backend")
     rows.add_column("what")

@@ -11,7 +11,7 @@ def run(is_collective: bool) -> None:
     """Print what this machine has; the exit status tells whether programs can run.
 
     Args:
-        is_collective: let all ranks communicate, too.
+        is_collective: also let all ranks communicate.
 
     Raises:
         SystemExit: status 1 where something keeps programs from running.

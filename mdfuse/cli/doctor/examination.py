@@ -1,4 +1,4 @@
-"""What one process sees of itself and its host."""
+"""Examine one process and its host."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def examine(console: Console) -> list[str]:
 
 
 def launcher(environment: Mapping[str, str]) -> list[Finding]:
-    """Who started this process, and why it is thought so."""
+    """Return which launcher started this process, and the evidence for it."""
     try:
         launch = detect(environment)
     except BackendError as error:
@@ -59,13 +59,13 @@ def launcher(environment: Mapping[str, str]) -> list[Finding]:
 
 
 def variables(environment: Mapping[str, str]) -> list[Finding]:
-    """Variables that are set and steer mdfuse or a library below it."""
+    """Return the variables that are set and steer mdfuse or a library below it."""
     names = sorted(n for n in environment if n in VARIABLES or n.startswith(_SHOWN))
     return [Finding(name=name, what=environment[name]) for name in names]
 
 
 def settings() -> list[Finding]:
-    """mdfuse's own variables can be read, and the backends that they name are usable."""
+    """Check that mdfuse's own variables can be read, and the backends they name can be used."""
     try:
         names = backend_choice(options_from_environment().backend).names
     except ProgramError as error:
@@ -75,7 +75,7 @@ def settings() -> list[Finding]:
 
 
 def _setting(name: str) -> list[Finding]:
-    """What a backend that the user named, or "auto", comes to here."""
+    """Return whether a backend that the user named can be used; for "auto", which one it is."""
     if name == "auto":
         chosen, why = auto()
         return [Finding(name="backend", what=f"auto: {chosen}, because {why}")]
@@ -87,7 +87,7 @@ def _setting(name: str) -> list[Finding]:
 
 
 def of_other_ranks() -> list[str]:
-    """What ranks other than the first look at: what differs between hosts, and is soon known."""
+    """Return problems on a rank other than 0: of what may differ by host and is checked fast."""
     found = [*launcher(os.environ), *host.findings(os.environ), *settings()]
     return findings.problems(found)
 

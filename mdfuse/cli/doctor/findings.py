@@ -1,4 +1,4 @@
-"""What doctor says about one thing."""
+"""Findings of `mdfuse doctor`, and their table."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from rich.text import Text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that was looked at.
+    """A fact about the machine, with a remedy if it needs one.
 
     Attributes:
-        name: what was looked at; empty where it continues the finding above.
-        what: what was seen.
+        name: the thing that was examined; empty where the finding above is continued.
+        what: the fact.
         remedy: what to do about it; None where nothing is to be done.
-        is_problem: programs will not run before the remedy; it decides the exit status.
+        is_problem: programs cannot run without the remedy; decides the exit status.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Finding:
 
 
 def table(findings: list[Finding]) -> Table:
-    """Findings in two columns; what wants a remedy stands out."""
+    """Return a table of findings in two columns, where those with a remedy stand out."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="bold", no_wrap=True)
     rows.add_column(overflow="fold")
@@ -41,7 +41,7 @@ def table(findings: list[Finding]) -> Table:
 
 
 def problems(findings: list[Finding]) -> list[str]:
-    """Those that keep programs from running, one line each."""
+    """Return the findings that keep programs from running, one line each."""
     return [f"{f.name}: {f.text}" for f in findings if f.is_problem]
 
 

@@ -1,4 +1,4 @@
-"""GPUs: what torch sees, and how they are linked (NVIDIA's management library)."""
+"""Find the GPUs that torch sees, and how they are linked (NVIDIA's management library)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PCIE_LEVELS = {
 
 
 def findings() -> list[Finding]:
-    """One finding per GPU that torch sees."""
+    """Return one finding per GPU that torch sees."""
     if not torch.cuda.is_available():
         return [Finding(name="GPUs", what="none that torch sees")]
     return [_gpu(i) for i in range(torch.cuda.device_count())]
@@ -36,7 +36,11 @@ def _gpu(i: int) -> Finding:
 
 
 def links() -> tuple[list[Finding], Table | None]:
-    """How the GPUs of this host reach each other: one sentence, and a table where there are two."""
+    """Find how the GPUs of this host reach each other.
+
+    Returns:
+        findings, and a table of links where there are at least two GPUs, else None.
+    """
     try:
         nvml: Any = import_module("pynvml")
     except ImportError:
@@ -64,7 +68,7 @@ def _links(nvml: Any) -> tuple[list[Finding], Table | None]:
 
 
 def _unseen(count: int) -> list[Finding]:
-    """GPUs that the driver has and torch does not use."""
+    """Return a finding where the driver has GPUs and torch sees none."""
     if not count or torch.cuda.is_available():
         return []
     what = f"the driver has {count}, torch {torch.__version__} sees none"
@@ -86,12 +90,12 @@ def _link(nvml: Any, a: Any, b: Any) -> str:
 
 
 def _active_links(nvml: Any, gpu: Any) -> int:
-    """Links of a GPU that are up, to other GPUs or to switches; older GPUs have fewer slots."""
+    """Count the NVLink links of a GPU that are up, to other GPUs or to switches."""
     count = 0
     for i in range(nvml.NVML_NVLINK_MAX_LINKS):
         try:
             count += nvml.nvmlDeviceGetNvLinkState(gpu, i) == nvml.NVML_FEATURE_ENABLED
-        except nvml.NVMLError:  # no such link
+        except nvml.NVMLError:  # older GPUs have fewer links than the library counts
             continue
     return count
 

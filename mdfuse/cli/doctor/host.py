@@ -1,4 +1,4 @@
-"""This host: processor, shared memory, network."""
+"""Examine this host: processor, shared memory, network."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mdfuse.errors import BackendError
 
 SHARED_MEMORY = Path("/dev/shm")
 
-#: What Docker gives a container that does not ask for more. NCCL and MPI want some per rank.
+#: The bytes of shared memory that Docker gives by default. NCCL and MPI need some per rank.
 _SMALL = 64 << 20
 
 _LARGER = "docker run --shm-size=1g; in Kubernetes an emptyDir with medium: Memory on /dev/shm"
@@ -26,18 +26,18 @@ _CONNECT_S = 2.0
 
 
 def findings(environment: Mapping[str, str]) -> list[Finding]:
-    """Everything about this host that a run depends on."""
+    """Return everything about this host on which a run depends."""
     return [processor(), shared_memory(SHARED_MEMORY), *network(environment)]
 
 
 def processor() -> Finding:
-    """Cores that this process may use, and how many torch does."""
+    """Return how many cores this process may use, and how many threads torch uses."""
     cores = len(os.sched_getaffinity(0))
     return Finding(name="processor", what=f"{cores} cores, {torch.get_num_threads()} used")
 
 
 def shared_memory(folder: Path) -> Finding:
-    """What is left of the memory that ranks on one host share."""
+    """Return how much is free of the memory that ranks of one host share."""
     try:
         found = os.statvfs(folder)
     except OSError as error:
@@ -51,7 +51,7 @@ def shared_memory(folder: Path) -> Finding:
 
 
 def network(environment: Mapping[str, str]) -> list[Finding]:
-    """Loopback, free ports, interfaces, and the address of rank 0 where one is given."""
+    """Return findings on loopback, ports, interfaces, and the address of rank 0 where given."""
     names = ", ".join(name for _, name in socket.if_nameindex()) or "none"
     found = [loopback(), Finding(name="interfaces", what=names), host_name(socket.gethostname())]
     chosen = environment.get("GLOO_SOCKET_IFNAME", "")
@@ -59,7 +59,7 @@ def network(environment: Mapping[str, str]) -> list[Finding]:
 
 
 def loopback() -> Finding:
-    """Ranks on one host find each other on a free port of 127.0.0.1."""
+    """Try a connection over 127.0.0.1, by which ranks of one host find each other."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
@@ -80,7 +80,7 @@ def _port_range() -> str:
 
 
 def host_name(name: str) -> Finding:
-    """Other hosts reach this one by the address of its name, unless they are told another."""
+    """Look up the address of this host's name, by which other hosts reach it by default."""
     try:
         address = socket.gethostbyname(name)
     except OSError as error:

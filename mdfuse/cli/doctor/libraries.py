@@ -1,4 +1,4 @@
-"""Versions, and the communication libraries: which there are, and the remedy where one lacks."""
+"""Find versions and communication libraries, and the remedy for each library that is missing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mdfuse.backends.nccl import library as nccl_library
 from mdfuse.cli.doctor.findings import Finding
 from mdfuse.config import VERSION
 
-#: Distributions that matter here: name -> what it is for.
+#: Distributions that matter here: name -> purpose.
 _PACKAGES = {
     "torch": "tensors",
     "mpi4py": "mpirun and srun find each other by it",
@@ -42,12 +42,12 @@ version = ".".join(str(n) for n in ucxx.get_ucx_version())
 print(f"UCX {version} through ucxx {ucxx.__version__}")
 """
 
-#: Seconds that loading a library may take.
+#: How long loading a library may take, seconds.
 _PROBE_S = 30.0
 
 
 def versions() -> list[Finding]:
-    """mdfuse, Python, and the packages that something here needs."""
+    """Return the versions of mdfuse, Python, and the packages that matter here."""
     rows = {"mdfuse": VERSION, "python": platform.python_version()}
     rows |= {name: f"{_version(name)} ({what})" for name, what in _PACKAGES.items()}
     return [Finding(name=name, what=what) for name, what in rows.items()]
@@ -61,7 +61,7 @@ def _version(name: str) -> str:
 
 
 def findings(environment: Mapping[str, str]) -> list[Finding]:
-    """NCCL, the fast lane, MPI, UCX, UCC."""
+    """Return findings on NCCL, the fast lane, MPI, mpirun, UCX and UCC."""
     return [
         nccl(),
         fast_lane(),
@@ -73,7 +73,7 @@ def findings(environment: Mapping[str, str]) -> list[Finding]:
 
 
 def nccl() -> Finding:
-    """The NCCL that torch was built with."""
+    """Return whether torch's NCCL can be used, and its version."""
     refusal = LIBRARIES["nccl"].why_not()
     if refusal:
         return Finding(name="NCCL", what=f"not usable: {refusal[0]}", remedy=refusal[1])
@@ -82,7 +82,7 @@ def nccl() -> Finding:
 
 
 def fast_lane() -> Finding:
-    """NCCL's own functions, through nccl4py."""
+    """Return whether NCCL's own functions can be used through nccl4py."""
     refusal = nccl_library.why_not()
     if refusal:
         return Finding(name="fast lane", what=f"no: {refusal[0]}", remedy=refusal[1])
@@ -90,7 +90,7 @@ def fast_lane() -> Finding:
 
 
 def ucc() -> Finding:
-    """torch's own UCC."""
+    """Return whether torch was built with UCC."""
     refusal = LIBRARIES["ucc"].why_not()
     if refusal:
         return Finding(name="UCC", what=f"not usable: {refusal[0]}", remedy=refusal[1])
@@ -98,7 +98,7 @@ def ucc() -> Finding:
 
 
 def mpirun() -> Finding:
-    """The launcher of the MPI above, beside this Python or on the path."""
+    """Find MPI's launcher, beside this Python or on the path."""
     found = shutil.which("mpirun", path=sys.prefix + "/bin") or shutil.which("mpirun")
     if found is None:
         return Finding(name="mpirun", what="not found", remedy="pip install mdfuse[mpi]")
@@ -106,13 +106,13 @@ def mpirun() -> Finding:
 
 
 def probe(name: str, code: str, remedy: str, environment: Mapping[str, str]) -> Finding:
-    """Load a library in a process of its own: one that aborts takes nothing else with it.
+    """Load a library in a process of its own, since a library may abort its process.
 
     Args:
-        name: the library's.
-        code: what loads it and prints its version.
+        name: of the library.
+        code: Python code that loads the library and prints its version.
         remedy: what to do where that fails.
-        environment: of the process.
+        environment: of the new process.
     """
     command = [sys.executable, "-c", code]
     try:

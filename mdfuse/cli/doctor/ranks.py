@@ -1,4 +1,4 @@
-"""`mdfuse doctor --collective`: all ranks meet, compare notes, and communicate."""
+"""`mdfuse doctor --collective`: all ranks meet, compare what they found, and communicate."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _MEETING = "gloo"
 def check_ranks(console: Console, here: Sequence[str], sizes: Sequence[int] = SIZES) -> list[str]:
     """Let all ranks communicate by every backend that all of them can use; all ranks call it.
 
-    Where MDFUSE_BACKEND names some, by these alone.
+    Where MDFUSE_BACKEND names backends, only these are used.
 
     Args:
         console: where the table of times goes.
-        here: problems that this rank found by itself; with any, on any rank, nothing is sent.
+        here: problems that this rank found by itself; if any rank has one, nothing is measured.
         sizes: bytes per communication.
 
     Returns:
@@ -71,7 +71,7 @@ def _options() -> Options:
 
 
 def _meet(options: Options, here: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Problems of all ranks, and the backends that all of them can use."""
+    """Return the problems of all ranks, and the backends that all of them can use."""
     comm = init(options, backend=_MEETING)
     try:
         texts = comm.all_ok("; ".join(here) or None)

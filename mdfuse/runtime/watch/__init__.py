@@ -1,1 +1,1 @@
-"""Who waits for whom, and for how long: the watchdog of a process."""
+"""The watchdog of a process: which ranks wait for which others, and for how long."""

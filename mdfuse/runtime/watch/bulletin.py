@@ -1,4 +1,4 @@
-"""The ranks' positions in the store: each rank writes its own now and then, and reads in need."""
+"""The ranks' positions in the store: each writes its own regularly, and reads when needed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Answers:
-    """What the store says of the others once a wait broke.
+    """The positions of other ranks that the store gave after a wait broke.
 
     Attributes:
         positions: by rank; ranks that never told any are absent.
@@ -30,13 +30,13 @@ class Answers:
 
 
 class Bulletin:
-    """The ranks' positions, in the store.
+    """The ranks' positions in the store.
 
-    A rank that dies, or is stopped, or whose host is cut off, writes no more: so others know.
+    A rank that dies, or is stopped, or whose host is cut off, stops writing, which others notice.
 
     Args:
-        store: nobody else uses its keys, nor its connection: one that the program waits on would
-            block the watchdog.
+        store: keys and connection are used for nothing else: a connection on which the program
+            waits would block the watchdog.
         rank: this rank.
         beat_s: seconds between two positions of a rank.
     """
@@ -49,7 +49,7 @@ class Bulletin:
         self._lock = threading.Lock()
         #: the connection broke: asking again would only make torch log it again
         self.is_lost = False
-        #: when threads that wait for the store asked it, by the monotonic clock
+        #: thread -> when it asked the store that it still waits for, by the monotonic clock
         self._asked: dict[int, float] = {}
         #: what the first rank to raise an alarm said
         self.heard = ""
@@ -58,34 +58,34 @@ class Bulletin:
         """Tell the others how far this rank is."""
         if self.is_lost:  # and another thread may wait for it, and hold the lock
             return
-        with self._lock:  # the number of beats never goes back
+        with self._lock:  # two threads tell; beats must be written in order
             self._beat += 1
             told = replace(position, beat=self._beat, time=time.time())
             self._set(f"at/{self._rank}", told.encode())
 
     def hear(self) -> None:
-        """Listen for alarms of other ranks."""
+        """Read the alarm that a rank raised, if there is one."""
         if not self.heard:
             self.heard = self._get("alarm") or ""
 
     def alarm(self, text: str) -> None:
-        """Leave word for ranks that meet the consequences, when this rank may be gone."""
+        """Leave an alarm for ranks that meet the consequences once this rank is gone."""
         if not self.heard:
             self._set("alarm", text)
 
     def refusal(self, occasion: str) -> str | None:
-        """What a rank said that refused a run."""
+        """Return what a rank said that refused a run, or None."""
         return self._get(f"refused/{occasion}")
 
     def gather(self, ranks: Iterable[int], ending: Deadline = NEVER) -> Answers:
-        """The positions of other ranks, once each that lives has told a new one.
+        """Return the positions of other ranks, once each that lives has told a new one.
 
-        Takes as long as three beats and a second where one does not, or the store does not answer;
-        a store that has not for so long already is asked no more.
+        Takes up to three beats and a second, where a rank tells nothing or the store does not
+        answer. A store that `give_up` gave up is not asked.
 
         Args:
-            ranks: asked for.
-            ending: when this process waits for nobody any more.
+            ranks: the ranks to ask for; this one is left out.
+            ending: when this process stops waiting for others.
         """
         answers, asked = Answers(), [rank for rank in ranks if rank != self._rank]
         grace_s = max(ending.left(self._patience_s) - 0.5, 0.0)
@@ -103,12 +103,12 @@ class Bulletin:
         return 3 * self.beat_s + 1.0
 
     def give_up(self) -> None:
-        """Ask no more where somebody waits for an answer for too long already."""
+        """Give up the store where a thread has waited too long for its answer already."""
         asked = min(list(self._asked.values()), default=inf)  # a copy: threads come and go
         self.is_lost = self.is_lost or time.monotonic() - asked > self._patience_s
 
     def linger(self, others: Mapping[int, Position], ending: Deadline = NEVER) -> None:
-        """Let ranks that report too read first: this process may host the store."""
+        """Wait shortly until other ranks that report have read: this process may host the store."""
         ranks = [rank for rank, at in others.items() if at.is_hanging]
         most_s = ending.left(3 * self.beat_s)
         within(most_s + 0.5, lambda: self._linger(ranks, Deadline.after(most_s)))
@@ -120,7 +120,11 @@ class Bulletin:
             ranks = [rank for rank, at in found if at is not None and at.is_hanging]
 
     def _gather(self, ranks: list[int], found: dict[int, Position], grace_s: float) -> None:
-        """Where there is no time for each to tell a new position, an old one's age decides."""
+        """Read positions into `found` until each rank has told a new one, or time is up.
+
+        Ranks that told none are marked as silent; where time was short, only those whose last
+        position is old.
+        """
         deadline, is_long = Deadline.after(grace_s), grace_s >= 2 * self.beat_s
         first: dict[int, int] = {}
         while ranks and not self.is_lost:
@@ -156,7 +160,7 @@ class Bulletin:
         return self._ask(get)
 
     def _ask(self, question: Callable[[], str | None]) -> str | None:
-        """The store's answer; where it fails the store is gone, and with it whoever could read."""
+        """Return the store's answer; after a failure the store counts as lost, and answers None."""
         if self.is_lost:
             return None
         thread = threading.get_ident()
@@ -171,9 +175,10 @@ class Bulletin:
 
 
 def within(seconds: float, function: Callable[[], object]) -> bool:
-    """Whether a function returned in time and without an error; else it goes on in a thread.
+    """Run a function in a thread; return whether it ended in time and without a RuntimeError.
 
-    A store whose host is stopped never answers, whatever its own timeout is.
+    A function that is late goes on in its thread: a store whose host is stopped never answers,
+    whatever its own timeout is.
     """
     done: list[bool] = []
 

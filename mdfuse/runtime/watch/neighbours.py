@@ -1,8 +1,8 @@
-"""The ranks of a launch on this host, as they see each other before they share a store, and after.
+"""See which ranks of this host have come to a meeting of all ranks, without a store.
 
-Each rank leaves a mark where it comes to a place at which all ranks meet: the name of a socket,
-known to the kernel alone and gone with the process, which others read in `/proc/net/unix`. It says
-which process that is, and so whether it is stopped. Nobody is asked, and nothing is listened to.
+A rank that comes to such a place leaves a mark: the name of a socket, which the kernel keeps as
+long as the process lives, and which others read in `/proc/net/unix`. The name has the process's
+number, which tells whether the process is stopped. No rank is asked, and none listens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mdfuse.bootstrap import Launch
 
-#: What tells the ranks of one launch from those of another, where it is set.
+#: Variables that distinguish the ranks of one launch from those of another, where they are set.
 _IDENTITY = (
     "PMIX_NAMESPACE",
     "SLURM_JOB_ID",
@@ -33,7 +33,7 @@ _STOPPED = ("T", "t")
 
 
 class Neighbours:
-    """What this rank leaves for its neighbours, and sees of them.
+    """The marks that this rank leaves for other ranks of its host, and those that it sees.
 
     Args:
         launch: how the ranks were started.
@@ -48,16 +48,17 @@ class Neighbours:
         self._marks: list[socket.socket] = []
 
     def come_to(self, place: str) -> None:
-        """Leave a mark: this rank has come to a place."""
+        """Leave a mark that this rank has come to a place where all ranks meet."""
         mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         with suppress(OSError):  # it only helps others to say who is missing
             mark.bind(f"\0{self._prefix}/{place}/{self._launch.rank}/{os.getpid()}")
             self._marks.append(mark)
 
     def missing(self, place: str) -> dict[int, str]:
-        """The ranks that keep the others waiting at a place, and what is seen of each.
+        """Return the ranks that keep the others waiting at a place, and what is seen of each.
 
-        Nothing is known of ranks on other hosts; nor of any where not even this one is seen.
+        Ranks that did not come are only known where all ranks are on one host. Where not even this
+        rank's own mark is seen, nothing is known.
         """
         there = self._there(place)
         if self._launch.rank not in there:
@@ -69,12 +70,12 @@ class Neighbours:
         return dict(sorted(found.items()))
 
     def stopped(self, place: str) -> dict[int, str]:
-        """The ranks that came to a place and stopped since."""
+        """Return the ranks whose processes came to a place and are stopped now, with a text."""
         seen = self._there(place).items()
         return {r: "stopped, by a signal or a debugger" for r, pid in seen if _is_stopped(pid)}
 
     def _there(self, place: str) -> dict[int, int]:
-        """The processes of those that have come, by rank."""
+        """Return the process numbers of the ranks that have come to a place, by rank."""
         with suppress(OSError):
             names = Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace")
             marks = re.findall(rf"@{self._prefix}/{re.escape(place)}/(\d+)/(\d+)$", names, re.M)

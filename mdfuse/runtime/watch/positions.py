@@ -1,4 +1,4 @@
-"""How far a rank is: what it tells the others, and what they tell it."""
+"""Positions: how far a rank is, as it knows itself and as it tells the others."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Progress(NamedTuple):
     """How far a rank is in one family of a team's posts.
 
     Attributes:
-        family: what is numbered together.
+        family: the posts of one family and team are numbered together.
         team: the ranks.
         posted: the number of the last one posted.
         done: the number of the last one such that it and all before it are done.
-        last: the last one posted, in words; "" where nobody knows.
+        last: the last one posted, in words; "" where unknown.
     """
 
     family: str
@@ -45,7 +45,7 @@ class Position:
         ended: how it left the others, or "".
         beat: how often it told the others.
         time: when it did so last, seconds since the epoch, by its own clock.
-        silent_s: as the reader finds: for how long it has told nothing that it should have.
+        silent_s: set by the reader: for how many seconds the rank has told nothing, when it should.
     """
 
     rank: int
@@ -59,7 +59,7 @@ class Position:
     silent_s: float = 0.0
 
     def of(self, family: str, team: tuple[int, ...]) -> Progress:
-        """Its progress in one family of one team."""
+        """Return the rank's progress in one family of one team."""
         found = (p for p in self.progress if (p.family, p.team) == (family, team))
         return next(found, Progress(family, team, 0, 0, ""))
 
@@ -78,14 +78,14 @@ class OwnPosition:
     """Where this process is in its plans, as it knows itself; a `Position` is what others are told.
 
     Attributes:
-        key: differs where it has moved.
+        key: differs once the process has moved.
         doing: the run and the instruction, in words; "" outside of all plans.
-        is_waiting: it is in a call of a communication library.
+        is_waiting: the process is in a call of a communication library.
         occasion: the run, by a name that is the same on all ranks.
-        name: what it posts or waits for, with its number, in words; or "".
-        where: the user's line of that.
-        family: of the posts that this one is numbered with.
-        team: whose communication it is.
+        name: the communication that it posts or waits for, with its number, in words; or "".
+        where: the user's line of the instruction.
+        family: of the posts that the communication is numbered with; or "".
+        team: the ranks of the communication.
         sequence: its number in its family and team, or 0.
         progress: by family and team.
     """
@@ -113,12 +113,17 @@ class _Post(NamedTuple):
 
 
 def is_shared(family: str) -> bool:
-    """Every member posts each one of the family, so that numbers tell who is behind."""
+    """Return whether every member makes all posts of a family, so that numbers compare."""
     return not family.endswith("transfers")
 
 
 def standing(tallies: Sequence[RunCount], place: RunningStep | None) -> OwnPosition:
-    """Where a process is that ran these programs."""
+    """Return where a process is in its plans.
+
+    Args:
+        tallies: of all programs that the process ran.
+        place: the step that it is at; None: outside of all plans.
+    """
     tally = place.plan.tally if place is not None else None
     if place is None or tally is None:
         return OwnPosition(progress=_progress(_posted_before(tallies, None), []))
@@ -146,7 +151,7 @@ def _key(kind: str, team: tuple[int, ...]) -> _Key:
 
 
 def _posted_before(tallies: Sequence[RunCount], now: RunCount | None) -> Counter[_Key]:
-    """How much was posted in runs that are over."""
+    """Return how many posts of each family and team were made in runs that are over."""
     counts: Counter[_Key] = Counter()
     for tally in tallies:
         runs = tally.runs - tally.refused - (tally is now)
@@ -156,7 +161,7 @@ def _posted_before(tallies: Sequence[RunCount], now: RunCount | None) -> Counter
 
 
 def _posts(place: RunningStep, before: Counter[_Key]) -> list[_Post]:
-    """What the run posted so far, in order."""
+    """Return what the current run posted so far, in order."""
     counts, found = before.copy(), []
     for n, step in enumerate(place.plan.steps[: place.number + 1]):
         for call in step.calls:

@@ -19,27 +19,27 @@ _LAST = 8
 #: How many ranks a report lists one by one.
 _RANKS = 16
 
-#: What is to be said of a rank that left no word in a store that answers.
+#: The verdict on a rank that left no word in a store that answers.
 NEVER_TOLD = "no answer: the process ended, or is stuck where no thread of Python can run"
 
 #: Why a wait does not end, for a communication, and for what all ranks do together.
 _IN_ORDER = "all members of a team post the same, in one order"
 _TOGETHER = "no rank goes on before all have come"
 
-#: How the word of a rank begins that left because its own communication broke.
+#: A part of the last word of a rank that left because its own communication broke.
 _VICTIM = "BackendError"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
-    """Why a rank reports.
+    """The reason for a report.
 
     Attributes:
-        team: whose communication it is.
+        team: the ranks that the communication concerns.
         what: the fact.
-        details: where in the program, how much, how long ago; or "".
-        name: what was posted, with its number and line, in words; or "".
-        family: of the posts that it is numbered with.
+        details: where in the program, how many bytes, how long ago; or "".
+        name: the communication, with its number and line, in words; or "".
+        family: of the posts that the communication is numbered with; or "".
         sequence: its number in its family and team, or 0.
     """
 
@@ -52,7 +52,7 @@ class Alarm:
 
     @classmethod
     def of(cls, post: Post, rank: int, timeout_s: float, age_s: float) -> Alarm:
-        """The alarm over a post that is not done."""
+        """Return the alarm over a post that is not done."""
         subject = post.subject
         name = f"{subject.kind} #{post.sequence} on team {_team_text(subject.team)}"
         age = f"posted {age_s:.1f} s ago (timeout_s={timeout_s:g})"
@@ -69,7 +69,14 @@ class Alarm:
     def at(
         cls, now: OwnPosition, what: str, everybody: tuple[int, ...], details: str = ""
     ) -> Alarm:
-        """The alarm over what a plan waits for, or that comes from outside of all plans."""
+        """Return the alarm over what a plan waits for, or over a wait outside of all plans.
+
+        Args:
+            now: where this process is in its plans.
+            what: the fact.
+            everybody: the ranks concerned where no plan is running.
+            details: where in the program; or "".
+        """
         return cls(
             team=now.team or everybody,
             what=what,
@@ -82,19 +89,18 @@ class Alarm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """What a report is made of.
+    """The facts that a report shows.
 
     Attributes:
         own: this rank's position.
         others: those of other ranks, as far as the store answers.
-        ranks: whose positions are told.
-        posts: the last ones of this rank that bypassed torch.distributed.
-        store: what there is to say of the store, or "".
-        heard: what the first rank to raise an alarm said, where it is another one; or "".
+        ranks: the ranks whose positions are told.
+        posts: the last posts of this rank outside torch.distributed.
+        store: what is wrong with the store, or "".
+        heard: what the first rank to raise an alarm said, if it is another one; or "".
         lost: the rank whose end took the store with it, or None.
         page: the file that the report is kept in, or None.
-        missing: ranks that nobody has heard of, where they should have been heard, and what is to
-            be said of each.
+        missing: ranks that should have been heard of, and were not, with a text on each.
     """
 
     own: Position
@@ -109,7 +115,7 @@ class Table:
 
 
 def report(alarm: Alarm, table: Table) -> BackendError:
-    """What the watchdog leaves behind."""
+    """Return the error that the watchdog reports before it ends the process."""
     return BackendError(
         alarm.what,
         where=[alarm.details, *_rows(alarm, table)],
@@ -119,7 +125,7 @@ def report(alarm: Alarm, table: Table) -> BackendError:
 
 
 def explained(error: BackendError, alarm: Alarm, table: Table) -> BackendError:
-    """An error of a backend, with the positions of all ranks."""
+    """Return an error of a backend, extended by the positions of all ranks."""
     new = BackendError(
         error.what,
         where=[*error.where, alarm.details, *_rows(alarm, table)],
@@ -132,7 +138,7 @@ def explained(error: BackendError, alarm: Alarm, table: Table) -> BackendError:
 
 
 def blame(alarm: Alarm, table: Table) -> str:
-    """Who is to blame, in a line."""
+    """Return, in one line, which ranks went wrong first, and how."""
     ranks, why, _ = _suspects(alarm, table)
     return f"{ranks_text(ranks)}: {why}" if ranks else "nobody knows why"
 
@@ -155,7 +161,7 @@ def _count_text(progress: Progress) -> str:
 
 
 def _ranks(alarm: Alarm, table: Table) -> list[str]:
-    """What the other ranks did, those that did the same together."""
+    """Return what the other ranks did, one line for all ranks that did the same."""
     said: dict[str, list[int]] = {}
     for rank in table.ranks:
         if rank in table.missing:
@@ -200,7 +206,10 @@ _SLOW = "; where it is only slow, raise timeout_s"
 
 
 def _suspects(alarm: Alarm, table: Table) -> tuple[list[int], str, str]:
-    """The ranks that went wrong first, as far as one can tell; what they did; what to do."""
+    """Return the ranks that probably went wrong first, what they did, and what to do.
+
+    The tests go from the strongest evidence to the weakest; the first that finds ranks decides.
+    """
     others = {rank: at for rank, at in table.others.items() if rank in table.ranks}
     left = [rank for rank, at in others.items() if at.ended]
     here = {rank: at for rank, at in others.items() if rank not in left}
@@ -231,7 +240,7 @@ def _is_behind(alarm: Alarm, rank: int, at: Position) -> bool:
 
 
 def _astray(alarm: Alarm, table: Table) -> list[int]:
-    """Who posted something else than most of the team."""
+    """Return the ranks that posted something else than most of the team."""
     others = [rank for rank, at in table.others.items() if _is_astray(alarm, rank, at)]
     return [table.own.rank] if 2 * len(others) > len(alarm.team) else others
 
@@ -259,7 +268,7 @@ def _team_text(team: Sequence[int]) -> str:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Ranks as reports say it."""
+    """Return ranks as reports name them: "rank 3", "ranks 0, 1"."""
     ranks = list(ranks)
     text = ", ".join(map(str, ranks[:_RANKS]))
     more = f" and {len(ranks) - _RANKS} more" if len(ranks) > _RANKS else ""
@@ -267,7 +276,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def bytes_text(count: int) -> str:
-    """A size as reports say it."""
+    """Return a number of bytes as reports write it, such as "1.5 KiB"."""
     for unit in ("bytes", "KiB", "MiB"):
         if count < 1024:
             return f"{count:g} {unit}" if unit == "bytes" else f"{count:.4g} {unit}"

@@ -1,6 +1,7 @@
-"""Where a report of a wait that broke goes besides stderr, which others may have redirected.
+"""Keep reports of waits that broke in files, since stderr may be redirected.
 
-A file of its own, and torchrun's: its summary shows what the first rank to fail wrote there.
+A report goes to a file of its own, and to torchrun's, whose summary shows what the first rank to
+fail wrote there.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ _log = logging.getLogger("mdfuse.comm")
 
 
 class Page:
-    """A file for one report, made before the report so that this can name it.
+    """A file for one report, made before the report so that the report can name it.
 
     Args:
-        folder: where; made where there is none. None: there is no file.
+        folder: where the file is made; made itself where it is missing. None: there is no file.
         rank: this rank.
 
     Attributes:
@@ -44,7 +45,7 @@ class Page:
             self._file, self.row = Path(name), f"this report is in {name}"
 
     def write(self, text: str) -> None:
-        """Write the report; stderr has it, too, so that a full disk is only logged."""
+        """Write the report; a failure is only logged, since stderr has the report, too."""
         if self._file is not None:
             try:
                 self._file.write_text(f"{text}\n", encoding="utf-8")
@@ -53,16 +54,17 @@ class Page:
 
 
 def folder_of(setting: str | None) -> Path:
-    """Where reports go: `Options.reports`, else a folder of this user's for temporary files."""
+    """Return the folder for reports: `Options.reports`, else a temporary folder of this user."""
     return Path(setting or Path(tempfile.gettempdir(), f"mdfuse-{os.getuid()}"))
 
 
 def tell_torchrun(error: BaseException) -> None:
-    """Write an error to the file that torchrun reads when this process ends; elsewhere nothing.
+    """Write an error to the file that torchrun reads when this process ends.
 
-    Its summary prints the text of the traceback, so there must be one.
+    Does nothing under other launchers. torchrun's summary prints the traceback, so the error is
+    raised here to have one.
     """
-    # takes 24 ms, and only processes that fail need it
+    # imported here: it takes 24 ms, and only processes that fail need it
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     try:
@@ -76,7 +78,7 @@ def tell_torchrun(error: BaseException) -> None:
 
 @cache
 def tell_torchrun_at_exit() -> None:
-    """Do so for an error of mdfuse that nobody handles."""
+    """Arrange to tell torchrun of an error of mdfuse that ends this process unhandled."""
     atexit.register(_tell_the_last)
 
 

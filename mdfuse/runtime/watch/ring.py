@@ -1,4 +1,4 @@
-"""What was posted outside torch.distributed: the last posts, in a ring buffer."""
+"""A ring buffer of the last posts outside torch.distributed."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from mdfuse.backends.post_notes import PostInfo
 class Post(NamedTuple):
     """One entry of the ring.
 
-    Two numbers, for two purposes: ranks compare the one in the family and team, the same on all
-    of them; this process asks for the one in the track, where families and teams may be mixed.
+    A post has two numbers. Ranks compare its number in its family and team, which is the same on
+    all of them. This process asks whether its track has passed its number there, since families and
+    teams share tracks.
 
     Attributes:
         place: its number among all posts of this process.
         sequence: its number in its family and team, from 1.
         turn: its number on its track, from 1.
-        subject: what it is.
-        has_passed: whether its track is done with the post of a number, and all before it.
+        subject: the description of the post.
+        has_passed: returns whether its track is done with the post of a number and all before it.
         posted_at: seconds, on the watch's clock.
     """
 
@@ -35,17 +36,17 @@ class Post(NamedTuple):
         return self.has_passed(self.turn)
 
     def text(self) -> str:
-        """As reports name it."""
+        """Return the post as reports name it."""
         subject = self.subject
         return f"{subject.kind} #{self.sequence} ({subject.where})"
 
 
 class Ring:
-    """The last posts; writing one costs 0.2 us, reading them is for reports.
+    """The last posts of this process; writing one costs 0.2 us.
 
     Args:
-        size: how many, a power of two; more than the launch queue of a GPU takes (1,024).
-        clock: seconds.
+        size: the number of entries, a power of two; more than the launch queue of a GPU (1,024).
+        clock: returns seconds.
     """
 
     def __init__(self, size: int, clock: Callable[[], float]) -> None:
@@ -57,11 +58,11 @@ class Ring:
         self._turns: dict[Callable[[int], bool], list[int]] = {}
 
     def writer(self, subject: PostInfo, has_passed: Callable[[int], bool]) -> Callable[[], int]:
-        """A function that notes a post of `subject` and returns its number on its track.
+        """Return a function that notes a post of `subject` and returns its number on its track.
 
         Args:
             subject: what is posted.
-            has_passed: of the track, which is told from others by it.
+            has_passed: the track's function, by which the track is identified.
         """
         entries, mask, following, clock = (
             self._entries,
@@ -82,10 +83,10 @@ class Ring:
         return write
 
     def posts(self, after: int = -1) -> list[Post]:
-        """The last posts, of those with a place above `after`, oldest first."""
+        """Return the last posts whose place is above `after`, oldest first."""
         entries = list(self._entries)
         return sorted(Post(*e) for e in entries if e is not None and e[0] > after)
 
     def tallies(self) -> dict[tuple[str, tuple[int, ...]], int]:
-        """How many were posted, by family and team."""
+        """Return the number of posts by family and team."""
         return {key: tally[0] for key, tally in list(self._tallies.items())}

@@ -1,7 +1,7 @@
-"""Where this process is in its plans: read off its stack, so that a run pays nothing for it.
+"""Read off the stack where this process is in its plans, at no cost to runs.
 
-A plan is one function of one line per call, so that the number of the line that a thread is at says
-which instruction it is in, and which posts and waits it has behind it.
+A plan is a function with one line per call. So the number of the line at which a thread is tells
+the instruction, and which posts and waits came before.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mdfuse.layouts.call import Call
 
 
 class Step(Protocol):
-    """What is read of a plan's step: see `mdfuse.plan.context.Step`."""
+    """The attributes of a plan's step that are read here: see `mdfuse.plan.context.Step`."""
 
     @property
     def op(self) -> str: ...
@@ -34,7 +34,7 @@ class Step(Protocol):
 
 
 class Plan(Protocol):
-    """What is read of a plan: see `mdfuse.plan.build.Plan`."""
+    """The attributes of a plan that are read here: see `mdfuse.plan.build.Plan`."""
 
     @property
     def tally(self) -> RunCount | None: ...
@@ -45,7 +45,7 @@ class Plan(Protocol):
         """The number of the call at each line of its function."""
 
     def number_of(self, line: int) -> int:
-        """The number of the step that a call belongs to."""
+        """Return the number of the step to which the call of a number, as in `left`, belongs."""
 
 
 #: The file name of a plan's function -> the plan.
@@ -58,7 +58,7 @@ class RunCount:
 
     Attributes:
         name: of the program.
-        serial: tells it from others; the same on all ranks.
+        serial: the number of the program, the same on all ranks.
         runs: how many runs began.
         refused: how many of them this rank refused.
         posted: how often one run posts each kind on each team; known once there is a plan.
@@ -72,7 +72,7 @@ class RunCount:
 
     @property
     def occasion(self) -> str:
-        """The run that began last, by a name that is the same on all ranks."""
+        """The name of the run that began last, the same on all ranks."""
         return f"{self.serial}/{self.runs}"
 
 
@@ -94,12 +94,12 @@ class RunningStep:
 
     @property
     def is_waiting(self) -> bool:
-        """It is in a call of a communication library."""
+        """Whether the step is a call of a communication library."""
         return self.step.op in ("post", "wait")
 
     @property
     def open(self) -> list[int]:
-        """The posts so far that were not waited for, by number of their step."""
+        """The numbers of the steps whose posts are not waited for yet, up to this step."""
         waits = (step.waits for step in self.plan.steps[: self.number])
         over = {wait[0] for wait in waits if wait is not None}
         if self.step.waits:
@@ -109,7 +109,7 @@ class RunningStep:
 
     @property
     def current(self) -> int | None:
-        """The post that it makes or waits for, by number of its step."""
+        """The number of the step whose post this step makes or waits for; None: neither."""
         if self.step.waits is None:
             return self.number if self.step.calls else None
         handle = self.step.waits[0]
@@ -117,7 +117,7 @@ class RunningStep:
 
 
 def register(file: str, plan: Plan) -> None:
-    """A plan's function was written down under this name."""
+    """Note the plan whose function has this file name, and count what a run of it posts."""
     _plans[file] = plan
     if plan.tally is not None:
         calls = (call for step in plan.steps for call in step.calls)
@@ -125,7 +125,10 @@ def register(file: str, plan: Plan) -> None:
 
 
 def running() -> RunningStep | None:
-    """Where this process is; of several threads, the main one goes first, then one that waits."""
+    """Return the step that this process is at; None where it runs no plan.
+
+    Of several threads one that waits in a communication is preferred, then the main one.
+    """
     frames = sys._current_frames()
     main = threading.main_thread().ident
     places = [p for thread, f in frames.items() if thread == main and (p := _of_frame(f))]
@@ -134,7 +137,7 @@ def running() -> RunningStep | None:
 
 
 def raised(error: BaseException | None) -> RunningStep | None:
-    """Where an error comes from."""
+    """Return the step that raised an error or one of its causes; None if no plan did."""
     while error is not None:
         trace = error.__traceback__
         while trace is not None:

@@ -1,10 +1,11 @@
-"""The watchdog of a process: it sees when a communication does not finish, and where all ranks are.
+"""The watchdog of a process: it reports communications that do not finish, and where ranks are.
 
 Each post outside torch.distributed is noted in a ring buffer before it is made, and marked behind
-it, so that the watchdog finds the oldest one that is not done without asking the device: see
+it, so that the watchdog finds the oldest post that is not done without asking the device: see
 `Track`. For all others it looks where the host is in its plans: see `mdfuse.runtime.watch.running`.
-The watchdog sleeps, looks, and, where something is overdue, says which instruction it is and what
-the other ranks did, and ends the process: buffers that such a communication writes to hold garbage.
+The watchdog sleeps and looks in turn. Where something is overdue, it reports the instruction and
+what the other ranks did, and ends the process: buffers that such a communication writes to hold
+garbage.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ _log = logging.getLogger("mdfuse.comm")
 #: The exit status of a process that the watchdog ends (sysexits.h: EX_SOFTWARE).
 EXIT_STATUS = 70
 
-#: How long after the timeout of a wait the watchdog ends it, where that did not, seconds.
+#: How long after its timeout the watchdog ends a wait that did not end by itself, seconds.
 _SLACK_S = 2.0
 
-#: How long a rank that reports stays where others see that it had come, seconds.
+#: How long a rank that reports lives on, so that others see that it had come, seconds.
 _SEEN_S = 2.0
 
 #: From an error, or an alarm, to the moment when this process no longer waits for anybody, seconds.
@@ -59,18 +60,18 @@ class Watch:
 
     Args:
         rank: this rank.
-        timeout_s: a post that is not done so many seconds after it, and after any other post was
-            done, is overdue.
+        timeout_s: a post is overdue so many seconds after it was made, and after the oldest open
+            post last changed.
         store: where the ranks tell each other how far they are; nobody else uses its keys.
-        is_capturing: whether posts are being captured into a CUDA graph now.
-        clock: seconds.
+        is_capturing: returns whether posts are being captured into a CUDA graph now.
+        clock: returns seconds.
         write: takes the report.
         end: ends the process with a status.
         size: entries of the ring, a power of two.
         ranks: of the world; reports tell of all of them. 0: of the team that is concerned.
         host: the rank whose process keeps the store; None: another process does.
         reports: the folder where reports are kept; None: nowhere.
-        neighbours: what is seen of other ranks as long as there is no store.
+        neighbours: shows other ranks of this host as long as there is no store.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Watch:
         neighbours: Neighbours | None = None,
     ) -> None:
         self.ring = Ring(size, clock)
-        #: the subjects of posts that were captured, in order; who captures clears it before
+        #: the subjects of posts that were captured, in order; cleared before each capture
         self.captured: list[PostInfo] = []
         self._rank = rank
         self._timeout = timeout_s
@@ -101,9 +102,9 @@ class Watch:
         self._host = host
         self._folder = reports
         self._neighbours = neighbours
-        #: where all ranks meet that share no store, the last such place this one came to
+        #: the last place to which this rank came where ranks without a store meet; or ""
         self._place = ""
-        #: how long this process waits for others where something went wrong
+        #: when this process stops waiting for others, once something went wrong
         self.ending = NEVER
         self._is_capturing = is_capturing
         self._clock = clock
@@ -113,7 +114,7 @@ class Watch:
         self._seen = -1
         self._oldest: Post | None = None
         self._moved_at = clock()
-        #: breaks what this process waits for; whether it could
+        #: breaks off the waits of this process; returns whether it could
         self.abort: Callable[[], bool] = lambda: False
         self._tallies: list[RunCount] = []
         self._waits: list[tuple[str, float]] = []
@@ -129,21 +130,21 @@ class Watch:
 
     @property
     def is_cut_off(self) -> bool:
-        """The store did not answer, or broke: nobody hears of this rank any more."""
+        """Whether the store broke or does not answer, so that no rank hears of this one."""
         return self._bulletin is not None and self._bulletin.is_lost
 
     @property
     def store(self) -> str:
-        """Whose store it is, in words."""
+        """The store, and the rank that keeps it, in words."""
         return "the store" if self._host is None else f"the store that rank {self._host} keeps"
 
     def prepare(
         self, subject: PostInfo, track: Track
     ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """What to call before and behind each post of `subject`.
+        """Return a function to call before each post of `subject`, and one to call after it.
 
         While a graph is captured nothing is posted: the subject joins `captured`, and nothing is
-        marked, for a replay would write the old number again. Whoever replays notes the replay.
+        marked, since a replay would write the old number again. Replays are noted by `Replays`.
         """
         write, mark = self.ring.writer(subject, track.is_done), track.mark
         is_capturing, captured = self._is_capturing, self.captured
@@ -164,15 +165,20 @@ class Watch:
         return before, behind
 
     def on_error(self, team: tuple[int, ...], ask: Callable[[], str | None]) -> None:
-        """Ask for errors of a team's communicator at each look; a text is one."""
+        """Register a function to ask at each look for an error of a team's communicator.
+
+        Args:
+            team: the ranks of the communicator.
+            ask: returns the error as text, or None.
+        """
         self._sources.append((team, ask))
 
     def forget(self, *functions: Callable[..., object]) -> None:
-        """Take back what was given to `on_error`."""
+        """Unregister functions that were given to `on_error`."""
         self._sources = [row for row in self._sources if row[1] not in functions]
 
     def start(self) -> None:
-        """Start the watchdog, once."""
+        """Start the threads of the watchdog, unless they run."""
         if self._threads:
             return
         for name, run in (("mdfuse-watch", self.look), ("mdfuse-bulletin", self.tell)):
@@ -181,11 +187,11 @@ class Watch:
             thread.start()
 
     def connect(self, store: Store) -> None:
-        """From now on the ranks tell each other how far they are, in a store of their own."""
+        """Let the ranks tell each other from now on how far they are, in this store."""
         self._bulletin = Bulletin(store, self._rank, self._beat)
 
     def close(self) -> None:
-        """Stop watching; the others are told how this rank left. A second close does nothing."""
+        """Stop watching, and tell the others how this rank left. A second close does nothing."""
         if self._ended:
             return
         self._stop.set()
@@ -197,18 +203,19 @@ class Watch:
             within(self.ending.left(2 * self._beat), self.tell)
 
     def count(self, tally: RunCount) -> None:
-        """Count the runs of a program among what tells where this rank is."""
+        """Add a program's count of runs to those that tell how far this rank is."""
         self._tallies.append(tally)
 
     @contextmanager
     def waiting(self, what: str, place: str = "") -> Iterator[None]:
-        """What is done inside waits for other ranks, and has a deadline of its own.
+        """Watch over a wait for other ranks in this context; the wait has a deadline of its own.
 
-        Where that does not end it, as where the host of the store is stopped, the process ends.
+        Where that deadline does not end the wait, as where the host of the store is stopped, the
+        watchdog ends the process.
 
         Args:
-            what: they do there.
-            place: its name, where the ranks have no store in which they see who has come.
+            what: the wait, in words.
+            place: the name of the place where ranks without a store meet; else "".
         """
         if place and self._neighbours is not None:
             self._place = place
@@ -221,13 +228,13 @@ class Watch:
             self._waits.remove(row)
 
     def look(self) -> None:
-        """Look once: raise the alarm where it is time to. Asks nobody else."""
+        """Look once, and raise the alarm if something is overdue; asks no other process."""
         alarm = self._failed() or self._overdue() or self._stuck() or self._broken()
         if alarm is not None:
             self._raise(alarm)
 
     def tell(self) -> None:
-        """Tell the other ranks once how far this one is, and hear what they have to say."""
+        """Tell the other ranks once how far this one is, and read their alarms and refusals."""
         if self._bulletin is None:
             return
         now = self._standing()
@@ -239,7 +246,7 @@ class Watch:
                 self._refused = refusal
 
     def explain(self, error: BackendError) -> BackendError:
-        """The same error, with the positions of all ranks: takes up to three seconds."""
+        """Return an error extended by the positions of all ranks; takes up to three seconds."""
         if self._bulletin is None and not self._place:
             return error
         self.ending = Deadline.after(_ERROR_S)
@@ -252,7 +259,7 @@ class Watch:
             return found
 
     def position(self, is_hanging: bool, now: OwnPosition | None = None) -> Position:
-        """How far this rank is, for the others."""
+        """Return how far this rank is, as the others are told."""
         now = now or self._standing()
         posts = self._posts()
         open_posts = [post for post in posts if not post.is_done()]
@@ -270,14 +277,14 @@ class Watch:
         return Position(self._rank, is_hanging, progress_of, _host_line(), doing, self._ended)
 
     def _standing(self) -> OwnPosition:
-        """Where the plans of this process are; outside of all, where the last one broke off."""
+        """Return where this process is in its plans, or else where its last run broke off."""
         now = standing(self._tallies, running.running() if self._tallies else None)
         if now.doing:
             self._broke = None
         return self._broke or now
 
     def _posts(self) -> list[Post]:
-        """The ring's, and the oldest that is not done, even where the ring came round to it."""
+        """Return the ring's posts, and the oldest open one even where the ring overwrote it."""
         posts, oldest = self.ring.posts(), self._oldest
         is_lost = oldest is not None and posts and posts[0].place > oldest.place
         return [oldest, *posts] if is_lost and oldest else posts
@@ -303,7 +310,7 @@ class Watch:
         return Alarm.of(oldest, self._rank, self._timeout, now - oldest.posted_at)
 
     def _find_oldest(self) -> Post | None:
-        """The first post that is not done; kept, in case the ring comes round to it."""
+        """Return the first post that is not done, kept in case the ring overwrites it."""
         oldest = self._oldest
         if oldest is not None and not oldest.is_done():
             return oldest
@@ -316,7 +323,7 @@ class Watch:
         return self._oldest
 
     def _stuck(self) -> Alarm | None:
-        """A wait that should have ended by itself."""
+        """Return the alarm over a wait that should have ended by itself, or None."""
         now, moment, limit = self._standing(), self._clock(), self._timeout + _SLACK_S
         if now.key != self._stood[0]:
             self._stood = now.key, moment
@@ -334,7 +341,7 @@ class Watch:
         return f"{what} is not done on rank {self._rank} after {age_s:.1f} s ({limit})"
 
     def _broken(self) -> Alarm | None:
-        """Another rank refused what this one waits for, and the wait cannot be broken off."""
+        """Return the alarm over a wait for a rank that refused the run; None if it can be ended."""
         if self._refused is None:
             return None
         now = self._standing()
@@ -343,7 +350,7 @@ class Watch:
 
     @contextmanager
     def _reporting(self, alarm: Alarm, now: OwnPosition) -> Iterator[Table]:
-        """Gather what a report tells; afterwards let others do so before this process goes."""
+        """Gather the facts of a report; afterwards let other ranks gather theirs from this one."""
         own, ranks = self.position(True, now), self._world or alarm.team
         bulletin, answers = self._bulletin, Answers(is_complete=True)
         self._reports += 1
@@ -393,7 +400,7 @@ class Watch:
         )
 
     def _keep(self, error: BackendError, table: Table) -> str:
-        """The text of a report, which is kept."""
+        """Write a report to its file, and return its text."""
         text = f"mdfuse.{type(error).__name__}: {error}"
         if table.page is not None:
             table.page.write(text)
@@ -412,7 +419,7 @@ class Watch:
 
 
 def _host_line() -> str:
-    """Where the main thread is: its innermost line outside mdfuse, torch and Python's library."""
+    """Return the main thread's innermost line outside mdfuse, packages and Python's library."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     innermost = frame
     while frame is not None:
@@ -432,7 +439,7 @@ def _write_error(text: str) -> None:
 
 
 def _end_process(status: int) -> None:
-    """At once: an orderly exit would wait for the device, which hangs."""
+    """End the process at once: an orderly exit would wait for the device, which hangs."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         try:
