@@ -205,7 +205,7 @@ def _simple_atom(atom: Atom, facts: Facts) -> Poly:
 def at_least(a: Poly, n: Number, facts: Facts) -> bool:
     """Whether the polynomial is surely at least n."""
     low = _lower(plus(a, constant(-n)), facts, 6)
-    return low is not None and low > -1  # a is an integer
+    return low is not None and low > -1  # a and n are integers
 
 
 def bounds(a: Poly, facts: Facts) -> Range:

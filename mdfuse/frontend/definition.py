@@ -276,7 +276,7 @@ class FusionDefinition:
     # -- what handles and operations call --------------------------------------------------------
 
     def next_stream(self) -> int:
-        """Return the next number of a random stream, so that two draws with one seed differ."""
+        """Return another stream of random numbers, so that two draws with one seed differ."""
         self._streams += 1
         return self._streams
 

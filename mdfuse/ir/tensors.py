@@ -97,7 +97,7 @@ def are_writable(xs: Iterable[Tensor]) -> bool:
 
 
 def is_lazy(x: Tensor) -> bool:
-    """Whether memory holds no elements, or their negatives or conjugates instead of them."""
+    """Whether memory has the elements negated or conjugated, or they are zeros without memory."""
     return x.is_neg() or x.is_conj() or is_zero_tensor(x)
 
 

@@ -114,7 +114,7 @@ def _columns(x: Tensor, w: Tensor, *, out: Tensor, bias: Tensor | None = None) -
 
 
 def _rows(x: Tensor, w: Tensor, *, out: Tensor, bias: Tensor | None = None) -> None:
-    """Write a product whose result has dim 1 outermost, then dim 0: one for each x[i]."""
+    """Write a product whose result has dims 0 and 1 swapped in memory: a product for each x[i]."""
     w = w.expand(x.shape[0], *w.shape)
     if bias is None:
         torch.bmm(x, w, out=out)

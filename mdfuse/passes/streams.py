@@ -47,7 +47,7 @@ def run(fusion: Fusion) -> Fusion:
 
 
 def operand_streams(expr: Expr, values: Mapping[str, Value]) -> tuple[Stream | None, ...]:
-    """Return how an expression with a streamed result reads operands: by chunks, or None."""
+    """Return how each operand of a streamed result is read: in chunks, or whole (None)."""
     stream = values[expr.output].stream
     assert stream is not None
     if expr.op == "reshape":
