@@ -100,8 +100,7 @@ class Communication:
         return team if rank in team else ()
 
     def group(self, rank: int) -> tuple[int, ...]:
-        """The ranks that share one process group with `rank` for this: the team, except that all
-        pairs of a SendRecv share one."""
+        """Return the process group of `rank`: its team; all pairs of a SendRecv share one."""
         if self.kind in POINT_TO_POINT and not self._is_along_axis:
             group = self.whole_group
             return group if rank in group else ()
@@ -145,14 +144,14 @@ class Communication:
         return root
 
     def at(self, known: Callable[[Term], int | None]) -> Communication:
-        """This communication with the index of its chunk resolved by what is known of terms."""
+        """Return this communication with the index of its chunk resolved by known terms."""
         source, destination = self.source.at(known), self.destination.at(known)
         if source is self.source and destination is self.destination:
             return self
         return replace(self, source=source, destination=destination)
 
     def _holder(self, rank: int, team: tuple[int, ...]) -> int | None:
-        """The member of a team whose part is the chunk that all of them send or receive."""
+        """Return the member of a team whose part is the chunk that all of them send or receive."""
         if self.kind == "Broadcast":
             split, chunk = self.source, self.destination
         else:
@@ -162,7 +161,7 @@ class Communication:
             return None
         wanted = chunk.intervals(self.shape, rank)
         holders = [r for r in team if split.intervals(self.shape, r) == wanted]
-        # Of several, which hold nothing, the one whose turn it is.
+        # Several ranks match where the chunk is empty: take the one whose turn it is.
         turn = [r for i, r in enumerate(team) if i == index and r in holders]
         return (*turn, *holders)[0]
 
@@ -180,12 +179,12 @@ class Communication:
         return mesh.axis_size(self.axis) if self.axis is not None else mesh.size
 
     def whole(self) -> Layout:
-        """The layout of the side on which the dim is not split along the axis."""
+        """Return the layout of the side on which the dim is not split along the axis."""
         gathers = self.kind in ("Gather", "Allgather")
         return self.destination if gathers else self.source
 
     def rows(self, rank: int) -> tuple[int, int]:
-        """(rows of the dim that the team shares, rows per block, padding included)."""
+        """Return (rows of the dim that the team shares, rows per block, padding included)."""
         assert self.dim is not None and self.kind != "AllToAll"
         layout = self.whole()
         if rank in layout.mesh:
@@ -195,9 +194,9 @@ class Communication:
         return stop - start, -(-(stop - start) // self.size)
 
     def front(self) -> tuple[int, ...]:
-        """The dims of its buffers, outermost first: the split one leads.
+        """Return the order of dims in the buffers, outermost first: the split dim leads.
 
-        They stay as they are where those before it have one element.
+        Dims keep their order where all before the split one have at most one element.
         """
         assert self.dim is not None
         split = self.destination if self.whole() == self.source else self.source
@@ -210,7 +209,7 @@ class Communication:
         return (self.dim, *(d for d in dims if d != self.dim))
 
     def bytes_received(self, rank: int) -> int:
-        """Bytes that arrive at a rank from others in one run, ring model, padding included."""
+        """Return the bytes that reach a rank from others in one run: ring model, with padding."""
         team = self.team(rank)
         itemsize = self.dtype.itemsize if self.dtype is not None else 1
         return itemsize * (self._elements_received(rank, team) if team else 0)
@@ -250,7 +249,7 @@ class Communication:
     # -- one rank's part -------------------------------------------------------------------------
 
     def part(self, rank: int) -> RankPart:
-        """Compute what a rank posts, and what it copies by itself."""
+        """Return what a rank posts, and what it copies by itself."""
         part = part_of(self, rank)
         if self.backend is None or part.call is None:
             return part

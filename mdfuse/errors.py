@@ -26,7 +26,7 @@ OWN = (PACKAGE, _directory_of("torch"))
 
 
 def printable(text: str) -> str:
-    """A text in one line that can be written anywhere: what cannot be printed is escaped.
+    """Return a text with everything unprintable escaped: one line that can be written anywhere.
 
     >>> printable("caf\u00e9.py"), printable("a\\rb"), printable("\\udcff")
     ('café.py', 'a\\\\rb', '\\\\udcff')
@@ -47,12 +47,12 @@ class Source:
         return f"{printable(Path(self.file).name)}:{self.line}"
 
     def quote(self) -> str:
-        """The place and the text of the line, for error messages."""
+        """Return the place and the text of the line, for error messages."""
         return f"{self}   {printable(_line_of(self.file, self.line))}".rstrip()
 
 
 def _line_of(file: str, line: int) -> str:
-    """The text of a line; empty where there is no such file, nor can be one of this name."""
+    """Return the text of a line; empty where no such file exists or can exist."""
     try:
         return linecache.getline(file, line).strip()
     except ValueError:
@@ -70,7 +70,7 @@ def is_own(code: CodeType) -> bool:
 
 
 def user_source() -> Source | None:
-    """The innermost line on the stack that is not mdfuse's own."""
+    """Return the innermost line on the stack that is not mdfuse's own."""
     frame = sys._getframe(1)
     while frame is not None and is_own(frame.f_code):
         if frame.f_back is None:

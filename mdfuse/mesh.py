@@ -11,7 +11,7 @@ from typing import Any
 from mdfuse.errors import MeshError
 from mdfuse.names import RULE, is_name
 
-#: More ranks than this are a mistake, which would take long to go through.
+#: The most ranks of a mesh: more are a mistake, which would take long to go through.
 MOST_RANKS = 2**20
 
 _DEFAULT_AXES = {1: ("x",), 2: ("y", "x"), 3: ("z", "y", "x")}
@@ -225,7 +225,7 @@ class DeviceMesh:
 
 
 def _listed(ranks: Sequence[int]) -> tuple[int, ...]:
-    """Ranks that are not consecutive numbers, as a mesh keeps them."""
+    """Return ranks that are not consecutive numbers; () for a range."""
     return () if isinstance(ranks, range) else tuple(ranks)
 
 
@@ -235,12 +235,12 @@ def is_torch_mesh(x: object) -> bool:
 
 
 def as_mesh(mesh: Any) -> Any:
-    """A torch `DeviceMesh` as a mesh; anything else as it is."""
+    """Return a torch `DeviceMesh` as a mesh; anything else as it is."""
     return DeviceMesh(mesh) if is_torch_mesh(mesh) else mesh
 
 
 def _check_whole(mesh: Any) -> None:
-    """Refuse a slice of a torch mesh: each rank's is another mesh, but a program is one for all."""
+    """Raise MeshError for a slice of a torch mesh, which is another mesh on each rank."""
     root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
     if root.size() != mesh.size():
         raise MeshError(
@@ -251,7 +251,7 @@ def _check_whole(mesh: Any) -> None:
 
 
 def _flatten(nested: Any) -> tuple[tuple[int, ...], list[int]]:
-    """Shape and elements of nested sequences."""
+    """Return the shape and the elements of nested sequences."""
     if isinstance(nested, Sequence) and not isinstance(nested, str):
         parts = [_flatten(part) for part in nested]
         shapes = {shape for shape, _ in parts}
@@ -272,7 +272,7 @@ def _flatten(nested: Any) -> tuple[tuple[int, ...], list[int]]:
 
 
 def _canonical(flat: list[int]) -> Sequence[int]:
-    """A range where the ranks are one, so that a large mesh is not a long list."""
+    """Check ranks; return a range where they are consecutive, so that large meshes stay small."""
     if min(flat) < 0:
         raise MeshError(
             f"rank {min(flat)} is negative",

@@ -1,6 +1,6 @@
-"""From a change of layout to steps: the table *transition -> kinds*, and the search around it.
+"""Find the steps that change a layout: the table *transition -> kinds*, and a search over its rows.
 
-One axis changes: the table's row. Several do, or one that is not innermost: the cheapest sequence
+Where one innermost axis changes, this is a row of the table. Otherwise it is the cheapest sequence
 of rows, or one `Exchange`.
 """
 
@@ -28,7 +28,7 @@ class Local:
     """A step without communication.
 
     "slice": each rank keeps a part of what it has. "zeros": each rank puts what it has into zeros
-    of the destination's size, which makes it Partial(sum).
+    of the destination's size, which makes it Partial(sum). "empty": the tensor has no elements.
     """
 
     kind: str
@@ -56,7 +56,7 @@ def steps(source: Layout, destination: Layout, shape: tuple[int, ...]) -> tuple[
         Local steps and communications (without dtype) in order; none where nothing changes.
 
     Raises:
-        LayoutError: into a Partial that the source cannot become.
+        LayoutError: the source cannot become the Partial that the destination is.
 
     >>> from mdfuse import DeviceMesh, Layout, Partial, Shard
     >>> mesh = DeviceMesh.arange(tp=4)
@@ -92,12 +92,12 @@ _known_steps = lru_cache(maxsize=4096)(_steps)
 
 
 def cost(source: Layout, destination: Layout, shape: tuple[int, ...]) -> int:
-    """Elements that arrive at a rank for a change of layout, in parts of an element."""
+    """Return how many elements arrive at a rank for a change of layout, times `_UNIT`."""
     return sum(_step_cost(step, shape) for step in steps(source, destination, shape))
 
 
 def elements_received(source: Layout, destination: Layout, shape: tuple[int, ...]) -> float:
-    """The number of elements that arrive at the rank that receives most."""
+    """Return how many elements arrive at the rank that receives most."""
     return cost(source, destination, shape) / _UNIT
 
 
@@ -141,15 +141,18 @@ def _same_mesh(source: Layout, destination: Layout, shape: tuple[int, ...]) -> t
 
 
 def _effort(step: Step, path: tuple[Step, ...]) -> int:
-    """What decides at equal bytes: two collectives before one Exchange, which comes before a
-    collective whose result is sliced (some ranks then receive what they throw away)."""
+    """Return the weight of a step, which decides between paths of equal bytes.
+
+    Two collectives come before one Exchange, which comes before a collective whose result is
+    sliced (some ranks then receive what they throw away).
+    """
     if isinstance(step, Local):
         return 3 if any(isinstance(s, Communication) for s in path) else 1
     return 3 if step.axis is None else 1
 
 
 def _without_idle_posts(step: Step, shape: tuple[int, ...]) -> Step:
-    """Slice locally where no rank lacks anything, which only short dims bring about."""
+    """Replace a step by a local slice where no rank lacks anything, as with short dims."""
     if isinstance(step, Local) or step.reduce_op is not None:
         return step
     if _is_lacking(step.source, step.destination, shape):
@@ -158,7 +161,7 @@ def _without_idle_posts(step: Step, shape: tuple[int, ...]) -> Step:
 
 
 def _direct(source: Layout, destination: Layout) -> Step | None:
-    """The row of the table for a change along one axis that is innermost before and after."""
+    """Return the row for a change along one axis, innermost before and after; else None."""
     before, after = source.by_axis(), destination.by_axis()
     changed = [a for a in before if before[a] != after[a]]
     if len(changed) != 1:
@@ -174,7 +177,7 @@ def _moves(here: Layout, destination: Layout) -> Iterator[Step]:
     for axis in here.mesh.axes:
         yield from _axis_moves(here, axis, destination)
     goal = destination
-    for axis in destination.partial_axes:  # what it makes Partial, it does so by itself
+    for axis in destination.partial_axes:  # becoming Partial is a local step of its own
         if here.placement(axis) != destination.placement(axis):
             goal = goal.with_placement(axis, Replicate())
     if here.partial_axes == goal.partial_axes and here != goal:
@@ -182,7 +185,7 @@ def _moves(here: Layout, destination: Layout) -> Iterator[Step]:
 
 
 def _axis_moves(here: Layout, axis: str, destination: Layout) -> Iterator[Step]:
-    """The one-axis rows of the table that can help on the way to a destination.
+    """Yield the one-axis rows of the table that can help on the way to a destination.
 
     A Partial that the destination keeps stays as it is: made whole and Partial again, it would be
     another value for an op that is not idempotent.
@@ -222,7 +225,7 @@ def _axis_moves(here: Layout, axis: str, destination: Layout) -> Iterator[Step]:
 
 
 def _step_cost(step: Step, shape: tuple[int, ...]) -> int:
-    """Elements that arrive at a rank, without padding, in parts of an element."""
+    """Return how many elements arrive at a rank, without padding, times `_UNIT`."""
     if isinstance(step, Local):
         return 0
     before = math.prod(step.source.local_shape(shape))
@@ -237,7 +240,7 @@ def _step_cost(step: Step, shape: tuple[int, ...]) -> int:
 
 
 def _lacking(source: Layout, destination: Layout, shape: tuple[int, ...], sample: int = 64) -> int:
-    """The most elements that a rank lacks, over a sample of ranks spread over the mesh."""
+    """Return the most elements that a rank lacks, of a sample of ranks spread over the mesh."""
     mesh = destination.mesh
     stride = max(1, mesh.size // sample)
     worst = 0
@@ -263,7 +266,7 @@ def _lacks(source: Layout, destination: Layout, shape: tuple[int, ...], rank: in
 
 
 def _across(source: Layout, destination: Layout, shape: tuple[int, ...]) -> tuple[Step, ...]:
-    """The rows of the table for two meshes."""
+    """Return the steps from one mesh to another."""
     if source.partial_axes:
         return _reduce_across(source, destination, shape)
     if not _is_lacking(source, destination, shape):
@@ -295,7 +298,7 @@ def _only_split(layout: Layout) -> tuple[str, int] | None:
 
 
 def _reduce_across(source: Layout, destination: Layout, shape: tuple[int, ...]) -> tuple[Step, ...]:
-    """Reduce to one sender where that is all, else scatter the sum and go on from there."""
+    """Reduce to one rank that sends on, where that is enough; else reduce-scatter first."""
     mesh, (axis, *_) = source.mesh, source.partial_axes
     placement = source.placement(axis)
     assert isinstance(placement, Partial)
@@ -326,5 +329,5 @@ def _reduce_across(source: Layout, destination: Layout, shape: tuple[int, ...]) 
 
 
 def with_type(step: Step, shape: tuple[int, ...], dtype: torch.dtype) -> Step:
-    """The step for a tensor of this shape and dtype."""
+    """Return the step for a tensor of this shape and dtype."""
     return replace(step, shape=shape, dtype=dtype) if isinstance(step, Communication) else step

@@ -13,7 +13,7 @@ from mdfuse.extents.facts import Facts, at_least, folded, simplified
 from mdfuse.extents.index import Term
 from mdfuse.extents.polynomials import Atom, Monomial, Poly, constant, plus, poly_of, scaled, symbol
 
-#: How a guard reads: (the relation to 0, its opposite).
+#: relation to 0 -> whether a number has it.
 _TESTS: dict[str, Callable[[int], bool]] = {
     "==": lambda d: d == 0,
     "!=": lambda d: d != 0,
@@ -23,7 +23,7 @@ _TESTS: dict[str, Callable[[int], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """What the extents must satisfy: a polynomial's relation to 0.
+    """A condition on extents: a polynomial's relation to 0.
 
     Attributes:
         poly: the left side.
@@ -36,7 +36,7 @@ class Guard:
     text: str
 
     def holds(self, extents: Mapping[str, int]) -> bool:
-        """Whether these extents satisfy it."""
+        """Whether these extents satisfy the guard."""
         try:
             return _TESTS[self.op](self.poly.value(extents))
         except ZeroDivisionError:
@@ -57,7 +57,7 @@ class Assumptions:
 
     @property
     def guards(self) -> tuple[Guard, ...]:
-        """The guards, those that follow from others left out."""
+        """The guards, without those that follow from others."""
         facts = self.facts
         found = [
             Guard(plus(symbol(s), p, -1), "==", f"{s} == {p}")
@@ -72,14 +72,14 @@ class Assumptions:
         return (*found, *(g for g in self._others if not self._follows(g.poly, g.op)))
 
     def copy(self) -> Assumptions:
-        """The same assumptions, to which others can be added."""
+        """Return a copy, to which other assumptions can be added."""
         made = Assumptions()
         made.facts, made.examples = self.facts, {**self.examples}
         made._others = {**self._others}
         return made
 
     def seen(self, examples: Mapping[str, int]) -> Mapping[str, int]:
-        """All examples, these included."""
+        """Add examples of symbols, and return those of all symbols seen so far."""
         self.examples.update(examples)
         return self.examples
 
@@ -110,9 +110,9 @@ class Assumptions:
         return op == ">=" and at_least(poly, 0, facts)
 
     def _without_factors(self, poly: Poly, op: str, examples: Mapping[str, int]) -> Poly:
-        """Symbols that all terms have as a factor do not matter where they are positive.
+        """Divide by symbols that all terms share, after assuming that these are positive.
 
-        A strict inequality has the constant -1: x*y - 1 >= 0 is y - 1 >= 0.
+        A strict inequality has the constant -1, which stays: x*y - 1 >= 0 becomes y - 1 >= 0.
         """
         while True:
             is_strict = op == ">=" and poly.coefficients().get((), 0) == -1
@@ -127,7 +127,7 @@ class Assumptions:
             poly = _reduced(poly_of(divided), op)
 
     def _assume_equal(self, poly: Poly, examples: Mapping[str, int]) -> bool:
-        """A symbol is, from now on, what the rest of the equation says."""
+        """Replace a symbol by what the rest of an equation says; False if none stands alone."""
         names = [m[0].name for m, c in poly.terms if len(m) == 1 and isinstance(m[0], Term)
                  and abs(c) == 1]  # fmt: skip
         for name in sorted(names, reverse=True):
@@ -149,7 +149,7 @@ class Assumptions:
         return False
 
     def _assume_range(self, poly: Poly, op: str, examples: Mapping[str, int]) -> bool:
-        """A guard on one symbol that holds from, or up to, some number becomes a range."""
+        """Keep a guard on one symbol as a range, if it holds from, or up to, some number."""
         names = poly.symbols()
         if len(names) != 1 or op == "==" or (op == "!=" and " mod " in str(poly)):
             return False
@@ -170,13 +170,13 @@ class Assumptions:
             first -= 1
         while last is not None and last != limit and last - here < 4096 and holds(last + 1):
             last += 1
-        if first != low and last != limit:  # true here and there, as divisibilities are
+        if first != low and last != limit:  # it holds for some numbers only, as a divisibility does
             return False
         self.facts = self.facts.with_range(name, (first, last))
         return True
 
     def _assume_divisor(self, poly: Poly, op: str, examples: Mapping[str, int]) -> bool:
-        """A guard that follows from a divisibility is replaced by that."""
+        """Keep a guard as divisors of symbols, if it follows from those that the examples have."""
         divisors = {s: math.lcm(*_divisors(poly, s)) for s in sorted(poly.symbols())}
         facts = self.facts
         for s, d in divisors.items():
@@ -191,7 +191,7 @@ class Assumptions:
 
 
 def _shared(monomials: Sequence[Monomial]) -> Iterator[Atom]:
-    """The atoms that are in every one of some monomials."""
+    """Yield the atoms that are in every one of some monomials."""
     first, *others = monomials or [()]
     return (a for a in first if all(a in m for m in others))
 
@@ -202,7 +202,7 @@ def _drop(monomial: Monomial, atom: Atom) -> Monomial:
 
 
 def _reduced(poly: Poly, op: str) -> Poly:
-    """Divided by what divides all its numbers."""
+    """Divide a polynomial by the common divisor of its coefficients, fractions cleared first."""
     numbers = [c for m, c in poly.terms if m]
     if not numbers:
         return poly
@@ -215,7 +215,7 @@ def _reduced(poly: Poly, op: str) -> Poly:
 
 
 def _search(test: Callable[[int], bool], good: int, low: int) -> int:
-    """The least number down to which a test holds, found by halving."""
+    """Return the least number (from `low` on) down to which a test holds, found by halving."""
     if test(low):
         return low
     while good - low > 1:
@@ -228,7 +228,7 @@ def _search(test: Callable[[int], bool], good: int, low: int) -> int:
 
 
 def _upwards(test: Callable[[int], bool], good: int) -> int:
-    """The greatest number up to which a test holds."""
+    """Return the greatest number up to which a test holds."""
     step = 1
     while step < 1 << 40 and test(good + step):
         good, step = good + step, step * 2
@@ -240,7 +240,7 @@ def _upwards(test: Callable[[int], bool], good: int) -> int:
 
 
 def _divisors(poly: Poly, name: str) -> Iterator[int]:
-    """What parts of a polynomial with a symbol in them are divided by."""
+    """Yield numbers by which parts of a polynomial that have a symbol in them are divided."""
     yield 1
     for monomial, _ in poly.terms:
         for atom in monomial:
@@ -267,7 +267,7 @@ def _range_guards(name: str, facts: Facts) -> Iterator[Guard]:
 
 
 def _text(poly: Poly, op: str) -> str:
-    """Both sides without a minus."""
+    """Return a guard as text, with the negative terms on the right side."""
     left = poly_of({m: c for m, c in poly.terms if c > 0})
     right = poly_of({m: -c for m, c in poly.terms if c < 0})
     n = poly.coefficients().get((), 0)
@@ -300,12 +300,12 @@ class assuming(Generic[A]):
 
 
 def active_assumptions() -> Assumptions | None:
-    """Where decisions are recorded now."""
+    """Return where decisions are recorded now; None for nowhere."""
     return _active.get()
 
 
 def known_facts() -> Facts:
-    """What is known of the symbols now."""
+    """Return what is known of the symbols now."""
     active = _active.get()
     return active.facts if active is not None else NOTHING
 
@@ -314,7 +314,7 @@ NOTHING = Facts()
 
 
 def decide(poly: Poly, op: str, examples: Mapping[str, int]) -> bool:
-    """Whether a polynomial of extents is ==, != or >= 0; recorded as a guard."""
+    """Decide by examples whether a polynomial is ==, != or >= 0, and leave a guard."""
     result = _TESTS[op](poly.value(examples))
     active = _active.get()
     if active is not None:

@@ -29,8 +29,8 @@ from mdfuse.extents.polynomials import Poly, constant, plus, symbol, times
 T = TypeVar("T")
 
 
-#: To the type checker an extent is an int. It is none: Python would take the number out of an int
-#: without asking, and nothing would record it.
+#: The type checker takes an extent for an int. At run time it is none: Python reads the number of
+#: an int without calling its methods, so that no guard would be left.
 if TYPE_CHECKING:
     _Integer = int
 else:
@@ -158,7 +158,7 @@ _NAMES = {
 
 
 def _pinning(name: str) -> Callable[..., Any]:
-    """A method of int that needs the number itself."""
+    """Return a method of int that needs the number itself, which pins the extent."""
     method = getattr(int, name)
 
     def function(self: Extent, *args: Any) -> Any:
@@ -185,17 +185,17 @@ def _extent(poly: Poly, examples: Mapping[str, int]) -> int:
 
 
 def symbolic(name: str, example: int) -> int:
-    """The symbolic extent of a name; programs are lowered with the example."""
+    """Return the symbolic extent of a name; programs are lowered with the example."""
     return _extent(symbol(name), {name: example})
 
 
 def poly_from(n: int) -> Poly:
-    """The expression of an extent, or a number as one."""
+    """Return the polynomial of an extent, or of a number."""
     return n.poly if isinstance(n, Extent) else constant(int(n))
 
 
 def _merged(*numbers: Any) -> Mapping[str, int]:
-    """The examples of the symbols of several extents."""
+    """Return the examples of the symbols of several extents."""
     found = [n.examples for n in numbers if type(n) is Extent]
     first = found[0]
     return first if all(f is first for f in found) else {k: v for f in found for k, v in f.items()}
@@ -234,27 +234,27 @@ _FLOATS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def smaller(a: int, b: int) -> int:
-    """The minimum, without deciding which it is."""
+    """Return the minimum of two extents, without deciding which of them it is."""
     return min(a, b) if type(a) is type(b) is int else _calculated("min", a, b)
 
 
 def larger(a: int, b: int) -> int:
-    """The maximum, without deciding which it is."""
+    """Return the maximum of two extents, without deciding which of them it is."""
     return max(a, b) if type(a) is type(b) is int else _calculated("max", a, b)
 
 
 def are_same(a: int, b: int) -> bool:
-    """Whether two extents are equal whatever the symbols are; decides nothing."""
+    """Whether two extents are equal whatever the symbols are; no guard is left."""
     return a == b if type(a) is type(b) is int else poly_from(a) == poly_from(b)
 
 
 def example(n: int) -> int:
-    """The number that an extent is for the examples; only for what does not decide anything."""
+    """Return the number that an extent is for the examples, for uses that decide nothing."""
     return n.number if isinstance(n, Extent) else n
 
 
 def pinned(n: int) -> int:
-    """The number that an extent is, which it must be from now on."""
+    """Return the number that an extent is, and leave a guard that it is this number."""
     if type(n) is Extent:
         decide(plus(n.poly, constant(example(n)), -1), "==", n.examples)
     return example(n)
@@ -271,7 +271,7 @@ def is_symbolic(x: Any) -> bool:
 
 
 def mapped(x: T, change: Callable[[Extent], int]) -> T:
-    """A program, or a part of one, with each symbolic extent in it changed.
+    """Return a program, or a part of one, with `change` applied to each symbolic extent in it.
 
     What has none is returned as it is.
     """
@@ -297,7 +297,7 @@ def _mapped(x: Any, change: Callable[[Extent], int]) -> Any:
 
 
 def with_numbers(x: T, extents: Mapping[str, int]) -> T:
-    """A program for these extents: each symbolic extent as the number that it is.
+    """Return a program for these extents: each symbolic extent becomes the number that it is.
 
     >>> with_numbers((symbolic("x.0", 8) // 2, 3), {"x.0": 10})
     (5, 3)
@@ -306,7 +306,7 @@ def with_numbers(x: T, extents: Mapping[str, int]) -> T:
 
 
 def with_examples(x: T, examples: Mapping[str, int], names: Mapping[str, str]) -> T:
-    """A program with other examples of its symbolic extents, and other names for some."""
+    """Return a program with other examples of its symbolic extents, and other names for some."""
 
     def changed(n: Extent) -> int:
         return _extent(_renamed(n.poly, names), examples)

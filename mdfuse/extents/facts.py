@@ -1,4 +1,4 @@
-"""What is known of symbolic extents, and what polynomials of them become by it.
+"""What is known of symbolic extents, and how that simplifies polynomials.
 
 With x.0 a multiple of 4, `(x.0+3)//4` is `x.0//4`; with x.0 at least 4, `min(x.0, 4)` is 4.
 """
@@ -35,10 +35,10 @@ _KEPT = 1 << 14
 
 @dataclass(frozen=True, eq=False)
 class Facts:
-    """What holds for the symbols: ranges, divisors, and what equals another expression.
+    """What is known of each symbol: its range, a divisor, an expression that it equals.
 
-    An extent of which nothing is known is at least 0. Answers are kept by which facts they follow
-    from, so facts are equal only to themselves.
+    A symbol of which nothing is known is at least 0. Cached answers are found by the facts object
+    that they follow from, so facts are equal only to themselves.
     """
 
     ranges: Mapping[str, Range] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Facts:
 
 
 def folded(op: str, a: Poly, b: Poly, facts: Facts) -> Poly:
-    """`//`, `mod`, `min` or `max`, as simple as the facts allow."""
+    """Return `//`, `mod`, `min` or `max` of a and b, simplified as far as the facts allow."""
     if op in ("min", "max"):
         return _extreme(op, a, b, facts)
     d = b.constant
@@ -82,7 +82,7 @@ def _atom(op: str, a: Poly, b: Poly) -> Poly:
 
 
 def _by_symbols(op: str, a: Poly, b: Poly, facts: Facts) -> Poly:
-    """A division by what is no positive number; factors that all terms share go out."""
+    """Return `//` or `mod` by something that is no positive number; shared factors go out."""
     if b.constant == 0:
         raise ZeroDivisionError("division by zero")
     if len(b.terms) == 1:
@@ -106,7 +106,7 @@ def _without(monomial: Monomial, factors: Monomial) -> Monomial:
 
 
 def _quotient(a: Poly, d: int, facts: Facts) -> Poly:
-    """a // d: what is divisible comes out of the fraction."""
+    """Return a // d, with the divisible terms taken out of the fraction."""
     exact, rest = _split(a, d, facts)
     low, high = bounds(rest, facts)
     if low is not None and high is not None and low // d == high // d:
@@ -125,7 +125,7 @@ def _fractions(a: Poly) -> Iterator[tuple[Monomial, Fraction]]:
 
 
 def _split(a: Poly, d: int, facts: Facts) -> tuple[Poly, Poly]:
-    """(a's part that is divisible by d, divided; the rest)."""
+    """Return (the terms of a that d divides, divided by d; the rest)."""
     exact: dict[Monomial, Number] = {}
     rest: dict[Monomial, Number] = {}
     for m, c in a.terms:
@@ -139,14 +139,14 @@ def _split(a: Poly, d: int, facts: Facts) -> tuple[Poly, Poly]:
 
 
 def _divisor(monomial: Monomial, facts: Facts) -> int:
-    """A number that divides a monomial's value."""
+    """Return a number that surely divides a monomial's value."""
     names = (a.name for a in monomial if isinstance(a, Term))
     return math.prod(facts.divisors.get(n, 1) for n in names)
 
 
 @lru_cache(_KEPT)
 def _extreme(op: str, a: Poly, b: Poly, facts: Facts) -> Poly:
-    """The one that it surely is, what is left of both without what it never is, or an atom."""
+    """Return the minimum or maximum: a or b if it surely is that, a shorter form, or an atom."""
     found = a if _is_beyond(op, a, b, facts) else b if _is_beyond(op, b, a, facts) else None
     short_a = _without_lesser(op, a, b, facts)
     short_b = _without_lesser(op, b, short_a, facts)
@@ -157,15 +157,15 @@ def _extreme(op: str, a: Poly, b: Poly, facts: Facts) -> Poly:
 
 
 def _is_beyond(op: str, a: Poly, b: Poly, facts: Facts) -> bool:
-    """Whether a is the minimum, or the maximum, of both whatever the symbols are."""
+    """Whether a is surely the minimum, or the maximum, of a and b."""
     return at_least(plus(b, a, -1) if op == "min" else plus(a, b, -1), 0, facts)
 
 
 def _without_lesser(op: str, a: Poly, b: Poly, facts: Facts) -> Poly:
-    """a in max(a, b) without the operands of maxima in it that b is beyond; so for minima.
+    """Drop operands of maxima inside of a that cannot decide max(a, b); likewise for minima.
 
-    max(max(0, x - 1) - 1, 0) is max(x - 2, 0), since -1 is never it; x - min(1, x) is the maximum
-    of x - 1 and 0.
+    max(max(0, x - 1) - 1, 0) is max(x - 2, 0), since -1 is never the maximum. Minima that are
+    subtracted count as maxima: x - min(1, x) is the maximum of x - 1 and 0.
     """
     for monomial, c in a.terms:
         fold = monomial[0] if len(monomial) == 1 and abs(c) == 1 else None
@@ -183,7 +183,7 @@ _OPPOSITE = {"min": "max", "max": "min"}
 
 @lru_cache(_KEPT)
 def simplified(a: Poly, facts: Facts) -> Poly:
-    """The polynomial with the facts put in."""
+    """Return the polynomial simplified by the facts."""
     total = Poly()
     for monomial, c in a.terms:
         product = constant(c)
@@ -203,13 +203,13 @@ def _simple_atom(atom: Atom, facts: Facts) -> Poly:
 
 
 def at_least(a: Poly, n: Number, facts: Facts) -> bool:
-    """Whether it is surely at least a number."""
+    """Whether the polynomial is surely at least n."""
     low = _lower(plus(a, constant(-n)), facts, 6)
-    return low is not None and low > -1  # integers
+    return low is not None and low > -1  # a and n are integers
 
 
 def bounds(a: Poly, facts: Facts) -> Range:
-    """The least and the greatest that it may be."""
+    """Return bounds between which the polynomial surely lies; None where none is found."""
     if a.constant is not None:
         return a.constant, a.constant
     low, minus_high = _lower(a, facts, 6), _lower(scaled(a, -1), facts, 6)
@@ -218,7 +218,7 @@ def bounds(a: Poly, facts: Facts) -> Range:
 
 @lru_cache(_KEPT)
 def _lower(a: Poly, facts: Facts, depth: int) -> Number | None:
-    """A lower bound; quotients are at most what they are without rounding, and so on."""
+    """Return a lower bound, or None; atoms are replaced by bounds, nested ones `depth` deep."""
     folds = [(m[0], c) for m, c in a.terms if len(m) == 1 and isinstance(m[0], Fold)]
     if folds and depth:  # first those of which both operands count, and what others are inside of
         atom, c = max(folds, key=lambda f: (_is_least(*f), f[0].size))
@@ -240,7 +240,7 @@ def _is_least(atom: Fold, c: Number) -> bool:
 
 
 def _lower_of_fold(rest: Poly, atom: Fold, c: Number, facts: Facts, depth: int) -> Number | None:
-    """A lower bound of rest + c * atom."""
+    """Return a lower bound of rest + c * atom, or None."""
     if atom.op in ("min", "max"):
         found = [_lower(plus(rest, x, c), facts, depth) for x in (atom.left, atom.right)]
         some = [x for x in found if x is not None]

@@ -1,8 +1,7 @@
 """Index expressions: the integers that host programs compute with.
 
-Loop indices, the rank, its coordinate along a mesh axis, the extent of a buffer, and arithmetic on
-them. What an expression needs of one rank is known when a program is projected; what is left then
-are loop indices.
+They consist of loop indices, the rank, its coordinate along a mesh axis, extents of buffers, and
+arithmetic on these. Once a program is projected onto one rank, only loop indices are left.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ ARITHMETIC: dict[str, Callable[[int, int], int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A number that is not written down.
+    """A number that is known later: when a program is projected, in an iteration, or in a run.
 
     Attributes:
         kind: "index" (of a loop), "rank", "coord" (along an axis), "extent" (of a buffer) or
@@ -64,7 +63,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Calc:
-    """A key of `ARITHMETIC` on two indices."""
+    """An operation of `ARITHMETIC` on two index expressions."""
 
     op: str
     left: Index
@@ -98,7 +97,7 @@ def _nested(index: Index) -> str:
 
 
 def loop(name: str) -> Term:
-    """A loop index.
+    """Return the term of a loop index.
 
     >>> str(calc("mod", calc("+", loop("i"), Term("coord", "tp")), 4))
     '(%i + coord(tp)) mod 4'
@@ -107,7 +106,7 @@ def loop(name: str) -> Term:
 
 
 def calc(op: str, left: Index, right: Index) -> Index:
-    """An operation, carried out where both sides are numbers.
+    """Apply an operation: return its value where both sides are numbers, else an expression.
 
     Raises:
         ProgramError: a division by zero; a number beyond 64 bits.
@@ -131,7 +130,7 @@ def calc(op: str, left: Index, right: Index) -> Index:
 
 
 def resolve(index: Index, known: Callable[[Term], int | None]) -> Index:
-    """The index with every term that is known as a number, and folded.
+    """Return the index with known terms replaced by their numbers, and computed where possible.
 
     >>> resolve(Calc("+", loop("i"), 2), {loop("i"): 3}.get)
     5
@@ -145,7 +144,7 @@ def resolve(index: Index, known: Callable[[Term], int | None]) -> Index:
 
 
 def terms(index: Index) -> Iterator[Term]:
-    """The terms that an index is made of."""
+    """Yield the terms of an index."""
     if isinstance(index, Term):
         yield index
     elif isinstance(index, Calc):

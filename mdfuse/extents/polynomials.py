@@ -1,7 +1,7 @@
-"""Polynomials over symbolic extents, in a form in which equal ones are equal.
+"""Polynomials over symbolic extents, in one form for all that are equal.
 
-What integer division, remainders, minima and maxima do not fold into is an atom of its own:
-`4*x.0 + (y.0+3)//4`. What is known of the symbols folds more (`mdfuse/extents/facts.py`).
+A `//`, `mod`, `min` or `max` that cannot be simplified is an atom: `4*x.0 + (y.0+3)//4`. With what
+is known of the symbols, more can be simplified (`mdfuse/extents/facts.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mdfuse.extents.index import ARITHMETIC, Term
 Number = int | Fraction
 
 
-#: How many operations one expression may have, and how many terms. Text and prover go through all.
+#: The most operations, and the most terms, of one expression: printing and proving go through all.
 MOST_OPERATIONS = 1000
 
 
@@ -32,7 +32,7 @@ class Fold:
         right: the second.
         text: how it is printed, by which sums and products are sorted; made once.
         names: the symbols in it.
-        size: how many such atoms it is made of.
+        size: how many such atoms it is made of, itself included.
     """
 
     op: str
@@ -69,7 +69,7 @@ class Fold:
 
 
 def _check_size(count: int, what: str) -> None:
-    """Raise ProgramError for an expression that nobody can read, nor anything decide."""
+    """Raise ProgramError for an expression that is too large to print and to compute with."""
     if count > MOST_OPERATIONS:
         raise ProgramError(
             f"an extent with {count} {what}",
@@ -86,32 +86,32 @@ Monomial = tuple[Atom, ...]
 
 @dataclass(frozen=True, slots=True)
 class Poly:
-    """A sum of monomials times numbers; fractions only where the value is an integer anyway."""
+    """A sum of monomials times numbers; these are fractions only where the sum is an integer."""
 
     terms: tuple[tuple[Monomial, Number], ...] = ()
 
     @property
     def constant(self) -> Number | None:
-        """The number that it is; None where it depends on symbols."""
+        """The number that the polynomial is; None where it depends on symbols."""
         if not self.terms:
             return 0
         return self.terms[0][1] if self.terms[0][0] == () and len(self.terms) == 1 else None
 
     def coefficients(self) -> dict[Monomial, Number]:
-        """Monomial -> number."""
+        """Return monomial -> its coefficient."""
         return dict(self.terms)
 
     @property
     def size(self) -> int:
-        """How many atoms that are no symbols it is made of."""
+        """The number of `Fold` atoms in the polynomial, nested ones included."""
         return sum(a.size for m, _ in self.terms for a in m if isinstance(a, Fold))
 
     def symbols(self) -> set[str]:
-        """The names in it, those inside atoms included."""
+        """Return the names of the symbols, those inside atoms included."""
         return {s for monomial, _ in self.terms for atom in monomial for s in _names(atom)}
 
     def value(self, known: Mapping[str, int]) -> int:
-        """The number that it is for these extents.
+        """Return the number that the polynomial is for these extents.
 
         Raises:
             ZeroDivisionError: a division by zero.
@@ -122,7 +122,7 @@ class Poly:
         return int(total)
 
     def nested(self) -> str:
-        """The text as an operand."""
+        """Return the text as an operand, in parentheses where it needs them."""
         text = str(self)
         is_one = len(self.terms) <= 1 and "//" not in text and " " not in text and "*" not in text
         return text if is_one else f"({text})"
@@ -152,7 +152,7 @@ def _factor_text(atom: Atom) -> str:
 
 
 def str_of(monomial: Monomial) -> str:
-    """A monomial as text, by which they are sorted."""
+    """Return the text of a monomial, by which monomials are sorted."""
     return "*".join(map(str, monomial))
 
 
@@ -175,7 +175,7 @@ def _atom_value(atom: Atom, known: Mapping[str, int]) -> int:
 
 
 def poly_of(terms: Mapping[Monomial, Number]) -> Poly:
-    """The sum, with zeros left out."""
+    """Return the sum of terms, sorted, with zeros left out."""
     kept = [
         (m, c if type(c) is int or c.denominator > 1 else int(c)) for m, c in terms.items() if c
     ]
@@ -190,22 +190,22 @@ def _text_of_term(term: tuple[Monomial, Number]) -> str:
 
 
 def constant(n: Number) -> Poly:
-    """A number."""
+    """Return a number as a polynomial."""
     return poly_of({(): n})
 
 
 def symbol(name: str) -> Poly:
-    """A symbolic extent."""
+    """Return a symbolic extent as a polynomial."""
     return one(Term("symbol", name))
 
 
 def one(atom: Atom) -> Poly:
-    """An atom as a polynomial."""
+    """Return an atom as a polynomial."""
     return Poly((((atom,), 1),))
 
 
 def plus(a: Poly, b: Poly, times: Number = 1) -> Poly:
-    """a + times * b."""
+    """Return a + times * b."""
     found = a.coefficients()
     for monomial, c in b.terms:
         found[monomial] = found.get(monomial, 0) + c * times
@@ -213,12 +213,12 @@ def plus(a: Poly, b: Poly, times: Number = 1) -> Poly:
 
 
 def scaled(a: Poly, by: Number) -> Poly:
-    """a * by."""
+    """Return a * by."""
     return poly_of({m: c * by for m, c in a.terms})
 
 
 def times(a: Poly, b: Poly) -> Poly:
-    """a * b."""
+    """Return a * b."""
     found: dict[Monomial, Number] = {}
     for m, c in a.terms:
         for n, d in b.terms:

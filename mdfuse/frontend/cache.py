@@ -1,4 +1,4 @@
-"""Definitions that were made before: a trie of what they record, and what was lowered from them.
+"""The cache of definitions: a trie of what they record, and what was lowered from them.
 
 Each recorded operation is an edge. Its key is what the operation does: the op, its operands by id,
 its arguments, and for inputs and `.on()` the shapes, dtypes, memory orders, meshes, layouts and
@@ -37,7 +37,7 @@ _WORDINGS = _PROGRAMS = 8
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What is known of a recorded value, whatever it is called."""
+    """What is known of a recorded value, apart from its name."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -63,7 +63,7 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Symbolic:
-    """The examples that symbols have at some point of a definition, and which were renamed."""
+    """The examples of symbols at some point of a definition, and the new names of some."""
 
     examples: Mapping[str, int]
     renamed: Mapping[str, str]
@@ -154,7 +154,7 @@ class Leaf:
     hits: int = 0
 
     def find(self, wording: Wording) -> NamedDefinition | None:
-        """What was defined with these names, at these lines."""
+        """Return what was defined with these names, at these lines; None where nothing was."""
         return next((s for s in self.named if s.wording.is_same(wording)), None)
 
     def add(self, made: NamedDefinition) -> NamedDefinition:
@@ -233,7 +233,7 @@ class FusionCache:
         return len(self._leaves)
 
     def leaf(self, node: Node) -> Leaf:
-        """The leaf of a definition that ends, from now on the one used last."""
+        """Return the leaf of a definition that ends at a node, and count it as used last."""
         with self._lock:
             leaf = node.leaf
             if leaf is None or leaf not in self._leaves:
@@ -251,7 +251,7 @@ class FusionCache:
             return leaf
 
     def _attached(self, node: Node) -> Node:
-        """The node of the trie for what a node outside of it stands for."""
+        """Return the node of the trie that has the same calls as a node outside of it."""
         at = self.root
         for step in node.path():
             found = at.children.get(step.key)
@@ -318,7 +318,7 @@ def _described(leaf: Leaf) -> str:
 def program_of(
     named: NamedDefinition, key: Hashable, lower: Callable[[NamedDefinition], Made]
 ) -> Made:
-    """The program for some options and predicate, lowered where there is none."""
+    """Return the program for some options and predicate (`key`), lowered where there is none."""
     with named.lock:
         program: Made | None = named.programs.get(key)
         if program is None:

@@ -1,4 +1,4 @@
-"""Fusion definitions: the one mutable thing, until its `with` block ends."""
+"""Fusion definitions: what users record, mutable until the `with` block ends."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class FusionDefinition:
             )
 
     def fusion_where(self) -> list[str]:
-        """The user's line, for error messages."""
+        """Return the user's line, for error messages."""
         source = user_source()
         return [source.quote()] if source else []
 
@@ -256,7 +256,7 @@ class FusionDefinition:
         self.outputs.append(t.id)
 
     def _in_order(self, t: Handle, stride_order: Sequence[int]) -> Handle:
-        """The value in a memory order; itself where it has that requirement already."""
+        """Return the value in a memory order; itself where that order is required of it already."""
         required = t.stride_order_requirement
         if required is None:
             return operations.stride_order(t, stride_order)
@@ -276,7 +276,7 @@ class FusionDefinition:
     # -- what handles and operations call --------------------------------------------------------
 
     def next_stream(self) -> int:
-        """Count random operations, so that two draws with one seed differ."""
+        """Return another stream of random numbers, so that two draws with one seed differ."""
         self._streams += 1
         return self._streams
 
@@ -359,12 +359,12 @@ class FusionDefinition:
         return node
 
     def _moved(self, node: Node, site: Site, name: str | None = None) -> Site:
-        """The site of a call that was made elsewhere the last time."""
+        """Return the site of a call that was made elsewhere the last time, and keep it."""
         node.site = site = site.naming(name)
         return site
 
     def _newly(self, key: tuple[Any, ...], call: Recorded, site: Site, name: str | None) -> Node:
-        """The node after a call that is new, or that needs more than to be looked up."""
+        """Return the node after a call that is new, or that must be recorded with its names."""
         self._check_open()
         at, call, site = self._at, Recorded(call.method, _ids(call.arguments)), site.naming(name)
         written = site.code, site.offset, name
@@ -386,7 +386,7 @@ class FusionDefinition:
         return node
 
     def _recorded(self) -> Recorder:
-        """The names and expressions so far."""
+        """Return the recorder of the calls so far; the first time, all of them are replayed."""
         if self._recorder is None:
             made = Recorder(self.name, self.assumed)
             for node, site in zip(self._at.path(), self._calls, strict=True):
@@ -397,7 +397,7 @@ class FusionDefinition:
         return self._recorder
 
     def _key(self, x: Any) -> Any:
-        """What tells an argument from others: 1, 1.0 and True are three, and so are 0.0 and -0.0.
+        """Return a key of an argument: 1, 1.0 and True have three, and 0.0 and -0.0 have two.
 
         A handle is its id: where one may stand there are no plain numbers.
         """
@@ -422,12 +422,12 @@ class FusionDefinition:
         return (kind, id(x) if kind.__hash__ is None else x)
 
     def value_of(self, id_: int) -> Value:
-        """The IR value of an id, as it is now."""
+        """Return the IR value of an id, as it is now."""
         recorder = self._recorded()
         return recorder.values[recorder.names[id_]]
 
     def current(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """A shape with the names and examples that symbols have now."""
+        """Return a shape with the names and examples that symbols have now."""
         symbols = self._at.symbols
         if symbols is None or not is_symbolic(shape):
             return shape
@@ -443,7 +443,7 @@ class FusionDefinition:
 
 
 def _ids(x: Any) -> Any:
-    """Arguments without handles, which belong to one definition."""
+    """Replace handles, which belong to one definition, by ids."""
     if type(x) is Handle:
         return ValueId(x.id)
     return tuple(map(_ids, x)) if isinstance(x, tuple | list) else x

@@ -1,4 +1,4 @@
-"""What to write in the place of what is not there: replacements that compute the same.
+"""Hints for operations that do not exist: replacements that compute the same.
 
 Where there is none, nothing is proposed: a name that looks alike means something else.
 """
@@ -57,7 +57,7 @@ _OTHER_NAMES = {"__getitem__": "index_select", "take_along_dim": "gather", "row_
 
 
 def hint_for(name: str) -> str:
-    """What to write instead of an operation, an attribute or a function of torch of this name."""
+    """Return what to write instead of something of torch that has this name."""
     name = _OTHER_NAMES.get(name, name)
     found = REPLACEMENTS.get(name) or DRAWN.get(name)
     return f"for example {found}" if found else "docs/operations.md lists what there is"

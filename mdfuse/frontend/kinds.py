@@ -26,7 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _REFUSED: Any = object()
 _NUMBERS = frozenset((int,))
 
-#: Types of so many arguments are known; of more, each call's are looked at.
+#: The most arguments of a call whose types are remembered; longer calls are always looked at.
 _MOST = 8
 _UNKNOWN: dict[Any, Any] = {}
 
@@ -38,7 +38,7 @@ class Kind:
     Attributes:
         words: what it is, for messages.
         usual: types that are taken at once; of integers, those of 64 bits.
-        take: what is made of any other argument, or `_REFUSED`.
+        take: returns what is made of an argument of any type, or `_REFUSED`.
     """
 
     words: str
@@ -61,7 +61,7 @@ def _number(x: Any) -> Any:
 
 
 def _setting(x: Any) -> Any:
-    """A number that is an attribute, where False would be none."""
+    """Take a number as an attribute: bools become ints, since False means no attribute."""
     x = _number(x)
     return int(x) if isinstance(x, bool) else x
 
@@ -72,7 +72,7 @@ def _flag(x: Any) -> Any:
 
 
 def _several(one: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A list or tuple of such; one of them counts as itself."""
+    """Return what takes a list or tuple of items as `one` takes them, or a single item."""
 
     def take(x: Any) -> Any:
         if type(x) in (list, tuple) and _NUMBERS.issuperset(map(type, x)):
@@ -98,7 +98,7 @@ def _is_tensor(x: Any) -> bool:
 
 
 def _all(one: Callable[[Any], Any], items: Iterable[Any]) -> Any:
-    """Each as `one` takes it; a list or tuple of which all stay as they are, itself."""
+    """Take each item by `one`; a list or tuple whose items all stay is returned itself."""
     found = tuple(map(one, items))
     if type(items) in (list, tuple) and all(map(operator.is_, found, items)):
         return items
@@ -181,7 +181,7 @@ _DTYPE_OR_NONE = _kind("a torch dtype, or None", _is(torch.dtype, _N), torch.dty
 _TEXT = _kind("a string", _is(str), str)
 _TEXT_OR_NONE = _kind("a string, or None", _is(str, _N), str, _N)
 
-#: What looks at it says what it may be.
+#: Of any type: the code that uses the argument checks it.
 _ANYTHING = _kind("anything", lambda x: x, Handle, int, float, bool, list, tuple, dict, _N)
 
 #: parameter -> its kind, in every operation that has it.
@@ -265,7 +265,7 @@ _SPECIAL: dict[tuple[str, str], Kind] = {
 
 
 def kind_of(operation: str, parameter: str) -> Kind:
-    """What an argument of an operation may be."""
+    """Return the kind of an argument of an operation."""
     return _SPECIAL.get((operation, parameter)) or KINDS[parameter]
 
 
@@ -273,7 +273,7 @@ def kind_of(operation: str, parameter: str) -> Kind:
 
 
 def taking_kinds(function: F, elementwise: bool = False) -> F:
-    """The function, with arguments of other kinds refused.
+    """Return the function with its arguments checked: those of other kinds are refused.
 
     Args:
         function: an operation.
@@ -359,7 +359,7 @@ def taken(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> inspect.BoundArguments:
-    """Each argument as its kind takes it.
+    """Return a call's arguments, each as its kind takes it.
 
     Raises:
         DefinitionError: other arguments than the operation has, or of other kinds.
@@ -383,7 +383,7 @@ def taken(
 
 
 def refused(name: str, key: str, x: Any, kind: Kind) -> DefinitionError:
-    """The error for an argument of another kind."""
+    """Return the error for an argument of another kind."""
     if "value" in kind.words and not isinstance(x, Handle):
         return no_value(name, x)
     if isinstance(x, Handle):
@@ -400,7 +400,7 @@ def refused(name: str, key: str, x: Any, kind: Kind) -> DefinitionError:
 
 
 def no_value(name: str, x: Any, where: Sequence[str] = ()) -> DefinitionError:
-    """The error for what is no operand."""
+    """Return the error for what is no operand."""
     if isinstance(x, int):
         return DefinitionError(
             f"{name}: {brief(x)} is no operand",

@@ -49,7 +49,7 @@ def _sign(op: str) -> Callable[[Any], Handle]:
 
 
 def _unknown_number(kind: str) -> Callable[[Any], NoReturn]:
-    """Refuses to be a Python number."""
+    """Return a method that refuses to make a Python number of a handle."""
 
     def method(self: Any) -> NoReturn:
         raise DefinitionError(
@@ -63,7 +63,7 @@ def _unknown_number(kind: str) -> Callable[[Any], NoReturn]:
 
 
 class Methods:
-    """What handles can do besides being placed; `Handle` adds the value that they stand for."""
+    """Operators and methods of handles; `Handle` adds the value that they stand for."""
 
     __slots__ = ()
 
@@ -128,7 +128,7 @@ class Methods:
         )
 
     def __getattr__(self, name: str) -> Any:
-        """No such attribute: an error that says what to use instead."""
+        """Raise an error that says what to use instead of a missing attribute."""
         if name.startswith("_") or hasattr(type(self), name):  # a slot that is not set yet
             raise AttributeError(name)
         if name.endswith("_"):
@@ -258,7 +258,7 @@ def _conversion(name: str, dtype: torch.dtype) -> Callable[..., Any]:
 
 
 def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method; other arguments than it has are an error that says so."""
+    """Wrap a method so that other arguments than it has raise an error that names its own."""
     signature = inspect.signature(method)
 
     @functools.wraps(method)

@@ -1,4 +1,4 @@
-"""Layouts as users say them, made into what a definition is looked up by."""
+"""Turn layouts as users state them into keys by which definitions are looked up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def placed(
     order: Mapping[int, Sequence[str]] | None,
     stream: Stream | None,
 ) -> tuple[Any, ...]:
-    """A layout as it was said, to be looked up."""
+    """Return a stated layout as a key: (mesh, placements, order, stream)."""
     if mesh is not None and type(mesh) is not DeviceMesh and type(mesh) is not Layout:
         mesh = DeviceMesh(mesh)
     if placements is not None and not (type(placements) is dict or isinstance(placements, Mapping)):

@@ -12,7 +12,7 @@ LEAST, END = -(1 << 63), 1 << 63
 
 
 def plain_number(x: Any) -> Any:
-    """A number of numpy, or of an enumeration, as Python's own; anything else as it is."""
+    """Return a number of numpy, or of an enumeration, as Python's own; anything else as it is."""
     if isinstance(x, bool):
         return x
     if isinstance(x, numbers.Integral):
@@ -24,12 +24,12 @@ def plain_number(x: Any) -> Any:
 
 
 def is_in_range(x: Any) -> bool:
-    """It is no integer that 64 bits cannot hold."""
+    """Whether x is anything but an integer that 64 bits cannot hold."""
     return not isinstance(x, int) or LEAST <= x < END
 
 
 def brief(x: Any) -> str:
-    """A value for messages, however long its own text would be."""
+    """Return a short text of a value for messages, however long its own text is."""
     if isinstance(x, int) and not is_in_range(x):
         return f"an integer of {x.bit_length()} bits"
     if isinstance(x, list | tuple):

@@ -1,4 +1,4 @@
-"""Makes the fusion of a definition, call by call: names, values, expressions, and their checks."""
+"""Make the fusion of a definition, call by call: names, values, expressions, and their checks."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _SCALAR_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 class ValueId(int):
-    """The id of a value, among operands that may be numbers."""
+    """The id of a value, told from operands that are numbers by its type."""
 
 
 class Recorder:
     """A definition's fusion as far as it is recorded.
 
-    Its methods take the arguments of one call, and the site where the user calls; what they return
-    is known of the value that the call makes. A call that raises leaves everything as it was.
+    Each public method records one call: it takes the site of the user's call and the arguments, and
+    returns what is known of the value made. A call that raises leaves everything as it was.
 
     Args:
         name: of the definition.
@@ -97,7 +97,7 @@ class Recorder:
         order: Sequence[int] | None,
         place: tuple[Any, ...] | None,
     ) -> Fact:
-        """An input; see `FusionDefinition.define_tensor`."""
+        """Record an input; see `FusionDefinition.define_tensor`."""
         extents = self._symbols.current(_extents(shape, site.where))
         if not isinstance(dtype, torch.dtype):
             raise DefinitionError(
@@ -121,7 +121,7 @@ class Recorder:
         return self._add(name, site.source, layout=layout, **fields)
 
     def scalar(self, site: Site, value: float | int | bool | None, dtype: Any) -> Fact:
-        """A number; see `FusionDefinition.define_scalar`."""
+        """Record a number; see `FusionDefinition.define_scalar`."""
         value = pinned(value) if isinstance(value, Extent) else plain_number(value)
         said: Any = dtype or (type(value) if value is not None else float)
         kind: Any = next((k for t, k in _SCALAR_DTYPES.items() if t is said), said)
@@ -139,7 +139,7 @@ class Recorder:
         return self._add_scalar(site, kind, value)
 
     def op(self, site: Site, op: str, operands: Sequence[Any], attrs: Mapping[str, Any]) -> Fact:
-        """An expression."""
+        """Record an expression."""
         for key, setting in attrs.items():
             _check_setting(op, key, setting, site)
         inputs = tuple(self._operand(x, op, site) for x in operands)
@@ -194,7 +194,7 @@ class Recorder:
             self._rename(of, site.name)
 
     def output(self, site: Site, of: int, reuse: int | None) -> None:
-        """An output of the program; see `FusionDefinition.add_output`."""
+        """Record an output of the program; see `FusionDefinition.add_output`."""
         name = self.names[of]
         if not self.values[name].is_tensor:
             raise DefinitionError(
@@ -325,7 +325,7 @@ class Recorder:
         order: tuple[tuple[int, tuple[str, ...]], ...],
         stream: Stream | None,
     ) -> Layout:
-        """A layout as it was said, checked against what it is for."""
+        """Return the layout that the user stated, checked against the value."""
         if mesh is None:
             raise LayoutError(
                 f"%{name} has a layout but no mesh", where=site.where, hint="pass mesh= as well"
@@ -395,7 +395,7 @@ class Recorder:
 
 
 def _check_setting(op: str, key: str, x: Any, site: Site) -> None:
-    """Refuse attributes that are no fixed numbers, words, or lists of these."""
+    """Raise DefinitionError for attributes that are no numbers, words, dtypes or lists of these."""
     if isinstance(x, Handle | ValueId):
         raise DefinitionError(
             f"{op}: {key} is a value of the fusion",

@@ -19,13 +19,13 @@ _KNOWN: dict[str, bool] = {}
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One call of the user's.
+    """A place where the user's code calls mdfuse.
 
     Attributes:
-        code: that calls.
+        code: the code object that calls.
         offset: of the instruction that calls.
         file: where the code stands; equal code may stand in several files.
-        depth: how many frames lie between.
+        depth: how many frames of mdfuse lie between the call and where it is looked up.
         said: the name that the call itself gives its result.
     """
 
@@ -56,7 +56,7 @@ class Site:
 
 
 def find_site() -> Site:
-    """The innermost place on the stack outside of mdfuse, seen from the caller.
+    """Return the innermost place on the stack outside of mdfuse, seen from the caller.
 
     Where all of the stack is mdfuse's, as in its command line, the outermost one.
     """
@@ -83,7 +83,7 @@ def is_at(site: Site) -> bool:
 
 @lru_cache(maxsize=4096)
 def _source(file: str, code: CodeType, offset: int) -> Source | None:
-    """The file is named since equal code may stand in several."""
+    """Return the line of an instruction; the file is passed since several may have equal code."""
     if file.startswith(PACKAGE):
         return None
     lines = (line for start, end, line in code.co_lines() if start <= offset < end)

@@ -11,7 +11,7 @@ from mdfuse.errors import DefinitionError
 
 
 def dims_of(stride_order: Sequence[int], ndim: int) -> tuple[int, ...] | None:
-    """The dims from outermost to innermost; None where it is no permutation of `ndim` places.
+    """Return the dims, outermost first; None where the order is no permutation of `ndim` places.
 
     >>> dims_of((0, 2, 1), 3)
     (1, 2, 0)
@@ -29,7 +29,7 @@ def _places(stride_order: Sequence[int]) -> tuple[int, ...]:
 def no_permutation(
     stride_order: Sequence[int], ndim: int, of: str, where: Sequence[str]
 ) -> DefinitionError:
-    """The error for an order that is none.
+    """Return the error for a stride order that is no permutation.
 
     Args:
         stride_order: what was said.
@@ -46,7 +46,7 @@ def no_permutation(
 
 
 def stride_order_of(dims: Sequence[int]) -> tuple[int, ...]:
-    """The place of each dim, of the dims from outermost to innermost.
+    """Return the place of each dim, given the dims from outermost to innermost.
 
     >>> stride_order_of((1, 2, 0))
     (0, 2, 1)

@@ -23,7 +23,7 @@ Recorded = tuple[dict[str, Value], list[Expr]]
 
 
 class Symbols:
-    """Names and examples; both may change until the definition ends.
+    """Names and examples of symbolic extents; both may change until the definition ends.
 
     An example changes where an operation refuses it, a name where `.on()` tells the variable. What
     the user's code holds is brought up to date when it comes back (`current`).
@@ -44,24 +44,24 @@ class Symbols:
         return Symbolic(self.examples, self._renamed) if self.examples else None
 
     def unused(self, name: str) -> str:
-        """A name for an input which none had before."""
+        """Return a name for an input that no input had before."""
         return fresh_name(self._renamed, name)
 
     def made(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of an input with symbols in the place of -1."""
+        """Return the shape of an input with symbols in the place of -1."""
         names = {f"{name}.{d}": d for d, n in enumerate(shape) if type(n) is int and n == -1}
         self.examples = {**self.examples, **dict.fromkeys(names, _EXAMPLE)}
         new = {d: symbolic(s, _EXAMPLE) for s, d in names.items()}
         return tuple(new.get(d, n) for d, n in enumerate(shape))
 
     def current(self, x: T) -> T:
-        """Operands or attributes with the names and examples that symbols have now."""
+        """Return operands or attributes with the names and examples that symbols have now."""
         if not self.examples or not is_symbolic(x):
             return x
         return with_examples(x, self.examples, self._renamed)
 
     def rename(self, old: str, new: str, values: dict[str, Value], exprs: list[Expr]) -> Recorded:
-        """The definition after an input got another name."""
+        """Return the definition after an input got another name."""
         names = {
             s: f"{new}.{s.removeprefix(old + '.')}"
             for s in self.examples
@@ -76,7 +76,7 @@ class Symbols:
     def unified(
         self, values: Mapping[str, Value], exprs: Sequence[Expr], refused: Expr
     ) -> Recorded | None:
-        """The definition with another example of one symbol, such that the operation takes it.
+        """Return the definition with another example of a symbol that the operation takes.
 
         None where there is no such example.
         """
@@ -99,7 +99,7 @@ class Symbols:
 
 
 def _numbers(values: Mapping[str, Value], refused: Expr) -> list[int]:
-    """The extents of an operation's operands, and those that it is asked for."""
+    """Return the extents of an operation's operands and of the shape it is asked for."""
     shapes: list[Any] = [values[x].shape for x in refused.reads]
     shapes.append(refused.kwargs.get("shape", ()))
     return [example(n) for shape in shapes for n in shape]

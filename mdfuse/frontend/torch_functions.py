@@ -52,7 +52,7 @@ _FIRST = ("input", "self")
 
 @lru_cache(maxsize=1)
 def equals() -> dict[Any, str]:
-    """torch function -> the name of the operation."""
+    """Return torch function -> the name of the operation that means the same."""
     names = ops.BY_NAME.keys() - _OTHER_MEANING
     found = {
         getattr(space, name): name
@@ -65,7 +65,7 @@ def equals() -> dict[Any, str]:
 
 
 def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What torch wants to know when one of its functions meets a handle."""
+    """Call the operation for a function of torch that was called with a handle."""
     if func in _FACTS:
         return _FACTS[func](*args)
     name = equals().get(func)
@@ -79,7 +79,7 @@ def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def _refuse_tensors(func: Callable[..., Any], arguments: Sequence[Any]) -> None:
-    """Tensors of this run are no part of a fusion, which runs again with others."""
+    """Raise DefinitionError for tensors: a fusion runs again with others."""
     for x in arguments:
         if isinstance(x, list | tuple):
             _refuse_tensors(func, x)
@@ -97,7 +97,7 @@ def _as_ours(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Arguments:
-    """The first argument without its name; what says nothing, left out."""
+    """Return a call's arguments as the operation takes them, without those that say nothing."""
     named = [kwargs[name] for name in _FIRST if name in kwargs]
     known = inspect.signature(operation).parameters
     usual = _defaults(func)
@@ -110,12 +110,12 @@ def _as_ours(
 
 
 def _says_nothing(x: Any, usual: Any) -> bool:
-    """An argument that is what it would be without being said."""
+    """Whether an argument is None, or has its default value."""
     return x is None or (isinstance(x, bool | int | float | str) and x == usual)
 
 
 def _defaults(func: Callable[..., Any]) -> dict[str, Any]:
-    """The defaults of a function that is written in Python; of others there is no telling."""
+    """Return the defaults of a function that is written in Python; of others none are known."""
     code = getattr(func, "__code__", None)
     if code is None:
         return {}

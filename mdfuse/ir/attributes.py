@@ -1,6 +1,6 @@
-"""Attributes of instructions: their names, what they may be, and in what range.
+"""Attributes of instructions: their names, and which values they may have.
 
-A value is looked at with the number of dims of the tensor that it is about, where that is known.
+A value is checked with the number of dims of the tensor that it is about, where that is known.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from mdfuse.extents.index import LARGEST, Calc, Term
 from mdfuse.names import is_name
 
-#: (the value, dims of the tensor or None) -> whether it may be that.
+#: (value, number of dims of the tensor or None) -> whether the attribute may have the value.
 Check = Callable[[Any, int | None], bool]
 
 
@@ -26,9 +26,9 @@ class Attr:
     Attributes:
         name: as programs print it.
         kind: what it is, in words, for error messages.
-        holds: whether a value is one.
-        required: it has no default.
-        is_local: of projections only: what one rank's part of the operation needs to know.
+        holds: whether the attribute may have a value.
+        required: whether there is no default.
+        is_local: whether only projections have it: what one rank's part of the operation needs.
         of: whose dims it is about.
     """
 
@@ -41,12 +41,12 @@ class Attr:
 
     @property
     def is_index(self) -> bool:
-        """It may be an index expression."""
+        """Whether the attribute may be an index expression."""
         return self.holds is _is_index
 
     @property
     def is_shape(self) -> bool:
-        """It is a list of extents."""
+        """Whether the attribute is a list of extents."""
         return self.holds is _is_shape
 
 
@@ -95,7 +95,7 @@ def _is_axis(x: Any, n: int | None) -> bool:
 
 
 def _is_dim(x: Any, n: int | None) -> bool:
-    """A scalar has the dims 0 and -1, as in torch."""
+    """Whether x is a dim of n dims; a scalar has the dims 0 and -1, as in torch."""
     return _is_int(x) and (n is None or -max(n, 1) <= x < max(n, 1))
 
 
@@ -112,7 +112,7 @@ def _are_dims(x: Any, n: int | None) -> bool:
 
 
 def is_permutation(x: Any, n: int | None) -> bool:
-    """Each of n dims, once."""
+    """Whether x names each of n dims once."""
     return _are_dims(x, n) and (n is None or len(x) == n)
 
 
@@ -167,13 +167,13 @@ _KINDS: dict[str, tuple[str, Check]] = {
 
 
 def attr(name: str, kind: str, required: bool = False, **more: Any) -> Attr:
-    """An attribute of one of the kinds above."""
+    """Return an attribute of one of the kinds above."""
     words, holds = _KINDS[kind]
     return Attr(name, words, holds, required, **more)
 
 
 def word(name: str, *words: str, required: bool = False) -> Attr:
-    """An attribute that is one of some words."""
+    """Return an attribute whose value is one of some words."""
     return Attr(
         name, "one of " + ", ".join(words), lambda x, n: isinstance(x, str) and x in words, required
     )

@@ -1,4 +1,4 @@
-"""Calls of the op table that torch has in another form, or in several steps."""
+"""Calls of the op table for which torch has another form, or takes several steps."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def squeeze(x: Tensor, *, dims: Sequence[int]) -> Tensor:
 
 
 def in_order(x: Tensor, *, order: Sequence[int]) -> Tensor:
-    """The tensor itself where its dims lie in `order`, outermost first, else a copy that does."""
+    """Return the tensor itself where its dims lie in `order`, outermost first, else a copy."""
     back = [order.index(d) for d in range(x.ndim)]
     return x.permute(tuple(order)).contiguous().permute(back)
 
 
 def lookup(indices: Tensor, table: Tensor, *, part: tuple[int, int, int] | None = None) -> Tensor:
-    """Rows of a table; with `part=(start, stop, rows in all)` the table is a piece of a larger one.
+    """Look up rows of a table; with `part=(start, stop, rows in all)`, of those rows of a table.
 
-    Rows outside the piece come back as zeros, so that the sum over all pieces is the lookup.
+    Rows outside of the part come back as zeros: the sum over all parts is the lookup.
     """
     if not table.shape[0]:
         return table.new_zeros((*indices.shape, table.shape[1]))
@@ -66,7 +66,17 @@ def joined_window(
     places: Sequence[tuple[int, int]] | None = None,
     shape: Sequence[int] = (),
 ) -> Tensor:
-    """A slice; of a part of x what that has of it, in zeros of that shape."""
+    """Slice x; where x is one rank's part, put what the part has of the slice into zeros.
+
+    Args:
+        x: the whole, or a part.
+        reduce: the op that joins what the ranks have; for layouts only.
+        starts: per dim, the first index taken of x.
+        ends: per dim, the index before which to stop.
+        steps: per dim, at least 1.
+        places: where what is taken of a part lies in the result; None: x is the whole.
+        shape: of the result, where x is a part.
+    """
     rows = window(x, starts=starts, ends=ends, steps=steps)
     if places is None:
         return rows.clone()

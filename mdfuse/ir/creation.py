@@ -21,14 +21,14 @@ def full(
     box: Box | None = None,
     device: Device = None,
 ) -> Tensor:
-    """One number everywhere.
+    """Make a tensor that is one number everywhere, or a part of it.
 
     Args:
         value: the number.
         shape: of the whole.
         dtype: of the elements.
         box: the part to make; the whole by default.
-        device: where.
+        device: where to make it.
     """
     part = tuple(shape) if box is None else box_shape(box)
     return torch.full(part, value, dtype=dtype, device=device)
@@ -43,7 +43,7 @@ def arange(
     box: Box | None = None,
     device: Device = None,
 ) -> Tensor:
-    """start + i * step for i in 0 .. shape[0]: in integers, or rounded once from f64."""
+    """Make start + i * step for 0 <= i < shape[0]: in integers, or rounded once from f64."""
     first, stop = (0, shape[0]) if box is None else box[0]
     index = torch.arange(first, stop, dtype=torch.int64, device=device)
     if isinstance(start, float) or isinstance(step, float):
@@ -59,7 +59,7 @@ def constant(
     box: Box | None = None,
     device: Device = None,
 ) -> Tensor:
-    """These numbers, in row-major order."""
+    """Make a tensor of listed numbers, in row-major order."""
     whole = torch.tensor(tuple(values), dtype=dtype, device=device).reshape(tuple(shape))
     if box is None:
         return whole
@@ -67,5 +67,5 @@ def constant(
 
 
 def full_like(x: Tensor, value: Any, *, dtype: torch.dtype) -> Tensor:
-    """One number everywhere, in the shape of x."""
+    """Make a tensor of the shape of x that is one number everywhere."""
     return torch.full(x.shape, value, dtype=dtype, device=x.device)

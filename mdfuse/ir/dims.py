@@ -1,4 +1,4 @@
-"""How an op's dims correspond: the rule from which its layouts follow.
+"""Dim labels: how the dims of an op's operands and result correspond, which gives its layouts.
 
 Every dim of every operand and of the result carries a *label*, as in an einsum. Dims with one label
 are split together. A label that the result lacks is reduced: splitting it makes the result Partial.
@@ -21,7 +21,7 @@ Labels = tuple[int | None, ...]
 
 
 def always(label: int, sizes: tuple[int, ...]) -> bool:
-    """The pieces fall together, however many there are."""
+    """Allow every split: the parts of operand and result always fall together."""
     return True
 
 
@@ -32,8 +32,9 @@ class DimMap:
     Attributes:
         operands: labels per operand; () for operands that are not tensors.
         result: labels of the result.
-        reduces: label -> the reduce op that joins the parts, where a split of it is possible.
-        fits: (label, sizes of the axes that split it, outermost first) -> the pieces fall together.
+        reduces: label that the result lacks -> the reduce op that joins the results of a split.
+        fits: (label, sizes of the axes that split it, outermost first) -> whether the parts of
+            operands and result have the same boundaries.
     """
 
     operands: tuple[Labels, ...]
@@ -42,11 +43,12 @@ class DimMap:
     fits: Callable[[int, tuple[int, ...]], bool] = always
 
 
+#: (operands' shapes, result's shape, attributes) -> labels.
 Rule = Callable[[Shapes, Shape, Mapping[str, Any]], DimMap]
 
 
 def pointwise(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
-    """Broadcasting: dims align from the right; a dim that is stretched is whole."""
+    """Align dims from the right, as broadcasting does; a dim that is repeated must be whole."""
     operands = tuple(_align(shape, result) for shape in shapes)
     return DimMap(operands=operands, result=tuple(range(len(result))))
 
@@ -59,21 +61,21 @@ def _align(shape: Shape | None, result: Shape) -> Labels:
 
 
 def rowwise(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
-    """Softmax and its like: `dim` is whole, the others are free."""
+    """Label an op like softmax: `dim` must be whole, all others may be split."""
     whole = attrs["dim"] % max(len(result), 1)
     labels = tuple(None if d == whole else d for d in range(len(result)))
     return DimMap(operands=(labels,), result=labels)
 
 
 def permute(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
-    """Labels move with their dims."""
+    """Label a permutation: each label moves with its dim."""
     ndim = len(result)
     dims = tuple(d % ndim for d in attrs["dims"])
     return DimMap(operands=(tuple(range(ndim)),), result=dims)
 
 
 def reduction(op: str) -> Rule:
-    """Reduced dims may be split: the result is then Partial(op)."""
+    """Return the rule of a reduction: with a reduced dim split, the result is Partial(op)."""
 
     def rule(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
         shape = shapes[0] or ()
@@ -94,17 +96,17 @@ def reduction(op: str) -> Rule:
 
 
 def reduced_dims(dims: Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    """Non-negative reduced dims; None means all."""
+    """Return the reduced dims, counted from 0; None means all dims."""
     return tuple(range(ndim)) if dims is None else tuple(d % ndim for d in dims)
 
 
 def expand(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
-    """Dims that grow are free in the result and whole in the operand."""
+    """Label an expansion: a dim that grows may be split in the result, not in the operand."""
     return pointwise(shapes, result, attrs)
 
 
 def unsqueeze(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
-    """New dims of extent 1 are whole."""
+    """Label inserted dims of extent 1: they must be whole."""
     new = {d % len(result) for d in attrs["dims"]}
     kept = [d for d in range(len(result)) if d not in new]
     labels = tuple(None if d in new else d for d in range(len(result)))
@@ -112,7 +114,7 @@ def unsqueeze(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap
 
 
 def squeeze(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
-    """Dims of extent 1 go; they are whole."""
+    """Label removed dims of extent 1: they must be whole."""
     shape = shapes[0] or ()
     gone = {d % len(shape) for d in attrs["dims"] if shape[d] == 1}
     labels = tuple(None if d in gone else d for d in range(len(shape)))
@@ -120,7 +122,7 @@ def squeeze(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
 
 
 def window(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
-    """A slice: dims that are cut are whole, dims taken entirely are free."""
+    """Label a slice: dims that it cuts must be whole, dims taken entirely may be split."""
     shape = shapes[0] or ()
     taken = zip(attrs["starts"], attrs["ends"], attrs["steps"], shape, strict=True)
     labels = tuple(
@@ -131,7 +133,7 @@ def window(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
 
 
 def window_of_parts(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
-    """A slice to which each rank gives what it has of it: dims that are cut may be split, too."""
+    """Label a slice that ranks reduce from what each has of it: dims it cuts may be split, too."""
     taken = window(shapes, result, attrs)
     cut = [d for d, label in enumerate(taken.result) if label is None]
     return DimMap(
@@ -142,14 +144,14 @@ def window_of_parts(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> 
 
 
 def concatenation(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
-    """The dim along which tensors are joined is whole."""
+    """Label a concatenation: the dim along which tensors are joined must be whole."""
     whole = attrs["dim"] % len(result)
     labels = tuple(None if d == whole else d for d in range(len(result)))
     return DimMap(operands=(labels,) * len(shapes), result=labels)
 
 
 def matmul(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
-    """`[…,m,k] @ […,k,n]` as torch.matmul does it; a split k gives Partial(sum)."""
+    """Label `[…,m,k] @ […,k,n]` as `torch.matmul` takes it; a split k gives Partial(sum)."""
     a, b = shapes[0] or (), shapes[1] or ()
     rows, columns = len(a) > 1, len(b) > 1
     batch = len(result) - rows - columns
@@ -164,7 +166,7 @@ def matmul(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
 
 
 def linear(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
-    """`x[…,k], w[n,k], b[n]`; a split k gives Partial(sum), which a bias does not allow."""
+    """Label `x[…,k], w[n,k], b[n]`; without a bias k may be split, which gives Partial(sum)."""
     x, w, bias = (*shapes, None)[:3]
     assert x is not None and w is not None
     k, n = len(x) + len(w), len(x) - 1
@@ -178,14 +180,14 @@ def linear(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
 
 
 def embedding(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
-    """`indices[…], table[v,d]`; a split v looks up what it has and gives Partial(sum)."""
+    """Label `indices[…], table[v,d]`; with v split, ranks look up their rows: Partial(sum)."""
     d, v = len(result) - 1, len(result)
     indices = tuple(range(len(result) - 1))
     return DimMap(operands=(indices, (v, d)), result=(*indices, d), reduces={v: "sum"})
 
 
 def layer_norm(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
-    """The normalised dims are whole, the others are free."""
+    """Label a layer norm: the normalised dims must be whole, all others may be split."""
     free = len(result) - len(attrs["normalized_shape"])
     labels = tuple(d if d < free else None for d in range(len(result)))
     whole = tuple((None,) * len(shape) if shape is not None else () for shape in shapes[1:])
@@ -193,7 +195,7 @@ def layer_norm(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMa
 
 
 def attention(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
-    """q[…,l,e], k[…,s,e], v[…,s,f]: batch dims, heads and f are free; l too unless causal."""
+    """Label `q[…,l,e], k[…,s,e], v[…,s,f]`: all but e, s, and l if causal, may be split."""
     batch = len(result) - 2
     rows = None if attrs.get("is_causal") else batch
     q, k, v, mask = (*shapes, None)[:4]
@@ -212,19 +214,19 @@ def attention(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap
 
 
 def creation(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
-    """No tensor operands; every dim of the result is free."""
+    """Label the result of an op without tensor operands: every dim may be split."""
     return DimMap(operands=((),) * len(shapes), result=tuple(range(len(result))))
 
 
 def likeness(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
-    """The result lies as its first operand does, whose numbers nobody reads."""
+    """Label the result as its first operand, which gives its layout and no numbers."""
     return pointwise((shapes[0], *(None for _ in shapes[1:])), result, attrs)
 
 
 def reshape(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
-    """Dims are merged and split in groups of equal products; the outermost of a group may be split.
+    """Label a reshape: in each of its `reshape_groups`, only the outermost dim may be split.
 
-    It may where the pieces' boundaries fall together before and after.
+    Dims of extent 1 do not count. The split must have the same boundaries before and after.
     """
     shape = shapes[0] or ()
     before: list[int | None] = [None] * len(shape)
@@ -250,7 +252,7 @@ def reshape(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
 
 
 def reshape_groups(shape: Shape, result: Shape) -> list[tuple[list[int], list[int]]]:
-    """The smallest runs of dims whose extents have the same product.
+    """Return the smallest runs of dims, before and after, whose extents have one product.
 
     >>> reshape_groups((2, 3, 4), (6, 4))
     [([0, 1], [0]), ([2], [1])]

@@ -1,4 +1,4 @@
-"""The least and the greatest number of a dtype, and what is a number of it."""
+"""The least and the greatest number of each dtype, and which numbers it holds."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ def is_number_of(x: Any, dtype: torch.dtype) -> bool:
 
 
 def lowest(dtype: torch.dtype) -> float | int | bool:
-    """The identity of max."""
+    """Return the least number of a dtype, -inf for floats: the identity of max."""
     if dtype == torch.bool:
         return False
     return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
 def highest(dtype: torch.dtype) -> float | int | bool:
-    """The identity of min."""
+    """Return the greatest number of a dtype, inf for floats: the identity of min."""
     if dtype == torch.bool:
         return True
     return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
 def poison(dtype: torch.dtype) -> complex | float | int | bool:
-    """What shows where it comes through: NaN; integers have none, their greatest number may do."""
+    """Return a number that shows in results: NaN; for integers, their greatest number."""
     if dtype.is_complex:
         return complex(math.nan, math.nan)
     return math.nan if dtype.is_floating_point else highest(dtype)

@@ -35,7 +35,7 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 }
 
 
-#: Words of the language, which a string that is none of them is quoted for.
+#: Words of the printed language; a string attribute that equals one of them is quoted.
 _RESERVED = ("rank", "coord", "extent", "mod", "True", "False", "None")
 
 
@@ -53,13 +53,14 @@ class Value:
         shape: global extents; () for scalars.
         dtype: the element type.
         kind: "tensor", or "scalar" for a number that the host holds.
-        order: the dims from outermost to innermost in memory that the value has on one device.
+        order: the memory order on one device: the dims from outermost to innermost.
         order_from: who chose that order: the op that computes the value, the compiler (a hint,
             which may be dropped), or the user (a requirement, which is kept).
-        expanded: dims that `expand` made: all their elements are one.
+        expanded: dims that `expand` made: all elements along such a dim are one in memory.
         layout: where the value lives; None until it is inferred.
-        is_law: the user stated the layout.
-        stream: the host computes it in a loop over chunks; its layout then says nothing of it.
+        is_law: whether the user stated the layout.
+        stream: the host loop over chunks that computes the value, once `passes/streams.py` has
+            taken it out of the layout; None for no loop.
         source: the user's line.
     """
 
@@ -81,12 +82,12 @@ class Value:
 
     @property
     def is_order_required(self) -> bool:
-        """The user requires the memory order."""
+        """Whether the user requires the memory order."""
         return self.order_from == "user"
 
     @property
     def size(self) -> int:
-        """How many elements."""
+        """The number of elements."""
         n = 1
         for extent in self.shape:
             n *= extent
@@ -94,7 +95,7 @@ class Value:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the whole value, expanded dims counted once."""
+        """The number of bytes of the whole value, expanded dims counted as one element."""
         n = self.dtype.itemsize
         for dim, extent in enumerate(self.shape):
             n *= 1 if dim in self.expanded else extent
@@ -125,7 +126,7 @@ class Expr:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The names of the values that it reads."""
+        """The names of the values that the expression reads."""
         return tuple(x for x in self.inputs if isinstance(x, str))
 
     @property
@@ -154,12 +155,12 @@ class Fusion:
 
     @cached_property
     def producers(self) -> dict[str, Expr]:
-        """The expression that defines each value."""
+        """Name of a value -> the expression that defines it."""
         return {e.output: e for e in self.exprs}
 
     @cached_property
     def consumers(self) -> dict[str, tuple[Expr, ...]]:
-        """The expressions that read each value."""
+        """Name of a value -> the expressions that read it."""
         readers: dict[str, list[Expr]] = {name: [] for name in self.values}
         for expr in self.exprs:
             for name in dict.fromkeys(expr.reads):
@@ -167,20 +168,20 @@ class Fusion:
         return {name: tuple(exprs) for name, exprs in readers.items()}
 
     def layout(self, name: str) -> Layout:
-        """The layout of a value that has one."""
+        """Return the layout of a value that has one."""
         layout = self.values[name].layout
         assert layout is not None, f"{name} has no layout yet"
         return layout
 
     def with_layouts(self, layouts: Mapping[str, Layout]) -> Fusion:
-        """This fusion with the layouts of some values set."""
+        """Return this fusion with the layouts of some values set."""
         values = dict(self.values)
         for name, layout in layouts.items():
             values[name] = replace(values[name], layout=layout)
         return replace(self, values=values)
 
     def where(self, *names: str) -> list[str]:
-        """The source lines of some values, for error messages."""
+        """Return the source lines of some values, for error messages."""
         sources = (self.values[n].source for n in names)
         return list(dict.fromkeys(s.quote() for s in sources if s))
 
@@ -189,7 +190,7 @@ class Fusion:
 
 
 def fresh_name(taken: Iterable[str] | Mapping[str, Any], base: str) -> str:
-    """`base`, or `base_1`, `base_2`, … where that is taken."""
+    """Return `base`, or the first of `base_1`, `base_2`, … that is not taken."""
     name, n = base, 0
     while name in taken:
         n += 1
@@ -198,10 +199,10 @@ def fresh_name(taken: Iterable[str] | Mapping[str, Any], base: str) -> str:
 
 
 class Names:
-    """Fresh names for names that are added one by one: each is found where the last one was.
+    """Find fresh names fast: a search starts where the last one for the same base ended.
 
-    The same as `fresh_name` gives, which counts from the start. A name that is given back must be
-    told (`free`).
+    The names are those that `fresh_name` finds, which counts from the start. `free` must be called
+    for a name that is no longer taken.
     """
 
     __slots__ = ("_counts",)
@@ -211,7 +212,7 @@ class Names:
         self._counts: dict[str, int] = {}
 
     def fresh(self, taken: Container[str], base: str) -> str:
-        """`base`, or the first of `base_1`, `base_2`, … that is free."""
+        """Return `base`, or the first of `base_1`, `base_2`, … that is not taken."""
         n = self._counts.get(base, 0)
         while (name := f"{base}_{n}" if n else base) in taken:
             n += 1
@@ -219,7 +220,7 @@ class Names:
         return name
 
     def free(self, name: str) -> None:
-        """A name is not taken any more."""
+        """Note that a name is no longer taken."""
         base, _, number = name.rpartition("_")
         self._counts.pop(name, None)
         if number.isdecimal() and base in self._counts:
@@ -227,7 +228,7 @@ class Names:
 
 
 def attr_text(value: Any) -> str:
-    """One attribute's value as programs print it."""
+    """Return the value of an attribute as programs print it."""
     if isinstance(value, torch.dtype):
         return dtype_name(value)
     if isinstance(value, tuple):
@@ -239,18 +240,18 @@ def attr_text(value: Any) -> str:
 
 
 def attrs_text(attrs: Iterable[tuple[str, Any]]) -> str:
-    """Attributes as programs print them: `dims=[3], keepdim=True`; None and False are left out."""
+    """Return attributes as printed: `dims=[3], keepdim=True`; None and False are left out."""
     shown = ((k, v) for k, v in attrs if v is not None and v is not False)
     return ", ".join(f"{k}={attr_text(v)}" for k, v in shown)
 
 
 def operand_text(operand: Operand) -> str:
-    """An operand as programs print it."""
+    """Return an operand as programs print it."""
     return f"%{operand}" if isinstance(operand, str) else str(operand)
 
 
 def value_text(value: Value) -> str:
-    """A value with its type and layout: `%x: f32[8,16] (tp=S0)`.
+    """Return a value with its type and layout as printed: `%x: f32[8,16] (tp=S0)`.
 
     A memory order that is not the op's own is shown, marked ! where the user requires it.
     """
@@ -269,7 +270,7 @@ def _order_text(value: Value) -> str:
 
 
 def fusion_text(fusion: Fusion) -> str:
-    """The whole fusion; a layout marked ! is the user's, the others are inferred."""
+    """Return the text of a fusion; a layout marked ! is the user's, the others are inferred."""
     rows: list[tuple[str, Source | None]] = []
     for name in fusion.inputs:
         value = fusion.values[name]
@@ -290,7 +291,7 @@ def fusion_text(fusion: Fusion) -> str:
 
 
 def check_fusion(fusion: Fusion) -> None:
-    """Raise MdfuseError unless every value is defined once, before its use."""
+    """Raise MdfuseError unless every value is defined once, before its first use."""
     defined = set(fusion.inputs)
     for expr in fusion.exprs:
         missing = [name for name in expr.reads if name not in defined]

@@ -27,7 +27,7 @@ _SCALARS: dict[torch.dtype, Any] = {torch.bool: True}
 
 
 def dense_strides(shape: Sequence[int], order: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Strides of a dense tensor whose dims lie in `order`, outermost first.
+    """Return the strides of a dense tensor whose dims lie in `order`, outermost first.
 
     >>> dense_strides((3, 4, 5), (1, 0, 2))
     (5, 15, 1)
@@ -41,7 +41,7 @@ def dense_strides(shape: Sequence[int], order: Sequence[int] | None = None) -> t
 
 
 def meta_tensor(value: Value) -> Any:
-    """What stands for a value on the meta device; a number for a host scalar."""
+    """Return a meta tensor with the shape and strides of a value; for a host scalar, a number."""
     if not value.is_tensor:
         return scalar_sample(value.dtype)
     strides = [
@@ -52,7 +52,7 @@ def meta_tensor(value: Value) -> Any:
 
 
 def scalar_sample(dtype: torch.dtype) -> bool | int | float:
-    """A number of the kind that a host scalar of this dtype is."""
+    """Return a number of the kind that a host scalar of this dtype is."""
     if dtype == torch.bool:
         return True
     return 1.0 if dtype.is_floating_point else 1
@@ -112,9 +112,9 @@ def _sample(operand: Any) -> Sample:
 
 
 def on_few_elements(op: Op, samples: Iterable[Sample], attrs: Mapping[str, Any]) -> Any:
-    """What an op makes of ones, which may be divided by and are indices.
+    """Call an op on small tensors of ones, which may be divisors and indices.
 
-    There are two along each dim, so that shapes fit; what is about a rank's part is left out.
+    Each dim has two elements, so that shapes fit; attributes of a rank's part are left out.
     """
     few: dict[str, Any] = {a.name: a for a in op.attrs if not a.is_local}
     few = {k: (2,) * len(v) if few[k].is_shape else v for k, v in attrs.items() if k in few}
@@ -129,7 +129,7 @@ def inferred(
     values: Mapping[str, Value],
     source: Source | None,
 ) -> dict[str, Any]:
-    """Shape, dtype, memory order and expanded dims of an op's result, as `Value` has them.
+    """Return shape, dtype, memory order and expanded dims of an op's result: fields of `Value`.
 
     The order that `stride_order` asks for is the user's; all others are the op's own.
     """
@@ -156,7 +156,7 @@ def inferred(
 
 
 def memory_order(strides: Sequence[int]) -> tuple[int, ...]:
-    """The dims from outermost to innermost in memory.
+    """Return the dims from outermost to innermost in memory.
 
     >>> memory_order((1, 4, 4))
     (1, 2, 0)
@@ -165,7 +165,7 @@ def memory_order(strides: Sequence[int]) -> tuple[int, ...]:
 
 
 def expanded_dims(x: Tensor) -> frozenset[int]:
-    """Dims of extent > 1 whose elements are all one."""
+    """Return the dims of extent > 1 along which all elements are one in memory."""
     return frozenset(
         d for d, (n, s) in enumerate(zip(x.shape, x.stride(), strict=True)) if s == 0 and n > 1
     )

@@ -1,4 +1,4 @@
-"""What an op's attributes are for one rank's part of it, and the way back from there."""
+"""Turn an op's attributes into those for one rank's part of it, and back."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class ExprPart:
     box: Box
 
 
+#: (attributes, one rank's part) -> the attributes on the other side.
 Localize = Callable[[dict[str, Any], ExprPart], dict[str, Any]]
 
 
@@ -40,7 +41,7 @@ def whole_shape(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
 
 
 def local_ends(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
-    """Dims taken entirely end where this rank's part ends; the others are whole here."""
+    """End dims that a slice takes entirely where this rank's part ends; others are whole here."""
     box = part.boxes[0]
     assert box is not None
     ends = tuple(min(e, stop - start) for e, (start, stop) in zip(attrs["ends"], box, strict=True))
@@ -48,7 +49,7 @@ def local_ends(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
 
 
 def whole_ends(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
-    """Dims that end where the rank's part does are taken entirely."""
+    """Take a dim entirely where the rank's slice ends at the end of its part."""
     shape, box = part.shapes[0], part.boxes[0]
     assert shape is not None and box is not None
     held = zip(attrs["ends"], box_shape(box), shape, strict=True)
@@ -56,7 +57,7 @@ def whole_ends(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
 
 
 def local_squeeze(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
-    """Only dims whose global extent is 1 go; a local extent of 1 is no reason."""
+    """Squeeze only dims whose global extent is 1; a local extent of 1 is no reason."""
     shape = part.shapes[0]
     assert shape is not None
     return {"dims": tuple(d % len(shape) for d in attrs["dims"] if shape[d] == 1)}
@@ -71,7 +72,7 @@ def local_rows(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
 
 
 def local_places(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
-    """From where to where the slice goes in this rank's part, and its place in the whole slice."""
+    """Say what a window takes of this rank's part, and where that lies in the whole slice."""
     shape, box = part.shapes[0], part.boxes[0]
     assert shape is not None and box is not None
     found = []
@@ -89,7 +90,7 @@ def local_places(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
 
 
 def whole_places(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
-    """Where a window lies in the whole, of which a rank says where it lies in its part."""
+    """Say what a window takes of the whole, from what it takes of one rank's part."""
     shape, box = part.shapes[0], part.boxes[0]
     if "places" not in attrs or shape is None or box is None or len(shape) != len(part.shape):
         return attrs
@@ -108,7 +109,7 @@ def local_draw(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
 
 
 def global_count(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
-    """Where a reduced dim is split, a part of a mean is divided by the global count."""
+    """Give a mean over a split dim the global count, by which each part is divided."""
     if not is_partial(attrs, part):
         return attrs
     shape = part.shapes[0] or ()
@@ -117,12 +118,12 @@ def global_count(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
 
 
 def is_partial(attrs: dict[str, Any], part: ExprPart) -> bool:
-    """This rank has only a part of a dim that is reduced."""
+    """Whether this rank has only a part of a dim that is reduced."""
     shape, box = part.shapes[0], part.boxes[0]
     assert shape is not None and box is not None
     return any(box[d] != (0, shape[d]) for d in dims.reduced_dims(attrs.get("dims"), len(shape)))
 
 
 def with_identity(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
-    """Where a reduced dim is split, an empty part is no error."""
+    """Let an empty part give the identity where a reduced dim is split, instead of an error."""
     return {**attrs, "identity": True} if is_partial(attrs, part) else attrs

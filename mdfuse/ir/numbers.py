@@ -13,14 +13,14 @@ from mdfuse.ir.tensors import why_not
 
 
 def scalar_call(call: Callable[..., Any], operands: Sequence[Any]) -> Any:
-    """Call an op on numbers; returns a number."""
+    """Call an op on host numbers, as tensors of no dims on the CPU; return a number."""
     wide = {bool: torch.bool, int: torch.int64, float: torch.float64}
     tensors = [torch.tensor(x, dtype=wide[type(x)], device="cpu") for x in operands]
     return call(*tensors).item()
 
 
 def as_number(x: Any, dtype: torch.dtype) -> bool | int | float | None:
-    """A number of the kind that a host scalar of this dtype is; None where x cannot be one."""
+    """Return x as a host scalar of this dtype; None where x cannot be one."""
     if isinstance(x, Tensor):
         x = x.item() if why_not(x) is None and x.ndim == 0 else None
     if not isinstance(x, bool | int | float):
@@ -34,7 +34,7 @@ def as_number(x: Any, dtype: torch.dtype) -> bool | int | float | None:
 
 
 def _as_float(x: float) -> float | None:
-    """A float; None of an integer that is greater than all of them."""
+    """Return x as a float; None for an integer that is too large."""
     try:
         return float(x)
     except OverflowError:

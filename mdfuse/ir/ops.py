@@ -16,36 +16,37 @@ from mdfuse.ir.extremes import highest, lowest
 from mdfuse.ir.local_attributes import ExprPart, Localize
 from mdfuse.ir.out_forms import ANYHOW, DENSE, Writes, exact, on_tensors, product, rounded
 
-#: The host instructions of ops that read an element of each operand and write one: what they write
-#: may take the place of an operand that lies as the result does.
+#: The host instructions of elementwise ops: their result may be written into the buffer of an
+#: operand that has the result's shape and memory order.
 ELEMENTWISE = ("unary", "binary", "where")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """A row of the op table.
+    """A row of the op table: which torch call runs an op, and what the passes ask about it.
 
     Attributes:
         name: as in `fd.ops.<name>`.
         call: `call(*operands, **attrs)` on whole tensors or on a rank's parts.
-        rule: the labels of its dims.
-        shape: the shape of its result; None: torch is asked, which takes longer, and symbolic
-            extents are pinned to their examples.
+        rule: gives the labels of the dims of operands and result.
+        shape: gives the shape of the result; None: torch is asked, which takes longer, and
+            symbolic extents are pinned to their examples.
         writes: how the result comes into a buffer.
         host: the host instruction that runs it.
-        localize: the attributes for one rank's part.
-        globalize: those of the whole, from one rank's; None: all but what only a part has.
-        partial: which Partial operands it may take as they are:
-            "view" any, "all" all operands in one way, "sum" all operands Partial(sum), "scale" the
-            first Partial(sum), "reduce" an operand with the op that it reduces by itself.
+        localize: turns the attributes of the whole op into those for one rank's part.
+        globalize: turns the attributes of one rank's part into those of the whole; None: those
+            that only a part has are left out.
+        partial: which operands may stay Partial. "view": any; "all": all of them, by one reduce op;
+            "sum": all of them, by sum; "scale": the first alone, by sum; "reduce": an operand that
+            is Partial by the op's own reduce op.
         is_view: the result may share storage with the first operand.
-        is_single: runs as a single host op; others are merged into host units.
-        indexed: the position of the operand whose rows the first operand names by their numbers.
+        is_single: runs as a single host op; others are merged into segments by default.
+        indexed: the position of the operand (a table) whose rows the first operand indexes.
         stays: the position of a matrix operand that keeps its split of the result's dims; the
             other operand moves (weights stay where they are).
-        attrs: its attributes; there are no others.
-        operands: how many it takes at least, and at most; None: any number.
-        may_copy: a view that has to be a copy where the elements do not lie so.
+        attrs: all attributes that it may have.
+        operands: the least and the greatest number of operands; None: no limit.
+        may_copy: a view that becomes a copy where the strides of its operand allow no view.
     """
 
     name: str
@@ -67,16 +68,16 @@ class Op:
 
     @property
     def is_creation(self) -> bool:
-        """It makes a tensor of numbers alone."""
+        """Whether the op makes a tensor without reading one."""
         return self.rule is dims.creation
 
     @property
     def is_elementwise(self) -> bool:
-        """It reads an element of each operand, and writes one."""
+        """Whether each element of the result is computed from one element of each operand."""
         return self.host in ELEMENTWISE
 
 
-#: What the fields of a row must be.
+#: field of a row -> what must hold of it.
 _MUST: dict[str, Callable[[Op], bool]] = {
     "call": lambda op: callable(op.call),
     "rule": lambda op: callable(op.rule),
@@ -103,7 +104,7 @@ def _row(
     writes: Writes,
     **more: Any,
 ) -> None:
-    """Read a row; a host instruction has the name of its op where it runs no other."""
+    """Check a row and add it to `TABLE`; by default its host instruction is named after the op."""
     row = Op(name=name, call=call, rule=rule, shape=shape, writes=writes, **{"host": name, **more})
     for field, holds in _MUST.items():
         if not holds(row):
@@ -112,7 +113,7 @@ def _row(
 
 
 def local_attrs(op: Op, attrs: Mapping[str, Any], part: ExprPart) -> dict[str, Any]:
-    """The attributes of an op for one rank's part of it."""
+    """Return the attributes of an op for one rank's part of it."""
     attrs = dict(attrs)
     return op.localize(attrs, part) if op.localize else attrs
 
@@ -121,7 +122,7 @@ def local_attrs(op: Op, attrs: Mapping[str, Any], part: ExprPart) -> dict[str, A
 
 
 def itself(x: Any) -> Any:
-    """What a set computes where the layout does not change."""
+    """Return the operand as it is: a set computes nothing."""
     return x
 
 
@@ -233,7 +234,7 @@ _unary("neg", torch.neg, exact(torch.neg), partial="scale")
 _F, _on = torch.nn.functional, out_forms.activation
 _BEND = (attr("beta", "number"), attr("threshold", "number"))
 _SLOPE, _FORM = attr("negative_slope", "number"), word("approximate", "none", "tanh")
-_unary("relu", _F.relu, DENSE)  # of relu torch has a form that computes and copies
+_unary("relu", _F.relu, DENSE)  # torch's `out=` form of relu computes and copies
 _unary("silu", _F.silu, rounded(_on("silu")))
 _unary("elu", _F.elu, rounded(_on("elu")), attr("alpha", "number"))
 _unary("softplus", _F.softplus, rounded(_on("softplus")), *_BEND)
@@ -275,7 +276,7 @@ for _name, _pick in (("max", lowest), ("min", highest)):
 _reduce("mean", reductions.average, "sum", DENSE, _COUNT, localize=of_part.global_count)
 _any, _all = reductions.truth("any"), reductions.truth("all")
 _reduce("any", _any, "bor", exact(_any))
-# The bits that all parts of an integer share say nothing of what each part is: no Partial(band).
+# all(a & b) is not all(a) & all(b) for integers, as 1 & 2 shows: no Partial(band) is taken.
 _reduce("all", _all, "band", exact(_all), partial="")
 
 

@@ -25,12 +25,13 @@ class Writes:
     """How the result of an op comes into a buffer.
 
     Attributes:
-        form: `form(*operands, out=buffer, **attrs)`, the first operand a tensor; None: it is
-            computed, and copied there.
-        is_exact: IEEE arithmetic, or none, defines the result to the last bit, in whatever order
-            the form goes through memory.
-        is_product: it copies its operands into blocks before it computes.
-        is_dense: of operands that are dense the result is.
+        form: `form(*operands, out=buffer, **attrs)`, the first operand a tensor; None: the result
+            is computed elsewhere and copied.
+        is_exact: whether the result is the same to the last bit however the form goes through
+            memory: IEEE arithmetic defines it, or nothing is computed.
+        is_product: whether this is a product of matrices, which copies its operands into blocks
+            before it computes.
+        is_dense: whether the op's own result is dense where its operands are.
     """
 
     form: Write | None
@@ -40,26 +41,27 @@ class Writes:
 
 
 def exact(form: Write) -> Writes:
-    """The same bits wherever it writes."""
+    """Return a form that gives the same bits wherever it writes."""
     return Writes(form=form, is_exact=True)
 
 
 def rounded(form: Write) -> Writes:
-    """Bits that depend on how it goes through memory."""
+    """Return a form whose bits depend on how it goes through memory."""
     return Writes(form=form)
 
 
 def product(form: Write) -> Writes:
-    """A product of matrices."""
+    """Return the form of a product of matrices."""
     return Writes(form=form, is_product=True)
 
 
-#: No form, or one that computes and copies; how the result lies is known, or is not.
+#: No form is used: torch has none, or one that computes and copies. The op's own result is dense
+#: where its operands are (DENSE), or lies in a way that is not known (ANYHOW).
 DENSE, ANYHOW = Writes(form=None), Writes(form=None, is_dense=False)
 
 
 def on_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A torch function that wants tensors, made to take a number on either side."""
+    """Make a torch function that wants two tensors take a number on either side."""
 
     def call(a: Any, b: Any, **more: Any) -> Any:
         like = a if isinstance(a, Tensor) else b
@@ -76,7 +78,7 @@ def _as_tensor(x: Any, like: Tensor) -> Tensor:
 
 
 def activation(name: str) -> Write:
-    """An activation, whose Python function takes no buffer."""
+    """Return the `out=` form of an activation, whose Python function has none."""
     function = getattr(_ATEN, name).out
 
     def write(x: Tensor, *, out: Tensor, **attrs: Any) -> None:
@@ -87,7 +89,7 @@ def activation(name: str) -> Write:
 
 
 def where(condition: Tensor, a: Any, b: Any, *, out: Tensor) -> None:
-    """Only two tensors have an `out=` form."""
+    """Write `torch.where` into a buffer; only with two tensors it has an `out=` form."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         torch.where(condition, a, b, out=out)
     else:
@@ -95,7 +97,7 @@ def where(condition: Tensor, a: Any, b: Any, *, out: Tensor) -> None:
 
 
 def matmul(a: Tensor, b: Tensor, *, out: Tensor) -> None:
-    """Of a vector and a matrix torch would make a matrix of the buffer and back."""
+    """Write a product; of a vector and a matrix a copy, since torch would reshape the buffer."""
     if a.ndim == 1 and b.ndim > 1:
         out.copy_(torch.matmul(a, b))
     else:
@@ -103,7 +105,7 @@ def matmul(a: Tensor, b: Tensor, *, out: Tensor) -> None:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor) -> None:
-    """With a bias one fused product, as `torch.nn.functional.linear` does it of dense operands."""
+    """Write `linear`; with a bias as one fused product, as torch does with dense operands."""
     if bias is None:
         matmul(x, weight.t(), out=out)
     elif x.ndim == weight.ndim == 2:

@@ -36,11 +36,11 @@ def uniform(
         seed: an integer.
         shape: the global shape.
         dtype: a floating dtype.
-        stream: tells several draws with one seed apart.
+        stream: a number that keeps draws with one seed apart.
         low: lower bound.
         high: upper bound.
         box: the part to make; the whole by default.
-        device: where.
+        device: where to make it.
     """
     index = _global_index(shape, box, device)
     key = int(seed) * 0x632BE59BD9B4E019 + stream * 0xD1342543DE82EF95 + 0x2545F4914F6CDD1D
@@ -74,7 +74,7 @@ def dropout(
 def _global_index(
     shape: Sequence[int], box: Box | None, device: torch.device | str | None
 ) -> Tensor:
-    """The row-major index in the whole tensor of each element of a part of it."""
+    """Return the row-major index in the whole tensor of each element of a box of it."""
     box = tuple((0, n) for n in shape) if box is None else box
     index = torch.zeros((), dtype=torch.int64, device=device)
     for (start, stop), extent in zip(box, shape, strict=True):
@@ -84,7 +84,7 @@ def _global_index(
 
 
 def _shift(x: Tensor, n: int) -> Tensor:
-    """Logical shift to the right; torch's is arithmetic."""
+    """Shift to the right, filling with zeros; torch's own shift copies the sign."""
     return (x >> n) & ((1 << (64 - n)) - 1)
 
 

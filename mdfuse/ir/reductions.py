@@ -12,7 +12,7 @@ from mdfuse.ir.dims import reduced_dims
 
 
 def _unreduced(x: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    """Over no dims: a copy."""
+    """Return a copy: the result of a reduction over no dims."""
     return x.to(dtype, copy=True) if out is None else out.copy_(x)
 
 
@@ -39,7 +39,7 @@ def multiply(
     dtype: Any = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """torch multiplies over one dim at a time."""
+    """Multiply over some dims, or all; torch does so over one dim at a time."""
     *others, last = sorted(reduced_dims(dims, x.ndim), reverse=True) or (None,)
     for d in others:
         x = torch.prod(x, d, keepdim=keepdim, dtype=dtype)
@@ -50,7 +50,12 @@ def multiply(
 
 
 def extreme(name: str, pick: Callable[[torch.dtype], float | int | bool]) -> Callable[..., Tensor]:
-    """amin or amax; an empty shard contributes the identity where the whole is not empty."""
+    """Return amin or amax, which with `identity` is the reduction's identity over an empty part.
+
+    Args:
+        name: "amin" or "amax".
+        pick: dtype -> the identity.
+    """
     function = getattr(torch, name)
 
     def call(
@@ -74,7 +79,7 @@ def extreme(name: str, pick: Callable[[torch.dtype], float | int | bool]) -> Cal
 
 
 def truth(name: str) -> Callable[..., Tensor]:
-    """any or all."""
+    """Return any or all; over no dims they tell whether each element is not 0."""
     function = getattr(torch, name)
 
     def call(
@@ -91,7 +96,7 @@ def truth(name: str) -> Callable[..., Tensor]:
 def average(
     x: Tensor, *, dims: Any = None, keepdim: bool = False, count: int | None = None
 ) -> Tensor:
-    """The mean; with `count`, this part's share of the mean over `count` elements."""
+    """Return the mean; with `count`, this part's share of the mean over `count` elements."""
     chosen = reduced_dims(dims, x.ndim)
     if count is None:
         return torch.mean(x, chosen, keepdim=keepdim) if chosen else x.clone()

@@ -28,19 +28,19 @@ def _present(shapes: Shapes) -> list[Shape]:
 
 
 def _equal(a: int, b: int) -> int:
-    """One of two extents that are equal; the one that is a number, if one is."""
+    """Return one of two equal extents, a number where one is a number; ValueError if unequal."""
     if a != b:
         raise ValueError(f"{a} is not {b}")
     return a if type(a) is int else b
 
 
 def _joined(a: int, b: int) -> int:
-    """The extent of two dims that are aligned."""
+    """Return the extent to which two aligned dims broadcast."""
     return b if a == 1 else a if b == 1 else _equal(a, b)
 
 
 def _check_expands(shape: Shape, to: Shape) -> None:
-    """`shape` is repeated until it is `to`, which is not."""
+    """Raise ValueError unless `shape` can be repeated to become `to`."""
     if _broadcast(shape, to) != to:
         raise ValueError(f"{shape} does not expand to {to}")
 
@@ -56,17 +56,17 @@ def _broadcast(*shapes: Shape) -> Shape:
 
 
 def broadcast(shapes: Shapes, attrs: Attrs) -> Shape:
-    """Dims align from the right; each is equal everywhere or 1."""
+    """Broadcast the operands: dims align from the right, their extents are equal or 1."""
     return _broadcast(*_present(shapes))
 
 
 def first(shapes: Shapes, attrs: Attrs) -> Shape:
-    """That of the first operand."""
+    """Return the shape of the first operand."""
     return _present(shapes)[0]
 
 
 def along(shapes: Shapes, attrs: Attrs) -> Shape:
-    """That of the operand, which has the dim."""
+    """Return the shape of the operand, which must have the dim."""
     (shape,) = _present(shapes)
     n = max(len(shape), 1)
     if not -n <= attrs["dim"] < n:
@@ -111,7 +111,7 @@ def squeeze(shapes: Shapes, attrs: Attrs) -> Shape:
 
 
 def window(shapes: Shapes, attrs: Attrs) -> Shape:
-    """What a slice takes; a part of one lies in zeros of the shape that is said."""
+    """Return the shape of a slice; a rank's part of a `window` has the shape in its attributes."""
     if attrs.get("places") is not None:
         return tuple(attrs["shape"])
     (shape,) = _present(shapes)
@@ -153,7 +153,7 @@ def embedding(shapes: Shapes, attrs: Attrs) -> Shape:
 
 
 def layer_norm(shapes: Shapes, attrs: Attrs) -> Shape:
-    """The normalised dims are the last ones, and all that the factors have."""
+    """Return the operand's shape, whose last dims are those of weight and bias."""
     (x, *factors), inner = _present(shapes), tuple(attrs["normalized_shape"])
     if not inner or len(inner) > len(x):
         raise ValueError(f"{inner} are not the last dims of {x}")
@@ -185,18 +185,18 @@ def cat(shapes: Shapes, attrs: Attrs) -> Shape:
 
 
 def created(shapes: Shapes, attrs: Attrs) -> Shape:
-    """What is said, or the part of it."""
+    """Return the shape in the attributes, or that of the rank's box."""
     return box_shape(attrs["box"]) if attrs.get("box") is not None else tuple(attrs["shape"])
 
 
 def numbered(shapes: Shapes, attrs: Attrs) -> Shape:
-    """One dim."""
+    """Return the shape of a range of numbers, which has one dim."""
     (n,) = created(shapes, attrs)
     return (n,)
 
 
 def listed(shapes: Shapes, attrs: Attrs) -> Shape:
-    """As many elements as there are numbers."""
+    """Return the shape of a constant, which has as many elements as numbers are listed."""
     _equal(len(attrs["values"]), math.prod(attrs["shape"]))
     return created(shapes, attrs)
 
@@ -205,7 +205,7 @@ def listed(shapes: Shapes, attrs: Attrs) -> Shape:
 
 
 def known_shape(rule: ShapeRule | None, shapes: Shapes, attrs: Attrs) -> Shape | None:
-    """The shape of a result; None where there is no rule, or the operands do not fit."""
+    """Return the shape of a result; None where there is no rule, or the operands do not fit."""
     try:
         return rule(shapes, attrs) if rule is not None else None
     except _REFUSALS:
@@ -213,14 +213,14 @@ def known_shape(rule: ShapeRule | None, shapes: Shapes, attrs: Attrs) -> Shape |
 
 
 def symbolic_shape(rule: ShapeRule | None, shapes: Shapes, attrs: Attrs, numbers: Shape) -> Shape:
-    """The shape of a result whose operands have symbolic extents.
+    """Return the shape of a result whose operands have symbolic extents.
 
     Args:
-        rule: of the op.
+        rule: of the op; None: it has none.
         shapes: of the operands.
         attrs: of the op.
-        numbers: what torch says for the examples. Where the rule does not give the same, or there
-            is none, the extents of the operands are those of the examples from then on.
+        numbers: the result's shape for the examples, by torch. Where the rule does not give the
+            same, or there is none, the operands' extents are pinned to their examples.
     """
     result = known_shape(rule, shapes, attrs)
     if result is None or tuple(map(example, result)) != numbers:
@@ -234,7 +234,10 @@ def symbolic_shape(rule: ShapeRule | None, shapes: Shapes, attrs: Attrs, numbers
 
 
 def _assume_regular(shape: Shape) -> None:
-    """Dims of one element lie anyhow in memory, empty tensors are refused by some ops."""
+    """Leave guards on whether symbolic extents are 0 or, in tensors of several dims, 1.
+
+    A dim of one element may have any stride, and some ops refuse empty tensors.
+    """
     for n in shape:
         if type(n) is not int and not (len(shape) > 1 and n > 1):
             bool(n > 0)

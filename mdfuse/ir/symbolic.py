@@ -1,4 +1,4 @@
-"""Fusions with symbolic extents: inferred again for other examples."""
+"""Infer fusions with symbolic extents again, for other examples or for numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Examples = Mapping[str, int]
 
 
 def with_new_examples(fusion: Fusion, examples: Examples) -> Fusion:
-    """The fusion with other examples of its symbols: every shape and memory order anew.
+    """Return the fusion with other examples, all shapes and memory orders inferred anew.
 
     Raises:
         DefinitionError: an op refuses extents like these.
@@ -26,7 +26,7 @@ def with_new_examples(fusion: Fusion, examples: Examples) -> Fusion:
 
 
 def with_known_extents(fusion: Fusion, extents: Examples) -> Fusion:
-    """The fusion for these extents, with numbers only.
+    """Return the fusion for given extents, with numbers only.
 
     Raises:
         DefinitionError: an op refuses these extents.
@@ -45,7 +45,7 @@ def _inferred(fusion: Fusion) -> Fusion:
 
 
 def is_possible(fusion: Fusion, examples: Examples) -> bool:
-    """Whether the ops take extents like these."""
+    """Whether all ops of the fusion take the extents that these examples give."""
     try:
         with assuming(None):
             with_new_examples(fusion, examples)
@@ -55,12 +55,12 @@ def is_possible(fusion: Fusion, examples: Examples) -> bool:
 
 
 def unified(fusion: Fusion, examples: Examples, numbers: Iterable[int]) -> Iterator[dict[str, Any]]:
-    """Examples with one symbol changed, for which the fusion so far is possible.
+    """Yield examples with one symbol changed, for which the fusion so far is possible.
 
     Args:
         fusion: what is defined so far.
         examples: those that an op refused.
-        numbers: extents that the symbol might have to be.
+        numbers: what to try for a symbol, besides the examples of the others.
     """
     candidates = sorted({*numbers} | {*examples.values()})
     for name in sorted(examples, reverse=True):
@@ -71,7 +71,7 @@ def unified(fusion: Fusion, examples: Examples, numbers: Iterable[int]) -> Itera
 
 
 def check_definition(fusion: str, assumed: Assumptions, extents: Examples) -> None:
-    """Raise DefinitionError where the definition itself would have been another one."""
+    """Raise DefinitionError where the definition's own code would decide otherwise."""
     broken = [g for g in assumed.guards if not g.holds(extents)]
     if broken:
         raise DefinitionError(

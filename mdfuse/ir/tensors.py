@@ -1,4 +1,4 @@
-"""Which tensors a run takes: plain ones. What torch calls a tensor is many other things besides.
+"""Tell plain tensors, which a run takes, from the other things that torch calls tensors.
 
 A program reads and writes the memory of what it is given, and hands it to communication libraries,
 which know nothing but an address and a length.
@@ -27,7 +27,8 @@ def _lacks_memory(x: Tensor) -> bool:
     return x.untyped_storage().nbytes() < (x.storage_offset() + last + 1) * x.itemsize
 
 
-#: What is no plain tensor, in the order in which it can be asked: how it is called, what to pass.
+#: What is no plain tensor, in the order in which the questions can be asked: (whether a tensor is
+#: one, what messages call it, what to pass instead).
 _OTHERS: tuple[tuple[Callable[[Tensor], bool], str, str], ...] = (
     (lambda x: x.is_nested, "a nested tensor", "pass x.to_padded_tensor(0.0), or its tensors"),
     (
@@ -52,7 +53,7 @@ _OTHERS: tuple[tuple[Callable[[Tensor], bool], str, str], ...] = (
 
 
 def why_not(x: Tensor) -> tuple[str, str] | None:
-    """What a tensor is that is not plain, and what to do; None: it is.
+    """Return what a tensor is that is not plain, and what to do; None for a plain one.
 
     >>> why_not(torch.eye(2).to_sparse())
     ('a torch.sparse_coo tensor', 'pass x.to_dense()')
@@ -64,7 +65,7 @@ def why_not(x: Tensor) -> tuple[str, str] | None:
 
 
 def no_gradient(x: Tensor) -> tuple[str, str] | None:
-    """What autograd would record of a tensor, and what to do; None: nothing."""
+    """Return why autograd would record a tensor, and what to do; None where it would not."""
     if x.requires_grad and torch.is_grad_enabled():
         return "requires grad", "pass x.detach(), or run under torch.no_grad()"
     is_dual = forward_level() >= 0 and type(x) in PLAIN
@@ -74,7 +75,7 @@ def no_gradient(x: Tensor) -> tuple[str, str] | None:
 
 
 def overlaps_itself(x: Tensor) -> bool:
-    """Elements of a tensor may lie at one address.
+    """Whether several elements of a tensor may lie at one address.
 
     >>> overlaps_itself(torch.empty(3).expand(2, 3)), overlaps_itself(torch.empty(2, 3).t()[::2])
     (True, False)
@@ -88,7 +89,7 @@ def overlaps_itself(x: Tensor) -> bool:
 
 
 def are_writable(xs: Iterable[Tensor]) -> bool:
-    """torch lets one write into these: what inference mode made is for inference mode."""
+    """Whether torch allows writes into tensors; those of inference mode need that mode."""
     return torch.is_inference_mode_enabled() or not any(x.is_inference() for x in xs)
 
 
@@ -96,16 +97,16 @@ def are_writable(xs: Iterable[Tensor]) -> bool:
 
 
 def is_lazy(x: Tensor) -> bool:
-    """The elements are the negative or the conjugate of what is in memory, or zeros without any."""
+    """Whether memory has the elements negated or conjugated, or they are zeros without memory."""
     return x.is_neg() or x.is_conj() or is_zero_tensor(x)
 
 
 def resolved(xs: Sequence[Any], kept: Collection[int] = ()) -> Sequence[Any]:
-    """The arguments of a run, with the elements of each in its memory.
+    """Return the arguments of a run, with the elements of each in its memory.
 
     Args:
         xs: arguments.
-        kept: positions of what stays as it is.
+        kept: positions of the arguments that stay as they are.
     """
     lazy = {n for n, x in enumerate(xs) if type(x) in PLAIN and is_lazy(x)}.difference(kept)
     return [_resolved(x) if n in lazy else x for n, x in enumerate(xs)] if lazy else xs

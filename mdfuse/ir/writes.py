@@ -17,7 +17,12 @@ from mdfuse.ir.out_forms import Write
 
 
 def is_dense_result(op: Op, facts: Sequence[Tensor | None]) -> bool:
-    """Whether the op's own result is contiguous, whatever torch may choose for other operands."""
+    """Whether the result that an op allocates itself is surely contiguous.
+
+    Args:
+        op: a row of the op table.
+        facts: for each tensor operand, a meta tensor with its strides, or None: not known.
+    """
     if op.writes.is_product and all(x is not None and x.ndim == 2 for x in facts):
         return True
     known = op.writes.is_dense and all(x is not None and x.is_contiguous() for x in facts)
@@ -26,7 +31,7 @@ def is_dense_result(op: Op, facts: Sequence[Tensor | None]) -> bool:
 
 
 def fresh_write(op: Op, facts: Sequence[Tensor | None]) -> Write | None:
-    """How an op fills a new buffer with what its call would give; None where it may differ.
+    """Return how an op fills a new buffer with the bits of its call; None where they may differ.
 
     Args:
         op: a row of the op table.
@@ -61,7 +66,7 @@ def has_orders(op: Op, order: Sequence[int], ndims: Sequence[int]) -> bool:
 
 
 def ordered_write(op: Op, order: Sequence[int], facts: Sequence[Tensor | None]) -> Write | None:
-    """How an op fills a new buffer that is dense in an order; None where it may have to copy."""
+    """Return how an op fills a new buffer that is dense in an order; None where it may copy."""
     known = [x for x in facts if x is not None]
     if not op.writes.is_product:
         return op.writes.form if has_orders(op, order, ()) else None
@@ -75,7 +80,7 @@ def ordered_write(op: Op, order: Sequence[int], facts: Sequence[Tensor | None]) 
 
 
 def in_order(order: Sequence[int], write: Write) -> Write:
-    """`ordered_write` into a buffer that may lie anyhow: the same bits."""
+    """Return a write with the bits of an `ordered_write`, into a buffer that may lie anyhow."""
     order, back = tuple(order), [list(order).index(d) for d in range(len(order))]
 
     def either(*operands: Any, out: Tensor, **attrs: Any) -> None:
@@ -90,7 +95,7 @@ def in_order(order: Sequence[int], write: Write) -> Write:
 
 
 def _product_in(order: Sequence[int], name: str, ndims: Sequence[int]) -> Write | None:
-    """The product whose result lies so."""
+    """Return the product that writes its result in an order; None where there is none."""
     x, w = ndims[:2]
     if w == 2 and tuple(order) == (x - 1, *range(x - 1)):
         return _columns if name == "matmul" else _linear_columns
@@ -100,7 +105,7 @@ def _product_in(order: Sequence[int], name: str, ndims: Sequence[int]) -> Write 
 
 
 def _columns(x: Tensor, w: Tensor, *, out: Tensor, bias: Tensor | None = None) -> None:
-    """The columns of the result outermost: a product of two matrices."""
+    """Write a product whose result has its columns outermost, as one product of two matrices."""
     x, into = x.flatten(0, -2), out.flatten(0, -2)
     if bias is None:
         torch.mm(x, w, out=into)
@@ -109,7 +114,7 @@ def _columns(x: Tensor, w: Tensor, *, out: Tensor, bias: Tensor | None = None) -
 
 
 def _rows(x: Tensor, w: Tensor, *, out: Tensor, bias: Tensor | None = None) -> None:
-    """Dims 0 and 1 of the result change places: a product for each element of dim 0."""
+    """Write a product whose result has dims 0 and 1 swapped in memory: a product for each x[i]."""
     w = w.expand(x.shape[0], *w.shape)
     if bias is None:
         torch.bmm(x, w, out=out)
@@ -129,7 +134,7 @@ def _linear_rows(x: Tensor, w: Tensor, bias: Tensor | None = None, *, out: Tenso
 
 
 def write_of(op: Op) -> Write | None:
-    """How an op writes into a buffer what its call would give; None where torch cannot."""
+    """Return how an op writes the bits of its call into any buffer; None where torch cannot."""
     form = op.writes.form
     if form is None or op.writes.is_exact:
         return form
@@ -139,7 +144,7 @@ def write_of(op: Op) -> Write | None:
 def _where_alike(
     call: Callable[..., Any], write: Write, may: Callable[[Tensor, Sequence[Any]], bool]
 ) -> Write:
-    """`write` where that goes through memory as `call` does."""
+    """Return a write that uses `write` where it goes through memory as `call` does, else copies."""
 
     def either(*operands: Any, out: Tensor, **attrs: Any) -> None:
         if _lies_plainly(out) and may(out, operands):
@@ -151,15 +156,15 @@ def _where_alike(
 
 
 def _lies_plainly(out: Tensor) -> bool:
-    """As a new buffer does: dense, at an address that is a multiple of 64."""
+    """Whether a buffer lies as a new one does: dense, at an address that is a multiple of 64."""
     return out.is_contiguous() and out.data_ptr() % 64 == 0
 
 
 def _are_dense(out: Tensor, operands: Sequence[Any]) -> bool:
-    """Results of operands that lie otherwise would not be dense in their own order."""
+    """Whether all operands are contiguous; else the call's own result would lie otherwise."""
     return all(x.is_contiguous() for x in operands if isinstance(x, Tensor))
 
 
 def _are_rows(out: Tensor, operands: Sequence[Any]) -> bool:
-    """Products are dense however the operands lie; of one row cuBLAS still looks at the stride."""
+    """Whether rows do not overlap by their stride, which cuBLAS looks at even for one row."""
     return out.ndim < 2 or out.stride(-2) >= out.shape[-1]

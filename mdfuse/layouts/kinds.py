@@ -1,7 +1,7 @@
 """The kinds of communication: one row each.
 
-What other modules know by kind, they look up in tables of their own, which `by_kind` checks against
-this one when they are read.
+Other modules have tables by kind of their own, which `by_kind` checks against this one when those
+modules are imported.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Kind:
         has_root: one rank of the team has or gets the whole.
         reduces: it computes with what it moves, by a reduce op.
         splits: a dim is gathered, scattered or exchanged, and lies outermost in its buffers.
-        in_pieces: its elements travel alike, so that any run of rows is a communication of its own.
+        in_pieces: any run of rows can be communicated by itself, since all elements travel alike.
         by_pairs: it moves pieces between pairs of ranks; the others are collectives.
         by_all: every member of the team posts each one, so that numbers tell who is behind. Others
             are posted by those that have a part.
-        moves: backends carry it. A barrier is an Allreduce of one element there.
+        moves: backends carry it. They carry a Barrier as an Allreduce of one element.
     """
 
     blocks: Callable[[Call], Blocks] | None = None
@@ -55,7 +55,7 @@ def _is_part(call: Call) -> bool:
 
 
 def source_blocks(call: Call) -> int:
-    """Scatter: how many blocks the root's source holds."""
+    """Return how many blocks the root's source holds in a Scatter."""
     return call.source_blocks or max(call.blocks, default=-1) + 1
 
 
@@ -92,13 +92,13 @@ KINDS: dict[str, Kind] = {
 
 
 def blocks_of(call: Call) -> Blocks:
-    """How many blocks a rank's buffers hold; one each where the call states counts."""
+    """Return how many blocks a rank's buffers hold; one each where the call states counts."""
     blocks = KINDS[call.kind].blocks
     return (1, 1) if blocks is None else blocks(call)
 
 
 def kinds_that(holds: Callable[[Kind], bool]) -> tuple[str, ...]:
-    """The names of the kinds of which something is true, in the order of the table."""
+    """Return the names of the kinds for which `holds` is true, in the order of the table."""
     return tuple(name for name, kind in KINDS.items() if holds(kind))
 
 
@@ -114,15 +114,15 @@ BY_ALL = kinds_that(lambda k: k.by_all and k.moves)
 def by_kind(
     rows: Mapping[str, Row], kinds: tuple[str, ...] = CARRIED, *, rest: Row | None = None
 ) -> dict[str, Row]:
-    """A table with a row for each of some kinds, in their order.
+    """Check a table by kind, and return it with a row for each kind, in the order of `kinds`.
 
     Args:
         rows: kind -> row.
-        kinds: those that it is about; by default all that backends carry.
-        rest: the row of kinds that are not in `rows`; None: each has one there.
+        kinds: those that the table is about; by default all that backends carry.
+        rest: the row of kinds that are not in `rows`; None: each kind must have one there.
 
     Raises:
-        CommunicationError: a row is missing, or is that of no such kind.
+        CommunicationError: a row is missing, or its kind is none of `kinds`.
 
     >>> by_kind({"Reduce": 1, "Broadcast": 2}, IN_PIECES, rest=0)
     {'Reduce': 1, 'Allreduce': 0, 'Broadcast': 2}

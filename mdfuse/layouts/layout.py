@@ -119,7 +119,7 @@ class Stream:
         return self.chunks.index(max(self.chunks)) if isinstance(self.chunks, tuple) else 0
 
     def interval(self, interval: Interval, i: int) -> Interval:
-        """The i-th chunk of an interval."""
+        """Return the i-th chunk of an interval; LayoutError where it has none, or other lengths."""
         if not 0 <= i < self.count:
             raise LayoutError(
                 f"there is no chunk {i} of dim {self.dim}: it has {self.count}",
@@ -138,7 +138,7 @@ class Stream:
         return begin, begin + self.chunks[i]
 
     def at(self, index: Index) -> Stream:
-        """This stream with the index of one chunk, as buffers of host programs have it."""
+        """Return this stream with the index of one chunk, as buffers of host programs have it."""
         return Stream(self.dim, self.chunks, self.rotate, index)
 
     def __str__(self) -> str:
@@ -154,7 +154,7 @@ Placement = Shard | Replicate | Partial | Varies
 
 
 def commute(ops: Iterable[str]) -> bool:
-    """Whether a value may be Partial in these ways along several axes: their order does not matter.
+    """Whether axes that are Partial by these ops may be reduced in any order, as a layout requires.
 
     >>> commute(["max", "max"]), commute(["sum", "avg"]), commute(["sum", "max"])
     (True, True, False)
@@ -256,11 +256,11 @@ class Layout:
     # -- reading ---------------------------------------------------------------------------------
 
     def placement(self, axis: str) -> Placement:
-        """The placement along a named axis."""
+        """Return the placement along a named axis."""
         return self.placements[self.mesh.axis_index(axis)]
 
     def split_axes(self, dim: int) -> tuple[str, ...]:
-        """The axes that split a dim, outermost first."""
+        """Return the axes that split a dim, outermost first."""
         return next((axes for d, axes in self.splits if d == dim), ())
 
     @cached_property
@@ -283,7 +283,7 @@ class Layout:
 
     @property
     def reduce_ops(self) -> dict[str, str]:
-        """Map each Partial axis of several ranks to its reduce op."""
+        """Partial axis of several ranks -> its reduce op."""
         pairs = zip(self.mesh.axes, self.placements, strict=True)
         found = {a: p.op for a, p in pairs if isinstance(p, Partial)}
         return {a: op for a, op in found.items() if self.mesh.axis_size(a) > 1}
@@ -294,7 +294,7 @@ class Layout:
         return all(isinstance(p, Replicate) for p in self.placements)
 
     def intervals_at(self, shape: Sequence[int], coordinate: Sequence[int]) -> Box:
-        """The part of a tensor that the rank at a mesh coordinate holds."""
+        """Return the box of a tensor that the rank at a mesh coordinate holds."""
         box = [(0, n) for n in shape]
         for dim, axes in self.splits:
             for axis in axes:
@@ -308,7 +308,7 @@ class Layout:
         return tuple(box)
 
     def intervals(self, shape: Sequence[int], rank: int) -> Box:
-        """The part of a tensor that a rank holds; MeshError where it is not in the mesh."""
+        """Return the box of a tensor that a rank holds; MeshError where it is not in the mesh."""
         coordinate = self.mesh.coordinate(rank)
         if coordinate is None:
             raise MeshError(
@@ -317,13 +317,13 @@ class Layout:
         return self.intervals_at(shape, coordinate)
 
     def local_shape(self, shape: Sequence[int], rank: int | None = None) -> tuple[int, ...]:
-        """The shape of a rank's part; without a rank, of the largest part (the first rank's)."""
+        """Return the shape of a rank's part; without a rank, of the largest, the first rank's."""
         coordinate = (0,) * self.mesh.ndim
         box = self.intervals(shape, rank) if rank is not None else None
         return box_shape(box if box is not None else self.intervals_at(shape, coordinate))
 
     def chunks_of(self, dim: int, extent: int) -> Iterator[tuple[tuple[int, ...], Interval]]:
-        """For each choice of coordinates on the axes that split a dim, the interval of the dim."""
+        """Yield (coordinates on the axes that split a dim, interval of the dim) for all of them."""
         axes = self.split_axes(dim)
         sizes = [self.mesh.axis_size(a) for a in axes]
         for choice in product(*map(range, sizes)):
@@ -343,11 +343,11 @@ class Layout:
         return dict(self.splits)
 
     def by_axis(self) -> dict[str, Placement]:
-        """The placements as a `placements` argument."""
+        """Return the placements as a `placements` argument."""
         return dict(zip(self.mesh.axes, self.placements, strict=True))
 
     def with_placement(self, axis: str, placement: Placement) -> Layout:
-        """This layout with one axis changed; a new split comes innermost."""
+        """Return this layout with one axis changed; a new split comes innermost."""
         placements = {**self.by_axis(), axis: placement}
         order = {d: tuple(a for a in axes if a != axis) for d, axes in self.splits}
         if isinstance(placement, Shard):
@@ -355,14 +355,14 @@ class Layout:
         return Layout(self.mesh, placements, order, self.stream)
 
     def at(self, known: Callable[[Term], int | None]) -> Layout:
-        """This layout with the index of its chunk resolved by what is known of terms."""
+        """Return this layout with the index of its chunk resolved by what is known of terms."""
         chunk = self.stream
         if chunk is None or chunk.index is None or isinstance(chunk.index, int):
             return self
         return self.with_stream(chunk.at(resolve(chunk.index, self._knows(known))))
 
     def _knows(self, known: Callable[[Term], int | None]) -> Callable[[Term], int | None]:
-        """Look up terms, taking coordinates from this mesh."""
+        """Return a lookup of terms that takes coordinates from this layout's mesh."""
 
         def here(term: Term) -> int | None:
             rank = known(Term("rank"))
@@ -374,15 +374,15 @@ class Layout:
         return here
 
     def with_stream(self, stream: Stream | None) -> Layout:
-        """This layout with another stream, or none."""
+        """Return this layout with another stream, or none."""
         return Layout(self.mesh, self.by_axis(), self.order, stream)
 
     def permuted(self, dims: Sequence[int]) -> Layout:
-        """The layout of `permute(x, dims)` where this is the layout of x."""
+        """Return the layout of `permute(x, dims)` where this is the layout of x."""
         return self.with_dims({d: i for i, d in enumerate(dims)})
 
     def with_dims(self, new: Mapping[int, int]) -> Layout:
-        """This layout with dims renamed; splits of dims that are not in `new` are dropped."""
+        """Return this layout with dims renamed; splits of dims not in `new` are dropped."""
         placements: dict[str, Placement] = {
             a: (Shard(new[p.dim]) if p.dim in new else Replicate()) if isinstance(p, Shard) else p
             for a, p in self.by_axis().items()
@@ -394,7 +394,7 @@ class Layout:
         return Layout(self.mesh, placements, order, stream)
 
     def normalized(self, ndim: int, may_vary: bool = False) -> Layout:
-        """This layout with dims checked and not negative, and axes of size 1 replicated."""
+        """Return this layout with dims checked, counted from 0, and axes of size 1 replicated."""
         placements: dict[str, Placement] = {}
         for axis, placement in self.by_axis().items():
             if isinstance(placement, Varies) and not may_vary and self.mesh.axis_size(axis) > 1:
@@ -450,7 +450,7 @@ class Layout:
 
 
 def replicated(mesh: DeviceMesh) -> Layout:
-    """The layout in which every rank of the mesh holds the whole."""
+    """Return the layout in which every rank of the mesh holds the whole."""
     return Layout(mesh, {})
 
 

@@ -15,7 +15,7 @@ from mdfuse.mesh import DeviceMesh
 
 
 class Family(Protocol):
-    """What this module needs of a `mdfuse.communication.Communication`."""
+    """The part of `mdfuse.communication.Communication` that this module uses."""
 
     @property
     def kind(self) -> str: ...
@@ -49,7 +49,8 @@ class RankPart:
         call: what the backend posts; None for nothing.
         sends: for each of `call.sends`, the box of the source buffer.
         recvs: for each of `call.recvs`, the box of the destination buffer.
-        copies: (box of the source buffer, box of the destination buffer) that stay on the rank.
+        copies: (box of the source buffer, box of the destination buffer) of elements that stay on
+            the rank.
     """
 
     call: Call | None = None
@@ -59,7 +60,7 @@ class RankPart:
 
 
 def part_of(comm: Family, rank: int) -> RankPart:
-    """Compute what a rank posts, and what it copies by itself."""
+    """Return what a rank posts, and what it copies by itself."""
     team = comm.team(rank)
     if comm.kind == "Exchange":
         return _exchange(comm, rank)
@@ -75,7 +76,7 @@ def _whole(box: Box) -> Box:
 
 
 def _with_root(comm: Family, rank: int, team: tuple[int, ...]) -> RankPart:
-    """The collectives whose buffers are whole: everything but AllToAll and point-to-point."""
+    """Return a rank's part of a collective that sends whole buffers: of any kind but AllToAll."""
     source, destination = comm.source.mesh, comm.destination.mesh
     copies: tuple[tuple[Box, Box], ...] = ()
     parts: tuple[int, ...] = ()
@@ -109,14 +110,14 @@ def _with_root(comm: Family, rank: int, team: tuple[int, ...]) -> RankPart:
 
 
 def _keeps_own(comm: Family, rank: int) -> bool:
-    """Whether a rank has what is broadcast: it is the root, or has a part on both meshes."""
+    """Whether a rank has what is broadcast already: as the root, or as a rank of both meshes."""
     if comm.source.mesh == comm.destination.mesh:
         return comm.root(rank) == rank
     return rank in comm.source.mesh and rank in comm.destination.mesh
 
 
 def _own_block(comm: Family, i: int) -> tuple[Box, Box]:
-    """Scatter: the i-th block of the padded, permuted source, and the whole destination buffer."""
+    """Return a Scatter's i-th block of the padded, permuted source, and the whole destination."""
     assert comm.dim is not None
     _, chunk = comm.rows(comm.source.mesh.first)
 
@@ -128,7 +129,7 @@ def _own_block(comm: Family, i: int) -> tuple[Box, Box]:
 
 
 def _all_to_all(comm: Family, rank: int, team: tuple[int, ...]) -> RankPart:
-    """Blocks (rows of `dim` that a rank has) x (its share of `to_dim`), one per member."""
+    """Return a rank's part of an AllToAll: for each member, its rows of `dim` x their `to_dim`."""
     assert comm.dim is not None and comm.to_dim is not None
     here = comm.source.intervals(comm.shape, rank)
     after = comm.destination.intervals(comm.shape, rank)
@@ -173,10 +174,10 @@ def _send_recv(comm: Family, rank: int) -> RankPart:
 
 
 def _exchange(comm: Family, rank: int) -> RankPart:
-    """Each rank receives exactly the blocks that it lacks, each from one of those that hold it.
+    """Return a rank's part of an Exchange: it receives each box that it lacks from one holder.
 
-    Along axes along which the value is, and stays, Partial, each of the values that are to be
-    reduced is exchanged by itself: among the ranks at one coordinate.
+    Along axes along which the value stays Partial, each term is exchanged by itself, among the
+    ranks at one coordinate.
     """
     source, destination, shape = comm.source, comm.destination, comm.shape
     sends: list[tuple[int, Box]] = []
@@ -207,7 +208,7 @@ def _exchange(comm: Family, rank: int) -> RankPart:
 
 
 def _layer(source: Layout, rank: int) -> dict[str, int]:
-    """Say of which term of a Partial value a rank holds a part: Partial axis -> coordinate."""
+    """Return which term of a Partial value a rank has a part of: Partial axis -> coordinate."""
     coordinate = source.mesh.coordinate(rank)
     if coordinate is None:
         return {}
@@ -217,7 +218,7 @@ def _layer(source: Layout, rank: int) -> dict[str, int]:
 def _holders(
     source: Layout, shape: Sequence[int], need: Box, layer: dict[str, int]
 ) -> Iterator[tuple[list[int], Box]]:
-    """The pieces of a box as the source layout cuts it, each with the ranks that hold it."""
+    """Cut a needed box as the source layout does; yield (ranks that hold it, box) for each."""
     chunks = []
     for dim, extent in enumerate(shape):
         start, stop = need[dim]
@@ -236,7 +237,7 @@ def _holders(
 
 
 def _holders_at(source: Layout, rank: int) -> list[int]:
-    """The ranks that hold the same part as `rank`."""
+    """Return the ranks that hold the same part as `rank`."""
     coordinate = source.mesh.coordinate(rank)
     assert coordinate is not None
     here = dict(zip(source.mesh.axes, coordinate, strict=True))
@@ -252,7 +253,7 @@ def _ranks_with(mesh: DeviceMesh, fixed: dict[str, int]) -> list[int]:
 
 
 def _choose(holders: list[int], index: int) -> int:
-    """Spread the receivers over the ranks that hold a block."""
+    """Return the holder from which the index-th receiver gets a box: all of them take turns."""
     return holders[index % len(holders)]
 
 

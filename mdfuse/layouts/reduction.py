@@ -1,4 +1,4 @@
-"""Reductions that ranks do among themselves: which are allowed, and how to do one locally."""
+"""Reductions across ranks: which ones are allowed, and how one rank computes them by itself."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BOOL_OPS = {
     "bxor": "bxor",
 }
 
-#: Where the local reduction of a dtype is not done in that dtype: narrow floats are rounded once,
+#: dtype -> the dtype in which its local reduction is done instead: narrow floats are rounded once,
 #: at the end, and torch has no reductions on wide unsigned integers.
 _WORKING_DTYPES = {
     torch.float16: torch.float32,

@@ -21,7 +21,7 @@ def as_layout(
     placements: Mapping[str, Placement] | None = None,
     order: Mapping[int, Sequence[str]] | None = None,
 ) -> Layout:
-    """A `Layout`, given as one or as mesh and placements."""
+    """Return a `Layout` that is given as one, or as mesh and placements."""
     if isinstance(where, Layout):
         return where
     return Layout(where, placements, order)
@@ -100,7 +100,7 @@ def unshard_tensor(
 
 
 def _global_shape(layout: Layout, parts: Sequence[Tensor]) -> tuple[int, ...]:
-    """Sum the local extents along the axes that split each dim."""
+    """Return the global shape: local extents added up along the axes that split each dim."""
     shape = list(parts[0].shape)
     for dim, axes in layout.splits:
         total = 0
@@ -136,7 +136,7 @@ def _assemble(layout: Layout, parts: Sequence[Tensor], shape: tuple[int, ...]) -
 def _reduced(
     layers: Mapping[tuple[int, ...], Tensor], placement: Placement
 ) -> dict[tuple[int, ...], Tensor]:
-    """The layers joined along their last coordinate."""
+    """Return the terms of a Partial value reduced along the last of their coordinates."""
     import torch
 
     from mdfuse.layouts.reduction import check_reduction, combine

@@ -10,21 +10,21 @@ FORMS: dict[str, tuple[bool, bool]] = {
     "chunks": (True, True),
     # Chunk i is what rank i of the axis holds, and all want it.
     "broadcast": (False, True),
-    # The same, each rank starting with its own: from the one i further on.
+    # As broadcast, but each rank starts with its own chunk: then from the rank i further on.
     "ring": (False, True),
     # Each rank receives what it lacks of the chunk.
     "exchange": (False, True),
     # Chunk i is rank i's part of the sum.
     "reduce": (True, False),
-    # The same, each rank starting with its own: to the one i further on, which adds it up.
+    # As reduce, but each rank starts with its own chunk: to the rank i further on, which adds up.
     "ring_reduce": (True, False),
 }
 
 
 def form(source: Layout, destination: Layout, stream: Stream) -> str | None:
-    """The form of a set from one layout to another, streamed over a dim of both.
+    """Return the form of a set from one layout to another, streamed over a dim of both.
 
-    None: it cannot be cut along the dim; it is posted whole, outside the loop.
+    None: the set cannot be cut along the dim, and is posted whole, outside the loop.
     """
     if stream.rotate is not None and stream.rotate not in destination.mesh.axes:
         return None
@@ -44,7 +44,7 @@ def form(source: Layout, destination: Layout, stream: Stream) -> str | None:
 
 
 def _only_axis(source: Layout, destination: Layout) -> str | None:
-    """The axis along which alone the placement changes, innermost before and after."""
+    """Return the one axis whose placement changes, if innermost before and after; else None."""
     if source.mesh != destination.mesh:
         return None
     before, after = source.by_axis(), destination.by_axis()

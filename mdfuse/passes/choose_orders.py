@@ -38,7 +38,7 @@ def run(fusion: Fusion) -> Fusion:
 
 
 def _required(fusion: Fusion) -> Fusion:
-    """Leave out each `stride_order` whose operand nobody else needs: its producer writes so."""
+    """Leave out each `stride_order` whose operand's producer can write the order itself."""
     values, exprs = dict(fusion.values), {e.output: e for e in fusion.exprs}
     for expr in fusion.exprs:
         here = expr
@@ -55,7 +55,7 @@ def _required(fusion: Fusion) -> Fusion:
 
 
 def _may_replace(fusion: Fusion, values: Mapping[str, Value], made: Expr, by: Expr) -> bool:
-    """Whether `made` can write in the order that `by` asks for: nobody else reads its result."""
+    """Whether `made` can write in the order that `by`, its only reader, asks for."""
     before, after = values[made.output], values[by.output]
     if before.name in fusion.outputs or len(fusion.consumers[before.name]) > 1:
         return False
@@ -69,7 +69,7 @@ def _may_replace(fusion: Fusion, values: Mapping[str, Value], made: Expr, by: Ex
 
 
 def _hinted(fusion: Fusion) -> Fusion:
-    """Give outputs hints; what is computed from them lies as its op then writes it."""
+    """Give outputs hints, and infer the orders of what is computed from them again."""
     values = dict(fusion.values)
     changed: set[str] = set()
     for expr in fusion.exprs:
@@ -88,7 +88,7 @@ def _hinted(fusion: Fusion) -> Fusion:
 
 
 def _hint(fusion: Fusion, values: Mapping[str, Value], expr: Expr) -> tuple[int, ...] | None:
-    """An order other than the op's own that costs neither op nor readers; None where none is."""
+    """Return an order other than the op's own that costs nothing; None where there is none."""
     out = values[expr.output]
     if out.name not in fusion.outputs or out.name in fusion.reuse or len(out.shape) < 2:
         return None
@@ -111,14 +111,14 @@ def _reference_order(fusion: Fusion, out: Value) -> tuple[int, ...] | None:
 
 
 def _mapped_order(reference: Value, dims: Traced) -> tuple[int, ...]:
-    """Dims that the reference has lie as they do there; the others are outermost."""
+    """Return the order in which the reference's dims lie as they do there, all others outermost."""
     place = {d: at for at, d in enumerate(reference.order)}
     results = range(len(dims))
     return tuple(sorted(results, key=lambda o: -1 if (d := dims[o]) is None else place[d]))
 
 
 def _inputs_of(fusion: Fusion, out: Value) -> dict[str, Traced]:
-    """The inputs that a value is computed from, with its dims as theirs, where there are any."""
+    """Return the inputs that share dims with a value, each with the value's dims as its own."""
     found: dict[str, Traced] = {out.name: tuple(range(len(out.shape)))}
     for expr in reversed(fusion.exprs):
         if expr.output in found and fusion.values[expr.output].is_tensor:
@@ -128,14 +128,14 @@ def _inputs_of(fusion: Fusion, out: Value) -> dict[str, Traced]:
 
 
 def _traced(fusion: Fusion, expr: Expr, dims: Traced) -> Iterable[tuple[str, Traced]]:
-    """Dims of an expression's result as dims of each operand."""
+    """Yield each operand with traced dims of an expression's result as dims of the operand."""
     for x, pairs in zip(expr.inputs, _corresponding(expr, fusion.values), strict=True):
         if isinstance(x, str) and fusion.values[x].is_tensor:
             yield x, tuple(None if d is None else pairs.get(d) for d in dims)
 
 
 def _corresponding(expr: Expr, values: Mapping[str, Value]) -> list[dict[int, int]]:
-    """For each operand, dim of the result -> the dim of the operand that it is."""
+    """Return for each operand: dim of the result -> the operand's dim that corresponds to it."""
     if expr.op == "reshape":
         shapes = values[expr.reads[0]].shape, values[expr.output].shape
         groups = reshape_groups(*shapes)
@@ -155,7 +155,7 @@ def _corresponding(expr: Expr, values: Mapping[str, Value]) -> list[dict[int, in
 
 
 def _options(expr: Expr, values: Mapping[str, Value]) -> set[tuple[int, ...]]:
-    """The orders in which the op writes its result as easily as in its own."""
+    """Return the orders in which the op writes its result as easily as in its own."""
     row, out = TABLE[expr.op], values[expr.output]
     operands = [values[x] for x in expr.reads if values[x].is_tensor]
     if row.is_elementwise and row.writes.is_exact:
@@ -167,7 +167,7 @@ def _options(expr: Expr, values: Mapping[str, Value]) -> set[tuple[int, ...]]:
 
 
 def _is_fused(operands: Sequence[Value]) -> bool:
-    """torch's fused kernels write as the query lies; meta tensors do not say so.
+    """Whether torch runs a fused kernel, which writes as the query lies, unlike meta tensors.
 
     They take no mask, and heads of one size whose elements lie side by side.
     """
@@ -177,7 +177,7 @@ def _is_fused(operands: Sequence[Value]) -> bool:
 
 
 def _may_be_read(fusion: Fusion, name: str) -> bool:
-    """Whether the value may lie otherwise than its op writes it, without a copy for anybody.
+    """Whether the value may have another order than its op's own without a copy for any reader.
 
     Reductions read any order; element-wise ops hand it on to their own readers.
     """

@@ -21,7 +21,7 @@ from mdfuse.reshard import cost
 
 
 def alone(fusion: Fusion) -> Fusion:
-    """Return the fusion with tensors that only lie as others do made without those."""
+    """Return the fusion with each `full_like` turned into a `full`, which reads no tensor."""
     return replace(fusion, exprs=tuple(_alone(e, fusion.values[e.output]) for e in fusion.exprs))
 
 
@@ -33,7 +33,7 @@ def _alone(expr: Expr, out: Value) -> Expr:
 
 
 def where_read(fusion: Fusion) -> Fusion:
-    """Return the fusion with such tensors made in every layout in which they are read."""
+    """Return the fusion with tensors of numbers made in each layout that is read, not sent."""
     values, producers = dict(fusion.values), fusion.producers
     exprs: list[Expr] = []
     made: dict[tuple[str, Layout], str] = {}
@@ -62,7 +62,7 @@ def where_read(fusion: Fusion) -> Fusion:
 
 
 def _wanted(expr: Expr, fusion: Fusion) -> dict[str, Layout]:
-    """The layouts in which an expression reads its operands."""
+    """Return the layouts in which an expression reads its operands."""
     out = fusion.values[expr.output]
     if not out.is_tensor or out.stream is not None:
         return {}
@@ -73,7 +73,7 @@ def _wanted(expr: Expr, fusion: Fusion) -> dict[str, Layout]:
 
 
 def _is_sent(value: Value, layout: Layout) -> bool:
-    """Whether ranks would have to communicate to read it in this layout."""
+    """Whether ranks would have to communicate to read a value in this layout."""
     before = value.layout
     if before is None or layout.partial_axes or before == layout or value.stream is not None:
         return False

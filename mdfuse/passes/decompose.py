@@ -1,4 +1,4 @@
-"""Split what a sharded contraction cannot do in one: a bias is added once, after the reduction.
+"""Take the bias out of a `linear` over a split dim: it is added once, after the reduction.
 
     %y: f32[8,16] (tp=R) = linear(%h, %w, %b)       # k split by tp
 ->
@@ -18,7 +18,7 @@ name = "decompose"
 
 
 def run(fusion: Fusion) -> Fusion:
-    """Return the fusion with such linears split."""
+    """Return the fusion with the bias of each linear that yields Partial added by itself."""
     values = dict(fusion.values)
     exprs: list[Expr] = []
     for expr in fusion.exprs:
@@ -44,7 +44,7 @@ def run(fusion: Fusion) -> Fusion:
 
 
 def _without_bias(expr: Expr, values: dict[str, Value]) -> tuple[Expr, Layout] | None:
-    """The linear without its bias and its layout, where that is Partial."""
+    """Return the linear without its bias, and its layout, if that is Partial; else None."""
     if expr.op != "linear" or len(expr.inputs) < 3 or expr.inputs[2] is None:
         return None
     product = replace(expr, inputs=expr.inputs[:2])

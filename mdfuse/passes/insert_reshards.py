@@ -40,7 +40,7 @@ class _Rewriter:
         return layout
 
     def form(self, source: str, layout: Layout, stream: Stream) -> str | None:
-        """How a streamed set of a value goes; None: whole. Expanded dims do not travel."""
+        """Return the form of a streamed set; None: it goes whole, as with expanded dims."""
         if self.values[source].expanded and self.layout(source) != layout:
             return None
         return form(self.layout(source), layout, stream)
@@ -53,7 +53,7 @@ class _Rewriter:
         return output
 
     def reshard(self, value: str, layout: Layout, expr: Expr, stream: Stream | None = None) -> str:
-        """The name of a copy of a value in a layout, made by a new set where there is none."""
+        """Return the name of a value's copy in a layout, made by a new set where there is none."""
         copies = self.copies.setdefault(value, [value])
         for copy in copies:
             if self.layout(copy) == layout:
@@ -69,7 +69,7 @@ class _Rewriter:
         return output
 
     def place(self, made: Expr, expr: Expr) -> int:
-        """Where a new set goes: before the streamed expressions that `expr` follows, if it may.
+        """Return where a new set goes: if possible, before the streamed ones ahead of `expr`.
 
         Between them it would end their loop.
         """
@@ -121,7 +121,7 @@ def _rewrite(rewriter: _Rewriter, expr: Expr) -> None:
 
 
 def _copy_streams(expr: Expr, values: Mapping[str, Value]) -> dict[str, Stream | None]:
-    """The streams of operands that must be resharded first: those in which they are read."""
+    """Return the streams of the copies of operands: those in which the expression reads them."""
     if values[expr.output].stream is None:
         return {}
     found: dict[str, Stream | None] = {}
@@ -132,7 +132,7 @@ def _copy_streams(expr: Expr, values: Mapping[str, Value]) -> dict[str, Stream |
 
 
 def _local(rewriter: _Rewriter, out: Value, layout: Layout) -> str:
-    """A new value for what an expression yields before it is resharded into its result.
+    """Make a value for what an expression yields before a set makes its result; return its name.
 
     It is streamed with the result, where the set between them reads it in chunks.
     """
@@ -147,19 +147,19 @@ def _local(rewriter: _Rewriter, out: Value, layout: Layout) -> str:
 
 
 def _best_copy(rewriter: _Rewriter, operand: str, layout: Layout) -> str:
-    """Which copy of its operand a user's set reads."""
+    """Return the copy of its operand from which a user's set costs least."""
     shape = rewriter.values[operand].shape
     copies = rewriter.copies.get(operand, [operand])
     return min(copies, key=lambda c: _safe_cost(rewriter.layout(c), layout, shape))
 
 
 def _safe_cost(source: Layout, destination: Layout, shape: tuple[int, ...]) -> int:
-    """The cost, where a change into Partial is only defined from some copies."""
+    """Return the cost of a change; 0 into Partial, which is not defined from every copy."""
     return 0 if destination.partial_axes else cost(source, destination, shape)
 
 
 def suffix(layout: Layout) -> str:
-    """What the name of a copy in a layout ends in."""
+    """Return what the name of a copy in a layout ends in."""
     if layout.partial_axes:
         return "partial"
     parts = [f"{a}_{p}" for a, p in layout.by_axis().items() if not isinstance(p, Replicate)]

@@ -1,4 +1,4 @@
-"""Rewrite ops that need a whole dim whose operand is split there, so that less travels.
+"""Rewrite ops that need a dim whole which is split, so that fewer bytes travel.
 
     %y: f32[8,64] (tp=R) = log_softmax(%x, dim=1)                   # %x is (tp=S1)
     %z: f32[8,1] (tp=R) = slice(%x, starts=[0,63], ends=[8,64], steps=[1,1])
@@ -11,8 +11,8 @@
     %y: f32[8,64] (tp=S1) = sub(%d, %l)
     %z: f32[8,1] (tp=P(sum)) = window(%x, reduce=sum, starts=[0,63], ends=[8,64], steps=[1,1])
 
-Only where that takes less than half the bytes that bringing the operand together takes, nobody else
-needs it so, and the result may stay split.
+This is done where it takes less than half the bytes of bringing the operand together, no other
+expression needs the operand whole, and the result may stay split.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ name = "keep_splits"
 
 
 def run(fusion: Fusion) -> Fusion:
-    """Return the fusion with such expressions replaced."""
+    """Return the fusion with these ops rewritten wherever that moves fewer bytes."""
     while True:
         replaced = {e.output: e for e in (*_split_rows(fusion), *_windows(fusion))}
         if not replaced:
@@ -51,7 +51,7 @@ def run(fusion: Fusion) -> Fusion:
 
 
 def _forgotten(fusion: Fusion, maker: _Maker, outputs: Sequence[str] | dict[str, Expr]) -> Fusion:
-    """The fusion with the new expressions, whose layouts are to be inferred."""
+    """Return the fusion with the new expressions, whose layouts are still to be inferred."""
     for output in outputs:
         out = maker.values[output]
         maker.values[output] = out if out.is_law else replace(out, layout=None)
@@ -62,7 +62,7 @@ def _forgotten(fusion: Fusion, maker: _Maker, outputs: Sequence[str] | dict[str,
 
 
 def _split_rows(fusion: Fusion) -> Iterator[Expr]:
-    """Find softmaxes and norms whose operand is split along the dims that they reduce."""
+    """Yield softmaxes and norms to rewrite: their operand is split along dims that they reduce."""
     for expr in fusion.exprs:
         if expr.op not in _REDUCED_DIMS or fusion.values[expr.output].stream is not None:
             continue
@@ -80,7 +80,7 @@ def _split_rows(fusion: Fusion) -> Iterator[Expr]:
 
 
 def _may_stay(fusion: Fusion, expr: Expr, dims: Sequence[int]) -> bool:
-    """The result may be split as the operand is: by its law, or by its readers."""
+    """Whether the result may be split as the operand is, by its law or by its readers."""
     out, layout = fusion.values[expr.output], fusion.layout(expr.reads[0])
     if out.is_law or out.name in fusion.reuse:
         goal = fusion.layout(out.name)
@@ -93,7 +93,7 @@ def _may_stay(fusion: Fusion, expr: Expr, dims: Sequence[int]) -> bool:
 
 
 def _windows(fusion: Fusion) -> Iterator[Expr]:
-    """Find slices that cut split dims, where all slices of a value take less than it does."""
+    """Yield slices to rewrite: they cut split dims, and joining their windows takes less."""
     for value in fusion.values.values():
         readers = fusion.consumers.get(value.name, ())
         found = [e for e in readers if e.op == "slice" and _cut_axes(fusion, e)]
@@ -110,7 +110,7 @@ def _windows(fusion: Fusion) -> Iterator[Expr]:
 
 
 def _cut_axes(fusion: Fusion, expr: Expr) -> tuple[str, ...]:
-    """The axes that split dims of its operand which a slice does not take entirely."""
+    """Return the axes that split those dims of the operand which a slice cuts."""
     layout = fusion.layout(expr.reads[0])
     (labels,) = (
         TABLE["slice"]
@@ -121,7 +121,7 @@ def _cut_axes(fusion: Fusion, expr: Expr) -> tuple[str, ...]:
 
 
 def _price_of_window(fusion: Fusion, expr: Expr) -> int | None:
-    """Bytes that it takes to join what the ranks have of a slice; None where it is not joined."""
+    """Return the bytes it takes to join the ranks' windows; None where they are not joined."""
     out = fusion.values[expr.output]
     if out.stream is not None:
         return None
@@ -137,7 +137,7 @@ def _price_of_window(fusion: Fusion, expr: Expr) -> int | None:
 
 
 def _is_gathered(fusion: Fusion, value: Value, axes: Sequence[str]) -> bool:
-    """Some other expression reads the value whole along these axes in any case."""
+    """Whether another expression reads the value whole along one of these axes in any case."""
     for reader in fusion.consumers[value.name]:
         if reader.op not in _MADE_OF and fusion.values[reader.output].is_tensor:
             wanted = _wanted(fusion, reader, value.name)
@@ -149,7 +149,7 @@ def _is_gathered(fusion: Fusion, value: Value, axes: Sequence[str]) -> bool:
 
 
 def _wanted(fusion: Fusion, expr: Expr, value: str) -> Layout:
-    """The layout in which an expression reads a value; a set with a law reads it in that layout."""
+    """Return the layout in which an expression reads a value: for a set with a law, the law's."""
     out = fusion.values[expr.output]
     if expr.op == "set" and out.is_law:
         return fusion.layout(expr.output)
@@ -164,7 +164,7 @@ def _with(layout: Layout, axes: Sequence[str], placement: Partial | Replicate) -
     return layout
 
 
-# -- of what -------------------------------------------------------------------------------------
+# -- by what -------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -175,7 +175,7 @@ class _Maker:
     exprs: list[Expr] = field(default_factory=list)
 
     def op(self, by: Expr, op: str, *inputs: Operand, last: bool = False, **attrs: Any) -> str:
-        """Append an expression in the place of another one; the last has its result."""
+        """Append one of the expressions that replace `by`; the last one has its result."""
         output = by.output
         if not last:
             output = fresh_name(self.values, f"{by.output}.{op}")
@@ -191,7 +191,7 @@ class _Maker:
         return self.op(by, "cast", x, dtype=torch.float32) if is_narrow else x
 
     def result(self, by: Expr, op: str, *inputs: Operand) -> None:
-        """The last expression, and its result in the dtype that it had."""
+        """Append the last expression, cast to the dtype that the result had."""
         made = [self.values[x].dtype for x in inputs if isinstance(x, str)]
         dtype = self.values[by.output].dtype
         if made[0] == dtype:
@@ -201,7 +201,7 @@ class _Maker:
 
 
 def _operand(maker: _Maker, by: Expr) -> str:
-    """The operand, first brought to where the user wants the result, whose shape it has."""
+    """Return the operand, first resharded to the result's law where there is one."""
     x, out = by.reads[0], maker.values[by.output]
     if out.layout is None or not out.is_law or out.layout == maker.values[x].layout:
         return x
@@ -211,7 +211,7 @@ def _operand(maker: _Maker, by: Expr) -> str:
 
 
 def _softmax(maker: _Maker, by: Expr) -> None:
-    """exp(x - max) over its sum; its logarithm is x - max - log of the sum."""
+    """Replace a softmax by exp(x - max) / sum, its logarithm by x - max - log(sum)."""
     x = _operand(maker, by)
     over: dict[str, Any] = {"dims": _row_dims(by, len(maker.values[x].shape)), "keepdim": True}
     top = maker.op(by, "max", x, **over)
@@ -225,7 +225,7 @@ def _softmax(maker: _Maker, by: Expr) -> None:
 
 
 def _layer_norm(maker: _Maker, by: Expr) -> None:
-    """(x - mean) / sqrt(variance + eps) * weight + bias."""
+    """Replace a layer norm by (x - mean) / sqrt(variance + eps) * weight + bias."""
     x, (weight, bias) = _operand(maker, by), (*by.inputs[1:], None, None)[:2]
     over: dict[str, Any] = {"dims": _last_dims(by, len(maker.values[x].shape)), "keepdim": True}
     wide = maker.wide(by, x)
@@ -241,7 +241,7 @@ def _layer_norm(maker: _Maker, by: Expr) -> None:
 
 
 def _window(expr: Expr, out: Value) -> Expr:
-    """What a rank has of a slice; the ranks have it together."""
+    """Return the `window` for a slice: what each rank has of it, in zeros, to be reduced."""
     reduce = "bor" if out.dtype == torch.bool else "sum"
     return replace(expr, op="window", attrs=(("reduce", reduce), *expr.attrs))
 
@@ -258,14 +258,14 @@ def _last_dims(expr: Expr, ndim: int) -> tuple[int, ...]:
     return tuple(range(ndim - len(expr.kwargs["normalized_shape"]), ndim))
 
 
-#: op -> the dims that it reduces inside.
+#: op -> the dims over which it reduces inside.
 _REDUCED_DIMS: dict[str, Callable[[Expr, int], tuple[int, ...]]] = {
     "softmax": _row_dims,
     "log_softmax": _row_dims,
     "layer_norm": _last_dims,
 }
 
-#: op -> what takes its place.
+#: op -> what appends the expressions that replace it.
 _MADE_OF: dict[str, Callable[[_Maker, Expr], None]] = {
     "softmax": _softmax,
     "log_softmax": _softmax,

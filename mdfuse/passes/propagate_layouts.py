@@ -32,13 +32,13 @@ def run(fusion: Fusion) -> Fusion:
         lost = [n for n, v in fusion.values.items() if v.is_tensor and v.layout is None]
         if not lost:
             break
-        # Nothing around these says where they live: they go where the rest of the fusion starts.
+        # Nothing around these values says where they live: the mesh of the first layout is taken.
         fusion = fusion.with_layouts({lost[0]: replicated(_default_mesh(fusion))})
     return _whole_outputs(fusion)
 
 
 def anew(fusion: Fusion, changed: Collection[str]) -> Fusion:
-    """The fusion with the layouts of all that is computed from some values inferred again."""
+    """Return the fusion with layouts inferred again for all that changed values lead to."""
     values, stale = dict(fusion.values), set(changed)
     for expr in fusion.exprs:
         out = values[expr.output]
@@ -69,7 +69,7 @@ def _forwards(fusion: Fusion) -> Fusion:
 
 
 def _of_output(fusion: Fusion, values: Mapping[str, Value], name: str, inferred: Layout) -> Layout:
-    """What nobody placed is not left Partial as an output; one that reuses an input lies as it."""
+    """Return the inferred layout; that of an output is not Partial, or its reused input's."""
     if name not in fusion.outputs:
         return inferred
     if name in fusion.reuse:
@@ -80,7 +80,7 @@ def _of_output(fusion: Fusion, values: Mapping[str, Value], name: str, inferred:
 
 
 def _backwards(fusion: Fusion) -> tuple[Fusion, bool]:
-    """Infer operands that nothing determines from what reads them, in reverse order."""
+    """Infer operands that have no layout yet from what reads them, in reverse order."""
     values = dict(fusion.values)
     changed = False
     for expr in reversed(fusion.exprs):

@@ -19,7 +19,7 @@ name = "push_slices"
 
 
 def run(fusion: Fusion) -> Fusion:
-    """Return the fusion with such values split, from the last to the first."""
+    """Return the fusion with these values split, from the last to the first."""
     values = dict(fusion.values)
     for expr in reversed(fusion.exprs):
         out = values[expr.output]
@@ -48,7 +48,7 @@ def _strategy(expr: Expr, fusion: Fusion) -> Strategy:
 
 
 def _is_slice(layout: Layout, goal: Layout) -> bool:
-    """The goal differs from the layout only by splitting what was whole."""
+    """Whether the goal differs from the layout only by splitting what was whole."""
     if layout.mesh != goal.mesh or layout == goal:
         return False
     pairs = zip(layout.placements, goal.placements, strict=True)

@@ -1,4 +1,4 @@
-"""Ids: how a definition and its segments speak of values, and of the extents of inputs.
+"""Ids: the numbers of values and of inputs' extents, by which segments name them.
 
 Values have the ids 0, 1, 2, … in the order of the definition; the extents of its inputs' dims have
 -1, -2, … in order of the inputs and their dims.
@@ -25,7 +25,7 @@ _WHOLE_DIMS_STAY: tuple[dims.Rule, ...] = (dims.rowwise, dims.layer_norm, dims.a
 
 
 def with_ids(fusion: Fusion) -> Fusion:
-    """The fusion with ids for all its values: what has none gets the next ones, in order."""
+    """Return the fusion with an id for each value: those without one get the next ones."""
     ids = dict(fusion.ids)
     following = count(max(ids.values(), default=-1) + 1)
     for name in (*fusion.inputs, *(e.output for e in fusion.exprs)):
@@ -35,7 +35,7 @@ def with_ids(fusion: Fusion) -> Fusion:
 
 
 def input_extents(fusion: Fusion) -> dict[Dim, int]:
-    """The ids of the extents of a fusion's inputs.
+    """Return (input, dim) -> the id of its extent, for a fusion's inputs.
 
     >>> import mdfuse as mf
     >>> with mf.FusionDefinition() as fd:
@@ -49,10 +49,10 @@ def input_extents(fusion: Fusion) -> dict[Dim, int]:
 
 
 def extent_ids(fusion: Fusion) -> dict[Dim, int]:
-    """For each dim of each value that is as long as a dim of an input is, that extent's id.
+    """Return (value, dim) -> the id of the input's extent that the dim's length comes from.
 
-    What a dim follows from is read off the labels of the ops' dims: two dims of equal extents have
-    nothing in common by that. Symbolic extents are known by their expression as well.
+    That is read off the labels of the ops' dims: equal extents alone do not show it. Symbolic
+    extents are known by their expression as well.
     """
     found = input_extents(fusion)
     by_symbol: dict[Poly, int] = {}
@@ -76,7 +76,7 @@ def extent_ids(fusion: Fusion) -> dict[Dim, int]:
 def _sources(
     expr: Expr, values: Mapping[str, Value], labels: dims.DimMap, dim: int
 ) -> Iterator[Dim]:
-    """The operands' dims that a dim of the result is: with its label, and as long."""
+    """Yield the operands' dims that a dim of the result comes from: with its label, and as long."""
     shape = values[expr.output].shape
     label = labels.result[dim]
     for x, own in zip(expr.inputs, labels.operands, strict=True):
@@ -89,6 +89,6 @@ def _sources(
 
 
 def _stays(expr: Expr, operand: Value, d: int, dim: int, shape: tuple[int, ...]) -> bool:
-    """A dim without a label is the first operand's, in the same place counted from the right."""
+    """Whether a dim without a label is the first operand's in the same place from the right."""
     is_first = expr.inputs[0] == operand.name and TABLE[expr.op].rule in _WHOLE_DIMS_STAY
     return is_first and len(operand.shape) - d == len(shape) - dim

@@ -1,4 +1,4 @@
-"""Segments: runs of expressions with no reshard in them, merged as a predicate says."""
+"""Cut a fusion into segments: reshards, and runs of expressions merged as a predicate says."""
 
 from __future__ import annotations
 
@@ -93,9 +93,9 @@ def segment(fusion: Fusion, should_merge: ShouldMerge | None = None) -> tuple[Se
 
     Args:
         fusion: every change of layout in it is a set.
-        should_merge: may two neighbouring groups become one? Where it says so they do, but for
-            reshards, groups on different meshes, groups in different host loops, and groups whose
-            union would depend on itself.
+        should_merge: whether two neighbouring groups may become one. Never merged are reshards,
+            groups on different meshes, groups in different host loops, and groups whose union
+            would depend on itself.
 
     Raises:
         LoweringError: the predicate is no function, raises, or answers neither True nor False.
@@ -115,7 +115,7 @@ def segment(fusion: Fusion, should_merge: ShouldMerge | None = None) -> tuple[Se
 
 
 def _merged(fusion: Fusion, merge: ShouldMerge) -> tuple[dict[int, list[Expr]], nx.DiGraph[int]]:
-    """The groups by number, and which of them read what others compute."""
+    """Return the groups by number, and the graph of which group reads what another computes."""
     loops = HostLoops(fusion)
     graph: nx.DiGraph[int] = nx.DiGraph()
     owner: dict[str, int] = {}
@@ -178,7 +178,7 @@ def check(fusion: Fusion, groups: Iterable[Iterable[str]]) -> None:
 
 
 def _owners(fusion: Fusion, groups: Iterable[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """The group of each expression's result; of those in none, one of their own."""
+    """Return the group of each expression's result; an expression in none is its own group."""
     owner: dict[str, tuple[str, ...]] = {}
     for group in groups:
         for name in group:
@@ -227,7 +227,7 @@ def _may_merge(
 
 
 def _asked(merge: ShouldMerge, first: Group, second: Group) -> bool:
-    """What the predicate says of two groups."""
+    """Return what the predicate says of two groups; LoweringError where that is no answer."""
     where = [f"{e.op} -> %{e.output}{_quoted(e.source)}" for e in (*first.exprs, *second.exprs)]
     try:
         answer = merge(first, second)
@@ -256,7 +256,7 @@ class HostLoops:
         self._alike = streamed_alike(fusion)
 
     def key(self, expr: Expr) -> tuple[object, ...] | None:
-        """What expressions in one loop have in common; None where it is not streamed.
+        """Return what expressions in one loop have in common; None for one not streamed.
 
         Several meshes may share a loop, unless each rank starts at its own chunk.
         """
@@ -267,7 +267,7 @@ class HostLoops:
         return self._alike(expr.output), value.stream.chunks, rotated
 
     def may_share(self, exprs: Iterable[Expr], more: Iterable[Expr]) -> bool:
-        """Whether one loop, or no loop, can run both; `more` come after or among the others."""
+        """Whether one loop, or none, can run `exprs` and `more`, which come after or among them."""
         exprs, more = tuple(exprs), tuple(more)
         key = self.key(exprs[0])
         if key != self.key(more[0]):
@@ -276,7 +276,7 @@ class HostLoops:
         return key is None or all(self._reads_chunks(e, made) for e in (*exprs, *more))
 
     def _reads_chunks(self, expr: Expr, made: Mapping[str, Expr]) -> bool:
-        """What the expression reads of others in its loop is the chunk just computed."""
+        """Whether all that an expression reads of others in its loop is the chunk just computed."""
         pairs = zip(expr.inputs, streams_read(self.fusion, expr), strict=True)
         inside = [(x, stream) for x, stream in pairs if isinstance(x, str) and x in made]
         return all(
@@ -286,7 +286,7 @@ class HostLoops:
 
 
 def streams_read(fusion: Fusion, expr: Expr) -> tuple[Stream | None, ...]:
-    """How a streamed expression reads each operand: in chunks of a dim, or whole (None)."""
+    """Return how a streamed expression reads each operand: in chunks of a dim, or whole (None)."""
     how = set_form(fusion, expr)
     if how is None:
         return operand_streams(expr, fusion.values)
@@ -299,7 +299,7 @@ def _gives_chunks(fusion: Fusion, expr: Expr) -> bool:
 
 
 def set_form(fusion: Fusion, expr: Expr) -> str | None:
-    """The form of a streamed set; None for other expressions."""
+    """Return the form of a streamed set; None for other expressions."""
     stream = fusion.values[expr.output].stream
     if expr.op != "set" or stream is None:
         return None
@@ -307,7 +307,7 @@ def set_form(fusion: Fusion, expr: Expr) -> str | None:
 
 
 def _is_indirect(graph: nx.DiGraph[int], a: int, b: int) -> bool:
-    """A way from a to b through a third group; merging the two would make it a cycle."""
+    """Whether a way leads from a to b through a third group: merging the two closes a cycle."""
     return any(n != b and nx.has_path(graph, n, b) for n in graph.successors(a))
 
 
@@ -328,7 +328,7 @@ def _absorb(
 
 
 def _section(fusion: Fusion, name: str, exprs: list[Expr], position: Mapping[str, int]) -> Section:
-    """A section; `position` says where in the fusion an expression stands."""
+    """Return a section of some expressions; `position` says where in the fusion each stands."""
     ordered = tuple(sorted(exprs, key=lambda e: position[e.output]))
     made = {e.output for e in ordered}
     inputs = tuple(dict.fromkeys(x for e in ordered for x in e.reads if x not in made))

@@ -9,8 +9,8 @@
     %y: f32[8,16] (tp=R) = mul(%p, %r)
 
 An expression that may take a Partial as it is passes it on, which costs nothing where it is the
-only reader. Where there are several, what each passes on is reduced by itself. So from the last
-value to the first: what it takes to reduce it where it is, against what it takes later.
+only reader. Where there are several, what each passes on is reduced by itself. So for each value,
+from the last to the first, the bytes of reducing it at once are compared with those of later.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def run(fusion: Fusion) -> Fusion:
 
 
 def _settle(sweep: _Sweep, value: str, layout: Layout) -> None:
-    """Choose for each axis along which a value is Partial."""
+    """Decide along each Partial axis of a value whether it is reduced at once or later."""
     readers = {
         r.output: _wanted(sweep.fusion, r, value) for r in _free_readers(sweep.fusion, value)
     }
@@ -93,7 +93,7 @@ def _settle(sweep: _Sweep, value: str, layout: Layout) -> None:
 
 
 def _flow(sweep: _Sweep, value: str, readers: Sequence[str], axis: str) -> _Flow:
-    """What becomes of what some readers pass on."""
+    """Return what becomes of the Partial that some readers pass on."""
     fusion, found = sweep.fusion, _Flow()
     for name in readers:
         expr = fusion.producers[name]
@@ -112,18 +112,18 @@ def _is_partial(fusion: Fusion, value: str, axis: str) -> bool:
 
 
 def _free_readers(fusion: Fusion, value: str) -> Iterator[Expr]:
-    """The readers but for those whose result the user wants Partial."""
+    """Yield the readers, except for those whose result the user wants Partial."""
     return (r for r in fusion.consumers[value] if not _is_wanted(fusion, r.output))
 
 
 def _is_wanted(fusion: Fusion, value: str) -> bool:
-    """The user wants the value Partial: by a law, or in the place of an input that is."""
+    """Whether the user wants the value Partial: by a law, or in the place of a Partial input."""
     is_fixed = fusion.values[value].is_law or value in fusion.outputs
     return is_fixed and bool(fusion.layout(value).partial_axes)
 
 
 def _price_of_result(fusion: Fusion, expr: Expr, axis: str) -> int:
-    """Bytes that it takes to reduce what an expression yields, in the layout that it has."""
+    """Return the bytes it takes to reduce what an expression yields into its result's layout."""
     out, layout = fusion.values[expr.output], fusion.layout(expr.output)
     strategy = choose(expr, fusion.values, layout)
     assert strategy is not None
@@ -131,7 +131,7 @@ def _price_of_result(fusion: Fusion, expr: Expr, axis: str) -> int:
 
 
 def _price(fusion: Fusion, value: str, axis: str, to: Placement) -> int:
-    """Bytes that it takes to reduce a value along an axis."""
+    """Return the bytes it takes to reduce a value along an axis."""
     return _bytes(fusion.values[value], fusion.layout(value), axis, to)
 
 
@@ -141,7 +141,7 @@ def _bytes(value: Value, layout: Layout, axis: str, to: Placement) -> int:
 
 
 def _wanted(fusion: Fusion, expr: Expr, value: str) -> Layout:
-    """The layout in which an expression reads a value; a set reads it as it is to be."""
+    """Return the layout in which an expression reads a value; for a set, that of its result."""
     out = fusion.layout(expr.output) if fusion.values[expr.output].is_tensor else None
     assert out is not None
     if expr.op == "set":
@@ -152,13 +152,13 @@ def _wanted(fusion: Fusion, expr: Expr, value: str) -> Layout:
 
 
 def _common(goals: set[Layout], mesh: DeviceMesh, axis: str) -> Placement:
-    """What all that read it whole or in parts want along the axis."""
+    """Return the placement along an axis that all goals want; Replicate where they differ."""
     found = {g.placement(axis) if g.mesh == mesh else Replicate() for g in goals}
     return found.pop() if len(found) == 1 else Replicate()
 
 
 def _applied(fusion: Fusion, settled: dict[str, Layout]) -> Fusion:
-    """The fusion with these values reduced; where the user wants them Partial, in a copy."""
+    """Return the fusion with these values reduced; in a copy where the user wants Partial."""
     changed = set()
     for value, layout in settled.items():
         free = [*_free_readers(fusion, value)]
@@ -173,7 +173,7 @@ def _applied(fusion: Fusion, settled: dict[str, Layout]) -> Fusion:
 def _with_copy(
     fusion: Fusion, value: str, layout: Layout, readers: Sequence[Expr]
 ) -> tuple[Fusion, str]:
-    """The fusion in which these readers read a copy in another layout, and its name."""
+    """Return the fusion in which some readers read a copy in another layout, and its name."""
     copy = fresh_name(fusion.values, f"{value}.{suffix(layout)}")
     of = replace(fusion.values[value], name=copy, layout=layout, stream=None, is_law=False)
     made = Expr(op="set", inputs=(value,), output=copy, source=readers[0].source)
@@ -187,5 +187,5 @@ def _with_copy(
 
 
 def _reading(expr: Expr, old: str, new: str) -> Expr:
-    """The expression with another operand."""
+    """Return the expression with another operand."""
     return replace(expr, inputs=tuple(new if x == old else x for x in expr.inputs))

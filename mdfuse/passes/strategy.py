@@ -37,7 +37,7 @@ class _Operand:
 
 
 def choose(expr: Expr, values: Mapping[str, Value], law: Layout | None = None) -> Strategy | None:
-    """The strategy of an expression, or None while nothing around it has a layout.
+    """Return the strategy of an expression; None while nothing around it has a layout.
 
     Args:
         expr: the expression.
@@ -78,7 +78,7 @@ def choose(expr: Expr, values: Mapping[str, Value], law: Layout | None = None) -
 
 
 def dim_map(expr: Expr, values: Mapping[str, Value]) -> DimMap:
-    """The labels of an expression's dims."""
+    """Return the labels of an expression's dims."""
     shapes = [
         values[x].shape if isinstance(x, str) and values[x].is_tensor else None for x in expr.inputs
     ]
@@ -108,7 +108,7 @@ def _without(labels: Labels, whole: Set[int | None]) -> Labels:
 
 
 def _mesh(operands: Sequence[_Operand], law: Layout | None) -> DeviceMesh | None:
-    """Where the expression runs: its operands' mesh; among several the law's, else the heaviest."""
+    """Return the mesh of an expression: of several the law's, else the one with most bytes."""
     weight: dict[DeviceMesh, int] = {}
     for o in operands:
         if o.layout is not None:
@@ -126,7 +126,7 @@ def _vote(
     out: Value,
     law: Layout | None,
 ) -> int | str | None:
-    """What an axis does: a label that it splits, a reduce op that it leaves Partial, or nothing."""
+    """Choose what an axis does: split a label, leave a reduce op Partial, or neither (None)."""
     passed = _passes_partial(expr, axis, operands, labels, out)
     if passed is not None:
         return passed
@@ -162,7 +162,7 @@ def _vote(
 
 
 def _is_free(candidates: Sequence[int | None], labels: DimMap, law: Placement | None) -> bool:
-    """Every split operand is split on one label, and the result stays split on it."""
+    """Whether all split operands are split on one label, and the result may stay split on it."""
     (label, *others) = candidates
     if label is None or label not in labels.result or any(c != label for c in others):
         return False
@@ -170,7 +170,7 @@ def _is_free(candidates: Sequence[int | None], labels: DimMap, law: Placement | 
 
 
 def _is_contracted(candidates: Sequence[int | None], labels: DimMap) -> bool:
-    """Several operands are split on the label over which they are contracted.
+    """Whether several operands are split on the label over which they are contracted.
 
     Then they stay, and the result is Partial, even where to gather them would move fewer bytes: a
     row-parallel linear is one all-reduce whatever the batch, as the user who split it so expects.
@@ -180,7 +180,7 @@ def _is_contracted(candidates: Sequence[int | None], labels: DimMap) -> bool:
 
 
 def _stays(expr: Expr, axis: str, operands: Sequence[_Operand], labels: DimMap) -> int | None:
-    """The label of the result that the operand that stays is split on along an axis."""
+    """Return the result's label on which an axis splits the operand that stays, if any."""
     position = TABLE[expr.op].stays
     if position is None:
         return None
@@ -206,7 +206,7 @@ def _price(
     out: Value,
     law: Placement | None,
 ) -> int:
-    """Bytes that arrive at a rank if `axis` (of n ranks) splits `label`, in parts of 1 / n²."""
+    """Return the bytes that reach a rank if `axis` (n ranks) splits `label`, in units of 1 / n²."""
     total = 0
     for o in operands:
         if o.layout is not None:
@@ -226,9 +226,9 @@ def _price(
 
 
 def _change(before: Placement, after: Placement, n: int) -> int:
-    """Share of the whole tensor that arrives at a rank for a change along one axis of n ranks.
+    """Return what share of a tensor arrives at a rank for a change along one axis of n ranks.
 
-    In parts of 1 / n², so that prices compare exactly.
+    The unit is 1 / n² of the tensor, so that prices are integers, which compare exactly.
     """
     if before == after or isinstance(before, Replicate):
         return 0
@@ -240,9 +240,9 @@ def _change(before: Placement, after: Placement, n: int) -> int:
 def _passes_partial(
     expr: Expr, axis: str, operands: Sequence[_Operand], labels: DimMap, out: Value
 ) -> str | None:
-    """The reduce op, where the op may take its operands Partial along the axis as they are.
+    """Return the reduce op where the op takes operands along the axis Partial as they are.
 
-    Only where that does not make more to reduce later.
+    None: it may not, or more would have to be reduced later.
     """
     rule = TABLE[expr.op].partial
     placements = [o.layout.placement(axis) if o.layout else None for o in operands]
@@ -281,7 +281,7 @@ def _splits(
     labels: DimMap,
     law: Layout | None,
 ) -> dict[int, tuple[str, ...]]:
-    """label -> the axes that split it, outermost first; only splits whose pieces fall together."""
+    """Return label -> the axes that split it, outermost first, where the boundaries allow it."""
     splits: dict[int, tuple[str, ...]] = {}
     for label in dict.fromkeys(c for c in chosen.values() if isinstance(c, int)):
         axes = tuple(a for a in mesh.axes if chosen.get(a) == label)
@@ -303,7 +303,7 @@ def _splits(
 def _partials(
     chosen: Mapping[str, int | str | None], operand: _Operand, mesh: DeviceMesh
 ) -> dict[str, Partial]:
-    """The axes along which an operand is read as the Partial that it is."""
+    """Return the axes along which an operand is read as the Partial that it is."""
     if operand.layout is None:
         return {}
     return {

@@ -47,7 +47,7 @@ def run(fusion: Fusion) -> Fusion:
 
 
 def operand_streams(expr: Expr, values: Mapping[str, Value]) -> tuple[Stream | None, ...]:
-    """How an expression with a streamed result reads each operand: in chunks of a dim, or whole."""
+    """Return how each operand of a streamed result is read: in chunks, or whole (None)."""
     stream = values[expr.output].stream
     assert stream is not None
     if expr.op == "reshape":
@@ -62,7 +62,7 @@ def operand_streams(expr: Expr, values: Mapping[str, Value]) -> tuple[Stream | N
 
 
 def _kept_dim(expr: Expr, values: Mapping[str, Value], dim: int) -> int | None:
-    """The operand's dim that a dim of a reshape's result is; None where it is no one dim."""
+    """Return the operand's dim that a reshape keeps as a dim of its result; None where none is."""
     before, after = values[expr.reads[0]].shape, values[expr.output].shape
     for old, new in reshape_groups(before, after):
         if dim not in new:
@@ -75,7 +75,7 @@ def _kept_dim(expr: Expr, values: Mapping[str, Value], dim: int) -> int | None:
 
 
 def streamed_alike(fusion: Fusion) -> Callable[[str], object]:
-    """For a streamed value, what all those have in common whose streamed dims correspond to its."""
+    """Return a function: streamed value -> a key, equal where streamed dims correspond."""
     same: UnionFind[tuple[str, int]] = UnionFind()
     for expr in fusion.exprs:
         for first, *others in _corresponding(expr, fusion.values):
@@ -89,7 +89,7 @@ def streamed_alike(fusion: Fusion) -> Callable[[str], object]:
 
 
 def _corresponding(expr: Expr, values: Mapping[str, Value]) -> Iterable[list[tuple[str, int]]]:
-    """Dims of an expression's operands and result that are streamed together, as (value, dim)."""
+    """Yield the dims of operands and result that are streamed together, as (value, dim)."""
     out = values[expr.output]
     if not out.is_tensor:
         return
@@ -108,7 +108,7 @@ def _corresponding(expr: Expr, values: Mapping[str, Value]) -> Iterable[list[tup
 
 
 def check_lengths(fusion: Fusion) -> Fusion:
-    """Return the fusion; once layouts are known, lengths of chunks must fit each rank's part.
+    """Check that lengths of chunks fit each rank's part where it is known; return the fusion.
 
     Raises:
         LoweringError: they do not.
