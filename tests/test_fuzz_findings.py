@@ -257,7 +257,7 @@ def test_integers_between_limits_that_none_can_be(limit: float) -> None:
         F.hardtanh(torch.tensor([3]), -1, limit)
     with FusionDefinition("f") as fd:
         x = fd.define_tensor([2], torch.int64, MESH, {})
-        with pytest.raises(mf.DefinitionError, match="with the limits -1 and"):
+        with pytest.raises(mf.DefinitionError, match="with the number"):
             fd.ops.hardtanh(x, -1, limit)
         fd.add_output(x)
 
@@ -276,3 +276,27 @@ def test_a_pad_of_what_nobody_bound() -> None:
 def test_a_mesh_of_more_ranks_than_there_are_integers() -> None:
     with pytest.raises(mf.MdfuseError, match="a job has at most"):
         mf.hir.parse(f"host @f on mesh(x={2**62}, y=8) {{\n  input %x: f32[1] (x=R, y=R)\n}}\n")
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8, torch.float32])
+@pytest.mark.parametrize("value", [1.5, 0.5, 2])
+def test_the_value_of_addcmul(dtype: torch.dtype, value: float) -> None:
+    x = torch.tensor([3, 5, 0, 2]).to(dtype)
+    with FusionDefinition("f") as fd:
+        y = fd.define_tensor([4], dtype, MESH, {"t": Shard(0)})
+        fd.add_output(fd.ops.set(fd.ops.addcmul(y, y, y, value=value)).on(MESH, {}))
+    (found,) = mf.simulate(mf.compile(fd), [x]).outputs
+    torch.testing.assert_close(found, torch.addcmul(x, x, x, value=value))
+
+
+def test_more_pieces_than_anybody_posts() -> None:
+    text = """host @f on mesh(x=2) {
+  input %x: f32[4] (x=P(sum))
+  %y: f32[4] (x=R) = alloc
+  %c = post allreduce[sum](%x) -> %y f32[4] (x=P(sum)) => (x=R) axis=x pieces=9223372036854775807
+  wait %c
+  return %y
+}
+"""
+    with pytest.raises(mf.ProgramError, match="in 9223372036854775807 pieces"):
+        mf.hir.verify.verify(mf.hir.parse(text))

@@ -181,6 +181,7 @@ class Drawn:
                 args
                 and isinstance(args[0], Handle)
                 and hasattr(Handle, name)
+                and name != "where"  # whose condition is the method's first argument
                 and draw.random() < 0.5
             ):
                 result = getattr(args[0], name)(*args[1:], **kwargs)

@@ -118,8 +118,25 @@ def lerp(x: Handle, end: Handle, weight: Any) -> Handle:
 
 
 def addcmul(x: Handle, tensor1: Handle, tensor2: Handle, *, value: float = 1) -> Handle:
-    """x + value * tensor1 * tensor2."""
+    """x + value * tensor1 * tensor2; of integers, with the integer towards zero of the value."""
+    if not any(h.dtype.is_floating_point or h.dtype.is_complex for h in (x, tensor1, tensor2)):
+        value = _towards_zero("addcmul", x, value)
     return add(x, tensor1 * tensor2, alpha=value)
+
+
+def _towards_zero(name: str, x: Handle, number: float) -> int:
+    """Return a number as torch takes it for integers.
+
+    Raises:
+        DefinitionError: it is not finite.
+    """
+    if math.isfinite(number):
+        return int(number)
+    raise DefinitionError(
+        f"{name} of {shown(x)} with the number {number}",
+        because=f"numbers that go with {x.dtype} are of that dtype",
+        hint="a number that is finite, or x.to(torch.float32)",
+    )
 
 
 def addcdiv(x: Handle, tensor1: Handle, tensor2: Handle, *, value: float = 1) -> Handle:
@@ -230,13 +247,7 @@ def hardtanh(x: Handle, min_val: float = -1.0, max_val: float = 1.0) -> Handle:
     """x limited to [min_val, max_val]; of integers, to the integers towards zero."""
     if x.dtype.is_floating_point:
         return clamp(x, min_val, max_val)
-    if not (math.isfinite(min_val) and math.isfinite(max_val)):
-        raise DefinitionError(
-            f"hardtanh of {shown(x)} with the limits {min_val} and {max_val}",
-            because=f"limits of {x.dtype} are numbers of that dtype",
-            hint="limits that are finite, or clamp with one of them alone",
-        )
-    return clamp(x, int(min_val), int(max_val))
+    return clamp(x, *(_towards_zero("hardtanh", x, limit) for limit in (min_val, max_val)))
 
 
 def relu6(x: Handle) -> Handle:

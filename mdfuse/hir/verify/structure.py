@@ -277,6 +277,14 @@ class _Structure:
                 because=f"only {', '.join(IN_PIECES)} deliver in pieces, of the outermost dim",
                 hint="leave pieces= out, or post it in a loop over chunks",
             )
+        if count > MOST_PIECES:
+            raise wrong(
+                self.program,
+                i,
+                f"{comm.kind} in {count} pieces",
+                because=f"a post has {MOST_PIECES} at most, each a call of its own",
+                hint="fewer pieces, or a loop over chunks",
+            )
 
     def wait(self, i: Instruction) -> None:
         if i.reads[0] not in self.handles:
@@ -292,6 +300,9 @@ class _Structure:
                     hint="free names of buffers; a handle ends with its wait",
                 )
 
+
+#: How many pieces a post may deliver.
+MOST_PIECES = 4096
 
 #: op -> the check of its instructions, besides their form.
 _RULES: dict[str, Callable[[_Structure, Instruction], None]] = {
