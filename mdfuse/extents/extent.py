@@ -67,6 +67,7 @@ class Extent(_Integer):
     # -- decisions -------------------------------------------------------------------------------
 
     def _compared(self, other: object, op: str, times: int, off: int) -> Any:
+        """Decide `times * (self - other) + off op 0` by the examples, and leave a guard."""
         if isinstance(other, float):
             return getattr(operator, _NAMES[op, times, off])(pinned(self), other)
         if not isinstance(other, int | Extent):
@@ -176,6 +177,7 @@ for _name in (
 
 
 def _extent(poly: Poly, examples: Mapping[str, int]) -> int:
+    """Return the extent that a polynomial is; a number where it has no symbols."""
     n = poly.constant
     if n is not None:
         return int(n)
@@ -202,6 +204,7 @@ def _merged(*numbers: Any) -> Mapping[str, int]:
 
 
 def _calculated(op: str, a: Any, b: Any) -> Any:
+    """Compute with extents and numbers; a result that has symbols is an extent."""
     if isinstance(a, float) or isinstance(b, float):
         a, b = (pinned(x) if type(x) is Extent else x for x in (a, b))
         return _FLOATS[op](a, b)

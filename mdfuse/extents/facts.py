@@ -46,12 +46,15 @@ class Facts:
     same: Mapping[str, Poly] = field(default_factory=dict)
 
     def range(self, name: str) -> Range:
+        """Return the least and the greatest number that a symbol may be."""
         return self.ranges.get(name, (0, None))
 
     def with_range(self, name: str, limits: Range) -> Facts:
+        """Return these facts with another range of a symbol."""
         return replace(self, ranges={**self.ranges, name: limits})
 
     def with_divisor(self, name: str, divisor: int) -> Facts:
+        """Return these facts with one more divisor of a symbol."""
         divisor = math.lcm(divisor, self.divisors.get(name, 1))
         return replace(self, divisors={**self.divisors, name: divisor})
 

@@ -11,20 +11,24 @@ from torch.nn import functional as _F
 
 
 def cast(x: Tensor, *, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """Return a copy in another dtype."""
     return x.to(dtype, copy=True) if out is None else out.copy_(x)
 
 
 def cat(*xs: Tensor, dim: int, out: Tensor | None = None) -> Tensor:
+    """Join tensors along a dim."""
     return torch.cat(xs, dim, out=out)
 
 
 def window(
     x: Tensor, *, starts: Sequence[int], ends: Sequence[int], steps: Sequence[int]
 ) -> Tensor:
+    """Take a slice with a start, an end and a step for each dim."""
     return x[tuple(map(slice, starts, ends, steps))]
 
 
 def unsqueeze(x: Tensor, *, dims: Sequence[int]) -> Tensor:
+    """Insert dims of extent 1, at these dims of the result."""
     ndim = x.ndim + len(dims)
     for d in sorted(d % ndim for d in dims):
         x = x.unsqueeze(d)
@@ -32,6 +36,7 @@ def unsqueeze(x: Tensor, *, dims: Sequence[int]) -> Tensor:
 
 
 def squeeze(x: Tensor, *, dims: Sequence[int]) -> Tensor:
+    """Remove those of some dims that have extent 1."""
     return x.squeeze(tuple(dims))
 
 
@@ -88,6 +93,7 @@ def joined_window(
 def normalize(
     x: Tensor, weight: Any, bias: Any, *, normalized_shape: Sequence[int], eps: float
 ) -> Tensor:
+    """Normalise over the last dims; weight and bias may be None."""
     return _F.layer_norm(x, list(normalized_shape), weight, bias, eps)
 
 
@@ -100,4 +106,5 @@ def attend(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
+    """Compute scaled dot-product attention; the mask may be None."""
     return _F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale)

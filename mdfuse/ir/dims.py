@@ -54,6 +54,7 @@ def pointwise(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap
 
 
 def _align(shape: Shape | None, result: Shape) -> Labels:
+    """Label an operand's dims as the result's, aligned from the right; None for a repeated dim."""
     if shape is None:
         return ()
     skip = len(result) - len(shape)
@@ -281,6 +282,7 @@ def reshape_groups(shape: Shape, result: Shape) -> list[tuple[list[int], list[in
 
 
 def _boundaries(extent: int, inner: int, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Return where each part of a dim begins and ends, counted in elements of its group."""
     pieces = []
     for choice in product(*map(range, sizes)):
         interval = (0, extent)

@@ -78,6 +78,7 @@ class Value:
 
     @property
     def is_tensor(self) -> bool:
+        """Whether this is a tensor, not a host scalar."""
         return self.kind == "tensor"
 
     @property

@@ -33,10 +33,12 @@ Localize = Callable[[dict[str, Any], ExprPart], dict[str, Any]]
 
 
 def local_shape(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
+    """Replace the shape of the result by that of the rank's part."""
     return {**attrs, "shape": box_shape(part.box)}
 
 
 def whole_shape(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
+    """Replace the shape of the rank's part by that of the whole result."""
     return {**attrs, "shape": part.shape}
 
 
@@ -64,6 +66,7 @@ def local_squeeze(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
 
 
 def local_rows(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
+    """Say which rows of the table this rank has, unless it has all."""
     shape, box = part.shapes[1], part.boxes[1]
     assert shape is not None and box is not None
     if box[0] == (0, shape[0]):
@@ -105,6 +108,7 @@ def whole_places(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
 
 
 def local_draw(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
+    """Add the shape of the whole and the rank's box: numbers follow from global indices."""
     return {**attrs, "shape": part.shape, "box": part.box}
 
 

@@ -129,6 +129,7 @@ def itself(x: Any) -> Any:
 def _view(
     name: str, call: Callable[..., Any], rule: dims.Rule, shape: shapes.ShapeRule, **more: Any
 ) -> None:
+    """Add the row of a view, which takes any Partial operand as it is."""
     _row(name, call, rule, shape, ANYHOW, is_view=True, partial="view", **more)
 
 
@@ -189,6 +190,7 @@ _view(
 
 
 def _binary(name: str, call: Callable[..., Any], writes: Writes, **more: Any) -> None:
+    """Add the row of a pointwise op with two operands."""
     more |= {"host": "binary", "operands": (2, 2)}
     _row(name, call, dims.pointwise, shapes.broadcast, writes, **more)
 
@@ -213,6 +215,7 @@ for _name in ("fmod", "atan2"):
 
 
 def _unary(name: str, call: Callable[..., Any], writes: Writes, *attrs: Attr, **more: Any) -> None:
+    """Add the row of a pointwise op with one operand."""
     more |= {"host": "unary", "attrs": attrs}
     _row(name, call, dims.pointwise, shapes.first, writes, **more)
 
@@ -259,6 +262,7 @@ _row(
 def _reduce(
     name: str, call: Callable[..., Any], op: str, writes: Writes, *own: Attr, **more: Any
 ) -> None:
+    """Add the row of a reduction; the parts of a split dim are joined by the reduce op `op`."""
     attrs = (attr("dims", "dims"), attr("keepdim", "bool"), *own)
     more = {"partial": "reduce", **more, "host": "reduce", "attrs": attrs}
     _row(name, call, dims.reduction(op), shapes.reduction, writes, **more)
@@ -382,6 +386,7 @@ def _creation(
     shape: shapes.ShapeRule = shapes.created,
     **more: Any,
 ) -> None:
+    """Add the row of an op that makes a tensor of numbers; each rank makes its own box of it."""
     more |= {"localize": of_part.local_draw, "operands": (operands, operands)}
     _row(name, call, dims.creation, shape, ANYHOW, attrs=(_EXTENTS, *attrs, _BOX), **more)
 

@@ -89,5 +89,6 @@ def _shift(x: Tensor, n: int) -> Tensor:
 
 
 def _signed(x: int) -> int:
+    """Return the 64-bit signed integer with the low bits of x."""
     x &= (1 << 64) - 1
     return x - (1 << 64) if x >> 63 else x

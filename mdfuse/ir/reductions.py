@@ -24,6 +24,7 @@ def add_up(
     dtype: Any = None,
     out: Tensor | None = None,
 ) -> Tensor:
+    """Add up over some dims, or all; a buffer decides the dtype."""
     chosen = reduced_dims(dims, x.ndim)
     dtype = dtype if out is None else out.dtype
     if not chosen:

@@ -78,17 +78,20 @@ def along(shapes: Shapes, attrs: Attrs) -> Shape:
 
 
 def permute(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Return the operand's extents in the order of `dims`."""
     (shape,) = _present(shapes)
     return tuple(shape[d] for d, _ in zip(attrs["dims"], shape, strict=True))
 
 
 def reshape(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Return the new shape, which has as many elements as the operand."""
     (shape,), to = _present(shapes), tuple(attrs["shape"])
     _equal(math.prod(shape), math.prod(to))
     return to
 
 
 def expand(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Return the new shape, to which the operand's dims of extent 1 are repeated."""
     (shape,), to = _present(shapes), tuple(attrs["shape"])
     new = len(to) - len(shape)
     kept = (b if a == 1 else _equal(a, b) for a, b in zip(shape, to[new:], strict=True))
@@ -96,6 +99,7 @@ def expand(shapes: Shapes, attrs: Attrs) -> Shape:
 
 
 def unsqueeze(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Return the operand's shape with 1 inserted at each of `dims`."""
     (shape,) = _present(shapes)
     ndim = len(shape) + len(attrs["dims"])
     made = list(shape)
@@ -105,6 +109,7 @@ def unsqueeze(shapes: Shapes, attrs: Attrs) -> Shape:
 
 
 def squeeze(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Return the operand's shape without those of `dims` that have extent 1."""
     (shape,) = _present(shapes)
     gone = {d % len(shape) for d in attrs["dims"]} if shape else set()
     return tuple(n for d, n in enumerate(shape) if d not in gone or n != 1)
@@ -125,6 +130,7 @@ def window(shapes: Shapes, attrs: Attrs) -> Shape:
 
 
 def reduction(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Return the operand's shape with reduced dims left out, or 1 with `keepdim`."""
     (shape,) = _present(shapes)
     dims, keeps = reduced_dims(attrs.get("dims"), len(shape)), attrs.get("keepdim", False)
     kept = ((d, n) for d, n in enumerate(shape) if keeps or d not in dims)
@@ -132,12 +138,14 @@ def reduction(shapes: Shapes, attrs: Attrs) -> Shape:
 
 
 def matmul(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Return the shape of `[…,m,k] @ […,k,n]`, as `torch.matmul` takes its operands."""
     a, b = _present(shapes)
     _equal(a[-1], b[-2 if len(b) > 1 else 0])
     return (*_broadcast(a[:-2], b[:-2]), *a[-2:-1], *(b[-1:] if len(b) > 1 else ()))
 
 
 def linear(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Return the shape […,n] for `x[…,k], w[n,k], b[n]`."""
     x, w, *bias = _present(shapes)
     _equal(x[-1], w[-1])
     if len(w) != 2 and (bias or len(w) != 1):
@@ -148,6 +156,7 @@ def linear(shapes: Shapes, attrs: Attrs) -> Shape:
 
 
 def embedding(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Return the shape […,d] for `indices[…], table[v,d]`."""
     indices, (_, width) = _present(shapes)
     return (*indices, width)
 
@@ -164,6 +173,7 @@ def layer_norm(shapes: Shapes, attrs: Attrs) -> Shape:
 
 
 def attention(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Return the shape […,l,f] for `q[…,l,e], k[…,s,e], v[…,s,f]`."""
     q, k, v, *mask = _present(shapes)
     _equal(q[-1], k[-1])
     _equal(k[-2], v[-2])
@@ -176,6 +186,7 @@ def attention(shapes: Shapes, attrs: Attrs) -> Shape:
 
 
 def cat(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Return the shape of tensors joined along `dim`, in all other dims equal."""
     result, *others = _present(shapes)
     at = attrs["dim"] % len(result)
     for shape in others:

@@ -35,6 +35,7 @@ def with_known_extents(fusion: Fusion, extents: Examples) -> Fusion:
 
 
 def _inferred(fusion: Fusion) -> Fusion:
+    """Return the fusion with the results of all expressions inferred anew."""
     values: dict[str, Value] = dict(fusion.values)
     for expr in fusion.exprs:
         out = values[expr.output]

@@ -21,6 +21,7 @@ PLAIN = frozenset({Tensor, Parameter})
 
 
 def _lacks_memory(x: Tensor) -> bool:
+    """Whether the storage is too small for the elements, as after `resize_(0)`."""
     if not x.numel() or is_lazy(x):
         return False
     last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))

@@ -72,6 +72,7 @@ def part_of(comm: Family, rank: int) -> RankPart:
 
 
 def _whole(box: Box) -> Box:
+    """Return the box of a whole buffer that holds the elements of a box."""
     return tuple((0, stop - start) for start, stop in box)
 
 
@@ -246,6 +247,7 @@ def _holders_at(source: Layout, rank: int) -> list[int]:
 
 
 def _ranks_with(mesh: DeviceMesh, fixed: dict[str, int]) -> list[int]:
+    """Return the ranks of a mesh at fixed coordinates along some axes."""
     ranges = [
         (fixed[a],) if a in fixed else range(n) for a, n in zip(mesh.axes, mesh.shape, strict=True)
     ]
@@ -264,6 +266,7 @@ def _point_to_point(
     recvs: list[tuple[int, Box]],
     copies: list[tuple[Box, Box]],
 ) -> RankPart:
+    """Return a rank's part of sends and receives between pairs; empty boxes are left out."""
     sends = [(peer, box) for peer, box in sends if box_size(box)]
     recvs = [(peer, box) for peer, box in recvs if box_size(box)]
     kept = tuple(pair for pair in copies if box_size(pair[0]))

@@ -85,6 +85,7 @@ def combine(op: str, rows: Tensor) -> Tensor:
 
 
 def _allowed(dtype: torch.dtype) -> frozenset[str]:
+    """Return the reduce ops that are defined on a dtype."""
     if dtype.is_floating_point:
         return _ON_FLOATS
     if dtype.is_complex:

@@ -113,6 +113,7 @@ def _global_shape(layout: Layout, parts: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def _assemble(layout: Layout, parts: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+    """Put parts in their places, in one tensor per term of a Partial value, and reduce these."""
     layers: dict[tuple[int, ...], Tensor] = {}
     partial_at = [layout.mesh.axis_index(a) for a in layout.partial_axes]
     for index, part in enumerate(parts):

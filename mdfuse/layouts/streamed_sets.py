@@ -68,6 +68,7 @@ def _is_one_shard_per_chunk(source: Layout, destination: Layout, stream: Stream,
 
 
 def _one_to_all(source: Layout, stream: Stream, axis: str) -> str | None:
+    """Return the form in which one rank of the axis sends or receives all of each chunk."""
     placement = source.placement(axis)
     if isinstance(placement, Shard):
         return "ring" if stream.rotate == axis else "broadcast"

@@ -72,6 +72,7 @@ def _ways_by_class(programs: Mapping[int, HostProgram]) -> dict[int, _Made]:
 
 
 def _ways(program: HostProgram) -> _Made:
+    """Return how a program makes each name."""
     made, slices = _Made(), dict[str, str]()
     numbers: dict[str, Way] = {}  # name of a number -> how it is computed
     for i in program.instructions:
@@ -89,6 +90,7 @@ def _ways(program: HostProgram) -> _Made:
 
 
 def _chunk(program: HostProgram, name: str) -> object:
+    """Return the chunk that a buffer is, as (dim, chunks, index); None for a whole one."""
     layout = program.types[name].layout
     stream = layout.stream if layout is not None else None
     return (stream.dim, stream.chunks, stream.index) if stream is not None else None
@@ -105,6 +107,7 @@ def _makes(i: Instruction) -> Iterator[str]:
 
 
 def _way(program: HostProgram, i: Instruction, numbers: Mapping[str, Way]) -> Way:
+    """Return what an instruction does to its result, whatever part the rank has."""
     if i.op == "post":
         return i.op, i.comm, i.inputs[0]
     if i.op == "recv":
@@ -136,6 +139,7 @@ def _without_chunk(kind: BufferType) -> BufferType:
 
 
 def _compare(a: HostProgram, made: _Made, b: HostProgram, others: _Made, axis: str) -> None:
+    """Raise CommunicationError where two ranks differ in how they make what is the same on both."""
     for name in dict.fromkeys((*made.ways, *others.ways, *made.chunks, *others.chunks)):
         kind = a.types.get(name)
         if kind is None or b.types.get(name) != kind or not _is_same_along(kind, axis, a, b):
@@ -151,6 +155,7 @@ def _compare(a: HostProgram, made: _Made, b: HostProgram, others: _Made, axis: s
 
 
 def _is_same_along(kind: BufferType, axis: str, a: HostProgram, b: HostProgram) -> bool:
+    """Return whether the type of a buffer says that two ranks of one team hold the same."""
     layout: Layout | None = kind.layout
     if layout is None or axis not in layout.mesh.axes or a.rank is None or b.rank is None:
         return False
@@ -161,6 +166,7 @@ def _is_same_along(kind: BufferType, axis: str, a: HostProgram, b: HostProgram) 
 def _first_difference(
     mine: Sequence[tuple[Way, Instruction]], theirs: Sequence[tuple[Way, Instruction]]
 ) -> int | None:
+    """Return the position of the first way in which two ranks differ; None where they agree."""
     for at, ((p, _), (q, _)) in enumerate(zip(mine, theirs, strict=False)):
         if p != q and not _is_one_post(p, q):
             return at
@@ -180,6 +186,7 @@ def _differently(
     name: str,
     axis: str,
 ) -> CommunicationError:
+    """Return the error for a value that two ranks make in different ways."""
     return disagreement(
         [(a, mine[0][1] if mine else None), (b, theirs[0][1] if theirs else None)],
         f"%{name} is the same on all ranks along {axis}, by its type, but rank {a.rank} and rank "

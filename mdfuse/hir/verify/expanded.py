@@ -40,6 +40,7 @@ def _through(program: HostProgram, i: Instruction) -> frozenset[int]:
 
 
 def _value(name: str, kind: BufferType, expanded: frozenset[int]) -> Value:
+    """Return a value that stands for a buffer in the inference of a view's result."""
     return Value(
         name=name,
         shape=kind.shape,

@@ -130,6 +130,7 @@ class Clocks:
         return self.of(self.current)
 
     def of(self, stream: int) -> Clock:
+        """Return the clock of a stream, a new one where the stream was not seen before."""
         return self.streams.setdefault(stream, {stream: 0})
 
     def snapshot(self, stream: int) -> Clock:
@@ -186,6 +187,7 @@ def record(view: View, access: Access) -> None:
 
 
 def _covers(a: Box | None, b: Box | None) -> bool:
+    """Return whether region `a` contains region `b`; None is all of the storage."""
     return a is None or (
         b is not None and all(p <= r and s <= q for (p, q), (r, s) in zip(a, b, strict=True))
     )

@@ -124,6 +124,7 @@ def _shapes(comm: Communication, part: RankPart, rank: int) -> tuple[_Size, _Siz
 
 
 def _counts(comm: Communication, part: RankPart) -> tuple[_Size, _Size]:
+    """Return how many elements a collective needs in source and destination; None for no need."""
     call = part.call
     if call is None:
         return None, None
@@ -138,6 +139,7 @@ def _counts(comm: Communication, part: RankPart) -> tuple[_Size, _Size]:
 
 
 def _held(layout: Layout, comm: Communication, rank: int) -> int | None:
+    """Return how many elements of the whole a rank holds; None where it is not in the mesh."""
     return box_size(layout.intervals(comm.shape, rank)) if rank in layout.mesh else None
 
 

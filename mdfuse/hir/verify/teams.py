@@ -127,6 +127,7 @@ def _blocks(event: Event) -> Iterator[float]:
 
 
 def _check_all_to_all(n: int, here: tuple[Event, ...]) -> None:
+    """Raise CommunicationError where a rank sends more or less than another one receives."""
     for x, a in enumerate(here):
         for y, b in enumerate(here):
             sent, received = a.call.send_counts[y], b.call.recv_counts[x]
