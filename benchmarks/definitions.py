@@ -89,7 +89,7 @@ class _Module(nn.Module):
 def _anew(define: Callable[[], mf.FusionDefinition]) -> Callable[[], object]:
     def define_anew() -> object:
         mf.FusionCache.reset()
-        return define().spelled
+        return define().named
 
     return define_anew
 
