@@ -158,8 +158,9 @@ def _of_frame(frame: FrameType | None) -> RunningStep | None:
     return None
 
 
-def _place(file: str, line: int) -> RunningStep | None:
+def _place(file: str, line: int | None) -> RunningStep | None:
+    """Return the step at a line of a plan; a frame that just begins has no line yet."""
     plan = _plans.get(file) if file.startswith("<plan ") else None
-    if plan is None or not 2 <= line < 2 + len(plan.left):
+    if plan is None or line is None or not 2 <= line < 2 + len(plan.left):
         return None
     return RunningStep(plan, plan.number_of(plan.left[line - 2]))
