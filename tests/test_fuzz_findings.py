@@ -300,3 +300,14 @@ def test_more_pieces_than_anybody_posts() -> None:
 """
     with pytest.raises(mf.ProgramError, match="in 9223372036854775807 pieces"):
         mf.hir.verify.verify(mf.hir.parse(text))
+
+
+@pytest.mark.parametrize("shape", [(), (2, 2)])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float16, torch.complex64])
+def test_alpha_of_a_bool_beside_another_dtype(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x, y = torch.full(shape, 6).to(dtype), torch.tensor([[True, False], [False, True]])
+    with FusionDefinition("f") as fd:
+        a, b = fd.define_tensor(shape, dtype, MESH, {}), fd.define_tensor([2, 2], torch.bool, MESH)
+        fd.add_output(fd.ops.add(a, b, alpha=3))
+    (found,) = mf.simulate(mf.compile(fd), [x, y]).outputs
+    torch.testing.assert_close(found, torch.add(x, y, alpha=3), rtol=0, atol=0)

@@ -80,7 +80,8 @@ def _times(x: Any, other: Any, alpha: float) -> Any:
         return other
     both = isinstance(x, Handle) and isinstance(other, Handle) and x.is_tensor and other.is_tensor
     is_whole = both and not (other.dtype.is_floating_point or other.dtype.is_complex)
-    return mul(cast(other, x.dtype) if is_whole and x.dtype.is_floating_point else other, alpha)
+    is_lower = is_whole and (x.dtype.is_floating_point or other.dtype == torch.bool)
+    return mul(cast(other, x.dtype) if is_lower else other, alpha)
 
 
 def rsub(x: Any, other: Any, *, alpha: float = 1) -> Handle:
