@@ -306,14 +306,6 @@ def try_(act: Callable[[], Any]) -> None:
         return
 
 
-#: torch 2.11's `clamp` passes over a lone bound that is NaN; its `clamp_max` and later ones do not.
-MINDS_NAN = bool(torch.zeros(1).clamp(max=math.nan).isnan())
-
-
-def is_nan(x: Any) -> bool:
-    return isinstance(x, float | np.floating) and math.isnan(x)
-
-
 def plain(name: str, given: dict[str, Any]) -> list[Tensor] | None:
     """What torch's own function gives for the arguments; None where it refuses, or has none."""
 
@@ -329,8 +321,6 @@ def plain(name: str, given: dict[str, Any]) -> list[Tensor] | None:
     ends = [given[key] for key in ("min", "max") if given.get(key) is not None]
     if name in ("clamp", "clip") and len({isinstance(end, Known) for end in ends}) > 1:
         return None  # a tensor beside a number: torch reads it as a number of Python
-    if name.startswith(("clamp", "clip")) and len(ends) == 1 and is_nan(ends[0]) and not MINDS_NAN:
-        return None
     if function is None or any(key in given for key in ("dims", "mesh", "layout")):
         return None
     if name in ("sub", "subtract", "rsub") and given.get("alpha") == -(2**63):
