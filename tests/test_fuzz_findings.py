@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -311,3 +312,25 @@ def test_alpha_of_a_bool_beside_another_dtype(dtype: torch.dtype, shape: tuple[i
         fd.add_output(fd.ops.add(a, b, alpha=3))
     (found,) = mf.simulate(mf.compile(fd), [x, y]).outputs
     torch.testing.assert_close(found, torch.add(x, y, alpha=3), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("exponent", [True, False, 1, 0, 2.0])
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_powers_of_a_bool(exponent: float, shape: tuple[int, ...]) -> None:
+    with FusionDefinition("f") as fd:
+        x = fd.define_tensor(shape, torch.bool, MESH, {})
+        power = fd.ops.pow(x, exponent)
+        fd.add_output(power)
+        fd.add_output(power * -0.25)
+    given = torch.arange(math.prod(shape)).reshape(shape) % 2 == 0
+    power_found, scaled = mf.simulate(mf.compile(fd), [given]).outputs
+    expected = torch.pow(given, exponent)
+    assert power_found.dtype == expected.dtype and torch.equal(power_found, expected)
+    assert scaled.dtype == (expected * -0.25).dtype and torch.equal(scaled, expected * -0.25)
+
+
+def test_a_table_that_is_a_number() -> None:
+    with FusionDefinition("f") as fd:
+        with pytest.raises(mf.DefinitionError, match="embedding of scalars means nothing"):
+            fd.ops.embedding(fd.define_scalar(torch.int64), fd.define_scalar(torch.int64))
+        fd.add_output(fd.define_tensor([1], torch.float32, MESH, {}))

@@ -299,7 +299,7 @@ class Recorder:
         samples = [scalar_sample(self.values[x].dtype) if isinstance(x, str) else x for x in inputs]
         try:
             result = scalar_call(call, samples)
-        except (RuntimeError, TypeError, KeyError, AttributeError) as error:
+        except (RuntimeError, TypeError, LookupError, AttributeError) as error:
             raise DefinitionError(
                 f"{op} of scalars means nothing",
                 where=site.where,

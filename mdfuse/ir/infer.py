@@ -91,7 +91,9 @@ def infer(
             return op.call(*operands, **attrs, device="meta")  # type: ignore[no-any-return]
         result: Tensor | bool | int | float = op.call(*operands, **attrs)
         if not op.is_view and not any("shape" in name for name in attrs):
-            on_few_elements(op, map(_sample, operands), attrs)
+            few = on_few_elements(op, map(_sample, operands), attrs)
+            if isinstance(result, Tensor) and few.dtype != result.dtype:
+                return result.to(few.dtype)  # the power of a bool by True is no integer in memory
         return result
     except _REFUSALS as error:
         shown = shown or values

@@ -7,11 +7,12 @@ where a run finds that it may not begin, or that the ranks differ.
 
 from __future__ import annotations
 
-import sys
 import threading
+from collections.abc import Sequence
 from types import FrameType
 
 from mdfuse.errors import ProgramError
+from mdfuse.runtime.stacks import stacks
 
 #: The function that each run goes through.
 _RUN = "HostIrEvaluator.call"
@@ -24,7 +25,7 @@ def crowd(rank: int) -> str:
     """
     me = threading.current_thread()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = sys._current_frames()
+    frames = stacks()
     others = [names.get(t, str(t)) for t in sorted(frames) if t != me.ident and _runs(frames[t])]
     if not others:
         return ""
@@ -44,9 +45,6 @@ BECAUSE = "threads come in an order of each rank's own, so that ranks meet in di
 HINT = "run programs that communicate on one thread of each rank"
 
 
-def _runs(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_qualname == _RUN and frame.f_locals["self"].communicates:
-            return True
-        frame = frame.f_back
-    return False
+def _runs(frames: Sequence[FrameType]) -> bool:
+    runs = (frame for frame in frames if frame.f_code.co_qualname == _RUN)
+    return any(frame.f_locals["self"].communicates for frame in runs)

@@ -6,7 +6,6 @@ the instruction, and which posts and waits came before.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Protocol
 from weakref import WeakValueDictionary
 
 from mdfuse.layouts.call import Call
+from mdfuse.runtime.stacks import stacks
 
 
 class Step(Protocol):
@@ -129,11 +129,10 @@ def running() -> RunningStep | None:
 
     Of several threads one that waits in a communication is preferred, then the main one.
     """
-    frames = sys._current_frames()
     main = threading.main_thread().ident
-    places = [p for thread, f in frames.items() if thread == main and (p := _of_frame(f))]
-    places += [p for thread, f in frames.items() if thread != main and (p := _of_frame(f))]
-    return min(places, key=lambda place: not place.is_waiting, default=None)
+    found = {thread: place for thread, frames in stacks().items() if (place := _innermost(frames))}
+    order = sorted(found, key=lambda thread: (not found[thread].is_waiting, thread != main))
+    return found[order[0]] if order else None
 
 
 def raised(error: BaseException | None) -> RunningStep | None:
@@ -149,13 +148,9 @@ def raised(error: BaseException | None) -> RunningStep | None:
     return None
 
 
-def _of_frame(frame: FrameType | None) -> RunningStep | None:
-    while frame is not None:
-        place = _place(frame.f_code.co_filename, frame.f_lineno)
-        if place is not None:
-            return place
-        frame = frame.f_back
-    return None
+def _innermost(frames: Sequence[FrameType]) -> RunningStep | None:
+    places = (_place(frame.f_code.co_filename, frame.f_lineno) for frame in frames)
+    return next((place for place in places if place is not None), None)
 
 
 def _place(file: str, line: int | None) -> RunningStep | None:

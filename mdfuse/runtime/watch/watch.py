@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from mdfuse.backends.post_notes import PostInfo, Track
 from mdfuse.errors import PACKAGE, BackendError, Source
 from mdfuse.runtime.deadline import NEVER, Deadline
+from mdfuse.runtime.stacks import stacks
 from mdfuse.runtime.watch import running
 from mdfuse.runtime.watch.bulletin import Answers, Bulletin, within
 from mdfuse.runtime.watch.neighbours import Neighbours
@@ -293,8 +294,8 @@ class Watch:
         while not self._stop.wait(self._tick if act == self.look else self._beat):
             try:
                 act()
-            except Exception:  # the thread must live: without it a hang would be silent
-                _log.exception("rank %d: the watchdog stumbled", self._rank)
+            except Exception as error:  # the thread must live: else a hang would be silent
+                _log.exception("rank %d: the watchdog stumbled: %r", self._rank, error)
 
     def _failed(self) -> Alarm | None:
         for team, ask in list(self._sources):
@@ -420,17 +421,14 @@ class Watch:
 
 def _host_line() -> str:
     """Return the main thread's innermost line outside mdfuse, packages and Python's library."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    innermost = frame
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if "site-packages" not in name and not name.startswith(_LIBRARIES):
-            break
-        frame = frame.f_back
-    frame = frame or innermost
-    if frame is None:
-        return ""
-    return Source(frame.f_code.co_filename, frame.f_lineno).quote()
+    frames = stacks().get(threading.main_thread().ident or 0, [])
+    own = (frame for frame in frames if _is_users(frame.f_code.co_filename))
+    frame = next(own, frames[0] if frames else None)
+    return "" if frame is None else Source(frame.f_code.co_filename, frame.f_lineno).quote()
+
+
+def _is_users(file: str) -> bool:
+    return "site-packages" not in file and not file.startswith(_LIBRARIES)
 
 
 def _write_error(text: str) -> None:

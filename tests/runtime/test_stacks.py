@@ -1,0 +1,86 @@
+"""The stacks of other threads."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from mdfuse.runtime.stacks import stacks
+
+
+def _deep(depth: int, here: threading.Event, leave: threading.Event) -> None:
+    if depth:
+        _deep(depth - 1, here, leave)
+        return
+    here.set()
+    leave.wait()
+
+
+@contextmanager
+def _parked(depth: int) -> Iterator[int]:
+    """A thread that waits in so many calls; its number."""
+    here, leave = threading.Event(), threading.Event()
+    thread = threading.Thread(target=_deep, args=(depth, here, leave))
+    thread.start()
+    here.wait()
+    try:
+        assert thread.ident is not None
+        yield thread.ident
+    finally:
+        leave.set()
+        thread.join()
+
+
+def test_frames_of_a_thread_innermost_first() -> None:
+    with _parked(3) as thread:
+        names = [frame.f_code.co_name for frame in stacks()[thread]]
+    assert names[: names.index("_deep")] == ["wait", "wait"]
+    assert names[2:6] == ["_deep"] * 4 and names[-1] == "_bootstrap"
+    assert thread not in stacks()
+
+
+def test_this_thread_is_one_of_them() -> None:
+    frames = stacks()[threading.get_ident()]
+    assert any(frame.f_code is test_this_thread_is_one_of_them.__code__ for frame in frames)
+
+
+def _callers() -> Iterator[str]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_code.co_qualname
+        frame = frame.f_back
+
+
+def test_no_collection_begins_while_frames_are_made() -> None:
+    within: list[bool] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        within.append("_outwards" in _callers())
+
+    before = gc.get_threshold()
+    with _parked(300) as thread:
+        gc.callbacks.append(note)
+        gc.set_threshold(1)
+        try:
+            found = len(stacks()[thread])
+            kept = [[] for _ in range(10)]
+        finally:
+            gc.set_threshold(*before)
+            gc.callbacks.remove(note)
+    assert found > 300 and len(kept) == 10 and gc.isenabled()
+    assert within  # collections did begin, before or after
+    if sys.version_info < (3, 12):  # later versions begin none where an object is made
+        assert not any(within)
+
+
+def test_a_collector_that_is_off_stays_off() -> None:
+    gc.disable()
+    try:
+        stacks()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
