@@ -83,6 +83,8 @@ class Options:
             iteration on the next stream; "copy_compute": transfers on one stream, the rest on
             another; "auto": copy_compute where the loop communicates.
         graph: "auto", "always" or "never": whether runs are captured as CUDA graphs.
+        compile: "auto", "always" or "never": whether local work between communications is compiled
+            into fewer kernels; "auto" does so on GPUs. "always" is an error where some cannot be.
         verify: check a host program before its first run. If False, a rank checks only that its own
             program can run: names, handles, groups and streams.
         fast_lane: whether posts on NVIDIA GPUs go through nccl4py instead of torch.distributed:
@@ -103,6 +105,7 @@ class Options:
     streams: int = 4
     stream_policy: Literal["auto", "round_robin", "copy_compute"] = "auto"
     graph: Literal["auto", "always", "never"] = "auto"
+    compile: Literal["auto", "always", "never"] = "auto"
     verify: bool = True
     fast_lane: Literal["auto", "never", "always"] = "auto"
     timeout_s: float = 600.0
@@ -160,6 +163,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "streams": (_is_count(1024), "a lowering uses from 1 to 1024 streams"),
     "stream_policy": _is_one_of("auto", "round_robin", "copy_compute"),
     "graph": _is_one_of("auto", "always", "never"),
+    "compile": _is_one_of("auto", "always", "never"),
     "verify": _FLAG,
     "fast_lane": _is_one_of("auto", "never", "always"),
     "timeout_s": (
@@ -202,6 +206,7 @@ VARIABLES: dict[str, tuple[str, Any, str]] = {
     "MDFUSE_STREAMS": ("streams", _count, "number of streams of a streamed lowering"),
     "MDFUSE_STREAM_POLICY": ("stream_policy", str, "auto, round_robin or copy_compute"),
     "MDFUSE_GRAPH": ("graph", str, "CUDA graphs: auto, always or never"),
+    "MDFUSE_COMPILE": ("compile", str, "compiled local work: auto, always or never"),
     "MDFUSE_PLANS": ("plans", _count, "how many plans an evaluator keeps"),
     "MDFUSE_FAST_LANE": ("fast_lane", str, "posts through nccl4py: auto, never or always"),
     "MDFUSE_VERIFY": ("verify", _flag, "0: a rank checks its own program only; 1 is the default"),

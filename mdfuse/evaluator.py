@@ -23,6 +23,7 @@ from mdfuse.hir.program import HostProgram
 from mdfuse.ir.ops import TABLE
 from mdfuse.ir.tensors import resolved
 from mdfuse.plan.build import Plan, build
+from mdfuse.plan.fusing import Fuser
 from mdfuse.plan.index_checks import IndexChecks
 from mdfuse.plan.names import check_names
 from mdfuse.plan.posts import groups
@@ -283,7 +284,14 @@ class HostIrEvaluator:
             caller=caller,
             tally=self._tally,
             checks=self._checks,
+            fuse=self._fuser,
         )
+
+    @cached_property
+    def _fuser(self) -> Fuser | None:
+        """What compiles host units; None where nothing is compiled."""
+        mode = options_from_environment(self.options).compile
+        return None if mode == "never" else Fuser(must=mode == "always")
 
     # -- graphs ----------------------------------------------------------------------------------
 

@@ -7,7 +7,13 @@ from collections.abc import Callable
 from mdfuse.config import Options, options_from_environment
 from mdfuse.hir.emit.program import emit
 from mdfuse.hir.emit.sets import Orders
-from mdfuse.hir.passes import assign_streams, insert_frees, name_backends, sink_waits
+from mdfuse.hir.passes import (
+    assign_streams,
+    group_launches,
+    insert_frees,
+    name_backends,
+    sink_waits,
+)
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.graph import Fusion, check_fusion
 from mdfuse.passes import (
@@ -65,6 +71,8 @@ HOST_PASSES: tuple[tuple[str, HostPass], ...] = (
     (sink_waits.name, sink_waits.run),
     # Needs the waits where they stay: a stream that waits holds up what is queued behind.
     (assign_streams.name, assign_streams.run),
+    # Needs the streams: work of two streams is no unit.
+    (group_launches.name, group_launches.run),
     # Last: the others move uses.
     (insert_frees.name, insert_frees.run),
 )

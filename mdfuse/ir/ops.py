@@ -47,6 +47,7 @@ class Op:
         attrs: all attributes that it may have.
         operands: the least and the greatest number of operands; None: no limit.
         may_copy: a view that becomes a copy where the strides of its operand allow no view.
+        is_library: a library's kernels run it, which no compiler joins with other ops.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Op:
     attrs: tuple[Attr, ...] = ()
     operands: tuple[int, int | None] = (1, 1)
     may_copy: bool = False
+    is_library: bool = False
 
     @property
     def is_creation(self) -> bool:
@@ -296,6 +298,7 @@ _row(
     shapes.matmul,
     product(out_forms.matmul),
     stays=1,
+    is_library=True,
     operands=(2, 2),
 )
 _row(
@@ -305,6 +308,7 @@ _row(
     shapes.linear,
     product(out_forms.linear),
     stays=1,
+    is_library=True,
     operands=(2, 3),
 )
 _row(
@@ -355,6 +359,7 @@ _row(
     shapes.attention,
     ANYHOW,
     host="attention",
+    is_library=True,
     operands=(3, 4),
     attrs=(attr("is_causal", "bool"), attr("scale", "number")),
     **_COMPOSITE,

@@ -19,7 +19,7 @@ from mdfuse.backends.base import Poster
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import HostProgram
 from mdfuse.layouts.call import Call
-from mdfuse.plan.context import CALLER_SLOT, Context, Step, updated_names
+from mdfuse.plan.context import CALLER_SLOT, Context, Fuse, Step, updated_names
 from mdfuse.plan.index_checks import IndexChecks
 from mdfuse.plan.lines import Function, Line, SlotRef, Slots, write
 from mdfuse.plan.memory import Owned, own
@@ -222,6 +222,7 @@ def build(
     caller: int = 0,
     tally: RunCount | None = None,
     checks: IndexChecks | None = None,
+    fuse: Fuse | None = None,
 ) -> Plan:
     """Prepare the calls of a projected program.
 
@@ -237,6 +238,7 @@ def build(
         caller: the handle of the caller's CUDA stream.
         tally: how often the program ran.
         checks: looks at the indices of tables.
+        fuse: makes the steps of a host unit fewer.
 
     Raises:
         ProgramError: an instruction of it means nothing on this rank.
@@ -248,7 +250,7 @@ def build(
     context = Context(
         written, program.rank, {}, bind, device, poison, has_streams,
         one_stream=not any(i.op == "set_stream" for i in written.instructions),
-        caller=caller, stream=caller, checks=checks,
+        caller=caller, stream=caller, checks=checks, fuse=fuse,
     )  # fmt: skip
     inputs = tuple(context.slot(name) for name in written.inputs)
     context.bound.update(n for n in written.inputs if written.has(n, program.rank))

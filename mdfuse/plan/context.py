@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +64,10 @@ class Step:
             line(slots)
 
 
+#: Takes a host unit, its steps, the names of slots that have buffers before it, and the context.
+Fuse = Callable[[Instruction, Sequence[Step], Mapping[int, str], "Context"], list[Step]]
+
+
 @dataclass(slots=True)
 class Context:
     """What is known while the steps of one rank are prepared, in program order.
@@ -90,6 +94,7 @@ class Context:
         updated: names that may share memory with what is written again after it was bound.
         host_values: which names stand for numbers of a run, or for host memory.
         checks: looks at the indices of tables; None: nobody does.
+        fuse: makes the steps of a host unit fewer; None: each stays.
     """
 
     program: HostProgram
@@ -113,6 +118,7 @@ class Context:
     updated: frozenset[str] = frozenset()
     host_values: HostValues = field(init=False)
     checks: IndexChecks | None = None
+    fuse: Fuse | None = None
 
     def __post_init__(self) -> None:
         self.host_values = HostValues(self.program)

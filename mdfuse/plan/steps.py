@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from mdfuse.errors import ProgramError
 from mdfuse.hir.instructions import COMMUNICATIONS, MEMORY, PURE_VIEWS
 from mdfuse.hir.program import Instruction
 from mdfuse.hir.storage import shared_operand
@@ -15,7 +14,7 @@ from mdfuse.ir import ops
 from mdfuse.plan import streams
 from mdfuse.plan.allocation import allocate
 from mdfuse.plan.buffer_ops import BUFFER_OPS
-from mdfuse.plan.context import CALLER_SLOT, Context, Step, base_name, label
+from mdfuse.plan.context import CALLER_SLOT, Context, Step, label
 from mdfuse.plan.lines import Line, SlotRef, drop
 from mdfuse.plan.local_ops import compute
 from mdfuse.plan.posts import Posts
@@ -147,8 +146,8 @@ class Builder:
 
     def launch(self, i: Instruction) -> None:
         """Add the expressions of a host unit; inner values are dropped after their last use."""
-        context = self.context
-        self.check_unit(i)
+        context, start = self.context, len(self.steps)
+        outside = {context.slot(x): x for x in (*i.reads, *i.outputs) if context.has_buffer(x)}
         given, kept = set(context.bound), {*i.inputs, *i.outputs}
         last = {name: j for j in i.body for name in (*j.reads, *j.outputs) if name not in kept}
         for j in i.body:
@@ -157,18 +156,9 @@ class Builder:
             gone = [n for n, user in last.items() if user is j and n not in given]
             if gone:
                 self.drop([self.release(n) for n in gone], f"launch {i.fn}")
-
-    def check_unit(self, i: Instruction) -> None:
-        """Raise ProgramError where only some outputs of a host unit have buffers."""
-        lacking = [n for n in i.outputs if not self.context.has_buffer(n)]
-        if lacking and not self.context.allocated.keys().isdisjoint(i.outputs):
-            raise ProgramError(
-                f"launch {i.fn}: buffers for some of its outputs, but not for "
-                + ", ".join(f"%{base_name(n)}" for n in lacking),
-                where=self.context.where(i),
-                because="a host unit writes all its outputs into buffers, or none",
-                hint="alloc each of them, or none",
-            )
+        if context.fuse is not None:
+            steps = self.steps[start:]
+            self.steps[start:] = context.fuse(i, steps, outside, context)
 
 
 #: Ops that put no work on the device.

@@ -187,7 +187,7 @@ def check_outputs(
     """Raise ProgramError unless preallocated outputs are what the program writes into.
 
     All outputs that this rank computes have a buffer; with `is_partial` None stands for one that
-    has none, but a host unit has buffers for all its outputs or for none.
+    has none.
     """
     if len(out) != len(program.outputs):
         raise ProgramError(
@@ -213,8 +213,6 @@ def check_outputs(
         _check_strides(program, rank, name, buffer)
         _check_apart(program, rank, name, buffer, taken)
         taken[name] = buffer
-    given = {n for n, x in zip(program.outputs, out, strict=True) if x is not None}
-    _check_units(program, rank, given)
 
 
 def _check_is_input(
@@ -266,22 +264,6 @@ def _check_apart(
                 where=f"rank {rank}, output %{name} of @{program.name}",
                 because="it may be written while the other is still read",
                 hint=f"pass a buffer of its own, or say add_output({name}, reuse={other})",
-            )
-
-
-def _check_units(program: HostProgram, rank: int, given: set[str]) -> None:
-    """Raise ProgramError where only some outputs of a host unit have buffers."""
-    roots = {program.root(n) for n in (*given, *program.inputs)}
-    outputs = {program.root(n) for n in program.outputs if program.has(n, rank)}
-    for i in program.walk() if given else ():
-        made = [n for n in i.outputs if program.root(n) in outputs] if i.op == "launch" else []
-        lacking = [n for n in made if program.root(n) not in roots]
-        if lacking and len(lacking) < len(made):
-            raise ProgramError(
-                f"launch {i.fn}: buffers for some of its outputs, but not for {lacking}",
-                where=f"rank {rank}, @{program.name}",
-                because="a host unit writes all its outputs into buffers, or none",
-                hint="pass a buffer for each of " + ", ".join(made),
             )
 
 

@@ -1,0 +1,293 @@
+"""Compile the calls of a host unit into one.
+
+The calls of a unit are prepared as always. Those that make a buffer which is used outside the unit
+stay before it, views that are used outside come behind it, and what is left is traced and compiled
+as one function of the tensors that the unit reads and writes.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from mdfuse.errors import ProgramError
+from mdfuse.hir.program import Instruction
+from mdfuse.plan import inductor
+from mdfuse.plan.context import Context, Step, label
+from mdfuse.plan.inductor import Form
+from mdfuse.plan.lines import Line, SlotRef, drop
+
+
+class Refusal(Exception):
+    """Why a unit is not compiled."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """The calls of a unit, cut into what comes before, in, and behind the compiled function.
+
+    Attributes:
+        before: calls that make buffers.
+        inside: calls to compile.
+        behind: views of what the unit makes.
+        takes: the slots that the compiled function reads or writes.
+        makes: the slots of its results.
+    """
+
+    before: tuple[Line, ...]
+    inside: tuple[Line, ...]
+    behind: tuple[Line, ...]
+    takes: tuple[int, ...]
+    makes: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Fuser:
+    """Compiles host units, equal ones once; what cannot be compiled stays as it is.
+
+    Attributes:
+        must: a unit that cannot be compiled is an error.
+        known: what is computed and on what -> the compiled function, or why there is none.
+        refused: unit -> why it runs eagerly.
+    """
+
+    must: bool = False
+    known: dict[Hashable, Any] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def __call__(
+        self, i: Instruction, steps: Sequence[Step], outside: Mapping[int, str], context: Context
+    ) -> list[Step]:
+        """Return the steps of a unit with its work in one call; see `mdfuse.plan.context.Fuse`."""
+        lines = [line for step in steps if step.op != "keep" for line in step.lines]
+        if sum(map(_works, lines)) < 2:
+            return list(steps)
+        try:
+            return self.fused(i, steps, lines, outside, context)
+        except Refusal as refusal:
+            self.refused[i.fn] = str(refusal)
+            if self.must:
+                raise ProgramError(
+                    f"launch {i.fn} of @{context.program.name} cannot be compiled: {refusal}",
+                    where=context.where(i),
+                    because='compile="always"',
+                    hint='compile="auto" runs it eagerly',
+                ) from refusal
+            return list(steps)
+
+    def fused(
+        self,
+        i: Instruction,
+        steps: Sequence[Step],
+        lines: Sequence[Line],
+        outside: Mapping[int, str],
+        context: Context,
+    ) -> list[Step]:
+        if why := next((step.eager for step in steps if step.eager is not None), None):
+            raise Refusal(why)
+        if context.checks is not None:
+            raise Refusal("indices are checked")
+        kept = {context.slot(x) for x in i.outputs}
+        cut = _cut(lines, kept)
+        forms = _forms(cut, outside, context)
+        function, results = self.compiled(cut, forms)
+        _learn(dict(zip(cut.makes, results, strict=True)), i, context)
+        call = Line(
+            run=function,
+            args=tuple(map(SlotRef, cut.takes)),
+            into=cut.makes or None,
+            makes=sum(map(_nbytes, results)),
+        )
+        gone = [s for s in cut.makes if s not in kept]
+        behind = (*cut.behind, drop(*gone)) if gone else cut.behind
+        step = Step(
+            lines=(*cut.before, call, *behind),
+            label=f"launch {i.fn}, {label(i)}",
+            op="launch",
+            inputs=tuple(context.slot(x) for x in i.reads),
+            outputs=tuple(context.slot(x) for x in i.outputs),
+            stream=steps[0].stream,
+        )
+        return [step, *(step for step in steps if step.op == "keep")]
+
+    def compiled(self, cut: _Cut, forms: Sequence[Form]) -> tuple[Any, list[Form]]:
+        """Return the compiled function of a cut, and the forms of its results."""
+        key = (*forms, *_key(cut))
+        if key not in self.known:
+            try:
+                self.known[key] = inductor.compiled(partial(_run, cut), forms)
+            except Exception as error:  # the compiler's own reasons are many; the eager calls are right
+                first = str(error).strip().splitlines() or [""]
+                self.known[key] = Refusal(f"{type(error).__name__}: {first[0]}")
+        found = self.known[key]
+        if isinstance(found, Refusal):
+            raise found
+        return found  # type: ignore[no-any-return]
+
+
+def _run(cut: _Cut, *values: Any) -> list[Any]:
+    slots: dict[int, Any] = dict(zip(cut.takes, values, strict=True))
+    for line in cut.inside:
+        line(slots)
+    return [slots[slot] for slot in cut.makes]
+
+
+def _works(line: Line) -> bool:
+    """Tell whether a call may put work on the device."""
+    return line.run is not None and line.new is None and not line.is_view
+
+
+def _cut(lines: Sequence[Line], kept: set[int]) -> _Cut:
+    """Cut the calls of a unit.
+
+    Args:
+        lines: the calls.
+        kept: the slots that are used outside.
+
+    Raises:
+        Refusal: a result may share memory with something else, or not: nobody knows.
+    """
+    needed = set(kept)
+    behind: list[Line] = []
+    for line in reversed(lines):
+        if line.run is not None and line.is_view and needed.intersection(line.targets):
+            behind.append(line)
+            needed.update(line.refs)
+    work = [line for line in lines if line.run is not None]
+    before = [line for line in work if line.new is not None and needed.intersection(line.targets)]
+    inside = [line for line in work if line not in before]
+    made = {slot for line in inside for slot in line.targets}
+    takes = dict.fromkeys(s for line in inside for s in line.refs if s not in made)
+    makes = [
+        slot
+        for line in inside
+        if not line.is_view
+        for slot in line.targets
+        if slot in needed
+    ]
+    if not _are_apart(inside, set(takes), makes):
+        raise Refusal("a result may share memory with an operand, or with another result")
+    return _Cut(tuple(before), tuple(inside), tuple(behind[::-1]), tuple(takes), tuple(makes))
+
+
+def _are_apart(inside: Sequence[Line], takes: set[int], makes: Sequence[int]) -> bool:
+    """Tell whether each result has memory of its own."""
+    bases: dict[int, frozenset[int]] = {slot: frozenset({slot}) for slot in takes}
+    for line in inside:
+        shared = frozenset().union(*(bases[slot] for slot in line.shares))
+        for slot in line.targets:
+            bases[slot] = shared or frozenset({slot})
+    found = [base for slot in makes for base in bases[slot]]
+    return len(set(found)) == len(found) and takes.isdisjoint(found)
+
+
+def _forms(cut: _Cut, outside: Mapping[int, str], context: Context) -> list[Form]:
+    """Return the forms of what the compiled function takes."""
+    new = {line.targets[0]: line.new for line in cut.before}
+    forms: list[Form] = []
+    for slot in cut.takes:
+        buffer = new.get(slot)
+        if buffer is not None:
+            forms.append((buffer.shape, buffer.strides, buffer.dtype, buffer.device))
+            continue
+        fact = context.fact(outside[slot])
+        if fact is None:
+            raise Refusal("the strides of an operand are not known")
+        if not context.is_on_device(outside[slot]):
+            raise Refusal("an operand lies in host memory")
+        forms.append((tuple(fact.shape), tuple(fact.stride()), fact.dtype, context.device))
+    names = [outside[slot] for slot in cut.takes if slot in outside]
+    storages = [context.storage.get(n, n) for n in names]
+    if len(set(storages)) < len(storages) and _writes(cut):
+        raise Refusal("operands share memory that may be written")
+    return forms
+
+
+def _writes(cut: _Cut) -> bool:
+    """Tell whether a call writes into what the function takes."""
+    taken = set(cut.takes)
+    return any(
+        line.targets == () and taken.intersection(line.refs) for line in cut.inside
+    )
+
+
+def _learn(forms: Mapping[int, Form], i: Instruction, context: Context) -> None:
+    """Check the results against their types, and note their strides."""
+    for name in i.outputs:
+        shape, strides, dtype, _ = forms.get(context.slot(name), (None, (), None, None))
+        if shape is None:
+            continue
+        if (shape, dtype) != (context.local(name), context.type(name).dtype):
+            raise Refusal(f"%{name} would be {dtype}{list(shape)}")
+        context.know(name, torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
+
+
+def _nbytes(form: Form) -> int:
+    shape, strides, dtype, _ = form
+    if 0 in shape:
+        return 0
+    return (1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))) * dtype.itemsize
+
+
+# -- equal units -----------------------------------------------------------------------------------
+
+
+def _key(cut: _Cut) -> tuple[Hashable, ...]:
+    """Return what the calls compute, with their slots numbered in order of use."""
+    numbers: dict[int, int] = {}
+
+    def number(slot: int) -> int:
+        return numbers.setdefault(slot, len(numbers))
+
+    for slot in cut.takes:
+        number(slot)
+    found: list[Hashable] = []
+    for line in cut.inside:
+        args = tuple(_value(x, number) for x in line.args)
+        kwargs = tuple((k, _value(x, number)) for k, x in line.kwargs)
+        found.append((_value(line.run, number), args, kwargs, tuple(map(number, line.targets))))
+    return (*found, tuple(map(number, cut.makes)))
+
+
+def _value(x: Any, number: Callable[[int], int]) -> Hashable:
+    """Return a value that is equal for equal arguments of calls, and for functions that do the same."""
+    match x:
+        case SlotRef():
+            return "slot", number(x.slot), x.form
+        case list() | tuple():
+            return type(x).__name__, *(_value(y, number) for y in x)
+        case dict():
+            return "dict", *((k, _value(y, number)) for k, y in x.items())
+        case partial():
+            return "partial", _value(x.func, number), _value(x.args, number), _value(x.keywords, number)
+        case types.FunctionType():
+            cells = [cell.cell_contents for cell in x.__closure__ or ()]
+            return x.__code__, _value(cells, number), _value(x.__defaults__, number)
+        case float():
+            return "float", x.hex()
+        case bool() | int() | str() | None:
+            return type(x).__name__, x
+        case _:
+            return _Same(x)
+
+
+@dataclass(frozen=True, slots=True)
+class _Same:
+    """An object that equals only itself, or what it says is equal where it can be hashed."""
+
+    of: Any
+
+    def __hash__(self) -> int:
+        return hash(self.of) if isinstance(self.of, Hashable) else id(self.of)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Same):
+            return NotImplemented
+        if self.of is other.of:
+            return True
+        return isinstance(self.of, torch.dtype | torch.device) and self.of == other.of

@@ -1,0 +1,48 @@
+"""Torch's compiler, Inductor: all that mdfuse uses of it, which torch does not promise to keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Function = Callable[..., Any]
+
+#: The form of a tensor argument: shape, strides, dtype, device.
+Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
+
+
+def compiled(function: Function, forms: Sequence[Form]) -> tuple[Function, list[Form]]:
+    """Compile a function of tensors, which returns a list of tensors and may write into arguments.
+
+    Args:
+        function: made of torch calls; none of them depends on an element.
+        forms: of its arguments; calls take tensors of these forms.
+
+    Returns:
+        the compiled function, and the forms of its results.
+
+    Raises:
+        Exception: whatever the compiler raises where it cannot.
+    """
+    from torch._inductor import standalone_compile
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    with torch.no_grad(), FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        fakes = [
+            torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            for shape, strides, dtype, device in forms
+        ]
+        graph = make_fx(function, tracing_mode="fake")(*fakes)
+        results = [form_of(x) for x in function(*fakes)]
+    del mode
+    return standalone_compile(graph, fakes), results
+
+
+def form_of(x: Tensor) -> Form:
+    """Return the form of a tensor."""
+    return tuple(x.shape), tuple(x.stride()), x.dtype, x.device
