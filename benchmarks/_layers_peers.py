@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     RowwiseParallel,
     parallelize_module,
 )
@@ -132,11 +133,11 @@ class _Module(nn.Module):
         return result
 
 
-def _module(bench: Bench) -> tuple[_Module, dict[str, Tensor]]:
+def _module(bench: Bench) -> tuple[nn.Module, dict[str, Tensor]]:
     """Torch's own tensor parallelism: the module, and what it is called with."""
     case, size = bench.case, bench.ranks.comm.size
     mesh = init_device_mesh(bench.ranks.device.type, (size,))
-    plan = {
+    plan: dict[str, ParallelStyle] = {
         name: RowwiseParallel() if dim else ColwiseParallel()
         for name, (*_, dim) in case.linears().items()
     }
@@ -150,7 +151,8 @@ def _module(bench: Bench) -> tuple[_Module, dict[str, Tensor]]:
 
 
 def _dtensor(bench: Bench) -> _Call:
-    return partial(*_module(bench))
+    module, others = _module(bench)
+    return partial(module, others)
 
 
 def _dtensor_compiled(bench: Bench) -> _Call:
