@@ -31,8 +31,11 @@ import mdfuse
 #: Times a batch of calls: (calls) -> nanoseconds.
 Stopwatch = Callable[[Callable[[], None]], float]
 
-#: unit -> how many of it are in one second (or byte).
-_UNITS = {"us": 1e-3, "ms": 1e-6, "MiB": 1 / 2**20}
+#: unit -> how many of it are in what is stored.
+_UNITS = {"us": 1e-3, "ms": 1e-6, "MiB": 1 / 2**20, "of 1": 1.0}
+
+#: unit -> what is stored.
+_STORED = {"us": "ns", "ms": "ns", "MiB": "bytes", "of 1": "relative error"}
 
 #: Width of the table where the output is no terminal.
 _WIDTH = 170
@@ -77,8 +80,8 @@ class Row:
     Attributes:
         name: what is measured.
         sizes: the shapes or counts it was measured with.
-        unit: "us", "ms" or "MiB".
-        ours: nanoseconds per call (or bytes) in each round.
+        unit: "us", "ms" or "MiB"; "of 1" for relative errors.
+        ours: nanoseconds per call (or bytes, or the error) in each round.
         against: the same of the alternative.
         alternative: what the alternative is.
         kind: the figure: ours / against, or (ours - against) / `per` in `unit`.
@@ -88,7 +91,7 @@ class Row:
 
     name: str
     sizes: str
-    unit: Literal["us", "ms", "MiB"]
+    unit: Literal["us", "ms", "MiB", "of 1"]
     ours: Sequence[float]
     against: Sequence[float]
     alternative: str
@@ -265,7 +268,7 @@ def _stored(row: Row) -> dict[str, Any]:
         "alternative": row.alternative,
         "kind": row.kind,
         "per": row.per,
-        "measured": "bytes" if row.unit == "MiB" else "ns",
+        "measured": _STORED[row.unit],
         "limit": row.limit,
         "holds": row.holds,
         **{name: asdict(Spread.of(samples)) for name, samples in spreads.items()},

@@ -79,20 +79,41 @@ class Ranks:
 
 def start(backend: str, size: int, device: str | None, fast_lane: FastLane = "auto") -> Ranks:
     """Join the ranks of the launcher, or stand for rank 0 of `size` (backend null)."""
-    torch.set_num_threads(1)
-    torch.set_grad_enabled(False)
+    _settings()
     if backend == "null":
         return _stand_in(size, device)
     if "RANK" not in os.environ:
         screen.fail(f"backend {backend} needs ranks: ./launch/torchrun 4 benchmarks/...")
+    if backend != "nccl" and detect(os.environ).is_one_host:  # by loopback, as mdfuse does
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return _joined(backend, fast_lane, {})
+
+
+def start_or_alone(device: str | None) -> Ranks:
+    """Join the ranks of the launcher; without one be the only rank, of a real backend.
+
+    Args:
+        device: "cpu" or "cuda"; None: a GPU if there is one.
+    """
+    on_gpu = torch.cuda.is_available() if device is None else device == "cuda"
+    backend = "nccl" if on_gpu else "gloo"
+    if "RANK" in os.environ:
+        return start(backend, 0, device)
+    _settings()
+    return _joined(backend, "auto", {"store": HashStore(), "rank": 0, "world_size": 1})
+
+
+def _settings() -> None:
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+
+
+def _joined(backend: str, fast_lane: FastLane, rendezvous: dict[str, Any]) -> Ranks:
+    """Torch's default process group, and mdfuse's communicator on its ranks."""
     if backend == "nccl":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        on = torch.device("cuda", torch.cuda.current_device())
-        dist.init_process_group(backend, device_id=on)
-    else:
-        if detect(os.environ).is_one_host:  # by loopback, as mdfuse does
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group(backend)
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        rendezvous |= {"device_id": torch.device("cuda", torch.cuda.current_device())}
+    dist.init_process_group(backend, **rendezvous)
     options = mf.Options(timeout_s=_TIMEOUT_S, fast_lane=fast_lane)
     comm, world = mf.init(options, backend), dist.group.WORLD
     return _ranks(comm, cast(Any, world)._get_backend(comm.device))

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import json
+import math
 import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 from helpers.bare import bare_environment
+from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -85,6 +93,154 @@ def test_one_rank_has_nobody_to_communicate_with(tmp_path: Path) -> None:
 def test_one_backend_alone_is_no_comparison(tmp_path: Path) -> None:
     done = run(tmp_path, BACKENDS, "gloo")
     assert done.returncode == 2 and "name two backends, or more" in done.stderr
+
+
+LAYERS = str(ROOT / "benchmarks" / "layers.py")
+ON_CPUS = ("--device", "cpu", "--small", "--compiler", "aot_eager", "--rounds", "2")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_layers_agree_with_float64(tmp_path: Path, ranks: int) -> None:
+    """The benchmark ends with an error where a contender is wrong."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
+    started = (*torchrun, "--nproc-per-node", str(ranks)) if ranks > 1 else ()
+    models = ("llama3-8b", "gpt3-175b" if ranks > 1 else "minilm")
+    phases = ("prefill",) if ranks > 1 else ("prefill", "decode")
+    chosen = ("--model", *models, "--output", "a.json", *(("--phase", *phases) * (ranks > 1)))
+    done = run(tmp_path, *started, LAYERS, *ON_CPUS, *chosen)
+    assert done.returncode == 0, done.stderr
+    file = json.loads((tmp_path / "a.json").read_text())
+    assert file["world"]["ranks"] == ranks and not file["world"]["left_out"]
+    layers = {row["name"].partition(":")[0] for row in file["rows"]}
+    assert layers == {f"{m}, {p}" for m in models for p in phases} - {"minilm, decode"}
+    for layer in layers:
+        times = [row for row in file["rows"] if row["name"] == f"{layer}: time"]
+        alternatives = [row["alternative"] for row in times]
+        assert alternatives == ["eager", "compiled", "dtensor", "dtensor-compiled"]
+    errors = [row for row in file["rows"] if row["measured"] == "relative error"]
+    assert len(errors) == 2 * len(layers)
+    for row in errors:
+        assert 0 < row["ours"]["median"] < 1e-5 and 0 < row["against"]["median"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--peers", "eager,luck,graph"), "peers luck, graph: here there are eager, compiled"),
+        (("--model", "minilm", "--phase", "decode"), "minilm has no decode"),
+    ],
+)
+def test_layers_that_cannot_be_measured(
+    tmp_path: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    done = run(tmp_path, LAYERS, *ON_CPUS, *arguments)
+    assert done.returncode == 1 and words in done.stderr
+
+
+@pytest.fixture
+def layers_models(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("_layers_models")
+
+
+def drawn(models: Any, name: str, phase: str) -> tuple[Any, dict[str, Tensor], Tensor]:
+    """A small layer, its inputs in float64, and what it gives."""
+    (case,) = models.cases([name], phase, None, 7, True)
+    w = case.draw(torch.device("cpu"), torch.float64)
+    return case, w, case.layer(w, lambda n, x: F.linear(x, w[n], w.get(f"{n}_bias")))
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_llama_layer_is_one(layers_models: Any, phase: str) -> None:
+    case, w, got = drawn(layers_models, "llama3-70b", phase)
+    m, x = case.model, w["x"]
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+    def heads(weight: Tensor) -> Tensor:
+        return torch.stack((norm(x, w["norm_1"]) @ weight.T).split(m.head, -1), 1)
+
+    half, at = m.head // 2, torch.arange(x.shape[1]) + (case.cache if phase == "decode" else 0)
+    turn = torch.polar(  # the angles are computed in float32
+        torch.ones(len(at), half, dtype=torch.float64),
+        torch.outer(at.float(), 500000.0 ** -(torch.arange(half).float() / half)).double(),
+    )
+
+    def turned(x: Tensor) -> Tensor:
+        pairs = torch.complex(x[..., :half].contiguous(), x[..., half:].contiguous()) * turn
+        return torch.cat([pairs.real, pairs.imag], -1)
+
+    q, k, v = turned(heads(w["q"])), turned(heads(w["k"])), heads(w["v"])
+    if phase == "decode":
+        k, v = torch.cat([w["keys"], k], 2), torch.cat([w["values"], v], 2)
+    times = m.heads // m.kv_heads
+    mixed = []
+    for head in range(m.heads):
+        scores = q[:, head] @ k[:, head // times].mT / m.head**0.5
+        if phase == "prefill":
+            scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), -torch.inf)
+        mixed.append(scores.exp() / scores.exp().sum(-1, keepdim=True) @ v[:, head // times])
+    y = x + torch.cat(mixed, -1) @ w["o"].T
+    z = norm(y, w["norm_2"])
+    gate = z @ w["gate"].T
+    want = y + (gate * torch.sigmoid(gate) * (z @ w["up"].T)) @ w["down"].T
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["gpt3-175b", "minilm"])
+def test_other_layers_are_those_of_torch(layers_models: Any, name: str) -> None:
+    case, w, got = drawn(layers_models, name, "prefill")
+    m, is_gpt = case.model, name == "gpt3-175b"
+    theirs = torch.nn.TransformerEncoderLayer(
+        m.width, m.heads, m.hidden, 0.0, norm_first=is_gpt, batch_first=True, dtype=torch.float64,
+        activation=partial(F.gelu, approximate="tanh" if is_gpt else "none"),
+    )  # fmt: skip
+    of = {
+        "self_attn.out_proj.": "o", "linear1.": "up", "linear2.": "down",
+        "norm1.": "norm_1", "norm2.": "norm_2",
+    }  # fmt: skip
+    state = {f"{theirs}weight": w[ours] for theirs, ours in of.items()}
+    state |= {f"{theirs}bias": w[f"{ours}_bias"] for theirs, ours in of.items()}
+    state["self_attn.in_proj_weight"] = torch.cat([w[n] for n in "qkv"])
+    state["self_attn.in_proj_bias"] = torch.cat([w[f"{n}_bias"] for n in "qkv"])
+    theirs.load_state_dict(state)
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(case.tokens, dtype=torch.float64)
+    torch.testing.assert_close(got, theirs(w["x"], mask if is_gpt else None))
+
+
+def test_an_option_that_is_not_there(
+    layers_models: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peers = importlib.import_module("_layers_peers")
+    old = dataclasses.make_dataclass("Options", [])
+    new = dataclasses.make_dataclass("Options", [("compile", str, "auto")])
+    monkeypatch.setattr("mdfuse.Options", new)
+    assert peers.options("always") == new("always")
+    assert peers.options(None) is None
+    monkeypatch.setattr("mdfuse.Options", old)
+    with pytest.raises(SystemExit):
+        peers.options("always")
+    assert "no field `compile`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_stale", [False, True])
+def test_a_result_that_is_not_computed_anew(layers_models: Any, is_stale: bool) -> None:
+    figures = importlib.import_module("_layers_figures")
+    x = torch.randn(4)
+    layer = SimpleNamespace(parts={"x": x})
+    kept, want = x * 2, x * 2
+    error = figures._error(layer, lambda: kept if is_stale else x * 2, want.double())
+    assert math.isnan(error) if is_stale else error < 1e-6
+
+
+def test_times_to_draw(tmp_path: Path, layers_models: Any) -> None:
+    plot = importlib.import_module("_layers_plot")
+    row = {"name": "a, decode: GPU, one call", "sizes": "4 rows", "alternative": "graph"}
+    took = {"ours": {"median": 2000.0}, "against": {"median": 1000.0}}
+    host = {**row, "name": "a, decode: host"}
+    (tmp_path / "a.json").write_text(json.dumps({"rows": [row | took, host | took]}))
+    assert plot.times([tmp_path / "a.json"]) == {"a, decode\n4 rows": {"mdfuse": 2, "graph": 1}}
 
 
 def stored(name: str) -> dict[str, dict[str, Any]]:

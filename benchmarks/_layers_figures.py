@@ -1,0 +1,233 @@
+"""Figures of one layer: time on the device and on the host, bytes at the peak, the error."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from _layers_models import Case
+from _layers_peers import PEERS, Bench, reference
+from _measure import Contender, Row, device_time, host_time, interleave
+from _ranks import Ranks
+from torch import Tensor
+
+import mdfuse as mf
+
+#: Calls of a turn where layers follow each other; even eager ones fit into a GPU's queue.
+_FOLLOWING = 8
+
+#: dtype -> the largest error of a layer, relative to the norm of the result.
+_TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
+
+#: What is allowed on one GPU, against which contender.
+_LIMITS = {"compiled-graph": 1.02, "graph": 1.0}
+_MEMORY_LIMIT, _ERROR_LIMIT, _HOST_LIMIT_US = 1.05, 1.1, 25.0
+
+#: Inputs of the run that the limit of host time is about.
+_INPUTS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """A contender in its steady state, whose result was compared.
+
+    Attributes:
+        call: one layer.
+        peak: the most bytes it had allocated, inputs and weights left out; 0 on a CPU.
+        error: of its result, relative to the norm of the right one.
+    """
+
+    call: Callable[[], Tensor]
+    peak: int
+    error: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a layer is measured.
+
+    Attributes:
+        ranks: on which ranks.
+        rounds: how many.
+        peers: names of the contenders.
+        options: mdfuse's; None: those of the environment.
+        compiler: the backend of torch.compile.
+        left_out: what torch's DTensor could not run, and why; filled while measuring.
+    """
+
+    ranks: Ranks
+    rounds: int
+    peers: tuple[str, ...]
+    options: mf.Options | None
+    compiler: str
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.ranks.device.type == "cuda"
+
+    @property
+    def has_limits(self) -> bool:
+        """Communication is out of the picture, and times are a GPU's."""
+        return self.is_gpu and self.ranks.comm.size == 1
+
+
+def bench(plan: Plan, case: Case) -> Bench:
+    """The layer with random inputs: bfloat16 on GPUs, float32 on CPUs."""
+    dtype = torch.bfloat16 if plan.is_gpu else torch.float32
+    wholes = case.draw(plan.ranks.device, dtype)
+    layouts = case.layouts(plan.ranks.mesh)
+    return Bench(
+        ranks=plan.ranks,
+        case=case,
+        wholes=wholes,
+        parts={name: plan.ranks.local(x, layouts[name]).clone() for name, x in wholes.items()},
+        options=plan.options,
+        compiler=plan.compiler,
+    )
+
+
+def prepare(plan: Plan, layer: Bench) -> dict[str, Ready]:
+    """Every contender, compared with the layer in float64 on one device.
+
+    Raises:
+        AssertionError: a result is wrong.
+    """
+    torch.compiler.reset()  # else the layers before count as recompilations
+    want = reference(layer)
+    calls: dict[object, Callable[[], Tensor]] = {}
+    found = {}
+    for name in plan.peers:
+        make = PEERS[name].make
+        try:
+            if make not in calls:  # a graph is of the function that also runs without one
+                calls[make] = make(layer)
+            steady, peak = _steady(plan, name, calls[make])
+        except RuntimeError as error:
+            if not name.startswith("dtensor"):
+                raise
+            plan.left_out[f"{layer.case.name}: {name}"] = f"{type(error).__name__}: {error}"
+            continue
+        error_of = _error(layer, steady, want)
+        if not error_of < _TOLERANCE[layer.parts["x"].dtype]:
+            raise AssertionError(f"{layer.case.name}, {name}: a relative error of {error_of:.2g}")
+        found[name] = Ready(call=steady, peak=peak, error=error_of)
+    return found
+
+
+def _steady(plan: Plan, name: str, call: Callable[[], Tensor]) -> tuple[Callable[[], Tensor], int]:
+    """The call after plans, compilations and captures, and its peak without compilations."""
+    if not plan.is_gpu:
+        call()
+        return PEERS[name].steady(call), 0
+    x = torch.ones(64, 64, dtype=torch.bfloat16, device=plan.ranks.device)
+    torch.mm(x, x)  # cuBLAS's workspace, which all share
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    call()
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    steady = PEERS[name].steady(call)
+    for _ in range(3):
+        steady()
+    torch.cuda.synchronize()
+    return steady, torch.cuda.max_memory_allocated() - before
+
+
+def _error(layer: Bench, call: Callable[[], Tensor], want: Tensor) -> float:
+    """Of a result that was computed anew, from an x that the call did not see before."""
+    x = layer.parts["x"]
+    right = x.clone()
+    x.normal_()
+    call().fill_(torch.nan)  # the memory that the next result gets, as a rule
+    x.copy_(right)
+    got = call().double()
+    return float(torch.linalg.vector_norm(got - want) / torch.linalg.vector_norm(want))
+
+
+def rows(plan: Plan, case: Case) -> Iterator[Row]:
+    """The figures of one layer: mdfuse against every other contender."""
+    ready = prepare(plan, bench(plan, case))
+    if plan.is_gpu:
+        yield from _times(plan, case, ready, "GPU, one call", device_time, 1)
+        yield from _times(plan, case, ready, "GPU, of 8 calls", device_time, _FOLLOWING)
+        yield from _times(plan, case, ready, "host", host_time, _FOLLOWING)
+        yield from _peaks(plan, case, ready)
+    else:
+        yield from _times(plan, case, ready, "time", host_time, 1)
+    yield from _errors(plan, case, ready)
+
+
+def _others(ready: Mapping[str, Ready]) -> list[str]:
+    return [name for name in ready if name != "mdfuse"]
+
+
+def _times(
+    plan: Plan,
+    case: Case,
+    ready: Mapping[str, Ready],
+    what: str,
+    stopwatch: Callable[[Callable[[], None]], float],
+    batch: int,
+) -> Iterator[Row]:
+    times = interleave(
+        {name: Contender(call=one.call) for name, one in ready.items()},
+        rounds=plan.rounds,
+        batch=batch,
+        settle=plan.ranks.settle,
+        stopwatch=stopwatch,
+    )
+    is_limited = plan.has_limits and stopwatch is device_time
+    for name in _others(ready):
+        yield Row(
+            name=f"{case.name}: {what}",
+            sizes=case.sizes,
+            unit="us",
+            ours=times["mdfuse"],
+            against=times[name],
+            alternative=name,
+            limit=_LIMITS.get(name) if is_limited else None,
+        )
+    if stopwatch is host_time and plan.has_limits and len(case.shapes()) == _INPUTS:
+        yield Row(
+            name=f"{case.name}: {what}",
+            sizes=f"{_INPUTS} inputs",
+            unit="us",
+            ours=times["mdfuse"],
+            against=[0.0] * plan.rounds,
+            alternative="nothing",
+            limit=_HOST_LIMIT_US,
+            kind="added",
+        )
+
+
+def _peaks(plan: Plan, case: Case, ready: Mapping[str, Ready]) -> Iterator[Row]:
+    for name in _others(ready):
+        is_limited = plan.has_limits and name == "compiled-graph"
+        yield Row(
+            name=f"{case.name}: memory at the peak",
+            sizes=case.sizes,
+            unit="MiB",
+            ours=[ready["mdfuse"].peak],
+            against=[ready[name].peak],
+            alternative=name,
+            limit=_MEMORY_LIMIT if is_limited else None,
+        )
+
+
+def _errors(plan: Plan, case: Case, ready: Mapping[str, Ready]) -> Iterator[Row]:
+    for name in sorted(ready.keys() & {"eager", "compiled"}):
+        is_limited = plan.has_limits and name == "compiled"
+        yield Row(
+            name=f"{case.name}: error against float64",
+            sizes=case.sizes,
+            unit="of 1",
+            ours=[ready["mdfuse"].error],
+            against=[ready[name].error],
+            alternative=name,
+            limit=_ERROR_LIMIT if is_limited else None,
+        )

@@ -1,0 +1,210 @@
+"""What runs a layer: mdfuse, torch by hand, torch.compile, DTensor; eagerly and as CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.nn.functional as F
+from _graphs import HandGraph
+from _layers_models import Case
+from _ranks import Ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import mdfuse as mf
+from mdfuse.cli import screen
+
+_Call = Callable[[], Tensor]
+
+#: Sums what the ranks have, or None where there is one.
+_Join = Callable[[Tensor], Tensor] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """A layer with its inputs on this rank.
+
+    Attributes:
+        ranks: where.
+        case: the layer.
+        wholes: its inputs in global view.
+        parts: this rank's, which all contenders read.
+        options: mdfuse's; None: those of the environment.
+        compiler: the backend of torch.compile.
+    """
+
+    ranks: Ranks
+    case: Case
+    wholes: Mapping[str, Tensor]
+    parts: Mapping[str, Tensor]
+    options: mf.Options | None
+    compiler: str
+
+
+def ours(bench: Bench) -> _Call:
+    """A fusion of the layer, and its program's run."""
+    case, mesh = bench.case, bench.ranks.mesh
+    layouts, dtype = case.layouts(mesh), bench.parts["x"].dtype
+    with mf.FusionDefinition("layer") as fd:
+        w: dict[str, Any] = {
+            name: fd.define_tensor(shape, dtype, mesh, layouts[name], name=name)
+            for name, (shape, _) in case.shapes().items()
+        }
+        fd.add_output(case.layer(w, lambda name, x: F.linear(x, w[name], w.get(f"{name}_bias"))))
+    run, inputs = mf.compile(fd, bench.options).run, list(bench.parts.values())
+    return lambda: run(*inputs)[0]
+
+
+def by_hand(bench: Bench, join: _Join = None) -> Callable[[Mapping[str, Tensor]], Tensor]:
+    """The layer as one function of its inputs, for parts of heads and hidden units."""
+    case, rows = bench.case, {n for n, (*_, dim) in bench.case.linears().items() if dim == 1}
+
+    def layer(w: Mapping[str, Tensor]) -> Tensor:
+        def dense(name: str, x: Tensor) -> Tensor:
+            weight, bias = w[name], w.get(f"{name}_bias")
+            if join is None or name not in rows:
+                return F.linear(x, weight, bias)
+            y = join(F.linear(x, weight))
+            return y if bias is None else y + bias
+
+        result: Tensor = case.layer(w, dense)
+        return result
+
+    return layer
+
+
+def reference(bench: Bench) -> Tensor:
+    """The whole layer in float64, on one device."""
+    wide = {name: whole.double() for name, whole in bench.wholes.items()}
+    return by_hand(bench)(wide)
+
+
+def _reduced(x: Tensor) -> Tensor:
+    dist.all_reduce(x)
+    return x
+
+
+def _eager(bench: Bench) -> _Call:
+    join = _reduced if bench.ranks.comm.size > 1 else None
+    return partial(by_hand(bench, join), bench.parts)
+
+
+def _compiled(bench: Bench) -> _Call:
+    """In one piece: what dynamo cannot trace is an error."""
+    world: Any = dist.group.WORLD
+    name = world.group_name
+
+    def join(x: Tensor) -> Tensor:
+        summed: Tensor = functional.all_reduce(x, "sum", name)
+        return summed
+
+    layer = by_hand(bench, join if bench.ranks.comm.size > 1 else None)
+    compiled = torch.compile(layer, backend=bench.compiler, dynamic=False, fullgraph=True)
+    return partial(compiled, dict(bench.parts))
+
+
+class _Module(nn.Module):
+    """The layer whose linear layers are modules, as `parallelize_module` wants it."""
+
+    def __init__(self, case: Case, wholes: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.case = case
+        for name, (outputs, inputs, _) in case.linears().items():
+            linear = nn.Linear(inputs, outputs, bias=f"{name}_bias" in wholes, device="meta")
+            linear.weight = nn.Parameter(wholes[name], requires_grad=False)
+            if linear.bias is not None:
+                linear.bias = nn.Parameter(wholes[f"{name}_bias"], requires_grad=False)
+            self.add_module(name, linear)
+
+    def forward(self, w: dict[str, Tensor]) -> Tensor:
+        result: Tensor = self.case.layer(w, lambda name, x: getattr(self, name)(x))
+        return result
+
+
+def _module(bench: Bench) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Torch's own tensor parallelism: the module, and what it is called with."""
+    case, size = bench.case, bench.ranks.comm.size
+    mesh = init_device_mesh(bench.ranks.device.type, (size,))
+    plan: dict[str, ParallelStyle] = {
+        name: RowwiseParallel() if dim else ColwiseParallel()
+        for name, (*_, dim) in case.linears().items()
+    }
+    module = parallelize_module(_Module(case, bench.wholes), mesh, plan)
+    others = {
+        name: part
+        for name, part in bench.parts.items()
+        if name.removesuffix("_bias") not in case.linears()
+    }
+    return module, others
+
+
+def _dtensor(bench: Bench) -> _Call:
+    module, others = _module(bench)
+    return partial(module, others)
+
+
+def _dtensor_compiled(bench: Bench) -> _Call:
+    module, others = _module(bench)
+    return partial(torch.compile(module, backend=bench.compiler, dynamic=False), others)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """A contender.
+
+    Attributes:
+        make: from a layer to the call.
+        is_captured: the call is captured by hand as a CUDA graph, whose replay is timed: inputs
+            are read where they are, and the output is overwritten by the next replay.
+    """
+
+    make: Callable[[Bench], _Call]
+    is_captured: bool = False
+
+    def steady(self, call: _Call) -> _Call:
+        """What is called from now on, after `call` was called once."""
+        if not self.is_captured:
+            return call
+        captured = HandGraph(call, ())
+        replay, output = captured.graph.replay, captured.output
+
+        def replayed() -> Tensor:
+            replay()
+            return output
+
+        return replayed
+
+
+#: By name, in the order of the table.
+PEERS = {
+    "mdfuse": Peer(make=ours),
+    "eager": Peer(make=_eager),
+    "graph": Peer(make=_eager, is_captured=True),
+    "compiled": Peer(make=_compiled),
+    "compiled-graph": Peer(make=_compiled, is_captured=True),
+    "dtensor": Peer(make=_dtensor),
+    "dtensor-compiled": Peer(make=_dtensor_compiled),
+    "dtensor-compiled-graph": Peer(make=_dtensor_compiled, is_captured=True),
+}
+
+
+def options(compiles: str | None) -> mf.Options | None:
+    """mdfuse's options, or the end of the process where they have no `compile`."""
+    if compiles is None:
+        return None
+    if "compile" not in {each.name for each in fields(mf.Options)}:
+        screen.fail(f"--compile {compiles}: Options of this version have no field `compile`")
+    changed: dict[str, Any] = {"compile": compiles}
+    return mf.Options(**changed)
