@@ -100,7 +100,7 @@ class Plan:
         return Owned(buffers={}, lines=self.lines, numbers=numbers, nbytes=0)
 
     @property
-    def left(self) -> tuple[int, ...]:
+    def lines_of_run(self) -> tuple[int, ...]:
         """For each call that is left, its number among all lines."""
         return self.owned.numbers
 
@@ -116,7 +116,7 @@ class Plan:
             self.outputs,
             self.owned.buffers,
             self.names,
-            [self.labels[n] for n in self.left],
+            [self.labels[n] for n in self.lines_of_run],
         )
         register(function.code.co_filename, self)
         return function
@@ -186,9 +186,9 @@ class Plan:
             first: the number of its first line among these.
         """
         found = function.line_of(error.__traceback__)
-        if found is None or first + found >= len(self.left):
+        if found is None or first + found >= len(self.lines_of_run):
             return error
-        number = self.left[first + found]
+        number = self.lines_of_run[first + found]
         line, step = self.lines[number], self.step_of(number)
         if line.explain is not None:
             explained = line.explain(error)
@@ -200,9 +200,9 @@ class Plan:
 
     def step_of(self, number: int) -> Step:
         """Return the step that a line belongs to."""
-        return self.steps[self.number_of(number)]
+        return self.steps[self.step_number_of(number)]
 
-    def number_of(self, line: int) -> int:
+    def step_number_of(self, line: int) -> int:
         """Return the number of the step that a line belongs to."""
         for number, step in enumerate(self.steps):
             line -= len(step.lines)

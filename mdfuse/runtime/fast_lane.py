@@ -15,7 +15,7 @@ from mdfuse.backends.nccl.cuda_driver import CudaDevice, Device
 from mdfuse.backends.nccl.lane import NcclLane
 from mdfuse.backends.post_notes import PostInfo, Track
 from mdfuse.errors import BackendError
-from mdfuse.runtime.agreement import Agreement
+from mdfuse.runtime.agreement.meetings import Meetings
 from mdfuse.runtime.watch.watch import Watch
 
 _log = logging.getLogger("mdfuse.comm")
@@ -111,7 +111,7 @@ def agree_on_lanes(
     rank: int,
     device: torch.device,
     watch: Watch,
-    agreement: Agreement,
+    meetings: Meetings,
 ) -> Lanes | None:
     """Ask all ranks whether they can use fast lanes; None where one of them cannot.
 
@@ -123,14 +123,14 @@ def agree_on_lanes(
         rank: this rank.
         device: this rank's GPU.
         watch: notes the posts of all lanes.
-        agreement: the ranks' meetings.
+        meetings: the ranks' meetings.
 
     Raises:
         BackendError: a rank says "always" and a rank cannot, or says "never". All ranks raise.
     """
     refusal = nccl_library.why_not() if setting != "never" else ("fast_lane='never'", "say 'auto'")
     said = (_ALWAYS if setting == "always" else "", *(refusal or ("", "")))
-    texts = agreement.exchange("\n".join(said) if any(said) else None)
+    texts = meetings.exchange("\n".join(said) if any(said) else None)
     answers = [(text or "\n\n").split("\n", 2) for text in texts]
     against = {
         other: (because, hint) for other, (_, because, hint) in enumerate(answers) if because

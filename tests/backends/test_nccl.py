@@ -26,7 +26,7 @@ from mdfuse.backends.post_notes import PostInfo
 from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import BackendError, CommunicationError, ProgramError
 from mdfuse.layouts.call import Call
-from mdfuse.runtime.agreement import Agreement
+from mdfuse.runtime.agreement.meetings import Meetings
 from mdfuse.runtime.fast_lane import Lanes, Replays, agree_on_lanes
 from mdfuse.runtime.watch.positions import is_shared
 from mdfuse.runtime.watch.running import RunCount
@@ -653,7 +653,7 @@ def agreed(
             rank=rank,
             device=torch.device("cpu"),
             watch=Watch(rank=rank, timeout_s=5, store=PrefixStore("watch", store)),
-            agreement=Agreement(PrefixStore("agreement", store), rank, 2, 20),
+            meetings=Meetings(PrefixStore("agreement", store), rank, 2, 20),
         )
 
     return both(one)

@@ -8,11 +8,10 @@ from datetime import timedelta
 
 from mdfuse.backends.c10d.groups import Store
 from mdfuse.backends.work import first_line
-from mdfuse.errors import BackendError
+from mdfuse.errors import BackendError, ProgramError
+from mdfuse.runtime.agreement.meetings import ANSWER_S
 from mdfuse.runtime.watch.bulletin import within
-
-#: How long the store may take to answer where a communication broke already, seconds.
-_ANSWER_S = 1.0
+from mdfuse.runtime.watch.running import RunCount
 
 _ALL_REFUSED = "all ranks refused it"
 _BEGUN = "other ranks had begun it"
@@ -60,25 +59,35 @@ class Refusals:
             if self._store.add(f"refusals/{occasion}", 1) == self._size:
                 self._store.set(f"settled/{occasion}", _ALL_REFUSED)
 
-        within(_ANSWER_S, leave_word)
+        within(ANSWER_S, leave_word)
 
-    def broke_off(self, occasion: str, error: BackendError) -> str | None:
+    def broke_off(self, tally: RunCount, error: BackendError) -> ProgramError | None:
         """Note that a communication of a run broke on this rank.
 
+        Args:
+            tally: of the program; the run is the one that began last.
+            error: what the communication raised.
+
         Returns:
-            what a rank that refused the run said; None where none did, or the store does not
-            answer.
+            the error with the words of a rank that refused the run; None where none did, or the
+            store does not answer.
         """
         self._broken = self._broken or f"a communication broke ({first_line(error)})"
         found: list[str] = []
 
         def ask() -> None:
-            if self._store.check([f"refused/{occasion}"]):
-                self._store.set(f"settled/{occasion}", _BEGUN)
-                found.append(self._store.get(f"refused/{occasion}").decode())
+            if self._store.check([f"refused/{tally.occasion}"]):
+                self._store.set(f"settled/{tally.occasion}", _BEGUN)
+                found.append(self._store.get(f"refused/{tally.occasion}").decode())
 
-        within(_ANSWER_S, ask)
-        return found[0] if found else None
+        within(ANSWER_S, ask)
+        if not found:
+            return None
+        return ProgramError(
+            f"@{tally.name} broke off on rank {self._rank}: another rank refused it",
+            where=found[0].splitlines(),
+            because="all ranks run, or none does",
+        )
 
     def settle(self) -> None:
         """Wait until it is known whether ranks may run programs again; return where they may.

@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,8 @@ import torch
 from mdfuse.config import VERSION, Options
 from mdfuse.errors import IndexRangeError, MdfuseError, ProgramError, printable
 from mdfuse.hir.program import HostProgram
-from mdfuse.runtime.crowds import BECAUSE, HINT, crowd
+from mdfuse.runtime.agreement.crowds import BECAUSE, HINT, crowd
+from mdfuse.runtime.agreement.meetings import raise_alike
 
 if TYPE_CHECKING:
     from mdfuse.runtime.communicator import Communicator
@@ -24,6 +26,39 @@ _REFUSED, _OUT_OF_RANGE = "refused: ", "index: "
 
 #: Options that ranks must share: they decide what is posted, how, and for how long it is awaited.
 _SHARED = ("streams", "stream_policy", "graph", "fast_lane", "timeout_s", "check_indices")
+
+
+def first_run(
+    program: HostProgram,
+    options: Options,
+    problem: MdfuseError | None,
+    communicator: Communicator,
+) -> HostProgram:
+    """Let all ranks agree before a program's first run; return this rank's projection.
+
+    Args:
+        program: for all ranks, or the projection onto this one.
+        options: of the run; those that ranks must share count, and `verify`.
+        problem: why this rank cannot run, or None.
+        communicator: of all ranks.
+
+    Raises:
+        ProgramError: the program means nothing, ranks run different ones, or one has a problem; on
+            every rank alike.
+    """
+    local = None
+    if problem is None:
+        try:
+            if options.verify:
+                program.check()
+            local = program.project(communicator.rank)
+            if not options.verify:
+                local.check_alone()
+        except MdfuseError as error:
+            problem = error
+    agree(program.name, problem, communicator, fingerprint(program, options))
+    assert local is not None
+    return local
 
 
 def agree(
@@ -48,11 +83,8 @@ def agree(
     own = None if what is None else hashlib.sha256(what.encode()).hexdigest()
     kind = _OUT_OF_RANGE if isinstance(problem, IndexRangeError) else _REFUSED
     reports = communicator.all_ok(own if problem is None else f"{kind}{problem}")
-    if problem is not None:
-        raise problem
-    for rank, report in enumerate(reports):
-        if report is not None and report.startswith((_REFUSED, _OUT_OF_RANGE)):
-            raise _elsewhere(name, rank, report)
+    problems = [r if r and r.startswith((_REFUSED, _OUT_OF_RANGE)) else None for r in reports]
+    raise_alike(problem, problems, partial(_elsewhere, name))
     if any(report != reports[0] for report in reports):
         found = communicator.crowd = crowd(communicator.rank) or communicator.crowd
         speaks = reports.index(own) == communicator.rank or found

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from mdfuse.errors import BackendError
+from mdfuse.errors import BackendError, MdfuseError
 from mdfuse.runtime.deadline import Deadline
 from mdfuse.runtime.watch.bulletin import within
 
@@ -16,11 +17,30 @@ if TYPE_CHECKING:
 #: without texts costs each rank one arrival and one wait, whatever the number of ranks.
 _TEXTS = 32
 
-#: How long to ask who is missing, seconds.
-_ASK_S = 1.0
+#: How long the store may take to answer where something went wrong already, seconds.
+ANSWER_S = 1.0
 
 
-class Agreement:
+def raise_alike(
+    problem: MdfuseError | None,
+    said: Sequence[str | None],
+    elsewhere: Callable[[int, str], MdfuseError],
+) -> None:
+    """Raise on every rank where one has a problem; each calls it with what a meeting returned.
+
+    Args:
+        problem: this rank's own.
+        said: by rank: None, or its problem.
+        elsewhere: returns the error that tells of the problem of a rank, from rank and text.
+    """
+    if problem is not None:
+        raise problem
+    for rank, text in enumerate(said):
+        if text is not None:
+            raise elsewhere(rank, text)
+
+
+class Meetings:
     """The meetings of all ranks, which are numbered.
 
     The last rank to arrive at meeting s + 1 deletes the keys of meeting s, which all have left by
@@ -129,7 +149,7 @@ class Agreement:
         def ask() -> None:
             missing.extend(r for r in ranks if not self._has_arrived(r, meeting))
 
-        is_known = within(_ASK_S, ask)  # the store may be what does not answer
+        is_known = within(ANSWER_S, ask)  # the store may be what does not answer
         return BackendError(
             self._what(missing if is_known else []),
             where=f"meeting {meeting} of all {self.size} ranks",
