@@ -90,12 +90,7 @@ def _tell_launcher(error: MdfuseError) -> None:
 
 
 def fail(why: Text | str, everywhere: bool = False) -> NoReturn:
-    """End the process with exit status 1, and print why on standard error.
-
-    Args:
-        why: the text.
-        everywhere: print on every rank that gets here, not on rank 0 alone.
-    """
+    """End the process with exit status 1; print why on standard error, on rank 0 or everywhere."""
     if everywhere or is_first():
         _console(stderr=True).print(why, soft_wrap=True)
     else:

@@ -14,11 +14,7 @@ _SHARE = 0.1
 
 
 def advice(fusion: Fusion) -> Iterator[str]:
-    """Yield lines about the reshards that move more than a tenth of what a fusion moves.
-
-    Args:
-        fusion: as the passes prepared it: its sets are the reshards.
-    """
+    """Yield lines about the reshards that move more than a tenth of what a fusion moves."""
     moved = {e.output: _bytes(fusion, e) for e in fusion.exprs if _is_reshard(fusion, e)}
     total = sum(moved.values())
     for expr in fusion.exprs:

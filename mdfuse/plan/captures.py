@@ -79,16 +79,17 @@ class _CudaRecording:
         self.graph.reset()
 
 
+@dataclass(slots=True)
 class CudaRecorder:
     """Records CUDA graphs on a stream of its own, each with its own pool of memory.
 
-    Args:
+    Attributes:
         device: the GPU.
         stream: where captures take place; plans are built for it.
     """
 
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
-        self.device, self.stream = device, stream
+    device: torch.device
+    stream: torch.cuda.Stream
 
     def record(self, run: Callable[[], list[Any]]) -> tuple[list[Any], Recording]:
         """Capture what a function queues, and return its results and the graph.

@@ -10,7 +10,7 @@ into buffers of the graph. Results are copied out: the caller's outputs are neve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -260,7 +260,7 @@ class GraphPlan:
         if key not in self._functions:
             numbers = self.plan.owned.numbers[region.start : region.stop]
             owned = self.plan.owned.buffers
-            kept = [_without(plan.lines[number], {*made, *owned}) for number in numbers]
+            kept = [plan.lines[number].without({*made, *owned}) for number in numbers]
             labels = [plan.labels[number] for number in numbers]
             self._functions[key] = write(
                 plan.name, kept, [CALLER_SLOT, *taken], made, owned, plan.names, labels
@@ -313,13 +313,6 @@ class GraphPlan:
             del self.stays[slot]  # from now on it is copied
             return None
         return x.data_ptr()
-
-
-def _without(line: Line, kept: Container[int]) -> Line:
-    """Leave kept slots out of a line that empties slots."""
-    if line.run is not None:
-        return line
-    return Line(run=None, into=tuple(s for s in line.targets if s not in kept))
 
 
 def _views(plan: Plan, parameters: Sequence[int]) -> dict[int, Callable[[Mapping[int, Any]], Any]]:

@@ -308,7 +308,7 @@ def _fold(
     """Make views of owned buffers once; return the lines that are left for each run."""
     bound = _bound_once(lines)
     kept = [n for n, line in enumerate(lines) if not _is_made(line, buffers, bound)]
-    return tuple(_left(lines[n], buffers) for n in kept), tuple(kept)
+    return tuple(lines[n].without(buffers) for n in kept), tuple(kept)
 
 
 def _is_made(line: Line, buffers: dict[int, Tensor], bound: set[int]) -> bool:
@@ -335,13 +335,6 @@ def _is_made(line: Line, buffers: dict[int, Tensor], bound: set[int]) -> bool:
         return False  # a copy
     buffers[line.targets[0]] = view
     return True
-
-
-def _left(line: Line, buffers: Mapping[int, Tensor]) -> Line:
-    """Leave owned slots out of a line that empties slots."""
-    if line.run is not None:
-        return line
-    return Line(run=None, into=tuple(s for s in line.targets if s not in buffers))
 
 
 def _bound_once(lines: Sequence[Line]) -> set[int]:

@@ -11,7 +11,7 @@ import torch
 
 from mdfuse.backends.base import Backend
 from mdfuse.backends.c10d.backend import C10dBackend
-from mdfuse.backends.c10d.groups import LIBRARIES, Store
+from mdfuse.backends.c10d.groups import LIBRARIES
 from mdfuse.backends.mpi import library as mpi_library
 from mdfuse.backends.mpi.backend import MpiBackend
 from mdfuse.backends.ucx import library as ucx_library
@@ -19,6 +19,7 @@ from mdfuse.backends.ucx.backend import UcxBackend
 from mdfuse.bootstrap import Launch, gloo_devices
 from mdfuse.runtime.fast_lane import Lanes, agree_on_lanes
 from mdfuse.runtime.watch.watch import Watch
+from mdfuse.torch_private import Store
 
 
 class OpenBackend(Backend, Protocol):

@@ -17,7 +17,7 @@ from typing import NoReturn, Protocol
 import torch
 
 from mdfuse.backends.base import Interruptible, Poster
-from mdfuse.backends.c10d.groups import HashStore, PrefixStore, default_group
+from mdfuse.backends.c10d.groups import default_group
 from mdfuse.backends.mpi import library as mpi_library
 from mdfuse.backends.work import first_line
 from mdfuse.bootstrap import detect
@@ -44,6 +44,7 @@ from mdfuse.runtime.watch.report import ranks_text
 from mdfuse.runtime.watch.reports import tell_torchrun_at_exit
 from mdfuse.runtime.watch.running import RunCount
 from mdfuse.runtime.watch.watch import Watch
+from mdfuse.torch_private import HashStore, PrefixStore
 
 _log = logging.getLogger("mdfuse.comm")
 
@@ -108,7 +109,7 @@ class Communicator:
         self._words = PrefixStore("watch", world.store)
         self._graphs: weakref.WeakSet[Resettable] = weakref.WeakSet()
         self._refusals = Refusals(
-            self._words,
+            store=self._words,
             rank=self.rank,
             size=meetings.size,
             timeout_s=world.timeout_s,
@@ -203,12 +204,7 @@ class Communicator:
             raise self._watch.explain(error) from error.__cause__
 
     def refuse(self, occasion: str, reason: str) -> None:
-        """Leave word why this rank does not take part in a run that the others may have begun.
-
-        Args:
-            occasion: the same on all ranks, used once.
-            reason: what the others are told when their communication breaks.
-        """
+        """Leave word why this rank does not take part in a run that the others may have begun."""
         if self._meetings.size > 1:
             self.is_ready = self.is_sound = False
             self._refusals.refuse(occasion, reason)
@@ -264,12 +260,7 @@ class Communicator:
         return self._world.lanes is not None
 
     def replays(self, name: str, stream: int) -> Replays | None:
-        """Return what notes the replays of a program's graphs; None without fast lanes.
-
-        Args:
-            name: the same on all ranks, used for one program alone.
-            stream: the handle of the stream on which they are replayed.
-        """
+        """Return what notes the replays of a program's graphs; None without fast lanes."""
         lanes = self._world.lanes
         if lanes is None:
             return None

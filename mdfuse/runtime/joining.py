@@ -8,7 +8,6 @@ from functools import partial
 
 import torch
 
-from mdfuse.backends.c10d.groups import Store
 from mdfuse.backends.work import first_line
 from mdfuse.bootstrap import Launch
 from mdfuse.config import Options
@@ -19,17 +18,11 @@ from mdfuse.runtime.deadline import Deadline
 from mdfuse.runtime.watch.neighbours import Neighbours
 from mdfuse.runtime.watch.reports import folder_of
 from mdfuse.runtime.watch.watch import Watch
-from mdfuse.torch_private import is_capturing
+from mdfuse.torch_private import Store, is_capturing
 
 
 def watch_for(launch: Launch, options: Options, environment: Mapping[str, str]) -> Watch:
-    """Return the watchdog of this rank, without a store yet, and not yet started.
-
-    Args:
-        launch: how the ranks were started.
-        options: the deadline of a wait, and where reports are kept.
-        environment: the process's environment variables, which tell who keeps the store.
-    """
+    """Return the watchdog of this rank, without a store yet, and not yet started."""
     timeout_s, reports = options.timeout_s, folder_of(options.reports)
     if launch.size == 1:
         return Watch(rank=launch.rank, timeout_s=timeout_s, reports=reports)

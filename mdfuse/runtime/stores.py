@@ -15,14 +15,13 @@ from typing import Any
 
 from torch.distributed.rendezvous import rendezvous
 
-from mdfuse.backends.c10d.groups import HashStore, Store, TCPStore
 from mdfuse.backends.mpi import library as mpi_library
 from mdfuse.backends.mpi.requests import Waiting, poll
 from mdfuse.bootstrap import Launch, address_of_rank_0
 from mdfuse.errors import BackendError
 from mdfuse.runtime.deadline import Deadline
 from mdfuse.runtime.watch.watch import Watch
-from mdfuse.torch_private import default_store
+from mdfuse.torch_private import HashStore, Store, TCPStore, default_store
 
 #: Linux's request for the address of an interface (netdevice(7)).
 _SIOCGIFADDR = 0x8915

@@ -19,7 +19,6 @@ from torch import Tensor
 import mdfuse as mf
 from mdfuse.backends.base import PostSite
 from mdfuse.backends.c10d.backend import C10dBackend
-from mdfuse.backends.c10d.groups import HashStore, PrefixStore
 from mdfuse.backends.c10d.sockets import opened, shut_down
 from mdfuse.errors import BackendError, ProgramError
 from mdfuse.layouts.call import Call
@@ -34,6 +33,7 @@ from mdfuse.runtime.watch.positions import OwnPosition, Position, Progress, stan
 from mdfuse.runtime.watch.report import Alarm, Table, blame, explained, report
 from mdfuse.runtime.watch.running import RunCount
 from mdfuse.runtime.watch.watch import EXIT_STATUS, Watch
+from mdfuse.torch_private import HashStore, PrefixStore
 
 CPU, MESH = torch.device("cpu"), mf.DeviceMesh([0, 1])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,16 +12,17 @@ import torch
 from torch import Tensor
 
 from mdfuse.backends.base import Posting, PostSite, Work, check_call
-from mdfuse.backends.c10d.groups import PrefixStore, Store
 from mdfuse.backends.mpi import library as mpi_library
 from mdfuse.backends.mpi.posts import Team, build_post, check_sizes
 from mdfuse.backends.mpi.requests import Waiting
 from mdfuse.backends.staging import Staged, after_the_stream
+from mdfuse.backends.teams import new_teams, not_connected, team_key
 from mdfuse.backends.transfers import Post
-from mdfuse.backends.work import DONE, explained, first_line
+from mdfuse.backends.work import DONE, explained
 from mdfuse.errors import BackendError
 from mdfuse.layouts.call import Call
 from mdfuse.layouts.kinds import CARRIED, POINT_TO_POINT
+from mdfuse.torch_private import PrefixStore, Store
 
 _log = logging.getLogger("mdfuse.comm")
 
@@ -42,14 +42,7 @@ class MpiBackend:
 
     name = "mpi"
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        device: torch.device,
-        store: Store,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, *, rank: int, device: torch.device, store: Store, timeout_s: float) -> None:
         self._mpi = mpi_library.library()
         self._rank = rank
         self._device = device
@@ -71,24 +64,12 @@ class MpiBackend:
         return True
 
     def prepare(self, teams: Iterable[tuple[int, ...]]) -> None:
-        """Make the teams that this rank is in; ranks pass their teams in one global order.
-
-        Teams that exist, have one member, or lack this rank are skipped. Blocks until every member
-        has come.
-
-        Raises:
-            BackendError: a member did not come in time.
-        """
-        for team in teams:
-            if len(team) > 1 and self._rank in team and team not in self._teams:
-                self._teams[team] = self._make(team)
+        """Make the teams that this rank is in, waiting for members; see `Backend.prepare`."""
+        for team in new_teams(teams, self._rank, self._teams):
+            self._teams[team] = self._make(team)
 
     def bind(self, call: Call) -> MpiBoundCall:
-        """Prepare a call that will be posted many times.
-
-        Raises:
-            CommunicationError: the kind is unknown, or its team was not prepared.
-        """
+        """Prepare a call that will be posted many times; see `Backend.bind`."""
         team = self._teams.get(call.team)
         check_call(call, team is not None)
         alone = self._team(call.team, dict.fromkeys(CARRIED, self._mpi.COMM_SELF))
@@ -156,18 +137,13 @@ class MpiBackend:
         return self._team(team, comms)
 
     def _meet(self, team: tuple[int, ...]) -> None:
-        name = hashlib.sha256(repr(team).encode()).hexdigest()[:32]
-        store = PrefixStore(f"mpi/{name}", self._store)
+        store = PrefixStore(f"mpi/{team_key(team)}", self._store)
         try:
             if store.add("in", 1) == len(team):
                 store.set("go", "")
             store.wait(["go"], timedelta(seconds=self._waiting.timeout_s))
         except RuntimeError as error:
-            raise BackendError(
-                f"mpi cannot connect rank {self._rank} with the team {team}",
-                because=first_line(error),
-                hint="every member must prepare the team",
-            ) from error
+            raise not_connected("mpi", self._rank, team, error) from error
 
 
 class MpiBoundCall:

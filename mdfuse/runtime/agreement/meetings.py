@@ -11,7 +11,7 @@ from mdfuse.runtime.deadline import Deadline
 from mdfuse.runtime.watch.bulletin import within
 
 if TYPE_CHECKING:
-    from mdfuse.backends.c10d.groups import Store
+    from mdfuse.torch_private import Store
 
 #: The count of arrivals has the number of ranks with a text above this bit, so that a meeting
 #: without texts costs each rank one arrival and one wait, whatever the number of ranks.

@@ -36,12 +36,6 @@ def first_run(
 ) -> HostProgram:
     """Let all ranks agree before a program's first run; return this rank's projection.
 
-    Args:
-        program: for all ranks, or the projection onto this one.
-        options: of the run; those that ranks must share count, and `verify`.
-        problem: why this rank cannot run, or None.
-        communicator: of all ranks.
-
     Raises:
         ProgramError: the program means nothing, ranks run different ones, or one has a problem; on
             every rank alike.

@@ -13,7 +13,7 @@ from mdfuse.runtime.deadline import NEVER, Deadline
 from mdfuse.runtime.watch.positions import Position
 
 if TYPE_CHECKING:
-    from mdfuse.backends.c10d.groups import Store
+    from mdfuse.torch_private import Store
 
 
 @dataclass(slots=True)
