@@ -172,6 +172,9 @@ class Backend(Protocol):
             CommunicationError: the kind is unknown, or its team was not prepared.
         """
 
+    def close(self) -> None:
+        """Give up what connects the ranks."""
+
 
 @runtime_checkable
 class Interruptible(Protocol):

@@ -32,11 +32,6 @@ class Staged:
     """A post of copies in pinned host memory.
 
     The wait queues the copies back to the device, on the stream that is current then.
-
-    Attributes:
-        post: posts buffers in host memory.
-        call: what is posted.
-        device: where the buffers are.
     """
 
     post: Post

@@ -86,6 +86,11 @@ class Plan:
 
     # -- at once ---------------------------------------------------------------------------------
 
+    @property
+    def parameters(self) -> tuple[int, ...]:
+        """The slots that the caller fills: those of the inputs, then of the given outputs."""
+        return (*self.inputs, *(slot for slot in self.given if slot is not None))
+
     @cached_property
     def lines(self) -> tuple[Line, ...]:
         """All calls, in order."""
@@ -107,12 +112,10 @@ class Plan:
     @cached_property
     def function(self) -> Function:
         """The calls left, as a function of the caller's stream, inputs and given outputs."""
-        places = [slot for slot in self.given if slot is not None]
-        parameters = [CALLER_SLOT, *self.inputs, *places]
         function = write(
             self.name,
             self.owned.lines,
-            parameters,
+            [CALLER_SLOT, *self.parameters],
             self.outputs,
             self.owned.buffers,
             self.names,
@@ -167,9 +170,8 @@ class Plan:
 
     def addresses(self, arguments: Sequence[Any], out: Sequence[Any] | None) -> dict[int, int]:
         """Return slot -> address of each tensor that the caller passes."""
-        places = [slot for slot in self.given if slot is not None]
         values = [*arguments, *(self.taken(out) if out is not None else ())]
-        pairs = zip((*self.inputs, *places), values, strict=True)
+        pairs = zip(self.parameters, values, strict=True)
         return {slot: x.data_ptr() for slot, x in pairs if isinstance(x, Tensor)}
 
     def release(self) -> None:
@@ -189,7 +191,7 @@ class Plan:
         if found is None or first + found >= len(self.lines_of_run):
             return error
         number = self.lines_of_run[first + found]
-        line, step = self.lines[number], self.step_of(number)
+        line, step = self.lines[number], self.steps[self.step_number_of(number)]
         if line.explain is not None:
             explained = line.explain(error)
             if explained is not error:
@@ -197,10 +199,6 @@ class Plan:
                 error = explained
         error.add_note(f"in {step.label}")
         return error
-
-    def step_of(self, number: int) -> Step:
-        """Return the step that a line belongs to."""
-        return self.steps[self.step_number_of(number)]
 
     def step_number_of(self, line: int) -> int:
         """Return the number of the step that a line belongs to."""

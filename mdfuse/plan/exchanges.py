@@ -164,7 +164,10 @@ class Exchanges:
             pairs.append((source, e.buffer))
         kept = [self.keep(*x) for x in sent[max(len(received) - len(before), 0) :]]
         self.own = before[len(received) :] + [x for x, _ in kept]
-        dropped = [_drop(copy) for _, copy in before[: len(received)]]
+        dropped = [
+            Step(lines=(drop(copy),), label="recv", op="free", inputs=(copy,))
+            for _, copy in before[: len(received)]
+        ]
         return pairs, [step for _, step in kept], dropped
 
     def keep(self, name: str, buffer: int) -> tuple[tuple[str, int], Step]:
@@ -192,10 +195,6 @@ def transfer_team(program: HostProgram, i: Instruction) -> tuple[int, ...]:
     layout = program.types[i.reads[0]].layout
     assert layout is not None
     return layout.mesh.ranks
-
-
-def _drop(slot: int) -> Step:
-    return Step(lines=(drop(slot),), label="recv", op="free", inputs=(slot,))
 
 
 _Post = Callable[[list[Tensor], list[Tensor]], tuple[Work, ...]]

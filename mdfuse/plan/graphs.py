@@ -52,7 +52,8 @@ def regions(plan: Plan) -> list[Region]:
     come together again.
     """
     lines = plan.owned.lines
-    reasons = _reasons(plan)
+    by_line = [step.eager for step in plan.steps for _ in step.lines]
+    reasons = [by_line[n] for n in plan.owned.numbers]
     borders = [0, len(lines)] if plan.switches else [*_quiet(plan), len(lines)]
     found: list[Region] = []
     for start, stop in pairwise(borders):
@@ -62,12 +63,6 @@ def regions(plan: Plan) -> list[Region]:
         elif start < stop:
             found.append(Region(start=start, stop=stop, eager=why))
     return found
-
-
-def _reasons(plan: Plan) -> list[str | None]:
-    """Return for each line why it cannot be captured; None where it can."""
-    by_line = [step.eager for step in plan.steps for _ in step.lines]
-    return [by_line[n] for n in plan.owned.numbers]
 
 
 def _quiet(plan: Plan) -> list[int]:
@@ -164,9 +159,8 @@ class GraphPlan:
         self.regions = regions(self.plan)
         self.numbers, self.may_overlap = self.plan.numbers, self.plan.may_overlap
         self.records = self.plan.records
-        places = [slot for slot in self.plan.given if slot is not None]
-        self._parameters = (*self.plan.inputs, *places)
-        self._written = {*self.plan.written, *places}
+        self._parameters = self.plan.parameters
+        self._written = {*self.plan.written, *self._parameters[len(self.plan.inputs) :]}
         self._uses = [self._use(region) for region in self.regions]
         self._views = _views(self.plan, self._parameters)
 

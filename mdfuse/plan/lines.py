@@ -54,14 +54,7 @@ class SlotRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewBuffer:
-    """The form of a new buffer.
-
-    Attributes:
-        shape: its extents.
-        strides: of its dims, in elements.
-        dtype: its element type.
-        device: where it lies.
-    """
+    """The form of a new buffer; strides count elements."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]

@@ -81,14 +81,7 @@ def complete_extents(
 
 @dataclass(frozen=True)
 class _Dim:
-    """A symbolic dim of an input.
-
-    Attributes:
-        at: the position of the input.
-        name: of the input.
-        dim: the dim.
-        extent: a symbol, or an expression of the symbols of other inputs.
-    """
+    """A symbolic dim of an input: a symbol, or an expression of the symbols of other inputs."""
 
     at: int
     name: str

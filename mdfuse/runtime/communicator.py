@@ -16,7 +16,7 @@ from typing import NoReturn, Protocol
 
 import torch
 
-from mdfuse.backends.base import Interruptible, Poster
+from mdfuse.backends.base import Backend, Interruptible, Poster
 from mdfuse.backends.c10d.groups import default_group
 from mdfuse.backends.mpi import library as mpi_library
 from mdfuse.backends.work import first_line
@@ -27,7 +27,7 @@ from mdfuse.layouts.call import Call
 from mdfuse.runtime.agreement.crowds import crowd, refusal
 from mdfuse.runtime.agreement.meetings import Meetings, raise_alike
 from mdfuse.runtime.agreement.refusals import Refusals, not_open
-from mdfuse.runtime.backend_rows import BACKENDS, OpenBackend, World, auto
+from mdfuse.runtime.backend_rows import BACKENDS, World, auto
 from mdfuse.runtime.deadline import NEVER
 from mdfuse.runtime.fast_lane import Replays
 from mdfuse.runtime.joining import (
@@ -84,7 +84,7 @@ class Communicator:
     """
 
     def __init__(
-        self, *, world: World, backend: OpenBackend, meetings: Meetings, is_host: bool
+        self, *, world: World, backend: Backend, meetings: Meetings, is_host: bool
     ) -> None:
         self.launch = world.launch
         self.rank = world.launch.rank
@@ -141,7 +141,7 @@ class Communicator:
             if name not in self._backends:
                 self._backends[name] = self._opened(name)
 
-    def _opened(self, name: str) -> OpenBackend:
+    def _opened(self, name: str) -> Backend:
         if self.backend == NULL:
             return self._backends[NULL]  # stands for every backend, as it carries nothing
         with self._watch.waiting(f"the opening of backend {name}"):
@@ -170,7 +170,7 @@ class Communicator:
         self._check_open("bind a call")
         return self._carrier(call.backend).bind(call)
 
-    def _carrier(self, name: str | None) -> OpenBackend:
+    def _carrier(self, name: str | None) -> Backend:
         return self._backends[name or self.backend]
 
     def can_capture(self, backends: Iterable[str]) -> bool:

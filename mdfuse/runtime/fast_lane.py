@@ -30,14 +30,7 @@ _ALWAYS = "always"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lanes:
-    """The maker of all lanes of this rank, on one device and under one watch.
-
-    Attributes:
-        rank: this rank.
-        binding: NCCL's functions.
-        device: this rank's GPU.
-        watch: notes the posts of all lanes.
-    """
+    """The maker of all lanes of this rank, on one device and under one watch."""
 
     rank: int
     binding: Any

@@ -64,14 +64,7 @@ class Team:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bound:
-    """What is known of a post before its buffers.
-
-    Attributes:
-        team: the team that posts it.
-        call: this rank's part.
-        dtype: of its buffers.
-        at_once: the wait follows the post at once, on the same stream.
-    """
+    """What is known of a post before its buffers; `at_once`: it is waited for at once."""
 
     team: Team
     call: Call

@@ -30,12 +30,6 @@ _log = logging.getLogger("mdfuse.comm")
 class MpiBackend:
     """A backend that posts through MPI, with communicators for each team of this rank.
 
-    Args:
-        rank: this rank, in MPI's world too.
-        device: where this rank's buffers are.
-        store: shared by all ranks; nobody else uses its keys.
-        timeout_s: seconds after which a communication that does not finish is an error.
-
     Raises:
         BackendError: mpi4py, or the MPI that it was built for, cannot be loaded.
     """

@@ -32,11 +32,7 @@ _KEPT: list[object] = []
 
 @dataclass(slots=True, kw_only=True)
 class State:
-    """Whether a team can still be used.
-
-    Attributes:
-        is_broken: a post failed, so that the members may be at different ones.
-    """
+    """Whether a post of a team failed, so that its members may be at different ones."""
 
     is_broken: bool = False
 

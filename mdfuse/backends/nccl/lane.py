@@ -64,16 +64,7 @@ class LaneOpener(Protocol):
 
 @dataclass(kw_only=True, eq=False)
 class NcclLane:
-    """A team's own communicator, and the posts that are prepared on it.
-
-    Attributes:
-        team: its ranks, in mesh order.
-        rank: this rank.
-        binding: NCCL's functions, as `nccl.bindings.nccl` names them.
-        comm: the communicator, as they take it.
-        device: this rank's GPU.
-        noter: keeps the notes of posts.
-    """
+    """A team's own communicator, which `binding` takes, and the posts that are prepared on it."""
 
     team: tuple[int, ...]
     rank: int
@@ -155,7 +146,11 @@ class NcclLane:
     ) -> tuple[tuple[Prepared, ...], Prepared] | None:
         """Return the calls of a post, a note in front of them, and the mark that goes behind."""
         if self.comm is None:
-            raise self._closed(call)
+            raise BackendError(
+                f"{call.kind} on team {call.team}: rank {self.rank} has closed its fast lane",
+                because="close() gave up the communicator",
+                hint="call mdfuse.init() again, on all ranks, and compile the program again",
+            )
         if not nccl_posts.is_carried(call, (*srcs, *dsts)):
             return None
         port = Port(binding=self.binding, comm=self.comm, stream=stream)
@@ -246,13 +241,6 @@ class NcclLane:
         if track is None:
             track = self._tracks[stream] = self.device.track(stream)
         return track
-
-    def _closed(self, call: Call) -> BackendError:
-        return BackendError(
-            f"{call.kind} on team {call.team}: rank {self.rank} has closed its fast lane",
-            because="close() gave up the communicator",
-            hint="call mdfuse.init() again, on all ranks, and compile the program again",
-        )
 
 
 def open_lane(

@@ -32,10 +32,11 @@ _log = logging.getLogger("mdfuse.comm")
 SMALL_BYTES = 512 * 1024
 
 
+@dataclass(kw_only=True, eq=False)
 class UcxBackend:
     """A backend that sends messages through UCX; each team has tags of its own.
 
-    Args:
+    Attributes:
         rank: this rank.
         device: where this rank's buffers are.
         store: shared by all ranks; nobody else uses its keys.
@@ -48,33 +49,28 @@ class UcxBackend:
 
     name = "ucx"
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        device: torch.device,
-        store: Store,
-        timeout_s: float,
-        is_one_host: bool = False,
-    ) -> None:
+    rank: int
+    device: torch.device
+    store: Store
+    timeout_s: float
+    is_one_host: bool = False
+    _channels: dict[tuple[int, ...], Channel] = field(default_factory=dict, init=False)
+    _why_staged: str | None = field(default=None, init=False)
+    _stream: torch.cuda.Stream | None = field(default=None, init=False)  # for local work
+
+    def __post_init__(self) -> None:
         check_usable(self.name, why_not())
-        self._rank = rank
-        self._device = device
-        self._store = PrefixStore("ucx", store)
-        self._timeout_s = timeout_s
+        self._store, device = PrefixStore("ucx", self.store), self.device
         # a device finishes its queue without an event of UCX, which would end the sleep
         can_sleep = device.type != "cuda"
-        self._engine = Engine(load(), can_sleep=can_sleep, is_one_host=is_one_host)
-        self._why_staged: str | None = None
-        self._stream: torch.cuda.Stream | None = None  # for local work on a device
+        self._engine = Engine(load(), can_sleep=can_sleep, is_one_host=self.is_one_host)
         if device.type == "cuda":
             self._why_staged = why_staged(self._engine.transports)
             if self._why_staged is None:
                 self._stream = torch.cuda.Stream(device)
-            elif rank == 0:
+            elif self.rank == 0:
                 _log.warning("backend ucx: all through pinned host memory: %s", self._why_staged)
-        self._channels: dict[tuple[int, ...], Channel] = {}
-        self._store.set(f"address/{rank}", self._engine.address.hex())
+        self._store.set(f"address/{self.rank}", self._engine.address.hex())
 
     def abort(self) -> bool:
         """End the waits of this rank with an error; see `Interruptible`."""
@@ -86,16 +82,16 @@ class UcxBackend:
 
         A member is contacted when this rank first sends to it or receives from it.
         """
-        for team in new_teams(teams, self._rank, self._channels):
+        for team in new_teams(teams, self.rank, self._channels):
             self._channels[team] = self._make(team)
 
     def bind(self, call: Call) -> UcxPoster | Staged:
         """Prepare a call that will be posted many times; see `Backend.bind`."""
         channel = self._channels.get(call.team)
         check_call(call, channel is not None)
-        alone = Channel(0, self._rank)
-        post = UcxPoster(call, channel or alone, self._engine, self._timeout_s, self._stream)
-        return Staged(post, call, self._device) if self._why_staged else post
+        alone = Channel(0, self.rank)
+        post = UcxPoster(call, channel or alone, self._engine, self.timeout_s, self._stream)
+        return Staged(post, call, self.device) if self._why_staged else post
 
     def close(self) -> None:
         """Give up all connections."""
@@ -105,18 +101,18 @@ class UcxBackend:
     def _make(self, team: tuple[int, ...]) -> Channel:
         """Make a team: learn its number and its members' addresses from the store."""
         key = f"team/{team_key(team)}"
-        if team[0] == self._rank:
+        if team[0] == self.rank:
             self._store.set(key, str(self._store.add("teams", 1)))
-        unknown = self._engine.missing(r for r in team if r != self._rank)
+        unknown = self._engine.missing(r for r in team if r != self.rank)
         keys = [f"address/{r}" for r in unknown]
         try:
-            self._store.wait([key, *keys], timedelta(seconds=self._timeout_s))
+            self._store.wait([key, *keys], timedelta(seconds=self.timeout_s))
             number, *addresses = self._store.multi_get([key, *keys])
         except RuntimeError as error:
-            raise not_connected("ucx", self._rank, team, error) from error
+            raise not_connected("ucx", self.rank, team, error) from error
         for rank, address in zip(unknown, addresses, strict=True):
             self._engine.introduce(rank, bytes.fromhex(address.decode()))
-        return Channel(_checked(int(number)), self._rank)
+        return Channel(_checked(int(number)), self.rank)
 
 
 def _checked(number: int) -> int:

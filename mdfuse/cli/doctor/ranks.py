@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from mdfuse.bootstrap import Launch, detect
+from mdfuse.bootstrap import detect
 from mdfuse.cli import screen
 from mdfuse.cli.doctor import collective
 from mdfuse.cli.doctor.collective import SIZES, Measured
@@ -60,7 +60,8 @@ def check_ranks(console: Console, here: Sequence[str], sizes: Sequence[int] = SI
     """
     launch = detect(os.environ)
     if launch.size == 1:
-        return [*here, _too_few(launch)]
+        few = f"--collective needs at least two ranks, and this is {launch.name}: {launch.why}"
+        return [*here, f"{few}; torchrun --nproc-per-node 2 -m mdfuse doctor --collective"]
     options = _options()
     problems, usable = _meet(options, here)
     if problems:
@@ -72,13 +73,6 @@ def check_ranks(console: Console, here: Sequence[str], sizes: Sequence[int] = SI
         problems += wrong
     console.print(collective.table(measured))
     return problems
-
-
-def _too_few(launch: Launch) -> str:
-    return (
-        f"--collective needs at least two ranks, and this is {launch.name}: {launch.why}; "
-        "torchrun --nproc-per-node 2 -m mdfuse doctor --collective"
-    )
 
 
 def _options() -> Options:

@@ -17,6 +17,7 @@ from mdfuse.errors import IndexRangeError, MdfuseError, ProgramError, printable
 from mdfuse.hir.program import HostProgram
 from mdfuse.runtime.agreement.crowds import BECAUSE, HINT, crowd
 from mdfuse.runtime.agreement.meetings import raise_alike
+from mdfuse.runtime.watch.report import ranks_text
 
 if TYPE_CHECKING:
     from mdfuse.runtime.communicator import Communicator
@@ -134,9 +135,8 @@ def _other_programs(reports: Sequence[str | None], texts: Sequence[str | None]) 
     crowds = [said for text in texts if (said := (text or "").partition("\n")[0])]
     if crowds:
         return ProgramError(crowds[0], where=[*crowds[1:], *where], because=BECAUSE, hint=HINT)
-    who = f"rank {others[0]} runs" if len(others) == 1 else f"ranks {_listed(others)} run"
     return ProgramError(
-        f"{who} another program than rank {there}",
+        f"{ranks_text(others)} run{'s' * (len(others) == 1)} another program than rank {there}",
         where=where,
         because="all ranks run one program, with the same extents, options and versions",
         hint="compare print(program) on these ranks; pass the same extents= on all of them",
@@ -155,8 +155,3 @@ def _difference(there: int, usual: str, here: int, other: str) -> list[str]:
         f"rank {there}, line {number}: {a.strip()}",
         f"rank {here}, line {number}: {b.strip()}",
     ]
-
-
-def _listed(ranks: Sequence[int], limit: int = 16) -> str:
-    more = f" and {len(ranks) - limit} more" if len(ranks) > limit else ""
-    return ", ".join(map(str, ranks[:limit])) + more

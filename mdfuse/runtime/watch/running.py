@@ -78,12 +78,7 @@ class RunCount:
 
 @dataclass(frozen=True, slots=True)
 class RunningStep:
-    """A step of a plan that is running.
-
-    Attributes:
-        plan: the plan.
-        number: of the step.
-    """
+    """A step of a plan that is running, by its number."""
 
     plan: Plan
     number: int

@@ -326,7 +326,7 @@ def test_the_store_is_gone() -> None:
         def __getattr__(self, name: str) -> Any:
             raise RuntimeError("Connection reset by peer")
 
-    rank.watch._bulletin._store = Gone()  # type: ignore[union-attr]
+    rank.watch._bulletin.store = Gone()  # type: ignore[union-attr]
     rank.post()
     rank.look()
     rank.look(6)
@@ -347,7 +347,7 @@ def test_a_store_that_has_not_answered_for_long_is_asked_no_more(
             raise RuntimeError("Connection reset by peer")
 
     rank = Rank(0, a_server())
-    rank.watch._bulletin._store = Stopped()  # type: ignore[union-attr]
+    rank.watch._bulletin.store = Stopped()  # type: ignore[union-attr]
     told = threading.Thread(target=rank.watch.tell, daemon=True)
     told.start()
     is_asked.wait()
