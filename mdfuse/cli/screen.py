@@ -78,15 +78,11 @@ def errors() -> Iterator[None]:
     try:
         yield
     except MdfuseError as error:
-        _tell_launcher(error)
+        from mdfuse.runtime.watch.reports import tell_torchrun  # torch is slow to import
+
+        tell_torchrun(error)
         is_one_ranks = isinstance(error, CommunicationError | BackendError | UserCodeError)
         fail(Text.assemble((f"{type(error).__name__}: ", "bold red"), str(error)), is_one_ranks)
-
-
-def _tell_launcher(error: MdfuseError) -> None:
-    from mdfuse.runtime.watch.reports import tell_torchrun  # torch is slow to import
-
-    tell_torchrun(error)
 
 
 def fail(why: Text | str, everywhere: bool = False) -> NoReturn:

@@ -106,13 +106,7 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class Wording:
-    """How one place of the user's code wrote a definition: the names and lines it used.
-
-    Attributes:
-        name: of the definition.
-        guards: what the user's code decided about extents.
-        calls: the user's calls.
-    """
+    """How one place of the user's code wrote a definition: names, guards on extents, calls."""
 
     name: str
     guards: tuple[str, ...]
@@ -129,10 +123,7 @@ class NamedDefinition:
     """A definition as one place of the user's code wrote it: the fusion with names and lines.
 
     Attributes:
-        wording: how it was written.
-        fusion: as defined.
-        examples: of the symbolic extents.
-        assumed: what the definition decided about them.
+        assumed: what the definition decided about its symbolic extents.
         programs: by options and predicate.
         lock: held while one is lowered, so that threads get the same one.
     """

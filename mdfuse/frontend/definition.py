@@ -218,6 +218,10 @@ class FusionDefinition:
             self.inputs.append(handle.id)
         return handle
 
+    def define_vector(self, values: Sequence[float | int | bool]) -> list[Handle]:
+        """Define a scalar for each number."""
+        return [self.define_scalar(v) for v in values]
+
     def add_output(
         self, t: Handle, stride_order: Sequence[int] | None = None, reuse: Handle | None = None
     ) -> None:
@@ -339,10 +343,7 @@ class FusionDefinition:
     ) -> Node:
         """Record a call of a method of `Recorder`, or find that it was recorded before.
 
-        Args:
-            key: the method's name, and what tells this call from others.
-            arguments: of the method.
-            name: that the call gives its result.
+        The key is the method's name, and what tells this call from others.
         """
         node = self._children.get(key)
         if node is None:

@@ -182,10 +182,7 @@ class Plan:
     def explained(self, error: Exception, function: Function, first: int = 0) -> Exception:
         """Return an error that says which instruction it comes from.
 
-        Args:
-            error: what the function raised.
-            function: written from lines of the plan that are left.
-            first: the number of its first line among these.
+        The function's first line is line `first` of those that a run makes.
         """
         found = function.line_of(error.__traceback__)
         if found is None or first + found >= len(self.lines_of_run):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from mdfuse.plan.captures import GraphRecorder, Recording, give_up, undisturbed
 from mdfuse.plan.context import CALLER_SLOT
 from mdfuse.plan.lines import Function, Line, write
 
+if TYPE_CHECKING:
+    from mdfuse.runtime.fast_lane import Replays
+
 #: With graph="auto", bytes of arguments that a region may copy in each run. A GPU with 4 TB/s takes
 #: some 30 us for that, about what three posts cost the host.
 COPY_LIMIT = 64 << 20
@@ -31,13 +34,7 @@ COPY_LIMIT = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """Consecutive lines of a plan, all captured or all eager.
-
-    Attributes:
-        start: the number of the first line, among those left for each run.
-        stop: the number behind that of the last line.
-        eager: why the lines are not captured; None: they are.
-    """
+    """Lines [start, stop) of those left, all captured, or all eager for a reason."""
 
     start: int
     stop: int
@@ -80,16 +77,6 @@ def _quiet(plan: Plan) -> list[int]:
 
 
 # -- replaying -----------------------------------------------------------------------------------
-
-
-class ReplayLog(Protocol):
-    """Notes captures and replays, so that a replay that hangs is found."""
-
-    def begin(self) -> None:
-        """Note that a capture begins."""
-
-    def end(self, region: int) -> tuple[Callable[[], None], Callable[[], None]]:
-        """Note that a capture ended; return what to call before and behind each replay."""
 
 
 def _unwatched() -> None:
@@ -150,7 +137,7 @@ class GraphPlan:
     eager: Plan
     recorder: GraphRecorder
     stays: dict[int, int]
-    watch: ReplayLog | None = None
+    watch: Replays | None = None
     limit: int | None = None
     _captured: dict[int, _Captured] = field(default_factory=dict)
     _functions: dict[tuple[bool, int], Function] = field(default_factory=dict)

@@ -34,15 +34,7 @@ MANY = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """A buffer, and the first and last line that use it.
-
-    Attributes:
-        slot: where it is bound.
-        new: the form of the buffer; None where torch allocates it in each run.
-        nbytes: its size in bytes.
-        start: the first line that uses it.
-        stop: the last line that uses it.
-    """
+    """A buffer, and the first and last line that use it; `new`: None where torch allocates it."""
 
     slot: int
     new: NewBuffer | None
@@ -144,11 +136,8 @@ def place(found: Sequence[Life], alignment: int) -> dict[int, int]:
     """Choose an offset for each buffer, so that those in use at the same time do not overlap.
 
     Three ways are tried, and the one that takes the least memory is taken: the largest first, the
-    longest in use first, each as far down as it fits; and in the order of use.
-
-    Args:
-        found: the buffers.
-        alignment: in bytes; offsets are multiples of it.
+    longest in use first, each as far down as it fits; and in the order of use. Offsets are
+    multiples of the alignment, in bytes.
 
     Returns:
         slot -> offset in bytes.

@@ -175,10 +175,7 @@ def _waited(handle: int) -> Line:
 def groups(program: HostProgram, rank: int, backend: str | None = None) -> list[tuple[int, ...]]:
     """Return the groups of ranks that a projection's communications need, in program order.
 
-    Args:
-        program: projected onto the rank.
-        rank: the rank.
-        backend: that of the communications; None: those that name none.
+    Those by a backend count; None: those that name none.
     """
     found: dict[tuple[int, ...], None] = {}
     for i in program.walk():

@@ -152,12 +152,7 @@ class Communicator:
         return BACKENDS[name].open(replace(self._world, store=store, lanes=None))
 
     def prepare(self, teams: Iterable[Sequence[int]], backend: str | None = None) -> None:
-        """Make the teams that this rank is in; ranks pass their teams in one global order.
-
-        Args:
-            teams: the ranks of each, in mesh order.
-            backend: the backend to make them on, an open one; by default the first.
-        """
+        """Make the teams (in mesh order) that this rank is in, by default on the first backend."""
         self._check_open("prepare teams")
         try:
             with self._watch.waiting("the making of teams"):

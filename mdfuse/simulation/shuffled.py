@@ -75,11 +75,7 @@ class _Task:
 
 @dataclass(slots=True)
 class _Issued:
-    """What the slot of a post holds once the host has issued the post.
-
-    Attributes:
-        pending: the communication, once the stream has come to it.
-    """
+    """What the slot of a post holds once it is issued; `pending` once its stream has come to it."""
 
     pending: Pending | None = None
 

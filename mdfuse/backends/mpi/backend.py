@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -140,31 +141,29 @@ class MpiBackend:
             raise not_connected("mpi", self._rank, team, error) from error
 
 
+@dataclass(slots=True, eq=False)
 class MpiBoundCall:
     """A call bound to its team, with one posting function per dtype."""
 
-    __slots__ = ("_backend", "_call", "_posts", "_team")
-
-    def __init__(self, call: Call, team: Team, backend: MpiBackend) -> None:
-        self._call = call
-        self._team = team
-        self._backend = backend
-        self._posts: dict[torch.dtype, Post] = {}
+    call: Call
+    team: Team
+    backend: MpiBackend
+    posts: dict[torch.dtype, Post] = field(default_factory=dict)
 
     def __call__(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
         buffers = srcs or dsts
         if not buffers:
             return DONE
-        self._backend.check_usable(self._team, self._call)
+        self.backend.check_usable(self.team, self.call)
         dtype = buffers[0].dtype
-        post = self._posts.get(dtype)
+        post = self.posts.get(dtype)
         if post is None:
-            post = self._posts[dtype] = self._backend.build(self._team, self._call, dtype)
+            post = self.posts[dtype] = self.backend.build(self.team, self.call, dtype)
         try:
             return post(srcs, dsts)
         except (RuntimeError, ValueError) as error:
-            check_sizes(self._call, (*srcs, *dsts))
-            raise explained(self._call, error) from error
+            check_sizes(self.call, (*srcs, *dsts))
+            raise explained(self.call, error) from error
 
     def prepare(
         self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: PostSite

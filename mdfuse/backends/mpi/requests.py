@@ -59,9 +59,7 @@ class Requests:
     """The requests of one post, and the buffers that MPI uses meanwhile.
 
     Attributes:
-        requests: of mpi4py, one or more.
         kept: objects that must live until the requests are done.
-        waiting: deadline of a wait.
         state: of the team; a wait that fails sets it to broken.
         error: what a wait that failed raised.
     """

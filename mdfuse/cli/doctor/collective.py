@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ from rich.table import Table
 from torch import Tensor
 
 from mdfuse.backends.base import Poster
+from mdfuse.cli.execution import timed
 from mdfuse.cli.report import size_text, time_text, titled
 from mdfuse.layouts.call import Call
 from mdfuse.runtime.communicator import Communicator
@@ -130,18 +130,12 @@ def _seconds(
     comm: Communicator, poster: Poster, source: Tensor, result: Tensor, rounds: int
 ) -> float:
     """Return the seconds of one round, measured from when all ranks are ready."""
-    _finish(comm)
-    comm.barrier()
-    start = time.perf_counter()
-    for _ in range(rounds):
-        poster([source], [result]).wait()
-    _finish(comm)
-    return (time.perf_counter() - start) / rounds
 
+    def post() -> None:
+        for _ in range(rounds):
+            poster([source], [result]).wait()
 
-def _finish(comm: Communicator) -> None:
-    if comm.device.type == "cuda":
-        torch.cuda.synchronize(comm.device)
+    return timed(post, comm) / rounds
 
 
 def wrong_values(comm: Communicator, found: Sequence[Measured]) -> list[str]:

@@ -69,9 +69,7 @@ class Meetings:
     ) -> tuple[str | None, ...]:
         """Give this rank's text, or None, and return every rank's, in rank order.
 
-        Args:
-            text: what the others get.
-            deadline: of the wait; by default `timeout_s` from now.
+        The wait ends at the deadline, by default `timeout_s` from now.
 
         Raises:
             BackendError: not all ranks arrived in time; the message names those that did not.
@@ -144,24 +142,19 @@ class Meetings:
 
     def _absence(self, meeting: int, error: RuntimeError) -> BackendError:
         missing: list[int] = []
-        ranks = range(self.size)
 
         def ask() -> None:
-            missing.extend(r for r in ranks if not self._has_arrived(r, meeting))
+            for rank in range(self.size):
+                key = f"at/{rank}"
+                if not self._store.check([key]) or int(self._store.get(key)) < meeting:
+                    missing.append(rank)
 
         is_known = within(ANSWER_S, ask)  # the store may be what does not answer
+        late = f"waited {self._timeout_s:g} s for ranks {missing}"
+        lost = "lost the store that all ranks meet in"
         return BackendError(
-            self._what(missing if is_known else []),
+            f"rank {self._rank} {late if is_known and missing else lost}",
             where=f"meeting {meeting} of all {self.size} ranks",
             because=str(error).split("\n", 1)[0],
             hint="see what those ranks did instead; raise timeout_s where they are only slow",
         )
-
-    def _what(self, missing: list[int]) -> str:
-        if not missing:
-            return f"rank {self._rank} lost the store that all ranks meet in"
-        return f"rank {self._rank} waited {self._timeout_s:g} s for ranks {missing}"
-
-    def _has_arrived(self, rank: int, meeting: int) -> bool:
-        key = f"at/{rank}"
-        return self._store.check([key]) and int(self._store.get(key)) >= meeting

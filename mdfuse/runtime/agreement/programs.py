@@ -62,12 +62,12 @@ def agree(
     """Raise on every rank, unless all ranks are without a problem and run the same.
 
     Ranks compare digests. Only where these differ do they tell each other what they run, one rank
-    for all that run the same.
+    for all that run the same. Nothing is posted.
 
     Args:
         name: of the program, for messages.
-        problem: this rank's problem; None: it has none.
-        communicator: of all ranks; nothing is posted.
+        problem: this rank's own, or None.
+        communicator: of all ranks.
         what: what this rank runs, line by line; all ranks run the same.
 
     Raises:
