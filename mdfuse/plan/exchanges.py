@@ -75,7 +75,8 @@ class Exchanges:
 
     def exchange(self, team: tuple[int, ...], members: Sequence[Instruction]) -> list[Step]:
         """Prepare the post of one team, and the copies of what this rank sends to itself."""
-        ends = [self.end(i, team) for i in members]
+        slot = self.context.slot
+        ends = [_End(i, self.peer(i, team), slot(i.reads[0]), slot(i.outputs[0])) for i in members]
         pairs, kept, dropped = self.to_oneself([e for e in ends if e.peer == self.context.rank])
         away = [e for e in ends if e.peer != self.context.rank]
         sends, recvs = ([e for e in away if e.i.op == op] for op in ("send", "recv"))
@@ -100,10 +101,6 @@ class Exchanges:
             calls=(call,) if call is not None else (),
         )
         return [*kept, step, *dropped]
-
-    def end(self, i: Instruction, team: tuple[int, ...]) -> _End:
-        slot = self.context.slot
-        return _End(i, self.peer(i, team), slot(i.reads[0]), slot(i.outputs[0]))
 
     def call(
         self, team: tuple[int, ...], sends: Sequence[_End], recvs: Sequence[_End]
