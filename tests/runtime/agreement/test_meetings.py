@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mdfuse.bootstrap import Launch
 from mdfuse.errors import BackendError
-from mdfuse.runtime.agreement.meetings import Meetings
+from mdfuse.runtime.agreement.meetings import Meetings, raise_alike
 from mdfuse.runtime.deadline import Deadline
 from mdfuse.runtime.joining import disagreement
 
@@ -106,3 +106,20 @@ def test_ranks_name_the_same_backends(rank_0: str, rank_1: str, is_same: bool) -
     assert (found is None) == is_same
     if found is not None:
         assert "rank 1 uses backend 'gloo', rank 0 'gloo, ucx'" in str(found)
+
+
+@pytest.mark.parametrize("said", [(None,) * 3, (None, "no GPU", None), ("late", None, "no GPU")])
+def test_a_problem_of_one_rank_is_one_of_all(said: tuple[str | None, ...]) -> None:
+    def elsewhere(rank: int, text: str) -> BackendError:
+        return BackendError(f"rank {rank}: {text}")
+
+    first = next((r for r, text in enumerate(said) if text is not None), None)
+    for rank, own in enumerate(said):
+        problem = None if own is None else BackendError(f"here: {own}")
+        if first is None:
+            raise_alike(problem, said, elsewhere)
+            continue
+        with pytest.raises(BackendError) as caught:
+            raise_alike(problem, said, elsewhere)
+        assert caught.value is problem or caught.value.what == f"rank {first}: {said[first]}"
+        assert (caught.value is problem) is (said[rank] is not None)
