@@ -35,7 +35,7 @@ from mdfuse.runtime.watch.ring import Post, Ring
 from mdfuse.runtime.watch.running import RunCount
 
 if TYPE_CHECKING:
-    from mdfuse.backends.c10d.groups import Store
+    from mdfuse.torch_private import Store
 
 _log = logging.getLogger("mdfuse.comm")
 
@@ -166,12 +166,7 @@ class Watch:
         return before, behind
 
     def on_error(self, team: tuple[int, ...], ask: Callable[[], str | None]) -> None:
-        """Register a function to ask at each look for an error of a team's communicator.
-
-        Args:
-            team: the ranks of the communicator.
-            ask: returns the error as text, or None.
-        """
+        """Register a function to ask at each look for an error of a team's communicator."""
         self._sources.append((team, ask))
 
     def forget(self, *functions: Callable[..., object]) -> None:
