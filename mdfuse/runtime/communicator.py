@@ -39,11 +39,11 @@ from mdfuse.runtime.joining import (
 )
 from mdfuse.runtime.null_world import NULL, check_null_arguments, null_device, null_launch
 from mdfuse.runtime.stores import another_connection, open_store
-from mdfuse.runtime.watch.bulletin import within
 from mdfuse.runtime.watch.report import ranks_text
 from mdfuse.runtime.watch.reports import tell_torchrun_at_exit
 from mdfuse.runtime.watch.running import RunCount
 from mdfuse.runtime.watch.watch import Watch
+from mdfuse.threads import keep_ready, within
 from mdfuse.torch_private import HashStore, PrefixStore
 
 _log = logging.getLogger("mdfuse.comm")
@@ -53,6 +53,9 @@ _GRACE_S = 10.0
 
 #: The same where it ends by an error: the others may be asking what went wrong.
 _REPORTS_S = 3.0
+
+#: Threads that stand ready for the end: two that watch over MPI_Finalize, others for what hangs.
+_AT_EXIT = 6
 
 #: How long the store may take to answer at the end, seconds.
 _CLOSING_S = 3.0
@@ -436,6 +439,7 @@ def _forget(communicator: Communicator) -> None:
 
 
 def _join(carriers: BackendChoice, options: Options) -> Communicator:
+    keep_ready(_AT_EXIT)
     timeout_s = options.timeout_s
     launch = detect(os.environ, default_group())
     for named in carriers.names:

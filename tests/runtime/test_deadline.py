@@ -28,11 +28,12 @@ from mdfuse.runtime.agreement.meetings import Meetings
 from mdfuse.runtime.agreement.programs import agree, fingerprint
 from mdfuse.runtime.deadline import Deadline
 from mdfuse.runtime.watch import running
-from mdfuse.runtime.watch.bulletin import Bulletin, within
+from mdfuse.runtime.watch.bulletin import Bulletin
 from mdfuse.runtime.watch.positions import OwnPosition, Position, Progress, standing
 from mdfuse.runtime.watch.report import Alarm, Table, blame, explained, report
 from mdfuse.runtime.watch.running import RunCount
 from mdfuse.runtime.watch.watch import EXIT_STATUS, Watch
+from mdfuse.threads import within
 from mdfuse.torch_private import HashStore, PrefixStore
 
 CPU, MESH = torch.device("cpu"), mf.DeviceMesh([0, 1])

@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 from torch import OutOfMemoryError, Tensor
 
+from mdfuse import threads
 from mdfuse.backends.base import Buffer, Posting, PostSite, Prepared, Work
 from mdfuse.backends.nccl import posts as nccl_posts
 from mdfuse.backends.nccl.cuda_driver import Device
@@ -331,7 +332,7 @@ def _is_done_within(seconds: float, work: Callable[[], object], rank: int) -> bo
         except Exception as error:
             _log.warning("rank %d: closing a communicator: %s", rank, first_line(error))
 
-    thread = threading.Thread(target=run, name="mdfuse-close", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return not thread.is_alive()
+    try:
+        return threads.start(run, "mdfuse-close").join(seconds)
+    except RuntimeError:  # Python exits, and all threads are stuck
+        return False

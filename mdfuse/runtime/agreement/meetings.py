@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mdfuse.errors import BackendError, MdfuseError
 from mdfuse.runtime.deadline import Deadline
-from mdfuse.runtime.watch.bulletin import within
+from mdfuse.threads import within
 
 if TYPE_CHECKING:
     from mdfuse.torch_private import Store

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from mdfuse.runtime.deadline import NEVER, Deadline
 from mdfuse.runtime.watch.positions import Position
+from mdfuse.threads import within
 
 if TYPE_CHECKING:
     from mdfuse.torch_private import Store
@@ -172,24 +173,3 @@ class Bulletin:
             return None
         finally:
             del self._asked[thread]
-
-
-def within(seconds: float, function: Callable[[], object]) -> bool:
-    """Run a function in a thread; return whether it ended in time and without a RuntimeError.
-
-    A function that is late goes on in its thread: a store whose host is stopped never answers,
-    whatever its own timeout is.
-    """
-    done: list[bool] = []
-
-    def run() -> None:
-        try:
-            function()
-        except RuntimeError:
-            return
-        done.append(True)
-
-    thread = threading.Thread(target=run, name="mdfuse-store", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return bool(done)
