@@ -14,9 +14,10 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Layout
-from mdfuse.backends.c10d.groups import LIBRARIES, HashStore
+from mdfuse.backends.c10d.groups import LIBRARIES
 from mdfuse.bootstrap import detect
 from mdfuse.cli import screen
+from mdfuse.torch_private import HashStore
 
 FastLane = Literal["auto", "never", "always"]
 

@@ -21,7 +21,6 @@ from _ranks import Ranks, choose_backend, start
 from torch import Tensor
 
 from mdfuse.backends.base import Buffer, PostSite, Prepared
-from mdfuse.backends.c10d.groups import AllgatherOptions, PrefixStore
 from mdfuse.backends.nccl import library as nccl_library
 from mdfuse.backends.nccl.cuda_driver import CudaDevice
 from mdfuse.backends.nccl.lane import NcclLane
@@ -29,6 +28,7 @@ from mdfuse.cli import screen
 from mdfuse.layouts.call import Call
 from mdfuse.runtime.fast_lane import Lanes
 from mdfuse.runtime.watch.watch import Watch
+from mdfuse.torch_private import AllgatherOptions, PrefixStore
 
 _RESULTS = Path(__file__).parent / "results"
 

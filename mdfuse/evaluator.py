@@ -38,8 +38,7 @@ from mdfuse.runs.arguments import (
     not_by_name,
     numbers,
 )
-from mdfuse.runs.same_program import agree, fingerprint
-from mdfuse.runtime.crowds import crowd
+from mdfuse.runtime.agreement.programs import agree, first_run
 from mdfuse.runtime.watch.running import RunCount
 
 if TYPE_CHECKING:
@@ -170,7 +169,7 @@ class HostIrEvaluator:
                         return plan.run(arguments, out)
                 return plan.run(arguments, out)
             except BackendError as error:
-                raise self._explained(error, communicator) from error.__cause__
+                raise communicator.broke_off(self._tally, error) from error.__cause__
             finally:
                 if concerns_others:
                     communicator.is_ready = communicator.is_sound
@@ -237,10 +236,14 @@ class HostIrEvaluator:
         if problem is None:
             problem = self._problem(arguments, out, is_partial, communicator)
         if self._local is None:
-            with communicator.turn:
-                self._meet(problem, communicator)
-                plan, problem = self._cached(arguments, out, communicator)
-                self._agree(problem, communicator)
+            with communicator.first_run:
+                try:
+                    self._begin(problem, communicator)
+                    plan, problem = self._cached(arguments, out, communicator)
+                    agree(self.program.name, problem, communicator)
+                except MdfuseError:
+                    self._forget()
+                    raise
         elif problem is None:
             plan, problem = self._cached(arguments, out, communicator)
         if problem is not None:
@@ -374,27 +377,10 @@ class HostIrEvaluator:
 
     # -- all ranks run, or none ------------------------------------------------------------------
 
-    def _meet(self, problem: MdfuseError | None, communicator: Communicator) -> None:
-        """Let all ranks agree before the first run, and make their teams in program order.
-
-        Raises:
-            ProgramError: the program means nothing, or a rank was given what does not fit; on
-                every rank alike.
-        """
-        local = None
-        if problem is None:
-            try:
-                is_verified = options_from_environment(self.options).verify
-                if is_verified:
-                    self.program.check()
-                local = self.program.project(communicator.rank)
-                if not is_verified:
-                    local.check_alone()
-            except MdfuseError as error:
-                problem = error
-        what = fingerprint(self.program, options_from_environment(self.options))
-        self._agree(problem, communicator, what)
-        assert local is not None
+    def _begin(self, problem: MdfuseError | None, communicator: Communicator) -> None:
+        """Let all ranks agree before the first run, and make their teams in program order."""
+        options = options_from_environment(self.options)
+        local = first_run(self.program, options, problem, communicator)
         communicator.open(self.program.backends)
         for name in (None, *self.program.backends):
             communicator.prepare(groups(local, communicator.rank, name), name)
@@ -408,16 +394,6 @@ class HostIrEvaluator:
         self._tally = RunCount(name=self.program.name, serial=next(_serials))
         communicator.count(self._tally)
         self._local, self._device_type = local, communicator.device.type
-
-    def _agree(
-        self, problem: MdfuseError | None, communicator: Communicator, what: str | None = None
-    ) -> None:
-        """Raise on every rank if one has a problem, before anything is posted."""
-        try:
-            agree(self.program.name, problem, communicator, what)
-        except MdfuseError:
-            self._forget()
-            raise
 
     def _refuse(self, problem: MdfuseError | None, communicator: Communicator) -> None:
         """Raise a problem in the place of a run that others may have begun, and tell them why."""
@@ -434,18 +410,6 @@ class HostIrEvaluator:
     def communicates(self) -> bool:
         """Whether a run posts to other ranks, or receives from them."""
         return any(i.comm is not None or i.op in ("send", "recv") for i in self.program.walk())
-
-    def _explained(self, error: BackendError, communicator: Communicator) -> MdfuseError:
-        """Return the error for a broken communication, with a refusal or what all ranks did."""
-        reason = communicator.broke_off(self._tally.occasion, error)
-        if reason is None:
-            error.where += tuple(filter(None, [crowd(communicator.rank)]))
-            return communicator.explained(error)
-        return ProgramError(
-            f"@{self.program.name} broke off on rank {communicator.rank}: another rank refused it",
-            where=reason.splitlines(),
-            because="all ranks run, or none does",
-        )
 
     def _problem(
         self,

@@ -331,6 +331,7 @@ def test_powers_of_a_bool(exponent: float, shape: tuple[int, ...]) -> None:
 
 def test_a_table_that_is_a_number() -> None:
     with FusionDefinition("f") as fd:
+        number = fd.define_scalar(dtype=torch.int64)
         with pytest.raises(mf.DefinitionError, match="embedding of scalars means nothing"):
-            fd.ops.embedding(fd.define_scalar(torch.int64), fd.define_scalar(torch.int64))
+            fd.ops.embedding(number, number)
         fd.add_output(fd.define_tensor([1], torch.float32, MESH, {}))

@@ -129,11 +129,7 @@ class Sizes:
 
 
 def compose(call: Call, sizes: Sizes) -> Composition:
-    """Return the steps of one rank's part of a communication.
-
-    Args:
-        call: what is posted.
-        sizes: of its buffers; `small` is the same on all ranks.
+    """Return the steps of one rank's part of a communication; `sizes.small` is alike everywhere.
 
     Raises:
         CommunicationError: the kind is unknown, its root is not in the team, or the buffers do

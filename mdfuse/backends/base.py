@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from mdfuse.errors import CommunicationError
+from mdfuse.errors import BackendError, CommunicationError
 from mdfuse.layouts.call import Call
 from mdfuse.layouts.kinds import CARRIED
 
@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     Buffers = Sequence[Tensor]
+
+
+def check_usable(name: str, refusal: tuple[str, str] | None) -> None:
+    """Raise BackendError where there is a reason, with a remedy, why a backend cannot be used."""
+    if refusal is not None:
+        because, hint = refusal
+        raise BackendError(f"backend {name!r} cannot be used", because=because, hint=hint)
 
 
 def check_call(call: Call, is_prepared: bool) -> None:
@@ -152,10 +159,21 @@ class Backend(Protocol):
     name: str
 
     def prepare(self, teams: Iterable[tuple[int, ...]]) -> None:
-        """Connect the teams that this rank is in; ranks pass their teams in one global order."""
+        """Make the teams that this rank is in; ranks pass their teams in one global order.
+
+        Raises:
+            BackendError: a member did not come in time; the backend has no room for more teams.
+        """
 
     def bind(self, call: Call) -> Poster:
-        """Prepare a call that will be posted many times."""
+        """Prepare a call that will be posted many times.
+
+        Raises:
+            CommunicationError: the kind is unknown, or its team was not prepared.
+        """
+
+    def close(self) -> None:
+        """Give up what connects the ranks."""
 
 
 @runtime_checkable

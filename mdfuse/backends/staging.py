@@ -6,6 +6,7 @@ Each post first waits on the host for the work that is queued on the current str
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,36 +27,29 @@ def after_the_stream(post: Post, device: torch.device) -> Post:
     return post_later
 
 
+@dataclass(slots=True, eq=False)
 class Staged:
     """A post of copies in pinned host memory.
 
     The wait queues the copies back to the device, on the stream that is current then.
-
-    Args:
-        post: posts buffers in host memory.
-        call: what is posted.
-        device: where the buffers are.
     """
 
-    __slots__ = ("_call", "_device", "_post")
-
-    def __init__(self, post: Post, call: Call, device: torch.device) -> None:
-        self._post = post
-        self._call = call
-        self._device = device
+    post: Post
+    call: Call
+    device: torch.device
 
     def __call__(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
         there = [_pinned(x) for x in srcs]
         for host, src in zip(there, srcs, strict=True):
             host.copy_(flat(src), non_blocking=True)
         back = [_pinned(x) for x in dsts]
-        torch.cuda.current_stream(self._device).synchronize()
+        torch.cuda.current_stream(self.device).synchronize()
 
         def unstage() -> None:
             for dst, host in zip(dsts, back, strict=True):
                 flat(dst).copy_(host, non_blocking=True)
 
-        return Posted(self._call, (self._post(there, back),), None, unstage)
+        return Posted(self.call, (self.post(there, back),), None, unstage)
 
     def prepare(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: PostSite) -> None:
         """Return None: no such post is one call of the library's own functions."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import OutOfMemoryError
@@ -27,29 +28,21 @@ class _Waitable(Protocol):
     def wait(self) -> Any: ...
 
 
+@dataclass(slots=True, eq=False)
 class Posted:
     """Works in flight, with their buffers and the local work that follows them.
 
-    Args:
+    Attributes:
         call: what was posted.
         works: the library's handles, waited for in order.
         kept: objects that must live until all works are done.
         finish: called once, when all works are done.
     """
 
-    __slots__ = ("_call", "_finish", "_kept", "_works")
-
-    def __init__(
-        self,
-        call: Call,
-        works: Sequence[_Waitable],
-        kept: object,
-        finish: Callable[[], object] | None = None,
-    ) -> None:
-        self._call = call
-        self._works = works
-        self._kept = kept
-        self._finish = finish
+    call: Call
+    works: Sequence[_Waitable]
+    kept: object
+    finish: Callable[[], object] | None = None
 
     def wait(self) -> None:
         """Return once the buffers may be used; a second wait returns at once.
@@ -58,15 +51,15 @@ class Posted:
             BackendError: the communication failed or timed out; a second wait raises again.
         """
         try:
-            for work in self._works:
+            for work in self.works:
                 work.wait()
         except RuntimeError as error:
-            raise failure(self._call, error) from error
-        self._works = ()
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
-        self._kept = None
+            raise failure(self.call, error) from error
+        self.works = ()
+        if self.finish is not None:
+            self.finish()
+            self.finish = None
+        self.kept = None
 
 
 def failure(call: Call, error: Exception) -> BackendError:

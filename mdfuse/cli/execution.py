@@ -79,7 +79,7 @@ def run_on_ranks(program: Program, inputs: Sequence[Any], comm: Communicator) ->
     """
     mine = local_inputs(program, inputs, comm)
     results = program.run(*mine)
-    seconds = [_timed(lambda: program.run(*mine), comm) for _ in range(RUNS)]
+    seconds = [timed(lambda: program.run(*mine), comm) for _ in range(RUNS)]
     return Outcome(outputs=gather(program, results, comm), seconds=seconds)
 
 
@@ -115,14 +115,19 @@ def _local(program: Program, name: str, x: Any, comm: Communicator) -> Any:
     return torch.empty_like(part, device=comm.device).copy_(part)  # dense, in the order of x
 
 
-def _timed(call: Callable[[], object], comm: Communicator) -> float:
+def timed(call: Callable[[], object], comm: Communicator) -> float:
     """Return the seconds that a call takes on this rank, once all ranks are ready."""
+    _finish(comm)
     comm.barrier()
     start = time.perf_counter()
     call()
+    _finish(comm)
+    return time.perf_counter() - start
+
+
+def _finish(comm: Communicator) -> None:
     if comm.device.type == "cuda":
         torch.cuda.synchronize(comm.device)
-    return time.perf_counter() - start
 
 
 def gather(program: Program, results: Sequence[Any], comm: Communicator) -> list[Tensor]:

@@ -140,7 +140,7 @@ def doctor(
     what its ranks see: torchrun --nproc-per-node 4 -m mdfuse doctor --collective.
     """
     with screen.errors():
-        from mdfuse.cli.doctor.command import run
+        from mdfuse.cli.doctor.ranks import run
 
         run(collective)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from rich import box
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from mdfuse.cli.execution import Difference
@@ -17,23 +17,29 @@ from mdfuse.hir.traffic import received
 _RANKS_SHOWN = 64
 
 
-def facts(rows: Iterable[tuple[str, str]]) -> Table:
+def facts(rows: Iterable[tuple[str, str | Text]]) -> Table:
     """Return a table of names and facts, in two columns."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, what in rows:
-        table.add_row(name, Text(what))
+        table.add_row(name, Text(what) if isinstance(what, str) else what)
     return table
+
+
+def titled(title: str, *columns: str, right: Sequence[str] = ()) -> Table:
+    """Return an empty table with a title; the columns of numbers, on the right, align there."""
+    headers: tuple[str | Column, ...] = (
+        *columns,
+        *(Column(name, justify="right") for name in right),
+    )
+    return Table(*headers, box=box.SIMPLE_HEAD, title=title, title_justify="left")
 
 
 def communications(program: Program) -> Table:
     """Return a table of communications: kind, axis, count, bytes that a rank receives in a run."""
-    table = Table(box=box.SIMPLE_HEAD, title="communications per run", title_justify="left")
-    table.add_column("kind")
-    table.add_column("axis")
-    table.add_column("count", justify="right")
-    table.add_column("bytes received per rank", justify="right")
+    right = ("count", "bytes received per rank")
+    table = titled("communications per run", "kind", "axis", right=right)
     ranks = range(min(program.host.last_rank + 1, _RANKS_SHOWN))
     total = _Traffic(len(ranks))
     for (kind, where), found in _grouped(program, ranks).items():
@@ -96,10 +102,7 @@ def time_text(seconds: float) -> str:
 
 def differences(names: Iterable[str], found: Iterable[Difference]) -> Table:
     """Return a table of outputs and their differences from one device."""
-    table = Table(box=box.SIMPLE_HEAD, title="against one device", title_justify="left")
-    table.add_column("output")
-    table.add_column("largest difference", justify="right")
-    table.add_column("allowed", justify="right")
+    table = titled("against one device", "output", right=("largest difference", "allowed"))
     table.add_column("")
     for name, d in zip(names, found, strict=True):
         verdict = Text("equal", "green") if d.is_allowed else Text("DIFFERS", "bold red")

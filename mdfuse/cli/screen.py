@@ -78,24 +78,15 @@ def errors() -> Iterator[None]:
     try:
         yield
     except MdfuseError as error:
-        _tell_launcher(error)
+        from mdfuse.runtime.watch.reports import tell_torchrun  # torch is slow to import
+
+        tell_torchrun(error)
         is_one_ranks = isinstance(error, CommunicationError | BackendError | UserCodeError)
         fail(Text.assemble((f"{type(error).__name__}: ", "bold red"), str(error)), is_one_ranks)
 
 
-def _tell_launcher(error: MdfuseError) -> None:
-    from mdfuse.runtime.watch.reports import tell_torchrun  # torch is slow to import
-
-    tell_torchrun(error)
-
-
 def fail(why: Text | str, everywhere: bool = False) -> NoReturn:
-    """End the process with exit status 1, and print why on standard error.
-
-    Args:
-        why: the text.
-        everywhere: print on every rank that gets here, not on rank 0 alone.
-    """
+    """End the process with exit status 1; print why on standard error, on rank 0 or everywhere."""
     if everywhere or is_first():
         _console(stderr=True).print(why, soft_wrap=True)
     else:

@@ -26,10 +26,6 @@ def user_code(file: str, doing: str) -> Iterator[None]:
     Errors of mdfuse and KeyboardInterrupt pass unchanged. SystemExit is turned, too: a command has
     an exit status of its own.
 
-    Args:
-        file: the name of the user's file.
-        doing: the part of it that runs, in words.
-
     Raises:
         UserCodeError: the code raised something.
     """

@@ -14,21 +14,14 @@ _SHARE = 0.1
 
 
 def advice(fusion: Fusion) -> Iterator[str]:
-    """Yield lines about the reshards that move more than a tenth of what a fusion moves.
-
-    Args:
-        fusion: as the passes prepared it: its sets are the reshards.
-    """
-    moved = {e.output: _bytes(fusion, e) for e in fusion.exprs if _is_reshard(fusion, e)}
+    """Yield lines about the reshards that move more than a tenth of what a fusion moves."""
+    sets = (e for e in fusion.exprs if e.op == "set" and fusion.values[e.output].is_tensor)
+    moved = {e.output: _bytes(fusion, e) for e in sets}
     total = sum(moved.values())
     for expr in fusion.exprs:
         size = moved.get(expr.output, 0)
         if size > _SHARE * total:
             yield from _lines(fusion, expr, size, total)
-
-
-def _is_reshard(fusion: Fusion, expr: Expr) -> bool:
-    return expr.op == "set" and fusion.values[expr.output].is_tensor
 
 
 def _bytes(fusion: Fusion, expr: Expr) -> int:
@@ -43,18 +36,14 @@ def _bytes(fusion: Fusion, expr: Expr) -> int:
 
 
 def _lines(fusion: Fusion, expr: Expr, size: int, total: int) -> Iterator[str]:
-    value, before, after = _ends(fusion, expr)
+    value = fusion.values[expr.reads[0]]
+    before, after = fusion.layout(value.name), fusion.layout(expr.output)
     share = f"{round(100 * size / total)} % of what arrives"
     where = f" ({expr.source})" if expr.source else ""
     yield f"moves {size} bytes to a rank, {share}: %{value.name} {before} -> {after}{where}"
     reason, instead = _because(fusion, expr, value, before, after)
     yield f"  because {reason}"
     yield f"  instead {instead}"
-
-
-def _ends(fusion: Fusion, expr: Expr) -> tuple[Value, Layout, Layout]:
-    value = fusion.values[expr.reads[0]]
-    return value, fusion.layout(value.name), fusion.layout(expr.output)
 
 
 def _because(

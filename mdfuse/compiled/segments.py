@@ -31,7 +31,7 @@ from mdfuse.ir.ops import TABLE
 from mdfuse.ir.writes import fresh_write
 from mdfuse.passes.segment_ids import Dim, extent_ids, input_extents
 from mdfuse.passes.segmentation import Section
-from mdfuse.runs.extents import check_extents
+from mdfuse.runs.extents import check_extents, complete_extents
 
 if TYPE_CHECKING:
     from mdfuse.compiled.program import Program
@@ -186,14 +186,8 @@ class Segment:
 
 
 def _check_complete(segment: Segment, known: Mapping[str, int]) -> None:
-    missing = [name for name in segment.examples if name not in known]
-    if missing:
-        texts = ", ".join(f'"{name}": ...' for name in missing)
-        raise ProgramError(
-            f"@{segment.name}: the extents {', '.join(missing)} are missing",
-            because="a segment sees some of the program's inputs, and is told all its extents",
-            hint=f"pass extents={{{texts}}}",
-        )
+    why = "a segment sees some of the program's inputs, and is told all its extents"
+    complete_extents(segment.name, segment.examples, known, why)
     broken = [guard for guard in segment.guards if not guard.holds(known)]
     if broken:
         raise ProgramError(
@@ -206,14 +200,7 @@ def _check_complete(segment: Segment, known: Mapping[str, int]) -> None:
 def segments_of(
     fusion: Fusion, sections: Iterable[Section], host: HostProgram, options: Options | None
 ) -> tuple[Segment, ...]:
-    """Return the segments of a lowered fusion.
-
-    Args:
-        fusion: after all passes; every value has an id.
-        sections: the sections that the fusion was cut into.
-        host: the fusion's host program.
-        options: those that the fusion was lowered with.
-    """
+    """Return the segments of a lowered fusion, whose values all have ids."""
     extents, orders = extent_ids(fusion), _orders(host)
     return tuple(_segment(fusion, section, extents, orders, options) for section in sections)
 

@@ -104,24 +104,14 @@ class Node:
         return found[::-1]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Wording:
-    """How one place of the user's code wrote a definition: the names and lines it used.
-
-    Attributes:
-        name: of the definition.
-        guards: what the user's code decided about extents.
-        calls: the user's calls.
-    """
+    """How one place of the user's code wrote a definition: names, guards on extents, calls."""
 
     name: str
     guards: tuple[str, ...]
+    #: a site that was met before is one object, so comparing these mostly compares addresses
     calls: list[Site]
-
-    def is_same(self, other: Wording) -> bool:
-        """Whether all names and lines are the same."""
-        # a site that was met before is one object, so most of this compares addresses
-        return self.calls == other.calls and (self.name, self.guards) == (other.name, other.guards)
 
 
 @dataclass(eq=False)
@@ -129,10 +119,7 @@ class NamedDefinition:
     """A definition as one place of the user's code wrote it: the fusion with names and lines.
 
     Attributes:
-        wording: how it was written.
-        fusion: as defined.
-        examples: of the symbolic extents.
-        assumed: what the definition decided about them.
+        assumed: what the definition decided about its symbolic extents.
         programs: by options and predicate.
         lock: held while one is lowered, so that threads get the same one.
     """
@@ -155,7 +142,7 @@ class Leaf:
 
     def find(self, wording: Wording) -> NamedDefinition | None:
         """Return what was defined with these names, at these lines; None where nothing was."""
-        return next((s for s in self.named if s.wording.is_same(wording)), None)
+        return next((s for s in self.named if s.wording == wording), None)
 
     def add(self, made: NamedDefinition) -> NamedDefinition:
         """Keep a definition, and return it, or the equal one that another thread kept meanwhile."""

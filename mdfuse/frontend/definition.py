@@ -343,10 +343,7 @@ class FusionDefinition:
     ) -> Node:
         """Record a call of a method of `Recorder`, or find that it was recorded before.
 
-        Args:
-            key: the method's name, and what tells this call from others.
-            arguments: of the method.
-            name: that the call gives its result.
+        The key is the method's name, and what tells this call from others.
         """
         node = self._children.get(key)
         if node is None:

@@ -78,7 +78,7 @@ def _several(one: Callable[[Any], Any]) -> Callable[[Any], Any]:
         if type(x) in (list, tuple) and _NUMBERS.issuperset(map(type, x)):
             is_usual = not x or (min(x) >= LEAST and max(x) < END)
             return x if is_usual and one is _integer else _all(one, x)
-        if not isinstance(x, Sequence | range) and hasattr(x, "tolist") and not _is_tensor(x):
+        if not isinstance(x, Sequence | torch.Tensor | Handle) and hasattr(x, "tolist"):
             x = x.tolist()  # an array of numpy
         return _all(one, x) if _is_several(x) else one(x)
 
@@ -87,14 +87,6 @@ def _several(one: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def _is_several(x: Any) -> bool:
     return isinstance(x, Sequence) and not isinstance(x, str | bytes)
-
-
-def _dims(x: Any) -> Any:
-    return _several(_integer)(x)
-
-
-def _is_tensor(x: Any) -> bool:
-    return isinstance(x, torch.Tensor | Handle)
 
 
 def _all(one: Callable[[Any], Any], items: Iterable[Any]) -> Any:
@@ -106,10 +98,6 @@ def _all(one: Callable[[Any], Any], items: Iterable[Any]) -> Any:
 
 
 # -- values --------------------------------------------------------------------------------------
-
-
-def _value(x: Any) -> Any:
-    return x if isinstance(x, Handle) else _number(x)
 
 
 def _handle(x: Any) -> Any:
@@ -149,7 +137,9 @@ def _kind(words: str, take: Callable[[Any], Any], *usual: type) -> Kind:
 _N = type(None)
 _TENSOR = _kind("a value of the fusion", _handle, Handle)
 _TENSOR_OR_NONE = _kind("a value of the fusion, or None", _or(_none, _handle), Handle, _N)
-_VALUE = _kind("a value of the fusion, or a number", _value, Handle, int, float, bool)
+_VALUE = _kind(
+    "a value of the fusion, or a number", _or(_handle, _number), Handle, int, float, bool
+)
 _VALUE_OR_NONE = _kind(
     "a value of the fusion, a number, or None",
     _or(_none, _handle, _setting),
@@ -171,7 +161,7 @@ _LIST = _kind("a list of integers", lambda x: _several(_integer)(x) if _is_sever
 #: `dim=()` is all dims for some functions of torch, and none for others.
 _DIM = _kind(
     "an integer, a list of some integers, or None (dims=() stands for no dims)",
-    _or(_none, lambda x: _REFUSED if isinstance(x, list | tuple) and not x else _dims(x)),
+    _or(_none, lambda x: _REFUSED if isinstance(x, list | tuple) and not x else _INTEGERS.take(x)),
     int,
     _N,
 )

@@ -40,10 +40,6 @@ class Recorder:
     Each public method records one call: it takes the site of the user's call and the arguments, and
     returns what is known of the value made. A call that raises leaves everything as it was.
 
-    Args:
-        name: of the definition.
-        decided: what the user's code decided about extents.
-
     Attributes:
         assumed: what the calls decided about extents.
     """

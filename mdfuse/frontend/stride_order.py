@@ -29,14 +29,7 @@ def _places(stride_order: Sequence[int]) -> tuple[int, ...]:
 def no_permutation(
     stride_order: Sequence[int], ndim: int, of: str, where: Sequence[str]
 ) -> DefinitionError:
-    """Return the error for a stride order that is no permutation.
-
-    Args:
-        stride_order: what was said.
-        ndim: how many dims there are.
-        of: what it was required of.
-        where: the user's lines.
-    """
+    """Return the error for a stride order that is no permutation."""
     return DefinitionError(
         f"stride_order={_places(stride_order)} of {of}",
         where=where,

@@ -27,9 +27,6 @@ class Symbols:
 
     An example changes where an operation refuses it, a name where `.on()` tells the variable. What
     the user's code holds is brought up to date when it comes back (`current`).
-
-    Args:
-        assumed: what was decided about them so far.
     """
 
     def __init__(self, *assumed: Assumptions) -> None:

@@ -128,18 +128,15 @@ def _check(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> None:
+    signature, name = inspect.signature(operation), operation.__name__
     try:
-        inspect.signature(operation).bind(*args, **kwargs)
+        signature.bind(*args, **kwargs)
     except TypeError as error:
         raise DefinitionError(
             f"{_name(func)}: {error}",
-            because=f"for values of a fusion it is {operation.__name__}({_parameters(operation)})",
+            because=f"for values of a fusion it is {name}({', '.join(signature.parameters)})",
             hint="leave the argument out",
         ) from error
-
-
-def _parameters(operation: Callable[..., Any]) -> str:
-    return ", ".join(inspect.signature(operation).parameters)
 
 
 def _name(func: Callable[..., Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ def new_buffer(
         output: the name, whose type gives shape and dtype.
         order: the dims from outermost to innermost in memory; None: row-major.
         context: what is known at this instruction; it learns the strides.
-        memory: "device", or a key of `MEMORY`.
+        memory: "device", "host", "pinned" or "symmetric".
     """
     shape, dtype = context.local(output), context.type(output).dtype
     strides = dense_strides(shape, order)
@@ -69,38 +69,21 @@ def new_buffer(
 
 
 def _make(memory: str, new: NewBuffer, slot: int) -> Line:
-    if memory == "device":
-        extents, kwargs = (new.shape, new.strides), (("dtype", new.dtype), ("device", new.device))
-        return Line(run=torch.empty_strided, args=extents, kwargs=kwargs, into=slot, new=new)
-    args = (new.shape, new.strides, new.dtype, new.device)
-    return Line(run=MEMORY[memory], args=args, into=slot)
-
-
-_Make = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device], Tensor]
-
-
-def _on_host(
-    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
-
-
-def _pinned(
-    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Make a buffer in host memory that a GPU reads directly; without a GPU it is not pinned."""
-    pin = device.type == "cuda"
-    return torch.empty_strided(shape, strides, dtype=dtype, device="cpu", pin_memory=pin)
+    """Return the call that makes a buffer; the plan may own those in device memory alone."""
+    form, on_gpu = (new.shape, new.strides), new.device.type == "cuda"
+    if memory == "symmetric" and on_gpu:
+        return Line(run=_symmetric, args=(*form, new.dtype, new.device), into=slot)
+    is_host = memory in ("host", "pinned")
+    kwargs: list[tuple[str, Any]] = [("dtype", new.dtype)]
+    kwargs.append(("device", torch.device("cpu") if is_host else new.device))
+    if memory == "pinned" and on_gpu:  # memory that a GPU reads directly
+        kwargs.append(("pin_memory", True))
+    owned = new if memory == "device" else None
+    return Line(run=torch.empty_strided, args=form, kwargs=tuple(kwargs), into=slot, new=owned)
 
 
 def _symmetric(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Make a buffer that other ranks of the host can be given access to; on CPU a plain one."""
-    if device.type != "cuda":
-        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    """Make a buffer that other ranks of the host can be given access to."""
     return symmetric_empty(math.prod(shape), dtype, device).as_strided(shape, strides)
-
-
-#: Where `alloc` may put a buffer, beside "device".
-MEMORY: dict[str, _Make] = {"host": _on_host, "pinned": _pinned, "symmetric": _symmetric}

@@ -20,14 +20,7 @@ _Value = Callable[..., Tensor]
 
 
 def _view(i: Instruction, context: Context, run: _Value | str, *args: Any) -> list[Line]:
-    """Bind the result to a view of the operand, or copy the view into the result's buffer.
-
-    Args:
-        i: an instruction with one operand and one result.
-        context: what is known at this instruction; it learns the strides of the view.
-        run: makes the view of a tensor; a text names a method.
-        *args: further arguments of `run`.
-    """
+    """Bind the result to a view of the operand, or copy the view into the result's buffer."""
     (output,), (operand,) = i.outputs, i.reads
     fact = context.fact(operand)
     if not context.has_buffer(output) and fact is not None:

@@ -86,6 +86,11 @@ class Plan:
 
     # -- at once ---------------------------------------------------------------------------------
 
+    @property
+    def parameters(self) -> tuple[int, ...]:
+        """The slots that the caller fills: those of the inputs, then of the given outputs."""
+        return (*self.inputs, *(slot for slot in self.given if slot is not None))
+
     @cached_property
     def lines(self) -> tuple[Line, ...]:
         """All calls, in order."""
@@ -100,23 +105,21 @@ class Plan:
         return Owned(buffers={}, lines=self.lines, numbers=numbers, nbytes=0)
 
     @property
-    def left(self) -> tuple[int, ...]:
+    def lines_of_run(self) -> tuple[int, ...]:
         """For each call that is left, its number among all lines."""
         return self.owned.numbers
 
     @cached_property
     def function(self) -> Function:
         """The calls left, as a function of the caller's stream, inputs and given outputs."""
-        places = [slot for slot in self.given if slot is not None]
-        parameters = [CALLER_SLOT, *self.inputs, *places]
         function = write(
             self.name,
             self.owned.lines,
-            parameters,
+            [CALLER_SLOT, *self.parameters],
             self.outputs,
             self.owned.buffers,
             self.names,
-            [self.labels[n] for n in self.left],
+            [self.labels[n] for n in self.lines_of_run],
         )
         register(function.code.co_filename, self)
         return function
@@ -167,9 +170,8 @@ class Plan:
 
     def addresses(self, arguments: Sequence[Any], out: Sequence[Any] | None) -> dict[int, int]:
         """Return slot -> address of each tensor that the caller passes."""
-        places = [slot for slot in self.given if slot is not None]
         values = [*arguments, *(self.taken(out) if out is not None else ())]
-        pairs = zip((*self.inputs, *places), values, strict=True)
+        pairs = zip(self.parameters, values, strict=True)
         return {slot: x.data_ptr() for slot, x in pairs if isinstance(x, Tensor)}
 
     def release(self) -> None:
@@ -180,16 +182,13 @@ class Plan:
     def explained(self, error: Exception, function: Function, first: int = 0) -> Exception:
         """Return an error that says which instruction it comes from.
 
-        Args:
-            error: what the function raised.
-            function: written from lines of the plan that are left.
-            first: the number of its first line among these.
+        The function's first line is line `first` of those that a run makes.
         """
         found = function.line_of(error.__traceback__)
-        if found is None or first + found >= len(self.left):
+        if found is None or first + found >= len(self.lines_of_run):
             return error
-        number = self.left[first + found]
-        line, step = self.lines[number], self.step_of(number)
+        number = self.lines_of_run[first + found]
+        line, step = self.lines[number], self.steps[self.step_number_of(number)]
         if line.explain is not None:
             explained = line.explain(error)
             if explained is not error:
@@ -198,11 +197,7 @@ class Plan:
         error.add_note(f"in {step.label}")
         return error
 
-    def step_of(self, number: int) -> Step:
-        """Return the step that a line belongs to."""
-        return self.steps[self.number_of(number)]
-
-    def number_of(self, line: int) -> int:
+    def step_number_of(self, line: int) -> int:
         """Return the number of the step that a line belongs to."""
         for number, step in enumerate(self.steps):
             line -= len(step.lines)

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from mdfuse.runtime.stacks import no_collection
+
 
 class Recording(Protocol):
     """Work that was recorded, and can be queued again."""
@@ -49,13 +51,8 @@ def undisturbed() -> Iterator[None]:
     """
     with _captures:
         gc.collect()
-        was_enabled = gc.isenabled()
-        gc.disable()
-        try:
+        with no_collection():
             yield
-        finally:
-            if was_enabled:
-                gc.enable()
 
 
 def give_up(recording: Recording) -> None:
@@ -79,16 +76,12 @@ class _CudaRecording:
         self.graph.reset()
 
 
+@dataclass(slots=True)
 class CudaRecorder:
-    """Records CUDA graphs on a stream of its own, each with its own pool of memory.
+    """Records CUDA graphs on a stream that plans are built for, each with its own memory."""
 
-    Args:
-        device: the GPU.
-        stream: where captures take place; plans are built for it.
-    """
-
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
-        self.device, self.stream = device, stream
+    device: torch.device
+    stream: torch.cuda.Stream
 
     def record(self, run: Callable[[], list[Any]]) -> tuple[list[Any], Recording]:
         """Capture what a function queues, and return its results and the graph.

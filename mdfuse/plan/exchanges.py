@@ -75,7 +75,8 @@ class Exchanges:
 
     def exchange(self, team: tuple[int, ...], members: Sequence[Instruction]) -> list[Step]:
         """Prepare the post of one team, and the copies of what this rank sends to itself."""
-        ends = [self.end(i, team) for i in members]
+        slot = self.context.slot
+        ends = [_End(i, self.peer(i, team), slot(i.reads[0]), slot(i.outputs[0])) for i in members]
         pairs, kept, dropped = self.to_oneself([e for e in ends if e.peer == self.context.rank])
         away = [e for e in ends if e.peer != self.context.rank]
         sends, recvs = ([e for e in away if e.i.op == op] for op in ("send", "recv"))
@@ -100,10 +101,6 @@ class Exchanges:
             calls=(call,) if call is not None else (),
         )
         return [*kept, step, *dropped]
-
-    def end(self, i: Instruction, team: tuple[int, ...]) -> _End:
-        slot = self.context.slot
-        return _End(i, self.peer(i, team), slot(i.reads[0]), slot(i.outputs[0]))
 
     def call(
         self, team: tuple[int, ...], sends: Sequence[_End], recvs: Sequence[_End]
@@ -164,7 +161,10 @@ class Exchanges:
             pairs.append((source, e.buffer))
         kept = [self.keep(*x) for x in sent[max(len(received) - len(before), 0) :]]
         self.own = before[len(received) :] + [x for x, _ in kept]
-        dropped = [_drop(copy) for _, copy in before[: len(received)]]
+        dropped = [
+            Step(lines=(drop(copy),), label="recv", op="free", inputs=(copy,))
+            for _, copy in before[: len(received)]
+        ]
         return pairs, [step for _, step in kept], dropped
 
     def keep(self, name: str, buffer: int) -> tuple[tuple[str, int], Step]:
@@ -192,10 +192,6 @@ def transfer_team(program: HostProgram, i: Instruction) -> tuple[int, ...]:
     layout = program.types[i.reads[0]].layout
     assert layout is not None
     return layout.mesh.ranks
-
-
-def _drop(slot: int) -> Step:
-    return Step(lines=(drop(slot),), label="recv", op="free", inputs=(slot,))
 
 
 _Post = Callable[[list[Tensor], list[Tensor]], tuple[Work, ...]]

@@ -10,11 +10,11 @@ into buffers of the graph. Results are copied out: the caller's outputs are neve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from mdfuse.plan.captures import GraphRecorder, Recording, give_up, undisturbed
 from mdfuse.plan.context import CALLER_SLOT
 from mdfuse.plan.lines import Function, Line, write
 
+if TYPE_CHECKING:
+    from mdfuse.runtime.fast_lane import Replays
+
 #: With graph="auto", bytes of arguments that a region may copy in each run. A GPU with 4 TB/s takes
 #: some 30 us for that, about what three posts cost the host.
 COPY_LIMIT = 64 << 20
@@ -31,13 +34,7 @@ COPY_LIMIT = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """Consecutive lines of a plan, all captured or all eager.
-
-    Attributes:
-        start: the number of the first line, among those left for each run.
-        stop: the number behind that of the last line.
-        eager: why the lines are not captured; None: they are.
-    """
+    """Lines [start, stop) of those left, all captured, or all eager for a reason."""
 
     start: int
     stop: int
@@ -52,7 +49,8 @@ def regions(plan: Plan) -> list[Region]:
     come together again.
     """
     lines = plan.owned.lines
-    reasons = _reasons(plan)
+    by_line = [step.eager for step in plan.steps for _ in step.lines]
+    reasons = [by_line[n] for n in plan.owned.numbers]
     borders = [0, len(lines)] if plan.switches else [*_quiet(plan), len(lines)]
     found: list[Region] = []
     for start, stop in pairwise(borders):
@@ -62,12 +60,6 @@ def regions(plan: Plan) -> list[Region]:
         elif start < stop:
             found.append(Region(start=start, stop=stop, eager=why))
     return found
-
-
-def _reasons(plan: Plan) -> list[str | None]:
-    """Return for each line why it cannot be captured; None where it can."""
-    by_line = [step.eager for step in plan.steps for _ in step.lines]
-    return [by_line[n] for n in plan.owned.numbers]
 
 
 def _quiet(plan: Plan) -> list[int]:
@@ -85,16 +77,6 @@ def _quiet(plan: Plan) -> list[int]:
 
 
 # -- replaying -----------------------------------------------------------------------------------
-
-
-class ReplayLog(Protocol):
-    """Notes captures and replays, so that a replay that hangs is found."""
-
-    def begin(self) -> None:
-        """Note that a capture begins."""
-
-    def end(self, region: int) -> tuple[Callable[[], None], Callable[[], None]]:
-        """Note that a capture ended; return what to call before and behind each replay."""
 
 
 def _unwatched() -> None:
@@ -155,7 +137,7 @@ class GraphPlan:
     eager: Plan
     recorder: GraphRecorder
     stays: dict[int, int]
-    watch: ReplayLog | None = None
+    watch: Replays | None = None
     limit: int | None = None
     _captured: dict[int, _Captured] = field(default_factory=dict)
     _functions: dict[tuple[bool, int], Function] = field(default_factory=dict)
@@ -164,9 +146,8 @@ class GraphPlan:
         self.regions = regions(self.plan)
         self.numbers, self.may_overlap = self.plan.numbers, self.plan.may_overlap
         self.records = self.plan.records
-        places = [slot for slot in self.plan.given if slot is not None]
-        self._parameters = (*self.plan.inputs, *places)
-        self._written = {*self.plan.written, *places}
+        self._parameters = self.plan.parameters
+        self._written = {*self.plan.written, *self._parameters[len(self.plan.inputs) :]}
         self._uses = [self._use(region) for region in self.regions]
         self._views = _views(self.plan, self._parameters)
 
@@ -260,7 +241,7 @@ class GraphPlan:
         if key not in self._functions:
             numbers = self.plan.owned.numbers[region.start : region.stop]
             owned = self.plan.owned.buffers
-            kept = [_without(plan.lines[number], {*made, *owned}) for number in numbers]
+            kept = [plan.lines[number].without({*made, *owned}) for number in numbers]
             labels = [plan.labels[number] for number in numbers]
             self._functions[key] = write(
                 plan.name, kept, [CALLER_SLOT, *taken], made, owned, plan.names, labels
@@ -313,13 +294,6 @@ class GraphPlan:
             del self.stays[slot]  # from now on it is copied
             return None
         return x.data_ptr()
-
-
-def _without(line: Line, kept: Container[int]) -> Line:
-    """Leave kept slots out of a line that empties slots."""
-    if line.run is not None:
-        return line
-    return Line(run=None, into=tuple(s for s in line.targets if s not in kept))
 
 
 def _views(plan: Plan, parameters: Sequence[int]) -> dict[int, Callable[[Mapping[int, Any]], Any]]:

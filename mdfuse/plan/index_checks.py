@@ -31,13 +31,7 @@ class IndexChecks:
     found: IndexRangeError | None = None
 
     def checked(self, i: Instruction, lines: Sequence[Line], context: Context) -> list[Line]:
-        """Return the calls of an instruction, preceded by a check of its indices.
-
-        Args:
-            i: the instruction; without indices its calls stay as they are.
-            lines: its calls.
-            context: what is known at this instruction.
-        """
+        """Return the calls of an instruction, preceded by a check of its indices."""
         row = TABLE[i.fn]
         if row.indexed is None:
             return [*lines]

@@ -23,7 +23,7 @@ import linecache
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from types import CodeType, TracebackType
@@ -54,14 +54,7 @@ class SlotRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewBuffer:
-    """The form of a new buffer.
-
-    Attributes:
-        shape: its extents.
-        strides: of its dims, in elements.
-        dtype: its element type.
-        device: where it lies.
-    """
+    """The form of a new buffer; strides count elements."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -121,6 +114,12 @@ class Line:
         """The slots whose values the call reads, or writes into."""
         values = (*self.args, *(x for _, x in self.kwargs))
         return tuple(dict.fromkeys(r.slot for x in values for r in _refs(x)))
+
+    def without(self, kept: Container[int]) -> Line:
+        """Return the line, or where it empties slots, one that leaves the kept ones."""
+        if self.run is not None:
+            return self
+        return Line(run=None, into=tuple(s for s in self.targets if s not in kept))
 
     def __call__(self, slots: Slots | dict[int, Any]) -> None:
         """Make the call on a list of slots."""

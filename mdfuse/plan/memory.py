@@ -34,15 +34,7 @@ MANY = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """A buffer, and the first and last line that use it.
-
-    Attributes:
-        slot: where it is bound.
-        new: the form of the buffer; None where torch allocates it in each run.
-        nbytes: its size in bytes.
-        start: the first line that uses it.
-        stop: the last line that uses it.
-    """
+    """A buffer, and the first and last line that use it; `new`: None where torch allocates it."""
 
     slot: int
     new: NewBuffer | None
@@ -144,11 +136,8 @@ def place(found: Sequence[Life], alignment: int) -> dict[int, int]:
     """Choose an offset for each buffer, so that those in use at the same time do not overlap.
 
     Three ways are tried, and the one that takes the least memory is taken: the largest first, the
-    longest in use first, each as far down as it fits; and in the order of use.
-
-    Args:
-        found: the buffers.
-        alignment: in bytes; offsets are multiples of it.
+    longest in use first, each as far down as it fits; and in the order of use. Offsets are
+    multiples of the alignment, in bytes.
 
     Returns:
         slot -> offset in bytes.
@@ -308,7 +297,7 @@ def _fold(
     """Make views of owned buffers once; return the lines that are left for each run."""
     bound = _bound_once(lines)
     kept = [n for n, line in enumerate(lines) if not _is_made(line, buffers, bound)]
-    return tuple(_left(lines[n], buffers) for n in kept), tuple(kept)
+    return tuple(lines[n].without(buffers) for n in kept), tuple(kept)
 
 
 def _is_made(line: Line, buffers: dict[int, Tensor], bound: set[int]) -> bool:
@@ -335,13 +324,6 @@ def _is_made(line: Line, buffers: dict[int, Tensor], bound: set[int]) -> bool:
         return False  # a copy
     buffers[line.targets[0]] = view
     return True
-
-
-def _left(line: Line, buffers: Mapping[int, Tensor]) -> Line:
-    """Leave owned slots out of a line that empties slots."""
-    if line.run is not None:
-        return line
-    return Line(run=None, into=tuple(s for s in line.targets if s not in buffers))
 
 
 def _bound_once(lines: Sequence[Line]) -> set[int]:

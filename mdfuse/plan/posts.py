@@ -48,15 +48,6 @@ class Posts:
                 return self.barrier(i)
         return self.exchanges.steps(i)
 
-    @property
-    def in_group(self) -> bool:
-        """Whether the sends and receives of a group are being collected."""
-        return self.exchanges.group is not None
-
-    def finish(self) -> None:
-        """Raise ProgramError where this rank sends to itself what it does not receive."""
-        self.exchanges.finish()
-
     def post(self, i: Instruction, at_once: bool) -> Step:
         """Prepare a post; `at_once` says that its wait follows directly, on the same stream."""
         context, comm = self.context, i.comm
@@ -184,10 +175,7 @@ def _waited(handle: int) -> Line:
 def groups(program: HostProgram, rank: int, backend: str | None = None) -> list[tuple[int, ...]]:
     """Return the groups of ranks that a projection's communications need, in program order.
 
-    Args:
-        program: projected onto the rank.
-        rank: the rank.
-        backend: that of the communications; None: those that name none.
+    Those by a backend count; None: those that name none.
     """
     found: dict[tuple[int, ...], None] = {}
     for i in program.walk():

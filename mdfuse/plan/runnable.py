@@ -4,28 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mdfuse.errors import IndexRangeError
 from mdfuse.plan.build import Plan
 from mdfuse.plan.index_checks import IndexChecks
 
+if TYPE_CHECKING:
+    from mdfuse.plan.graphs import GraphPlan
 
-class Runnable(Protocol):
-    """A plan, eager or captured; `Plan` says what the members mean."""
 
-    @property
-    def numbers(self) -> bool: ...
-
-    @property
-    def may_overlap(self) -> bool: ...
-
-    @property
-    def records(self) -> bool: ...
-
-    def run(self, arguments: Sequence[Any], out: Sequence[Any] | None = None) -> list[Any]: ...
-
-    def release(self) -> None: ...
+#: A plan, eager or captured, or a wrapper; `Plan` says what the members mean.
+Runnable: TypeAlias = "Plan | GraphPlan | _Around"
 
 
 @dataclass(frozen=True)

@@ -131,15 +131,7 @@ def signature_of(
     owner: int = 0,
     is_captured: bool = False,
 ) -> Signature:
-    """Return how to read off the arguments of one rank.
-
-    Args:
-        program: the host program, for all ranks or projected.
-        rank: the rank.
-        device: where it computes.
-        owner: tells this program's signatures from those of others.
-        is_captured: plans may become CUDA graphs.
-    """
+    """Return how to read off the arguments of one rank; `is_captured`: for CUDA graphs, too."""
     kinds = [program.types[name] for name in program.inputs]
     mine = _positions(kinds, lambda k: k.layout is not None and rank in k.layout.mesh)
     posted = {*program.inputs} if is_captured else _posted(program)

@@ -53,8 +53,9 @@ class Builder:
 
     def add(self, i: Instruction, following: Instruction | None) -> None:
         why = self.context.host_values.why_eager(i) if i.op != "launch" else None
+        is_grouped = self.posts.exchanges.group is not None
         # a group is posted at once: where one member cannot be in a graph, the post cannot
-        self.why = why or (self.why if self.posts.in_group else None)
+        self.why = why or (self.why if is_grouped else None)
         match i.op:
             case "return":
                 return
@@ -77,7 +78,7 @@ class Builder:
     def finish(self) -> None:
         """Keep the memory of the outputs for the caller's stream, which reads them."""
         context, program = self.context, self.context.program
-        self.posts.finish()
+        self.posts.exchanges.finish()
         mine = tuple(n for n in program.outputs if program.has(n, context.rank))
         self.current = CALLER
         self.guard(tuple(map(context.slot, mine)))

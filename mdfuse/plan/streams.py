@@ -38,13 +38,7 @@ def event(device: torch.device, index: int) -> torch.cuda.Event:
 
 
 def join(event: torch.cuda.Event, behind: torch.cuda.Stream, ahead: torch.cuda.Stream) -> None:
-    """Let a stream wait for what is queued on another one; the host goes on.
-
-    Args:
-        event: is recorded on `behind`.
-        behind: the stream that is waited for.
-        ahead: the stream that waits.
-    """
+    """Let a stream wait for what is queued on another one; the host goes on."""
     event.record(behind)
     ahead.wait_event(event)
 

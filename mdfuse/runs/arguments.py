@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from sys import modules
 from typing import Any
 
@@ -48,16 +48,22 @@ def _check_written(program: HostProgram, rank: int, given: dict[str, Any]) -> No
     tensors = {n: x for n, x in given.items() if isinstance(x, Tensor)}
     for name in sorted(program.written_inputs.intersection(tensors)):
         _check_writable(name, tensors[name], f"rank {rank}, input %{name} of @{program.name}")
-        start, end = span(tensors[name])
-        for other, x in tensors.items():
-            first, last = span(x)
-            if other != name and start < last and first < end:
-                raise ProgramError(
-                    f"%{name} shares memory with %{other} on rank {rank}",
-                    where=f"rank {rank}, input %{name} of @{program.name}",
-                    because=f"%{name} is written, while %{other} may still be read",
-                    hint="pass a clone of one of them",
-                )
+        for other in _overlapping(name, tensors[name], tensors):
+            raise ProgramError(
+                f"%{name} shares memory with %{other} on rank {rank}",
+                where=f"rank {rank}, input %{name} of @{program.name}",
+                because=f"%{name} is written, while %{other} may still be read",
+                hint="pass a clone of one of them",
+            )
+
+
+def _overlapping(name: str, buffer: Tensor, others: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield the names of tensors, but this one's own, that share memory with a buffer."""
+    start, end = span(buffer)
+    for other, x in others.items():
+        first, last = span(x)
+        if other != name and start < last and first < end:  # the same name: returned twice
+            yield other
 
 
 def _check_writable(name: str, x: Tensor, where: str) -> None:
@@ -253,18 +259,13 @@ def _check_apart(
     program: HostProgram, rank: int, name: str, buffer: Tensor, taken: dict[str, Tensor]
 ) -> None:
     """Raise ProgramError where a buffer shares memory with an input or another output."""
-    start, end = span(buffer)
-    for other, x in taken.items():
-        first, last = span(x)
-        if other == name:  # returned twice
-            continue
-        if start < last and first < end:
-            raise ProgramError(
-                f"the buffer for %{name} shares memory with %{other} on rank {rank}",
-                where=f"rank {rank}, output %{name} of @{program.name}",
-                because="it may be written while the other is still read",
-                hint=f"pass a buffer of its own, or say add_output({name}, reuse={other})",
-            )
+    for other in _overlapping(name, buffer, taken):
+        raise ProgramError(
+            f"the buffer for %{name} shares memory with %{other} on rank {rank}",
+            where=f"rank {rank}, output %{name} of @{program.name}",
+            because="it may be written while the other is still read",
+            hint=f"pass a buffer of its own, or say add_output({name}, reuse={other})",
+        )
 
 
 def _check(

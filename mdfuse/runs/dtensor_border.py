@@ -73,31 +73,9 @@ class Output:
         return to_dtensor(local, self.mesh, layout, self.kind.shape, self.order)
 
 
-@dataclass(frozen=True, slots=True)
-class Crossing:
-    """How a run wraps its results, for one kind of DTensors as inputs and buffers.
-
-    Attributes:
-        outputs: for each output how it is wrapped; None: it stays as it is.
-    """
-
-    outputs: tuple[Output | None, ...]
-
-    def back(
-        self, results: Sequence[Any], arguments: Sequence[Any], out: Sequence[Any] | None
-    ) -> list[Any]:
-        """Return the results as DTensors; for an output with a buffer, what was passed for it."""
-        found: list[Any] = []
-        for i, (output, local) in enumerate(zip(self.outputs, results, strict=True)):
-            if out is not None and out[i] is not None:
-                found.append(out[i])
-            elif output is None:
-                found.append(local)
-            elif output.source is not None and type(arguments[output.source]) is DTensor:
-                found.append(arguments[output.source])
-            else:
-                found.append(output.wrapped(local))
-        return found
+#: How a run wraps its outputs, for one kind of DTensors as inputs and buffers; one that is None
+#: stays as it is.
+Outputs = tuple[Output | None, ...]
 
 
 @dataclass(frozen=True)
@@ -105,7 +83,7 @@ class Border:
     """Where DTensors enter the runs of a host program, and leave them."""
 
     program: HostProgram
-    _crossings: Cache[Crossing] = field(default_factory=lambda: Cache(LIMIT))
+    _known: Cache[Outputs] = field(default_factory=lambda: Cache(LIMIT))
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def call(
@@ -121,18 +99,18 @@ class Border:
         A DTensor that does not fit is handed to `run` as the problem of this run, so that all ranks
         hear of it as of any other.
         """
-        crossing = None
+        outputs = None
         if problem is None:
             try:
-                crossing = self.crossing(arguments, out)
+                outputs = self.outputs(arguments, out)
             except MdfuseError as error:
                 problem = error
         buffers = None if out is None else locals_of(out)
         results = run(locals_of(arguments), buffers, problem, is_partial)
-        assert crossing is not None
-        return crossing.back(results, arguments, out)
+        assert outputs is not None
+        return _wrapped(outputs, results, arguments, out)
 
-    def crossing(self, arguments: Sequence[Any], out: Sequence[Any] | None) -> Crossing:
+    def outputs(self, arguments: Sequence[Any], out: Sequence[Any] | None) -> Outputs:
         """Return how a run wraps its results; DTensors of a new kind are checked first.
 
         Raises:
@@ -140,16 +118,16 @@ class Border:
         """
         key = tuple(map(_kind, arguments)), None if out is None else tuple(map(_kind, out))
         with self._lock:
-            found = self._crossings.get(key)
+            found = self._known.get(key)
             if found is None:
                 found = self._checked(arguments, out)
-                self._crossings.put(key, found)
+                self._known.put(key, found)
         return found
 
-    def _checked(self, arguments: Sequence[Any], out: Sequence[Any] | None) -> Crossing:
+    def _checked(self, arguments: Sequence[Any], out: Sequence[Any] | None) -> Outputs:
         program, buffers = self.program, out or ()
         if len(arguments) != len(program.inputs) or len(buffers) not in (0, len(program.outputs)):
-            return Crossing(())  # the run refuses them
+            return ()  # the run refuses them
         check_no_gradients(program.name, program.inputs, arguments)
         check_no_gradients(program.name, program.outputs, buffers)
         given = [*zip(program.inputs, arguments, strict=True)]
@@ -159,12 +137,27 @@ class Border:
                 _check(program, name, x)
         meshes = [x.device_mesh for _, x in given if type(x) is DTensor]
         has_buffer = [x is not None for x in buffers] or [False] * len(program.outputs)
-        return Crossing(
-            tuple(
-                None if has else _output(program, name, meshes)
-                for name, has in zip(program.outputs, has_buffer, strict=True)
-            )
+        return tuple(
+            None if has else _output(program, name, meshes)
+            for name, has in zip(program.outputs, has_buffer, strict=True)
         )
+
+
+def _wrapped(
+    outputs: Outputs, results: Sequence[Any], arguments: Sequence[Any], out: Sequence[Any] | None
+) -> list[Any]:
+    """Return the results as DTensors; for an output with a buffer, what was passed for it."""
+    found: list[Any] = []
+    for i, (output, local) in enumerate(zip(outputs, results, strict=True)):
+        if out is not None and out[i] is not None:
+            found.append(out[i])
+        elif output is None:
+            found.append(local)
+        elif output.source is not None and type(arguments[output.source]) is DTensor:
+            found.append(arguments[output.source])
+        else:
+            found.append(output.wrapped(local))
+    return found
 
 
 def _kind(x: Any) -> Hashable:

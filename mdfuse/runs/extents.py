@@ -53,7 +53,16 @@ def check_extents(program: str, symbols: Iterable[str], given: Extents | None) -
     return dict(given)
 
 
-def complete_extents(program: str, symbols: Iterable[str], known: Extents) -> Extents:
+#: Why extents are asked for, by a program.
+_NOT_SEEN = (
+    "an extent that is sharded, or that some rank does not see, does not follow from a rank's "
+    "inputs, and all ranks must post the same"
+)
+
+
+def complete_extents(
+    program: str, symbols: Iterable[str], known: Extents, why: str = _NOT_SEEN
+) -> Extents:
     """Return the extents that are known, unless one of the program's is missing.
 
     Raises:
@@ -64,8 +73,7 @@ def complete_extents(program: str, symbols: Iterable[str], known: Extents) -> Ex
         texts = ", ".join(f'"{name}": ...' for name in missing)
         raise ProgramError(
             f"@{program}: the extents {', '.join(missing)} are missing",
-            because="an extent that is sharded, or that some rank does not see, does not follow "
-            "from a rank's inputs, and all ranks must post the same",
+            because=why,
             hint=f"pass extents={{{texts}}}",
         )
     return known
@@ -73,14 +81,7 @@ def complete_extents(program: str, symbols: Iterable[str], known: Extents) -> Ex
 
 @dataclass(frozen=True)
 class _Dim:
-    """A symbolic dim of an input.
-
-    Attributes:
-        at: the position of the input.
-        name: of the input.
-        dim: the dim.
-        extent: a symbol, or an expression of the symbols of other inputs.
-    """
+    """A symbolic dim of an input: a symbol, or an expression of the symbols of other inputs."""
 
     at: int
     name: str

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from mdfuse.backends.base import Backend
 from mdfuse.backends.c10d.backend import C10dBackend
-from mdfuse.backends.c10d.groups import LIBRARIES, Store
+from mdfuse.backends.c10d.groups import LIBRARIES
 from mdfuse.backends.mpi import library as mpi_library
 from mdfuse.backends.mpi.backend import MpiBackend
 from mdfuse.backends.ucx import library as ucx_library
@@ -19,12 +18,7 @@ from mdfuse.backends.ucx.backend import UcxBackend
 from mdfuse.bootstrap import Launch, gloo_devices
 from mdfuse.runtime.fast_lane import Lanes, agree_on_lanes
 from mdfuse.runtime.watch.watch import Watch
-
-
-class OpenBackend(Backend, Protocol):
-    """A backend that can be closed."""
-
-    def close(self) -> None: ...
+from mdfuse.torch_private import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,14 +59,14 @@ class BackendRow:
 
     devices: tuple[str, ...]
     why_not: Callable[[], tuple[str, str] | None]
-    open: Callable[[World], OpenBackend]
+    open: Callable[[World], Backend]
     can_capture: bool = True
     load: Callable[[], object] = lambda: None
     agree: Callable[..., Lanes | None] | None = None
 
 
 def _c10d_row(name: str, agree: Callable[..., Lanes | None] | None = None) -> BackendRow:
-    def open_c10d(world: World) -> OpenBackend:
+    def open_c10d(world: World) -> Backend:
         return C10dBackend(
             name,
             rank=world.launch.rank,
@@ -87,13 +81,13 @@ def _c10d_row(name: str, agree: Callable[..., Lanes | None] | None = None) -> Ba
     return BackendRow(devices=library.devices, why_not=library.why_not, open=open_c10d, agree=agree)
 
 
-def _open_mpi(world: World) -> OpenBackend:
+def _open_mpi(world: World) -> Backend:
     return MpiBackend(
         rank=world.launch.rank, device=world.device, store=world.store, timeout_s=world.timeout_s
     )
 
 
-def _open_ucx(world: World) -> OpenBackend:
+def _open_ucx(world: World) -> Backend:
     return UcxBackend(
         rank=world.launch.rank,
         device=world.device,

@@ -16,34 +16,35 @@ from typing import NoReturn, Protocol
 
 import torch
 
-from mdfuse.backends.base import Interruptible, Poster
-from mdfuse.backends.c10d.groups import HashStore, PrefixStore, default_group
+from mdfuse.backends.base import Backend, Interruptible, Poster
+from mdfuse.backends.c10d.groups import default_group
 from mdfuse.backends.mpi import library as mpi_library
 from mdfuse.backends.work import first_line
 from mdfuse.bootstrap import detect
 from mdfuse.config import BackendChoice, Options, backend_choice, options_from_environment
-from mdfuse.errors import BackendError, ProgramError
+from mdfuse.errors import BackendError, MdfuseError, ProgramError
 from mdfuse.layouts.call import Call
-from mdfuse.runtime.agreement import Agreement
-from mdfuse.runtime.backend_rows import BACKENDS, OpenBackend, World, auto
-from mdfuse.runtime.crowds import refusal
+from mdfuse.runtime.agreement.crowds import crowd, refusal
+from mdfuse.runtime.agreement.meetings import Meetings, raise_alike
+from mdfuse.runtime.agreement.refusals import Refusals, not_open
+from mdfuse.runtime.backend_rows import BACKENDS, World, auto
 from mdfuse.runtime.deadline import NEVER
 from mdfuse.runtime.fast_lane import Replays
 from mdfuse.runtime.joining import (
     last_meeting,
     meet,
-    problem_elsewhere,
+    not_joined,
     watch_for,
     why_not_beside,
 )
 from mdfuse.runtime.null_world import NULL, check_null_arguments, null_device, null_launch
-from mdfuse.runtime.refusals import Refusals, not_open
 from mdfuse.runtime.stores import another_connection, open_store
-from mdfuse.runtime.watch.bulletin import within
 from mdfuse.runtime.watch.report import ranks_text
 from mdfuse.runtime.watch.reports import tell_torchrun_at_exit
 from mdfuse.runtime.watch.running import RunCount
 from mdfuse.runtime.watch.watch import Watch
+from mdfuse.threads import keep_ready, within
+from mdfuse.torch_private import HashStore, PrefixStore
 
 _log = logging.getLogger("mdfuse.comm")
 
@@ -52,6 +53,9 @@ _GRACE_S = 10.0
 
 #: The same where it ends by an error: the others may be asking what went wrong.
 _REPORTS_S = 3.0
+
+#: Threads that stand ready for the end: two that watch over MPI_Finalize, others for what hangs.
+_AT_EXIT = 6
 
 #: How long the store may take to answer at the end, seconds.
 _CLOSING_S = 3.0
@@ -78,12 +82,12 @@ class Communicator:
             running.
         is_sound: False once it is closed, after a run that broke off or that this rank refused (see
             `settle`), and in a fork of this process.
-        turn: held around the first run of a program, in which all ranks meet.
+        first_run: held around the first run of a program, in which all ranks meet.
         crowd: the threads of this rank that ran programs at once, where ranks differed; or "".
     """
 
     def __init__(
-        self, *, world: World, backend: OpenBackend, agreement: Agreement, is_host: bool
+        self, *, world: World, backend: Backend, meetings: Meetings, is_host: bool
     ) -> None:
         self.launch = world.launch
         self.rank = world.launch.rank
@@ -93,12 +97,12 @@ class Communicator:
         self.device = world.device
         self.store = world.store
         self.is_ready = self.is_sound = True
-        self.turn = threading.RLock()
+        self.first_run = threading.RLock()
         self.crowd = ""
         self._is_fork = False
         self._world = world
         self._backends = {backend.name: backend}
-        self._agreement = agreement
+        self._meetings = meetings
         self._is_host = is_host
         #: how long the others may need the store that this rank hosts, seconds
         self.grace_s = _GRACE_S
@@ -108,9 +112,9 @@ class Communicator:
         self._words = PrefixStore("watch", world.store)
         self._graphs: weakref.WeakSet[Resettable] = weakref.WeakSet()
         self._refusals = Refusals(
-            self._words,
+            store=self._words,
             rank=self.rank,
-            size=agreement.size,
+            size=meetings.size,
             timeout_s=world.timeout_s,
             waiting=self._watch.waiting,
         )
@@ -140,24 +144,18 @@ class Communicator:
             if name not in self._backends:
                 self._backends[name] = self._opened(name)
 
-    def _opened(self, name: str) -> OpenBackend:
+    def _opened(self, name: str) -> Backend:
         if self.backend == NULL:
             return self._backends[NULL]  # stands for every backend, as it carries nothing
         with self._watch.waiting(f"the opening of backend {name}"):
             problem = why_not_beside(name, self.device, self.rank)
         texts = self.all_ok(None if problem is None else str(problem))
-        if any(texts):
-            raise problem or problem_elsewhere(texts, self.launch)
+        raise_alike(problem, texts, partial(not_joined, self.launch))
         store = PrefixStore(f"backend/{name}", self.store)
         return BACKENDS[name].open(replace(self._world, store=store, lanes=None))
 
     def prepare(self, teams: Iterable[Sequence[int]], backend: str | None = None) -> None:
-        """Make the teams that this rank is in; ranks pass their teams in one global order.
-
-        Args:
-            teams: the ranks of each, in mesh order.
-            backend: the backend to make them on, an open one; by default the first.
-        """
+        """Make the teams (in mesh order) that this rank is in, by default on the first backend."""
         self._check_open("prepare teams")
         try:
             with self._watch.waiting("the making of teams"):
@@ -170,7 +168,7 @@ class Communicator:
         self._check_open("bind a call")
         return self._carrier(call.backend).bind(call)
 
-    def _carrier(self, name: str | None) -> OpenBackend:
+    def _carrier(self, name: str | None) -> Backend:
         return self._backends[name or self.backend]
 
     def can_capture(self, backends: Iterable[str]) -> bool:
@@ -198,26 +196,28 @@ class Communicator:
         """
         self._check_open("meet the other ranks")
         try:
-            with self._watch.waiting(f"meeting {self._agreement.meeting} of all ranks"):
-                return self._agreement.exchange(error_text)
+            with self._watch.waiting(f"meeting {self._meetings.meeting} of all ranks"):
+                return self._meetings.exchange(error_text)
         except BackendError as error:
             raise self._watch.explain(error) from error.__cause__
 
     def refuse(self, occasion: str, reason: str) -> None:
-        """Leave word why this rank does not take part in a run that the others may have begun.
-
-        Args:
-            occasion: the same on all ranks, used once.
-            reason: what the others are told when their communication breaks.
-        """
-        if self._agreement.size > 1:
+        """Leave word why this rank does not take part in a run that the others may have begun."""
+        if self._meetings.size > 1:
             self.is_ready = self.is_sound = False
             self._refusals.refuse(occasion, reason)
 
-    def broke_off(self, occasion: str, error: BackendError) -> str | None:
-        """Note that a communication of a run broke; return why a rank refused the run, or None."""
+    def broke_off(self, tally: RunCount, error: BackendError) -> MdfuseError:
+        """Note that a communication of a run broke; return the error that tells why.
+
+        It has the words of a rank that refused the run, or else the positions of all ranks.
+        """
         self.is_ready = self.is_sound = False
-        return self._refusals.broke_off(occasion, error)
+        refused = self._refusals.broke_off(tally, error)
+        if refused is not None:
+            return refused
+        error.where += tuple(filter(None, [crowd(self.rank)]))
+        return self._watch.explain(error)
 
     def settle(self) -> None:
         """Become ready again after a run that all ranks refused.
@@ -231,19 +231,15 @@ class Communicator:
 
     def crowded(self, name: str) -> ProgramError | None:
         """Return an error where another thread runs a program that communicates; else None."""
-        return refusal(self.rank, name) if self._agreement.size > 1 else None
+        return refusal(self.rank, name) if self._meetings.size > 1 else None
 
     def disown(self) -> None:
         """Leave to the parent of this fork what is its own: connections, threads, ending MPI."""
-        if self._agreement.size > 1:
+        if self._meetings.size > 1:
             self._is_fork = True
             self.is_ready = self.is_sound = False
             atexit.unregister(self.close)
             mpi_library.leave_to_parent()
-
-    def explained(self, error: BackendError) -> BackendError:
-        """Return an error of a communication, extended by the positions of all ranks."""
-        return self._watch.explain(error)
 
     def count(self, tally: RunCount) -> None:
         """Add a program's count of runs to those that tell how far this rank is."""
@@ -262,12 +258,7 @@ class Communicator:
         return self._world.lanes is not None
 
     def replays(self, name: str, stream: int) -> Replays | None:
-        """Return what notes the replays of a program's graphs; None without fast lanes.
-
-        Args:
-            name: the same on all ranks, used for one program alone.
-            stream: the handle of the stream on which they are replayed.
-        """
+        """Return what notes the replays of a program's graphs; None without fast lanes."""
         lanes = self._world.lanes
         if lanes is None:
             return None
@@ -319,7 +310,7 @@ class Communicator:
 
         def leave() -> None:
             try:
-                found.extend(self._agreement.leave(grace_s))
+                found.extend(self._meetings.leave(grace_s))
             finally:
                 answers.append(True)
 
@@ -415,9 +406,9 @@ def _stand_in(
         store=store,
         timeout_s=timeout_s,
     )
-    agreement = Agreement(world.store, 0, 1, timeout_s)
+    meetings = Meetings(world.store, 0, 1, timeout_s)
     opened = BACKENDS[NULL].open(world)
-    return Communicator(world=world, backend=opened, agreement=agreement, is_host=False)
+    return Communicator(world=world, backend=opened, meetings=meetings, is_host=False)
 
 
 def _same(live: Communicator, wanted: str, given: Mapping[str, object]) -> Communicator:
@@ -448,6 +439,7 @@ def _forget(communicator: Communicator) -> None:
 
 
 def _join(carriers: BackendChoice, options: Options) -> Communicator:
+    keep_ready(_AT_EXIT)
     timeout_s = options.timeout_s
     launch = detect(os.environ, default_group())
     for named in carriers.names:
@@ -469,20 +461,20 @@ def _join(carriers: BackendChoice, options: Options) -> Communicator:
         watch.close()
         raise
     store = PrefixStore(prefix, base)
-    agreement = Agreement(PrefixStore("agreement", store), launch.rank, launch.size, timeout_s)
+    meetings = Meetings(PrefixStore("agreement", store), launch.rank, launch.size, timeout_s)
     try:
-        world = meet(launch, (name, *carriers.others), options, agreement, store, watch)
+        world = meet(launch, (name, *carriers.others), options, meetings, store, watch)
     except BackendError:
         watch.close()
         grace_s = watch.ending.left(_REPORTS_S if is_host else 0.0)
-        within(grace_s + watch.ending.left(_CLOSING_S), lambda: agreement.leave(grace_s))
+        within(grace_s + watch.ending.left(_CLOSING_S), lambda: meetings.leave(grace_s))
         raise
     _log.info(
         "rank %d of %d: %s, %s on %s", launch.rank, launch.size, launch.why, name, world.device
     )
     with watch.waiting(f"the opening of backend {name}"):
         opened = BACKENDS[name].open(world)
-    made = Communicator(world=world, backend=opened, agreement=agreement, is_host=is_host)
+    made = Communicator(world=world, backend=opened, meetings=meetings, is_host=is_host)
     if mpi_library.keeps_ranks_together(launch):
         made.grace_s = 0.0
     try:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from mdfuse.backends.c10d.groups import Store
 from mdfuse.backends.nccl import lane as nccl_lane
 from mdfuse.backends.nccl import library as nccl_library
 from mdfuse.backends.nccl.cuda_driver import CudaDevice, Device
 from mdfuse.backends.nccl.lane import NcclLane
 from mdfuse.backends.post_notes import PostInfo, Track
 from mdfuse.errors import BackendError
-from mdfuse.runtime.agreement import Agreement
+from mdfuse.runtime.agreement.meetings import Meetings
 from mdfuse.runtime.watch.watch import Watch
+from mdfuse.torch_private import Store
 
 _log = logging.getLogger("mdfuse.comm")
 
@@ -27,37 +28,30 @@ _LISTED = 6
 _ALWAYS = "always"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lanes:
-    """The maker of all lanes of this rank, on one device and under one watch.
+    """The maker of all lanes of this rank, on one device and under one watch."""
 
-    Args:
-        rank: this rank.
-        binding: NCCL's functions.
-        device: this rank's GPU.
-        watch: notes the posts of all lanes.
-    """
-
-    def __init__(self, *, rank: int, binding: Any, device: Device, watch: Watch) -> None:
-        self.watch = watch
-        self._rank = rank
-        self._binding = binding
-        self._device = device
+    rank: int
+    binding: Any
+    device: Device
+    watch: Watch
 
     def open(self, team: tuple[int, ...], store: Store) -> NcclLane:
         """Make a team's lane; all members call it, for their teams in one global order."""
         self.watch.start()
         return nccl_lane.open_lane(
             team,
-            rank=self._rank,
+            rank=self.rank,
             store=store,
-            binding=self._binding,
-            device=self._device,
+            binding=self.binding,
+            device=self.device,
             noter=self.watch,
         )
 
     def track(self, stream: int) -> Track:
         """Return a new track of posts on a stream."""
-        return self._device.track(stream)
+        return self.device.track(stream)
 
     def close(self) -> None:
         """Stop the watch; lanes are closed before."""
@@ -86,11 +80,7 @@ class Replays:
         self._watch.captured.clear()
 
     def end(self, region: int) -> tuple[Callable[[], None], Callable[[], None]]:
-        """End the capture of a region; return what to call before and after each replay.
-
-        Args:
-            region: its number in the program.
-        """
+        """End the capture of a region; return what to call before and after each replay."""
         posts = tuple(self._watch.captured)
         listed = ", ".join(f"{post.kind} ({post.where})" for post in posts[:_LISTED])
         more = f" and {len(posts) - _LISTED} more" if len(posts) > _LISTED else ""
@@ -111,26 +101,19 @@ def agree_on_lanes(
     rank: int,
     device: torch.device,
     watch: Watch,
-    agreement: Agreement,
+    meetings: Meetings,
 ) -> Lanes | None:
     """Ask all ranks whether they can use fast lanes; None where one of them cannot.
 
     A post through a lane and one through a process group do not meet, so that all ranks must use
     the same. All ranks call it once, under backend nccl.
 
-    Args:
-        setting: `Options.fast_lane`.
-        rank: this rank.
-        device: this rank's GPU.
-        watch: notes the posts of all lanes.
-        agreement: the ranks' meetings.
-
     Raises:
         BackendError: a rank says "always" and a rank cannot, or says "never". All ranks raise.
     """
     refusal = nccl_library.why_not() if setting != "never" else ("fast_lane='never'", "say 'auto'")
     said = (_ALWAYS if setting == "always" else "", *(refusal or ("", "")))
-    texts = agreement.exchange("\n".join(said) if any(said) else None)
+    texts = meetings.exchange("\n".join(said) if any(said) else None)
     answers = [(text or "\n\n").split("\n", 2) for text in texts]
     against = {
         other: (because, hint) for other, (_, because, hint) in enumerate(answers) if because

@@ -4,31 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
-from mdfuse.backends.c10d.groups import Store
 from mdfuse.backends.work import first_line
 from mdfuse.bootstrap import Launch
 from mdfuse.config import Options
 from mdfuse.errors import BackendError
-from mdfuse.runtime.agreement import Agreement
+from mdfuse.runtime.agreement.meetings import Meetings, raise_alike
 from mdfuse.runtime.backend_rows import BACKENDS, World, why_not
 from mdfuse.runtime.deadline import Deadline
 from mdfuse.runtime.watch.neighbours import Neighbours
 from mdfuse.runtime.watch.reports import folder_of
 from mdfuse.runtime.watch.watch import Watch
-from mdfuse.torch_private import is_capturing
+from mdfuse.torch_private import Store, is_capturing
 
 
 def watch_for(launch: Launch, options: Options, environment: Mapping[str, str]) -> Watch:
-    """Return the watchdog of this rank, without a store yet, and not yet started.
-
-    Args:
-        launch: how the ranks were started.
-        options: the deadline of a wait, and where reports are kept.
-        environment: the process's environment variables, which tell who keeps the store.
-    """
+    """Return the watchdog of this rank, without a store yet, and not yet started."""
     timeout_s, reports = options.timeout_s, folder_of(options.reports)
     if launch.size == 1:
         return Watch(rank=launch.rank, timeout_s=timeout_s, reports=reports)
@@ -62,7 +56,7 @@ def meet(
     launch: Launch,
     names: Sequence[str],
     options: Options,
-    agreement: Agreement,
+    meetings: Meetings,
     store: Store,
     watch: Watch,
 ) -> World:
@@ -80,17 +74,16 @@ def meet(
             device, refusal = _device(name, launch)
             other = disagreement(store, launch, ", ".join(names), deadline)
             problem = refusal or other
-            texts = agreement.exchange(None if problem is None else str(problem), deadline)
+            texts = meetings.exchange(None if problem is None else str(problem), deadline)
     except BackendError as error:
         raise watch.explain(error) from error.__cause__
-    if any(texts):
-        raise problem or problem_elsewhere(texts, launch)
+    raise_alike(problem, texts, partial(not_joined, launch))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     lanes, agree = None, BACKENDS[name].agree
     if agree is not None and launch.size > 1:
         lanes = agree(
-            options.fast_lane, rank=launch.rank, device=device, watch=watch, agreement=agreement
+            options.fast_lane, rank=launch.rank, device=device, watch=watch, meetings=meetings
         )
     return World(
         launch=launch,
@@ -133,8 +126,8 @@ def disagreement(
     )
 
 
-def problem_elsewhere(texts: Sequence[str | None], launch: Launch) -> BackendError:
-    rank, text = next((r, text) for r, text in enumerate(texts) if text is not None)
+def not_joined(launch: Launch, rank: int, text: str) -> BackendError:
+    """Return the error that tells of the problem of another rank."""
     return BackendError(
         f"rank {rank} could not join the other {launch.size - 1} ranks", where=text.split("\n")
     )

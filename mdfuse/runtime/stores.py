@@ -15,14 +15,13 @@ from typing import Any
 
 from torch.distributed.rendezvous import rendezvous
 
-from mdfuse.backends.c10d.groups import HashStore, Store, TCPStore
 from mdfuse.backends.mpi import library as mpi_library
 from mdfuse.backends.mpi.requests import Waiting, poll
 from mdfuse.bootstrap import Launch, address_of_rank_0
 from mdfuse.errors import BackendError
 from mdfuse.runtime.deadline import Deadline
 from mdfuse.runtime.watch.watch import Watch
-from mdfuse.torch_private import default_store
+from mdfuse.torch_private import HashStore, Store, TCPStore, default_store
 
 #: Linux's request for the address of an interface (netdevice(7)).
 _SIOCGIFADDR = 0x8915
@@ -80,14 +79,7 @@ def another_connection(store: Store, timeout_s: float) -> Store:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """The arguments of opening a store.
-
-    Attributes:
-        launch: how the ranks were started.
-        environment: the process's environment variables.
-        deadline: of all waits together.
-        watch: watches over each wait.
-    """
+    """The arguments of opening a store; all waits together have the one deadline."""
 
     launch: Launch
     environment: Mapping[str, str]
@@ -155,7 +147,7 @@ def _from_mpi(meeting: Meeting) -> tuple[Store, bool]:
     with meeting.watch.waiting("MPI_Init of all ranks", "MPI_Init"):
         world, why_not = _mpi_world(meeting.launch)
     if world is None:
-        return _from_address(meeting, why_not)
+        return _at_address(meeting, *_address(meeting.launch, meeting.environment, why_not))
     with meeting.watch.waiting("the first exchange of all ranks in MPI", _STORE):
         _meet_in_mpi(world, meeting.deadline)
         is_one_host = len(set(world.allgather(socket.gethostname()))) == 1
@@ -205,21 +197,8 @@ def _meet_in_mpi(world: Any, deadline: Deadline) -> None:
 
 def _mpi_world(launch: Launch) -> tuple[Any, str]:
     """Return MPI's world where it is that of the launch, else None and why not."""
-    try:
-        world = mpi_library.library().COMM_WORLD
-    except BackendError as error:
-        return None, f"{error.what} ({error.because})"
-    if (world.Get_rank(), world.Get_size()) != (launch.rank, launch.size):
-        return None, (
-            f"mpi4py sees rank {world.Get_rank()} of {world.Get_size()}, {launch.name} says rank "
-            f"{launch.rank} of {launch.size}: it was built for another MPI, or the launcher does "
-            "not speak its PMI"
-        )
-    return world, ""
-
-
-def _from_address(meeting: Meeting, why_not: str) -> tuple[Store, bool]:
-    return _at_address(meeting, *_address(meeting.launch, meeting.environment, f"{why_not}, and "))
+    refusal = mpi_library.why_not_in(launch)
+    return (mpi_library.library().COMM_WORLD, "") if refusal is None else (None, refusal[0])
 
 
 def _address(launch: Launch, environment: Mapping[str, str], why: str = "") -> tuple[str, int]:
@@ -228,7 +207,7 @@ def _address(launch: Launch, environment: Mapping[str, str], why: str = "") -> t
         raise BackendError(
             f"rank {launch.rank} of {launch.size} does not know where rank 0 is",
             where=f"launcher {launch.name}: {launch.why}",
-            because=f"{why}MASTER_ADDR and MASTER_PORT are not both set",
+            because=f"{why and why + ', and '}MASTER_ADDR and MASTER_PORT are not both set",
             hint="install mpi4py for the MPI that starts the ranks (srun: --mpi=pmix), or set "
             "MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there",
         )

@@ -7,7 +7,7 @@ a rank never makes is one as soon as no rank can go on.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -69,9 +69,9 @@ class SimNetwork:
     sent: dict[tuple[int, int, int], _Piece] = field(default_factory=dict)
     awaited: dict[tuple[int, int, int], _Piece] = field(default_factory=dict)
 
-    def backend(self, rank: int) -> SimBackend:
-        """The backend of one simulated rank."""
-        return SimBackend(self, rank)
+    def bind(self, call: Call) -> SimPoster:
+        """Prepare a call of one of the ranks; teams need no resources here."""
+        return SimPoster(self, call)
 
     def announce(self, call: Call) -> list[int]:
         """Take the numbers of a post in the order of posts.
@@ -142,7 +142,17 @@ class SimNetwork:
 
         self._begin(transfer)
 
-    def leftovers(self) -> list[str]:
+    def check_finished(self, stuck: Sequence[str]) -> None:
+        """Raise CommunicationError where ranks are stuck (a line each), or posts are left over."""
+        left = self._leftovers()
+        if stuck or left:
+            raise CommunicationError(
+                "no rank can go on" if stuck else "posts that nobody answered",
+                where=[*stuck, *left],
+                because="each waits for a communication that another rank has not posted",
+            )
+
+    def _leftovers(self) -> list[str]:
         """Return a line for each post that never met its counterpart."""
         left = [
             f"{p.call.kind} of team {team}: only ranks {sorted(meeting)} arrived"
@@ -183,22 +193,6 @@ class SimPoster:
 
     def prepare(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: PostSite) -> None:
         """Do nothing: there is no library to be told of buffers."""
-
-
-class SimBackend:
-    """One simulated rank's way to the network."""
-
-    name = "sim"
-
-    def __init__(self, network: SimNetwork, rank: int) -> None:
-        self.network, self.rank = network, rank
-
-    def prepare(self, teams: Iterable[tuple[int, ...]]) -> None:
-        """Do nothing: teams need no resources here."""
-
-    def bind(self, call: Call) -> SimPoster:
-        """Prepare a call."""
-        return SimPoster(self.network, call)
 
 
 def _check(team: tuple[int, ...], meeting: dict[int, _Posted]) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.errors import CommunicationError
 from mdfuse.hir.instructions import MEMORY
 from mdfuse.plan.build import Plan
 from mdfuse.plan.context import Step
@@ -37,12 +36,6 @@ def run_shuffled(
     seed: int,
 ) -> tuple[list[Any], ...]:
     """Run all ranks in an order drawn from a seed.
-
-    Args:
-        plans: the plan of each rank.
-        slots: the slots of each, with the arguments in them.
-        network: one whose transfers are late.
-        seed: of the order.
 
     Returns:
         Copies of the outputs of each rank, as the caller's stream sees them at the end of its work.
@@ -65,19 +58,10 @@ def run_shuffled(
             rank.go(stream)
         else:
             network.move(n - len(heads))
-    _check_finished(ranks, network)
+    network.check_finished(
+        [f"rank {i} waits at {t.label}" for i, r in enumerate(ranks) for t in r.heads()]
+    )
     return tuple(rank.outputs for rank in ranks)
-
-
-def _check_finished(ranks: Sequence[_Queues], network: SimNetwork) -> None:
-    stuck = [f"rank {i} waits at {t.label}" for i, r in enumerate(ranks) for t in r.heads()]
-    left = network.leftovers()
-    if stuck or left:
-        raise CommunicationError(
-            "no rank can go on" if stuck else "posts that nobody answered",
-            where=[*stuck, *left],
-            because="each waits for a communication that another rank has not posted",
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +75,7 @@ class _Task:
 
 @dataclass(slots=True)
 class _Issued:
-    """What the slot of a post holds once the host has issued the post.
-
-    Attributes:
-        pending: the communication, once the stream has come to it.
-    """
+    """What the slot of a post holds once it is issued; `pending` once its stream has come to it."""
 
     pending: Pending | None = None
 

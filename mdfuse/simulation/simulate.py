@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mdfuse.compiled.program import Program
 from mdfuse.config import Options, options_from_environment
-from mdfuse.errors import CommunicationError, ProgramError
+from mdfuse.errors import ProgramError
 from mdfuse.hir.program import HostProgram
 from mdfuse.hir.verify import verify
 from mdfuse.ir.tensors import resolved, why_not
@@ -227,14 +227,16 @@ def _plans(
     checks: IndexChecks,
 ) -> list[Plan]:
     options, device = options_from_environment(options), _device(arguments)
-    how: dict[str, Any] = {"poison": options.poison, "is_simulated": True}
-    how["checks"] = checks if options.check_indices else None
+    how: dict[str, Any] = {
+        "is_simulated": True,
+        "checks": checks if options.check_indices else None,
+    }
     plans = []
     for rank, local in enumerate(locals_):
         check_arguments(local, rank, arguments[rank], device)
         check_outputs(local, rank, arguments[rank], out[rank], device, is_partial=True)
-        bind = network.backend(rank).bind
-        plans.append(build(local, bind, device, arguments=arguments[rank], out=out[rank], **how))
+        given = arguments[rank], out[rank]
+        plans.append(build(local, network.bind, device, options.poison, *given, **how))
     return plans
 
 
@@ -377,25 +379,16 @@ def _run_in_lockstep(
     while not all(r.is_done for r in ranks):
         progress = [r.step() for r in ranks]
         if not any(progress):
-            raise _stuck(ranks, network)
-    left = network.leftovers()
-    if left:
-        raise CommunicationError("posts that nobody answered", where=left)
+            network.check_finished(
+                [
+                    f"rank {i} waits at {r.plan.steps[r.at].label}"
+                    for i, r in enumerate(ranks)
+                    if not r.is_done
+                ]
+            )
+    network.check_finished(())
     results = tuple(r.plan.finish(r.slots) for r in ranks)
     return results, tuple(r.memory.peak for r in ranks)
-
-
-def _stuck(ranks: Sequence[_Rank], network: SimNetwork) -> CommunicationError:
-    at = [
-        f"rank {i} waits at {r.plan.steps[r.at].label}"
-        for i, r in enumerate(ranks)
-        if not r.is_done
-    ]
-    return CommunicationError(
-        "no rank can go on",
-        where=[*at, *network.leftovers()],
-        because="each waits for a communication that another rank has not posted",
-    )
 
 
 def _global(host: HostProgram, name: str, index: int, outputs: Sequence[Sequence[Any]]) -> Any:

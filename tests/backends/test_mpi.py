@@ -17,7 +17,6 @@ import torch
 import mdfuse as mf
 from mdfuse.backends import staging
 from mdfuse.backends.base import root_index
-from mdfuse.backends.c10d.groups import HashStore
 from mdfuse.backends.mpi import library as mpi_library
 from mdfuse.backends.mpi.backend import MpiBackend
 from mdfuse.backends.mpi.posts import MOST_ELEMENTS, Team, check_sizes
@@ -28,6 +27,7 @@ from mdfuse.bootstrap import Launch
 from mdfuse.errors import BackendError, CommunicationError
 from mdfuse.layouts.call import Call
 from mdfuse.runtime.stores import open_store
+from mdfuse.torch_private import HashStore
 
 TWO = Launch(name="torchrun", rank=1, size=2, local_rank=1, why="")
 CPU = torch.device("cpu")

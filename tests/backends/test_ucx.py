@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.distributed import FileStore
 
 from mdfuse.backends import staging
-from mdfuse.backends.c10d.groups import HashStore
 from mdfuse.backends.ucx import backend as ucx
 from mdfuse.backends.ucx import library as ucx_library
 from mdfuse.backends.ucx.backend import UcxBackend
@@ -33,6 +32,7 @@ from mdfuse.backends.ucx.engine import Engine
 from mdfuse.errors import BackendError, CommunicationError
 from mdfuse.layouts.call import Call
 from mdfuse.runtime.backend_rows import BACKENDS
+from mdfuse.torch_private import HashStore
 
 TEAM = (0, 1, 2)
 CPU = torch.device("cpu")

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from mdfuse.backends.c10d.backend import C10dBackend
-from mdfuse.backends.c10d.groups import PrefixStore
 from mdfuse.bootstrap import detect, gloo_devices
 from mdfuse.errors import BackendError, CommunicationError
 from mdfuse.layouts.call import Call
+from mdfuse.torch_private import PrefixStore
 
 pytestmark = pytest.mark.world(4)
 

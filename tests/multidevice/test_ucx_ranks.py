@@ -13,8 +13,8 @@ from backend_suite import TWO, each
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Partial, Shard
-from mdfuse.backends.c10d.groups import PrefixStore
 from mdfuse.backends.ucx import backend as ucx
+from mdfuse.torch_private import PrefixStore
 
 pytestmark = pytest.mark.backend("ucx")
 

@@ -57,7 +57,7 @@ class Poster:
 
     def __call__(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Waiting:
         with self.room.changed:
-            work = self.room.network.backend(self.call.rank).bind(self.call)(srcs, dsts)
+            work = self.room.network.bind(self.call)(srcs, dsts)
             self.room.changed.notify_all()
         return Waiting(self.room, work)
 

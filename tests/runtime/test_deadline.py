@@ -19,21 +19,22 @@ from torch import Tensor
 import mdfuse as mf
 from mdfuse.backends.base import PostSite
 from mdfuse.backends.c10d.backend import C10dBackend
-from mdfuse.backends.c10d.groups import HashStore, PrefixStore
 from mdfuse.backends.c10d.sockets import opened, shut_down
 from mdfuse.errors import BackendError, ProgramError
 from mdfuse.layouts.call import Call
 from mdfuse.plan.build import Plan, build
-from mdfuse.runs.same_program import agree, fingerprint
-from mdfuse.runtime.agreement import Agreement
-from mdfuse.runtime.crowds import crowd
+from mdfuse.runtime.agreement.crowds import crowd
+from mdfuse.runtime.agreement.meetings import Meetings
+from mdfuse.runtime.agreement.programs import agree, fingerprint
 from mdfuse.runtime.deadline import Deadline
 from mdfuse.runtime.watch import running
-from mdfuse.runtime.watch.bulletin import Bulletin, within
+from mdfuse.runtime.watch.bulletin import Bulletin
 from mdfuse.runtime.watch.positions import OwnPosition, Position, Progress, standing
 from mdfuse.runtime.watch.report import Alarm, Table, blame, explained, report
 from mdfuse.runtime.watch.running import RunCount
 from mdfuse.runtime.watch.watch import EXIT_STATUS, Watch
+from mdfuse.threads import within
+from mdfuse.torch_private import HashStore, PrefixStore
 
 CPU, MESH = torch.device("cpu"), mf.DeviceMesh([0, 1])
 
@@ -385,7 +386,7 @@ class Together:
 
     def __init__(self, store: HashStore, rank: int, size: int, crowd: str = "") -> None:
         self.rank, self.crowd = rank, crowd
-        self.all_ok = Agreement(PrefixStore("all", store), rank, size, 20).exchange
+        self.all_ok = Meetings(PrefixStore("all", store), rank, size, 20).exchange
 
 
 def agreed(whats: Sequence[str], crowds: Mapping[int, str] = MappingProxyType({})) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,40 +16,38 @@ from mdfuse.backends.work import DONE, explained
 from mdfuse.layouts.call import Call
 
 
+@dataclass(slots=True, eq=False)
 class BoundCall:
     """A call bound to its team, with one posting function per dtype."""
 
-    __slots__ = ("_call", "_lane", "_posts", "_team")
-
-    def __init__(self, call: Call, team: Team, lane: NcclLane | None = None) -> None:
-        self._call = call
-        self._team = team
-        self._lane = lane
-        self._posts: dict[torch.dtype, Post] = {}
+    call: Call
+    team: Team
+    lane: NcclLane | None = None
+    posts: dict[torch.dtype, Post] = field(default_factory=dict)
 
     def __call__(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
         buffers = srcs or dsts
         if not buffers:
             return DONE
-        if self._lane is not None:  # on all ranks, or on none: see NcclLane
-            work = self._lane.post(self._call, srcs, dsts)
+        if self.lane is not None:  # on all ranks, or on none: see NcclLane
+            work = self.lane.post(self.call, srcs, dsts)
             if work is not None:
                 return work
         dtype = buffers[0].dtype
-        post = self._posts.get(dtype)
+        post = self.posts.get(dtype)
         if post is None:
-            post = self._posts[dtype] = build_post(self._team, self._call, dtype)
+            post = self.posts[dtype] = build_post(self.team, self.call, dtype)
         try:
             return post(srcs, dsts)
         except (RuntimeError, ValueError) as error:
-            raise explained(self._call, error) from error
+            raise explained(self.call, error) from error
 
     def prepare(
         self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: PostSite
     ) -> Posting | None:
         """Return the post as calls of the library's own functions, for dense buffers like these."""
-        if self._lane is not None:
-            posting = self._lane.prepare(self._call, srcs, dsts, place)
+        if self.lane is not None:
+            posting = self.lane.prepare(self.call, srcs, dsts, place)
             if posting is not None:
                 return posting
-        return prepared(self._team, self._call, srcs, dsts, place)
+        return prepared(self.team, self.call, srcs, dsts, place)

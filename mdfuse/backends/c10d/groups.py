@@ -18,12 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mdfuse.torch_private import (
-    AllgatherOptions,
     Group,
-    HashStore,
-    PrefixStore,
     Store,
-    TCPStore,
     Work,
     all_gather_of,
     begin_group,
@@ -33,19 +29,6 @@ from mdfuse.torch_private import (
     nccl_options,
     reduce_scatter_of,
 )
-
-__all__ = [
-    "LIBRARIES",
-    "AllgatherOptions",
-    "Group",
-    "HashStore",
-    "Library",
-    "PrefixStore",
-    "Store",
-    "TCPStore",
-    "Transfer",
-    "default_group",
-]
 
 #: Opens a group: (store of the team alone, index of this rank in the team, size of the team).
 OpenGroup = Callable[[Store, int, int], Group]

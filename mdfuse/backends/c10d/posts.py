@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mdfuse.backends.base import Buffer, Posting, PostSite, Prepared, Work, root_index
-from mdfuse.backends.c10d.groups import AllgatherOptions, Group, Library
+from mdfuse.backends.c10d.groups import Library
 from mdfuse.backends.transfers import Post, Transfer, in_a_row, transferred
 from mdfuse.backends.work import DONE, Posted, explained
 from mdfuse.layouts.call import Call
 from mdfuse.layouts.kinds import KINDS, REDUCING, by_kind
 from mdfuse.layouts.reduction import BOOL_OPS, check_reduction, combine
-from mdfuse.torch_private import all_gather_of, reduce_scatter_of
+from mdfuse.torch_private import AllgatherOptions, Group, all_gather_of, reduce_scatter_of
 
 _View = Callable[[Tensor], Tensor]
 
@@ -64,14 +64,7 @@ class Team:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bound:
-    """What is known of a post before its buffers.
-
-    Attributes:
-        team: the team that posts it.
-        call: this rank's part.
-        dtype: of its buffers.
-        at_once: the wait follows the post at once, on the same stream.
-    """
+    """What is known of a post before its buffers; `at_once`: it is waited for at once."""
 
     team: Team
     call: Call
@@ -79,12 +72,7 @@ class _Bound:
     at_once: bool = False
 
     def options(self, made: Any, **settings: Any) -> Any:
-        """Fill in the options of a call of the library.
-
-        Args:
-            made: the options, new.
-            settings: further fields, by name.
-        """
+        """Fill in the options of a call of the library."""
         made.asyncOp = not self.at_once
         if self.call.kind in REDUCING:
             op = self.call.reduce_op or ""

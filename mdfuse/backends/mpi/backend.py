@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -13,16 +13,17 @@ import torch
 from torch import Tensor
 
 from mdfuse.backends.base import Posting, PostSite, Work, check_call
-from mdfuse.backends.c10d.groups import PrefixStore, Store
 from mdfuse.backends.mpi import library as mpi_library
 from mdfuse.backends.mpi.posts import Team, build_post, check_sizes
 from mdfuse.backends.mpi.requests import Waiting
 from mdfuse.backends.staging import Staged, after_the_stream
+from mdfuse.backends.teams import new_teams, not_connected, team_key
 from mdfuse.backends.transfers import Post
-from mdfuse.backends.work import DONE, explained, first_line
+from mdfuse.backends.work import DONE, explained
 from mdfuse.errors import BackendError
 from mdfuse.layouts.call import Call
 from mdfuse.layouts.kinds import CARRIED, POINT_TO_POINT
+from mdfuse.torch_private import PrefixStore, Store
 
 _log = logging.getLogger("mdfuse.comm")
 
@@ -30,26 +31,13 @@ _log = logging.getLogger("mdfuse.comm")
 class MpiBackend:
     """A backend that posts through MPI, with communicators for each team of this rank.
 
-    Args:
-        rank: this rank, in MPI's world too.
-        device: where this rank's buffers are.
-        store: shared by all ranks; nobody else uses its keys.
-        timeout_s: seconds after which a communication that does not finish is an error.
-
     Raises:
         BackendError: mpi4py, or the MPI that it was built for, cannot be loaded.
     """
 
     name = "mpi"
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        device: torch.device,
-        store: Store,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, *, rank: int, device: torch.device, store: Store, timeout_s: float) -> None:
         self._mpi = mpi_library.library()
         self._rank = rank
         self._device = device
@@ -71,24 +59,12 @@ class MpiBackend:
         return True
 
     def prepare(self, teams: Iterable[tuple[int, ...]]) -> None:
-        """Make the teams that this rank is in; ranks pass their teams in one global order.
-
-        Teams that exist, have one member, or lack this rank are skipped. Blocks until every member
-        has come.
-
-        Raises:
-            BackendError: a member did not come in time.
-        """
-        for team in teams:
-            if len(team) > 1 and self._rank in team and team not in self._teams:
-                self._teams[team] = self._make(team)
+        """Make the teams that this rank is in, waiting for members; see `Backend.prepare`."""
+        for team in new_teams(teams, self._rank, self._teams):
+            self._teams[team] = self._make(team)
 
     def bind(self, call: Call) -> MpiBoundCall:
-        """Prepare a call that will be posted many times.
-
-        Raises:
-            CommunicationError: the kind is unknown, or its team was not prepared.
-        """
+        """Prepare a call that will be posted many times; see `Backend.bind`."""
         team = self._teams.get(call.team)
         check_call(call, team is not None)
         alone = self._team(call.team, dict.fromkeys(CARRIED, self._mpi.COMM_SELF))
@@ -156,45 +132,38 @@ class MpiBackend:
         return self._team(team, comms)
 
     def _meet(self, team: tuple[int, ...]) -> None:
-        name = hashlib.sha256(repr(team).encode()).hexdigest()[:32]
-        store = PrefixStore(f"mpi/{name}", self._store)
+        store = PrefixStore(f"mpi/{team_key(team)}", self._store)
         try:
             if store.add("in", 1) == len(team):
                 store.set("go", "")
             store.wait(["go"], timedelta(seconds=self._waiting.timeout_s))
         except RuntimeError as error:
-            raise BackendError(
-                f"mpi cannot connect rank {self._rank} with the team {team}",
-                because=first_line(error),
-                hint="every member must prepare the team",
-            ) from error
+            raise not_connected("mpi", self._rank, team, error) from error
 
 
+@dataclass(slots=True, eq=False)
 class MpiBoundCall:
     """A call bound to its team, with one posting function per dtype."""
 
-    __slots__ = ("_backend", "_call", "_posts", "_team")
-
-    def __init__(self, call: Call, team: Team, backend: MpiBackend) -> None:
-        self._call = call
-        self._team = team
-        self._backend = backend
-        self._posts: dict[torch.dtype, Post] = {}
+    call: Call
+    team: Team
+    backend: MpiBackend
+    posts: dict[torch.dtype, Post] = field(default_factory=dict)
 
     def __call__(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
         buffers = srcs or dsts
         if not buffers:
             return DONE
-        self._backend.check_usable(self._team, self._call)
+        self.backend.check_usable(self.team, self.call)
         dtype = buffers[0].dtype
-        post = self._posts.get(dtype)
+        post = self.posts.get(dtype)
         if post is None:
-            post = self._posts[dtype] = self._backend.build(self._team, self._call, dtype)
+            post = self.posts[dtype] = self.backend.build(self.team, self.call, dtype)
         try:
             return post(srcs, dsts)
         except (RuntimeError, ValueError) as error:
-            check_sizes(self._call, (*srcs, *dsts))
-            raise explained(self._call, error) from error
+            check_sizes(self.call, (*srcs, *dsts))
+            raise explained(self.call, error) from error
 
     def prepare(
         self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: PostSite

@@ -109,12 +109,7 @@ def _note_aborts(mpi: Any) -> None:
 
 @dataclass(slots=True)
 class _EndState:
-    """How MPI is to end.
-
-    Attributes:
-        aborts: mpi4py aborts the whole job, so that MPI_Finalize is not called.
-        around: makes a context in which MPI_Finalize is called.
-    """
+    """How MPI is to end: mpi4py aborts the whole job, or MPI_Finalize is called in a context."""
 
     aborts: bool = False
     around: Callable[[], AbstractContextManager[object]] = nullcontext

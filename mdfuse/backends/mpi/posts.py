@@ -104,73 +104,59 @@ def check_sizes(call: Call, buffers: Sequence[Tensor]) -> None:
 # -- collectives ---------------------------------------------------------------------------------
 
 
-def _allgather(team: Team, call: Call, dtype: torch.dtype) -> Post:
-    kind, start, memory = carrying_type(team.mpi, dtype), team.comm(call).Iallgather, team.memory
+def _unless_empty(
+    team: Team, call: Call, begin: Callable[[Sequence[Tensor], Sequence[Tensor]], Any]
+) -> Post:
+    """Return a post that makes one request; without elements, which no rank has then, none."""
 
     def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
-        src, dst = srcs[0], dsts[0]
-        if not dst.numel():
+        if not (srcs or dsts)[0].numel():
             return DONE
-        request = start([memory(src), kind], [memory(dst), kind])
-        return team.posted(call, (request,), (src, dst))
+        return team.posted(call, (begin(srcs, dsts),), (*srcs, *dsts))
 
     return post
+
+
+def _allgather(team: Team, call: Call, dtype: torch.dtype) -> Post:
+    kind, start, memory = carrying_type(team.mpi, dtype), team.comm(call).Iallgather, team.memory
+    return _unless_empty(team, call, lambda s, d: start([memory(s[0]), kind], [memory(d[0]), kind]))
 
 
 def _reduce_scatter(team: Team, call: Call, dtype: torch.dtype) -> Post:
     kind, op = reducing_type(team.mpi, dtype), reduce_op(team.mpi, call.reduce_op, dtype)
     start, memory = team.comm(call).Ireduce_scatter_block, team.memory
-
-    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
-        src, dst = srcs[0], dsts[0]
-        if not src.numel():
-            return DONE
-        request = start([memory(src), kind], [memory(dst), kind], op)
-        return team.posted(call, (request,), (src, dst))
-
-    return post
+    return _unless_empty(
+        team, call, lambda s, d: start([memory(s[0]), kind], [memory(d[0]), kind], op)
+    )
 
 
 def _allreduce(team: Team, call: Call, dtype: torch.dtype) -> Post:
     kind, op = reducing_type(team.mpi, dtype), reduce_op(team.mpi, call.reduce_op, dtype)
     start, memory, in_place = team.comm(call).Iallreduce, team.memory, team.mpi.IN_PLACE
 
-    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+    def begin(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Any:
         src, dst = srcs[0], dsts[0]
-        if not dst.numel():
-            return DONE
         given = in_place if src.data_ptr() == dst.data_ptr() else [memory(src), kind]
-        return team.posted(call, (start(given, [memory(dst), kind], op),), (src, dst))
+        return start(given, [memory(dst), kind], op)
 
-    return post
+    return _unless_empty(team, call, begin)
 
 
 def _broadcast(team: Team, call: Call, dtype: torch.dtype) -> Post:
     kind, root = carrying_type(team.mpi, dtype), root_index(call)
     start, memory = team.comm(call).Ibcast, team.memory
-
-    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
-        buffer = (srcs or dsts)[0]
-        if not buffer.numel():
-            return DONE
-        return team.posted(call, (start([memory(buffer), kind], root),), buffer)
-
-    return post
+    return _unless_empty(team, call, lambda s, d: start([memory((s or d)[0]), kind], root))
 
 
 def _reduce(team: Team, call: Call, dtype: torch.dtype) -> Post:
     kind, op = reducing_type(team.mpi, dtype), reduce_op(team.mpi, call.reduce_op, dtype)
     root, start, memory = root_index(call), team.comm(call).Ireduce, team.memory
 
-    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
-        src = srcs[0]
-        if not src.numel():
-            return DONE
+    def begin(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Any:
         into = [memory(dsts[0]), kind] if dsts else None
-        request = start([memory(src), kind], into, op, root)
-        return team.posted(call, (request,), (src, dsts))
+        return start([memory(srcs[0]), kind], into, op, root)
 
-    return post
+    return _unless_empty(team, call, begin)
 
 
 def _alltoall(team: Team, call: Call, dtype: torch.dtype) -> Post:

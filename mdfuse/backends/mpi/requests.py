@@ -32,11 +32,7 @@ _KEPT: list[object] = []
 
 @dataclass(slots=True, kw_only=True)
 class State:
-    """Whether a team can still be used.
-
-    Attributes:
-        is_broken: a post failed, so that the members may be at different ones.
-    """
+    """Whether a post of a team failed, so that its members may be at different ones."""
 
     is_broken: bool = False
 
@@ -58,26 +54,21 @@ def poll(is_done: Callable[[], bool], waiting: Waiting) -> None:
             raise RuntimeError(f"not done within {waiting.timeout_s:g} s of the wait")
 
 
+@dataclass(slots=True, eq=False)
 class Requests:
     """The requests of one post, and the buffers that MPI uses meanwhile.
 
-    Args:
-        requests: of mpi4py, one or more.
+    Attributes:
         kept: objects that must live until the requests are done.
-        waiting: deadline of a wait.
         state: of the team; a wait that fails sets it to broken.
+        error: what a wait that failed raised.
     """
 
-    __slots__ = ("_error", "_kept", "_requests", "_state", "_waiting")
-
-    def __init__(
-        self, requests: Sequence[Any], kept: object, waiting: Waiting, state: State
-    ) -> None:
-        self._requests = requests
-        self._kept = kept
-        self._waiting = waiting
-        self._state = state
-        self._error: RuntimeError | None = None
+    requests: Sequence[Any]
+    kept: object
+    waiting: Waiting
+    state: State
+    error: RuntimeError | None = None
 
     def wait(self) -> None:
         """Return once all are done; a second wait returns at once.
@@ -86,27 +77,27 @@ class Requests:
             RuntimeError: MPI reports an error (`MPI.Exception` is one), or see `poll`; a second
                 wait raises it again.
         """
-        if self._error is not None:
-            raise self._error
-        if not self._requests:
+        if self.error is not None:
+            raise self.error
+        if not self.requests:
             return
         try:
-            poll(self._test(), self._waiting)
+            poll(self._test(), self.waiting)
         except RuntimeError as error:
-            self._error = error
-            self._state.is_broken = True
+            self.error = error
+            self.state.is_broken = True
             raise
-        self._requests, self._kept = (), None
+        self.requests, self.kept = (), None
 
     def __del__(self) -> None:
         """Keep the buffers of requests that may be under way still.
 
         That is so after an error between post and wait, or after a wait that failed.
         """
-        if self._requests:
-            _KEPT.append((self._requests, self._kept))
+        if self.requests:
+            _KEPT.append((self.requests, self.kept))
 
     def _test(self) -> Callable[[], bool]:
-        first, *others = self._requests
+        first, *others = self.requests
         test: Callable[[], bool] = first.Test
-        return (lambda: type(first).Testall(self._requests)) if others else test
+        return (lambda: type(first).Testall(self.requests)) if others else test

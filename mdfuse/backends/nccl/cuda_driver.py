@@ -17,7 +17,7 @@ import torch
 
 from mdfuse.backends.post_notes import Track
 from mdfuse.errors import BackendError
-from mdfuse.torch_private import current_raw_stream, is_capturing
+from mdfuse.torch_private import current_raw_stream
 
 #: An event without timing costs less to record (cuda.h, CU_EVENT_DISABLE_TIMING).
 _DISABLE_TIMING = 2
@@ -51,9 +51,6 @@ class Device(Protocol):
 
     def current_stream(self) -> int:
         """Return the handle of the current stream."""
-
-    def is_capturing(self) -> bool:
-        """Return whether the current stream is being captured into a CUDA graph."""
 
     def enter(self) -> None:
         """Make the device current in this thread."""
@@ -100,12 +97,7 @@ class MarkedTrack:
 
 
 class CudaDevice:
-    """One GPU, driven through libcuda.
-
-    Args:
-        device: the GPU.
-        library: replaces libcuda in tests.
-    """
+    """One GPU, driven through libcuda, which tests replace."""
 
     def __init__(self, device: torch.device, library: Any = None) -> None:
         library = library or ctypes.CDLL("libcuda.so.1")
@@ -148,9 +140,6 @@ class CudaDevice:
 
     def current_stream(self) -> int:
         return current_raw_stream(self._device.index)
-
-    def is_capturing(self) -> bool:
-        return is_capturing()
 
     def enter(self) -> None:
         torch.cuda.set_device(self._device)

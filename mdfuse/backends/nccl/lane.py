@@ -20,17 +20,17 @@ buffers until it has queued the wait, and what is freed then is handed out again
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
 from torch import OutOfMemoryError, Tensor
 
+from mdfuse import threads
 from mdfuse.backends.base import Buffer, Posting, PostSite, Prepared, Work
-from mdfuse.backends.c10d.groups import Store
 from mdfuse.backends.nccl import posts as nccl_posts
 from mdfuse.backends.nccl.cuda_driver import Device
 from mdfuse.backends.nccl.posts import Port
@@ -38,6 +38,7 @@ from mdfuse.backends.post_notes import PostInfo, PostLog, Track
 from mdfuse.backends.work import failure, first_line
 from mdfuse.errors import BackendError, MdfuseError
 from mdfuse.layouts.call import Call
+from mdfuse.torch_private import Store
 
 _log = logging.getLogger("mdfuse.comm")
 
@@ -62,42 +63,24 @@ class LaneOpener(Protocol):
         """Give up what the lanes share; the lanes are closed before."""
 
 
+@dataclass(kw_only=True, eq=False)
 class NcclLane:
-    """A team's own communicator, and the posts that are prepared on it.
+    """A team's own communicator, which `binding` takes, and the posts that are prepared on it."""
 
-    Args:
-        team: its ranks, in mesh order.
-        rank: this rank.
-        binding: NCCL's functions, as `nccl.bindings.nccl` names them.
-        comm: the communicator, as they take it.
-        device: this rank's GPU.
-        noter: keeps the notes of posts.
-    """
+    team: tuple[int, ...]
+    rank: int
+    binding: Any
+    comm: Any
+    device: Device
+    noter: PostLog
+    _tracks: dict[int, Track] = field(default_factory=dict)
+    _posts: dict[Any, tuple[tuple[Prepared, ...], Any] | None] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def __init__(
-        self,
-        *,
-        team: tuple[int, ...],
-        rank: int,
-        binding: Any,
-        comm: Any,
-        device: Device,
-        noter: PostLog,
-    ) -> None:
-        self.team = team
-        self.stream = device.new_stream()
-        self._rank = rank
-        self._binding = binding
-        self._comm = comm
-        self._device = device
-        self._noter = noter
-        self._tracks: dict[int, Track] = {}
-        self._posts: dict[Any, tuple[tuple[Prepared, ...], Any] | None] = {}
-        self._held: dict[int, Callable[[], object]] = {}
-        self._keys = itertools.count()
-        self._lock = threading.Lock()
+    def __post_init__(self) -> None:
+        self.stream = self.device.new_stream()
         self._track(self.stream)  # the first one allocates, which must not happen in a capture
-        noter.on_error(team, self.failure)
+        self.noter.on_error(self.team, self.failure)
 
     def prepare(
         self, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: PostSite
@@ -107,12 +90,6 @@ class NcclLane:
         A post that is waited for at once goes to the stream of `place`. Any other goes to the
         lane's own stream: an event orders it behind the stream of `place`, and the wait orders the
         stream that is then current behind it.
-
-        Args:
-            call: this rank's part.
-            srcs: buffers like those that will be sent; they may be on the meta device.
-            dsts: buffers like those that will be received into, likewise.
-            place: where in a program it is posted.
 
         Returns:
             None where this rank has nothing to post, or the post needs torch.distributed.
@@ -142,7 +119,7 @@ class NcclLane:
         Returns:
             the work; None for the posts for which `prepare` returns None.
         """
-        current = self._device.current_stream()
+        current = self.device.current_stream()
         looks = tuple((x.dtype, x.shape, x.stride()) for x in (*srcs, *dsts))
         key = (call, where, current, len(srcs), looks)
         if key not in self._posts:
@@ -169,16 +146,20 @@ class NcclLane:
         where: str,
     ) -> tuple[tuple[Prepared, ...], Prepared] | None:
         """Return the calls of a post, a note in front of them, and the mark that goes behind."""
-        if self._comm is None:
-            raise self._closed(call)
+        if self.comm is None:
+            raise BackendError(
+                f"{call.kind} on team {call.team}: rank {self.rank} has closed its fast lane",
+                because="close() gave up the communicator",
+                hint="call mdfuse.init() again, on all ranks, and compile the program again",
+            )
         if not nccl_posts.is_carried(call, (*srcs, *dsts)):
             return None
-        port = Port(binding=self._binding, comm=self._comm, stream=stream)
+        port = Port(binding=self.binding, comm=self.comm, stream=stream)
         calls = nccl_posts.prepare(port, call, srcs, dsts)
         if not calls and call.kind != "AllToAll":  # others may have elements there
             return None
         subject = nccl_posts.subject(call, srcs, dsts, where)
-        before, behind = self._noter.prepare(subject, self._track(stream))
+        before, behind = self.noter.prepare(subject, self._track(stream))
         return (Prepared(before, ()), *calls), Prepared(behind, ())
 
     def _forked(
@@ -193,7 +174,7 @@ class NcclLane:
             the calls, and the event to wait for. Each post records this event again: a wait that
             comes late also waits for a later post, which the host has queued before it.
         """
-        device = self._device
+        device = self.device
         own, current = device.stream(self.stream), device.stream(stream)
         fork, done = device.event(), device.event()
         post = (
@@ -207,57 +188,33 @@ class NcclLane:
 
     def _join(self, done: Any) -> None:
         """Let the stream that is current now wait for a post made on this or another stream."""
-        device = self._device
+        device = self.device
         device.wait(device.stream(device.current_stream()), done, 0)
-
-    def hold(self, destroy: Callable[[], object]) -> int:
-        """Register a CUDA graph that contains posts of this lane; `close` destroys it first.
-
-        NCCL's communicators wait for the graphs that they are in, however they are ended.
-
-        Args:
-            destroy: destroys the graph; called at most once.
-
-        Returns:
-            a key for `release`.
-        """
-        with self._lock:
-            key = next(self._keys)
-            self._held[key] = destroy
-        return key
-
-    def release(self, key: int) -> None:
-        """Forget a graph that was destroyed."""
-        with self._lock:
-            self._held.pop(key, None)
 
     def failure(self) -> str | None:
         """Return what went wrong in the communicator, in NCCL's words; None if nothing did."""
         with self._lock:
-            if self._comm is None:
+            if self.comm is None:
                 return None
-            result = int(self._binding.comm_get_async_error(self._comm))
+            result = int(self.binding.comm_get_async_error(self.comm))
             if result in _WELL:
                 return None
-            words = self._binding.get_error_string(result)
-            return f"{words}: {self._binding.get_last_error(self._comm)}"
+            words = self.binding.get_error_string(result)
+            return f"{words}: {self.binding.get_last_error(self.comm)}"
 
     def close(self) -> None:
-        """Destroy the graphs that are held, then the communicator; a second close does nothing.
+        """Destroy the communicator; a second close does nothing.
 
         Never hangs. Where posts do not finish, the communicator is aborted. Where its destruction
-        does not return, since a graph that was not held uses it, the communicator is left alone: an
-        abort would wait for the graph too, and then free everything a second time.
+        does not return, since a graph uses it that was not destroyed before (see
+        `Communicator.hold`), the communicator is left alone: an abort would wait for the graph too,
+        and then free everything a second time.
         """
-        with self._lock:
-            held, self._held = self._held, {}
-        for destroy in held.values():
-            destroy()
-        self._noter.forget(self.failure)
+        self.noter.forget(self.failure)
         comm = self._take()
         if comm is None:
             return
-        binding, rank = self._binding, self._rank
+        binding, rank = self.binding, self.rank
         if not _is_done_within(_CLOSE_S, self._finish, rank):
             _log.warning("rank %d: posts to %s do not finish: aborting them", rank, self.team)
             _is_done_within(_ABORT_S, lambda: binding.comm_abort(comm), rank)
@@ -266,13 +223,13 @@ class NcclLane:
             _log.warning("rank %d: the communicator of %s is still in use", rank, self.team)
 
     def _finish(self) -> None:
-        self._device.enter()
-        self._device.synchronize()
+        self.device.enter()
+        self.device.synchronize()
 
     def _take(self) -> Any:
         """Take the communicator away from the lane, to end it; None for all later callers."""
         with self._lock:
-            comm, self._comm = self._comm, None
+            comm, self.comm = self.comm, None
         return comm
 
     def _track(self, stream: int) -> Track:
@@ -283,15 +240,8 @@ class NcclLane:
         """
         track = self._tracks.get(stream)
         if track is None:
-            track = self._tracks[stream] = self._device.track(stream)
+            track = self._tracks[stream] = self.device.track(stream)
         return track
-
-    def _closed(self, call: Call) -> BackendError:
-        return BackendError(
-            f"{call.kind} on team {call.team}: rank {self._rank} has closed its fast lane",
-            because="close() gave up the communicator",
-            hint="call mdfuse.init() again, on all ranks, and compile the program again",
-        )
 
 
 def open_lane(
@@ -299,25 +249,11 @@ def open_lane(
 ) -> NcclLane:
     """Make a team's lane; all members call it, for their teams in one global order.
 
-    Args:
-        team: its ranks, in mesh order.
-        rank: this rank, one of them.
-        store: of the team alone.
-        binding: NCCL's functions.
-        device: this rank's GPU.
-        noter: keeps the notes of posts; a member that does not come shows there.
-
     Raises:
         BackendError: NCCL cannot connect the members.
     """
-    index, finished = team.index(rank), _Finished()
-    subject = PostInfo(
-        kind="connecting a communicator",
-        team=team,
-        bytes=0,
-        where="prepare()",
-        family="connections",
-    )
+    index, finished, what = team.index(rank), _Finished(), "connecting a communicator"
+    subject = PostInfo(kind=what, team=team, bytes=0, where="prepare()", family="connections")
     before, behind = noter.prepare(subject, finished)
     device.enter()
     before()
@@ -396,7 +332,7 @@ def _is_done_within(seconds: float, work: Callable[[], object], rank: int) -> bo
         except Exception as error:
             _log.warning("rank %d: closing a communicator: %s", rank, first_line(error))
 
-    thread = threading.Thread(target=run, name="mdfuse-close", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return not thread.is_alive()
+    try:
+        return threads.start(run, "mdfuse-close").join(seconds)
+    except RuntimeError:  # Python exits, and all threads are stuck
+        return False

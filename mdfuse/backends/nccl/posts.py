@@ -55,13 +55,7 @@ _Transfer = tuple[int, int, int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Port:
-    """The communicator and the stream that posts go to.
-
-    Attributes:
-        binding: NCCL's functions.
-        comm: the communicator, in the form that they take.
-        stream: the handle of the stream.
-    """
+    """NCCL's functions, and the communicator and stream (a handle) that posts go to."""
 
     binding: Any
     comm: Any

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import PostSite, Work, check_call
-from mdfuse.backends.c10d.groups import PrefixStore, Store
+from mdfuse.backends.algorithms import Composition
+from mdfuse.backends.base import PostSite, Work, check_call, check_usable
 from mdfuse.backends.staging import Staged
+from mdfuse.backends.teams import new_teams, not_connected, team_key
 from mdfuse.backends.transfers import Composer
 from mdfuse.backends.ucx.engine import MOST_TEAMS, Channel, Engine
 from mdfuse.backends.ucx.gate import Gate
 from mdfuse.backends.ucx.library import load, why_not, why_staged
 from mdfuse.backends.ucx.work import Buffers, ComposedWork
-from mdfuse.backends.work import DONE, first_line
+from mdfuse.backends.work import DONE
 from mdfuse.errors import BackendError
 from mdfuse.layouts.call import Call
+from mdfuse.torch_private import PrefixStore, Store
 
 _log = logging.getLogger("mdfuse.comm")
 
@@ -30,10 +32,11 @@ _log = logging.getLogger("mdfuse.comm")
 SMALL_BYTES = 512 * 1024
 
 
+@dataclass(kw_only=True, eq=False)
 class UcxBackend:
     """A backend that sends messages through UCX; each team has tags of its own.
 
-    Args:
+    Attributes:
         rank: this rank.
         device: where this rank's buffers are.
         store: shared by all ranks; nobody else uses its keys.
@@ -46,36 +49,28 @@ class UcxBackend:
 
     name = "ucx"
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        device: torch.device,
-        store: Store,
-        timeout_s: float,
-        is_one_host: bool = False,
-    ) -> None:
-        refusal = why_not()
-        if refusal:
-            because, hint = refusal
-            raise BackendError("backend 'ucx' cannot be used", because=because, hint=hint)
-        self._rank = rank
-        self._device = device
-        self._store = PrefixStore("ucx", store)
-        self._timeout_s = timeout_s
+    rank: int
+    device: torch.device
+    store: Store
+    timeout_s: float
+    is_one_host: bool = False
+    _channels: dict[tuple[int, ...], Channel] = field(default_factory=dict, init=False)
+    _why_staged: str | None = field(default=None, init=False)
+    _stream: torch.cuda.Stream | None = field(default=None, init=False)  # for local work
+
+    def __post_init__(self) -> None:
+        check_usable(self.name, why_not())
+        self._store, device = PrefixStore("ucx", self.store), self.device
         # a device finishes its queue without an event of UCX, which would end the sleep
         can_sleep = device.type != "cuda"
-        self._engine = Engine(load(), can_sleep=can_sleep, is_one_host=is_one_host)
-        self._why_staged: str | None = None
-        self._stream: torch.cuda.Stream | None = None  # for local work on a device
+        self._engine = Engine(load(), can_sleep=can_sleep, is_one_host=self.is_one_host)
         if device.type == "cuda":
             self._why_staged = why_staged(self._engine.transports)
             if self._why_staged is None:
                 self._stream = torch.cuda.Stream(device)
-            elif rank == 0:
+            elif self.rank == 0:
                 _log.warning("backend ucx: all through pinned host memory: %s", self._why_staged)
-        self._channels: dict[tuple[int, ...], Channel] = {}
-        self._store.set(f"address/{rank}", self._engine.address.hex())
+        self._store.set(f"address/{self.rank}", self._engine.address.hex())
 
     def abort(self) -> bool:
         """End the waits of this rank with an error; see `Interruptible`."""
@@ -83,29 +78,20 @@ class UcxBackend:
         return True
 
     def prepare(self, teams: Iterable[tuple[int, ...]]) -> None:
-        """Make the teams that this rank is in; ranks pass their teams in one global order.
+        """Make the teams that this rank is in; see `Backend.prepare`.
 
-        Teams that exist, have one member, or lack this rank are skipped. A member is contacted when
-        this rank first sends to it or receives from it.
-
-        Raises:
-            BackendError: a member did not come in time, or there are too many teams.
+        A member is contacted when this rank first sends to it or receives from it.
         """
-        for team in teams:
-            if len(team) > 1 and self._rank in team and team not in self._channels:
-                self._channels[team] = self._make(team)
+        for team in new_teams(teams, self.rank, self._channels):
+            self._channels[team] = self._make(team)
 
     def bind(self, call: Call) -> UcxPoster | Staged:
-        """Prepare a call that will be posted many times.
-
-        Raises:
-            CommunicationError: the kind is unknown, or its team was not prepared.
-        """
+        """Prepare a call that will be posted many times; see `Backend.bind`."""
         channel = self._channels.get(call.team)
         check_call(call, channel is not None)
-        alone = Channel(0, self._rank)
-        post = UcxPoster(call, channel or alone, self._engine, self._timeout_s, self._stream)
-        return Staged(post, call, self._device) if self._why_staged else post
+        alone = Channel(0, self.rank)
+        post = UcxPoster(call, channel or alone, self._engine, self.timeout_s, self._stream)
+        return Staged(post, call, self.device) if self._why_staged else post
 
     def close(self) -> None:
         """Give up all connections."""
@@ -114,23 +100,19 @@ class UcxBackend:
 
     def _make(self, team: tuple[int, ...]) -> Channel:
         """Make a team: learn its number and its members' addresses from the store."""
-        key = "team/" + hashlib.sha256(repr(team).encode()).hexdigest()[:32]
-        if team[0] == self._rank:
+        key = f"team/{team_key(team)}"
+        if team[0] == self.rank:
             self._store.set(key, str(self._store.add("teams", 1)))
-        unknown = self._engine.missing(r for r in team if r != self._rank)
+        unknown = self._engine.missing(r for r in team if r != self.rank)
         keys = [f"address/{r}" for r in unknown]
         try:
-            self._store.wait([key, *keys], timedelta(seconds=self._timeout_s))
+            self._store.wait([key, *keys], timedelta(seconds=self.timeout_s))
             number, *addresses = self._store.multi_get([key, *keys])
         except RuntimeError as error:
-            raise BackendError(
-                f"ucx cannot connect rank {self._rank} with the team {team}",
-                because=first_line(error),
-                hint="every member must prepare the team; check that their hosts reach each other",
-            ) from error
+            raise not_connected("ucx", self.rank, team, error) from error
         for rank, address in zip(unknown, addresses, strict=True):
             self._engine.introduce(rank, bytes.fromhex(address.decode()))
-        return Channel(_checked(int(number)), self._rank)
+        return Channel(_checked(int(number)), self.rank)
 
 
 def _checked(number: int) -> int:
@@ -143,43 +125,37 @@ def _checked(number: int) -> int:
     return number
 
 
+@dataclass(slots=True, eq=False)
 class UcxPoster:
     """A call bound to its team, with one composition for each set of buffer sizes."""
 
-    __slots__ = ("_call", "_channel", "_compose", "_engine", "_stream", "_timeout_s")
+    call: Call
+    channel: Channel
+    engine: Engine
+    timeout_s: float
+    stream: torch.cuda.Stream | None = None
+    compose: Composer[Composition] = field(init=False)
 
-    def __init__(
-        self,
-        call: Call,
-        channel: Channel,
-        engine: Engine,
-        timeout_s: float,
-        stream: torch.cuda.Stream | None = None,
-    ) -> None:
-        self._call = call
-        self._channel = channel
-        self._engine = engine
-        self._timeout_s = timeout_s
-        self._stream = stream
-        self._compose = Composer(call, lambda composition, _: composition, SMALL_BYTES)
+    def __post_init__(self) -> None:
+        self.compose = Composer(self.call, lambda composition, _: composition, SMALL_BYTES)
 
     def __call__(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
         buffers = (*srcs, *dsts)
         if not buffers:
             return DONE
-        composition = self._compose(srcs, dsts)
+        composition = self.compose(srcs, dsts)
         if not composition.steps:
             return DONE
         first = buffers[0]
         scratch = torch.empty(composition.scratch, dtype=first.dtype, device=first.device)
         return ComposedWork(
-            self._call,
+            self.call,
             composition,
             Buffers(srcs, dsts, scratch),
-            channel=self._channel,
-            engine=self._engine,
-            timeout_s=self._timeout_s,
-            gate=None if self._stream is None else Gate(self._stream),
+            channel=self.channel,
+            engine=self.engine,
+            timeout_s=self.timeout_s,
+            gate=None if self.stream is None else Gate(self.stream),
         )
 
     def prepare(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: PostSite) -> None:

@@ -14,9 +14,6 @@ class Gate:
     The gate is closed while work is under way that was queued before the post, or that belongs to
     the post's own local work. Local work has a stream of its own: any wait may make the post
     progress, and the stream that is current there may have a long queue.
-
-    Args:
-        stream: for local work.
     """
 
     __slots__ = ("_last", "_stream")

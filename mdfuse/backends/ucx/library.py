@@ -57,11 +57,7 @@ class Library:
     error: type[Exception]
 
     def open_worker(self, is_one_host: bool = False) -> tuple[Any, Any]:
-        """Return a context of UCX and a worker in it.
-
-        Args:
-            is_one_host: all ranks are on this host.
-        """
+        """Return a context of UCX and a worker in it."""
         api = self.api
         context = api.UCXContext(
             settings(os.environ, is_one_host), (api.Feature.TAG, api.Feature.WAKEUP)

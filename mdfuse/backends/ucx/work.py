@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -58,10 +58,11 @@ class _Message:
     request: Any = None
 
 
+@dataclass(eq=False)
 class ComposedWork:
     """One rank's post of a composed communication; it begins when it is made.
 
-    Args:
+    Attributes:
         call: what is posted.
         composition: the steps of the post.
         buffers: its buffers, kept here until it is over: UCX holds no reference to them.
@@ -72,27 +73,23 @@ class ComposedWork:
         gate: orders it with what is queued on its device; None where the buffers are the host's.
     """
 
-    def __init__(
-        self,
-        call: Call,
-        composition: Composition,
-        buffers: Buffers,
-        *,
-        channel: Channel,
-        engine: Engine,
-        timeout_s: float,
-        gate: Gate | None = None,
-    ) -> None:
-        self._call, self._buffers, self._engine = call, buffers, engine
-        self._timeout_s, self._gate = timeout_s, gate
-        kind = KIND_NUMBERS[call.kind]
-        steps = composition.steps
-        self._steps = deque((s.local, _messages(s, buffers, channel, kind)) for s in steps)
-        self._in_flight: list[_Message] = []
-        self._at = call.rank  # the peer of the message at hand, which an error names
-        self._is_done = False
-        self._error: BackendError | None = None
-        engine.post(self)
+    call: Call
+    composition: Composition
+    buffers: Buffers
+    _: KW_ONLY
+    channel: Channel
+    engine: Engine
+    timeout_s: float
+    gate: Gate | None = None
+    _is_done: bool = False
+    _error: BackendError | None = None
+
+    def __post_init__(self) -> None:
+        kind, steps = KIND_NUMBERS[self.call.kind], self.composition.steps
+        messages = ((s.local, _messages(s, self.buffers, self.channel, kind)) for s in steps)
+        self._steps, self._in_flight = deque(messages), list[_Message]()
+        self._at = self.call.rank  # the peer of the message at hand, which an error names
+        self.engine.post(self)
 
     def wait(self) -> None:
         """Return once the buffers may be used; a second wait returns at once.
@@ -101,10 +98,10 @@ class ComposedWork:
             BackendError: another rank is gone, or nothing came from it in time; a second wait
                 raises again.
         """
-        before = self._engine.aborted
-        if not self._is_over() and not self._engine.wait(self._is_over, self._timeout_s):
-            self._engine.drop(self)
-            was_ended = self._engine.aborted != before
+        before = self.engine.aborted
+        if not self._is_over() and not self.engine.wait(self._is_over, self.timeout_s):
+            self.engine.drop(self)
+            was_ended = self.engine.aborted != before
             self._fail(_ENDED if was_ended else self._what_is_missing())
         if self._error is not None:
             raise self._error
@@ -117,8 +114,8 @@ class ComposedWork:
                     self._begin(*self._steps.popleft())
                 else:
                     self._end()
-        except self._engine.error as error:
-            what = "is gone" if self._engine.is_gone(self._at) else "does not get or give it"
+        except self.engine.error as error:
+            what = "is gone" if self.engine.is_gone(self._at) else "does not get or give it"
             self._fail(f"rank {self._at} {what} ({first_line(error)})")
         return self._is_over()
 
@@ -138,16 +135,16 @@ class ComposedWork:
 
     def _is_ready(self) -> bool:
         """Return whether the device has done the work that comes before the next step."""
-        return self._gate is None or self._gate.is_open()
+        return self.gate is None or self.gate.is_open()
 
     def _begin(self, local: tuple[Copy | Reduce, ...], messages: list[_Message]) -> None:
-        if local and self._gate is not None:
-            with self._gate.local_work():
-                change(self._call, local, self._buffers.elements)
+        if local and self.gate is not None:
+            with self.gate.local_work():
+                change(self.call, local, self.buffers.elements)
             self._steps.appendleft(((), messages))  # begun once the gate is open again
             return
-        change(self._call, local, self._buffers.elements)
-        engine = self._engine
+        change(self.call, local, self.buffers.elements)
+        engine = self.engine
         for message in messages:
             self._at = message.peer
             begin = engine.send if message.is_send else engine.receive
@@ -155,19 +152,19 @@ class ComposedWork:
             self._in_flight.append(message)
 
     def _end(self) -> None:
-        self._buffers = _NOTHING
+        self.buffers = _NOTHING
         self._is_done = True
 
     def _fail(self, because: str) -> None:
-        self._error = failure(self._call, TimeoutError(because))
-        self._engine.keep(self)  # with its buffers: UCX may still write into them
+        self._error = failure(self.call, TimeoutError(because))
+        self.engine.keep(self)  # with its buffers: UCX may still write into them
 
     def _what_is_missing(self) -> str:
         if not self._in_flight:
-            return f"after {self._timeout_s:g} s the device has not done what was queued before it"
+            return f"after {self.timeout_s:g} s the device has not done what was queued before it"
         late = [x.peer for x in self._in_flight if not x.request.completed]
         ranks = ", ".join(map(str, sorted(set(late))))
-        return f"after {self._timeout_s:g} s nothing came from, or was taken by, rank {ranks}"
+        return f"after {self.timeout_s:g} s nothing came from, or was taken by, rank {ranks}"
 
 
 def _messages(step: Round, buffers: Buffers, channel: Channel, kind: int) -> list[_Message]:

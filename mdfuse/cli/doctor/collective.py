@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from rich import box
 from rich.table import Table
 from torch import Tensor
 
 from mdfuse.backends.base import Poster
-from mdfuse.cli.report import size_text, time_text
+from mdfuse.cli.execution import timed
+from mdfuse.cli.report import size_text, time_text, titled
 from mdfuse.layouts.call import Call
 from mdfuse.runtime.communicator import Communicator
 
@@ -54,14 +53,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Case:
-    """One rank's part of a checked communication, and its expected result.
-
-    Attributes:
-        call: this rank's part.
-        source: the tensor that it sends.
-        expected: the tensor that it must receive.
-        arrives: bytes that arrive from other ranks.
-    """
+    """One rank's part of a checked communication, its expected result, and bytes that arrive."""
 
     call: Call
     source: Tensor
@@ -107,10 +99,6 @@ _CASES: dict[str, Callable[[int, tuple[int, ...], int], _Case]] = {
 def measure(comm: Communicator, sizes: Sequence[int] = SIZES) -> list[Measured]:
     """Measure each kind in each size; all ranks, at least two, call it.
 
-    Args:
-        comm: over all ranks of the launch.
-        sizes: bytes of the whole tensor.
-
     Raises:
         CommunicationError: a communication broke or did not finish.
     """
@@ -142,18 +130,12 @@ def _seconds(
     comm: Communicator, poster: Poster, source: Tensor, result: Tensor, rounds: int
 ) -> float:
     """Return the seconds of one round, measured from when all ranks are ready."""
-    _finish(comm)
-    comm.barrier()
-    start = time.perf_counter()
-    for _ in range(rounds):
-        poster([source], [result]).wait()
-    _finish(comm)
-    return (time.perf_counter() - start) / rounds
 
+    def post() -> None:
+        for _ in range(rounds):
+            poster([source], [result]).wait()
 
-def _finish(comm: Communicator) -> None:
-    if comm.device.type == "cuda":
-        torch.cuda.synchronize(comm.device)
+    return timed(post, comm) / rounds
 
 
 def wrong_values(comm: Communicator, found: Sequence[Measured]) -> list[str]:
@@ -165,12 +147,7 @@ def wrong_values(comm: Communicator, found: Sequence[Measured]) -> list[str]:
 
 def table(found: Sequence[Measured]) -> Table:
     """Return a table of this rank's times, and of the bytes per second that arrive at a rank."""
-    rows = Table(box=box.SIMPLE_HEAD, title="all ranks", title_justify="left")
-    rows.add_column("backend")
-    rows.add_column("what")
-    rows.add_column("bytes", justify="right")
-    rows.add_column("time", justify="right")
-    rows.add_column("arrives per rank", justify="right")
+    rows = titled("all ranks", "backend", "what", right=("bytes", "time", "arrives per rank"))
     for m in found:
         bandwidth = f"{size_text(round(m.bandwidth))}/s"
         rows.add_row(m.backend, m.what, size_text(m.size), time_text(m.seconds), bandwidth)

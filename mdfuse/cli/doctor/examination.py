@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -13,6 +12,7 @@ from rich.text import Text
 from mdfuse.bootstrap import detect
 from mdfuse.cli.doctor import findings, gpus, host, libraries
 from mdfuse.cli.doctor.findings import Finding
+from mdfuse.cli.report import titled
 from mdfuse.config import VARIABLES, backend_choice, options_from_environment
 from mdfuse.errors import BackendError, ProgramError
 from mdfuse.runtime.backend_rows import BACKENDS, auto, why_not
@@ -93,10 +93,7 @@ def of_other_ranks() -> list[str]:
 
 
 def _backends() -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="backends", title_justify="left")
-    table.add_column("name")
-    table.add_column("tensors on")
-    table.add_column("usable")
+    table = titled("backends", "name", "tensors on", "usable")
     table.add_column("why not, and the remedy", overflow="fold")
     for name, row in BACKENDS.items():
         refusal = row.why_not()

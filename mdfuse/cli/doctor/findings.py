@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from rich.table import Table
 from rich.text import Text
 
+from mdfuse.cli.report import facts
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
@@ -32,12 +34,7 @@ class Finding:
 
 def table(findings: list[Finding]) -> Table:
     """Return a table of findings in two columns, where those with a remedy stand out."""
-    rows = Table.grid(padding=(0, 2))
-    rows.add_column(style="bold", no_wrap=True)
-    rows.add_column(overflow="fold")
-    for finding in findings:
-        rows.add_row(finding.name, Text(finding.text, _style(finding)))
-    return rows
+    return facts((finding.name, Text(finding.text, _style(finding))) for finding in findings)
 
 
 def problems(findings: list[Finding]) -> list[str]:

@@ -6,11 +6,10 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from rich import box
 from rich.table import Table
 
 from mdfuse.cli.doctor.findings import Finding
-from mdfuse.cli.report import size_text
+from mdfuse.cli.report import size_text, titled
 
 #: nvmlGpuTopologyLevel_t: how far up two GPUs have a PCIe ancestor in common.
 PCIE_LEVELS = {
@@ -101,10 +100,7 @@ def _active_links(nvml: Any, gpu: Any) -> int:
 
 
 def _matrix(rows: list[list[str]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="links between GPUs", title_justify="left")
-    table.add_column("")
-    for i in range(len(rows)):
-        table.add_column(f"GPU {i}")
+    table = titled("links between GPUs", "", *(f"GPU {i}" for i in range(len(rows))))
     for i, row in enumerate(rows):
         table.add_row(f"GPU {i}", *row)
     return table

@@ -106,14 +106,7 @@ def mpirun() -> Finding:
 
 
 def probe(name: str, code: str, remedy: str, environment: Mapping[str, str]) -> Finding:
-    """Load a library in a process of its own, since a library may abort its process.
-
-    Args:
-        name: of the library.
-        code: Python code that loads the library and prints its version.
-        remedy: what to do where that fails.
-        environment: of the new process.
-    """
+    """Load a library in a process of its own, since a library may abort its process."""
     command = [sys.executable, "-c", code]
     try:
         done = subprocess.run(

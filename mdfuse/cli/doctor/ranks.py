@@ -1,4 +1,4 @@
-"""`mdfuse doctor --collective`: all ranks meet, compare what they found, and communicate."""
+"""The command `mdfuse doctor`; with `--collective` all ranks meet, compare, and communicate."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from mdfuse.bootstrap import Launch, detect
+from mdfuse.bootstrap import detect
 from mdfuse.cli import screen
 from mdfuse.cli.doctor import collective
 from mdfuse.cli.doctor.collective import SIZES, Measured
+from mdfuse.cli.doctor.examination import examine, of_other_ranks
 from mdfuse.config import Options, backend_choice, options_from_environment
 from mdfuse.runtime.backend_rows import BACKENDS, why_not
 from mdfuse.runtime.communicator import Communicator, init
@@ -22,6 +23,22 @@ _TIMEOUT_S = 60.0
 
 #: The backend by which ranks compare what they have: it works everywhere.
 _MEETING = "gloo"
+
+
+def run(is_collective: bool) -> None:
+    """Print what this machine has, and with `is_collective` let all ranks communicate.
+
+    Raises:
+        SystemExit: status 1 where something keeps programs from running.
+    """
+    console = screen.output()
+    problems = examine(console) if screen.is_first() else of_other_ranks()
+    if is_collective:
+        problems = check_ranks(console, problems)
+    if problems:
+        lines = "\n".join(["problems:", *(f"  {line}" for line in problems)])
+        screen.fail(lines, everywhere=not is_collective)
+    console.print("no problem found")
 
 
 def check_ranks(console: Console, here: Sequence[str], sizes: Sequence[int] = SIZES) -> list[str]:
@@ -43,7 +60,8 @@ def check_ranks(console: Console, here: Sequence[str], sizes: Sequence[int] = SI
     """
     launch = detect(os.environ)
     if launch.size == 1:
-        return [*here, _too_few(launch)]
+        few = f"--collective needs at least two ranks, and this is {launch.name}: {launch.why}"
+        return [*here, f"{few}; torchrun --nproc-per-node 2 -m mdfuse doctor --collective"]
     options = _options()
     problems, usable = _meet(options, here)
     if problems:
@@ -55,13 +73,6 @@ def check_ranks(console: Console, here: Sequence[str], sizes: Sequence[int] = SI
         problems += wrong
     console.print(collective.table(measured))
     return problems
-
-
-def _too_few(launch: Launch) -> str:
-    return (
-        f"--collective needs at least two ranks, and this is {launch.name}: {launch.why}; "
-        "torchrun --nproc-per-node 2 -m mdfuse doctor --collective"
-    )
 
 
 def _options() -> Options:

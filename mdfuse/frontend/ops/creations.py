@@ -6,6 +6,7 @@ Where nothing says where one lives (`mesh=`, `layout=`, `.on()`), it lies as wha
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -79,28 +80,22 @@ def full(
     return _placed(definition.record("full", (fill_value,), attrs), mesh, layout)
 
 
-def zeros(
-    shape: Shape,
-    *more: int,
-    dtype: torch.dtype | None = None,
-    mesh: Any = None,
-    layout: Any = None,
-) -> Handle:
-    """Zeros, of torch's default dtype."""
-    dtype = dtype or torch.get_default_dtype()
-    return full(sequence(shape, more), 0, dtype=dtype, mesh=mesh, layout=layout)
+def _full_of(name: str, number: int) -> Callable[..., Handle]:
+    def function(
+        shape: Shape,
+        *more: int,
+        dtype: torch.dtype | None = None,
+        mesh: Any = None,
+        layout: Any = None,
+    ) -> Handle:
+        dtype = dtype or torch.get_default_dtype()
+        return full(sequence(shape, more), number, dtype=dtype, mesh=mesh, layout=layout)
+
+    function.__name__, function.__doc__ = name, f"{name.title()}, of torch's default dtype."
+    return function
 
 
-def ones(
-    shape: Shape,
-    *more: int,
-    dtype: torch.dtype | None = None,
-    mesh: Any = None,
-    layout: Any = None,
-) -> Handle:
-    """Ones, of torch's default dtype."""
-    dtype = dtype or torch.get_default_dtype()
-    return full(sequence(shape, more), 1, dtype=dtype, mesh=mesh, layout=layout)
+zeros, ones = _full_of("zeros", 0), _full_of("ones", 1)
 
 
 def arange(

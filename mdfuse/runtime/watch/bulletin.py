@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from mdfuse.runtime.deadline import NEVER, Deadline
 from mdfuse.runtime.watch.positions import Position
+from mdfuse.threads import within
 
 if TYPE_CHECKING:
-    from mdfuse.backends.c10d.groups import Store
+    from mdfuse.torch_private import Store
 
 
 @dataclass(slots=True)
@@ -29,30 +30,30 @@ class Answers:
     is_complete: bool = False
 
 
+@dataclass(eq=False)
 class Bulletin:
     """The ranks' positions in the store.
 
     A rank that dies, or is stopped, or whose host is cut off, stops writing, which others notice.
 
-    Args:
+    Attributes:
         store: keys and connection are used for nothing else: a connection on which the program
             waits would block the watchdog.
         rank: this rank.
         beat_s: seconds between two positions of a rank.
+        is_lost: the connection broke: asking again would only make torch log it again.
+        heard: what the first rank to raise an alarm said.
     """
 
-    def __init__(self, store: Store, rank: int, beat_s: float) -> None:
-        self._store = store
-        self._rank = rank
-        self.beat_s = beat_s
-        self._beat = 0
-        self._lock = threading.Lock()
-        #: the connection broke: asking again would only make torch log it again
-        self.is_lost = False
-        #: thread -> when it asked the store that it still waits for, by the monotonic clock
-        self._asked: dict[int, float] = {}
-        #: what the first rank to raise an alarm said
-        self.heard = ""
+    store: Store
+    rank: int
+    beat_s: float
+    is_lost: bool = False
+    heard: str = ""
+    _beat: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    #: thread -> when it asked the store that it still waits for, by the monotonic clock
+    _asked: dict[int, float] = field(default_factory=dict)
 
     def tell(self, position: Position) -> None:
         """Tell the others how far this rank is."""
@@ -61,7 +62,7 @@ class Bulletin:
         with self._lock:  # two threads tell; beats must be written in order
             self._beat += 1
             told = replace(position, beat=self._beat, time=time.time())
-            self._set(f"at/{self._rank}", told.encode())
+            self._set(f"at/{self.rank}", told.encode())
 
     def hear(self) -> None:
         """Read the alarm that a rank raised, if there is one."""
@@ -87,7 +88,7 @@ class Bulletin:
             ranks: the ranks to ask for; this one is left out.
             ending: when this process stops waiting for others.
         """
-        answers, asked = Answers(), [rank for rank in ranks if rank != self._rank]
+        answers, asked = Answers(), [rank for rank in ranks if rank != self.rank]
         grace_s = max(ending.left(self._patience_s) - 0.5, 0.0)
 
         def ask() -> None:
@@ -151,11 +152,11 @@ class Bulletin:
         return None if text is None else Position.decode(text)
 
     def _set(self, key: str, text: str) -> None:
-        self._ask(lambda: self._store.set(key, text))
+        self._ask(lambda: self.store.set(key, text))
 
     def _get(self, key: str) -> str | None:
         def get() -> str | None:
-            return self._store.get(key).decode() if self._store.check([key]) else None
+            return self.store.get(key).decode() if self.store.check([key]) else None
 
         return self._ask(get)
 
@@ -172,24 +173,3 @@ class Bulletin:
             return None
         finally:
             del self._asked[thread]
-
-
-def within(seconds: float, function: Callable[[], object]) -> bool:
-    """Run a function in a thread; return whether it ended in time and without a RuntimeError.
-
-    A function that is late goes on in its thread: a store whose host is stopped never answers,
-    whatever its own timeout is.
-    """
-    done: list[bool] = []
-
-    def run() -> None:
-        try:
-            function()
-        except RuntimeError:
-            return
-        done.append(True)
-
-    thread = threading.Thread(target=run, name="mdfuse-store", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return bool(done)

@@ -33,12 +33,7 @@ _STOPPED = ("T", "t")
 
 
 class Neighbours:
-    """The marks that this rank leaves for other ranks of its host, and those that it sees.
-
-    Args:
-        launch: how the ranks were started.
-        environment: the process's environment variables.
-    """
+    """The marks that this rank leaves for other ranks of its host, and those that it sees."""
 
     def __init__(self, launch: Launch, environment: Mapping[str, str]) -> None:
         identity = [f"{os.getuid()}", launch.name, f"{launch.size}"]

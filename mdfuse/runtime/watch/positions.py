@@ -118,12 +118,7 @@ def is_shared(family: str) -> bool:
 
 
 def standing(tallies: Sequence[RunCount], place: RunningStep | None) -> OwnPosition:
-    """Return where a process is in its plans.
-
-    Args:
-        tallies: of all programs that the process ran.
-        place: the step that it is at; None: outside of all plans.
-    """
+    """Return where a process is in its plans; `place` None: outside of all of them."""
     tally = place.plan.tally if place is not None else None
     if place is None or tally is None:
         return OwnPosition(progress=_progress(_posted_before(tallies, None), []))

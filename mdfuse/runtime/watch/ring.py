@@ -58,12 +58,7 @@ class Ring:
         self._turns: dict[Callable[[int], bool], list[int]] = {}
 
     def writer(self, subject: PostInfo, has_passed: Callable[[int], bool]) -> Callable[[], int]:
-        """Return a function that notes a post of `subject` and returns its number on its track.
-
-        Args:
-            subject: what is posted.
-            has_passed: the track's function, by which the track is identified.
-        """
+        """Return a function that notes a post of `subject` and returns its number on its track."""
         entries, mask, following, clock = (
             self._entries,
             len(self._entries) - 1,

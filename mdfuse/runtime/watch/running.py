@@ -41,11 +41,11 @@ class Plan(Protocol):
     @property
     def steps(self) -> Sequence[Step]: ...
     @property
-    def left(self) -> Sequence[int]:
+    def lines_of_run(self) -> Sequence[int]:
         """The number of the call at each line of its function."""
 
-    def number_of(self, line: int) -> int:
-        """Return the number of the step to which the call of a number, as in `left`, belongs."""
+    def step_number_of(self, line: int) -> int:
+        """Return the number of the step to which a call belongs, from its number."""
 
 
 #: The file name of a plan's function -> the plan.
@@ -78,12 +78,7 @@ class RunCount:
 
 @dataclass(frozen=True, slots=True)
 class RunningStep:
-    """A step of a plan that is running.
-
-    Attributes:
-        plan: the plan.
-        number: of the step.
-    """
+    """A step of a plan that is running, by its number."""
 
     plan: Plan
     number: int
@@ -156,6 +151,6 @@ def _innermost(frames: Sequence[FrameType]) -> RunningStep | None:
 def _place(file: str, line: int | None) -> RunningStep | None:
     """Return the step at a line of a plan; a frame that just begins has no line yet."""
     plan = _plans.get(file) if file.startswith("<plan ") else None
-    if plan is None or line is None or not 2 <= line < 2 + len(plan.left):
+    if plan is None or line is None or not 2 <= line < 2 + len(plan.lines_of_run):
         return None
-    return RunningStep(plan, plan.number_of(plan.left[line - 2]))
+    return RunningStep(plan, plan.step_number_of(plan.lines_of_run[line - 2]))

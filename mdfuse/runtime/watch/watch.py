@@ -18,24 +18,27 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mdfuse import threads
 from mdfuse.backends.post_notes import PostInfo, Track
 from mdfuse.errors import PACKAGE, BackendError, Source
 from mdfuse.runtime.deadline import NEVER, Deadline
 from mdfuse.runtime.stacks import stacks
 from mdfuse.runtime.watch import running
-from mdfuse.runtime.watch.bulletin import Answers, Bulletin, within
+from mdfuse.runtime.watch.bulletin import Answers, Bulletin
 from mdfuse.runtime.watch.neighbours import Neighbours
 from mdfuse.runtime.watch.positions import OwnPosition, Position, Progress, standing
 from mdfuse.runtime.watch.report import NEVER_TOLD, Alarm, Table, blame, explained, report
 from mdfuse.runtime.watch.reports import Page, tell_torchrun
 from mdfuse.runtime.watch.ring import Post, Ring
 from mdfuse.runtime.watch.running import RunCount
+from mdfuse.threads import within
 
 if TYPE_CHECKING:
-    from mdfuse.backends.c10d.groups import Store
+    from mdfuse.torch_private import Store
 
 _log = logging.getLogger("mdfuse.comm")
 
@@ -127,7 +130,7 @@ class Watch:
         self.leaves = "closed its communicator"
         self._ended = ""
         self._stop = threading.Event()
-        self._threads: list[threading.Thread] = []
+        self._threads: list[threads.Job] = []
 
     @property
     def is_cut_off(self) -> bool:
@@ -166,12 +169,7 @@ class Watch:
         return before, behind
 
     def on_error(self, team: tuple[int, ...], ask: Callable[[], str | None]) -> None:
-        """Register a function to ask at each look for an error of a team's communicator.
-
-        Args:
-            team: the ranks of the communicator.
-            ask: returns the error as text, or None.
-        """
+        """Register a function to ask at each look for an error of a team's communicator."""
         self._sources.append((team, ask))
 
     def forget(self, *functions: Callable[..., object]) -> None:
@@ -183,9 +181,7 @@ class Watch:
         if self._threads:
             return
         for name, run in (("mdfuse-watch", self.look), ("mdfuse-bulletin", self.tell)):
-            thread = threading.Thread(target=self._run, args=(run,), name=name, daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            self._threads.append(threads.start(partial(self._run, run), name))
 
     def connect(self, store: Store) -> None:
         """Let the ranks tell each other from now on how far they are, in this store."""
@@ -196,9 +192,9 @@ class Watch:
         if self._ended:
             return
         self._stop.set()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(self.ending.left(min(0.5, 2 * self._tick)))
+        for job in self._threads:
+            if job.thread is not threading.current_thread():
+                job.join(self.ending.left(min(0.5, 2 * self._tick)))
         self._ended = self.leaves
         if self._bulletin is not None and self._threads:
             within(self.ending.left(2 * self._beat), self.tell)

@@ -20,13 +20,13 @@ from expecttest import assert_expected_inline
 from helpers.fake_nccl import FakeTrack
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from mdfuse.backends.c10d.groups import HashStore, PrefixStore, TCPStore
 from mdfuse.backends.post_notes import PostInfo
 from mdfuse.runtime.watch import bulletin as bulletin_module
 from mdfuse.runtime.watch import watch as watch_module
 from mdfuse.runtime.watch.positions import Position, Progress
 from mdfuse.runtime.watch.report import bytes_text
 from mdfuse.runtime.watch.watch import EXIT_STATUS, Ring, Watch
+from mdfuse.torch_private import HashStore, PrefixStore, TCPStore
 
 TEAM = (0, 1, 2)
 
@@ -326,7 +326,7 @@ def test_the_store_is_gone() -> None:
         def __getattr__(self, name: str) -> Any:
             raise RuntimeError("Connection reset by peer")
 
-    rank.watch._bulletin._store = Gone()  # type: ignore[union-attr]
+    rank.watch._bulletin.store = Gone()  # type: ignore[union-attr]
     rank.post()
     rank.look()
     rank.look(6)
@@ -347,7 +347,7 @@ def test_a_store_that_has_not_answered_for_long_is_asked_no_more(
             raise RuntimeError("Connection reset by peer")
 
     rank = Rank(0, a_server())
-    rank.watch._bulletin._store = Stopped()  # type: ignore[union-attr]
+    rank.watch._bulletin.store = Stopped()  # type: ignore[union-attr]
     told = threading.Thread(target=rank.watch.tell, daemon=True)
     told.start()
     is_asked.wait()
@@ -477,7 +477,7 @@ _TWO_RANKS = """
 import sys, time
 from datetime import timedelta
 from helpers.fake_nccl import FakeTrack
-from mdfuse.backends.c10d.groups import TCPStore
+from mdfuse.torch_private import TCPStore
 from mdfuse.backends.post_notes import PostInfo
 from mdfuse.runtime.stores import another_connection
 from mdfuse.runtime.watch.watch import Watch

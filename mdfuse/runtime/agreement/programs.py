@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,9 @@ import torch
 from mdfuse.config import VERSION, Options
 from mdfuse.errors import IndexRangeError, MdfuseError, ProgramError, printable
 from mdfuse.hir.program import HostProgram
-from mdfuse.runtime.crowds import BECAUSE, HINT, crowd
+from mdfuse.runtime.agreement.crowds import BECAUSE, HINT, crowd
+from mdfuse.runtime.agreement.meetings import raise_alike
+from mdfuse.runtime.watch.report import ranks_text
 
 if TYPE_CHECKING:
     from mdfuse.runtime.communicator import Communicator
@@ -26,18 +29,45 @@ _REFUSED, _OUT_OF_RANGE = "refused: ", "index: "
 _SHARED = ("streams", "stream_policy", "graph", "fast_lane", "timeout_s", "check_indices")
 
 
+def first_run(
+    program: HostProgram,
+    options: Options,
+    problem: MdfuseError | None,
+    communicator: Communicator,
+) -> HostProgram:
+    """Let all ranks agree before a program's first run; return this rank's projection.
+
+    Raises:
+        ProgramError: the program means nothing, ranks run different ones, or one has a problem; on
+            every rank alike.
+    """
+    local = None
+    if problem is None:
+        try:
+            if options.verify:
+                program.check()
+            local = program.project(communicator.rank)
+            if not options.verify:
+                local.check_alone()
+        except MdfuseError as error:
+            problem = error
+    agree(program.name, problem, communicator, fingerprint(program, options))
+    assert local is not None
+    return local
+
+
 def agree(
     name: str, problem: MdfuseError | None, communicator: Communicator, what: str | None = None
 ) -> None:
     """Raise on every rank, unless all ranks are without a problem and run the same.
 
     Ranks compare digests. Only where these differ do they tell each other what they run, one rank
-    for all that run the same.
+    for all that run the same. Nothing is posted.
 
     Args:
         name: of the program, for messages.
-        problem: this rank's problem; None: it has none.
-        communicator: of all ranks; nothing is posted.
+        problem: this rank's own, or None.
+        communicator: of all ranks.
         what: what this rank runs, line by line; all ranks run the same.
 
     Raises:
@@ -48,11 +78,8 @@ def agree(
     own = None if what is None else hashlib.sha256(what.encode()).hexdigest()
     kind = _OUT_OF_RANGE if isinstance(problem, IndexRangeError) else _REFUSED
     reports = communicator.all_ok(own if problem is None else f"{kind}{problem}")
-    if problem is not None:
-        raise problem
-    for rank, report in enumerate(reports):
-        if report is not None and report.startswith((_REFUSED, _OUT_OF_RANGE)):
-            raise _elsewhere(name, rank, report)
+    problems = [r if r and r.startswith((_REFUSED, _OUT_OF_RANGE)) else None for r in reports]
+    raise_alike(problem, problems, partial(_elsewhere, name))
     if any(report != reports[0] for report in reports):
         found = communicator.crowd = crowd(communicator.rank) or communicator.crowd
         speaks = reports.index(own) == communicator.rank or found
@@ -108,9 +135,8 @@ def _other_programs(reports: Sequence[str | None], texts: Sequence[str | None]) 
     crowds = [said for text in texts if (said := (text or "").partition("\n")[0])]
     if crowds:
         return ProgramError(crowds[0], where=[*crowds[1:], *where], because=BECAUSE, hint=HINT)
-    who = f"rank {others[0]} runs" if len(others) == 1 else f"ranks {_listed(others)} run"
     return ProgramError(
-        f"{who} another program than rank {there}",
+        f"{ranks_text(others)} run{'s' * (len(others) == 1)} another program than rank {there}",
         where=where,
         because="all ranks run one program, with the same extents, options and versions",
         hint="compare print(program) on these ranks; pass the same extents= on all of them",
@@ -129,8 +155,3 @@ def _difference(there: int, usual: str, here: int, other: str) -> list[str]:
         f"rank {there}, line {number}: {a.strip()}",
         f"rank {here}, line {number}: {b.strip()}",
     ]
-
-
-def _listed(ranks: Sequence[int], limit: int = 16) -> str:
-    more = f" and {len(ranks) - limit} more" if len(ranks) > limit else ""
-    return ", ".join(map(str, ranks[:limit])) + more

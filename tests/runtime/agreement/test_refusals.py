@@ -13,7 +13,7 @@ from pathlib import Path
 
 from helpers.shown_reports import not_said, shown
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 #: Each rank writes down what it met: in the run that rank 1 refuses, in the next one, and after all
 #: have joined again.

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mdfuse.bootstrap import Launch
 from mdfuse.errors import BackendError
-from mdfuse.runtime.agreement import Agreement
+from mdfuse.runtime.agreement.meetings import Meetings, raise_alike
 from mdfuse.runtime.deadline import Deadline
 from mdfuse.runtime.joining import disagreement
 
@@ -26,7 +26,7 @@ def test_everybody_gets_everybodys_text_and_the_store_does_not_grow() -> None:
     keys: list[int] = []
 
     def attend(rank: int) -> list[tuple[str | None, ...]]:
-        agreement = Agreement(store, rank, SIZE, timeout_s=20)
+        agreement = Meetings(store, rank, SIZE, timeout_s=20)
         heard = []
         for meeting in range(meetings):
             heard.append(agreement.exchange(_say(rank, meeting)))
@@ -45,7 +45,7 @@ def test_who_does_not_come_is_named() -> None:
     store = dist.HashStore()
 
     def attend(rank: int) -> str:
-        agreement = Agreement(store, rank, SIZE, timeout_s=0.3)
+        agreement = Meetings(store, rank, SIZE, timeout_s=0.3)
         with pytest.raises(BackendError) as caught:
             agreement.exchange(None)
         return str(caught.value)
@@ -58,7 +58,7 @@ def test_who_does_not_come_is_named() -> None:
 
 def test_a_world_of_one_asks_nobody() -> None:
     store = dist.HashStore()
-    assert Agreement(store, 0, 1, timeout_s=1).exchange("text") == ("text",)
+    assert Meetings(store, 0, 1, timeout_s=1).exchange("text") == ("text",)
     assert store.num_keys() == 0
 
 
@@ -66,9 +66,9 @@ def test_leaving_waits_for_the_last() -> None:
     store = dist.HashStore()
 
     def leave(rank: int) -> list[int]:
-        return Agreement(store, rank, SIZE, timeout_s=1).leave(0 if rank else 20)
+        return Meetings(store, rank, SIZE, timeout_s=1).leave(0 if rank else 20)
 
-    assert Agreement(store, 3, SIZE, timeout_s=1).leave(0.1) == [0, 1, 2]
+    assert Meetings(store, 3, SIZE, timeout_s=1).leave(0.1) == [0, 1, 2]
     with ThreadPoolExecutor(SIZE) as pool:
         assert list(pool.map(leave, range(SIZE - 1))) == [[]] * (SIZE - 1)
 
@@ -82,7 +82,7 @@ class Gone:
 
 def test_the_store_is_lost() -> None:
     with pytest.raises(BackendError, match="rank 2 lost the store") as caught:
-        Agreement(Gone(), 2, SIZE, timeout_s=1).exchange(None)  # type: ignore[arg-type]
+        Meetings(Gone(), 2, SIZE, timeout_s=1).exchange(None)  # type: ignore[arg-type]
     assert "Connection reset by peer" in str(caught.value)
 
 
@@ -106,3 +106,20 @@ def test_ranks_name_the_same_backends(rank_0: str, rank_1: str, is_same: bool) -
     assert (found is None) == is_same
     if found is not None:
         assert "rank 1 uses backend 'gloo', rank 0 'gloo, ucx'" in str(found)
+
+
+@pytest.mark.parametrize("said", [(None,) * 3, (None, "no GPU", None), ("late", None, "no GPU")])
+def test_a_problem_of_one_rank_is_one_of_all(said: tuple[str | None, ...]) -> None:
+    def elsewhere(rank: int, text: str) -> BackendError:
+        return BackendError(f"rank {rank}: {text}")
+
+    first = next((r for r, text in enumerate(said) if text is not None), None)
+    for rank, own in enumerate(said):
+        problem = None if own is None else BackendError(f"here: {own}")
+        if first is None:
+            raise_alike(problem, said, elsewhere)
+            continue
+        with pytest.raises(BackendError) as caught:
+            raise_alike(problem, said, elsewhere)
+        assert caught.value is problem or caught.value.what == f"rank {first}: {said[first]}"
+        assert (caught.value is problem) is (said[rank] is not None)

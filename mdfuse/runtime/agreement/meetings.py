@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from mdfuse.errors import BackendError
+from mdfuse.errors import BackendError, MdfuseError
 from mdfuse.runtime.deadline import Deadline
-from mdfuse.runtime.watch.bulletin import within
+from mdfuse.threads import within
 
 if TYPE_CHECKING:
-    from mdfuse.backends.c10d.groups import Store
+    from mdfuse.torch_private import Store
 
 #: The count of arrivals has the number of ranks with a text above this bit, so that a meeting
 #: without texts costs each rank one arrival and one wait, whatever the number of ranks.
 _TEXTS = 32
 
-#: How long to ask who is missing, seconds.
-_ASK_S = 1.0
+#: How long the store may take to answer where something went wrong already, seconds.
+ANSWER_S = 1.0
 
 
-class Agreement:
+def raise_alike(
+    problem: MdfuseError | None,
+    said: Sequence[str | None],
+    elsewhere: Callable[[int, str], MdfuseError],
+) -> None:
+    """Raise on every rank where one has a problem; each calls it with what a meeting returned.
+
+    Args:
+        problem: this rank's own.
+        said: by rank: None, or its problem.
+        elsewhere: returns the error that tells of the problem of a rank, from rank and text.
+    """
+    if problem is not None:
+        raise problem
+    for rank, text in enumerate(said):
+        if text is not None:
+            raise elsewhere(rank, text)
+
+
+class Meetings:
     """The meetings of all ranks, which are numbered.
 
     The last rank to arrive at meeting s + 1 deletes the keys of meeting s, which all have left by
@@ -49,9 +69,7 @@ class Agreement:
     ) -> tuple[str | None, ...]:
         """Give this rank's text, or None, and return every rank's, in rank order.
 
-        Args:
-            text: what the others get.
-            deadline: of the wait; by default `timeout_s` from now.
+        The wait ends at the deadline, by default `timeout_s` from now.
 
         Raises:
             BackendError: not all ranks arrived in time; the message names those that did not.
@@ -124,24 +142,19 @@ class Agreement:
 
     def _absence(self, meeting: int, error: RuntimeError) -> BackendError:
         missing: list[int] = []
-        ranks = range(self.size)
 
         def ask() -> None:
-            missing.extend(r for r in ranks if not self._has_arrived(r, meeting))
+            for rank in range(self.size):
+                key = f"at/{rank}"
+                if not self._store.check([key]) or int(self._store.get(key)) < meeting:
+                    missing.append(rank)
 
-        is_known = within(_ASK_S, ask)  # the store may be what does not answer
+        is_known = within(ANSWER_S, ask)  # the store may be what does not answer
+        late = f"waited {self._timeout_s:g} s for ranks {missing}"
+        lost = "lost the store that all ranks meet in"
         return BackendError(
-            self._what(missing if is_known else []),
+            f"rank {self._rank} {late if is_known and missing else lost}",
             where=f"meeting {meeting} of all {self.size} ranks",
             because=str(error).split("\n", 1)[0],
             hint="see what those ranks did instead; raise timeout_s where they are only slow",
         )
-
-    def _what(self, missing: list[int]) -> str:
-        if not missing:
-            return f"rank {self._rank} lost the store that all ranks meet in"
-        return f"rank {self._rank} waited {self._timeout_s:g} s for ranks {missing}"
-
-    def _has_arrived(self, rank: int, meeting: int) -> bool:
-        key = f"at/{rank}"
-        return self._store.check([key]) and int(self._store.get(key)) >= meeting

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import timedelta
 
-from mdfuse.backends.c10d.groups import Store
 from mdfuse.backends.work import first_line
-from mdfuse.errors import BackendError
-from mdfuse.runtime.watch.bulletin import within
-
-#: How long the store may take to answer where a communication broke already, seconds.
-_ANSWER_S = 1.0
+from mdfuse.errors import BackendError, ProgramError
+from mdfuse.runtime.agreement.meetings import ANSWER_S
+from mdfuse.runtime.watch.running import RunCount
+from mdfuse.threads import within
+from mdfuse.torch_private import Store
 
 _ALL_REFUSED = "all ranks refused it"
 _BEGUN = "other ranks had begun it"
 
 
+@dataclass(slots=True, kw_only=True)
 class Refusals:
     """The words that ranks leave in the store about runs that they refused, or that broke off.
 
     Where all ranks refuse a run, nothing of it was posted, and they go on. Otherwise the next post
     of a rank could meet one of another run, so that no rank runs anything any more.
 
-    Args:
+    Attributes:
         store: shared by all ranks.
         rank: this rank.
         size: the number of ranks.
@@ -32,53 +33,50 @@ class Refusals:
         waiting: makes a context for such a wait, from a text that says what it waits for.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        *,
-        rank: int,
-        size: int,
-        timeout_s: float,
-        waiting: Callable[[str], AbstractContextManager[None]],
-    ) -> None:
-        self._store = store
-        self._rank = rank
-        self._size = size
-        self._timeout = timedelta(seconds=timeout_s)
-        self._waiting = waiting
-        #: the run that this rank refused, until it is known whether others had begun it
-        self._refused: str | None = None
-        #: why ranks may be at different communications
-        self._broken: str | None = None
+    store: Store
+    rank: int
+    size: int
+    timeout_s: float
+    waiting: Callable[[str], AbstractContextManager[None]]
+    #: the run that this rank refused, until it is known whether others had begun it
+    refused: str | None = None
+    #: why ranks may be at different communications
+    broken: str | None = None
 
     def refuse(self, occasion: str, reason: str) -> None:
         """Leave word why this rank does not take part in a run."""
-        self._refused = occasion
+        self.refused = occasion
 
         def leave_word() -> None:
-            self._store.set(f"refused/{occasion}", f"rank {self._rank}: {reason}")
-            if self._store.add(f"refusals/{occasion}", 1) == self._size:
-                self._store.set(f"settled/{occasion}", _ALL_REFUSED)
+            self.store.set(f"refused/{occasion}", f"rank {self.rank}: {reason}")
+            if self.store.add(f"refusals/{occasion}", 1) == self.size:
+                self.store.set(f"settled/{occasion}", _ALL_REFUSED)
 
-        within(_ANSWER_S, leave_word)
+        within(ANSWER_S, leave_word)
 
-    def broke_off(self, occasion: str, error: BackendError) -> str | None:
-        """Note that a communication of a run broke on this rank.
+    def broke_off(self, tally: RunCount, error: BackendError) -> ProgramError | None:
+        """Note that a communication of the run that began last broke on this rank.
 
         Returns:
-            what a rank that refused the run said; None where none did, or the store does not
-            answer.
+            the error with the words of a rank that refused the run; None where none did, or the
+            store does not answer.
         """
-        self._broken = self._broken or f"a communication broke ({first_line(error)})"
+        self.broken = self.broken or f"a communication broke ({first_line(error)})"
         found: list[str] = []
 
         def ask() -> None:
-            if self._store.check([f"refused/{occasion}"]):
-                self._store.set(f"settled/{occasion}", _BEGUN)
-                found.append(self._store.get(f"refused/{occasion}").decode())
+            if self.store.check([f"refused/{tally.occasion}"]):
+                self.store.set(f"settled/{tally.occasion}", _BEGUN)
+                found.append(self.store.get(f"refused/{tally.occasion}").decode())
 
-        within(_ANSWER_S, ask)
-        return found[0] if found else None
+        within(ANSWER_S, ask)
+        if not found:
+            return None
+        return ProgramError(
+            f"@{tally.name} broke off on rank {self.rank}: another rank refused it",
+            where=found[0].splitlines(),
+            because="all ranks run, or none does",
+        )
 
     def settle(self) -> None:
         """Wait until it is known whether ranks may run programs again; return where they may.
@@ -86,23 +84,23 @@ class Refusals:
         Raises:
             BackendError: they may not.
         """
-        if self._broken is None and self._refused is not None:
-            word = self._verdict(f"settled/{self._refused}")
-            self._refused = None
+        if self.broken is None and self.refused is not None:
+            word = self._verdict(f"settled/{self.refused}")
+            self.refused = None
             if word != _ALL_REFUSED:
-                self._broken = f"it refused a run, and {word}"
-        if self._broken is not None:
+                self.broken = f"it refused a run, and {word}"
+        if self.broken is not None:
             raise BackendError(
-                f"rank {self._rank} runs no program that communicates any more",
-                because=f"{self._broken}: ranks may be at different communications",
+                f"rank {self.rank} runs no program that communicates any more",
+                because=f"{self.broken}: ranks may be at different communications",
                 hint="close() the communicator and call mdfuse.init() again, on all ranks",
             )
 
     def _verdict(self, key: str) -> str:
         try:
-            with self._waiting("word whether other ranks ran what this one refused"):
-                self._store.wait([key], self._timeout)
-                return self._store.get(key).decode()
+            with self.waiting("word whether other ranks ran what this one refused"):
+                self.store.wait([key], timedelta(seconds=self.timeout_s))
+                return self.store.get(key).decode()
         except RuntimeError as error:
             return f"not all others said that they did ({first_line(error)})"
 

@@ -1,0 +1,35 @@
+"""What backends share in making teams: which are new, their keys in the store, why one failed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Container, Iterable, Iterator
+
+from mdfuse.backends.work import first_line
+from mdfuse.errors import BackendError
+
+Team = tuple[int, ...]
+
+
+def new_teams(teams: Iterable[Team], rank: int, made: Container[Team]) -> Iterator[Team]:
+    """Yield the teams that a rank has to make.
+
+    Teams that exist, have one member, or lack this rank are skipped.
+    """
+    for team in teams:
+        if len(team) > 1 and rank in team and team not in made:
+            yield team
+
+
+def team_key(team: Team) -> str:
+    """Return a key of a store that only this team uses."""
+    return hashlib.sha256(repr(team).encode()).hexdigest()[:32]
+
+
+def not_connected(library: str, rank: int, team: Team, error: Exception) -> BackendError:
+    """Return the error for a team that a rank could not be connected with."""
+    return BackendError(
+        f"{library} cannot connect rank {rank} with the team {team}",
+        because=first_line(error),
+        hint="every member must prepare the team; check that their hosts reach each other",
+    )
