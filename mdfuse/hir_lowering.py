@@ -9,6 +9,7 @@ from mdfuse.hir.emit.program import emit
 from mdfuse.hir.emit.sets import Orders
 from mdfuse.hir.passes import (
     assign_streams,
+    group_heads,
     group_launches,
     insert_frees,
     name_backends,
@@ -67,6 +68,8 @@ HostPass = Callable[[HostProgram, Options], HostProgram]
 HOST_PASSES: tuple[tuple[str, HostPass], ...] = (
     # Anywhere: no other pass looks at who carries a post.
     (name_backends.name, name_backends.run),
+    # Anywhere before units exist, which would hold the views that go.
+    (group_heads.name, group_heads.run),
     # The emitter puts a wait right behind its post; here it moves to where the data is needed.
     (sink_waits.name, sink_waits.run),
     # Needs the waits where they stay: a stream that waits holds up what is queued behind.

@@ -105,6 +105,8 @@ def attend(
     *,
     is_causal: bool = False,
     scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> Tensor:
     """Compute scaled dot-product attention; the mask may be None."""
-    return _F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale)
+    attend = _F.scaled_dot_product_attention
+    return attend(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)

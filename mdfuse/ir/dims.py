@@ -201,7 +201,15 @@ def attention(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap
     rows = None if attrs.get("is_causal") else batch
     q, k, v, mask = (*shapes, None)[:4]
     assert q is not None and k is not None and v is not None
+    heads, is_grouped = batch - 1, bool(attrs.get("enable_gqa"))
+    shared = k[-3] if is_grouped else 1
+    if is_grouped:
+        k, v = with_heads(k, q), with_heads(v, q)
     lead = [_align(shape[:-2], result[:-2]) for shape in (q, k, v)]
+
+    def fits(label: int, sizes: tuple[int, ...]) -> bool:
+        return not is_grouped or label != heads or shared % math.prod(sizes) == 0
+
     masked = _align(mask, (*result[:-1], k[-2])) if mask is not None else ()
     return DimMap(
         operands=(
@@ -211,7 +219,15 @@ def attention(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap
             tuple(None if x == batch + 1 or (x == batch and rows is None) else x for x in masked),
         )[: len(shapes)],
         result=(*range(batch), rows, batch + 1),
+        fits=fits,
     )
+
+
+def with_heads(shape: Shape, query: Shape) -> Shape:
+    """Return the shape of key or value as if each head stood there for each that shares it."""
+    if min(len(shape), len(query)) < 3 or not shape[-3] or query[-3] % shape[-3]:
+        raise ValueError("enable_gqa: the heads of the query are a multiple of the others")
+    return (*shape[:-3], query[-3], *shape[-2:])
 
 
 def creation(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:

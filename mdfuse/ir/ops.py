@@ -361,7 +361,7 @@ _row(
     host="attention",
     is_library=True,
     operands=(3, 4),
-    attrs=(attr("is_causal", "bool"), attr("scale", "number")),
+    attrs=(attr("is_causal", "bool"), attr("scale", "number"), attr("enable_gqa", "bool")),
     **_COMPOSITE,
 )
 _row(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mdfuse.extents.extent import example, larger, pinned, smaller
-from mdfuse.ir.dims import reduced_dims
+from mdfuse.ir.dims import reduced_dims, with_heads
 from mdfuse.layouts.boxes import box_shape
 
 Shape = tuple[int, ...]
@@ -175,6 +175,8 @@ def layer_norm(shapes: Shapes, attrs: Attrs) -> Shape:
 def attention(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the shape […,l,f] for `q[…,l,e], k[…,s,e], v[…,s,f]`."""
     q, k, v, *mask = _present(shapes)
+    if attrs.get("enable_gqa"):
+        k, v = with_heads(k, q), with_heads(v, q)
     _equal(q[-1], k[-1])
     _equal(k[-2], v[-2])
     lead = _broadcast(q[:-2], k[:-2], v[:-2])

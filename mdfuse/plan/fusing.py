@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -121,7 +121,9 @@ class Fuser:
         if key not in self.known:
             try:
                 self.known[key] = inductor.compiled(partial(_run, cut), forms)
-            except Exception as error:  # the compiler's own reasons are many; the eager calls are right
+            except (
+                Exception
+            ) as error:  # the compiler's own reasons are many; the eager calls are right
                 first = str(error).strip().splitlines() or [""]
                 self.known[key] = Refusal(f"{type(error).__name__}: {first[0]}")
         found = self.known[key]
@@ -163,13 +165,7 @@ def _cut(lines: Sequence[Line], kept: set[int]) -> _Cut:
     inside = [line for line in work if line not in before]
     made = {slot for line in inside for slot in line.targets}
     takes = dict.fromkeys(s for line in inside for s in line.refs if s not in made)
-    makes = [
-        slot
-        for line in inside
-        if not line.is_view
-        for slot in line.targets
-        if slot in needed
-    ]
+    makes = [slot for line in inside if not line.is_view for slot in line.targets if slot in needed]
     if not _are_apart(inside, set(takes), makes):
         raise Refusal("a result may share memory with an operand, or with another result")
     return _Cut(tuple(before), tuple(inside), tuple(behind[::-1]), tuple(takes), tuple(makes))
@@ -211,9 +207,7 @@ def _forms(cut: _Cut, outside: Mapping[int, str], context: Context) -> list[Form
 def _writes(cut: _Cut) -> bool:
     """Tell whether a call writes into what the function takes."""
     taken = set(cut.takes)
-    return any(
-        line.targets == () and taken.intersection(line.refs) for line in cut.inside
-    )
+    return any(line.targets == () and taken.intersection(line.refs) for line in cut.inside)
 
 
 def _learn(forms: Mapping[int, Form], i: Instruction, context: Context) -> None:
@@ -255,7 +249,7 @@ def _key(cut: _Cut) -> tuple[Hashable, ...]:
 
 
 def _value(x: Any, number: Callable[[int], int]) -> Hashable:
-    """Return a value that is equal for equal arguments of calls, and for functions that do the same."""
+    """Return what is equal for equal arguments, and for functions that do the same."""
     match x:
         case SlotRef():
             return "slot", number(x.slot), x.form
@@ -264,7 +258,12 @@ def _value(x: Any, number: Callable[[int], int]) -> Hashable:
         case dict():
             return "dict", *((k, _value(y, number)) for k, y in x.items())
         case partial():
-            return "partial", _value(x.func, number), _value(x.args, number), _value(x.keywords, number)
+            return (
+                "partial",
+                _value(x.func, number),
+                _value(x.args, number),
+                _value(x.keywords, number),
+            )
         case types.FunctionType():
             cells = [cell.cell_contents for cell in x.__closure__ or ()]
             return x.__code__, _value(cells, number), _value(x.__defaults__, number)

@@ -32,14 +32,13 @@ def compiled(function: Function, forms: Sequence[Form]) -> tuple[Function, list[
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    with torch.no_grad(), FakeTensorMode(shape_env=ShapeEnv()) as mode:
-        fakes = [
+    with torch.no_grad(), FakeTensorMode(shape_env=ShapeEnv()):
+        fakes: list[Any] = [
             torch.empty_strided(shape, strides, dtype=dtype, device=device)
             for shape, strides, dtype, device in forms
         ]
         graph = make_fx(function, tracing_mode="fake")(*fakes)
         results = [form_of(x) for x in function(*fakes)]
-    del mode
     return standalone_compile(graph, fakes), results
 
 

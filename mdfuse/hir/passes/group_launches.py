@@ -74,7 +74,8 @@ class _Groups:
     def block(self, block: Sequence[Instruction]) -> tuple[Instruction, ...]:
         """Return a block with units; nothing waits beyond its end."""
         done: list[Instruction] = []
-        for i in (leaf for i in block for leaf in (i.body if i.op == "launch" else (i,))):
+        flat = (leaf for i in block for leaf in (i.body if i.op == "launch" else (i,)))
+        for i in flat:
             if self.can_wait(i):
                 done += self.made_way(i)
                 self.given.update(self.bound.intersection(i.outputs))
