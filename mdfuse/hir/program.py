@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -14,14 +15,16 @@ from mdfuse.communication import Communication
 from mdfuse.errors import ProgramError, Source
 from mdfuse.extents.index import Calc, Index, Term, resolve, terms
 from mdfuse.hir.forms import check_forms, check_nesting
-from mdfuse.hir.instructions import POSTS, op_of
+from mdfuse.hir.instructions import BLOCKS, POSTS, op_of
 from mdfuse.hir.orders import Order, orders_of
 from mdfuse.ir.graph import Operand, dtype_name
 from mdfuse.ir.local_attributes import ExprPart
-from mdfuse.ir.ops import local_attrs
 from mdfuse.layouts.boxes import Box
 from mdfuse.layouts.layout import Layout, Replicate
 from mdfuse.mesh import DeviceMesh
+
+#: What an index is that is no number yet.
+_EXPRESSIONS = (Calc, Term)
 
 Known = Callable[[Term], int | None]
 
@@ -137,16 +140,22 @@ class Instruction:
         return dict(self.attrs)
 
     @property
-    def indices(self) -> Iterator[Index]:
+    def indices(self) -> list[Index]:
         """The index expressions in its operands and attributes."""
-        values = (*self.inputs, *(v for _, v in self.attrs))
-        return (x for x in values if isinstance(x, Calc | Term))
+        found: list[Index] = [x for x in self.inputs if isinstance(x, _EXPRESSIONS)]
+        return found + [v for _, v in self.attrs if isinstance(v, _EXPRESSIONS)]
 
     def walk(self) -> Iterator[Instruction]:
         """Yield the instruction, then all instructions inside it."""
         yield self
         for inner in (*self.body, *self.orelse):
             yield from inner.walk()
+
+    def changed(self, **fields: Any) -> Instruction:
+        """Return the instruction with these fields; itself where it has them already."""
+        pairs = [(getattr(self, name), value) for name, value in fields.items()]
+        is_same = all(old is new or old == new for old, new in pairs)
+        return self if is_same else replace(self, **fields)
 
     def __str__(self) -> str:
         return f"{self.fn or self.op} -> {', '.join(self.outputs)}" if self.outputs else self.op
@@ -244,7 +253,7 @@ class HostProgram:
         """The meshes of its buffers and communications."""
         found = [t.layout.mesh for t in self.types.values() if t.layout is not None]
         found += [m for c in self.communications for m in (c.source.mesh, c.destination.mesh)]
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys({id(m): m for m in found}.values()))
 
     @cached_property
     def last_rank(self) -> int:
@@ -306,18 +315,66 @@ class HostProgram:
             return all(self.has(name, rank) for name in i.reads)
         return all(self.has(name, rank) for name in i.outputs if name in self.types)
 
+    @cached_property
+    def is_straight(self) -> bool:
+        """Whether all is known before: there is no loop, no branch and no index expression."""
+        return not any(i.op in BLOCKS or bool(i.indices) for i in self.walk())
+
+    def executed(self, rank: int) -> HostProgram:
+        """Return the instructions that a rank executes, whose attributes are still for all ranks.
+
+        The verifier reads these where nothing depends on the rank; `project` localizes them.
+        """
+        if self.rank is not None:
+            return self
+        if self.is_straight and len(self.meshes) == 1 and rank in self.meshes[0]:
+            return replace(self, rank=rank)  # the same on all ranks
+        near = {
+            n for mesh, found in self._near.items() if mesh is None or rank in mesh for n in found
+        }
+        kept = self._block([self.instructions[n] for n in sorted(near)], rank, set())
+        return replace(self, instructions=tuple(kept), rank=rank)
+
+    @cached_property
+    def _near(self) -> Mapping[DeviceMesh | None, list[int]]:
+        """Mesh -> positions of the instructions that its ranks may execute; None: all ranks."""
+        found: dict[DeviceMesh | None, list[int]] = defaultdict(list)
+        handles: dict[str, set[DeviceMesh | None]] = {}
+        for n, i in enumerate(self.instructions):
+            for mesh in self._reach(i, handles):
+                found[mesh].append(n)
+        return found
+
+    def _reach(
+        self, i: Instruction, handles: dict[str, set[DeviceMesh | None]]
+    ) -> set[DeviceMesh | None]:
+        """Return meshes that have all ranks that may execute an instruction; None: all ranks."""
+        if i.op in BLOCKS:
+            return {m for inner in (*i.body, *i.orelse) for m in self._reach(inner, handles)}
+        if i.op == "wait":
+            return handles.get(i.reads[0], set())
+        if i.comm is not None:
+            found: set[DeviceMesh | None] = {i.comm.source.mesh, i.comm.destination.mesh}
+        else:
+            names = i.reads if i.op == "free" or i.op in POSTS else i.outputs
+            layouts = [self.types[n].layout for n in names if n in self.types]
+            found = {k.mesh if k is not None else None for k in layouts} or {None}
+        if i.op in POSTS:
+            handles.update(dict.fromkeys(i.outputs, found))
+        return found
+
     def project(self, rank: int) -> HostProgram:
         """Return the projection for one rank; a projection is returned as it is."""
         from mdfuse.hir.passes import late_waits, local_streams
 
         if self.rank is not None:
             return self
-        kept = self.checked._block(self.instructions, rank, set())
-        named = {*self.inputs, *self.outputs}
-        named.update(n for i in kept for j in i.walk() for n in j.outputs)
-        named.update(n for pair in self.aliases.items() for n in pair)
         known = self.knows(rank)
-        types = {n: t.at(known) for n, t in self.types.items() if n in named}
+        kept = [self._localized(i, rank, known) for i in self.checked.executed(rank)]
+        made = (n for i in kept for j in i.walk() for n in j.outputs)
+        shared = (n for pair in self.aliases.items() for n in pair)
+        named = dict.fromkeys((*self.inputs, *self.outputs, *made, *shared))
+        types = {n: self.types[n].at(known) for n in named if n in self.types}
         found = replace(self, types=types, instructions=tuple(kept), rank=rank)
         return late_waits.run(local_streams.run(found, self))
 
@@ -355,29 +412,40 @@ class HostProgram:
         return -1
 
     def _block(
-        self, block: tuple[Instruction, ...], rank: int, handles: set[str]
+        self, block: Iterable[Instruction], rank: int, handles: set[str]
     ) -> list[Instruction]:
         """Return the instructions of a block that a rank executes."""
-        known = self.knows(rank)
         kept: list[Instruction] = []
         for i in block:
             match i.op:
                 case "for":
                     body = self._block(i.body, rank, handles)
                     if body:
-                        kept.append(replace(i, attrs=resolved(i.attrs, known), body=tuple(body)))
+                        attrs = resolved(i.attrs, self.knows(rank))
+                        kept.append(replace(i, attrs=attrs, body=tuple(body)))
                 case "if":
                     kept += self._branch(i, rank, handles)
                 case "free":
                     mine = tuple(n for n in i.reads if self.has(n, rank))
-                    kept += [replace(i, inputs=mine)] if mine else []
+                    kept += [i if mine == i.inputs else replace(i, inputs=mine)] if mine else []
                 case "wait":
-                    kept += [self._localized(i, rank)] if handles.intersection(i.reads) else []
+                    kept += [i] if handles.intersection(i.reads) else []
                 case _ if self.runs_on(i, rank):
                     if i.op in POSTS:
                         handles.update(i.outputs)
-                    kept.append(self._localized(i, rank))
+                    kept.append(self._with_mine(i, rank))
         return kept
+
+    def _with_mine(self, i: Instruction, rank: int) -> Instruction:
+        """Return an instruction with None for each buffer that a rank lacks."""
+        if i.op == "return" or all(self._is_mine(x, rank) for x in i.inputs):
+            return i
+        inputs = tuple(x if self._is_mine(x, rank) else None for x in i.inputs)
+        body = tuple(self._with_mine(inner, rank) for inner in i.body)
+        return replace(i, inputs=inputs, body=body)
+
+    def _is_mine(self, x: Operand, rank: int) -> bool:
+        return not isinstance(x, str) or x not in self.types or self.has(x, rank)
 
     def _branch(self, i: Instruction, rank: int, handles: set[str]) -> list[Instruction]:
         """Return a rank's branch, or just the instructions of the side that surely runs."""
@@ -389,24 +457,26 @@ class HostProgram:
         orelse = tuple(self._block(i.orelse, rank, handles))
         return [replace(i, attrs=attrs, body=body, orelse=orelse)] if body or orelse else []
 
-    def _localized(self, i: Instruction, rank: int) -> Instruction:
-        """Return an instruction with one rank's buffers and attributes."""
-        body = tuple(self._localized(inner, rank) for inner in i.body)
-        attrs, comm, known, op = i.attrs, i.comm, self.knows(rank), op_of(i)
-        is_transfer = i.op in POSTS and comm is None
-        if is_transfer:
+    def _localized(self, i: Instruction, rank: int, known: Known) -> Instruction:
+        """Return an instruction that a rank executes with this rank's attributes and numbers."""
+        attrs, comm, op = i.attrs, i.comm, op_of(i)
+        if i.op in POSTS and comm is None:
             layout = self.types[i.reads[0]].layout
             known = self.knows(rank, layout.mesh if layout is not None else None)
-        if any(True for _ in i.indices):
+            attrs = self._peer(i, dict(resolved(attrs, known)), rank)
+        elif any(isinstance(v, Calc | Term) for _, v in attrs):
             attrs = resolved(attrs, known)
-        if is_transfer:
-            attrs = self._peer(i, dict(attrs), rank)
-        elif op is not None and self.types[i.outputs[0]].layout is not None:
-            attrs = tuple(local_attrs(op, dict(attrs), self._part(i, rank)).items())
+        localize = op.localize if op is not None else None
+        if localize is not None and self.types[i.outputs[0]].layout is not None:
+            attrs = tuple(localize(dict(attrs), self._part(i, rank)).items())
         if comm is not None:
             comm = comm.at(known)
-        inputs = i.inputs if i.op == "return" else tuple(self._mine(x, rank) for x in i.inputs)
-        return replace(i, inputs=inputs, attrs=attrs, comm=comm, body=body)
+        inputs = i.inputs
+        if any(isinstance(x, Calc | Term) for x in inputs):
+            inputs = tuple(resolve(x, known) if isinstance(x, Calc | Term) else x for x in inputs)
+        body = tuple(self._localized(inner, rank, known) for inner in i.body)
+        orelse = tuple(self._localized(inner, rank, known) for inner in i.orelse)
+        return i.changed(inputs=inputs, attrs=attrs, comm=comm, body=body, orelse=orelse)
 
     def _peer(
         self, i: Instruction, attrs: dict[str, Any], rank: int
@@ -441,17 +511,10 @@ class HostProgram:
             box=output.box(rank),
         )
 
-    def _mine(self, operand: Operand, rank: int) -> Operand:
-        if isinstance(operand, str) and operand in self.types:
-            return operand if self.has(operand, rank) else None
-        if isinstance(operand, Calc | Term):
-            return resolve(operand, self.knows(rank))
-        return operand
-
     def relocalized(self, i: Instruction) -> Instruction:
         """Localize an instruction of a projection again, after its types became more exact."""
         assert self.rank is not None
-        return self._localized(i, self.rank)
+        return self._localized(i, self.rank, self.knows(self.rank))
 
 
 def resolved(attrs: tuple[tuple[str, Any], ...], known: Known) -> tuple[tuple[str, Any], ...]:

@@ -35,6 +35,8 @@ def write(program: HostProgram) -> HostProgram:
     """
     if program.rank is None:
         raise ProgramError("only one rank's program is written out", hint="project it first")
+    if program.is_straight and not program.aliases:
+        return program
     return _Unrolled(program).write()
 
 
@@ -208,7 +210,7 @@ class _Unrolled:
         body = tuple(map(self.renamed, i.body))
         comm = i.comm.at(self.known) if i.comm is not None else None
         attrs = resolved(i.attrs, self.known)
-        i = replace(i, inputs=inputs, outputs=outputs, attrs=attrs, comm=comm, body=body)
+        i = i.changed(inputs=inputs, outputs=outputs, attrs=attrs, comm=comm, body=body)
         return self.local.relocalized(i) if self.env and i.op not in ("launch", "free") else i
 
     def at(self, name: str, kind: BufferType, i: Instruction) -> BufferType:
