@@ -24,7 +24,7 @@ from mdfuse.layouts.layout import Layout, Replicate
 from mdfuse.mesh import DeviceMesh
 
 #: What an index is that is no number yet.
-_EXPRESSIONS = (Calc, Term)
+_EXPRESSIONS = frozenset({Calc, Term})
 
 Known = Callable[[Term], int | None]
 
@@ -142,8 +142,8 @@ class Instruction:
     @property
     def indices(self) -> list[Index]:
         """The index expressions in its operands and attributes."""
-        found: list[Index] = [x for x in self.inputs if isinstance(x, _EXPRESSIONS)]
-        return found + [v for _, v in self.attrs if isinstance(v, _EXPRESSIONS)]
+        found: list[Any] = [x for x in self.inputs if type(x) in _EXPRESSIONS]
+        return found + [v for _, v in self.attrs if type(v) in _EXPRESSIONS]
 
     def walk(self) -> Iterator[Instruction]:
         """Yield the instruction, then all instructions inside it."""
@@ -228,7 +228,10 @@ class HostProgram:
     def walk(self) -> Iterator[Instruction]:
         """Yield all instructions, those inside loops, branches and host units included."""
         for i in self.instructions:
-            yield from i.walk()
+            if i.body or i.orelse:
+                yield from i.walk()
+            else:
+                yield i
 
     @cached_property
     def checked(self) -> HostProgram:
@@ -328,7 +331,9 @@ class HostProgram:
         if self.rank is not None:
             return self
         if self.is_straight and len(self.meshes) == 1 and rank in self.meshes[0]:
-            return replace(self, rank=rank)  # the same on all ranks
+            found = replace(self, rank=rank)  # the same instructions on all ranks
+            vars(found)["is_straight"] = True
+            return found
         near = {
             n for mesh, found in self._near.items() if mesh is None or rank in mesh for n in found
         }

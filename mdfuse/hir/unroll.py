@@ -195,7 +195,7 @@ class _Unrolled:
         if i.op == "free":
             self.bound.difference_update(map(self.program.root, i.reads))
         i = self.renamed(i)
-        for index in (x for inner in i.walk() for x in inner.indices):
+        for index in (x for inner in (i, *i.body) for x in inner.indices):
             raise self.unknown(index, f"{i.fn or i.op}: the index", i)
         self.code.append(i)
 

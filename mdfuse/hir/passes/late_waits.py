@@ -28,7 +28,7 @@ def run(program: HostProgram) -> HostProgram:
 
     A wait for a send alone is one of a post from which nothing arrives at this rank.
     """
-    if not any(_only_sends(i) for i in program.walk()):
+    if not any(i.op == "post" and _only_sends(i) for i in program.walk()):
         return program
     block = _Block(program, storage(program))
     return replace(program, instructions=block.moved(program.instructions))
