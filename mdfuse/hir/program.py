@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -15,10 +14,9 @@ from mdfuse.communication import Communication
 from mdfuse.errors import ProgramError, Source
 from mdfuse.extents.index import Calc, Index, Term, resolve, terms
 from mdfuse.hir.forms import check_forms, check_nesting
-from mdfuse.hir.instructions import BLOCKS, POSTS, op_of
+from mdfuse.hir.instructions import BLOCKS, POSTS
 from mdfuse.hir.orders import Order, orders_of
 from mdfuse.ir.graph import Operand, dtype_name
-from mdfuse.ir.local_attributes import ExprPart
 from mdfuse.layouts.boxes import Box
 from mdfuse.layouts.layout import Layout, Replicate
 from mdfuse.mesh import DeviceMesh
@@ -323,65 +321,18 @@ class HostProgram:
         """Whether all is known before: there is no loop, no branch and no index expression."""
         return not any(i.op in BLOCKS or bool(i.indices) for i in self.walk())
 
-    def executed(self, rank: int) -> HostProgram:
-        """Return the instructions that a rank executes, whose attributes are still for all ranks.
-
-        The verifier reads these where nothing depends on the rank; `project` localizes them.
-        """
-        if self.rank is not None:
-            return self
-        if self.is_straight and len(self.meshes) == 1 and rank in self.meshes[0]:
-            found = replace(self, rank=rank)  # the same instructions on all ranks
-            vars(found)["is_straight"] = True
-            return found
-        near = {
-            n for mesh, found in self._near.items() if mesh is None or rank in mesh for n in found
-        }
-        kept = self._block([self.instructions[n] for n in sorted(near)], rank, set())
-        return replace(self, instructions=tuple(kept), rank=rank)
-
-    @cached_property
-    def _near(self) -> Mapping[DeviceMesh | None, list[int]]:
-        """Mesh -> positions of the instructions that its ranks may execute; None: all ranks."""
-        found: dict[DeviceMesh | None, list[int]] = defaultdict(list)
-        handles: dict[str, set[DeviceMesh | None]] = {}
-        for n, i in enumerate(self.instructions):
-            for mesh in self._reach(i, handles):
-                found[mesh].append(n)
-        return found
-
-    def _reach(
-        self, i: Instruction, handles: dict[str, set[DeviceMesh | None]]
-    ) -> set[DeviceMesh | None]:
-        """Return meshes that have all ranks that may execute an instruction; None: all ranks."""
-        if i.op in BLOCKS:
-            return {m for inner in (*i.body, *i.orelse) for m in self._reach(inner, handles)}
-        if i.op == "wait":
-            return handles.get(i.reads[0], set())
-        if i.comm is not None:
-            found: set[DeviceMesh | None] = {i.comm.source.mesh, i.comm.destination.mesh}
-        else:
-            names = i.reads if i.op == "free" or i.op in POSTS else i.outputs
-            layouts = [self.types[n].layout for n in names if n in self.types]
-            found = {k.mesh if k is not None else None for k in layouts} or {None}
-        if i.op in POSTS:
-            handles.update(dict.fromkeys(i.outputs, found))
-        return found
-
     def project(self, rank: int) -> HostProgram:
         """Return the projection for one rank; a projection is returned as it is."""
-        from mdfuse.hir.passes import late_waits, local_streams
+        from mdfuse.hir.projection import project
 
-        if self.rank is not None:
-            return self
-        known = self.knows(rank)
-        kept = [self._localized(i, rank, known) for i in self.checked.executed(rank)]
-        made = (n for i in kept for j in i.walk() for n in j.outputs)
-        shared = (n for pair in self.aliases.items() for n in pair)
-        named = dict.fromkeys((*self.inputs, *self.outputs, *made, *shared))
-        types = {n: self.types[n].at(known) for n in named if n in self.types}
-        found = replace(self, types=types, instructions=tuple(kept), rank=rank)
-        return late_waits.run(local_streams.run(found, self))
+        return project(self, rank)
+
+    @cached_property
+    def near(self) -> Mapping[DeviceMesh | None, list[int]]:
+        """Mesh -> positions of the instructions that its ranks may execute; None: all ranks."""
+        from mdfuse.hir.projection import near
+
+        return near(self)
 
     def knows(self, rank: int, mesh: DeviceMesh | None = None) -> Known:
         """Return a lookup of index terms on a rank: the number of a term, None for a loop index.
@@ -416,110 +367,12 @@ class HostProgram:
             )
         return -1
 
-    def _block(
-        self, block: Iterable[Instruction], rank: int, handles: set[str]
-    ) -> list[Instruction]:
-        """Return the instructions of a block that a rank executes."""
-        kept: list[Instruction] = []
-        for i in block:
-            match i.op:
-                case "for":
-                    body = self._block(i.body, rank, handles)
-                    if body:
-                        attrs = resolved(i.attrs, self.knows(rank))
-                        kept.append(replace(i, attrs=attrs, body=tuple(body)))
-                case "if":
-                    kept += self._branch(i, rank, handles)
-                case "free":
-                    mine = tuple(n for n in i.reads if self.has(n, rank))
-                    kept += [i if mine == i.inputs else replace(i, inputs=mine)] if mine else []
-                case "wait":
-                    kept += [i] if handles.intersection(i.reads) else []
-                case _ if self.runs_on(i, rank):
-                    if i.op in POSTS:
-                        handles.update(i.outputs)
-                    kept.append(self._with_mine(i, rank))
-        return kept
-
-    def _with_mine(self, i: Instruction, rank: int) -> Instruction:
-        """Return an instruction with None for each buffer that a rank lacks."""
-        if i.op == "return" or all(self._is_mine(x, rank) for x in i.inputs):
-            return i
-        inputs = tuple(x if self._is_mine(x, rank) else None for x in i.inputs)
-        body = tuple(self._with_mine(inner, rank) for inner in i.body)
-        return replace(i, inputs=inputs, body=body)
-
-    def _is_mine(self, x: Operand, rank: int) -> bool:
-        return not isinstance(x, str) or x not in self.types or self.has(x, rank)
-
-    def _branch(self, i: Instruction, rank: int, handles: set[str]) -> list[Instruction]:
-        """Return a rank's branch, or just the instructions of the side that surely runs."""
-        attrs = resolved(i.attrs, self.knows(rank))
-        test = dict(attrs)["test"]
-        if isinstance(test, int):
-            return self._block(i.body if test else i.orelse, rank, handles)
-        body = tuple(self._block(i.body, rank, handles))
-        orelse = tuple(self._block(i.orelse, rank, handles))
-        return [replace(i, attrs=attrs, body=body, orelse=orelse)] if body or orelse else []
-
-    def _localized(self, i: Instruction, rank: int, known: Known) -> Instruction:
-        """Return an instruction that a rank executes with this rank's attributes and numbers."""
-        attrs, comm, op = i.attrs, i.comm, op_of(i)
-        if i.op in POSTS and comm is None:
-            layout = self.types[i.reads[0]].layout
-            known = self.knows(rank, layout.mesh if layout is not None else None)
-            attrs = self._peer(i, dict(resolved(attrs, known)), rank)
-        elif any(isinstance(v, Calc | Term) for _, v in attrs):
-            attrs = resolved(attrs, known)
-        localize = op.localize if op is not None else None
-        if localize is not None and self.types[i.outputs[0]].layout is not None:
-            attrs = tuple(localize(dict(attrs), self._part(i, rank)).items())
-        if comm is not None:
-            comm = comm.at(known)
-        inputs = i.inputs
-        if any(isinstance(x, Calc | Term) for x in inputs):
-            inputs = tuple(resolve(x, known) if isinstance(x, Calc | Term) else x for x in inputs)
-        body = tuple(self._localized(inner, rank, known) for inner in i.body)
-        orelse = tuple(self._localized(inner, rank, known) for inner in i.orelse)
-        return i.changed(inputs=inputs, attrs=attrs, comm=comm, body=body, orelse=orelse)
-
-    def _peer(
-        self, i: Instruction, attrs: dict[str, Any], rank: int
-    ) -> tuple[tuple[str, Any], ...]:
-        """Return a transfer's attributes, with a rank in place of a position along an axis."""
-        side = "to" if i.op == "send" else "from"
-        axis, peer = attrs.get("axis"), attrs[side]
-        if axis is None or not isinstance(peer, int):
-            return tuple(attrs.items())
-        layout = self.types[i.reads[0]].layout
-        assert layout is not None
-        team = layout.mesh.team(rank, axis)
-        if not 0 <= peer < len(team):
-            raise ProgramError(
-                f"@{self.name}: {i.op} %{i.reads[0]} has {side}={peer} along {axis}",
-                where=[i.source.quote()] if i.source else (),
-                because=f"the positions along {axis} are 0 to {len(team) - 1}",
-                hint="take it modulo the size of the axis",
-            )
-        del attrs["axis"]
-        return tuple({**attrs, side: team[peer]}.items())
-
-    def _part(self, i: Instruction, rank: int) -> ExprPart:
-        """Return what a rank holds of the operands and the result of an op of the table."""
-        kinds = [self.types.get(x) if isinstance(x, str) else None for x in i.inputs]
-        tensors = [k if k is not None and k.layout is not None else None for k in kinds]
-        output = self.types[i.outputs[0]]
-        return ExprPart(
-            shapes=tuple(k.shape if k is not None else None for k in tensors),
-            boxes=tuple(k.box(rank) if k is not None else None for k in tensors),
-            shape=output.shape,
-            box=output.box(rank),
-        )
-
     def relocalized(self, i: Instruction) -> Instruction:
         """Localize an instruction of a projection again, after its types became more exact."""
+        from mdfuse.hir.projection import localized
+
         assert self.rank is not None
-        return self._localized(i, self.rank, self.knows(self.rank))
+        return localized(self, i, self.rank, self.knows(self.rank))
 
 
 def resolved(attrs: tuple[tuple[str, Any], ...], known: Known) -> tuple[tuple[str, Any], ...]:

@@ -21,6 +21,7 @@ from mdfuse.errors import ProgramError
 from mdfuse.extents.index import Calc, Term, terms
 from mdfuse.hir.instructions import BLOCKS, COMMUNICATIONS, INSTRUCTIONS, POSTS
 from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.projection import executed
 from mdfuse.hir.verify.flow import Flow
 from mdfuse.hir.verify.sizes import check_sizes
 from mdfuse.hir.verify.structure import check_defined, check_structure
@@ -67,7 +68,7 @@ def _verify_global(program: HostProgram) -> None:
     is_straight = program.is_straight and all(map(_is_known, layouts))
     for first, last in _classes(program.meshes):
         for rank in dict.fromkeys((first, last)):
-            mine = program.executed(rank) if is_straight else program.project(rank)
+            mine = executed(program, rank) if is_straight else program.project(rank)
             local = unrolled(mine) if is_straight else _unrolled(mine)
             if rank == first or not is_straight or special:
                 _check_flow(local, program)
