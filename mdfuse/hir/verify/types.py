@@ -99,7 +99,7 @@ class Types:
     def row(self, i: Instruction) -> None:
         code = self.code
         result = code(i.outputs[0])
-        numbers = self.numbers(i) if self.computed_from or any(True for _ in i.indices) else ()
+        numbers = self.numbers(i) if self.computed_from or i.indices else ()
         key = (i.fn, i.attrs, i.order, result, tuple([code(x) for x in i.inputs]), numbers)
         if key not in self.seen:
             self.check_row(i, frozenset(numbers))
