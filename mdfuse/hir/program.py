@@ -12,7 +12,7 @@ import torch
 
 from mdfuse.communication import Communication
 from mdfuse.errors import ProgramError, Source
-from mdfuse.extents.index import Calc, Index, Term, resolve, terms
+from mdfuse.extents.expressions import UNKNOWN, Index, Term, resolve, terms
 from mdfuse.hir.forms import check_forms, check_nesting
 from mdfuse.hir.instructions import POSTS, op_of
 from mdfuse.hir.orders import Order, orders_of
@@ -140,7 +140,7 @@ class Instruction:
     def indices(self) -> Iterator[Index]:
         """The index expressions in its operands and attributes."""
         values = (*self.inputs, *(v for _, v in self.attrs))
-        return (x for x in values if isinstance(x, Calc | Term))
+        return (x for x in values if isinstance(x, UNKNOWN))
 
     def walk(self) -> Iterator[Instruction]:
         """Yield the instruction, then all instructions inside it."""
@@ -444,9 +444,7 @@ class HostProgram:
     def _mine(self, operand: Operand, rank: int) -> Operand:
         if isinstance(operand, str) and operand in self.types:
             return operand if self.has(operand, rank) else None
-        if isinstance(operand, Calc | Term):
-            return resolve(operand, self.knows(rank))
-        return operand
+        return resolve(operand, self.knows(rank))
 
     def relocalized(self, i: Instruction) -> Instruction:
         """Localize an instruction of a projection again, after its types became more exact."""
@@ -456,7 +454,7 @@ class HostProgram:
 
 def resolved(attrs: tuple[tuple[str, Any], ...], known: Known) -> tuple[tuple[str, Any], ...]:
     """Return attributes with their index expressions resolved as far as terms are known."""
-    return tuple((k, resolve(v, known) if isinstance(v, Calc | Term) else v) for k, v in attrs)
+    return tuple((k, resolve(v, known)) for k, v in attrs)
 
 
 def _first(term: Term) -> int:
