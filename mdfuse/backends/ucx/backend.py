@@ -13,7 +13,7 @@ from torch import Tensor
 from mdfuse.backends.base import PostSite, Work, check_call
 from mdfuse.backends.c10d.groups import PrefixStore, Store
 from mdfuse.backends.staging import Staged
-from mdfuse.backends.transfers import Composer
+from mdfuse.backends.transfers import composer
 from mdfuse.backends.ucx.engine import MOST_TEAMS, Channel, Engine
 from mdfuse.backends.ucx.gate import Gate
 from mdfuse.backends.ucx.library import load, why_not, why_staged
@@ -161,7 +161,7 @@ class UcxPoster:
         self._engine = engine
         self._timeout_s = timeout_s
         self._stream = stream
-        self._compose = Composer(call, lambda composition, _: composition, SMALL_BYTES)
+        self._compose = composer(call, lambda composition, _: composition, SMALL_BYTES)
 
     def __call__(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
         buffers = (*srcs, *dsts)
