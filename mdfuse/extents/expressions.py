@@ -99,13 +99,18 @@ class Calc(Generic[Side]):
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        kept, sides = object.__setattr__, (self.left, self.right)
-        kept(self, "depth", 1 + max(x.depth if isinstance(x, Calc) else 0 for x in sides))
-        kept(self, "size", 1 + sum(x.size if isinstance(x, Calc | Poly) else 0 for x in sides))
-        _check_depth(self.depth)
+        kept, left, right = object.__setattr__, self.left, self.right
+        kept(self, "depth", 1 + max(getattr(left, "depth", 0), getattr(right, "depth", 0)))
+        kept(self, "size", 1 + getattr(left, "size", 0) + getattr(right, "size", 0))
+        if self.depth > DEEPEST:
+            raise ProgramError(
+                f"an index expression of {self.depth} operations, one inside the other",
+                because=f"at most {DEEPEST} are nested",
+                hint="write the number that it is, or a shorter expression",
+            )
         _check_size(self.size, "operations")
         kept(self, "text", self._text())
-        kept(self, "_hash", hash((self.op, *sides)))
+        kept(self, "_hash", hash((self.op, left, right)))
 
     def _text(self) -> str:
         if self.op in ("min", "max"):
@@ -132,16 +137,6 @@ def _nested(side: object) -> str:
     """Return the text of an operand, in parentheses where it needs them."""
     text = str(side)
     return f"({text})" if _COMPOUND.search(text, 1) else text
-
-
-def _check_depth(depth: int) -> None:
-    """Raise ProgramError for an index expression that is nested too deep to read and to print."""
-    if depth > DEEPEST:
-        raise ProgramError(
-            f"an index expression of {depth} operations, one inside the other",
-            because=f"at most {DEEPEST} are nested",
-            hint="write the number that it is, or a shorter expression",
-        )
 
 
 def _check_size(count: int, what: str) -> None:
