@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import torch
@@ -11,6 +12,9 @@ import mdfuse as mf
 from mdfuse import DeviceMesh, Shard
 from mdfuse.frontend.handle import Handle
 from mdfuse.hir.verify import verify
+
+#: The rooms that lowering goes through, and whose functions keep answers.
+_ROOMS = tuple(f"mdfuse.{x}." for x in ("extents", "hir", "ir", "layouts", "passes", "reshard"))
 
 #: Divides by every axis of either mesh.
 _EXTENT = 16384
@@ -56,8 +60,21 @@ PROGRAMS: tuple[
 def lowering(
     define: Callable[[DeviceMesh], mf.FusionDefinition], mesh: dict[str, int]
 ) -> Contender:
-    """Lowering and verification; each on a new mesh and definition, so that nothing is kept."""
-    return Contender(call=_lower, fresh=lambda: define(DeviceMesh.arange(**mesh)))
+    """Lowering and verification of a definition that nothing is known of yet."""
+
+    def fresh() -> mf.FusionDefinition:
+        forget()
+        return define(DeviceMesh.arange(**mesh))
+
+    return Contender(call=_lower, fresh=fresh)
+
+
+def forget() -> None:
+    """Drop what earlier lowerings left: definitions, their programs, and answers of functions."""
+    mf.FusionCache.reset()
+    modules = [m for name, m in sys.modules.items() if f"{name}.".startswith(_ROOMS)]
+    for function in (f for m in modules for f in vars(m).values() if hasattr(f, "cache_clear")):
+        function.cache_clear()
 
 
 def _lower(definition: mf.FusionDefinition) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from mdfuse.communication import Communication
 from mdfuse.errors import ProgramError, Source
-from mdfuse.extents.index import Calc, Index, Term, resolve, terms
+from mdfuse.extents.expressions import UNKNOWN, Index, Term, resolve, terms
 from mdfuse.hir.forms import check_forms, check_nesting
 from mdfuse.hir.instructions import BLOCKS, POSTS
 from mdfuse.hir.orders import Order, orders_of
@@ -20,9 +20,6 @@ from mdfuse.ir.graph import Operand, dtype_name
 from mdfuse.layouts.boxes import Box
 from mdfuse.layouts.layout import Layout, Replicate
 from mdfuse.mesh import DeviceMesh
-
-#: What an index is that is no number yet.
-_EXPRESSIONS = frozenset({Calc, Term})
 
 Known = Callable[[Term], int | None]
 
@@ -140,8 +137,8 @@ class Instruction:
     @property
     def indices(self) -> list[Index]:
         """The index expressions in its operands and attributes."""
-        found: list[Any] = [x for x in self.inputs if type(x) in _EXPRESSIONS]
-        return found + [v for _, v in self.attrs if type(v) in _EXPRESSIONS]
+        found: list[Any] = [x for x in self.inputs if type(x) in UNKNOWN]
+        return found + [v for _, v in self.attrs if type(v) in UNKNOWN]
 
     def walk(self) -> Iterator[Instruction]:
         """Yield the instruction, then all instructions inside it."""
@@ -377,7 +374,7 @@ class HostProgram:
 
 def resolved(attrs: tuple[tuple[str, Any], ...], known: Known) -> tuple[tuple[str, Any], ...]:
     """Return attributes with their index expressions resolved as far as terms are known."""
-    return tuple((k, resolve(v, known) if isinstance(v, Calc | Term) else v) for k, v in attrs)
+    return tuple((k, resolve(v, known)) for k, v in attrs)
 
 
 def _first(term: Term) -> int:

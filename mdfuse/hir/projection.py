@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from mdfuse.errors import ProgramError
-from mdfuse.extents.index import Calc, Term, resolve
+from mdfuse.extents.expressions import UNKNOWN, resolve
 from mdfuse.hir.instructions import BLOCKS, POSTS, op_of
 from mdfuse.hir.passes import late_waits, local_streams
 from mdfuse.hir.program import HostProgram, Instruction, Known, resolved
@@ -136,7 +136,7 @@ def localized(program: HostProgram, i: Instruction, rank: int, known: Known) -> 
         layout = program.types[i.reads[0]].layout
         known = program.knows(rank, layout.mesh if layout is not None else None)
         attrs = _peer(program, i, dict(resolved(attrs, known)), rank)
-    elif any(isinstance(v, Calc | Term) for _, v in attrs):
+    elif any(isinstance(v, UNKNOWN) for _, v in attrs):
         attrs = resolved(attrs, known)
     localize = op.localize if op is not None else None
     if localize is not None and program.types[i.outputs[0]].layout is not None:
@@ -144,8 +144,8 @@ def localized(program: HostProgram, i: Instruction, rank: int, known: Known) -> 
     if comm is not None:
         comm = comm.at(known)
     inputs = i.inputs
-    if any(isinstance(x, Calc | Term) for x in inputs):
-        inputs = tuple(resolve(x, known) if isinstance(x, Calc | Term) else x for x in inputs)
+    if any(isinstance(x, UNKNOWN) for x in inputs):
+        inputs = tuple(resolve(x, known) if isinstance(x, UNKNOWN) else x for x in inputs)
     body = tuple(localized(program, inner, rank, known) for inner in i.body)
     orelse = tuple(localized(program, inner, rank, known) for inner in i.orelse)
     return i.changed(inputs=inputs, attrs=attrs, comm=comm, body=body, orelse=orelse)

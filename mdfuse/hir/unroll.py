@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from mdfuse.errors import ProgramError
-from mdfuse.extents.index import Calc, Index, Term, resolve
+from mdfuse.extents.expressions import Index, Term, resolve
 from mdfuse.hir.instructions import POSTS
 from mdfuse.hir.program import BufferType, HostProgram, Instruction, index_names, resolved
 from mdfuse.ir.graph import Operand
@@ -238,7 +238,7 @@ class _Unrolled:
     def operand(self, x: Operand) -> Operand:
         if isinstance(x, str):
             return self.env[x] if x in self.env else self.typed(x)
-        return resolve(x, self.known) if isinstance(x, Calc | Term) else x
+        return resolve(x, self.known)
 
 
 def _iterations(start: int, stop: int, step: int) -> int:

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import count
 
+from mdfuse.extents.expressions import Poly
 from mdfuse.extents.extent import are_same, poly_from
-from mdfuse.extents.polynomials import Poly
 from mdfuse.ir import dims
 from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.ir.ops import TABLE

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from mdfuse.errors import ProgramError
-from mdfuse.extents.index import Calc, Term, terms
+from mdfuse.extents.expressions import UNKNOWN, terms
 from mdfuse.hir.instructions import BLOCKS, COMMUNICATIONS, INSTRUCTIONS, POSTS
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.projection import executed
@@ -100,15 +100,13 @@ def _inside(block: Iterable[Instruction]) -> Iterator[Instruction]:
 def _depends_on_rank(i: Instruction) -> bool:
     """Return whether its path, or the peer it meets, cannot be told for all ranks at once."""
     if i.op in BLOCKS:
-        found = (t for _, v in i.attrs if isinstance(v, Calc | Term) for t in terms(v))
+        found = (t for _, v in i.attrs for t in terms(v))
         return any(t.kind != "index" for t in found)
     axis = i.kwargs.get("axis") if _is_transfer(i) else None
     if axis is None:
         return _is_transfer(i)
     peer = i.kwargs.get("to", i.kwargs.get("from"))
-    return isinstance(peer, Calc | Term) and any(
-        t.kind == "rank" or (t.kind == "coord" and t.name != axis) for t in terms(peer)
-    )
+    return any(t.kind == "rank" or (t.kind == "coord" and t.name != axis) for t in terms(peer))
 
 
 def _is_transfer(i: Instruction) -> bool:
@@ -118,7 +116,7 @@ def _is_transfer(i: Instruction) -> bool:
 
 def _is_known(layout: Layout) -> bool:
     """Return whether a layout is of a whole buffer, or of a chunk whose index is a number."""
-    return layout.stream is None or not isinstance(layout.stream.index, Calc | Term)
+    return layout.stream is None or not isinstance(layout.stream.index, UNKNOWN)
 
 
 def _classes(meshes: Sequence[DeviceMesh]) -> Iterator[tuple[int, int]]:

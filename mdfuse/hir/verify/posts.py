@@ -13,8 +13,9 @@ from functools import lru_cache
 
 from mdfuse.communication import Communication
 from mdfuse.errors import MdfuseError
+from mdfuse.extents.expressions import terms
 from mdfuse.hir.program import BufferType, Padding
-from mdfuse.hir.verify.layouts import chunk_of, is_alike, is_one_chunk, plain, terms_of
+from mdfuse.hir.verify.layouts import chunk_of, is_alike, is_one_chunk, plain
 from mdfuse.hir.verify.op_types import is_said
 from mdfuse.layouts.kinds import KINDS, SPLITTING, by_kind
 from mdfuse.layouts.layout import Layout, Partial, Replicate, Shard
@@ -42,7 +43,7 @@ def _moving_chunk_problem(comm: Communication) -> Problem:
     """Return why the members of a team would be at different chunks; None where they are at one."""
     for layout in (comm.source, comm.destination):
         chunk = chunk_of(layout)
-        for term in terms_of(chunk.index) if chunk is not None else ():
+        for term in terms(chunk.index) if chunk is not None else ():
             is_other = term.kind == "coord" and comm.axis is not None and term.name != comm.axis
             if term.kind in ("rank", "coord") and not is_other:
                 return f"the ranks of a team are at different chunks: {layout}"
