@@ -28,6 +28,9 @@ ALIGNMENT = {"cpu": 64, "cuda": 512}
 #: allocator would hold at once.
 WORTH = 1.05
 
+#: At how many heights of its memory it is tried to leave what lies above to torch.
+TRIED = 64
+
 #: With more buffers than this only those of equal size share a place: packing is quadratic.
 MANY = 2000
 
@@ -271,7 +274,8 @@ class Owned:
 def own(lines: Sequence[Line], results: Sequence[int | None], device: torch.device) -> Owned:
     """Make the buffers that a plan owns, and the views of them; drop the lines that made them.
 
-    Where that would take more memory than `WORTH` allows, the plan owns none.
+    What it owns is there all the time, also while torch holds most. Where both together would take
+    more than `WORTH` allows, the plan leaves those to torch that lie highest in its memory.
 
     Args:
         lines: all calls of the plan.
@@ -284,16 +288,56 @@ def own(lines: Sequence[Line], results: Sequence[int | None], device: torch.devi
     home = merged(lines, alone)
     found = _joined(alone, home)
     alignment = ALIGNMENT.get(device.type, 512)
-    offsets = place(found, alignment)
-    size = size_of(found, offsets)
-    if size + peak(others) > WORTH * peak(living) + alignment:
+    offsets, limit = place(found, alignment), WORTH * peak(living) + alignment
+    if size_of(found, offsets) + peak(others) > limit:
+        if len(found) <= MANY:
+            offsets = _place_in(_lowest_beside(others, found), alignment)
+        found = _lowest(found, offsets, alone, others, home, limit)
+    if not found:
         return Owned(buffers={}, lines=tuple(lines), numbers=tuple(range(len(lines))), nbytes=0)
+    size = size_of(found, offsets)
     with torch.inference_mode(False), torch.no_grad():
         memory = torch.empty(size, dtype=torch.uint8, device=device)
         places = {x.slot: _at(memory, offsets[x.slot], x.new) for x in found if x.new}
-        buffers = {x.slot: places[home[x.slot]] for x in alone}
+        buffers = {x.slot: places[home[x.slot]] for x in alone if home[x.slot] in places}
         kept, numbers = _fold(lines, buffers)
     return Owned(buffers=buffers, lines=kept, numbers=numbers, nbytes=size)
+
+
+def _lowest_beside(others: Iterable[Life], found: Iterable[Life]) -> list[Life]:
+    """Return places in the order of `_place_in`: first those in use while torch holds others."""
+    spans = [(x.start, x.stop) for x in others]
+    beside = {n for start, stop in spans for n in range(start, stop + 1)}
+    apart = {x.slot: beside.isdisjoint(range(x.start, x.stop + 1)) for x in found}
+    return sorted(found, key=lambda x: (apart[x.slot], -x.nbytes, x.start))
+
+
+def _lowest(
+    found: Sequence[Life],
+    offsets: Mapping[int, int],
+    alone: Sequence[Life],
+    others: Sequence[Life],
+    home: Mapping[int, int],
+    limit: float,
+) -> list[Life]:
+    """Return the places to own: all up to some height, as high as the limit on bytes allows.
+
+    Args:
+        found: the places.
+        offsets: where they lie.
+        alone: the buffers that have a place.
+        others: what torch allocates in any case.
+        home: buffer -> its place.
+        limit: on the bytes that are held at once, by the plan and by torch.
+    """
+    ends = {x.slot: offsets[x.slot] + x.nbytes for x in found}
+    heights = sorted({*ends.values()}, reverse=True)
+    # at most as many are tried as find a good one where heights are few, as in equal layers
+    for height in heights[:: -(-len(heights) // TRIED) or 1]:
+        left = [x for x in alone if ends[home[x.slot]] > height]
+        if height + peak((*others, *left)) <= limit:
+            return [x for x in found if ends[x.slot] <= height]
+    return []
 
 
 def _at(memory: Tensor, offset: int, new: NewBuffer) -> Tensor:
