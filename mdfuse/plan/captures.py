@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from mdfuse.garbage import no_collection
+
 
 class Recording(Protocol):
     """Work that was recorded, and can be queued again."""
@@ -49,13 +51,8 @@ def undisturbed() -> Iterator[None]:
     """
     with _captures:
         gc.collect()
-        was_enabled = gc.isenabled()
-        gc.disable()
-        try:
+        with no_collection():
             yield
-        finally:
-            if was_enabled:
-                gc.enable()
 
 
 def give_up(recording: Recording) -> None:
