@@ -19,6 +19,7 @@ from torch import Tensor, autocast, is_autocast_enabled, is_grad_enabled
 from mdfuse.caching import Cache
 from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import BackendError, MdfuseError, ProgramError
+from mdfuse.garbage import no_collection
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.ops import TABLE
 from mdfuse.ir.tensors import resolved
@@ -376,12 +377,7 @@ class HostIrEvaluator:
         local = None
         if problem is None:
             try:
-                is_verified = options_from_environment(self.options).verify
-                if is_verified:
-                    self.program.check()
-                local = self.program.project(communicator.rank)
-                if not is_verified:
-                    local.check_alone()
+                local = self._checked(communicator.rank)
             except MdfuseError as error:
                 problem = error
         what = fingerprint(self.program, options_from_environment(self.options))
@@ -400,6 +396,17 @@ class HostIrEvaluator:
         self._tally = RunCount(name=self.program.name, serial=next(_serials))
         communicator.count(self._tally)
         self._local, self._device_type = local, communicator.device.type
+
+    @no_collection()
+    def _checked(self, rank: int) -> HostProgram:
+        """Return the projection of the program onto a rank, verified as the options say."""
+        is_verified = options_from_environment(self.options).verify
+        if is_verified:
+            self.program.check()
+        local = self.program.project(rank)
+        if not is_verified:
+            local.check_alone()
+        return local
 
     def _agree(
         self, problem: MdfuseError | None, communicator: Communicator, what: str | None = None

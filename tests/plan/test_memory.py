@@ -14,7 +14,8 @@ from mdfuse import DeviceMesh
 from mdfuse.hir.text.parser import parse
 from mdfuse.plan.build import Plan, build
 from mdfuse.plan.lines import NewBuffer
-from mdfuse.plan.memory import ALIGNMENT, MANY, WORTH, Life, lives, peak, place, size_of
+from mdfuse.plan.memory import ALIGNMENT, WORTH, lives
+from mdfuse.plan.packing import MANY, Life, peak, place, size_of
 
 CPU = torch.device("cpu")
 
