@@ -11,8 +11,6 @@ Prints one table and stores it with every round.
 from __future__ import annotations
 
 import argparse
-import gc
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -20,11 +18,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from _lowering import forget
 from _measure import Report, Row, show
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Options, Shard
-from mdfuse.caching import Cache
 from mdfuse.cli import screen
 from mdfuse.frontend.handle import Handle
 from mdfuse.hir.verify import verify
@@ -98,7 +96,7 @@ def _mlp(fd: mf.FusionDefinition, x: Handle) -> Handle:
 
 def stages(layers: int) -> tuple[int, dict[str, float]]:
     """The number of expressions, and the CPU time in nanoseconds of each stage."""
-    _forget()
+    forget()
     times: dict[str, float] = {}
 
     def timed(name: str, call: Callable[[], _Result]) -> _Result:
@@ -115,18 +113,6 @@ def stages(layers: int) -> tuple[int, dict[str, float]]:
     timed("first run, not verified", lambda: program.run(*arguments))
     timed("second run", lambda: program.run(*arguments))
     return count, times
-
-
-def _forget() -> None:
-    """Empty all caches of answers."""
-    mf.FusionCache.reset()
-    for name in [name for name in sys.modules if name.startswith("mdfuse.")]:
-        for cache in vars(sys.modules[name]).values():
-            if isinstance(cache, Cache):
-                cache.empty()
-            elif hasattr(cache, "cache_clear"):
-                cache.cache_clear()
-    gc.collect()
 
 
 def _arguments(program: mf.Program) -> list[Any]:
