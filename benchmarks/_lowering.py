@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ from _measure import Contender
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard
+from mdfuse.caching import Cache
 from mdfuse.frontend.handle import Handle
 from mdfuse.hir.verify import verify
 
@@ -57,24 +59,28 @@ PROGRAMS: tuple[
 )
 
 
+def forget() -> None:
+    """Empty all caches of definitions, and of what was once asked about their parts."""
+    mf.FusionCache.reset()
+    for name in [name for name in sys.modules if name.startswith("mdfuse.")]:
+        for cache in vars(sys.modules[name]).values():
+            if isinstance(cache, Cache):
+                cache.empty()
+            elif hasattr(cache, "cache_clear"):
+                cache.cache_clear()
+    gc.collect()
+
+
 def lowering(
     define: Callable[[DeviceMesh], mf.FusionDefinition], mesh: dict[str, int]
 ) -> Contender:
-    """Lowering and verification of a definition that nothing is known of yet."""
+    """Lowering and verification; each on a new mesh and definition, with all caches empty."""
 
     def fresh() -> mf.FusionDefinition:
         forget()
         return define(DeviceMesh.arange(**mesh))
 
     return Contender(call=_lower, fresh=fresh)
-
-
-def forget() -> None:
-    """Drop what earlier lowerings left: definitions, their programs, and answers of functions."""
-    mf.FusionCache.reset()
-    modules = [m for name, m in sys.modules.items() if f"{name}.".startswith(_ROOMS)]
-    for function in (f for m in modules for f in vars(m).values() if hasattr(f, "cache_clear")):
-        function.cache_clear()
 
 
 def _lower(definition: mf.FusionDefinition) -> None:

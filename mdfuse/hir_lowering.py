@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mdfuse.config import Options, options_from_environment
+from mdfuse.garbage import no_collection
 from mdfuse.hir.emit.program import emit
 from mdfuse.hir.emit.sets import Orders
 from mdfuse.hir.passes import assign_streams, insert_frees, name_backends, sink_waits
@@ -96,6 +97,7 @@ def host_program(
     return host
 
 
+@no_collection()  # nearly all that is made stays, and would be looked through again and again
 def lower(
     fusion: Fusion,
     should_merge: ShouldMerge | None = None,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mdfuse.backends.base import Poster
 from mdfuse.errors import ProgramError
+from mdfuse.garbage import no_collection
 from mdfuse.hir.program import HostProgram
 from mdfuse.layouts.call import Call
 from mdfuse.plan.context import CALLER_SLOT, Context, Step, updated_names
@@ -206,6 +207,7 @@ class Plan:
         raise IndexError(line)
 
 
+@no_collection()
 def build(
     program: HostProgram,
     bind: Callable[[Call], Poster],
