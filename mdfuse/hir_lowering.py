@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mdfuse.config import Options, options_from_environment
-from mdfuse.garbage import no_collection
 from mdfuse.hir.emit.program import emit
 from mdfuse.hir.emit.sets import Orders
 from mdfuse.hir.passes import assign_streams, insert_frees, name_backends, sink_waits
 from mdfuse.hir.program import HostProgram
+from mdfuse.interpreter.garbage import no_collection
 from mdfuse.ir.graph import Fusion, check_fusion
 from mdfuse.passes import (
     choose_orders,

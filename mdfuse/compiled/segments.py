@@ -24,9 +24,9 @@ from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import MdfuseError, ProgramError
 from mdfuse.extents.assumptions import Guard
 from mdfuse.extents.extent import with_numbers
-from mdfuse.garbage import no_collection
 from mdfuse.hir.emit.sets import Orders
 from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.interpreter.garbage import no_collection
 from mdfuse.ir.graph import Expr, Fusion
 from mdfuse.ir.ops import TABLE
 from mdfuse.ir.writes import fresh_write

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from mdfuse.backends.base import Poster
 from mdfuse.errors import ProgramError
-from mdfuse.garbage import no_collection
 from mdfuse.hir.program import HostProgram
+from mdfuse.interpreter.garbage import no_collection
 from mdfuse.layouts.call import Call
 from mdfuse.plan.context import CALLER_SLOT, Context, Step, updated_names
 from mdfuse.plan.index_checks import IndexChecks

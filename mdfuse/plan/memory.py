@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.garbage import no_collection
+from mdfuse.interpreter.garbage import no_collection
 from mdfuse.plan.lines import Line, NewBuffer, in_form
 from mdfuse.plan.packing import MANY, Life, peak, place, place_in, size_of
 

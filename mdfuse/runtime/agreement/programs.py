@@ -14,8 +14,8 @@ import torch
 
 from mdfuse.config import VERSION, Options
 from mdfuse.errors import IndexRangeError, MdfuseError, ProgramError, printable
-from mdfuse.garbage import no_collection
 from mdfuse.hir.program import HostProgram
+from mdfuse.interpreter.garbage import no_collection
 from mdfuse.runtime.agreement.crowds import BECAUSE, HINT, crowd
 from mdfuse.runtime.agreement.meetings import raise_alike
 from mdfuse.runtime.watch.report import ranks_text

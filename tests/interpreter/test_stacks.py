@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from mdfuse.garbage import no_collection
-from mdfuse.runtime.stacks import stacks
+from mdfuse.interpreter.garbage import no_collection
+from mdfuse.interpreter.stacks import stacks
 
 
 def _deep(depth: int, here: threading.Event, leave: threading.Event) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from types import FrameType
 
-from mdfuse.garbage import no_collection
+from mdfuse.interpreter.garbage import no_collection
 
 #: Whether a new object may start a garbage collection on the spot: later versions put it off.
 _COLLECTS_AT_ONCE = sys.version_info < (3, 12)
