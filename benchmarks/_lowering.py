@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Callable
 
 import torch
@@ -9,8 +11,12 @@ from _measure import Contender
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard
+from mdfuse.caching import Cache
 from mdfuse.frontend.handle import Handle
 from mdfuse.hir.verify import verify
+
+#: The rooms that lowering goes through, and whose functions keep answers.
+_ROOMS = tuple(f"mdfuse.{x}." for x in ("extents", "hir", "ir", "layouts", "passes", "reshard"))
 
 #: Divides by every axis of either mesh.
 _EXTENT = 16384
@@ -53,11 +59,28 @@ PROGRAMS: tuple[
 )
 
 
+def forget() -> None:
+    """Empty all caches of definitions, and of what was once asked about their parts."""
+    mf.FusionCache.reset()
+    for name in [name for name in sys.modules if name.startswith("mdfuse.")]:
+        for cache in vars(sys.modules[name]).values():
+            if isinstance(cache, Cache):
+                cache.empty()
+            elif hasattr(cache, "cache_clear"):
+                cache.cache_clear()
+    gc.collect()
+
+
 def lowering(
     define: Callable[[DeviceMesh], mf.FusionDefinition], mesh: dict[str, int]
 ) -> Contender:
-    """Lowering and verification; each on a new mesh and definition, so that nothing is kept."""
-    return Contender(call=_lower, fresh=lambda: define(DeviceMesh.arange(**mesh)))
+    """Lowering and verification; each on a new mesh and definition, with all caches empty."""
+
+    def fresh() -> mf.FusionDefinition:
+        forget()
+        return define(DeviceMesh.arange(**mesh))
+
+    return Contender(call=_lower, fresh=fresh)
 
 
 def _lower(definition: mf.FusionDefinition) -> None:

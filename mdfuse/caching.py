@@ -84,6 +84,11 @@ class Cache(Generic[Value]):
         self.recent = None
         return [self._values.pop(key) for key in gone]
 
+    def empty(self) -> None:
+        """Drop all values; the counters stay."""
+        self.recent = None
+        self._values.clear()
+
     def info(self) -> CacheInfo:
         """The counters, how many values there are, and how many there may be."""
         return CacheInfo(self.hits, self.misses, self.evictions, len(self._values), self.limit)

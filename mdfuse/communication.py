@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mdfuse.errors import CommunicationError
-from mdfuse.extents.index import Term
+from mdfuse.extents.expressions import Term
 from mdfuse.layouts.boxes import box_size
 from mdfuse.layouts.kinds import KINDS, POINT_TO_POINT, REDUCING, SPLITTING
 from mdfuse.layouts.layout import REDUCE_OPS, Layout, replicated

@@ -16,6 +16,7 @@ from mdfuse.hir.passes import (
     sink_waits,
 )
 from mdfuse.hir.program import HostProgram
+from mdfuse.interpreter.garbage import no_collection
 from mdfuse.ir.graph import Fusion, check_fusion
 from mdfuse.passes import (
     choose_orders,
@@ -107,6 +108,7 @@ def host_program(
     return host
 
 
+@no_collection()  # nearly all that is made stays, and would be looked through again and again
 def lower(
     fusion: Fusion,
     should_merge: ShouldMerge | None = None,

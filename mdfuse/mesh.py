@@ -176,20 +176,22 @@ class DeviceMesh:
 
     def rank_at(self, coordinate: Sequence[int]) -> int:
         """The rank at a coordinate."""
+        return self._ranks[self._ravel(coordinate)]
+
+    def _ravel(self, coordinate: Sequence[int]) -> int:
         index = 0
         for i, n in zip(coordinate, self.shape, strict=True):
             index = index * n + i
-        return self._ranks[index]
+        return index
 
     def team(self, rank: int, axis: str) -> tuple[int, ...]:
         """The ranks that differ from `rank` only along `axis`, in mesh order."""
         position, here = self.axis_index(axis), self.coordinate(rank)
         if here is None:
             raise MeshError(f"rank {rank} is not in {self}", hint=f"its ranks: {self._describe()}")
-        return tuple(
-            self.rank_at((*here[:position], i, *here[position + 1 :]))
-            for i in range(self.shape[position])
-        )
+        step = math.prod(self.shape[position + 1 :])
+        first = self._ravel(here) - here[position] * step
+        return tuple(self._ranks[first : first + self.shape[position] * step : step])
 
     def _describe(self) -> str:
         shown = ", ".join(map(str, self._ranks[:16]))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,9 +29,17 @@ Transfer = tuple[int, Tensor]
 #: More elements than any buffer has.
 _ANY_SIZE = 1 << 62
 
+#: How many sizes of buffers a call's compositions are kept for, as many as a program keeps plans.
+_SIZES_KEPT = 32
 
-class Composer(Generic[Made]):
-    """A cache of what `make` returns for the compositions of one call, by sizes of its buffers.
+
+def composer(
+    call: Call, make: Callable[[Composition, Sizes], Made], small_bytes: int | None = None
+) -> Callable[[Sequence[Tensor], Sequence[Tensor]], Made]:
+    """Return a function of srcs and dsts that gives what `make` made for buffers of their sizes.
+
+    At least one buffer is needed. The answers for the sizes that were used last are kept. The
+    function raises CommunicationError where the buffers, the reduce op or the root do not fit.
 
     Args:
         call: what is posted.
@@ -40,38 +48,19 @@ class Composer(Generic[Made]):
             any number.
     """
 
-    __slots__ = ("_call", "_found", "_make", "_small_bytes")
+    @lru_cache(_SIZES_KEPT)
+    def made(count: int, dtype: torch.dtype, *numels: int) -> Made:
+        if call.kind in REDUCING:
+            check_reduction(call.reduce_op, dtype)
+        small = _ANY_SIZE if small_bytes is None else small_bytes // dtype.itemsize
+        sizes = Sizes(srcs=numels[:count], dsts=numels[count:], small=small)
+        return make(algorithms.compose(call, sizes), sizes)
 
-    def __init__(
-        self, call: Call, make: Callable[[Composition, Sizes], Made], small_bytes: int | None = None
-    ) -> None:
-        self._call = call
-        self._make = make
-        self._small_bytes = small_bytes
-        self._found: dict[object, Made] = {}
-
-    def __call__(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Made:
-        """Return what `make` made for buffers of these sizes and dtype; at least one is needed.
-
-        Raises:
-            CommunicationError: the buffers, the reduce op or the root do not fit the call.
-        """
+    def composed(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Made:
         buffers = (*srcs, *dsts)
-        dtype = buffers[0].dtype
-        key = (len(srcs), dtype, *map(Tensor.numel, buffers))
-        found = self._found.get(key)
-        if found is None:
-            if self._call.kind in REDUCING:
-                check_reduction(self._call.reduce_op, dtype)
-            limit = self._small_bytes
-            sizes = Sizes(
-                srcs=tuple(x.numel() for x in srcs),
-                dsts=tuple(x.numel() for x in dsts),
-                small=_ANY_SIZE if limit is None else limit // dtype.itemsize,
-            )
-            composition = algorithms.compose(self._call, sizes)
-            found = self._found[key] = self._make(composition, sizes)
-        return found
+        return made(len(srcs), buffers[0].dtype, *map(Tensor.numel, buffers))
+
+    return composed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +133,7 @@ def transferred(
         call: what is posted.
         transfer: begins receives and sends, at least one of both together; returns their works.
     """
-    bound = Composer(call, lambda composition, sizes: _bound(call, composition, sizes, transfer))
+    bound = composer(call, lambda composition, sizes: _bound(call, composition, sizes, transfer))
     return lambda srcs, dsts: bound(srcs, dsts)([*srcs, *dsts])
 
 

@@ -13,7 +13,7 @@ from mdfuse import hir_lowering
 from mdfuse.caching import Cache
 from mdfuse.communication import Communication
 from mdfuse.compiled.advice import advice
-from mdfuse.compiled.segments import LIMIT, Segment, last_uses, segments_of
+from mdfuse.compiled.segments import Segment, kept, last_uses, segments_of
 from mdfuse.compiled.specialisations import Lowering, Lowerings, lowerings_of
 from mdfuse.config import Options, environment, options_from_environment
 from mdfuse.errors import DefinitionError, MdfuseError
@@ -106,7 +106,7 @@ class Program:
     @cached_property
     def _numbered(self) -> Cache[Program]:
         """The programs for extents that were asked for."""
-        return Cache(LIMIT)
+        return Cache(kept(self.options))
 
     @cached_property
     def last_uses(self) -> tuple[tuple[int, ...], ...]:
@@ -150,7 +150,7 @@ class Program:
     @cached_property
     def _evaluators(self) -> Cache[HostIrEvaluator]:
         """The evaluators on this rank, one for each host program and options."""
-        return Cache(LIMIT)
+        return Cache(kept(self.options))
 
     @cached_property
     def _local_extents(self) -> LocalExtents:
@@ -230,7 +230,7 @@ class Program:
 
         Shapes determine the extents that were not given.
         """
-        return Cache(LIMIT)
+        return Cache(kept(self.options))
 
     def _evaluator(self, host: HostProgram, options: Options | None) -> HostIrEvaluator:
         key = id(host), options

@@ -20,12 +20,13 @@ from torch import Tensor
 
 from mdfuse import hir_lowering
 from mdfuse.caching import Cache
-from mdfuse.config import Options
+from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import MdfuseError, ProgramError
 from mdfuse.extents.assumptions import Guard
 from mdfuse.extents.extent import with_numbers
 from mdfuse.hir.emit.sets import Orders
 from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.interpreter.garbage import no_collection
 from mdfuse.ir.graph import Expr, Fusion
 from mdfuse.ir.ops import TABLE
 from mdfuse.ir.writes import fresh_write
@@ -36,8 +37,13 @@ from mdfuse.runs.extents import check_extents, complete_extents
 if TYPE_CHECKING:
     from mdfuse.compiled.program import Program
 
-#: How many programs of known extents are kept, of a program and of each of its segments.
+#: How many programs of known extents are kept at least, of a program and of each of its segments.
 LIMIT = 32
+
+
+def kept(options: Options | None) -> int:
+    """Return how many programs of known extents are kept: a plan is found through its program."""
+    return max(LIMIT, options_from_environment(options).plans)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +183,7 @@ class Segment:
     @cached_property
     def _numbered(self) -> Cache[Segment]:
         """The segments for extents that were asked for."""
-        return Cache(LIMIT)
+        return Cache(kept(self.options))
 
     @property
     def _some(self) -> Segment:
@@ -197,6 +203,7 @@ def _check_complete(segment: Segment, known: Mapping[str, int]) -> None:
         )
 
 
+@no_collection()
 def segments_of(
     fusion: Fusion, sections: Iterable[Section], host: HostProgram, options: Options | None
 ) -> tuple[Segment, ...]:

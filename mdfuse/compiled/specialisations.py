@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 
 from mdfuse import hir_lowering
 from mdfuse.caching import Cache
-from mdfuse.compiled.segments import LIMIT, Segment, segments_of
+from mdfuse.compiled.segments import Segment, kept, segments_of
 from mdfuse.config import Options
 from mdfuse.errors import MdfuseError, ProgramError
 from mdfuse.extents.assumptions import Assumptions, Guard, assuming
@@ -60,14 +60,20 @@ class Lowerings:
         examples: an example of each symbol.
         assumed: what the definition itself decided about them.
         lower: lowers a fusion: returns it as lowered, its segments and its host program.
+        options: those that it is lowered with.
     """
 
     fusion: Fusion
     examples: Extents
     assumed: Assumptions
     lower: Callable[[Fusion], tuple[Fusion, tuple[Segment, ...], HostProgram]]
+    options: Options | None = None
     made: list[Lowering] = field(default_factory=list)
-    _hosts: Cache[HostProgram] = field(default_factory=lambda: Cache(LIMIT))
+
+    @cached_property
+    def _hosts(self) -> Cache[HostProgram]:
+        """The host programs for extents that were asked for."""
+        return Cache(kept(self.options))
 
     @property
     def symbols(self) -> tuple[str, ...]:
@@ -148,7 +154,7 @@ def lowerings_of(
 ) -> Lowerings:
     """Lower a fusion with symbolic extents once; return what makes the other lowerings."""
     lower = partial(_lowered, should_merge=should_merge, options=options)
-    made = Lowerings(fusion, examples, assumed, lower)
+    made = Lowerings(fusion, examples, assumed, lower, options)
     made.first()
     return made
 

@@ -9,16 +9,24 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Generic, TypeVar
 
+from mdfuse.extents.expressions import (
+    ARITHMETIC,
+    Atom,
+    Monomial,
+    Poly,
+    Term,
+    constant,
+    plus,
+    poly_of,
+    scaled,
+    symbol,
+)
 from mdfuse.extents.facts import Facts, at_least, folded, simplified
-from mdfuse.extents.index import Term
-from mdfuse.extents.polynomials import Atom, Monomial, Poly, constant, plus, poly_of, scaled, symbol
 
-#: relation to 0 -> whether a number has it.
-_TESTS: dict[str, Callable[[int], bool]] = {
-    "==": lambda d: d == 0,
-    "!=": lambda d: d != 0,
-    ">=": lambda d: d >= 0,
-}
+
+def _is(n: int, op: str) -> bool:
+    """Whether a number has the relation to 0."""
+    return bool(ARITHMETIC[op](n, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +46,7 @@ class Guard:
     def holds(self, extents: Mapping[str, int]) -> bool:
         """Whether these extents satisfy the guard."""
         try:
-            return _TESTS[self.op](self.poly.value(extents))
+            return _is(self.poly.value(extents), self.op)
         except ZeroDivisionError:
             return False
 
@@ -104,7 +112,7 @@ class Assumptions:
         poly = simplified(poly, facts)
         n = poly.constant
         if n is not None:
-            return _TESTS[op](int(n))
+            return _is(int(n), op)
         if op == "!=":
             return at_least(poly, 1, facts) or at_least(scaled(poly, -1), 1, facts)
         return op == ">=" and at_least(poly, 0, facts)
@@ -165,7 +173,7 @@ class Assumptions:
         first = _search(lambda n: surely(n, here), here, int(low or 0))
         limit = None if high is None else int(high)
         last = limit if surely(first, limit) else _upwards(lambda n: surely(first, n), here)
-        holds = lambda n: _TESTS[op](poly.value({name: n}))  # noqa: E731
+        holds = lambda n: _is(poly.value({name: n}), op)  # noqa: E731
         while first > int(low or 0) and here - first < 4096 and holds(first - 1):
             first -= 1
         while last is not None and last != limit and last - here < 4096 and holds(last + 1):
@@ -315,7 +323,7 @@ NOTHING = Facts()
 
 def decide(poly: Poly, op: str, examples: Mapping[str, int]) -> bool:
     """Decide by examples whether a polynomial is ==, != or >= 0, and leave a guard."""
-    result = _TESTS[op](poly.value(examples))
+    result = _is(poly.value(examples), op)
     active = _active.get()
     if active is not None:
         examples = active.seen(examples)

@@ -23,8 +23,8 @@ from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mdfuse.extents.assumptions import NOTHING, active_assumptions, decide, known_facts
+from mdfuse.extents.expressions import ARITHMETIC, Poly, constant, plus, symbol, times
 from mdfuse.extents.facts import Facts, folded, simplified
-from mdfuse.extents.polynomials import Poly, constant, plus, symbol, times
 
 T = TypeVar("T")
 
@@ -66,32 +66,33 @@ class Extent(_Integer):
 
     # -- decisions -------------------------------------------------------------------------------
 
-    def _compared(self, other: object, op: str, times: int, off: int) -> Any:
-        """Decide `times * (self - other) + off op 0` by the examples, and leave a guard."""
+    def _compared(self, other: object, op: str) -> Any:
+        """Decide by the examples, and leave a guard."""
         if isinstance(other, float):
-            return getattr(operator, _NAMES[op, times, off])(pinned(self), other)
+            return ARITHMETIC[op](pinned(self), other)  # type: ignore[arg-type]
         if not isinstance(other, int | Extent):
             return NotImplemented
+        relation, times, off = _RELATIONS[op]
         poly = plus(constant(off), plus(self.poly, poly_from(other), -1), times)
-        return decide(poly, op, _merged(self, other))
+        return decide(poly, relation, _merged(self, other))
 
     def __eq__(self, other: object) -> Any:
-        return self._compared(other, "==", 1, 0)
+        return self._compared(other, "==")
 
     def __ne__(self, other: object) -> Any:
-        return self._compared(other, "!=", 1, 0)
+        return self._compared(other, "!=")
 
     def __ge__(self, other: object) -> Any:
-        return self._compared(other, ">=", 1, 0)
+        return self._compared(other, ">=")
 
     def __gt__(self, other: object) -> Any:
-        return self._compared(other, ">=", 1, -1)
+        return self._compared(other, ">")
 
     def __le__(self, other: object) -> Any:
-        return self._compared(other, ">=", -1, 0)
+        return self._compared(other, "<=")
 
     def __lt__(self, other: object) -> Any:
-        return self._compared(other, ">=", -1, -1)
+        return self._compared(other, "<")
 
     def __bool__(self) -> bool:
         return decide(self.poly, "!=", self.examples)
@@ -147,14 +148,14 @@ class Extent(_Integer):
         return self if self >= 0 else -self
 
 
-#: What compares a pinned extent with a float: (relation, sign, offset) -> function of `operator`.
-_NAMES = {
-    ("==", 1, 0): "eq",
-    ("!=", 1, 0): "ne",
-    (">=", 1, 0): "ge",
-    (">=", 1, -1): "gt",
-    (">=", -1, 0): "le",
-    (">=", -1, -1): "lt",
+#: a op b -> (relation, sign, offset): whether `sign * (a - b) + offset` has the relation to 0.
+_RELATIONS = {
+    "==": ("==", 1, 0),
+    "!=": ("!=", 1, 0),
+    ">=": (">=", 1, 0),
+    ">": (">=", 1, -1),
+    "<=": (">=", -1, 0),
+    "<": (">=", -1, -1),
 }
 
 
@@ -207,7 +208,7 @@ def _calculated(op: str, a: Any, b: Any) -> Any:
     """Compute with extents and numbers; a result that has symbols is an extent."""
     if isinstance(a, float) or isinstance(b, float):
         a, b = (pinned(x) if type(x) is Extent else x for x in (a, b))
-        return _FLOATS[op](a, b)
+        return ARITHMETIC[op](a, b)
     if not (isinstance(a, int | Extent) and isinstance(b, int | Extent)):
         return NotImplemented
     p, q, examples = poly_from(a), poly_from(b), _merged(a, b)
@@ -225,15 +226,6 @@ def _calculated(op: str, a: Any, b: Any) -> Any:
         return _extent(folded(op, p, q, NOTHING), examples)
     examples, facts = {**active.seen(examples)}, active.facts
     return _extent(folded(op, simplified(p, facts), simplified(q, facts), facts), examples)
-
-
-_FLOATS: dict[str, Callable[[Any, Any], Any]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "//": operator.floordiv,
-    "mod": operator.mod,
-}
 
 
 def smaller(a: int, b: int) -> int:

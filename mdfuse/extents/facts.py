@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
 
-from mdfuse.extents.index import Term
-from mdfuse.extents.polynomials import (
+from mdfuse.extents.expressions import (
     Atom,
-    Fold,
+    Calc,
     Monomial,
     Number,
     Poly,
+    Term,
     constant,
     one,
     plus,
@@ -81,7 +81,7 @@ def folded(op: str, a: Poly, b: Poly, facts: Facts) -> Poly:
 
 @lru_cache(_KEPT)
 def _atom(op: str, a: Poly, b: Poly) -> Poly:
-    return one(Fold(op, a, b))
+    return one(Calc(op, a, b))
 
 
 def _by_symbols(op: str, a: Poly, b: Poly, facts: Facts) -> Poly:
@@ -172,7 +172,7 @@ def _without_lesser(op: str, a: Poly, b: Poly, facts: Facts) -> Poly:
     """
     for monomial, c in a.terms:
         fold = monomial[0] if len(monomial) == 1 and abs(c) == 1 else None
-        if not isinstance(fold, Fold) or fold.op != (op if c > 0 else _OPPOSITE[op]):
+        if not isinstance(fold, Calc) or fold.op != (op if c > 0 else _OPPOSITE[op]):
             continue
         rest = poly_of({m: k for m, k in a.terms if m != monomial})
         for x, y in ((fold.left, fold.right), (fold.right, fold.left)):
@@ -222,11 +222,11 @@ def bounds(a: Poly, facts: Facts) -> Range:
 @lru_cache(_KEPT)
 def _lower(a: Poly, facts: Facts, depth: int) -> Number | None:
     """Return a lower bound, or None; atoms are replaced by bounds, nested ones `depth` deep."""
-    folds = [(m[0], c) for m, c in a.terms if len(m) == 1 and isinstance(m[0], Fold)]
+    folds = [(m[0], c) for m, c in a.terms if len(m) == 1 and isinstance(m[0], Calc)]
     if folds and depth:  # first those of which both operands count, and what others are inside of
         atom, c = max(folds, key=lambda f: (_is_least(*f), f[0].size))
         rest = poly_of({m: k for m, k in a.terms if m != (atom,)})
-        return _lower_of_fold(rest, atom, c, facts, depth - 1)
+        return _lower_with(rest, atom, c, facts, depth - 1)
     total: Number = 0
     for monomial, c in a.terms:
         low, high = _monomial_range(monomial, facts, depth)
@@ -237,12 +237,12 @@ def _lower(a: Poly, facts: Facts, depth: int) -> Number | None:
     return total
 
 
-def _is_least(atom: Fold, c: Number) -> bool:
+def _is_least(atom: Calc[Poly], c: Number) -> bool:
     """Whether c * atom is the least of c times its operands."""
     return atom.op == ("min" if c > 0 else "max")
 
 
-def _lower_of_fold(rest: Poly, atom: Fold, c: Number, facts: Facts, depth: int) -> Number | None:
+def _lower_with(rest: Poly, atom: Calc[Poly], c: Number, facts: Facts, depth: int) -> Number | None:
     """Return a lower bound of rest + c * atom, or None."""
     if atom.op in ("min", "max"):
         found = [_lower(plus(rest, x, c), facts, depth) for x in (atom.left, atom.right)]
@@ -264,14 +264,14 @@ def _monomial_range(monomial: Monomial, facts: Facts, depth: int) -> Range:
     low: Number = 1
     high: Number | None = 1
     for atom in monomial:
-        a, b = facts.range(atom.name) if isinstance(atom, Term) else _fold_range(atom, facts, depth)
+        a, b = facts.range(atom.name) if isinstance(atom, Term) else _calc_range(atom, facts, depth)
         if a is None or a < 0:
             return None, None
         low, high = low * a, None if high is None or b is None else high * b
     return low, high
 
 
-def _fold_range(atom: Fold, facts: Facts, depth: int) -> Range:
+def _calc_range(atom: Calc[Poly], facts: Facts, depth: int) -> Range:
     if not depth:
         return None, None
     low = _lower(one(atom), facts, depth - 1)

@@ -52,6 +52,8 @@ class Recorder:
         self.names: list[str] = []
         self._constants: dict[int, float | int | bool] = {}
         self._exprs: list[Expr] = []
+        #: id of a value -> the number of the expression that computes it
+        self._made_by: dict[int, int] = {}
         self._inputs: list[int] = []
         self._outputs: list[int] = []
         self._fresh = Names()
@@ -148,6 +150,7 @@ class Recorder:
             self._used.setdefault(name, site.source)
         settings = _settings(self._symbols.current(attrs))
         name = self._fresh.fresh(self.values, site.name or "t")
+        self._made_by[len(self.names)] = len(self._exprs)
         self._exprs.append(
             Expr(op=op, inputs=inputs, output=name, attrs=settings, source=site.source)
         )
@@ -305,6 +308,7 @@ class Recorder:
         fact = self._add_scalar(site, _SCALAR_DTYPES[type(result)], result if constant else None)
         if not constant:
             settings, name = _settings(attrs), self.names[-1]
+            self._made_by[len(self.names) - 1] = len(self._exprs)
             self._exprs.append(
                 Expr(op=op, inputs=inputs, output=name, attrs=settings, source=site.source)
             )
@@ -359,11 +363,17 @@ class Recorder:
         new = self._fresh.fresh(self.values, name)
         old, self.names[of] = self.names[of], new
         self._fresh.free(old)
-        self.values = {
-            (new if k == old else k): (replace(v, name=new) if k == old else v)
-            for k, v in self.values.items()
-        }
-        self._exprs = [replace(e, output=new) if e.output == old else e for e in self._exprs]
+        value = replace(self.values[old], name=new)
+        if next(reversed(self.values)) == old:  # nearly always: it was made by the call before
+            del self.values[old]
+            self.values[new] = value
+        else:
+            self.values = {
+                (new if k == old else k): (value if k == old else v) for k, v in self.values.items()
+            }
+        if of in self._made_by:
+            n = self._made_by[of]
+            self._exprs[n] = replace(self._exprs[n], output=new)
         self._stated[new] = self._stated.pop(old)
         self.values, self._exprs = self._symbols.rename(old, new, self.values, self._exprs)
 

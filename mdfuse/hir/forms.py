@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mdfuse.errors import ProgramError
-from mdfuse.extents.index import DEEPEST, LARGEST, Calc, Index, Term, terms
+from mdfuse.extents.expressions import DEEPEST, LARGEST, Calc, Index, Term, terms
 from mdfuse.hir.instructions import BUFFER_OPS, INSTRUCTIONS, Row, op_of, row_of
 from mdfuse.ir.attributes import Attr, is_permutation
 from mdfuse.ir.graph import attr_text
@@ -239,7 +239,7 @@ def _is_operand(x: Any, row: Row) -> bool:
         return x is None and row.name not in BUFFER_OPS and row.name not in ("send", "recv", "wait")
     if type(x) is int:
         return -LARGEST - 1 <= x <= LARGEST
-    return x is None or isinstance(x, bool | float | Calc | Term)
+    return x is None or isinstance(x, (bool, float, Term, Calc))
 
 
 def _count(n: int) -> str:

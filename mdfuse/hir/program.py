@@ -12,13 +12,11 @@ import torch
 
 from mdfuse.communication import Communication
 from mdfuse.errors import ProgramError, Source
-from mdfuse.extents.index import Calc, Index, Term, resolve, terms
+from mdfuse.extents.expressions import UNKNOWN, Index, Term, resolve, terms
 from mdfuse.hir.forms import check_forms, check_nesting
-from mdfuse.hir.instructions import POSTS, op_of
+from mdfuse.hir.instructions import BLOCKS, POSTS
 from mdfuse.hir.orders import Order, orders_of
 from mdfuse.ir.graph import Operand, dtype_name
-from mdfuse.ir.local_attributes import ExprPart
-from mdfuse.ir.ops import local_attrs
 from mdfuse.layouts.boxes import Box
 from mdfuse.layouts.layout import Layout, Replicate
 from mdfuse.mesh import DeviceMesh
@@ -137,16 +135,22 @@ class Instruction:
         return dict(self.attrs)
 
     @property
-    def indices(self) -> Iterator[Index]:
+    def indices(self) -> list[Index]:
         """The index expressions in its operands and attributes."""
-        values = (*self.inputs, *(v for _, v in self.attrs))
-        return (x for x in values if isinstance(x, Calc | Term))
+        found: list[Any] = [x for x in self.inputs if type(x) in UNKNOWN]
+        return found + [v for _, v in self.attrs if type(v) in UNKNOWN]
 
     def walk(self) -> Iterator[Instruction]:
         """Yield the instruction, then all instructions inside it."""
         yield self
         for inner in (*self.body, *self.orelse):
             yield from inner.walk()
+
+    def changed(self, **fields: Any) -> Instruction:
+        """Return the instruction with these fields; itself where it has them already."""
+        pairs = [(getattr(self, name), value) for name, value in fields.items()]
+        is_same = all(old is new or old == new for old, new in pairs)
+        return self if is_same else replace(self, **fields)
 
     def __str__(self) -> str:
         return f"{self.fn or self.op} -> {', '.join(self.outputs)}" if self.outputs else self.op
@@ -219,7 +223,10 @@ class HostProgram:
     def walk(self) -> Iterator[Instruction]:
         """Yield all instructions, those inside loops, branches and host units included."""
         for i in self.instructions:
-            yield from i.walk()
+            if i.body or i.orelse:
+                yield from i.walk()
+            else:
+                yield i
 
     @cached_property
     def checked(self) -> HostProgram:
@@ -244,7 +251,7 @@ class HostProgram:
         """The meshes of its buffers and communications."""
         found = [t.layout.mesh for t in self.types.values() if t.layout is not None]
         found += [m for c in self.communications for m in (c.source.mesh, c.destination.mesh)]
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys({id(m): m for m in found}.values()))
 
     @cached_property
     def last_rank(self) -> int:
@@ -306,20 +313,23 @@ class HostProgram:
             return all(self.has(name, rank) for name in i.reads)
         return all(self.has(name, rank) for name in i.outputs if name in self.types)
 
+    @cached_property
+    def is_straight(self) -> bool:
+        """Whether all is known before: there is no loop, no branch and no index expression."""
+        return not any(i.op in BLOCKS or bool(i.indices) for i in self.walk())
+
     def project(self, rank: int) -> HostProgram:
         """Return the projection for one rank; a projection is returned as it is."""
-        from mdfuse.hir.passes import late_waits, local_streams
+        from mdfuse.hir.projection import project
 
-        if self.rank is not None:
-            return self
-        kept = self.checked._block(self.instructions, rank, set())
-        named = {*self.inputs, *self.outputs}
-        named.update(n for i in kept for j in i.walk() for n in j.outputs)
-        named.update(n for pair in self.aliases.items() for n in pair)
-        known = self.knows(rank)
-        types = {n: t.at(known) for n, t in self.types.items() if n in named}
-        found = replace(self, types=types, instructions=tuple(kept), rank=rank)
-        return late_waits.run(local_streams.run(found, self))
+        return project(self, rank)
+
+    @cached_property
+    def near(self) -> Mapping[DeviceMesh | None, list[int]]:
+        """Mesh -> positions of the instructions that its ranks may execute; None: all ranks."""
+        from mdfuse.hir.projection import near
+
+        return near(self)
 
     def knows(self, rank: int, mesh: DeviceMesh | None = None) -> Known:
         """Return a lookup of index terms on a rank: the number of a term, None for a loop index.
@@ -354,109 +364,17 @@ class HostProgram:
             )
         return -1
 
-    def _block(
-        self, block: tuple[Instruction, ...], rank: int, handles: set[str]
-    ) -> list[Instruction]:
-        """Return the instructions of a block that a rank executes."""
-        known = self.knows(rank)
-        kept: list[Instruction] = []
-        for i in block:
-            match i.op:
-                case "for":
-                    body = self._block(i.body, rank, handles)
-                    if body:
-                        kept.append(replace(i, attrs=resolved(i.attrs, known), body=tuple(body)))
-                case "if":
-                    kept += self._branch(i, rank, handles)
-                case "free":
-                    mine = tuple(n for n in i.reads if self.has(n, rank))
-                    kept += [replace(i, inputs=mine)] if mine else []
-                case "wait":
-                    kept += [self._localized(i, rank)] if handles.intersection(i.reads) else []
-                case _ if self.runs_on(i, rank):
-                    if i.op in POSTS:
-                        handles.update(i.outputs)
-                    kept.append(self._localized(i, rank))
-        return kept
-
-    def _branch(self, i: Instruction, rank: int, handles: set[str]) -> list[Instruction]:
-        """Return a rank's branch, or just the instructions of the side that surely runs."""
-        attrs = resolved(i.attrs, self.knows(rank))
-        test = dict(attrs)["test"]
-        if isinstance(test, int):
-            return self._block(i.body if test else i.orelse, rank, handles)
-        body = tuple(self._block(i.body, rank, handles))
-        orelse = tuple(self._block(i.orelse, rank, handles))
-        return [replace(i, attrs=attrs, body=body, orelse=orelse)] if body or orelse else []
-
-    def _localized(self, i: Instruction, rank: int) -> Instruction:
-        """Return an instruction with one rank's buffers and attributes."""
-        body = tuple(self._localized(inner, rank) for inner in i.body)
-        attrs, comm, known, op = i.attrs, i.comm, self.knows(rank), op_of(i)
-        is_transfer = i.op in POSTS and comm is None
-        if is_transfer:
-            layout = self.types[i.reads[0]].layout
-            known = self.knows(rank, layout.mesh if layout is not None else None)
-        if any(True for _ in i.indices):
-            attrs = resolved(attrs, known)
-        if is_transfer:
-            attrs = self._peer(i, dict(attrs), rank)
-        elif op is not None and self.types[i.outputs[0]].layout is not None:
-            attrs = tuple(local_attrs(op, dict(attrs), self._part(i, rank)).items())
-        if comm is not None:
-            comm = comm.at(known)
-        inputs = i.inputs if i.op == "return" else tuple(self._mine(x, rank) for x in i.inputs)
-        return replace(i, inputs=inputs, attrs=attrs, comm=comm, body=body)
-
-    def _peer(
-        self, i: Instruction, attrs: dict[str, Any], rank: int
-    ) -> tuple[tuple[str, Any], ...]:
-        """Return a transfer's attributes, with a rank in place of a position along an axis."""
-        side = "to" if i.op == "send" else "from"
-        axis, peer = attrs.get("axis"), attrs[side]
-        if axis is None or not isinstance(peer, int):
-            return tuple(attrs.items())
-        layout = self.types[i.reads[0]].layout
-        assert layout is not None
-        team = layout.mesh.team(rank, axis)
-        if not 0 <= peer < len(team):
-            raise ProgramError(
-                f"@{self.name}: {i.op} %{i.reads[0]} has {side}={peer} along {axis}",
-                where=[i.source.quote()] if i.source else (),
-                because=f"the positions along {axis} are 0 to {len(team) - 1}",
-                hint="take it modulo the size of the axis",
-            )
-        del attrs["axis"]
-        return tuple({**attrs, side: team[peer]}.items())
-
-    def _part(self, i: Instruction, rank: int) -> ExprPart:
-        """Return what a rank holds of the operands and the result of an op of the table."""
-        kinds = [self.types.get(x) if isinstance(x, str) else None for x in i.inputs]
-        tensors = [k if k is not None and k.layout is not None else None for k in kinds]
-        output = self.types[i.outputs[0]]
-        return ExprPart(
-            shapes=tuple(k.shape if k is not None else None for k in tensors),
-            boxes=tuple(k.box(rank) if k is not None else None for k in tensors),
-            shape=output.shape,
-            box=output.box(rank),
-        )
-
-    def _mine(self, operand: Operand, rank: int) -> Operand:
-        if isinstance(operand, str) and operand in self.types:
-            return operand if self.has(operand, rank) else None
-        if isinstance(operand, Calc | Term):
-            return resolve(operand, self.knows(rank))
-        return operand
-
     def relocalized(self, i: Instruction) -> Instruction:
         """Localize an instruction of a projection again, after its types became more exact."""
+        from mdfuse.hir.projection import localized
+
         assert self.rank is not None
-        return self._localized(i, self.rank)
+        return localized(self, i, self.rank, self.knows(self.rank))
 
 
 def resolved(attrs: tuple[tuple[str, Any], ...], known: Known) -> tuple[tuple[str, Any], ...]:
     """Return attributes with their index expressions resolved as far as terms are known."""
-    return tuple((k, resolve(v, known) if isinstance(v, Calc | Term) else v) for k, v in attrs)
+    return tuple((k, resolve(v, known)) for k, v in attrs)
 
 
 def _first(term: Term) -> int:

@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from mdfuse.errors import ProgramError
-from mdfuse.extents.index import Calc, Index, Term, resolve
+from mdfuse.extents.expressions import Index, Term, resolve
 from mdfuse.hir.instructions import POSTS
 from mdfuse.hir.program import BufferType, HostProgram, Instruction, index_names, resolved
 from mdfuse.ir.graph import Operand
@@ -35,6 +35,8 @@ def write(program: HostProgram) -> HostProgram:
     """
     if program.rank is None:
         raise ProgramError("only one rank's program is written out", hint="project it first")
+    if program.is_straight and not program.aliases:
+        return program
     return _Unrolled(program).write()
 
 
@@ -193,7 +195,7 @@ class _Unrolled:
         if i.op == "free":
             self.bound.difference_update(map(self.program.root, i.reads))
         i = self.renamed(i)
-        for index in (x for inner in i.walk() for x in inner.indices):
+        for index in (x for inner in (i, *i.body) for x in inner.indices):
             raise self.unknown(index, f"{i.fn or i.op}: the index", i)
         self.code.append(i)
 
@@ -208,7 +210,7 @@ class _Unrolled:
         body = tuple(map(self.renamed, i.body))
         comm = i.comm.at(self.known) if i.comm is not None else None
         attrs = resolved(i.attrs, self.known)
-        i = replace(i, inputs=inputs, outputs=outputs, attrs=attrs, comm=comm, body=body)
+        i = i.changed(inputs=inputs, outputs=outputs, attrs=attrs, comm=comm, body=body)
         return self.local.relocalized(i) if self.env and i.op not in ("launch", "free") else i
 
     def at(self, name: str, kind: BufferType, i: Instruction) -> BufferType:
@@ -236,7 +238,7 @@ class _Unrolled:
     def operand(self, x: Operand) -> Operand:
         if isinstance(x, str):
             return self.env[x] if x in self.env else self.typed(x)
-        return resolve(x, self.known) if isinstance(x, Calc | Term) else x
+        return resolve(x, self.known)
 
 
 def _iterations(start: int, stop: int, step: int) -> int:

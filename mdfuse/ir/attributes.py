@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from mdfuse.extents.index import LARGEST, Calc, Term
+from mdfuse.extents.expressions import LARGEST, UNKNOWN
 from mdfuse.names import is_name
 
 #: (value, number of dims of the tensor or None) -> whether the attribute may have the value.
@@ -63,7 +63,7 @@ def _is_extent(x: Any, n: int | None) -> bool:
 
 
 def _is_index(x: Any, n: int | None) -> bool:
-    return isinstance(x, Calc | Term) or _is_int(x)
+    return isinstance(x, UNKNOWN) or _is_int(x)
 
 
 def _is_number(x: Any, n: int | None) -> bool:

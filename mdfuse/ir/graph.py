@@ -12,13 +12,13 @@ from typing import Any, Literal
 import torch
 
 from mdfuse.errors import MdfuseError, Source
-from mdfuse.extents.index import Calc, Term
+from mdfuse.extents.expressions import Index
 from mdfuse.layouts.layout import Layout, Stream
 from mdfuse.names import is_name
 
 #: What an expression reads: the name of a value, or a number, or nothing (an absent bias). In host
 #: programs a number may be an index expression.
-Operand = str | bool | int | float | Calc | Term | None
+Operand = Index | str | bool | float | None
 
 #: torch dtype -> its short name in printed programs.
 DTYPE_NAMES: dict[torch.dtype, str] = {

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import product
 
 from mdfuse.errors import LayoutError, MeshError
-from mdfuse.extents.index import Index, Term, resolve
+from mdfuse.extents.expressions import Index, Term, resolve
 from mdfuse.layouts.boxes import Box, Interval, box_shape, nth_chunk
 from mdfuse.mesh import DeviceMesh, as_mesh
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import count
 
-from mdfuse.extents.extent import are_same, poly_from
-from mdfuse.extents.polynomials import Poly
+from mdfuse.extents.expressions import Poly
+from mdfuse.extents.extent import are_same, is_symbolic, poly_from
 from mdfuse.ir import dims
 from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.ir.ops import TABLE
@@ -57,9 +57,9 @@ def extent_ids(fusion: Fusion) -> dict[Dim, int]:
     found = input_extents(fusion)
     by_symbol: dict[Poly, int] = {}
     for (name, dim), i in found.items():
-        extent = poly_from(fusion.values[name].shape[dim])
-        if extent.constant is None:
-            by_symbol.setdefault(extent, i)
+        extent = fusion.values[name].shape[dim]
+        if is_symbolic(extent):
+            by_symbol.setdefault(poly_from(extent), i)
     for expr in fusion.exprs:
         out = fusion.values[expr.output]
         if not out.is_tensor:
@@ -67,7 +67,8 @@ def extent_ids(fusion: Fusion) -> dict[Dim, int]:
         labels = dim_map(expr, fusion.values)
         for dim, n in enumerate(out.shape):
             ids = [found[d] for d in _sources(expr, fusion.values, labels, dim) if d in found]
-            ids += filter(None, [by_symbol.get(poly_from(n))])
+            if is_symbolic(n):
+                ids += filter(None, [by_symbol.get(poly_from(n))])
             if ids:
                 found[expr.output, dim] = ids[0]
     return found

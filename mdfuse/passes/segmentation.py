@@ -228,24 +228,29 @@ def _may_merge(
 
 def _asked(merge: ShouldMerge, first: Group, second: Group) -> bool:
     """Return what the predicate says of two groups; LoweringError where that is no answer."""
-    where = [f"{e.op} -> %{e.output}{_quoted(e.source)}" for e in (*first.exprs, *second.exprs)]
     try:
         answer = merge(first, second)
     except Exception as error:
         raise LoweringError(
             f"should_merge raised {type(error).__name__}: {error}",
-            where=[f"asked of {first} and {second}", *where],
+            where=[f"asked of {first} and {second}", *_expressions(first, second)],
             because="it is asked of groups of which one reads what the other computes",
             hint="return True or False for every two groups",
         ) from error
     if type(answer) is not bool:
         raise LoweringError(
             f"should_merge answered {answer!r} for {first} and {second}",
-            where=where,
+            where=_expressions(first, second),
             because="two groups may become one, or not",
             hint="return True or False",
         )
     return answer
+
+
+def _expressions(*groups: Group) -> list[str]:
+    """Return the expressions of groups as errors show them."""
+    exprs = (e for group in groups for e in group.exprs)
+    return [f"{e.op} -> %{e.output}{_quoted(e.source)}" for e in exprs]
 
 
 class HostLoops:

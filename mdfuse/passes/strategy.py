@@ -6,9 +6,11 @@ dim labels. Every pass that needs the answer asks here again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
+from mdfuse.caching import Cache
+from mdfuse.extents.assumptions import active_assumptions
 from mdfuse.ir.dims import DimMap, Labels
 from mdfuse.ir.graph import Expr, Value
 from mdfuse.ir.ops import TABLE
@@ -47,6 +49,50 @@ def choose(expr: Expr, values: Mapping[str, Value], law: Layout | None = None) -
     if expr.op == "stride_order" and law is not None:
         # A memory order is required of the value where it is in the end, so a reshard comes before.
         return Strategy(wanted=dict.fromkeys(expr.reads, law), result=law)
+    if active_assumptions() is not None:  # each decision about a symbolic extent leaves a guard
+        return _chosen(expr, values, law)
+    names, key = _question(expr, values, law)
+    answer = CHOICES.find(key)
+    if answer is None:
+        strategy = _chosen(expr, values, law)
+        if strategy is None:
+            return None
+        answer = tuple(strategy.wanted[name] for name in names), strategy.result
+        CHOICES.put(key, answer)
+    wanted, result = answer
+    return Strategy(wanted=dict(zip(names, wanted, strict=True)), result=result)
+
+
+#: What was chosen: layouts of the operands and of the result. Passes ask several times about an
+#: expression, and layers of a model ask the same.
+CHOICES: Cache[tuple[tuple[Layout, ...], Layout]] = Cache(limit=16384)
+
+#: The labels of dims, by op, shapes and attributes.
+LABELS: Cache[DimMap] = Cache(limit=16384)
+
+
+def _question(
+    expr: Expr, values: Mapping[str, Value], law: Layout | None
+) -> tuple[tuple[str, ...], Hashable]:
+    """Return the tensors that an expression reads, and all that `_chosen` sees but their names."""
+    places: dict[str, int] = {}
+    pattern: list[int | None] = []
+    for x in expr.inputs:
+        if isinstance(x, str) and values[x].is_tensor:
+            pattern.append(places.setdefault(x, len(places)))
+        else:
+            pattern.append(-1 if x is not None else None)
+    operands = []
+    for name in places:
+        v = values[name]
+        operands.append((v.shape, v.dtype, v.expanded, v.layout))
+    out = values[expr.output]
+    result = out.shape, out.dtype, out.expanded
+    key = expr.op, expr.attrs, tuple(pattern), tuple(operands), result, law
+    return tuple(places), key
+
+
+def _chosen(expr: Expr, values: Mapping[str, Value], law: Layout | None) -> Strategy | None:
     operands, labels = _operands(expr, values)
     mesh = _mesh(operands, law)
     if mesh is None:
@@ -79,10 +125,18 @@ def choose(expr: Expr, values: Mapping[str, Value], law: Layout | None = None) -
 
 def dim_map(expr: Expr, values: Mapping[str, Value]) -> DimMap:
     """Return the labels of an expression's dims."""
-    shapes = [
+    shapes = tuple(
         values[x].shape if isinstance(x, str) and values[x].is_tensor else None for x in expr.inputs
-    ]
-    return TABLE[expr.op].rule(shapes, values[expr.output].shape, expr.kwargs)
+    )
+    rule, out = TABLE[expr.op].rule, values[expr.output].shape
+    if active_assumptions() is not None:
+        return rule(shapes, out, expr.kwargs)
+    key = rule, shapes, out, expr.attrs
+    found = LABELS.find(key)
+    if found is None:
+        found = rule(shapes, out, expr.kwargs)
+        LABELS.put(key, found)
+    return found
 
 
 def _operands(expr: Expr, values: Mapping[str, Value]) -> tuple[list[_Operand], DimMap]:

@@ -76,6 +76,8 @@ def _kept_dim(expr: Expr, values: Mapping[str, Value], dim: int) -> int | None:
 
 def streamed_alike(fusion: Fusion) -> Callable[[str], object]:
     """Return a function: streamed value -> a key, equal where streamed dims correspond."""
+    if all(value.stream is None for value in fusion.values.values()):
+        return lambda value: None
     same: UnionFind[tuple[str, int]] = UnionFind()
     for expr in fusion.exprs:
         for first, *others in _corresponding(expr, fusion.values):

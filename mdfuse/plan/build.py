@@ -18,6 +18,7 @@ from torch import Tensor
 from mdfuse.backends.base import Poster
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import HostProgram
+from mdfuse.interpreter.garbage import no_collection
 from mdfuse.layouts.call import Call
 from mdfuse.plan.context import CALLER_SLOT, Context, Fuse, Step, updated_names
 from mdfuse.plan.index_checks import IndexChecks
@@ -206,6 +207,7 @@ class Plan:
         raise IndexError(line)
 
 
+@no_collection()
 def build(
     program: HostProgram,
     bind: Callable[[Call], Poster],

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mdfuse.runtime.stacks import no_collection
+from mdfuse.interpreter.garbage import no_collection
 
 
 class Recording(Protocol):

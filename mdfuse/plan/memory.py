@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mdfuse.interpreter.garbage import no_collection
 from mdfuse.plan.lines import Line, NewBuffer, in_form
+from mdfuse.plan.packing import MANY, Life, peak, place, place_in, size_of
 
 #: Offsets are multiples of this: torch aligns new buffers so, kernels may count on it.
 ALIGNMENT = {"cpu": 64, "cuda": 512}
@@ -28,23 +30,8 @@ ALIGNMENT = {"cpu": 64, "cuda": 512}
 #: allocator would hold at once.
 WORTH = 1.05
 
-#: With more buffers than this only those of equal size share a place: packing is quadratic.
-MANY = 2000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Life:
-    """A buffer, and the first and last line that use it; `new`: None where torch allocates it."""
-
-    slot: int
-    new: NewBuffer | None
-    nbytes: int
-    start: int
-    stop: int
-
-    def meets(self, other: Life) -> bool:
-        """Tell whether both buffers are in use at some time."""
-        return self.start <= other.stop and other.start <= self.stop
+#: At how many heights of its memory it is tried to leave what lies above to torch.
+TRIED = 64
 
 
 def lives(lines: Sequence[Line], results: Iterable[int | None]) -> list[Life]:
@@ -132,114 +119,6 @@ def _joined(found: Sequence[Life], home: Mapping[int, int]) -> list[Life]:
     ]
 
 
-def place(found: Sequence[Life], alignment: int) -> dict[int, int]:
-    """Choose an offset for each buffer, so that those in use at the same time do not overlap.
-
-    Three ways are tried, and the one that takes the least memory is taken: the largest first, the
-    longest in use first, each as far down as it fits; and in the order of use. Offsets are
-    multiples of the alignment, in bytes.
-
-    Returns:
-        slot -> offset in bytes.
-    """
-    if len(found) > MANY:
-        return _place_equal(found, alignment)
-    orders = (
-        sorted(found, key=lambda x: (-x.nbytes, x.start)),
-        sorted(found, key=lambda x: (x.start - x.stop, -x.nbytes)),
-    )
-    tried = [_place_in(order, alignment) for order in orders]
-    tried.append(_place_in_time(found, alignment))
-    return min(tried, key=lambda offsets: size_of(found, offsets))
-
-
-def size_of(found: Sequence[Life], offsets: Mapping[int, int]) -> int:
-    """Return the bytes that placed buffers take together."""
-    return max((offsets[x.slot] + x.nbytes for x in found), default=0)
-
-
-def _place_in(order: Sequence[Life], alignment: int) -> dict[int, int]:
-    offsets: dict[int, int] = {}
-    placed: list[Life] = []
-    for life in order:
-        taken = sorted(
-            (offsets[x.slot], offsets[x.slot] + x.nbytes) for x in placed if x.meets(life)
-        )
-        at = 0
-        for start, stop in taken:
-            if at + life.nbytes <= start:
-                break
-            at = max(at, _up(stop, alignment))
-        offsets[life.slot] = at
-        placed.append(life)
-    return offsets
-
-
-def _place_in_time(found: Sequence[Life], alignment: int) -> dict[int, int]:
-    """Place buffers in the order of use, each in the smallest gap, at either end of the memory.
-
-    So a small buffer does not lie in the middle of what the next large one needs: in a chain of
-    large buffers and small ones between them, the large ones change places.
-    """
-    bound, offsets = _up(peak(found), alignment), dict[int, int]()
-    placed: list[Life] = []
-    for life in sorted(found, key=lambda x: (x.start, -x.nbytes)):
-        taken = [(offsets[x.slot], offsets[x.slot] + x.nbytes) for x in placed if x.meets(life)]
-        size = _up(life.nbytes, alignment)
-        gaps = [(a, b) for a, b in _gaps(taken, bound, alignment) if b - a >= size]
-        if gaps:
-            start, stop = min(gaps, key=lambda gap: gap[1] - gap[0])
-            offsets[life.slot] = stop - size if start > 0 and stop == bound else start
-        else:
-            offsets[life.slot] = max((_up(stop, alignment) for _, stop in taken), default=0)
-        placed.append(life)
-    return offsets
-
-
-def _gaps(taken: Sequence[tuple[int, int]], bound: int, alignment: int) -> list[tuple[int, int]]:
-    """Return the free intervals between pieces of memory that are taken."""
-    gaps, at = [], 0
-    for start, stop in sorted(taken):
-        gaps.append((at, start))
-        at = max(at, _up(stop, alignment))
-    return [*gaps, (at, bound)]
-
-
-def _place_equal(found: Sequence[Life], alignment: int) -> dict[int, int]:
-    """Give a buffer the place of an equally large one that is no longer in use."""
-    offsets: dict[int, int] = {}
-    free: dict[int, list[tuple[int, int]]] = defaultdict(list)  # size -> (in use until, offset)
-    end = 0
-    for life in found:
-        places = free[life.nbytes]
-        ready = next((p for p in places if p[0] < life.start), None)
-        if ready is not None:
-            places.remove(ready)
-        offset = end if ready is None else ready[1]
-        end = max(end, _up(offset + life.nbytes, alignment))
-        offsets[life.slot] = offset
-        places.append((life.stop, offset))
-    return offsets
-
-
-def _up(n: int, alignment: int) -> int:
-    return -(-n // alignment) * alignment
-
-
-def peak(found: Iterable[Life]) -> int:
-    """Return the most bytes that are in use at once."""
-    changes: dict[int, int] = defaultdict(int)
-    for life in found:
-        # odd keys lie between lines: a buffer is in use to the end of its last line
-        changes[2 * life.start] += life.nbytes
-        changes[2 * life.stop + 1] -= life.nbytes
-    now = most = 0
-    for _, change in sorted(changes.items()):
-        now += change
-        most = max(most, now)
-    return most
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owned:
     """The buffers of a plan that are the same in all runs.
@@ -257,10 +136,12 @@ class Owned:
     nbytes: int
 
 
+@no_collection()
 def own(lines: Sequence[Line], results: Sequence[int | None], device: torch.device) -> Owned:
     """Make the buffers that a plan owns, and the views of them; drop the lines that made them.
 
-    Where that would take more memory than `WORTH` allows, the plan owns none.
+    What it owns is there all the time, also while torch holds most. Where both together would take
+    more than `WORTH` allows, the plan leaves those to torch that lie highest in its memory.
 
     Args:
         lines: all calls of the plan.
@@ -273,16 +154,56 @@ def own(lines: Sequence[Line], results: Sequence[int | None], device: torch.devi
     home = merged(lines, alone)
     found = _joined(alone, home)
     alignment = ALIGNMENT.get(device.type, 512)
-    offsets = place(found, alignment)
-    size = size_of(found, offsets)
-    if size + peak(others) > WORTH * peak(living) + alignment:
+    offsets, limit = place(found, alignment), WORTH * peak(living) + alignment
+    if size_of(found, offsets) + peak(others) > limit:
+        if len(found) <= MANY:
+            offsets = place_in(_lowest_beside(others, found), alignment)
+        found = _lowest(found, offsets, alone, others, home, limit)
+    if not found:
         return Owned(buffers={}, lines=tuple(lines), numbers=tuple(range(len(lines))), nbytes=0)
+    size = size_of(found, offsets)
     with torch.inference_mode(False), torch.no_grad():
         memory = torch.empty(size, dtype=torch.uint8, device=device)
         places = {x.slot: _at(memory, offsets[x.slot], x.new) for x in found if x.new}
-        buffers = {x.slot: places[home[x.slot]] for x in alone}
+        buffers = {x.slot: places[home[x.slot]] for x in alone if home[x.slot] in places}
         kept, numbers = _fold(lines, buffers)
     return Owned(buffers=buffers, lines=kept, numbers=numbers, nbytes=size)
+
+
+def _lowest_beside(others: Iterable[Life], found: Iterable[Life]) -> list[Life]:
+    """Return places in the order of `place_in`: first those in use while torch holds others."""
+    spans = [(x.start, x.stop) for x in others]
+    beside = {n for start, stop in spans for n in range(start, stop + 1)}
+    apart = {x.slot: beside.isdisjoint(range(x.start, x.stop + 1)) for x in found}
+    return sorted(found, key=lambda x: (apart[x.slot], -x.nbytes, x.start))
+
+
+def _lowest(
+    found: Sequence[Life],
+    offsets: Mapping[int, int],
+    alone: Sequence[Life],
+    others: Sequence[Life],
+    home: Mapping[int, int],
+    limit: float,
+) -> list[Life]:
+    """Return the places to own: all up to some height, as high as the limit on bytes allows.
+
+    Args:
+        found: the places.
+        offsets: where they lie.
+        alone: the buffers that have a place.
+        others: what torch allocates in any case.
+        home: buffer -> its place.
+        limit: on the bytes that are held at once, by the plan and by torch.
+    """
+    ends = {x.slot: offsets[x.slot] + x.nbytes for x in found}
+    heights = sorted({*ends.values()}, reverse=True)
+    # at most as many are tried as find a good one where heights are few, as in equal layers
+    for height in heights[:: -(-len(heights) // TRIED) or 1]:
+        left = [x for x in alone if ends[home[x.slot]] > height]
+        if height + peak((*others, *left)) <= limit:
+            return [x for x in found if ends[x.slot] <= height]
+    return []
 
 
 def _at(memory: Tensor, offset: int, new: NewBuffer) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mdfuse.errors import ProgramError
-from mdfuse.extents.index import terms
+from mdfuse.extents.expressions import terms
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.verify.refusals import unbound
 from mdfuse.hir.verify.structure import check_aliases, unposted

@@ -23,6 +23,7 @@ from mdfuse.backends.work import first_line
 from mdfuse.bootstrap import detect
 from mdfuse.config import BackendChoice, Options, backend_choice, options_from_environment
 from mdfuse.errors import BackendError, MdfuseError, ProgramError
+from mdfuse.interpreter.threads import keep_ready, within
 from mdfuse.layouts.call import Call
 from mdfuse.runtime.agreement.crowds import crowd, refusal
 from mdfuse.runtime.agreement.meetings import Meetings, raise_alike
@@ -43,7 +44,6 @@ from mdfuse.runtime.watch.report import ranks_text
 from mdfuse.runtime.watch.reports import tell_torchrun_at_exit
 from mdfuse.runtime.watch.running import RunCount
 from mdfuse.runtime.watch.watch import Watch
-from mdfuse.threads import keep_ready, within
 from mdfuse.torch_private import HashStore, PrefixStore
 
 _log = logging.getLogger("mdfuse.comm")

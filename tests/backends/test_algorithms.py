@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from mdfuse.backends.algorithms import Copy, Piece, Reduce, Round, Sizes, Transfer, compose
-from mdfuse.backends.transfers import transferred
+from mdfuse.backends.algorithms import (
+    Composition,
+    Copy,
+    Piece,
+    Reduce,
+    Round,
+    Sizes,
+    Transfer,
+    compose,
+)
+from mdfuse.backends.transfers import composer, transferred
 from mdfuse.backends.work import DONE
 from mdfuse.errors import CommunicationError
 from mdfuse.layouts.call import Call
@@ -426,6 +437,29 @@ def test_in_one_step(kind: str, dtype: torch.dtype) -> None:
     )
     for rank, want in zip(team, expected, strict=True):
         assert want is None or torch.equal(dsts[rank][0], want)
+
+
+class Made:
+    """What is kept for a composition."""
+
+
+def test_compositions_of_the_last_sizes_are_kept() -> None:
+    """Sizes that change from run to run do not fill the memory."""
+    alive: weakref.WeakSet[Made] = weakref.WeakSet()
+    sizes = []
+
+    def make(composition: Composition, of: Sizes) -> Made:
+        made = Made()
+        alive.add(made)
+        sizes.append(of.srcs)
+        return made
+
+    post = composer(Call(kind="Broadcast", team=(0, 1), rank=0, root=0), make)
+    for n in (*range(1, 500), 499, 498, 499):
+        post([torch.zeros(n)], [])
+    gc.collect()
+    assert sizes == [(n,) for n in range(1, 500)]  # the last ones are not made again
+    assert 2 <= len(alive) <= 32
 
 
 def test_several_steps_are_refused() -> None:

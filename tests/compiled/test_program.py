@@ -36,6 +36,19 @@ def scaled(is_symbolic: bool = False, dtype: torch.dtype = torch.int64) -> mf.Pr
 X = torch.tensor([[1, 2, 3], [4, 5, 6]])
 
 
+@pytest.mark.usefixtures("alone")
+def test_as_many_plans_are_found_again_as_are_kept() -> None:
+    """With more shapes in turns than programs of known extents are kept by default."""
+    with mf.FusionDefinition("turns") as fd:
+        x = fd.define_tensor([-1, 4], mesh=ONE, layout={})
+        fd.add_output(x + 1)
+    program = mf.compile(fd, Options(plans=64))
+    for _ in range(2):
+        for n in range(1, 51):
+            assert torch.equal(program.run(torch.ones(n, 4))[0], torch.full((n, 4), 2.0))
+    assert program.plans.info() == (50, 50, 0, 50, 64)
+
+
 # -- out= ------------------------------------------------------------------------------------------
 
 

@@ -226,7 +226,7 @@ def test_extents_that_nobody_could_read_are_refused() -> None:
     def multiplied(product: Any, n: int) -> Any:
         return multiplied(product * (symbolic(f"y{n}", 3) + 1), n + 1)
 
-    with pytest.raises(ProgramError, match=r"an extent with \d+ operations"):
+    with pytest.raises(ProgramError, match=r"an expression with \d+ operations"):
         nested(x)
-    with pytest.raises(ProgramError, match=r"an extent with \d+ terms"):
+    with pytest.raises(ProgramError, match=r"an expression with \d+ terms"):
         multiplied(1, 0)

@@ -10,7 +10,7 @@ import torch
 
 from mdfuse import DeviceMesh, MdfuseError
 from mdfuse.communication import Communication
-from mdfuse.extents.index import Calc, calc
+from mdfuse.extents.expressions import Calc, calc
 from mdfuse.hir import BufferType, HostProgram, Instruction
 
 Block = tuple[Instruction, ...]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.extents.index import Term, resolve
+from mdfuse.extents.expressions import Term, resolve
 from mdfuse.hir import BufferType, HostProgram, Instruction
 from mdfuse.ir.ops import TABLE
 

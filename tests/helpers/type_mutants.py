@@ -9,7 +9,7 @@ from typing import Any
 from helpers.mutants import Block, edited, places, with_attrs
 from mdfuse import DeviceMesh, MdfuseError
 from mdfuse.communication import KINDS, Communication
-from mdfuse.extents.index import Calc, Term
+from mdfuse.extents.expressions import UNKNOWN, Calc, Term
 from mdfuse.hir import BufferType, HostProgram, Instruction
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard, Varies
@@ -181,7 +181,7 @@ def _values(value: Any, is_index: bool) -> Iterator[Any]:
         yield not value
     elif isinstance(value, int):
         yield from (value + 1, value - 1, *([Term("rank")] if is_index else []))
-    elif isinstance(value, Calc | Term):
+    elif isinstance(value, UNKNOWN):
         yield Calc("+", value, 1)
         yield Term("rank")
         yield 0

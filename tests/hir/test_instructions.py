@@ -14,7 +14,7 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Layout, Shard, hir
-from mdfuse.extents.index import Calc, Term, loop
+from mdfuse.extents.expressions import Calc, Index, Term, loop
 from mdfuse.hir import BufferType, HostProgram, Instruction
 from mdfuse.hir.instructions import BLOCKS, BUFFER_OPS, INSTRUCTIONS, POSTS
 from mdfuse.hir.verify import verify
@@ -251,11 +251,18 @@ def nested(depth: int) -> Instruction:
     return inner
 
 
-def deep(depth: int) -> Calc:
-    index: object = Term("rank")
+def deep(depth: int) -> Index:
+    index: Index = Term("rank")
     for _ in range(depth):
-        index = Calc("+", index, 1)  # type: ignore[arg-type]
-    return index  # type: ignore[return-value]
+        index = Calc("+", index, 1)
+    return index
+
+
+def wide(depth: int) -> Index:
+    index: Index = Term("rank")
+    for _ in range(depth):
+        index = Calc("+", index, index)
+    return index
 
 
 @pytest.mark.parametrize(
@@ -280,6 +287,7 @@ def deep(depth: int) -> Calc:
         (lambda: built(ADD, replace(ADD, outputs=("a b",))), "a value is named 'a b'"),
         (lambda: built(ADD, aliases={"b": "nothing"}), "nothing makes %nothing"),
         (lambda: built(replace(ADD, inputs=("x", deep(400)))), "an index expression of 65"),
+        (lambda: built(replace(ADD, inputs=("x", wide(40)))), "an expression with 1023 operations"),
     ],
 )
 def test_what_is_built_wrongly(program: Callable[[], HostProgram], words: str) -> None:

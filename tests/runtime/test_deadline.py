@@ -21,6 +21,7 @@ from mdfuse.backends.base import PostSite
 from mdfuse.backends.c10d.backend import C10dBackend
 from mdfuse.backends.c10d.sockets import opened, shut_down
 from mdfuse.errors import BackendError, ProgramError
+from mdfuse.interpreter.threads import within
 from mdfuse.layouts.call import Call
 from mdfuse.plan.build import Plan, build
 from mdfuse.runtime.agreement.crowds import crowd
@@ -33,7 +34,6 @@ from mdfuse.runtime.watch.positions import OwnPosition, Position, Progress, stan
 from mdfuse.runtime.watch.report import Alarm, Table, blame, explained, report
 from mdfuse.runtime.watch.running import RunCount
 from mdfuse.runtime.watch.watch import EXIT_STATUS, Watch
-from mdfuse.threads import within
 from mdfuse.torch_private import HashStore, PrefixStore
 
 CPU, MESH = torch.device("cpu"), mf.DeviceMesh([0, 1])

@@ -29,7 +29,6 @@ from typing import Any, Protocol
 
 from torch import OutOfMemoryError, Tensor
 
-from mdfuse import threads
 from mdfuse.backends.base import Buffer, Posting, PostSite, Prepared, Work
 from mdfuse.backends.nccl import posts as nccl_posts
 from mdfuse.backends.nccl.cuda_driver import Device
@@ -37,6 +36,7 @@ from mdfuse.backends.nccl.posts import Port
 from mdfuse.backends.post_notes import PostInfo, PostLog, Track
 from mdfuse.backends.work import failure, first_line
 from mdfuse.errors import BackendError, MdfuseError
+from mdfuse.interpreter import threads
 from mdfuse.layouts.call import Call
 from mdfuse.torch_private import Store
 

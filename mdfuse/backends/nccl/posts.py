@@ -17,7 +17,7 @@ from torch import Tensor
 from mdfuse.backends.algorithms import Piece
 from mdfuse.backends.base import Buffer, Prepared, root_index
 from mdfuse.backends.post_notes import PostInfo
-from mdfuse.backends.transfers import Composer, in_one_step
+from mdfuse.backends.transfers import composer, in_one_step
 from mdfuse.errors import CommunicationError
 from mdfuse.layouts.call import Call
 from mdfuse.layouts.kinds import CARRIED, KINDS, POINT_TO_POINT, REDUCING, blocks_of, by_kind
@@ -280,7 +280,7 @@ def _transfers(
     call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]
 ) -> tuple[list[_Transfer], list[_Transfer]]:
     """Return the transfers that a call sends, and those that it receives."""
-    composed = Composer(call, lambda composition, _: in_one_step(call, composition))
+    composed = composer(call, lambda composition, _: in_one_step(call, composition))
     step = composed(srcs, dsts)
     assert not step.after  # no reductions come here: see is_carried
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -14,7 +14,7 @@ from mdfuse.backends.algorithms import Composition
 from mdfuse.backends.base import PostSite, Work, check_call, check_usable
 from mdfuse.backends.staging import Staged
 from mdfuse.backends.teams import new_teams, not_connected, team_key
-from mdfuse.backends.transfers import Composer
+from mdfuse.backends.transfers import composer
 from mdfuse.backends.ucx.engine import MOST_TEAMS, Channel, Engine
 from mdfuse.backends.ucx.gate import Gate
 from mdfuse.backends.ucx.library import load, why_not, why_staged
@@ -134,10 +134,10 @@ class UcxPoster:
     engine: Engine
     timeout_s: float
     stream: torch.cuda.Stream | None = None
-    compose: Composer[Composition] = field(init=False)
+    compose: Callable[[Sequence[Tensor], Sequence[Tensor]], Composition] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.compose = Composer(self.call, lambda composition, _: composition, SMALL_BYTES)
+        self.compose = composer(self.call, lambda composition, _: composition, SMALL_BYTES)
 
     def __call__(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
         buffers = (*srcs, *dsts)

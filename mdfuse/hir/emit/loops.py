@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from mdfuse.communication import Communication
-from mdfuse.extents.index import Index, Term, calc, loop
+from mdfuse.extents.expressions import Index, Term, calc, loop
 from mdfuse.hir.emit.sets import Emitter, dense, emit_post, emit_steps, local, value_type
 from mdfuse.hir.program import BufferType, Instruction
 from mdfuse.ir.graph import Expr, Fusion, Operand, fresh_name

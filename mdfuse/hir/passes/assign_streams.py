@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from mdfuse.config import Options
-from mdfuse.extents.index import Index, calc, loop
+from mdfuse.extents.expressions import Index, calc, loop
 from mdfuse.hir.instructions import POSTS, op_of, row_of
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.ir.graph import fresh_name

@@ -16,7 +16,7 @@ or before what writes where the post reads, or at the end. It stays on its strea
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mdfuse.hir.program import HostProgram, Instruction
@@ -28,7 +28,7 @@ def run(program: HostProgram) -> HostProgram:
 
     A wait for a send alone is one of a post from which nothing arrives at this rank.
     """
-    if not any(_only_sends(i) for i in program.walk()):
+    if not any(i.op == "post" and _only_sends(i) for i in program.walk()):
         return program
     block = _Block(program, storage(program))
     return replace(program, instructions=block.moved(program.instructions))
@@ -54,6 +54,7 @@ class _Block:
         code = [self.inside(i) for i in block]
         sent = {i.outputs[0]: self.memory(i.reads[0]) for i in code if _only_sends(i)}
         late: dict[int, list[Instruction]] = defaultdict(list)
+        passed: dict[str, list[range]] = defaultdict(list)  # memory -> places that waits moved past
         kept: list[Instruction | None] = list(code)
         current: Instruction | None = None
         for n, i in enumerate(code):
@@ -62,7 +63,13 @@ class _Block:
                 source = sent[i.reads[0]]
                 to = self.place(code, n, current, source)
                 kept[n] = None
-                late[to] += [i, *self.parted(kept, range(n + 1, to), source)]
+                late[to].append(i)
+                passed[source].append(range(n + 1, to))
+        for n, i in enumerate(code):
+            if passed and i.op == "free":
+                kept[n] = None
+                for to, free in self.parted(i, n, passed):
+                    late[to].append(free)
         done = [(*late[n], *((i,) if i is not None else ())) for n, i in enumerate([*kept, None])]
         return tuple(i for row in done for i in row)
 
@@ -100,18 +107,15 @@ class _Block:
         return any(self.memory(n) == source for n in written)
 
     def parted(
-        self, code: list[Instruction | None], places: Iterable[int], source: str
-    ) -> Iterator[Instruction]:
-        """Take the frees of what is being sent out of a range of the code, and yield them."""
-        for n in places:
-            i = code[n]
-            if i is None or i.op != "free":
-                continue
-            gone = tuple(x for x in i.reads if self.memory(x) == source)
-            others = tuple(x for x in i.reads if x not in gone)
-            code[n] = replace(i, inputs=others) if others else None
-            if gone:
-                yield replace(i, inputs=gone)
+        self, i: Instruction, at: int, passed: Mapping[str, list[range]]
+    ) -> Iterator[tuple[int, Instruction]]:
+        """Yield the parts of a free with their new places: behind the last wait for a send."""
+        places: dict[int, list[str]] = defaultdict(list)
+        for name in i.reads:
+            moved = (r.stop for r in passed.get(self.memory(name), ()) if at in r)
+            places[max(moved, default=at)].append(name)
+        for to, names in places.items():
+            yield to, i.changed(inputs=tuple(names))
 
 
 #: Instructions that a wait is not moved past.

@@ -14,7 +14,7 @@ from lark.exceptions import UnexpectedInput
 
 from mdfuse.communication import Communication
 from mdfuse.errors import MdfuseError, ProgramError
-from mdfuse.extents.index import DEEPEST, Term
+from mdfuse.extents.expressions import DEEPEST, Term
 from mdfuse.hir.forms import (
     attributes_problem,
     check_nesting,

@@ -10,7 +10,7 @@ import torch
 from lark import Token, Tree
 
 from mdfuse.errors import ProgramError
-from mdfuse.extents.index import LARGEST, Calc, Term
+from mdfuse.extents.expressions import LARGEST, Calc, Term
 from mdfuse.hir.forms import attributes_problem
 from mdfuse.hir.program import BufferType, Padding
 from mdfuse.ir.attributes import attr

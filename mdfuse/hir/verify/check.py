@@ -14,19 +14,19 @@ on the rank, are also compared with each other.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from mdfuse.errors import ProgramError
-from mdfuse.extents.index import Calc, Term, terms
+from mdfuse.extents.expressions import UNKNOWN, terms
 from mdfuse.hir.instructions import BLOCKS, COMMUNICATIONS, INSTRUCTIONS, POSTS
 from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.projection import executed
 from mdfuse.hir.verify.flow import Flow
 from mdfuse.hir.verify.sizes import check_sizes
 from mdfuse.hir.verify.structure import check_defined, check_structure
 from mdfuse.hir.verify.teams import check_teams
 from mdfuse.hir.verify.types import check_types
-from mdfuse.ir.graph import Operand
 from mdfuse.layouts.layout import Layout
 from mdfuse.mesh import DeviceMesh
 
@@ -59,17 +59,17 @@ def _verify_global(program: HostProgram) -> None:
     check_types(program)
     layouts = [k.layout for k in program.types.values() if k.layout is not None]
     special = [i for i in program.instructions if _is_special(i)]
-    meshes = _meshes(program, layouts)
     if special:
         check_defined(program)
     if any(map(_depends_on_rank, _inside(special))):
-        ranks = sorted({r for mesh in meshes for r in mesh})
+        ranks = sorted({r for mesh in program.meshes for r in mesh})
         _verify_ranks({rank: program.project(rank) for rank in ranks})
         return
-    is_straight = not any(map(_has_index, special)) and all(map(_is_known, layouts))
-    for first, last in _classes(meshes):
+    is_straight = program.is_straight and all(map(_is_known, layouts))
+    for first, last in _classes(program.meshes):
         for rank in dict.fromkeys((first, last)):
-            local = _mine(program, rank, meshes) if is_straight else _written_out(program, rank)
+            mine = executed(program, rank) if is_straight else program.project(rank)
+            local = unrolled(mine) if is_straight else _unrolled(mine)
             if rank == first or not is_straight or special:
                 _check_flow(local, program)
             if not is_straight:
@@ -100,15 +100,13 @@ def _inside(block: Iterable[Instruction]) -> Iterator[Instruction]:
 def _depends_on_rank(i: Instruction) -> bool:
     """Return whether its path, or the peer it meets, cannot be told for all ranks at once."""
     if i.op in BLOCKS:
-        found = (t for _, v in i.attrs if isinstance(v, Calc | Term) for t in terms(v))
+        found = (t for _, v in i.attrs for t in terms(v))
         return any(t.kind != "index" for t in found)
     axis = i.kwargs.get("axis") if _is_transfer(i) else None
     if axis is None:
         return _is_transfer(i)
     peer = i.kwargs.get("to", i.kwargs.get("from"))
-    return isinstance(peer, Calc | Term) and any(
-        t.kind == "rank" or (t.kind == "coord" and t.name != axis) for t in terms(peer)
-    )
+    return any(t.kind == "rank" or (t.kind == "coord" and t.name != axis) for t in terms(peer))
 
 
 def _is_transfer(i: Instruction) -> bool:
@@ -116,25 +114,12 @@ def _is_transfer(i: Instruction) -> bool:
     return i.op in POSTS and i.comm is None
 
 
-def _has_index(i: Instruction) -> bool:
-    return i.op in BLOCKS or any(isinstance(v, Calc | Term) for _, v in i.attrs)
-
-
 def _is_known(layout: Layout) -> bool:
     """Return whether a layout is of a whole buffer, or of a chunk whose index is a number."""
-    return layout.stream is None or not isinstance(layout.stream.index, Calc | Term)
+    return layout.stream is None or not isinstance(layout.stream.index, UNKNOWN)
 
 
-def _meshes(program: HostProgram, layouts: Iterable[Layout]) -> list[DeviceMesh]:
-    """Return the meshes of the program, as `program.meshes`, but look at each object once."""
-    found = {id(layout.mesh): layout.mesh for layout in layouts}
-    for i in _inside(program.instructions):
-        if i.comm is not None:
-            found.update({id(m): m for m in (i.comm.source.mesh, i.comm.destination.mesh)})
-    return list(dict.fromkeys(found.values()))
-
-
-def _classes(meshes: list[DeviceMesh]) -> Iterator[tuple[int, int]]:
+def _classes(meshes: Sequence[DeviceMesh]) -> Iterator[tuple[int, int]]:
     """Yield the first and last rank of each class: ranks in the same meshes, first in the same.
 
     All ranks of a class run the same instructions. Of a mesh, the first rank has the largest parts,
@@ -162,10 +147,6 @@ def _borders(mesh: DeviceMesh) -> set[int]:
     return {r + d for r in ((first, ranks[-1]) if is_range else ranks) for d in (-1, 0, 1)}
 
 
-def _written_out(program: HostProgram, rank: int) -> HostProgram:
-    return _unrolled(program.project(rank))
-
-
 def _unrolled(program: HostProgram) -> HostProgram:
     """Write out a projection, after a check that each name is made before it is read."""
     check_defined(program)
@@ -183,48 +164,6 @@ def unrolled(program: HostProgram) -> HostProgram:
             because="each run starts with an empty table of values",
             hint="compute it in both branches",
         ) from None
-
-
-def _mine(program: HostProgram, rank: int, meshes: list[DeviceMesh]) -> HostProgram:
-    """Return `project(rank).written_out` of a program without loops, but with global attributes."""
-    if len(meshes) == 1 and not program.aliases:
-        return replace(program, rank=rank)
-    roots = {name: program.root(name) for name in program.aliases}
-    instructions = tuple(_with_roots(i, roots) for i in _executed(program, rank))
-    outputs = tuple(roots.get(n, n) for n in program.outputs)
-    return replace(program, instructions=instructions, outputs=outputs, aliases={}, rank=rank)
-
-
-def _executed(program: HostProgram, rank: int) -> Iterator[Instruction]:
-    """Yield the instructions that one rank runs, as `project` chooses them."""
-    handles: set[str] = set()
-    for i in program.instructions:
-        match i.op:
-            case "wait":
-                if i.reads[0] in handles:
-                    yield i
-            case op if op == "free" or op in POSTS:
-                if not program.runs_on(i, rank):
-                    continue
-                handles.update(i.outputs)
-                mine = tuple(x if _has(program, x, rank) else None for x in i.inputs)
-                yield i if mine == i.inputs else replace(i, inputs=mine)
-            case _ if i.op == "return" or program.runs_on(i, rank):
-                yield i
-
-
-def _has(program: HostProgram, x: Operand, rank: int) -> bool:
-    return not isinstance(x, str) or x not in program.types or program.has(x, rank)
-
-
-def _with_roots(i: Instruction, roots: Mapping[str, str]) -> Instruction:
-    """Return an instruction with each alias replaced by the name that has the buffer."""
-    if not roots or roots.keys().isdisjoint((*i.reads, *i.outputs)):
-        return i
-    inputs = tuple(roots.get(x, x) if isinstance(x, str) else x for x in i.inputs)
-    outputs = tuple(roots.get(x, x) for x in i.outputs)
-    body = tuple(_with_roots(inner, roots) for inner in i.body)
-    return replace(i, inputs=inputs, outputs=outputs, body=body)
 
 
 def _check_transfers(program: HostProgram) -> None:

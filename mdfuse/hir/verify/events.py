@@ -117,7 +117,7 @@ def _transfer(program: HostProgram, at: int, i: Instruction) -> Event:
     kind, rank = program.types[name], program.rank
     assert rank is not None and kind.layout is not None
     team, peer = kind.layout.mesh.ranks, i.kwargs["to" if i.op == "send" else "from"]
-    if not isinstance(peer, int) or peer not in team:
+    if not isinstance(peer, int) or peer not in kind.layout.mesh:
         raise wrong(
             program,
             i,

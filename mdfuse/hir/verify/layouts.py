@@ -7,12 +7,12 @@ Placements along axes of one rank do not count.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from mdfuse.extents.index import Calc, Index, Term, terms
+from mdfuse.extents.expressions import Index, terms
 from mdfuse.ir.dims import DimMap, Labels, always, reshape_groups
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.boxes import Box
@@ -76,19 +76,14 @@ def is_one_chunk(a: Layout, b: Layout) -> bool:
 
 def depends_on_rank(index: object) -> bool:
     """Return whether an index expression may be another number on other ranks."""
-    return any(t.kind in ("rank", "coord") for t in terms_of(index))
-
-
-def terms_of(index: object) -> Iterable[Term]:
-    """Return the terms of an index expression; none for anything else."""
-    return terms(index) if isinstance(index, Calc | Term) else ()
+    return any(t.kind in ("rank", "coord") for t in terms(index))
 
 
 def axes_of(index: Index, mesh: DeviceMesh) -> frozenset[str]:
     """Return the axes of a mesh along which an index expression may be another number."""
     every = frozenset(a for a in mesh.axes if mesh.axis_size(a) > 1)
     found: set[str] = set()
-    for term in terms_of(index):
+    for term in terms(index):
         if term.kind == "coord" and term.name in mesh.axes:
             found.add(term.name)
         elif term.kind in ("rank", "coord"):

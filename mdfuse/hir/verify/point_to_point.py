@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from mdfuse.errors import CommunicationError
 from mdfuse.hir.program import BufferType
@@ -14,6 +15,7 @@ from mdfuse.hir.verify.progress import Meeting
 from mdfuse.hir.verify.report import disagreement
 from mdfuse.ir.graph import dtype_name
 from mdfuse.layouts.layout import Layout, Partial, Replicate, Varies
+from mdfuse.mesh import DeviceMesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,13 +166,21 @@ def _differs_elsewhere(programs: Programs, send: Event, recv: Event) -> str | No
     """
     (_, sent), (_, received) = map(_buffer, (send, recv))
     mesh = received.mesh
-    here = [c for c in map(mesh.coordinate, programs) if c is not None]
-    for at, axis in enumerate(mesh.axes):
-        is_other = len({c[at] for c in here}) == 1 and mesh.axis_size(axis) > 1
+    for axis in _other_axes(mesh, tuple(programs)):
         is_same = sent.mesh == mesh and isinstance(sent.placement(axis), Replicate)
-        if is_other and not is_same and isinstance(received.placement(axis), Replicate):
+        if not is_same and isinstance(received.placement(axis), Replicate):
             return f"what is sent is not the same along {axis}"
     return None
+
+
+@lru_cache(maxsize=256)
+def _other_axes(mesh: DeviceMesh, ranks: tuple[int, ...]) -> tuple[str, ...]:
+    """Return the axes of several ranks along which all these ranks have one coordinate."""
+    here = [c for c in map(mesh.coordinate, ranks) if c is not None]
+    are_one = [len({c[at] for c in here}) == 1 for at in range(mesh.ndim)]
+    return tuple(
+        a for a, one in zip(mesh.axes, are_one, strict=True) if one and mesh.axis_size(a) > 1
+    )
 
 
 def _mismatch(s: _Side, r: _Side) -> str | None:

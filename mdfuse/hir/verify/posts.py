@@ -13,8 +13,9 @@ from functools import lru_cache
 
 from mdfuse.communication import Communication
 from mdfuse.errors import MdfuseError
+from mdfuse.extents.expressions import terms
 from mdfuse.hir.program import BufferType, Padding
-from mdfuse.hir.verify.layouts import chunk_of, is_alike, is_one_chunk, plain, terms_of
+from mdfuse.hir.verify.layouts import chunk_of, is_alike, is_one_chunk, plain
 from mdfuse.hir.verify.op_types import is_said
 from mdfuse.layouts.kinds import KINDS, SPLITTING, by_kind
 from mdfuse.layouts.layout import Layout, Partial, Replicate, Shard
@@ -35,14 +36,14 @@ def transition_problem(comm: Communication) -> Problem:
             return f"there is no dim {dim} of {list(comm.shape)}"
     if comm.to_dim is not None and comm.kind != "AllToAll":
         return f"only AllToAll splits another dim: to_dim={comm.to_dim}"
-    return _KINDS[comm.kind](comm) or _moving_chunk(comm)
+    return _KINDS[comm.kind](comm) or _moving_chunk_problem(comm)
 
 
-def _moving_chunk(comm: Communication) -> Problem:
+def _moving_chunk_problem(comm: Communication) -> Problem:
     """Return why the members of a team would be at different chunks; None where they are at one."""
     for layout in (comm.source, comm.destination):
         chunk = chunk_of(layout)
-        for term in terms_of(chunk.index) if chunk is not None else ():
+        for term in terms(chunk.index) if chunk is not None else ():
             is_other = term.kind == "coord" and comm.axis is not None and term.name != comm.axis
             if term.kind in ("rank", "coord") and not is_other:
                 return f"the ranks of a team are at different chunks: {layout}"
@@ -63,14 +64,14 @@ def _axis_problem(comm: Communication) -> Problem:
     return None if comm.axis in mesh.axes else f"{mesh} has no axis {comm.axis}"
 
 
-def _becomes(comm: Communication, made: Layout) -> Problem:
+def _result_problem(comm: Communication, made: Layout) -> Problem:
     """Return why the destination is not the layout that the kind makes; None where it is."""
     if is_alike(made, comm.destination, len(comm.shape)):
         return None
     return f"it makes {made} of {comm.source}, not {comm.destination}"
 
 
-def _whole_dims(comm: Communication) -> Problem:
+def _chunked_dim_problem(comm: Communication) -> Problem:
     """Return why a dim whose parts change hands is taken in chunks; None where it is not."""
     chunk = chunk_of(comm.source)
     if chunk is not None and chunk.dim % len(comm.shape) in (comm.dim, comm.to_dim):
@@ -86,7 +87,7 @@ def _split_problem(layout: Layout, axis: str | None, dim: int | None) -> Problem
     return f"{axis} is not the innermost axis that splits dim {dim} in {layout}"
 
 
-def _reduces(comm: Communication) -> Problem:
+def _partial_problem(comm: Communication) -> Problem:
     assert comm.axis is not None
     now = comm.source.placement(comm.axis)
     if now == Partial(comm.reduce_op or ""):
@@ -94,16 +95,16 @@ def _reduces(comm: Communication) -> Problem:
     return f"{comm.source} is {now} along {comm.axis}, not P({comm.reduce_op})"
 
 
-def _allgather(comm: Communication) -> Problem:
+def _allgather_problem(comm: Communication) -> Problem:
     problem = _axis_problem(comm) or _split_problem(comm.source, comm.axis, comm.dim)
     if problem is not None:
         return problem
     assert comm.axis is not None
     gathered = comm.source.with_placement(comm.axis, Replicate())
-    return _whole_dims(comm) or _becomes(comm, gathered)
+    return _chunked_dim_problem(comm) or _result_problem(comm, gathered)
 
 
-def _all_to_all(comm: Communication) -> Problem:
+def _all_to_all_problem(comm: Communication) -> Problem:
     problem = _axis_problem(comm) or _split_problem(comm.source, comm.axis, comm.dim)
     if problem is not None:
         return problem
@@ -112,28 +113,28 @@ def _all_to_all(comm: Communication) -> Problem:
     assert comm.axis is not None
     gathered = comm.source.with_placement(comm.axis, Replicate())
     moved = gathered.with_placement(comm.axis, Shard(comm.to_dim))
-    return _whole_dims(comm) or _becomes(comm, moved)
+    return _chunked_dim_problem(comm) or _result_problem(comm, moved)
 
 
-def _allreduce(comm: Communication) -> Problem:
-    problem = _axis_problem(comm) or _reduces(comm)
+def _allreduce_problem(comm: Communication) -> Problem:
+    problem = _axis_problem(comm) or _partial_problem(comm)
     if problem is not None:
         return problem
     assert comm.axis is not None
-    return _becomes(comm, comm.source.with_placement(comm.axis, Replicate()))
+    return _result_problem(comm, comm.source.with_placement(comm.axis, Replicate()))
 
 
-def _reduce_scatter(comm: Communication) -> Problem:
-    problem = _axis_problem(comm) or _reduces(comm)
+def _reduce_scatter_problem(comm: Communication) -> Problem:
+    problem = _axis_problem(comm) or _partial_problem(comm)
     if problem is not None:
         return problem
     assert comm.axis is not None and comm.dim is not None
     split = comm.source.with_placement(comm.axis, Replicate())
     split = split.with_placement(comm.axis, Shard(comm.dim))
-    return _whole_dims(comm) or _becomes(comm, split)
+    return _chunked_dim_problem(comm) or _result_problem(comm, split)
 
 
-def _one_of_the_parts(comm: Communication, whole: Layout, split: Layout) -> Problem:
+def _part_problem(comm: Communication, whole: Layout, split: Layout) -> Problem:
     """Return why the chunk is not the part of one rank along the axis; None where it is."""
     assert comm.axis is not None
     chunk, n = chunk_of(whole), comm.source.mesh.axis_size(comm.axis)
@@ -149,48 +150,48 @@ def _is_replicated(layout: Layout, comm: Communication) -> bool:
     return plain(layout, len(comm.shape)).is_replicated
 
 
-def _same_chunk(comm: Communication) -> Problem:
+def _other_chunk_problem(comm: Communication) -> Problem:
     if is_one_chunk(comm.source, comm.destination):
-        return _whole_dims(comm)
+        return _chunked_dim_problem(comm)
     return "the chunk is another one afterwards"
 
 
-def _broadcast(comm: Communication) -> Problem:
+def _broadcast_problem(comm: Communication) -> Problem:
     """Return what is wrong with a broadcast; None: nothing.
 
     A broadcast goes along an axis, from the rank whose part the chunk is, or to another mesh.
     """
     if _is_along_axis(comm):
         problem = _axis_problem(comm)
-        problem = problem or _one_of_the_parts(comm, comm.destination, comm.source)
+        problem = problem or _part_problem(comm, comm.destination, comm.source)
         if problem is not None or comm.axis is None:
             return problem
         if chunk_of(comm.source) is not None:
             return "its source is a chunk already"
         made = comm.source.with_placement(comm.axis, Replicate())
-        return _becomes(comm, made.with_stream(comm.destination.stream))
+        return _result_problem(comm, made.with_stream(comm.destination.stream))
     if comm.source.mesh == comm.destination.mesh and comm.source.mesh.size > 1:
         return "there is no axis along which it goes, and no other mesh"
     for layout in (comm.source, comm.destination):
         if not _is_replicated(layout, comm):
             return f"what is broadcast is whole on every rank, not {layout}"
-    return _same_chunk(comm)
+    return _other_chunk_problem(comm)
 
 
-def _reduce(comm: Communication) -> Problem:
+def _reduce_problem(comm: Communication) -> Problem:
     """Return what is wrong with a reduce; None: nothing.
 
     A reduce goes along an axis, to the rank whose part the chunk is, or to a mesh of one rank.
     """
     if _is_along_axis(comm) and chunk_of(comm.source) is not None:
-        problem = _axis_problem(comm) or _reduces(comm)
-        problem = problem or _one_of_the_parts(comm, comm.source, comm.destination)
+        problem = _axis_problem(comm) or _partial_problem(comm)
+        problem = problem or _part_problem(comm, comm.source, comm.destination)
         if problem is not None or comm.axis is None:
             return problem
         made = comm.destination.with_placement(comm.axis, comm.source.placement(comm.axis))
         is_whole = chunk_of(comm.destination) is None
         alike = is_alike(made, comm.source.with_stream(None), len(comm.shape))
-        return None if alike and is_whole else _becomes(comm, made)
+        return None if alike and is_whole else _result_problem(comm, made)
     if comm.destination.mesh.size != 1:
         return f"only one rank gets the result: it makes nothing of {comm.destination} elsewhere"
     if comm.destination.mesh.first not in comm.source.mesh:
@@ -199,10 +200,12 @@ def _reduce(comm: Communication) -> Problem:
     sizes = zip(before.placements, before.mesh.shape, strict=True)
     if not all(n == 1 or p == Partial(comm.reduce_op or "") for p, n in sizes):
         return f"{comm.source} is not P({comm.reduce_op}) along every axis"
-    return _same_chunk(comm)
+    return _other_chunk_problem(comm)
 
 
-def _only_split(layout: Layout, axis: str | None, dim: int | None, comm: Communication) -> Problem:
+def _only_split_problem(
+    layout: Layout, axis: str | None, dim: int | None, comm: Communication
+) -> Problem:
     """Return why a dim is not split by just one axis that has all ranks; None where it is."""
     here = plain(layout, len(comm.shape))
     if axis is not None and dim is not None and axis in here.mesh.axes:
@@ -214,22 +217,24 @@ def _only_split(layout: Layout, axis: str | None, dim: int | None, comm: Communi
     return f"{axis} does not split dim {dim} over all ranks in {layout}"
 
 
-def _gather(comm: Communication) -> Problem:
-    problem = _only_split(comm.source, comm.axis, comm.dim, comm)
+def _gather_problem(comm: Communication) -> Problem:
+    problem = _only_split_problem(comm.source, comm.axis, comm.dim, comm)
     if problem is not None:
         return problem
     if comm.destination.mesh.size != 1 or not _is_replicated(comm.destination, comm):
         return f"only one rank gets the whole, not {comm.destination}"
-    return _same_chunk(comm)
+    return _other_chunk_problem(comm)
 
 
-def _scatter(comm: Communication) -> Problem:
+def _scatter_problem(comm: Communication) -> Problem:
     if not _is_replicated(comm.source, comm):
         return f"what is scattered is whole on its rank, not {comm.source}"
-    return _only_split(comm.destination, comm.axis, comm.dim, comm) or _same_chunk(comm)
+    return _only_split_problem(comm.destination, comm.axis, comm.dim, comm) or _other_chunk_problem(
+        comm
+    )
 
 
-def _send_recv(comm: Communication) -> Problem:
+def _send_recv_problem(comm: Communication) -> Problem:
     """Return what is wrong with a SendRecv; None: nothing.
 
     The i-th rank of one mesh sends what the i-th rank of the other gets.
@@ -239,7 +244,7 @@ def _send_recv(comm: Communication) -> Problem:
     shown = [_by_position(layout, len(comm.shape)) for layout in (comm.source, comm.destination)]
     if shown[0] != shown[1]:
         return f"{comm.source} and {comm.destination} do not split alike"
-    return None if is_one_chunk(comm.source, comm.destination) else _same_chunk(comm)
+    return None if is_one_chunk(comm.source, comm.destination) else _other_chunk_problem(comm)
 
 
 def _by_position(layout: Layout, ndim: int) -> tuple[object, ...]:
@@ -251,7 +256,7 @@ def _by_position(layout: Layout, ndim: int) -> tuple[object, ...]:
     return [(here.mesh.axis_size(a), here.placement(a)) for a in large], splits
 
 
-def _exchange(comm: Communication) -> Problem:
+def _exchange_problem(comm: Communication) -> Problem:
     """Return what is wrong with an Exchange; None: nothing.
 
     Each rank receives what it lacks from ranks that have it; along axes that stay Partial, from
@@ -273,28 +278,28 @@ def _exchange(comm: Communication) -> Problem:
     if is_aligned and (
         comm.source.mesh == comm.destination.mesh or not comm.source.split_axes(dim)
     ):
-        return _same_chunk(comm)
+        return _other_chunk_problem(comm)
     return "chunks of the parts are no chunk of the whole"
 
 
-def _barrier(comm: Communication) -> Problem:
+def _barrier_problem(comm: Communication) -> Problem:
     return "it moves nothing; `barrier` is an instruction of its own"
 
 
 #: kind -> the function that returns why a communication does not do what its layouts say.
 _KINDS: dict[str, Callable[[Communication], Problem]] = by_kind(
     {
-        "Allgather": _allgather,
-        "AllToAll": _all_to_all,
-        "Allreduce": _allreduce,
-        "ReduceScatter": _reduce_scatter,
-        "Broadcast": _broadcast,
-        "Reduce": _reduce,
-        "Gather": _gather,
-        "Scatter": _scatter,
-        "SendRecv": _send_recv,
-        "Exchange": _exchange,
-        "Barrier": _barrier,
+        "Allgather": _allgather_problem,
+        "AllToAll": _all_to_all_problem,
+        "Allreduce": _allreduce_problem,
+        "ReduceScatter": _reduce_scatter_problem,
+        "Broadcast": _broadcast_problem,
+        "Reduce": _reduce_problem,
+        "Gather": _gather_problem,
+        "Scatter": _scatter_problem,
+        "SendRecv": _send_recv_problem,
+        "Exchange": _exchange_problem,
+        "Barrier": _barrier_problem,
     },
     tuple(KINDS),
 )

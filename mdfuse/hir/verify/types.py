@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from mdfuse.errors import ProgramError
-from mdfuse.extents.index import Calc, Index, Term
+from mdfuse.extents.expressions import Calc, Index, Term, terms
 from mdfuse.hir.instructions import BUFFER_OPS
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.verify.buffers import RULES
-from mdfuse.hir.verify.layouts import axes_of, chunk_of, terms_of
+from mdfuse.hir.verify.layouts import axes_of, chunk_of
 from mdfuse.hir.verify.op_types import lacks, row_problem
 from mdfuse.hir.verify.report import wrong
 from mdfuse.ir.graph import Operand, dtype_name
@@ -99,7 +99,7 @@ class Types:
     def row(self, i: Instruction) -> None:
         code = self.code
         result = code(i.outputs[0])
-        numbers = self.numbers(i) if self.computed_from or any(True for _ in i.indices) else ()
+        numbers = self.numbers(i) if self.computed_from or i.indices else ()
         key = (i.fn, i.attrs, i.order, result, tuple([code(x) for x in i.inputs]), numbers)
         if key not in self.seen:
             self.check_row(i, frozenset(numbers))
@@ -132,7 +132,7 @@ class Types:
         """Return the axes of a mesh along which ranks may compute other numbers from an index."""
         found = axes_of(index, mesh)
         every = axes_of(Term("rank"), mesh)
-        for term in terms_of(index):
+        for term in terms(index):
             if term.kind == "extent":
                 kind = self.program.types.get(term.name)
                 layout = kind.layout if kind is not None else None

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from mdfuse.errors import ProgramError
-from mdfuse.runtime.stacks import stacks
+from mdfuse.interpreter.stacks import stacks
 
 #: The function that each run goes through.
 _RUN = "HostIrEvaluator.call"

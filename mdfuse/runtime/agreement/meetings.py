@@ -7,8 +7,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from mdfuse.errors import BackendError, MdfuseError
+from mdfuse.interpreter.threads import within
 from mdfuse.runtime.deadline import Deadline
-from mdfuse.threads import within
 
 if TYPE_CHECKING:
     from mdfuse.torch_private import Store

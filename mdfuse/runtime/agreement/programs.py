@@ -15,6 +15,7 @@ import torch
 from mdfuse.config import VERSION, Options
 from mdfuse.errors import IndexRangeError, MdfuseError, ProgramError, printable
 from mdfuse.hir.program import HostProgram
+from mdfuse.interpreter.garbage import no_collection
 from mdfuse.runtime.agreement.crowds import BECAUSE, HINT, crowd
 from mdfuse.runtime.agreement.meetings import raise_alike
 from mdfuse.runtime.watch.report import ranks_text
@@ -44,15 +45,22 @@ def first_run(
     local = None
     if problem is None:
         try:
-            if options.verify:
-                program.check()
-            local = program.project(communicator.rank)
-            if not options.verify:
-                local.check_alone()
+            local = _checked(program, options, communicator.rank)
         except MdfuseError as error:
             problem = error
     agree(program.name, problem, communicator, fingerprint(program, options))
     assert local is not None
+    return local
+
+
+@no_collection()
+def _checked(program: HostProgram, options: Options, rank: int) -> HostProgram:
+    """Return the projection of a program onto a rank, verified as the options say."""
+    if options.verify:
+        program.check()
+    local = program.project(rank)
+    if not options.verify:
+        local.check_alone()
     return local
 
 

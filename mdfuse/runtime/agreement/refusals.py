@@ -9,9 +9,9 @@ from datetime import timedelta
 
 from mdfuse.backends.work import first_line
 from mdfuse.errors import BackendError, ProgramError
+from mdfuse.interpreter.threads import within
 from mdfuse.runtime.agreement.meetings import ANSWER_S
 from mdfuse.runtime.watch.running import RunCount
-from mdfuse.threads import within
 from mdfuse.torch_private import Store
 
 _ALL_REFUSED = "all ranks refused it"

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING
 
+from mdfuse.interpreter.threads import within
 from mdfuse.runtime.deadline import NEVER, Deadline
 from mdfuse.runtime.watch.positions import Position
-from mdfuse.threads import within
 
 if TYPE_CHECKING:
     from mdfuse.torch_private import Store

@@ -14,8 +14,8 @@ from types import FrameType
 from typing import Protocol
 from weakref import WeakValueDictionary
 
+from mdfuse.interpreter.stacks import stacks
 from mdfuse.layouts.call import Call
-from mdfuse.runtime.stacks import stacks
 
 
 class Step(Protocol):

@@ -22,11 +22,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mdfuse import threads
 from mdfuse.backends.post_notes import PostInfo, Track
 from mdfuse.errors import PACKAGE, BackendError, Source
+from mdfuse.interpreter import threads
+from mdfuse.interpreter.stacks import stacks
+from mdfuse.interpreter.threads import within
 from mdfuse.runtime.deadline import NEVER, Deadline
-from mdfuse.runtime.stacks import stacks
 from mdfuse.runtime.watch import running
 from mdfuse.runtime.watch.bulletin import Answers, Bulletin
 from mdfuse.runtime.watch.neighbours import Neighbours
@@ -35,7 +36,6 @@ from mdfuse.runtime.watch.report import NEVER_TOLD, Alarm, Table, blame, explain
 from mdfuse.runtime.watch.reports import Page, tell_torchrun
 from mdfuse.runtime.watch.ring import Post, Ring
 from mdfuse.runtime.watch.running import RunCount
-from mdfuse.threads import within
 
 if TYPE_CHECKING:
     from mdfuse.torch_private import Store

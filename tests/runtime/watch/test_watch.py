@@ -466,11 +466,11 @@ def test_the_process_ends(tmp_path: Path) -> None:
 def test_close_ends_the_thread() -> None:
     watch = Watch(rank=0, timeout_s=0.5)
     watch.start()
-    threads = list(watch._threads)
+    jobs = list(watch._threads)
     watch.start()
-    assert watch._threads == threads and len(threads) == 2
+    assert watch._threads == jobs and len(jobs) == 2
     watch.close()
-    assert not any(thread.is_alive() for thread in threads)
+    assert all(job.join(60) for job in jobs)
 
 
 _TWO_RANKS = """

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from mdfuse.runtime.stacks import stacks
+from mdfuse.interpreter.garbage import no_collection
+from mdfuse.interpreter.stacks import stacks
 
 
 def _deep(depth: int, here: threading.Event, leave: threading.Event) -> None:
@@ -84,3 +85,13 @@ def test_a_collector_that_is_off_stays_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_a_pause_lasts_until_all_who_asked_for_it_have_left() -> None:
+    first, second = no_collection(), no_collection()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not gc.isenabled()
+    second.__exit__(None, None, None)
+    assert gc.isenabled()

@@ -10,8 +10,8 @@ import time
 import pytest
 from helpers.bare import bare_environment
 
-from mdfuse import threads
-from mdfuse.threads import keep_ready, start, within
+from mdfuse.interpreter import threads
+from mdfuse.interpreter.threads import keep_ready, start, within
 
 
 def test_a_job_runs_in_a_thread_of_its_name() -> None:
@@ -63,7 +63,7 @@ def test_an_error_of_the_runtime_is_not_in_time() -> None:
 
 _AT_EXIT = """
 import atexit, threading, time
-from mdfuse import threads
+from mdfuse.interpreter import threads
 
 threads.keep_ready(1)
 
@@ -94,7 +94,7 @@ def test_a_process_that_exits(stuck: bool) -> None:
 def test_a_fork_has_none_of_them() -> None:
     program = """
 import os
-from mdfuse import threads
+from mdfuse.interpreter import threads
 
 threads.keep_ready(2)
 child = os.fork()

@@ -1,0 +1,186 @@
+"""One rank's part of a host program: what it executes, with the attributes of its own parts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from mdfuse.errors import ProgramError
+from mdfuse.extents.expressions import UNKNOWN, resolve
+from mdfuse.hir.instructions import BLOCKS, POSTS, op_of
+from mdfuse.hir.passes import late_waits, local_streams
+from mdfuse.hir.program import HostProgram, Instruction, Known, resolved
+from mdfuse.ir.graph import Operand
+from mdfuse.ir.local_attributes import ExprPart
+from mdfuse.mesh import DeviceMesh
+
+
+def executed(program: HostProgram, rank: int) -> HostProgram:
+    """Return the instructions that a rank executes, whose attributes are still for all ranks.
+
+    The verifier reads these where nothing depends on the rank; `project` localizes them.
+    """
+    if program.rank is not None:
+        return program
+    if program.is_straight and len(program.meshes) == 1 and rank in program.meshes[0]:
+        found = replace(program, rank=rank)  # the same instructions on all ranks
+        vars(found)["is_straight"] = True
+        return found
+    here = (n for m, found in program.near.items() if m is None or rank in m for n in found)
+    block = [program.instructions[n] for n in sorted(set(here))]
+    kept = _block(program, block, rank, set())
+    return replace(program, instructions=tuple(kept), rank=rank)
+
+
+def near(program: HostProgram) -> Mapping[DeviceMesh | None, list[int]]:
+    """Mesh -> positions of the instructions that its ranks may execute; None: all ranks."""
+    found: dict[DeviceMesh | None, list[int]] = defaultdict(list)
+    handles: dict[str, set[DeviceMesh | None]] = {}
+    for n, i in enumerate(program.instructions):
+        for mesh in _reach(program, i, handles):
+            found[mesh].append(n)
+    return found
+
+
+def _reach(
+    program: HostProgram, i: Instruction, handles: dict[str, set[DeviceMesh | None]]
+) -> set[DeviceMesh | None]:
+    """Return meshes that have all ranks that may execute an instruction; None: all ranks."""
+    if i.op in BLOCKS:
+        return {m for inner in (*i.body, *i.orelse) for m in _reach(program, inner, handles)}
+    if i.op == "wait":
+        return handles.get(i.reads[0], set())
+    if i.comm is not None:
+        found: set[DeviceMesh | None] = {i.comm.source.mesh, i.comm.destination.mesh}
+    else:
+        names = i.reads if i.op == "free" or i.op in POSTS else i.outputs
+        layouts = [program.types[n].layout for n in names if n in program.types]
+        found = {k.mesh if k is not None else None for k in layouts} or {None}
+    if i.op in POSTS:
+        handles.update(dict.fromkeys(i.outputs, found))
+    return found
+
+
+def project(program: HostProgram, rank: int) -> HostProgram:
+    """Return the projection for one rank; a projection is returned as it is."""
+    if program.rank is not None:
+        return program
+    known = program.knows(rank)
+    kept = [localized(program, i, rank, known) for i in executed(program.checked, rank)]
+    made = (n for i in kept for j in i.walk() for n in j.outputs)
+    shared = (n for pair in program.aliases.items() for n in pair)
+    named = dict.fromkeys((*program.inputs, *program.outputs, *made, *shared))
+    types = {n: program.types[n].at(known) for n in named if n in program.types}
+    found = replace(program, types=types, instructions=tuple(kept), rank=rank)
+    return late_waits.run(local_streams.run(found, program))
+
+
+def _block(
+    program: HostProgram, block: Iterable[Instruction], rank: int, handles: set[str]
+) -> list[Instruction]:
+    """Return the instructions of a block that a rank executes."""
+    kept: list[Instruction] = []
+    for i in block:
+        match i.op:
+            case "for":
+                body = _block(program, i.body, rank, handles)
+                if body:
+                    attrs = resolved(i.attrs, program.knows(rank))
+                    kept.append(replace(i, attrs=attrs, body=tuple(body)))
+            case "if":
+                kept += _branch(program, i, rank, handles)
+            case "free":
+                mine = tuple(n for n in i.reads if program.has(n, rank))
+                kept += [i if mine == i.inputs else replace(i, inputs=mine)] if mine else []
+            case "wait":
+                kept += [i] if handles.intersection(i.reads) else []
+            case _ if program.runs_on(i, rank):
+                if i.op in POSTS:
+                    handles.update(i.outputs)
+                kept.append(_with_mine(program, i, rank))
+    return kept
+
+
+def _with_mine(program: HostProgram, i: Instruction, rank: int) -> Instruction:
+    """Return an instruction with None for each buffer that a rank lacks."""
+    if i.op == "return" or all(_is_mine(program, x, rank) for x in i.inputs):
+        return i
+    inputs = tuple(x if _is_mine(program, x, rank) else None for x in i.inputs)
+    body = tuple(_with_mine(program, inner, rank) for inner in i.body)
+    return replace(i, inputs=inputs, body=body)
+
+
+def _is_mine(program: HostProgram, x: Operand, rank: int) -> bool:
+    return not isinstance(x, str) or x not in program.types or program.has(x, rank)
+
+
+def _branch(
+    program: HostProgram, i: Instruction, rank: int, handles: set[str]
+) -> list[Instruction]:
+    """Return a rank's branch, or just the instructions of the side that surely runs."""
+    attrs = resolved(i.attrs, program.knows(rank))
+    test = dict(attrs)["test"]
+    if isinstance(test, int):
+        return _block(program, i.body if test else i.orelse, rank, handles)
+    body = tuple(_block(program, i.body, rank, handles))
+    orelse = tuple(_block(program, i.orelse, rank, handles))
+    return [replace(i, attrs=attrs, body=body, orelse=orelse)] if body or orelse else []
+
+
+def localized(program: HostProgram, i: Instruction, rank: int, known: Known) -> Instruction:
+    """Return an instruction that a rank executes with this rank's attributes and numbers."""
+    attrs, comm, op = i.attrs, i.comm, op_of(i)
+    if i.op in POSTS and comm is None:
+        layout = program.types[i.reads[0]].layout
+        known = program.knows(rank, layout.mesh if layout is not None else None)
+        attrs = _peer(program, i, dict(resolved(attrs, known)), rank)
+    elif any(isinstance(v, UNKNOWN) for _, v in attrs):
+        attrs = resolved(attrs, known)
+    localize = op.localize if op is not None else None
+    if localize is not None and program.types[i.outputs[0]].layout is not None:
+        attrs = tuple(localize(dict(attrs), _part(program, i, rank)).items())
+    if comm is not None:
+        comm = comm.at(known)
+    inputs = i.inputs
+    if any(isinstance(x, UNKNOWN) for x in inputs):
+        inputs = tuple(resolve(x, known) if isinstance(x, UNKNOWN) else x for x in inputs)
+    body = tuple(localized(program, inner, rank, known) for inner in i.body)
+    orelse = tuple(localized(program, inner, rank, known) for inner in i.orelse)
+    return i.changed(inputs=inputs, attrs=attrs, comm=comm, body=body, orelse=orelse)
+
+
+def _peer(
+    program: HostProgram, i: Instruction, attrs: dict[str, Any], rank: int
+) -> tuple[tuple[str, Any], ...]:
+    """Return a transfer's attributes, with a rank in place of a position along an axis."""
+    side = "to" if i.op == "send" else "from"
+    axis, peer = attrs.get("axis"), attrs[side]
+    if axis is None or not isinstance(peer, int):
+        return tuple(attrs.items())
+    layout = program.types[i.reads[0]].layout
+    assert layout is not None
+    team = layout.mesh.team(rank, axis)
+    if not 0 <= peer < len(team):
+        raise ProgramError(
+            f"@{program.name}: {i.op} %{i.reads[0]} has {side}={peer} along {axis}",
+            where=[i.source.quote()] if i.source else (),
+            because=f"the positions along {axis} are 0 to {len(team) - 1}",
+            hint="take it modulo the size of the axis",
+        )
+    del attrs["axis"]
+    return tuple({**attrs, side: team[peer]}.items())
+
+
+def _part(program: HostProgram, i: Instruction, rank: int) -> ExprPart:
+    """Return what a rank holds of the operands and the result of an op of the table."""
+    kinds = [program.types.get(x) if isinstance(x, str) else None for x in i.inputs]
+    tensors = [k if k is not None and k.layout is not None else None for k in kinds]
+    output = program.types[i.outputs[0]]
+    return ExprPart(
+        shapes=tuple(k.shape if k is not None else None for k in tensors),
+        boxes=tuple(k.box(rank) if k is not None else None for k in tensors),
+        shape=output.shape,
+        box=output.box(rank),
+    )

@@ -1,0 +1,1 @@
+"""Python itself: its threads, their stacks, its garbage collector."""

@@ -1,0 +1,51 @@
+"""When Python may look for garbage: not while something depends on it, or only makes what stays."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class _Pauses:
+    """How many threads want no collection now; one that leaves does not end the others' pause."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._count = 0
+        self._was_on = False
+
+    def begin(self) -> None:
+        with self._lock:
+            self._count += 1
+            if self._count == 1:
+                self._was_on = gc.isenabled()
+                gc.disable()
+
+    def end(self) -> None:
+        with self._lock:
+            self._count -= 1
+            if self._count == 0 and self._was_on:
+                gc.enable()
+
+
+_PAUSES = _Pauses()
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Let no garbage collection begin by itself, in any thread, until the block ends.
+
+    >>> was_on = gc.isenabled()
+    >>> with no_collection():
+    ...     print(gc.isenabled())
+    False
+    >>> gc.isenabled() == was_on
+    True
+    """
+    _PAUSES.begin()
+    try:
+        yield
+    finally:
+        _PAUSES.end()
