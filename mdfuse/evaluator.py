@@ -287,14 +287,18 @@ class HostIrEvaluator:
             caller=caller,
             tally=self._tally,
             checks=self._checks,
-            fuse=self._fuser,
+            fuse=self.fuser if self._may_compile(communicator) else None,
         )
 
     @cached_property
-    def _fuser(self) -> Fuser | None:
-        """What compiles host units; None where nothing is compiled."""
+    def fuser(self) -> Fuser:
+        """What compiles the host units of this program."""
+        return Fuser(must=options_from_environment(self.options).compile == "always")
+
+    def _may_compile(self, communicator: Communicator) -> bool:
+        """Tell whether units are compiled: a call costs the host more, but not in a graph."""
         mode = options_from_environment(self.options).compile
-        return None if mode == "never" else Fuser(must=mode == "always")
+        return mode == "always" or (mode == "auto" and self._may_capture(communicator))
 
     # -- graphs ----------------------------------------------------------------------------------
 

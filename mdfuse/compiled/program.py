@@ -135,6 +135,7 @@ class Program:
         lines += [f"  {line}" for line in (*posts, *advice(fusion))]
         lines += [f"  {line}" for line in _streams(self.host)]
         lines += [f"  {line}" for line in _graphs(self.host, self.options)]
+        lines += [f"  {line}" for line in _launches(self.host, self._evaluators.recent)]
         for n, lowering in enumerate(self.lowerings):
             lines.append(f"  lowering {n}: for {', '.join(map(str, lowering.guards)) or 'all'}")
         return "\n".join(lines)
@@ -274,6 +275,16 @@ def _streams(host: HostProgram) -> Iterator[str]:
             how = f"iteration %{i.outputs[0]} on stream {stream}"
         where = f" ({i.source})" if i.source else ""
         yield f"streams: {i.kwargs['stop']} chunks{where}, {how}"
+
+
+def _launches(host: HostProgram, last: HostIrEvaluator | None) -> Iterator[str]:
+    """Yield lines on what is compiled, and on what the last run's evaluator could not compile."""
+    units = [i for i in host.walk() if i.op == "launch"]
+    if not units:
+        return
+    yield f"launches: {len(units)}, of {sum(len(i.body) for i in units)} local instructions"
+    for name, why in last.fuser.refused.items() if last is not None else ():
+        yield f"  {name}: runs eagerly, {why}"
 
 
 def _graphs(host: HostProgram, options: Options | None) -> Iterator[str]:

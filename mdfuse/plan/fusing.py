@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from mdfuse.caching import Cache
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import Instruction
 from mdfuse.plan import inductor
@@ -48,16 +49,14 @@ class _Cut:
 
 @dataclass(eq=False)
 class Fuser:
-    """Compiles host units, equal ones once; what cannot be compiled stays as it is.
+    """Compiles the host units of a program; what cannot be compiled stays as it is.
 
     Attributes:
         must: a unit that cannot be compiled is an error.
-        known: what is computed and on what -> the compiled function, or why there is none.
         refused: unit -> why it runs eagerly.
     """
 
     must: bool = False
-    known: dict[Hashable, Any] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
     def __call__(
@@ -118,18 +117,26 @@ class Fuser:
     def compiled(self, cut: _Cut, forms: Sequence[Form]) -> tuple[Any, list[Form]]:
         """Return the compiled function of a cut, and the forms of its results."""
         key = (*forms, *_key(cut))
-        if key not in self.known:
-            try:
-                self.known[key] = inductor.compiled(partial(_run, cut), forms)
-            except (
-                Exception
-            ) as error:  # the compiler's own reasons are many; the eager calls are right
-                first = str(error).strip().splitlines() or [""]
-                self.known[key] = Refusal(f"{type(error).__name__}: {first[0]}")
-        found = self.known[key]
+        found = _COMPILED.get(key)
+        if found is None:
+            found = _compiled(cut, forms)
+            _COMPILED.put(key, found)
         if isinstance(found, Refusal):
             raise found
-        return found  # type: ignore[no-any-return]
+        return found
+
+
+#: What is computed, and on what -> the compiled function and the forms of its results, or why there
+#: is none. Equal layers have equal units, in one program or in several.
+_COMPILED: Cache[tuple[inductor.Function, list[Form]] | Refusal] = Cache(1024)
+
+
+def _compiled(cut: _Cut, forms: Sequence[Form]) -> tuple[inductor.Function, list[Form]] | Refusal:
+    try:
+        return inductor.compiled(partial(_run, cut), forms)
+    except Exception as error:  # it has many reasons; without it the eager calls are right
+        first = str(error).strip().splitlines() or [""]
+        return Refusal(f"{type(error).__name__}: {first[0]}")
 
 
 def _run(cut: _Cut, *values: Any) -> list[Any]:

@@ -22,24 +22,37 @@ def compiled(function: Function, forms: Sequence[Form]) -> tuple[Function, list[
         forms: of its arguments; calls take tensors of these forms.
 
     Returns:
-        the compiled function, and the forms of its results.
+        The compiled function, and the forms of its results.
 
     Raises:
         Exception: whatever the compiler raises where it cannot.
     """
     from torch._inductor import standalone_compile
+
+    graph, arguments, results = traced(function, forms)
+    return standalone_compile(graph, arguments), results
+
+
+def traced(
+    function: Function, forms: Sequence[Form]
+) -> tuple[torch.fx.GraphModule, list[Any], list[Form]]:
+    """Trace a function; see `compiled`.
+
+    Returns:
+        Its graph, arguments without elements, and the forms of its results.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     with torch.no_grad(), FakeTensorMode(shape_env=ShapeEnv()):
-        fakes: list[Any] = [
+        arguments: list[Any] = [
             torch.empty_strided(shape, strides, dtype=dtype, device=device)
             for shape, strides, dtype, device in forms
         ]
-        graph = make_fx(function, tracing_mode="fake")(*fakes)
-        results = [form_of(x) for x in function(*fakes)]
-    return standalone_compile(graph, fakes), results
+        graph = make_fx(function, tracing_mode="fake")(*arguments)
+        results = [form_of(x) for x in function(*arguments)]
+    return graph, arguments, results
 
 
 def form_of(x: Tensor) -> Form:

@@ -77,13 +77,14 @@ def _before(
         if i is None or i.fn != step or i.order is not None or bound[i.outputs[0]] != 1:
             return None
         names.append(i.reads[0])
-    last, opened, _, first = (program.types[str(n)] for n in names)
+    last, repeated, opened, first = (program.types[str(n)] for n in names)
     found, dim = str(names[-1]), len(last.shape) - 3
     lead, (shared, *rest) = first.shape[:dim], first.shape[dim:]
     times = last.shape[dim] // max(shared, 1)
-    is_repeated = (last.shape, opened.shape) == (
+    is_repeated = (last.shape, repeated.shape, opened.shape) == (
         (*lead, shared * times, *rest),
         (*lead, shared, times, *rest),
+        (*lead, shared, 1, *rest),
     )
     if not is_repeated or first.layout is None or first.layout != last.layout:
         return None
@@ -107,7 +108,10 @@ def _without_unread(program: HostProgram) -> HostProgram:
         block = _reading(program.instructions, kept)
         if block == program.instructions:
             return program
-        program = replace(program, instructions=block)
+        made = {n for i in block for j in i.walk() for n in j.outputs}
+        gone = {n for i in program.walk() for n in i.outputs} - made
+        types = {n: kind for n, kind in program.types.items() if n not in gone}
+        program = replace(program, instructions=block, types=types)
 
 
 def _needs(i: Instruction) -> Sequence[str]:

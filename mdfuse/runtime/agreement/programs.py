@@ -27,7 +27,15 @@ if TYPE_CHECKING:
 _REFUSED, _OUT_OF_RANGE = "refused: ", "index: "
 
 #: Options that ranks must share: they decide what is posted, how, and for how long it is awaited.
-_SHARED = ("streams", "stream_policy", "graph", "fast_lane", "timeout_s", "check_indices")
+_SHARED = (
+    "streams",
+    "stream_policy",
+    "graph",
+    "compile",
+    "fast_lane",
+    "timeout_s",
+    "check_indices",
+)
 
 
 def first_run(

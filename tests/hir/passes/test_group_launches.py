@@ -1,0 +1,103 @@
+"""Local work in host units: what joins which unit, and that values stay what they are."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+import mdfuse as mf
+from mdfuse import DeviceMesh, FusionDefinition, Options, Shard, hir
+from mdfuse.hir.program import HostProgram
+from mdfuse.hir.verify import verify
+
+ALWAYS = Options(compile="always")
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+def grouped(fd: FusionDefinition) -> mf.Program:
+    program = mf.compile(fd, options=ALWAYS)
+    verify(program.host)
+    assert hir.parse(str(program.host)) == program.host
+    return program
+
+
+def shape_of(host: HostProgram) -> list[str]:
+    """Units as `name(ops in order)`, other instructions by what they run; frees left out."""
+    return [
+        f"{i.fn}({' '.join(j.fn for j in i.body)})" if i.op == "launch" else i.fn or i.op
+        for i in host
+        if i.op not in ("free", "return")
+    ]
+
+
+def test_work_joins_the_unit_behind_a_product_that_does_not_need_it() -> None:
+    mesh = DeviceMesh.arange(t=1)
+    with FusionDefinition("swiglu") as fd:
+        x, g, u = (fd.define_tensor([4, 4], torch.float32, mesh, {}) for _ in range(3))
+        fd.add_output(fd.ops.silu(x @ g) * (x @ u))
+    program = grouped(fd)
+    assert shape_of(program.host) == ["matmul", "matmul", "fused0(silu mul)"]
+    given = torch.randn(3, 4, 4)
+    (got,) = mf.simulate(program, list(given)).outputs
+    a, b, c = given.double()
+    torch.testing.assert_close(got.double(), F.silu(a @ b) * (a @ c), **CLOSE)
+
+
+def test_work_goes_before_communication() -> None:
+    mesh = DeviceMesh.arange(t=2)
+    with FusionDefinition("early") as fd:
+        x = fd.define_tensor([4, 4], torch.float32, mesh, {"t": Shard(0)})
+        y = fd.define_tensor([4, 4], torch.float32, mesh, {})
+        whole = fd.ops.set(x.exp() + 1.0).on(mesh, {})
+        fd.add_output(whole * y.sin().cos())
+    program = grouped(fd)
+    made = shape_of(program.host)
+    post = next(n for n, name in enumerate(made) if name in ("post", "allgather"))
+    units = [n for n, name in enumerate(made) if name.startswith("fused")]
+    assert units[0] < post < units[-1]
+    given = torch.rand(2, 4, 4)
+    (got,) = mf.simulate(program, list(given)).outputs
+    a, b = given.double()
+    torch.testing.assert_close(got.double(), (a.exp() + 1) * b.sin().cos(), **CLOSE)
+
+
+def test_meshes_do_not_mix() -> None:
+    one, two = DeviceMesh([0]), DeviceMesh([1])
+    with FusionDefinition("apart") as fd:
+        x = fd.define_tensor([4], torch.float32, one, {})
+        y = fd.define_tensor([4], torch.float32, two, {})
+        fd.add_output(x.exp() * 2.0)
+        fd.add_output(y.exp() * 2.0)
+    host = grouped(fd).host
+    assert shape_of(host) == ["fused0(exp mul)", "fused1(exp mul)"]
+
+
+def test_a_single_op_and_views_stay_as_they_are() -> None:
+    mesh = DeviceMesh.arange(t=1)
+    with FusionDefinition("little") as fd:
+        x = fd.define_tensor([4, 2], torch.float32, mesh, {})
+        fd.add_output(fd.ops.permute(x, [1, 0])[1:] + 1.0)
+    assert shape_of(grouped(fd).host) == ["permute", "slice", "add"]
+
+
+def test_what_is_read_behind_a_write_is_the_old_value() -> None:
+    mesh = DeviceMesh.arange(t=1)
+    with FusionDefinition("order") as fd:
+        w = fd.define_tensor([4, 4], torch.float32, mesh, {})
+        x = fd.define_tensor([4, 4], torch.float32, mesh, {})
+        step = (w @ x) * 0.5 + 1.0
+        fd.add_output(w - step, reuse=w)
+        fd.add_output((w @ x).exp() + w)
+    program = grouped(fd)
+    a, b = torch.randn(2, 4, 4)
+    first, second = mf.simulate(program, [a.clone(), b.clone()]).outputs
+    torch.testing.assert_close(first, a - ((a @ b) * 0.5 + 1))
+    torch.testing.assert_close(second, (a @ b).exp() + a)
+
+
+def test_never_groups_nothing() -> None:
+    with FusionDefinition("never") as fd:
+        x = fd.define_tensor([4], torch.float32, DeviceMesh.arange(t=1), {})
+        fd.add_output(x.exp().sin() + 1.0)
+    host = mf.compile(fd, options=Options(compile="never")).host
+    assert shape_of(host) == ["exp", "sin", "add"]

@@ -1,0 +1,185 @@
+"""Host units that are compiled: what is handed to the compiler, what is left, equal units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mdfuse as mf
+from mdfuse import DeviceMesh, FusionDefinition, Options
+from mdfuse.plan import fusing, inductor
+from mdfuse.plan.build import Plan
+from mdfuse.plan.inductor import Form, form_of
+
+MESH = DeviceMesh.arange(t=1)
+ALWAYS = Options(compile="always")
+
+
+class Compiler:
+    """Stands for Inductor: traces a function as it does, and runs the graph as it is."""
+
+    def __init__(self) -> None:
+        self.bodies: list[list[Form]] = []
+        self.fails = False
+
+    def __call__(
+        self, function: Callable[..., Any], forms: Sequence[Form]
+    ) -> tuple[Callable[..., Any], list[Form]]:
+        if self.fails:
+            raise NotImplementedError("no such op\nand more")
+        graph, _, results = inductor.traced(function, forms)
+        self.bodies.append(list(forms))
+
+        def call(*values: Tensor) -> list[Tensor]:
+            assert [form_of(x) for x in values] == list(forms)
+            found = graph(*values)
+            assert [form_of(x) for x in found] == results
+            return list(found)
+
+        return call, results
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
+    found = Compiler()
+    monkeypatch.setattr(inductor, "compiled", found)
+    fusing._COMPILED.empty()
+    yield found
+    fusing._COMPILED.empty()
+
+
+def defined(
+    build: Callable[..., Any], *shapes: list[int], dtype: torch.dtype = torch.float32
+) -> FusionDefinition:
+    with FusionDefinition("f") as fd:
+        given = [fd.define_tensor(shape, dtype, MESH, {}) for shape in shapes]
+        for output in build(fd, *given):
+            fd.add_output(output)
+    return fd
+
+
+def run(fd: FusionDefinition, *given: Tensor, options: Options = ALWAYS) -> list[Tensor]:
+    program = mf.compile(fd, options=options)
+    for _ in range(3):
+        found = program.run(*given)
+    return found
+
+
+def test_a_unit_is_one_call(compiler: Compiler) -> None:
+    fd = defined(lambda fd, x, y: [(x.exp() * y).sin(), x.exp() + 1.0], [3, 4], [4])
+    x, y = torch.randn(3, 4), torch.randn(4)
+    program = mf.compile(fd, options=ALWAYS)
+    first, second = program.run(x, y)
+    torch.testing.assert_close(first, (x.exp() * y).sin())
+    torch.testing.assert_close(second, x.exp() + 1)
+    assert len(compiler.bodies) == 1
+    plan = program.plans.recent
+    assert isinstance(plan, Plan)
+    steps = [step.op for step in plan.steps]
+    assert steps.count("launch") == 1 and "binary" not in steps
+
+
+def test_equal_units_are_compiled_once(compiler: Compiler) -> None:
+    def build(fd: FusionDefinition, x: Any, w: Any) -> list[Any]:
+        for _ in range(4):
+            x = (x @ w).exp() * 0.25 - 1.0
+        return [x]
+
+    x, w = torch.randn(3, 4), torch.randn(4, 4) * 0.1
+    (got,) = run(defined(build, [3, 4], [4, 4]), x, w)
+    for _ in range(4):
+        x = (x @ w).exp() * 0.25 - 1
+    torch.testing.assert_close(got, x)
+    assert len(compiler.bodies) == 2  # the last one writes an output, which is new in each run
+
+
+def test_other_numbers_are_another_unit(compiler: Compiler) -> None:
+    for factor in (2.0, 3.0):
+        fd = defined(lambda fd, x, factor=factor: [x.exp() * factor], [3])
+        (got,) = run(fd, torch.ones(3))
+        torch.testing.assert_close(got, torch.ones(3).exp() * factor)
+    assert len(compiler.bodies) == 2
+
+
+def test_a_weight_is_updated_in_place(compiler: Compiler) -> None:
+    with FusionDefinition("step") as fd:
+        w, g = (fd.define_tensor([4, 4], torch.float32, MESH, {}) for _ in "wg")
+        fd.add_output(w - (g * g).sqrt() * 0.5, reuse=w)
+    program = mf.compile(fd, options=ALWAYS)
+    w, g = torch.randn(2, 4, 4)
+    want, at = w.clone(), w.data_ptr()
+    for _ in range(3):
+        (got,) = program.run(w, g)
+        want = want - (g * g).sqrt() * 0.5
+        assert got.data_ptr() == at
+        torch.testing.assert_close(w, want)
+
+
+def test_outputs_and_views_of_them(compiler: Compiler) -> None:
+    def build(fd: FusionDefinition, x: Any) -> list[Any]:
+        y = x.exp() + 1.0
+        return [y, fd.ops.permute(y, [1, 0]), y[1:] * 2.0]
+
+    x = torch.randn(3, 4)
+    got = run(defined(build, [3, 4]), x)
+    y = x.exp() + 1
+    for mine, theirs in zip(got, (y, y.T, y[1:] * 2), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    kept = [x.clone() for x in got]
+    run(defined(build, [3, 4]), x + 1)
+    assert all(map(torch.equal, got, kept))  # later runs write elsewhere
+
+
+def test_strided_and_expanded_arguments(compiler: Compiler) -> None:
+    fd = defined(lambda fd, x: [(x.exp() * x).sum(0)], [4, 3])
+    for x in (torch.randn(3, 4).T, torch.randn(1, 3).expand(4, 3), torch.randn(8, 6)[::2, ::2]):
+        (got,) = run(fd, x)
+        torch.testing.assert_close(got, (x.exp() * x).sum(0))
+    assert len({body[0] for body in compiler.bodies}) == 3
+
+
+def test_what_cannot_be_compiled_runs_as_it_is(compiler: Compiler) -> None:
+    compiler.fails = True
+    fd = defined(lambda fd, x: [x.exp() * 2.0], [3])
+    with pytest.raises(mf.ProgramError, match="launch fused0 of @f cannot be compiled") as found:
+        run(fd, torch.ones(3))
+    assert "NotImplementedError: no such op" in str(found.value)
+    assert 'compile="auto" runs it eagerly' in str(found.value)
+
+
+def test_refusals_are_told(compiler: Compiler) -> None:
+    compiler.fails = True
+    program = mf.compile(defined(lambda fd, x: [x.exp() * 2.0], [3]), options=ALWAYS)
+    assert "launches: 1, of 2 local instructions" in program.explain()
+    with pytest.raises(mf.ProgramError):
+        program.run(torch.ones(3))
+    assert "fused0: runs eagerly, NotImplementedError: no such op" in program.explain()
+
+
+def test_poisoned_buffers(compiler: Compiler) -> None:
+    fd = defined(lambda fd, x: [(x @ x).exp() * 2.0 + x], [4, 4])
+    x = torch.randn(4, 4) * 0.1
+    (got,) = run(fd, x, options=Options(compile="always", poison=True))
+    torch.testing.assert_close(got, (x @ x).exp() * 2 + x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_dtypes(compiler: Compiler, dtype: torch.dtype) -> None:
+    fd = defined(lambda fd, x: [fd.ops.where(x == x, x, x).float() * 0.5 + 1.0], [5], dtype=dtype)
+    x = torch.tensor([0, 1, 2, 3, 4]).to(dtype)
+    (got,) = run(fd, x)
+    torch.testing.assert_close(got, x.float() * 0.5 + 1)
+
+
+def test_inductor_itself() -> None:
+    """C++ on CPUs: the one test that compiles, which takes seconds."""
+    fd = defined(lambda fd, x, w: [fd.ops.rms_norm(x, [64], w, 1e-6) + x], [8, 64], [64])
+    x, w = torch.randn(8, 64), torch.randn(64)
+    (got,) = run(fd, x, w)
+    wide = x.double()
+    want = wide / (wide * wide).mean(-1, keepdim=True).add(1e-6).sqrt() * w.double() + wide
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
