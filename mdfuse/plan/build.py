@@ -234,8 +234,7 @@ def build(
         is_simulated: streams are those of the simulator, whatever the device.
         caller: the handle of the caller's CUDA stream.
         tally: how often the program ran.
-        checks: looks at the indices of tables.
-        fuse: makes the steps of a host unit fewer.
+        checks, fuse: see `Context`.
 
     Raises:
         ProgramError: an instruction of it means nothing on this rank.
