@@ -14,8 +14,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from mdfuse import torch_private
 from mdfuse.errors import PACKAGE
+from mdfuse.plan import inductor
 
-MODULES = sorted(set(Path(PACKAGE).rglob("*.py")) - {Path(torch_private.__file__)})
+#: Where private parts of torch may stand: in one module, and in one for the compiler alone.
+OWN = {Path(torch_private.__file__), Path(inductor.__file__)}
+
+MODULES = sorted(set(Path(PACKAGE).rglob("*.py")) - OWN)
 
 #: Private names of torch's objects that code could use without importing anything.
 ATTRIBUTES = {

@@ -208,7 +208,7 @@ def attention(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap
     lead = [_align(shape[:-2], result[:-2]) for shape in (q, k, v)]
 
     def fits(label: int, sizes: tuple[int, ...]) -> bool:
-        return not is_grouped or label != heads or shared % math.prod(sizes) == 0
+        return label != heads or shared % math.prod(sizes) == 0
 
     masked = _align(mask, (*result[:-1], k[-2])) if mask is not None else ()
     return DimMap(
@@ -219,7 +219,7 @@ def attention(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap
             tuple(None if x == batch + 1 or (x == batch and rows is None) else x for x in masked),
         )[: len(shapes)],
         result=(*range(batch), rows, batch + 1),
-        fits=fits,
+        fits=fits if is_grouped else always,
     )
 
 

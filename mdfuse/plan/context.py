@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -221,8 +222,9 @@ def updated_names(program: HostProgram) -> frozenset[str]:
     view of an input that the program writes is among them.
     """
     uses = _Uses(program)
-    for n, i in enumerate(program.instructions):
-        uses.note(n, i)
+    numbers = count()
+    for i in program.instructions:
+        uses.note(numbers, i)
     return frozenset(filter(uses.sees_write, uses.shared)) | uses.changed
 
 
@@ -241,19 +243,20 @@ class _Uses:
         #: name -> those that it is a view of; handle -> the buffers of its post
         self.of: dict[str, set[str]] = defaultdict(set)
 
-    def note(self, n: int, i: Instruction) -> None:
-        """Note what instruction `n` binds, writes and uses."""
+    def note(self, numbers: Iterator[int], i: Instruction) -> None:
+        """Note what an instruction, and each inside it in turn, binds, writes and uses."""
         if i.op == "free":
             return
         for j in i.walk():
+            if j.op == "launch":
+                continue  # what is inside it reads its inputs and binds its outputs
+            n = next(numbers)
             written = j.reads[-1:] if j.op in ("post", "recv") else ()
             for name in (*j.reads, *j.outputs):
                 self.use(name, n)
             for name in (*written, *(x for x in j.outputs if x in self.first)):
                 self.writes[self.shared.get(name, name)].append(n)
                 self.changed |= self.bases(name)
-            if j.op == "launch":
-                continue  # what is inside it binds its outputs
             operand = shared_operand(j)
             for name in j.outputs:
                 self.first.setdefault(name, n)

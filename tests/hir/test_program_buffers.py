@@ -117,6 +117,8 @@ def test_a_host_unit_with_some_outputs_alloced(more: str) -> None:
     assert got.tolist() == [3, 5, 7]
 
 
+@pytest.mark.parametrize("dtype", ["f32", "i64", "bool", "bf16"])
+@pytest.mark.parametrize("memory", ["", "memory=host, "])
 def test_alloc_fills(dtype: str, memory: str) -> None:
     body = f"""
       input %x: {dtype}[2] (x=R)

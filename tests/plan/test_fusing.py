@@ -119,6 +119,22 @@ def test_a_weight_is_updated_in_place(compiler: Compiler) -> None:
         torch.testing.assert_close(w, want)
 
 
+def test_a_view_of_an_input_that_is_written(compiler: Compiler) -> None:
+    with FusionDefinition("old") as fd:
+        w = fd.define_tensor([3, 4], torch.float32, MESH, {})
+        fd.add_output(w + 1.0, reuse=w)
+        fd.add_output(fd.ops.permute(w, [1, 0]))
+        fd.add_output(w.exp() * 2.0)
+    program = mf.compile(fd, options=ALWAYS)
+    w = torch.randn(3, 4)
+    for _ in range(3):
+        before = w.clone()
+        new, old, other = program.run(w)
+        assert torch.equal(w, before + 1) and new.data_ptr() == w.data_ptr()
+        assert torch.equal(old, before.T)
+        torch.testing.assert_close(other, before.exp() * 2)
+
+
 def test_outputs_and_views_of_them(compiler: Compiler) -> None:
     def build(fd: FusionDefinition, x: Any) -> list[Any]:
         y = x.exp() + 1.0

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from mdfuse.extents.expressions import Index, terms
-from mdfuse.ir.dims import DimMap, Labels, always, reshape_groups
+from mdfuse.ir.dims import DimMap, Labels, always, reshape, reshape_groups
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.boxes import Box
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard, Stream, Varies
@@ -293,7 +293,8 @@ def result_layout(
     except (AssertionError, TypeError, ValueError, LookupError):
         raise Contradiction(f"{fn} does not take these operands") from None
     if labels.fits is not always:
-        return _result(fn, labels, tuple(layouts), declared, numbers, tuple(absent), shapes, shape)
+        known = shapes if TABLE[fn].rule is reshape else ()
+        return _result(fn, labels, tuple(layouts), declared, numbers, tuple(absent), known, shape)
     key = labels.operands, labels.result, tuple(labels.reduces.items())
     made = _known_result(fn, key, tuple(layouts), declared, numbers, tuple(absent))
     if isinstance(made, str):
