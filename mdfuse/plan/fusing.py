@@ -173,9 +173,31 @@ def _cut(lines: Sequence[Line], kept: set[int]) -> _Cut:
     made = {slot for line in inside for slot in line.targets}
     takes = dict.fromkeys(s for line in inside for s in line.refs if s not in made)
     makes = [slot for line in inside if not line.is_view for slot in line.targets if slot in needed]
+    if any(_is_overwritten(slot, inside) for slot in takes):
+        raise Refusal("a value is read and written over")
     if not _are_apart(inside, set(takes), makes):
         raise Refusal("a result may share memory with an operand, or with another result")
     return _Cut(tuple(before), tuple(inside), tuple(behind[::-1]), tuple(takes), tuple(makes))
+
+
+def _is_overwritten(slot: int, inside: Sequence[Line]) -> bool:
+    """Tell whether calls read what a buffer holds before, and write into it."""
+    using = [line for line in inside if slot in line.refs]
+    writing = [line for line in using if _reads(_target(line), slot)]
+    if not writing:
+        return False
+    first = writing[0]
+    values = [*first.args, *(x for _, x in first.kwargs)]
+    return using[0] is not first or sum(_reads(x, slot) for x in values) > 1
+
+
+def _target(line: Line) -> Any:
+    """Return the argument that a call writes into; None where it makes its result."""
+    return None if line.targets else dict(line.kwargs).get("out", line.args[0])
+
+
+def _reads(x: Any, slot: int) -> bool:
+    return any(_reads(y, slot) for y in x) if isinstance(x, list) else x == SlotRef(slot)
 
 
 def _are_apart(inside: Sequence[Line], takes: set[int], makes: Sequence[int]) -> bool:

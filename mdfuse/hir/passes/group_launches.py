@@ -10,7 +10,8 @@
 Ops that torch hands to a library (matrix products, attention) stay outside: a compiler calls the
 same library, and the units of equal layers stay equal, so that each is compiled once. Work waits
 until something needs it: what a product does not read joins the unit behind the product. It goes
-before communications and all else that is no local work.
+before communications and all else that is no local work. What is written over a value stays
+outside, too: kernels in one unit may run at once.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class _Groups:
         shared: name -> the name whose memory it may share.
         reads: how often each name is read.
         kept: names that are in use whoever reads them: inputs, outputs, and what shares a buffer.
-        bound: names that have a value so far.
+        bound: names that have a buffer so far.
+        empty: those whose buffer has no value yet.
         given: names that were bound when a waiting instruction wrote them.
         waiting: the instructions.
         number: how many units there are.
@@ -59,6 +61,7 @@ class _Groups:
     reads: Counter[str]
     kept: frozenset[str]
     bound: set[str]
+    empty: set[str] = field(default_factory=set)
     given: set[str] = field(default_factory=set)
     waiting: list[Instruction] = field(default_factory=list)
     number: int = 0
@@ -81,12 +84,15 @@ class _Groups:
                 self.given.update(self.bound.intersection(i.outputs))
                 self.waiting.append(i)
             elif i.op == "alloc" and not i.kwargs:
+                self.empty.update(set(i.outputs) - self.bound)
                 done.append(i)
             else:
                 needed = self.needed(i) if is_local(i) else list(self.waiting)
                 done += self.units(needed)
                 done.append(self.nested(i))
             self.bound.update(i.outputs)
+            if i.op != "alloc":
+                self.empty.difference_update((*i.outputs, *i.reads))
         return (*done, *self.units(self.waiting))
 
     def nested(self, i: Instruction) -> Instruction:
@@ -98,6 +104,8 @@ class _Groups:
         """Tell whether an instruction is work on tensors for a compiler."""
         op = op_of(i)
         if op is None or op.is_library or i.op != op.host:
+            return False
+        if any({x, self.program.root(x)} & self.bound - self.empty for x in i.outputs):
             return False
         return all(self.mesh(x) is not None for x in (*i.reads, *i.outputs))
 
@@ -127,9 +135,9 @@ class _Groups:
     def touched(self, i: Instruction) -> tuple[set[str], set[str]]:
         """Return the names and the memory that an instruction reads, and those it writes."""
         read = {x for name in i.reads for x in (name, self.memory(name))}
-        makes_view = shared_operand(i) is not None and i.order is None
         written = set(i.outputs)
-        if not makes_view or not self.bound.isdisjoint(i.outputs) or self.given & written:
+        has_buffer = not self.bound.isdisjoint({*written, *map(self.program.root, written)})
+        if shared_operand(i) is None or i.order is not None or has_buffer:
             written |= {self.memory(name) for name in i.outputs}
         return read, written
 
