@@ -165,6 +165,8 @@ class _Groups:
         outputs = tuple(
             x for x in made if x in self.kept or x in self.given or self.reads[x] > inner[x]
         )
+        if not outputs:  # nobody reads what it makes
+            return taken
         unit = Instruction(
             op="launch",
             fn=f"fused{self.number}",

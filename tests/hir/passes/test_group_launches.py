@@ -97,6 +97,17 @@ def test_what_is_read_behind_a_write_is_the_old_value() -> None:
     torch.testing.assert_close(second, (a @ b).exp() + a)
 
 
+def test_what_nobody_reads_is_no_unit() -> None:
+    """A split of nothing leaves nothing to read; rank 1 has no part of anything."""
+    mesh = DeviceMesh([0, 2], axes=("a",))
+    with FusionDefinition("nothing") as fd:
+        x = fd.define_tensor([0], torch.float32, mesh, {})
+        y = fd.ops.set(-x).on(mesh, {"a": Shard(0)})
+        fd.add_output((-y).on(mesh, {}))
+    (got,) = mf.simulate(grouped(fd), [torch.zeros(0)]).outputs
+    assert got.shape == (0,)
+
+
 def test_never_groups_nothing() -> None:
     with FusionDefinition("never") as fd:
         x = fd.define_tensor([4], torch.float32, DeviceMesh.arange(t=1), {})
