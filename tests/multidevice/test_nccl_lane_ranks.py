@@ -137,7 +137,7 @@ def check_kind(lane: NcclLane, comm: mf.Communicator, kind: str, dtype: torch.dt
 def finished(lane: NcclLane) -> bool:
     """Whether the marks came behind all posts."""
     torch.cuda.synchronize()
-    watch: Any = lane._noter
+    watch: Any = lane.noter
     return all(p.is_done() for p in watch.ring.posts())
 
 
@@ -204,7 +204,7 @@ def captured(
 
 
 def check_graph(lane: NcclLane, comm: mf.Communicator, at_once: bool) -> None:
-    watch: Any = lane._noter
+    watch: Any = lane.noter
     posted = len(watch.ring.posts())
     watch.captured.clear()
     graph, x, total = captured(lane, comm, at_once)
