@@ -8,6 +8,7 @@ as one function of the tensors that the unit reads and writes.
 from __future__ import annotations
 
 import types
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -66,6 +67,7 @@ class Fuser:
         lines = [line for step in steps if step.op != "keep" for line in step.lines]
         if sum(map(_works, lines)) < 2:
             return list(steps)
+        self.refused.pop(i.fn, None)
         try:
             return self.fused(i, steps, lines, outside, context)
         except Refusal as refusal:
@@ -226,17 +228,12 @@ def _forms(cut: _Cut, outside: Mapping[int, str], context: Context) -> list[Form
         if not context.is_on_device(outside[slot]):
             raise Refusal("an operand lies in host memory")
         forms.append((tuple(fact.shape), tuple(fact.stride()), fact.dtype, context.device))
-    names = [outside[slot] for slot in cut.takes if slot in outside]
-    storages = [context.storage.get(n, n) for n in names]
-    if len(set(storages)) < len(storages) and _writes(cut):
-        raise Refusal("operands share memory that may be written")
+    memory = {slot: context.storage.get(n, n) for slot, n in outside.items() if slot in cut.takes}
+    shared = Counter(memory.values())
+    written = [slot for slot in memory if any(_reads(_target(x), slot) for x in cut.inside)]
+    if any(shared[memory[slot]] > 1 for slot in written):
+        raise Refusal("operands share memory that is written")
     return forms
-
-
-def _writes(cut: _Cut) -> bool:
-    """Tell whether a call writes into what the function takes."""
-    taken = set(cut.takes)
-    return any(line.targets == () and taken.intersection(line.refs) for line in cut.inside)
 
 
 def _learn(forms: Mapping[int, Form], i: Instruction, context: Context) -> None:
@@ -295,7 +292,8 @@ def _value(x: Any, number: Callable[[int], int]) -> Hashable:
             )
         case types.FunctionType():
             cells = [cell.cell_contents for cell in x.__closure__ or ()]
-            return x.__code__, _value(cells, number), _value(x.__defaults__, number)
+            given = x.__defaults__, x.__kwdefaults__
+            return x.__module__, x.__code__, _value(cells, number), _value(given, number)
         case float():
             return "float", x.hex()
         case bool() | int() | str() | None:
@@ -306,7 +304,7 @@ def _value(x: Any, number: Callable[[int], int]) -> Hashable:
 
 @dataclass(frozen=True, slots=True)
 class _Same:
-    """An object that equals only itself, or what it says is equal where it can be hashed."""
+    """An object that equals only itself; a dtype or device also what it says is equal."""
 
     of: Any
 

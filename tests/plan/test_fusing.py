@@ -135,6 +135,22 @@ def test_a_view_of_an_input_that_is_written(compiler: Compiler) -> None:
         torch.testing.assert_close(other, before.exp() * 2)
 
 
+def test_views_of_one_tensor(compiler: Compiler) -> None:
+    """As the parts of a fused projection are: what is only read may share memory."""
+    with FusionDefinition("parts") as fd:
+        x = fd.define_tensor([4, 6], torch.float32, MESH, {})
+        w = fd.define_tensor([6, 6], torch.float32, MESH, {})
+        y = x @ w
+        a, b = y[:, :3], y[:, 3:]
+        product = a @ fd.ops.permute(b, [1, 0])
+        fd.add_output((product.exp() + 1.0) @ (a.sin() * b.cos()))
+    x, w = torch.randn(4, 6), torch.randn(6, 6) * 0.1
+    (got,) = run(fd, x, w)
+    a, b = (x @ w).split(3, 1)
+    torch.testing.assert_close(got, ((a @ b.T).exp() + 1) @ (a.sin() * b.cos()))
+    assert compiler.bodies
+
+
 def test_outputs_and_views_of_them(compiler: Compiler) -> None:
     def build(fd: FusionDefinition, x: Any) -> list[Any]:
         y = x.exp() + 1.0

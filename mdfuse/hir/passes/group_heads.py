@@ -32,8 +32,10 @@ def run(program: HostProgram, options: Options) -> HostProgram:
     if not any(i.fn == "scaled_dot_product_attention" for i in program.walk()):
         return program
     bound = Counter(n for i in program.walk() if i.op != "launch" for n in i.outputs)
-    grouped = replace(program, instructions=_block(program, program.instructions, bound))
-    return _without_unread(grouped)
+    block = _block(program, program.instructions, bound)
+    if block == program.instructions:
+        return program
+    return _without_unread(replace(program, instructions=block))
 
 
 def _block(
