@@ -181,7 +181,9 @@ def _completed(made: Made, timeout_s: float, tally: Tally) -> bool:
 
 
 def _find_or_compile(made: Made, name: str, folder: Artefacts, tally: Tally) -> None:
-    found = _read(name, tally)
+    again = Tally()  # files of no use were counted when they were looked for
+    found = _read(name, again)
+    tally.found += again.found
     if found is not None:
         made.function, made.traced = found.function, None
         return

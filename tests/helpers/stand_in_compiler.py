@@ -1,0 +1,136 @@
+"""Stands for Inductor, in all processes that share a folder: runs graphs as they are.
+
+python -m helpers.stand_in_compiler FOLDER [PROCESSES]    # runs `stack`; prints a line of JSON
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mdfuse as mf
+from mdfuse.plan import inductor
+from mdfuse.plan.inductor import Form, Traced, form_of
+
+#: How long processes wait for each other, seconds.
+_PATIENCE_S = 120.0
+
+
+@dataclass
+class Compiled:
+    """A graph that is run as it is, on tensors of the forms that it was traced for."""
+
+    graph: torch.fx.GraphModule
+    forms: list[Form]
+    results: list[Form]
+
+    def __call__(self, *values: Tensor) -> list[Tensor]:
+        assert [form_of(x) for x in values] == self.forms
+        results = self.graph(*values)
+        assert [form_of(x) for x in results] == self.results
+        return list(results)
+
+
+@dataclass
+class StandIn:
+    """What takes the place of `mdfuse.plan.inductor`.
+
+    Attributes:
+        folder: what all processes share; `folder/began` has a file for each compilation.
+        processes: a compilation goes on once so many processes have begun one.
+    """
+
+    folder: Path
+    processes: int = 1
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        for function in (self.compiled, self.save, self.load):
+            patch.setattr(inductor, function.__name__, function)
+        patch.setattr(inductor, "folder", lambda: self.folder)
+
+    @property
+    def began(self) -> list[str]:
+        """The processes that began a compilation, once for each."""
+        return [path.name.split("-")[0] for path in (self.folder / "began").glob("*")]
+
+    def compiled(self, found: Traced) -> Compiled:
+        began = self.folder / "began"
+        began.mkdir(parents=True, exist_ok=True)
+        (began / f"{os.getpid()}-{time.monotonic_ns()}").touch()
+        until(lambda: len({*self.began}) >= self.processes)
+        forms = [form_of(x) for x in found.arguments]
+        return Compiled(found.graph, forms, found.results)
+
+    def save(self, function: Any, path: Path) -> None:
+        path.write_bytes(pickle.dumps(function))
+
+    def load(self, path: Path) -> Any:
+        return pickle.loads(path.read_bytes())
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    """Wait until something is so, and fail where it takes too long."""
+    end = time.monotonic() + _PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+#: How many units of `stack` differ.
+UNITS = 4
+
+
+def stack(mesh: mf.DeviceMesh, layers: int = 3) -> mf.FusionDefinition:
+    """Layers between whose products are units: `UNITS` that differ, each once in a layer."""
+    with mf.FusionDefinition("stack") as fd:
+        x = fd.define_tensor([4, 6], torch.float32, mesh, {})
+        w = fd.define_tensor([6, 6], torch.float32, mesh, {})
+        for _ in range(layers):
+            x = (x.exp() * 0.1) @ w
+            x = (x.sin() + 1.0) @ w
+            x = (x.cos() - 0.5) @ w
+            x = (x * x + 0.25) @ w
+        fd.add_output(x)
+    return fd
+
+
+def expected(x: Tensor, w: Tensor, layers: int = 3) -> Tensor:
+    """What `stack` comes to."""
+    for _ in range(layers):
+        x = (x.exp() * 0.1) @ w
+        x = (x.sin() + 1) @ w
+        x = (x.cos() - 0.5) @ w
+        x = (x * x + 0.25) @ w
+    return x
+
+
+def arguments() -> tuple[Tensor, Tensor]:
+    """What `stack` is run with."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(4, 6, generator=generator), torch.randn(6, 6, generator=generator) / 6
+
+
+def main(folder: str, processes: str = "1") -> None:
+    StandIn(Path(folder), int(processes)).install(pytest.MonkeyPatch())
+    program = mf.compile(stack(mf.DeviceMesh.arange(t=1)), options=mf.Options(compile="always"))
+    x, w = arguments()
+    (got,) = program.run(x, w)
+    torch.testing.assert_close(got, expected(x, w))
+    print(json.dumps(asdict(program._usual.fuser.tally)))
+
+
+if __name__ == "__main__":
+    from helpers import stand_in_compiler  # the classes under the name that others read
+
+    stand_in_compiler.main(*sys.argv[1:])
