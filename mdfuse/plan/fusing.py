@@ -198,7 +198,6 @@ class Fuser:
         called = (replace(x, run=function) if x.run is _not_compiled else x for x in lines)
         return [replace(held.step, lines=tuple(called))]
 
-
     def told(self) -> Iterator[str]:
         """Yield lines on what was compiled, and on what was not."""
         yield from self.tally.told()

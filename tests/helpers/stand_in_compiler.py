@@ -11,7 +11,7 @@ import pickle
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +127,7 @@ def main(folder: str, processes: str = "1") -> None:
     x, w = arguments()
     (got,) = program.run(x, w)
     torch.testing.assert_close(got, expected(x, w))
-    print(json.dumps(asdict(program._usual.fuser.tally)))
+    print(json.dumps(vars(program._usual.fuser.tally)))
 
 
 if __name__ == "__main__":
