@@ -24,7 +24,15 @@ from mdfuse.plan.fusing import Fuser
 
 MESH = DeviceMesh.arange(t=1)
 TESTS = Path(__file__).parent.parent
-HOLD = "from filelock import FileLock; lock = FileLock({!r}); lock.acquire(); print('held', flush=True); input()"
+
+#: Holds a lock for as long as the process lives.
+HOLD = """
+from filelock import FileLock
+lock = FileLock({!r})
+lock.acquire()
+print("held", flush=True)
+input()
+"""
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, FusionDefinition, Options
-from mdfuse.plan import compilation, fusing, inductor
+from mdfuse.plan import compilation, inductor
 from mdfuse.plan.build import Plan
 from mdfuse.plan.inductor import Form, Traced, form_of
 
