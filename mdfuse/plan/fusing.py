@@ -1,8 +1,8 @@
 """Compile the calls of a host unit into one.
 
-The calls of a unit are prepared as always. Those that make a buffer which is used outside the unit
-stay before it, views that are used outside come behind it, and what is left is traced and compiled
-as one function of the tensors that the unit reads and writes.
+The calls of a unit are prepared so that torch makes every result which has no buffer yet. Views
+that are used outside come behind the unit, and what is left is traced and compiled as one function
+of the tensors that the unit reads and writes.
 """
 
 from __future__ import annotations
@@ -31,17 +31,15 @@ class Refusal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """The calls of a unit, cut into what comes before, in, and behind the compiled function.
+    """The calls of a unit, cut into what comes in and behind the compiled function.
 
     Attributes:
-        before: calls that make buffers.
         inside: calls to compile.
         behind: views of what the unit makes.
         takes: the slots that the compiled function reads or writes.
         makes: the slots of its results.
     """
 
-    before: tuple[Line, ...]
     inside: tuple[Line, ...]
     behind: tuple[Line, ...]
     takes: tuple[int, ...]
@@ -107,7 +105,7 @@ class Fuser:
         gone = [s for s in cut.makes if s not in kept]
         behind = (*cut.behind, drop(*gone)) if gone else cut.behind
         step = Step(
-            lines=(*cut.before, call, *behind),
+            lines=(call, *behind),
             label=f"launch {i.fn}, {label(i)}",
             op="launch",
             inputs=tuple(context.slot(x) for x in i.reads),
@@ -169,9 +167,7 @@ def _cut(lines: Sequence[Line], kept: set[int]) -> _Cut:
         if line.run is not None and line.is_view and needed.intersection(line.targets):
             behind.append(line)
             needed.update(line.refs)
-    work = [line for line in lines if line.run is not None]
-    before = [line for line in work if line.new is not None and needed.intersection(line.targets)]
-    inside = [line for line in work if line not in before]
+    inside = [line for line in lines if line.run is not None]
     made = {slot for line in inside for slot in line.targets}
     takes = dict.fromkeys(s for line in inside for s in line.refs if s not in made)
     makes = [slot for line in inside if not line.is_view for slot in line.targets if slot in needed]
@@ -179,7 +175,7 @@ def _cut(lines: Sequence[Line], kept: set[int]) -> _Cut:
         raise Refusal("a value is read and written over")
     if not _are_apart(inside, set(takes), makes):
         raise Refusal("a result may share memory with an operand, or with another result")
-    return _Cut(tuple(before), tuple(inside), tuple(behind[::-1]), tuple(takes), tuple(makes))
+    return _Cut(tuple(inside), tuple(behind[::-1]), tuple(takes), tuple(makes))
 
 
 def _is_overwritten(slot: int, inside: Sequence[Line]) -> bool:
@@ -215,13 +211,8 @@ def _are_apart(inside: Sequence[Line], takes: set[int], makes: Sequence[int]) ->
 
 def _forms(cut: _Cut, outside: Mapping[int, str], context: Context) -> list[Form]:
     """Return the forms of what the compiled function takes."""
-    new = {line.targets[0]: line.new for line in cut.before}
     forms: list[Form] = []
     for slot in cut.takes:
-        buffer = new.get(slot)
-        if buffer is not None:
-            forms.append((buffer.shape, buffer.strides, buffer.dtype, buffer.device))
-            continue
         fact = context.fact(outside[slot])
         if fact is None:
             raise Refusal("the strides of an operand are not known")

@@ -85,16 +85,16 @@ def test_a_unit_is_one_call(compiler: Compiler) -> None:
 
 def test_equal_units_are_compiled_once(compiler: Compiler) -> None:
     def build(fd: FusionDefinition, x: Any, w: Any) -> list[Any]:
-        for _ in range(4):
+        for _ in range(200):
             x = (x @ w).exp() * 0.25 - 1.0
         return [x]
 
     x, w = torch.randn(3, 4), torch.randn(4, 4) * 0.1
     (got,) = run(defined(build, [3, 4], [4, 4]), x, w)
-    for _ in range(4):
+    for _ in range(200):
         x = (x @ w).exp() * 0.25 - 1
     torch.testing.assert_close(got, x)
-    assert len(compiler.bodies) == 2  # the last one writes an output, which is new in each run
+    assert len(compiler.bodies) <= 2  # the last one may have fewer layers
 
 
 def test_other_numbers_are_another_unit(compiler: Compiler) -> None:
