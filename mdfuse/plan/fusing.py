@@ -21,7 +21,7 @@ from mdfuse.errors import ProgramError
 from mdfuse.hir.program import Instruction
 from mdfuse.plan import inductor
 from mdfuse.plan.context import Context, Step, label
-from mdfuse.plan.inductor import Form
+from mdfuse.plan.forms import Form
 from mdfuse.plan.lines import Line, SlotRef, drop
 
 

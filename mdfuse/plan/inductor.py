@@ -6,12 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+
+from mdfuse.plan.forms import Form, form_of
 
 Function = Callable[..., Any]
-
-#: The form of a tensor argument: shape, strides, dtype, device.
-Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 
 
 def compiled(function: Function, forms: Sequence[Form]) -> tuple[Function, list[Form]]:
@@ -53,8 +51,3 @@ def traced(
         graph = make_fx(function, tracing_mode="fake")(*arguments)
         results = [form_of(x) for x in function(*arguments)]
     return graph, arguments, results
-
-
-def form_of(x: Tensor) -> Form:
-    """Return the form of a tensor."""
-    return tuple(x.shape), tuple(x.stride()), x.dtype, x.device

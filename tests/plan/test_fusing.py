@@ -13,7 +13,7 @@ import mdfuse as mf
 from mdfuse import DeviceMesh, FusionDefinition, Options
 from mdfuse.plan import fusing, inductor
 from mdfuse.plan.build import Plan
-from mdfuse.plan.inductor import Form, form_of
+from mdfuse.plan.forms import Form, form_of
 
 MESH = DeviceMesh.arange(t=1)
 ALWAYS = Options(compile="always")
