@@ -15,10 +15,14 @@ from mdfuse.interpreter.garbage import no_collection
 
 
 class Recording(Protocol):
-    """Work that was recorded, and can be queued again."""
+    """Work that was recorded, and can be queued again.
 
-    def replay(self) -> None:
-        """Queue the work again, on the current stream."""
+    Attributes:
+        replay: queues the work again, on the current stream.
+    """
+
+    @property
+    def replay(self) -> Callable[[], None]: ...
 
     def reset(self) -> None:
         """Give up what the recording holds; it is never replayed again."""
@@ -61,15 +65,16 @@ def give_up(recording: Recording) -> None:
         recording.reset()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _CudaRecording:
     """A CUDA graph; its memory goes back to the allocator only when no replay is under way."""
 
     graph: torch.cuda.CUDAGraph
     device: torch.device
+    replay: Callable[[], None] = field(init=False)  # the graph's own: each run calls it
 
-    def replay(self) -> None:
-        self.graph.replay()
+    def __post_init__(self) -> None:
+        self.replay = self.graph.replay
 
     def reset(self) -> None:
         torch.cuda.synchronize(self.device)

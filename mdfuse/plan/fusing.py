@@ -18,6 +18,7 @@ import torch
 
 from mdfuse.caching import Cache
 from mdfuse.errors import ProgramError
+from mdfuse.hir.instructions import is_library
 from mdfuse.hir.program import Instruction
 from mdfuse.plan import inductor
 from mdfuse.plan.context import Context, Step, label
@@ -35,7 +36,7 @@ class _Cut:
 
     Attributes:
         inside: calls to compile.
-        behind: views of what the unit makes.
+        behind: views of what the unit makes, and a library's calls that fill buffers.
         takes: the slots that the compiled function reads or writes.
         makes: the slots of its results.
     """
@@ -92,7 +93,9 @@ class Fuser:
         if context.checks is not None:
             raise Refusal("indices are checked")
         kept = {context.slot(x) for x in i.outputs}
-        cut = _cut(lines, kept)
+        cut = _cut(lines, kept, _written_last(i, outside, context))
+        if sum(map(_works, cut.inside)) < 2:
+            return list(steps)
         forms = _forms(cut, outside, context)
         function, results = self.compiled(cut, forms)
         _learn(dict(zip(cut.makes, results, strict=True)), i, context)
@@ -151,23 +154,40 @@ def _works(line: Line) -> bool:
     return line.run is not None and line.new is None and not line.is_view
 
 
-def _cut(lines: Sequence[Line], kept: set[int]) -> _Cut:
+def _written_last(i: Instruction, outside: Mapping[int, str], context: Context) -> set[int]:
+    """Return the buffers that a library fills with what the unit does not read.
+
+    It writes there itself; a compiler would give it a buffer, and copy.
+    """
+    read = {x for j in i.body for x in j.reads}
+    found = {context.slot(x) for j in i.body if is_library(j) for x in j.outputs if x not in read}
+    return found.intersection(outside)
+
+
+def _cut(lines: Sequence[Line], kept: set[int], last: set[int]) -> _Cut:
     """Cut the calls of a unit.
 
     Args:
         lines: the calls.
         kept: the slots that are used outside.
+        last: those that are filled behind the compiled function.
 
     Raises:
         Refusal: a result may share memory with something else, or not: nobody knows.
     """
     needed = set(kept)
     behind: list[Line] = []
+    filling: list[Line] = []
     for line in reversed(lines):
-        if line.run is not None and line.is_view and needed.intersection(line.targets):
+        if line.run is None:
+            continue
+        if line.is_view and needed.intersection(line.targets):
             behind.append(line)
             needed.update(line.refs)
-    inside = [line for line in lines if line.run is not None]
+        elif any(_reads(_target(line), slot) for slot in last):
+            filling.append(line)
+            needed.update(line.refs)
+    inside = [line for line in lines if line.run is not None and line not in filling]
     made = {slot for line in inside for slot in line.targets}
     takes = dict.fromkeys(s for line in inside for s in line.refs if s not in made)
     makes = [slot for line in inside if not line.is_view for slot in line.targets if slot in needed]
@@ -175,7 +195,7 @@ def _cut(lines: Sequence[Line], kept: set[int]) -> _Cut:
         raise Refusal("a value is read and written over")
     if not _are_apart(inside, set(takes), makes):
         raise Refusal("a result may share memory with an operand, or with another result")
-    return _Cut(tuple(inside), tuple(behind[::-1]), tuple(takes), tuple(makes))
+    return _Cut(tuple(inside), (*behind[::-1], *filling[::-1]), tuple(takes), tuple(makes))
 
 
 def _is_overwritten(slot: int, inside: Sequence[Line]) -> bool:

@@ -90,8 +90,7 @@ def _quiet(plan: Plan) -> list[int]:
 # -- replaying -----------------------------------------------------------------------------------
 
 
-#: What a run calls for one region: before, the replay, behind.
-_Calls = tuple[Callable[[], None], Callable[[], None], Callable[[], None]]
+_Call = Callable[[], None]
 
 
 def _unwatched() -> None:
@@ -118,13 +117,13 @@ class _Captured:
     results: dict[int, Any]
     written: tuple[int, ...]
     recording: Recording
-    notes: tuple[Callable[[], None], Callable[[], None]]
+    notes: tuple[_Call, _Call]
 
     @property
-    def calls(self) -> _Calls:
+    def calls(self) -> list[_Call]:
         """What a replay calls where nothing is copied."""
         before, behind = self.notes
-        return before, self.recording.replay, behind
+        return [x for x in (before, self.recording.replay, behind) if x is not _unwatched]
 
     def replay(self, slots: dict[int, Any]) -> None:
         for slot, buffer in self.copied.items():
@@ -170,7 +169,7 @@ class GraphPlan:
     limit: int | None = None
     _captured: dict[int, dict[tuple[int, ...], _Captured]] = field(default_factory=dict)
     _functions: dict[tuple[bool, int], Function] = field(default_factory=dict)
-    _ready: dict[tuple[int, ...], tuple[_Calls, ...]] = field(default_factory=dict)
+    _ready: dict[tuple[int, ...], tuple[_Call, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.regions = regions(self.plan)
@@ -185,9 +184,18 @@ class GraphPlan:
             for slot, form in zip(self.plan.given, self.fresh, strict=False)
             if slot is not None and form is not None
         }
+        self._make = [partial(empty, form) for form in self._new.values()]
         self._new_of = [[s for s in taken if s in self._new] for taken, _ in self._uses]
         numbers: dict[int | None, int] = {slot: n for n, slot in enumerate(self._parameters)}
         #: for each output the number of the parameter that it is, if it is one
+        by_line = [step.op for step in self.plan.steps for _ in step.lines]
+        ops = [by_line[number] for number in self.plan.owned.numbers]
+        #: regions to run eagerly once: compiled work chooses among its kernels in its first run
+        self._cold = {
+            n
+            for n, region in enumerate(self.regions)
+            if "launch" in ops[region.start : region.stop]
+        }
         self._places = [
             numbers.get(slot if given.get(n) is None else given[n])
             for n, slot in enumerate(self.plan.outputs)
@@ -207,20 +215,21 @@ class GraphPlan:
     def run(self, arguments: Sequence[Any], out: Sequence[Any] | None = None) -> list[Any]:
         """Run once, as `Plan.run`; regions that are not captured yet are captured."""
         values = [*arguments, *self._buffers(out)]
-        at = tuple(map(_address, values)) if self._is_simple else None
+        try:
+            at = tuple(map(Tensor.data_ptr, values)) if self._is_simple else None
+        except TypeError:  # what this rank has no part of
+            at = tuple(0 if x is None else x.data_ptr() for x in values)
         calls = self._ready.get(at) if at is not None else None
         if calls is None:
             return self._run(values, at)
-        for before, replay, behind in calls:
-            before()
-            replay()
-            behind()
+        for call in calls:
+            call()
         return [None if n is None else values[n] for n in self._places]
 
     def _buffers(self, out: Sequence[Any] | None) -> list[Any]:
         """Return the caller's buffers for outputs, and new ones for the others."""
         if out is None:
-            return [empty(form) for form in self._new.values()]
+            return [make() for make in self._make]
         pairs = zip_longest(self.fresh, out)
         buffers = [x if form is None else empty(form) for form, x in pairs]
         return self.plan.taken(buffers)
@@ -241,12 +250,15 @@ class GraphPlan:
         if at is not None and all(c is not None and not c.copied for c in used):
             if len(self._ready) >= _READY:
                 self._ready.clear()
-            self._ready[at] = tuple(c.calls for c in used if c is not None)
+            self._ready[at] = tuple(call for c in used if c is not None for call in c.calls)
         return results
 
     def _graph(self, n: int, slots: dict[int, Any]) -> _Captured | None:
         """Return the graph of a region for these arguments; None where it runs eagerly."""
         if self.regions[n].eager is not None:
+            return None
+        if n in self._cold:
+            self._cold.discard(n)
             return None
         graphs = self._captured.setdefault(n, {})
         key = tuple(slots[s].data_ptr() for s in self._new_of[n])
@@ -389,10 +401,6 @@ class GraphPlan:
             del self.stays[slot]  # from now on it is copied
             return None
         return x.data_ptr()
-
-
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
 
 
 def _copy(x: Tensor, buffer: Tensor) -> None:

@@ -39,6 +39,7 @@ def traced(
     Returns:
         Its graph, arguments without elements, and the forms of its results.
     """
+    from torch._dispatch.python import enable_python_dispatcher
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -48,6 +49,7 @@ def traced(
             torch.empty_strided(shape, strides, dtype=dtype, device=device)
             for shape, strides, dtype, device in forms
         ]
-        graph = make_fx(function, tracing_mode="fake")(*arguments)
+        with enable_python_dispatcher():  # as in torch.compile: it knows more strides as dense
+            graph = make_fx(function, tracing_mode="fake")(*arguments)
         results = [form_of(x) for x in function(*arguments)]
     return graph, arguments, results

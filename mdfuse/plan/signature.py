@@ -97,12 +97,14 @@ class Signature:
         check, stream = likeness([arguments[n] for n in self.tensors]), self.stream()
         is_all = self.tensors == tuple(range(self.count))
 
+        count, absent, stream_of, device = self.count, self.absent, current_raw_stream, self.device
+
         def is_like(given: Sequence[Any]) -> bool:
-            if len(given) != self.count or self.stream() != stream:
+            if len(given) != count or (device is not None and stream_of(device) != stream):
                 return False
             if transform_level() is not None or forward_level() >= 0:
                 return False
-            for n in self.absent:
+            for n in absent:
                 if given[n] is not None:
                     return False
             tensors = given if is_all else [given[n] for n in self.tensors]

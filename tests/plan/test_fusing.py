@@ -192,6 +192,28 @@ def test_refusals_are_told(compiler: Compiler) -> None:
     assert "fused0: runs eagerly, NotImplementedError: no such op" in program.explain()
 
 
+def test_a_product_that_fills_a_buffer_is_no_part(compiler: Compiler) -> None:
+    """A compiler would compute it elsewhere, and copy."""
+
+    def build(fd: FusionDefinition, x: Any, w: Any) -> list[Any]:
+        y = x.exp() * 0.5
+        return [y @ w, fd.ops.permute(y, [1, 0]).sin() + 1.0]
+
+    program = mf.compile(defined(build, [3, 4], [4, 5]), options=ALWAYS)
+    x, w, out = torch.randn(3, 4), torch.randn(4, 5), [torch.empty(3, 5), torch.empty(3, 4).t()]
+    for _ in range(3):
+        got = program.run(x, w, out=out)
+        y = x.exp() * 0.5
+        torch.testing.assert_close(got[0], y @ w)
+        torch.testing.assert_close(got[1], y.T.sin() + 1)
+        assert got[0] is out[0] and got[1] is out[1]
+        x = x + 1
+    plan = program.plans.recent
+    assert isinstance(plan, Plan)
+    assert str(plan).count("matmul") + str(plan).count("mm(") == 1
+    assert len(compiler.bodies) == 1 and len(compiler.bodies[0]) == 2  # x, and the second output
+
+
 def test_poisoned_buffers(compiler: Compiler) -> None:
     fd = defined(lambda fd, x: [(x @ x).exp() * 2.0 + x], [4, 4])
     x = torch.randn(4, 4) * 0.1

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from mdfuse.config import Options
-from mdfuse.hir.instructions import is_local, op_of, row_of
+from mdfuse.hir.instructions import is_library, is_local, op_of, row_of
 from mdfuse.hir.passes.repeats import pieces
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.storage import shared_operand, storage
@@ -157,7 +157,7 @@ class _Groups:
 
     def unit(self, taken: Sequence[Instruction]) -> Sequence[Instruction]:
         works = [i for i in taken if _works(i)]
-        if len(works) < 2 or all(_is_library(i) for i in works):
+        if len(works) < 2 or all(is_library(i) for i in works):
             return taken
         inner = Counter(x for i in taken for x in i.reads)
         made: dict[str, None] = {}
@@ -180,11 +180,6 @@ class _Groups:
         )
         self.number += 1
         return [unit]
-
-
-def _is_library(i: Instruction) -> bool:
-    op = op_of(i)
-    return op is not None and op.is_library
 
 
 def _works(i: Instruction) -> bool:
