@@ -353,19 +353,7 @@ class HostIrEvaluator:
         build = partial(self._built, kinds, buffers, communicator)
         captured = build(stream.cuda_stream)
         plan.release()
-        slots = [
-            *zip(plan.inputs, captured.inputs, strict=True),
-            *zip(plan.given, captured.given, strict=False),
-        ]
-        now = plan.addresses(arguments, out)
-        stays = {
-            new: at
-            for old, new in slots
-            if old is not None
-            and new is not None
-            and (at := once.addresses.get(old)) == now.get(old)
-            if at is not None
-        }
+        stays = once.stay(captured, plan.addresses(arguments, out))
         name = f"@{self.program.name} ({self._tally.serial})"
         stream_of_run = self._signature.stream()
         always = options_from_environment(self.options).graph == "always"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -59,6 +59,24 @@ class Once(_Around):
 
     addresses: dict[int, int]
     fresh: list[Form | None] = field(default_factory=list)
+
+    def stay(self, other: Plan, now: Mapping[int, int]) -> dict[int, int]:
+        """Return the addresses of the caller's buffers that did not move, by slots of another plan.
+
+        Args:
+            other: a plan of the same program.
+            now: slot of this plan -> the address in this run.
+        """
+        pairs = [
+            *zip(self.plan.inputs, other.inputs, strict=True),
+            *zip(self.plan.given, other.given, strict=False),
+        ]
+        return {
+            new: at
+            for old, new in pairs
+            if old is not None and new is not None
+            if (at := self.addresses.get(old)) is not None and at == now[old]
+        }
 
     def run(self, arguments: Sequence[Any], out: Sequence[Any] | None = None) -> list[Any]:
         results = self.plan.run(arguments, out)
