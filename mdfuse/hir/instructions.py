@@ -184,6 +184,12 @@ def op_of(i: Instruction) -> Op | None:
     return TABLE.get(i.fn) if i.op != "launch" else None
 
 
+def is_library(i: Instruction) -> bool:
+    """Return whether a library's kernels run an instruction, which no compiler makes itself."""
+    op = op_of(i)
+    return op is not None and op.is_library
+
+
 def row_of(i: Instruction) -> Row | None:
     """Return the row of an instruction; None where there is no such instruction."""
     op = op_of(i)

@@ -47,7 +47,7 @@ class Op:
         attrs: all attributes that it may have.
         operands: the least and the greatest number of operands; None: no limit.
         may_copy: a view that becomes a copy where the strides of its operand allow no view.
-        is_library: a library's kernels run it, which no compiler joins with other ops.
+        is_library: a library's kernels run it, which a compiler calls as well.
     """
 
     name: str

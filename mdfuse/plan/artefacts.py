@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from mdfuse.plan import inductor
-from mdfuse.plan.inductor import Form, Function
+from mdfuse.plan.forms import Form
+from mdfuse.plan.inductor import Function
 
 #: How long a process that waits for another one sleeps between looks, seconds.
 _POLL_S = 0.02

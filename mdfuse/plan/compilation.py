@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from mdfuse.caching import Cache
 from mdfuse.plan import inductor
 from mdfuse.plan.artefacts import Artefacts, UnreadableError, reason
-from mdfuse.plan.inductor import Form, Function, Traced
+from mdfuse.plan.forms import Form
+from mdfuse.plan.inductor import Function, Traced
 from mdfuse.plan.progress import progress
 from mdfuse.plan.unit_keys import name_of
 from mdfuse.runtime.deadline import Deadline

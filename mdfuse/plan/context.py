@@ -111,6 +111,8 @@ class Context:
         host_values: which names stand for numbers of a run, or for host memory.
         checks: looks at the indices of tables; None: nobody does.
         fuse: makes the steps of a host unit fewer; None: each stays.
+        in_unit: calls are prepared for such a unit, in which torch makes the results: a compiler
+            finds the buffers itself, and lays them out as its kernels like them.
     """
 
     program: HostProgram
@@ -135,6 +137,7 @@ class Context:
     host_values: HostValues = field(init=False)
     checks: IndexChecks | None = None
     fuse: Fuse | None = None
+    in_unit: bool = False
 
     def __post_init__(self) -> None:
         self.host_values = HostValues(self.program)

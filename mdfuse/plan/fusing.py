@@ -1,8 +1,8 @@
 """Compile the calls of a host unit into one.
 
-The calls of a unit are prepared as always. Those that make a buffer which is used outside the unit
-stay before it, views that are used outside come behind it, and what is left is traced and compiled
-as one function of the tensors that the unit reads and writes.
+The calls of a unit are prepared so that torch makes every result which has no buffer yet. Views
+that are used outside come behind the unit, and what is left is traced and compiled as one function
+of the tensors that the unit reads and writes.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from typing import Any
 import torch
 
 from mdfuse.errors import ProgramError
+from mdfuse.hir.instructions import is_library
 from mdfuse.hir.program import Instruction
 from mdfuse.plan import compilation
 from mdfuse.plan.compilation import Made, Tally, complete
 from mdfuse.plan.context import Context, Step, label
-from mdfuse.plan.inductor import Form
+from mdfuse.plan.forms import Form
 from mdfuse.plan.lines import Line, SlotRef, drop
 from mdfuse.plan.unit_keys import unit_key
 
@@ -39,17 +40,15 @@ class Refusal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """The calls of a unit, cut into what comes before, in, and behind the compiled function.
+    """The calls of a unit, cut into what comes in and behind the compiled function.
 
     Attributes:
-        before: calls that make buffers.
         inside: calls to compile.
-        behind: views of what the unit makes.
+        behind: views of what the unit makes, and a library's calls that fill buffers.
         takes: the slots that the compiled function reads or writes.
         makes: the slots of its results.
     """
 
-    before: tuple[Line, ...]
     inside: tuple[Line, ...]
     behind: tuple[Line, ...]
     takes: tuple[int, ...]
@@ -135,7 +134,9 @@ class Fuser:
         if context.checks is not None:
             raise Refusal("indices are checked")
         kept = {context.slot(x) for x in i.outputs}
-        cut = _cut(lines, kept)
+        cut = _cut(lines, kept, _written_last(i, outside, context))
+        if sum(map(_works, cut.inside)) < 2:
+            return list(steps)
         made = self.made(i, cut, _forms(cut, outside, context))
         _learn(dict(zip(cut.makes, made.results, strict=True)), i, context)
         call = Line(
@@ -147,7 +148,7 @@ class Fuser:
         gone = [s for s in cut.makes if s not in kept]
         behind = (*cut.behind, drop(*gone)) if gone else cut.behind
         step = Step(
-            lines=(*cut.before, call, *behind),
+            lines=(call, *behind),
             label=f"launch {i.fn}, {label(i)}",
             op="launch",
             inputs=tuple(context.slot(x) for x in i.reads),
@@ -226,25 +227,40 @@ def _works(line: Line) -> bool:
     return line.run is not None and line.new is None and not line.is_view
 
 
-def _cut(lines: Sequence[Line], kept: set[int]) -> _Cut:
+def _written_last(i: Instruction, outside: Mapping[int, str], context: Context) -> set[int]:
+    """Return the buffers that a library fills with what the unit does not read.
+
+    It writes there itself; a compiler would give it a buffer, and copy.
+    """
+    read = {x for j in i.body for x in j.reads}
+    found = {context.slot(x) for j in i.body if is_library(j) for x in j.outputs if x not in read}
+    return found.intersection(outside)
+
+
+def _cut(lines: Sequence[Line], kept: set[int], last: set[int]) -> _Cut:
     """Cut the calls of a unit.
 
     Args:
         lines: the calls.
         kept: the slots that are used outside.
+        last: those that are filled behind the compiled function.
 
     Raises:
         Refusal: a result may share memory with something else, or not: nobody knows.
     """
     needed = set(kept)
     behind: list[Line] = []
+    filling: list[Line] = []
     for line in reversed(lines):
-        if line.run is not None and line.is_view and needed.intersection(line.targets):
+        if line.run is None:
+            continue
+        if line.is_view and needed.intersection(line.targets):
             behind.append(line)
             needed.update(line.refs)
-    work = [line for line in lines if line.run is not None]
-    before = [line for line in work if line.new is not None and needed.intersection(line.targets)]
-    inside = [line for line in work if line not in before]
+        elif any(_reads(_target(line), slot) for slot in last):
+            filling.append(line)
+            needed.update(line.refs)
+    inside = [line for line in lines if line.run is not None and line not in filling]
     made = {slot for line in inside for slot in line.targets}
     takes = dict.fromkeys(s for line in inside for s in line.refs if s not in made)
     makes = [slot for line in inside if not line.is_view for slot in line.targets if slot in needed]
@@ -252,7 +268,7 @@ def _cut(lines: Sequence[Line], kept: set[int]) -> _Cut:
         raise Refusal("a value is read and written over")
     if not _are_apart(inside, set(takes), makes):
         raise Refusal("a result may share memory with an operand, or with another result")
-    return _Cut(tuple(before), tuple(inside), tuple(behind[::-1]), tuple(takes), tuple(makes))
+    return _Cut(tuple(inside), (*behind[::-1], *filling[::-1]), tuple(takes), tuple(makes))
 
 
 def _is_overwritten(slot: int, inside: Sequence[Line]) -> bool:
@@ -288,13 +304,8 @@ def _are_apart(inside: Sequence[Line], takes: set[int], makes: Sequence[int]) ->
 
 def _forms(cut: _Cut, outside: Mapping[int, str], context: Context) -> list[Form]:
     """Return the forms of what the compiled function takes."""
-    new = {line.targets[0]: line.new for line in cut.before}
     forms: list[Form] = []
     for slot in cut.takes:
-        buffer = new.get(slot)
-        if buffer is not None:
-            forms.append((buffer.shape, buffer.strides, buffer.dtype, buffer.device))
-            continue
         fact = context.fact(outside[slot])
         if fact is None:
             raise Refusal("the strides of an operand are not known")

@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+
+from mdfuse.plan.forms import Form, form_of
 
 Function = Callable[..., Any]
-
-#: The form of a tensor argument: shape, strides, dtype, device.
-Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +42,7 @@ def traced(function: Function, forms: Sequence[Form]) -> Traced:
     Raises:
         Exception: whatever an op raises that cannot be traced.
     """
+    from torch._dispatch.python import enable_python_dispatcher
     from torch._dynamo.convert_frame import compile_lock
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -54,7 +53,8 @@ def traced(function: Function, forms: Sequence[Form]) -> Traced:
             torch.empty_strided(shape, strides, dtype=dtype, device=device)
             for shape, strides, dtype, device in forms
         ]
-        graph = make_fx(function, tracing_mode="fake")(*arguments)
+        with enable_python_dispatcher():  # as in torch.compile: it knows more strides as dense
+            graph = make_fx(function, tracing_mode="fake")(*arguments)
         results = [form_of(x) for x in function(*arguments)]
     return Traced(graph, tuple(arguments), results)
 
@@ -73,11 +73,6 @@ def compiled(found: Traced) -> Function:
 
     with compile_lock:
         return standalone_compile(found.graph, list(found.arguments))
-
-
-def form_of(x: Tensor) -> Form:
-    """Return the form of a tensor."""
-    return tuple(x.shape), tuple(x.stride()), x.dtype, x.device
 
 
 def start_workers() -> None:

@@ -46,8 +46,21 @@ def unit_key(lines: Sequence[Line], takes: Sequence[int], makes: Sequence[int]) 
         args = tuple(_value(x, number) for x in line.args)
         kwargs = tuple((k, _value(x, number)) for k, x in line.kwargs)
         found.append((_value(line.run, number), args, kwargs, tuple(map(number, line.targets))))
-    defaults = str(torch.get_default_dtype()), torch.are_deterministic_algorithms_enabled()
-    return *found, tuple(map(number, makes)), defaults
+    return *found, tuple(map(number, makes)), _settings()
+
+
+def _settings() -> tuple[Hashable, ...]:
+    """Return torch's settings that decide what calls come to when they are traced."""
+    backends = torch.backends.cuda
+    return (
+        str(torch.get_default_dtype()),
+        torch.are_deterministic_algorithms_enabled(),
+        backends.matmul.fp32_precision,
+        backends.flash_sdp_enabled(),
+        backends.mem_efficient_sdp_enabled(),
+        backends.math_sdp_enabled(),
+        backends.cudnn_sdp_enabled(),
+    )
 
 
 def name_of(key: Hashable) -> str | None:

@@ -18,8 +18,9 @@ from mdfuse import evaluator
 from mdfuse.config import Options
 from mdfuse.plan import inductor
 from mdfuse.plan.context import Context
+from mdfuse.plan.forms import form_of
 from mdfuse.plan.fusing import Fuser
-from mdfuse.plan.inductor import Traced, form_of
+from mdfuse.plan.inductor import Traced
 from mdfuse.simulation import simulate
 
 #: Why launches ran eagerly -> how often, in all tests.

@@ -21,7 +21,8 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse.plan import inductor
-from mdfuse.plan.inductor import Form, Traced, form_of
+from mdfuse.plan.forms import Form, form_of
+from mdfuse.plan.inductor import Traced
 
 #: How long processes wait for each other, seconds.
 _PATIENCE_S = 120.0
@@ -91,18 +92,23 @@ def until(is_so: Callable[[], bool]) -> None:
 UNITS = 4
 
 
-def stack(mesh: mf.DeviceMesh, layers: int = 3) -> mf.FusionDefinition:
-    """Layers between whose products are units: `UNITS` that differ, each once in a layer."""
+def stack(layers: int = 3) -> mf.FusionDefinition:
+    """Layers on two meshes in turns, so that no unit goes on behind a product: `UNITS` in each."""
+    here, there = mf.DeviceMesh.arange(t=1), mf.DeviceMesh.arange(u=1)
     with mf.FusionDefinition("stack") as fd:
-        x = fd.define_tensor([4, 6], torch.float32, mesh, {})
-        w = fd.define_tensor([6, 6], torch.float32, mesh, {})
+        x = fd.define_tensor([4, 6], torch.float32, here, {})
+        ws = [fd.define_tensor([6, 6], torch.float32, mesh, {}) for mesh in (here, there)]
         for _ in range(layers):
-            x = (x.exp() * 0.1) @ w
-            x = (x.sin() + 1.0) @ w
-            x = (x.cos() - 0.5) @ w
-            x = (x * x + 0.25) @ w
+            x = _on(fd, (x.exp() * 0.1) @ ws[0], there)
+            x = _on(fd, (x.sin() + 1.0) @ ws[1], here)
+            x = _on(fd, (x.cos() - 0.5) @ ws[0], there)
+            x = _on(fd, (x * x + 0.25) @ ws[1], here)
         fd.add_output(x)
     return fd
+
+
+def _on(fd: mf.FusionDefinition, x: Any, mesh: mf.DeviceMesh) -> Any:
+    return fd.ops.set(x).on(mesh, {})
 
 
 def expected(x: Tensor, w: Tensor, layers: int = 3) -> Tensor:
@@ -115,18 +121,18 @@ def expected(x: Tensor, w: Tensor, layers: int = 3) -> Tensor:
     return x
 
 
-def arguments() -> tuple[Tensor, Tensor]:
+def arguments() -> tuple[Tensor, Tensor, Tensor]:
     """What `stack` is run with."""
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(4, 6, generator=generator), torch.randn(6, 6, generator=generator) / 6
+    w = torch.randn(6, 6, generator=generator) / 6
+    return torch.randn(4, 6, generator=generator), w, w.clone()
 
 
 def main(folder: str, processes: str = "1") -> None:
     StandIn(Path(folder), int(processes)).install(pytest.MonkeyPatch())
-    program = mf.compile(stack(mf.DeviceMesh.arange(t=1)), options=mf.Options(compile="always"))
-    x, w = arguments()
-    (got,) = program.run(x, w)
-    torch.testing.assert_close(got, expected(x, w))
+    program = mf.compile(stack(), options=mf.Options(compile="always"))
+    (got,) = program.run(*arguments())
+    torch.testing.assert_close(got, expected(*arguments()[:2]))
     print(json.dumps(vars(program._usual.fuser.tally)))
 
 
