@@ -256,8 +256,6 @@ def build(
     given = _given(context, out)
     builder = Builder(context, Posts(context))
     builder.build(written.instructions)
-    if fuse is not None:
-        builder.steps = fuse.finish(builder.steps, context)
     outputs = [context.slot(n) if written.has(n, program.rank) else None for n in written.outputs]
     _fill_given(builder, given, outputs)
     _part_outputs(builder, given, outputs)
