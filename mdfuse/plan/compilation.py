@@ -95,7 +95,6 @@ def known(key: Hashable, forms: Sequence[Form], tally: Tally) -> Made | None:
 
 def traced(key: Hashable, forms: Sequence[Form], function: Function) -> Made:
     """Return a function that is to be compiled; see `known`."""
-    inductor.start_workers()
     try:
         found = inductor.traced(function, forms)
         made = Made(found.results, _name(key, forms), found)

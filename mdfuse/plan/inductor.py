@@ -75,13 +75,6 @@ def compiled(found: Traced) -> Function:
         return standalone_compile(found.graph, list(found.arguments))
 
 
-def start_workers() -> None:
-    """Let processes start that compile kernels, where there is Triton; they take seconds."""
-    from torch._inductor import async_compile
-
-    async_compile.maybe_warm_pool()
-
-
 # -- compiled functions in files -------------------------------------------------------------------
 
 

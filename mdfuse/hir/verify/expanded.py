@@ -16,7 +16,8 @@ def expanded_dims(program: HostProgram, name: str) -> frozenset[int]:
     Only a buffer that a single view op makes has any.
     """
     root = program.root(name)
-    made = [i for i in program.walk() if any(program.root(n) == root for n in i.outputs)]
+    leaves = (i for i in program.walk() if i.op != "launch")
+    made = [i for i in leaves if any(program.root(n) == root for n in i.outputs)]
     if len(made) != 1 or made[0].fn not in TABLE or not TABLE[made[0].fn].is_view:
         return frozenset()
     return _through(program, made[0])
