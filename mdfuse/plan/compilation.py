@@ -31,6 +31,7 @@ class Made:
         traced: what is to be compiled; None once it is.
         function: compiled.
         refused: why it cannot be compiled.
+        was_late: another process has not compiled it in time; nobody waits again.
     """
 
     results: list[Form]
@@ -38,6 +39,7 @@ class Made:
     traced: Traced | None = None
     function: Function | None = None
     refused: str | None = None
+    was_late: bool = False
 
     @property
     def is_done(self) -> bool:
@@ -128,9 +130,10 @@ def complete(functions: Iterable[Made], timeout_s: float, shows: bool, tally: Ta
                 others.append(made)
         deadline, late = Deadline.after(timeout_s), []
         for made in others:
-            if _completed(made, deadline.left(), tally):
+            if not made.was_late and _completed(made, deadline.left(), tally):
                 advance()
             else:
+                made.was_late = True
                 late.append(made)
     return late
 
