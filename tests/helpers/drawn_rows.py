@@ -64,8 +64,10 @@ def drawn_call(drawn: random.Random, row: Op) -> tuple[list[Any], dict[str, Any]
     return tensors, {a.name: drawn_attr(drawn, a, operand) for a in given}
 
 
-def of_torch(call: Callable[..., Any], *operands: Any, **attrs: Any) -> Shape | None:
+def of_torch(call: Callable[..., Any], *operands: Any, **attrs: Any) -> tuple[Shape, ...] | None:
+    """The shapes of the results by torch; None where it refuses."""
     try:
-        return tuple(call(*operands, **attrs).shape)
+        made = call(*operands, **attrs)
+        return tuple(tuple(x.shape) for x in (made if isinstance(made, tuple) else (made,)))
     except (RuntimeError, TypeError, ValueError, IndexError, AssertionError):
         return None
