@@ -242,6 +242,28 @@ def attention(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap
     )
 
 
+def attended(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
+    """Label attention with a number per row: as `attention`, but for f, which must be whole."""
+    of = attention(shapes, result, attrs)
+    feature = of.result[-1]
+    operands = tuple(tuple(None if x == feature else x for x in labels) for labels in of.operands)
+    rows = of.result[:-1]
+    return replace(of, operands=operands, results=((*rows, None), rows))
+
+
+def attention_grad(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
+    """Label the gradient of attention: with rows of the query split, keys and values add up."""
+    of = attended((*shapes[:3], *shapes[6:]), (*result[:-1], 0), attrs)
+    (q, k, v, *mask), (out, sums) = of.operands, of.results
+    rows = sums[-1]
+    return replace(
+        of,
+        operands=(q, k, v, out, sums, out, *mask)[: len(shapes)],
+        results=(q, k, v),
+        reduces={rows: "sum"} if rows is not None else {},
+    )
+
+
 def with_heads(shape: Shape, query: Shape) -> Shape:
     """Return the shape of key or value as if each head stood there for each that shares it."""
     if min(len(shape), len(query)) < 3 or not shape[-3] or query[-3] % shape[-3]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from mdfuse.ir import calls, creation, dims, out_forms, random, reductions, shapes
+from mdfuse.ir import attention, calls, creation, dims, out_forms, random, reductions, shapes
 from mdfuse.ir import local_attributes as of_part
 from mdfuse.ir.attributes import Attr, attr, word
 from mdfuse.ir.extremes import highest, lowest
@@ -379,6 +379,7 @@ _row(
     attrs=(attr("normalized_shape", "shape", True), attr("eps", "number", True)),
     **_COMPOSITE,
 )
+_ATTEND = attr("is_causal", "bool"), attr("scale", "number"), attr("enable_gqa", "bool")
 _row(
     "scaled_dot_product_attention",
     calls.attend,
@@ -388,7 +389,31 @@ _row(
     host="attention",
     is_library=True,
     operands=(3, 4),
-    attrs=(attr("is_causal", "bool"), attr("scale", "number"), attr("enable_gqa", "bool")),
+    attrs=_ATTEND,
+    **_COMPOSITE,
+)
+_row(
+    "attention",
+    attention.attend,
+    dims.attended,
+    shapes.attended,
+    ANYHOW,
+    is_library=True,
+    operands=(3, 4),
+    results=2,
+    attrs=_ATTEND,
+    **_COMPOSITE,
+)
+_row(
+    "attention_grad",
+    attention.attend_grad,
+    dims.attention_grad,
+    shapes.attention_grad,
+    ANYHOW,
+    is_library=True,
+    operands=(6, 7),
+    results=3,
+    attrs=_ATTEND,
     **_COMPOSITE,
 )
 _row(

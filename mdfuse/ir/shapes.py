@@ -201,6 +201,30 @@ def attention(shapes: Shapes, attrs: Attrs) -> Shape:
     return (*lead, q[-2], v[-1])
 
 
+def attended(shapes: Shapes, attrs: Attrs) -> tuple[Shape, Shape]:
+    """Return the shapes of attention and of a number per row; nothing broadcasts but the mask."""
+    q, k, v = _present(shapes)[:3]
+    if min(map(len, (q, k, v))) < 2:
+        raise ValueError("query, key and value have rows and features")
+    made = attention(shapes, attrs)
+    own = (with_heads(k, q), with_heads(v, q)) if attrs.get("enable_gqa") else (k, v)
+    for x in own:
+        for a, b in zip(x[:-2], q[:-2], strict=True):
+            _equal(a, b)
+    return made, made[:-1]
+
+
+def attention_grad(shapes: Shapes, attrs: Attrs) -> tuple[Shape, Shape, Shape]:
+    """Return the shapes of query, key and value, checked with those of what attention gave."""
+    q, k, v, out, sums, ct, *mask = _present(shapes)
+    for shape, wanted in zip((out, sums), attended((q, k, v, *mask), attrs), strict=True):
+        for a, b in zip(shape, wanted, strict=True):
+            _equal(a, b)
+    for a, b in zip(ct, out, strict=True):
+        _equal(a, b)
+    return q, k, v
+
+
 def cat(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the shape of tensors joined along `dim`, in all other dims equal."""
     result, *others = _present(shapes)
