@@ -317,6 +317,16 @@ class FusionDefinition:
         handle.fact = node.fact
         return handle
 
+    def record_several(
+        self, op: str, operands: Sequence[Any], attrs: Mapping[str, Any] = _NO_ATTRS
+    ) -> tuple[Handle, ...]:
+        """Append an expression with several results, and return the handle of each."""
+        settings = ((k, self._key(v)) for k, v in attrs.items() if v is not None and v is not False)
+        key = ("op", op, *map(self._key, operands), *settings)
+        node = self._do(key, (op, operands, attrs))
+        first = node.id + 1 - len(node.fact)
+        return tuple(Handle(self, first + n, fact) for n, fact in enumerate(node.fact))
+
     def place(
         self,
         handle: Handle,

@@ -186,7 +186,8 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys(("min", "max"), _VALUE_OR_NONE),
     "tensors": _TENSORS,
     **dict.fromkeys(
-        ("dim0", "dim1", "start_dim", "end_dim", "start", "length", "index", "chunks", "more"),
+        ("dim0", "dim1", "start_dim", "end_dim", "start", "length", "index", "chunks", "more",
+         "k"),
         _INTEGER,
     ),
     **dict.fromkeys(
@@ -203,7 +204,8 @@ KINDS: dict[str, Kind] = {
         _NUMBER,
     ),
     **dict.fromkeys(("posinf", "neginf", "eps", "scale", "correction"), _NUMBER_OR_NONE),
-    **dict.fromkeys(("keepdim", "is_causal", "enable_gqa", "training"), _FLAG),
+    **dict.fromkeys(("keepdim", "is_causal", "enable_gqa", "training", "largest", "sorted",
+                     "descending", "stable"), _FLAG),
     "unbiased": _kind("True, False or None", _or(_none, _flag), bool, _N),
     "dtype": _DTYPE_OR_NONE,
     **dict.fromkeys(("approximate", "reduction"), _TEXT),
@@ -247,7 +249,8 @@ _SPECIAL: dict[tuple[str, str], Kind] = {
     **{
         (name, "dim"): _INTEGER
         for name in ("unsqueeze", "unflatten", "select", "narrow", "split", "chunk", "unbind",
-                     "cat", "stack", "softmax", "log_softmax", "softmin", "glu")
+                     "cat", "stack", "softmax", "log_softmax", "softmin", "glu",
+                     "topk", "sort", "argsort")
     },
     ("repeat_interleave", "dim"): _INTEGER_OR_NONE,
     ("repeat_interleave", "repeats"): _INTEGER,

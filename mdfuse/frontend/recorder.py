@@ -136,8 +136,10 @@ class Recorder:
             self._inputs.append(len(self.names))
         return self._add_scalar(site, kind, value)
 
-    def op(self, site: Site, op: str, operands: Sequence[Any], attrs: Mapping[str, Any]) -> Fact:
-        """Record an expression."""
+    def op(
+        self, site: Site, op: str, operands: Sequence[Any], attrs: Mapping[str, Any]
+    ) -> Fact | tuple[Fact, ...]:
+        """Record an expression; of one with several results, return what is known of each."""
         for key, setting in attrs.items():
             _check_setting(op, key, setting, site)
         inputs = tuple(self._operand(x, op, site) for x in operands)
@@ -149,12 +151,9 @@ class Recorder:
         for name in names:
             self._used.setdefault(name, site.source)
         settings = _settings(self._symbols.current(attrs))
-        name = self._fresh.fresh(self.values, site.name or "t")
-        self._made_by[len(self.names)] = len(self._exprs)
-        self._exprs.append(
-            Expr(op=op, inputs=inputs, output=name, attrs=settings, source=site.source)
-        )
-        return self._add(name, site.source, **found)
+        if len(found) == 1:
+            return self._expr(site, op, inputs, settings, (site.name,), found)[0]
+        return self._expr(site, op, inputs, settings, site.names(len(found)), found)
 
     def place(
         self,
@@ -266,8 +265,8 @@ class Recorder:
 
     def _inferred(
         self, op: str, inputs: tuple[Operand, ...], attrs: Mapping[str, Any], source: Source | None
-    ) -> dict[str, Any]:
-        """Infer an operation's result; where it refuses the examples of symbols, try others."""
+    ) -> tuple[dict[str, Any], ...]:
+        """Infer an operation's results; where it refuses the examples of symbols, try others."""
         row, symbols = TABLE[op], self._symbols
         attrs = dict(attrs)
         if not symbols.examples:
@@ -278,13 +277,35 @@ class Recorder:
             try:
                 return inferred(row, inputs, attrs, self.values, source)
             except DefinitionError:
-                expr = Expr(op=op, inputs=inputs, output="", attrs=_settings(attrs))
+                made = ("",) * row.results
+                expr = Expr(op=op, inputs=inputs, outputs=made, attrs=_settings(attrs))
                 found = symbols.unified(self.values, self._exprs, expr)
                 if found is None:
                     raise
             self.values, self._exprs = found
             inputs, attrs = symbols.current((inputs, attrs))
             return inferred(row, inputs, attrs, self.values, source)
+
+    def _expr(
+        self,
+        site: Site,
+        op: str,
+        inputs: tuple[Operand, ...],
+        settings: tuple[tuple[str, Any], ...],
+        said: Sequence[str | None],
+        found: Sequence[Mapping[str, Any]],
+    ) -> tuple[Fact, ...]:
+        """Append an expression and its results, named as said."""
+        number, facts, outputs = len(self._exprs), [], []
+        for name, fields in zip(said, found, strict=True):
+            self._made_by[len(self.names)] = number
+            outputs.append(self._fresh.fresh(self.values, name or "t"))
+            facts.append(self._add(outputs[-1], site.source, **fields))
+        made = Expr(
+            op=op, inputs=inputs, outputs=tuple(outputs), attrs=settings, source=site.source
+        )
+        self._exprs.append(made)
+        return tuple(facts)
 
     def _scalar_op(
         self, site: Site, op: str, inputs: tuple[Operand, ...], attrs: Mapping[str, Any]
@@ -310,7 +331,7 @@ class Recorder:
             settings, name = _settings(attrs), self.names[-1]
             self._made_by[len(self.names) - 1] = len(self._exprs)
             self._exprs.append(
-                Expr(op=op, inputs=inputs, output=name, attrs=settings, source=site.source)
+                Expr(op=op, inputs=inputs, outputs=(name,), attrs=settings, source=site.source)
             )
         return fact
 
@@ -373,7 +394,8 @@ class Recorder:
             }
         if of in self._made_by:
             n = self._made_by[of]
-            self._exprs[n] = replace(self._exprs[n], output=new)
+            made = tuple(new if name == old else name for name in self._exprs[n].outputs)
+            self._exprs[n] = replace(self._exprs[n], outputs=made)
         self._stated[new] = self._stated.pop(old)
         self.values, self._exprs = self._symbols.rename(old, new, self.values, self._exprs)
 

@@ -27,6 +27,7 @@ class Row:
             and nothing, as the op table takes them.
         attrs: its attributes; there are no others.
         makes: what the name that it defines stands for; None: it defines none.
+        results: how many names it defines, where it makes values.
         is_view: the result may share the memory of the operand.
         may_copy: the view has to be a copy where the elements do not lie so, or always where it
             pads; it then reads, and belongs on a stream as any work.
@@ -52,6 +53,7 @@ class Row:
     communicates: bool = False
     is_block: bool = False
     sets: tuple[Attr, ...] = ()
+    results: int = 1
 
     @property
     def is_pure_view(self) -> bool:
@@ -209,6 +211,7 @@ def _row_of_op(name: str) -> Row:
         makes="value",
         is_view=op.is_view,
         may_copy=op.may_copy,
+        results=op.results,
     )
 
 

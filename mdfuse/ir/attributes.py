@@ -49,6 +49,12 @@ class Attr:
         """Whether the attribute is a list of extents."""
         return self.holds is _is_shape
 
+    def for_few(self, value: Any) -> Any:
+        """Return the value that the attribute has where each dim has two elements."""
+        if self.is_shape:
+            return (2,) * len(value)
+        return min(value, 2) if self.holds is _is_extent else value
+
 
 def _is_int(x: Any, n: int | None = None) -> bool:
     return type(x) is int and -LARGEST - 1 <= x <= LARGEST

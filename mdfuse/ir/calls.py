@@ -61,6 +61,20 @@ def lookup(indices: Tensor, table: Tensor, *, part: tuple[int, int, int] | None 
     return torch.where(here.unsqueeze(-1), rows, 0)
 
 
+def top(x: Tensor, *, k: int, dim: int, smallest: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the k largest elements along a dim, the largest first, and their places."""
+    values, indices = torch.topk(x, k, dim, largest=not smallest)
+    return values, indices
+
+
+def sort(
+    x: Tensor, *, dim: int, descending: bool = False, stable: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return the elements in order along a dim, and the places where they stood."""
+    values, indices = torch.sort(x, stable=stable, dim=dim, descending=descending)
+    return values, indices
+
+
 def joined_window(
     x: Tensor,
     *,

@@ -114,16 +114,22 @@ class Expr:
     Attributes:
         op: a name of `mdfuse.ir.ops.TABLE`.
         inputs: value names, numbers, or None.
-        output: the name of the value that it defines.
+        outputs: the names of the values that it defines: one, or as many as its row has results.
         attrs: keyword arguments of the op, hashable.
         source: the user's line.
     """
 
     op: str
     inputs: tuple[Operand, ...]
-    output: str
+    outputs: tuple[str, ...]
     attrs: tuple[tuple[str, Any], ...] = ()
     source: Source | None = None
+
+    @property
+    def output(self) -> str:
+        """The name of the only value that it defines; ValueError where it defines several."""
+        (output,) = self.outputs
+        return output
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -157,7 +163,7 @@ class Fusion:
     @cached_property
     def producers(self) -> dict[str, Expr]:
         """Name of a value -> the expression that defines it."""
-        return {e.output: e for e in self.exprs}
+        return {name: e for e in self.exprs for name in e.outputs}
 
     @cached_property
     def consumers(self) -> dict[str, tuple[Expr, ...]]:
@@ -278,7 +284,8 @@ def fusion_text(fusion: Fusion) -> str:
         rows.append((f"{value_text(value)} = input", value.source))
     for e in fusion.exprs:
         arguments = ", ".join(filter(None, (*map(operand_text, e.inputs), e.attrs_text())))
-        rows.append((f"{value_text(fusion.values[e.output])} = {e.op}({arguments})", e.source))
+        made = ", ".join(value_text(fusion.values[name]) for name in e.outputs)
+        rows.append((f"{made} = {e.op}({arguments})", e.source))
     returned = ", ".join(
         f"%{n}" + (f" (into %{fusion.reuse[n]})" if n in fusion.reuse else "")
         for n in fusion.outputs
@@ -296,13 +303,13 @@ def check_fusion(fusion: Fusion) -> None:
     defined = set(fusion.inputs)
     for expr in fusion.exprs:
         missing = [name for name in expr.reads if name not in defined]
-        if missing or expr.output in defined:
+        if missing or not defined.isdisjoint(expr.outputs):
             raise MdfuseError(
-                f"@{fusion.name}: {expr.op} -> %{expr.output} "
+                f"@{fusion.name}: {expr.op} -> %{', %'.join(expr.outputs)} "
                 + (f"reads undefined {missing}" if missing else "defines a value twice"),
                 because="a fusion defines every value once, before its first use",
             )
-        defined.add(expr.output)
+        defined.update(expr.outputs)
     for name in fusion.outputs:
         if name not in defined:
             raise MdfuseError(f"@{fusion.name}: output %{name} is not defined")

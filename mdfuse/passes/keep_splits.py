@@ -42,7 +42,7 @@ def run(fusion: Fusion) -> Fusion:
             return fusion
         maker = _Maker(dict(fusion.values))
         for expr in fusion.exprs:
-            if expr.output in replaced:
+            if expr.outputs[0] in replaced:
                 _MADE_OF[expr.op](maker, expr)
             else:
                 maker.exprs.append(expr)
@@ -139,7 +139,7 @@ def _price_of_window(fusion: Fusion, expr: Expr) -> int | None:
 def _is_gathered(fusion: Fusion, value: Value, axes: Sequence[str]) -> bool:
     """Whether another expression reads the value whole along one of these axes in any case."""
     for reader in fusion.consumers[value.name]:
-        if reader.op not in _MADE_OF and fusion.values[reader.output].is_tensor:
+        if reader.op not in _MADE_OF and fusion.values[reader.outputs[0]].is_tensor:
             wanted = _wanted(fusion, reader, value.name)
             if wanted.mesh == fusion.layout(value.name).mesh and any(
                 isinstance(wanted.placement(a), Replicate) for a in axes
@@ -150,10 +150,10 @@ def _is_gathered(fusion: Fusion, value: Value, axes: Sequence[str]) -> bool:
 
 def _wanted(fusion: Fusion, expr: Expr, value: str) -> Layout:
     """Return the layout in which an expression reads a value: for a set with a law, the law's."""
-    out = fusion.values[expr.output]
-    if expr.op == "set" and out.is_law:
+    made = [fusion.values[name] for name in expr.outputs]
+    if expr.op == "set" and made[0].is_law:
         return fusion.layout(expr.output)
-    strategy = choose(expr, fusion.values, out.layout if out.is_law else None)
+    strategy = choose(expr, fusion.values, *(out.layout if out.is_law else None for out in made))
     assert strategy is not None
     return strategy.wanted[value]
 
@@ -179,10 +179,12 @@ class _Maker:
         output = by.output
         if not last:
             output = fresh_name(self.values, f"{by.output}.{op}")
-            found = inferred(TABLE[op], inputs, attrs, self.values, by.source)
+            (found,) = inferred(TABLE[op], inputs, attrs, self.values, by.source)
             self.values[output] = Value(name=output, source=by.source, **found)
         items = tuple(attrs.items())
-        self.exprs.append(Expr(op=op, inputs=inputs, output=output, attrs=items, source=by.source))
+        self.exprs.append(
+            Expr(op=op, inputs=inputs, outputs=(output,), attrs=items, source=by.source)
+        )
         return output
 
     def wide(self, by: Expr, x: str) -> str:

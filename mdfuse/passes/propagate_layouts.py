@@ -17,7 +17,7 @@ from mdfuse.errors import LayoutError
 from mdfuse.ir.graph import Fusion, Value
 from mdfuse.layouts.layout import Layout, Replicate, replicated
 from mdfuse.mesh import DeviceMesh
-from mdfuse.passes.strategy import choose
+from mdfuse.passes.strategy import choose_here
 
 name = "propagate_layouts"
 
@@ -41,11 +41,11 @@ def anew(fusion: Fusion, changed: Collection[str]) -> Fusion:
     """Return the fusion with layouts inferred again for all that changed values lead to."""
     values, stale = dict(fusion.values), set(changed)
     for expr in fusion.exprs:
-        out = values[expr.output]
-        is_inferred = out.is_tensor and not out.is_law and out.name not in changed
-        if is_inferred and not stale.isdisjoint(expr.reads):
-            stale.add(out.name)
-            values[out.name] = replace(out, layout=None)
+        for out in [values[name] for name in expr.outputs]:
+            is_inferred = out.is_tensor and not out.is_law and out.name not in changed
+            if is_inferred and not stale.isdisjoint(expr.reads):
+                stale.add(out.name)
+                values[out.name] = replace(out, layout=None)
     return run(replace(fusion, values=values))
 
 
@@ -58,13 +58,14 @@ def _forwards(fusion: Fusion) -> Fusion:
     """Infer results from operands, in order."""
     values = dict(fusion.values)
     for expr in fusion.exprs:
-        out = values[expr.output]
-        if not out.is_tensor or out.layout is not None:
+        made = [values[name] for name in expr.outputs]
+        if not any(out.is_tensor and out.layout is None for out in made):
             continue
-        strategy = choose(expr, values)
-        if strategy is not None:
-            layout = _of_output(fusion, values, out.name, strategy.result)
-            values[expr.output] = replace(out, layout=layout)
+        strategy = choose_here(expr, values)
+        for out, layout in zip(made, strategy.results if strategy else (), strict=False):
+            if out.layout is None:
+                layout = _of_output(fusion, values, out.name, layout)
+                values[out.name] = replace(out, layout=layout)
     return replace(fusion, values=values)
 
 
@@ -87,7 +88,7 @@ def _backwards(fusion: Fusion) -> tuple[Fusion, bool]:
         unknown = [n for n in expr.reads if values[n].is_tensor and values[n].layout is None]
         if not unknown:
             continue
-        strategy = choose(expr, values, values[expr.output].layout)
+        strategy = choose_here(expr, values)
         if strategy is None:
             continue
         for operand in unknown:

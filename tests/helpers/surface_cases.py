@@ -147,6 +147,25 @@ CASES |= {
     "argmin": ("i", lambda i: (torch.argmin(i), i.argmin(0), (i % 3).argmin(-1, True))),
     "amin": ("a", lambda a: (a.amin((0, 1)), torch.amin(a, -1, True))),
     "amax": ("a", lambda a: (a.amax((0, 1)), torch.amax(a, -1, True))),
+    "topk": (
+        "x", lambda x: (*x.topk(2), *torch.topk(x, 3, dim=0), torch.topk(x, 0, 1).values)),
+    "topk-smallest": (
+        "a", lambda a: (*torch.topk(a, 4, 1, largest=False), a.topk(1, -1, False, True).indices)),
+    "topk-nan": ("x", lambda x: (*x.log().topk(3, 0), *x.log().topk(4, 1, largest=False))),
+    "topk-scalar": ("s", lambda s: (*s.topk(1), *torch.topk(s, 1, 0))),
+    "sort": (
+        "x", lambda x: (*x.sort(), *torch.sort(x, 0, True), *torch.sort(x, dim=-1).values.sort(0))),
+    "sort-stable": (
+        "i", lambda i: (*(i % 2).sort(dim=0, stable=True), *torch.sort(i % 3, stable=True))),
+    "sort-stable-down": ("i", lambda i: torch.sort(i % 2, descending=True, stable=True)),
+    "sort-bool": ("m", lambda m: (m.sort(0).values, m.sort(1, True).values)),
+    "sort-nan": ("x", lambda x: (x.log().sort(0).values, x.log().sort(descending=True).values)),
+    "sort-scalar": ("s", lambda s: (*s.sort(), *torch.sort(s, -1))),
+    "argsort": ("x", lambda x: (x.argsort(), torch.argsort(x, 0, True), x.argsort(stable=True))),
+    "var_mean": ("a", lambda a: (*torch.var_mean(a), *torch.var_mean(a, (0, 2), keepdim=True))),
+    "var_mean-correction": ("a", lambda a: torch.var_mean(a, (0, 2), correction=0)),
+    "var_mean-narrow": ("h", lambda h: torch.var_mean(h, 1, correction=2)),
+    "std_mean": ("x", lambda x: (*torch.std_mean(x, 0), *torch.std_mean(x, -1, keepdim=True))),
     "count_nonzero": ("i", lambda i: (torch.count_nonzero(i - 1), (i > 0).count_nonzero(0))),
     "var": ("x", lambda x: (x.var(), x.var(0), torch.var(x, 1, keepdim=True), x.var(0, False))),
     "var-correction": ("a", lambda a: (torch.var(a, (0, 1), correction=0), a.var(correction=2))),

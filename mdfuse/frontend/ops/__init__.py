@@ -19,6 +19,7 @@ from mdfuse.frontend.ops import (
     draws,
     extremes,
     neural,
+    ordering,
     parts,
     pointwise,
     products,
@@ -32,7 +33,7 @@ from mdfuse.frontend.ops.views import stride_order as stride_order
 
 #: The families of operations: each function without an underscore is one, by its own name.
 FAMILIES = (
-    views, parts, pointwise, reductions, extremes, products, neural, draws, creations,
+    views, parts, pointwise, reductions, extremes, ordering, products, neural, draws, creations,
 )  # fmt: skip
 
 #: other name -> operation.

@@ -149,7 +149,7 @@ def emit_loop(out: Emitter, sections: Sequence[Section]) -> None:
         out: what is built, with the code that comes before the loop.
         sections: neighbouring segments of one stream, as `loops` groups them.
     """
-    stream = out.fusion.values[sections[0].exprs[0].output].stream
+    stream = out.fusion.values[sections[0].exprs[0].outputs[0]].stream
     assert stream is not None
     taken = {*out.types, *out.fusion.values}
     name = next((n for n in "ijk" if n not in taken), None) or fresh_name(taken, "i")

@@ -91,7 +91,7 @@ def local(expr: Expr) -> Instruction:
         op=row.host,
         fn=row.name,
         inputs=expr.inputs,
-        outputs=(expr.output,),
+        outputs=expr.outputs,
         attrs=expr.attrs,
         source=expr.source,
     )
@@ -387,7 +387,7 @@ def _ask_producer(out: Emitter, code: list[Instruction], name: str, order: tuple
 
 def _may_ask(out: Emitter, i: Instruction, order: tuple[int, ...]) -> bool:
     row = TABLE.get(i.fn)
-    if row is None or row.is_view:
+    if row is None or row.is_view or row.results > 1:
         return False
     ndims = [len(out.types[x].shape) for x in i.reads]
     return order == tuple(range(len(order))) or has_orders(row, order, ndims)

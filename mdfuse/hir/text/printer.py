@@ -114,8 +114,7 @@ class _Printer:
         arguments = ", ".join(filter(None, (_operands(i.inputs), attrs_text(i.attrs))))
         call = f"{name}({arguments})" if arguments else name
         order = "" if i.order is None else f" {_order_text(i.order)}"
-        (output,) = i.outputs
-        return f"{self.bound(output)} = {call}{order}"
+        return f"{', '.join(map(self.bound, i.outputs))} = {call}{order}"
 
     def post(self, i: Instruction) -> str:
         comm = i.comm
