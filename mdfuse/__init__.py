@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from mdfuse.frontend import ops
     from mdfuse.frontend.cache import FusionCache
     from mdfuse.frontend.definition import FusionDefinition
+    from mdfuse.frontend.grad import grad, recompute
     from mdfuse.frontend.spec import TensorSpec
     from mdfuse.passes import segmentation
     from mdfuse.runs.dtensor import layout_of, spec_of, to_dtensor
@@ -55,8 +56,10 @@ _LAZY = {
     "TensorSpec": "mdfuse.frontend.spec",
     "compile": "mdfuse.compiled.program",
     "fusion": "mdfuse.compiled.traced",
+    "grad": "mdfuse.frontend.grad",
     "init": "mdfuse.runtime.communicator",
     "layout_of": "mdfuse.runs.dtensor",
+    "recompute": "mdfuse.frontend.grad",
     "reference": "mdfuse.simulation.reference",
     "simulate": "mdfuse.simulation.simulate",
     "spec_of": "mdfuse.runs.dtensor",
@@ -109,10 +112,12 @@ __all__ = [
     "TensorSpec",
     "compile",
     "fusion",
+    "grad",
     "hir",
     "init",
     "layout_of",
     "ops",
+    "recompute",
     "reference",
     "segmentation",
     "shard_tensor",

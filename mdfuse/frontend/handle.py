@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from mdfuse.frontend.definition import FusionDefinition
 
 
+class ValueId(int):
+    """The id of a value, told from operands that are numbers by its type."""
+
+
 class Handle(Methods):
     """A value of a definition: a tensor in global view, or a host scalar.
 
@@ -76,7 +80,7 @@ class Handle(Methods):
 
     def on(
         self,
-        mesh: DeviceMesh | Layout,
+        mesh: DeviceMesh | Layout | Handle,
         layout: Mapping[str, Placement] | None = None,
         order: Mapping[int, Sequence[str]] | None = None,
         stream: Stream | None = None,
@@ -84,7 +88,8 @@ class Handle(Methods):
         """State this value's layout: a law, stated once, before the value is used.
 
         Args:
-            mesh: a mesh (anything `DeviceMesh` takes), or a `Layout`.
+            mesh: a mesh (anything `DeviceMesh` takes), or a `Layout`, or another value: this one
+                lies as that one does, whole where that one is Partial; its stream is not taken.
             layout: axis -> placement; axes not named are replicated.
             order: dim -> the axes that split it, outermost first.
             stream: a host loop over chunks.
@@ -93,9 +98,13 @@ class Handle(Methods):
             This handle.
 
         Raises:
-            LayoutError: a second layout, a layout after the first use, a dim out of range.
+            LayoutError: a second layout, a layout after the first use, a dim out of range; a value
+                with another number of dims, or one whose own place depends on this one.
         """
-        self.definition.place(self, mesh, layout, order, stream)
+        if isinstance(mesh, Handle):
+            self.definition.place_like(self, mesh, layout, order, stream)
+        else:
+            self.definition.place(self, mesh, layout, order, stream)
         return self
 
     def __repr__(self) -> str:

@@ -13,14 +13,16 @@ from mdfuse.communication import check_reduce_op
 from mdfuse.errors import CommunicationError, DefinitionError, LayoutError, Source
 from mdfuse.extents.assumptions import Assumptions, assuming
 from mdfuse.extents.extent import Extent, pinned
+from mdfuse.frontend import gradients
 from mdfuse.frontend.cache import Fact, Recorded, Symbolic
-from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.handle import Handle, ValueId
 from mdfuse.frontend.kinds import KINDS, no_value
 from mdfuse.frontend.plain import brief, is_in_range, plain_number
-from mdfuse.frontend.sites import Site
+from mdfuse.frontend.sites import Derived, Site
 from mdfuse.frontend.stride_order import dims_of, no_permutation, stride_order_of
 from mdfuse.frontend.symbols import Symbols
-from mdfuse.ir.graph import DTYPE_NAMES, Expr, Fusion, Names, Operand, Value, value_text
+
+from mdfuse.ir.graph import DTYPE_NAMES, Expr, Fusion, Like, Names, Operand, Value, value_text
 from mdfuse.ir.infer import inferred, scalar_sample
 from mdfuse.ir.numbers import as_number, scalar_call
 from mdfuse.ir.ops import TABLE
@@ -28,10 +30,6 @@ from mdfuse.layouts.layout import Layout, Partial, Placement, Stream
 from mdfuse.mesh import DeviceMesh
 
 _SCALAR_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
-
-
-class ValueId(int):
-    """The id of a value, told from operands that are numbers by its type."""
 
 
 class Recorder:
@@ -52,6 +50,9 @@ class Recorder:
         self.names: list[str] = []
         self._constants: dict[int, float | int | bool] = {}
         self._exprs: list[Expr] = []
+        #: whether a block of `recompute` is open, and the ids of what was defined in one
+        self.is_recomputing = False
+        self.recomputed: set[int] = set()
         #: id of a value -> the number of the expression that computes it
         self._made_by: dict[int, int] = {}
         self._inputs: list[int] = []
@@ -79,11 +80,15 @@ class Recorder:
             ids={name: i for i, name in enumerate(self.names)},
         )
 
-    def call(self, call: Recorded, site: Site) -> Fact | None:
+    @property
+    def exprs(self) -> tuple[Expr, ...]:
+        """The expressions so far."""
+        return tuple(self._exprs)
+
+    def call(self, call: Recorded, site: Site) -> Any:
         """Record a call: one of the methods that follow."""
         with assuming(self.assumed):
-            fact: Fact | None = getattr(self, call.method)(site, *call.arguments)
-        return fact
+            return getattr(self, call.method)(site, *call.arguments)
 
     # -- calls -----------------------------------------------------------------------------------
 
@@ -136,7 +141,7 @@ class Recorder:
             self._inputs.append(len(self.names))
         return self._add_scalar(site, kind, value)
 
-    def op(self, site: Site, op: str, operands: Sequence[Any], attrs: Mapping[str, Any]) -> Fact:
+    def op(self, site: Site | Derived, op: str, operands: Sequence[Any], attrs: Mapping[str, Any]) -> Fact:
         """Record an expression."""
         for key, setting in attrs.items():
             _check_setting(op, key, setting, site)
@@ -156,6 +161,16 @@ class Recorder:
         )
         return self._add(name, site.source, **found)
 
+    def grad(
+        self, site: Site, of: int, wrt: Sequence[int], seed: int | None
+    ) -> gradients.Made:
+        """Record the expressions of a gradient; see `mdfuse.grad`."""
+        return gradients.append(self, site, of, wrt, seed)
+
+    def recompute(self, site: Site, begins: bool) -> None:
+        """Begin a block of values that gradients compute again, or end it."""
+        self.is_recomputing = begins
+
     def place(
         self,
         site: Site,
@@ -170,6 +185,37 @@ class Recorder:
         value = self.values[name]
         said = mesh, placements, order, stream
         layout = self._layout(name, len(value.shape), value.dtype, site, *said)
+        self._check_unplaced(value, f"is laid out as {layout}", site)
+        self.values[name] = replace(value, layout=layout, is_law=True)
+        self._note_place(of, site)
+
+    def place_like(self, site: Site, of: int, other: int) -> None:
+        """State that a value lies as another one; see `Handle.on`."""
+        name, referee = self.names[of], self.names[other]
+        value, shown = self.values[name], self.values[referee]
+        self._check_unplaced(value, f"lies as %{referee}", site)
+        if not shown.is_tensor or len(shown.shape) != len(value.shape):
+            raise LayoutError(
+                f"%{name}: {value.type_text()} lies as {value_text(shown)}"
+                + ("" if shown.is_tensor else ", which is a scalar"),
+                where=site.where,
+                because="a layout says of each dim which axes split it",
+                hint="a tensor with as many dims, or .on(mesh, {axis: placement})",
+            )
+        if of == other:
+            raise LayoutError(
+                f"%{name} lies as itself",
+                where=site.where,
+                because="its layout would wait for itself",
+                hint="say as which other value, or .on(mesh, {axis: placement})",
+            )
+        self.values[name] = replace(value, like=Like(referee))
+        self._used.setdefault(referee, site.source)
+        self._note_place(of, site)
+
+    def _check_unplaced(self, value: Value, law: str, site: Site) -> None:
+        """Raise LayoutError for a scalar, a second law, or one that comes after the first use."""
+        name = value.name
         if not value.is_tensor:
             raise LayoutError(
                 f"%{name} is placed, but it is a scalar",
@@ -177,8 +223,8 @@ class Recorder:
                 because="every rank has every scalar",
                 hint="leave .on() out",
             )
-        if value.layout is not None:
-            raise self._contradiction(value, layout, site)
+        if value.layout is not None or value.like is not None:
+            raise self._contradiction(value, law, site)
         if name in self._used:
             used = self._used[name]
             raise LayoutError(
@@ -187,7 +233,10 @@ class Recorder:
                 because="a law is stated before the value is used",
                 hint="write .on(...) where the value is defined",
             )
-        self.values[name] = replace(value, layout=layout, is_law=True)
+
+    def _note_place(self, of: int, site: Site) -> None:
+        """Note where a value was placed; it is named after the variable that it then is."""
+        name = self.names[of]
         self._stated[name] = site.source
         if site.name and name.rstrip("_0123456789") in ("t", "in"):
             self._rename(of, site.name)
@@ -287,7 +336,7 @@ class Recorder:
             return inferred(row, inputs, attrs, self.values, source)
 
     def _scalar_op(
-        self, site: Site, op: str, inputs: tuple[Operand, ...], attrs: Mapping[str, Any]
+        self, site: Site | Derived, op: str, inputs: tuple[Operand, ...], attrs: Mapping[str, Any]
     ) -> Fact:
         inputs = tuple(pinned(x) if isinstance(x, Extent) else x for x in inputs)
 
@@ -349,14 +398,45 @@ class Recorder:
             ) from error
         return layout
 
-    def _contradiction(self, value: Value, layout: Layout, site: Site) -> LayoutError:
+    def _contradiction(self, value: Value, law: str, site: Site) -> LayoutError:
         first = self._stated.get(value.name)
+        said = value.layout if value.like is None else f"as %{value.like.of}"
         return LayoutError(
-            f"%{value.name} is laid out as {layout}, but its law says {value.layout}",
+            f"%{value.name} {law}, but its law says {said}",
             where=[*site.where, f"stated at {first.quote()}" if first else ""],
             because="a value has one layout; the second .on() contradicts the first",
             hint=f"reshard with a set: fd.ops.set({value.name}).on(...)",
         )
+
+    def current(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return a shape with the names and examples that symbols have now."""
+        return self._symbols.current(shape)
+
+    def is_placed(self, name: str) -> bool:
+        """Whether a value is an input, or has a law."""
+        value = self.values[name]
+        is_input = any(self.names[i] == name for i in self._inputs)
+        return is_input or value.layout is not None or value.like is not None
+
+    def is_used(self, name: str) -> bool:
+        """Whether something reads a value."""
+        return name in self._used
+
+    def rename(self, names: Mapping[int, str]) -> None:
+        """Give values that nothing reads yet these names, or the like."""
+        new = {self.names[i]: self._fresh.fresh(self.values, name) for i, name in names.items()}
+        for i in names:
+            old = self.names[i]
+            self.names[i] = new[old]
+            made = self._made_by[i]
+            self._exprs[made] = replace(self._exprs[made], output=new[old])
+        if new:
+            self.values = {
+                new.get(n, n): replace(v, name=new[n]) if n in new else v
+                for n, v in self.values.items()
+            }
+        for old in new:
+            self._fresh.free(old)
 
     def _rename(self, of: int, name: str) -> None:
         """Give a value the name of the variable it is assigned to, once that is known."""
@@ -377,7 +457,7 @@ class Recorder:
         self._stated[new] = self._stated.pop(old)
         self.values, self._exprs = self._symbols.rename(old, new, self.values, self._exprs)
 
-    def _operand(self, x: Any, op: str, site: Site) -> Operand:
+    def _operand(self, x: Any, op: str, site: Site | Derived) -> Operand:
         if isinstance(x, ValueId):
             return self._constants.get(x, self.names[x])
         x = plain_number(x)
@@ -395,12 +475,14 @@ class Recorder:
     def _add(self, name: str, source: Source | None, **fields: Any) -> Fact:
         value = Value(name=name, source=source, **fields)
         self.values[name] = value
+        if self.is_recomputing and value.is_tensor:
+            self.recomputed.add(len(self.names))
         self.names.append(name)
         required = stride_order_of(value.order) if value.is_order_required else None
         return Fact(value.shape, value.dtype, value.is_tensor, required=required)
 
 
-def _check_setting(op: str, key: str, x: Any, site: Site) -> None:
+def _check_setting(op: str, key: str, x: Any, site: Site | Derived) -> None:
     """Raise DefinitionError for attributes that are no numbers, words, dtypes or lists of these."""
     if isinstance(x, Handle | ValueId):
         raise DefinitionError(

@@ -54,6 +54,24 @@ class Site:
         """`h` for the call in `h = f(...)`; None for other calls."""
         return self.said or _name_after(self.code, self.offset)
 
+    def names(self, count: int) -> tuple[str | None, ...]:
+        """`a` and `b` for the call in `a, b = f(...)`; None for other calls."""
+        found = _names_after(self.code, self.offset)
+        return found if len(found) == count else (None,) * count
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """The origin of what mdfuse itself records: a line of the user's, and a name if it has one."""
+
+    source: Source | None
+    name: str | None = None
+
+    @property
+    def where(self) -> list[str]:
+        """The line, for error messages."""
+        return [self.source.quote()] if self.source else []
+
 
 def find_site() -> Site:
     """Return the innermost place on the stack outside of mdfuse, seen from the caller.
@@ -96,3 +114,20 @@ def _name_after(code: CodeType, offset: int) -> str | None:
     if following is None or following.opname not in _STORES:
         return None
     return str(following.argval) if is_name(following.argval) else None
+
+
+@lru_cache(maxsize=4096)
+def _names_after(code: CodeType, offset: int) -> tuple[str | None, ...]:
+    """Return the variables to which what a call returns is unpacked."""
+    following = [i for i in dis.get_instructions(code) if i.offset > offset and i.opname != "CACHE"]
+    if not following or following[0].opname != "UNPACK_SEQUENCE":
+        return ()
+    count, found = following[0].argval, list[str | None]()
+    for i in following[1:]:
+        if len(found) >= count:
+            break
+        stored = i.argval if isinstance(i.argval, tuple) else (i.argval,)
+        if not i.opname.startswith(_STORES):
+            return ()
+        found += [str(n) if is_name(n) else None for n in stored]
+    return tuple(found)

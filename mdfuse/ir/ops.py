@@ -149,6 +149,7 @@ _WINDOW = (
     attr("steps", "steps", True),
 )
 _view("set", itself, dims.pointwise, shapes.first)
+_view("detach", itself, dims.pointwise, shapes.first, host="set")
 _view(
     "stride_order",
     calls.in_order,
