@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import torch
 
-from mdfuse.errors import DefinitionError, LayoutError, user_source
+from mdfuse.errors import DefinitionError, user_source
 from mdfuse.extents.assumptions import Assumptions, assuming
 from mdfuse.extents.extent import Extent, is_symbolic, with_examples
 from mdfuse.frontend import ops as operations
@@ -22,7 +22,6 @@ from mdfuse.frontend.plain import brief, plain_number
 from mdfuse.frontend.recorder import Recorder, frozen
 from mdfuse.frontend.sites import Site, find_site, is_at
 from mdfuse.frontend.stride_order import dims_of, no_permutation
-
 from mdfuse.ir.graph import Fusion, Value
 from mdfuse.ir.symbolic import check_definition
 from mdfuse.layouts.layout import Layout, Placement, Stream
@@ -100,10 +99,7 @@ class FusionDefinition:
         operations.current.reset(self._token)
         if kind is None and left_open:
             raise DefinitionError(
-                f"@{self.name} ends inside of recompute()",
-                where=self.fusion_where(),
-                because="what is to be computed again has an end",
-                hint="with mf.recompute(): ...",
+                f"@{self.name} ends inside of recompute()", hint="with mf.recompute(): ..."
             )
         if kind is None:
             self._leaf = FusionCache.get().leaf(self._at)
@@ -340,35 +336,19 @@ class FusionDefinition:
         place = placed(mesh, placements, order, stream)
         self._do(("place", handle.id, place), (handle.id, *place))
 
-    def place_like(self, handle: Handle, other: Handle, *more: Any) -> None:
+    def place_like(self, handle: Handle, other: Handle) -> None:
         """State that a value lies as another one; see `Handle.on`."""
-        if any(x is not None for x in more):
-            raise LayoutError(
-                f"%{handle.name} lies as %{other.name}, and has a layout of its own at once",
-                where=self.fusion_where(),
-                hint=".on(x) alone, or .on(mesh, {axis: placement})",
-            )
         if other.definition is not self:
             raise self._foreign(other)
         self._do(("place_like", handle.id, other.id), (handle.id, other.id))
 
-    def grad(
-        self, y: Handle, wrt: Sequence[Handle], seed: Handle | None
-    ) -> tuple[Handle, ...]:
+    def grad(self, y: Handle, wrt: Sequence[Handle], seed: Handle | None) -> tuple[Handle, ...]:
         """Append the gradients of a value; see `mdfuse.grad`."""
         self._check_open()
         for x in (y, *wrt, *(() if seed is None else (seed,))):
-            if not isinstance(x, Handle):
-                raise DefinitionError(
-                    f"grad with {brief(x)}",
-                    where=self.fusion_where(),
-                    because="gradients are those of values of the definition",
-                    hint="what define_tensor or an operation returned",
-                )
             if x.definition is not self:
                 raise self._foreign(x)
-        ids = tuple(x.id for x in wrt)
-        said = y.id, ids, None if seed is None else seed.id
+        said = y.id, tuple(x.id for x in wrt), None if seed is None else seed.id
         node = self._do(("grad", *said), said)
         return tuple(Handle(self, id_, fact) for id_, fact in node.fact)
 

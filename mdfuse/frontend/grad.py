@@ -42,14 +42,14 @@ def grad(
     >>> mf.reference(fd, [torch.tensor([1.0, 2.0, 3.0])])
     [tensor([2., 4., 6.])]
     """
-    if isinstance(wrt, Handle):
-        wrt = (wrt,)
-    if not isinstance(y, Handle):
-        raise DefinitionError(
-            f"grad of {brief(y)}",
-            because="gradients are those of values of a definition",
-            hint="what an operation returned, inside `with FusionDefinition() as fd:`",
-        )
+    wrt = (wrt,) if isinstance(wrt, Handle) else tuple(wrt)
+    for x in (y, *wrt, *(() if seed is None else (seed,))):
+        if not isinstance(x, Handle):
+            raise DefinitionError(
+                f"grad with {brief(x)}",
+                because="gradients are those of values of a definition",
+                hint="what define_tensor or an operation returned",
+            )
     return y.definition.grad(y, wrt, seed)
 
 

@@ -9,7 +9,7 @@ value with a law, lies as that; what comes back through a `set` lies where the s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,6 @@ from mdfuse.frontend.cache import Fact
 from mdfuse.frontend.handle import Handle, ValueId
 from mdfuse.frontend.ops import recording
 from mdfuse.frontend.sites import Derived, Site
-
 from mdfuse.frontend.vjps import NO_GRADIENT, RULES
 from mdfuse.ir.graph import Expr, Like, Value
 
@@ -31,9 +30,7 @@ if TYPE_CHECKING:
 Made = tuple[tuple[int, Fact], ...]
 
 
-def append(
-    recorder: Recorder, site: Site, of: int, wrt: Sequence[int], seed: int | None
-) -> Made:
+def append(recorder: Recorder, site: Site, of: int, wrt: Sequence[int], seed: int | None) -> Made:
     """Append the expressions that compute the gradients of a value; see `mdfuse.grad`.
 
     Args:
@@ -51,9 +48,7 @@ def append(
     return _Backward(recorder, site, of, wrt).run(seed)
 
 
-def _check(
-    recorder: Recorder, site: Site, of: int, wrt: Sequence[int], seed: int | None
-) -> None:
+def _check(recorder: Recorder, site: Site, of: int, wrt: Sequence[int], seed: int | None) -> None:
     y = recorder.values[recorder.names[of]]
     for i in (of, *wrt, *(() if seed is None else (seed,))):
         value = recorder.values[recorder.names[i]]
@@ -156,8 +151,11 @@ class _Backward:
         try:
             if self.of in path or self.of in self.wrt:
                 one = self.scribe.handle(self.of if seed is None else names[seed])
-                ct = self.scribe.record("full_like", (one, 1), {"dtype": one.dtype})\
-                    if seed is None else one
+                ct = (
+                    self.scribe.record("full_like", (one, 1), {"dtype": one.dtype})
+                    if seed is None
+                    else one
+                )
                 self.parts[self.of] = [ct]
             for expr in reversed(self.exprs):
                 if expr.output in path and expr.output in self.parts:
@@ -173,7 +171,9 @@ class _Backward:
         values = self.recorder.values
         after = {*self.wrt}
         for expr in self.exprs:
-            is_smooth = values[expr.output].is_tensor and values[expr.output].dtype.is_floating_point
+            is_smooth = (
+                values[expr.output].is_tensor and values[expr.output].dtype.is_floating_point
+            )
             if is_smooth and expr.op not in NO_GRADIENT and not after.isdisjoint(expr.reads):
                 after.add(expr.output)
         before = {self.of} & after
@@ -190,7 +190,7 @@ class _Backward:
                     f"%{expr.output} = {expr.op}(...) has no gradient",
                     where=[*self.site.where, expr.source.quote() if expr.source else ""],
                     because=f"there is no rule for {expr.op}",
-                    hint=f"detach what it reads, or compute it by other operations",
+                    hint="detach what it reads, or compute it by other operations",
                 )
 
     # -- backwards -------------------------------------------------------------------------------
@@ -219,7 +219,9 @@ class _Backward:
         """Return what comes back to an operand in its shape and dtype: summed where it repeats."""
         skip = part.ndim - len(x.shape)
         new = tuple(range(skip))
-        kept = tuple(d for d, n in enumerate(part.shape) if d >= skip and _grows(x.shape[d - skip], n))
+        kept = tuple(
+            d for d, n in enumerate(part.shape) if d >= skip and _grows(x.shape[d - skip], n)
+        )
         if new or kept:
             is_mixed = bool(new) and bool(kept)
             part = self.scribe.record(
@@ -257,8 +259,10 @@ class _Backward:
     def _record_again(self, expr: Expr) -> None:
         """Record an expression anew, with the law of its result."""
         self.scribe.line = Derived(_noted(expr.source, "recomputed"))
-        operands = [self.scribe.handle(self.again.get(x, x)) if isinstance(x, str) else x
-                    for x in expr.inputs]
+        operands = [
+            self.scribe.handle(self.again.get(x, x)) if isinstance(x, str) else x
+            for x in expr.inputs
+        ]
         made = self.scribe.record(expr.op, operands, expr.kwargs).name
         values, old = self.recorder.values, self.recorder.values[expr.output]
         law = {"layout": old.layout, "is_law": old.is_law, "like": old.like}
@@ -298,7 +302,9 @@ class _Backward:
                     gradient = self.scribe.record("set", (gradient,))
             else:
                 gradient = self.scribe.record(
-                    "full_like", (self.scribe.handle(x), 0), {"dtype": self.recorder.values[x].dtype}
+                    "full_like",
+                    (self.scribe.handle(x), 0),
+                    {"dtype": self.recorder.values[x].dtype},
                 )
             if self.recorder.is_placed(x):
                 self._place(gradient, Like(x))
@@ -306,7 +312,7 @@ class _Backward:
         self.recorder.rename(renamed)
         return tuple((found[x].id, found[x].fact) for x in self.wrt)
 
-    def _is_own(self, x: Handle, of: str, others: Iterator[Handle]) -> bool:
+    def _is_own(self, x: Handle, of: str, others: Iterable[Handle]) -> bool:
         """Whether a value is the gradient of nothing else, and nobody reads it or has placed it."""
         name = self.recorder.names[x.id]
         like = self.recorder.values[name].like
@@ -322,12 +328,14 @@ class _Expression:
         self.expr = expr
         self.attrs = expr.kwargs
         self.count = len(expr.inputs)
+        self.is_square = expr.inputs[1:] == expr.inputs[:1]
         self._backward = backward
         self._path = path
 
     @property
     def y(self) -> Handle:
-        return self[self.expr.output]
+        y: Handle = self[self.expr.output]
+        return y
 
     def __getitem__(self, key: int | str) -> Any:
         x = self.expr.inputs[key] if isinstance(key, int) else key
@@ -349,7 +357,7 @@ class _Expression:
 
 
 def _grows(before: int, after: int) -> bool:
-    """Whether an operand's dim is repeated in the result; of symbols, no guard where none need be."""
+    """Whether an operand's dim is repeated in the result; no guard is left where none need be."""
     if are_same(before, after):
         return False
     return (type(before) is int and before == 1) or before != after

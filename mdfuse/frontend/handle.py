@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mdfuse.errors import LayoutError
 from mdfuse.frontend.methods import Methods
 from mdfuse.ir.graph import Value
 from mdfuse.layouts.layout import Layout, Placement, Stream
@@ -101,10 +102,15 @@ class Handle(Methods):
             LayoutError: a second layout, a layout after the first use, a dim out of range; a value
                 with another number of dims, or one whose own place depends on this one.
         """
-        if isinstance(mesh, Handle):
-            self.definition.place_like(self, mesh, layout, order, stream)
-        else:
+        if not isinstance(mesh, Handle):
             self.definition.place(self, mesh, layout, order, stream)
+        elif (layout, order, stream) == (None, None, None):
+            self.definition.place_like(self, mesh)
+        else:
+            raise LayoutError(
+                f"%{self.name} lies as %{mesh.name}, and has a layout of its own at once",
+                hint=".on(x) alone, or .on(mesh, {axis: placement})",
+            )
         return self
 
     def __repr__(self) -> str:

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from mdfuse.communication import check_reduce_op
-from mdfuse.errors import CommunicationError, DefinitionError, LayoutError, Source
+from mdfuse.errors import DefinitionError, Source
 from mdfuse.extents.assumptions import Assumptions, assuming
 from mdfuse.extents.extent import Extent, pinned
-from mdfuse.frontend import gradients
+from mdfuse.frontend import gradients, laws
 from mdfuse.frontend.cache import Fact, Recorded, Symbolic
 from mdfuse.frontend.handle import Handle, ValueId
 from mdfuse.frontend.kinds import KINDS, no_value
@@ -21,12 +20,11 @@ from mdfuse.frontend.plain import brief, is_in_range, plain_number
 from mdfuse.frontend.sites import Derived, Site
 from mdfuse.frontend.stride_order import dims_of, no_permutation, stride_order_of
 from mdfuse.frontend.symbols import Symbols
-
 from mdfuse.ir.graph import DTYPE_NAMES, Expr, Fusion, Like, Names, Operand, Value, value_text
 from mdfuse.ir.infer import inferred, scalar_sample
 from mdfuse.ir.numbers import as_number, scalar_call
 from mdfuse.ir.ops import TABLE
-from mdfuse.layouts.layout import Layout, Partial, Placement, Stream
+from mdfuse.layouts.layout import Layout, Placement, Stream
 from mdfuse.mesh import DeviceMesh
 
 _SCALAR_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
@@ -115,7 +113,7 @@ class Recorder:
         name = self._fresh.fresh(self.values, self._symbols.unused(site.name or "in"))
         if any(type(n) is int and n == -1 for n in extents):
             extents = self._symbols.made(name, extents)
-        layout = None if place is None else self._layout(name, len(extents), dtype, site, *place)
+        layout = None if place is None else laws.layout(name, len(extents), dtype, site, *place)
         if layout is not None:
             self._stated[name] = site.source
         self._inputs.append(len(self.names))
@@ -141,7 +139,9 @@ class Recorder:
             self._inputs.append(len(self.names))
         return self._add_scalar(site, kind, value)
 
-    def op(self, site: Site | Derived, op: str, operands: Sequence[Any], attrs: Mapping[str, Any]) -> Fact:
+    def op(
+        self, site: Site | Derived, op: str, operands: Sequence[Any], attrs: Mapping[str, Any]
+    ) -> Fact:
         """Record an expression."""
         for key, setting in attrs.items():
             _check_setting(op, key, setting, site)
@@ -161,9 +161,7 @@ class Recorder:
         )
         return self._add(name, site.source, **found)
 
-    def grad(
-        self, site: Site, of: int, wrt: Sequence[int], seed: int | None
-    ) -> gradients.Made:
+    def grad(self, site: Site, of: int, wrt: Sequence[int], seed: int | None) -> gradients.Made:
         """Record the expressions of a gradient; see `mdfuse.grad`."""
         return gradients.append(self, site, of, wrt, seed)
 
@@ -184,7 +182,7 @@ class Recorder:
         name = self.names[of]
         value = self.values[name]
         said = mesh, placements, order, stream
-        layout = self._layout(name, len(value.shape), value.dtype, site, *said)
+        layout = laws.layout(name, len(value.shape), value.dtype, site, *said)
         self._check_unplaced(value, f"is laid out as {layout}", site)
         self.values[name] = replace(value, layout=layout, is_law=True)
         self._note_place(of, site)
@@ -194,45 +192,16 @@ class Recorder:
         name, referee = self.names[of], self.names[other]
         value, shown = self.values[name], self.values[referee]
         self._check_unplaced(value, f"lies as %{referee}", site)
-        if not shown.is_tensor or len(shown.shape) != len(value.shape):
-            raise LayoutError(
-                f"%{name}: {value.type_text()} lies as {value_text(shown)}"
-                + ("" if shown.is_tensor else ", which is a scalar"),
-                where=site.where,
-                because="a layout says of each dim which axes split it",
-                hint="a tensor with as many dims, or .on(mesh, {axis: placement})",
-            )
-        if of == other:
-            raise LayoutError(
-                f"%{name} lies as itself",
-                where=site.where,
-                because="its layout would wait for itself",
-                hint="say as which other value, or .on(mesh, {axis: placement})",
-            )
+        laws.check_referee(value, shown, site)
         self.values[name] = replace(value, like=Like(referee))
         self._used.setdefault(referee, site.source)
         self._note_place(of, site)
 
     def _check_unplaced(self, value: Value, law: str, site: Site) -> None:
         """Raise LayoutError for a scalar, a second law, or one that comes after the first use."""
-        name = value.name
-        if not value.is_tensor:
-            raise LayoutError(
-                f"%{name} is placed, but it is a scalar",
-                where=site.where,
-                because="every rank has every scalar",
-                hint="leave .on() out",
-            )
-        if value.layout is not None or value.like is not None:
-            raise self._contradiction(value, law, site)
-        if name in self._used:
-            used = self._used[name]
-            raise LayoutError(
-                f"%{name} is placed after its first use",
-                where=[*site.where, f"used at {used.quote()}" if used else ""],
-                because="a law is stated before the value is used",
-                hint="write .on(...) where the value is defined",
-            )
+        laws.check_unplaced(value, law, site, self._stated.get(value.name))
+        if value.name in self._used:
+            raise laws.too_late(value.name, site, self._used[value.name])
 
     def _note_place(self, of: int, site: Site) -> None:
         """Note where a value was placed; it is named after the variable that it then is."""
@@ -363,51 +332,6 @@ class Recorder:
             )
         return fact
 
-    def _layout(
-        self,
-        name: str,
-        ndim: int,
-        dtype: torch.dtype,
-        site: Site,
-        mesh: DeviceMesh | Layout | None,
-        placements: tuple[tuple[str, Placement], ...] | None,
-        order: tuple[tuple[int, tuple[str, ...]], ...],
-        stream: Stream | None,
-    ) -> Layout:
-        """Return the layout that the user stated, checked against the value."""
-        if mesh is None:
-            raise LayoutError(
-                f"%{name} has a layout but no mesh", where=site.where, hint="pass mesh= as well"
-            )
-        if isinstance(mesh, Layout) and (placements or order or stream):
-            raise LayoutError(
-                f"%{name}: a Layout and placements at once",
-                where=site.where,
-                hint=".on(layout), or .on(mesh, {axis: placement})",
-            )
-        if not isinstance(mesh, Layout):
-            mesh = Layout(mesh, dict(placements or ()), dict(order), stream)
-        try:
-            layout = mesh.normalized(ndim)
-            for placement in layout.placements:
-                if isinstance(placement, Partial):
-                    check_reduce_op(placement.op, dtype)
-        except (LayoutError, CommunicationError) as error:
-            raise LayoutError(
-                f"%{name}: {error.what}", where=site.where, because=error.because, hint=error.hint
-            ) from error
-        return layout
-
-    def _contradiction(self, value: Value, law: str, site: Site) -> LayoutError:
-        first = self._stated.get(value.name)
-        said = value.layout if value.like is None else f"as %{value.like.of}"
-        return LayoutError(
-            f"%{value.name} {law}, but its law says {said}",
-            where=[*site.where, f"stated at {first.quote()}" if first else ""],
-            because="a value has one layout; the second .on() contradicts the first",
-            hint=f"reshard with a set: fd.ops.set({value.name}).on(...)",
-        )
-
     def current(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return a shape with the names and examples that symbols have now."""
         return self._symbols.current(shape)
@@ -465,7 +389,7 @@ class Recorder:
             return x
         raise no_value(op, x, site.where)
 
-    def _add_scalar(self, site: Site, dtype: torch.dtype, constant: Any) -> Fact:
+    def _add_scalar(self, site: Site | Derived, dtype: torch.dtype, constant: Any) -> Fact:
         if constant is not None:
             self._constants[len(self.names)] = constant
         name = self._fresh.fresh(self.values, site.name or "s")

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from mdfuse.errors import LayoutError
 from mdfuse.ir.graph import Fusion, Value
-from mdfuse.layouts.layout import Layout, Partial, Replicate, Shard, replicated
+from mdfuse.layouts.layout import Layout, Partial, Replicate, replicated
 from mdfuse.mesh import DeviceMesh
 from mdfuse.passes.strategy import choose
 
@@ -73,7 +73,7 @@ def _forwards(fusion: Fusion) -> Fusion:
             continue
         strategy = choose(expr, values)
         if out.like is not None:
-            values[expr.output] = _placed(values, out, strategy and strategy.result)
+            values[expr.output] = _placed(values, out, strategy.result if strategy else None)
         elif strategy is not None:
             layout = _of_output(fusion, values, out.name, strategy.result)
             values[expr.output] = replace(out, layout=layout)
