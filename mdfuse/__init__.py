@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mdfuse.compiled.program import Program, compile
     from mdfuse.compiled.traced import fusion
     from mdfuse.evaluator import HostIrEvaluator
-    from mdfuse.frontend import ops
+    from mdfuse.frontend import ops, optim
     from mdfuse.frontend.cache import FusionCache
     from mdfuse.frontend.definition import FusionDefinition
     from mdfuse.frontend.grad import grad, recompute
@@ -68,6 +68,7 @@ _LAZY = {
 _LAZY_MODULES = {
     "hir": "mdfuse.hir",
     "ops": "mdfuse.frontend.ops",
+    "optim": "mdfuse.frontend.optim",
     "segmentation": "mdfuse.passes.segmentation",
 }
 
@@ -117,6 +118,7 @@ __all__ = [
     "init",
     "layout_of",
     "ops",
+    "optim",
     "recompute",
     "reference",
     "segmentation",

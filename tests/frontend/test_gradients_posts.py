@@ -95,12 +95,11 @@ def gathered(style: Style, parameters: dict[str, Any]) -> dict[str, Any]:
         return parameters
 
     def whole() -> dict[str, Any]:
-        return {
-            name: mf.ops.set(w).on(
-                style.mesh, {a: s for a, s in style.of(name).items() if a != "dp"}
-            )
-            for name, w in parameters.items()
-        }
+        found = {}
+        for name, w in parameters.items():
+            kept = {a: s for a, s in style.of(name).items() if a != "dp"}
+            found[name] = mf.ops.set(w).on(style.mesh, kept)
+        return found
 
     if style.is_recomputed:
         with mf.recompute():
@@ -228,8 +227,8 @@ def stages() -> mf.FusionDefinition:
     return fd
 
 
-#: Forwards a reduce-scatter, a send, an all-gather, an all-reduce; backwards the transposed ones, and
-#: what was sent is gathered once more for the gradient of the weight that reads it.
+#: Forwards a reduce-scatter, a send, an all-gather, an all-reduce; backwards the transposed ones,
+#: and what was sent is gathered once more for the gradient of the weight that reads it.
 STAGES = {"ReduceScatter": 2, "SendRecv": 2, "Allgather": 3, "Allreduce": 1}
 
 
