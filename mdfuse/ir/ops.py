@@ -248,6 +248,8 @@ _unary("leaky_relu", _F.leaky_relu, rounded(_on("leaky_relu")), _SLOPE)
 _unary("gelu", _F.gelu, rounded(_on("gelu")), _FORM)
 _unary("clamp", torch.clamp, exact(torch.clamp), attr("min", "number"), attr("max", "number"))
 _unary("cast", calls.cast, exact(calls.cast), attr("dtype", "dtype", True))
+# A cast of floats to wider ones, as lowering makes it: of a sum it is the sum of the casts.
+_unary("widen", calls.cast, exact(calls.cast), attr("dtype", "dtype", True), partial="scale")
 _row(
     "where",
     lambda condition, a, b: torch.where(condition, a, b),

@@ -60,7 +60,7 @@ NO_GRADIENT: dict[str, str] = {
     **dict.fromkeys(("floor", "ceil", "round", "trunc", "sign", "floor_divide"), "it is a step"),
     **dict.fromkeys(("uniform", "full", "full_like", "arange", "constant"), "it reads no tensor"),
     "detach": "it is there for that",
-    "window": "lowering makes it of a slice",
+    **dict.fromkeys(("window", "widen"), "lowering makes it"),
 }
 
 
