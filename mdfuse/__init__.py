@@ -33,6 +33,7 @@ __version__ = VERSION
 if TYPE_CHECKING:
     from mdfuse import hir
     from mdfuse.compiled.program import Program, compile
+    from mdfuse.compiled.step import Step
     from mdfuse.compiled.traced import fusion
     from mdfuse.evaluator import HostIrEvaluator
     from mdfuse.frontend import ops, optim
@@ -53,6 +54,7 @@ _LAZY = {
     "FusionDefinition": "mdfuse.frontend.definition",
     "HostIrEvaluator": "mdfuse.evaluator",
     "Program": "mdfuse.compiled.program",
+    "Step": "mdfuse.compiled.step",
     "TensorSpec": "mdfuse.frontend.spec",
     "compile": "mdfuse.compiled.program",
     "fusion": "mdfuse.compiled.traced",
@@ -109,6 +111,7 @@ __all__ = [
     "ProgramError",
     "Replicate",
     "Shard",
+    "Step",
     "Stream",
     "TensorSpec",
     "compile",
