@@ -156,6 +156,7 @@ _WINDOW = (
     attr("steps", "steps", True),
 )
 _view("set", itself, dims.pointwise, shapes.first)
+_view("detach", itself, dims.pointwise, shapes.first, host="set")
 _view(
     "stride_order",
     calls.in_order,
@@ -254,6 +255,8 @@ _unary("leaky_relu", _F.leaky_relu, rounded(_on("leaky_relu")), _SLOPE)
 _unary("gelu", _F.gelu, rounded(_on("gelu")), _FORM)
 _unary("clamp", torch.clamp, exact(torch.clamp), attr("min", "number"), attr("max", "number"))
 _unary("cast", calls.cast, exact(calls.cast), attr("dtype", "dtype", True))
+# A cast of floats to wider ones, as lowering makes it: of a sum it is the sum of the casts.
+_unary("widen", calls.cast, exact(calls.cast), attr("dtype", "dtype", True), partial="scale")
 _row(
     "where",
     lambda condition, a, b: torch.where(condition, a, b),
