@@ -236,35 +236,40 @@ class _Backward:
         return part
 
     def again_of(self, name: str) -> str:
-        """Return a value as the backward reads it: computed again where it is to be recomputed."""
-        inside, ids = self.recorder.recomputed, self.scribe.ids
-        if ids[name] not in inside:
-            return name
-        if name not in self.again:
-            needed, left = set(), [name]
-            producers = self._producers
-            while left:
-                x = left.pop()
-                if x not in needed and x not in self.again and ids[x] in inside:
-                    needed.add(x)
-                    left += producers[x].reads
-            line = self.scribe.line
-            for expr in self.exprs:
-                if not needed.isdisjoint(expr.outputs):
-                    self._record_again(expr)
-            self.scribe.line = line
+        """Return a value as the backward reads it: computed again if it is to be.
+
+        Of its block, what leads to it from what the block reads is recorded again.
+        """
+        block = self._block(name)
+        if block is None or name in self.again:
+            return self.again.get(name, name)
+        needed, left = set(), [name]
+        while left:
+            x = left.pop()
+            if x not in needed and x not in self.again and self._block(x) == block:
+                needed.add(x)
+                left += self._producers[x].reads
+        line = self.scribe.line
+        for expr in self.exprs:
+            if not needed.isdisjoint(expr.outputs):
+                self._record_again(expr, block)
+        self.scribe.line = line
         return self.again[name]
+
+    def _block(self, name: str) -> int | None:
+        """Return the `recompute` block that a value is defined in."""
+        return self.recorder.recomputed.get(self.scribe.ids[name])
 
     @cached_property
     def _producers(self) -> dict[str, Expr]:
         return {x: e for e in self.exprs for x in e.outputs}
 
-    def _record_again(self, expr: Expr) -> None:
-        """Record an expression anew, with the law of its result."""
+    def _record_again(self, expr: Expr, block: int) -> None:
+        """Record an expression of a block anew, with the law of its result."""
         self.scribe.line = Derived(_noted(expr.source, "recomputed"))
+        inside = {x: self.again[x] for x in expr.reads if self._block(x) == block}
         operands = [
-            self.scribe.handle(self.again.get(x, x)) if isinstance(x, str) else x
-            for x in expr.inputs
+            self.scribe.handle(inside.get(x, x)) if isinstance(x, str) else x for x in expr.inputs
         ]
         made = self.scribe.record(expr.op, operands, expr.kwargs)
         values = self.recorder.values

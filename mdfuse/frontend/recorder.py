@@ -48,9 +48,10 @@ class Recorder:
         self.names: list[str] = []
         self._constants: dict[int, float | int | bool] = {}
         self._exprs: list[Expr] = []
-        #: whether a block of `recompute` is open, and the ids of what was defined in one
+        #: blocks of `recompute` so far, whether one is open, id of a value -> its block
+        self._blocks = 0
         self.is_recomputing = False
-        self.recomputed: set[int] = set()
+        self.recomputed: dict[int, int] = {}
         #: id of a value -> the number of the expression that computes it
         self._made_by: dict[int, int] = {}
         self._inputs: list[int] = []
@@ -165,6 +166,7 @@ class Recorder:
     def recompute(self, site: Site, begins: bool) -> None:
         """Begin a block of values that gradients compute again, or end it."""
         self.is_recomputing = begins
+        self._blocks += begins
 
     def place(
         self,
@@ -421,7 +423,7 @@ class Recorder:
         value = Value(name=name, source=source, **fields)
         self.values[name] = value
         if self.is_recomputing and value.is_tensor:
-            self.recomputed.add(len(self.names))
+            self.recomputed[len(self.names)] = self._blocks
         self.names.append(name)
         required = stride_order_of(value.order) if value.is_order_required else None
         return Fact(value.shape, value.dtype, value.is_tensor, required=required)
