@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import zip_longest
 from sys import modules
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, autocast, is_autocast_enabled, is_grad_enabled
@@ -48,6 +50,9 @@ if TYPE_CHECKING:
     from mdfuse.runs.dtensor_border import Border
     from mdfuse.runtime.communicator import Communicator
 
+
+#: The plans of a program, for whatever shapes -> what was compiled for them; see `Fuser.counts`.
+_COMPILED: WeakKeyDictionary[Cache[Runnable], Counter[str]] = WeakKeyDictionary()
 
 _serials = itertools.count()
 _numbers = itertools.count()
@@ -300,7 +305,9 @@ class HostIrEvaluator:
     @cached_property
     def fuser(self) -> Fuser:
         """What compiles the host units of this program."""
-        return Fuser(must=options_from_environment(self.options).compile == "always")
+        options = options_from_environment(self.options)
+        counts = _COMPILED.setdefault(self.plans, Counter())
+        return Fuser(options.compile == "always", options.timeout_s, counts)
 
     def _may_compile(self, communicator: Communicator) -> bool:
         """Tell whether units are compiled: a call costs the host more, but not in a graph."""

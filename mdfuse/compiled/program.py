@@ -283,8 +283,8 @@ def _launches(host: HostProgram, last: HostIrEvaluator | None) -> Iterator[str]:
     if not units:
         return
     yield f"launches: {len(units)}, of {sum(len(i.body) for i in units)} local instructions"
-    for name, why in last.fuser.refused.items() if last is not None else ():
-        yield f"  {name}: runs eagerly, {why}"
+    for line in last.fuser.told() if last is not None else ():
+        yield f"  {line}"
 
 
 def _graphs(host: HostProgram, options: Options | None) -> Iterator[str]:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -65,8 +65,23 @@ class Step:
             line(slots)
 
 
-#: Takes a host unit, its steps, the names of slots that have buffers before it, and the context.
-Fuse = Callable[[Instruction, Sequence[Step], Mapping[int, str], "Context"], list[Step]]
+class Fuse(Protocol):
+    """What makes the steps of host units fewer."""
+
+    def __call__(
+        self, i: Instruction, steps: Sequence[Step], outside: Mapping[int, str], context: Context
+    ) -> list[Step]:
+        """Return the steps of a unit.
+
+        Args:
+            i: the unit.
+            steps: its calls one by one.
+            outside: slot -> name of what has a buffer before it.
+            context: what is known behind it.
+        """
+
+    def finish(self, steps: Sequence[Step], context: Context) -> list[Step]:
+        """Return the steps of a plan, whose units went through `__call__`, ready to run."""
 
 
 @dataclass(slots=True)

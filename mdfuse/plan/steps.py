@@ -50,6 +50,8 @@ class Builder:
         for n, i in enumerate(instructions):
             self.add(i, _following(instructions, n) if i.op == "post" else None)
         self.finish()
+        if self.context.fuse is not None:
+            self.steps = self.context.fuse.finish(self.steps, self.context)
 
     def add(self, i: Instruction, following: Instruction | None) -> None:
         why = self.context.host_values.why_eager(i) if i.op != "launch" else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,45 +11,45 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, FusionDefinition, Options
-from mdfuse.plan import fusing, inductor
+from mdfuse.plan import compilation, inductor
 from mdfuse.plan.build import Plan
 from mdfuse.plan.forms import Form, form_of
+from mdfuse.plan.inductor import Traced
 
 MESH = DeviceMesh.arange(t=1)
 ALWAYS = Options(compile="always")
 
 
 class Compiler:
-    """Stands for Inductor: traces a function as it does, and runs the graph as it is."""
+    """Stands for Inductor: runs the graph that it is given as it is."""
 
     def __init__(self) -> None:
         self.bodies: list[list[Form]] = []
         self.fails = False
 
-    def __call__(
-        self, function: Callable[..., Any], forms: Sequence[Form]
-    ) -> tuple[Callable[..., Any], list[Form]]:
+    def __call__(self, found: Traced) -> Callable[..., Any]:
         if self.fails:
             raise NotImplementedError("no such op\nand more")
-        graph, _, results = inductor.traced(function, forms)
-        self.bodies.append(list(forms))
+        forms = [form_of(x) for x in found.arguments]
+        self.bodies.append(forms)
 
         def call(*values: Tensor) -> list[Tensor]:
-            assert [form_of(x) for x in values] == list(forms)
-            found = graph(*values)
-            assert [form_of(x) for x in found] == results
-            return list(found)
+            assert [form_of(x) for x in values] == forms
+            results = found.graph(*values)
+            assert [form_of(x) for x in results] == found.results
+            return list(results)
 
-        return call, results
+        return call
 
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     found = Compiler()
     monkeypatch.setattr(inductor, "compiled", found)
-    fusing._COMPILED.empty()
+    monkeypatch.setattr(inductor, "folder", lambda: None)
+    compilation._MADE.empty()
     yield found
-    fusing._COMPILED.empty()
+    compilation._MADE.empty()
 
 
 def defined(
