@@ -37,11 +37,13 @@ def write(program: HostProgram) -> HostProgram:
         raise ProgramError("only one rank's program is written out", hint="project it first")
     if program.is_straight and not program.aliases:
         return program
-    return _Unrolled(program).write()
+    return Unrolled(program).write()
 
 
 @dataclass
-class _Unrolled:
+class Unrolled:
+    """A walk over a projection that writes down what runs, in order."""
+
     program: HostProgram
     code: list[Instruction] = field(default_factory=list)
     types: dict[str, BufferType] = field(default_factory=dict)
@@ -131,19 +133,30 @@ class _Unrolled:
         kept = self.bound - self.left
         dropped = [n for n in self.dependent(i) if n not in kept]
         outer = self.env.get(index)
-        for n in range(start, stop, step):
+        self.iterate(i, range(start, stop, step), dropped)
+        self.left.update(self.bound.intersection(dropped))
+        if outer is None:
+            self.env.pop(index, None)
+        else:
+            self.env[index] = outer
+
+    def iterate(self, loop: Instruction, numbers: range, dropped: list[str]) -> None:
+        """Write out the iterations of a loop for these numbers.
+
+        Args:
+            loop: the loop.
+            numbers: what its index is in each.
+            dropped: names that have no value before each.
+        """
+        (index,) = loop.outputs
+        for n in numbers:
             self.env[index] = n
             for name in dropped:
                 self.versions[name] += 1
                 self.names[name] = f"{name}@{self.versions[name]}"
                 self.bound.discard(name)
                 self.left.discard(name)
-            self.block(i.body)
-        self.left.update(self.bound.intersection(dropped))
-        if outer is None:
-            self.env.pop(index, None)
-        else:
-            self.env[index] = outer
+            self.block(loop.body)
 
     def count(self, iterations: int, i: Instruction) -> None:
         """Count a loop's iterations; raise ProgramError if they are more than a plan can hold."""
@@ -215,7 +228,7 @@ class _Unrolled:
 
     def at(self, name: str, kind: BufferType, i: Instruction) -> BufferType:
         """Return a type in this iteration; raise ProgramError where its chunk does not exist."""
-        kind = kind.at(self.known)
+        kind = self.here(kind)
         stream = kind.layout.stream if kind.layout is not None else None
         index = stream.index if stream is not None else None
         if stream is not None and isinstance(index, int) and not 0 <= index < stream.count:
@@ -232,8 +245,12 @@ class _Unrolled:
         """Return the name in this iteration; it has a type even where nothing has bound it."""
         new, kind = self.name(name), self.program.types.get(self.program.root(name))
         if new not in self.types and kind is not None:
-            self.types[new] = kind.at(self.known)
+            self.types[new] = self.here(kind)
         return new
+
+    def here(self, kind: BufferType) -> BufferType:
+        """Return a type as it is in this iteration."""
+        return kind.at(self.known)
 
     def operand(self, x: Operand) -> Operand:
         if isinstance(x, str):

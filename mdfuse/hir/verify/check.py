@@ -17,25 +17,31 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from mdfuse.errors import ProgramError
+from mdfuse.errors import MdfuseError, ProgramError
 from mdfuse.extents.expressions import UNKNOWN, terms
 from mdfuse.hir.instructions import BLOCKS, COMMUNICATIONS, INSTRUCTIONS, POSTS
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.projection import executed
 from mdfuse.hir.verify.flow import Flow
+from mdfuse.hir.verify.folded import folded
+from mdfuse.hir.verify.rotations import rotates
 from mdfuse.hir.verify.sizes import check_sizes
 from mdfuse.hir.verify.structure import check_defined, check_structure
 from mdfuse.hir.verify.teams import check_teams
 from mdfuse.hir.verify.types import check_types
+from mdfuse.interpreter.garbage import no_collection
 from mdfuse.layouts.layout import Layout
 from mdfuse.mesh import DeviceMesh
 
 
-def verify(program: HostProgram | Mapping[int, HostProgram]) -> None:
+@no_collection()  # most of what is made stays to the end, and would be looked through in vain
+def verify(program: HostProgram | Mapping[int, HostProgram], in_full: bool = False) -> None:
     """Raise an error where a host program is wrong.
 
     Args:
         program: for all ranks, or the projection of one; or rank -> its projection, for all ranks.
+        in_full: write out every iteration, and the transfers of every rank, also where a few stand
+            for all. The verdict is the same.
 
     Raises:
         ProgramError: a value is read before it is there, a buffer is freed too early or never, a
@@ -48,13 +54,13 @@ def verify(program: HostProgram | Mapping[int, HostProgram]) -> None:
     elif program.rank is not None:
         _verify_rank(program)
     else:
-        _verify_global(program)
+        _verify_global(program, in_full)
 
 
 # -- one program for all ranks -------------------------------------------------------------------
 
 
-def _verify_global(program: HostProgram) -> None:
+def _verify_global(program: HostProgram, in_full: bool) -> None:
     check_structure(program)
     check_types(program)
     layouts = [k.layout for k in program.types.values() if k.layout is not None]
@@ -68,15 +74,35 @@ def _verify_global(program: HostProgram) -> None:
     is_straight = program.is_straight and all(map(_is_known, layouts))
     for first, last in _classes(program.meshes):
         for rank in dict.fromkeys((first, last)):
-            mine = executed(program, rank) if is_straight else program.project(rank)
-            local = unrolled(mine) if is_straight else _unrolled(mine)
-            if rank == first or not is_straight or special:
-                _check_flow(local, program)
             if not is_straight:
-                check_types(local)
+                _verify_looped(program, program.project(rank), in_full)
+                continue
+            local = unrolled(executed(program, rank))
+            if rank == first or special:
+                _check_flow(local, program)
             _check_sizes(local)
-    if any(i.op in POSTS for i in _inside(special)):
+    if any(map(_is_transfer, _inside(special))) and (in_full or not rotates(program)):
         _check_transfers(program)
+
+
+def _verify_looped(program: HostProgram, mine: HostProgram, in_full: bool) -> None:
+    """Verify a projection with indices: with iterations folded, and written out if that fails."""
+    check_defined(mine)
+    if not in_full:
+        try:
+            local = folded(mine)
+            if local is not None:
+                _check_looped(local, program)
+                return
+        except (MdfuseError, KeyError):
+            pass  # it may be right all the same: what is written out has the last word
+    _check_looped(unrolled(mine), program)
+
+
+def _check_looped(local: HostProgram, program: HostProgram) -> None:
+    _check_flow(local, program)
+    check_types(local)
+    _check_sizes(local)
 
 
 #: Instructions that may have an index expression, or take part of a buffer.
