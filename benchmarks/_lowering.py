@@ -79,7 +79,7 @@ def rings(ranks: int, layers: int = 4) -> mf.FusionDefinition:
 
 
 def stages(count: int) -> mf.FusionDefinition:
-    """A pipeline: each stage is an MLP on two ranks of its own, and sends what the next one gets."""
+    """A pipeline: each stage is an MLP on two ranks of its own, and sends its result to the next."""
     with mf.FusionDefinition("stages") as fd:
         x = None
         for n in range(count):

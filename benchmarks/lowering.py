@@ -171,7 +171,9 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", default=",".join(map(str, _LAYERS)))
-    parser.add_argument("--largest", type=int, default=8192, help="ranks or stages of what is verified")
+    parser.add_argument(
+        "--largest", type=int, default=8192, help="ranks or stages of what is verified"
+    )
     parser.add_argument("--output", type=Path, help="by default in benchmarks/results")
     parser.add_argument("--quick", action="store_true", help="only to see that it runs")
     arguments = parser.parse_args()

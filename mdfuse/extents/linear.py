@@ -1,6 +1,6 @@
 """Index expressions as sums of terms times numbers, so that equal ones can be told apart.
 
-    (coord(tp) - %i) mod 4   ->   coord(tp) + 3*%i, modulo 4
+(coord(tp) - %i) mod 4   ->   coord(tp) + 3*%i, modulo 4
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mdfuse.extents.expressions import Calc, Index, Term
+from mdfuse.extents.expressions import Index, Term
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,4 +80,3 @@ def linear(index: Index | bool, modulus: int = 0) -> Linear | None:
         return None
     number, rest = (right, left) if left.factors else (left, right)
     return made({}, 0, modulus).plus(rest, number.constant)
-

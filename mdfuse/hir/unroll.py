@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from mdfuse.errors import ProgramError
 from mdfuse.extents.expressions import Index, Term, resolve
-from mdfuse.hir.instructions import POSTS
+from mdfuse.hir.instructions import POSTS, TRANSFERS, op_of
 from mdfuse.hir.program import BufferType, HostProgram, Instruction, index_names, resolved
 from mdfuse.ir.graph import Operand
 
@@ -203,8 +203,12 @@ class Unrolled:
                 because="a plan holds one prepared call for each",
                 hint="loop over fewer, larger pieces",
             )
-        self.bound.update(map(self.program.root, i.outputs))
-        self.left.difference_update(map(self.program.root, i.outputs))
+        if not (i.inputs or i.outputs or i.comm or i.indices):
+            self.code.append(i)  # the same in every iteration
+            return
+        roots = [self.program.root(n) for n in i.outputs]
+        self.bound.update(roots)
+        self.left.difference_update(roots)
         if i.op == "free":
             self.bound.difference_update(map(self.program.root, i.reads))
         i = self.renamed(i)
@@ -222,9 +226,14 @@ class Unrolled:
                 self.types[new] = self.at(new, kind, i)
         body = tuple(map(self.renamed, i.body))
         comm = i.comm.at(self.known) if i.comm is not None else None
-        attrs = resolved(i.attrs, self.known)
+        attrs = resolved(i.attrs, self.known) if i.attrs else i.attrs
         i = i.changed(inputs=inputs, outputs=outputs, attrs=attrs, comm=comm, body=body)
-        return self.local.relocalized(i) if self.env and i.op not in ("launch", "free") else i
+        return self.local.relocalized(i) if self.env and self.is_of_part(i) else i
+
+    def is_of_part(self, i: Instruction) -> bool:
+        """Return whether an instruction depends on the part that the rank has in this iteration."""
+        op = op_of(i)
+        return op.localize is not None if op is not None else i.op in TRANSFERS
 
     def at(self, name: str, kind: BufferType, i: Instruction) -> BufferType:
         """Return a type in this iteration; raise ProgramError where its chunk does not exist."""

@@ -1,4 +1,4 @@
-"""Host programs that rotate an axis, drawn, and what may be wrong with them, for all ranks alike."""
+"""Host programs that rotate an axis, drawn, and faults that all ranks have alike."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ on the rank, are also compared with each other.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from mdfuse.errors import MdfuseError, ProgramError
@@ -105,9 +105,7 @@ def _held(mine: HostProgram, program: HostProgram, ends: _Ends) -> HostProgram:
         return mine  # all ranks have all of them
     meshes = (None, *program.meshes_of(mine.rank))
     inputs, outputs = (tuple(n for m in meshes for n in by_mesh.get(m, ())) for by_mesh in ends)
-    kept = tuple(
-        replace(i, inputs=outputs) if i.op == "return" else i for i in mine.instructions
-    )
+    kept = tuple(replace(i, inputs=outputs) if i.op == "return" else i for i in mine.instructions)
     return replace(mine, inputs=inputs, outputs=outputs, instructions=kept)
 
 

@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from mdfuse.extents.expressions import Calc, Term, resolve, terms
-from mdfuse.extents.linear import Linear, linear, made
-from mdfuse.hir.instructions import op_of, row_of
+from mdfuse.extents.linear import Linear, linear
+from mdfuse.hir.instructions import TRANSFERS, op_of, row_of
 from mdfuse.hir.passes import late_waits
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.unroll import LIMIT, Unrolled
@@ -81,7 +81,7 @@ class _Folded(Unrolled):
             numbers.append(resolve(chunk.index, self.known))
         self.env[index] = first
         low, high = sorted(numbers)  # type: ignore[type-var]
-        if low == high and first != last or not isinstance(low, int) or not isinstance(high, int):
+        if (low == high and first != last) or not isinstance(low, int) or not isinstance(high, int):
             return found
         assert isinstance(chunk.chunks, int) and high - low == last - first
         layout, rank = kind.layout.with_stream(None), self.program.rank
@@ -90,6 +90,9 @@ class _Folded(Unrolled):
         lengths = start[0], stop[1] - start[0], rows - stop[1]
         stream = Stream(chunk.dim, lengths, chunk.rotate, 1)
         return replace(found, layout=layout.with_stream(stream))
+
+    def is_of_part(self, i: Instruction) -> bool:
+        return i.op not in TRANSFERS and super().is_of_part(i)
 
     # -- what one iteration may stand for --------------------------------------------------------
 
@@ -172,9 +175,10 @@ class _Folded(Unrolled):
         rows = shape[kind.layout.stream.dim]
         if type(rows) is not int:
             raise _Unfit
-        full = rows // -(-rows // count) if rows else 0  # as many chunks are as long as the first
+        full = rows // -(-rows // count) if rows else count  # how many are as long as the first
         is_up = which.factor(index) == 1
-        for place in (0, full, full + 1) if is_up else (count - 1, full - 1, full):
+        places = (0, full, full + 1) if is_up else (count - 1, full - 1, full)
+        for place in (n for n in places if 0 <= n < count):
             turn = place - constant if is_up else constant - place
             first = numbers.start + (turn - numbers.start) % count
             yield from range(first, numbers.stop, count)
@@ -209,9 +213,10 @@ def _extent(kind: BufferType) -> int:
 def _check(i: Instruction, index: Term) -> None:
     """Raise _Unfit where an instruction depends on an index in a way that is not looked at.
 
-    Which peers a rank sends to makes no difference to the rank itself.
+    Which peers a rank has makes no difference to the rank itself; that there are such ranks is
+    checked with the transfers of all ranks.
     """
-    attrs = () if i.op in ("send", "recv", "if") else i.attrs
+    attrs = () if i.op in (*TRANSFERS, "if") else i.attrs
     comms = (i.comm.source, i.comm.destination) if i.comm is not None else ()
     chunks = [c.index for c in map(chunk_of, comms) if c is not None]
     numbers = [x for x in i.inputs if not isinstance(x, str)] if op_of(i) is None else []

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from mdfuse.extents.expressions import Calc, Index, Term
 from mdfuse.extents.linear import Linear, linear, made
-from mdfuse.hir.instructions import BLOCKS, POSTS
+from mdfuse.hir.instructions import BLOCKS, POSTS, TRANSFERS
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.verify.layouts import chunk_of, plain
 from mdfuse.layouts.kinds import POINT_TO_POINT
@@ -64,7 +64,7 @@ def rotates(program: HostProgram) -> bool:
         False where a fault is possible; and where this cannot be told.
     """
     sites = list(_sites(program))
-    sends, recvs = ([s for s in sites if s.i.op == op] for op in ("send", "recv"))
+    sends, recvs = ([s for s in sites if s.i.op == op] for op in TRANSFERS)
     is_one_place = len({s.place for s in sites}) == 1
     if not is_one_place or len(sends) != len(recvs) or not _is_plain(program, sites):
         return False
@@ -87,7 +87,7 @@ def _of_block(
             group, is_open = group + 1, True
         elif i.op == "group_end":
             is_open = False
-        elif i.op in ("send", "recv"):
+        elif i.op in TRANSFERS:
             kind = program.types[program.root(i.reads[0])]
             assert kind.layout is not None
             yield _Site(i, path, group if is_open else None, waits, kind, kind.layout)
@@ -187,9 +187,7 @@ def _names(site: _Site, parts: list[list[_Part]]) -> bool:
     mesh, axis = site.place
     size, coordinate = mesh.axis_size(axis), Term("coord", axis)
     found = (p for dim in parts for p in dim)
-    return any(
-        count == size and p.factor(coordinate) in (1, size - 1) for count, p in found
-    )
+    return any(count == size and p.factor(coordinate) in (1, size - 1) for count, p in found)
 
 
 def _parts(site: _Site) -> list[list[_Part]] | None:
@@ -235,9 +233,7 @@ def _is_of_mesh(term: Term, mesh: DeviceMesh) -> bool:
     return term.kind == "index" or (term.kind == "coord" and term.name in mesh.axes)
 
 
-def _of_sender(
-    recv: _Site, parts: list[list[_Part]], to: Linear
-) -> list[list[_Part]] | None:
+def _of_sender(recv: _Site, parts: list[list[_Part]], to: Linear) -> list[list[_Part]] | None:
     """Return the parts of a receiver, as the sender counts; None where this cannot be told."""
     mesh, axis = recv.place
     size, coordinate = mesh.axis_size(axis), Term("coord", axis)
