@@ -79,7 +79,7 @@ def rings(ranks: int, layers: int = 4) -> mf.FusionDefinition:
 
 
 def stages(count: int) -> mf.FusionDefinition:
-    """A pipeline: each stage is an MLP on two ranks of its own, and sends its result to the next."""
+    """A pipeline: each stage is an MLP on two ranks of its own; the next one gets its result."""
     with mf.FusionDefinition("stages") as fd:
         x = None
         for n in range(count):
