@@ -164,6 +164,8 @@ def _named(flag: str) -> tuple[str, ...]:
 
 #: Instructions that begin a communication.
 POSTS = _named("is_post")
+#: Those that name a peer, and are no part of a communication of a whole team.
+TRANSFERS = ("send", "recv")
 #: Instructions that belong to communications.
 COMMUNICATIONS = _named("communicates")
 #: Instructions whose nested ones run, or not, as the host decides.

@@ -384,6 +384,16 @@ _row(
 )
 _ATTEND = attr("is_causal", "bool"), attr("scale", "number"), attr("enable_gqa", "bool")
 _row(
+    "rms_norm",
+    calls.root_mean_square_normalize,
+    dims.layer_norm,
+    shapes.layer_norm,
+    DENSE,
+    operands=(2, 2),
+    attrs=(attr("normalized_shape", "shape", True), attr("eps", "number", True)),
+    **_COMPOSITE,
+)
+_row(
     "scaled_dot_product_attention",
     calls.attend,
     dims.attention,
