@@ -187,7 +187,7 @@ KINDS: dict[str, Kind] = {
     "tensors": _TENSORS,
     **dict.fromkeys(
         ("dim0", "dim1", "start_dim", "end_dim", "start", "length", "index", "chunks", "more",
-         "k"),
+         "k", "ignore_index"),
         _INTEGER,
     ),
     **dict.fromkeys(
@@ -200,7 +200,7 @@ KINDS: dict[str, Kind] = {
     "dim": _DIM,
     **dict.fromkeys(
         ("nan", "p", "negative_slope", "threshold", "min_val", "max_val", "low", "high",
-         "dropout_p"),
+         "dropout_p", "label_smoothing"),
         _NUMBER,
     ),
     **dict.fromkeys(("posinf", "neginf", "eps", "scale", "correction"), _NUMBER_OR_NONE),
@@ -229,6 +229,7 @@ _SPECIAL: dict[tuple[str, str], Kind] = {
     ("linear", "weight"): _TENSOR,
     ("embedding", "weight"): _TENSOR,
     ("scaled_dot_product_attention", "value"): _TENSOR,
+    ("attention", "value"): _TENSOR,
     **{("arange", key): _NUMBER for key in ("start", "step")},
     ("arange", "end"): _NUMBER_OR_NONE,
     ("elu", "alpha"): _NUMBER,

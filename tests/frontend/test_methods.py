@@ -161,6 +161,14 @@ WRONG: dict[str, tuple[Typed, tuple[str, ...]]] = {
     "loss of old": (lambda ops, x: F.mse_loss(x, x, size_average=False), ("'size_average'",)),
     "table first": (lambda ops, x: torch.embedding(x, x[0].int()), ("torch.embedding",)),
     "loss": (lambda ops, x: F.mse_loss(x, x, reduction="median"), ("'median'", "'mean'")),
+    "targets of other rows": (
+        lambda ops, x: F.cross_entropy(x, x.argmax(0)), ("cross_entropy of %x", "i64[4]")),
+    "classes of integers": (
+        lambda ops, x: F.cross_entropy(x.long(), x.argmax(1)), ("i64[5,4]", "[rows, classes]")),
+    "smoothing": (
+        lambda ops, x: F.cross_entropy(x, x.argmax(1), label_smoothing=2), ("from 0 to 1",)),
+    "weights of classes": (
+        lambda ops, x: F.cross_entropy(x, x.argmax(1), x[0]), ("cross_entropy",)),
     "a value instead of a list": (lambda ops, x: torch.stack(x), ("cannot be iterated",)),
     "a tensor to be": (lambda ops, x: torch.tensor(x), ("len(", "a tensor that exists")),
     "a numpy array": (lambda ops, x: np.ones(4) * x, ("ndarray is no operand",)),

@@ -90,7 +90,7 @@ def page(text: str) -> str:
         text = before + _wrapped(f"{start}{plain_names(operands)}.") + "\n" + rest
     before, heading, rest = text.partition("There is no `")
     absent = "`, `".join(name for name in _WANTED if name not in ops.BY_NAME)
-    return before + heading + absent + rest[rest.index("`, convolution") :]
+    return before + heading + absent + rest[rest.index("` or convolution") :]
 
 
 if __name__ == "__main__":

@@ -203,6 +203,40 @@ CASES |= {
         "q", lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True)),
     "scaled_dot_product_attention-gqa": (
         "q k", lambda q, k: F.scaled_dot_product_attention(q, k, k, enable_gqa=True)),
+    "cross_entropy": (
+        "x i", lambda x, i: (
+            F.cross_entropy(x, i.remainder(4)[:, 0]),
+            F.cross_entropy(x, i.remainder(4)[:, 1], reduction="none"),
+            F.cross_entropy(x, i.remainder(4)[:, 2], reduction="sum", label_smoothing=0.25),
+        ),
+    ),
+    "cross_entropy-ignored": (
+        "x i", lambda x, i: (
+            F.cross_entropy(x, i.remainder(4)[:, 0], ignore_index=1),
+            F.cross_entropy(x, i[:, 0] * 0 - 100),
+            F.cross_entropy(x, i[:, 0] * 0 + 9, ignore_index=9),
+            F.cross_entropy(x, i.remainder(5)[:, 1] - 1, ignore_index=-1, reduction="none"),
+            F.cross_entropy(x, i.remainder(4)[:, 2], ignore_index=0, label_smoothing=1.0),
+        ),
+    ),
+    "cross_entropy-more dims": (
+        "a i", lambda a, i: (
+            F.cross_entropy(a, i[:2].remainder(5)),
+            F.cross_entropy(a, i[:2].remainder(5), reduction="none", label_smoothing=0.5),
+        ),
+    ),
+    "cross_entropy-vector": ("v i", lambda v, i: F.cross_entropy(v, i[0, 0].remainder(4))),
+    "cross_entropy-probabilities": (
+        "x y", lambda x, y: (
+            F.cross_entropy(x, y.softmax(1)), F.cross_entropy(x, y, reduction="none"),
+            F.cross_entropy(x, y.softmax(1), label_smoothing=0.5, reduction="sum"),
+        ),
+    ),
+    "cross_entropy-narrow": ("h i", lambda h, i: F.cross_entropy(h, i.remainder(4)[:, 0])),
+    "cross_entropy-infinite": (
+        "x m", lambda x, m: F.cross_entropy(
+            x.masked_fill(m, -float("inf")), x.argmax(1), reduction="none"),
+    ),
     "mse_loss": ("x y", lambda x, y: (F.mse_loss(x, y), F.mse_loss(x, y, reduction="none"))),
     "l1_loss": ("x y", lambda x, y: (F.l1_loss(x, y), F.l1_loss(x, y, reduction="sum"))),
     # -- views
@@ -263,6 +297,21 @@ OWN: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
     "broadcast_in_dim": (
         "v", lambda ops, v: ops.broadcast_in_dim(v, (5, 4), (1,)), lambda v: v.expand(5, 4)),
     "stride_order": ("x", lambda ops, x: ops.stride_order(x, (0, 1)), lambda x: x),
+    "attention": (
+        "q y", lambda ops, q, y: ops.attention(q, q, q, is_causal=True, scale=0.5),
+        lambda q, y: (
+            F.scaled_dot_product_attention(q, q, q, is_causal=True, scale=0.5),
+            (q @ q.mT * 0.5).masked_fill(torch.ones(5, 5).triu(1) > 0, float("-inf")).logsumexp(-1),
+        ),
+    ),
+    "attention-shared": (
+        "q k", lambda ops, q, k: ops.attention(q, k, k, enable_gqa=True).output,
+        lambda q, k: F.scaled_dot_product_attention(q, k, k, enable_gqa=True),
+    ),
+    "attention-mask": (
+        "q i", lambda ops, q, i: ops.attention(q, q, q, i[:, :1] > 0).output,
+        lambda q, i: F.scaled_dot_product_attention(q, q, q, (i[:, :1] > 0).expand(5, 5)),
+    ),
     "sum-none": ("x", lambda ops, x: ops.sum(x, dims=()), lambda x: x),
     "sum-dims": ("a", lambda ops, a: ops.sum(a, dims=[0, 2]), lambda a: a.sum((0, 2))),
     "squeeze-dims": ("one", lambda ops, x: ops.squeeze(x, dims=1), lambda x: x.squeeze(1)),

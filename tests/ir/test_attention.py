@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import pytest
 import torch
+from helpers.oracle import check_everywhere
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mdfuse import torch_private
+import mdfuse as mf
+from mdfuse import DeviceMesh, Partial, Shard, torch_private
+from mdfuse.frontend.ops.recording import record_several
 from mdfuse.ir import attention
 from mdfuse.ir.attention import attend, attend_grad
 
@@ -185,3 +189,96 @@ def test_dtypes_that_do_not_fit_are_refused() -> None:
         attend_grad(q, k, v, *made, ct.float())
     with pytest.raises(ValueError, match="is not"):
         attend_grad(q, k, v, *made, ct[:, 1:])
+
+
+# -- on ranks ------------------------------------------------------------------------------------
+
+GRID = DeviceMesh.arange(dp=2, tp=3)
+#: Placements with which nothing is asked of other ranks, and what else is said.
+PLACES: dict[str, tuple[dict[str, Shard], dict[str, Any]]] = {
+    "whole": ({}, {"is_causal": True}),
+    "batch": ({"dp": Shard(0)}, {"is_causal": True}),
+    "heads": ({"tp": Shard(1)}, {"is_causal": True}),
+    "both": ({"dp": Shard(0), "tp": Shard(1)}, {}),
+    "one dim": ({"dp": Shard(1), "tp": Shard(1)}, {}),
+}
+
+
+def gradients(how: dict[str, Any], layouts: Any, shapes: tuple[Shape, ...]) -> mf.FusionDefinition:
+    with mf.FusionDefinition("attention") as fd:
+        q, k, v, ct, *mask = [
+            fd.define_tensor(s, torch.float64, GRID, where)
+            for s, where in zip(shapes, layouts, strict=True)
+        ]
+        made = fd.ops.attention(q, k, v, *mask, **how)
+        found = record_several("attention_grad", q, k, v, *made, ct, *mask, **how)
+        for x in (*made, *found):
+            fd.add_output(x)
+    return fd
+
+
+def expected(tensors: list[Tensor], how: dict[str, Any]) -> list[Tensor]:
+    q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
+    out, sums = plain(q, k, v, *(tensors[4:] or [None]), **how)
+    return [x.detach() for x in (out, sums, *torch.autograd.grad(out, (q, k, v), tensors[3]))]
+
+
+@pytest.mark.parametrize(
+    ("place", "heads"), [(p, h) for p in PLACES for h in (6, 3) if (p, h) != ("one dim", 3)]
+)
+def test_batches_and_heads_stay_where_they_are(place: str, heads: int) -> None:
+    where, how = PLACES[place]
+    how = {**how, "enable_gqa": True}
+    shapes = ((4, 6, 5, 8), (4, heads, 7, 8), (4, heads, 7, 8), (4, 6, 5, 8))
+    program = mf.compile(gradients(how, [where] * 4, shapes))
+    tensors = drawn(*shapes)
+    check_everywhere(program, tensors, expected(tensors, how))
+    assert not program.communications
+
+
+def test_split_rows_of_the_query_add_up_the_rest() -> None:
+    """Two reductions, of what keys and values get."""
+    shapes = ((4, 6, 5, 8), (4, 6, 7, 8), (4, 6, 7, 8), (4, 6, 5, 8), (5, 7))
+    where = {"tp": Shard(2)}
+    layouts = [where, {}, {}, where, {"tp": Shard(0)}]
+    program = mf.compile(gradients({}, layouts, shapes))
+    tensors = drawn(*shapes)
+    check_everywhere(program, tensors, expected(tensors, {}))
+    assert [(c.kind, c.reduce_op) for c in program.communications] == [("Allreduce", "sum")] * 2
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_drawn_layouts(seed: int) -> None:
+    draw = random.Random(seed)
+    shared, is_causal, has_mask = (draw.random() < 0.5 for _ in range(3))
+    n, rows, keys, f = (draw.choice([0, 1, 2, 5]) for _ in range(4))
+    how = {"enable_gqa": shared, "is_causal": is_causal, "scale": draw.choice([0.5, 1.0])}
+    heads = draw.choice([1, 2, 4]) if shared else 4
+    of_key = (n, heads, keys)
+    shapes: tuple[Shape, ...] = ((n, 4, rows, 3), (*of_key, 3), (*of_key, f), (n, 4, rows, f))
+    if has_mask and not is_causal:
+        shapes = (*shapes, draw.choice([(rows, keys), (n, 1, 1, keys), (4, rows, keys), (1, keys)]))
+    options = [Shard(d) for d in range(4)] + [Partial("sum")]
+
+    def layout(ndim: int) -> dict[str, Any]:
+        chosen = {axis: draw.choice(options) for axis in GRID.axes if draw.random() < 0.7}
+        return {a: p for a, p in chosen.items() if not isinstance(p, Shard) or p.dim < ndim}
+
+    program = mf.compile(gradients(how, [layout(len(x)) for x in shapes], shapes))
+    tensors = drawn(*shapes)
+    check_everywhere(program, tensors, expected(tensors, how))
+
+
+def test_extents_that_a_run_chooses() -> None:
+    with mf.FusionDefinition("rows") as fd:
+        q, k, ct = (fd.define_tensor([-1, 2, n, 8], torch.float64, GRID, {"dp": Shard(0)})
+                    for n in (-1, -1, -1))  # fmt: skip
+        made = fd.ops.attention(q, k, k, is_causal=True)
+        for x in (*made, *record_several("attention_grad", q, k, k, *made, ct, is_causal=True)):
+            fd.add_output(x)
+    program = mf.compile(fd)
+    tensors = drawn((3, 2, 5, 8), (3, 2, 7, 8), (3, 2, 5, 8))
+    q, k, ct = tensors
+    want = expected([q, k, k, ct], {"is_causal": True})
+    for x, y in zip(mf.simulate(program, tensors).outputs, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
