@@ -190,14 +190,17 @@ class DeviceMesh:
             index = index * n + i
         return index
 
-    def team(self, rank: int, axis: str) -> tuple[int, ...]:
-        """The ranks that differ from `rank` only along `axis`, in mesh order."""
-        position, here = self.axis_index(axis), self.coordinate(rank)
+    def team(self, rank: int, axis: str, *more: str) -> tuple[int, ...]:
+        """The ranks that differ from `rank` only along these axes, the last axis fastest."""
+        positions, here = [*map(self.axis_index, (axis, *more))], self.coordinate(rank)
         if here is None:
             raise MeshError(f"rank {rank} is not in {self}", hint=f"its ranks: {self._describe()}")
-        step = math.prod(self.shape[position + 1 :])
-        first = self._ravel(here) - here[position] * step
-        return tuple(self._ranks[first : first + self.shape[position] * step : step])
+        places = [self._ravel(here)]
+        for position in positions:
+            step = math.prod(self.shape[position + 1 :])
+            first, n = here[position] * step, self.shape[position]
+            places = [at - first + i * step for at in places for i in range(n)]
+        return tuple([self._ranks[at] for at in places])
 
     def _describe(self) -> str:
         shown = ", ".join(map(str, self._ranks[:16]))

@@ -69,6 +69,7 @@ class Row:
 _ONE = (1, 1)
 _MEMORY = word("memory", "device", "host", "pinned", "symmetric")
 _AXIS = attr("axis", "axis")
+_AXES = attr("axes", "axes")
 _BACKEND = attr("backend", "axis")
 _STREAM = attr("stream", "index")
 
@@ -107,7 +108,7 @@ _ROWS = (
         attrs=(attr("dim", "dim", True), attr("to_dim", "dim", True), attr("axis", "axis", True)),
         makes="value",
     ),
-    Row(name="zeros", operands=_ONE, makes="value"),
+    Row(name="term", operands=_ONE, makes="value"),
     # -- communications
     Row(
         name="post",
@@ -116,7 +117,7 @@ _ROWS = (
         makes="handle",
         is_post=True,
         communicates=True,
-        sets=(_AXIS, attr("dim", "dim"), attr("to_dim", "dim"), _BACKEND),
+        sets=(_AXIS, _AXES, attr("dim", "dim"), attr("to_dim", "dim"), _BACKEND),
     ),
     Row(
         name="send",
