@@ -53,6 +53,7 @@ __all__ = [
     "is_zero_tensor",
     "likeness",
     "asynchronous_type",
+    "attention_kernels",
     "local_of",
     "nccl_options",
     "reduce_scatter_of",
@@ -181,6 +182,138 @@ def asynchronous_type() -> type[Any]:
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     return AsyncCollectiveTensor
+
+
+# -- attention -------------------------------------------------------------------------------------
+
+_ATEN: Any = torch.ops.aten
+
+#: Attention with the logarithms of its sums, and its gradient. Operands are [batch, heads, rows,
+#: features]; then come what is added to the scores or None, is_causal, and scale. The gradient
+#: takes query, key, value, what the forward gave, and the cotangent before these.
+Kernels = tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Tensor, ...]]]
+
+
+def attention_kernels(query: Tensor, has_bias: bool) -> Kernels | None:
+    """torch's kernels for such a query, which keep no scores; None where it has none."""
+    dtype, features = query.dtype, query.shape[-1]
+    if query.device.type == "cpu":
+        return _on_cpu, _grad_on_cpu
+    if query.device.type != "cuda":
+        return None
+    is_narrow = dtype in (torch.float16, torch.bfloat16)
+    if is_narrow and not has_bias and features % 8 == 0 and features <= 256:
+        return _flash, _flash_grad
+    if dtype != torch.float64 and features % (8 if is_narrow else 4) == 0:
+        return _efficient, _efficient_grad
+    return None
+
+
+def _on_cpu(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, ...]:
+    forward = _ATEN._scaled_dot_product_flash_attention_for_cpu
+    made: tuple[Tensor, ...] = forward(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale)
+    return made
+
+
+def _grad_on_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    ct: Tensor,
+    bias: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    backward = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward
+    made: tuple[Tensor, ...] = backward(
+        ct, q, k, v, out, sums, 0.0, is_causal, attn_mask=bias, scale=scale
+    )
+    return made
+
+
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, ...]:
+    forward = _ATEN._scaled_dot_product_flash_attention
+    made: tuple[Tensor, ...] = forward(q, k, v, 0.0, is_causal, scale=scale)
+    return made[:2]
+
+
+def _flash_grad(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    ct: Tensor,
+    bias: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    backward, none = _ATEN._scaled_dot_product_flash_attention_backward, _no_seed(q)
+    rows = q.shape[-2], k.shape[-2]
+    made: tuple[Tensor, ...] = backward(
+        ct, q, k, v, out, sums, None, None, *rows, 0.0, is_causal, none, none, scale=scale
+    )
+    return made
+
+
+def _no_seed(x: Tensor) -> Tensor:
+    """The state of the random numbers of a dropout that there is not."""
+    return torch.empty((), dtype=torch.int64, device=x.device)
+
+
+#: The memory-efficient kernels take the sums, and rows of what is added, in multiples of these.
+_SUMS, _BIAS = 32, 16
+
+
+def _efficient(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, ...]:
+    k, v = (_repeated(x, q) for x in (k, v))
+    forward = _ATEN._scaled_dot_product_efficient_attention
+    out, sums, *_ = forward(q, k, v, _padded(bias, q), True, 0.0, is_causal, scale=scale)
+    return out, sums[..., : q.shape[-2]]
+
+
+def _efficient_grad(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    ct: Tensor,
+    bias: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    backward, none = _ATEN._scaled_dot_product_efficient_attention_backward, _no_seed(q)
+    heads = (_repeated(x, q) for x in (k, v))
+    whole = torch.nn.functional.pad(sums, (0, -sums.shape[-1] % _SUMS), value=float("inf"))
+    wanted = [True, True, True, False]
+    dq, dk, dv, _ = backward(
+        ct, q, *heads, _padded(bias, q), out, whole, none, none, 0.0, wanted, is_causal,
+        scale=scale,
+    )  # fmt: skip
+    return dq, *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
+
+
+def _repeated(x: Tensor, query: Tensor) -> Tensor:
+    """Keys or values with a head for each of the query: these kernels share none."""
+    return x.repeat_interleave(query.shape[1] // x.shape[1], 1)
+
+
+def _padded(bias: Tensor | None, query: Tensor) -> Tensor | None:
+    """What is added, for all batches and heads, in rows that begin at multiples of `_BIAS`."""
+    if bias is None:
+        return None
+    n = bias.shape[-1]
+    rows = torch.nn.functional.pad(bias, (0, -n % _BIAS))[..., :n]
+    return rows.expand(*query.shape[:2], -1, -1)
 
 
 # -- memory ----------------------------------------------------------------------------------------

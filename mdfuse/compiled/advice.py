@@ -19,7 +19,7 @@ def advice(fusion: Fusion) -> Iterator[str]:
     moved = {e.output: _bytes(fusion, e) for e in sets}
     total = sum(moved.values())
     for expr in fusion.exprs:
-        size = moved.get(expr.output, 0)
+        size = moved.get(expr.outputs[0], 0)
         if size > _SHARE * total:
             yield from _lines(fusion, expr, size, total)
 
@@ -87,10 +87,10 @@ def _of_split(
     where = f" ({reader.source})" if reader.source else ""
     labels = dim_map(reader, fusion.values)
     of = labels.operands[reader.inputs.index(copy)]
-    if of[dim] is not None and (of[dim] in labels.result or of[dim] in labels.reduces):
+    if labels.may_split(of[dim]):
         reason = f"{reader.op}{where} reads it whole along {axis}, as its other operands are"
         return reason, f"split these alike, or place its result so: {_on(axis, dim)}"
-    free = [d for d, label in enumerate(of) if label is not None and label in labels.result]
+    free = [d for d, x in enumerate(of) if labels.may_split(x) and x not in labels.reduces]
     reason = f"{reader.op}{where} needs dim {dim} whole"
     if free:
         return reason, f"split dim {free[0]} where it is made: {_on(axis, free[0])}"

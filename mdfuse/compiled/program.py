@@ -319,10 +319,12 @@ def _why(i: Instruction) -> str:
 
 
 def _reason(c: Communication) -> str:
+    if c.kind == "ReduceExchange":
+        return "no one collective does this; each rank receives the terms of what it is to have"
     if c.kind == "Exchange":
         return "no one collective does this; each rank receives just what it lacks"
-    if c.axis is not None and c.source.mesh == c.destination.mesh:
-        return f"the placement changes along {c.axis}"
+    if c.is_along_axes:
+        return f"the placement changes along {' and '.join(c.axes)}"
     return "the meshes differ"
 
 

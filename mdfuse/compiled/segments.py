@@ -219,7 +219,7 @@ def _segment(
     orders: Orders,
     options: Options | None,
 ) -> Segment:
-    names = (*section.inputs, *(e.output for e in section.exprs))
+    names = (*section.inputs, *(n for e in section.exprs for n in e.outputs))
     values = dict(section.fusion.values)
     for name in section.inputs:  # what comes in is whole, and has elements of its own
         values[name] = replace(values[name], stream=None, expanded=frozenset())

@@ -78,7 +78,7 @@ class Node:
         key: of the last operation.
         call: the last operation.
         site: where the user's code made that call the last time.
-        fact: of the value that it made, if it made one.
+        fact: of the value that it made, if it made one; a tuple where it made several.
         id: of the value that was made last.
         symbols: of the definition so far.
         children: by key of the next operation.

@@ -186,7 +186,8 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys(("min", "max"), _VALUE_OR_NONE),
     "tensors": _TENSORS,
     **dict.fromkeys(
-        ("dim0", "dim1", "start_dim", "end_dim", "start", "length", "index", "chunks", "more"),
+        ("dim0", "dim1", "start_dim", "end_dim", "start", "length", "index", "chunks", "more",
+         "k", "ignore_index"),
         _INTEGER,
     ),
     **dict.fromkeys(
@@ -199,11 +200,12 @@ KINDS: dict[str, Kind] = {
     "dim": _DIM,
     **dict.fromkeys(
         ("nan", "p", "negative_slope", "threshold", "min_val", "max_val", "low", "high",
-         "dropout_p"),
+         "dropout_p", "label_smoothing"),
         _NUMBER,
     ),
     **dict.fromkeys(("posinf", "neginf", "eps", "scale", "correction"), _NUMBER_OR_NONE),
-    **dict.fromkeys(("keepdim", "is_causal", "enable_gqa", "training"), _FLAG),
+    **dict.fromkeys(("keepdim", "is_causal", "enable_gqa", "training", "largest", "sorted",
+                     "descending", "stable"), _FLAG),
     "unbiased": _kind("True, False or None", _or(_none, _flag), bool, _N),
     "dtype": _DTYPE_OR_NONE,
     **dict.fromkeys(("approximate", "reduction"), _TEXT),
@@ -227,6 +229,7 @@ _SPECIAL: dict[tuple[str, str], Kind] = {
     ("linear", "weight"): _TENSOR,
     ("embedding", "weight"): _TENSOR,
     ("scaled_dot_product_attention", "value"): _TENSOR,
+    ("attention", "value"): _TENSOR,
     **{("arange", key): _NUMBER for key in ("start", "step")},
     ("arange", "end"): _NUMBER_OR_NONE,
     ("elu", "alpha"): _NUMBER,
@@ -247,7 +250,8 @@ _SPECIAL: dict[tuple[str, str], Kind] = {
     **{
         (name, "dim"): _INTEGER
         for name in ("unsqueeze", "unflatten", "select", "narrow", "split", "chunk", "unbind",
-                     "cat", "stack", "softmax", "log_softmax", "softmin", "glu")
+                     "cat", "stack", "softmax", "log_softmax", "softmin", "glu",
+                     "topk", "sort", "argsort")
     },
     ("repeat_interleave", "dim"): _INTEGER_OR_NONE,
     ("repeat_interleave", "repeats"): _INTEGER,

@@ -52,7 +52,29 @@ class Site:
     @property
     def name(self) -> str | None:
         """`h` for the call in `h = f(...)`; None for other calls."""
-        return self.said or _name_after(self.code, self.offset)
+        return self.said or _names_after(self.code, self.offset)[0]
+
+    def names(self, n: int) -> tuple[str | None, ...]:
+        """`(v, i)` for the call in `v, i = f(...)`, which gives n results; else n times None."""
+        found = _names_after(self.code, self.offset)
+        return found if len(found) == n else (None,) * n
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """The origin of what mdfuse itself records: a line of the user's, and a name if it has one."""
+
+    source: Source | None
+    name: str | None = None
+
+    def names(self, n: int) -> tuple[str | None, ...]:
+        """None for each of n results."""
+        return (None,) * n
+
+    @property
+    def where(self) -> list[str]:
+        """The line, for error messages."""
+        return [self.source.quote()] if self.source else []
 
 
 def find_site() -> Site:
@@ -91,8 +113,15 @@ def _source(file: str, code: CodeType, offset: int) -> Source | None:
 
 
 @lru_cache(maxsize=4096)
-def _name_after(code: CodeType, offset: int) -> str | None:
-    following = next((i for i in dis.get_instructions(code) if i.offset > offset), None)
-    if following is None or following.opname not in _STORES:
-        return None
-    return str(following.argval) if is_name(following.argval) else None
+def _names_after(code: CodeType, offset: int) -> tuple[str | None, ...]:
+    """Return the variables that the result of a call is assigned to; None for what is none."""
+    following = [i for i in dis.get_instructions(code) if i.offset > offset]
+    n = 1
+    if following and following[0].opname == "UNPACK_SEQUENCE":
+        n, following = following[0].arg or 1, following[1:]
+    names: list[str | None] = [None] * n
+    for at, i in enumerate(following[:n]):
+        if i.opname not in _STORES:  # where one is no variable, the others stand elsewhere
+            return (None,) * n
+        names[at] = str(i.argval) if is_name(i.argval) else None
+    return tuple(names)

@@ -78,11 +78,12 @@ class Symbols:
         None where there is no such example.
         """
         trial = fresh_name(values, "trial")
-        made = Value(name=trial, shape=(), dtype=torch.float32)
+        made = tuple(f"{trial}.{n}" for n in range(len(refused.outputs)))
+        some = {name: Value(name=name, shape=(), dtype=torch.float32) for name in made}
         fusion = Fusion(
             name=trial,
-            values={**values, trial: made},
-            exprs=(*exprs, replace(refused, output=trial)),
+            values={**values, **some},
+            exprs=(*exprs, replace(refused, outputs=made)),
             inputs=(),
             outputs=(),
         )
@@ -90,7 +91,7 @@ class Symbols:
             if all(a.hold(examples) for a in self._assumed):
                 found = with_new_examples(fusion, examples)
                 self.examples = examples
-                kept = {n: v for n, v in found.values.items() if n != trial}
+                kept = {n: v for n, v in found.values.items() if n not in some}
                 return kept, list(found.exprs[:-1])
         return None
 

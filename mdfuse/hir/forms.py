@@ -200,10 +200,13 @@ def _of_parts(i: Instruction, row: Row) -> Problem | None:
     if (i.body and not is_open) or (i.orelse and row.name != "if"):
         what = f"{row.name} with instructions inside it"
         return Problem(what, "loops, branches and units hold instructions", "put them behind it")
-    makes = len(i.outputs)
-    if row.makes != "values" and makes != (row.makes is not None):
+    makes, results = len(i.outputs), row.results if row.makes is not None else 0
+    if row.makes != "values" and makes != results:
         what = f"{row.name} defines {makes} names"
-        return Problem(what, f"it defines {int(row.makes is not None)}", "name what it makes")
+        return Problem(what, f"it defines {results}", "name what it makes")
+    if len({*i.outputs}) < makes:
+        what = f"{row.name} defines %{i.outputs[0]} twice"
+        return Problem(what, "each result has a name of its own", "name them differently")
     bad = [n for n in (*i.outputs, *i.reads) if not is_value_name(n.partition("@")[0])]
     return Problem(f"a value is named {bad[0]!r}", RULE, "name it otherwise") if bad else None
 
@@ -340,9 +343,10 @@ def _of_order(i: Instruction, row: Row, types: Mapping[str, BufferType]) -> Prob
     """Return why a memory order is no permutation of the result's dims; None where it is one."""
     if i.order is None:
         return None
-    if row.makes != "value":
+    if row.makes != "value" or row.results > 1:
         what = f"{row.name} with a memory order"
-        return Problem(what, "buffers have one", "leave `contiguous` or `order=` out")
+        because = "buffers have one" if row.makes != "value" else "its results come as they do"
+        return Problem(what, because, "leave `contiguous` or `order=` out")
     kind = types.get(i.outputs[0])
     n = None if kind is None or kind.layout is None else 1 if kind.flat else len(kind.shape)
     if is_permutation(i.order, n):

@@ -27,6 +27,7 @@ class Row:
             and nothing, as the op table takes them.
         attrs: its attributes; there are no others.
         makes: what the name that it defines stands for; None: it defines none.
+        results: how many names it defines, where it makes values.
         is_view: the result may share the memory of the operand.
         may_copy: the view has to be a copy where the elements do not lie so, or always where it
             pads; it then reads, and belongs on a stream as any work.
@@ -52,6 +53,7 @@ class Row:
     communicates: bool = False
     is_block: bool = False
     sets: tuple[Attr, ...] = ()
+    results: int = 1
 
     @property
     def is_pure_view(self) -> bool:
@@ -67,6 +69,7 @@ class Row:
 _ONE = (1, 1)
 _MEMORY = word("memory", "device", "host", "pinned", "symmetric")
 _AXIS = attr("axis", "axis")
+_AXES = attr("axes", "axes")
 _BACKEND = attr("backend", "axis")
 _STREAM = attr("stream", "index")
 
@@ -105,7 +108,7 @@ _ROWS = (
         attrs=(attr("dim", "dim", True), attr("to_dim", "dim", True), attr("axis", "axis", True)),
         makes="value",
     ),
-    Row(name="zeros", operands=_ONE, makes="value"),
+    Row(name="term", operands=_ONE, makes="value"),
     # -- communications
     Row(
         name="post",
@@ -114,7 +117,7 @@ _ROWS = (
         makes="handle",
         is_post=True,
         communicates=True,
-        sets=(_AXIS, attr("dim", "dim"), attr("to_dim", "dim"), _BACKEND),
+        sets=(_AXIS, _AXES, attr("dim", "dim"), attr("to_dim", "dim"), _BACKEND),
     ),
     Row(
         name="send",
@@ -162,6 +165,8 @@ def _named(flag: str) -> tuple[str, ...]:
 
 #: Instructions that begin a communication.
 POSTS = _named("is_post")
+#: Those that name a peer, and are no part of a communication of a whole team.
+TRANSFERS = ("send", "recv")
 #: Instructions that belong to communications.
 COMMUNICATIONS = _named("communicates")
 #: Instructions whose nested ones run, or not, as the host decides.
@@ -209,6 +214,7 @@ def _row_of_op(name: str) -> Row:
         makes="value",
         is_view=op.is_view,
         may_copy=op.may_copy,
+        results=op.results,
     )
 
 

@@ -49,6 +49,12 @@ class Attr:
         """Whether the attribute is a list of extents."""
         return self.holds is _is_shape
 
+    def for_few(self, value: Any) -> Any:
+        """Return the value that the attribute has where each dim has two elements."""
+        if self.is_shape:
+            return (2,) * len(value)
+        return min(value, 2) if self.holds is _is_extent else value
+
 
 def _is_int(x: Any, n: int | None = None) -> bool:
     return type(x) is int and -LARGEST - 1 <= x <= LARGEST
@@ -92,6 +98,10 @@ def _is_drawn(x: Any, n: int | None) -> bool:
 
 def _is_axis(x: Any, n: int | None) -> bool:
     return is_name(x)
+
+
+def _are_axes(x: Any, n: int | None) -> bool:
+    return isinstance(x, tuple) and all(map(is_name, x)) and len({*x}) == len(x)
 
 
 def _is_dim(x: Any, n: int | None) -> bool:
@@ -155,6 +165,7 @@ _KINDS: dict[str, tuple[str, Check]] = {
     "dtype": ("a dtype", _is_dtype),
     "drawn": ("f64, f32, f16 or bf16", _is_drawn),
     "axis": ("a name", _is_axis),
+    "axes": ("a list of different names", _are_axes),
     "dim": ("a dim", _is_dim),
     "dims": ("a list of different dims", _are_dims),
     "permutation": ("a permutation, which names each dim once", is_permutation),

@@ -61,6 +61,20 @@ def lookup(indices: Tensor, table: Tensor, *, part: tuple[int, int, int] | None 
     return torch.where(here.unsqueeze(-1), rows, 0)
 
 
+def top(x: Tensor, *, k: int, dim: int, smallest: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the k largest elements along a dim, the largest first, and their places."""
+    values, indices = torch.topk(x, k, dim, largest=not smallest)
+    return values, indices
+
+
+def sort(
+    x: Tensor, *, dim: int, descending: bool = False, stable: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return the elements in order along a dim, and the places where they stood."""
+    values, indices = torch.sort(x, stable=stable, dim=dim, descending=descending)
+    return values, indices
+
+
 def joined_window(
     x: Tensor,
     *,
@@ -95,6 +109,20 @@ def normalize(
 ) -> Tensor:
     """Normalise over the last dims; weight and bias may be None."""
     return _F.layer_norm(x, list(normalized_shape), weight, bias, eps)
+
+
+def root_mean_square_normalize(
+    x: Tensor, weight: Any, *, normalized_shape: Sequence[int], eps: float
+) -> Tensor:
+    """Divide by the root of the mean square over the last dims; the weight may be None."""
+    if weight is None or weight.dtype == x.dtype:
+        return _F.rms_norm(x, list(normalized_shape), weight, eps)
+    # Torch computes the same of a weight of another dtype, but warns.
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    dims = tuple(range(-len(normalized_shape), 0))
+    power = (wide * wide).mean(dims, keepdim=True)
+    result: Tensor = (wide * torch.rsqrt(power + eps) * weight).to(x.dtype)
+    return result
 
 
 def attend(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -31,26 +31,39 @@ class DimMap:
 
     Attributes:
         operands: labels per operand; () for operands that are not tensors.
-        result: labels of the result.
-        reduces: label that the result lacks -> the reduce op that joins the results of a split.
+        results: labels of each result.
+        reduces: label that a result lacks -> the reduce op that joins the results of a split. Any
+            other label that may be split is one of all results.
         fits: (label, sizes of the axes that split it, outermost first) -> whether the parts of
             operands and result have the same boundaries.
     """
 
     operands: tuple[Labels, ...]
-    result: Labels
+    results: tuple[Labels, ...]
     reduces: Mapping[int, str] = field(default_factory=dict)
     fits: Callable[[int, tuple[int, ...]], bool] = always
 
+    @property
+    def result(self) -> Labels:
+        """Labels of the only result."""
+        (labels,) = self.results
+        return labels
 
-#: (operands' shapes, result's shape, attributes) -> labels.
+    def may_split(self, label: int | None) -> bool:
+        """Whether dims with this label may be split: each result has it, or is reduced over it."""
+        return label is not None and (
+            label in self.reduces or all(label in labels for labels in self.results)
+        )
+
+
+#: (operands' shapes, shape of the first result, attributes) -> labels.
 Rule = Callable[[Shapes, Shape, Mapping[str, Any]], DimMap]
 
 
 def pointwise(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
     """Align dims from the right, as broadcasting does; a dim that is repeated must be whole."""
     operands = tuple(_align(shape, result) for shape in shapes)
-    return DimMap(operands=operands, result=tuple(range(len(result))))
+    return DimMap(operands=operands, results=(tuple(range(len(result))),))
 
 
 def _align(shape: Shape | None, result: Shape) -> Labels:
@@ -65,14 +78,20 @@ def rowwise(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
     """Label an op like softmax: `dim` must be whole, all others may be split."""
     whole = attrs["dim"] % max(len(result), 1)
     labels = tuple(None if d == whole else d for d in range(len(result)))
-    return DimMap(operands=(labels,), result=labels)
+    return DimMap(operands=(labels,), results=(labels,))
+
+
+def ranked(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
+    """Label elements in order along `dim`, which must be whole, and their places there."""
+    labels = rowwise(shapes, result, attrs)
+    return replace(labels, results=labels.results * 2)
 
 
 def permute(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
     """Label a permutation: each label moves with its dim."""
     ndim = len(result)
     dims = tuple(d % ndim for d in attrs["dims"])
-    return DimMap(operands=(tuple(range(ndim)),), result=dims)
+    return DimMap(operands=(tuple(range(ndim)),), results=(dims,))
 
 
 def reduction(op: str) -> Rule:
@@ -89,7 +108,7 @@ def reduction(op: str) -> Rule:
                 kept.append(None)
         return DimMap(
             operands=(tuple(range(len(shape))),),
-            result=tuple(kept),
+            results=(tuple(kept),),
             reduces=dict.fromkeys(dims, op),
         )
 
@@ -111,7 +130,7 @@ def unsqueeze(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap
     new = {d % len(result) for d in attrs["dims"]}
     kept = [d for d in range(len(result)) if d not in new]
     labels = tuple(None if d in new else d for d in range(len(result)))
-    return DimMap(operands=(tuple(kept),), result=labels)
+    return DimMap(operands=(tuple(kept),), results=(labels,))
 
 
 def squeeze(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
@@ -119,7 +138,7 @@ def squeeze(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
     shape = shapes[0] or ()
     gone = {d % len(shape) for d in attrs["dims"] if shape[d] == 1}
     labels = tuple(None if d in gone else d for d in range(len(shape)))
-    return DimMap(operands=(labels,), result=tuple(x for x in labels if x is not None))
+    return DimMap(operands=(labels,), results=(tuple(x for x in labels if x is not None),))
 
 
 def window(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
@@ -130,7 +149,7 @@ def window(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
         d if (start, step) == (0, 1) and end >= n else None
         for d, (start, end, step, n) in enumerate(taken)
     )
-    return DimMap(operands=(labels,), result=labels)
+    return DimMap(operands=(labels,), results=(labels,))
 
 
 def window_of_parts(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
@@ -139,7 +158,7 @@ def window_of_parts(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> 
     cut = [d for d, label in enumerate(taken.result) if label is None]
     return DimMap(
         operands=(tuple(range(len(result))),),
-        result=taken.result,
+        results=(taken.result,),
         reduces=dict.fromkeys(cut, attrs["reduce"]),
     )
 
@@ -148,7 +167,7 @@ def concatenation(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> Di
     """Label a concatenation: the dim along which tensors are joined must be whole."""
     whole = attrs["dim"] % len(result)
     labels = tuple(None if d == whole else d for d in range(len(result)))
-    return DimMap(operands=(labels,) * len(shapes), result=labels)
+    return DimMap(operands=(labels,) * len(shapes), results=(labels,))
 
 
 def matmul(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
@@ -161,7 +180,7 @@ def matmul(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
     right = _align(b[:-2], result[:batch]) if columns else ()
     return DimMap(
         operands=((*left, m, k) if rows else (k,), (*right, k, n) if columns else (k,)),
-        result=tuple(range(len(result))),
+        results=(tuple(range(len(result))),),
         reduces={k: "sum"},
     )
 
@@ -175,7 +194,7 @@ def linear(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
     has_n = len(w) == 2
     return DimMap(
         operands=((*rows, k), (n, k) if has_n else (k,), (n,) if bias else ())[: len(shapes)],
-        result=(*rows, n) if has_n else rows,
+        results=((*rows, n) if has_n else rows,),
         reduces={k: "sum"} if bias is None else {},
     )
 
@@ -184,15 +203,15 @@ def embedding(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap
     """Label `indices[…], table[v,d]`; with v split, ranks look up their rows: Partial(sum)."""
     d, v = len(result) - 1, len(result)
     indices = tuple(range(len(result) - 1))
-    return DimMap(operands=(indices, (v, d)), result=(*indices, d), reduces={v: "sum"})
+    return DimMap(operands=(indices, (v, d)), results=((*indices, d),), reduces={v: "sum"})
 
 
 def layer_norm(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
-    """Label a layer norm: the normalised dims must be whole, all others may be split."""
+    """Label a layer or RMS norm: the normalised dims must be whole, all others may be split."""
     free = len(result) - len(attrs["normalized_shape"])
     labels = tuple(d if d < free else None for d in range(len(result)))
     whole = tuple((None,) * len(shape) if shape is not None else () for shape in shapes[1:])
-    return DimMap(operands=(labels, *whole), result=labels)
+    return DimMap(operands=(labels, *whole), results=(labels,))
 
 
 def attention(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
@@ -218,8 +237,30 @@ def attention(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap
             (*lead[2], None, batch + 1),
             tuple(None if x == batch + 1 or (x == batch and rows is None) else x for x in masked),
         )[: len(shapes)],
-        result=(*range(batch), rows, batch + 1),
+        results=((*range(batch), rows, batch + 1),),
         fits=fits if is_grouped else always,
+    )
+
+
+def attended(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
+    """Label attention with a number per row: as `attention`, but for f, which must be whole."""
+    of = attention(shapes, result, attrs)
+    feature = of.result[-1]
+    operands = tuple(tuple(None if x == feature else x for x in labels) for labels in of.operands)
+    rows = of.result[:-1]
+    return replace(of, operands=operands, results=((*rows, None), rows))
+
+
+def attention_grad(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
+    """Label the gradient of attention: with rows of the query split, keys and values add up."""
+    of = attended((*shapes[:3], *shapes[6:]), (*result[:-1], 0), attrs)
+    (q, k, v, *mask), (out, sums) = of.operands, of.results
+    rows = sums[-1]
+    return replace(
+        of,
+        operands=(q, k, v, out, sums, out, *mask)[: len(shapes)],
+        results=(q, k, v),
+        reduces={rows: "sum"} if rows is not None else {},
     )
 
 
@@ -232,7 +273,7 @@ def with_heads(shape: Shape, query: Shape) -> Shape:
 
 def creation(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
     """Label the result of an op without tensor operands: every dim may be split."""
-    return DimMap(operands=((),) * len(shapes), result=tuple(range(len(result))))
+    return DimMap(operands=((),) * len(shapes), results=(tuple(range(len(result))),))
 
 
 def likeness(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
@@ -265,7 +306,7 @@ def reshape(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
             return True
         return _boundaries(n, n_inner, sizes) == _boundaries(m, m_inner, sizes)
 
-    return DimMap(operands=(tuple(before),), result=tuple(after), fits=fits)
+    return DimMap(operands=(tuple(before),), results=(tuple(after),), fits=fits)
 
 
 def reshape_groups(shape: Shape, result: Shape) -> list[tuple[list[int], list[int]]]:

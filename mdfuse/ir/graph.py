@@ -44,6 +44,21 @@ def dtype_name(dtype: torch.dtype) -> str:
     return DTYPE_NAMES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
+@dataclass(frozen=True, slots=True)
+class Like:
+    """A law by reference: a value lies as another one does, Replicate where that is Partial.
+
+    Attributes:
+        of: the name of the other value.
+        past: the name of a value that a set made of it, where this one is what comes back through
+            that set: then only the axes count that the set gathered or reduced, or all if it leads
+            to another mesh. What the set only cut may stay cut.
+    """
+
+    of: str
+    past: str | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
     """A tensor (or a host scalar) of a fusion, in global view.
@@ -59,6 +74,7 @@ class Value:
         expanded: dims that `expand` made: all elements along such a dim are one in memory.
         layout: where the value lives; None until it is inferred.
         is_law: whether the user stated the layout.
+        like: the value as which it lies; `propagate_layouts` makes a layout of it.
         stream: the host loop over chunks that computes the value, once `passes/streams.py` has
             taken it out of the layout; None for no loop.
         source: the user's line.
@@ -73,6 +89,7 @@ class Value:
     expanded: frozenset[int] = frozenset()
     layout: Layout | None = None
     is_law: bool = False
+    like: Like | None = None
     stream: Stream | None = None
     source: Source | None = None
 
@@ -114,16 +131,22 @@ class Expr:
     Attributes:
         op: a name of `mdfuse.ir.ops.TABLE`.
         inputs: value names, numbers, or None.
-        output: the name of the value that it defines.
+        outputs: the names of the values that it defines: one, or as many as its row has results.
         attrs: keyword arguments of the op, hashable.
         source: the user's line.
     """
 
     op: str
     inputs: tuple[Operand, ...]
-    output: str
+    outputs: tuple[str, ...]
     attrs: tuple[tuple[str, Any], ...] = ()
     source: Source | None = None
+
+    @property
+    def output(self) -> str:
+        """The name of the only value that it defines; ValueError where it defines several."""
+        (output,) = self.outputs
+        return output
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -157,7 +180,7 @@ class Fusion:
     @cached_property
     def producers(self) -> dict[str, Expr]:
         """Name of a value -> the expression that defines it."""
-        return {e.output: e for e in self.exprs}
+        return {name: e for e in self.exprs for name in e.outputs}
 
     @cached_property
     def consumers(self) -> dict[str, tuple[Expr, ...]]:
@@ -260,7 +283,9 @@ def value_text(value: Value) -> str:
     if where is not None and value.stream is not None:
         where = where.with_stream(value.stream)
     layout = f" {where}" if where is not None else ""
-    law = "!" if value.is_law else ""
+    if where is None and value.like is not None:
+        layout = f" as %{value.like.of}"
+    law = "!" if value.is_law or (where is None and value.like is not None) else ""
     return f"%{value.name}: {value.type_text()}{layout}{law}{_order_text(value)}"
 
 
@@ -278,7 +303,8 @@ def fusion_text(fusion: Fusion) -> str:
         rows.append((f"{value_text(value)} = input", value.source))
     for e in fusion.exprs:
         arguments = ", ".join(filter(None, (*map(operand_text, e.inputs), e.attrs_text())))
-        rows.append((f"{value_text(fusion.values[e.output])} = {e.op}({arguments})", e.source))
+        made = ", ".join(value_text(fusion.values[name]) for name in e.outputs)
+        rows.append((f"{made} = {e.op}({arguments})", e.source))
     returned = ", ".join(
         f"%{n}" + (f" (into %{fusion.reuse[n]})" if n in fusion.reuse else "")
         for n in fusion.outputs
@@ -296,13 +322,13 @@ def check_fusion(fusion: Fusion) -> None:
     defined = set(fusion.inputs)
     for expr in fusion.exprs:
         missing = [name for name in expr.reads if name not in defined]
-        if missing or expr.output in defined:
+        if missing or not defined.isdisjoint(expr.outputs):
             raise MdfuseError(
-                f"@{fusion.name}: {expr.op} -> %{expr.output} "
+                f"@{fusion.name}: {expr.op} -> %{', %'.join(expr.outputs)} "
                 + (f"reads undefined {missing}" if missing else "defines a value twice"),
                 because="a fusion defines every value once, before its first use",
             )
-        defined.add(expr.output)
+        defined.update(expr.outputs)
     for name in fusion.outputs:
         if name not in defined:
             raise MdfuseError(f"@{fusion.name}: output %{name} is not defined")

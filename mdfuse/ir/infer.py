@@ -13,7 +13,7 @@ from mdfuse.errors import DefinitionError, Source
 from mdfuse.extents.extent import example, is_symbolic, mapped
 from mdfuse.ir.graph import Operand, Value
 from mdfuse.ir.ops import Op
-from mdfuse.ir.shapes import symbolic_shape
+from mdfuse.ir.shapes import symbolic_shapes
 
 #: What stands for an operand: (dtype, number of dims) of a tensor, or a number.
 Sample = tuple[torch.dtype, int] | bool | int | float | None
@@ -27,7 +27,7 @@ _REFUSALS = (
 _SCALARS: dict[torch.dtype, Any] = {torch.bool: True}
 
 #: What torch answered: layers of a model ask the same many times, and an answer takes it 0.2 ms.
-ANSWERS: Cache[dict[str, Any]] = Cache(limit=16384)
+ANSWERS: Cache[tuple[dict[str, Any], ...]] = Cache(limit=16384)
 
 
 def dense_strides(shape: Sequence[int], order: Sequence[int] | None = None) -> tuple[int, ...]:
@@ -69,7 +69,7 @@ def infer(
     values: Mapping[str, Value],
     source: Source | None,
     shown: Mapping[str, Value] | None = None,
-) -> Tensor | bool | int | float:
+) -> Tensor | tuple[Tensor, ...] | bool | int | float:
     """Run an op on the meta device; what torch refuses is a DefinitionError.
 
     The meta device is lenient about dtypes (a matmul of f32 and i64 passes), so where the op takes
@@ -84,8 +84,8 @@ def infer(
         shown: the values as an error shows them, where they are others.
 
     Returns:
-        A meta tensor with the result's shape, dtype and strides; a number where every operand
-        is a number.
+        A meta tensor with the result's shape, dtype and strides, a tuple of them for a row with
+        several results; a number where every operand is a number.
     """
     try:
         operands = [meta_tensor(values[x]) if isinstance(x, str) else x for x in inputs]
@@ -93,12 +93,12 @@ def infer(
             if any(n < 0 for n in attrs["shape"]):  # torch takes some, beside an extent of 0
                 raise ValueError(f"negative extents: {tuple(attrs['shape'])}")
             return op.call(*operands, **attrs, device="meta")  # type: ignore[no-any-return]
-        result: Tensor | bool | int | float = op.call(*operands, **attrs)
+        result: Any = op.call(*operands, **attrs)
         if not op.is_view and not any("shape" in name for name in attrs):
             few = on_few_elements(op, map(_sample, operands), attrs)
             if isinstance(result, Tensor) and few.dtype != result.dtype:
                 return result.to(few.dtype)  # the power of a bool by True is no integer in memory
-        return result
+        return result  # type: ignore[no-any-return]
     except _REFUSALS as error:
         shown = shown or values
         described = ", ".join(
@@ -123,7 +123,7 @@ def on_few_elements(op: Op, samples: Iterable[Sample], attrs: Mapping[str, Any])
     Each dim has two elements, so that shapes fit; attributes of a rank's part are left out.
     """
     few: dict[str, Any] = {a.name: a for a in op.attrs if not a.is_local}
-    few = {k: (2,) * len(v) if few[k].is_shape else v for k, v in attrs.items() if k in few}
+    few = {k: few[k].for_few(v) for k, v in attrs.items() if k in few}
     ones = (torch.ones((2,) * x[1], dtype=x[0]) if isinstance(x, tuple) else x for x in samples)
     return op.call(*ones, **few)
 
@@ -134,8 +134,8 @@ def inferred(
     attrs: Mapping[str, Any],
     values: Mapping[str, Value],
     source: Source | None,
-) -> dict[str, Any]:
-    """Return shape, dtype, memory order and expanded dims of an op's result: fields of `Value`.
+) -> tuple[dict[str, Any], ...]:
+    """Return shape, dtype, memory order and expanded dims of each result: fields of `Value`.
 
     The order that `stride_order` asks for is the user's; all others are the op's own.
     """
@@ -148,13 +148,14 @@ def inferred(
         if found is None:
             found = _answer(op, attrs, infer(op, inputs, attrs, values, source))
             ANSWERS.put(key, found)
-        return dict(found)
+        return tuple(map(dict, found))
     known = {x: mapped(values[x], example) for x in inputs if isinstance(x, str)}
     numbers = mapped(dict(attrs), example)
     found = _answer(
         op, attrs, infer(op, mapped(tuple(inputs), example), numbers, known, source, values)
     )
-    return {**found, "shape": symbolic_shape(op.shape, shapes, attrs, found["shape"])}
+    made = symbolic_shapes(op.shape, shapes, attrs, tuple(x["shape"] for x in found))
+    return tuple({**x, "shape": shape} for x, shape in zip(found, made, strict=True))
 
 
 def _question(
@@ -174,17 +175,24 @@ def _typed(x: Any) -> Hashable:
     return tuple(map(_typed, x)) if isinstance(x, tuple | list) else (type(x), x)
 
 
-def _answer(op: Op, attrs: Mapping[str, Any], result: Any) -> dict[str, Any]:
-    """Return fields of `Value` for a result of `infer`."""
-    assert isinstance(result, Tensor)
+def _answer(op: Op, attrs: Mapping[str, Any], results: Any) -> tuple[dict[str, Any], ...]:
+    """Return fields of `Value` for each result of `infer`."""
     required = tuple(attrs["order"]) if op.name == "stride_order" else None
-    return {
-        "shape": tuple(result.shape),
-        "dtype": result.dtype,
-        "order": memory_order(result.stride()) if required is None else required,
-        "order_from": "op" if required is None else "user",
-        "expanded": expanded_dims(result),
-    }
+    return tuple(
+        {
+            "shape": tuple(x.shape),
+            "dtype": x.dtype,
+            "order": memory_order(x.stride()) if required is None else required,
+            "order_from": "op" if required is None else "user",
+            "expanded": expanded_dims(x),
+        }
+        for x in as_results(results)
+    )
+
+
+def as_results(made: Any) -> tuple[Tensor, ...]:
+    """Return what a row's call gave as a tuple: most give one tensor."""
+    return (made,) if isinstance(made, Tensor) else tuple(made)
 
 
 def memory_order(strides: Sequence[int]) -> tuple[int, ...]:

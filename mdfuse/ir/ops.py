@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from mdfuse.ir import calls, creation, dims, out_forms, random, reductions, shapes
+from mdfuse.ir import attention, calls, creation, dims, out_forms, random, reductions, shapes
 from mdfuse.ir import local_attributes as of_part
 from mdfuse.ir.attributes import Attr, attr, word
 from mdfuse.ir.extremes import highest, lowest
@@ -48,6 +48,8 @@ class Op:
         operands: the least and the greatest number of operands; None: no limit.
         may_copy: a view that becomes a copy where the strides of its operand allow no view.
         is_library: a library's kernels run it, which a compiler calls as well.
+        results: how many results it has; where there are several, `call` returns a tuple of new
+            tensors, and they live on one mesh.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Op:
     operands: tuple[int, int | None] = (1, 1)
     may_copy: bool = False
     is_library: bool = False
+    results: int = 1
 
     @property
     def is_creation(self) -> bool:
@@ -92,6 +95,10 @@ _MUST: dict[str, Callable[[Op], bool]] = {
     "partial": lambda op: op.partial in ("", "view", "all", "sum", "scale", "reduce"),
     "attrs": lambda op: len({a.name for a in op.attrs}) == len(op.attrs),
     "may_copy": lambda op: op.is_view or not op.may_copy,
+    "results": lambda op: (
+        op.results == 1
+        or (op.results > 1 and not (op.writes.form or op.is_view or op.partial or op.is_creation))
+    ),
     "name": lambda op: op.name not in TABLE,
 }
 
@@ -149,6 +156,7 @@ _WINDOW = (
     attr("steps", "steps", True),
 )
 _view("set", itself, dims.pointwise, shapes.first)
+_view("detach", itself, dims.pointwise, shapes.first, host="set")
 _view(
     "stride_order",
     calls.in_order,
@@ -247,6 +255,8 @@ _unary("leaky_relu", _F.leaky_relu, rounded(_on("leaky_relu")), _SLOPE)
 _unary("gelu", _F.gelu, rounded(_on("gelu")), _FORM)
 _unary("clamp", torch.clamp, exact(torch.clamp), attr("min", "number"), attr("max", "number"))
 _unary("cast", calls.cast, exact(calls.cast), attr("dtype", "dtype", True))
+# A cast of floats to wider ones, as lowering makes it: of a sum it is the sum of the casts.
+_unary("widen", calls.cast, exact(calls.cast), attr("dtype", "dtype", True), partial="scale")
 _row(
     "where",
     lambda condition, a, b: torch.where(condition, a, b),
@@ -342,6 +352,26 @@ _row(
 )
 for _call in (torch.softmax, torch.log_softmax):
     _row(_call.__name__, _call, dims.rowwise, shapes.along, rounded(_call), **_ALONG)
+_RANKED: dict[str, Any] = {"results": 2, "is_library": True, **_COMPOSITE}
+_DIM = attr("dim", "dim", True)
+_row(
+    "topk",
+    calls.top,
+    dims.ranked,
+    shapes.ranked,
+    DENSE,
+    attrs=(attr("k", "extent", True), _DIM, attr("smallest", "bool")),
+    **_RANKED,
+)
+_row(
+    "sort",
+    calls.sort,
+    dims.ranked,
+    shapes.ranked,
+    DENSE,
+    attrs=(_DIM, attr("descending", "bool"), attr("stable", "bool")),
+    **_RANKED,
+)
 _row(
     "layer_norm",
     calls.normalize,
@@ -349,6 +379,17 @@ _row(
     shapes.layer_norm,
     DENSE,
     operands=(3, 3),
+    attrs=(attr("normalized_shape", "shape", True), attr("eps", "number", True)),
+    **_COMPOSITE,
+)
+_ATTEND = attr("is_causal", "bool"), attr("scale", "number"), attr("enable_gqa", "bool")
+_row(
+    "rms_norm",
+    calls.root_mean_square_normalize,
+    dims.layer_norm,
+    shapes.layer_norm,
+    DENSE,
+    operands=(2, 2),
     attrs=(attr("normalized_shape", "shape", True), attr("eps", "number", True)),
     **_COMPOSITE,
 )
@@ -361,7 +402,31 @@ _row(
     host="attention",
     is_library=True,
     operands=(3, 4),
-    attrs=(attr("is_causal", "bool"), attr("scale", "number"), attr("enable_gqa", "bool")),
+    attrs=_ATTEND,
+    **_COMPOSITE,
+)
+_row(
+    "attention",
+    attention.attend,
+    dims.attended,
+    shapes.attended,
+    ANYHOW,
+    is_library=True,
+    operands=(3, 4),
+    results=2,
+    attrs=_ATTEND,
+    **_COMPOSITE,
+)
+_row(
+    "attention_grad",
+    attention.attend_grad,
+    dims.attention_grad,
+    shapes.attention_grad,
+    ANYHOW,
+    is_library=True,
+    operands=(6, 7),
+    results=3,
+    attrs=_ATTEND,
     **_COMPOSITE,
 )
 _row(

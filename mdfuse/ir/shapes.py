@@ -17,7 +17,8 @@ Shape = tuple[int, ...]
 #: Extents of the operands; None for what is absent, and None or () for a number.
 Shapes = Sequence[Shape | None]
 Attrs = Mapping[str, Any]
-ShapeRule = Callable[[Shapes, Attrs], Shape]
+#: Gives the shape of the result; of a row with several results, a tuple of shapes.
+ShapeRule = Callable[[Shapes, Attrs], Shape | tuple[Shape, ...]]
 
 #: How a rule refuses operands.
 _REFUSALS = (ValueError, TypeError, LookupError, ZeroDivisionError)
@@ -72,6 +73,19 @@ def along(shapes: Shapes, attrs: Attrs) -> Shape:
     if not -n <= attrs["dim"] < n:
         raise ValueError(f"there is no dim {attrs['dim']}")
     return shape
+
+
+def ranked(shapes: Shapes, attrs: Attrs) -> tuple[Shape, Shape]:
+    """Return twice the operand's shape, whose dim has k elements where that is said."""
+    shape, k = along(shapes, attrs), attrs.get("k")
+    if k is not None and shape:
+        dim = attrs["dim"] % len(shape)
+        if not 0 <= k <= shape[dim]:
+            raise ValueError(f"there are {shape[dim]} elements along the dim, not {k}")
+        shape = (*shape[:dim], k, *shape[dim + 1 :])
+    elif k is not None and k > 1:
+        raise ValueError(f"one element, not {k}")
+    return shape, shape
 
 
 # -- views ---------------------------------------------------------------------------------------
@@ -187,6 +201,30 @@ def attention(shapes: Shapes, attrs: Attrs) -> Shape:
     return (*lead, q[-2], v[-1])
 
 
+def attended(shapes: Shapes, attrs: Attrs) -> tuple[Shape, Shape]:
+    """Return the shapes of attention and of a number per row; nothing broadcasts but the mask."""
+    q, k, v = _present(shapes)[:3]
+    if min(map(len, (q, k, v))) < 2:
+        raise ValueError("query, key and value have rows and features")
+    made = attention(shapes, attrs)
+    own = (with_heads(k, q), with_heads(v, q)) if attrs.get("enable_gqa") else (k, v)
+    for x in own:
+        for a, b in zip(x[:-2], q[:-2], strict=True):
+            _equal(a, b)
+    return made, made[:-1]
+
+
+def attention_grad(shapes: Shapes, attrs: Attrs) -> tuple[Shape, Shape, Shape]:
+    """Return the shapes of query, key and value, checked with those of what attention gave."""
+    q, k, v, out, sums, ct, *mask = _present(shapes)
+    for shape, wanted in zip((out, sums), attended((q, k, v, *mask), attrs), strict=True):
+        for a, b in zip(shape, wanted, strict=True):
+            _equal(a, b)
+    for a, b in zip(ct, out, strict=True):
+        _equal(a, b)
+    return q, k, v
+
+
 def cat(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the shape of tensors joined along `dim`, in all other dims equal."""
     result, *others = _present(shapes)
@@ -217,33 +255,37 @@ def listed(shapes: Shapes, attrs: Attrs) -> Shape:
 # -- who asks ------------------------------------------------------------------------------------
 
 
-def known_shape(rule: ShapeRule | None, shapes: Shapes, attrs: Attrs) -> Shape | None:
-    """Return the shape of a result; None where there is no rule, or the operands do not fit."""
+def known_shapes(rule: ShapeRule | None, shapes: Shapes, attrs: Attrs) -> tuple[Shape, ...] | None:
+    """Return the shape of each result; None where there is no rule, or the operands do not fit."""
     try:
-        return rule(shapes, attrs) if rule is not None else None
+        made: Any = rule(shapes, attrs) if rule is not None else None
     except _REFUSALS:
         return None
+    has_several = made and isinstance(made[0], tuple)
+    return made if has_several or made is None else (made,)
 
 
-def symbolic_shape(rule: ShapeRule | None, shapes: Shapes, attrs: Attrs, numbers: Shape) -> Shape:
-    """Return the shape of a result whose operands have symbolic extents.
+def symbolic_shapes(
+    rule: ShapeRule | None, shapes: Shapes, attrs: Attrs, numbers: tuple[Shape, ...]
+) -> tuple[Shape, ...]:
+    """Return the shapes of the results of an op whose operands have symbolic extents.
 
     Args:
         rule: of the op; None: it has none.
         shapes: of the operands.
         attrs: of the op.
-        numbers: the result's shape for the examples, by torch. Where the rule does not give the
+        numbers: the results' shapes for the examples, by torch. Where the rule does not give the
             same, or there is none, the operands' extents are pinned to their examples.
     """
-    result = known_shape(rule, shapes, attrs)
-    if result is None or tuple(map(example, result)) != numbers:
+    results = known_shapes(rule, shapes, attrs)
+    if results is None or tuple(tuple(map(example, shape)) for shape in results) != numbers:
         for shape in _present(shapes):
             for n in shape:
                 pinned(n)
         return numbers
-    for shape in (*_present(shapes), result):
+    for shape in (*_present(shapes), *results):
         _assume_regular(shape)
-    return result
+    return results
 
 
 def _assume_regular(shape: Shape) -> None:

@@ -38,10 +38,10 @@ def _inferred(fusion: Fusion) -> Fusion:
     """Return the fusion with the results of all expressions inferred anew."""
     values: dict[str, Value] = dict(fusion.values)
     for expr in fusion.exprs:
-        out = values[expr.output]
-        if out.is_tensor:
+        if values[expr.outputs[0]].is_tensor:
             found = inferred(TABLE[expr.op], expr.inputs, expr.kwargs, values, expr.source)
-            values[out.name] = replace(out, **found)
+            for name, fields in zip(expr.outputs, found, strict=True):
+                values[name] = replace(values[name], **fields)
     return replace(fusion, values=values)
 
 

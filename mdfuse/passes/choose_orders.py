@@ -39,7 +39,7 @@ def run(fusion: Fusion) -> Fusion:
 
 def _required(fusion: Fusion) -> Fusion:
     """Leave out each `stride_order` whose operand's producer can write the order itself."""
-    values, exprs = dict(fusion.values), {e.output: e for e in fusion.exprs}
+    values, exprs = dict(fusion.values), {e.outputs[0]: e for e in fusion.exprs}
     for expr in fusion.exprs:
         here = expr
         while here.op == "stride_order" and (made := exprs.get(here.reads[0])) is not None:
@@ -48,14 +48,16 @@ def _required(fusion: Fusion) -> Fusion:
             gone, y = values.pop(made.output), here.output
             values[y] = replace(values[y], stream=gone.stream)
             is_again = made.op == "stride_order"
-            here = replace(here, inputs=made.inputs) if is_again else replace(made, output=y)
+            here = replace(here, inputs=made.inputs) if is_again else replace(made, outputs=(y,))
             del exprs[y]  # it goes where `made` was, so that a loop over chunks stays one
-            exprs = {e.output: e for e in (here if x is made else x for x in exprs.values())}
+            exprs = {e.outputs[0]: e for e in (here if x is made else x for x in exprs.values())}
     return replace(fusion, values=values, exprs=tuple(exprs.values()))
 
 
 def _may_replace(fusion: Fusion, values: Mapping[str, Value], made: Expr, by: Expr) -> bool:
     """Whether `made` can write in the order that `by`, its only reader, asks for."""
+    if len(made.outputs) > 1:
+        return False
     before, after = values[made.output], values[by.output]
     if before.name in fusion.outputs or len(fusion.consumers[before.name]) > 1:
         return False
@@ -73,23 +75,23 @@ def _hinted(fusion: Fusion) -> Fusion:
     values = dict(fusion.values)
     changed: set[str] = set()
     for expr in fusion.exprs:
-        out = values[expr.output]
-        if not out.is_tensor or out.is_order_required:
+        first = values[expr.outputs[0]]
+        if not first.is_tensor or first.is_order_required:
             continue
         if not changed.isdisjoint(expr.reads):
             found = inferred(TABLE[expr.op], expr.inputs, expr.kwargs, values, expr.source)
-            out = values[out.name] = replace(out, order=found["order"])
+            for name, fields in zip(expr.outputs, found, strict=True):
+                values[name] = replace(values[name], order=fields["order"])
         hint = _hint(fusion, values, expr)
         if hint is not None:
-            out = values[out.name] = replace(out, order=hint, order_from="hint")
-        if out.order != fusion.values[out.name].order:
-            changed.add(out.name)
+            values[first.name] = replace(values[first.name], order=hint, order_from="hint")
+        changed |= {n for n in expr.outputs if values[n].order != fusion.values[n].order}
     return replace(fusion, values=values) if changed else fusion
 
 
 def _hint(fusion: Fusion, values: Mapping[str, Value], expr: Expr) -> tuple[int, ...] | None:
     """Return an order other than the op's own that costs nothing; None where there is none."""
-    out = values[expr.output]
+    out = values[expr.outputs[0]]
     if out.name not in fusion.outputs or out.name in fusion.reuse or len(out.shape) < 2:
         return None
     options = _options(expr, values) - {out.order}
@@ -121,34 +123,36 @@ def _inputs_of(fusion: Fusion, out: Value) -> dict[str, Traced]:
     """Return the inputs that share dims with a value, each with the value's dims as its own."""
     found: dict[str, Traced] = {out.name: tuple(range(len(out.shape)))}
     for expr in reversed(fusion.exprs):
-        if expr.output in found and fusion.values[expr.output].is_tensor:
-            for operand, dims in _traced(fusion, expr, found[expr.output]):
-                found.setdefault(operand, dims)
+        for at, name in enumerate(expr.outputs):
+            if name in found and fusion.values[name].is_tensor:
+                for operand, dims in _traced(fusion, expr, at, found[name]):
+                    found.setdefault(operand, dims)
     return {x: found[x] for x in fusion.inputs if any(d is not None for d in found.get(x, ()))}
 
 
-def _traced(fusion: Fusion, expr: Expr, dims: Traced) -> Iterable[tuple[str, Traced]]:
+def _traced(fusion: Fusion, expr: Expr, at: int, dims: Traced) -> Iterable[tuple[str, Traced]]:
     """Yield each operand with traced dims of an expression's result as dims of the operand."""
-    for x, pairs in zip(expr.inputs, _corresponding(expr, fusion.values), strict=True):
+    for x, pairs in zip(expr.inputs, _corresponding(expr, fusion.values, at), strict=True):
         if isinstance(x, str) and fusion.values[x].is_tensor:
             yield x, tuple(None if d is None else pairs.get(d) for d in dims)
 
 
-def _corresponding(expr: Expr, values: Mapping[str, Value]) -> list[dict[int, int]]:
-    """Return for each operand: dim of the result -> the operand's dim that corresponds to it."""
+def _corresponding(expr: Expr, values: Mapping[str, Value], at: int = 0) -> list[dict[int, int]]:
+    """Return for each operand: dim of a result -> the operand's dim that corresponds to it."""
     if expr.op == "reshape":
         shapes = values[expr.reads[0]].shape, values[expr.output].shape
         groups = reshape_groups(*shapes)
         return [{new[0]: old[0] for old, new in groups if len(old) == len(new) == 1}]
     labels = dim_map(expr, values)
+    result = labels.results[at]
     if expr.op == "scaled_dot_product_attention":  # it lies as its query does
-        ndim = len(labels.result)
+        ndim = len(result)
         return [{d: d for d in range(ndim)}, *({} for _ in expr.inputs[1:])]
     found = []
     for dims in labels.operands:
-        pairs = {d: dims.index(x) for d, x in enumerate(labels.result) if x in dims}
-        if len(dims) == len(labels.result):  # a dim that is whole, or reduced and kept, stays
-            rest = (d for d, x in enumerate(labels.result) if x is None)
+        pairs = {d: dims.index(x) for d, x in enumerate(result) if x in dims}
+        if len(dims) == len(result):  # a dim that is whole, or reduced and kept, stays
+            rest = (d for d, x in enumerate(result) if x is None)
             pairs |= {d: d for d in rest}
         found.append(pairs)
     return found
@@ -156,6 +160,8 @@ def _corresponding(expr: Expr, values: Mapping[str, Value]) -> list[dict[int, in
 
 def _options(expr: Expr, values: Mapping[str, Value]) -> set[tuple[int, ...]]:
     """Return the orders in which the op writes its result as easily as in its own."""
+    if len(expr.outputs) > 1:
+        return set()
     row, out = TABLE[expr.op], values[expr.output]
     operands = [values[x] for x in expr.reads if values[x].is_tensor]
     if row.is_elementwise and row.writes.is_exact:

@@ -16,17 +16,17 @@ from dataclasses import replace
 from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.layout import Layout
-from mdfuse.passes.strategy import choose
+from mdfuse.passes.strategy import choose_here
 from mdfuse.reshard import cost
 
 
 def alone(fusion: Fusion) -> Fusion:
     """Return the fusion with each `full_like` turned into a `full`, which reads no tensor."""
-    return replace(fusion, exprs=tuple(_alone(e, fusion.values[e.output]) for e in fusion.exprs))
+    return replace(fusion, exprs=tuple(_alone(e, fusion) for e in fusion.exprs))
 
 
-def _alone(expr: Expr, out: Value) -> Expr:
-    if expr.op != "full_like" or not out.is_tensor:
+def _alone(expr: Expr, fusion: Fusion) -> Expr:
+    if expr.op != "full_like" or not (out := fusion.values[expr.output]).is_tensor:
         return expr
     attrs = (("shape", out.shape), ("dtype", out.dtype))
     return replace(expr, op="full", inputs=expr.inputs[1:], attrs=attrs)
@@ -47,14 +47,14 @@ def where_read(fusion: Fusion) -> Fusion:
         }
         if wanted and expr.op == "set" and values[expr.output].stream is None:
             (name,) = wanted
-            exprs.append(replace(producers[name], output=expr.output, source=expr.source))
+            exprs.append(replace(producers[name], outputs=expr.outputs, source=expr.source))
             continue
         names: dict[str, str] = {}
         for name, layout in wanted.items():
             if (name, layout) not in made:
                 copy = made[name, layout] = fresh_name(values, name)
                 values[copy] = replace(values[name], name=copy, layout=layout, is_law=False)
-                exprs.append(replace(producers[name], output=copy))
+                exprs.append(replace(producers[name], outputs=(copy,)))
             names[name] = made[name, layout]
         inputs = tuple(names.get(x, x) if isinstance(x, str) else x for x in expr.inputs)
         exprs.append(replace(expr, inputs=inputs))
@@ -63,12 +63,12 @@ def where_read(fusion: Fusion) -> Fusion:
 
 def _wanted(expr: Expr, fusion: Fusion) -> dict[str, Layout]:
     """Return the layouts in which an expression reads its operands."""
-    out = fusion.values[expr.output]
+    out = fusion.values[expr.outputs[0]]
     if not out.is_tensor or out.stream is not None:
         return {}
     if expr.op == "set":
         return dict.fromkeys(expr.reads, fusion.layout(expr.output))
-    strategy = choose(expr, fusion.values, out.layout)
+    strategy = choose_here(expr, fusion.values)
     return dict(strategy.wanted) if strategy is not None else {}
 
 

@@ -52,4 +52,4 @@ def _without_bias(expr: Expr, values: dict[str, Value]) -> tuple[Expr, Layout] |
     if strategy is None or not strategy.result.partial_axes:
         return None
     output = fresh_name(values, f"{expr.output}.partial")
-    return replace(product, output=output), strategy.result
+    return replace(product, outputs=(output,)), strategy.result

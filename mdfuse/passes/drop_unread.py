@@ -19,9 +19,9 @@ def run(fusion: Fusion) -> Fusion:
     read = {*fusion.outputs}
     kept = []
     for expr in reversed(fusion.exprs):
-        if expr.output in read:
+        if not read.isdisjoint(expr.outputs):
             read.update(expr.reads)
             kept.append(expr)
-    named = {*fusion.inputs, *(e.output for e in kept)}
+    named = {*fusion.inputs, *(name for e in kept for name in e.outputs)}
     values = {n: v for n, v in fusion.values.items() if n in named}
     return replace(fusion, values=values, exprs=tuple(reversed(kept)))

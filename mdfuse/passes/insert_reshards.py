@@ -18,7 +18,7 @@ from itertools import takewhile
 from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
 from mdfuse.layouts.layout import Layout, Replicate, Stream
 from mdfuse.layouts.streamed_sets import FORMS, form
-from mdfuse.passes.strategy import choose
+from mdfuse.passes.strategy import choose_here
 from mdfuse.passes.streams import operand_streams
 from mdfuse.reshard import cost
 
@@ -63,7 +63,7 @@ class _Rewriter:
         if stream is not None and self.form(source, layout, stream) is None:
             stream = None
         output = self.new_value(self.values[value], f"{value}.{suffix(layout)}", layout, stream)
-        made = Expr(op="set", inputs=(source,), output=output, source=expr.source)
+        made = Expr(op="set", inputs=(source,), outputs=(output,), source=expr.source)
         self.exprs.insert(self.place(made, expr), made)
         copies.append(output)
         return output
@@ -75,13 +75,13 @@ class _Rewriter:
         """
 
         def is_streamed(e: Expr) -> bool:
-            return self.values[e.output].stream is not None
+            return self.values[e.outputs[0]].stream is not None
 
         at = len(self.exprs)
         if is_streamed(made) or not is_streamed(expr):
             return at
         run = list(takewhile(is_streamed, reversed(self.exprs)))
-        return at if any(e.output in made.reads for e in run) else at - len(run)
+        return at if any(name in made.reads for e in run for name in e.outputs) else at - len(run)
 
 
 def run(fusion: Fusion) -> Fusion:
@@ -93,36 +93,38 @@ def run(fusion: Fusion) -> Fusion:
 
 
 def _rewrite(rewriter: _Rewriter, expr: Expr) -> None:
-    out = rewriter.values[expr.output]
-    if not out.is_tensor:
+    if not rewriter.values[expr.outputs[0]].is_tensor:
         rewriter.exprs.append(expr)
         return
     if expr.op == "set":
-        (operand,) = expr.reads
+        out, (operand,) = rewriter.values[expr.output], expr.reads
         source = _best_copy(rewriter, operand, rewriter.layout(expr.output))
         layout = rewriter.layout(expr.output)
         if out.stream is not None and rewriter.form(source, layout, out.stream) is None:
             rewriter.values[expr.output] = replace(out, stream=None)
         rewriter.exprs.append(replace(expr, inputs=(source,)))
         return
-    strategy = choose(expr, rewriter.values, out.layout)
-    assert strategy is not None and out.layout is not None
+    strategy = choose_here(expr, rewriter.values)
+    assert strategy is not None
     names = {}
     streams = _copy_streams(expr, rewriter.values)
     for operand, layout in strategy.wanted.items():
         names[operand] = rewriter.reshard(operand, layout, expr, streams.get(operand))
     inputs = tuple(names.get(x, x) if isinstance(x, str) else x for x in expr.inputs)
-    if strategy.result == out.layout:
-        rewriter.exprs.append(replace(expr, inputs=inputs))
-        return
-    local = _local(rewriter, out, strategy.result)
-    rewriter.exprs.append(replace(expr, inputs=inputs, output=local))
-    rewriter.exprs.append(Expr(op="set", inputs=(local,), output=expr.output, source=expr.source))
+    made = {}
+    for name, layout in zip(expr.outputs, strategy.results, strict=True):
+        is_there = rewriter.layout(name) == layout
+        made[name] = name if is_there else _local(rewriter, rewriter.values[name], layout)
+    rewriter.exprs.append(replace(expr, inputs=inputs, outputs=tuple(made.values())))
+    for name, local in made.items():
+        if local != name:
+            moved = Expr(op="set", inputs=(local,), outputs=(name,), source=expr.source)
+            rewriter.exprs.append(moved)
 
 
 def _copy_streams(expr: Expr, values: Mapping[str, Value]) -> dict[str, Stream | None]:
     """Return the streams of the copies of operands: those in which the expression reads them."""
-    if values[expr.output].stream is None:
+    if values[expr.outputs[0]].stream is None:
         return {}
     found: dict[str, Stream | None] = {}
     for x, stream in zip(expr.inputs, operand_streams(expr, values), strict=True):

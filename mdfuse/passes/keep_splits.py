@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def run(fusion: Fusion) -> Fusion:
             return fusion
         maker = _Maker(dict(fusion.values))
         for expr in fusion.exprs:
-            if expr.output in replaced:
+            if expr.outputs[0] in replaced:
                 _MADE_OF[expr.op](maker, expr)
             else:
                 maker.exprs.append(expr)
@@ -139,7 +140,7 @@ def _price_of_window(fusion: Fusion, expr: Expr) -> int | None:
 def _is_gathered(fusion: Fusion, value: Value, axes: Sequence[str]) -> bool:
     """Whether another expression reads the value whole along one of these axes in any case."""
     for reader in fusion.consumers[value.name]:
-        if reader.op not in _MADE_OF and fusion.values[reader.output].is_tensor:
+        if reader.op not in _MADE_OF and fusion.values[reader.outputs[0]].is_tensor:
             wanted = _wanted(fusion, reader, value.name)
             if wanted.mesh == fusion.layout(value.name).mesh and any(
                 isinstance(wanted.placement(a), Replicate) for a in axes
@@ -150,10 +151,10 @@ def _is_gathered(fusion: Fusion, value: Value, axes: Sequence[str]) -> bool:
 
 def _wanted(fusion: Fusion, expr: Expr, value: str) -> Layout:
     """Return the layout in which an expression reads a value: for a set with a law, the law's."""
-    out = fusion.values[expr.output]
-    if expr.op == "set" and out.is_law:
+    made = [fusion.values[name] for name in expr.outputs]
+    if expr.op == "set" and made[0].is_law:
         return fusion.layout(expr.output)
-    strategy = choose(expr, fusion.values, out.layout if out.is_law else None)
+    strategy = choose(expr, fusion.values, *(out.layout if out.is_law else None for out in made))
     assert strategy is not None
     return strategy.wanted[value]
 
@@ -179,10 +180,12 @@ class _Maker:
         output = by.output
         if not last:
             output = fresh_name(self.values, f"{by.output}.{op}")
-            found = inferred(TABLE[op], inputs, attrs, self.values, by.source)
+            (found,) = inferred(TABLE[op], inputs, attrs, self.values, by.source)
             self.values[output] = Value(name=output, source=by.source, **found)
         items = tuple(attrs.items())
-        self.exprs.append(Expr(op=op, inputs=inputs, output=output, attrs=items, source=by.source))
+        self.exprs.append(
+            Expr(op=op, inputs=inputs, outputs=(output,), attrs=items, source=by.source)
+        )
         return output
 
     def wide(self, by: Expr, x: str) -> str:
@@ -194,7 +197,7 @@ class _Maker:
         """Append the last expression, cast to the dtype that the result had."""
         made = [self.values[x].dtype for x in inputs if isinstance(x, str)]
         dtype = self.values[by.output].dtype
-        if made[0] == dtype:
+        if reduce(torch.promote_types, made) == dtype:
             self.op(by, op, *inputs, last=True)
         else:
             self.op(by, "cast", self.op(by, op, *inputs), last=True, dtype=dtype)
@@ -240,6 +243,19 @@ def _layer_norm(maker: _Maker, by: Expr) -> None:
     maker.result(by, steps[-1][0], result, steps[-1][1])
 
 
+def _rms_norm(maker: _Maker, by: Expr) -> None:
+    """Replace an RMS norm by x / sqrt(mean square + eps) * weight."""
+    x, weight = _operand(maker, by), by.inputs[1]
+    over: dict[str, Any] = {"dims": _last_dims(by, len(maker.values[x].shape)), "keepdim": True}
+    wide = maker.wide(by, x)
+    power = maker.op(by, "mean", maker.op(by, "mul", wide, wide), **over)
+    scale = maker.op(by, "rsqrt", maker.op(by, "add", power, by.kwargs["eps"]))
+    if weight is None:
+        maker.result(by, "mul", wide, scale)
+    else:
+        maker.result(by, "mul", maker.op(by, "mul", wide, scale), weight)
+
+
 def _window(expr: Expr, out: Value) -> Expr:
     """Return the `window` for a slice: what each rank has of it, in zeros, to be reduced."""
     reduce = "bor" if out.dtype == torch.bool else "sum"
@@ -263,6 +279,7 @@ _REDUCED_DIMS: dict[str, Callable[[Expr, int], tuple[int, ...]]] = {
     "softmax": _row_dims,
     "log_softmax": _row_dims,
     "layer_norm": _last_dims,
+    "rms_norm": _last_dims,
 }
 
 #: op -> what appends the expressions that replace it.
@@ -270,5 +287,6 @@ _MADE_OF: dict[str, Callable[[_Maker, Expr], None]] = {
     "softmax": _softmax,
     "log_softmax": _softmax,
     "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
     "slice": _slice,
 }

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from mdfuse.ir.graph import Expr, Fusion
 from mdfuse.layouts.layout import Layout, Partial, Replicate, Shard
-from mdfuse.passes.strategy import Strategy, choose
+from mdfuse.passes.strategy import Strategy, choose_here
 
 name = "push_slices"
 
@@ -21,29 +21,29 @@ name = "push_slices"
 def run(fusion: Fusion) -> Fusion:
     """Return the fusion with these values split, from the last to the first."""
     values = dict(fusion.values)
-    for expr in reversed(fusion.exprs):
-        out = values[expr.output]
-        if not out.is_tensor or out.is_law or expr.output in fusion.outputs:
+    for name in (name for expr in reversed(fusion.exprs) for name in expr.outputs):
+        out = values[name]
+        if not out.is_tensor or out.is_law or name in fusion.outputs:
             continue
         wanted = set()
-        for reader in fusion.consumers[expr.output]:
+        for reader in fusion.consumers[name]:
             strategy = _strategy(reader, replace(fusion, values=values))
-            wanted.add(strategy.wanted[expr.output])
+            wanted.add(strategy.wanted[name])
         assert out.layout is not None
         if len(wanted) == 1 and _is_slice(out.layout, goal := wanted.pop()):
-            values[expr.output] = replace(out, layout=goal)
+            values[name] = replace(out, layout=goal)
     return replace(fusion, values=values)
 
 
 def _strategy(expr: Expr, fusion: Fusion) -> Strategy:
-    strategy = choose(expr, fusion.values, fusion.values[expr.output].layout)
+    strategy = choose_here(expr, fusion.values)
     assert strategy is not None
     if expr.op == "set":  # a set reads its operand as it is; the change of layout is its own
         (operand,) = expr.reads
         layout = fusion.layout(expr.output)
         source = fusion.layout(operand)
         wanted = layout if source.mesh == layout.mesh else source
-        return Strategy(wanted={operand: wanted}, result=layout)
+        return Strategy(wanted={operand: wanted}, results=(layout,))
     return strategy
 
 

@@ -21,14 +21,16 @@ from mdfuse.passes.strategy import dim_map
 Dim = tuple[str, int]
 
 #: Rules that say nothing of dims which must be whole, though these are those of the first operand.
-_WHOLE_DIMS_STAY: tuple[dims.Rule, ...] = (dims.rowwise, dims.layer_norm, dims.attention)
+_WHOLE_DIMS_STAY: tuple[dims.Rule, ...] = (
+    dims.rowwise, dims.ranked, dims.layer_norm, dims.attention,
+)  # fmt: skip
 
 
 def with_ids(fusion: Fusion) -> Fusion:
     """Return the fusion with an id for each value: those without one get the next ones."""
     ids = dict(fusion.ids)
     following = count(max(ids.values(), default=-1) + 1)
-    for name in (*fusion.inputs, *(e.output for e in fusion.exprs)):
+    for name in (*fusion.inputs, *(n for e in fusion.exprs for n in e.outputs)):
         if name not in ids:
             ids[name] = next(following)
     return replace(fusion, ids=ids)
@@ -61,25 +63,26 @@ def extent_ids(fusion: Fusion) -> dict[Dim, int]:
         if is_symbolic(extent):
             by_symbol.setdefault(poly_from(extent), i)
     for expr in fusion.exprs:
-        out = fusion.values[expr.output]
-        if not out.is_tensor:
+        if not fusion.values[expr.outputs[0]].is_tensor:
             continue
         labels = dim_map(expr, fusion.values)
-        for dim, n in enumerate(out.shape):
-            ids = [found[d] for d in _sources(expr, fusion.values, labels, dim) if d in found]
-            if is_symbolic(n):
-                ids += filter(None, [by_symbol.get(poly_from(n))])
-            if ids:
-                found[expr.output, dim] = ids[0]
+        for at, name in enumerate(expr.outputs):
+            for dim, n in enumerate(fusion.values[name].shape):
+                sources = _sources(expr, fusion.values, labels, at, dim)
+                ids = [found[d] for d in sources if d in found]
+                if is_symbolic(n):
+                    ids += filter(None, [by_symbol.get(poly_from(n))])
+                if ids:
+                    found[name, dim] = ids[0]
     return found
 
 
 def _sources(
-    expr: Expr, values: Mapping[str, Value], labels: dims.DimMap, dim: int
+    expr: Expr, values: Mapping[str, Value], labels: dims.DimMap, at: int, dim: int
 ) -> Iterator[Dim]:
-    """Yield the operands' dims that a dim of the result comes from: with its label, and as long."""
-    shape = values[expr.output].shape
-    label = labels.result[dim]
+    """Yield the operands' dims that a dim of a result comes from: with its label, and as long."""
+    shape = values[expr.outputs[at]].shape
+    label = labels.results[at][dim]
     for x, own in zip(expr.inputs, labels.operands, strict=True):
         if not isinstance(x, str):
             continue

@@ -21,13 +21,13 @@ class Group:
     """Expressions that run as one: what a merging predicate sees.
 
     Attributes:
-        exprs: each has `.op`, `.inputs`, `.output` (names of values) and `.source`.
+        exprs: each has `.op`, `.inputs`, `.outputs` (names of values) and `.source`.
     """
 
     exprs: tuple[Expr, ...]
 
     def __str__(self) -> str:
-        return _group_text(e.output for e in self.exprs)
+        return _group_text(name for e in self.exprs for name in e.outputs)
 
     @property
     def is_reshard(self) -> bool:
@@ -77,7 +77,7 @@ class Section:
     @property
     def is_streamed(self) -> bool:
         """Whether it runs in a host loop over chunks."""
-        return self.fusion.values[self.exprs[0].output].stream is not None
+        return self.fusion.values[self.exprs[0].outputs[0]].stream is not None
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -108,9 +108,9 @@ def segment(fusion: Fusion, should_merge: ShouldMerge | None = None) -> tuple[Se
             hint="a function of two groups, for example mf.segmentation.merge_local",
         )
     groups, graph = _merged(fusion, merge)
-    check(fusion, [[e.output for e in group] for group in groups.values()])
+    check(fusion, [[n for e in group for n in e.outputs] for group in groups.values()])
     ordered = nx.lexicographical_topological_sort(graph)
-    position = {e.output: i for i, e in enumerate(fusion.exprs)}
+    position = {e.outputs[0]: i for i, e in enumerate(fusion.exprs)}
     return tuple(_section(fusion, f"seg{n}", groups[g], position) for n, g in enumerate(ordered))
 
 
@@ -125,9 +125,9 @@ def _merged(fusion: Fusion, merge: ShouldMerge) -> tuple[dict[int, list[Expr]], 
         graph.add_node(i)
         graph.add_edges_from((p, i) for p in producers)
         groups[i] = [expr]
-        owner[expr.output] = i
+        owner.update(dict.fromkeys(expr.outputs, i))
         for producer in producers:
-            here = owner[expr.output]
+            here = owner[expr.outputs[0]]
             if producer == here or not _may_merge(loops, groups, producer, here, graph, merge):
                 continue
             _absorb(graph, groups, owner, producer, here)
@@ -161,13 +161,13 @@ def check(fusion: Fusion, groups: Iterable[Iterable[str]]) -> None:
     owner = _owners(fusion, [tuple(group) for group in groups])
     graph: nx.DiGraph[tuple[str, ...]] = nx.DiGraph()
     for expr in fusion.exprs:
+        here = owner[expr.outputs[0]]
         for x in expr.reads:
-            if owner.get(x, owner[expr.output]) != owner[expr.output]:
-                graph.add_edge(owner[x], owner[expr.output], by=expr, value=x)
-    try:
-        cycle = nx.find_cycle(graph)
-    except nx.NetworkXNoCycle:
+            if owner.get(x, here) != here:
+                graph.add_edge(owner[x], here, by=expr, value=x)
+    if nx.is_directed_acyclic_graph(graph):
         return
+    cycle = nx.find_cycle(graph)  # may take a time that grows with the square of the program
     names = " and ".join(_group_text(group) for group, _ in cycle)
     raise LoweringError(
         f"the groups {names} of @{fusion.name} depend on each other in a cycle",
@@ -180,9 +180,11 @@ def check(fusion: Fusion, groups: Iterable[Iterable[str]]) -> None:
 def _owners(fusion: Fusion, groups: Iterable[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
     """Return the group of each expression's result; an expression in none is its own group."""
     owner: dict[str, tuple[str, ...]] = {}
+    named: set[str] = set()
     for group in groups:
         for name in group:
-            if name not in fusion.producers or name in owner:
+            made = fusion.producers[name].outputs if name in fusion.producers else ()
+            if not made or name in named or owner.get(name, group) is not group:
                 what = "is in two groups" if name in owner else "is no result of an expression"
                 raise LoweringError(
                     f"%{name} {what} of @{fusion.name}",
@@ -190,13 +192,18 @@ def _owners(fusion: Fusion, groups: Iterable[tuple[str, ...]]) -> dict[str, tupl
                     because="groups are made of expressions, each of which runs once",
                     hint="the expressions compute " + ", ".join(fusion.producers),
                 )
-            owner[name] = group
-    return {name: owner.get(name, (name,)) for name in fusion.producers}
+            named.add(name)
+            owner.update(dict.fromkeys(made, group))
+    return {name: owner.get(name, e.outputs) for name, e in fusion.producers.items()}
 
 
 def _dependence(edge: Mapping[str, Any]) -> str:
     expr: Expr = edge["by"]
-    return f"%{expr.output} = {expr.op} reads %{edge['value']}" + _quoted(expr.source)
+    return f"{_made_text(expr)} = {expr.op} reads %{edge['value']}" + _quoted(expr.source)
+
+
+def _made_text(expr: Expr) -> str:
+    return ", ".join(f"%{name}" for name in expr.outputs)
 
 
 def _quoted(source: Source | None) -> str:
@@ -220,7 +227,7 @@ def _may_merge(
         return False
     if not loops.may_share(first.exprs, second.exprs):
         return False
-    values = [loops.fusion.values[e.output] for g in (first, second) for e in g.exprs]
+    values = [loops.fusion.values[n] for g in (first, second) for e in g.exprs for n in e.outputs]
     if len({v.layout.mesh if v.layout else None for v in values}) > 1:
         return False
     return not (_is_indirect(graph, a, b) or _is_indirect(graph, b, a))
@@ -250,7 +257,7 @@ def _asked(merge: ShouldMerge, first: Group, second: Group) -> bool:
 def _expressions(*groups: Group) -> list[str]:
     """Return the expressions of groups as errors show them."""
     exprs = (e for group in groups for e in group.exprs)
-    return [f"{e.op} -> %{e.output}{_quoted(e.source)}" for e in exprs]
+    return [f"{e.op} -> {_made_text(e)}{_quoted(e.source)}" for e in exprs]
 
 
 class HostLoops:
@@ -265,11 +272,11 @@ class HostLoops:
 
         Several meshes may share a loop, unless each rank starts at its own chunk.
         """
-        value = self.fusion.values[expr.output]
+        value = self.fusion.values[expr.outputs[0]]
         if value.stream is None or value.layout is None:
             return None
         rotated = (value.stream.rotate, value.layout.mesh) if value.stream.rotate else None
-        return self._alike(expr.output), value.stream.chunks, rotated
+        return self._alike(value.name), value.stream.chunks, rotated
 
     def may_share(self, exprs: Iterable[Expr], more: Iterable[Expr]) -> bool:
         """Whether one loop, or none, can run `exprs` and `more`, which come after or among them."""
@@ -277,7 +284,7 @@ class HostLoops:
         key = self.key(exprs[0])
         if key != self.key(more[0]):
             return False
-        made = {e.output: e for e in (*exprs, *more)}
+        made = {name: e for e in (*exprs, *more) for name in e.outputs}
         return key is None or all(self._reads_chunks(e, made) for e in (*exprs, *more))
 
     def _reads_chunks(self, expr: Expr, made: Mapping[str, Expr]) -> bool:
@@ -305,7 +312,7 @@ def _gives_chunks(fusion: Fusion, expr: Expr) -> bool:
 
 def set_form(fusion: Fusion, expr: Expr) -> str | None:
     """Return the form of a streamed set; None for other expressions."""
-    stream = fusion.values[expr.output].stream
+    stream = fusion.values[expr.outputs[0]].stream
     if expr.op != "set" or stream is None:
         return None
     return form(fusion.layout(expr.reads[0]), fusion.layout(expr.output), stream)
@@ -325,7 +332,7 @@ def _absorb(
 ) -> None:
     groups[into] += groups.pop(group)
     for expr in groups[into]:
-        owner[expr.output] = into
+        owner.update(dict.fromkeys(expr.outputs, into))
     edges = [(p, into) for p in graph.predecessors(group) if p != into]
     edges += [(into, s) for s in graph.successors(group) if s != into]
     graph.remove_node(group)
@@ -334,16 +341,16 @@ def _absorb(
 
 def _section(fusion: Fusion, name: str, exprs: list[Expr], position: Mapping[str, int]) -> Section:
     """Return a section of some expressions; `position` says where in the fusion each stands."""
-    ordered = tuple(sorted(exprs, key=lambda e: position[e.output]))
-    made = {e.output for e in ordered}
+    ordered = tuple(sorted(exprs, key=lambda e: position[e.outputs[0]]))
+    made = [name for e in ordered for name in e.outputs]
     inputs = tuple(dict.fromkeys(x for e in ordered for x in e.reads if x not in made))
     outputs = tuple(
-        e.output
-        for e in ordered
-        if e.output in fusion.outputs
-        or any(reader.output not in made for reader in fusion.consumers[e.output])
+        name
+        for name in made
+        if name in fusion.outputs
+        or any(reader.outputs[0] not in made for reader in fusion.consumers[name])
     )
-    values = {n: fusion.values[n] for n in (*inputs, *(e.output for e in ordered))}
+    values = {n: fusion.values[n] for n in (*inputs, *made)}
     own = replace(
         fusion, name=name, values=values, exprs=ordered, inputs=inputs, outputs=outputs, reuse={}
     )

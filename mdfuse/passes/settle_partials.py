@@ -23,7 +23,7 @@ from mdfuse.layouts.layout import Layout, Placement, Replicate
 from mdfuse.mesh import DeviceMesh
 from mdfuse.passes.insert_reshards import suffix
 from mdfuse.passes.propagate_layouts import anew
-from mdfuse.passes.strategy import choose
+from mdfuse.passes.strategy import choose_here
 from mdfuse.reshard import cost
 
 name = "settle_partials"
@@ -60,7 +60,7 @@ def run(fusion: Fusion) -> Fusion:
     done: set[str] = set()
     while True:
         sweep = _Sweep(fusion)
-        for value in reversed((*fusion.inputs, *(e.output for e in fusion.exprs))):
+        for value in reversed((*fusion.inputs, *(n for e in fusion.exprs for n in e.outputs))):
             layout = fusion.values[value].layout
             if layout is not None and value not in done:
                 _settle(sweep, value, layout)
@@ -73,7 +73,7 @@ def run(fusion: Fusion) -> Fusion:
 def _settle(sweep: _Sweep, value: str, layout: Layout) -> None:
     """Decide along each Partial axis of a value whether it is reduced at once or later."""
     readers = {
-        r.output: _wanted(sweep.fusion, r, value) for r in _free_readers(sweep.fusion, value)
+        r.outputs[0]: _wanted(sweep.fusion, r, value) for r in _free_readers(sweep.fusion, value)
     }
     for axis in layout.partial_axes:
         goals = {g for g in readers.values() if axis not in g.partial_axes}
@@ -113,7 +113,8 @@ def _is_partial(fusion: Fusion, value: str, axis: str) -> bool:
 
 def _free_readers(fusion: Fusion, value: str) -> Iterator[Expr]:
     """Yield the readers, except for those whose result the user wants Partial."""
-    return (r for r in fusion.consumers[value] if not _is_wanted(fusion, r.output))
+    readers = fusion.consumers[value]
+    return (r for r in readers if not any(_is_wanted(fusion, name) for name in r.outputs))
 
 
 def _is_wanted(fusion: Fusion, value: str) -> bool:
@@ -125,7 +126,7 @@ def _is_wanted(fusion: Fusion, value: str) -> bool:
 def _price_of_result(fusion: Fusion, expr: Expr, axis: str) -> int:
     """Return the bytes it takes to reduce what an expression yields into its result's layout."""
     out, layout = fusion.values[expr.output], fusion.layout(expr.output)
-    strategy = choose(expr, fusion.values, layout)
+    strategy = choose_here(expr, fusion.values)
     assert strategy is not None
     return _bytes(out, strategy.result, axis, _common({layout}, strategy.result.mesh, axis))
 
@@ -142,11 +143,9 @@ def _bytes(value: Value, layout: Layout, axis: str, to: Placement) -> int:
 
 def _wanted(fusion: Fusion, expr: Expr, value: str) -> Layout:
     """Return the layout in which an expression reads a value; for a set, that of its result."""
-    out = fusion.layout(expr.output) if fusion.values[expr.output].is_tensor else None
-    assert out is not None
     if expr.op == "set":
-        return out
-    strategy = choose(expr, fusion.values, out)
+        return fusion.layout(expr.output)
+    strategy = choose_here(expr, fusion.values)
     assert strategy is not None
     return strategy.wanted[value]
 
@@ -159,15 +158,16 @@ def _common(goals: set[Layout], mesh: DeviceMesh, axis: str) -> Placement:
 
 def _applied(fusion: Fusion, settled: dict[str, Layout]) -> Fusion:
     """Return the fusion with these values reduced; in a copy where the user wants Partial."""
-    changed = set()
+    layouts: dict[str, Layout] = {}
+    copies = set()
     for value, layout in settled.items():
         free = [*_free_readers(fusion, value)]
         if _is_wanted(fusion, value) or len(free) < len(fusion.consumers[value]):
-            fusion, value = _with_copy(fusion, value, layout, free)
+            fusion, copy = _with_copy(fusion, value, layout, free)
+            copies.add(copy)
         else:
-            fusion = fusion.with_layouts({value: layout})
-        changed.add(value)
-    return anew(fusion, changed)
+            layouts[value] = layout
+    return anew(fusion.with_layouts(layouts), copies | layouts.keys())
 
 
 def _with_copy(
@@ -176,7 +176,7 @@ def _with_copy(
     """Return the fusion in which some readers read a copy in another layout, and its name."""
     copy = fresh_name(fusion.values, f"{value}.{suffix(layout)}")
     of = replace(fusion.values[value], name=copy, layout=layout, stream=None, is_law=False)
-    made = Expr(op="set", inputs=(value,), output=copy, source=readers[0].source)
+    made = Expr(op="set", inputs=(value,), outputs=(copy,), source=readers[0].source)
     exprs: list[Expr] = []
     for expr in fusion.exprs:
         if expr is readers[0]:

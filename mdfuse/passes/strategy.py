@@ -24,11 +24,17 @@ class Strategy:
 
     Attributes:
         wanted: value name -> the layout that the expression reads it in.
-        result: the layout of what it yields.
+        results: the layouts of what it yields, one for each result.
     """
 
     wanted: Mapping[str, Layout]
-    result: Layout
+    results: tuple[Layout, ...]
+
+    @property
+    def result(self) -> Layout:
+        """The layout of the only result."""
+        (layout,) = self.results
+        return layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,41 +44,64 @@ class _Operand:
     layout: Layout | None
 
 
-def choose(expr: Expr, values: Mapping[str, Value], law: Layout | None = None) -> Strategy | None:
+@dataclass(frozen=True, slots=True)
+class _Result:
+    value: Value
+    labels: Labels
+    #: the layout that it must have in the end, where that is on the expression's mesh
+    law: Layout | None
+
+    def wanted(self, axis: str) -> Placement | None:
+        return self.law.placement(axis) if self.law is not None else None
+
+    def allows(self, axis: str, label: int | None) -> bool:
+        """Whether the law, if there is one, splits the result's dim with this label."""
+        wanted = self.wanted(axis)
+        return wanted is None or (isinstance(wanted, Shard) and self.labels[wanted.dim] == label)
+
+
+def choose(expr: Expr, values: Mapping[str, Value], *laws: Layout | None) -> Strategy | None:
     """Return the strategy of an expression; None while nothing around it has a layout.
 
     Args:
         expr: the expression.
         values: all values; operands without a layout have no say.
-        law: the layout that the result must have in the end.
+        laws: for each result the layout that it must have in the end; none: there are no laws.
     """
+    law = laws[0] if laws else None
     if expr.op == "stride_order" and law is not None:
         # A memory order is required of the value where it is in the end, so a reshard comes before.
-        return Strategy(wanted=dict.fromkeys(expr.reads, law), result=law)
+        return Strategy(wanted=dict.fromkeys(expr.reads, law), results=(law,))
+    laws = laws or (None,) * len(expr.outputs)
     if active_assumptions() is not None:  # each decision about a symbolic extent leaves a guard
-        return _chosen(expr, values, law)
-    names, key = _question(expr, values, law)
+        return _chosen(expr, values, laws)
+    names, key = _question(expr, values, laws)
     answer = CHOICES.find(key)
     if answer is None:
-        strategy = _chosen(expr, values, law)
+        strategy = _chosen(expr, values, laws)
         if strategy is None:
             return None
-        answer = tuple(strategy.wanted[name] for name in names), strategy.result
+        answer = tuple(strategy.wanted[name] for name in names), strategy.results
         CHOICES.put(key, answer)
-    wanted, result = answer
-    return Strategy(wanted=dict(zip(names, wanted, strict=True)), result=result)
+    wanted, results = answer
+    return Strategy(wanted=dict(zip(names, wanted, strict=True)), results=results)
 
 
-#: What was chosen: layouts of the operands and of the result. Passes ask several times about an
+def choose_here(expr: Expr, values: Mapping[str, Value]) -> Strategy | None:
+    """Return the strategy of an expression whose results are to have the layouts in `values`."""
+    return choose(expr, values, *(values[name].layout for name in expr.outputs))
+
+
+#: What was chosen: layouts of the operands and of the results. Passes ask several times about an
 #: expression, and layers of a model ask the same.
-CHOICES: Cache[tuple[tuple[Layout, ...], Layout]] = Cache(limit=16384)
+CHOICES: Cache[tuple[tuple[Layout, ...], tuple[Layout, ...]]] = Cache(limit=16384)
 
 #: The labels of dims, by op, shapes and attributes.
 LABELS: Cache[DimMap] = Cache(limit=16384)
 
 
 def _question(
-    expr: Expr, values: Mapping[str, Value], law: Layout | None
+    expr: Expr, values: Mapping[str, Value], laws: tuple[Layout | None, ...]
 ) -> tuple[tuple[str, ...], Hashable]:
     """Return the tensors that an expression reads, and all that `_chosen` sees but their names."""
     places: dict[str, int] = {}
@@ -86,41 +115,49 @@ def _question(
     for name in places:
         v = values[name]
         operands.append((v.shape, v.dtype, v.expanded, v.layout))
-    out = values[expr.output]
-    result = out.shape, out.dtype, out.expanded
-    key = expr.op, expr.attrs, tuple(pattern), tuple(operands), result, law
+    made = tuple([_form(values[name]) for name in expr.outputs])
+    key = expr.op, expr.attrs, tuple(pattern), tuple(operands), made, laws
     return tuple(places), key
 
 
-def _chosen(expr: Expr, values: Mapping[str, Value], law: Layout | None) -> Strategy | None:
+def _form(value: Value) -> Hashable:
+    return value.shape, value.dtype, value.expanded
+
+
+def _chosen(
+    expr: Expr, values: Mapping[str, Value], laws: tuple[Layout | None, ...]
+) -> Strategy | None:
     operands, labels = _operands(expr, values)
-    mesh = _mesh(operands, law)
+    mesh = _mesh(operands, laws)
     if mesh is None:
         return None
     here = [
         _Operand(o.value, o.labels, o.layout if o.layout and o.layout.mesh == mesh else None)
         for o in operands
     ]
-    out = values[expr.output]
-    law_here = law if law is not None and law.mesh == mesh else None
+    results = [
+        _Result(values[name], of, law if law is not None and law.mesh == mesh else None)
+        for name, of, law in zip(expr.outputs, labels.results, laws, strict=True)
+    ]
     chosen: dict[str, int | str | None] = {}
     for axis in mesh.axes:
         if mesh.axis_size(axis) > 1:
-            chosen[axis] = _vote(expr, axis, here, labels, out, law_here)
-    splits = _splits(mesh, chosen, here, labels, law_here)
+            chosen[axis] = _vote(expr, axis, mesh, here, labels, results)
+    splits = _splits(mesh, chosen, here, labels, results)
     wanted = {
         o.value.name: _layout(mesh, o.labels, splits, _partials(chosen, o, mesh)) for o in here
     }
     passed = {a: Partial(op) for a, op in chosen.items() if isinstance(op, str)}
-    reduced = {
-        axis: Partial(labels.reduces[label])
-        for label, axes in splits.items()
-        if label in labels.reduces
-        for axis in axes
-    }
-    return Strategy(
-        wanted=wanted, result=_layout(mesh, labels.result, splits, {**passed, **reduced})
-    )
+    made = []
+    for result in results:
+        reduced = {
+            axis: Partial(labels.reduces[label])
+            for label, axes in splits.items()
+            if label not in result.labels
+            for axis in axes
+        }
+        made.append(_layout(mesh, result.labels, splits, {**passed, **reduced}))
+    return Strategy(wanted=wanted, results=tuple(made))
 
 
 def dim_map(expr: Expr, values: Mapping[str, Value]) -> DimMap:
@@ -128,7 +165,7 @@ def dim_map(expr: Expr, values: Mapping[str, Value]) -> DimMap:
     shapes = tuple(
         values[x].shape if isinstance(x, str) and values[x].is_tensor else None for x in expr.inputs
     )
-    rule, out = TABLE[expr.op].rule, values[expr.output].shape
+    rule, out = TABLE[expr.op].rule, values[expr.outputs[0]].shape
     if active_assumptions() is not None:
         return rule(shapes, out, expr.kwargs)
     key = rule, shapes, out, expr.attrs
@@ -152,36 +189,37 @@ def _operands(expr: Expr, values: Mapping[str, Value]) -> tuple[list[_Operand], 
         _Operand(values[x], _without(each[0], clashing), values[x].layout)
         for x, each in read.items()
     ]
-    result = _without(labels.result, clashing)
+    results = tuple(_without(of, clashing) for of in labels.results)
     reduces = {label: op for label, op in labels.reduces.items() if label not in clashing}
-    return operands, replace(labels, result=result, reduces=reduces)
+    return operands, replace(labels, results=results, reduces=reduces)
 
 
 def _without(labels: Labels, whole: Set[int | None]) -> Labels:
     return tuple(None if x in whole else x for x in labels)
 
 
-def _mesh(operands: Sequence[_Operand], law: Layout | None) -> DeviceMesh | None:
-    """Return the mesh of an expression: of several the law's, else the one with most bytes."""
+def _mesh(operands: Sequence[_Operand], laws: Sequence[Layout | None]) -> DeviceMesh | None:
+    """Return the mesh of an expression: of several a law's, else the one with most bytes."""
     weight: dict[DeviceMesh, int] = {}
     for o in operands:
         if o.layout is not None:
             weight[o.layout.mesh] = weight.get(o.layout.mesh, 0) + o.value.bytes
-    if law is not None and (law.mesh in weight or not weight):
-        return law.mesh
+    for law in laws:
+        if law is not None and (law.mesh in weight or not weight):
+            return law.mesh
     return max(weight, key=lambda m: weight[m]) if weight else None
 
 
 def _vote(
     expr: Expr,
     axis: str,
+    mesh: DeviceMesh,
     operands: Sequence[_Operand],
     labels: DimMap,
-    out: Value,
-    law: Layout | None,
+    results: Sequence[_Result],
 ) -> int | str | None:
     """Choose what an axis does: split a label, leave a reduce op Partial, or neither (None)."""
-    passed = _passes_partial(expr, axis, operands, labels, out)
+    passed = _passes_partial(expr, axis, operands, labels, results[0].value)
     if passed is not None:
         return passed
     candidates: list[int | None] = []
@@ -191,36 +229,32 @@ def _vote(
         if isinstance(placement, Shard):
             candidates.append(o.labels[placement.dim])
         moves = moves or isinstance(placement, Partial)
-    law_placement = law.placement(axis) if law is not None else None
-    if not candidates and not isinstance(law_placement, Shard):
+    asked = [(r.labels, p) for r in results if isinstance(p := r.wanted(axis), Shard)]
+    if not candidates and not asked:
         return None
-    if candidates and not moves and _is_free(candidates, labels, law_placement):
+    if candidates and not moves and _is_free(candidates, axis, results):
         return candidates[0]
     if len(candidates) > 1 and _is_contracted(candidates, labels):
         return candidates[0]
-    if isinstance(law_placement, Shard):
-        candidates.append(labels.result[law_placement.dim])
-    candidates = [c for c in candidates if c is not None and _can_split(c, labels)]
+    candidates += [of[placement.dim] for of, placement in asked]
+    candidates = [c for c in candidates if labels.may_split(c)]
     if not candidates:
         return None
     kept = _stays(expr, axis, operands, labels)
-    if kept in candidates and (
-        law_placement is None
-        or (isinstance(law_placement, Shard) and labels.result[law_placement.dim] == kept)
-    ):
+    if kept in candidates and all(r.allows(axis, kept) for r in results):
         return kept
-    n = (law or next(o.layout for o in operands if o.layout)).mesh.axis_size(axis)
+    n = mesh.axis_size(axis)
     options = [*dict.fromkeys(candidates), None]
-    prices = [_price(c, axis, n, operands, labels, out, law_placement) for c in options]
+    prices = [_price(c, axis, n, operands, labels, results) for c in options]
     return options[prices.index(min(prices))]
 
 
-def _is_free(candidates: Sequence[int | None], labels: DimMap, law: Placement | None) -> bool:
-    """Whether all split operands are split on one label, and the result may stay split on it."""
+def _is_free(candidates: Sequence[int | None], axis: str, results: Sequence[_Result]) -> bool:
+    """Whether all split operands are split on one label, and the results may stay split on it."""
     (label, *others) = candidates
-    if label is None or label not in labels.result or any(c != label for c in others):
+    if label is None or any(c != label for c in others):
         return False
-    return law is None or (isinstance(law, Shard) and labels.result[law.dim] == label)
+    return all(label in r.labels and r.allows(axis, label) for r in results)
 
 
 def _is_contracted(candidates: Sequence[int | None], labels: DimMap) -> bool:
@@ -247,18 +281,13 @@ def _stays(expr: Expr, axis: str, operands: Sequence[_Operand], labels: DimMap) 
     return None
 
 
-def _can_split(label: int, labels: DimMap) -> bool:
-    return label in labels.result or label in labels.reduces
-
-
 def _price(
     label: int | None,
     axis: str,
     n: int,
     operands: Sequence[_Operand],
     labels: DimMap,
-    out: Value,
-    law: Placement | None,
+    results: Sequence[_Result],
 ) -> int:
     """Return the bytes that reach a rank if `axis` (n ranks) splits `label`, in units of 1 / n²."""
     total = 0
@@ -268,15 +297,16 @@ def _price(
             if label is not None and label in o.labels:
                 wanted = Shard(o.labels.index(label))
             total += _change(o.layout.placement(axis), wanted, n) * o.value.bytes
-    result: Placement = Replicate()
-    if label is not None:
-        result = (
-            Shard(labels.result.index(label))
-            if label in labels.result
-            else Partial(labels.reduces[label])
-        )
-    goal = law if law is not None else (Replicate() if isinstance(result, Partial) else result)
-    return total + _change(result, goal, n) * out.bytes
+    for r in results:
+        made: Placement = Replicate()
+        if label is not None:
+            is_kept = label in r.labels
+            made = Shard(r.labels.index(label)) if is_kept else Partial(labels.reduces[label])
+        goal = r.wanted(axis)
+        if goal is None:
+            goal = Replicate() if isinstance(made, Partial) else made
+        total += _change(made, goal, n) * r.value.bytes
+    return total
 
 
 def _change(before: Placement, after: Placement, n: int) -> int:
@@ -333,7 +363,7 @@ def _splits(
     chosen: Mapping[str, int | str | None],
     operands: Sequence[_Operand],
     labels: DimMap,
-    law: Layout | None,
+    results: Sequence[_Result],
 ) -> dict[int, tuple[str, ...]]:
     """Return label -> the axes that split it, outermost first, where the boundaries allow it."""
     splits: dict[int, tuple[str, ...]] = {}
@@ -344,8 +374,11 @@ def _splits(
             for o in operands
             if o.layout is not None and label in o.labels
         ]
-        if law is not None and label in labels.result:
-            orders.append(law.split_axes(labels.result.index(label)))
+        orders += [
+            r.law.split_axes(r.labels.index(label))
+            for r in results
+            if r.law is not None and label in r.labels
+        ]
         axes = next((o for o in orders if sorted(o) == sorted(axes)), axes)
         while axes and not labels.fits(label, tuple(mesh.axis_size(a) for a in axes)):
             axes = axes[:-1]

@@ -41,8 +41,9 @@ def run(fusion: Fusion) -> Fusion:
             values[value.name] = replace(value, layout=layout, stream=value.layout.stream)
     fusion = check_lengths(replace(fusion, values=values))
     for expr in fusion.exprs:
-        if values[expr.output].stream is not None:
-            _check(fusion, expr)
+        for name in expr.outputs:
+            if values[name].stream is not None:
+                _check(fusion, expr, name)
     return fusion
 
 
@@ -92,7 +93,7 @@ def streamed_alike(fusion: Fusion) -> Callable[[str], object]:
 
 def _corresponding(expr: Expr, values: Mapping[str, Value]) -> Iterable[list[tuple[str, int]]]:
     """Yield the dims of operands and result that are streamed together, as (value, dim)."""
-    out = values[expr.output]
+    out = values[expr.outputs[0]]
     if not out.is_tensor:
         return
     if out.stream is not None:
@@ -101,7 +102,7 @@ def _corresponding(expr: Expr, values: Mapping[str, Value]) -> Iterable[list[tup
         yield [(out.name, out.stream.dim), *read]
     labels = dim_map(expr, values)
     found: dict[int, list[tuple[str, int]]] = {}
-    names, dims_of = (*expr.inputs, expr.output), (*labels.operands, labels.result)
+    names, dims_of = (*expr.inputs, *expr.outputs), (*labels.operands, *labels.results)
     for name, dims in zip(names, dims_of, strict=True):
         for dim, label in enumerate(dims):
             if isinstance(name, str) and label is not None:
@@ -130,12 +131,16 @@ def check_lengths(fusion: Fusion) -> Fusion:
     return fusion
 
 
-def _check(fusion: Fusion, expr: Expr) -> None:
+def _check(fusion: Fusion, expr: Expr, name: str) -> None:
     """Raise LoweringError where the result cannot be computed in chunks of its streamed dim."""
-    value = fusion.values[expr.output]
+    value = fusion.values[name]
     assert value.stream is not None
     dim, what = value.stream.dim, expr.op
-    if expr.op == "reshape":
+    if len(expr.outputs) > 1:
+        is_possible = False
+        because = f"{expr.op} computes {len(expr.outputs)} results at once, and these whole"
+        hint = f"stream a set of it: fd.ops.set({name}).on(..., stream=...)"
+    elif expr.op == "reshape":
         is_possible = _kept_dim(expr, fusion.values, dim) is not None
         what += f"{fusion.values[expr.reads[0]].shape} -> {value.shape}"
         because, hint = _RESHAPED

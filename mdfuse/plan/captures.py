@@ -70,15 +70,16 @@ class _CudaRecording:
     """A CUDA graph; its memory goes back to the allocator only when no replay is under way."""
 
     graph: torch.cuda.CUDAGraph
-    device: torch.device
+    recorder: CudaRecorder
     replay: Callable[[], None] = field(init=False)  # the graph's own: each run calls it
 
     def __post_init__(self) -> None:
         self.replay = self.graph.replay
 
     def reset(self) -> None:
-        torch.cuda.synchronize(self.device)
+        torch.cuda.synchronize(self.recorder.device)
         self.graph.reset()
+        self.recorder.living -= 1
 
 
 @dataclass(slots=True)
@@ -87,17 +88,24 @@ class CudaRecorder:
 
     They share what memory they need for themselves: they are replayed one after the other. What is
     left for later calls is held as long as they are, so no other graph writes there.
+
+    Attributes:
+        living: how many graphs there are.
+        pool: their memory; torch gives it up with the last of them.
     """
 
     device: torch.device
     stream: torch.cuda.Stream
-    pool: Any = field(default_factory=torch.cuda.graph_pool_handle)
+    living: int = 0
+    pool: Any = None
 
     def record(self, run: Callable[[], list[Any]]) -> tuple[list[Any], Recording]:
         """Capture what a function queues, and return its results and the graph.
 
         Other threads may use CUDA meanwhile: the libraries' watchdogs query events.
         """
+        if not self.living:
+            self.pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
@@ -111,4 +119,5 @@ class CudaRecorder:
                 raise
             torch.cuda.set_stream(self.stream)
             graph.capture_end()
-        return results, _CudaRecording(graph, self.device)
+        self.living += 1
+        return results, _CudaRecording(graph, self)

@@ -35,6 +35,8 @@ from mdfuse.plan.lines import Line, SlotRef, drop
 def compute(i: Instruction, context: Context) -> list[Line]:
     """Return the calls of an op of the table, on this rank's parts."""
     row = ops.TABLE[i.fn]
+    if row.results > 1:
+        return _several(i, row, context)
     (output,) = i.outputs
     shape = context.local(output)
     if context.type(output).layout is None:
@@ -54,6 +56,30 @@ def compute(i: Instruction, context: Context) -> list[Line]:
         line = Line(run=write, args=_operands(i, context), kwargs=kwargs)
         return [*new_buffer(output, i.order, context), line]
     return _filled(i, row, attrs, context) or _bound(i, row, attrs, context)
+
+
+def _several(i: Instruction, row: ops.Op, context: Context) -> list[Line]:
+    """Return the calls of an op with several results: one, and copies into buffers that are there.
+
+    A result whose name has no buffer is bound.
+    """
+    if all(math.prod(context.local(name)) == 0 for name in i.outputs):
+        return [line for name in i.outputs for line in empty(name, None, context)]
+    facts = [context.fact(x) for x in i.reads if _is_tensor(x, context)]
+    is_dense = is_dense_result(row, facts)
+    into, behind, nbytes = [], list[Line](), 0
+    for name in i.outputs:
+        shape, dtype = context.local(name), context.type(name).dtype
+        nbytes += math.prod(shape) * dtype.itemsize
+        if context.has_buffer(name):
+            into.append(made := context.new_slot())
+            behind += [Line(run="copy_", args=(context.ref(name), SlotRef(made))), drop(made)]
+            continue
+        into.append(context.slot(name))
+        context.know(name, torch.empty(shape, dtype=dtype, device="meta") if is_dense else None)
+    args = _operands(i, context)
+    line = Line(run=row.call, args=args, kwargs=i.attrs, into=tuple(into), makes=nbytes)
+    return [line, *behind]
 
 
 def _ordered_write(i: Instruction, row: ops.Op, context: Context) -> Write | None:

@@ -179,15 +179,16 @@ def _following(instructions: Sequence[Instruction], n: int) -> Instruction | Non
 def local_step(i: Instruction, context: Context) -> Step:
     """Return the step of an instruction without communication."""
     inputs = tuple(context.slot(x) for x in i.reads)
-    (name,) = i.outputs
+    name = i.outputs[0]
     is_bound = context.has_buffer(name)
     lines = tuple(_prepared(i, context))
-    context.bind_name(name, None if is_bound else shared_operand(i))
+    for made in i.outputs:
+        context.bind_name(made, None if is_bound else shared_operand(i))
     if i.op == "alloc" and not is_bound:
         context.allocated[name] = i.kwargs.get("memory", "device")
     if i.fn == "expand":
         context.expanded[name] = _expanded_dims(i, context)
-    outputs = (context.slot(name),)
+    outputs = tuple(context.slot(made) for made in i.outputs)
     op = "fill" if "fill" in i.kwargs else i.op  # work, while an alloc is the host's alone
     return Step(lines=lines, label=label(i), op=op, outputs=outputs, inputs=inputs)
 

@@ -10,7 +10,9 @@ from torch import Tensor
 from mdfuse.errors import ProgramError
 from mdfuse.extents.extent import Extent
 from mdfuse.frontend.definition import FusionDefinition
+from mdfuse.ir.calls import in_order
 from mdfuse.ir.graph import Fusion
+from mdfuse.ir.infer import as_results
 from mdfuse.ir.numbers import as_number, scalar_call
 from mdfuse.ir.ops import TABLE
 from mdfuse.ir.symbolic import with_known_extents
@@ -49,15 +51,15 @@ def reference(definition: FusionDefinition | Fusion, inputs: Sequence[Any]) -> l
     for expr in fusion.exprs:
         operands = [known[x] if isinstance(x, str) else x for x in expr.inputs]
         attrs = expr.kwargs
-        if not fusion.values[expr.output].is_tensor:
+        if not fusion.values[expr.outputs[0]].is_tensor:
             known[expr.output] = scalar_call(lambda *a: TABLE[expr.op].call(*a, **attrs), operands)  # noqa: B023
             continue
         if TABLE[expr.op].is_creation:
             attrs["device"] = device
-        known[expr.output] = TABLE[expr.op].call(*operands, **attrs)
-        if fusion.values[expr.output].is_order_required:
-            order = fusion.values[expr.output].order
-            known[expr.output] = TABLE["stride_order"].call(known[expr.output], order=order)
+        made = as_results(TABLE[expr.op].call(*operands, **attrs))
+        for name, x in zip(expr.outputs, made, strict=True):
+            value = fusion.values[name]
+            known[name] = in_order(x, order=value.order) if value.is_order_required else x
     return [known[name] for name in fusion.outputs]
 
 

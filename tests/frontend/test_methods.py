@@ -113,7 +113,10 @@ WRONG: dict[str, tuple[Typed, tuple[str, ...]]] = {
     "device": (lambda ops, x: x.device, ("no 'device'",)),
     "backward": (lambda ops, x: x.backward(), ("forward only",)),
     "misspelled": (lambda ops, x: x.squeze(0), ("no 'squeze'", "docs/operations.md")),
-    "topk": (lambda ops, x: x.topk(2), ("no 'topk'", "docs/operations.md")),
+    "cumsum": (lambda ops, x: x.cumsum(0), ("no 'cumsum'", "docs/operations.md")),
+    "topk of too many": (lambda ops, x: x.topk(5), ("with k=5", "4 elements", "from 0 to 4")),
+    "topk of fewer than none": (lambda ops, x: ops.topk(x, -1, 0), ("k=-1", "5 elements")),
+    "sort along no dim": (lambda ops, x: x.sort(2), ("dims (2,)", "from -2 to 1")),
     "tile": (lambda ops, x: torch.tile(x, (1, 2)), ("torch.tile", "x.repeat(1, 2)")),
     "unheard": (lambda ops, x: x.qqqq, ("no 'qqqq'", "docs/operations.md")),
     # -- arguments
@@ -158,11 +161,19 @@ WRONG: dict[str, tuple[Typed, tuple[str, ...]]] = {
     "loss of old": (lambda ops, x: F.mse_loss(x, x, size_average=False), ("'size_average'",)),
     "table first": (lambda ops, x: torch.embedding(x, x[0].int()), ("torch.embedding",)),
     "loss": (lambda ops, x: F.mse_loss(x, x, reduction="median"), ("'median'", "'mean'")),
+    "targets of other rows": (
+        lambda ops, x: F.cross_entropy(x, x.argmax(0)), ("cross_entropy of %x", "i64[4]")),
+    "classes of integers": (
+        lambda ops, x: F.cross_entropy(x.long(), x.argmax(1)), ("i64[5,4]", "[rows, classes]")),
+    "smoothing": (
+        lambda ops, x: F.cross_entropy(x, x.argmax(1), label_smoothing=2), ("from 0 to 1",)),
+    "weights of classes": (
+        lambda ops, x: F.cross_entropy(x, x.argmax(1), x[0]), ("cross_entropy",)),
     "a value instead of a list": (lambda ops, x: torch.stack(x), ("cannot be iterated",)),
     "a tensor to be": (lambda ops, x: torch.tensor(x), ("len(", "a tensor that exists")),
     "a numpy array": (lambda ops, x: np.ones(4) * x, ("ndarray is no operand",)),
     # -- functions of torch
-    "sort": (lambda ops, x: torch.sort(x), ("torch.sort", "no operation")),
+    "cummax": (lambda ops, x: torch.cummax(x, 0), ("torch.cummax", "no operation")),
     "one dim of several": (lambda ops, x: ops.sum(x, dim=()), ("dim = ()", "dims=()")),
     "dropout": (lambda ops, x: F.dropout(x), ("torch.nn.functional.dropout", "seed=")),
     "einsum": (lambda ops, x: torch.einsum("ij->i", x), ("einsum",)),
@@ -195,7 +206,7 @@ def test_an_unknown_attribute_is_an_attribute_error() -> None:
     """So that `hasattr` says what it should."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([5, 4])
-    assert not hasattr(x, "topk") and not hasattr(x, "__array__") and hasattr(x, "softmax")
+    assert not hasattr(x, "cumsum") and not hasattr(x, "__array__") and hasattr(x, "softmax")
 
 
 def test_in_place_operators_bind_a_new_value() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from mdfuse.ir import dims
 from mdfuse.ir.attributes import Attr
-from mdfuse.ir.ops import Op
+from mdfuse.ir.ops import TABLE, Op
 
 Shape = tuple[int, ...]
 
@@ -43,6 +43,8 @@ def drawn_attr(drawn: random.Random, a: Attr, operand: Shape | None) -> Any:
 
 def drawn_call(drawn: random.Random, row: Op) -> tuple[list[Any], dict[str, Any]]:
     """Operands and attributes; many of the operands have one shape, or the same last dims."""
+    if row.name == "attention_grad":
+        return _gradient_call(drawn)
     least, most = row.operands
     first, found = drawn_shape(drawn), []
     for at in range(drawn.randint(least, least + 2 if most is None else most)):
@@ -64,8 +66,21 @@ def drawn_call(drawn: random.Random, row: Op) -> tuple[list[Any], dict[str, Any]
     return tensors, {a.name: drawn_attr(drawn, a, operand) for a in given}
 
 
-def of_torch(call: Callable[..., Any], *operands: Any, **attrs: Any) -> Shape | None:
+def _gradient_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
+    """What attention takes and gives, and a cotangent, which does not always fit."""
+    (q, k, v, *mask), attrs = drawn_call(drawn, TABLE["attention"])
     try:
-        return tuple(call(*operands, **attrs).shape)
+        out, sums = TABLE["attention"].call(q, k, v, *mask, **attrs)
+    except (RuntimeError, TypeError, ValueError):
+        out, sums = q, q
+    ct = out if drawn.random() < 0.9 else torch.ones(drawn_shape(drawn))
+    return [q, k, v, out, sums, ct, *mask], attrs
+
+
+def of_torch(call: Callable[..., Any], *operands: Any, **attrs: Any) -> tuple[Shape, ...] | None:
+    """The shapes of the results by torch; None where it refuses."""
+    try:
+        made = call(*operands, **attrs)
+        return tuple(tuple(x.shape) for x in (made if isinstance(made, tuple) else (made,)))
     except (RuntimeError, TypeError, ValueError, IndexError, AssertionError):
         return None

@@ -267,6 +267,21 @@ def reductions(draw: st.DrawFn, shape: tuple[int, ...], dtype: torch.dtype) -> S
 
 
 @st.composite
+def rankings(draw: st.DrawFn, shape: tuple[int, ...], dtype: torch.dtype) -> Step:
+    """One or both results of an op that has two."""
+    dim, down = draw(st.integers(0, len(shape) - 1)), draw(st.booleans())
+    k, kept = draw(st.integers(0, shape[dim])), draw(st.sampled_from(["values", "both"]))
+    if dtype != torch.bool and draw(st.booleans()):  # which of equal elements topk takes is open
+        return method(f"topk {k} {dim} {down}", lambda x: x.topk(k, dim, down).values)
+
+    def both(x: Any) -> Any:
+        values, indices = x.sort(dim=dim, descending=down, stable=True)
+        return values if kept == "values" else (values + indices % 2).to(x.dtype)
+
+    return method(f"sort {dim} {down}: {kept}", both)
+
+
+@st.composite
 def with_operand(
     draw: st.DrawFn, shape: tuple[int, ...], dtype: torch.dtype, where: Sequence[DeviceMesh]
 ) -> Step:
@@ -294,6 +309,7 @@ def operations(draw: st.DrawFn, x: Tensor, where: Sequence[DeviceMesh]) -> Step:
         kinds.append(with_operand(shape, dtype, where))
         if shape:
             kinds.append(reductions(shape, dtype))
+            kinds.append(rankings(shape, dtype))
     return draw(st.one_of(kinds))
 
 

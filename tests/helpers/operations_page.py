@@ -18,7 +18,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
 _WIDTH = 120
 
 #: What a reader may look for; the page says of these that they are not there, while they are not.
-_WANTED = ("cumsum", "sort", "topk", "gather", "scatter", "einsum", "flip", "roll")
+_WANTED = ("cumsum", "gather", "scatter", "einsum", "flip", "roll")
 
 
 def _call(name: str) -> str:
@@ -70,7 +70,7 @@ def page(text: str) -> str:
     """The page with its lists anew; each stands in the section that is named so."""
     families = {
         "Elementwise": (ops.pointwise,),
-        "Reductions": (ops.reductions, ops.extremes),
+        "Reductions": (ops.reductions, ops.extremes, ops.ordering),
         "Tensors of numbers": (ops.creations,),
         "Shapes and the order of dims": (ops.views,),
         "Parts": (ops.parts,),
@@ -90,7 +90,7 @@ def page(text: str) -> str:
         text = before + _wrapped(f"{start}{plain_names(operands)}.") + "\n" + rest
     before, heading, rest = text.partition("There is no `")
     absent = "`, `".join(name for name in _WANTED if name not in ops.BY_NAME)
-    return before + heading + absent + rest[rest.index("`, convolution") :]
+    return before + heading + absent + rest[rest.index("` or convolution") :]
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def layout(draw: random.Random, rank: int) -> Layout:
 
 def step(draw: random.Random, h: mf.ops.Handle, x: Tensor) -> tuple[mf.ops.Handle, Tensor]:
     """One more operation, in both worlds."""
-    match draw.randrange(6):
+    match draw.randrange(8):
         case 0:
             return h.permute(1, 0), x.T
         case 1:
@@ -39,6 +39,16 @@ def step(draw: random.Random, h: mf.ops.Handle, x: Tensor) -> tuple[mf.ops.Handl
             return h.sum(0, keepdim=True) + h, x.sum(0, keepdim=True) + x
         case 4:
             return mf.ops.set(h), x
+        case 5:
+            dim, down = draw.randrange(2), draw.random() < 0.5
+            both, plain = h.sort(dim=dim, descending=down), x.sort(dim=dim, descending=down)
+            return both.values, plain.values
+        case 6:
+            dim = draw.randrange(2)
+            both, plain = h.sort(dim=dim, stable=True), x.sort(dim=dim, stable=True)
+            if draw.random() < 0.5:
+                both.indices.on(layout(draw, 2))
+            return both.indices + both.values, plain.indices + plain.values
         case _:
             return h[:, :], x
 

@@ -147,6 +147,25 @@ CASES |= {
     "argmin": ("i", lambda i: (torch.argmin(i), i.argmin(0), (i % 3).argmin(-1, True))),
     "amin": ("a", lambda a: (a.amin((0, 1)), torch.amin(a, -1, True))),
     "amax": ("a", lambda a: (a.amax((0, 1)), torch.amax(a, -1, True))),
+    "topk": (
+        "x", lambda x: (*x.topk(2), *torch.topk(x, 3, dim=0), torch.topk(x, 0, 1).values)),
+    "topk-smallest": (
+        "a", lambda a: (*torch.topk(a, 4, 1, largest=False), a.topk(1, -1, False, True).indices)),
+    "topk-nan": ("x", lambda x: (*x.log().topk(3, 0), *x.log().topk(4, 1, largest=False))),
+    "topk-scalar": ("s", lambda s: (*s.topk(1), *torch.topk(s, 1, 0))),
+    "sort": (
+        "x", lambda x: (*x.sort(), *torch.sort(x, 0, True), *torch.sort(x, dim=-1).values.sort(0))),
+    "sort-stable": (
+        "i", lambda i: (*(i % 2).sort(dim=0, stable=True), *torch.sort(i % 3, stable=True))),
+    "sort-stable-down": ("i", lambda i: torch.sort(i % 2, descending=True, stable=True)),
+    "sort-bool": ("m", lambda m: (m.sort(0).values, m.sort(1, True).values)),
+    "sort-nan": ("x", lambda x: (x.log().sort(0).values, x.log().sort(descending=True).values)),
+    "sort-scalar": ("s", lambda s: (*s.sort(), *torch.sort(s, -1))),
+    "argsort": ("x", lambda x: (x.argsort(), torch.argsort(x, 0, True), x.argsort(stable=True))),
+    "var_mean": ("a", lambda a: (*torch.var_mean(a), *torch.var_mean(a, (0, 2), keepdim=True))),
+    "var_mean-correction": ("a", lambda a: torch.var_mean(a, (0, 2), correction=0)),
+    "var_mean-narrow": ("h", lambda h: torch.var_mean(h, 1, correction=2)),
+    "std_mean": ("x", lambda x: (*torch.std_mean(x, 0), *torch.std_mean(x, -1, keepdim=True))),
     "count_nonzero": ("i", lambda i: (torch.count_nonzero(i - 1), (i > 0).count_nonzero(0))),
     "var": ("x", lambda x: (x.var(), x.var(0), torch.var(x, 1, keepdim=True), x.var(0, False))),
     "var-correction": ("a", lambda a: (torch.var(a, (0, 1), correction=0), a.var(correction=2))),
@@ -184,6 +203,40 @@ CASES |= {
         "q", lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True)),
     "scaled_dot_product_attention-gqa": (
         "q k", lambda q, k: F.scaled_dot_product_attention(q, k, k, enable_gqa=True)),
+    "cross_entropy": (
+        "x i", lambda x, i: (
+            F.cross_entropy(x, i.remainder(4)[:, 0]),
+            F.cross_entropy(x, i.remainder(4)[:, 1], reduction="none"),
+            F.cross_entropy(x, i.remainder(4)[:, 2], reduction="sum", label_smoothing=0.25),
+        ),
+    ),
+    "cross_entropy-ignored": (
+        "x i", lambda x, i: (
+            F.cross_entropy(x, i.remainder(4)[:, 0], ignore_index=1),
+            F.cross_entropy(x, i[:, 0] * 0 - 100),
+            F.cross_entropy(x, i[:, 0] * 0 + 9, ignore_index=9),
+            F.cross_entropy(x, i.remainder(5)[:, 1] - 1, ignore_index=-1, reduction="none"),
+            F.cross_entropy(x, i.remainder(4)[:, 2], ignore_index=0, label_smoothing=1.0),
+        ),
+    ),
+    "cross_entropy-more dims": (
+        "a i", lambda a, i: (
+            F.cross_entropy(a, i[:2].remainder(5)),
+            F.cross_entropy(a, i[:2].remainder(5), reduction="none", label_smoothing=0.5),
+        ),
+    ),
+    "cross_entropy-vector": ("v i", lambda v, i: F.cross_entropy(v, i[0, 0].remainder(4))),
+    "cross_entropy-probabilities": (
+        "x y", lambda x, y: (
+            F.cross_entropy(x, y.softmax(1)), F.cross_entropy(x, y, reduction="none"),
+            F.cross_entropy(x, y.softmax(1), label_smoothing=0.5, reduction="sum"),
+        ),
+    ),
+    "cross_entropy-narrow": ("h i", lambda h, i: F.cross_entropy(h, i.remainder(4)[:, 0])),
+    "cross_entropy-infinite": (
+        "x m", lambda x, m: F.cross_entropy(
+            x.masked_fill(m, -float("inf")), x.argmax(1), reduction="none"),
+    ),
     "mse_loss": ("x y", lambda x, y: (F.mse_loss(x, y), F.mse_loss(x, y, reduction="none"))),
     "l1_loss": ("x y", lambda x, y: (F.l1_loss(x, y), F.l1_loss(x, y, reduction="sum"))),
     # -- views
@@ -244,6 +297,21 @@ OWN: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
     "broadcast_in_dim": (
         "v", lambda ops, v: ops.broadcast_in_dim(v, (5, 4), (1,)), lambda v: v.expand(5, 4)),
     "stride_order": ("x", lambda ops, x: ops.stride_order(x, (0, 1)), lambda x: x),
+    "attention": (
+        "q y", lambda ops, q, y: ops.attention(q, q, q, is_causal=True, scale=0.5),
+        lambda q, y: (
+            F.scaled_dot_product_attention(q, q, q, is_causal=True, scale=0.5),
+            (q @ q.mT * 0.5).masked_fill(torch.ones(5, 5).triu(1) > 0, float("-inf")).logsumexp(-1),
+        ),
+    ),
+    "attention-shared": (
+        "q k", lambda ops, q, k: ops.attention(q, k, k, enable_gqa=True).output,
+        lambda q, k: F.scaled_dot_product_attention(q, k, k, enable_gqa=True),
+    ),
+    "attention-mask": (
+        "q i", lambda ops, q, i: ops.attention(q, q, q, i[:, :1] > 0).output,
+        lambda q, i: F.scaled_dot_product_attention(q, q, q, (i[:, :1] > 0).expand(5, 5)),
+    ),
     "sum-none": ("x", lambda ops, x: ops.sum(x, dims=()), lambda x: x),
     "sum-dims": ("a", lambda ops, a: ops.sum(a, dims=[0, 2]), lambda a: a.sum((0, 2))),
     "squeeze-dims": ("one", lambda ops, x: ops.squeeze(x, dims=1), lambda x: x.squeeze(1)),

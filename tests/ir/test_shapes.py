@@ -35,7 +35,7 @@ def test_a_rule_says_what_torch_says(name: str) -> None:
         operands, attrs = drawn_call(drawn, row)
         known = [tuple(x.shape) if isinstance(x, Tensor) else None for x in operands]
         want = of_torch(row.call, *operands, **attrs)
-        made = shapes.known_shape(row.shape, known, attrs)
+        made = shapes.known_shapes(row.shape, known, attrs)
         if want is None and made is not None:  # then it is no matter of extents
             assert of_torch(on_few_elements, row, map(sample, operands), attrs) is None, known
         else:

@@ -19,6 +19,7 @@ from mdfuse.frontend.ops import (
     draws,
     extremes,
     neural,
+    ordering,
     parts,
     pointwise,
     products,
@@ -32,14 +33,14 @@ from mdfuse.frontend.ops.views import stride_order as stride_order
 
 #: The families of operations: each function without an underscore is one, by its own name.
 FAMILIES = (
-    views, parts, pointwise, reductions, extremes, products, neural, draws, creations,
+    views, parts, pointwise, reductions, extremes, ordering, products, neural, draws, creations,
 )  # fmt: skip
 
 #: other name -> operation.
 ALIASES = {
     "view": "reshape", "view_as": "reshape_as", "ravel": "flatten", "broadcast_to": "expand",
     "swapaxes": "transpose", "swapdims": "transpose", "moveaxis": "movedim", "concat": "cat",
-    "concatenate": "cat", "clone": "set", "detach": "set", "mod": "remainder",
+    "concatenate": "cat", "clone": "set", "mod": "remainder",
     "subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div",
     "negative": "neg", "absolute": "abs", "fix": "trunc", "clip": "clamp", "not_equal": "ne",
     "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge",

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from mdfuse.errors import DefinitionError
 from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.ops.creations import arange
 from mdfuse.frontend.ops.parts import chunk
-from mdfuse.frontend.ops.pointwise import ROWS, clamp
-from mdfuse.frontend.ops.recording import Dims, as_dtype, back, in_f32, own_place, place, record
-from mdfuse.frontend.ops.reductions import mean, norm, sum
-from mdfuse.frontend.ops.views import repeat_interleave
+from mdfuse.frontend.ops.pointwise import ROWS, clamp, where
+from mdfuse.frontend.ops.recording import (
+    Dims,
+    as_dtype,
+    back,
+    in_f32,
+    own_place,
+    place,
+    record,
+    record_several,
+    shown,
+)
+from mdfuse.frontend.ops.reductions import logsumexp, mean, norm, sum
+from mdfuse.frontend.ops.views import repeat_interleave, reshape
 
 
 def softmax(x: Handle, dim: int = -1, dtype: torch.dtype | None = None) -> Handle:
@@ -101,7 +112,7 @@ def rms_norm(
 ) -> Handle:
     """x / sqrt(mean(x²) + eps) * weight over the last dims (the last one by default).
 
-    The normalised dims may be split. Without eps it is the precision of the computation.
+    Without eps it is the precision of the computation, which is f32 for 16-bit dtypes.
     """
     shape = _last(x, normalized_shape)
     if not x.dtype.is_floating_point:
@@ -110,17 +121,21 @@ def rms_norm(
             because="roots of integers are no integers",
             hint="cast it to a floating dtype",
         )
-    if len(shape) > x.ndim or x.shape[x.ndim - len(shape) :] != shape:
+    if not 0 < len(shape) <= x.ndim or x.shape[x.ndim - len(shape) :] != shape:
         raise DefinitionError(
             f"rms_norm(%{x.name}, {shape}) of {x.value.type_text()}",
             because="the normalised dims are the last ones",
-            hint=f"for the last one {x.shape[-1:]}",
+            hint=f"for the last one {x.shape[-1:]}" if x.ndim else "give it a dim: reshape(1)",
         )
-    wide = in_f32(x)
-    eps = torch.finfo(wide.dtype).eps if eps is None else eps
-    power = mean(wide * wide, tuple(range(-len(shape), 0)), keepdim=True)
-    normal = wide * ROWS["rsqrt"](power + eps)
-    return back(normal if weight is None else normal * weight, x)
+    if weight is not None and weight.dtype.is_complex:
+        raise DefinitionError(
+            f"rms_norm(%{x.name}) with %{weight.name}: {weight.value.type_text()}",
+            because="the result has the dtype of what is normalised, which is real",
+            hint="multiply afterwards",
+        )
+    if eps is None:
+        eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
+    return record("rms_norm", x, weight, normalized_shape=shape, eps=eps)
 
 
 def normalize(x: Handle, p: float = 2.0, dim: Dims = 1, eps: float = 1e-12) -> Handle:
@@ -162,6 +177,40 @@ def scaled_dot_product_attention(
     )
 
 
+class Attended(NamedTuple):
+    """What `attention` gives: its result, and log(sum(exp(scores))) of each row."""
+
+    output: Handle
+    lse: Handle
+
+
+def attention(
+    query: Handle,
+    key: Handle,
+    value: Handle,
+    attn_mask: Handle | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Attended:
+    """Attention with the logarithm of each row's sum of powers, of which parts can be joined.
+
+    It keeps no scores. Batches and heads may be split, without is_causal the query's rows as well.
+
+    Args:
+        query: […,l,e].
+        key: […,s,e]; its leading dims are those of the query.
+        value: […,s,f].
+        attn_mask: of bools (what counts), or of floats that are added to the scores.
+        is_causal: row i sees the keys 0 to i.
+        scale: of the scores; 1/sqrt(e) by default.
+        enable_gqa: each head of key and value serves as many heads of query as there are to one.
+    """
+    operands = (query, key, value, *(() if attn_mask is None else (attn_mask,)))
+    how = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    return Attended(*record_several("attention", *operands, **how))
+
+
 def _for_each_head(query: Handle, x: Handle) -> Handle:
     if min(query.ndim, x.ndim) < 3 or not x.shape[-3] or query.shape[-3] % x.shape[-3]:
         raise DefinitionError(
@@ -187,6 +236,69 @@ def mse_loss(x: Handle, target: Handle, reduction: str = "mean") -> Handle:
 def l1_loss(x: Handle, target: Handle, reduction: str = "mean") -> Handle:
     """Absolute differences: their mean, their sum, or with reduction="none" each."""
     return _reduced(ROWS["abs"](_distance(x, target)), reduction)
+
+
+def cross_entropy(
+    x: Handle,
+    target: Handle,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Handle:
+    """-log(softmax(x))[target] along dim 1 (of a vector: 0): mean, sum, or "none" for each.
+
+    The classes may be split: ranks exchange three numbers per row. An index that is none of a class
+    is not found out.
+
+    Args:
+        x: [rows, classes], [rows, classes, …] or [classes].
+        target: the index of a class for each row; or floats like x, a probability for each class.
+        ignore_index: rows with this target count nothing.
+        reduction: "mean" (over the rows that count), "sum" or "none".
+        label_smoothing: how much of each row's target is spread over all classes, from 0 to 1.
+    """
+    at = _of_classes(x, target, label_smoothing)
+    wide, n = in_f32(x), x.shape[at]
+    total = logsumexp(wide, at)
+    if target.dtype.is_floating_point:
+        of_each = as_dtype(target, wide.dtype)
+        if label_smoothing:
+            of_each = of_each * (1 - label_smoothing) + label_smoothing / n
+        found = sum(of_each * (record("unsqueeze", total, dims=(at,)) - wide), at)
+        return back(_reduced(found, reduction), x)
+    classes, behind = arange(n, dtype=target.dtype), x.ndim - 1 - at
+    classes = reshape(classes, (n, *(1,) * behind)) if behind else classes
+    is_it = ROWS["eq"](classes, record("unsqueeze", target, dims=(at,)))
+    score = sum(where(is_it, wide, 0.0), at)
+    if label_smoothing:  # both are sums over the classes, which ranks join together
+        score = score * (1 - label_smoothing) + mean(wide, at) * label_smoothing
+    counts = ROWS["ne"](target, ignore_index)
+    found = where(counts, total - score, 0.0)
+    if reduction != "mean":
+        return back(_reduced(found, reduction), x)
+    return back(sum(found) / sum(as_dtype(counts, found.dtype)), x)
+
+
+def _of_classes(x: Handle, target: Handle, smoothing: float) -> int:
+    """The dim of the classes, where target and label smoothing fit x; else an error."""
+    at = 1 if x.ndim > 1 else 0
+    rows = (*x.shape[:at], *x.shape[at + 1 :])
+    wanted = x.shape if target.dtype.is_floating_point else rows
+    if not x.ndim or not x.dtype.is_floating_point or target.shape != wanted:
+        raise DefinitionError(
+            f"cross_entropy of {shown(x)} with the target {shown(target)}",
+            because="x is floating, with its classes along dim 1 (of a vector: 0); a target of "
+            "integers has x's other dims, one of floats all of them",
+            hint="x: [rows, classes], target: [rows]",
+        )
+    if not 0 <= smoothing <= 1:
+        raise DefinitionError(
+            f"label_smoothing={smoothing}",
+            because="it is the share of the target that is spread over all classes",
+            hint="a number from 0 to 1",
+        )
+    return at
 
 
 def _distance(x: Handle, target: Handle) -> Handle:

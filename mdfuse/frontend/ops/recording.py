@@ -47,6 +47,11 @@ def record(op: str, *operands: Any, **attrs: Any) -> Handle:
     return definition.record(op, operands, attrs)
 
 
+def record_several(op: str, *operands: Any, **attrs: Any) -> tuple[Handle, ...]:
+    """Append one expression with several results."""
+    return definition_of(*operands).record_several(op, operands, attrs)
+
+
 def shown(x: Any) -> str:
     """A value with its type, for messages; what is no value at all is the worse mistake."""
     if not isinstance(x, Handle):

@@ -95,14 +95,25 @@ def var(
         correction: what is subtracted from the number of elements.
         dims: another name of dim.
     """
-    over = checked(x, dim, dims)
+    return back(_moments(x, checked(x, dim, dims), unbiased, keepdim, correction)[0], x)
+
+
+def _moments(
+    x: Handle,
+    over: tuple[int, ...] | None,
+    unbiased: bool | None,
+    keepdim: bool,
+    correction: float | None,
+) -> tuple[Handle, Handle]:
+    """The variance, and the mean with its dims kept, both of at least 32 bits."""
     if correction is None:
         correction = 0 if unbiased is False else 1
     wide = in_f32(x)
-    distance = wide - mean(wide, over, keepdim=True)
+    centre = mean(wide, over, keepdim=True)
+    distance = wide - centre
     count = math.prod(x.shape[d] for d in (range(x.ndim) if over is None else over))
     rest = count - correction if count else 0  # of no elements it is NaN, whatever is subtracted
-    return back(sum(distance * distance, over, keepdim) / (rest if rest > 0 else 0), x)
+    return sum(distance * distance, over, keepdim) / (rest if rest > 0 else 0), centre
 
 
 def std(
@@ -116,7 +127,43 @@ def std(
 ) -> Handle:
     """Standard deviation over dims (all by default): the square root of `var`."""
     wide = var(in_f32(x), dim, unbiased, keepdim, correction=correction, dims=dims)
-    return back(ROWS["sqrt"](wide), x)
+    return back(_root(wide, ROWS["sqrt"]), x)
+
+
+def _root(x: Handle, root: Callable[[Handle], Handle]) -> Handle:
+    """A root that is flat at 0, where the others have an infinite slope: torch's norms are flat."""
+    is_zero = ROWS["eq"](x, 0)
+    return pointwise.where(is_zero, 0.0, root(pointwise.where(is_zero, 1.0, x)))
+
+
+def var_mean(
+    x: Handle,
+    dim: Dims = None,
+    unbiased: bool | None = None,
+    keepdim: bool = False,
+    *,
+    correction: float | None = None,
+    dims: Dims = None,
+) -> tuple[Handle, Handle]:
+    """The variance as `var` has it, and the mean, over dims (all by default)."""
+    over = checked(x, dim, dims)
+    power, centre = _moments(x, over, unbiased, keepdim, correction)
+    return back(power, x), back(centre if keepdim else _without(centre, over), x)
+
+
+def std_mean(
+    x: Handle,
+    dim: Dims = None,
+    unbiased: bool | None = None,
+    keepdim: bool = False,
+    *,
+    correction: float | None = None,
+    dims: Dims = None,
+) -> tuple[Handle, Handle]:
+    """The standard deviation as `std` has it, and the mean, over dims (all by default)."""
+    over = checked(x, dim, dims)
+    power, centre = _moments(x, over, unbiased, keepdim, correction)
+    return back(ROWS["sqrt"](power), x), back(centre if keepdim else _without(centre, over), x)
 
 
 def logsumexp(x: Handle, dim: Dims = None, keepdim: bool = False, *, dims: Dims = None) -> Handle:
@@ -169,5 +216,5 @@ def _norm(x: Handle, p: float, over: Dims, keepdim: bool) -> Handle:
     if p == 1:
         return sum(ROWS["abs"](x), over, keepdim)
     if p == 2:
-        return ROWS["sqrt"](sum(x * x, over, keepdim))
-    return sum(ROWS["abs"](x) ** p, over, keepdim) ** (1.0 / p)
+        return _root(sum(x * x, over, keepdim), ROWS["sqrt"])
+    return _root(sum(ROWS["abs"](x) ** p, over, keepdim), lambda total: total ** (1.0 / p))

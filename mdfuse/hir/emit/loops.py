@@ -149,7 +149,7 @@ def emit_loop(out: Emitter, sections: Sequence[Section]) -> None:
         out: what is built, with the code that comes before the loop.
         sections: neighbouring segments of one stream, as `loops` groups them.
     """
-    stream = out.fusion.values[sections[0].exprs[0].output].stream
+    stream = out.fusion.values[sections[0].exprs[0].outputs[0]].stream
     assert stream is not None
     taken = {*out.types, *out.fusion.values}
     name = next((n for n in "ijk" if n not in taken), None) or fresh_name(taken, "i")
@@ -313,7 +313,7 @@ def _emit_arrival(loop: _Loop, expr: Expr, kind: str, current: str, axis: str | 
         destination=loop.chunk_layout(destination, stream),
         shape=value.shape,
         dtype=value.dtype,
-        axis=axis,
+        axes=(axis,) if axis is not None else (),
     )
     name, type_ = loop.landing(expr.output), loop.chunk_type(expr.output, stream)
     _land(loop, expr, emit_post(loop.out, comm, current, type_, name, expr.source))
@@ -374,7 +374,7 @@ def _emit_reduce(loop: _Loop, expr: Expr) -> None:
         destination=destination,
         shape=value.shape,
         dtype=value.dtype,
-        axis=axis,
+        axes=(axis,),
         reduce_op=placement.op,
     )
     out.post(comm, current, expr.output, expr.source)

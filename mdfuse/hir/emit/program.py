@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from mdfuse.hir.emit import reuse_inputs
 from mdfuse.hir.emit.loops import emit_loop, loops
@@ -47,12 +48,12 @@ def emit(
 def _emit_segment(out: Emitter, section: Section) -> None:
     values = out.fusion.values
     first = section.exprs[0]
-    if first.op == "set" and values[first.output].is_tensor:
+    if first.op == "set" and values[first.outputs[0]].is_tensor:
         emit_set(out, first)
         return
     body = tuple(local(e) for e in section.exprs)
     for expr in section.exprs:
-        out.types[expr.output] = value_type(values[expr.output])
+        out.types.update((name, value_type(values[name])) for name in expr.outputs)
     if len(body) == 1:
         out.code.append(body[0])
         return
@@ -74,24 +75,49 @@ def _require_output_orders(out: Emitter) -> None:
     The same goes for every value whose order the user requires. What a communication delivered
     stays as it is, unless the user requires another order.
     """
-    for at, instruction in enumerate(out.code):
-        if instruction.op != "alloc":
-            out.code[at] = _ordered(out, instruction)
+    out.code[:] = [j for i in out.code for j in _ordered(out, i)]
 
 
-def _ordered(out: Emitter, i: Instruction) -> Instruction:
-    """Return the instruction with the memory orders that are required of what it writes."""
+def _ordered(out: Emitter, i: Instruction) -> list[Instruction]:
+    """Return the instruction with the memory orders that are required of what it writes.
+
+    One with several results leaves them as they come; sets behind it order those that need it.
+    """
     if i.op == "launch":
-        return replace(i, body=tuple(_ordered(out, j) for j in i.body))
-    value = out.fusion.values.get(i.outputs[0]) if i.outputs else None
+        return [replace(i, body=tuple(k for j in i.body for k in _ordered(out, j)))]
+    if len(i.outputs) != 1 or i.op == "alloc":
+        return _each_ordered(out, i)
+    order = _required_order(out, i, i.outputs[0])
+    return [i if order is _ANY else replace(i, order=order)]
+
+
+def _each_ordered(out: Emitter, i: Instruction) -> list[Instruction]:
+    made, sets = [*i.outputs], []
+    for at, name in enumerate(i.outputs if i.op != "alloc" else ()):
+        order = _required_order(out, i, name)
+        if order is _ANY or order is None:
+            continue
+        made[at] = out.new(f"{name}.made", out.types[name])
+        moved = Instruction(op="set", fn="set", inputs=(made[at],), outputs=(name,), order=order)
+        sets.append(replace(moved, source=i.source))
+    return [replace(i, outputs=tuple(made)), *sets] if sets else [i]
+
+
+#: No memory order is required: that of the instruction stays.
+_ANY: Any = object()
+
+
+def _required_order(out: Emitter, i: Instruction, name: str) -> tuple[int, ...] | None:
+    """Return the memory order that a result must have; None: the one it comes in; or `_ANY`."""
+    value = out.fusion.values.get(name)
     if value is None or not value.is_tensor:
-        return i
-    if value.name in out.stated:
-        return replace(i, order=out.stated[value.name])
-    if value.name not in out.fusion.outputs and not value.is_order_required:
-        return i
-    if value.name in out.arrived:
+        return _ANY  # type: ignore[no-any-return]
+    if name in out.stated:
+        return out.stated[name]
+    if name not in out.fusion.outputs and not value.is_order_required:
+        return _ANY  # type: ignore[no-any-return]
+    if name in out.arrived:
         lies = seen_through(i, tuple(range(len(value.order))))
         if not value.is_order_required or lies == value.order:
-            return i
-    return replace(i, order=value.order)
+            return _ANY  # type: ignore[no-any-return]
+    return value.order

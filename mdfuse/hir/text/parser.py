@@ -387,7 +387,16 @@ class _Reader:
         """Return the settings of a communication, or of its post."""
         row, found = INSTRUCTIONS[op], settings_of(tree)
         refuse(attributes_problem(op, (*row.sets, *row.attrs), found))
-        return dict(found)
+        settings = dict(found)
+        if "axis" in settings and "axes" in settings:
+            raise ProgramError(
+                f"{op} with axis= and axes=",
+                because="axis= names the one axis that it goes along, axes= several",
+                hint="leave one of them out",
+            )
+        if "axis" in settings:
+            settings["axes"] = (settings.pop("axis"),)
+        return settings
 
     def check_team(self, tree: Node, comm: Communication) -> None:
         """Raise ProgramError where a projection's team or root does not follow from the layouts."""
@@ -407,9 +416,14 @@ class _Reader:
 
     def define(self, tree: Node) -> Instruction:
         output, call = tokens(tree)
-        name, op = name_of(output), str(call)
+        names, op = [name_of(output)], str(call)
         for item in trees(tree, "tensor") + trees(tree, "scalar"):
-            self.bind(name, item)
+            self.bind(names[0], item)
+        for further in trees(tree, "further"):
+            names.append(name_of(tokens(further)[0]))
+            for item in trees(further):
+                self.bind(names[-1], item)
+        name = names[0]
         if op not in TABLE and op not in CALLS:
             raise ProgramError(
                 f"%{name}: there is no op {op!r}",
@@ -419,8 +433,9 @@ class _Reader:
         makes = "value" if op in TABLE else INSTRUCTIONS[op].makes
         if makes == "stream":
             self.streams.add(name)
-        if (makes == "value") != (name in self.types):
-            raise self.type_problem(name, op, makes == "value")
+        for n in names:
+            if (makes == "value") != (n in self.types):
+                raise self.type_problem(n, op, makes == "value")
         operands = [operand_of(value_of(t.children[0])) for t in trees(tree, "argument")]
         orders = trees(tree, "order")
         kind = self.types.get(name, _NUMBER)
@@ -428,7 +443,7 @@ class _Reader:
             op=TABLE[op].host if op in TABLE else op,
             fn=op if op in TABLE else "",
             inputs=tuple(operands),
-            outputs=(name,),
+            outputs=tuple(names),
             attrs=settings_of(tree),
             order=order_of(orders[0], kind) if orders else None,
         )

@@ -114,8 +114,7 @@ class _Printer:
         arguments = ", ".join(filter(None, (_operands(i.inputs), attrs_text(i.attrs))))
         call = f"{name}({arguments})" if arguments else name
         order = "" if i.order is None else f" {_order_text(i.order)}"
-        (output,) = i.outputs
-        return f"{self.bound(output)} = {call}{order}"
+        return f"{', '.join(map(self.bound, i.outputs))} = {call}{order}"
 
     def post(self, i: Instruction) -> str:
         comm = i.comm
@@ -132,6 +131,7 @@ class _Printer:
         parts.append(f"{dtype_name(comm.dtype)}{_extents(comm.shape)} {before} => {after}")
         settings = {
             "axis": comm.axis,
+            "axes": comm.axes if len(comm.axes) > 1 else None,
             "dim": comm.dim,
             "to_dim": comm.to_dim,
             "backend": comm.backend,

@@ -184,14 +184,15 @@ class Flow:
 
     def compute(self, i: Instruction) -> None:
         """Follow a local op: a row of the op table, or a buffer op."""
-        (output,) = i.outputs
+        output = i.outputs[0]
         if output not in self.bound and is_view(self.program, i):
             self.bind_view(output, i)
             return
         for x in i.inputs:
             if type(x) is str:
                 self.read(x, i)
-        self.write(output, i)
+        for output in i.outputs:
+            self.write(output, i)
 
     def bind_view(self, output: str, i: Instruction) -> None:
         """Bind the result of a view op to its operand's memory."""

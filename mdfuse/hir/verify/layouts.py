@@ -20,8 +20,6 @@ from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard, 
 from mdfuse.mesh import DeviceMesh
 
 Shape = tuple[int, ...]
-#: Reduce ops whose result is the operand where all ranks hold the same.
-IDEMPOTENT = ("min", "max", "avg", "band", "bor")
 
 
 class Contradiction(Exception):
@@ -272,18 +270,20 @@ def result_layout(
     declared: Layout,
     numbers: frozenset[str],
     absent: Sequence[bool],
+    at: int = 0,
 ) -> Layout:
-    """Return the layout that a row of the op table gives its result.
+    """Return the layout that a row of the op table gives one of its results.
 
     Args:
         fn: the row.
         attrs: its attributes, global ones.
         shapes: global shapes of the operands; None for those that are not tensors.
         layouts: theirs.
-        shape: the global shape of the result.
+        shape: the global shape of the first result.
         declared: the layout of the result, where the op leaves one open.
         numbers: the axes along which a number among the operands may be another one.
         absent: which operands are None.
+        at: which result.
 
     Raises:
         Contradiction: it cannot run on them.
@@ -292,6 +292,8 @@ def result_layout(
         labels = TABLE[fn].rule(shapes, shape, attrs)
     except (AssertionError, TypeError, ValueError, LookupError):
         raise Contradiction(f"{fn} does not take these operands") from None
+    if len(labels.results) > 1:
+        labels = replace(labels, results=labels.results[at : at + 1])
     if labels.fits is not always:
         known = shapes if TABLE[fn].rule is reshape else ()
         return _result(fn, labels, tuple(layouts), declared, numbers, tuple(absent), known, shape)
@@ -312,7 +314,7 @@ def _known_result(
     absent: tuple[bool, ...],
 ) -> Layout | str:
     """Return the layout, or why there is none: the same for all extents with these labels."""
-    labels = DimMap(operands=key[0], result=key[1], reduces=dict(key[2]))
+    labels = DimMap(operands=key[0], results=(key[1],), reduces=dict(key[2]))
     try:
         return _result(fn, labels, layouts, declared, numbers, absent)
     except Contradiction as problem:

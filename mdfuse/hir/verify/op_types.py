@@ -18,10 +18,10 @@ from mdfuse.hir.program import BufferType
 from mdfuse.hir.verify.layouts import Contradiction, is_shown, may_be_said, result_layout
 from mdfuse.ir.dims import pointwise
 from mdfuse.ir.graph import Value, dtype_name
-from mdfuse.ir.infer import infer, on_few_elements, scalar_sample
+from mdfuse.ir.infer import as_results, infer, on_few_elements, scalar_sample
 from mdfuse.ir.local_attributes import ExprPart
 from mdfuse.ir.ops import TABLE, local_attrs
-from mdfuse.ir.shapes import Shape, known_shape
+from mdfuse.ir.shapes import Shape, known_shapes
 from mdfuse.layouts.boxes import Box
 from mdfuse.layouts.layout import Layout
 
@@ -37,27 +37,30 @@ def row_problem(
     fn: str,
     attrs: Attrs,
     operands: tuple[Kind, ...],
-    result: BufferType,
+    results: tuple[BufferType, ...],
     rank: int | None,
     numbers: frozenset[str] = frozenset(),
 ) -> str | None:
-    """Why a row of the op table does not make the result of its operands; None where it does.
+    """Why a row of the op table does not make the results of its operands; None where it does.
 
     Args:
         fn: the row.
         attrs: its attributes, global ones without a rank, else that rank's.
         operands: buffers, scalars, or the types of numbers.
-        result: the declared type.
+        results: the declared types.
         rank: whose program it is; None for the global one.
         numbers: the axes along which a number among the operands may be another one.
     """
+    result = results[0]
     buffers = [k for k in operands if isinstance(k, BufferType) and k.layout is not None]
     if result.layout is None:
         return "a buffer does not become a number" if buffers else None
     if not buffers and not TABLE[fn].is_creation:
         return f"{fn} of numbers is a number"
-    if not all(_lies_plainly(fn, k, result) for k in (result, *buffers)):
+    if not all(_lies_plainly(fn, k, result) for k in (*results, *buffers)):
         return f"{fn} is for buffers that are neither padded nor flat: narrow them before"
+    if any(r.layout is None or r.layout.mesh != result.layout.mesh for r in results):
+        return f"{fn} computes all its results on one mesh"
     for k in buffers:
         assert k.layout is not None
         if lack := lacks(k.layout, result.layout, rank):
@@ -70,9 +73,9 @@ def row_problem(
     whole = global_attrs(fn, attrs, operands, result, rank)
     shapes = [_shape(k, None) for k in operands]
     return (
-        _inferred(fn, whole, operands, shapes, result, result.shape)
-        or _layout_problem(fn, whole, operands, result, numbers)
-        or _problem_on(fn, attrs if rank is not None else None, whole, operands, result, first)
+        _inferred(fn, whole, operands, shapes, results, tuple(r.shape for r in results))
+        or _layout_problem(fn, whole, operands, results, numbers)
+        or _problem_on(fn, attrs if rank is not None else None, whole, operands, results, first)
     )
 
 
@@ -92,6 +95,7 @@ def _dims_problem(
         if name not in ("dims", "dim"):
             continue
         n = len(result.shape if known.of == "result" or not buffers else buffers[0].shape)
+        n = max(n, 1) if name == "dim" else n  # a scalar has the dims 0 and -1, as in torch
         dims = (given,) if isinstance(given, int) else given or ()
         for d in dims:
             if not isinstance(d, int) or not -n <= d < n:
@@ -139,29 +143,33 @@ def _layout_problem(
     fn: str,
     attrs: Attrs,
     operands: tuple[Kind, ...],
-    result: BufferType,
+    results: tuple[BufferType, ...],
     numbers: frozenset[str],
 ) -> str | None:
-    """Return why the result has another layout than is declared; None where it has that one."""
-    assert result.layout is not None
-    if 0 in result.shape:
-        return None  # there is nothing of which a rank could hold a wrong part
+    """Return why a result has another layout than is declared; None where each has that one."""
     tensors = [k if isinstance(k, BufferType) and k.layout is not None else None for k in operands]
-    try:
-        made = result_layout(
-            fn,
-            dict(attrs),
-            [k.shape if k is not None else None for k in tensors],
-            [k.layout if k is not None else None for k in tensors],
-            result.shape,
-            result.layout,
-            numbers,
-            [k is type(None) for k in operands],
-        )
-    except Contradiction as problem:
-        return str(problem)
-    ndim = len(result.shape)
-    return None if is_shown(made, result.layout, ndim) else f"{fn} of these makes {made}"
+    for at, result in enumerate(results):
+        assert result.layout is not None
+        if 0 in result.shape:
+            continue  # there is nothing of which a rank could hold a wrong part
+        try:
+            made = result_layout(
+                fn,
+                dict(attrs),
+                [k.shape if k is not None else None for k in tensors],
+                [k.layout if k is not None else None for k in tensors],
+                results[0].shape,
+                result.layout,
+                numbers,
+                [k is type(None) for k in operands],
+                at,
+            )
+        except Contradiction as problem:
+            return str(problem)
+        if not is_shown(made, result.layout, len(result.shape)):
+            of = f" as result {at}" if at else ""
+            return f"{fn} of these makes {made}{of}"
+    return None
 
 
 def lacks(before: Layout, after: Layout, rank: int | None) -> str | None:
@@ -178,7 +186,7 @@ def _problem_on(
     given: Attrs | None,
     attrs: Attrs,
     operands: tuple[Kind, ...],
-    result: BufferType,
+    results: tuple[BufferType, ...],
     rank: int,
 ) -> str | None:
     """Return what is wrong with a row on the parts and attributes of one rank; None: nothing.
@@ -189,10 +197,10 @@ def _problem_on(
             global program, which states none of a rank.
         attrs: the attributes on whole tensors.
         operands: buffers, scalars, or the types of numbers.
-        result: the declared type.
+        results: the declared types.
         rank: whose parts are looked at.
     """
-    part = _part(operands, result, rank)
+    part = _part(operands, results[0], rank)
     try:
         local = local_attrs(TABLE[fn], dict(attrs), part)
         mine = local if given is None else {**_left_out(fn, attrs, part), **dict(given)}
@@ -200,11 +208,11 @@ def _problem_on(
         return f"{fn} does not take these operands"
     if mine != local:
         return f"rank {rank} runs {fn} with {_settings(local)}, not {_settings(mine)}"
-    want = result.local_shape(rank)
-    if 0 in want:
+    want = tuple(r.local_shape(rank) for r in results)
+    if all(0 in shape for shape in want):
         return None  # a rank without elements calls nothing
     parts = [_shape(k, rank) for k in operands]
-    problem = _inferred(fn, tuple(local.items()), operands, parts, result, want)
+    problem = _inferred(fn, tuple(local.items()), operands, parts, results, want)
     return f"on rank {rank} {problem}" if problem is not None else None
 
 
@@ -235,36 +243,40 @@ def _inferred(
     attrs: Attrs,
     operands: tuple[Kind, ...],
     shapes: list[Shape | None],
-    result: BufferType,
-    want: Shape,
+    results: tuple[BufferType, ...],
+    want: tuple[Shape, ...],
 ) -> str | None:
-    """Return what is wrong with the result of a row on operands of given shapes; None: nothing.
+    """Return what is wrong with the results of a row on operands of given shapes; None: nothing.
 
     The meta device takes up to milliseconds per op, more than lowering it: it is asked where the
     row's own rule does not say that all is well, or some operand has no elements.
     """
     if not any(shape and 0 in shape for shape in shapes):
-        made = known_shape(TABLE[fn].shape, shapes, dict(attrs))
+        made = known_shapes(TABLE[fn].shape, shapes, dict(attrs))
         samples = tuple(map(_sample, operands, shapes))
-        if made == want and _dtype(fn, samples, attrs) == result.dtype:
+        if made == want and _dtypes(fn, samples, attrs) == tuple(r.dtype for r in results):
             return None
-    return _inferred_on_meta(fn, attrs, operands, shapes, result, want)
+    return _inferred_on_meta(fn, attrs, operands, shapes, results, want)
 
 
 @lru_cache(maxsize=4096)
-def _dtype(fn: str, samples: tuple[Sample, ...], attrs: Attrs) -> torch.dtype | None:
-    """The dtype of a row's result; None where torch does not take these dtypes."""
+def _dtypes(fn: str, samples: tuple[Sample, ...], attrs: Attrs) -> tuple[torch.dtype, ...] | None:
+    """The dtypes of a row's results; None where torch does not take these dtypes."""
     row = TABLE[fn]
     if row.is_view and isinstance(samples[0], tuple):
-        return samples[0][0]
+        return samples[0][:1]
     if row.is_creation:
-        return dict(attrs)["dtype"]  # type: ignore[no-any-return]
+        return (dict(attrs)["dtype"],)
     few = (x if isinstance(x, tuple) else _number(x) for x in samples)
     try:
         made = on_few_elements(row, few, dict(attrs))
     except (RuntimeError, TypeError, ValueError, IndexError, AssertionError, AttributeError):
         return None  # AttributeError: a number where only a tensor will do
-    return made.dtype if isinstance(made, Tensor) else None
+    return tuple(x.dtype for x in as_results(made)) if _are_tensors(made) else None
+
+
+def _are_tensors(made: Any) -> bool:
+    return isinstance(made, Tensor | tuple)  # else a number, as of a comparison with nothing
 
 
 def _number(kind: type) -> Any:
@@ -287,10 +299,10 @@ def _inferred_on_meta(
     attrs: Attrs,
     operands: tuple[Kind, ...],
     shapes: list[Shape | None],
-    result: BufferType,
-    want: Shape,
+    results: tuple[BufferType, ...],
+    want: tuple[Shape, ...],
 ) -> str | None:
-    """Return what is wrong with the result of a row by torch's meta device, whose answer counts."""
+    """Return what is wrong with a row's results by torch's meta device, whose answer counts."""
     values = {
         str(n): _value(str(n), k, shape or ())
         for n, (k, shape) in enumerate(zip(operands, shapes, strict=True))
@@ -304,11 +316,12 @@ def _inferred_on_meta(
         return f"{fn} of {described} means nothing: {error.because}"
     except AttributeError:  # a number where only a tensor will do
         return f"{fn} does not take these operands"
-    if not isinstance(made, Tensor):  # as of a comparison with nothing
+    if not _are_tensors(made):
         return f"{fn} does not take these operands"
-    if tuple(made.shape) == want and made.dtype == result.dtype:
-        return None
-    return f"{fn} of {described} is {dtype_name(made.dtype)}{list(made.shape)}"
+    for x, result, shape in zip(as_results(made), results, want, strict=True):
+        if tuple(x.shape) != shape or x.dtype != result.dtype:
+            return f"{fn} of {described} is {dtype_name(x.dtype)}{list(x.shape)}"
+    return None
 
 
 def _value(name: str, kind: BufferType, shape: Shape) -> Value:

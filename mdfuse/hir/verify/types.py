@@ -82,6 +82,10 @@ class Types:
     def made(self, i: Instruction) -> BufferType:
         """Return the declared type of an instruction's result, or raise ProgramError."""
         (name,) = i.outputs
+        return self.declared(i, name)
+
+    def declared(self, i: Instruction, name: str) -> BufferType:
+        """Return the declared type of one of an instruction's results, or raise ProgramError."""
         self.intern(name)
         kind = self.program.types.get(name)
         if kind is None:
@@ -98,20 +102,20 @@ class Types:
 
     def row(self, i: Instruction) -> None:
         code = self.code
-        result = code(i.outputs[0])
+        made = tuple([code(x) for x in i.outputs])
         numbers = self.numbers(i) if self.computed_from or i.indices else ()
-        key = (i.fn, i.attrs, i.order, result, tuple([code(x) for x in i.inputs]), numbers)
+        key = (i.fn, i.attrs, i.order, made, tuple([code(x) for x in i.inputs]), numbers)
         if key not in self.seen:
             self.check_row(i, frozenset(numbers))
             self.seen.add(key)
 
     def check_row(self, i: Instruction, numbers: frozenset[str]) -> None:
-        types, result = self.program.types, self.made(i)
+        types, results = self.program.types, tuple(self.declared(i, n) for n in i.outputs)
         operands = [types.get(x) if isinstance(x, str) else type(x) for x in i.inputs]
         known = tuple(k for k in operands if k is not None)
         if len(known) < len(operands):
             return
-        problem = row_problem(i.fn, i.attrs, known, result, self.program.rank, numbers)
+        problem = row_problem(i.fn, i.attrs, known, results, self.program.rank, numbers)
         if problem is not None:
             raise self.mismatch(i, problem)
 

@@ -319,32 +319,32 @@ def test_every_kind_has_a_rule() -> None:
 @pytest.mark.parametrize("fn", TABLE)
 def test_every_row_keeps_a_layout(fn: str) -> None:
     """Of operands that are whole everywhere each row makes one that is, unless a number varies."""
-    shapes, attrs, shape = _taken(fn)
+    shapes, attrs, made = _taken(fn)
     mesh = DeviceMesh.arange(x=2)
     whole = Layout(mesh, {})
     layouts = [whole if s is not None else None for s in shapes]
-    for declared in (whole, Layout(mesh, {"x": Varies()})):
-        made = result_layout(
-            fn, attrs, shapes, layouts, shape, declared, frozenset(), [False] * len(shapes)
+    absent = [False] * len(shapes)
+    for at, shape in enumerate(made):
+        for declared in (whole, Layout(mesh, {"x": Varies()})):
+            given = fn, attrs, shapes, layouts, made[0], declared
+            assert is_alike(result_layout(*given, frozenset(), absent, at), whole, len(shape))
+        moving = result_layout(
+            fn, attrs, shapes, layouts, made[0], whole, frozenset("x"), absent, at
         )
-        assert is_alike(made, whole, len(shape))
-    moving = result_layout(
-        fn, attrs, shapes, layouts, shape, whole, frozenset("x"), [False] * len(shapes)
-    )
-    assert moving.placements == (Varies(),)
+        assert moving.placements == (Varies(),)
 
 
-def _taken(fn: str) -> tuple[list[Any], dict[str, Any], tuple[int, ...]]:
-    """Shapes of operands, attributes, and the shape of the result, of a call that torch takes."""
+def _taken(fn: str) -> tuple[list[Any], dict[str, Any], tuple[tuple[int, ...], ...]]:
+    """Shapes of operands, attributes, and the shapes of the results, of a call that torch takes."""
     draw = random.Random(fn)
     while True:
         operands, attrs = drawn_call(draw, TABLE[fn])
-        shape = of_torch(TABLE[fn].call, *operands, **attrs)
-        if shape:
+        made = of_torch(TABLE[fn].call, *operands, **attrs)
+        if made and made[0]:
             return (
                 [tuple(x.shape) if isinstance(x, Tensor) else None for x in operands],
                 attrs,
-                shape,
+                made,
             )
 
 

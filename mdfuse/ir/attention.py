@@ -1,0 +1,237 @@
+"""Attention with the logarithm of its sums of powers, and its gradient: neither keeps the scores.
+
+A library's kernels compute both where they can; else blocks of keys are taken in turn. Either way
+the memory grows with the number of rows, not with its square.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mdfuse import torch_private
+from mdfuse.ir import shapes
+
+#: How many keys a block has.
+BLOCK = 128
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Compute attention and, for each row, log(sum(exp(scores))), in f32 or f64.
+
+    A row that the mask hides entirely is 0, and its logarithm -inf.
+    """
+    _check((q, k, v), mask, is_causal, enable_gqa)
+    scale = 1 / math.sqrt(q.shape[-1] or 1) if scale is None else scale
+    if q.device.type == "meta":
+        rows = q.new_empty(q.shape[:-1], dtype=_wide(q.dtype))
+        return q.new_empty((*q.shape[:-1], v.shape[-1])), rows
+    kernels = _kernels(q, k, v, mask)
+    if kernels is None:
+        return _attend_blocks(_Scores(q, k, mask, is_causal, scale), v)
+    heads, bias = _as_heads(q, k, v), _as_bias(mask, q, k)
+    out, sums = kernels[0](*heads, bias, is_causal, scale)
+    if bias is not None:  # what kernels give for rows that see nothing is not the same in all
+        hidden = (bias == -math.inf).all(-1)
+        out, sums = out.masked_fill(hidden.unsqueeze(-1), 0), sums.masked_fill(hidden, -math.inf)
+    return out.reshape(*q.shape[:-1], v.shape[-1]), sums.reshape(q.shape[:-1])
+
+
+def attend_grad(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    ct: Tensor,
+    mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what the cotangent of attention's first result means for q, k and v.
+
+    Args:
+        q, k, v, mask: as `attend` took them.
+        out, sums: what it gave.
+        ct: the cotangent of `out`.
+        is_causal, scale, enable_gqa: as `attend` took them.
+    """
+    _check((q, k, v), mask, is_causal, enable_gqa)
+    shapes.attention_grad([*map(_shape, (q, k, v, out, sums, ct))], {"enable_gqa": enable_gqa})
+    if not out.dtype == ct.dtype == q.dtype or sums.dtype != _wide(q.dtype):
+        raise TypeError(
+            f"out, its cotangent and the sums are {out.dtype}, {ct.dtype}, {sums.dtype}"
+        )
+    scale = 1 / math.sqrt(q.shape[-1] or 1) if scale is None else scale
+    if q.device.type == "meta":
+        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    if mask is not None:  # the powers of a row that is hidden entirely are 0 whatever their sum is
+        sums = sums.masked_fill(sums == -math.inf, 0)
+    kernels = _kernels(q, k, v, mask)
+    if kernels is None:
+        return _grad_of_blocks(_Scores(q, k, mask, is_causal, scale), v, out, sums, ct)
+    given = _as_heads(q, k, v, out, sums.unsqueeze(-1), ct)
+    bias = _as_bias(mask, q, k)
+    made = kernels[1](*given[:4], given[4].squeeze(-1), given[5], bias, is_causal, scale)
+    dq, dk, dv = (x.reshape(like.shape) for x, like in zip(made, (q, k, v), strict=True))
+    return dq, dk, dv
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _shape(x: Tensor | None) -> tuple[int, ...] | None:
+    return tuple(x.shape) if x is not None else None
+
+
+def _check(
+    operands: Sequence[Tensor], mask: Tensor | None, is_causal: bool, enable_gqa: bool
+) -> None:
+    """Raise ValueError or TypeError where attention of these means nothing."""
+    attrs = {"is_causal": is_causal, "enable_gqa": enable_gqa}
+    shapes.attended([*map(_shape, (*operands, mask))], attrs)
+    dtypes = {x.dtype for x in operands}
+    if len(dtypes) > 1 or not operands[0].dtype.is_floating_point:
+        raise TypeError(f"query, key and value have one floating dtype, not {dtypes}")
+    if mask is not None and not (mask.dtype == torch.bool or mask.dtype.is_floating_point):
+        raise TypeError(f"a mask is of bools or floats, not {mask.dtype}")
+
+
+# -- a library's kernels ---------------------------------------------------------------------------
+
+
+def _kernels(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Any:
+    """Return the library's forward and backward for these operands; None where it has none."""
+    if 0 in (*q.shape, *k.shape) or q.shape[-1] != v.shape[-1] or q.ndim < 3:
+        return None
+    return torch_private.attention_kernels(q, mask is not None)
+
+
+def _as_heads(*operands: Tensor) -> list[Tensor]:
+    """Return operands as [batch, heads, rows, features], the features side by side."""
+    found = (x.reshape(-1, *x.shape[-3:]) for x in operands)
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in found]
+
+
+def _as_bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """Return the mask as what is added to the scores: [batch, heads, rows, keys], or 1 of these."""
+    if mask is None:
+        return None
+    bias = mask.to(q.dtype)
+    if mask.dtype == torch.bool:
+        bias = torch.zeros_like(bias).masked_fill_(~mask, -math.inf)
+    bias = bias[(None,) * (q.ndim - bias.ndim)]
+    heads, rows = bias.shape[-3], (q.shape[-2], k.shape[-2])
+    if any(n != 1 for n in bias.shape[:-3]):
+        bias = bias.expand(*q.shape[:-3], *bias.shape[-3:])
+    return bias.reshape(-1, heads, *bias.shape[-2:]).expand(-1, -1, *rows)
+
+
+# -- blocks of keys --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Scores:
+    """The scores of attention, of which only a block of keys is there at once.
+
+    Where heads share keys, a dim stands behind the heads for those that share: 1 of the keys.
+    """
+
+    q: Tensor
+    k: Tensor
+    mask: Tensor | None
+    is_causal: bool
+    scale: float
+
+    @property
+    def shared(self) -> int:
+        """How many heads of the query share one of the keys; 0 where there are no heads."""
+        if self.q.ndim < 3 or not self.k.shape[-3]:
+            return 0
+        return self.q.shape[-3] // self.k.shape[-3]
+
+    def of_query(self, x: Tensor) -> Tensor:
+        """Return […,heads,rows,n] as […,heads of keys,those that share,rows,n]."""
+        return x.unflatten(-3, (-1, self.shared)) if self.shared else x
+
+    def of_key(self, x: Tensor) -> Tensor:
+        return x.unsqueeze(-3) if self.shared else x
+
+    def joined(self, x: Tensor) -> Tensor:
+        """Undo `of_query`."""
+        return x.flatten(-4, -3) if self.shared else x
+
+    def summed(self, x: Tensor) -> Tensor:
+        """Add up what the heads that share give, which undoes `of_key`."""
+        return x.sum(-3) if self.shared else x
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the keys of each block, and their scores: -inf where they are hidden."""
+        wide = _wide(self.q.dtype)
+        q, n = self.of_query(self.q.to(wide) * self.scale), self.k.shape[-2]
+        rows = torch.arange(q.shape[-2], device=q.device).unsqueeze(-1)
+        mask = None if self.mask is None else self.mask.expand(*self.q.shape[:-1], n)
+        for start in range(0, n, BLOCK):
+            at = slice(start, min(start + BLOCK, n))
+            scores = q @ self.of_key(self.k[..., at, :].to(wide)).mT
+            if self.is_causal:
+                hidden = rows < torch.arange(at.start, at.stop, device=q.device)
+                scores = scores.masked_fill(hidden, -math.inf)
+            elif mask is not None and mask.dtype == torch.bool:
+                scores = scores.masked_fill(~self.of_query(mask[..., at]), -math.inf)
+            elif mask is not None:
+                scores = scores + self.of_query(mask[..., at].to(wide))
+            yield at, scores
+
+
+def _attend_blocks(scores: _Scores, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Go through the keys once: the greatest score, the sum of powers and of values so far."""
+    wide, rows = _wide(v.dtype), scores.of_query(scores.q).shape[:-1]
+    top = torch.full(rows, -math.inf, dtype=wide, device=v.device)
+    total, made = torch.zeros_like(top), v.new_zeros((*rows, v.shape[-1]), dtype=wide)
+    shift = torch.zeros_like(top)
+    for at, part in scores.blocks():
+        new = torch.maximum(top, part.amax(-1))
+        shift = new.masked_fill(new == -math.inf, 0)
+        fade, powers = (top - shift).exp(), (part - shift.unsqueeze(-1)).exp()
+        total = total * fade + powers.sum(-1)
+        made = made * fade.unsqueeze(-1) + powers @ scores.of_key(v[..., at, :].to(wide))
+        top = new
+    out = made / total.masked_fill(total == 0, 1).unsqueeze(-1)
+    sums = scores.joined((total.log() + shift).unsqueeze(-1)).squeeze(-1)
+    return scores.joined(out).to(v.dtype), sums
+
+
+def _grad_of_blocks(
+    scores: _Scores, v: Tensor, out: Tensor, sums: Tensor, ct: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide, q = _wide(v.dtype), scores.of_query(scores.q)
+    given = scores.of_query(ct.to(wide))
+    sums = scores.of_query(sums.masked_fill(sums == -math.inf, 0).unsqueeze(-1))
+    delta = (given * scores.of_query(out.to(wide))).sum(-1, keepdim=True)
+    dq = torch.zeros_like(q, dtype=wide)
+    dk, dv = torch.empty_like(scores.k), torch.empty_like(v)
+    for at, part in scores.blocks():
+        powers = (part - sums).exp()
+        dv[..., at, :] = scores.summed(powers.mT @ given)
+        ds = powers * (given @ scores.of_key(v[..., at, :].to(wide)).mT - delta) * scores.scale
+        dq += ds @ scores.of_key(scores.k[..., at, :].to(wide))
+        dk[..., at, :] = scores.summed(ds.mT @ q.to(wide))
+    return scores.joined(dq).to(scores.q.dtype), dk, dv
