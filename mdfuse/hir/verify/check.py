@@ -218,16 +218,16 @@ def unrolled(program: HostProgram) -> HostProgram:
 
 def _check_transfers(program: HostProgram) -> None:
     """Check sends and receives along an axis on two teams of it: the first and the last."""
-    teams: dict[tuple[int, ...], None] = {}
+    teams: dict[tuple[int, ...], set[str]] = defaultdict(set)
     for i in _inside(program.instructions):
         layout = program.types[i.reads[0]].layout if _is_transfer(i) else None
         if layout is not None:
             mesh, axis = layout.mesh, i.kwargs["axis"]
             for coordinate in ([0] * mesh.ndim, [n - 1 for n in mesh.shape]):
-                teams[mesh.team(mesh.rank_at(coordinate), axis)] = None
+                teams[mesh.team(mesh.rank_at(coordinate), axis)].update(i.outputs)
     bare = replace(program, instructions=_communications(program)) if teams else program
-    for team in teams:
-        check_teams({rank: bare.project(rank).written_out for rank in team}, is_whole=False)
+    for team, handles in teams.items():
+        check_teams({rank: bare.project(rank).written_out for rank in team}, handles)
 
 
 def _communications(program: HostProgram) -> tuple[Instruction, ...]:

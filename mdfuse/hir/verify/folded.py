@@ -7,8 +7,9 @@
 
 What the verifier accepts of this it accepts of all iterations written out:
 - Iterations whose branches, and the sizes of whose chunks, are the same are one run. The first of
-  each run stands for itself, the others are written as one. What a name has before a second one
-  (a buffer, a post, contents) it has before each later one.
+  each run stands for itself, the others are written as one. So does the first of the loop, and the
+  first on another branch: what streams and names are before the next one, they are before each
+  later one.
 - This is some of the instructions that run, in their order. What is ordered among these is so among
   all; what one iteration does before the next one, it does before each later one.
 - Of a buffer from outside of the loop each iteration uses a chunk of its own, or the whole. The one
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 from mdfuse.extents.expressions import Calc, Term, resolve, terms
@@ -27,6 +29,7 @@ from mdfuse.extents.linear import Linear, linear
 from mdfuse.hir.instructions import TRANSFERS, op_of, row_of
 from mdfuse.hir.passes import late_waits
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
+from mdfuse.hir.storage import storage
 from mdfuse.hir.unroll import LIMIT, Unrolled
 from mdfuse.hir.verify.layouts import chunk_of
 from mdfuse.layouts.boxes import nth_chunk
@@ -58,6 +61,11 @@ class _Folded(Unrolled):
     saved: int = 0
     #: in an iteration that stands for several: the loop's index, and its number in the last of them
     last: tuple[str, int] | None = None
+
+    @cached_property
+    def shared(self) -> dict[str, str]:
+        """Name -> the name whose memory it may share."""
+        return storage(self.program)
 
     def iterate(self, loop: Instruction, numbers: range, dropped: list[str]) -> None:
         for run in self.runs(loop, numbers):
@@ -103,7 +111,7 @@ class _Folded(Unrolled):
         try:
             if len(numbers) < FEWEST or numbers.step != 1 or any(i.op == "for" for i in inside):
                 raise _Unfit
-            starts = {numbers.start}
+            starts = {numbers.start, numbers.start + 1}
             for name, which in self.chunks(index, inside).items():
                 starts.update(self.borders(name, which, index, numbers))
             for i in inside:
@@ -137,7 +145,8 @@ class _Folded(Unrolled):
         of, made_of = (self.program.root(n) for n in (i.reads[0], i.outputs[0]))
         which, types = found.get(made_of), self.program.types
         if of not in found:
-            if which is not None and (i.op != "chunk" or cut.setdefault(of, which) != which):
+            memory = self.shared.get(of, of)
+            if which is not None and (i.op != "chunk" or cut.setdefault(memory, which) != which):
                 raise _Unfit
             return
         before, after = (_extent(types[n]) for n in (of, made_of))
@@ -198,7 +207,7 @@ class _Folded(Unrolled):
         if abs(factor) != 1 or len(apart.factors) != 1:
             raise _Unfit
         equal = -apart.constant * factor
-        yield from (equal, equal + 1)
+        yield from (equal, equal + 1, equal + 2)
 
 
 _COMPARISONS = ("==", "!=", "<", "<=", ">", ">=")
@@ -213,6 +222,7 @@ def _extent(kind: BufferType) -> int:
 def _check(i: Instruction, index: Term) -> None:
     """Raise _Unfit where an instruction depends on an index in a way that is not looked at.
 
+    What get_stream gives may be another stream in every second iteration.
     Which peers a rank has makes no difference to the rank itself; that there are such ranks is
     checked with the transfers of all ranks.
     """
@@ -222,5 +232,5 @@ def _check(i: Instruction, index: Term) -> None:
     numbers = [x for x in i.inputs if not isinstance(x, str)] if op_of(i) is None else []
     if any(index in terms(x) for x in (*(v for _, v in attrs), *chunks, *numbers)):
         raise _Unfit
-    if index.name in i.reads and op_of(i) is None:
+    if (index.name in i.reads and op_of(i) is None) or i.op == "get_stream":
         raise _Unfit

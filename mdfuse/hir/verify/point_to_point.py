@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -35,7 +35,7 @@ class _Channel:
 
 
 def match_transfers(
-    programs: Programs, begun: Mapping[int, list[Event]], is_whole: bool
+    programs: Programs, begun: Mapping[int, list[Event]], along: Set[str] | None
 ) -> Iterator[Meeting]:
     """Yield each send with the receive that it meets, once both fit.
 
@@ -44,7 +44,8 @@ def match_transfers(
     Args:
         programs: straight-line, by rank.
         begun: the communications that each rank begins, in order.
-        is_whole: whether these are all ranks; else transfers with other ranks are left out.
+        along: None where these are all ranks. Else they are a team, and these are the handles of
+            transfers along its axis; transfers with other ranks are left out.
 
     Raises:
         CommunicationError: a send or receive has no counterpart, or the two do not fit.
@@ -59,13 +60,13 @@ def match_transfers(
     partners: dict[str, _Side] = {}
     contents: Contents = {}
     for (a, b), channel in channels.items():
-        if not is_whole and (a not in programs or b not in programs):
+        if along is not None and (a not in programs or b not in programs):
             continue
         if len(channel.sends) != len(channel.recvs):
             raise _unanswered(programs, a, b, channel)
         for n, (s, r) in enumerate(zip(channel.sends, channel.recvs, strict=True)):
             _check_meet(n, a, b, s, r, partners)
-            _check_content(programs, n, s.event, r.event, contents, is_whole)
+            _check_content(programs, n, s.event, r.event, contents, along)
             yield s.event, r.event
 
 
@@ -106,7 +107,12 @@ Contents = dict[tuple[object, ...], tuple[object, ...]]
 
 
 def _check_content(
-    programs: Programs, n: int, send: Event, recv: Event, contents: Contents, is_whole: bool
+    programs: Programs,
+    n: int,
+    send: Event,
+    recv: Event,
+    contents: Contents,
+    along: Set[str] | None,
 ) -> None:
     """Raise CommunicationError where a received value cannot be what the type of its buffer says.
 
@@ -116,7 +122,7 @@ def _check_content(
     if send.i.op == "post":
         return
     problem = _content_problem(send, recv, contents)
-    if problem is None and not is_whole:
+    if problem is None and along is not None and send.base in along:
         problem = _differs_elsewhere(programs, send, recv)
     if problem is not None:
         raise disagreement(
@@ -161,8 +167,9 @@ def _own(layout: Layout, rank: int) -> tuple[int, ...]:
 def _differs_elsewhere(programs: Programs, send: Event, recv: Event) -> str | None:
     """Return why teams along another axis receive different values where the type says the same.
 
-    Only one team is looked at: along an axis on which all its members have one coordinate, what is
-    replicated by the receiver's type must be so by the sender's.
+    Only one team is looked at, the one along whose axis they are: along another axis, on which all
+    its members have one coordinate, what is replicated by the receiver's type must be so by the
+    sender's.
     """
     (_, sent), (_, received) = map(_buffer, (send, recv))
     mesh = received.mesh

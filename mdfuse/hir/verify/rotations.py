@@ -65,8 +65,7 @@ def rotates(program: HostProgram) -> bool:
     """
     sites = list(_sites(program))
     sends, recvs = ([s for s in sites if s.i.op == op] for op in TRANSFERS)
-    is_one_place = len({s.place for s in sites}) == 1
-    if not is_one_place or len(sends) != len(recvs) or not _is_plain(program, sites):
+    if not sites or len(sends) != len(recvs) or not _is_plain(program):
         return False
     order = {id(s): n for n, s in enumerate(sites)}
     pairs = zip(sends, recvs, strict=True)
@@ -97,7 +96,7 @@ def _of_block(
         waits += i.op in ("wait", "barrier", *BLOCKS)
 
 
-def _is_plain(program: HostProgram, sites: list[_Site]) -> bool:
+def _is_plain(program: HostProgram) -> bool:
     """Return whether sends meet receives only, and each chunk that is posted is sure to be there.
 
     A rank posts chunks of whatever buffers; those of all ranks are looked at here.
@@ -116,6 +115,8 @@ def _is_plain(program: HostProgram, sites: list[_Site]) -> bool:
 
 def _meet(send: _Site, recv: _Site, is_sent_first: bool) -> bool:
     """Return whether a send meets a receive on all ranks, in each iteration."""
+    if send.place != recv.place:
+        return False
     mesh, axis = send.place
     size, coordinate = mesh.axis_size(axis), Term("coord", axis)
     to = _peer(send.i.kwargs["to"], size, coordinate)

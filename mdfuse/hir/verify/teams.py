@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 
 from mdfuse.errors import CommunicationError
 from mdfuse.hir.verify.alike import check_alike
@@ -19,20 +19,21 @@ _SAME = "all ranks of a team post the same communications in the same order, wit
 _SAME += "size, dtype, reduce op and root"
 
 
-def check_teams(programs: Programs, is_whole: bool = True) -> None:
+def check_teams(programs: Programs, along: Set[str] | None = None) -> None:
     """Raise CommunicationError where communications of several ranks do not fit together.
 
     Args:
         programs: straight-line, by rank.
-        is_whole: all ranks that take part; else only transfers among these ranks are looked at.
+        along: None where these are all ranks that take part. Else they are one team, only transfers
+            among them are looked at, and these are the handles of those along the team's axis.
     """
     begun = {rank: list(events(program)) for rank, program in programs.items()}
     meetings: list[Meeting] = []
-    if is_whole:
+    if along is None:
         meetings += _match_collectives(programs, begun)
-    meetings += match_transfers(programs, begun, is_whole)
+    meetings += match_transfers(programs, begun, along)
     check_progress(programs, meetings)
-    if is_whole:
+    if along is None:
         check_alike(programs)
 
 

@@ -139,6 +139,36 @@ def test_transfers_along_another_axis_of_the_mesh_are_found() -> None:
             verify(hir.parse(text.replace(side + "tp", other + "dp")))
 
 
+@pytest.mark.parametrize("in_full", [False, True])
+def test_rings_along_two_axes(in_full: bool) -> None:
+    """A rank sends to itself along either."""
+    mesh = DeviceMesh.arange(dp=3, tp=4)
+    with mf.FusionDefinition("two") as fd:
+        for axis, n in (("dp", 3), ("tp", 4)):
+            x = fd.define_tensor([11, 2], mesh=mesh, layout={axis: Shard(0)})
+            fd.add_output(fd.ops.set(x).on(mesh, stream=Stream(0, n, rotate=axis)))
+    program = mf.compile(fd, mf.Options(verify=False)).host
+    verify(program, in_full)
+    assert rotates(program)
+
+
+@pytest.mark.parametrize("in_full", [False, True])
+def test_what_differs_beside_the_ring_is_found_in_one_of_two_rings(in_full: bool) -> None:
+    text = RING.replace("mesh(tp=5)", "mesh(dp=5, tp=5)").replace("(tp=", "(dp=R, tp=")
+    along_dp = RING.replace("(tp=", "(dp=").replace("(tp)", "(dp)").replace("=tp", "=dp")
+    body = along_dp.replace("(dp=", "(tp=R, dp=").replace("%", "%o").strip().splitlines()
+    lines = text.strip().splitlines()
+    both = "\n".join([*lines[:2], body[1], *lines[2:-2], *body[2:-2], "  return %y, %oy", "}"])
+    verify(hir.parse(both), in_full)
+    for old, new in (
+        ("%x: f32[2] of [9] (dp=R", "%x: f32[2] of [9] (dp=varies"),
+        ("%ox: f32[2] of [9] (tp=R", "%ox: f32[2] of [9] (tp=varies"),
+    ):
+        assert old in both
+        with pytest.raises(mf.CommunicationError, match="not the same along|different parts"):
+            verify(hir.parse(both.replace(old, new)), in_full)
+
+
 # -- how much is looked at -----------------------------------------------------------------------
 
 
