@@ -59,6 +59,7 @@ __all__ = [
     "shard_order",
     "spec_of",
     "symmetric_empty",
+    "table_grad",
     "transform_level",
 ]
 
@@ -294,6 +295,15 @@ def _padded(bias: Tensor | None, query: Tensor) -> Tensor | None:
     n = bias.shape[-1]
     rows = torch.nn.functional.pad(bias, (0, -n % _BIAS))[..., :n]
     return rows.expand(*query.shape[:2], -1, -1)
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+
+def table_grad(ct: Tensor, indices: Tensor, rows: int) -> Tensor:
+    """What the rows of a table get that were looked up: the same bits in every run, on GPUs too."""
+    made: Tensor = _ATEN.embedding_dense_backward(ct, indices, rows, -1, False)
+    return made
 
 
 # -- memory ----------------------------------------------------------------------------------------
