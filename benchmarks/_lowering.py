@@ -10,7 +10,7 @@ import torch
 from _measure import Contender
 
 import mdfuse as mf
-from mdfuse import DeviceMesh, Shard
+from mdfuse import DeviceMesh, Shard, Stream
 from mdfuse.caching import Cache
 from mdfuse.frontend.handle import Handle
 from mdfuse.hir.verify import verify
@@ -56,6 +56,47 @@ PROGRAMS: tuple[
 ] = (
     ("tensor-parallel MLP", tensor_parallel, {"tp": 8}, {"tp": 8192}),
     ("sequence-parallel MLPs", sequence_parallel, {"dp": 2, "tp": 4}, {"dp": 64, "tp": 128}),
+)
+
+
+def rings(ranks: int, layers: int = 4) -> mf.FusionDefinition:
+    """MLPs whose rows go round: each gathers a rank's rows at a time, and adds up its results so.
+
+    The rows of the last ranks are fewer.
+    """
+    mesh, rows = DeviceMesh.arange(tp=ranks), 2 * ranks - 1
+    turn, split = Stream(0, ranks, rotate="tp"), {"tp": Shard(0)}
+    with mf.FusionDefinition("rings") as fd:
+        x = fd.define_tensor([rows, 64], torch.float32, mesh, split)
+        for _ in range(layers):
+            w1 = fd.define_tensor([64, 2 * ranks], torch.float32, mesh, {"tp": Shard(1)})
+            w2 = fd.define_tensor([2 * ranks, 64], torch.float32, mesh, {"tp": Shard(0)})
+            whole = fd.ops.set(x).on(mesh, stream=turn)
+            h = fd.ops.matmul(whole, w1).on(mesh, {"tp": Shard(1)}, stream=turn)
+            x = fd.ops.matmul(fd.ops.relu(h), w2).on(mesh, split, stream=turn)
+        fd.add_output(x)
+    return fd
+
+
+def stages(count: int) -> mf.FusionDefinition:
+    """A pipeline: each stage is an MLP on two ranks of its own; the next one gets its result."""
+    with mf.FusionDefinition("stages") as fd:
+        x = None
+        for n in range(count):
+            mesh = DeviceMesh([2 * n, 2 * n + 1], axes=["tp"])
+            x = fd.define_tensor([8, 64], torch.float32, mesh) if x is None else fd.ops.set(x)
+            x = x.on(mesh) if n else x
+            w1 = fd.define_tensor([64, 64], torch.float32, mesh, {"tp": Shard(0)})
+            w2 = fd.define_tensor([64, 64], torch.float32, mesh, {"tp": Shard(1)})
+            x = fd.ops.linear(fd.ops.linear(x, w1), w2).on(mesh)
+        fd.add_output(x)
+    return fd
+
+
+#: What is measured, the program, and of how many ranks or stages.
+VERIFIED: tuple[tuple[str, Callable[[int], mf.FusionDefinition], tuple[int, ...]], ...] = (
+    ("rings of 4 layers, ranks", rings, (8, 64, 512, 8192)),
+    ("stages", stages, (64, 1024)),
 )
 
 

@@ -133,10 +133,18 @@ def host_time(calls: Callable[[], None]) -> float:
     return float(time.perf_counter_ns() - start)
 
 
-def device_time(calls: Callable[[], None]) -> float:
-    """Nanoseconds between two events on the current stream of the GPU."""
+def device_time(calls: Callable[[], None], ahead: int = 0) -> float:
+    """Nanoseconds between two events on the current stream of the GPU.
+
+    Args:
+        calls: queue work.
+        ahead: clock cycles for which the GPU is kept busy before, so that what the host needs
+            until the first call is queued does not count.
+    """
     event: Any = torch.cuda.Event
     start, end = event(enable_timing=True), event(enable_timing=True)
+    if ahead:
+        torch.cuda._sleep(ahead)
     start.record()
     calls()
     end.record()

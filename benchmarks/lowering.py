@@ -4,6 +4,7 @@ python benchmarks/lowering.py
 mdfuse bench lowering --quick
 
 A Llama-like stack on a mesh of 2 x 4 ranks, of which this process stands for one; nothing is sent.
+Then rings and pipelines of up to thousands of ranks: what it costs to verify them.
 CPU time of one thread, garbage collection included; all caches are emptied before each definition.
 Prints one table and stores it with every round.
 """
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from _lowering import forget
+from _lowering import VERIFIED, forget
 from _measure import Report, Row, show
 
 import mdfuse as mf
@@ -139,6 +140,30 @@ def rows(rounds: int, counts: Sequence[int]) -> Iterator[Row]:
             )  # fmt: skip
 
 
+def verified(rounds: int, largest: int) -> Iterator[Row]:
+    """What it costs to verify rings and pipelines, against what it costs to define and lower them.
+
+    Args:
+        rounds: how often.
+        largest: the most ranks, or stages.
+    """
+    for name, define, counts in VERIFIED:
+        for count in (n for n in counts if n <= largest):
+            ours, against = [], []
+            for _ in range(rounds):
+                forget()
+                start = time.process_time_ns()
+                program = mf.compile(define(count), Options(verify=False)).host
+                lowered = time.process_time_ns()
+                verify(program)
+                ours.append(float(time.process_time_ns() - lowered))
+                against.append(float(lowered - start))
+            yield Row(
+                name=f"verify, against lowering: {name}", unit="ms", sizes=f"{count}", ours=ours,
+                against=against, alternative="defining and lowering it", limit=None,
+            )  # fmt: skip
+
+
 def main() -> None:
     """Measure, print, store."""
     parser = argparse.ArgumentParser(
@@ -146,6 +171,9 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", default=",".join(map(str, _LAYERS)))
+    parser.add_argument(
+        "--largest", type=int, default=8192, help="ranks or stages of what is verified"
+    )
     parser.add_argument("--output", type=Path, help="by default in benchmarks/results")
     parser.add_argument("--quick", action="store_true", help="only to see that it runs")
     arguments = parser.parse_args()
@@ -153,10 +181,11 @@ def main() -> None:
     mf.init(backend="null", size=_MESH.size)
     rounds = 1 if arguments.quick else arguments.rounds
     counts = (2,) if arguments.quick else tuple(map(int, arguments.layers.split(",")))
-    found = list(rows(rounds, counts))
+    found = [*rows(rounds, counts), *verified(rounds, 8 if arguments.quick else arguments.largest)]
     path = arguments.output or _RESULTS / "lowering.json"
     show(screen.output(), "defining, lowering, verifying, planning", found)
     given = {"rounds": str(rounds), "layers": ",".join(map(str, counts))}
+    given["largest"] = str(arguments.largest)
     Report(benchmark="lowering", arguments=given, rows=found, where={"ranks": 1}).write(path)
     screen.output().print(f"written: {path}", soft_wrap=True)
 

@@ -33,11 +33,13 @@ __version__ = VERSION
 if TYPE_CHECKING:
     from mdfuse import hir
     from mdfuse.compiled.program import Program, compile
+    from mdfuse.compiled.step import Step
     from mdfuse.compiled.traced import fusion
     from mdfuse.evaluator import HostIrEvaluator
-    from mdfuse.frontend import ops
+    from mdfuse.frontend import ops, optim
     from mdfuse.frontend.cache import FusionCache
     from mdfuse.frontend.definition import FusionDefinition
+    from mdfuse.frontend.grad import grad, recompute
     from mdfuse.frontend.spec import TensorSpec
     from mdfuse.passes import segmentation
     from mdfuse.runs.dtensor import layout_of, spec_of, to_dtensor
@@ -52,11 +54,14 @@ _LAZY = {
     "FusionDefinition": "mdfuse.frontend.definition",
     "HostIrEvaluator": "mdfuse.evaluator",
     "Program": "mdfuse.compiled.program",
+    "Step": "mdfuse.compiled.step",
     "TensorSpec": "mdfuse.frontend.spec",
     "compile": "mdfuse.compiled.program",
     "fusion": "mdfuse.compiled.traced",
+    "grad": "mdfuse.frontend.grad",
     "init": "mdfuse.runtime.communicator",
     "layout_of": "mdfuse.runs.dtensor",
+    "recompute": "mdfuse.frontend.grad",
     "reference": "mdfuse.simulation.reference",
     "simulate": "mdfuse.simulation.simulate",
     "spec_of": "mdfuse.runs.dtensor",
@@ -65,6 +70,7 @@ _LAZY = {
 _LAZY_MODULES = {
     "hir": "mdfuse.hir",
     "ops": "mdfuse.frontend.ops",
+    "optim": "mdfuse.frontend.optim",
     "segmentation": "mdfuse.passes.segmentation",
 }
 
@@ -105,14 +111,18 @@ __all__ = [
     "ProgramError",
     "Replicate",
     "Shard",
+    "Step",
     "Stream",
     "TensorSpec",
     "compile",
     "fusion",
+    "grad",
     "hir",
     "init",
     "layout_of",
     "ops",
+    "optim",
+    "recompute",
     "reference",
     "segmentation",
     "shard_tensor",

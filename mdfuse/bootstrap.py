@@ -253,6 +253,14 @@ def _default_group_launch(environment: Mapping[str, str], rank: int, size: int) 
     )
 
 
+def is_behind_mpirun(environment: Mapping[str, str]) -> bool:
+    """Return whether Open MPI started this process.
+
+    Its ranks write to a terminal of their own, even where the output ends in a file.
+    """
+    return any(name.startswith("OMPI_COMM_WORLD_") for name in environment)
+
+
 def gloo_devices(environment: Mapping[str, str], launch: Launch) -> tuple[dict[str, str], ...]:
     """Return arguments of gloo's network devices: the user's interfaces, or loopback on one host.
 

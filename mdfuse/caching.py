@@ -20,7 +20,7 @@ class CacheInfo(NamedTuple):
     limit: int
 
 
-@dataclass
+@dataclass(eq=False)
 class Cache(Generic[Value]):
     """Values by key; the least recently used is dropped where there are more than `limit`.
 

@@ -1,6 +1,6 @@
 """Communications: one description for all ranks, from which each rank's part is computed.
 
-A `Communication` is one row of the transition table of `reshard.py`, applied to one tensor. Nothing
+A `Communication` is one row of the transition table of `reshard/`, applied to one tensor. Nothing
 here lists the ranks of a mesh unless one rank's part is asked for.
 """
 
@@ -15,7 +15,7 @@ import torch
 from mdfuse.errors import CommunicationError
 from mdfuse.extents.expressions import Term
 from mdfuse.layouts.boxes import box_size
-from mdfuse.layouts.kinds import KINDS, POINT_TO_POINT, REDUCING, SPLITTING
+from mdfuse.layouts.kinds import ALONG_SEVERAL, KINDS, POINT_TO_POINT, REDUCING, SPLITTING
 from mdfuse.layouts.layout import REDUCE_OPS, Layout, replicated
 from mdfuse.layouts.rank_part import RankPart, part_of
 from mdfuse.mesh import DeviceMesh
@@ -33,7 +33,8 @@ class Communication:
         destination: the layout after.
         shape: global extents of what is sent.
         dtype: element type; None while only layouts are compared.
-        axis: the mesh axis along which the placement changes, where it is one.
+        axes: the mesh axes along which the placement changes, where it is along some: all-reduces,
+            reduce-scatters and all-gathers may go along several at once, the outermost first.
         dim: the dim that is gathered, scattered or exchanged (of the source for AllToAll).
         to_dim: AllToAll: the dim that is split afterwards.
         reduce_op: for the kinds that reduce.
@@ -49,7 +50,7 @@ class Communication:
     destination: Layout
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
-    axis: str | None = None
+    axes: tuple[str, ...] = ()
     dim: int | None = None
     to_dim: int | None = None
     reduce_op: str | None = None
@@ -73,9 +74,17 @@ class Communication:
             )
 
     def _check_axis_and_dims(self) -> None:
-        """Check that the axis exists, and the dims, too, where there is a dtype."""
-        if self.axis is not None:
-            self.split_mesh.axis_index(self.axis)
+        """Check that the axes exist, and the dims, too, where there is a dtype."""
+        for axis in self.axes:
+            self.split_mesh.axis_index(axis)
+        if len(self.axes) > 1 and (
+            self.kind not in ALONG_SEVERAL or len({*self.axes}) < len(self.axes)
+        ):
+            raise CommunicationError(
+                f"{self.kind} along {', '.join(self.axes)}",
+                because="exactly " + ", ".join(ALONG_SEVERAL) + " go along several different axes",
+                hint="post one along each axis in turn",
+            )
         n = len(self.shape)
         dims = [d for layout in (self.source, self.destination) for d, _ in layout.splits]
         dims += [d for d in (self.dim, self.to_dim) if d is not None]
@@ -92,8 +101,8 @@ class Communication:
     def team(self, rank: int) -> tuple[int, ...]:
         """The ranks that take part together with `rank`, in mesh order; () where it does not."""
         source = self.source.mesh
-        if self.axis is not None and self._is_along_axis:
-            return source.team(rank, self.axis) if rank in source else ()
+        if self.is_along_axes:
+            return source.team(rank, *self.axes) if rank in source else ()
         if self.kind == "SendRecv":
             return self._pair(rank)
         team = self.whole_group
@@ -101,14 +110,20 @@ class Communication:
 
     def group(self, rank: int) -> tuple[int, ...]:
         """Return the process group of `rank`: its team; all pairs of a SendRecv share one."""
-        if self.kind in POINT_TO_POINT and not self._is_along_axis:
+        if self.kind in POINT_TO_POINT and not self.is_along_axes:
             group = self.whole_group
             return group if rank in group else ()
         return self.team(rank)
 
     @property
-    def _is_along_axis(self) -> bool:
-        return self.axis is not None and self.source.mesh == self.destination.mesh
+    def axis(self) -> str | None:
+        """The axis, where it is one; None where there is none, or several."""
+        return self.axes[0] if len(self.axes) == 1 else None
+
+    @property
+    def is_along_axes(self) -> bool:
+        """Whether it goes along axes of one mesh."""
+        return bool(self.axes) and self.source.mesh == self.destination.mesh
 
     @property
     def whole_group(self) -> tuple[int, ...]:
@@ -137,7 +152,7 @@ class Communication:
             return None
         if self.kind == "SendRecv":
             return team[0]
-        if self._is_along_axis and self.kind in ("Broadcast", "Reduce"):
+        if self.is_along_axes and self.kind in ("Broadcast", "Reduce"):
             return self._holder(rank, team)
         root = (self.destination if self.kind in ("Gather", "Reduce") else self.source).mesh.first
         assert root in team
@@ -169,17 +184,26 @@ class Communication:
 
     @property
     def split_mesh(self) -> DeviceMesh:
-        """The mesh that has the axis."""
+        """The mesh that has the axes."""
         return self.destination.mesh if self.kind == "Scatter" else self.source.mesh
 
     @property
     def size(self) -> int:
-        """The number of ranks that split the dim along the axis."""
+        """The number of ranks that split the dim along the axes."""
         mesh = self.split_mesh
-        return mesh.axis_size(self.axis) if self.axis is not None else mesh.size
+        return math.prod(map(mesh.axis_size, self.axes)) if self.axes else mesh.size
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all blocks of all teams are surely equally long."""
+        assert self.dim is not None
+        layout, parts = self.whole(), self.size
+        for axis in layout.split_axes(self.dim):
+            parts *= layout.mesh.axis_size(axis)
+        return self.shape[self.dim] % parts == 0
 
     def whole(self) -> Layout:
-        """Return the layout of the side on which the dim is not split along the axis."""
+        """Return the layout of the side on which the dim is not split along the axes."""
         gathers = self.kind in ("Gather", "Allgather")
         return self.destination if gathers else self.source
 
@@ -258,8 +282,13 @@ class Communication:
     def __str__(self) -> str:
         what = f"{self.kind}[{self.reduce_op}]" if self.reduce_op else self.kind
         carrier = f"backend={self.backend}" if self.backend else ""
-        details = [f"axis={self.axis}" if self.axis else "", self._dims_text(), carrier]
+        details = [self._axes_text(), self._dims_text(), carrier]
         return " ".join((what, *filter(None, details)))
+
+    def _axes_text(self) -> str:
+        if len(self.axes) > 1:
+            return f"axes={','.join(self.axes)}"
+        return f"axis={self.axis}" if self.axes else ""
 
     def _dims_text(self) -> str:
         if self.dim is None:

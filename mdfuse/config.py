@@ -96,6 +96,9 @@ class Options:
         check_indices: look at the indices of each `embedding`: one that is out of range is an
             IndexRangeError on all ranks, which meet at the end of each run for it. Else the result
             is undefined: an error of torch, zeros, or on GPUs the end of the process.
+        reduce_dtype: torch.float32 or torch.float64: sums of narrower floats that ranks hold parts
+            of are cast to it before they are reduced, along every axis, and back after; None: they
+            are reduced as they are.
         plans: how many plans an evaluator keeps; each owns the buffers of its intermediates.
         reports: the folder for reports of communications that broke or hang, a file each; None:
             mdfuse-UID in the folder for temporary files, where UID is the user's number.
@@ -111,6 +114,7 @@ class Options:
     timeout_s: float = 600.0
     poison: bool = False
     check_indices: bool = False
+    reduce_dtype: Any = None
     plans: int = 32
     reports: str | None = None
 
@@ -154,6 +158,12 @@ def _is_one_of(*words: str) -> tuple[Callable[[Any], bool], str]:
     )
 
 
+def _is_wide(value: Any) -> bool:
+    """Whether a value is one of torch's dtypes of 32 bits or more; torch is not imported here."""
+    is_dtype = type(value).__module__ == "torch" and type(value).__name__ == "dtype"
+    return is_dtype and str(value) in ("torch.float32", "torch.float64")
+
+
 _FLAG = (lambda value: isinstance(value, bool)), "it is True or False"
 _PLACE = (lambda value: value is None or isinstance(value, str)), "it is a path, as text, or None"
 
@@ -172,6 +182,10 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "poison": _FLAG,
     "check_indices": _FLAG,
+    "reduce_dtype": (
+        lambda value: value is None or _is_wide(value),
+        "sums are reduced in torch.float32, in torch.float64, or as they are",
+    ),
     "plans": (_is_count(1 << 31), "an evaluator keeps at least one plan: a run needs it"),
     "reports": _PLACE,
 }

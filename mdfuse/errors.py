@@ -38,13 +38,21 @@ def printable(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A line of the user's program."""
+    """A line of the user's program.
+
+    Attributes:
+        file: its path.
+        line: its number.
+        note: what else is to be said of what stands there, as "backward".
+    """
 
     file: str
     line: int
+    note: str = ""
 
     def __str__(self) -> str:
-        return f"{printable(Path(self.file).name)}:{self.line}"
+        note = f" ({self.note})" if self.note else ""
+        return f"{printable(Path(self.file).name)}:{self.line}{note}"
 
     def quote(self) -> str:
         """Return the place and the text of the line, for error messages."""

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import zip_longest
 from sys import modules
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, autocast, is_autocast_enabled, is_grad_enabled
 
 from mdfuse.caching import Cache
@@ -23,6 +27,7 @@ from mdfuse.hir.program import HostProgram
 from mdfuse.ir.ops import TABLE
 from mdfuse.ir.tensors import resolved
 from mdfuse.plan.build import Plan, build
+from mdfuse.plan.forms import empty, without_elements
 from mdfuse.plan.fusing import Fuser
 from mdfuse.plan.index_checks import IndexChecks
 from mdfuse.plan.names import check_names
@@ -45,6 +50,9 @@ if TYPE_CHECKING:
     from mdfuse.runs.dtensor_border import Border
     from mdfuse.runtime.communicator import Communicator
 
+
+#: The plans of a program, for whatever shapes -> what was compiled for them; see `Fuser.counts`.
+_COMPILED: WeakKeyDictionary[Cache[Runnable], Counter[str]] = WeakKeyDictionary()
 
 _serials = itertools.count()
 _numbers = itertools.count()
@@ -76,9 +84,9 @@ class HostIrEvaluator:
     cache: Cache[Runnable] | None = field(default=None, repr=False)
     plans: Cache[Runnable] = field(init=False, repr=False)
     _number: int = field(default_factory=_numbers.__next__, init=False, repr=False)
-    #: What the last run was given, and its plan.
-    _last: tuple[Hashable | None, Runnable | None] = field(
-        default=(None, None), init=False, repr=False
+    #: What the last run was given, its plan, and what tells whether a run is given the like.
+    _last: tuple[Hashable | None, Runnable | None, Callable[[Sequence[Any]], bool] | None] = field(
+        default=(None, None, None), init=False, repr=False
     )
     #: What this rank runs, once all ranks agreed to.
     _local: HostProgram | None = field(default=None, init=False, repr=False)
@@ -202,12 +210,14 @@ class HostIrEvaluator:
         signature, communicator = self._signature, self.communicator
         if signature is None or communicator is None or not communicator.is_ready:
             return None
-        key = signature.read(arguments, out)
-        last, plan = self._last
-        if key is None:
-            return None
-        if key != last:
-            plan = self.plans.find(key)
+        last, plan, is_like = self._last
+        key = last
+        if out is not None or is_like is None or not is_like(arguments):
+            key, is_like = signature.read(arguments, out), None
+            if key is None:
+                return None
+            if key != last:
+                plan = self.plans.find(key)
         if plan is None or isinstance(plan, Once) or (plan.records and is_grad_enabled()):
             return None
         if plan.may_overlap and not signature.are_apart(arguments, out):
@@ -216,7 +226,9 @@ class HostIrEvaluator:
             return None
         if not self.plans.again(key, plan):
             return None
-        self._last = key, plan
+        if is_like is None:
+            is_twice = key == last and out is None
+            self._last = key, plan, signature.like(arguments) if is_twice else None
         return plan
 
     def _are_numbers(self, signature: Signature, arguments: Sequence[Any]) -> bool:
@@ -293,7 +305,9 @@ class HostIrEvaluator:
     @cached_property
     def fuser(self) -> Fuser:
         """What compiles the host units of this program."""
-        return Fuser(must=options_from_environment(self.options).compile == "always")
+        options = options_from_environment(self.options)
+        counts = _COMPILED.setdefault(self.plans, Counter())
+        return Fuser(options.compile == "always", options.timeout_s, counts)
 
     def _may_compile(self, communicator: Communicator) -> bool:
         """Tell whether units are compiled: a call costs the host more, but not in a graph."""
@@ -336,16 +350,30 @@ class HostIrEvaluator:
 
         assert self._signature is not None
         plan, stream = once.plan, capture_stream(communicator.device)
-        captured = self._built(arguments, out, communicator, stream.cuda_stream)
+        given = out if out is not None else (None,) * len(plan.outputs)
+        fresh = [form if x is None else None for form, x in zip_longest(once.fresh, given)]
+        buffers = [
+            without_elements(x) if form is None else empty((*form[:3], torch.device("meta")))
+            for form, x in zip(fresh, given, strict=True)
+        ]
+        kinds = [without_elements(x) for x in arguments]
+        build = partial(self._built, kinds, buffers, communicator)
+        captured = build(stream.cuda_stream)
         plan.release()
-        recorder = CudaRecorder(communicator.device, stream)
-        now = plan.addresses(arguments, out)
-        stays = {slot: at for slot, at in once.addresses.items() if now[slot] == at}
+        stays = once.stay(captured, plan.addresses(arguments, out))
         name = f"@{self.program.name} ({self._tally.serial})"
-        watch = communicator.replays(name, self._signature.stream())
+        stream_of_run = self._signature.stream()
         always = options_from_environment(self.options).graph == "always"
-        limit = None if always else COPY_LIMIT
-        graphs = GraphPlan(captured, plan, recorder, stays, watch, limit)
+        graphs = GraphPlan(
+            captured,
+            partial(build, stream_of_run),
+            CudaRecorder(communicator.device, stream),
+            stays,
+            fresh,
+            may_overlap=plan.may_overlap,
+            watch=communicator.replays(name, stream_of_run) if self.communicates else None,
+            limit=None if always else COPY_LIMIT,
+        )
         reasons = {r.eager for r in graphs.regions if r.eager is not None}
         if reasons and always:
             raise ProgramError(
@@ -376,7 +404,7 @@ class HostIrEvaluator:
 
     def _forget(self) -> None:
         """Make the next run a first one."""
-        self._local, self._signature, self._last = None, None, (None, None)
+        self._local, self._signature, self._last = None, None, (None, None, None)
         self._drop(self.plans.clear(self._number))
 
     # -- all ranks run, or none ------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from mdfuse.config import Options, options_from_environment
 from mdfuse.hir.emit.program import emit
@@ -29,6 +30,7 @@ from mdfuse.passes import (
     push_slices,
     settle_partials,
     streams,
+    widen_sums,
 )
 from mdfuse.passes.segment_ids import with_ids
 from mdfuse.passes.segmentation import Section, ShouldMerge, segment
@@ -63,6 +65,19 @@ PASSES: tuple[tuple[str, Pass], ...] = (
     (choose_orders.name, choose_orders.run),
 )
 
+
+def passes(options: Options) -> tuple[tuple[str, Pass], ...]:
+    """Return the passes over the fusion, with those that options ask for."""
+    found: list[tuple[str, Pass]] = []
+    for name, run in PASSES:
+        found.append((name, run))
+        if name == insert_reshards.name and options.reduce_dtype is not None:
+            # Needs all sets that reduce.
+            wide = partial(widen_sums.run, dtype=options.reduce_dtype)
+            found.append((widen_sums.name, wide))
+    return tuple(found)
+
+
 HostPass = Callable[[HostProgram, Options], HostProgram]
 
 #: The passes over the host program, likewise.
@@ -85,9 +100,11 @@ HOST_PASSES: tuple[tuple[str, HostPass], ...] = (
 Observer = Callable[[str, Fusion], None]
 
 
-def prepare(fusion: Fusion, observe: Observer | None = None) -> Fusion:
+def prepare(
+    fusion: Fusion, observe: Observer | None = None, options: Options | None = None
+) -> Fusion:
     """Run the passes over the fusion; `observe` is called after each."""
-    for name, run in PASSES:
+    for name, run in passes(options_from_environment(options)):
         fusion = run(fusion)
         check_fusion(fusion)
         if observe is not None:
@@ -121,12 +138,12 @@ def lower(
         fusion: with the user's layouts.
         should_merge: see `mdfuse.passes.segmentation.segment`.
         observe: called after each pass.
-        options: how loops over chunks are spread over streams.
+        options: how loops over chunks are spread over streams, and in which dtype sums are reduced.
 
     Returns:
         The fusion after all passes, with ids for what they added; its sections, each of which
         becomes a segment; and the global host program.
     """
-    prepared = with_ids(prepare(fusion, observe))
+    prepared = with_ids(prepare(fusion, observe, options))
     sections = segment(prepared, should_merge)
     return prepared, sections, host_program(prepared, sections, options)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from bisect import bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -137,6 +138,11 @@ class DeviceMesh:
         """The highest rank."""
         return max(self._ranks[0], self._ranks[-1], *self._explicit)
 
+    @property
+    def is_consecutive(self) -> bool:
+        """Whether the ranks are consecutive numbers, in row-major order."""
+        return isinstance(self._ranks, range) and self._ranks.step == 1
+
     @cached_property
     def _explicit(self) -> tuple[int, ...]:
         return _listed(self._ranks)
@@ -184,14 +190,17 @@ class DeviceMesh:
             index = index * n + i
         return index
 
-    def team(self, rank: int, axis: str) -> tuple[int, ...]:
-        """The ranks that differ from `rank` only along `axis`, in mesh order."""
-        position, here = self.axis_index(axis), self.coordinate(rank)
+    def team(self, rank: int, axis: str, *more: str) -> tuple[int, ...]:
+        """The ranks that differ from `rank` only along these axes, the last axis fastest."""
+        positions, here = [*map(self.axis_index, (axis, *more))], self.coordinate(rank)
         if here is None:
             raise MeshError(f"rank {rank} is not in {self}", hint=f"its ranks: {self._describe()}")
-        step = math.prod(self.shape[position + 1 :])
-        first = self._ravel(here) - here[position] * step
-        return tuple(self._ranks[first : first + self.shape[position] * step : step])
+        places = [self._ravel(here)]
+        for position in positions:
+            step = math.prod(self.shape[position + 1 :])
+            first, n = here[position] * step, self.shape[position]
+            places = [at - first + i * step for at in places for i in range(n)]
+        return tuple([self._ranks[at] for at in places])
 
     def _describe(self) -> str:
         shown = ", ".join(map(str, self._ranks[:16]))
@@ -224,6 +233,44 @@ class DeviceMesh:
         if self._ranks == range(self.size):
             return f"mesh({sizes})"
         return f"mesh({sizes}: {' '.join(map(str, self._ranks[:16]))}{' …' * (self.size > 16)})"
+
+
+class MeshesByRank:
+    """Which of several meshes have a rank, found without asking each of them.
+
+    >>> a, b = DeviceMesh([0, 1], ["x"]), DeviceMesh([1, 3], ["x"])
+    >>> MeshesByRank([a, b]).of(1) == (a, b), MeshesByRank([a, b]).of(2)
+    (True, ())
+    """
+
+    def __init__(self, meshes: Sequence[DeviceMesh]) -> None:
+        self._order = {id(mesh): n for n, mesh in enumerate(meshes)}
+        self._listed: dict[int, list[DeviceMesh]] = defaultdict(list)
+        begins: dict[int, list[DeviceMesh]] = defaultdict(list)
+        ends: dict[int, list[DeviceMesh]] = defaultdict(list)
+        for mesh in meshes:
+            if mesh.is_consecutive:
+                begins[mesh.first].append(mesh)
+                ends[mesh.first + mesh.size].append(mesh)
+            else:
+                for rank in mesh:
+                    self._listed[rank].append(mesh)
+        self._starts = sorted({*begins, *ends})
+        #: the meshes of consecutive ranks that have all ranks from one start to the next
+        self._from: list[tuple[DeviceMesh, ...]] = []
+        here: dict[int, DeviceMesh] = {}
+        for start in self._starts:
+            for mesh in ends[start]:
+                del here[id(mesh)]
+            here.update((id(mesh), mesh) for mesh in begins[start])
+            self._from.append(tuple(here.values()))
+
+    def of(self, rank: int) -> tuple[DeviceMesh, ...]:
+        """Return the meshes that have a rank, in the order in which they were given."""
+        at = bisect_right(self._starts, rank) - 1
+        found = self._from[at] if at >= 0 else ()
+        found = (*found, *self._listed.get(rank, ()))
+        return tuple(sorted(found, key=lambda mesh: self._order[id(mesh)]))
 
 
 def _listed(ranks: Sequence[int]) -> tuple[int, ...]:

@@ -40,6 +40,47 @@ def verified_passes() -> Iterator[None]:
     hir_lowering.HOST_PASSES = passes
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--launches",
+        action="store_true",
+        help='all programs with compile="always"; what is traced for the compiler runs as it is',
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --launches, leave out what compares printed programs, in which launches show."""
+    if not config.getoption("launches"):
+        return
+    is_printed = [hasattr(getattr(x, "cls", None), "assertExpectedInline") for x in items]
+    pairs = list(zip(items, is_printed, strict=True))
+    config.hook.pytest_deselected(items=[x for x, printed in pairs if printed])
+    items[:] = [x for x, printed in pairs if not printed]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def launches(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With --launches, every program has launches."""
+    if not request.config.getoption("launches"):
+        yield
+        return
+    from helpers import compiled_suite
+
+    with compiled_suite.launches():
+        yield
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    if config.getoption("launches"):
+        from helpers import compiled_suite
+
+        terminalreporter.section("launches")
+        for line in compiled_suite.told():
+            terminalreporter.line(line)
+
+
 @pytest.fixture(autouse=True)
 def undefined() -> None:
     """No definition of an earlier test is found again."""

@@ -520,6 +520,38 @@ OPERATIONS = [
         ("layer_norm", "(4,)"),
     ),
     Row(
+        "rms norm",
+        DefinitionError,
+        lambda fd, x, y: fd.ops.rms_norm(x, 4),
+        ("rms_norm", "(4,)"),
+    ),
+    Row(
+        "rms norm of no dim",
+        DefinitionError,
+        lambda fd, x, y: fd.ops.rms_norm(x, ()),
+        ("rms_norm", "the last ones"),
+    ),
+    Row(
+        "rms norm of a number",
+        DefinitionError,
+        lambda fd, x, y: fd.ops.rms_norm(fd.define_tensor([])),
+        ("rms_norm", "reshape(1)"),
+    ),
+    Row(
+        "weight of an rms norm",
+        DefinitionError,
+        lambda fd, x, y: fd.ops.rms_norm(x, None, fd.define_tensor([1])),
+        ("rms_norm", "f32[1]"),
+    ),
+    Row(
+        "complex weight of an rms norm",
+        DefinitionError,
+        lambda fd, x, y: fd.ops.rms_norm(
+            x, None, fd.define_tensor(x.shape[-1:], dtype=torch.complex64)
+        ),
+        ("rms_norm", "multiply afterwards"),
+    ),
+    Row(
         "dropout in attention",
         DefinitionError,
         lambda fd, x, y: fd.ops.scaled_dot_product_attention(x, x, y, dropout_p=0.1),

@@ -55,4 +55,4 @@ def test_a_large_mesh_takes_no_more_calls() -> None:
         for dp, tp, first in ((2, 2, 300_000), (2, 4, 310_000), (64, 128, 320_000))
     ]
     _, few, many = map(calls_to_lower, meshes)
-    assert many == pytest.approx(few, rel=0.01)
+    assert many <= few * 1.01

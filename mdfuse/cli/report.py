@@ -77,7 +77,7 @@ def _group(c: Communication | None) -> tuple[str, str]:
     if c is None:
         return "send and receive", "pairs"
     source, destination = c.source.mesh, c.destination.mesh
-    where = c.axis or "several"
+    where = ", ".join(c.axes) or "several"
     if source != destination:
         where = f"{source} to {destination}"
     return (f"{c.kind} ({c.reduce_op})" if c.reduce_op else c.kind), where

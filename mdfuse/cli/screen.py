@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.text import Text
 
-from mdfuse.bootstrap import detect
+from mdfuse.bootstrap import detect, is_behind_mpirun
 from mdfuse.cli.user_code import UserCodeError
 from mdfuse.errors import BackendError, CommunicationError, MdfuseError
 
@@ -44,17 +44,9 @@ def output() -> Console:
 
 def _console(**settings: Any) -> Console:
     """Return a console; with NO_COLOR (https://no-color.org), one without escape sequences."""
-    if os.environ.get("NO_COLOR") or _is_behind_mpirun():
+    if os.environ.get("NO_COLOR") or is_behind_mpirun(os.environ):
         settings |= {"color_system": None, "force_terminal": False}
     return Console(highlight=False, markup=False, **settings)
-
-
-def _is_behind_mpirun() -> bool:
-    """Return whether Open MPI started this process.
-
-    Its ranks write to a terminal of their own, even where the output ends in a file.
-    """
-    return any(name.startswith("OMPI_COMM_WORLD_") for name in os.environ)
 
 
 @contextmanager

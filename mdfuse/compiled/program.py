@@ -283,8 +283,8 @@ def _launches(host: HostProgram, last: HostIrEvaluator | None) -> Iterator[str]:
     if not units:
         return
     yield f"launches: {len(units)}, of {sum(len(i.body) for i in units)} local instructions"
-    for name, why in last.fuser.refused.items() if last is not None else ():
-        yield f"  {name}: runs eagerly, {why}"
+    for line in last.fuser.told() if last is not None else ():
+        yield f"  {line}"
 
 
 def _graphs(host: HostProgram, options: Options | None) -> Iterator[str]:
@@ -319,10 +319,12 @@ def _why(i: Instruction) -> str:
 
 
 def _reason(c: Communication) -> str:
+    if c.kind == "ReduceExchange":
+        return "no one collective does this; each rank receives the terms of what it is to have"
     if c.kind == "Exchange":
         return "no one collective does this; each rank receives just what it lacks"
-    if c.axis is not None and c.source.mesh == c.destination.mesh:
-        return f"the placement changes along {c.axis}"
+    if c.is_along_axes:
+        return f"the placement changes along {' and '.join(c.axes)}"
     return "the meshes differ"
 
 

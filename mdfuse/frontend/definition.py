@@ -16,10 +16,10 @@ from mdfuse.extents.assumptions import Assumptions, assuming
 from mdfuse.extents.extent import Extent, is_symbolic, with_examples
 from mdfuse.frontend import ops as operations
 from mdfuse.frontend.cache import FusionCache, Leaf, NamedDefinition, Node, Recorded, Wording
-from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.handle import Handle, ValueId
 from mdfuse.frontend.placing import placed
 from mdfuse.frontend.plain import brief, plain_number
-from mdfuse.frontend.recorder import Recorder, ValueId, frozen
+from mdfuse.frontend.recorder import Recorder, frozen
 from mdfuse.frontend.sites import Site, find_site, is_at
 from mdfuse.frontend.stride_order import dims_of, no_permutation
 from mdfuse.ir.graph import Fusion, Value
@@ -67,6 +67,8 @@ class FusionDefinition:
         self.assumed = Assumptions()
         self._dims = 0
         self._streams = 0
+        #: how many blocks of `recompute` are open
+        self._recomputing = 0
         self._open = False
         self._token: Token[FusionDefinition | None] | None = None
         self._assuming = assuming(self.assumed)
@@ -89,11 +91,16 @@ class FusionDefinition:
         return self
 
     def __exit__(self, kind: object, *exception: object) -> None:
+        left_open = self._recomputing
         self._open = False
         self._children = _NONE
         assert self._token is not None
         self._assuming.__exit__(None, None, None)
         operations.current.reset(self._token)
+        if kind is None and left_open:
+            raise DefinitionError(
+                f"@{self.name} ends inside of recompute()", hint="with mf.recompute(): ..."
+            )
         if kind is None:
             self._leaf = FusionCache.get().leaf(self._at)
 
@@ -338,6 +345,35 @@ class FusionDefinition:
         """State a value's layout; see `Handle.on`."""
         place = placed(mesh, placements, order, stream)
         self._do(("place", handle.id, place), (handle.id, *place))
+
+    def place_like(self, handle: Handle, other: Handle) -> None:
+        """State that a value lies as another one; see `Handle.on`."""
+        if other.definition is not self:
+            raise self._foreign(other)
+        self._do(("place_like", handle.id, other.id), (handle.id, other.id))
+
+    def grad(self, y: Handle, wrt: Sequence[Handle], seed: Handle | None) -> tuple[Handle, ...]:
+        """Append the gradients of a value; see `mdfuse.grad`."""
+        self._check_open()
+        for x in (y, *wrt, *(() if seed is None else (seed,))):
+            if x.definition is not self:
+                raise self._foreign(x)
+        said = y.id, tuple(x.id for x in wrt), None if seed is None else seed.id
+        node = self._do(("grad", *said), said)
+        return tuple(Handle(self, id_, fact) for id_, fact in node.fact)
+
+    def begin_recompute(self) -> None:
+        """Begin a block of values that gradients compute again; an inner one is a part of it."""
+        self._check_open()
+        self._recomputing += 1
+        if self._recomputing == 1:
+            self._do(("recompute", True), (True,))
+
+    def end_recompute(self) -> None:
+        """End the block that began last."""
+        self._recomputing -= 1
+        if self._recomputing == 0 and self._open:
+            self._do(("recompute", False), (False,))
 
     # -- the trie --------------------------------------------------------------------------------
 

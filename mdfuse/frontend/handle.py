@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mdfuse.errors import LayoutError
 from mdfuse.frontend.methods import Methods
 from mdfuse.ir.graph import Value
 from mdfuse.layouts.layout import Layout, Placement, Stream
@@ -15,6 +16,10 @@ from mdfuse.mesh import DeviceMesh
 if TYPE_CHECKING:
     from mdfuse.frontend.cache import Fact
     from mdfuse.frontend.definition import FusionDefinition
+
+
+class ValueId(int):
+    """The id of a value, told from operands that are numbers by its type."""
 
 
 class Handle(Methods):
@@ -76,7 +81,7 @@ class Handle(Methods):
 
     def on(
         self,
-        mesh: DeviceMesh | Layout,
+        mesh: DeviceMesh | Layout | Handle,
         layout: Mapping[str, Placement] | None = None,
         order: Mapping[int, Sequence[str]] | None = None,
         stream: Stream | None = None,
@@ -84,7 +89,8 @@ class Handle(Methods):
         """State this value's layout: a law, stated once, before the value is used.
 
         Args:
-            mesh: a mesh (anything `DeviceMesh` takes), or a `Layout`.
+            mesh: a mesh (anything `DeviceMesh` takes), or a `Layout`, or another value: this one
+                lies as that one does, whole where that one is Partial; its stream is not taken.
             layout: axis -> placement; axes not named are replicated.
             order: dim -> the axes that split it, outermost first.
             stream: a host loop over chunks.
@@ -93,9 +99,18 @@ class Handle(Methods):
             This handle.
 
         Raises:
-            LayoutError: a second layout, a layout after the first use, a dim out of range.
+            LayoutError: a second layout, a layout after the first use, a dim out of range; a value
+                with another number of dims, or one whose own place depends on this one.
         """
-        self.definition.place(self, mesh, layout, order, stream)
+        if not isinstance(mesh, Handle):
+            self.definition.place(self, mesh, layout, order, stream)
+        elif (layout, order, stream) == (None, None, None):
+            self.definition.place_like(self, mesh)
+        else:
+            raise LayoutError(
+                f"%{self.name} lies as %{mesh.name}, and has a layout of its own at once",
+                hint=".on(x) alone, or .on(mesh, {axis: placement})",
+            )
         return self
 
     def __repr__(self) -> str:

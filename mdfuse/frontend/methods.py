@@ -233,7 +233,7 @@ class Methods:
 #: What torch's tensors have and handles cannot have, and why.
 _NO_TENSOR = "a handle stands for a tensor that does not exist yet"
 _NO_DEVICE = "each rank has its part on a device of its own"
-_NO_GRADIENT = "a fusion computes forward only"
+_NO_GRADIENT = "gradients are values of the definition: (dx,) = mf.grad(y, [x])"
 _ABSENT = {
     **dict.fromkeys(("item", "tolist", "numpy", "data_ptr", "nonzero", "unique"), _NO_TENSOR),
     **dict.fromkeys(("stride", "is_contiguous", "data"), _NO_TENSOR),

@@ -9,29 +9,25 @@ from typing import Any
 
 import torch
 
-from mdfuse.communication import check_reduce_op
-from mdfuse.errors import CommunicationError, DefinitionError, LayoutError, Source
+from mdfuse.errors import DefinitionError, Source
 from mdfuse.extents.assumptions import Assumptions, assuming
 from mdfuse.extents.extent import Extent, pinned
+from mdfuse.frontend import gradients, laws
 from mdfuse.frontend.cache import Fact, Recorded, Symbolic
-from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.handle import Handle, ValueId
 from mdfuse.frontend.kinds import KINDS, no_value
 from mdfuse.frontend.plain import brief, is_in_range, plain_number
-from mdfuse.frontend.sites import Site
+from mdfuse.frontend.sites import Derived, Site
 from mdfuse.frontend.stride_order import dims_of, no_permutation, stride_order_of
 from mdfuse.frontend.symbols import Symbols
-from mdfuse.ir.graph import DTYPE_NAMES, Expr, Fusion, Names, Operand, Value, value_text
+from mdfuse.ir.graph import DTYPE_NAMES, Expr, Fusion, Like, Names, Operand, Value, value_text
 from mdfuse.ir.infer import inferred, scalar_sample
 from mdfuse.ir.numbers import as_number, scalar_call
 from mdfuse.ir.ops import TABLE
-from mdfuse.layouts.layout import Layout, Partial, Placement, Stream
+from mdfuse.layouts.layout import Layout, Placement, Stream
 from mdfuse.mesh import DeviceMesh
 
 _SCALAR_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
-
-
-class ValueId(int):
-    """The id of a value, told from operands that are numbers by its type."""
 
 
 class Recorder:
@@ -52,6 +48,10 @@ class Recorder:
         self.names: list[str] = []
         self._constants: dict[int, float | int | bool] = {}
         self._exprs: list[Expr] = []
+        #: blocks of `recompute` so far, whether one is open, id of a value -> its block
+        self._blocks = 0
+        self.is_recomputing = False
+        self.recomputed: dict[int, int] = {}
         #: id of a value -> the number of the expression that computes it
         self._made_by: dict[int, int] = {}
         self._inputs: list[int] = []
@@ -79,11 +79,15 @@ class Recorder:
             ids={name: i for i, name in enumerate(self.names)},
         )
 
-    def call(self, call: Recorded, site: Site) -> Fact | None:
+    @property
+    def exprs(self) -> tuple[Expr, ...]:
+        """The expressions so far."""
+        return tuple(self._exprs)
+
+    def call(self, call: Recorded, site: Site) -> Any:
         """Record a call: one of the methods that follow."""
         with assuming(self.assumed):
-            fact: Fact | None = getattr(self, call.method)(site, *call.arguments)
-        return fact
+            return getattr(self, call.method)(site, *call.arguments)
 
     # -- calls -----------------------------------------------------------------------------------
 
@@ -110,7 +114,7 @@ class Recorder:
         name = self._fresh.fresh(self.values, self._symbols.unused(site.name or "in"))
         if any(type(n) is int and n == -1 for n in extents):
             extents = self._symbols.made(name, extents)
-        layout = None if place is None else self._layout(name, len(extents), dtype, site, *place)
+        layout = None if place is None else laws.layout(name, len(extents), dtype, site, *place)
         if layout is not None:
             self._stated[name] = site.source
         self._inputs.append(len(self.names))
@@ -137,7 +141,7 @@ class Recorder:
         return self._add_scalar(site, kind, value)
 
     def op(
-        self, site: Site, op: str, operands: Sequence[Any], attrs: Mapping[str, Any]
+        self, site: Site | Derived, op: str, operands: Sequence[Any], attrs: Mapping[str, Any]
     ) -> Fact | tuple[Fact, ...]:
         """Record an expression; of one with several results, return what is known of each."""
         for key, setting in attrs.items():
@@ -155,6 +159,15 @@ class Recorder:
             return self._expr(site, op, inputs, settings, (site.name,), found)[0]
         return self._expr(site, op, inputs, settings, site.names(len(found)), found)
 
+    def grad(self, site: Site, of: int, wrt: Sequence[int], seed: int | None) -> gradients.Made:
+        """Record the expressions of a gradient; see `mdfuse.grad`."""
+        return gradients.append(self, site, of, wrt, seed)
+
+    def recompute(self, site: Site, begins: bool) -> None:
+        """Begin a block of values that gradients compute again, or end it."""
+        self.is_recomputing = begins
+        self._blocks += begins
+
     def place(
         self,
         site: Site,
@@ -168,25 +181,30 @@ class Recorder:
         name = self.names[of]
         value = self.values[name]
         said = mesh, placements, order, stream
-        layout = self._layout(name, len(value.shape), value.dtype, site, *said)
-        if not value.is_tensor:
-            raise LayoutError(
-                f"%{name} is placed, but it is a scalar",
-                where=site.where,
-                because="every rank has every scalar",
-                hint="leave .on() out",
-            )
-        if value.layout is not None:
-            raise self._contradiction(value, layout, site)
-        if name in self._used:
-            used = self._used[name]
-            raise LayoutError(
-                f"%{name} is placed after its first use",
-                where=[*site.where, f"used at {used.quote()}" if used else ""],
-                because="a law is stated before the value is used",
-                hint="write .on(...) where the value is defined",
-            )
+        layout = laws.layout(name, len(value.shape), value.dtype, site, *said)
+        self._check_unplaced(value, f"is laid out as {layout}", site)
         self.values[name] = replace(value, layout=layout, is_law=True)
+        self._note_place(of, site)
+
+    def place_like(self, site: Site, of: int, other: int) -> None:
+        """State that a value lies as another one; see `Handle.on`."""
+        name, referee = self.names[of], self.names[other]
+        value, shown = self.values[name], self.values[referee]
+        self._check_unplaced(value, f"lies as %{referee}", site)
+        laws.check_referee(value, shown, site)
+        self.values[name] = replace(value, like=Like(referee))
+        self._used.setdefault(referee, site.source)
+        self._note_place(of, site)
+
+    def _check_unplaced(self, value: Value, law: str, site: Site) -> None:
+        """Raise LayoutError for a scalar, a second law, or one that comes after the first use."""
+        laws.check_unplaced(value, law, site, self._stated.get(value.name))
+        if value.name in self._used:
+            raise laws.too_late(value.name, site, self._used[value.name])
+
+    def _note_place(self, of: int, site: Site) -> None:
+        """Note where a value was placed; it is named after the variable that it then is."""
+        name = self.names[of]
         self._stated[name] = site.source
         if site.name and name.rstrip("_0123456789") in ("t", "in"):
             self._rename(of, site.name)
@@ -288,7 +306,7 @@ class Recorder:
 
     def _expr(
         self,
-        site: Site,
+        site: Site | Derived,
         op: str,
         inputs: tuple[Operand, ...],
         settings: tuple[tuple[str, Any], ...],
@@ -308,7 +326,7 @@ class Recorder:
         return tuple(facts)
 
     def _scalar_op(
-        self, site: Site, op: str, inputs: tuple[Operand, ...], attrs: Mapping[str, Any]
+        self, site: Site | Derived, op: str, inputs: tuple[Operand, ...], attrs: Mapping[str, Any]
     ) -> Fact:
         inputs = tuple(pinned(x) if isinstance(x, Extent) else x for x in inputs)
 
@@ -335,49 +353,36 @@ class Recorder:
             )
         return fact
 
-    def _layout(
-        self,
-        name: str,
-        ndim: int,
-        dtype: torch.dtype,
-        site: Site,
-        mesh: DeviceMesh | Layout | None,
-        placements: tuple[tuple[str, Placement], ...] | None,
-        order: tuple[tuple[int, tuple[str, ...]], ...],
-        stream: Stream | None,
-    ) -> Layout:
-        """Return the layout that the user stated, checked against the value."""
-        if mesh is None:
-            raise LayoutError(
-                f"%{name} has a layout but no mesh", where=site.where, hint="pass mesh= as well"
-            )
-        if isinstance(mesh, Layout) and (placements or order or stream):
-            raise LayoutError(
-                f"%{name}: a Layout and placements at once",
-                where=site.where,
-                hint=".on(layout), or .on(mesh, {axis: placement})",
-            )
-        if not isinstance(mesh, Layout):
-            mesh = Layout(mesh, dict(placements or ()), dict(order), stream)
-        try:
-            layout = mesh.normalized(ndim)
-            for placement in layout.placements:
-                if isinstance(placement, Partial):
-                    check_reduce_op(placement.op, dtype)
-        except (LayoutError, CommunicationError) as error:
-            raise LayoutError(
-                f"%{name}: {error.what}", where=site.where, because=error.because, hint=error.hint
-            ) from error
-        return layout
+    def current(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return a shape with the names and examples that symbols have now."""
+        return self._symbols.current(shape)
 
-    def _contradiction(self, value: Value, layout: Layout, site: Site) -> LayoutError:
-        first = self._stated.get(value.name)
-        return LayoutError(
-            f"%{value.name} is laid out as {layout}, but its law says {value.layout}",
-            where=[*site.where, f"stated at {first.quote()}" if first else ""],
-            because="a value has one layout; the second .on() contradicts the first",
-            hint=f"reshard with a set: fd.ops.set({value.name}).on(...)",
-        )
+    def is_placed(self, name: str) -> bool:
+        """Whether a value is an input, or has a law."""
+        value = self.values[name]
+        is_input = any(self.names[i] == name for i in self._inputs)
+        return is_input or value.layout is not None or value.like is not None
+
+    def is_used(self, name: str) -> bool:
+        """Whether something reads a value."""
+        return name in self._used
+
+    def rename(self, names: Mapping[int, str]) -> None:
+        """Give values that nothing reads yet these names, or the like."""
+        new = {self.names[i]: self._fresh.fresh(self.values, name) for i, name in names.items()}
+        for i in names:
+            old = self.names[i]
+            self.names[i] = new[old]
+            made = self._exprs[self._made_by[i]]
+            outputs = tuple(new[x] if x == old else x for x in made.outputs)
+            self._exprs[self._made_by[i]] = replace(made, outputs=outputs)
+        if new:
+            self.values = {
+                new.get(n, n): replace(v, name=new[n]) if n in new else v
+                for n, v in self.values.items()
+            }
+        for old in new:
+            self._fresh.free(old)
 
     def _rename(self, of: int, name: str) -> None:
         """Give a value the name of the variable it is assigned to, once that is known."""
@@ -399,7 +404,7 @@ class Recorder:
         self._stated[new] = self._stated.pop(old)
         self.values, self._exprs = self._symbols.rename(old, new, self.values, self._exprs)
 
-    def _operand(self, x: Any, op: str, site: Site) -> Operand:
+    def _operand(self, x: Any, op: str, site: Site | Derived) -> Operand:
         if isinstance(x, ValueId):
             return self._constants.get(x, self.names[x])
         x = plain_number(x)
@@ -407,7 +412,7 @@ class Recorder:
             return x
         raise no_value(op, x, site.where)
 
-    def _add_scalar(self, site: Site, dtype: torch.dtype, constant: Any) -> Fact:
+    def _add_scalar(self, site: Site | Derived, dtype: torch.dtype, constant: Any) -> Fact:
         if constant is not None:
             self._constants[len(self.names)] = constant
         name = self._fresh.fresh(self.values, site.name or "s")
@@ -417,12 +422,14 @@ class Recorder:
     def _add(self, name: str, source: Source | None, **fields: Any) -> Fact:
         value = Value(name=name, source=source, **fields)
         self.values[name] = value
+        if self.is_recomputing and value.is_tensor:
+            self.recomputed[len(self.names)] = self._blocks
         self.names.append(name)
         required = stride_order_of(value.order) if value.is_order_required else None
         return Fact(value.shape, value.dtype, value.is_tensor, required=required)
 
 
-def _check_setting(op: str, key: str, x: Any, site: Site) -> None:
+def _check_setting(op: str, key: str, x: Any, site: Site | Derived) -> None:
     """Raise DefinitionError for attributes that are no numbers, words, dtypes or lists of these."""
     if isinstance(x, Handle | ValueId):
         raise DefinitionError(

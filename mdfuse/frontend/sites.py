@@ -60,6 +60,23 @@ class Site:
         return found if len(found) == n else (None,) * n
 
 
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """The origin of what mdfuse itself records: a line of the user's, and a name if it has one."""
+
+    source: Source | None
+    name: str | None = None
+
+    def names(self, n: int) -> tuple[str | None, ...]:
+        """None for each of n results."""
+        return (None,) * n
+
+    @property
+    def where(self) -> list[str]:
+        """The line, for error messages."""
+        return [self.source.quote()] if self.source else []
+
+
 def find_site() -> Site:
     """Return the innermost place on the stack outside of mdfuse, seen from the caller.
 

@@ -69,6 +69,7 @@ class Row:
 _ONE = (1, 1)
 _MEMORY = word("memory", "device", "host", "pinned", "symmetric")
 _AXIS = attr("axis", "axis")
+_AXES = attr("axes", "axes")
 _BACKEND = attr("backend", "axis")
 _STREAM = attr("stream", "index")
 
@@ -107,7 +108,7 @@ _ROWS = (
         attrs=(attr("dim", "dim", True), attr("to_dim", "dim", True), attr("axis", "axis", True)),
         makes="value",
     ),
-    Row(name="zeros", operands=_ONE, makes="value"),
+    Row(name="term", operands=_ONE, makes="value"),
     # -- communications
     Row(
         name="post",
@@ -116,7 +117,7 @@ _ROWS = (
         makes="handle",
         is_post=True,
         communicates=True,
-        sets=(_AXIS, attr("dim", "dim"), attr("to_dim", "dim"), _BACKEND),
+        sets=(_AXIS, _AXES, attr("dim", "dim"), attr("to_dim", "dim"), _BACKEND),
     ),
     Row(
         name="send",
@@ -164,6 +165,8 @@ def _named(flag: str) -> tuple[str, ...]:
 
 #: Instructions that begin a communication.
 POSTS = _named("is_post")
+#: Those that name a peer, and are no part of a communication of a whole team.
+TRANSFERS = ("send", "recv")
 #: Instructions that belong to communications.
 COMMUNICATIONS = _named("communicates")
 #: Instructions whose nested ones run, or not, as the host decides.
@@ -184,6 +187,12 @@ def op_of(i: Instruction) -> Op | None:
     A host unit runs none by itself, though it may have the name of one.
     """
     return TABLE.get(i.fn) if i.op != "launch" else None
+
+
+def is_library(i: Instruction) -> bool:
+    """Return whether a library's kernels run an instruction, which no compiler makes itself."""
+    op = op_of(i)
+    return op is not None and op.is_library
 
 
 def row_of(i: Instruction) -> Row | None:

@@ -19,7 +19,7 @@ from mdfuse.hir.orders import Order, orders_of
 from mdfuse.ir.graph import Operand, dtype_name
 from mdfuse.layouts.boxes import Box
 from mdfuse.layouts.layout import Layout, Replicate
-from mdfuse.mesh import DeviceMesh
+from mdfuse.mesh import DeviceMesh, MeshesByRank
 
 Known = Callable[[Term], int | None]
 
@@ -254,6 +254,14 @@ class HostProgram:
         return tuple(dict.fromkeys({id(m): m for m in found}.values()))
 
     @cached_property
+    def _by_rank(self) -> MeshesByRank:
+        return MeshesByRank(self.meshes)
+
+    def meshes_of(self, rank: int) -> tuple[DeviceMesh, ...]:
+        """Return the meshes that have a rank, in the order of `meshes`."""
+        return self._by_rank.of(rank)
+
+    @cached_property
     def last_rank(self) -> int:
         """The highest rank of any mesh."""
         return max((m.last_rank for m in self.meshes), default=0)
@@ -277,6 +285,11 @@ class HostProgram:
     def written_inputs(self) -> frozenset[str]:
         """The inputs whose buffers are written: those that have aliases."""
         return frozenset(map(self.root, self.aliases)).intersection(self.inputs)
+
+    @cached_property
+    def has_frees(self) -> bool:
+        """Whether it frees buffers, also in loops and branches."""
+        return any(i.op == "free" for i in self.walk())
 
     def has(self, name: str, rank: int) -> bool:
         """Return whether a rank has a part of a buffer; every rank has every number."""

@@ -28,7 +28,7 @@ def executed(program: HostProgram, rank: int) -> HostProgram:
         found = replace(program, rank=rank)  # the same instructions on all ranks
         vars(found)["is_straight"] = True
         return found
-    here = (n for m, found in program.near.items() if m is None or rank in m for n in found)
+    here = (n for m in (None, *program.meshes_of(rank)) for n in program.near.get(m, ()))
     block = [program.instructions[n] for n in sorted(set(here))]
     kept = _block(program, block, rank, set())
     return replace(program, instructions=tuple(kept), rank=rank)

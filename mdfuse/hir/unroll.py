@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from mdfuse.errors import ProgramError
 from mdfuse.extents.expressions import Index, Term, resolve
-from mdfuse.hir.instructions import POSTS
+from mdfuse.hir.instructions import POSTS, TRANSFERS, op_of
 from mdfuse.hir.program import BufferType, HostProgram, Instruction, index_names, resolved
 from mdfuse.ir.graph import Operand
 
@@ -37,11 +37,13 @@ def write(program: HostProgram) -> HostProgram:
         raise ProgramError("only one rank's program is written out", hint="project it first")
     if program.is_straight and not program.aliases:
         return program
-    return _Unrolled(program).write()
+    return Unrolled(program).write()
 
 
 @dataclass
-class _Unrolled:
+class Unrolled:
+    """A walk over a projection that writes down what runs, in order."""
+
     program: HostProgram
     code: list[Instruction] = field(default_factory=list)
     types: dict[str, BufferType] = field(default_factory=dict)
@@ -131,19 +133,30 @@ class _Unrolled:
         kept = self.bound - self.left
         dropped = [n for n in self.dependent(i) if n not in kept]
         outer = self.env.get(index)
-        for n in range(start, stop, step):
+        self.iterate(i, range(start, stop, step), dropped)
+        self.left.update(self.bound.intersection(dropped))
+        if outer is None:
+            self.env.pop(index, None)
+        else:
+            self.env[index] = outer
+
+    def iterate(self, loop: Instruction, numbers: range, dropped: list[str]) -> None:
+        """Write out the iterations of a loop for these numbers.
+
+        Args:
+            loop: the loop.
+            numbers: what its index is in each.
+            dropped: names that have no value before each.
+        """
+        (index,) = loop.outputs
+        for n in numbers:
             self.env[index] = n
             for name in dropped:
                 self.versions[name] += 1
                 self.names[name] = f"{name}@{self.versions[name]}"
                 self.bound.discard(name)
                 self.left.discard(name)
-            self.block(i.body)
-        self.left.update(self.bound.intersection(dropped))
-        if outer is None:
-            self.env.pop(index, None)
-        else:
-            self.env[index] = outer
+            self.block(loop.body)
 
     def count(self, iterations: int, i: Instruction) -> None:
         """Count a loop's iterations; raise ProgramError if they are more than a plan can hold."""
@@ -190,8 +203,12 @@ class _Unrolled:
                 because="a plan holds one prepared call for each",
                 hint="loop over fewer, larger pieces",
             )
-        self.bound.update(map(self.program.root, i.outputs))
-        self.left.difference_update(map(self.program.root, i.outputs))
+        if not (i.inputs or i.outputs or i.comm or i.indices):
+            self.code.append(i)  # the same in every iteration
+            return
+        roots = [self.program.root(n) for n in i.outputs]
+        self.bound.update(roots)
+        self.left.difference_update(roots)
         if i.op == "free":
             self.bound.difference_update(map(self.program.root, i.reads))
         i = self.renamed(i)
@@ -209,13 +226,18 @@ class _Unrolled:
                 self.types[new] = self.at(new, kind, i)
         body = tuple(map(self.renamed, i.body))
         comm = i.comm.at(self.known) if i.comm is not None else None
-        attrs = resolved(i.attrs, self.known)
+        attrs = resolved(i.attrs, self.known) if i.attrs else i.attrs
         i = i.changed(inputs=inputs, outputs=outputs, attrs=attrs, comm=comm, body=body)
-        return self.local.relocalized(i) if self.env and i.op not in ("launch", "free") else i
+        return self.local.relocalized(i) if self.env and self.is_of_part(i) else i
+
+    def is_of_part(self, i: Instruction) -> bool:
+        """Return whether an instruction depends on the part that the rank has in this iteration."""
+        op = op_of(i)
+        return op.localize is not None if op is not None else i.op in TRANSFERS
 
     def at(self, name: str, kind: BufferType, i: Instruction) -> BufferType:
         """Return a type in this iteration; raise ProgramError where its chunk does not exist."""
-        kind = kind.at(self.known)
+        kind = self.here(kind)
         stream = kind.layout.stream if kind.layout is not None else None
         index = stream.index if stream is not None else None
         if stream is not None and isinstance(index, int) and not 0 <= index < stream.count:
@@ -232,8 +254,12 @@ class _Unrolled:
         """Return the name in this iteration; it has a type even where nothing has bound it."""
         new, kind = self.name(name), self.program.types.get(self.program.root(name))
         if new not in self.types and kind is not None:
-            self.types[new] = kind.at(self.known)
+            self.types[new] = self.here(kind)
         return new
+
+    def here(self, kind: BufferType) -> BufferType:
+        """Return a type as it is in this iteration."""
+        return kind.at(self.known)
 
     def operand(self, x: Operand) -> Operand:
         if isinstance(x, str):

@@ -100,6 +100,10 @@ def _is_axis(x: Any, n: int | None) -> bool:
     return is_name(x)
 
 
+def _are_axes(x: Any, n: int | None) -> bool:
+    return isinstance(x, tuple) and all(map(is_name, x)) and len({*x}) == len(x)
+
+
 def _is_dim(x: Any, n: int | None) -> bool:
     """Whether x is a dim of n dims; a scalar has the dims 0 and -1, as in torch."""
     return _is_int(x) and (n is None or -max(n, 1) <= x < max(n, 1))
@@ -161,6 +165,7 @@ _KINDS: dict[str, tuple[str, Check]] = {
     "dtype": ("a dtype", _is_dtype),
     "drawn": ("f64, f32, f16 or bf16", _is_drawn),
     "axis": ("a name", _is_axis),
+    "axes": ("a list of different names", _are_axes),
     "dim": ("a dim", _is_dim),
     "dims": ("a list of different dims", _are_dims),
     "permutation": ("a permutation, which names each dim once", is_permutation),

@@ -166,6 +166,20 @@ def normalize(
     return _F.layer_norm(x, list(normalized_shape), weight, bias, eps)
 
 
+def root_mean_square_normalize(
+    x: Tensor, weight: Any, *, normalized_shape: Sequence[int], eps: float
+) -> Tensor:
+    """Divide by the root of the mean square over the last dims; the weight may be None."""
+    if weight is None or weight.dtype == x.dtype:
+        return _F.rms_norm(x, list(normalized_shape), weight, eps)
+    # Torch computes the same of a weight of another dtype, but warns.
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    dims = tuple(range(-len(normalized_shape), 0))
+    power = (wide * wide).mean(dims, keepdim=True)
+    result: Tensor = (wide * torch.rsqrt(power + eps) * weight).to(x.dtype)
+    return result
+
+
 def attend(
     q: Tensor,
     k: Tensor,

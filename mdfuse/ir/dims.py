@@ -221,7 +221,7 @@ def window_grad(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimM
 
 
 def layer_norm(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
-    """Label a layer norm: the normalised dims must be whole, all others may be split."""
+    """Label a layer or RMS norm: the normalised dims must be whole, all others may be split."""
     free = len(result) - len(attrs["normalized_shape"])
     labels = tuple(d if d < free else None for d in range(len(result)))
     whole = tuple((None,) * len(shape) if shape is not None else () for shape in shapes[1:])

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+#: Floats whose extremes are finite.
+_WITHOUT_INF = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+
 
 def is_number_of(x: Any, dtype: torch.dtype) -> bool:
     """Whether a tensor of the dtype may be filled with x; False and True are 0 and 1."""
@@ -31,6 +34,23 @@ def highest(dtype: torch.dtype) -> float | int | bool:
     if dtype == torch.bool:
         return True
     return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def neutral(op: str, dtype: torch.dtype) -> complex | float | int | bool:
+    """Return the number that a reduce op leaves others as they are with; avg has none.
+
+    >>> neutral("max", torch.int8), neutral("prod", torch.float32), neutral("band", torch.uint8)
+    (-128, 1, 255)
+    """
+    if op in ("sum", "bor", "bxor"):
+        return 0
+    if op == "band":
+        return highest(dtype) if dtype == torch.bool or not dtype.is_signed else -1
+    if op == "prod":
+        return 1
+    if dtype in _WITHOUT_INF:
+        return getattr(torch.finfo(dtype), "max" if op == "min" else "min")  # type: ignore[no-any-return]
+    return highest(dtype) if op == "min" else lowest(dtype)
 
 
 def poison(dtype: torch.dtype) -> complex | float | int | bool:

@@ -44,6 +44,21 @@ def dtype_name(dtype: torch.dtype) -> str:
     return DTYPE_NAMES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
+@dataclass(frozen=True, slots=True)
+class Like:
+    """A law by reference: a value lies as another one does, Replicate where that is Partial.
+
+    Attributes:
+        of: the name of the other value.
+        past: the name of a value that a set made of it, where this one is what comes back through
+            that set: then only the axes count that the set gathered or reduced, or all if it leads
+            to another mesh. What the set only cut may stay cut.
+    """
+
+    of: str
+    past: str | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
     """A tensor (or a host scalar) of a fusion, in global view.
@@ -59,6 +74,7 @@ class Value:
         expanded: dims that `expand` made: all elements along such a dim are one in memory.
         layout: where the value lives; None until it is inferred.
         is_law: whether the user stated the layout.
+        like: the value as which it lies; `propagate_layouts` makes a layout of it.
         stream: the host loop over chunks that computes the value, once `passes/streams.py` has
             taken it out of the layout; None for no loop.
         source: the user's line.
@@ -73,6 +89,7 @@ class Value:
     expanded: frozenset[int] = frozenset()
     layout: Layout | None = None
     is_law: bool = False
+    like: Like | None = None
     stream: Stream | None = None
     source: Source | None = None
 
@@ -266,7 +283,9 @@ def value_text(value: Value) -> str:
     if where is not None and value.stream is not None:
         where = where.with_stream(value.stream)
     layout = f" {where}" if where is not None else ""
-    law = "!" if value.is_law else ""
+    if where is None and value.like is not None:
+        layout = f" as %{value.like.of}"
+    law = "!" if value.is_law or (where is None and value.like is not None) else ""
     return f"%{value.name}: {value.type_text()}{layout}{law}{_order_text(value)}"
 
 

@@ -47,7 +47,7 @@ class Op:
         attrs: all attributes that it may have.
         operands: the least and the greatest number of operands; None: no limit.
         may_copy: a view that becomes a copy where the strides of its operand allow no view.
-        is_library: a library's kernels run it, which no compiler joins with other ops.
+        is_library: a library's kernels run it, which a compiler calls as well.
         results: how many results it has; where there are several, `call` returns a tuple of new
             tensors, and they live on one mesh.
     """
@@ -156,6 +156,7 @@ _WINDOW = (
     attr("steps", "steps", True),
 )
 _view("set", itself, dims.pointwise, shapes.first)
+_view("detach", itself, dims.pointwise, shapes.first, host="set")
 _view(
     "stride_order",
     calls.in_order,
@@ -254,6 +255,8 @@ _unary("leaky_relu", _F.leaky_relu, rounded(_on("leaky_relu")), _SLOPE)
 _unary("gelu", _F.gelu, rounded(_on("gelu")), _FORM)
 _unary("clamp", torch.clamp, exact(torch.clamp), attr("min", "number"), attr("max", "number"))
 _unary("cast", calls.cast, exact(calls.cast), attr("dtype", "dtype", True))
+# A cast of floats to wider ones, as lowering makes it: of a sum it is the sum of the casts.
+_unary("widen", calls.cast, exact(calls.cast), attr("dtype", "dtype", True), partial="scale")
 _row(
     "where",
     lambda condition, a, b: torch.where(condition, a, b),
@@ -380,6 +383,16 @@ _row(
     **_COMPOSITE,
 )
 _ATTEND = attr("is_causal", "bool"), attr("scale", "number"), attr("enable_gqa", "bool")
+_row(
+    "rms_norm",
+    calls.root_mean_square_normalize,
+    dims.layer_norm,
+    shapes.layer_norm,
+    DENSE,
+    operands=(2, 2),
+    attrs=(attr("normalized_shape", "shape", True), attr("eps", "number", True)),
+    **_COMPOSITE,
+)
 _row(
     "scaled_dot_product_attention",
     calls.attend,

@@ -30,10 +30,12 @@ class Kind:
         reduces: it computes with what it moves, by a reduce op.
         splits: a dim is gathered, scattered or exchanged, and lies outermost in its buffers.
         in_pieces: any run of rows can be communicated by itself, since all elements travel alike.
+        along_several: it may go along several axes of a mesh at once.
         by_pairs: it moves pieces between pairs of ranks; the others are collectives.
         by_all: every member of the team posts each one, so that numbers tell who is behind. Others
             are posted by those that have a part.
-        moves: backends carry it. They carry a Barrier as an Allreduce of one element.
+        moves: backends carry it. They carry a Barrier as an Allreduce of one element, and a
+            ReduceExchange as an Exchange: what arrives is reduced by the plan.
     """
 
     blocks: Callable[[Call], Blocks] | None = None
@@ -41,6 +43,7 @@ class Kind:
     reduces: bool = False
     splits: bool = False
     in_pieces: bool = False
+    along_several: bool = False
     by_pairs: bool = False
     by_all: bool = True
     moves: bool = True
@@ -66,7 +69,7 @@ KINDS: dict[str, Kind] = {
         splits=True,
         by_all=False,
     ),
-    "Allgather": Kind(blocks=lambda c: (1, len(c.team)), splits=True),
+    "Allgather": Kind(blocks=lambda c: (1, len(c.team)), splits=True, along_several=True),
     "Scatter": Kind(
         blocks=lambda c: (source_blocks(c) if _at_root(c) else None, 1 if _is_part(c) else None),
         has_root=True,
@@ -79,14 +82,17 @@ KINDS: dict[str, Kind] = {
         reduces=True,
         in_pieces=True,
     ),
-    "Allreduce": Kind(blocks=lambda c: (1, 1), reduces=True, in_pieces=True),
-    "ReduceScatter": Kind(blocks=lambda c: (len(c.team), 1), reduces=True, splits=True),
+    "Allreduce": Kind(blocks=lambda c: (1, 1), reduces=True, in_pieces=True, along_several=True),
+    "ReduceScatter": Kind(
+        blocks=lambda c: (len(c.team), 1), reduces=True, splits=True, along_several=True
+    ),
     "Broadcast": Kind(
         blocks=lambda c: (1, None) if _at_root(c) else (None, 1), has_root=True, in_pieces=True
     ),
     "SendRecv": Kind(has_root=True, by_pairs=True, by_all=False),
     "AllToAll": Kind(splits=True),
     "Exchange": Kind(by_pairs=True, by_all=False),
+    "ReduceExchange": Kind(reduces=True, by_pairs=True, by_all=False, moves=False),
     "Barrier": Kind(moves=False),
 }
 
@@ -107,6 +113,7 @@ COLLECTIVE = kinds_that(lambda k: k.moves and not k.by_pairs)
 POINT_TO_POINT = kinds_that(lambda k: k.by_pairs)
 REDUCING = kinds_that(lambda k: k.reduces)
 SPLITTING = kinds_that(lambda k: k.splits)
+ALONG_SEVERAL = kinds_that(lambda k: k.along_several)
 IN_PIECES = kinds_that(lambda k: k.in_pieces)
 BY_ALL = kinds_that(lambda k: k.by_all and k.moves)
 

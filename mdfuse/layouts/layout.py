@@ -18,6 +18,8 @@ REDUCE_OPS = ("sum", "prod", "min", "max", "avg", "band", "bor", "bxor")
 #: all but avg have, they are then one op (Eckmann and Hilton 1962); avg is linear, as sum is, and
 #: commutes with no other: max(avg(0, 1), avg(1, 0)) is 1/2, avg(max(0, 1), max(1, 0)) is 1.
 _LINEAR = frozenset({"sum", "avg"})
+#: The ops that make of equal terms the term itself.
+IDEMPOTENT = ("min", "max", "avg", "band", "bor")
 
 
 @dataclass(frozen=True, slots=True)

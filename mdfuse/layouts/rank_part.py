@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Protocol
 
-from mdfuse.layouts.boxes import Box, box_size, intersect, nth_chunk, relative
+from mdfuse.layouts.boxes import Box, box_size, nth_chunk, relative
 from mdfuse.layouts.call import Call
+from mdfuse.layouts.exchange import Exchange, Side
 from mdfuse.layouts.layout import Layout
-from mdfuse.mesh import DeviceMesh
 
 
 class Family(Protocol):
@@ -51,18 +50,21 @@ class RankPart:
         recvs: for each of `call.recvs`, the box of the destination buffer.
         copies: (box of the source buffer, box of the destination buffer) of elements that stay on
             the rank.
+        terms: ReduceExchange: for each box of the destination buffer, its terms in order, each the
+            number of a receive, or of a copy, counted from -1 down.
     """
 
     call: Call | None = None
     sends: tuple[Box, ...] = ()
     recvs: tuple[Box, ...] = ()
     copies: tuple[tuple[Box, Box], ...] = ()
+    terms: tuple[tuple[int, ...], ...] = ()
 
 
 def part_of(comm: Family, rank: int) -> RankPart:
     """Return what a rank posts, and what it copies by itself."""
     team = comm.team(rank)
-    if comm.kind == "Exchange":
+    if comm.kind in ("Exchange", "ReduceExchange"):
         return _exchange(comm, rank)
     if comm.kind == "SendRecv":
         return _send_recv(comm, rank)
@@ -177,86 +179,26 @@ def _send_recv(comm: Family, rank: int) -> RankPart:
 def _exchange(comm: Family, rank: int) -> RankPart:
     """Return a rank's part of an Exchange: it receives each box that it lacks from one holder.
 
-    Along axes along which the value stays Partial, each term is exchanged by itself, among the
-    ranks at one coordinate.
+    Along axes along which the value stays Partial, each term is exchanged by itself. Where it is
+    reduced, a rank receives each box of each term.
     """
-    source, destination, shape = comm.source, comm.destination, comm.shape
-    sends: list[tuple[int, Box]] = []
-    recvs: list[tuple[int, Box]] = []
-    copies: list[tuple[Box, Box]] = []
-    have = source.intervals(shape, rank) if rank in source.mesh else None
-    if rank in destination.mesh:
-        need = destination.intervals(shape, rank)
-        index = destination.mesh.ranks.index(rank)
-        for holders, block in _holders(source, shape, need, _layer(source, rank)):
-            inside = relative(block, need)
-            if rank in holders:
-                assert have is not None
-                copies.append((relative(block, have), inside))
-            else:
-                recvs.append((_choose(holders, index), inside))
-    if have is not None and box_size(have):
-        for index, receiver in enumerate(destination.mesh.ranks):
-            wanted = intersect(have, destination.intervals(shape, receiver))
-            if wanted is None or receiver == rank:
-                continue
-            if source.partial_axes and _layer(source, receiver) != _layer(source, rank):
-                continue
-            holders = _holders_at(source, rank)
-            if receiver not in holders and _choose(holders, index) == rank:
-                sends.append((receiver, relative(wanted, have)))
-    return _point_to_point(comm, rank, sends, recvs, copies)
-
-
-def _layer(source: Layout, rank: int) -> dict[str, int]:
-    """Return which term of a Partial value a rank has a part of: Partial axis -> coordinate."""
-    coordinate = source.mesh.coordinate(rank)
-    if coordinate is None:
-        return {}
-    return {a: coordinate[source.mesh.axis_index(a)] for a in source.partial_axes}
-
-
-def _holders(
-    source: Layout, shape: Sequence[int], need: Box, layer: dict[str, int]
-) -> Iterator[tuple[list[int], Box]]:
-    """Cut a needed box as the source layout does; yield (ranks that hold it, box) for each."""
-    chunks = []
-    for dim, extent in enumerate(shape):
-        start, stop = need[dim]
-        chunks.append(
-            [
-                (dict(zip(source.split_axes(dim), choice, strict=True)), interval)
-                for choice, interval in source.chunks_of(dim, extent)
-                if max(start, interval[0]) < min(stop, interval[1])
-            ]
-        )
-    for pieces in product(*chunks):
-        fixed = {axis: i for choice, _ in pieces for axis, i in choice.items()} | layer
-        block = intersect(tuple(interval for _, interval in pieces), need)
-        if block is not None:
-            yield _ranks_with(source.mesh, fixed), block
-
-
-def _holders_at(source: Layout, rank: int) -> list[int]:
-    """Return the ranks that hold the same part as `rank`."""
-    coordinate = source.mesh.coordinate(rank)
-    assert coordinate is not None
-    here = dict(zip(source.mesh.axes, coordinate, strict=True))
-    split = {a: here[a] for _, axes in source.splits for a in axes}
-    return _ranks_with(source.mesh, split | _layer(source, rank))
-
-
-def _ranks_with(mesh: DeviceMesh, fixed: dict[str, int]) -> list[int]:
-    """Return the ranks of a mesh at fixed coordinates along some axes."""
-    ranges = [
-        (fixed[a],) if a in fixed else range(n) for a, n in zip(mesh.axes, mesh.shape, strict=True)
-    ]
-    return [mesh.rank_at(c) for c in product(*ranges)]
-
-
-def _choose(holders: list[int], index: int) -> int:
-    """Return the holder from which the index-th receiver gets a box: all of them take turns."""
-    return holders[index % len(holders)]
+    source, destination = Side(comm.source, comm.shape), Side(comm.destination, comm.shape)
+    exchange = Exchange(source, destination)
+    here, there = source.at(rank), destination.at(rank)
+    have = source.box(here) if here is not None else ()
+    need = destination.box(there) if there is not None else ()
+    found = [*exchange.received(rank)]
+    sends = [(peer, relative(box, have)) for peer, box in exchange.sent(rank)]
+    recvs = [(peer, relative(box, need)) for peer, box, _ in found if peer != rank]
+    copies = [(relative(b, have), relative(b, need)) for peer, b, _ in found if peer == rank]
+    part = _point_to_point(comm, rank, sends, recvs, copies)
+    if comm.kind == "Exchange":
+        return part
+    recv, copy, terms = count(), count(), list[int]()
+    for peer, _, _ in found:
+        terms.append(-1 - next(copy) if peer == rank else next(recv))
+    n = source.count(exchange.reduced)
+    return replace(part, terms=tuple(tuple(terms[i : i + n]) for i in range(0, len(terms), n)))
 
 
 def _point_to_point(
@@ -273,7 +215,7 @@ def _point_to_point(
     if not sends and not recvs:
         return RankPart(copies=kept)
     call = Call(
-        kind=comm.kind,
+        kind="Exchange" if comm.kind == "ReduceExchange" else comm.kind,
         team=comm.whole_group,
         rank=rank,
         sends=tuple(peer for peer, _ in sends),

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -196,7 +197,7 @@ class _Maker:
         """Append the last expression, cast to the dtype that the result had."""
         made = [self.values[x].dtype for x in inputs if isinstance(x, str)]
         dtype = self.values[by.output].dtype
-        if made[0] == dtype:
+        if reduce(torch.promote_types, made) == dtype:
             self.op(by, op, *inputs, last=True)
         else:
             self.op(by, "cast", self.op(by, op, *inputs), last=True, dtype=dtype)
@@ -242,6 +243,19 @@ def _layer_norm(maker: _Maker, by: Expr) -> None:
     maker.result(by, steps[-1][0], result, steps[-1][1])
 
 
+def _rms_norm(maker: _Maker, by: Expr) -> None:
+    """Replace an RMS norm by x / sqrt(mean square + eps) * weight."""
+    x, weight = _operand(maker, by), by.inputs[1]
+    over: dict[str, Any] = {"dims": _last_dims(by, len(maker.values[x].shape)), "keepdim": True}
+    wide = maker.wide(by, x)
+    power = maker.op(by, "mean", maker.op(by, "mul", wide, wide), **over)
+    scale = maker.op(by, "rsqrt", maker.op(by, "add", power, by.kwargs["eps"]))
+    if weight is None:
+        maker.result(by, "mul", wide, scale)
+    else:
+        maker.result(by, "mul", maker.op(by, "mul", wide, scale), weight)
+
+
 def _window(expr: Expr, out: Value) -> Expr:
     """Return the `window` for a slice: what each rank has of it, in zeros, to be reduced."""
     reduce = "bor" if out.dtype == torch.bool else "sum"
@@ -265,6 +279,7 @@ _REDUCED_DIMS: dict[str, Callable[[Expr, int], tuple[int, ...]]] = {
     "softmax": _row_dims,
     "log_softmax": _row_dims,
     "layer_norm": _last_dims,
+    "rms_norm": _last_dims,
 }
 
 #: op -> what appends the expressions that replace it.
@@ -272,5 +287,6 @@ _MADE_OF: dict[str, Callable[[_Maker, Expr], None]] = {
     "softmax": _softmax,
     "log_softmax": _softmax,
     "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
     "slice": _slice,
 }

@@ -5,7 +5,8 @@
     %h: f32[8,64] = matmul(%x, %w)             %h: f32[8,64] (tp=S1) = matmul(%x, %w)
     %y: f32[8,64] = gelu(%h)                   %y: f32[8,64] (tp=S1) = gelu(%h)
 
-An inferred value may be Partial: what reads it says what it must become.
+An inferred value may be Partial: what reads it says what it must become. A law by reference
+(`Value.like`) becomes a layout as soon as the other value has one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import replace
 
 from mdfuse.errors import LayoutError
 from mdfuse.ir.graph import Fusion, Value
-from mdfuse.layouts.layout import Layout, Replicate, replicated
+from mdfuse.layouts.layout import Layout, Partial, Replicate, replicated
 from mdfuse.mesh import DeviceMesh
 from mdfuse.passes.strategy import choose_here
 
@@ -30,6 +31,7 @@ def run(fusion: Fusion) -> Fusion:
         if changed:
             continue
         lost = [n for n, v in fusion.values.items() if v.is_tensor and v.layout is None]
+        lost.sort(key=lambda n: fusion.values[n].like is not None)
         if not lost:
             break
         # Nothing around these values says where they live: the mesh of the first layout is taken.
@@ -42,10 +44,15 @@ def anew(fusion: Fusion, changed: Collection[str]) -> Fusion:
     values, stale = dict(fusion.values), set(changed)
     for expr in fusion.exprs:
         for out in [values[name] for name in expr.outputs]:
-            is_inferred = out.is_tensor and not out.is_law and out.name not in changed
-            if is_inferred and not stale.isdisjoint(expr.reads):
+            if not out.is_tensor or out.name in changed:
+                continue
+            if out.like is not None:
+                is_stale = not stale.isdisjoint((out.like.of, out.like.past, *expr.reads))
+            else:
+                is_stale = not out.is_law and not stale.isdisjoint(expr.reads)
+            if is_stale:
                 stale.add(out.name)
-                values[out.name] = replace(out, layout=None)
+                values[out.name] = replace(out, layout=None, is_law=False)
     return run(replace(fusion, values=values))
 
 
@@ -57,16 +64,48 @@ def _default_mesh(fusion: Fusion) -> DeviceMesh:
 def _forwards(fusion: Fusion) -> Fusion:
     """Infer results from operands, in order."""
     values = dict(fusion.values)
+    for name in fusion.inputs:
+        if values[name].like is not None and values[name].layout is None:
+            values[name] = _placed(values, values[name], None)
     for expr in fusion.exprs:
         made = [values[name] for name in expr.outputs]
         if not any(out.is_tensor and out.layout is None for out in made):
             continue
         strategy = choose_here(expr, values)
-        for out, layout in zip(made, strategy.results if strategy else (), strict=False):
-            if out.layout is None:
+        layouts = strategy.results if strategy is not None else (None,) * len(made)
+        for out, layout in zip(made, layouts, strict=True):
+            if out.layout is not None:
+                continue
+            if out.like is not None:
+                values[out.name] = _placed(values, out, layout)
+            elif layout is not None:
                 layout = _of_output(fusion, values, out.name, layout)
                 values[out.name] = replace(out, layout=layout)
     return replace(fusion, values=values)
+
+
+def _placed(values: Mapping[str, Value], value: Value, inferred: Layout | None) -> Value:
+    """Return a value with the layout that its law by reference is, where that is known by now."""
+    assert value.like is not None
+    layout = values[value.like.of].layout
+    if layout is None:
+        return value
+    asked = {a: Replicate() if isinstance(p, Partial) else p for a, p in layout.by_axis().items()}
+    law = Layout(layout.mesh, asked, layout.order)
+    made = values[value.like.past].layout if value.like.past is not None else None
+    if made is None or made.mesh != layout.mesh or inferred is None or inferred.mesh != law.mesh:
+        return replace(value, layout=law, is_law=True)
+    for axis, before in layout.by_axis().items():
+        if not isinstance(before, Replicate) and before != made.placement(axis):
+            inferred = inferred.with_placement(axis, asked[axis])
+    return replace(value, layout=_ordered_as(inferred, law))
+
+
+def _ordered_as(layout: Layout, law: Layout) -> Layout:
+    """Return a layout in which axes split a dim in the order of another one, if they are its."""
+    splits = {d: layout.split_axes(d) for d in {*layout.order, *law.order}}
+    order = {d: law.split_axes(d) if {*law.split_axes(d)} == {*s} else s for d, s in splits.items()}
+    return Layout(layout.mesh, layout.by_axis(), order)
 
 
 def _of_output(fusion: Fusion, values: Mapping[str, Value], name: str, inferred: Layout) -> Layout:
@@ -85,7 +124,7 @@ def _backwards(fusion: Fusion) -> tuple[Fusion, bool]:
     values = dict(fusion.values)
     changed = False
     for expr in reversed(fusion.exprs):
-        unknown = [n for n in expr.reads if values[n].is_tensor and values[n].layout is None]
+        unknown = [n for n in expr.reads if _is_open(values[n])]
         if not unknown:
             continue
         strategy = choose_here(expr, values)
@@ -95,6 +134,11 @@ def _backwards(fusion: Fusion) -> tuple[Fusion, bool]:
             values[operand] = replace(values[operand], layout=strategy.wanted[operand])
             changed = True
     return replace(fusion, values=values), changed
+
+
+def _is_open(value: Value) -> bool:
+    """Whether those who read a value may say how it lies."""
+    return value.is_tensor and value.layout is None and value.like is None
 
 
 def _whole_outputs(fusion: Fusion) -> Fusion:

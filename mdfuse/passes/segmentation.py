@@ -165,10 +165,9 @@ def check(fusion: Fusion, groups: Iterable[Iterable[str]]) -> None:
         for x in expr.reads:
             if owner.get(x, here) != here:
                 graph.add_edge(owner[x], here, by=expr, value=x)
-    try:
-        cycle = nx.find_cycle(graph)
-    except nx.NetworkXNoCycle:
+    if nx.is_directed_acyclic_graph(graph):
         return
+    cycle = nx.find_cycle(graph)  # may take a time that grows with the square of the program
     names = " and ".join(_group_text(group) for group, _ in cycle)
     raise LoweringError(
         f"the groups {names} of @{fusion.name} depend on each other in a cycle",

@@ -158,15 +158,16 @@ def _common(goals: set[Layout], mesh: DeviceMesh, axis: str) -> Placement:
 
 def _applied(fusion: Fusion, settled: dict[str, Layout]) -> Fusion:
     """Return the fusion with these values reduced; in a copy where the user wants Partial."""
-    changed = set()
+    layouts: dict[str, Layout] = {}
+    copies = set()
     for value, layout in settled.items():
         free = [*_free_readers(fusion, value)]
         if _is_wanted(fusion, value) or len(free) < len(fusion.consumers[value]):
-            fusion, value = _with_copy(fusion, value, layout, free)
+            fusion, copy = _with_copy(fusion, value, layout, free)
+            copies.add(copy)
         else:
-            fusion = fusion.with_layouts({value: layout})
-        changed.add(value)
-    return anew(fusion, changed)
+            layouts[value] = layout
+    return anew(fusion.with_layouts(layouts), copies | layouts.keys())
 
 
 def _with_copy(

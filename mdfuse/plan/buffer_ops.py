@@ -10,7 +10,9 @@ from torch import Tensor
 
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import Instruction
+from mdfuse.ir.extremes import neutral
 from mdfuse.layouts.boxes import nth_chunk, relative
+from mdfuse.layouts.layout import Partial
 from mdfuse.plan.allocation import empty, new_buffer
 from mdfuse.plan.context import Context, base_name
 from mdfuse.plan.lines import Line, SlotRef, drop
@@ -167,11 +169,10 @@ def _pack_evenly(i: Instruction, context: Context, fact: Tensor, parts: int) -> 
     ]
 
 
-def _zeros(i: Instruction, context: Context) -> list[Line]:
-    """Place this rank's part in a buffer of zeros, of the shape that the result has here.
+def _term(i: Instruction, context: Context) -> list[Line]:
+    """Place this rank's part in a buffer of what its reduce op leaves others as they are with.
 
-    Along axes that become Partial only the rank at coordinate 0 contributes its part; the others
-    hold zeros alone.
+    Along axes that become Partial only the rank at coordinate 0 contributes its part.
     """
     (output,), (operand,) = i.outputs, i.reads
     shape = context.local(output)
@@ -180,13 +181,23 @@ def _zeros(i: Instruction, context: Context) -> list[Line]:
     keeps = _is_first_along_new_axes(i, context)
     _know_dense(i, context)
 
-    def zeros(x: Tensor) -> Tensor:
-        made = x.new_zeros(shape)
+    (fill,) = {neutral(op, context.type(output).dtype) for op in _new_ops(i, context).values()}
+
+    def term(x: Tensor) -> Tensor:
+        made = torch.full(shape, fill, dtype=x.dtype, device=x.device)
         if keeps:
             made[index] = x
         return made
 
-    return _made(i, context, zeros)
+    return _made(i, context, term)
+
+
+def _new_ops(i: Instruction, context: Context) -> dict[str, str]:
+    """Return the reduce op of each axis that becomes Partial."""
+    before, after = (context.type(n).layout for n in (*i.reads, *i.outputs))
+    assert before is not None and after is not None
+    pairs = ((a, before.placement(a), p) for a, p in after.by_axis().items())
+    return {a: p.op for a, old, p in pairs if isinstance(p, Partial) and p != old}
 
 
 def _is_first_along_new_axes(i: Instruction, context: Context) -> bool:
@@ -208,5 +219,5 @@ BUFFER_OPS: dict[str, Callable[[Instruction, Context], list[Line]]] = {
     "unexpand": _unexpand,
     "pad": _pad,
     "pack": _pack,
-    "zeros": _zeros,
+    "term": _term,
 }

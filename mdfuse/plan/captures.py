@@ -6,7 +6,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -15,10 +15,14 @@ from mdfuse.interpreter.garbage import no_collection
 
 
 class Recording(Protocol):
-    """Work that was recorded, and can be queued again."""
+    """Work that was recorded, and can be queued again.
 
-    def replay(self) -> None:
-        """Queue the work again, on the current stream."""
+    Attributes:
+        replay: queues the work again, on the current stream.
+    """
+
+    @property
+    def replay(self) -> Callable[[], None]: ...
 
     def reset(self) -> None:
         """Give up what the recording holds; it is never replayed again."""
@@ -61,37 +65,51 @@ def give_up(recording: Recording) -> None:
         recording.reset()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _CudaRecording:
     """A CUDA graph; its memory goes back to the allocator only when no replay is under way."""
 
     graph: torch.cuda.CUDAGraph
-    device: torch.device
+    recorder: CudaRecorder
+    replay: Callable[[], None] = field(init=False)  # the graph's own: each run calls it
 
-    def replay(self) -> None:
-        self.graph.replay()
+    def __post_init__(self) -> None:
+        self.replay = self.graph.replay
 
     def reset(self) -> None:
-        torch.cuda.synchronize(self.device)
+        torch.cuda.synchronize(self.recorder.device)
         self.graph.reset()
+        self.recorder.living -= 1
 
 
 @dataclass(slots=True)
 class CudaRecorder:
-    """Records CUDA graphs on a stream that plans are built for, each with its own memory."""
+    """Records CUDA graphs on a stream that plans are built for.
+
+    They share what memory they need for themselves: they are replayed one after the other. What is
+    left for later calls is held as long as they are, so no other graph writes there.
+
+    Attributes:
+        living: how many graphs there are.
+        pool: their memory; torch gives it up with the last of them.
+    """
 
     device: torch.device
     stream: torch.cuda.Stream
+    living: int = 0
+    pool: Any = None
 
     def record(self, run: Callable[[], list[Any]]) -> tuple[list[Any], Recording]:
         """Capture what a function queues, and return its results and the graph.
 
         Other threads may use CUDA meanwhile: the libraries' watchdogs query events.
         """
+        if not self.living:
+            self.pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            graph.capture_begin(capture_error_mode="thread_local")
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 results = run()
             except BaseException:
@@ -101,4 +119,5 @@ class CudaRecorder:
                 raise
             torch.cuda.set_stream(self.stream)
             graph.capture_end()
-        return results, _CudaRecording(graph, self.device)
+        self.living += 1
+        return results, _CudaRecording(graph, self)

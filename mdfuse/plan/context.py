@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -65,8 +65,23 @@ class Step:
             line(slots)
 
 
-#: Takes a host unit, its steps, the names of slots that have buffers before it, and the context.
-Fuse = Callable[[Instruction, Sequence[Step], Mapping[int, str], "Context"], list[Step]]
+class Fuse(Protocol):
+    """What makes the steps of host units fewer."""
+
+    def __call__(
+        self, i: Instruction, steps: Sequence[Step], outside: Mapping[int, str], context: Context
+    ) -> list[Step]:
+        """Return the steps of a unit.
+
+        Args:
+            i: the unit.
+            steps: its calls one by one.
+            outside: slot -> name of what has a buffer before it.
+            context: what is known behind it.
+        """
+
+    def finish(self, steps: Sequence[Step], context: Context) -> list[Step]:
+        """Return the steps of a plan, whose units went through `__call__`, ready to run."""
 
 
 @dataclass(slots=True)
@@ -96,6 +111,8 @@ class Context:
         host_values: which names stand for numbers of a run, or for host memory.
         checks: looks at the indices of tables; None: nobody does.
         fuse: makes the steps of a host unit fewer; None: each stays.
+        in_unit: calls are prepared for such a unit, in which torch makes the results: a compiler
+            finds the buffers itself, and lays them out as its kernels like them.
     """
 
     program: HostProgram
@@ -120,6 +137,7 @@ class Context:
     host_values: HostValues = field(init=False)
     checks: IndexChecks | None = None
     fuse: Fuse | None = None
+    in_unit: bool = False
 
     def __post_init__(self) -> None:
         self.host_values = HostValues(self.program)

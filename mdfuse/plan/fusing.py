@@ -1,28 +1,37 @@
 """Compile the calls of a host unit into one.
 
-The calls of a unit are prepared as always. Those that make a buffer which is used outside the unit
-stay before it, views that are used outside come behind it, and what is left is traced and compiled
-as one function of the tensors that the unit reads and writes.
+The calls of a unit are prepared so that torch makes every result which has no buffer yet. Views
+that are used outside come behind the unit, and what is left is traced and compiled as one function
+of the tensors that the unit reads and writes.
 """
 
 from __future__ import annotations
 
-import types
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
 
-from mdfuse.caching import Cache
 from mdfuse.errors import ProgramError
+from mdfuse.hir.instructions import is_library
 from mdfuse.hir.program import Instruction
-from mdfuse.plan import inductor
+from mdfuse.plan import compilation
+from mdfuse.plan.compilation import Made, Tally, complete
 from mdfuse.plan.context import Context, Step, label
-from mdfuse.plan.inductor import Form
+from mdfuse.plan.forms import Form
 from mdfuse.plan.lines import Line, SlotRef, drop
+from mdfuse.plan.unit_keys import unit_key
+
+#: For how many shapes of a program a unit is compiled: where lengths change from run to run,
+#: compiling for each of them would take longer than the calls one by one.
+MOST = 8
+
+#: How many units `Fuser.told` names for one reason.
+_TOLD = 8
 
 
 class Refusal(Exception):
@@ -31,21 +40,36 @@ class Refusal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """The calls of a unit, cut into what comes before, in, and behind the compiled function.
+    """The calls of a unit, cut into what comes in and behind the compiled function.
 
     Attributes:
-        before: calls that make buffers.
         inside: calls to compile.
-        behind: views of what the unit makes.
+        behind: views of what the unit makes, and a library's calls that fill buffers.
         takes: the slots that the compiled function reads or writes.
         makes: the slots of its results.
     """
 
-    before: tuple[Line, ...]
     inside: tuple[Line, ...]
     behind: tuple[Line, ...]
     takes: tuple[int, ...]
     makes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A unit whose function is not compiled yet.
+
+    Attributes:
+        step: calls the function.
+        made: the function.
+        instruction: the unit.
+        steps: its calls one by one.
+    """
+
+    step: Step
+    made: Made
+    instruction: Instruction
+    steps: tuple[Step, ...]
 
 
 @dataclass(eq=False)
@@ -54,11 +78,18 @@ class Fuser:
 
     Attributes:
         must: a unit that cannot be compiled is an error.
+        timeout_s: how long to wait for another process that compiles.
+        counts: unit -> how many functions were compiled for it, for all shapes of its program.
         refused: unit -> why it runs eagerly.
+        tally: where the functions came from.
     """
 
     must: bool = False
+    timeout_s: float = inf
+    counts: Counter[str] = field(default_factory=Counter)
     refused: dict[str, str] = field(default_factory=dict)
+    tally: Tally = field(default_factory=Tally)
+    _held: dict[int, _Held] = field(default_factory=dict)
 
     def __call__(
         self, i: Instruction, steps: Sequence[Step], outside: Mapping[int, str], context: Context
@@ -71,15 +102,24 @@ class Fuser:
         try:
             return self.fused(i, steps, lines, outside, context)
         except Refusal as refusal:
-            self.refused[i.fn] = str(refusal)
-            if self.must:
-                raise ProgramError(
-                    f"launch {i.fn} of @{context.program.name} cannot be compiled: {refusal}",
-                    where=context.where(i),
-                    because='compile="always"',
-                    hint='compile="auto" runs it eagerly',
-                ) from refusal
-            return list(steps)
+            why = str(refusal)
+        self.refuse(i, why, context)
+        return list(steps)
+
+    def refuse(self, i: Instruction, why: str, context: Context) -> None:
+        """Note why a unit runs eagerly.
+
+        Raises:
+            ProgramError: it must not.
+        """
+        self.refused[i.fn] = why
+        if self.must:
+            raise ProgramError(
+                f"launch {i.fn} of @{context.program.name} cannot be compiled: {why}",
+                where=context.where(i),
+                because='compile="always"',
+                hint='compile="auto" runs it eagerly',
+            )
 
     def fused(
         self,
@@ -94,51 +134,85 @@ class Fuser:
         if context.checks is not None:
             raise Refusal("indices are checked")
         kept = {context.slot(x) for x in i.outputs}
-        cut = _cut(lines, kept)
-        forms = _forms(cut, outside, context)
-        function, results = self.compiled(cut, forms)
-        _learn(dict(zip(cut.makes, results, strict=True)), i, context)
+        cut = _cut(lines, kept, _written_last(i, outside, context))
+        if sum(map(_works, cut.inside)) < 2:
+            return list(steps)
+        made = self.made(i, cut, _forms(cut, outside, context))
+        _learn(dict(zip(cut.makes, made.results, strict=True)), i, context)
         call = Line(
-            run=function,
+            run=made.function or _not_compiled,
             args=tuple(map(SlotRef, cut.takes)),
             into=cut.makes or None,
-            makes=sum(map(_nbytes, results)),
+            makes=sum(map(_nbytes, made.results)),
         )
         gone = [s for s in cut.makes if s not in kept]
         behind = (*cut.behind, drop(*gone)) if gone else cut.behind
         step = Step(
-            lines=(*cut.before, call, *behind),
+            lines=(call, *behind),
             label=f"launch {i.fn}, {label(i)}",
             op="launch",
             inputs=tuple(context.slot(x) for x in i.reads),
             outputs=tuple(context.slot(x) for x in i.outputs),
             stream=steps[0].stream,
         )
+        if not made.is_done:
+            eager = tuple(s for s in steps if s.op != "keep")
+            self._held[id(step)] = _Held(step, made, i, eager)
         return [step, *(step for step in steps if step.op == "keep")]
 
-    def compiled(self, cut: _Cut, forms: Sequence[Form]) -> tuple[Any, list[Form]]:
-        """Return the compiled function of a cut, and the forms of its results."""
-        key = (*forms, *_key(cut))
-        found = _COMPILED.get(key)
+    def made(self, i: Instruction, cut: _Cut, forms: Sequence[Form]) -> Made:
+        """Return the function of a cut, which is compiled, or will be with all others."""
+        key = unit_key(cut.inside, cut.takes, cut.makes)
+        found = compilation.known(key, forms, self.tally)
         if found is None:
-            found = _compiled(cut, forms)
-            _COMPILED.put(key, found)
-        if isinstance(found, Refusal):
-            raise found
+            if self.counts[i.fn] >= MOST and not self.must:
+                raise Refusal(f"it was compiled for {MOST} other shapes")
+            self.counts[i.fn] += 1
+            found = compilation.traced(key, forms, partial(_run, cut))
+        if found.refused is not None:
+            raise Refusal(found.refused)
         return found
 
+    def finish(self, steps: Sequence[Step], context: Context) -> list[Step]:
+        """Compile what the units of a plan need, and return its steps with that."""
+        held, self._held = self._held, {}
+        here = {n: held[n] for n in map(id, steps) if n in held}
+        if not here:
+            return list(steps)
+        functions = [x.made for x in here.values()]
+        late = complete(functions, self.timeout_s, context.rank == 0, self.tally)
+        done: list[Step] = []
+        for step in steps:
+            waiting = here.get(id(step))
+            done += [step] if waiting is None else self.finished(waiting, late, context)
+        return done
 
-#: What is computed, and on what -> the compiled function and the forms of its results, or why there
-#: is none. Equal layers have equal units, in one program or in several.
-_COMPILED: Cache[tuple[inductor.Function, list[Form]] | Refusal] = Cache(1024)
+    def finished(self, held: _Held, late: Sequence[Made], context: Context) -> Sequence[Step]:
+        """Return the steps of a unit whose function is there, or those of its calls."""
+        function, why = held.made.function, held.made.refused
+        if held.made in late:
+            why = f"another process has compiled it for longer than timeout_s={self.timeout_s:g}"
+        if function is None or why is not None:
+            self.refuse(held.instruction, why or "", context)
+            return held.steps
+        lines = held.step.lines
+        called = (replace(x, run=function) if x.run is _not_compiled else x for x in lines)
+        return [replace(held.step, lines=tuple(called))]
+
+    def told(self) -> Iterator[str]:
+        """Yield lines on what was compiled, and on what was not."""
+        yield from self.tally.told()
+        reasons: dict[str, list[str]] = {}
+        for name, why in self.refused.items():
+            reasons.setdefault(why, []).append(name)
+        for why, names in reasons.items():
+            more = f" and {len(names) - _TOLD} more" if len(names) > _TOLD else ""
+            run = "runs" if len(names) == 1 else "run"
+            yield f"{', '.join(names[:_TOLD])}{more}: {run} eagerly, {why}"
 
 
-def _compiled(cut: _Cut, forms: Sequence[Form]) -> tuple[inductor.Function, list[Form]] | Refusal:
-    try:
-        return inductor.compiled(partial(_run, cut), forms)
-    except Exception as error:  # it has many reasons; without it the eager calls are right
-        first = str(error).strip().splitlines() or [""]
-        return Refusal(f"{type(error).__name__}: {first[0]}")
+def _not_compiled(*_: Any) -> Any:
+    raise AssertionError("a plan is finished before it runs")
 
 
 def _run(cut: _Cut, *values: Any) -> list[Any]:
@@ -153,25 +227,40 @@ def _works(line: Line) -> bool:
     return line.run is not None and line.new is None and not line.is_view
 
 
-def _cut(lines: Sequence[Line], kept: set[int]) -> _Cut:
+def _written_last(i: Instruction, outside: Mapping[int, str], context: Context) -> set[int]:
+    """Return the buffers that a library fills with what the unit does not read.
+
+    It writes there itself; a compiler would give it a buffer, and copy.
+    """
+    read = {x for j in i.body for x in j.reads}
+    found = {context.slot(x) for j in i.body if is_library(j) for x in j.outputs if x not in read}
+    return found.intersection(outside)
+
+
+def _cut(lines: Sequence[Line], kept: set[int], last: set[int]) -> _Cut:
     """Cut the calls of a unit.
 
     Args:
         lines: the calls.
         kept: the slots that are used outside.
+        last: those that are filled behind the compiled function.
 
     Raises:
         Refusal: a result may share memory with something else, or not: nobody knows.
     """
     needed = set(kept)
     behind: list[Line] = []
+    filling: list[Line] = []
     for line in reversed(lines):
-        if line.run is not None and line.is_view and needed.intersection(line.targets):
+        if line.run is None:
+            continue
+        if line.is_view and needed.intersection(line.targets):
             behind.append(line)
             needed.update(line.refs)
-    work = [line for line in lines if line.run is not None]
-    before = [line for line in work if line.new is not None and needed.intersection(line.targets)]
-    inside = [line for line in work if line not in before]
+        elif any(_reads(_target(line), slot) for slot in last):
+            filling.append(line)
+            needed.update(line.refs)
+    inside = [line for line in lines if line.run is not None and line not in filling]
     made = {slot for line in inside for slot in line.targets}
     takes = dict.fromkeys(s for line in inside for s in line.refs if s not in made)
     makes = [slot for line in inside if not line.is_view for slot in line.targets if slot in needed]
@@ -179,7 +268,7 @@ def _cut(lines: Sequence[Line], kept: set[int]) -> _Cut:
         raise Refusal("a value is read and written over")
     if not _are_apart(inside, set(takes), makes):
         raise Refusal("a result may share memory with an operand, or with another result")
-    return _Cut(tuple(before), tuple(inside), tuple(behind[::-1]), tuple(takes), tuple(makes))
+    return _Cut(tuple(inside), (*behind[::-1], *filling[::-1]), tuple(takes), tuple(makes))
 
 
 def _is_overwritten(slot: int, inside: Sequence[Line]) -> bool:
@@ -215,13 +304,8 @@ def _are_apart(inside: Sequence[Line], takes: set[int], makes: Sequence[int]) ->
 
 def _forms(cut: _Cut, outside: Mapping[int, str], context: Context) -> list[Form]:
     """Return the forms of what the compiled function takes."""
-    new = {line.targets[0]: line.new for line in cut.before}
     forms: list[Form] = []
     for slot in cut.takes:
-        buffer = new.get(slot)
-        if buffer is not None:
-            forms.append((buffer.shape, buffer.strides, buffer.dtype, buffer.device))
-            continue
         fact = context.fact(outside[slot])
         if fact is None:
             raise Refusal("the strides of an operand are not known")
@@ -252,68 +336,3 @@ def _nbytes(form: Form) -> int:
     if 0 in shape:
         return 0
     return (1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))) * dtype.itemsize
-
-
-# -- equal units -----------------------------------------------------------------------------------
-
-
-def _key(cut: _Cut) -> tuple[Hashable, ...]:
-    """Return what the calls compute, with their slots numbered in order of use."""
-    numbers: dict[int, int] = {}
-
-    def number(slot: int) -> int:
-        return numbers.setdefault(slot, len(numbers))
-
-    for slot in cut.takes:
-        number(slot)
-    found: list[Hashable] = []
-    for line in cut.inside:
-        args = tuple(_value(x, number) for x in line.args)
-        kwargs = tuple((k, _value(x, number)) for k, x in line.kwargs)
-        found.append((_value(line.run, number), args, kwargs, tuple(map(number, line.targets))))
-    return (*found, tuple(map(number, cut.makes)))
-
-
-def _value(x: Any, number: Callable[[int], int]) -> Hashable:
-    """Return what is equal for equal arguments, and for functions that do the same."""
-    match x:
-        case SlotRef():
-            return "slot", number(x.slot), x.form
-        case list() | tuple():
-            return type(x).__name__, *(_value(y, number) for y in x)
-        case dict():
-            return "dict", *((k, _value(y, number)) for k, y in x.items())
-        case partial():
-            return (
-                "partial",
-                _value(x.func, number),
-                _value(x.args, number),
-                _value(x.keywords, number),
-            )
-        case types.FunctionType():
-            cells = [cell.cell_contents for cell in x.__closure__ or ()]
-            given = x.__defaults__, x.__kwdefaults__
-            return x.__module__, x.__code__, _value(cells, number), _value(given, number)
-        case float():
-            return "float", x.hex()
-        case bool() | int() | str() | None:
-            return type(x).__name__, x
-        case _:
-            return _Same(x)
-
-
-@dataclass(frozen=True, slots=True)
-class _Same:
-    """An object that equals only itself; a dtype or device also what it says is equal."""
-
-    of: Any
-
-    def __hash__(self) -> int:
-        return hash(self.of) if isinstance(self.of, Hashable) else id(self.of)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Same):
-            return NotImplemented
-        if self.of is other.of:
-            return True
-        return isinstance(self.of, torch.dtype | torch.device) and self.of == other.of

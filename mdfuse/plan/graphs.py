@@ -5,15 +5,17 @@
 
 A graph repeats the same kernels on the same addresses. An argument that lay at one address in the
 first two runs (weights, say) is read where it lies, as long as it stays there; others are copied
-into buffers of the graph. Results are copied out: the caller's outputs are never written again.
+into buffers of the graph. Outputs are new in each run, and torch's allocator gives their memory as
+it gives any other: in a loop it is soon the same few addresses, and there is a graph for each of
+them. Where there are too many, one graph fills buffers of its own, which are copied out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import pairwise
+from functools import cached_property, partial
+from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +24,9 @@ from torch import Tensor
 from mdfuse.plan.build import Plan
 from mdfuse.plan.captures import GraphRecorder, Recording, give_up, undisturbed
 from mdfuse.plan.context import CALLER_SLOT
+from mdfuse.plan.forms import Form, empty, form_of
 from mdfuse.plan.lines import Function, Line, write
+from mdfuse.plan.signature import span
 
 if TYPE_CHECKING:
     from mdfuse.runtime.fast_lane import Replays
@@ -30,6 +34,13 @@ if TYPE_CHECKING:
 #: With graph="auto", bytes of arguments that a region may copy in each run. A GPU with 4 TB/s takes
 #: some 30 us for that, about what three posts cost the host.
 COPY_LIMIT = 64 << 20
+
+#: Graphs of one region, each for other addresses of the outputs. A caller who keeps the last output
+#: until the next one is there needs two.
+GRAPHS = 3
+
+#: Addresses of all that is passed for which the replays are known.
+_READY = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +90,9 @@ def _quiet(plan: Plan) -> list[int]:
 # -- replaying -----------------------------------------------------------------------------------
 
 
+_Call = Callable[[], None]
+
+
 def _unwatched() -> None:
     """Do nothing, where nobody watches."""
 
@@ -90,6 +104,7 @@ class _Captured:
     Attributes:
         bound: parameters that the graph reads where they lie -> their address.
         copied: parameters that are copied -> the graph's buffer.
+        filled: those of them that hold nothing before.
         results: slots -> what each replay fills.
         written: those of `copied` that the region writes into.
         recording: the graph.
@@ -98,14 +113,22 @@ class _Captured:
 
     bound: dict[int, int]
     copied: dict[int, Tensor]
+    filled: frozenset[int]
     results: dict[int, Any]
     written: tuple[int, ...]
     recording: Recording
-    notes: tuple[Callable[[], None], Callable[[], None]]
+    notes: tuple[_Call, _Call]
+
+    @property
+    def calls(self) -> list[_Call]:
+        """What a replay calls where nothing is copied."""
+        before, behind = self.notes
+        return [x for x in (before, self.recording.replay, behind) if x is not _unwatched]
 
     def replay(self, slots: dict[int, Any]) -> None:
         for slot, buffer in self.copied.items():
-            buffer.copy_(slots[slot])
+            if slot not in self.filled:
+                _copy(slots[slot], buffer)
         before, behind = self.notes
         before()
         self.recording.replay()
@@ -124,78 +147,157 @@ class GraphPlan:
     """A plan whose regions are captured; runs like a `Plan`.
 
     Args:
-        plan: built for the stream of captures.
-        eager: the same plan built for the caller's stream; its lines run in eager regions.
+        plan: built for the stream of captures, with buffers given for the outputs in `fresh`.
+        build_eager: builds the same plan for the caller's stream; its lines run in eager regions.
         recorder: captures the regions.
         stays: slot -> address, for parameters that lay at one address so far.
+        fresh: for each output what to allocate for it in each run; None: the caller gives it, or
+            the plan makes it.
+        may_overlap: whether the caller's tensors that are written may overlap others.
         watch: notes captures and replays.
         limit: a region that would copy more bytes of arguments in each run is not captured; None:
             there is no limit.
     """
 
     plan: Plan
-    eager: Plan
+    build_eager: Callable[[], Plan]
     recorder: GraphRecorder
     stays: dict[int, int]
+    fresh: Sequence[Form | None] = ()
+    may_overlap: bool = False
     watch: Replays | None = None
     limit: int | None = None
-    _captured: dict[int, _Captured] = field(default_factory=dict)
+    _captured: dict[int, dict[tuple[int, ...], _Captured]] = field(default_factory=dict)
     _functions: dict[tuple[bool, int], Function] = field(default_factory=dict)
+    _ready: dict[tuple[int, ...], tuple[_Call, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.regions = regions(self.plan)
-        self.numbers, self.may_overlap = self.plan.numbers, self.plan.may_overlap
-        self.records = self.plan.records
+        self.numbers, self.records = self.plan.numbers, self.plan.records
         self._parameters = self.plan.parameters
         self._written = {*self.plan.written, *self._parameters[len(self.plan.inputs) :]}
         self._uses = [self._use(region) for region in self.regions]
         self._views = _views(self.plan, self._parameters)
+        given = dict(zip(range(len(self.plan.outputs)), self.plan.given, strict=False))
+        self._new = {
+            slot: form
+            for slot, form in zip(self.plan.given, self.fresh, strict=False)
+            if slot is not None and form is not None
+        }
+        self._make = [partial(empty, form) for form in self._new.values()]
+        self._new_of = [[s for s in taken if s in self._new] for taken, _ in self._uses]
+        numbers: dict[int | None, int] = {slot: n for n, slot in enumerate(self._parameters)}
+        #: for each output the number of the parameter that it is, if it is one
+        by_line = [step.op for step in self.plan.steps for _ in step.lines]
+        ops = [by_line[number] for number in self.plan.owned.numbers]
+        #: regions to run eagerly once: compiled work chooses among its kernels in its first run
+        self._cold = {
+            n
+            for n, region in enumerate(self.regions)
+            if "launch" in ops[region.start : region.stop]
+        }
+        self._places = [
+            numbers.get(slot if given.get(n) is None else given[n])
+            for n, slot in enumerate(self.plan.outputs)
+        ]
+        found = zip(self._places, self.plan.outputs, strict=True)
+        self._is_simple = not self.numbers and not any(
+            place is None and slot is not None for place, slot in found
+        )
+
+    @cached_property
+    def eager(self) -> Plan:
+        """The plan whose lines run in eager regions."""
+        return self.build_eager()
 
     # -- a run -----------------------------------------------------------------------------------
 
     def run(self, arguments: Sequence[Any], out: Sequence[Any] | None = None) -> list[Any]:
         """Run once, as `Plan.run`; regions that are not captured yet are captured."""
-        if out is not None:
-            arguments = [*arguments, *self.plan.taken(out)]
+        values = [*arguments, *self._buffers(out)]
+        try:
+            at = tuple(map(Tensor.data_ptr, values)) if self._is_simple else None
+        except TypeError:  # what this rank has no part of
+            at = tuple(0 if x is None else x.data_ptr() for x in values)
+        calls = self._ready.get(at) if at is not None else None
+        if calls is None:
+            return self._run(values, at)
+        for call in calls:
+            call()
+        return [None if n is None else values[n] for n in self._places]
+
+    def _buffers(self, out: Sequence[Any] | None) -> list[Any]:
+        """Return the caller's buffers for outputs, and new ones for the others."""
+        if out is None:
+            return [make() for make in self._make]
+        pairs = zip_longest(self.fresh, out)
+        buffers = [x if form is None else empty(form) for form, x in pairs]
+        return self.plan.taken(buffers)
+
+    def _run(self, values: Sequence[Any], at: tuple[int, ...] | None) -> list[Any]:
+        """Run once; where a run with such addresses needs replays alone, remember them."""
         with torch.no_grad():
-            given = dict(zip(self._parameters, arguments, strict=True))
-            slots = dict(given)
+            given = dict(zip(self._parameters, values, strict=True))
+            slots, used = dict(given), []
             for n in range(len(self.regions)):
                 captured = self._graph(n, slots)
+                used.append(captured)
                 if captured is None:
                     self._run_eagerly(n, slots)
                 else:
                     captured.replay(slots)
-            return [self._result(slot, slots, given) for slot in self.plan.outputs]
+            results = [self._result(n, slots, given) for n in range(len(self.plan.outputs))]
+        if at is not None and all(c is not None and not c.copied for c in used):
+            if len(self._ready) >= _READY:
+                self._ready.clear()
+            self._ready[at] = tuple(call for c in used if c is not None for call in c.calls)
+        return results
 
     def _graph(self, n: int, slots: dict[int, Any]) -> _Captured | None:
         """Return the graph of a region for these arguments; None where it runs eagerly."""
         if self.regions[n].eager is not None:
             return None
-        captured = self._captured.get(n)
+        if n in self._cold:
+            self._cold.discard(n)
+            return None
+        graphs = self._captured.setdefault(n, {})
+        key = tuple(slots[s].data_ptr() for s in self._new_of[n])
+        if key not in graphs and len(graphs) >= GRAPHS:
+            key = ()
+        captured = graphs.get(key)
         if captured is not None and captured.fits(slots):
             return captured
         if captured is not None:
-            give_up(captured.recording)
-            del self._captured[n]
+            self._give_up(n)
         taken, _ = self._uses[n]
-        moving = [s for s in taken if self._address(s, slots) is None]
+        moving = [s for s in taken if s not in self._new and self._address(s, slots) is None]
         size = sum(slots[s].nbytes for s in moving if isinstance(slots[s], Tensor))
         if self.limit is not None and size > self.limit:
+            self._give_up(n)
             why = f"{size >> 20} MiB of its arguments lie elsewhere in each run"
             self.regions[n] = replace(self.regions[n], eager=why)
             return None
-        self._captured[n] = self._capture(n, slots)
-        return self._captured[n]
+        graphs[key] = self._capture(n, slots, is_new_bound=bool(key))
+        return graphs[key]
 
-    def _result(self, slot: int | None, slots: dict[int, Any], given: dict[int, Any]) -> Any:
-        """Return an output: the caller's own buffer, or one that no later run writes into."""
-        if slot is None or slot in given:
-            return given.get(slot) if slot is not None else None
+    def _give_up(self, n: int) -> None:
+        """Give up the graphs of a region."""
+        graphs = self._captured.get(n, {})
+        for captured in graphs.values():
+            give_up(captured.recording)
+        graphs.clear()
+        self._ready.clear()
+
+    def _result(self, n: int, slots: dict[int, Any], given: dict[int, Any]) -> Any:
+        """Return an output: a given buffer, or one that no later run writes into."""
+        slot, place = self.plan.outputs[n], self._places[n]
+        if place is not None or slot is None:
+            return None if place is None else given[self._parameters[place]]
         if slot in self._views:
             return self._views[slot](given)
         made = slots[slot]
-        if any(slot in captured.results for captured in self._captured.values()):
+        graphs = (captured for found in self._captured.values() for captured in found.values())
+        if any(slot in captured.results for captured in graphs):
             return made.clone()
         return made
 
@@ -211,9 +313,8 @@ class GraphPlan:
 
     def reset(self) -> None:
         """Give up the graphs; to be called before their communicators are destroyed."""
-        for captured in self._captured.values():
-            give_up(captured.recording)
-        self._captured.clear()
+        for n in [*self._captured]:
+            self._give_up(n)
 
     def release(self) -> None:
         """Give up graphs and buffers."""
@@ -264,12 +365,17 @@ class GraphPlan:
         finally:
             torch.cuda.set_stream(caller)
 
-    def _capture(self, n: int, slots: dict[int, Any]) -> _Captured:
-        """Capture a region: parameters that stay in place are read there, others are copied."""
+    def _capture(self, n: int, slots: dict[int, Any], *, is_new_bound: bool) -> _Captured:
+        """Capture a region: what stays in place is read there, other parameters are copied.
+
+        New outputs are filled where they lie now, or in buffers that are copied.
+        """
         taken, made = self._uses[n]
         bound = {s: at for s in taken if (at := self._address(s, slots)) is not None}
+        if is_new_bound:
+            bound |= {s: slots[s].data_ptr() for s in self._new_of[n]}
         tensors = [s for s in taken if isinstance(slots[s], Tensor)]
-        copied = {s: torch.empty_like(slots[s]) for s in tensors if s not in bound}
+        copied = {s: empty(form_of(slots[s])) for s in tensors if s not in bound}
         values = [copied.get(s, slots[s]) for s in taken]
         run = partial(self._call, self.plan, n, self.recorder.stream, values)
         if self.watch is not None:
@@ -279,6 +385,7 @@ class GraphPlan:
         return _Captured(
             bound=bound,
             copied=copied,
+            filled=frozenset(self._new_of[n]),
             results=dict(zip(made, results, strict=True)),
             written=tuple(s for s in copied if s in self._written),
             recording=recording,
@@ -294,6 +401,18 @@ class GraphPlan:
             del self.stays[slot]  # from now on it is copied
             return None
         return x.data_ptr()
+
+
+def _copy(x: Tensor, buffer: Tensor) -> None:
+    """Copy a tensor into one of the same strides; torch writes into none that overlaps itself."""
+    reach = 1
+    for stride, n in sorted(zip(x.stride(), x.shape, strict=True)):
+        if n > 1 and stride < reach:
+            size = ((span(x)[1] - span(x)[0]) // x.itemsize,)
+            x, buffer = x.as_strided(size, (1,)), buffer.as_strided(size, (1,))
+            break
+        reach += (n - 1) * stride
+    buffer.copy_(x)
 
 
 def _views(plan: Plan, parameters: Sequence[int]) -> dict[int, Callable[[Mapping[int, Any]], Any]]:

@@ -2,59 +2,137 @@
 
 from __future__ import annotations
 
+import platform
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+
+from mdfuse.plan.forms import Form, form_of
 
 Function = Callable[..., Any]
 
-#: The form of a tensor argument: shape, strides, dtype, device.
-Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A function of tensors as a graph of torch's ops.
+
+    Attributes:
+        graph: the graph.
+        arguments: tensors without elements, of the forms that it was traced for.
+        results: the forms of its results.
+    """
+
+    graph: torch.fx.GraphModule
+    arguments: tuple[Any, ...]
+    results: list[Form]
 
 
-def compiled(function: Function, forms: Sequence[Form]) -> tuple[Function, list[Form]]:
-    """Compile a function of tensors, which returns a list of tensors and may write into arguments.
+def traced(function: Function, forms: Sequence[Form]) -> Traced:
+    """Trace a function of tensors, which returns a list of tensors and may write into arguments.
 
     Args:
         function: made of torch calls; none of them depends on an element.
-        forms: of its arguments; calls take tensors of these forms.
-
-    Returns:
-        The compiled function, and the forms of its results.
+        forms: of its arguments.
 
     Raises:
-        Exception: whatever the compiler raises where it cannot.
+        Exception: whatever an op raises that cannot be traced.
     """
-    from torch._inductor import standalone_compile
-
-    graph, arguments, results = traced(function, forms)
-    return standalone_compile(graph, arguments), results
-
-
-def traced(
-    function: Function, forms: Sequence[Form]
-) -> tuple[torch.fx.GraphModule, list[Any], list[Form]]:
-    """Trace a function; see `compiled`.
-
-    Returns:
-        Its graph, arguments without elements, and the forms of its results.
-    """
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._dynamo.convert_frame import compile_lock
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    with torch.no_grad(), FakeTensorMode(shape_env=ShapeEnv()):
+    with compile_lock, torch.no_grad(), FakeTensorMode(shape_env=ShapeEnv()):
         arguments: list[Any] = [
             torch.empty_strided(shape, strides, dtype=dtype, device=device)
             for shape, strides, dtype, device in forms
         ]
-        graph = make_fx(function, tracing_mode="fake")(*arguments)
+        with enable_python_dispatcher():  # as in torch.compile: it knows more strides as dense
+            graph = make_fx(function, tracing_mode="fake")(*arguments)
         results = [form_of(x) for x in function(*arguments)]
-    return graph, arguments, results
+    return Traced(graph, tuple(arguments), results)
 
 
-def form_of(x: Tensor) -> Form:
-    """Return the form of a tensor."""
-    return tuple(x.shape), tuple(x.stride()), x.dtype, x.device
+def compiled(found: Traced) -> Function:
+    """Compile a traced function; the result takes tensors of the forms of its arguments.
+
+    One thread compiles at a time, also of those that use `torch.compile`: the compiler keeps what
+    it is doing in globals, and fails where two threads are in it.
+
+    Raises:
+        Exception: whatever the compiler raises where it cannot.
+    """
+    from torch._dynamo.convert_frame import compile_lock
+    from torch._inductor import standalone_compile
+
+    with compile_lock:
+        return standalone_compile(found.graph, list(found.arguments))
+
+
+def start_workers() -> None:
+    """Let processes start that compile kernels, where there is Triton; they take seconds."""
+    from torch._inductor import async_compile
+
+    async_compile.maybe_warm_pool()
+
+
+# -- compiled functions in files -------------------------------------------------------------------
+
+
+def save(function: Function, path: Path) -> None:
+    """Write a compiled function into a file.
+
+    Raises:
+        Exception: it cannot be written, or the compiler cannot tell what it is made of.
+    """
+    function.save(path=str(path), format="binary")  # type: ignore[attr-defined]
+
+
+def load(path: Path) -> Function:
+    """Read a compiled function that `save` wrote.
+
+    Raises:
+        Exception: whatever the compiler raises where it cannot.
+    """
+    from torch._dynamo.convert_frame import compile_lock
+    from torch._inductor.standalone_compile import CompiledArtifact
+
+    with compile_lock:
+        return CompiledArtifact.load(path=str(path), format="binary")
+
+
+def folder() -> Path | None:
+    """Return where the compiler keeps files for later processes; None: it is told to keep none."""
+    from torch._inductor import config
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return None if config.force_disable_caches else Path(cache_dir())
+
+
+def fingerprint(device: torch.device) -> str:
+    """Return what a compiled function depends on besides its graph: versions, machine, settings."""
+    from torch._functorch import config as of_functions
+    from torch._inductor import config
+
+    settings = config.get_hash().hex(), of_functions.get_hash().hex()
+    return " ".join((*_machine(), _gpu(device) if device.type == "cuda" else "", *settings))
+
+
+@cache
+def _machine() -> tuple[str, ...]:
+    found = torch.version
+    versions = torch.__version__, found.git_version, found.cuda, found.hip
+    cpu = platform.machine(), torch.backends.cpu.get_cpu_capability()
+    return *map(str, versions), str(sys.implementation.cache_tag), *cpu
+
+
+@cache
+def _gpu(device: torch.device) -> str:
+    found = torch.cuda.get_device_properties(device)
+    return f"{found.name} {found.major}.{found.minor} {found.multi_processor_count}"

@@ -48,6 +48,8 @@ def compute(i: Instruction, context: Context) -> list[Line]:
         attrs["device"] = context.device
     if context.has_buffer(output):
         return [_written(i, row, attrs, context)]
+    if context.in_unit:
+        return _bound(i, row, attrs, context)
     write = _ordered_write(i, row, context)
     if write is not None:
         kwargs = (*attrs.items(), ("out", context.ref(output)))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mdfuse.backends.base import Work
+from mdfuse.layouts.reduction import combine
 
 #: (where data belongs, the dense buffer in which it arrives)
 Copies = tuple[tuple[Tensor, Tensor], ...]
@@ -20,6 +21,8 @@ class Pending:
 
     works: tuple[Work, ...]
     unpack: Copies = ()
+    #: what arrived is reduced: rows of terms, by this op
+    reduce_op: str | None = None
 
     def wait(self, piece: int | None = None) -> None:
         """Wait for the work, or a piece of it, then move what arrived to where it belongs."""
@@ -27,6 +30,8 @@ class Pending:
             work.wait()
         unpack, self.unpack = self.unpack, ()
         for destination, source in unpack:
+            if self.reduce_op is not None:
+                source = combine(self.reduce_op, source.flatten(1)).view(destination.shape)
             destination.copy_(source)
 
     def is_done(self, piece: int | None = None) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mdfuse.backends.base import Buffer, Poster, PostSite, Prepared, Work
+from mdfuse.communication import Communication
 from mdfuse.errors import CommunicationError
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.layouts.boxes import Box, nth_chunk
@@ -75,7 +76,7 @@ class Posts:
         pairs = comm.kind in POINT_TO_POINT
         args = tuple(context.ref(x) if isinstance(x, str) else None for x in i.inputs)
         return Line(
-            run=_post_pieces(ends) if pairs else _post_collective(i, ends),
+            run=_posted_pieces(comm, ends) if pairs else _post_collective(i, ends),
             args=args,
             into=context.slot(i.outputs[0]),
             shares=tuple(x.slot for x in args if x is not None),
@@ -271,6 +272,39 @@ def _copy_pieces(part: RankPart, source: Tensor | None, destination: Tensor | No
     for before, after in part.copies:
         assert source is not None and destination is not None
         destination[_index(after)] = source[_index(before)]
+
+
+def _posted_pieces(comm: Communication, ends: _Ends) -> _Post:
+    if comm.reduce_op is None:
+        return _post_pieces(ends)
+    return _post_terms(ends, comm.reduce_op)
+
+
+def _post_terms(ends: _Ends, op: str) -> _Post:
+    """Return the function that sends boxes of the source, and reduces those that arrive.
+
+    The terms of a box lie in rows, so that they are reduced once, all together, in order.
+    """
+    part = ends.part
+    outgoing, own = (tuple(map(_index, x)) for x in (part.sends, [box for box, _ in part.copies]))
+    boxes = [part.recvs[i] if i >= 0 else part.copies[-1 - i][1] for i, *_ in part.terms]
+    into = [_index(box) for box in boxes]
+
+    def post(source: Tensor | None, destination: Tensor | None) -> Pending:
+        srcs = [source[index].contiguous() for index in outgoing]  # type: ignore[index]
+        found = [destination[index] for index in into]  # type: ignore[index]
+        rows = [x.new_empty((len(t), *x.shape)) for x, t in zip(found, part.terms, strict=True)]
+        numbered = zip(part.terms, rows, strict=True)
+        places = {n: row for terms, x in numbered for n, row in zip(terms, x, strict=True)}
+        for n, index in enumerate(own):
+            places[-1 - n].copy_(source[index])  # type: ignore[index]
+        if not ends.posters:
+            works = ends.alone()
+        else:
+            works = (ends.posters[0](srcs, [places[n] for n in range(len(part.recvs))]),)
+        return Pending(works, tuple(zip(found, rows, strict=True)), op)
+
+    return post
 
 
 def _post_pieces(ends: _Ends) -> _Post:

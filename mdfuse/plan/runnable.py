@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import Tensor
 
 from mdfuse.errors import IndexRangeError
 from mdfuse.plan.build import Plan
+from mdfuse.plan.forms import Form, form_of
 from mdfuse.plan.index_checks import IndexChecks
 
 if TYPE_CHECKING:
@@ -49,9 +53,47 @@ class Once(_Around):
 
     Attributes:
         addresses: slot -> the address of the caller's buffer in that run.
+        fresh: for each output of that run its form; None where it is no dense tensor with memory of
+            its own.
     """
 
     addresses: dict[int, int]
+    fresh: list[Form | None] = field(default_factory=list)
+
+    def stay(self, other: Plan, now: Mapping[int, int]) -> dict[int, int]:
+        """Return the addresses of the caller's buffers that did not move, by slots of another plan.
+
+        Args:
+            other: a plan of the same program.
+            now: slot of this plan -> the address in this run.
+        """
+        pairs = [
+            *zip(self.plan.inputs, other.inputs, strict=True),
+            *zip(self.plan.given, other.given, strict=False),
+        ]
+        return {
+            new: at
+            for old, new in pairs
+            if old is not None and new is not None
+            if (at := self.addresses.get(old)) is not None and at == now[old]
+        }
+
+    def run(self, arguments: Sequence[Any], out: Sequence[Any] | None = None) -> list[Any]:
+        results = self.plan.run(arguments, out)
+        taken = Counter(
+            x.untyped_storage().data_ptr()
+            for x in (*arguments, *(out or ()), *results)
+            if isinstance(x, Tensor)
+        )
+        self.fresh[:] = [
+            form_of(x)
+            if isinstance(x, Tensor)
+            and taken[x.untyped_storage().data_ptr()] == 1
+            and x.untyped_storage().nbytes() == x.nbytes
+            else None
+            for x in results
+        ]
+        return results
 
 
 @dataclass(frozen=True)

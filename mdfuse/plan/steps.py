@@ -50,6 +50,8 @@ class Builder:
         for n, i in enumerate(instructions):
             self.add(i, _following(instructions, n) if i.op == "post" else None)
         self.finish()
+        if self.context.fuse is not None:
+            self.steps = self.context.fuse.finish(self.steps, self.context)
 
     def add(self, i: Instruction, following: Instruction | None) -> None:
         why = self.context.host_values.why_eager(i) if i.op != "launch" else None
@@ -151,12 +153,14 @@ class Builder:
         outside = {context.slot(x): x for x in (*i.reads, *i.outputs) if context.has_buffer(x)}
         given, kept = set(context.bound), {*i.inputs, *i.outputs}
         last = {name: j for j in i.body for name in (*j.reads, *j.outputs) if name not in kept}
+        context.in_unit = context.fuse is not None
         for j in i.body:
             self.why = context.host_values.why_eager(j)
             self.append(local_step(j, context))
             gone = [n for n, user in last.items() if user is j and n not in given]
             if gone:
                 self.drop([self.release(n) for n in gone], f"launch {i.fn}")
+        context.in_unit = False
         if context.fuse is not None:
             steps = self.steps[start:]
             self.steps[start:] = context.fuse(i, steps, outside, context)

@@ -141,7 +141,7 @@ def check_no_gradients(program: str, names: Iterable[str], xs: Iterable[Any]) ->
             raise ProgramError(
                 f"%{name} {what}",
                 where=f"%{name} of @{program}",
-                because="there is no backward pass: what a run returns would have no gradient",
+                because="autograd records no runs: gradients are outputs, made by mf.grad",
                 hint=hint,
             )
 

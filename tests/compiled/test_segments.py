@@ -98,6 +98,7 @@ EXTENTS: dict[str, tuple[Callable[..., Handle], Sequence[str | None]]] = {
     "embedding": (lambda ops, x, y, i, z: ops.embedding(i, y), ["i.0", "y.1"]),
     "softmax": (lambda ops, x, y, i, z: ops.softmax(x, 1), ["x.0", "x.1"]),
     "layer_norm": (lambda ops, x, y, i, z: ops.layer_norm(x, [6]), ["x.0", "x.1"]),
+    "rms_norm": (lambda ops, x, y, i, z: ops.rms_norm(x, [6]), ["x.0", "x.1"]),
     "attention": (
         lambda ops, x, y, i, z: ops.scaled_dot_product_attention(x, y, y, is_causal=True),
         ["x.0", "y.1"],

@@ -147,6 +147,8 @@ def steps(
             return Step(f"linear {where}", _linear(where)), ndim
         case "layer norm":
             return Step("layer norm", lambda fd, h: fd.ops.layer_norm(h)), ndim
+        case "rms norm":
+            return Step("rms norm", lambda fd, h: fd.ops.rms_norm(h)), ndim
         case "expand":
             return Step(f"expand {d}", _expand(d)), ndim
         case "add":
@@ -164,7 +166,8 @@ def steps(
 
 _KINDS = [
     "set", "set", "set", "permute", "sum", "max", "softmax", "matmul", "merge", "cut", "window",
-    "cat", "unsqueeze", "add row", "stream", "linear", "layer norm", "expand", "add", "output",
+    "cat", "unsqueeze", "add row", "stream", "linear", "layer norm", "rms norm", "expand", "add",
+    "output",
 ]  # fmt: skip
 
 

@@ -545,6 +545,20 @@ def composite_rows() -> Iterator[Case]:
         lambda ops, x, w: ops.layer_norm(x, (3, 4), w, eps=1e-3),
         lambda x, w: F.layer_norm(x, [3, 4], w, None, 1e-3),
     )
+    yield Case("rms_norm", (x,), named("rms_norm"), lambda x: F.rms_norm(x, [4]))
+    yield Case(
+        "rms_norm-affine",
+        (x, weight),
+        lambda ops, x, w: ops.rms_norm(x, 4, w, 1e-3),
+        lambda x, w: F.rms_norm(x, [4], w, 1e-3),
+        24,
+    )
+    yield Case(
+        "rms_norm-two-dims",
+        (x, Arg((3, 4))),
+        lambda ops, x, w: ops.rms_norm(x, (3, 4), w),
+        lambda x, w: F.rms_norm(x, [3, 4], w),
+    )
     q, k, v = Arg((2, 3, 5, 4)), Arg((2, 3, 6, 4)), Arg((2, 3, 6, 2))
     attend = F.scaled_dot_product_attention
     fused = named("scaled_dot_product_attention")
@@ -685,7 +699,10 @@ def test_any_layout_gives_the_same(case: Case, mesh: DeviceMesh) -> None:
 
 
 #: Cases whose other dtypes matter: they compute, and narrow floats round.
-NARROW = ("add", "mul", "div", "exp", "tanh", "gelu", "silu", "softmax--1", "layer_norm", "sigmoid")
+NARROW = (
+    "add", "mul", "div", "exp", "tanh", "gelu", "silu", "softmax--1", "layer_norm",
+    "rms_norm-affine", "sigmoid",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)

@@ -167,8 +167,8 @@ def _shorter(c: Communication) -> Communication:
 
 
 def _other_axis(c: Communication) -> Communication:
-    axes = [a for a in c.source.mesh.axes if a != c.axis]
-    return replace(c, axis=axes[0]) if axes and c.axis is not None else c
+    axes = tuple(a for a in c.source.mesh.axes if a not in c.axes)
+    return replace(c, axes=axes[:1]) if axes and c.axes else c
 
 
 _OTHER_POSTS: tuple[tuple[str, Callable[[Communication], Communication]], ...] = (

@@ -180,7 +180,7 @@ class _Run:
 
 
 _SLICES = ("chunk", "narrow", "select", "unexpand")
-_MOVES = (*_SLICES, "pad", "pack", "zeros")
+_MOVES = (*_SLICES, "pad", "pack", "term")
 _SILENT = ("wait", "barrier", "return", "get_stream", "set_stream", "sync")
 
 

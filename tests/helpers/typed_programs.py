@@ -53,7 +53,7 @@ host @moved on mesh(x=2) {
   wait %c2
   %f: f32[4,4] (x=R) = permute(%f.recv, dims=[1,0])
   %row: f32[4] (x=R) = select(%f, dim=0, index=1)
-  %z: f32[4,4] (x=P(sum)) = zeros(%x)
+  %z: f32[4,4] (x=P(sum)) = term(%x)
   return %k, %f, %row, %z
 }"""
 

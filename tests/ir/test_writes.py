@@ -127,6 +127,7 @@ CASES: dict[str, Any] = {
     "clamp": with_attrs({"min": -1, "max": 1.5}, {"min": 2}),
     "gelu": with_attrs({"approximate": "none"}, {"approximate": "tanh"}),
     "cast": with_attrs(*({"dtype": d} for d in DTYPES)),
+    "widen": with_attrs({"dtype": torch.float64}),
     "leaky_relu": with_attrs({}, {"negative_slope": 0.2}),
     "where": wheres,
     "cat": joins,

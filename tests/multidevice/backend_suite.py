@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 import test_backend_c10d as kinds
 import test_bad_input_ranks as bad_input
+import test_compiled_ranks as compiled_ranks
 import test_host_programs_ranks as host_programs
 import test_reshards_ranks as reshards
 import test_two_stage_ranks as two_stage
 import torch
+from helpers.stand_in_compiler import StandIn
 from helpers.two_stage import CASES, MESHES, Case
 from torch import Tensor
 
@@ -75,6 +77,11 @@ def test_two_stages(before: str, comm: Any) -> None:
 @two
 def test_two_stages_of_two(comm: Any) -> None:
     run_two_stages(comm, two_stage.CASES_OF_2)
+
+
+@two
+def test_compiled_launches(comm: mf.Communicator, compiler: StandIn) -> None:
+    compiled_ranks.test_ranks_compile_each_function_once(comm, compiler)
 
 
 def run_two_stages(comm: mf.Communicator, cases: Sequence[Case]) -> None:

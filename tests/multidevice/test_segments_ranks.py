@@ -19,6 +19,12 @@ from mdfuse.compiled.segments import Segment
 from mdfuse.passes.segmentation import merge_local, merge_nothing
 
 
+@pytest.fixture(autouse=True)
+def to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler rounds less where it joins more."""
+    monkeypatch.setenv("MDFUSE_COMPILE", "never")
+
+
 def drawn(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
 

@@ -129,17 +129,18 @@ ROWS: dict[str, tuple[Callable[[Any], Any], list[str | None]]] = {
     "softmax": (lambda x: torch.softmax(x, 1), ["max", "sum"]),
     "log_softmax": (lambda x: torch.log_softmax(x, -1), ["max", "sum"]),
     "layer_norm": (lambda x: torch.nn.functional.layer_norm(x, x.shape[1:]), ["sum", "sum"]),
+    "rms_norm": (lambda x: torch.nn.functional.rms_norm(x, x.shape[1:], eps=1e-5), ["sum"]),
 }
 
 
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("extent", [40, 41, 43], ids="{} columns".format)
 def test_rows_along_a_split_dim(name: str, extent: int) -> None:
-    """Two small reductions: a number for each of 3 rows, of which 2 x 3/4 arrive, rounded up."""
+    """Small reductions: a number for each of 3 rows, of which 2 x 3/4 arrive, rounded up."""
     build, ops = ROWS[name]
     program = check(build, numbers(3, extent), Layout(FOUR, S1))
     assert [c.reduce_op for c in program.communications] == ops
-    assert received(program) == [2 * 5 * 8] * 4
+    assert received(program) == [len(ops) * 5 * 8] * 4
     (output,) = program.fusion.outputs
     assert program.fusion.layout(output) == Layout(FOUR, S1)
 
@@ -188,6 +189,27 @@ def test_weights_are_read_as_they_are_split() -> None:
     expected = torch.nn.functional.layer_norm(tensors[0], (40,), *tensors[1:], 1e-3)
     check_everywhere(program, tensors, [expected])
     assert [c.kind for c in program.communications] == ["Allreduce"] * 2
+
+
+@pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("split", [{}, {"tp": Shard(0)}], ids=["whole", "split"])
+def test_rms_norm_with_a_weight_of_another_dtype(
+    dtype: torch.dtype, weight: torch.dtype, split: dict[str, Placement]
+) -> None:
+    """It is rounded once, to the dtype of what is normalised."""
+    with mf.FusionDefinition("norm") as fd:
+        x = fd.define_tensor([3, 41], dtype, FOUR, S1 if split else {})
+        w = fd.define_tensor([41], weight, FOUR, split)
+        fd.add_output(fd.ops.rms_norm(x, None, w, 1e-3))
+    program = mf.compile(fd)
+    given = [numbers(3, 41, dtype=dtype), numbers(41, dtype=weight)]
+    (found,) = mf.simulate(program, given, options=mf.Options(poison=True)).outputs
+    exact = torch.nn.functional.rms_norm(given[0].double(), (41,), given[1].double(), 1e-3)
+    assert found.dtype == dtype
+    eps = torch.finfo(dtype).eps if dtype == torch.bfloat16 else 1e-6
+    assert ((found.double() - exact).abs() <= eps * exact.abs().clamp(min=1e-3)).all()
+    assert [c.kind for c in program.communications] == ["Allreduce"] * bool(split)
 
 
 @pytest.mark.parametrize("law", [{}, {"tp": Shard(0)}], ids=str)

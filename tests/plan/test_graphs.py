@@ -74,7 +74,7 @@ def graphs_of(
     plan, recorder = plan_of(body, arguments, out), FakeRecorder()
     slots = [plan.inputs[n] for n in stay]
     found = plan.addresses(arguments, out)
-    return GraphPlan(plan, plan, recorder, {s: found[s] for s in slots}), recorder
+    return GraphPlan(plan, lambda: plan, recorder, {s: found[s] for s in slots}), recorder
 
 
 def draw(*shape: int) -> Tensor:
@@ -123,7 +123,7 @@ def test_arguments_that_are_too_large_to_copy() -> None:
     w = draw(3, 5)
     plan, recorder = plan_of(CHAIN, [draw(4, 3), w]), FakeRecorder()
     stays = {plan.inputs[1]: w.data_ptr()}
-    graphs = GraphPlan(plan, plan, recorder, stays, None, 4 * 3 * 4)  # the bytes of x
+    graphs = GraphPlan(plan, lambda: plan, recorder, stays, limit=4 * 3 * 4)  # the bytes of x
     for weights in (w, w, draw(3, 5), draw(3, 5), w):
         x = draw(4, 3)
         assert torch.allclose(graphs.run([x, weights])[0], x @ weights * 2 + 1)
@@ -199,7 +199,7 @@ def test_outputs_that_are_inputs_or_views_of_them() -> None:
 def test_an_error_names_the_instruction() -> None:
     plan = plan_of(CHAIN, [draw(4, 3), draw(3, 5)])
 
-    graphs = GraphPlan(plan, plan, FakeRecorder(), {})
+    graphs = GraphPlan(plan, lambda: plan, FakeRecorder(), {})
     with pytest.raises(RuntimeError) as caught:
         graphs._call(plan, 0, None, [draw(4, 4), draw(3, 5)])
     assert caught.value.__notes__ == ["in %h = matmul"]
@@ -281,7 +281,7 @@ def collector() -> Iterator[None]:
 @pytest.mark.parametrize("error", [None, RuntimeError("no")], ids=str)
 def test_nothing_is_collected_in_a_capture(is_enabled: bool, error: Exception | None) -> None:
     plan, recorder = plan_of(CHAIN, [draw(4, 3), draw(3, 5)]), Capturing()
-    graphs = GraphPlan(plan, plan, recorder, {})
+    graphs = GraphPlan(plan, lambda: plan, recorder, {})
     recorder.error = error
     gc.disable()
     recorder.leave()
@@ -308,7 +308,7 @@ def test_a_graph_is_not_given_up_while_another_thread_captures() -> None:
             return super().record(run)
 
     plan = plan_of(CHAIN, [draw(4, 3), draw(3, 5)])
-    new, x, w, got = GraphPlan(plan, plan, Slow(), {}), draw(4, 3), draw(3, 5), []
+    new, x, w, got = GraphPlan(plan, lambda: plan, Slow(), {}), draw(4, 3), draw(3, 5), []
     first = threading.Thread(target=lambda: got.extend(new.run([x, w])))
     first.start()
     assert capturing.wait(20)
@@ -353,14 +353,59 @@ def test_the_second_run_captures_and_each_kind_by_itself(recorders: list[FakeRec
         w = fd.define_tensor([3, 5], mesh=one, layout={})
         fd.add_output(fd.ops.tanh(x @ w) + 1.0)
     program, weights, kept = mf.compile(fd), draw(3, 5), []
-    for n in range(5):
+    for n in range(7):
         for given in (draw(4, 3), draw(3, 4).t()):
             # kept, so that no two of them lie at one address
             kept.append((given, program.run(given, weights)[0], torch.tanh(given @ weights) + 1))
             assert len(recorders) == (0 if n == 0 else 1 if n == 1 and given.is_contiguous() else 2)
     assert all(torch.allclose(y, want) for _, y, want in kept)
-    assert program.plans.info() == (8, 2, 0, 2, 32)
-    assert [[r.count for r in recorder.made] for recorder in recorders] == [[4], [4]]
+    assert program.plans.info() == (12, 2, 0, 2, 32)
+    # a graph for each of three addresses, then one whose result is copied
+    assert [[r.count for r in recorder.made] for recorder in recorders] == [[1, 1, 1, 3]] * 2
+
+
+def test_outputs_are_filled_where_they_lie(recorders: list[FakeRecorder]) -> None:
+    """In a loop the allocator gives the same addresses: there is a graph for each, and no copy."""
+    one = mf.DeviceMesh([0])
+    with mf.FusionDefinition("f") as fd:
+        x = fd.define_tensor([40, 30], mesh=one, layout={})
+        y = fd.ops.tanh(x) + 1.0
+        for output in (y, fd.ops.permute(y, [1, 0]), x, fd.ops.permute(x, [1, 0]), y.sum(0)):
+            fd.add_output(output)
+    program, x = mf.compile(fd), draw(40, 30)
+    last: list[Tensor] = []
+    for _ in range(12):
+        x.copy_(draw(40, 30))
+        want = torch.tanh(x) + 1
+        before = [(kept, kept.clone()) for kept in (*last[:2], *last[4:])]
+        got = program.run(x)
+        for mine, theirs in zip(got, (want, want.T, x, x.T, want.sum(0)), strict=True):
+            torch.testing.assert_close(mine, theirs)
+        assert all(torch.equal(kept, old) for kept, old in before)
+        assert got[2] is x and got[3].data_ptr() == x.data_ptr()
+        assert got[1].stride() == (1, 30) or got[1].is_contiguous()
+        last = got
+    (recorder,) = recorders
+    assert isinstance(program.plans.recent, GraphPlan)
+    assert sum(r.count for r in recorder.made) == 11
+
+
+@pytest.mark.parametrize("shape", ["expanded", "sliced", "overlapping"])
+def test_what_is_copied_keeps_its_strides(shape: str, recorders: list[FakeRecorder]) -> None:
+    """A plan is for its arguments' strides, so the graph's own buffers have them too."""
+    one = mf.DeviceMesh([0])
+    with mf.FusionDefinition("f") as fd:
+        fd.add_output(fd.define_tensor([4, 6], mesh=one, layout={}) * 2.0)
+    program = mf.compile(fd)
+    for _ in range(5):
+        x = {
+            "expanded": draw(1, 6).expand(4, 6),
+            "sliced": draw(9, 14)[1::2, ::2][:, :6],
+            "overlapping": draw(20).as_strided((4, 6), (2, 1)),
+        }[shape][:4]
+        assert torch.equal(program.run(x)[0], x * 2)
+    (recorder,) = recorders
+    assert recorder.made
 
 
 def test_always_is_refused_each_time(recorders: list[FakeRecorder]) -> None:

@@ -302,3 +302,72 @@ def test_what_was_dropped_is_not_used_again() -> None:
 def test_a_limit_below_one_is_refused() -> None:
     with pytest.raises(mf.ProgramError, match="plans=0"):
         mf.Options(plans=0)
+
+
+def variants() -> dict[str, Any]:
+    """Tensors of one global shape that differ in all that a plan depends on, or in nothing."""
+    x = torch.randn(4, 3)
+
+    class Own(Tensor):
+        pass
+
+    with torch.inference_mode():
+        inference = torch.randn(4, 3)
+    return {
+        "plain": x,
+        "alike": torch.randn(4, 3),
+        "moved": torch.randn(20)[5:17].view(4, 3),
+        "transposed": torch.randn(3, 4).t(),
+        "expanded": torch.randn(1, 3).expand(4, 3),
+        "other shape": torch.randn(4, 4),
+        "more dims": torch.randn(4, 3, 1),
+        "double": x.double(),
+        "gradient": torch.randn(4, 3, requires_grad=True),
+        "parameter": torch.nn.Parameter(torch.randn(4, 3)),
+        "negative bit": torch._neg_view(torch.randn(4, 3)),
+        "no memory": torch._efficientzerotensor((4, 3)),
+        "sparse": x.to_sparse(),
+        "meta": x.to("meta"),
+        "own class": x.as_subclass(Own),
+        "inference": inference,
+        "nested": torch.nested.nested_tensor([torch.randn(3)] * 4),
+        "none": None,
+        "number": 3.0,
+    }
+
+
+@pytest.mark.parametrize("name", list(variants()))
+def test_what_is_like_the_last_is_of_its_kind(name: str, joined: mf.Communicator) -> None:
+    """The quick look never takes for alike what a closer look tells apart."""
+    program = product()
+    program.run(*drawn())
+    signature = program._usual._signature
+    assert signature is not None
+    w, found = torch.randn(3, 5), variants()
+    first = found[name]
+    if not isinstance(first, Tensor):
+        return
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            key = signature.read([first, w], None)
+            if key is None:
+                continue
+            is_like = signature.like([first, w])
+            for other in found.values():
+                if is_like([other, w]):
+                    assert signature.read([other, w], None) == key
+            assert not is_like([first]) and not is_like([first, w, w])
+            assert is_like([first, w]) or first.is_inference()
+
+
+def test_changed_in_place_is_looked_at_again() -> None:
+    """The same object may be another tensor by now."""
+    program = product()
+    x, w = drawn()
+    for _ in range(4):
+        program.run(x, w)
+    x.data = torch.randn(3, 4).t()
+    assert torch.allclose(program.run(x, w)[0].double(), want(x, w))
+    x.resize_(5, 3)
+    with pytest.raises(mf.ProgramError):
+        program.run(x, w)

@@ -40,7 +40,7 @@ FAMILIES = (
 ALIASES = {
     "view": "reshape", "view_as": "reshape_as", "ravel": "flatten", "broadcast_to": "expand",
     "swapaxes": "transpose", "swapdims": "transpose", "moveaxis": "movedim", "concat": "cat",
-    "concatenate": "cat", "clone": "set", "detach": "set", "mod": "remainder",
+    "concatenate": "cat", "clone": "set", "mod": "remainder",
     "subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div",
     "negative": "neg", "absolute": "abs", "fix": "trunc", "clip": "clamp", "not_equal": "ne",
     "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge",

@@ -112,7 +112,7 @@ def rms_norm(
 ) -> Handle:
     """x / sqrt(mean(x²) + eps) * weight over the last dims (the last one by default).
 
-    The normalised dims may be split. Without eps it is the precision of the computation.
+    Without eps it is the precision of the computation, which is f32 for 16-bit dtypes.
     """
     shape = _last(x, normalized_shape)
     if not x.dtype.is_floating_point:
@@ -121,17 +121,21 @@ def rms_norm(
             because="roots of integers are no integers",
             hint="cast it to a floating dtype",
         )
-    if len(shape) > x.ndim or x.shape[x.ndim - len(shape) :] != shape:
+    if not 0 < len(shape) <= x.ndim or x.shape[x.ndim - len(shape) :] != shape:
         raise DefinitionError(
             f"rms_norm(%{x.name}, {shape}) of {x.value.type_text()}",
             because="the normalised dims are the last ones",
-            hint=f"for the last one {x.shape[-1:]}",
+            hint=f"for the last one {x.shape[-1:]}" if x.ndim else "give it a dim: reshape(1)",
         )
-    wide = in_f32(x)
-    eps = torch.finfo(wide.dtype).eps if eps is None else eps
-    power = mean(wide * wide, tuple(range(-len(shape), 0)), keepdim=True)
-    normal = wide * ROWS["rsqrt"](power + eps)
-    return back(normal if weight is None else normal * weight, x)
+    if weight is not None and weight.dtype.is_complex:
+        raise DefinitionError(
+            f"rms_norm(%{x.name}) with %{weight.name}: {weight.value.type_text()}",
+            because="the result has the dtype of what is normalised, which is real",
+            hint="multiply afterwards",
+        )
+    if eps is None:
+        eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
+    return record("rms_norm", x, weight, normalized_shape=shape, eps=eps)
 
 
 def normalize(x: Handle, p: float = 2.0, dim: Dims = 1, eps: float = 1e-12) -> Handle:

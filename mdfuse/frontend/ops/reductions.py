@@ -127,7 +127,13 @@ def std(
 ) -> Handle:
     """Standard deviation over dims (all by default): the square root of `var`."""
     wide = var(in_f32(x), dim, unbiased, keepdim, correction=correction, dims=dims)
-    return back(ROWS["sqrt"](wide), x)
+    return back(_root(wide, ROWS["sqrt"]), x)
+
+
+def _root(x: Handle, root: Callable[[Handle], Handle]) -> Handle:
+    """A root that is flat at 0, where the others have an infinite slope: torch's norms are flat."""
+    is_zero = ROWS["eq"](x, 0)
+    return pointwise.where(is_zero, 0.0, root(pointwise.where(is_zero, 1.0, x)))
 
 
 def var_mean(
@@ -210,5 +216,5 @@ def _norm(x: Handle, p: float, over: Dims, keepdim: bool) -> Handle:
     if p == 1:
         return sum(ROWS["abs"](x), over, keepdim)
     if p == 2:
-        return ROWS["sqrt"](sum(x * x, over, keepdim))
-    return sum(ROWS["abs"](x) ** p, over, keepdim) ** (1.0 / p)
+        return _root(sum(x * x, over, keepdim), ROWS["sqrt"])
+    return _root(sum(ROWS["abs"](x) ** p, over, keepdim), lambda total: total ** (1.0 / p))

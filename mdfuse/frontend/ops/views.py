@@ -26,6 +26,11 @@ def set(x: Handle) -> Handle:
     return record("set", x)
 
 
+def detach(x: Handle) -> Handle:
+    """The value itself, through which no gradient goes back."""
+    return record("detach", x)
+
+
 # -- the order of dims ---------------------------------------------------------------------------
 
 

@@ -313,7 +313,7 @@ def _emit_arrival(loop: _Loop, expr: Expr, kind: str, current: str, axis: str | 
         destination=loop.chunk_layout(destination, stream),
         shape=value.shape,
         dtype=value.dtype,
-        axis=axis,
+        axes=(axis,) if axis is not None else (),
     )
     name, type_ = loop.landing(expr.output), loop.chunk_type(expr.output, stream)
     _land(loop, expr, emit_post(loop.out, comm, current, type_, name, expr.source))
@@ -374,7 +374,7 @@ def _emit_reduce(loop: _Loop, expr: Expr) -> None:
         destination=destination,
         shape=value.shape,
         dtype=value.dtype,
-        axis=axis,
+        axes=(axis,),
         reduce_op=placement.op,
     )
     out.post(comm, current, expr.output, expr.source)

@@ -214,7 +214,7 @@ def _emit_step(
         return _emit_all_to_all(out, step, current, result, source)
     if step.kind in SPLITTING:
         return _emit_split_outermost(out, step, current, result, source)
-    if step.kind != "Exchange":
+    if step.kind not in ("Exchange", "ReduceExchange"):
         current = dense(out, current, source)
     return emit_post(out, step, current, kind, result, source)
 
@@ -243,7 +243,7 @@ def _emit_split_outermost(
     ndim = len(shape)
     front = comm.front()
     sides = ("block", "team") if comm.whole() == comm.destination else ("team", "block")
-    padded = not _divides(comm)
+    padded = not comm.is_even
 
     is_moved = front != tuple(range(ndim))
     dim = front.index(comm.dim)
@@ -293,15 +293,6 @@ def _put_back(
     result = out.op("permute", result, whole, (current,), source, dims=back)
     out.arrived.add(result)
     return result
-
-
-def _divides(comm: Communication) -> bool:
-    """Return whether all blocks of all teams are surely equally long."""
-    assert comm.dim is not None
-    parts = comm.size
-    for axis in comm.whole().split_axes(comm.dim):
-        parts *= comm.whole().mesh.axis_size(axis)
-    return comm.shape[comm.dim] % parts == 0
 
 
 def _emit_all_to_all(

@@ -4,14 +4,14 @@
     %s = mul(%a, %a)                                  %a = cast(%x, dtype=f32)
     %m = mean(%s, dims=[-1])                ->        ...
     %n = ...                                          %n = ...
-    %q = linear(%n, %wq)                            }
-                                                    %q = linear(%n, %wq)
+    %q = linear(%n, %wq)                              %q = linear(%n, %wq)
+                                                    }
 
-Ops that torch hands to a library (matrix products, attention) stay outside: a compiler calls the
-same library, and the units of equal layers stay equal, so that each is compiled once. Work waits
-until something needs it: what a product does not read joins the unit behind the product. It goes
-before communications and all else that is no local work. What is written over a value stays
-outside, too: kernels in one unit may run at once.
+Work waits until something needs it, so that what belongs together joins. It goes before
+communications and all else that is no local work. What is written over a value stays outside:
+kernels in one unit may run at once. A long unit is cut, where layers repeat into equal ones, which
+are compiled once. For matrix products and attention a compiler calls the library that torch calls:
+they are in units for what is around them, and none is made of them alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from mdfuse.config import Options
-from mdfuse.hir.instructions import is_local, op_of, row_of
+from mdfuse.hir.instructions import is_library, is_local, op_of, row_of
+from mdfuse.hir.passes.repeats import pieces
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.storage import shared_operand, storage
 from mdfuse.mesh import DeviceMesh
@@ -103,7 +104,7 @@ class _Groups:
     def can_wait(self, i: Instruction) -> bool:
         """Tell whether an instruction is work on tensors for a compiler."""
         op = op_of(i)
-        if op is None or op.is_library or i.op != op.host:
+        if op is None or i.op != op.host:
             return False
         if any({x, self.program.root(x)} & self.bound - self.empty for x in i.outputs):
             return False
@@ -148,13 +149,15 @@ class _Groups:
     # -- units -----------------------------------------------------------------------------------
 
     def units(self, chosen: Iterable[Instruction]) -> list[Instruction]:
-        """Take instructions from those that wait; return a unit of them, or them as they are."""
+        """Take instructions from those that wait; return units of them, or them as they are."""
         taken = list(chosen)
-        if not taken:
-            return []
         ids = set(map(id, taken))
         self.waiting = [i for i in self.waiting if id(i) not in ids]
-        if sum(map(_works, taken)) < 2:
+        return [unit for piece in pieces(self.program, taken) for unit in self.unit(piece)]
+
+    def unit(self, taken: Sequence[Instruction]) -> Sequence[Instruction]:
+        works = [i for i in taken if _works(i)]
+        if len(works) < 2 or all(is_library(i) for i in works):
             return taken
         inner = Counter(x for i in taken for x in i.reads)
         made: dict[str, None] = {}

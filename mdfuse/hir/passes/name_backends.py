@@ -32,11 +32,12 @@ def _block(block: tuple[Instruction, ...], by_axis: Mapping[str, str]) -> tuple[
 def _named(i: Instruction, by_axis: Mapping[str, str]) -> Instruction:
     comm = i.comm
     if comm is not None and i.op == "post":
-        comm = replace(comm, backend=by_axis.get(_axis(comm)))
+        named = {by_axis.get(axis) for axis in _axes(comm)}
+        comm = replace(comm, backend=named.pop() if len(named) == 1 else None)
     return replace(i, comm=comm, body=_block(i.body, by_axis), orelse=_block(i.orelse, by_axis))
 
 
-def _axis(comm: Communication) -> str:
-    """Return the axis of a post, BETWEEN_MESHES, or "" for several axes of one mesh at once."""
+def _axes(comm: Communication) -> tuple[str, ...]:
+    """Return the axes of a post, BETWEEN_MESHES, or "" for ranks of one mesh on no axis."""
     is_within = comm.source.mesh == comm.destination.mesh
-    return (comm.axis or "") if is_within else BETWEEN_MESHES
+    return (comm.axes or ("",)) if is_within else (BETWEEN_MESHES,)

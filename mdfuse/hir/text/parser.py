@@ -387,7 +387,16 @@ class _Reader:
         """Return the settings of a communication, or of its post."""
         row, found = INSTRUCTIONS[op], settings_of(tree)
         refuse(attributes_problem(op, (*row.sets, *row.attrs), found))
-        return dict(found)
+        settings = dict(found)
+        if "axis" in settings and "axes" in settings:
+            raise ProgramError(
+                f"{op} with axis= and axes=",
+                because="axis= names the one axis that it goes along, axes= several",
+                hint="leave one of them out",
+            )
+        if "axis" in settings:
+            settings["axes"] = (settings.pop("axis"),)
+        return settings
 
     def check_team(self, tree: Node, comm: Communication) -> None:
         """Raise ProgramError where a projection's team or root does not follow from the layouts."""

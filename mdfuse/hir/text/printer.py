@@ -131,6 +131,7 @@ class _Printer:
         parts.append(f"{dtype_name(comm.dtype)}{_extents(comm.shape)} {before} => {after}")
         settings = {
             "axis": comm.axis,
+            "axes": comm.axes if len(comm.axes) > 1 else None,
             "dim": comm.dim,
             "to_dim": comm.to_dim,
             "backend": comm.backend,

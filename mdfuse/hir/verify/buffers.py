@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from mdfuse.hir.program import BufferType, Instruction
 from mdfuse.hir.verify.expanded import expanded_dims
 from mdfuse.hir.verify.layouts import (
-    IDEMPOTENT,
     axes_of,
     box_text,
     chunk_of,
@@ -21,7 +20,7 @@ from mdfuse.hir.verify.posts import buffer_problem, transition_problem
 from mdfuse.hir.verify.report import wrong
 from mdfuse.ir.extremes import is_number_of
 from mdfuse.ir.graph import dtype_name
-from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard, Varies
+from mdfuse.layouts.layout import IDEMPOTENT, Layout, Partial, Placement, Replicate, Shard, Varies
 
 if TYPE_CHECKING:
     from mdfuse.hir.verify.types import Types
@@ -237,8 +236,8 @@ def _packing(i: Instruction) -> tuple[object, ...]:
     return tuple(i.kwargs.get(k) for k in ("dim", "to_dim", "axis"))
 
 
-def _zeros(types: Types, i: Instruction) -> None:
-    """Check that a value becomes Partial(sum) along axes where all ranks but one give zeros."""
+def _term(types: Types, i: Instruction) -> None:
+    """Check that a value becomes Partial along axes where one rank gives it, the others nothing."""
     pair = types.same_shape(i)
     if pair is None:
         return
@@ -246,16 +245,19 @@ def _zeros(types: Types, i: Instruction) -> None:
     _dense(types, i, before, after)
     p, q = plain(_layout(before), len(after.shape)), plain(_layout(after), len(after.shape))
     changed = [a for a in p.mesh.axes if p.mesh == q.mesh and p.placement(a) != q.placement(a)]
-    made = p
+    made, ops = p, {q.placement(axis) for axis in changed}
     for axis in changed:
+        new = q.placement(axis)
+        if not isinstance(new, Partial) or new.op == "avg" or len(ops) > 1:
+            raise types.mismatch(i, f"it makes one Partial, by an op with a neutral element: {new}")
         if isinstance(p.placement(axis), Partial | Varies):
-            raise types.mismatch(i, f"along {axis} {p.placement(axis)} becomes no P(sum)")
-        made = made.with_placement(axis, Partial("sum"))
+            raise types.mismatch(i, f"along {axis} {p.placement(axis)} becomes no {new}")
+        made = made.with_placement(axis, new)
     chunk = chunk_of(p)
     if chunk is not None and p.split_axes(chunk.dim) != made.split_axes(chunk.dim):
         raise types.mismatch(i, "a chunk of the parts is no chunk of the whole")
     if not is_alike(made, _layout(after), len(after.shape)):
-        raise types.mismatch(i, f"zeros makes {made} of it")
+        raise types.mismatch(i, f"term makes {made} of it")
 
 
 def _alloc(types: Types, i: Instruction) -> None:
@@ -336,6 +338,6 @@ RULES: dict[str, Callable[[Types, Instruction], None]] = {
     "unexpand": _unexpand,
     "pad": _pad,
     "pack": _pack,
-    "zeros": _zeros,
+    "term": _term,
     "post": _post,
 }

@@ -14,28 +14,34 @@ on the rank, are also compared with each other.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from mdfuse.errors import ProgramError
+from mdfuse.errors import MdfuseError, ProgramError
 from mdfuse.extents.expressions import UNKNOWN, terms
 from mdfuse.hir.instructions import BLOCKS, COMMUNICATIONS, INSTRUCTIONS, POSTS
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.projection import executed
 from mdfuse.hir.verify.flow import Flow
+from mdfuse.hir.verify.folded import folded
+from mdfuse.hir.verify.rotations import rotates
 from mdfuse.hir.verify.sizes import check_sizes
 from mdfuse.hir.verify.structure import check_defined, check_structure
 from mdfuse.hir.verify.teams import check_teams
 from mdfuse.hir.verify.types import check_types
+from mdfuse.interpreter.garbage import no_collection
 from mdfuse.layouts.layout import Layout
 from mdfuse.mesh import DeviceMesh
 
 
-def verify(program: HostProgram | Mapping[int, HostProgram]) -> None:
+@no_collection()  # most of what is made stays to the end, and would be looked through in vain
+def verify(program: HostProgram | Mapping[int, HostProgram], in_full: bool = False) -> None:
     """Raise an error where a host program is wrong.
 
     Args:
         program: for all ranks, or the projection of one; or rank -> its projection, for all ranks.
+        in_full: write out every iteration, and the transfers of every rank, also where a few stand
+            for all. The verdict is the same.
 
     Raises:
         ProgramError: a value is read before it is there, a buffer is freed too early or never, a
@@ -48,13 +54,13 @@ def verify(program: HostProgram | Mapping[int, HostProgram]) -> None:
     elif program.rank is not None:
         _verify_rank(program)
     else:
-        _verify_global(program)
+        _verify_global(program, in_full)
 
 
 # -- one program for all ranks -------------------------------------------------------------------
 
 
-def _verify_global(program: HostProgram) -> None:
+def _verify_global(program: HostProgram, in_full: bool) -> None:
     check_structure(program)
     check_types(program)
     layouts = [k.layout for k in program.types.values() if k.layout is not None]
@@ -66,17 +72,61 @@ def _verify_global(program: HostProgram) -> None:
         _verify_ranks({rank: program.project(rank) for rank in ranks})
         return
     is_straight = program.is_straight and all(map(_is_known, layouts))
-    for first, last in _classes(program.meshes):
+    ends = _by_mesh(program, program.inputs), _by_mesh(program, program.outputs)
+    for first, last in _classes(program):
         for rank in dict.fromkeys((first, last)):
-            mine = executed(program, rank) if is_straight else program.project(rank)
-            local = unrolled(mine) if is_straight else _unrolled(mine)
-            if rank == first or not is_straight or special:
-                _check_flow(local, program)
             if not is_straight:
-                check_types(local)
+                _verify_looped(program, program.project(rank), in_full)
+                continue
+            local = unrolled(_held(executed(program, rank), program, ends))
+            if rank == first or special:
+                _check_flow(local, program)
             _check_sizes(local)
-    if any(i.op in POSTS for i in _inside(special)):
+    if any(map(_is_transfer, _inside(special))) and (in_full or not rotates(program)):
         _check_transfers(program)
+
+
+#: Names of inputs, and of outputs, by the mesh that has them; None: every rank has them.
+_Ends = tuple[Mapping[DeviceMesh | None, list[str]], Mapping[DeviceMesh | None, list[str]]]
+
+
+def _by_mesh(program: HostProgram, names: Iterable[str]) -> Mapping[DeviceMesh | None, list[str]]:
+    found: dict[DeviceMesh | None, list[str]] = defaultdict(list)
+    for name in names:
+        layout = program.types[name].layout
+        found[layout.mesh if layout is not None else None].append(name)
+    return found
+
+
+def _held(mine: HostProgram, program: HostProgram, ends: _Ends) -> HostProgram:
+    """Return what a rank executes with those of the inputs and outputs that the rank has."""
+    assert mine.rank is not None
+    if mine.instructions is program.instructions:
+        return mine  # all ranks have all of them
+    meshes = (None, *program.meshes_of(mine.rank))
+    inputs, outputs = (tuple(n for m in meshes for n in by_mesh.get(m, ())) for by_mesh in ends)
+    kept = tuple(replace(i, inputs=outputs) if i.op == "return" else i for i in mine.instructions)
+    return replace(mine, inputs=inputs, outputs=outputs, instructions=kept)
+
+
+def _verify_looped(program: HostProgram, mine: HostProgram, in_full: bool) -> None:
+    """Verify a projection with indices: with iterations folded, and written out if that fails."""
+    check_defined(mine)
+    if not in_full:
+        try:
+            local = folded(mine)
+            if local is not None:
+                _check_looped(local, program)
+                return
+        except (MdfuseError, KeyError):
+            pass  # it may be right all the same: what is written out has the last word
+    _check_looped(unrolled(mine), program)
+
+
+def _check_looped(local: HostProgram, program: HostProgram) -> None:
+    _check_flow(local, program)
+    check_types(local)
+    _check_sizes(local)
 
 
 #: Instructions that may have an index expression, or take part of a buffer.
@@ -119,12 +169,13 @@ def _is_known(layout: Layout) -> bool:
     return layout.stream is None or not isinstance(layout.stream.index, UNKNOWN)
 
 
-def _classes(meshes: Sequence[DeviceMesh]) -> Iterator[tuple[int, int]]:
+def _classes(program: HostProgram) -> Iterator[tuple[int, int]]:
     """Yield the first and last rank of each class: ranks in the same meshes, first in the same.
 
     All ranks of a class run the same instructions. Of a mesh, the first rank has the largest parts,
     the last one the smallest.
     """
+    meshes = program.meshes
     if not meshes:
         yield 0, 0  # a program of numbers alone: any rank stands for all
         return
@@ -132,19 +183,18 @@ def _classes(meshes: Sequence[DeviceMesh]) -> Iterator[tuple[int, int]]:
         (mesh,) = meshes
         yield mesh.first, mesh.rank_at([n - 1 for n in mesh.shape])
         return
-    found: dict[tuple[tuple[bool, bool], ...], list[int]] = defaultdict(list)
+    found: dict[tuple[tuple[int, bool], ...], list[int]] = defaultdict(list)
     for rank in sorted({r for mesh in meshes for r in _borders(mesh)}):
-        found[tuple((rank in mesh, rank == mesh.first) for mesh in meshes)].append(rank)
+        found[tuple((id(m), rank == m.first) for m in program.meshes_of(rank))].append(rank)
     for places, ranks in found.items():
-        if any(is_in for is_in, _ in places):
+        if places:
             yield ranks[0], ranks[-1]
 
 
 def _borders(mesh: DeviceMesh) -> set[int]:
     """Return the ranks of a mesh beside which the next rank may be in other meshes."""
-    first, ranks = mesh.first, mesh.ranks
-    is_range = ranks == tuple(range(first, first + mesh.size))
-    return {r + d for r in ((first, ranks[-1]) if is_range else ranks) for d in (-1, 0, 1)}
+    ends = (mesh.first, mesh.first + mesh.size - 1)
+    return {r + d for r in (ends if mesh.is_consecutive else mesh.ranks) for d in (-1, 0, 1)}
 
 
 def _unrolled(program: HostProgram) -> HostProgram:
@@ -226,9 +276,8 @@ def _verify_written_out(local: HostProgram, program: HostProgram) -> None:
 
 def _check_flow(local: HostProgram, program: HostProgram) -> None:
     """Check the flow of a straight-line program; `program` is what it was written out from."""
-    updated = frozenset(map(program.root, program.aliases)).intersection(local.inputs)
-    has_frees = any(i.op == "free" for i in _inside(program.instructions))  # also in loops
-    Flow(local, updated, has_frees).run()
+    updated = program.written_inputs.intersection(local.inputs)
+    Flow(local, updated, program.has_frees).run()
 
 
 def _check_sizes(local: HostProgram) -> None:

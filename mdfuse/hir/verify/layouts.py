@@ -20,8 +20,6 @@ from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard, 
 from mdfuse.mesh import DeviceMesh
 
 Shape = tuple[int, ...]
-#: Reduce ops whose result is the operand where all ranks hold the same.
-IDEMPOTENT = ("min", "max", "avg", "band", "bor")
 
 
 class Contradiction(Exception):

@@ -17,8 +17,9 @@ from mdfuse.extents.expressions import terms
 from mdfuse.hir.program import BufferType, Padding
 from mdfuse.hir.verify.layouts import chunk_of, is_alike, is_one_chunk, plain
 from mdfuse.hir.verify.op_types import is_said
+from mdfuse.layouts.exchange import kept_terms
 from mdfuse.layouts.kinds import KINDS, SPLITTING, by_kind
-from mdfuse.layouts.layout import Layout, Partial, Replicate, Shard
+from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
 
 #: What is wrong with a communication; None: nothing.
 Problem = str | None
@@ -44,24 +45,39 @@ def _moving_chunk_problem(comm: Communication) -> Problem:
     for layout in (comm.source, comm.destination):
         chunk = chunk_of(layout)
         for term in terms(chunk.index) if chunk is not None else ():
-            is_other = term.kind == "coord" and comm.axis is not None and term.name != comm.axis
+            is_other = term.kind == "coord" and comm.axes and term.name not in comm.axes
             if term.kind in ("rank", "coord") and not is_other:
                 return f"the ranks of a team are at different chunks: {layout}"
     return None
 
 
-# -- along an axis of one mesh -------------------------------------------------------------------
-
-
-def _is_along_axis(comm: Communication) -> bool:
-    return comm.axis is not None and comm.source.mesh == comm.destination.mesh
+# -- along axes of one mesh ----------------------------------------------------------------------
 
 
 def _axis_problem(comm: Communication) -> Problem:
     mesh = comm.source.mesh
-    if not _is_along_axis(comm):
+    if not comm.is_along_axes:
         return f"{comm.kind} is along an axis of one mesh"
-    return None if comm.axis in mesh.axes else f"{mesh} has no axis {comm.axis}"
+    unknown = [a for a in comm.axes if a not in mesh.axes]
+    if unknown:
+        return f"{mesh} has no axis {unknown[0]}"
+    if len(comm.axes) > 1 and comm.dim is not None and not comm.is_even:
+        extent = comm.shape[comm.dim]
+        return (
+            f"along {_named(comm.axes)} all parts are equally long, and {extent} rows do not divide"
+        )
+    return None
+
+
+def _named(axes: tuple[str, ...]) -> str:
+    return " and ".join(axes)
+
+
+def _with(layout: Layout, axes: tuple[str, ...], placement: Placement) -> Layout:
+    """Return a layout with some axes changed, one after the other."""
+    for axis in axes:
+        layout = layout.with_placement(axis, placement)
+    return layout
 
 
 def _result_problem(comm: Communication, made: Layout) -> Problem:
@@ -79,40 +95,41 @@ def _chunked_dim_problem(comm: Communication) -> Problem:
     return None
 
 
-def _split_problem(layout: Layout, axis: str | None, dim: int | None) -> Problem:
-    """Return why an axis is not the innermost one that splits a dim; None where it is."""
+def _split_problem(layout: Layout, split: tuple[str, ...], dim: int | None) -> Problem:
+    """Return why some axes are not the innermost ones that split a dim; None where they are."""
     axes = layout.split_axes(dim) if dim is not None else ()
-    if axis is not None and axes and axes[-1] == axis:
+    if split and axes[-len(split) :] == split:
         return None
+    if len(split) > 1:
+        return f"{_named(split)} are not the innermost axes that split dim {dim} in {layout}"
+    (axis,) = split or (None,)
     return f"{axis} is not the innermost axis that splits dim {dim} in {layout}"
 
 
 def _partial_problem(comm: Communication) -> Problem:
-    assert comm.axis is not None
-    now = comm.source.placement(comm.axis)
-    if now == Partial(comm.reduce_op or ""):
-        return None
-    return f"{comm.source} is {now} along {comm.axis}, not P({comm.reduce_op})"
+    for axis in comm.axes:
+        now = comm.source.placement(axis)
+        if now != Partial(comm.reduce_op or ""):
+            return f"{comm.source} is {now} along {axis}, not P({comm.reduce_op})"
+    return None
 
 
 def _allgather_problem(comm: Communication) -> Problem:
-    problem = _axis_problem(comm) or _split_problem(comm.source, comm.axis, comm.dim)
+    problem = _axis_problem(comm) or _split_problem(comm.source, comm.axes, comm.dim)
     if problem is not None:
         return problem
-    assert comm.axis is not None
-    gathered = comm.source.with_placement(comm.axis, Replicate())
+    gathered = _with(comm.source, comm.axes, Replicate())
     return _chunked_dim_problem(comm) or _result_problem(comm, gathered)
 
 
 def _all_to_all_problem(comm: Communication) -> Problem:
-    problem = _axis_problem(comm) or _split_problem(comm.source, comm.axis, comm.dim)
+    problem = _axis_problem(comm) or _split_problem(comm.source, comm.axes, comm.dim)
     if problem is not None:
         return problem
     if comm.to_dim is None or comm.to_dim == comm.dim:
         return "it has no dim that is split afterwards: to_dim="
-    assert comm.axis is not None
-    gathered = comm.source.with_placement(comm.axis, Replicate())
-    moved = gathered.with_placement(comm.axis, Shard(comm.to_dim))
+    gathered = _with(comm.source, comm.axes, Replicate())
+    moved = _with(gathered, comm.axes, Shard(comm.to_dim))
     return _chunked_dim_problem(comm) or _result_problem(comm, moved)
 
 
@@ -120,18 +137,18 @@ def _allreduce_problem(comm: Communication) -> Problem:
     problem = _axis_problem(comm) or _partial_problem(comm)
     if problem is not None:
         return problem
-    assert comm.axis is not None
-    return _result_problem(comm, comm.source.with_placement(comm.axis, Replicate()))
+    return _result_problem(comm, _with(comm.source, comm.axes, Replicate()))
 
 
 def _reduce_scatter_problem(comm: Communication) -> Problem:
     problem = _axis_problem(comm) or _partial_problem(comm)
     if problem is not None:
         return problem
-    assert comm.axis is not None and comm.dim is not None
-    split = comm.source.with_placement(comm.axis, Replicate())
-    split = split.with_placement(comm.axis, Shard(comm.dim))
-    return _chunked_dim_problem(comm) or _result_problem(comm, split)
+    assert comm.dim is not None
+    whole = _with(comm.source, comm.axes, Replicate())
+    return _chunked_dim_problem(comm) or _result_problem(
+        comm, _with(whole, comm.axes, Shard(comm.dim))
+    )
 
 
 def _part_problem(comm: Communication, whole: Layout, split: Layout) -> Problem:
@@ -140,7 +157,7 @@ def _part_problem(comm: Communication, whole: Layout, split: Layout) -> Problem:
     chunk, n = chunk_of(whole), comm.source.mesh.axis_size(comm.axis)
     if chunk is None or chunk.chunks != n:
         return f"{comm.kind} along {comm.axis} moves one of {n} chunks, the part of one rank"
-    return _split_problem(split, comm.axis, chunk.dim % len(comm.shape))
+    return _split_problem(split, comm.axes, chunk.dim % len(comm.shape))
 
 
 # -- between meshes, or of a whole mesh ----------------------------------------------------------
@@ -161,7 +178,7 @@ def _broadcast_problem(comm: Communication) -> Problem:
 
     A broadcast goes along an axis, from the rank whose part the chunk is, or to another mesh.
     """
-    if _is_along_axis(comm):
+    if comm.is_along_axes:
         problem = _axis_problem(comm)
         problem = problem or _part_problem(comm, comm.destination, comm.source)
         if problem is not None or comm.axis is None:
@@ -183,7 +200,7 @@ def _reduce_problem(comm: Communication) -> Problem:
 
     A reduce goes along an axis, to the rank whose part the chunk is, or to a mesh of one rank.
     """
-    if _is_along_axis(comm) and chunk_of(comm.source) is not None:
+    if comm.is_along_axes and chunk_of(comm.source) is not None:
         problem = _axis_problem(comm) or _partial_problem(comm)
         problem = problem or _part_problem(comm, comm.source, comm.destination)
         if problem is not None or comm.axis is None:
@@ -239,7 +256,7 @@ def _send_recv_problem(comm: Communication) -> Problem:
 
     The i-th rank of one mesh sends what the i-th rank of the other gets.
     """
-    if comm.axis is not None:
+    if comm.axes:
         return "it is along no axis"
     shown = [_by_position(layout, len(comm.shape)) for layout in (comm.source, comm.destination)]
     if shown[0] != shown[1]:
@@ -262,13 +279,13 @@ def _exchange_problem(comm: Communication) -> Problem:
     Each rank receives what it lacks from ranks that have it; along axes that stay Partial, from
     those that have a part of the same value.
     """
-    if comm.axis is not None:
+    if comm.axes:
         return "it is along no axis"
     source, destination = comm.source, comm.destination
     if source.varying_axes or destination.varying_axes:
         return f"no rank has a part of the value itself in {source} or {destination}"
-    partial = [{a: x.placement(a) for a in x.partial_axes} for x in (source, destination)]
-    if partial[0] != partial[1] or (partial[0] and source.mesh != destination.mesh):
+    kept = kept_terms(source, destination)
+    if not len(kept) == len(source.reduce_ops) == len(destination.reduce_ops):
         return f"{source} and {destination} are not to be reduced alike"
     chunk = chunk_of(comm.source)
     if chunk is None:
@@ -280,6 +297,25 @@ def _exchange_problem(comm: Communication) -> Problem:
     ):
         return _other_chunk_problem(comm)
     return "chunks of the parts are no chunk of the whole"
+
+
+def _reduce_exchange_problem(comm: Communication) -> Problem:
+    """Return what is wrong with a ReduceExchange; None: nothing.
+
+    Each rank receives a box of every term from ranks that have it, and reduces them.
+    """
+    if comm.axes:
+        return "it is along no axis"
+    source, destination = comm.source, comm.destination
+    if source.varying_axes or destination.varying_axes:
+        return f"no rank has a part of the value itself in {source} or {destination}"
+    if chunk_of(source) is not None or chunk_of(destination) is not None:
+        return "chunks of the parts are no chunk of the whole"
+    kept = kept_terms(source, destination)
+    if len(kept) < len(destination.reduce_ops):
+        return f"{source} and {destination} do not have the same terms"
+    ops = {op for a, op in source.reduce_ops.items() if a not in dict(kept)}
+    return None if ops == {comm.reduce_op} else f"{source} is not to be reduced by {comm.reduce_op}"
 
 
 def _barrier_problem(comm: Communication) -> Problem:
@@ -299,6 +335,7 @@ _KINDS: dict[str, Callable[[Communication], Problem]] = by_kind(
         "Scatter": _scatter_problem,
         "SendRecv": _send_recv_problem,
         "Exchange": _exchange_problem,
+        "ReduceExchange": _reduce_exchange_problem,
         "Barrier": _barrier_problem,
     },
     tuple(KINDS),
@@ -335,6 +372,8 @@ def padding_of(comm: Communication, side: int) -> Padding | None:
         return None
     layout = (comm.source, comm.destination)[side]
     is_whole = comm.whole() == layout
+    if len(comm.axes) > 1:  # blocks along several axes are equal
+        return None
     axis = comm.axis if comm.axis in layout.split_axes(comm.dim) else None
     dim = comm.front().index(comm.dim)
     return Padding(side="team" if is_whole else "block", dim=dim, parts=comm.size, axis=axis)

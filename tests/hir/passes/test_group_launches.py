@@ -32,17 +32,25 @@ def shape_of(host: HostProgram) -> list[str]:
     ]
 
 
-def test_work_joins_the_unit_behind_a_product_that_does_not_need_it() -> None:
+def test_work_and_the_products_around_it_are_one_unit() -> None:
     mesh = DeviceMesh.arange(t=1)
     with FusionDefinition("swiglu") as fd:
         x, g, u = (fd.define_tensor([4, 4], torch.float32, mesh, {}) for _ in range(3))
         fd.add_output(fd.ops.silu(x @ g) * (x @ u))
     program = grouped(fd)
-    assert shape_of(program.host) == ["matmul", "matmul", "fused0(silu mul)"]
+    assert shape_of(program.host) == ["fused0(matmul silu matmul mul)"]
     given = torch.randn(3, 4, 4)
     (got,) = mf.simulate(program, list(given)).outputs
     a, b, c = given.double()
     torch.testing.assert_close(got.double(), F.silu(a @ b) * (a @ c), **CLOSE)
+
+
+def test_products_alone_are_no_unit() -> None:
+    mesh = DeviceMesh.arange(t=1)
+    with FusionDefinition("products") as fd:
+        x, y = (fd.define_tensor([4, 4], torch.float32, mesh, {}) for _ in range(2))
+        fd.add_output(x @ fd.ops.permute(y, [1, 0]) @ y)
+    assert shape_of(grouped(fd).host) == ["permute", "matmul", "matmul"]
 
 
 def test_work_goes_before_communication() -> None:
@@ -61,6 +69,29 @@ def test_work_goes_before_communication() -> None:
     (got,) = mf.simulate(program, list(given)).outputs
     a, b = given.double()
     torch.testing.assert_close(got.double(), (a.exp() + 1) * b.sin().cos(), **CLOSE)
+
+
+def test_layers_are_equal_units() -> None:
+    """Cut where the fewest values are read later: here a layer hands on one."""
+    mesh = DeviceMesh.arange(t=1)
+    with FusionDefinition("layers") as fd:
+        x = fd.define_tensor([4, 4], torch.float32, mesh, {})
+        y = x.sin() * 0.5 + 1.0
+        for _ in range(50):
+            w = fd.define_tensor([4, 4], torch.float32, mesh, {})
+            y = (y + (y @ w).tanh()).exp().sin() * 0.5 - 1.0
+        fd.add_output(y.cos() + 1.0)
+    program = grouped(fd)
+    units = [i for i in program.host if i.op == "launch"]
+    assert len({len(i.body) for i in units[1:-1]}) == 1 and len(units) > 8
+    assert all(len(i.outputs) == 1 for i in units)
+    assert all(len(i.inputs) == len(units[1].inputs) for i in units[1:-1])
+    given = torch.randn(51, 4, 4)
+    (got,) = mf.simulate(program, list(given)).outputs
+    y = given[0].double().sin() * 0.5 + 1
+    for w in given[1:].double():
+        y = (y + (y @ w).tanh()).exp().sin() * 0.5 - 1
+    torch.testing.assert_close(got.double(), y.cos() + 1, **CLOSE)
 
 
 def test_meshes_do_not_mix() -> None:

@@ -1,0 +1,82 @@
+"""Index expressions as sums of terms times numbers, so that equal ones can be told apart.
+
+(coord(tp) - %i) mod 4   ->   coord(tp) + 3*%i, modulo 4
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mdfuse.extents.expressions import Index, Term
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A sum of terms times numbers, plus a number.
+
+    Attributes:
+        factors: term -> its factor, which is not 0, sorted.
+        constant: the number.
+        modulus: what all this is taken modulo; 0: it is the number itself.
+    """
+
+    factors: tuple[tuple[Term, int], ...]
+    constant: int
+    modulus: int = 0
+
+    def factor(self, term: Term) -> int:
+        """Return the factor of a term; 0 where it does not occur."""
+        return dict(self.factors).get(term, 0)
+
+    def plus(self, other: Linear, times: int = 1) -> Linear:
+        """Return the sum of this and a multiple of another one, modulo what this is taken."""
+        found = dict(self.factors)
+        for term, n in other.factors:
+            found[term] = found.get(term, 0) + times * n
+        return made(found, self.constant + times * other.constant, self.modulus)
+
+    def with_term(self, term: Term, other: Linear) -> Linear:
+        """Return this with a sum in the place of a term."""
+        n = self.factor(term)
+        rest = made({t: f for t, f in self.factors if t != term}, self.constant, self.modulus)
+        return rest.plus(other, n) if n else self
+
+
+def made(factors: Mapping[Term, int], constant: int, modulus: int = 0) -> Linear:
+    """Return a sum in the form in which equal sums are equal."""
+    if modulus:
+        factors, constant = {t: n % modulus for t, n in factors.items()}, constant % modulus
+    kept = sorted((t for t, n in factors.items() if n), key=lambda t: (t.kind, t.name, t.dim))
+    return Linear(tuple((t, factors[t]) for t in kept), constant, modulus)
+
+
+def linear(index: Index | bool, modulus: int = 0) -> Linear | None:
+    """Return an index expression as a sum of terms times numbers; None where it is none.
+
+    Args:
+        index: the expression.
+        modulus: look at it modulo this number; then `mod` of the same number may occur inside.
+
+    >>> i, c = Term("index", "i"), Term("coord", "tp")
+    >>> a = linear(Calc("mod", Calc("-", c, i), 4), 4)
+    >>> a == linear(Calc("+", c, Calc("*", 3, i)), 4)
+    True
+    """
+    if isinstance(index, int):
+        return made({}, int(index), modulus)
+    if isinstance(index, Term):
+        return made({index: 1}, 0, modulus)
+    if index.op == "mod":
+        return linear(index.left, modulus) if modulus and index.right == modulus else None
+    if index.op not in ("+", "-", "*"):
+        return None
+    left, right = linear(index.left, modulus), linear(index.right, modulus)
+    if left is None or right is None:
+        return None
+    if index.op != "*":
+        return left.plus(right, 1 if index.op == "+" else -1)
+    if left.factors and right.factors:
+        return None
+    number, rest = (right, left) if left.factors else (left, right)
+    return made({}, 0, modulus).plus(rest, number.constant)

@@ -1,0 +1,385 @@
+"""Gradients: append to a definition the expressions that compute them.
+
+The definition's expressions are gone through from the last to the first. Each hands what came back
+to its result (the cotangent) on to its operands, as the rule of its op says (`vjps.py`); what comes
+back to a value from several readers is added. Where the backward goes is a matter of layouts, which
+are inferred as all others are, but for two laws by reference: the gradient of an input, or of a
+value with a law, lies as that; what comes back through a `set` lies where the set's operand did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from mdfuse.errors import DefinitionError, Source
+from mdfuse.extents.extent import are_same
+from mdfuse.frontend.cache import Fact
+from mdfuse.frontend.handle import Handle, ValueId
+from mdfuse.frontend.ops import recording
+from mdfuse.frontend.sites import Derived, Site
+from mdfuse.frontend.vjps import NO_GRADIENT, RULES
+from mdfuse.ir.graph import Expr, Like, Value
+
+if TYPE_CHECKING:
+    from mdfuse.frontend.recorder import Recorder
+
+#: What a call of `grad` made: (id, what is known of it) of each gradient.
+Made = tuple[tuple[int, Fact], ...]
+
+
+def append(recorder: Recorder, site: Site, of: int, wrt: Sequence[int], seed: int | None) -> Made:
+    """Append the expressions that compute the gradients of a value; see `mdfuse.grad`.
+
+    Args:
+        recorder: what is recorded so far.
+        site: the user's call.
+        of: id of the value.
+        wrt: ids of the values with respect to which it is differentiated.
+        seed: id of the cotangent of the value; None: one.
+
+    Raises:
+        DefinitionError: one of the values has no gradient; there is no rule for an op between them;
+            the call stands inside of `recompute`.
+    """
+    _check(recorder, site, of, wrt, seed)
+    return _Backward(recorder, site, of, wrt).run(seed)
+
+
+def _check(recorder: Recorder, site: Site, of: int, wrt: Sequence[int], seed: int | None) -> None:
+    y = recorder.values[recorder.names[of]]
+    for i in (of, *wrt, *(() if seed is None else (seed,))):
+        value = recorder.values[recorder.names[i]]
+        if not value.is_tensor or not value.dtype.is_floating_point:
+            what = value.type_text() if value.is_tensor else "a scalar"
+            raise DefinitionError(
+                f"grad of %{y.name}" + (f" with %{value.name}" if i != of else "") + f": {what}",
+                where=site.where,
+                because="gradients are those of floating-point tensors",
+                hint="cast it before, or leave it out of the list",
+            )
+    if seed is None and y.shape:
+        raise DefinitionError(
+            f"grad of %{y.name}: {y.type_text()}, without a seed",
+            where=site.where,
+            because="the gradient is that of one number",
+            hint=f"grad(%{y.name}.mean(), ...), or seed= with the cotangent of %{y.name}",
+        )
+    if seed is not None:
+        ct = recorder.values[recorder.names[seed]]
+        if ct.dtype != y.dtype or not _are_alike(ct.shape, y.shape):
+            raise DefinitionError(
+                f"grad of %{y.name}: {y.type_text()} with the seed %{ct.name}: {ct.type_text()}",
+                where=site.where,
+                because="each element of the seed belongs to one of the value",
+                hint=f"a seed of {y.type_text()}",
+            )
+    if recorder.is_recomputing:
+        raise DefinitionError(
+            f"grad of %{y.name} inside of recompute()",
+            where=site.where,
+            because="what is defined inside is computed again for a gradient that comes later",
+            hint="end the block before",
+        )
+
+
+def _are_alike(a: Sequence[int], b: Sequence[int]) -> bool:
+    return len(a) == len(b) and all(are_same(n, m) or n == m for n, m in zip(a, b, strict=True))
+
+
+class _Scribe:
+    """Stands for the definition while the rules run: what operations record goes to the recorder.
+
+    Attributes:
+        line: the line that is noted as the origin of what is recorded.
+    """
+
+    def __init__(self, recorder: Recorder, line: Derived) -> None:
+        self.recorder = recorder
+        self.line = line
+        self.ids = {name: i for i, name in enumerate(recorder.names)}
+
+    def record(
+        self, op: str, operands: Sequence[Any], attrs: Mapping[str, Any] | None = None
+    ) -> Any:
+        ids = [ValueId(x.id) if isinstance(x, Handle) else x for x in operands]
+        found = self.recorder.op(self.line, op, ids, attrs or {})
+        names = self.recorder.names
+        facts = (found,) if isinstance(found, Fact) else found
+        first = len(names) - len(facts)
+        self.ids.update({names[at]: at for at in range(first, len(names))})
+        made = [Handle(self, first + n, fact) for n, fact in enumerate(facts)]  # type: ignore[arg-type]
+        return made[0] if isinstance(found, Fact) else tuple(made)
+
+    def handle(self, name: str) -> Handle:
+        value = self.recorder.values[name]
+        fact = Fact(value.shape, value.dtype, value.is_tensor)
+        return Handle(self, self.ids[name], fact)  # type: ignore[arg-type]
+
+    def value_of(self, at: int) -> Value:
+        return self.recorder.values[self.recorder.names[at]]
+
+    def current(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return self.recorder.current(shape)
+
+    def fusion_where(self) -> list[str]:
+        return self.line.where
+
+
+class _Backward:
+    """One call of `grad`."""
+
+    def __init__(self, recorder: Recorder, site: Site, of: int, wrt: Sequence[int]) -> None:
+        self.recorder = recorder
+        self.site = site
+        self.exprs = recorder.exprs
+        self.scribe = _Scribe(recorder, Derived(site.source))
+        self.first = len(recorder.names)
+        self.of = recorder.names[of]
+        self.wrt = [recorder.names[i] for i in wrt]
+        #: what has come back to each value, from its last reader to its first
+        self.parts: dict[str, list[Handle]] = {}
+        #: the sum of that, for values that are gone through
+        self.totals: dict[str, Handle] = {}
+        #: values of `recompute` regions -> what is computed again
+        self.again: dict[str, str] = {}
+
+    def run(self, seed: int | None) -> Made:
+        path = self._path()
+        self._check_rules(path)
+        names = self.recorder.names
+        token = recording.current.set(self.scribe)  # type: ignore[arg-type]
+        try:
+            if self.of in path or self.of in self.wrt:
+                one = self.scribe.handle(self.of if seed is None else names[seed])
+                ct = (
+                    self.scribe.record("full_like", (one, 1), {"dtype": one.dtype})
+                    if seed is None
+                    else one
+                )
+                self.parts[self.of] = [ct]
+            for expr in reversed(self.exprs):
+                if any(x in path and x in self.parts for x in expr.outputs):
+                    self._pass_on(expr, path)
+            return self._gradients()
+        finally:
+            recording.current.reset(token)
+
+    # -- which -----------------------------------------------------------------------------------
+
+    def _path(self) -> set[str]:
+        """Return the values between those that are asked for and the one that is differentiated."""
+        values = self.recorder.values
+        after = {*self.wrt}
+        for expr in self.exprs:
+            if expr.op in NO_GRADIENT or after.isdisjoint(expr.reads):
+                continue
+            made = [values[name] for name in expr.outputs]
+            after.update(x.name for x in made if x.is_tensor and x.dtype.is_floating_point)
+        before = {self.of} & after
+        for expr in reversed(self.exprs):
+            if not before.isdisjoint(expr.outputs):
+                before.update(x for x in expr.reads if x in after)
+        return before
+
+    def _check_rules(self, path: set[str]) -> None:
+        for expr in self.exprs:
+            passed = path.intersection(expr.outputs)
+            if passed and not path.isdisjoint(expr.reads) and expr.op not in RULES:
+                raise DefinitionError(
+                    f"%{min(passed)} = {expr.op}(...) has no gradient",
+                    where=[*self.site.where, expr.source.quote() if expr.source else ""],
+                    because=f"there is no rule for {expr.op}",
+                    hint="detach what it reads, or compute it by other operations",
+                )
+
+    # -- backwards -------------------------------------------------------------------------------
+
+    def _pass_on(self, expr: Expr, path: set[str]) -> None:
+        """Hand the cotangent of an expression's result on to its operands."""
+        applied = _Expression(self, expr, path)
+        if not any(map(applied.wants, range(applied.count))):
+            return
+        self.scribe.line = Derived(_backward(expr.source))
+        cts = [self._total(x) if x in self.parts else None for x in expr.outputs]
+        found = RULES[expr.op](applied, cts[0] if len(cts) == 1 else cts)
+        for x, part in zip(expr.inputs, found, strict=True):
+            if part is not None and isinstance(x, str) and x in path:
+                self.parts.setdefault(x, []).append(self._fitted(part, self.recorder.values[x]))
+
+    def _total(self, name: str) -> Handle:
+        """Return the sum of what came back to a value, in the order of its readers."""
+        if name not in self.totals:
+            total, *others = reversed(self.parts[name])
+            for part in others:
+                total = total + part
+            self.totals[name] = total
+        return self.totals[name]
+
+    def _fitted(self, part: Handle, x: Value) -> Handle:
+        """Return what comes back to an operand in its shape and dtype: summed where it repeats."""
+        skip = part.ndim - len(x.shape)
+        new = tuple(range(skip))
+        kept = tuple(
+            d for d, n in enumerate(part.shape) if d >= skip and _grows(x.shape[d - skip], n)
+        )
+        if new or kept:
+            is_mixed = bool(new) and bool(kept)
+            part = self.scribe.record(
+                "sum", (part,), {"dims": (*new, *kept), "keepdim": bool(kept), "dtype": None}
+            )
+            part = self.scribe.record("squeeze", (part,), {"dims": new}) if is_mixed else part
+        if part.dtype != x.dtype:
+            part = self.scribe.record("cast", (part,), {"dtype": x.dtype})
+        return part
+
+    def again_of(self, name: str) -> str:
+        """Return a value as the backward reads it: computed again if it is to be.
+
+        Of its block, what leads to it from what the block reads is recorded again.
+        """
+        block = self._block(name)
+        if block is None or name in self.again:
+            return self.again.get(name, name)
+        needed, left = set(), [name]
+        while left:
+            x = left.pop()
+            if x not in needed and x not in self.again and self._block(x) == block:
+                needed.add(x)
+                left += self._producers[x].reads
+        line = self.scribe.line
+        for expr in self.exprs:
+            if not needed.isdisjoint(expr.outputs):
+                self._record_again(expr, block)
+        self.scribe.line = line
+        return self.again[name]
+
+    def _block(self, name: str) -> int | None:
+        """Return the `recompute` block that a value is defined in."""
+        return self.recorder.recomputed.get(self.scribe.ids[name])
+
+    @cached_property
+    def _producers(self) -> dict[str, Expr]:
+        return {x: e for e in self.exprs for x in e.outputs}
+
+    def _record_again(self, expr: Expr, block: int) -> None:
+        """Record an expression of a block anew, with the law of its result."""
+        self.scribe.line = Derived(_noted(expr.source, "recomputed"))
+        inside = {x: self.again[x] for x in expr.reads if self._block(x) == block}
+        operands = [
+            self.scribe.handle(inside.get(x, x)) if isinstance(x, str) else x for x in expr.inputs
+        ]
+        made = self.scribe.record(expr.op, operands, expr.kwargs)
+        values = self.recorder.values
+        for name, new in zip(expr.outputs, [made] if len(expr.outputs) == 1 else made, strict=True):
+            old = values[name]
+            law = {"layout": old.layout, "is_law": old.is_law, "like": old.like}
+            values[new.name] = replace(values[new.name], **law)  # type: ignore[arg-type]
+            self.again[name] = new.name
+
+    def returned(self, ct: Handle, expr: Expr) -> Handle:
+        """Return a cotangent as it comes back through a set to its operand."""
+        out = self.recorder.values[expr.output]
+        if out.layout is None and out.like is None:
+            return ct
+        back: Handle = self.scribe.record("set", (ct,))
+        self._place(back, Like(expr.reads[0], past=expr.output))
+        return back
+
+    def _place(self, x: Handle, like: Like) -> None:
+        name = self.recorder.names[x.id]
+        self.recorder.values[name] = replace(self.recorder.values[name], like=like)
+
+    # -- results ---------------------------------------------------------------------------------
+
+    def _gradients(self) -> Made:
+        """Return the gradients, each a value of its own with a name and, of inputs, a law."""
+        names = self.site.names(len(self.wrt))
+        found: dict[str, Handle] = {}
+        renamed: dict[int, str] = {}
+        for x, name in zip(self.wrt, names, strict=True):
+            if x in found:
+                continue
+            wanted = name or f"{x}.grad"
+            self.scribe.line = Derived(self.site.source, wanted)
+            if x in self.parts:
+                gradient = self._total(x)
+                if self._is_own(gradient, x, found.values()):
+                    renamed[gradient.id] = wanted
+                else:
+                    gradient = self.scribe.record("set", (gradient,))
+            else:
+                gradient = self.scribe.record(
+                    "full_like",
+                    (self.scribe.handle(x), 0),
+                    {"dtype": self.recorder.values[x].dtype},
+                )
+            if self.recorder.is_placed(x):
+                self._place(gradient, Like(x))
+            found[x] = gradient
+        self.recorder.rename(renamed)
+        return tuple((found[x].id, found[x].fact) for x in self.wrt)
+
+    def _is_own(self, x: Handle, of: str, others: Iterable[Handle]) -> bool:
+        """Whether a value is the gradient of nothing else, and nobody reads it or has placed it."""
+        name = self.recorder.names[x.id]
+        like = self.recorder.values[name].like
+        is_free = like is None or like.of == of
+        is_read = self.recorder.is_used(name) or any(x.id == y.id for y in others)
+        return x.id >= self.first and is_free and not is_read
+
+
+class _Expression:
+    """An expression, as a rule sees it (`vjps.Applied`)."""
+
+    def __init__(self, backward: _Backward, expr: Expr, path: set[str]) -> None:
+        self.expr = expr
+        self.attrs = expr.kwargs
+        self.count = len(expr.inputs)
+        self.is_square = expr.inputs[1:] == expr.inputs[:1]
+        self._backward = backward
+        self._path = path
+
+    @property
+    def y(self) -> Handle:
+        y: Handle = self[self.expr.output]
+        return y
+
+    @property
+    def results(self) -> Sequence[Handle]:
+        return [self[name] for name in self.expr.outputs]
+
+    def __getitem__(self, key: int | str) -> Any:
+        x = self.expr.inputs[key] if isinstance(key, int) else key
+        if not isinstance(x, str):
+            return x
+        return self._backward.scribe.handle(self._backward.again_of(x))
+
+    def wants(self, position: int) -> bool:
+        x = self.expr.inputs[position]
+        return isinstance(x, str) and x in self._path
+
+    def shape(self, position: int) -> tuple[int, ...]:
+        x = self.expr.inputs[position]
+        assert isinstance(x, str)
+        return self._backward.recorder.values[x].shape
+
+    def returned(self, ct: Handle) -> Handle:
+        return self._backward.returned(ct, self.expr)
+
+
+def _grows(before: int, after: int) -> bool:
+    """Whether an operand's dim is repeated in the result; no guard is left where none need be."""
+    if are_same(before, after):
+        return False
+    return (type(before) is int and before == 1) or before != after
+
+
+def _noted(source: Source | None, note: str) -> Source | None:
+    return None if source is None else replace(source, note=note)
+
+
+def _backward(source: Source | None) -> Source | None:
+    return _noted(source, "backward")

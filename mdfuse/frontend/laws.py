@@ -1,0 +1,96 @@
+"""Layouts as users state them, checked against the values they are stated of."""
+
+from __future__ import annotations
+
+import torch
+
+from mdfuse.communication import check_reduce_op
+from mdfuse.errors import CommunicationError, LayoutError, Source
+from mdfuse.frontend.sites import Site
+from mdfuse.ir.graph import Value, value_text
+from mdfuse.layouts.layout import Layout, Partial, Placement, Stream
+from mdfuse.mesh import DeviceMesh
+
+
+def layout(
+    name: str,
+    ndim: int,
+    dtype: torch.dtype,
+    site: Site,
+    mesh: DeviceMesh | Layout | None,
+    placements: tuple[tuple[str, Placement], ...] | None,
+    order: tuple[tuple[int, tuple[str, ...]], ...],
+    stream: Stream | None,
+) -> Layout:
+    """Return the layout that the user stated of a value, checked against it."""
+    if mesh is None:
+        raise LayoutError(
+            f"%{name} has a layout but no mesh", where=site.where, hint="pass mesh= as well"
+        )
+    if isinstance(mesh, Layout) and (placements or order or stream):
+        raise LayoutError(
+            f"%{name}: a Layout and placements at once",
+            where=site.where,
+            hint=".on(layout), or .on(mesh, {axis: placement})",
+        )
+    if not isinstance(mesh, Layout):
+        mesh = Layout(mesh, dict(placements or ()), dict(order), stream)
+    try:
+        found = mesh.normalized(ndim)
+        for placement in found.placements:
+            if isinstance(placement, Partial):
+                check_reduce_op(placement.op, dtype)
+    except (LayoutError, CommunicationError) as error:
+        raise LayoutError(
+            f"%{name}: {error.what}", where=site.where, because=error.because, hint=error.hint
+        ) from error
+    return found
+
+
+def check_unplaced(value: Value, law: str, site: Site, first: Source | None) -> None:
+    """Raise LayoutError where a law is stated of a scalar, or of what has one since `first`."""
+    name = value.name
+    if not value.is_tensor:
+        raise LayoutError(
+            f"%{name} is placed, but it is a scalar",
+            where=site.where,
+            because="every rank has every scalar",
+            hint="leave .on() out",
+        )
+    if value.layout is not None or value.like is not None:
+        said = value.layout if value.like is None else f"as %{value.like.of}"
+        raise LayoutError(
+            f"%{name} {law}, but its law says {said}",
+            where=[*site.where, f"stated at {first.quote()}" if first else ""],
+            because="a value has one layout; the second .on() contradicts the first",
+            hint=f"reshard with a set: fd.ops.set({name}).on(...)",
+        )
+
+
+def check_referee(value: Value, other: Value, site: Site) -> None:
+    """Raise LayoutError unless a value may lie as the other one."""
+    if not other.is_tensor or len(other.shape) != len(value.shape):
+        raise LayoutError(
+            f"%{value.name}: {value.type_text()} lies as {value_text(other)}"
+            + ("" if other.is_tensor else ", which is a scalar"),
+            where=site.where,
+            because="a layout says of each dim which axes split it",
+            hint="a tensor with as many dims, or .on(mesh, {axis: placement})",
+        )
+    if other.name == value.name:
+        raise LayoutError(
+            f"%{value.name} lies as itself",
+            where=site.where,
+            because="its layout would wait for itself",
+            hint="say as which other value, or .on(mesh, {axis: placement})",
+        )
+
+
+def too_late(name: str, site: Site, used: Source | None) -> LayoutError:
+    """Return the error for a law that is stated of a value after it was used."""
+    return LayoutError(
+        f"%{name} is placed after its first use",
+        where=[*site.where, f"used at {used.quote()}" if used else ""],
+        because="a law is stated before the value is used",
+        hint="write .on(...) where the value is defined",
+    )

@@ -1,0 +1,177 @@
+"""Steps of optimizers, as functions of values: what a parameter and its state become.
+
+They are made of elementwise operations, so where parameter, gradient and state lie alike nothing is
+posted. Hyperparameters are numbers, or tensors without dims, which each run may choose; a number
+that a run chooses as a scalar would keep the update out of CUDA graphs. Groups of parameters with
+hyperparameters of their own are calls with other arguments.
+
+A parameter is computed in f32 and rounded once where it has 16 bits. One that small steps shall not
+be lost of is kept in f32 besides, the *master*, which is what the step takes:
+
+>>> import torch, mdfuse as mf
+>>> with mf.FusionDefinition("step") as fd:
+...     w = fd.define_tensor([4, 6], torch.bfloat16)
+...     master, v = fd.define_tensor([4, 6]), fd.define_tensor([4, 6])
+...     (dw,) = mf.grad((w * w).sum(), [w])
+...     new, momentum = mf.optim.sgd(master, dw, v, lr=0.1, momentum=0.9)
+...     fd.add_output(momentum, reuse=v)
+...     fd.add_output(new.to(torch.bfloat16), reuse=w)
+...     fd.add_output(new, reuse=master)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mdfuse.errors import DefinitionError
+from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.ops.pointwise import ROWS, clamp
+from mdfuse.frontend.ops.recording import back, in_f32
+from mdfuse.frontend.ops.reductions import sum as sum_of
+
+#: A number, or a tensor without dims.
+Number = float | Handle
+
+
+def sgd(
+    w: Handle,
+    dw: Handle,
+    v: Handle | None = None,
+    *,
+    lr: Number,
+    momentum: Number = 0.0,
+    weight_decay: Number = 0.0,
+    nesterov: bool = False,
+) -> tuple[Handle, Handle | None]:
+    """Return parameter and velocity after a step of gradient descent, as `torch.optim.SGD`.
+
+    Args:
+        w: the parameter, floating.
+        dw: its gradient.
+        v: the velocity before the step, zeros at first; None: without momentum.
+        lr: the learning rate.
+        momentum: how much of the velocity stays.
+        weight_decay: the part of the parameter that is added to the gradient.
+        nesterov: look ahead along the velocity (Sutskever et al. 2013).
+
+    Raises:
+        DefinitionError: gradient or velocity of another shape; momentum without a velocity.
+    """
+    _check("sgd", w, dw, *(() if v is None else (v,)))
+    if v is None and not (isinstance(momentum, float | int) and momentum == 0):
+        raise DefinitionError(
+            f"sgd of %{w.name} with momentum={momentum!r} and no velocity",
+            hint="pass v, an input of the parameter's shape that is zeros at first",
+        )
+    wide = in_f32(w)
+    step = _decayed(_like(dw, wide), wide, weight_decay)
+    if v is not None:
+        velocity = _like(v, wide) * momentum + step
+        step = step + velocity * momentum if nesterov else velocity
+        v = back(velocity, v)
+    return back(wide - step * lr, w), v
+
+
+def adamw(
+    w: Handle,
+    dw: Handle,
+    m: Handle,
+    v: Handle,
+    step: Handle,
+    *,
+    lr: Number,
+    betas: tuple[Number, Number] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: Number = 0.01,
+) -> tuple[Handle, Handle, Handle]:
+    """Return parameter and moments after a step of AdamW (arXiv:1711.05101), as `torch.optim`.
+
+    Args:
+        w: the parameter, floating.
+        dw: its gradient.
+        m: the mean of gradients before the step, zeros at first.
+        v: the mean of their squares.
+        step: which step this is, from 1: a floating tensor without dims.
+        lr: the learning rate.
+        betas: how much of the moments stays.
+        eps: added to the root of the second moment.
+        weight_decay: the part of the parameter that goes, times the learning rate.
+
+    Raises:
+        DefinitionError: gradient or moments of another shape; a step with dims, or no tensor.
+    """
+    _check("adamw", w, dw, m, v)
+    is_step = isinstance(step, Handle) and step.is_tensor and step.ndim == 0
+    if not (is_step and step.dtype.is_floating_point):
+        raise DefinitionError(
+            f"adamw of %{w.name} with step={step!r}",
+            because="the moments are corrected for how many steps they are made of",
+            hint="fd.define_tensor([]), an input that is 1.0 in the first step",
+        )
+    wide = in_f32(w)
+    g = _like(dw, wide)
+    mean, square = _like(m, wide), _like(v, wide)
+    mean = mean + (g - mean) * (1.0 - betas[0])
+    square = square * betas[1] + g * g * (1.0 - betas[1])
+    first, second = (1.0 - ROWS["pow"](beta, step) for beta in betas)
+    root = ROWS["sqrt"](square) / ROWS["sqrt"](second) + eps
+    kept = wide * (1.0 - lr * weight_decay)
+    return back(kept - (mean / root) * (lr / first), w), back(mean, m), back(square, v)
+
+
+def clip_by_global_norm(
+    gradients: Sequence[Handle], max_norm: Number
+) -> tuple[tuple[Handle, ...], Handle]:
+    """Return gradients times min(1, max_norm / norm), and the norm of all of them together.
+
+    Squares are added up in f32 at least; of split gradients each rank adds up its own, and all of
+    them meet in one small all-reduce for each way of being split. As `torch.nn.utils`.
+
+    Args:
+        gradients: floating tensors, at least one.
+        max_norm: a number, or a tensor without dims.
+
+    Raises:
+        DefinitionError: no gradients, or one that is no floating tensor.
+    """
+    if not gradients or not all(
+        isinstance(g, Handle) and g.dtype.is_floating_point for g in gradients
+    ):
+        raise DefinitionError(
+            f"clip_by_global_norm of {len(gradients)} gradients",
+            because="the norm is that of floating tensors, at least one",
+            hint="pass what mf.grad returned",
+        )
+    squares = [sum_of(wide * wide) for wide in map(in_f32, gradients)]
+    total = squares[0]
+    for square in squares[1:]:
+        total = total + square
+    norm = ROWS["sqrt"](total)
+    factor = clamp(max_norm / (norm + 1e-6), None, 1.0)
+    return tuple(back(in_f32(g) * factor, g) for g in gradients), norm
+
+
+def _check(name: str, w: Handle, *others: Handle) -> None:
+    for x in (w, *others):
+        if not isinstance(x, Handle) or not x.is_tensor or not x.dtype.is_floating_point:
+            raise DefinitionError(
+                f"{name} with {x!r}",
+                because="parameters, gradients and their means are floating tensors",
+                hint="what define_tensor or mf.grad returned",
+            )
+        if x.shape != w.shape:
+            raise DefinitionError(
+                f"{name} of %{w.name}: {w.value.type_text()} with %{x.name}: {x.value.type_text()}",
+                because="each element of the parameter has its own",
+                hint="tensors of the parameter's shape",
+            )
+
+
+def _like(x: Handle, wide: Handle) -> Handle:
+    return x if x.dtype == wide.dtype else x.to(wide.dtype)
+
+
+def _decayed(g: Handle, w: Handle, weight_decay: Any) -> Handle:
+    is_none = isinstance(weight_decay, float | int) and weight_decay == 0
+    return g if is_none else g + w * weight_decay

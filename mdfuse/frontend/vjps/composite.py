@@ -1,0 +1,158 @@
+"""Gradients of products, lookups, softmax, norms and attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.ops import creations, reductions, views
+from mdfuse.frontend.ops.recording import record
+from mdfuse.frontend.vjps.table import Applied, eq, exp, ge, rsqrt, rule, where
+
+# -- contractions --------------------------------------------------------------------------------
+
+
+def _rows(x: Handle) -> Handle:
+    """All dims but the last as one."""
+    return x if x.ndim == 2 else views.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))
+
+
+@rule("matmul")
+def _matmul(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    a, b = len(e.shape(0)), len(e.shape(1))
+    if a == b == 1:
+        return ct * e[1] if e.wants(0) else None, ct * e[0] if e.wants(1) else None
+    if a == 1:
+        ct = views.unsqueeze(ct, -2)
+    elif b == 1:
+        ct = views.unsqueeze(ct, -1)
+    return (
+        _left_factor(e, ct, a, b) if e.wants(0) else None,
+        _right_factor(e, ct, a, b) if e.wants(1) else None,
+    )
+
+
+def _left_factor(e: Applied, ct: Handle, a: int, b: int) -> Handle:
+    """ct[…,m,n] @ b[…,k,n]; a vector has one row."""
+    other: Handle = e[1]
+    if b == 1:
+        return ct * other
+    x = record("matmul", ct, views.transpose(other))
+    return record("squeeze", x, dims=(x.ndim - 2,)) if a == 1 else x
+
+
+def _right_factor(e: Applied, ct: Handle, a: int, b: int) -> Handle:
+    """a[…,k,m] @ ct[…,m,n]; one matrix for a whole batch is one product of all rows."""
+    if a == 1:
+        return views.unsqueeze(e[0], -1) * ct
+    if b == 1:
+        return reductions.sum(e[0] * ct, tuple(range(a - 1)))
+    if b == 2:
+        return record("matmul", views.transpose(_rows(e[0])), _rows(ct))
+    return record("matmul", views.transpose(e[0]), ct)
+
+
+@rule("linear")
+def _linear(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    """x[…,k], w[n,k], b[n]; or w[k] and a result without its dim."""
+    is_vector = len(e.shape(1)) == 1
+    if is_vector:
+        ct = views.unsqueeze(ct, -1)
+    if is_vector or ct.ndim == 1:  # an outer product, or one row
+        x = ct * e[1] if is_vector else record("matmul", ct, e[1])
+        w = reductions.sum(e[0] * ct, tuple(range(ct.ndim - 1))) if is_vector else None
+        w = views.unsqueeze(ct, -1) * e[0] if w is None else w
+    else:
+        x = record("matmul", ct, e[1]) if e.wants(0) else None
+        w = record("matmul", views.transpose(_rows(ct)), _rows(e[0])) if e.wants(1) else None
+    if e.count < 3 or not e.wants(2):
+        return (x, w, None)[: e.count]
+    over = tuple(range(ct.ndim - 1))
+    bias = reductions.sum(ct, over) if over else ct
+    return x, w, record("squeeze", bias, dims=(0,)) if is_vector else bias
+
+
+@rule("embedding")
+def _embedding(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    """Each row of the table gets the sum of those that were looked up there."""
+    rows, _ = e.shape(1)
+    places = views.reshape(e[0], (1, math.prod(e.shape(0))))
+    is_there = eq(views.unsqueeze(creations.arange(rows), 1), places)
+    flat = views.reshape(ct, (math.prod(e.shape(0)), ct.shape[-1]))
+    return None, record("matmul", record("cast", is_there, dtype=ct.dtype), flat)
+
+
+# -- composite ops -------------------------------------------------------------------------------
+
+
+@rule("softmax")
+def _softmax(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    return (_through_softmax(e.y, ct, e.attrs["dim"]),)
+
+
+def _through_softmax(y: Handle, ct: Handle, dim: int) -> Handle:
+    weighed = ct * y
+    return weighed - y * reductions.sum(weighed, dim if y.ndim else (), True)
+
+
+@rule("log_softmax")
+def _log_softmax(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    total = reductions.sum(ct, e.attrs["dim"] if ct.ndim else (), True)
+    return (ct - exp(e.y) * total,)
+
+
+@rule("layer_norm")
+def _layer_norm(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    """Ba, Kiros, Hinton 2016, with y = normal * weight + bias."""
+    x, weight = e[0], e[1]
+    wide = record("cast", x, dtype=torch.float32) if x.dtype.itemsize < 4 else x
+    ct = record("cast", ct, dtype=wide.dtype) if ct.dtype != wide.dtype else ct
+    over = tuple(range(x.ndim - len(e.attrs["normalized_shape"]), x.ndim))
+    distance = wide - reductions.mean(wide, over, True)
+    variance = reductions.mean(distance * distance, over, True)
+    scale = rsqrt(variance + e.attrs["eps"])
+    normal = distance * scale
+    inner = ct if weight is None else ct * weight
+    found: list[Handle | None] = [None, None, None]
+    if e.wants(0):
+        lost = reductions.mean(inner, over, True)
+        turned = normal * reductions.mean(inner * normal, over, True)
+        found[0] = (inner - lost - turned) * scale
+    if e.wants(1):
+        found[1] = ct * normal
+    if e.wants(2):
+        found[2] = ct
+    return found
+
+
+@rule("scaled_dot_product_attention")
+def _attention(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    """By the weights, which are computed again: softmax(q k^T * scale + mask)."""
+    q, k, v = e[0], e[1], e[2]
+    mask = e[3] if e.count > 3 else None
+    scale = e.attrs.get("scale")
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scores = record("matmul", q, views.transpose(k)) * scale
+    if mask is not None:
+        is_bool = mask.dtype == torch.bool
+        scores = where(mask, scores, -math.inf) if is_bool else scores + mask
+    if e.attrs.get("is_causal"):
+        rows, columns = creations.arange(q.shape[-2]), creations.arange(k.shape[-2])
+        seen = ge(views.unsqueeze(rows, 1), columns)
+        scores = where(seen, scores, -math.inf)
+    weights = record("softmax", scores, dim=-1)
+    d_weights = record("matmul", ct, views.transpose(v))
+    d_scores = _through_softmax(weights, d_weights, -1)
+    found: list[Handle | None] = [None] * e.count
+    if e.wants(0):
+        found[0] = record("matmul", d_scores, k) * scale
+    if e.wants(1):
+        found[1] = record("matmul", views.transpose(d_scores), q) * scale
+    if e.wants(2):
+        found[2] = record("matmul", views.transpose(weights), ct)
+    if e.count > 3 and e.wants(3):
+        found[3] = d_scores
+    return found

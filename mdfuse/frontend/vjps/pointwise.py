@@ -1,0 +1,219 @@
+"""Gradients of elementwise ops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.ops import creations
+from mdfuse.frontend.ops.recording import record
+from mdfuse.frontend.vjps.table import (
+    RULES,
+    Applied,
+    Rule,
+    cos,
+    cosh,
+    eq,
+    exp,
+    floor_divide,
+    ge,
+    gt,
+    le,
+    log,
+    logical_and,
+    lt,
+    rsqrt,
+    rule,
+    sigmoid,
+    sign,
+    sin,
+    sinh,
+    trunc,
+    where,
+)
+
+# -- pointwise: two operands ---------------------------------------------------------------------
+
+
+def _binary(
+    name: str,
+    first: Callable[[Applied, Handle], Handle],
+    second: Callable[[Applied, Handle], Handle],
+) -> None:
+    """Add the rule of an op of two operands: what each of them gets."""
+
+    def made(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+        return first(e, ct) if e.wants(0) else None, second(e, ct) if e.wants(1) else None
+
+    RULES[name] = made
+
+
+_binary("add", lambda e, ct: ct, lambda e, ct: ct)
+_binary("sub", lambda e, ct: ct, lambda e, ct: -ct)
+_binary("div", lambda e, ct: ct / e[1], lambda e, ct: -ct * (e[0] / e[1] / e[1]))
+_binary("remainder", lambda e, ct: ct, lambda e, ct: -ct * floor_divide(e[0], e[1]))
+_binary("fmod", lambda e, ct: ct, lambda e, ct: -ct * trunc(e[0] / e[1]))
+_binary(
+    "atan2",
+    lambda e, ct: ct * (e[1] / (e[0] * e[0] + e[1] * e[1])),
+    lambda e, ct: ct * (-e[0] / (e[0] * e[0] + e[1] * e[1])),
+)
+
+
+@rule("mul")
+def _mul(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    if e.is_square:  # as ct * x + ct * x, to the bit
+        return ct * e[0] * 2, None
+    return ct * e[1] if e.wants(0) else None, ct * e[0] if e.wants(1) else None
+
+
+def _base_of_power(e: Applied, ct: Handle) -> Handle:
+    """n * x ** (n - 1), but 0 for n = 0, where x ** -1 would be infinite at 0."""
+    x: Handle = e[0]
+    n = e[1]
+    if not isinstance(n, Handle):
+        return ct * (x if n == 2 else x ** (n - 1)) * n if n != 0 else creations.zeros_like(ct)
+    slope = ct * (n * x ** (n - 1))
+    return where(eq(n, 0), 0.0, slope) if n.is_tensor else slope
+
+
+def _exponent_of_power(e: Applied, ct: Handle) -> Handle:
+    """y * log(x), but 0 where 0 to a power is 0 or 1."""
+    x, n = e[0], e[1]
+    if not isinstance(x, Handle):
+        if x == 0:
+            return where(ge(n, 0), 0.0, ct * (e.y * -math.inf))
+        return ct * (e.y * (math.log(x) if x > 0 else math.nan))
+    slope = ct * (e.y * log(x))
+    return where(logical_and(eq(x, 0), ge(n, 0)), 0.0, slope) if x.is_tensor else slope
+
+
+_binary("pow", _base_of_power, _exponent_of_power)
+
+
+def _extreme_of_two(is_chosen: Callable[..., Handle]) -> Rule:
+    """Half to each where they are equal."""
+
+    def made(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+        half = ct / 2
+
+        def share(mine: Any, other: Any) -> Handle:
+            return where(eq(mine, other), half, where(is_chosen(mine, other), ct, 0.0))
+
+        return (
+            share(e[0], e[1]) if e.wants(0) else None,
+            share(e[1], e[0]) if e.wants(1) else None,
+        )
+
+    return made
+
+
+RULES["maximum"] = _extreme_of_two(gt)
+RULES["minimum"] = _extreme_of_two(lt)
+
+
+@rule("where")
+def _choice(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    """Select: what is hidden may be infinite, and 0 times infinity is NaN."""
+    return (
+        None,
+        where(e[0], ct, 0.0) if e.wants(1) else None,
+        where(e[0], 0.0, ct) if e.wants(2) else None,
+    )
+
+
+# -- pointwise: one operand ----------------------------------------------------------------------
+
+
+def _gelu(e: Applied, ct: Handle) -> Handle:
+    """Phi(x) + x * phi(x), or the derivative of its approximation by tanh."""
+    x: Handle = e[0]
+    if e.attrs.get("approximate", "none") == "none":
+        cdf = (record("erf", x * math.sqrt(0.5)) + 1.0) * 0.5
+        return ct * (cdf + x * exp(x * x * -0.5) * (1.0 / math.sqrt(2.0 * math.pi)))
+    scale, cubic = math.sqrt(2.0 / math.pi), 0.044715
+    t = record("tanh", (x + x * x * x * cubic) * scale)
+    inner = (x * x * (3.0 * cubic) + 1.0) * scale
+    return ct * ((t + 1.0) * 0.5 + x * (1.0 - t * t) * inner * 0.5)
+
+
+def _silu(e: Applied, ct: Handle) -> Handle:
+    x: Handle = e[0]
+    s = sigmoid(x)
+    return ct * (s * (x * (1.0 - s) + 1.0))
+
+
+def _softplus(e: Applied, ct: Handle) -> Handle:
+    beta, threshold = e.attrs.get("beta", 1.0), e.attrs.get("threshold", 20.0)
+    scaled: Handle = e[0] if beta == 1.0 else e[0] * beta
+    return where(gt(scaled, threshold), ct, ct * sigmoid(scaled))
+
+
+def _clamp(e: Applied, ct: Handle) -> Handle:
+    least, most = e.attrs.get("min"), e.attrs.get("max")
+    limits = [x for x in (least, most) if x is not None]
+    if any(isinstance(x, float) and math.isnan(x) for x in limits):
+        return creations.zeros_like(ct)
+    if least is not None:
+        ct = where(ge(e[0], least), ct, 0.0)
+    return ct if most is None else where(le(e[0], most), ct, 0.0)
+
+
+def _cast(e: Applied, ct: Handle) -> Handle:
+    return ct  # cast by the caller
+
+
+def _dropout(e: Applied, ct: Handle) -> Handle:
+    """The same numbers of the same stream are drawn for the cotangent."""
+    return record("dropout", ct, e[1], p=e.attrs["p"], stream=e.attrs["stream"])
+
+
+_LN2, _LN10 = math.log(2.0), math.log(10.0)
+_UNARY: dict[str, Callable[[Applied, Handle], Handle]] = {
+    "neg": lambda e, ct: -ct,
+    "abs": lambda e, ct: ct * sign(e[0]),
+    "reciprocal": lambda e, ct: -ct * e.y * e.y,
+    "sqrt": lambda e, ct: ct / (e.y * 2.0),
+    "rsqrt": lambda e, ct: ct * -0.5 * (e.y * e.y * e.y),
+    "square": lambda e, ct: ct * (e[0] * 2.0),
+    "exp": lambda e, ct: ct * e.y,
+    "exp2": lambda e, ct: ct * e.y * _LN2,
+    "expm1": lambda e, ct: ct * (e.y + 1.0),
+    "log": lambda e, ct: ct / e[0],
+    "log1p": lambda e, ct: ct / (e[0] + 1.0),
+    "log2": lambda e, ct: ct / (e[0] * _LN2),
+    "log10": lambda e, ct: ct / (e[0] * _LN10),
+    "sin": lambda e, ct: ct * cos(e[0]),
+    "cos": lambda e, ct: -ct * sin(e[0]),
+    "tan": lambda e, ct: ct * (e.y * e.y + 1.0),
+    "asin": lambda e, ct: ct * rsqrt(1.0 - e[0] * e[0]),
+    "acos": lambda e, ct: -ct * rsqrt(1.0 - e[0] * e[0]),
+    "atan": lambda e, ct: ct / (e[0] * e[0] + 1.0),
+    "sinh": lambda e, ct: ct * cosh(e[0]),
+    "cosh": lambda e, ct: ct * sinh(e[0]),
+    "tanh": lambda e, ct: ct * (1.0 - e.y * e.y),
+    "asinh": lambda e, ct: ct * rsqrt(e[0] * e[0] + 1.0),
+    "acosh": lambda e, ct: ct * rsqrt(e[0] * e[0] - 1.0),
+    "atanh": lambda e, ct: ct / (1.0 - e[0] * e[0]),
+    "erf": lambda e, ct: ct * (exp(-(e[0] * e[0])) * (2.0 / math.sqrt(math.pi))),
+    "erfc": lambda e, ct: ct * (exp(-(e[0] * e[0])) * (-2.0 / math.sqrt(math.pi))),
+    "sigmoid": lambda e, ct: ct * ((1.0 - e.y) * e.y),
+    "relu": lambda e, ct: where(gt(e.y, 0), ct, 0.0),
+    "silu": _silu,
+    "elu": lambda e, ct: where(gt(e[0], 0), ct, ct * (e.y + e.attrs.get("alpha", 1.0))),
+    "softplus": _softplus,
+    "leaky_relu": lambda e, ct: where(gt(e[0], 0), ct, ct * e.attrs["negative_slope"]),
+    "gelu": _gelu,
+    "clamp": _clamp,
+    "cast": _cast,
+    "dropout": _dropout,
+}
+
+
+def _of_one(formula: Callable[[Applied, Handle], Handle]) -> Rule:
+    return lambda e, ct: (formula(e, ct), *(None,) * (e.count - 1))
+
+
+RULES.update({name: _of_one(formula) for name, formula in _UNARY.items()})

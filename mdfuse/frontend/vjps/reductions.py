@@ -1,0 +1,85 @@
+"""Gradients of reductions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from mdfuse.extents.extent import Extent
+from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.ops import creations, reductions, views
+from mdfuse.frontend.ops.recording import record
+from mdfuse.frontend.vjps.table import Applied, eq, logical_and, rule, where
+from mdfuse.ir.dims import reduced_dims
+
+
+def _kept(e: Applied, reduced: Handle) -> Handle:
+    """A result of the reduction with its dims kept, so that it broadcasts against the operand."""
+    shape = e.shape(0)
+    dims = reduced_dims(e.attrs.get("dims"), len(shape))
+    if e.attrs.get("keepdim") or not dims:
+        return reduced
+    return record("unsqueeze", reduced, dims=dims)
+
+
+def _count(e: Applied) -> int:
+    """How many elements make one of the result."""
+    shape = e.shape(0)
+    return math.prod(shape[d] for d in reduced_dims(e.attrs.get("dims"), len(shape)))
+
+
+def _repeated(e: Applied, ct: Handle) -> Handle:
+    shape = e.shape(0)
+    return views.expand(_kept(e, ct), shape) if shape else ct
+
+
+@rule("sum")
+def _sum(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    return (_repeated(e, ct),)
+
+
+@rule("mean")
+def _mean(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    count = _count(e)
+    return (_repeated(e, ct / count if isinstance(count, Extent) or count else ct * math.inf),)
+
+
+@rule("prod")
+def _prod(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    """The product of the others: what is not zero, where at most one is."""
+    x, over = e[0], reduced_dims(e.attrs.get("dims"), len(e.shape(0)))
+    x = x if x.dtype == ct.dtype else record("cast", x, dtype=ct.dtype)
+    if not over:
+        return (ct,)
+    is_zero = eq(x, 0)
+    rest = where(is_zero, 1.0, x)
+    product = reductions.prod(rest, over, True)
+    zeros = reductions.sum(record("cast", is_zero, dtype=ct.dtype), over, True)
+    alone = logical_and(is_zero, eq(zeros, 1))
+    others = where(eq(zeros, 0), product / rest, where(alone, product, 0.0))
+    return (_kept(e, ct) * others,)
+
+
+@rule("max", "min")
+def _extreme(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    """Evenly among equals."""
+    over = reduced_dims(e.attrs.get("dims"), len(e.shape(0)))
+    if not over:
+        return (ct,)
+    is_there = eq(e[0], _kept(e, e.y))
+    equals = reductions.sum(record("cast", is_there, dtype=ct.dtype), over, True)
+    return (where(is_there, _kept(e, ct) / equals, 0.0),)
+
+
+@rule("topk", "sort")
+def _ordered(e: Applied, cts: Sequence[Any]) -> Sequence[Handle | None]:
+    """To the place where an element stood; a mask of places takes k times n elements a row."""
+    ct, places, shape = cts[0], e.results[1], e.shape(0)
+    if not shape:
+        return (ct,)
+    at = e.attrs["dim"] % len(shape)
+    dims = [1] * (len(shape) + 1)
+    dims[at + 1] = shape[at]
+    here = eq(views.unsqueeze(places, at + 1), views.reshape(creations.arange(shape[at]), dims))
+    return (reductions.sum(where(here, views.unsqueeze(ct, at + 1), 0.0), (at,)),)

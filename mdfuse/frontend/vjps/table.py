@@ -1,0 +1,98 @@
+"""Rules of gradients: what the cotangent of an op's result adds to the cotangents of its operands.
+
+A rule is made of operations, so it has layouts, and rules of its own. It takes the expression as
+`Applied` and the cotangent of its result, and returns one value per operand, or None. Its caller
+sums over broadcast dims and casts to the operand's dtype, and leaves out what nobody wants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.ops.recording import record
+
+
+class Applied(Protocol):
+    """An expression, as a rule sees it."""
+
+    @property
+    def attrs(self) -> Mapping[str, Any]:
+        """The attributes of the op."""
+
+    @property
+    def count(self) -> int:
+        """How many operands there are."""
+
+    @property
+    def is_square(self) -> bool:
+        """Whether both operands are one value."""
+
+    @property
+    def y(self) -> Handle:
+        """The result."""
+
+    @property
+    def results(self) -> Sequence[Handle]:
+        """The results, where there are several."""
+
+    def __getitem__(self, position: int) -> Any:
+        """An operand: a value, a number, or None."""
+
+    def wants(self, position: int) -> bool:
+        """Whether the cotangent of an operand is asked for."""
+
+    def shape(self, position: int) -> tuple[int, ...]:
+        """The shape of an operand, which is not computed again for that."""
+
+    def returned(self, ct: Handle) -> Handle:
+        """A cotangent, through the change of layout that the expression is back to its operand."""
+
+
+#: (expression, cotangent of the result) -> cotangents of the operands. Of several results it is a
+#: list, with None for those to which nothing came back.
+Rule = Callable[[Applied, Any], Sequence[Handle | None]]
+
+RULES: dict[str, Rule] = {}
+
+#: Ops through which no gradient goes, with the reason.
+NO_GRADIENT: dict[str, str] = {
+    **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), "its result is a bool"),
+    **dict.fromkeys(("isfinite", "isinf", "isnan", "any", "all"), "its result is a bool"),
+    **dict.fromkeys((f"logical_{op}" for op in ("and", "or", "xor", "not")), "on bools"),
+    **dict.fromkeys((f"bitwise_{op}" for op in ("and", "or", "xor", "not")), "on integers"),
+    **dict.fromkeys(("floor", "ceil", "round", "trunc", "sign", "floor_divide"), "it is a step"),
+    **dict.fromkeys(("uniform", "full", "full_like", "arange", "constant"), "it reads no tensor"),
+    "detach": "it is there for that",
+    **dict.fromkeys(("window", "widen"), "lowering makes it"),
+    **dict.fromkeys(("attention", "attention_grad"), "gradients are to make it"),
+}
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Return a decorator that adds the rule of some ops."""
+
+    def add(made: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, made))
+        return made
+
+    return add
+
+
+def op(name: str) -> Callable[..., Handle]:
+    """Return the function that records an op without attributes."""
+
+    def function(*operands: Any) -> Handle:
+        return record(name, *operands)
+
+    return function
+
+
+eq, lt, gt, ge, le, where, logical_and = map(
+    op, ("eq", "lt", "gt", "ge", "le", "where", "logical_and")
+)
+exp, log, cos, sin, cosh, sinh = map(op, ("exp", "log", "cos", "sin", "cosh", "sinh"))
+sign, rsqrt, sigmoid, trunc, floor_divide = map(
+    op, ("sign", "rsqrt", "sigmoid", "trunc", "floor_divide")
+)

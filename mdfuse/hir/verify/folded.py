@@ -1,0 +1,226 @@
+"""Write out a projection with many iterations of a loop as one that has all their chunks.
+
+    for %i in 0..512 {                          %y.i@1: … chunk(0,512,0) = chunk(%y)
+      %y.i: … chunk(0,512,%i) = chunk(%y)       %y.i@1 = exp(%x.i@1)
+      %y.i = exp(%x.i)                    ->    %y.i@2: … chunk(0,[1,511],1) = chunk(%y)
+    }                                           %y.i@2 = exp(%x.i@2)
+
+What the verifier accepts of this it accepts of all iterations written out:
+- Iterations whose branches, and the sizes of whose chunks, are the same are one run. The first of
+  each run stands for itself, the others are written as one. What a name has before a second one
+  (a buffer, a post, contents) it has before each later one.
+- This is some of the instructions that run, in their order. What is ordered among these is so among
+  all; what one iteration does before the next one, it does before each later one.
+- Of a buffer from outside of the loop each iteration uses a chunk of its own, or the whole. The one
+  that stands for many reads and writes all their chunks, and is in conflict where any of them is.
+Where one of these is not sure, there is no such program, and all iterations have to be written out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from mdfuse.extents.expressions import Calc, Term, resolve, terms
+from mdfuse.extents.linear import Linear, linear
+from mdfuse.hir.instructions import TRANSFERS, op_of, row_of
+from mdfuse.hir.passes import late_waits
+from mdfuse.hir.program import BufferType, HostProgram, Instruction
+from mdfuse.hir.unroll import LIMIT, Unrolled
+from mdfuse.hir.verify.layouts import chunk_of
+from mdfuse.layouts.boxes import nth_chunk
+from mdfuse.layouts.layout import Stream
+
+#: Loops of fewer iterations are written out as they are.
+FEWEST = 4
+
+
+class _Unfit(Exception):
+    """A loop cannot be folded; all its iterations are written out."""
+
+
+def folded(program: HostProgram) -> HostProgram | None:
+    """Return a projection written out with iterations folded; None where it may be too long.
+
+    Raises:
+        ProgramError: as where it is written out.
+        KeyError: it reads a name in a branch that this rank does not take.
+    """
+    writer = _Folded(program)
+    found = late_waits.run(writer.write())
+    return found if len(writer.code) + writer.saved < LIMIT else None
+
+
+@dataclass
+class _Folded(Unrolled):
+    #: how many instructions were left out
+    saved: int = 0
+    #: in an iteration that stands for several: the loop's index, and its number in the last of them
+    last: tuple[str, int] | None = None
+
+    def iterate(self, loop: Instruction, numbers: range, dropped: list[str]) -> None:
+        for run in self.runs(loop, numbers):
+            super().iterate(loop, run if len(run) < 3 else run[:1], dropped)
+            if len(run) > 2:
+                self.last = loop.outputs[0], run[-1]
+                before = len(self.code)
+                super().iterate(loop, run[1:2], dropped)
+                self.saved += (len(run) - 2) * (len(self.code) - before)
+                self.last = None
+
+    def here(self, kind: BufferType) -> BufferType:
+        found = kind.at(self.known)
+        if self.last is None or kind is found or kind.layout is None or kind.layout.stream is None:
+            return found
+        index, last = self.last
+        chunk, first = kind.layout.stream, self.env[index]
+        numbers = []
+        for n in (first, last):
+            self.env[index] = n
+            numbers.append(resolve(chunk.index, self.known))
+        self.env[index] = first
+        low, high = sorted(numbers)  # type: ignore[type-var]
+        if (low == high and first != last) or not isinstance(low, int) or not isinstance(high, int):
+            return found
+        assert isinstance(chunk.chunks, int) and high - low == last - first
+        layout, rank = kind.layout.with_stream(None), self.program.rank
+        rows = layout.local_shape(kind.shape, rank)[chunk.dim]
+        start, stop = (nth_chunk((0, rows), chunk.chunks, n) for n in (low, high))
+        lengths = start[0], stop[1] - start[0], rows - stop[1]
+        stream = Stream(chunk.dim, lengths, chunk.rotate, 1)
+        return replace(found, layout=layout.with_stream(stream))
+
+    def is_of_part(self, i: Instruction) -> bool:
+        return i.op not in TRANSFERS and super().is_of_part(i)
+
+    # -- what one iteration may stand for --------------------------------------------------------
+
+    def runs(self, loop: Instruction, numbers: range) -> list[range]:
+        """Return the runs of iterations that are alike; each by itself where this is not sure."""
+        inside = [j for i in loop.body for j in i.walk()]
+        index = Term("index", loop.outputs[0])
+        try:
+            if len(numbers) < FEWEST or numbers.step != 1 or any(i.op == "for" for i in inside):
+                raise _Unfit
+            starts = {numbers.start}
+            for name, which in self.chunks(index, inside).items():
+                starts.update(self.borders(name, which, index, numbers))
+            for i in inside:
+                _check(i, index)
+                starts.update(self.branches(i, index) if i.op == "if" else ())
+        except _Unfit:
+            return [numbers[at : at + 1] for at in range(len(numbers))]
+        kept = [*sorted(n for n in starts if n in numbers), numbers.stop]
+        return [range(a, b) for a, b in pairwise(kept)]
+
+    def chunks(self, index: Term, inside: list[Instruction]) -> dict[str, Linear]:
+        """Return the buffers that are another chunk in each iteration, and which one."""
+        root, found = self.program.root, dict[str, Linear]()
+        for name in {root(n) for i in inside for n in (*i.outputs, *i.reads)}:
+            which = self.which(name, index)
+            if which is not None:
+                found[name] = which
+        if not found.keys().isdisjoint(self.bound - self.left):
+            raise _Unfit
+        cut: dict[str, Linear] = {}
+        for i in inside:
+            row = row_of(i)
+            if row is not None and row.is_view and i.reads:
+                self.check_view(i, row.is_slice, found, cut)
+        return found
+
+    def check_view(
+        self, i: Instruction, is_slice: bool, found: dict[str, Linear], cut: dict[str, Linear]
+    ) -> None:
+        """Raise _Unfit where views take several chunks of one buffer, or a part of a chunk."""
+        of, made_of = (self.program.root(n) for n in (i.reads[0], i.outputs[0]))
+        which, types = found.get(made_of), self.program.types
+        if of not in found:
+            if which is not None and (i.op != "chunk" or cut.setdefault(of, which) != which):
+                raise _Unfit
+            return
+        before, after = (_extent(types[n]) for n in (of, made_of))
+        if is_slice or found[of] != which or before != after:
+            raise _Unfit
+
+    def which(self, name: str, index: Term) -> Linear | None:
+        """Return which chunk a buffer is in an iteration; None where it is the same in all."""
+        kind = self.program.types.get(name)
+        chunk = chunk_of(kind.layout) if kind is not None and kind.layout is not None else None
+        if kind is None or chunk is None or index not in terms(chunk.index):
+            return None
+        known = resolve(chunk.index, self.before(index))
+        is_there = known == index or (
+            isinstance(known, Calc) and known.op == "mod" and known.right == chunk.chunks
+        )
+        if not is_there or not isinstance(chunk.chunks, int) or kind.padding is not None:
+            raise _Unfit
+        found = linear(known, chunk.chunks)  # type: ignore[arg-type]
+        if found is None or found.factor(index) not in (1, chunk.count - 1):
+            raise _Unfit
+        if len(found.factors) != 1:
+            raise _Unfit
+        return found
+
+    def before(self, index: Term) -> Callable[[Term], int | None]:
+        """Return a lookup of what is known before the loop over an index."""
+        return lambda term: self.known(term) if term != index else None
+
+    def borders(self, name: str, which: Linear, index: Term, numbers: range) -> Iterator[int]:
+        """Yield the iterations at which the chunks begin anew, or have another size."""
+        kind, count, constant = self.program.types[name], which.modulus, which.constant
+        assert kind.layout is not None and kind.layout.stream is not None
+        shape = kind.layout.with_stream(None).local_shape(kind.shape, self.program.rank)
+        rows = shape[kind.layout.stream.dim]
+        if type(rows) is not int:
+            raise _Unfit
+        full = rows // -(-rows // count) if rows else count  # how many are as long as the first
+        is_up = which.factor(index) == 1
+        places = (0, full, full + 1) if is_up else (count - 1, full - 1, full)
+        for place in (n for n in places if 0 <= n < count):
+            turn = place - constant if is_up else constant - place
+            first = numbers.start + (turn - numbers.start) % count
+            yield from range(first, numbers.stop, count)
+
+    def branches(self, i: Instruction, index: Term) -> Iterator[int]:
+        """Yield the iterations from which on an `if` may take the other branch."""
+        test = resolve(i.kwargs["test"], self.before(index))
+        if index not in terms(test):
+            return
+        if not isinstance(test, Calc) or test.op not in _COMPARISONS:
+            raise _Unfit
+        sides = linear(test.left), linear(test.right)
+        if sides[0] is None or sides[1] is None:
+            raise _Unfit
+        apart = sides[0].plus(sides[1], -1)
+        factor = apart.factor(index)
+        if abs(factor) != 1 or len(apart.factors) != 1:
+            raise _Unfit
+        equal = -apart.constant * factor
+        yield from (equal, equal + 1)
+
+
+_COMPARISONS = ("==", "!=", "<", "<=", ">", ">=")
+
+
+def _extent(kind: BufferType) -> int:
+    """Return the extent of the dim of a buffer that is taken in chunks."""
+    assert kind.layout is not None and kind.layout.stream is not None
+    return kind.shape[kind.layout.stream.dim]
+
+
+def _check(i: Instruction, index: Term) -> None:
+    """Raise _Unfit where an instruction depends on an index in a way that is not looked at.
+
+    Which peers a rank has makes no difference to the rank itself; that there are such ranks is
+    checked with the transfers of all ranks.
+    """
+    attrs = () if i.op in (*TRANSFERS, "if") else i.attrs
+    comms = (i.comm.source, i.comm.destination) if i.comm is not None else ()
+    chunks = [c.index for c in map(chunk_of, comms) if c is not None]
+    numbers = [x for x in i.inputs if not isinstance(x, str)] if op_of(i) is None else []
+    if any(index in terms(x) for x in (*(v for _, v in attrs), *chunks, *numbers)):
+        raise _Unfit
+    if index.name in i.reads and op_of(i) is None:
+        raise _Unfit

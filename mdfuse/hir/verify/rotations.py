@@ -1,0 +1,275 @@
+"""Prove that the transfers of a program meet, for all ranks at once, where they rotate an axis.
+
+    for %i in 0..4 {
+      group_start                                                a rank at c sends to c - %i, and
+      %c0 = send(%x, to=(coord(tp) - %i) mod 4, axis=tp)    ->   the rank at c - %i receives from c:
+      %c1 = recv(%y, from=(coord(tp) + %i) mod 4, axis=tp)       so on every rank, for every %i
+      group_end
+
+A rotation is a bijection. All ranks run the same blocks. So, if the k-th send of each block goes as
+far as the k-th receive comes, the n-th send between any two ranks meets the n-th receive, in the
+same iteration. What they hold is compared as expressions in the coordinate of the sender. What is
+not proven so may be right all the same: it is written out for each rank (`point_to_point.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mdfuse.extents.expressions import Calc, Index, Term
+from mdfuse.extents.linear import Linear, linear, made
+from mdfuse.hir.instructions import BLOCKS, POSTS, TRANSFERS
+from mdfuse.hir.program import BufferType, HostProgram, Instruction
+from mdfuse.hir.verify.layouts import chunk_of, plain
+from mdfuse.layouts.kinds import POINT_TO_POINT
+from mdfuse.layouts.layout import Layout, Partial, Replicate, Varies
+from mdfuse.mesh import DeviceMesh
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """A `send` or `recv` of a program.
+
+    Attributes:
+        i: the instruction.
+        block: where it stands; equal for instructions of one block.
+        group: the number of its group; None outside of groups.
+        waits: how many waits, barriers and blocks stand before it in its block.
+        kind: the type of its buffer.
+        layout: of its buffer.
+    """
+
+    i: Instruction
+    block: tuple[int, ...]
+    group: int | None
+    waits: int
+    kind: BufferType
+    layout: Layout
+
+    @property
+    def place(self) -> tuple[DeviceMesh, str]:
+        """The mesh and the axis along which it goes."""
+        return self.layout.mesh, self.i.kwargs["axis"]
+
+
+def rotates(program: HostProgram) -> bool:
+    """Return whether all sends and receives of a program are sure to meet, and to fit.
+
+    Args:
+        program: for all ranks, whose blocks depend on no rank.
+
+    Returns:
+        False where a fault is possible; and where this cannot be told.
+    """
+    sites = list(_sites(program))
+    sends, recvs = ([s for s in sites if s.i.op == op] for op in TRANSFERS)
+    is_one_place = len({s.place for s in sites}) == 1
+    if not is_one_place or len(sends) != len(recvs) or not _is_plain(program, sites):
+        return False
+    order = {id(s): n for n, s in enumerate(sites)}
+    pairs = zip(sends, recvs, strict=True)
+    return all(_meet(s, r, order[id(s)] < order[id(r)]) for s, r in pairs)
+
+
+def _sites(program: HostProgram) -> Iterator[_Site]:
+    """Yield the sends and receives of a program, in order."""
+    yield from _of_block(program, program.instructions, ())
+
+
+def _of_block(
+    program: HostProgram, block: tuple[Instruction, ...], path: tuple[int, ...]
+) -> Iterator[_Site]:
+    group, is_open, waits = 0, False, 0
+    for at, i in enumerate(block):
+        if i.op == "group_start":
+            group, is_open = group + 1, True
+        elif i.op == "group_end":
+            is_open = False
+        elif i.op in TRANSFERS:
+            kind = program.types[program.root(i.reads[0])]
+            assert kind.layout is not None
+            yield _Site(i, path, group if is_open else None, waits, kind, kind.layout)
+        elif i.op in BLOCKS:
+            yield from _of_block(program, i.body, (*path, at, 0))
+            yield from _of_block(program, i.orelse, (*path, at, 1))
+        waits += i.op in ("wait", "barrier", *BLOCKS)
+
+
+def _is_plain(program: HostProgram, sites: list[_Site]) -> bool:
+    """Return whether sends meet receives only, and each chunk that is posted is sure to be there.
+
+    A rank posts chunks of whatever buffers; those of all ranks are looked at here.
+    """
+    posts = [i for i in program.walk() if i.op in POSTS]
+    if len({i.outputs[0] for i in posts}) < len(posts):
+        return False
+    found = [program.types[program.root(n)].layout for i in posts for n in i.reads]
+    for i in posts:
+        if i.comm is not None:
+            if i.comm.kind in POINT_TO_POINT:
+                return False
+            found += [i.comm.source, i.comm.destination]
+    return all(k is None or chunk_of(k) is None or _chunk(k) is not None for k in found)
+
+
+def _meet(send: _Site, recv: _Site, is_sent_first: bool) -> bool:
+    """Return whether a send meets a receive on all ranks, in each iteration."""
+    mesh, axis = send.place
+    size, coordinate = mesh.axis_size(axis), Term("coord", axis)
+    to = _peer(send.i.kwargs["to"], size, coordinate)
+    come = _peer(recv.i.kwargs["from"], size, coordinate)
+    if to is None or come is None or to != made({}, 0, size).plus(come, -1):
+        return False
+    is_one_group = send.group is not None and send.group == recv.group
+    may_be_own = bool(to.factors) or to.constant == 0
+    if may_be_own and not (is_sent_first or is_one_group):
+        return False  # a rank may receive from itself before it sends
+    is_together = send.block == recv.block and send.waits == recv.waits
+    return is_together and _fits(send, recv, to) and not _differs_elsewhere(send, recv)
+
+
+def _peer(peer: Index, size: int, coordinate: Term) -> Linear | None:
+    """Return how far away a peer is, modulo the size of the axis; None where it rotates nothing."""
+    is_there = peer == coordinate or (
+        isinstance(peer, Calc) and peer.op == "mod" and peer.right == size
+    )
+    found = linear(peer, size) if is_there else None
+    if found is None or any(t != coordinate and t.kind != "index" for t, _ in found.factors):
+        return None
+    if found.factor(coordinate) != 1 % size:
+        return None
+    return found.plus(made({coordinate: 1}, 0, size), -1)
+
+
+# -- what is sent and received -------------------------------------------------------------------
+
+#: A division of a dim: into how many parts, and which of them.
+_Part = tuple[object, Linear]
+
+
+def _fits(send: _Site, recv: _Site, to: Linear) -> bool:
+    """Return whether a receive gets what the type of its buffer says, from a sender `to` away."""
+    a, b = send.kind, recv.kind
+    if (a.dtype, a.flat, a.padding, b.padding) != (b.dtype, b.flat, None, None):
+        return False
+    sent, received = _parts(send), _parts(recv)
+    if sent is None or received is None:
+        return False
+    arrived = _of_sender(recv, received, to)
+    is_same_part = a.shape == b.shape and arrived == sent
+    is_chunk = chunk_of(recv.layout) is not None
+    if not is_same_part and (is_chunk or chunk_of(send.layout) is not None):
+        return False
+    if not is_same_part and not _are_even(send, sent, recv, received):
+        return False
+    return not _is_of_sender(send, sent, is_same_part) or (
+        not is_chunk and _tells_receiver(recv, received)
+    )
+
+
+def _is_of_sender(send: _Site, sent: list[list[_Part]], is_same_part: bool) -> bool:
+    """Return whether senders differ in what they send, beyond the part that receivers name."""
+    mesh, axis = send.place
+    is_own = isinstance(send.layout.placement(axis), Partial | Varies)
+    return mesh.axis_size(axis) > 1 and (is_own or (not is_same_part and _names(send, sent)))
+
+
+def _tells_receiver(recv: _Site, received: list[list[_Part]]) -> bool:
+    """Return whether what a rank is to hold afterwards is that of no other rank of its team."""
+    _, axis = recv.place
+    return isinstance(recv.layout.placement(axis), Partial | Varies) or _names(recv, received)
+
+
+def _names(site: _Site, parts: list[list[_Part]]) -> bool:
+    """Return whether ranks along the axis have different parts, each one of its own."""
+    mesh, axis = site.place
+    size, coordinate = mesh.axis_size(axis), Term("coord", axis)
+    found = (p for dim in parts for p in dim)
+    return any(count == size and p.factor(coordinate) in (1, size - 1) for count, p in found)
+
+
+def _parts(site: _Site) -> list[list[_Part]] | None:
+    """Return how each dim of a buffer is divided, axis by axis, then into chunks; None: unknown."""
+    layout = plain(site.layout, len(site.kind.shape))
+    parts: list[list[_Part]] = [[] for _ in site.kind.shape]
+    for dim, axes in layout.splits:
+        for axis in axes:
+            size = layout.mesh.axis_size(axis)
+            parts[dim].append((size, made({Term("coord", axis): 1}, 0, size)))
+    chunk = chunk_of(layout)
+    if chunk is not None:
+        which = _chunk(layout)
+        if which is None:
+            return None
+        if chunk.chunks != 1:
+            parts[chunk.dim % len(parts)].append((chunk.chunks, which))
+    return parts
+
+
+def _chunk(layout: Layout) -> Linear | None:
+    """Return the number of a chunk, modulo their count; None where it may be out of range."""
+    chunk = chunk_of(layout)
+    assert chunk is not None
+    index, count = chunk.index, chunk.count
+    if isinstance(index, Term):
+        is_there = index.kind == "index" or (
+            index.kind == "coord"
+            and index.name in layout.mesh.axes
+            and layout.mesh.axis_size(index.name) <= count
+        )
+    elif isinstance(index, Calc):
+        is_there = index.op == "mod" and index.right == count
+    else:
+        is_there = index is not None and 0 <= index < count
+    found = linear(index, count) if is_there and index is not None else None
+    if found is None or any(not _is_of_mesh(t, layout.mesh) for t, _ in found.factors):
+        return None
+    return found
+
+
+def _is_of_mesh(term: Term, mesh: DeviceMesh) -> bool:
+    return term.kind == "index" or (term.kind == "coord" and term.name in mesh.axes)
+
+
+def _of_sender(recv: _Site, parts: list[list[_Part]], to: Linear) -> list[list[_Part]] | None:
+    """Return the parts of a receiver, as the sender counts; None where this cannot be told."""
+    mesh, axis = recv.place
+    size, coordinate = mesh.axis_size(axis), Term("coord", axis)
+    if size == 1:
+        return parts
+    there = made({coordinate: 1}, 0, size).plus(to)
+    found = []
+    for dim in parts:
+        if any(p.factor(coordinate) and p.modulus != size for _, p in dim):
+            return None
+        found.append([(n, p.with_term(coordinate, there)) for n, p in dim])
+    return found
+
+
+def _are_even(
+    send: _Site, sent: list[list[_Part]], recv: _Site, received: list[list[_Part]]
+) -> bool:
+    """Return whether all parts on both sides have one shape."""
+    shapes = []
+    for site, parts in ((send, sent), (recv, received)):
+        shape = []
+        for extent, dim in zip(site.kind.shape, parts, strict=True):
+            counts = [n for n, _ in dim if isinstance(n, int)]
+            if len(counts) < len(dim) or type(extent) is not int or extent % math.prod(counts):
+                return False
+            shape.append(extent // math.prod(counts))
+        shapes.append(shape)
+    return shapes[0] == shapes[1]
+
+
+def _differs_elsewhere(send: _Site, recv: _Site) -> bool:
+    """Return whether teams beside this one may receive something else, and are not to."""
+    mesh, axis = send.place
+    others = [a for a in mesh.axes if a != axis and mesh.axis_size(a) > 1]
+    return any(
+        isinstance(recv.layout.placement(a), Replicate)
+        and not isinstance(send.layout.placement(a), Replicate)
+        for a in others
+    )

@@ -1,0 +1,63 @@
+"""Reduce sums of narrow floats in a wider dtype (`Options.reduce_dtype`).
+
+    %z: bf16[8,16] (tp=S0) = set(%y)                    # %y is (tp=P(sum))
+->
+    %y.wide: f32[8,16] (tp=P(sum)) = widen(%y, dtype=f32)
+    %z.wide: f32[8,16] (tp=S0) = set(%y.wide)
+    %z: bf16[8,16] (tp=S0) = cast(%z.wide, dtype=bf16)
+
+Every set that reduces is such a one, whoever asked for it and along whichever axis.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
+from mdfuse.layouts.layout import Layout
+
+name = "widen_sums"
+
+
+def run(fusion: Fusion, dtype: torch.dtype) -> Fusion:
+    """Return the fusion in which sums of narrower floats are reduced in a dtype."""
+    values = dict(fusion.values)
+    exprs: list[Expr] = []
+    #: a Partial value -> itself in the wider dtype
+    wide: dict[str, str] = {}
+    for expr in fusion.exprs:
+        if expr.op != "set" or not _is_rounded(values[expr.reads[0]], values[expr.output], dtype):
+            exprs.append(expr)
+            continue
+        (x,), y = expr.reads, expr.output
+        if x not in wide:
+            wide[x] = _added(values, values[x], dtype)
+            exprs.append(_cast(expr, "widen", x, wide[x], dtype))
+        reduced = _added(values, replace(values[y], is_law=False), dtype)
+        exprs.append(replace(expr, inputs=(wide[x],), outputs=(reduced,)))
+        exprs.append(_cast(expr, "cast", reduced, y, values[y].dtype))
+    return replace(fusion, values=values, exprs=tuple(exprs))
+
+
+def _is_rounded(before: Value, after: Value, dtype: torch.dtype) -> bool:
+    """Whether a set adds up floats that are narrower than the dtype."""
+    assert before.layout is not None and after.layout is not None
+    is_narrow = before.dtype.is_floating_point and before.dtype.itemsize < dtype.itemsize
+    return is_narrow and _adds(before.layout, after.layout)
+
+
+def _adds(before: Layout, after: Layout) -> bool:
+    kept = after.partial_axes if after.mesh == before.mesh else ()
+    return {*before.reduce_ops.values()} == {"sum"} and {*before.partial_axes} > {*kept}
+
+
+def _added(values: dict[str, Value], like: Value, dtype: torch.dtype) -> str:
+    made = fresh_name(values, f"{like.name}.wide")
+    values[made] = replace(like, name=made, dtype=dtype, expanded=frozenset(), order_from="op")
+    return made
+
+
+def _cast(by: Expr, op: str, x: str, y: str, dtype: torch.dtype) -> Expr:
+    return replace(by, op=op, inputs=(x,), outputs=(y,), attrs=(("dtype", dtype),))

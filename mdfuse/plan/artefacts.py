@@ -1,0 +1,132 @@
+"""Compiled functions in files, which the processes of a host share and later ones find.
+
+A function is two files under one name: what the compiler wrote, and, written last, a few words on
+it with a checksum. Files are written under another name and renamed. Whatever is not as it should
+be counts as absent. A lock of the operating system's, which ends with the process that holds it,
+goes to the process that compiles.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mdfuse.plan import inductor
+from mdfuse.plan.forms import Form
+from mdfuse.plan.inductor import Function
+
+#: How long a process that waits for another one sleeps between looks, seconds.
+_POLL_S = 0.02
+
+
+class UnreadableError(Exception):
+    """Files of a function that are damaged, or that the compiler does not take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Artefacts:
+    """A folder of compiled functions; it is made when the first one is locked or saved."""
+
+    folder: Path
+
+    def load(self, name: str) -> tuple[Function, list[Form]] | None:
+        """Return a function and the forms of its results; None where there are no files of it.
+
+        Raises:
+            UnreadableError: there are, and they are of no use.
+        """
+        try:
+            about = json.loads(self._about(name).read_bytes())
+            if _checksum(self._code(name)) != about["sha256"]:
+                raise ValueError("the checksum is another one")
+            forms = [_form(*x) for x in about["results"]]
+            return inductor.load(self._code(name)), forms
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # whatever reading half a file raises, or the compiler
+            raise UnreadableError(reason(error)) from error
+
+    def save(self, name: str, function: Function, results: Sequence[Form]) -> str | None:
+        """Write a function into its files; return why it cannot be."""
+        part = self.folder / f".{name}.{os.getpid()}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            inductor.save(function, part)
+            forms = [[x[0], x[1], _dtype_name(x[2]), str(x[3])] for x in results]
+            about = {"sha256": _checksum(part), "results": forms}
+            part.replace(self._code(name))
+            part.write_text(json.dumps(about))
+            part.replace(self._about(name))
+        except Exception as error:  # the compiler has its own, beside those of files
+            return reason(error)
+        finally:
+            _remove(part)
+        return None
+
+    @contextmanager
+    def lock(self, name: str, timeout_s: float) -> Iterator[bool]:
+        """Be the one process that makes a function in this context; tell whether this one is.
+
+        Args:
+            name: the function's.
+            timeout_s: how long to wait for a process that has the lock.
+
+        Raises:
+            OSError: there can be no lock in this folder.
+        """
+        from filelock import FileLock, Timeout  # slow to import
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self.folder / f"{name}.lock")
+        try:
+            lock.acquire(timeout=timeout_s, poll_interval=_POLL_S)
+        except Timeout:
+            yield False
+            return
+        except NotImplementedError as error:  # some file systems have no locks
+            raise OSError(str(error)) from error
+        try:
+            yield True
+        finally:
+            lock.release()
+
+    def _code(self, name: str) -> Path:
+        return self.folder / f"{name}.bin"
+
+    def _about(self, name: str) -> Path:
+        return self.folder / f"{name}.json"
+
+
+def reason(error: Exception) -> str:
+    """Return the kind of an error and the first line of its text."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def _checksum(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _remove(path: Path) -> None:
+    """Remove a file that may not be there, or in a folder where nothing can be removed."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        return
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _form(shape: list[int], strides: list[int], dtype: str, device: str) -> Form:
+    kind: Any = getattr(torch, dtype)
+    return tuple(shape), tuple(strides), kind, torch.device(device)

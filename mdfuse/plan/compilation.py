@@ -1,0 +1,204 @@
+"""Compiled functions of host units: each is made once in this process, and once on its host.
+
+A function is looked for in memory, then in files; else it is traced, and compiled with all others
+that a plan needs. Processes of one host that need the same ones share the work: each compiles what
+no other has begun, and waits for the rest.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from mdfuse.caching import Cache
+from mdfuse.plan import inductor
+from mdfuse.plan.artefacts import Artefacts, UnreadableError, reason
+from mdfuse.plan.forms import Form
+from mdfuse.plan.inductor import Function, Traced
+from mdfuse.plan.progress import progress
+from mdfuse.plan.unit_keys import name_of
+from mdfuse.runtime.deadline import Deadline
+
+
+@dataclass(eq=False)
+class Made:
+    """A function of tensors that host units come to.
+
+    Attributes:
+        results: the forms of its results.
+        name: of its files; None: it has none.
+        traced: what is to be compiled; None once it is.
+        function: compiled.
+        refused: why it cannot be compiled.
+    """
+
+    results: list[Form]
+    name: str | None = None
+    traced: Traced | None = None
+    function: Function | None = None
+    refused: str | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is nothing left to do."""
+        return self.traced is None
+
+
+@dataclass
+class Tally:
+    """Where the functions of a program came from.
+
+    Attributes:
+        compiled: how many this process compiled.
+        found: how many it found in files, of earlier runs or of other processes.
+        unsaved: why a compiled one was not saved -> how many.
+        unreadable: why files were of no use -> how many.
+    """
+
+    compiled: int = 0
+    found: int = 0
+    unsaved: Counter[str] = field(default_factory=Counter)
+    unreadable: Counter[str] = field(default_factory=Counter)
+
+    def told(self) -> Iterator[str]:
+        """Yield lines on what happened."""
+        counts = {"compiled": self.compiled, "found in files": self.found}
+        if any(counts.values()):
+            yield ", ".join(f"{n} {what}" for what, n in counts.items() if n)
+        for why, n in self.unsaved.items():
+            yield f"{n} not saved for later runs: {why}"
+        for why, n in self.unreadable.items():
+            yield f"{n} compiled again, since their files are of no use: {why}"
+
+
+#: What is computed, and on what -> the function. Equal layers have equal units, in one program or
+#: in several.
+_MADE: Cache[Made] = Cache(1024)
+
+
+def known(key: Hashable, forms: Sequence[Form], tally: Tally) -> Made | None:
+    """Return a function that is in memory or in files.
+
+    Args:
+        key: what is computed; see `mdfuse.plan.unit_keys`.
+        forms: of the arguments.
+        tally: counts.
+    """
+    made = _MADE.get((key, *forms))
+    if made is None and (name := _name(key, forms)) is not None:
+        made = _read(name, tally)
+        if made is not None:
+            _MADE.put((key, *forms), made)
+    return made
+
+
+def traced(key: Hashable, forms: Sequence[Form], function: Function) -> Made:
+    """Return a function that is to be compiled; see `known`."""
+    inductor.start_workers()
+    try:
+        found = inductor.traced(function, forms)
+        made = Made(found.results, _name(key, forms), found)
+    except Exception as error:  # an op has its own reasons; the eager calls are right
+        made = Made([], refused=reason(error))
+    _MADE.put((key, *forms), made)
+    return made
+
+
+def complete(functions: Iterable[Made], timeout_s: float, shows: bool, tally: Tally) -> list[Made]:
+    """Compile functions, or wait for the processes that do.
+
+    Args:
+        functions: those that a plan needs.
+        timeout_s: how long to wait for other processes, once there is nothing else to do.
+        shows: show on a terminal how many are done.
+        tally: counts.
+
+    Returns:
+        Those for which other processes took too long.
+    """
+    todo = [x for x in dict.fromkeys(functions) if not x.is_done]
+    if not todo:
+        return []
+    with progress("compiling launches", len(todo), shows) as advance:
+        others = []
+        for made in todo:
+            if _completed(made, 0.0, tally):
+                advance()
+            else:
+                others.append(made)
+        deadline, late = Deadline.after(timeout_s), []
+        for made in others:
+            if _completed(made, deadline.left(), tally):
+                advance()
+            else:
+                late.append(made)
+    return late
+
+
+def artefacts() -> Artefacts | None:
+    """Return the folder of compiled functions; None where the compiler is to keep no files."""
+    found = inductor.folder()
+    return None if found is None else Artefacts(found / "mdfuse")
+
+
+def _name(key: Hashable, forms: Sequence[Form]) -> str | None:
+    """Return the name of a function's files; None where there can be none."""
+    if inductor.folder() is None:
+        return None
+    devices = dict.fromkeys(form[3] for form in forms)
+    return name_of((key, *forms, *map(inductor.fingerprint, devices)))
+
+
+def _read(name: str, tally: Tally) -> Made | None:
+    folder = artefacts()
+    try:
+        found = folder.load(name) if folder is not None else None
+    except UnreadableError as error:
+        tally.unreadable[str(error)] += 1
+        return None
+    if found is None:
+        return None
+    tally.found += 1
+    return Made(found[1], name, function=found[0])
+
+
+def _completed(made: Made, timeout_s: float, tally: Tally) -> bool:
+    """Compile a function unless another process does; tell whether it is done."""
+    folder = artefacts()
+    if folder is None or made.name is None:
+        _compile(made, tally)
+        return True
+    try:
+        with folder.lock(made.name, timeout_s) as is_mine:
+            if is_mine and not made.is_done:  # another thread may have been there
+                _find_or_compile(made, made.name, folder, tally)
+            return is_mine
+    except OSError as error:
+        if not made.is_done:
+            _compile(made, tally)
+            tally.unsaved[reason(error)] += 1
+        return True
+
+
+def _find_or_compile(made: Made, name: str, folder: Artefacts, tally: Tally) -> None:
+    again = Tally()  # files of no use were counted when they were looked for
+    found = _read(name, again)
+    tally.found += again.found
+    if found is not None:
+        made.function, made.traced = found.function, None
+        return
+    _compile(made, tally)
+    if made.function is not None:
+        why = folder.save(name, made.function, made.results)
+        tally.unsaved.update([why] if why is not None else [])
+
+
+def _compile(made: Made, tally: Tally) -> None:
+    assert made.traced is not None
+    try:
+        made.function = inductor.compiled(made.traced)
+        tally.compiled += 1
+    except Exception as error:  # it has many reasons; without it the eager calls are right
+        made.refused = reason(error)
+    made.traced = None

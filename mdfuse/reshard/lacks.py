@@ -1,0 +1,136 @@
+"""How much a rank lacks of what it needs, at the rank that lacks most."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from mdfuse.extents.extent import is_symbolic
+from mdfuse.layouts.boxes import box_size, intersect
+from mdfuse.layouts.layout import Layout
+from mdfuse.mesh import DeviceMesh
+
+#: Costs are whole numbers of this part of an element, so that they compare exactly: it is divisible
+#: by most sizes of axes.
+UNIT = 8192 * 3 * 3 * 5 * 7
+
+#: axis -> the coordinate of each rank; arrays that broadcast with each other
+_Coordinates = dict[str, Any]
+
+
+def worst_lack(source: Layout, destination: Layout, shape: tuple[int, ...], copies: int = 0) -> int:
+    """Return the most elements that a rank needs from others.
+
+    A rank that has no part of the source lacks all that it needs. All ranks are looked at, by array
+    operations: thousands of them take some tens of microseconds.
+
+    Args:
+        source: what ranks hold.
+        destination: what they need.
+        shape: global extents.
+        copies: how many more copies of all that it needs a rank receives.
+    """
+    if _is_special(source, destination, shape):
+        return max((0, *_one_by_one(source, destination, shape, copies)))
+    need, have, is_holder = _coordinates(source.mesh, destination.mesh)
+    needed: Any = copies + 1
+    held: Any = is_holder
+    for dim, extent in enumerate(shape):
+        start, stop = _interval(destination, dim, extent, need)
+        first, last = _interval(source, dim, extent, have)
+        needed = needed * (stop - start)
+        held = held * np.maximum(np.minimum(stop, last) - np.maximum(start, first), 0)
+    return int(np.max(needed - held))
+
+
+def _is_special(source: Layout, destination: Layout, shape: tuple[int, ...]) -> bool:
+    """Whether a run chooses the extents, or there are chunks: then arrays would not do."""
+    chunks = [x.stream for x in (source, destination) if x.stream is not None]
+    return is_symbolic(shape) or any(chunk.index is not None for chunk in chunks)
+
+
+def _one_by_one(
+    source: Layout, destination: Layout, shape: tuple[int, ...], copies: int = 0
+) -> Iterator[int]:
+    """Yield how many elements each rank needs from others."""
+    for rank in _different(source, destination):
+        need = destination.intervals(shape, rank)
+        both = intersect(need, source.intervals(shape, rank)) if rank in source.mesh else None
+        yield (copies + 1) * box_size(need) - (box_size(both) if both is not None else 0)
+
+
+def _different(source: Layout, destination: Layout) -> Iterable[int]:
+    """Return the destination's ranks, without those that hold and need what another one does."""
+    mesh = destination.mesh
+    if source.mesh != mesh:
+        return mesh
+    split = {a for x in (source, destination) for _, axes in x.splits for a in axes}
+    ranges = (range(n if a in split else 1) for a, n in zip(mesh.axes, mesh.shape, strict=True))
+    return map(mesh.rank_at, product(*ranges))
+
+
+def is_lacking(source: Layout, destination: Layout, shape: tuple[int, ...]) -> bool:
+    """Whether some rank has no part of the source, or needs more than its part."""
+    if source.mesh != destination.mesh and not all(r in source.mesh for r in destination.mesh):
+        return True
+    if _is_special(source, destination, shape):
+        return any(_one_by_one(source, destination, shape))
+    return worst_lack(source, destination, shape) > 0
+
+
+def _interval(layout: Layout, dim: int, extent: int, at: _Coordinates) -> tuple[Any, Any]:
+    """Return where the part of each rank begins and ends."""
+    start: Any = 0
+    stop: Any = extent
+    for axis in layout.split_axes(dim):
+        length = -(-(stop - start) // layout.mesh.axis_size(axis))
+        start = np.minimum(start + at[axis] * length, stop)
+        stop = np.minimum(start + length, stop)
+    return start, stop
+
+
+@lru_cache(maxsize=256)
+def _coordinates(source: DeviceMesh, destination: DeviceMesh) -> tuple[Any, Any, Any]:
+    """Return the coordinates of the destination's ranks in both meshes, and who is in the source.
+
+    Ranks outside of the source count as its first, which `held` then leaves out.
+    """
+    if source == destination:
+        grid = np.ogrid[tuple(slice(n) for n in source.shape)]
+        both = dict(zip(source.axes, grid, strict=True))
+        return both, both, 1
+    ranks = np.array(destination.ranks)
+    place = np.zeros(max(source.last_rank, destination.last_rank) + 1, int)
+    inside = np.zeros(len(place), int)
+    place[np.array(source.ranks)] = np.arange(source.size)
+    inside[np.array(source.ranks)] = 1
+    need = np.unravel_index(np.arange(destination.size), destination.shape)
+    have = np.unravel_index(place[ranks], source.shape)
+    pairs = (dict(zip(m.axes, at, strict=True)) for m, at in ((destination, need), (source, have)))
+    return (*pairs, inside[ranks])
+
+
+def arriving(kind: str, n: int, before: int, after: int) -> int:
+    """Return how many elements a collective brings to a rank, padding included, times `UNIT`.
+
+    Args:
+        kind: one that goes along axes of a mesh.
+        n: how many ranks its teams have.
+        before: elements of the largest part that is read.
+        after: elements of the largest part that is written.
+    """
+    if kind == "Allgather":
+        return UNIT * before * (n - 1)
+    if kind == "ReduceScatter":
+        return UNIT * after * (n - 1)
+    return UNIT * -(-(2 if kind == "Allreduce" else 1) * before * (n - 1) // n)
+
+
+def part_size(layout: Layout, shape: tuple[int, ...]) -> int:
+    """Return the elements of the largest part, the first rank's."""
+    return math.prod(layout.local_shape(shape))

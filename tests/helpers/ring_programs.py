@@ -1,0 +1,251 @@
+"""Host programs that rotate an axis, drawn, and faults that all ranks have alike."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from helpers.mutants import edited, mutants, places, with_attrs
+from helpers.type_mutants import type_mutants
+from mdfuse import MdfuseError, hir
+from mdfuse.extents.expressions import UNKNOWN, Calc, Term
+from mdfuse.hir import HostProgram
+
+GATHER = """
+host @gather on mesh({mesh}) {{
+  input %x: f32[{part},3] of [{rows},3] ({dp}tp=S0)
+  %y: f32[{rows},3] ({dp}tp=R) = alloc
+  for %i in 0..{n} {{
+    %p.i: f32[{part},3] of [{rows},3] ({dp}tp=R, chunk(0,{n},({up}) mod {n})) = alloc
+    group_start
+    %c0 = send(%x, to=({to}) mod {n}, axis=tp)
+    %c1 = recv(%p.i, from=({up}) mod {n}, axis=tp)
+    group_end
+    wait %c1
+    %y.i: f32[{part},3] of [{rows},3] ({dp}tp=R, chunk(0,{n},({up}) mod {n})) = chunk(%y)
+    %y.i = relu(%p.i)
+    free %p.i, %y.i
+    wait %c0
+  }}
+  return %y
+}}"""
+
+INTO_CHUNKS = """
+host @into_chunks on mesh({mesh}) {{
+  input %x: f32[{part},3] of [{rows},3] ({dp}tp=S0)
+  %caller = get_stream
+  %y: f32[{rows},3] ({dp}tp=R) = alloc
+  set_stream 0
+  sync %caller
+  set_stream 1
+  sync %caller
+  for %i in 0..{n} {{
+    %y.i: f32[{part},3] of [{rows},3] ({dp}tp=R, chunk(0,{n},({up}) mod {n})) = chunk(%y)
+    group_start
+    %c0 = send(%x, to=({to}) mod {n}, axis=tp)
+    %c1 = recv(%y.i, from=({up}) mod {n}, axis=tp)
+    group_end
+    wait %c0
+    wait %c1
+    set_stream 0
+    sync 1
+    %y.i = exp(%y.i)
+    free %y.i
+    set_stream 1
+  }}
+  set_stream %caller
+  sync 0
+  sync 1
+  return %y
+}}"""
+
+REDUCE = """
+host @reduce on mesh({mesh}) {{
+  input %x: f32[{rows},3] ({dp}tp=P(sum))
+  %y: f32[{part},3] of [{rows},3] ({dp}tp=S0) = alloc
+  for %i in 0..{n} {{
+    %x.i: f32[{part},3] of [{rows},3] ({dp}tp=P(sum), chunk(0,{n},({up}) mod {n})) = chunk(%x)
+    %p.i: f32[{part},3] of [{rows},3] ({dp}tp=P(sum), chunk(0,{n},({up}) mod {n})) = neg(%x.i)
+    free %x.i
+    %r.i: f32[{part},3] of [{rows},3] ({dp}tp=S0) = alloc
+    group_start
+    %c0 = send(%p.i, to=({up}) mod {n}, axis=tp)
+    %c1 = recv(%r.i, from=({to}) mod {n}, axis=tp)
+    group_end
+    wait %c1
+    if %i == 0 {{
+      %y = set(%r.i)
+    }} else {{
+      %y = add(%y, %r.i)
+    }}
+    free %r.i
+    wait %c0
+    free %p.i
+  }}
+  return %y
+}}"""
+
+HOPS = """
+host @hops on mesh({mesh}) {{
+  input %x: f32[{n},3] of [{even},3] ({dp}tp=S0)
+  %a: f32[{n},3] of [{even},3] ({dp}tp=S0) = neg(%x)
+  %b: f32[{n},3] of [{even},3] ({dp}tp=S0) = alloc
+  for %i in 0..{n} {{
+    group_start
+    %c0 = send(%a, to=(coord(tp) + {hop}) mod {n}, axis=tp)
+    %c1 = recv(%b, from=(coord(tp) - {hop}) mod {n}, axis=tp)
+    group_end
+    wait %c0
+    wait %c1
+    %a = set(%b)
+  }}
+  free %b
+  return %a
+}}"""
+
+LOCAL = """
+host @local on mesh({mesh}) {{
+  input %x: f32[{rows},3] ({dp}tp=R)
+  %y: f32[{rows},3] ({dp}tp=R) = alloc
+  for %i in 0..{chunks} {{
+    %x.i: f32[{part},3] of [{rows},3] ({dp}tp=R, chunk(0,{chunks},%i)) = chunk(%x)
+    %y.i: f32[{part},3] of [{rows},3] ({dp}tp=R, chunk(0,{chunks},%i)) = chunk(%y)
+    %h.i: f32[{part},3] of [{rows},3] ({dp}tp=R, chunk(0,{chunks},%i)) = exp(%x.i)
+    if %i < {least} {{
+      %y.i = neg(%h.i)
+    }} else {{
+      %y.i = relu(%h.i)
+    }}
+    free %x.i, %y.i, %h.i
+  }}
+  return %y
+}}"""
+
+TEMPLATES = {
+    "gather": GATHER, "into_chunks": INTO_CHUNKS, "reduce": REDUCE, "hops": HOPS, "local": LOCAL,
+}  # fmt: skip
+
+
+def ring(name: str, seed: int) -> HostProgram:
+    """A right program on a drawn mesh with drawn, mostly uneven, rows."""
+    draw = random.Random(f"{name} {seed}")
+    n, is_grid = draw.choice((4, 5, 6, 7)), draw.random() < 0.3
+    sign, other = draw.choice(("+-", "-+"))
+    rows = draw.choice((n, 2 * n, 2 * n + 1, 3 * n - 1, n - 1, n - 2, 1, 0))
+    chunks = draw.choice((5, 7, 9)) if name == "local" else n
+    values = {
+        "n": n,
+        "mesh": f"dp=2, tp={n}" if is_grid else f"tp={n}",
+        "dp": "dp=R, " if is_grid else "",
+        "rows": rows,
+        "part": -(-rows // chunks),
+        "even": n * n,
+        "up": f"coord(tp) {sign} %i",
+        "to": f"coord(tp) {other} %i",
+        "hop": draw.randrange(n),
+        "chunks": chunks,
+        "least": draw.randrange(9),
+    }
+    return hir.parse(TEMPLATES[name].format_map(values))
+
+
+# -- what may be wrong ---------------------------------------------------------------------------
+
+
+def broken(program: HostProgram, draw: random.Random) -> HostProgram:
+    """The program with one change, which may leave it right."""
+    changes: list[Callable[[HostProgram, random.Random], HostProgram]]
+    changes = [_other_index, _other_index, _other_chunk, _other_instruction, _other_type]
+    while True:
+        found = draw.choice(changes)(program, draw)
+        if found is not program:
+            return found
+
+
+def indices(index: Any, n: int) -> Iterator[Any]:
+    """Other index expressions, near to this one."""
+    i, c = Term("index", "i"), Term("coord", "tp")
+    yield from (0, 1, n - 1, i, c, Calc("-", n - 1, c), Term("rank"))
+    yield from (Calc("mod", Calc(op, a, b), n) for op in "+-" for a, b in ((c, i), (i, c)))
+    yield from (Calc("mod", Calc(op, c, k), n) for op in "+-" for k in (1, 2, Calc("*", 2, i)))
+    if isinstance(index, UNKNOWN):
+        yield from (Calc("mod", Calc("+", index, k), n) for k in (1, n - 1, 2))
+        yield from (Calc("mod", index, k) for k in (n - 1, n + 1))
+        yield Calc("min", index, n - 2)
+    if isinstance(index, Calc):
+        yield replace(index, left=index.right, right=index.left) if index.op != "mod" else index
+        yield index.left
+
+
+def _other_index(program: HostProgram, draw: random.Random) -> HostProgram:
+    """Another peer, another bound of a loop, another branch."""
+    found = [
+        (block, at, key)
+        for block, at in places(program.instructions)
+        for key, _ in block[at].attrs
+        if key in ("to", "from", "start", "stop", "step", "test")
+    ]
+    if not found:
+        return program
+    block, at, key = draw.choice(found)
+    value = block[at].kwargs[key]
+    if key == "test":
+        other = replace(value, op=draw.choice(("==", "!=", "<", "<=", ">", ">=")))
+        other = replace(other, right=draw.randrange(-1, 8))
+    elif key in ("to", "from"):
+        other = draw.choice(list(indices(value, program.meshes[0].axis_size("tp"))))
+    else:
+        other = value + draw.choice((-1, 1, 2))
+    new = (*block[:at], with_attrs(block[at], **{key: other}), *block[at + 1 :])
+    return edited(program, block, new)
+
+
+def _other_chunk(program: HostProgram, draw: random.Random) -> HostProgram:
+    """Another chunk of one buffer, of all buffers, or in another number of chunks."""
+    is_all, op = draw.random() < 0.3, draw.random()
+    names = [n for n, k in program.types.items() if k.layout is not None and k.layout.stream]
+    if not names:
+        return program
+    chosen = names if is_all else [draw.choice(names)]
+    first = program.types[chosen[0]].layout.stream  # type: ignore[union-attr]
+    assert first is not None
+    index = draw.choice(list(indices(first.index, first.count)))
+    chunks = first.chunks if op < 0.8 else first.count + draw.choice((-1, 1))
+    types = dict(program.types)
+    for name in chosen:
+        kind = types[name]
+        assert kind.layout is not None and kind.layout.stream is not None
+        stream = replace(kind.layout.stream, index=index, chunks=chunks)
+        types[name] = replace(kind, layout=kind.layout.with_stream(stream))
+    return replace(program, types=types)
+
+
+def _other_instruction(program: HostProgram, draw: random.Random) -> HostProgram:
+    return draw.choice([m.program for m in mutants(program)])
+
+
+def _other_type(program: HostProgram, draw: random.Random) -> HostProgram:
+    """Another layout, another shape of one buffer or of all that have this one, or attribute."""
+    if draw.random() < 0.5:
+        return draw.choice([other for _, other in type_mutants(program)])
+    names = [n for n, k in program.types.items() if k.layout is not None]
+    chosen = program.types[draw.choice(names)].shape
+    rows = max(chosen[0] + draw.choice((-1, 1, 3)), 0)
+    types = {
+        n: replace(k, shape=(rows, *k.shape[1:])) if k.shape == chosen else k
+        for n, k in program.types.items()
+    }
+    return replace(program, types=types)
+
+
+def verdict(program: HostProgram, in_full: bool) -> str:
+    """What the verifier says: nothing, or the kind of its error."""
+    from mdfuse.hir.verify import verify
+
+    try:
+        verify(program, in_full)
+    except MdfuseError as error:
+        return type(error).__name__
+    return ""

@@ -1,0 +1,57 @@
+"""Compiled launches on real ranks: those of one host compile each function once between them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.stand_in_compiler import StandIn
+
+import mdfuse as mf
+from mdfuse import DeviceMesh, Options, Shard
+from mdfuse.frontend.cache import FusionCache
+from mdfuse.plan import compilation
+
+#: How many units of `layers` differ.
+UNITS = 3
+
+
+def layers(mesh: DeviceMesh, depth: int) -> mf.FusionDefinition:
+    with mf.FusionDefinition("layers") as fd:
+        x = fd.define_tensor([4, 8], mesh=mesh, layout={})
+        up = fd.define_tensor([8, 6], mesh=mesh, layout={"tp": Shard(1)})
+        down = fd.define_tensor([6, 8], mesh=mesh, layout={"tp": Shard(0)})
+        for _ in range(depth):
+            h = (x.sin() * 0.5 + 1.0) @ up
+            y = (h.exp() * 0.1) @ down
+            x = fd.ops.set(y).on(mesh, {}) * 0.5 + x
+        fd.add_output(x.cos() * 2.0)
+    return fd
+
+
+@pytest.mark.world(2)
+def test_ranks_compile_each_function_once(comm: mf.Communicator, compiler: StandIn) -> None:
+    draw = torch.Generator().manual_seed(3)
+    x, up, down = (torch.randn(s, generator=draw) for s in ([4, 8], [8, 6], [6, 8]))
+    want = x
+    for _ in range(3):
+        want = ((want.sin() * 0.5 + 1) @ up).exp() * 0.1 @ down * 0.5 + want
+    want = want.cos() * 2
+    columns, rows = up.chunk(2, 1)[comm.rank], down.chunk(2, 0)[comm.rank]
+    given = [t.to(comm.device, copy=True) for t in (x, columns.contiguous(), rows)]
+    mesh, options = DeviceMesh.arange(tp=2), Options(compile="always")
+    for _ in range(2):  # the second time from files
+        compilation._MADE.empty()
+        FusionCache.reset()
+        program = mf.compile(layers(mesh, 3), options=options)
+        for _ in range(3):
+            (got,) = program.run(*given)
+            torch.testing.assert_close(got.cpu(), want)
+        tally = program._usual.fuser.tally
+        assert not tally.unsaved and not tally.unreadable and not program._usual.fuser.refused
+    assert tally.compiled == 0
+    comm.all_ok(None)  # all have counted
+    began = compiler.began
+    assert len({*began}) == 2, "both ranks compile"
+    # what is compiled for a GPU names it
+    copies = 2 if comm.device.type == "cuda" else 1
+    assert len(began) == copies * tally.found and tally.found >= UNITS

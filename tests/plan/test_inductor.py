@@ -1,0 +1,96 @@
+"""Inductor itself, in processes of their own: it compiles once; what it needs may be missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mdfuse.plan import inductor
+
+#: Runs a program of one launch; prints what it counted, and the calls that made libraries.
+PROGRAM = """
+import json, sys
+
+calls = []
+def note(event, arguments):
+    if event == "subprocess.Popen" and "-shared" in arguments[1]:
+        calls.append(arguments[1])
+sys.addaudithook(note)
+
+import torch
+import torch._inductor.config
+import mdfuse as mf
+torch._inductor.config.cpp_cache_precompile_headers = False  # they pay with the second kernel
+mesh = mf.DeviceMesh.arange(t=1)
+with mf.FusionDefinition("norm") as fd:
+    x, w = (fd.define_tensor(shape, mesh=mesh, layout={}) for shape in ([8, 64], [64]))
+    fd.add_output(fd.ops.rms_norm(x, [64], w, 1e-6) + x)
+program = mf.compile(fd, options=mf.Options(compile="always"))
+x, w = torch.arange(512.0).view(8, 64) / 100, torch.arange(64.0) / 10
+try:
+    (got,) = program.run(x, w)
+except mf.ProgramError as error:
+    print(json.dumps(str(error)))
+else:
+    wide = x.double()
+    want = wide / (wide * wide).mean(-1, keepdim=True).add(1e-6).sqrt() * w.double() + wide
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    print(json.dumps([vars(program._usual.fuser.tally), len(calls)]))
+"""
+
+
+def run(folder: Path, **variables: str) -> Any:
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder), **variables}
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, text=True, timeout=500, check=True
+    )
+    return json.loads(done.stdout)
+
+
+def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+    counts, calls = run(tmp_path)
+    assert counts == {"compiled": 1, "found": 0, "unsaved": {}, "unreadable": {}} and calls > 0
+    counts, calls = run(tmp_path)
+    assert counts == {"compiled": 0, "found": 1, "unsaved": {}, "unreadable": {}} and calls == 0
+
+
+def test_no_compiler(tmp_path: Path) -> None:
+    told = run(tmp_path, CXX=str(tmp_path / "none"))
+    assert told.startswith("launch fused0 of @norm cannot be compiled: "), told
+
+
+def test_a_compiler_that_is_killed(tmp_path: Path) -> None:
+    compiler = tmp_path / "g++"
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo "g++ 12.2.0" && exit\nkill -9 $$\n'
+    )
+    compiler.chmod(0o755)
+    told = run(tmp_path / "kept", CXX=str(compiler))
+    assert told.startswith("launch fused0 of @norm cannot be compiled: "), told
+    assert list((tmp_path / "kept").glob("mdfuse/*.bin")) == []
+
+
+def test_fingerprints_tell_settings_apart() -> None:
+    from torch._inductor import config
+
+    plain = inductor.fingerprint(torch.device("cpu"))
+    assert plain == inductor.fingerprint(torch.device("cpu"))
+    with config.patch(max_autotune=not config.max_autotune):
+        assert inductor.fingerprint(torch.device("cpu")) != plain
+
+
+def test_no_folder_where_files_are_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from torch._inductor import config
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert inductor.folder() == tmp_path
+    with config.patch(force_disable_caches=True):
+        assert inductor.folder() is None
