@@ -60,6 +60,7 @@ __all__ = [
     "shard_order",
     "spec_of",
     "symmetric_empty",
+    "table_grad",
     "transform_level",
 ]
 
@@ -194,15 +195,21 @@ _ATEN: Any = torch.ops.aten
 Kernels = tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Tensor, ...]]]
 
 
-def attention_kernels(query: Tensor, has_bias: bool) -> Kernels | None:
-    """torch's kernels for such a query, which keep no scores; None where it has none."""
+def attention_kernels(
+    query: Tensor, key: Tensor, has_bias: bool, is_causal: bool
+) -> Kernels | None:
+    """torch's kernels for such operands, which keep no scores; None where it has none."""
     dtype, features = query.dtype, query.shape[-1]
     if query.device.type == "cpu":
         return _on_cpu, _grad_on_cpu
     if query.device.type != "cuda":
         return None
     is_narrow = dtype in (torch.float16, torch.bfloat16)
-    if is_narrow and not has_bias and features % 8 == 0 and features <= 256:
+    # flash takes a causal query that is shorter than the keys for the last rows of a longer one
+    is_square = not is_causal or query.shape[-2] == key.shape[-2]
+    is_new = torch.cuda.get_device_capability(query.device) >= (8, 0)
+    may_flash = is_narrow and is_new and is_square and not has_bias
+    if may_flash and features % 8 == 0 and features <= 256:
         return _flash, _flash_grad
     if dtype != torch.float64 and features % (8 if is_narrow else 4) == 0:
         return _efficient, _efficient_grad
@@ -314,6 +321,15 @@ def _padded(bias: Tensor | None, query: Tensor) -> Tensor | None:
     n = bias.shape[-1]
     rows = torch.nn.functional.pad(bias, (0, -n % _BIAS))[..., :n]
     return rows.expand(*query.shape[:2], -1, -1)
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+
+def table_grad(ct: Tensor, indices: Tensor, rows: int) -> Tensor:
+    """What the rows of a table get that were looked up: the same bits in every run, on GPUs too."""
+    made: Tensor = _ATEN.embedding_dense_backward(ct, indices, rows, -1, False)
+    return made
 
 
 # -- memory ----------------------------------------------------------------------------------------

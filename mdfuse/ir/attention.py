@@ -40,7 +40,7 @@ def attend(
     if q.device.type == "meta":
         rows = q.new_empty(q.shape[:-1], dtype=_wide(q.dtype))
         return q.new_empty((*q.shape[:-1], v.shape[-1])), rows
-    kernels = _kernels(q, k, v, mask)
+    kernels = _kernels(q, k, v, mask, is_causal)
     if kernels is None:
         return _attend_blocks(_Scores(q, k, mask, is_causal, scale), v)
     heads, bias = _as_heads(q, k, v), _as_bias(mask, q, k)
@@ -83,7 +83,7 @@ def attend_grad(
         return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     if mask is not None:  # the powers of a row that is hidden entirely are 0 whatever their sum is
         sums = sums.masked_fill(sums == -math.inf, 0)
-    kernels = _kernels(q, k, v, mask)
+    kernels = _kernels(q, k, v, mask, is_causal)
     if kernels is None:
         return _grad_of_blocks(_Scores(q, k, mask, is_causal, scale), v, out, sums, ct)
     given = _as_heads(q, k, v, out, sums.unsqueeze(-1), ct)
@@ -117,11 +117,11 @@ def _check(
 # -- a library's kernels ---------------------------------------------------------------------------
 
 
-def _kernels(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Any:
+def _kernels(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Any:
     """Return the library's forward and backward for these operands; None where it has none."""
     if 0 in (*q.shape, *k.shape) or q.shape[-1] != v.shape[-1] or q.ndim < 3:
         return None
-    return torch_private.attention_kernels(q, mask is not None)
+    return torch_private.attention_kernels(q, k, mask is not None, is_causal)
 
 
 def _as_heads(*operands: Tensor) -> list[Tensor]:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as _F
 
+from mdfuse import torch_private
+
 
 def cast(x: Tensor, *, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """Return a copy in another dtype."""
@@ -73,6 +75,59 @@ def sort(
     """Return the elements in order along a dim, and the places where they stood."""
     values, indices = torch.sort(x, stable=stable, dim=dim, descending=descending)
     return values, indices
+
+
+def lookup_grad(
+    indices: Tensor,
+    ct: Tensor,
+    *,
+    shape: Sequence[int],
+    box: Sequence[tuple[int, int]] | None = None,
+) -> Tensor:
+    """Add up the cotangents of the rows that were looked up, in a table of some shape.
+
+    With `box` only the rows of that part of the table are made, in the columns that `ct` has.
+    """
+    (start, stop), columns = box if box is not None else ((0, shape[0]), (0, shape[1]))
+    if ct.shape != (*indices.shape, columns[1] - columns[0]):
+        raise ValueError(f"{tuple(ct.shape)} is no cotangent of a lookup of {tuple(indices.shape)}")
+    if box is not None and (start, stop) != (0, shape[0]):
+        here = (indices >= start) & (indices < stop)
+        ct = ct.masked_fill(~here.unsqueeze(-1), 0)
+        indices = (indices - start).clamp(0, max(stop - start - 1, 0))
+    return torch_private.table_grad(ct, indices, stop - start)
+
+
+def window_grad(
+    ct: Tensor,
+    *,
+    shape: Sequence[int],
+    starts: Sequence[int],
+    steps: Sequence[int],
+    box: Sequence[tuple[int, int]] | None = None,
+    taken: Sequence[tuple[int, int]] | None = None,
+    at: Sequence[int] | None = None,
+) -> Tensor:
+    """Put the cotangent of a slice where the slice was, in zeros.
+
+    Args:
+        ct: the cotangent.
+        shape: of what was sliced.
+        starts: per dim, the first index that the slice took.
+        steps: per dim.
+        box: the part of the result that is made; None: all of it.
+        taken: per dim, what that part has of the cotangent.
+        at: per dim, where that begins in the part.
+    """
+    found = ct.new_zeros([stop - start for start, stop in box] if box is not None else shape)
+    source = [(0, n) for n in ct.shape] if taken is None else taken
+    begin, where = starts if at is None else at, []
+    for first, (start, stop), step in zip(begin, source, steps, strict=True):
+        where.append(
+            slice(first, first + (stop - start - 1) * step + 1 if stop > start else first, step)
+        )
+    found[tuple(where)] = ct[tuple(slice(*x) for x in source)]
+    return found
 
 
 def joined_window(

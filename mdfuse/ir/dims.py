@@ -206,6 +206,20 @@ def embedding(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap
     return DimMap(operands=(indices, (v, d)), results=((*indices, d),), reduces={v: "sum"})
 
 
+def embedding_grad(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
+    """Label `indices[…], ct[…,d]` and a table [v,d]: rows add up, each rank may make its own v."""
+    n = len(shapes[0] or ())
+    rows, d, v = tuple(range(n)), n, n + 1
+    operands = (rows, (*rows, d))
+    return DimMap(operands=operands, results=((v, d),), reduces=dict.fromkeys(rows, "sum"))
+
+
+def window_grad(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
+    """Label a slice put into zeros: what it cut must be whole in it, and may be split in these."""
+    taken = tuple(d if n == result[d] else None for d, n in enumerate(shapes[0] or ()))
+    return DimMap(operands=(taken,), results=(tuple(range(len(result))),))
+
+
 def layer_norm(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
     """Label a layer or RMS norm: the normalised dims must be whole, all others may be split."""
     free = len(result) - len(attrs["normalized_shape"])

@@ -112,6 +112,23 @@ def local_draw(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     return {**attrs, "shape": part.shape, "box": part.box}
 
 
+def local_taken(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
+    """Say what a rank's part of the result has of the cotangent of a slice, and where."""
+    shape, held = part.shapes[0], part.boxes[0]
+    assert shape is not None and held is not None
+    taken, at = [], []
+    for d, (n, (begin, end)) in enumerate(zip(shape, part.box, strict=True)):
+        start, step = attrs["starts"][d], attrs["steps"][d]
+        if n == part.shape[d]:  # taken entirely: the cotangent is split as the result is
+            taken.append((0, held[d][1] - held[d][0]))
+            at.append(0)
+            continue
+        first, stop = (min(max(-(-(x - start) // step), 0), n) for x in (begin, end))
+        taken.append((first, max(first, stop)))
+        at.append(max(start + first * step - begin, 0))
+    return {**attrs, "box": part.box, "taken": tuple(taken), "at": tuple(at)}
+
+
 def global_count(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """Give a mean over a split dim the global count, by which each part is divided."""
     if not is_partial(attrs, part):

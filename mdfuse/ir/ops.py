@@ -405,30 +405,18 @@ _row(
     attrs=_ATTEND,
     **_COMPOSITE,
 )
-_row(
-    "attention",
-    attention.attend,
-    dims.attended,
-    shapes.attended,
-    ANYHOW,
-    is_library=True,
-    operands=(3, 4),
-    results=2,
-    attrs=_ATTEND,
-    **_COMPOSITE,
-)
-_row(
-    "attention_grad",
-    attention.attend_grad,
-    dims.attention_grad,
-    shapes.attention_grad,
-    ANYHOW,
-    is_library=True,
-    operands=(6, 7),
-    results=3,
-    attrs=_ATTEND,
-    **_COMPOSITE,
-)
+for _name, _call, _rule, _shape, _counts in (
+    ("attention", attention.attend, dims.attended, shapes.attended, (2, 3, 4)),
+    (
+        "attention_grad",
+        attention.attend_grad,
+        dims.attention_grad,
+        shapes.attention_grad,
+        (3, 6, 7),
+    ),
+):
+    _more: dict[str, Any] = {"results": _counts[0], "operands": _counts[1:], "is_library": True}
+    _row(_name, _call, _rule, _shape, ANYHOW, attrs=_ATTEND, **_more, **_COMPOSITE)
 _row(
     "cat",
     calls.cat,
@@ -469,6 +457,34 @@ _creation(
 _creation("full", creation.full, 1, _DTYPE)
 _creation("arange", creation.arange, 2, _DTYPE, shape=shapes.numbered)
 _creation("constant", creation.constant, 0, _VALUES, _DTYPE, shape=shapes.listed)
+_row(
+    "embedding_grad",
+    calls.lookup_grad,
+    dims.embedding_grad,
+    shapes.embedding_grad,
+    DENSE,
+    localize=of_part.local_draw,
+    operands=(2, 2),
+    attrs=(_EXTENTS, _BOX),
+    **_COMPOSITE,
+)
+_row(
+    "slice_grad",
+    calls.window_grad,
+    dims.window_grad,
+    shapes.window_grad,
+    DENSE,
+    localize=of_part.local_taken,
+    attrs=(
+        _EXTENTS,
+        attr("starts", "places", True),
+        attr("steps", "steps", True),
+        _BOX,
+        attr("taken", "box", is_local=True),
+        attr("at", "places", is_local=True),
+    ),
+    **_COMPOSITE,
+)
 _row(
     "full_like",
     creation.full_like,

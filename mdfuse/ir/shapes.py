@@ -175,6 +175,25 @@ def embedding(shapes: Shapes, attrs: Attrs) -> Shape:
     return (*indices, width)
 
 
+def embedding_grad(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Return the shape of the table, or of a rank's part of it."""
+    indices, ct = _present(shapes)
+    made = created(shapes, attrs)
+    for a, b in zip(ct, (*indices, made[1]), strict=True):
+        _equal(a, b)
+    return made
+
+
+def window_grad(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Return the shape of what was sliced, or of a rank's part of it."""
+    ((shape,), whole) = _present(shapes), tuple(attrs["shape"])
+    if attrs.get("box") is None:
+        for n, start, step, end in zip(shape, attrs["starts"], attrs["steps"], whole, strict=True):
+            if n and start + (n - 1) * step >= end:
+                raise ValueError(f"{n} elements from {start} on by {step} are not in {end}")
+    return created(shapes, attrs)
+
+
 def layer_norm(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the operand's shape, whose last dims are those of weight and bias."""
     (x, *factors), inner = _present(shapes), tuple(attrs["normalized_shape"])

@@ -43,8 +43,8 @@ def drawn_attr(drawn: random.Random, a: Attr, operand: Shape | None) -> Any:
 
 def drawn_call(drawn: random.Random, row: Op) -> tuple[list[Any], dict[str, Any]]:
     """Operands and attributes; many of the operands have one shape, or the same last dims."""
-    if row.name == "attention_grad":
-        return _gradient_call(drawn)
+    if row.name in _GRADIENTS:
+        return _GRADIENTS[row.name](drawn)
     least, most = row.operands
     first, found = drawn_shape(drawn), []
     for at in range(drawn.randint(least, least + 2 if most is None else most)):
@@ -75,6 +75,31 @@ def _gradient_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
         out, sums = q, q
     ct = out if drawn.random() < 0.9 else torch.ones(drawn_shape(drawn))
     return [q, k, v, out, sums, ct, *mask], attrs
+
+
+def _lookup_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
+    indices, shape = torch.zeros(drawn_shape(drawn), dtype=torch.int64), (3, drawn.randrange(1, 4))
+    ct = (*indices.shape, shape[1]) if drawn.random() < 0.7 else drawn_shape(drawn)
+    return [indices, torch.ones(ct)], {"shape": shape}
+
+
+def _slice_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
+    """A cotangent that fits, or mostly does."""
+    ct = drawn_shape(drawn)
+    starts, steps = ([drawn.randrange(low, 3 + low) for _ in ct] for low in (0, 1))
+    shape = [
+        start + (n - 1) * step + drawn.randint(int(drawn.random() < 0.9), 2)
+        for n, start, step in zip(ct, starts, steps, strict=True)
+    ]
+    return [torch.ones(ct)], {k: tuple(x) for k, x in
+                              (("shape", shape), ("starts", starts), ("steps", steps))}  # fmt: skip
+
+
+_GRADIENTS = {
+    "attention_grad": _gradient_call,
+    "embedding_grad": _lookup_call,
+    "slice_grad": _slice_call,
+}
 
 
 def of_torch(call: Callable[..., Any], *operands: Any, **attrs: Any) -> tuple[Shape, ...] | None:
