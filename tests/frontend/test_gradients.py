@@ -419,6 +419,9 @@ def test_a_send_inside_is_sent_again() -> None:
     assert len(program.communications) == 3, program
     check_everywhere(program, [numbers(4)], [(numbers(4) ** 2).sum(), 2 * numbers(4)])
     assert "(recomputed)" in str(program)
+    assert re.findall(r"the meshes differ.*", program.explain()) == [
+        "the meshes differ", "the meshes differ (recomputed)", "the meshes differ (backward)",
+    ]  # fmt: skip
 
 
 def test_an_inner_block_is_a_part_of_the_outer_one() -> None:
