@@ -313,7 +313,8 @@ def _graphs(host: HostProgram, options: Options | None) -> Iterator[str]:
 def _why(i: Instruction) -> str:
     """Return what a post or a receive is there for."""
     if i.comm is not None:
-        return f"{i.comm}: {i.comm.source} -> {i.comm.destination}, {_reason(i.comm)}"
+        note = f" ({i.source.note})" if i.source is not None and i.source.note else ""
+        return f"{i.comm}: {i.comm.source} -> {i.comm.destination}, {_reason(i.comm)}{note}"
     along = f" along {i.kwargs['axis']}" if "axis" in i.kwargs else ""
     return f"Recv %{i.reads[0]} from {i.kwargs['from']}{along}, which sends it: a ring"
 

@@ -9,7 +9,8 @@ value with a law, lies as that; what comes back through a `set` lies where the s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -297,38 +298,34 @@ class _Backward:
     def _gradients(self) -> Made:
         """Return the gradients, each a value of its own with a name and, of inputs, a law."""
         names = self.site.names(len(self.wrt))
+        wanted: dict[str, str] = {}
+        for x, name in zip(self.wrt, names, strict=True):
+            wanted.setdefault(x, name or f"{x}.grad")
+        totals = {x: self._total(x) for x in wanted if x in self.parts}
+        shared = Counter(total.id for total in totals.values())
         found: dict[str, Handle] = {}
         renamed: dict[int, str] = {}
-        for x, name in zip(self.wrt, names, strict=True):
-            if x in found:
-                continue
-            wanted = name or f"{x}.grad"
-            self.scribe.line = Derived(self.site.source, wanted)
-            if x in self.parts:
-                gradient = self._total(x)
-                if self._is_own(gradient, x, found.values()):
-                    renamed[gradient.id] = wanted
-                else:
-                    gradient = self.scribe.record("set", (gradient,))
+        for x, name in wanted.items():
+            self.scribe.line = Derived(self.site.source, name)
+            if x not in totals:
+                zeros = {"dtype": self.recorder.values[x].dtype}
+                found[x] = self.scribe.record("full_like", (self.scribe.handle(x), 0), zeros)
+            elif shared[totals[x].id] == 1 and self._is_free(totals[x], x):
+                found[x] = totals[x]
+                renamed[found[x].id] = name
             else:
-                gradient = self.scribe.record(
-                    "full_like",
-                    (self.scribe.handle(x), 0),
-                    {"dtype": self.recorder.values[x].dtype},
-                )
+                found[x] = self.scribe.record("set", (totals[x],))
             if self.recorder.is_placed(x):
-                self._place(gradient, Like(x))
-            found[x] = gradient
+                self._place(found[x], Like(x))
         self.recorder.rename(renamed)
         return tuple((found[x].id, found[x].fact) for x in self.wrt)
 
-    def _is_own(self, x: Handle, of: str, others: Iterable[Handle]) -> bool:
-        """Whether a value is the gradient of nothing else, and nobody reads it or has placed it."""
-        name = self.recorder.names[x.id]
+    def _is_free(self, total: Handle, of: str) -> bool:
+        """Whether a value was made here, and nobody reads it or has placed it otherwise."""
+        name = self.recorder.names[total.id]
         like = self.recorder.values[name].like
-        is_free = like is None or like.of == of
-        is_read = self.recorder.is_used(name) or any(x.id == y.id for y in others)
-        return x.id >= self.first and is_free and not is_read
+        is_placed = like is not None and like.of != of
+        return total.id >= self.first and not is_placed and not self.recorder.is_used(name)
 
 
 class _Expression:

@@ -161,7 +161,18 @@ class Recorder:
 
     def grad(self, site: Site, of: int, wrt: Sequence[int], seed: int | None) -> gradients.Made:
         """Record the expressions of a gradient; see `mdfuse.grad`."""
-        return gradients.append(self, site, of, wrt, seed)
+        names, exprs, used = len(self.names), len(self._exprs), dict(self._used)
+        try:
+            return gradients.append(self, site, of, wrt, seed)
+        except BaseException:
+            for name in self.names[names:]:
+                self._fresh.free(name)
+                del self.values[name]
+            for i in range(names, len(self.names)):
+                self._made_by.pop(i, None)
+            del self.names[names:], self._exprs[exprs:]
+            self._used = used
+            raise
 
     def recompute(self, site: Site, begins: bool) -> None:
         """Begin a block of values that gradients compute again, or end it."""

@@ -52,7 +52,8 @@ class Site:
     @property
     def name(self) -> str | None:
         """`h` for the call in `h = f(...)`; None for other calls."""
-        return self.said or _names_after(self.code, self.offset)[0]
+        found = _names_after(self.code, self.offset)
+        return self.said or (found[0] if len(found) == 1 else None)
 
     def names(self, n: int) -> tuple[str | None, ...]:
         """`(v, i)` for the call in `v, i = f(...)`, which gives n results; else n times None."""

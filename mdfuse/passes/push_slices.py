@@ -21,9 +21,12 @@ name = "push_slices"
 def run(fusion: Fusion) -> Fusion:
     """Return the fusion with these values split, from the last to the first."""
     values = dict(fusion.values)
+    # What the user wants to lie as another value would no longer do so.
+    fixed = {v.like.of for v in values.values() if v.like is not None and v.like.past is None}
+    fixed.update(fusion.outputs)
     for name in (name for expr in reversed(fusion.exprs) for name in expr.outputs):
         out = values[name]
-        if not out.is_tensor or out.is_law or name in fusion.outputs:
+        if not out.is_tensor or out.is_law or name in fixed:
             continue
         wanted = set()
         for reader in fusion.consumers[name]:

@@ -252,3 +252,80 @@ def test_without_the_law_of_sets_stages_send_more(monkeypatch: pytest.MonkeyPatc
     program = mf.compile(stages())
     mf.FusionCache.reset()
     assert posts(program) != STAGES, program
+
+
+# -- what is posted backwards for a change of layout ---------------------------------------------
+
+
+P, R = mf.Partial(), mf.Replicate()
+OTHER = DeviceMesh([4, 5, 6, 7], ["tp"])
+#: forwards: before, after; what comes back; posts forwards; posts backwards.
+DUALS: dict[str, tuple[Any, Any, Any, list[str], list[str]]] = {
+    "all-gather": (S0, R, P, ["Allgather"], ["ReduceScatter"]),
+    "all-gather, whole": (S0, R, R, ["Allgather"], []),
+    "all-reduce": (P, R, R, ["Allreduce"], []),
+    "reduce-scatter": (P, S0, S0, ["ReduceScatter"], ["Allgather"]),
+    "all-to-all": (S0, S1, S1, ["AllToAll"], ["AllToAll"]),
+    "slice": (R, S0, S0, [], ["Allgather"]),
+    "zeros": (R, P, R, [], []),
+    "the same": (S0, S0, S0, [], []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DUALS)
+def test_a_change_of_layout_and_its_transpose(name: str) -> None:
+    before, after, back, forwards, backwards = DUALS[name]
+    with mf.FusionDefinition("set") as fd:
+        x = fd.define_tensor([8, 16], mesh=FOUR, layout={"tp": before})
+        seed = fd.define_tensor([8, 16], mesh=FOUR, layout={"tp": back})
+        y = fd.ops.set(x).on(FOUR, {"tp": after})
+        (dx,) = mf.grad(y, [x], seed=seed)
+        fd.add_output(y)
+        fd.add_output(dx)
+    program = mf.compile(fd)
+    by_note: dict[str, list[str]] = {"": [], "backward": []}
+    for i in program.host.walk():
+        if i.comm is not None and i.source is not None:
+            by_note[i.source.note].append(i.comm.kind)
+    assert by_note == {"": forwards, "backward": backwards}, program
+    given, ct = numbers((8, 16), 0), numbers((8, 16), 1)
+    check_everywhere(program, [given, ct], [given, ct])
+
+
+def test_a_send_and_its_transpose() -> None:
+    with mf.FusionDefinition("send") as fd:
+        x = fd.define_tensor([8, 16], mesh=FOUR, layout={"tp": S0})
+        y = fd.ops.set(x).on(OTHER, {"tp": S0})
+        (dx,) = mf.grad((y * y).sum(), [x])
+        fd.add_output(dx)
+    program = mf.compile(fd)
+    assert posts(program) == {"SendRecv": 2}
+    assert program.fusion.layout("dx").mesh == FOUR
+    given = numbers((8, 16), 0)
+    check_everywhere(program, [given], [2 * given])
+
+
+def test_a_slice_of_a_computed_value_asks_for_nothing() -> None:
+    """The cotangent of what was whole may stay split."""
+    with mf.FusionDefinition("slice") as fd:
+        x, w = (fd.define_tensor([8, 16], mesh=FOUR) for _ in range(2))
+        h = fd.ops.set(x * w).on(FOUR, {"tp": S0})
+        (dw,) = mf.grad(h.tanh().sum(), [w])
+        fd.add_output(dw)
+    assert posts(mf.compile(fd)) == {"Allgather": 1}
+
+
+def test_state_that_is_split_beside_a_whole_parameter() -> None:
+    """The gradient of a copy of the parameter has no law: it is reduced to where it is read."""
+    with mf.FusionDefinition("zero") as fd:
+        x = fd.define_tensor([8, 16], mesh=DATA, layout={"dp": S0})
+        w = fd.define_tensor([16, 16], mesh=DATA, name="w")
+        v = fd.define_tensor([16, 16], mesh=DATA, layout={"dp": S0})
+        copy = fd.ops.set(w)
+        loss = (x @ copy).tanh().sum()
+        (dw,) = mf.grad(loss, [copy])
+        new, velocity = mf.optim.sgd(w, dw, v, lr=0.1, momentum=0.9)
+        assert velocity is not None
+        fd.add_output(velocity, reuse=v)
+        fd.add_output(new, reuse=w)
+    assert posts(mf.compile(fd)) == {"ReduceScatter": 1, "Allgather": 1}

@@ -266,6 +266,35 @@ def test_dropout_drops_the_same() -> None:
     assert {*dx.unique().tolist()} == {0.0, ones.div(0.6)[0, 0].item()}
 
 
+#: Without tanh and log_softmax: their rules read the result, which is rounded, as torch's do.
+NARROW: dict[str, Callable[..., Any]] = {
+    "gelu": F.gelu, "silu": F.silu, "sigmoid": torch.sigmoid, "softmax": lambda x: x.softmax(1),
+    "layer_norm": lambda x: F.layer_norm(x, (64,)), "rms_norm": lambda x: F.rms_norm(x, (64,)),
+    "quotient": lambda x: 3 / x, "power": lambda x: x.abs() ** 1.5, "std": lambda x: x.std(1),
+    "gelu by tanh": lambda x: F.gelu(x, approximate="tanh"), "softplus": F.softplus,
+    "prod": lambda x: x[:, :6].prod(1), "mean": lambda x: x.mean(0), "elu": F.elu,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_sixteen_bits_are_rounded_once(name: str) -> None:
+    """Beside the gradient in f64 of the same numbers: half a unit in the last place, or one."""
+    f, x = NARROW[name], numbers(8, 64).to(torch.bfloat16)
+    exact = x.double().requires_grad_()
+    y = f(exact)
+    ct = numbers(*y.shape, seed=3).to(torch.bfloat16)
+    (expected,) = torch.autograd.grad(y, exact, ct.double())
+    with mf.FusionDefinition() as fd:
+        h = fd.define_tensor(x.shape, x.dtype)
+        seed = fd.define_tensor(ct.shape, ct.dtype)
+        for g in mf.grad(f(h), [h], seed=seed):
+            fd.add_output(g)
+    (found,) = mf.reference(fd, [x, ct])
+    assert found.dtype == torch.bfloat16
+    scale = expected.abs().max().item()
+    torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=scale * 2**-9)
+
+
 # -- of gradients --------------------------------------------------------------------------------
 
 

@@ -9,8 +9,8 @@ import torch
 
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import creations, reductions, views
-from mdfuse.frontend.ops.recording import record
-from mdfuse.frontend.vjps.table import Applied, eq, exp, ge, rsqrt, rule, where
+from mdfuse.frontend.ops.recording import back, in_f32, record
+from mdfuse.frontend.vjps.table import Applied, eq, exp, ge, rsqrt, rule, where, widely
 
 # -- contractions --------------------------------------------------------------------------------
 
@@ -89,6 +89,7 @@ def _embedding(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 
 
 @rule("softmax")
+@widely
 def _softmax(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     return (_through_softmax(e.y, ct, e.attrs["dim"]),)
 
@@ -99,6 +100,7 @@ def _through_softmax(y: Handle, ct: Handle, dim: int) -> Handle:
 
 
 @rule("log_softmax")
+@widely
 def _log_softmax(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     total = reductions.sum(ct, e.attrs["dim"] if ct.ndim else (), True)
     return (ct - exp(e.y) * total,)
@@ -108,8 +110,7 @@ def _log_softmax(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 def _layer_norm(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     """Ba, Kiros, Hinton 2016, with y = normal * weight + bias."""
     x, weight = e[0], e[1]
-    wide = record("cast", x, dtype=torch.float32) if x.dtype.itemsize < 4 else x
-    ct = record("cast", ct, dtype=wide.dtype) if ct.dtype != wide.dtype else ct
+    wide, ct = in_f32(x), in_f32(ct)
     over = tuple(range(x.ndim - len(e.attrs["normalized_shape"]), x.ndim))
     distance = wide - reductions.mean(wide, over, True)
     variance = reductions.mean(distance * distance, over, True)
@@ -135,7 +136,7 @@ def _attention(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     mask = e[3] if e.count > 3 else None
     scale = e.attrs.get("scale")
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    scores = record("matmul", q, views.transpose(k)) * scale
+    scores = in_f32(record("matmul", q, views.transpose(k))) * scale
     if mask is not None:
         is_bool = mask.dtype == torch.bool
         scores = where(mask, scores, -math.inf) if is_bool else scores + mask
@@ -144,15 +145,16 @@ def _attention(e: Applied, ct: Handle) -> Sequence[Handle | None]:
         seen = ge(views.unsqueeze(rows, 1), columns)
         scores = where(seen, scores, -math.inf)
     weights = record("softmax", scores, dim=-1)
-    d_weights = record("matmul", ct, views.transpose(v))
-    d_scores = _through_softmax(weights, d_weights, -1)
+    d_weights = in_f32(record("matmul", ct, views.transpose(v)))
+    wide = _through_softmax(weights, d_weights, -1)
+    weights, d_scores = back(weights, q), back(wide * scale, q)
     found: list[Handle | None] = [None] * e.count
     if e.wants(0):
-        found[0] = record("matmul", d_scores, k) * scale
+        found[0] = record("matmul", d_scores, k)
     if e.wants(1):
-        found[1] = record("matmul", views.transpose(d_scores), q) * scale
+        found[1] = record("matmul", views.transpose(d_scores), q)
     if e.wants(2):
         found[2] = record("matmul", views.transpose(weights), ct)
     if e.count > 3 and e.wants(3):
-        found[3] = d_scores
+        found[3] = wide
     return found

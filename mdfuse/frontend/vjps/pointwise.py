@@ -32,6 +32,7 @@ from mdfuse.frontend.vjps.table import (
     sinh,
     trunc,
     where,
+    widely,
 )
 
 # -- pointwise: two operands ---------------------------------------------------------------------
@@ -216,4 +217,15 @@ def _of_one(formula: Callable[[Applied, Handle], Handle]) -> Rule:
     return lambda e, ct: (formula(e, ct), *(None,) * (e.count - 1))
 
 
-RULES.update({name: _of_one(formula) for name, formula in _UNARY.items()})
+#: Formulas of one step, or of several that are exact.
+_EXACT = (
+    "neg", "abs", "square", "exp", "log", "relu", "leaky_relu", "clamp", "cast", "dropout",
+)  # fmt: skip
+RULES.update(
+    {
+        name: _of_one(formula) if name in _EXACT else widely(_of_one(formula))
+        for name, formula in _UNARY.items()
+    }
+)
+for _name in ("div", "pow", "atan2"):
+    RULES[_name] = widely(RULES[_name])

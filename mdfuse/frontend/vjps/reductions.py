@@ -10,7 +10,7 @@ from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import creations, reductions, views
 from mdfuse.frontend.ops.recording import record
-from mdfuse.frontend.vjps.table import Applied, eq, logical_and, rule, where
+from mdfuse.frontend.vjps.table import Applied, eq, logical_and, rule, where, widely
 from mdfuse.ir.dims import reduced_dims
 
 
@@ -46,6 +46,7 @@ def _mean(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 
 
 @rule("prod")
+@widely
 def _prod(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     """The product of the others: what is not zero, where at most one is."""
     x, over = e[0], reduced_dims(e.attrs.get("dims"), len(e.shape(0)))

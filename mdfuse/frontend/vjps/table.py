@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.ops.recording import record
+from mdfuse.frontend.ops.recording import in_f32, record
 
 
 class Applied(Protocol):
@@ -78,6 +78,33 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
         return made
 
     return add
+
+
+class Wide:
+    """An expression whose values a rule reads in f32 where they have 16 bits.
+
+    Formulas of several steps are then rounded once, as torch's kernels do.
+    """
+
+    def __init__(self, e: Applied) -> None:
+        self._e = e
+        self.attrs = e.attrs
+        self.count = e.count
+        self.is_square = e.is_square
+        self.wants, self.shape, self.returned = e.wants, e.shape, e.returned
+
+    @property
+    def y(self) -> Handle:
+        return in_f32(self._e.y)
+
+    def __getitem__(self, position: int) -> Any:
+        x = self._e[position]
+        return in_f32(x) if isinstance(x, Handle) and x.is_tensor else x
+
+
+def widely(made: Rule) -> Rule:
+    """Return a rule that computes in f32 what has 16 bits; its caller casts back."""
+    return lambda e, ct: made(Wide(e), in_f32(ct))
 
 
 def op(name: str) -> Callable[..., Handle]:
