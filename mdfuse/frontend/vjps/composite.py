@@ -145,6 +145,9 @@ def _attention(e: Applied, ct: Handle) -> Sequence[Handle | None]:
         seen = ge(views.unsqueeze(rows, 1), columns)
         scores = where(seen, scores, -math.inf)
     weights = record("softmax", scores, dim=-1)
+    if mask is not None:  # a row that sees nothing has no weights, which softmax would not say
+        sees_none = eq(reductions.amax(scores, -1, True), -math.inf)
+        weights = where(sees_none, 0.0, weights)
     d_weights = in_f32(record("matmul", ct, views.transpose(v)))
     wide = _through_softmax(weights, d_weights, -1)
     weights, d_scores = back(weights, q), back(wide * scale, q)
