@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mdfuse.extents.extent import are_same, larger
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import creations, indexing, parts, views
 from mdfuse.frontend.ops.recording import record
@@ -39,10 +40,9 @@ def _slice(e: Applied, ct: Handle) -> Sequence[Handle | None]:
         if step != 1:
             apart = views.unsqueeze(ct, d + 1)
             apart = _padded(apart, d + 1, 0, step - 1)
-            ct = views.flatten(apart, d, d + 1)
-            rest = shape[d] - start
-            ct = _padded(ct, d, 0, rest - ct.shape[d]) if ct.shape[d] < rest else ct
-            ct = parts.narrow(ct, d, 0, rest) if ct.shape[d] > rest else ct
+            ct, rest = views.flatten(apart, d, d + 1), shape[d] - start
+            ct = _padded(ct, d, 0, larger(rest - ct.shape[d], 0))
+            ct = _first(ct, d, rest)
         ct = _padded(ct, d, start, shape[d] - start - ct.shape[d])
     return (ct,)
 
@@ -52,10 +52,18 @@ def _padded(x: Handle, dim: int, before: int, behind: int) -> Handle:
 
     def zeros(n: int) -> list[Handle]:
         shape = (*x.shape[:dim], n, *x.shape[dim + 1 :])
-        return [creations.full(shape, 0, dtype=x.dtype)] if n != 0 else []
+        return [] if are_same(n, 0) else [creations.full(shape, 0, dtype=x.dtype)]
 
     pieces = [*zeros(before), x, *zeros(behind)]
     return parts.cat(pieces, dim) if len(pieces) > 1 else x
+
+
+def _first(x: Handle, dim: int, length: int) -> Handle:
+    """The first places of a dim, without a decision on how many there are."""
+    if are_same(x.shape[dim], length):
+        return x
+    ends = (*x.shape[:dim], length, *x.shape[dim + 1 :])
+    return record("slice", x, starts=(0,) * x.ndim, ends=ends, steps=(1,) * x.ndim)
 
 
 @rule("cat")
