@@ -58,6 +58,7 @@ def linear(index: Index | bool, modulus: int = 0) -> Linear | None:
         index: the expression.
         modulus: look at it modulo this number; then `mod` of the same number may occur inside.
 
+    >>> from mdfuse.extents.expressions import Calc, Term
     >>> i, c = Term("index", "i"), Term("coord", "tp")
     >>> a = linear(Calc("mod", Calc("-", c, i), 4), 4)
     >>> a == linear(Calc("+", c, Calc("*", 3, i)), 4)

@@ -306,6 +306,23 @@ def test_symbolic_extents() -> None:
             torch.testing.assert_close(ours, theirs)
 
 
+def test_slices_of_symbolic_extents() -> None:
+    """One definition for rows that are even and odd, few and many."""
+
+    def f(x: Any) -> Any:
+        return (x[1:].tanh().sum(0) + x[::2].exp().sum(0) + x[: x.shape[0] // 2].sin().sum(0))[::3]
+
+    with mf.FusionDefinition("slices") as fd:
+        x = fd.define_tensor([-1, 7], torch.float64, TP, {"tp": Shard(1)})
+        (dx,) = mf.grad(f(x).sum(), [x])
+        fd.add_output(dx)
+    program = mf.compile(fd)
+    for n in (8, 7, 2, 3):
+        given_ = numbers(n, 7)
+        (found,) = mf.simulate(program, [given_]).outputs
+        torch.testing.assert_close(found, expected(f, given_)[0])
+
+
 def test_a_mean_over_a_split_dim_in_sixteen_bits() -> None:
     with mf.FusionDefinition("mean") as fd:
         x = fd.define_tensor([300], torch.bfloat16, DP, {"dp": Shard(0)})

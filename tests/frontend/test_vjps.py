@@ -225,7 +225,9 @@ def test_embedding_with_repeated_indices() -> None:
     check(lambda i, t: F.embedding(i, t), [indices[:, :0], table])
 
 
-@pytest.mark.parametrize("how", ["plain", "causal", "bool", "float", "scaled", "cross"])
+@pytest.mark.parametrize(
+    "how", ["plain", "causal", "bool", "rows that see nothing", "float", "scaled"]
+)
 def test_attention(how: str) -> None:
     q, k, v = numbers(2, 3, 5, 4), numbers(2, 3, 6, 4, seed=1), numbers(2, 3, 6, 7, seed=2)
     mask = numbers(3, 5, 6, seed=3)
@@ -235,6 +237,9 @@ def test_attention(how: str) -> None:
             check(lambda q: attend(q, q * 2, q.sin(), is_causal=True), [q])
         case "bool":
             check(lambda q, k, v, m: attend(q, k, v, m > -0.5), [q, k, v, mask])
+        case "rows that see nothing":
+            seen = (mask > -0.5) & (torch.arange(5) != 2)[:, None]
+            check(lambda q, k, v, m: attend(q, k, v, m > 0.5), [q, k, v, seen.double()])
         case "float":
             check(lambda q, k, v, m: attend(q, k, v, m), [q, k, v, mask])
         case "scaled":

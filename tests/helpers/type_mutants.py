@@ -212,9 +212,9 @@ def _post_changes(comm: Communication) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{kind} dim={dim}", {"kind": kind, "reduce_op": op, "dim": dim}
     for op in ("sum", "max", "min", "prod", "avg"):
         yield f"[{op}]", {"reduce_op": op}
-    axes = {*comm.source.mesh.axes, *comm.destination.mesh.axes, None}
-    for axis in sorted(axes, key=str):
-        yield f"axis={axis}", {"axis": axis}
+    axes = sorted({*comm.source.mesh.axes, *comm.destination.mesh.axes})
+    for some in ((), *((axis,) for axis in axes), tuple(axes)):
+        yield f"axes={some}", {"axes": some}
     for dim in range(n):
         yield f"dim={dim}", {"dim": dim}
         yield f"to_dim={dim}", {"to_dim": dim}

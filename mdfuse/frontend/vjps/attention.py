@@ -12,7 +12,7 @@ from mdfuse.errors import DefinitionError
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import creations, reductions, views
 from mdfuse.frontend.ops.recording import back, in_f32, record, record_several
-from mdfuse.frontend.vjps.table import Applied, ge, rule, where
+from mdfuse.frontend.vjps.table import Applied, eq, ge, rule, where
 
 
 @rule("attention")
@@ -101,4 +101,7 @@ def _weights(e: Applied, at: int) -> Handle:
         rows, columns = creations.arange(q.shape[-2]), creations.arange(k.shape[-2])
         scores = where(ge(views.unsqueeze(rows, 1), columns), scores, -math.inf)
     found: Handle = record("softmax", scores, dim=-1)
-    return found
+    if mask is None:
+        return found
+    # a row that sees nothing has no weights, which softmax would not say
+    return where(eq(reductions.amax(scores, -1, True), -math.inf), 0.0, found)
