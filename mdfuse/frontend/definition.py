@@ -19,7 +19,8 @@ from mdfuse.frontend.cache import FusionCache, Leaf, NamedDefinition, Node, Reco
 from mdfuse.frontend.handle import Handle, ValueId
 from mdfuse.frontend.placing import placed
 from mdfuse.frontend.plain import brief, plain_number
-from mdfuse.frontend.recorder import Recorder, frozen
+from mdfuse.frontend.recorder import Recorder
+from mdfuse.frontend.settings import frozen
 from mdfuse.frontend.sites import Site, find_site, is_at
 from mdfuse.frontend.stride_order import dims_of, no_permutation
 from mdfuse.ir.graph import Fusion, Value
@@ -57,9 +58,7 @@ class FusionDefinition:
 
     def __init__(self, name: str = "fusion") -> None:
         if not is_name(name):
-            raise DefinitionError(
-                f"a fusion named {brief(name)}", because=RULE, hint="name it otherwise"
-            )
+            raise DefinitionError(f"a fusion named {brief(name)}", because=RULE, hint="another one")
         self.name = name
         self.inputs: list[int] = []
         self.outputs: list[int] = []
@@ -98,9 +97,8 @@ class FusionDefinition:
         self._assuming.__exit__(None, None, None)
         operations.current.reset(self._token)
         if kind is None and left_open:
-            raise DefinitionError(
-                f"@{self.name} ends inside of recompute()", hint="with mf.recompute(): ..."
-            )
+            what = f"@{self.name} ends inside of recompute()"
+            raise DefinitionError(what, hint="with mf.recompute(): ...")
         if kind is None:
             self._leaf = FusionCache.get().leaf(self._at)
 

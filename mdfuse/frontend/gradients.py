@@ -46,6 +46,7 @@ def append(recorder: Recorder, site: Site, of: int, wrt: Sequence[int], seed: in
             the call stands inside of `recompute`.
     """
     _check(recorder, site, of, wrt, seed)
+    recorder.keep_sums()
     return _Backward(recorder, site, of, wrt).run(seed)
 
 
@@ -113,6 +114,9 @@ class _Scribe:
         self.ids.update({names[at]: at for at in range(first, len(names))})
         made = [Handle(self, first + n, fact) for n, fact in enumerate(facts)]  # type: ignore[arg-type]
         return made[0] if isinstance(found, Fact) else tuple(made)
+
+    #: of an op with several results, which come as a tuple
+    record_several = record
 
     def handle(self, name: str) -> Handle:
         value = self.recorder.values[name]

@@ -14,9 +14,10 @@ from mdfuse.extents.assumptions import Assumptions, assuming
 from mdfuse.extents.extent import Extent, pinned
 from mdfuse.frontend import gradients, laws
 from mdfuse.frontend.cache import Fact, Recorded, Symbolic
-from mdfuse.frontend.handle import Handle, ValueId
+from mdfuse.frontend.handle import ValueId
 from mdfuse.frontend.kinds import KINDS, no_value
 from mdfuse.frontend.plain import brief, is_in_range, plain_number
+from mdfuse.frontend.settings import check_setting, settings_of
 from mdfuse.frontend.sites import Derived, Site
 from mdfuse.frontend.stride_order import dims_of, no_permutation, stride_order_of
 from mdfuse.frontend.symbols import Symbols
@@ -145,7 +146,7 @@ class Recorder:
     ) -> Fact | tuple[Fact, ...]:
         """Record an expression; of one with several results, return what is known of each."""
         for key, setting in attrs.items():
-            _check_setting(op, key, setting, site)
+            check_setting(op, key, setting, site)
         inputs = tuple(self._operand(x, op, site) for x in operands)
         inputs, attrs = self._symbols.current((inputs, attrs))
         names = [x for x in inputs if isinstance(x, str)]
@@ -154,14 +155,14 @@ class Recorder:
         found = self._inferred(op, inputs, attrs, site.source)
         for name in names:
             self._used.setdefault(name, site.source)
-        settings = _settings(self._symbols.current(attrs))
+        settings = settings_of(self._symbols.current(attrs))
         if len(found) == 1:
             return self._expr(site, op, inputs, settings, (site.name,), found)[0]
         return self._expr(site, op, inputs, settings, site.names(len(found)), found)
 
     def grad(self, site: Site, of: int, wrt: Sequence[int], seed: int | None) -> gradients.Made:
         """Record the expressions of a gradient; see `mdfuse.grad`."""
-        names, exprs, used = len(self.names), len(self._exprs), dict(self._used)
+        names, exprs, used = len(self.names), list(self._exprs), dict(self._used)
         try:
             return gradients.append(self, site, of, wrt, seed)
         except BaseException:
@@ -170,8 +171,8 @@ class Recorder:
                 del self.values[name]
             for i in range(names, len(self.names)):
                 self._made_by.pop(i, None)
-            del self.names[names:], self._exprs[exprs:]
-            self._used = used
+            del self.names[names:]
+            self._exprs, self._used = exprs, used
             raise
 
     def recompute(self, site: Site, begins: bool) -> None:
@@ -307,7 +308,7 @@ class Recorder:
                 return inferred(row, inputs, attrs, self.values, source)
             except DefinitionError:
                 made = ("",) * row.results
-                expr = Expr(op=op, inputs=inputs, outputs=made, attrs=_settings(attrs))
+                expr = Expr(op=op, inputs=inputs, outputs=made, attrs=settings_of(attrs))
                 found = symbols.unified(self.values, self._exprs, expr)
                 if found is None:
                     raise
@@ -357,7 +358,7 @@ class Recorder:
             ) from error
         fact = self._add_scalar(site, _SCALAR_DTYPES[type(result)], result if constant else None)
         if not constant:
-            settings, name = _settings(attrs), self.names[-1]
+            settings, name = settings_of(attrs), self.names[-1]
             self._made_by[len(self.names) - 1] = len(self._exprs)
             self._exprs.append(
                 Expr(op=op, inputs=inputs, outputs=(name,), attrs=settings, source=site.source)
@@ -377,6 +378,18 @@ class Recorder:
     def is_used(self, name: str) -> bool:
         """Whether something reads a value."""
         return name in self._used
+
+    def keep_sums(self) -> None:
+        """Let attention give the sums that its gradient reads, wherever it stands so far."""
+        for at, expr in enumerate(self._exprs):
+            if expr.op != "scaled_dot_product_attention":
+                continue
+            row = TABLE["attention"]
+            _, sums = inferred(row, expr.inputs, expr.kwargs, self.values, expr.source)
+            name = self._fresh.fresh(self.values, f"{expr.output}.sums")
+            self._made_by[len(self.names)] = at
+            self._add(name, expr.source, **sums)
+            self._exprs[at] = replace(expr, op="attention", outputs=(expr.output, name))
 
     def rename(self, names: Mapping[int, str]) -> None:
         """Give values that nothing reads yet these names, or the like."""
@@ -440,30 +453,6 @@ class Recorder:
         return Fact(value.shape, value.dtype, value.is_tensor, required=required)
 
 
-def _check_setting(op: str, key: str, x: Any, site: Site | Derived) -> None:
-    """Raise DefinitionError for attributes that are no numbers, words, dtypes or lists of these."""
-    if isinstance(x, Handle | ValueId):
-        raise DefinitionError(
-            f"{op}: {key} is a value of the fusion",
-            where=site.where,
-            because=f"{key} is fixed when the fusion is defined",
-            hint="pass a number",
-        )
-    items = x if isinstance(x, list | tuple) else (x,)
-    for item in items:
-        if not (item is None or isinstance(item, _SETTINGS)) or not is_in_range(item):
-            raise DefinitionError(
-                f"{op}: {key} = {brief(x)}",
-                where=site.where,
-                because="arguments are numbers of at most 64 bits, strings, dtypes and lists of "
-                "integers",
-                hint="docs/operations.md lists operations and their arguments",
-            )
-
-
-_SETTINGS = bool | int | float | Extent | str | torch.dtype
-
-
 def _extents(shape: Sequence[int], where: list[str]) -> tuple[int, ...]:
     given = KINDS["shape"].take(shape)
     extents = given if isinstance(given, list | tuple) else ("not a sequence",)
@@ -490,14 +479,3 @@ _MANY = 1 << 59
 
 def _is_extent(n: Any) -> bool:
     return isinstance(n, int) and not isinstance(n, bool) and n >= -1
-
-
-def _settings(attrs: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Attributes as expressions hold them: hashable; None and False are left out."""
-    said = ((k, v) for k, v in attrs.items() if v is not None and v is not False)
-    return tuple((k, frozen(v)) for k, v in said)
-
-
-def frozen(x: Any) -> Any:
-    """Turn lists into tuples, nested ones too."""
-    return tuple(map(frozen, x)) if isinstance(x, list | tuple) else x

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
-
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.ops import creations, reductions, views
-from mdfuse.frontend.ops.recording import back, in_f32, record
-from mdfuse.frontend.vjps.table import Applied, eq, exp, ge, rsqrt, rule, where, widely
+from mdfuse.frontend.ops import reductions, views
+from mdfuse.frontend.ops.recording import in_f32, record
+from mdfuse.frontend.vjps.table import Applied, exp, rsqrt, rule, widely
 
 # -- contractions --------------------------------------------------------------------------------
 
@@ -78,11 +76,12 @@ def _linear(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 @rule("embedding")
 def _embedding(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     """Each row of the table gets the sum of those that were looked up there."""
-    rows, _ = e.shape(1)
-    places = views.reshape(e[0], (1, math.prod(e.shape(0))))
-    is_there = eq(views.unsqueeze(creations.arange(rows), 1), places)
-    flat = views.reshape(ct, (math.prod(e.shape(0)), ct.shape[-1]))
-    return None, record("matmul", record("cast", is_there, dtype=ct.dtype), flat)
+    return None, record("embedding_grad", e[0], ct, shape=e.shape(1))
+
+
+@rule("embedding_grad")
+def _embedding_grad(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    return None, record("embedding", e[0], ct)
 
 
 # -- composite ops -------------------------------------------------------------------------------
@@ -129,32 +128,17 @@ def _layer_norm(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     return found
 
 
-@rule("scaled_dot_product_attention")
-def _attention(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    """By the weights, which are computed again: softmax(q k^T * scale + mask)."""
-    q, k, v = e[0], e[1], e[2]
-    mask = e[3] if e.count > 3 else None
-    scale = e.attrs.get("scale")
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    scores = in_f32(record("matmul", q, views.transpose(k))) * scale
-    if mask is not None:
-        is_bool = mask.dtype == torch.bool
-        scores = where(mask, scores, -math.inf) if is_bool else scores + mask
-    if e.attrs.get("is_causal"):
-        rows, columns = creations.arange(q.shape[-2]), creations.arange(k.shape[-2])
-        seen = ge(views.unsqueeze(rows, 1), columns)
-        scores = where(seen, scores, -math.inf)
-    weights = record("softmax", scores, dim=-1)
-    d_weights = in_f32(record("matmul", ct, views.transpose(v)))
-    wide = _through_softmax(weights, d_weights, -1)
-    weights, d_scores = back(weights, q), back(wide * scale, q)
-    found: list[Handle | None] = [None] * e.count
-    if e.wants(0):
-        found[0] = record("matmul", d_scores, k)
-    if e.wants(1):
-        found[1] = record("matmul", views.transpose(d_scores), q)
-    if e.wants(2):
-        found[2] = record("matmul", views.transpose(weights), ct)
-    if e.count > 3 and e.wants(3):
-        found[3] = wide
-    return found
+@rule("rms_norm")
+@widely
+def _rms_norm(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    """Zhang, Sennrich 2019, with y = x / root * weight."""
+    x, weight = e[0], e[1]
+    over = tuple(range(x.ndim - len(e.attrs["normalized_shape"]), x.ndim))
+    scale = rsqrt(reductions.mean(x * x, over, True) + e.attrs["eps"])
+    normal = x * scale
+    inner = ct if weight is None else ct * weight
+    turned = normal * reductions.mean(inner * normal, over, True)
+    return (
+        (inner - turned) * scale if e.wants(0) else None,
+        ct * normal if e.wants(1) else None,
+    )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.ops import creations, indexing, parts, views
+from mdfuse.frontend.ops import indexing, views
 from mdfuse.frontend.ops.recording import record
 from mdfuse.frontend.vjps.table import Applied, rule
 
@@ -33,29 +34,18 @@ def _expand(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 
 @rule("slice")
 def _slice(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    """Put the cotangent into zeros, dim by dim: apart by the step first, then at the start."""
-    shape = e.shape(0)
-    for d, (start, step) in enumerate(zip(e.attrs["starts"], e.attrs["steps"], strict=True)):
-        if step != 1:
-            apart = views.unsqueeze(ct, d + 1)
-            apart = _padded(apart, d + 1, 0, step - 1)
-            ct = views.flatten(apart, d, d + 1)
-            rest = shape[d] - start
-            ct = _padded(ct, d, 0, rest - ct.shape[d]) if ct.shape[d] < rest else ct
-            ct = parts.narrow(ct, d, 0, rest) if ct.shape[d] > rest else ct
-        ct = _padded(ct, d, start, shape[d] - start - ct.shape[d])
-    return (ct,)
+    starts, steps = e.attrs["starts"], e.attrs["steps"]
+    return (record("slice_grad", ct, shape=e.shape(0), starts=starts, steps=steps),)
 
 
-def _padded(x: Handle, dim: int, before: int, behind: int) -> Handle:
-    """Join zeros to both ends of a dim."""
-
-    def zeros(n: int) -> list[Handle]:
-        shape = (*x.shape[:dim], n, *x.shape[dim + 1 :])
-        return [creations.full(shape, 0, dtype=x.dtype)] if n != 0 else []
-
-    pieces = [*zeros(before), x, *zeros(behind)]
-    return parts.cat(pieces, dim) if len(pieces) > 1 else x
+@rule("slice_grad")
+def _slice_grad(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    starts, steps, shape = e.attrs["starts"], e.attrs["steps"], e.shape(0)
+    ends = [
+        start + (n - 1) * step + 1 if isinstance(n, Extent) or n else start
+        for start, step, n in zip(starts, steps, shape, strict=True)
+    ]
+    return (record("slice", ct, starts=starts, ends=ends, steps=steps),)
 
 
 @rule("cat")

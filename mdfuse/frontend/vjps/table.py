@@ -66,7 +66,7 @@ NO_GRADIENT: dict[str, str] = {
     **dict.fromkeys(("uniform", "full", "full_like", "arange", "constant"), "it reads no tensor"),
     "detach": "it is there for that",
     **dict.fromkeys(("window", "widen"), "lowering makes it"),
-    **dict.fromkeys(("attention", "attention_grad"), "gradients are to make it"),
+    "scaled_dot_product_attention": "gradients put attention in its place",
 }
 
 
@@ -96,6 +96,10 @@ class Wide:
     @property
     def y(self) -> Handle:
         return in_f32(self._e.y)
+
+    @property
+    def results(self) -> Sequence[Handle]:
+        return [in_f32(x) for x in self._e.results]
 
     def __getitem__(self, position: int) -> Any:
         x = self._e[position]
