@@ -354,24 +354,11 @@ for _call in (torch.softmax, torch.log_softmax):
     _row(_call.__name__, _call, dims.rowwise, shapes.along, rounded(_call), **_ALONG)
 _RANKED: dict[str, Any] = {"results": 2, "is_library": True, **_COMPOSITE}
 _DIM = attr("dim", "dim", True)
-_row(
-    "topk",
-    calls.top,
-    dims.ranked,
-    shapes.ranked,
-    DENSE,
-    attrs=(attr("k", "extent", True), _DIM, attr("smallest", "bool")),
-    **_RANKED,
-)
-_row(
-    "sort",
-    calls.sort,
-    dims.ranked,
-    shapes.ranked,
-    DENSE,
-    attrs=(_DIM, attr("descending", "bool"), attr("stable", "bool")),
-    **_RANKED,
-)
+for _name, _call, *_own in (
+    ("topk", calls.top, attr("k", "extent", True), _DIM, attr("smallest", "bool")),
+    ("sort", calls.sort, _DIM, attr("descending", "bool"), attr("stable", "bool")),
+):
+    _row(_name, _call, dims.ranked, shapes.ranked, DENSE, attrs=tuple(_own), **_RANKED)
 _row(
     "layer_norm",
     calls.normalize,

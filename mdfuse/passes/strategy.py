@@ -89,7 +89,7 @@ def choose(expr: Expr, values: Mapping[str, Value], *laws: Layout | None) -> Str
 
 def choose_here(expr: Expr, values: Mapping[str, Value]) -> Strategy | None:
     """Return the strategy of an expression whose results are to have the layouts in `values`."""
-    return choose(expr, values, *(values[name].layout for name in expr.outputs))
+    return choose(expr, values, *[values[name].layout for name in expr.outputs])
 
 
 #: What was chosen: layouts of the operands and of the results. Passes ask several times about an
@@ -115,13 +115,9 @@ def _question(
     for name in places:
         v = values[name]
         operands.append((v.shape, v.dtype, v.expanded, v.layout))
-    made = tuple([_form(values[name]) for name in expr.outputs])
+    made = tuple([(values[n].shape, values[n].dtype, values[n].expanded) for n in expr.outputs])
     key = expr.op, expr.attrs, tuple(pattern), tuple(operands), made, laws
     return tuple(places), key
-
-
-def _form(value: Value) -> Hashable:
-    return value.shape, value.dtype, value.expanded
 
 
 def _chosen(

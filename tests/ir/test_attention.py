@@ -265,7 +265,7 @@ def test_split_rows_of_the_query_add_up_the_rest() -> None:
     program = mf.compile(gradients({}, layouts, shapes))
     tensors = drawn(*shapes)
     check_everywhere(program, tensors, expected(tensors, {}))
-    assert [(c.kind, c.reduce_op) for c in program.communications] == [("Allreduce", "sum")] * 2
+    assert [c.reduce_op for c in program.communications if c.reduce_op] == ["sum", "sum"]
 
 
 @pytest.mark.parametrize("seed", range(30))

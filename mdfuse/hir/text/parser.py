@@ -42,6 +42,7 @@ from mdfuse.hir.text.values import (
     team_text,
     tokens,
     trees,
+    type_problem,
     value_of,
 )
 from mdfuse.ir.ops import TABLE
@@ -435,7 +436,7 @@ class _Reader:
             self.streams.add(name)
         for n in names:
             if (makes == "value") != (n in self.types):
-                raise self.type_problem(n, op, makes == "value")
+                raise type_problem(n, op, makes == "value")
         operands = [operand_of(value_of(t.children[0])) for t in trees(tree, "argument")]
         orders = trees(tree, "order")
         kind = self.types.get(name, _NUMBER)
@@ -446,19 +447,6 @@ class _Reader:
             outputs=tuple(names),
             attrs=settings_of(tree),
             order=order_of(orders[0], kind) if orders else None,
-        )
-
-    def type_problem(self, name: str, op: str, is_value: bool) -> ProgramError:
-        if is_value:
-            return ProgramError(
-                f"%{name} = {op}: %{name} has no type",
-                because="the type stands where a name is bound first",
-                hint=f"write %{name}: f32[4] (tp=R) = {op}(...)",
-            )
-        return ProgramError(
-            f"%{name} = {op}: %{name} has a type",
-            because=f"what {op} gives is no value",
-            hint="leave the type out, or name it otherwise",
         )
 
     def launch(self, tree: Node) -> Instruction:

@@ -203,3 +203,18 @@ def _string(token: Token) -> str:
 def operand_of(value: Any) -> Any:
     """Return what an instruction reads: %x alone is a name, in a larger expression an index."""
     return value.name if isinstance(value, Term) and value.kind == "index" else value
+
+
+def type_problem(name: str, op: str, is_value: bool) -> ProgramError:
+    """Return the error for a result that has no type, or one where it is no value."""
+    if is_value:
+        return ProgramError(
+            f"%{name} = {op}: %{name} has no type",
+            because="the type stands where a name is bound first",
+            hint=f"write %{name}: f32[4] (tp=R) = {op}(...)",
+        )
+    return ProgramError(
+        f"%{name} = {op}: %{name} has a type",
+        because=f"what {op} gives is no value",
+        hint="leave the type out, or name it otherwise",
+    )
