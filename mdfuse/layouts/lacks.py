@@ -65,8 +65,10 @@ def taking_part(exchange: Exchange) -> tuple[int, ...]:
     source, destination, shape = exchange.source, exchange.destination, exchange.source.shape
     both = (source.layout, destination.layout)
     meshes = source.mesh, destination.mesh
-    if 0 in shape or _is_special(*both, shape):
+    if _is_special(*both, shape):
         return (*meshes[0].ranks, *(r for r in meshes[1].ranks if r not in meshes[0]))
+    if 0 in shape:
+        return ()
     ranks, goal = (np.asarray(mesh.ranks) for mesh in meshes)
     lack = np.asarray(_lack(*both, shape, source.count(exchange.reduced) - 1) > 0)
     grid = meshes[1].shape if meshes[0] == meshes[1] else (meshes[1].size,)
