@@ -9,13 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
 from mdfuse.errors import CommunicationError
 from mdfuse.extents.expressions import Term
+from mdfuse.extents.extent import is_symbolic
 from mdfuse.layouts.boxes import box_size
+from mdfuse.layouts.exchange import Exchange, Side
 from mdfuse.layouts.kinds import ALONG_SEVERAL, KINDS, POINT_TO_POINT, REDUCING, SPLITTING
+from mdfuse.layouts.lacks import taking_part
 from mdfuse.layouts.layout import REDUCE_OPS, Layout, replicated
 from mdfuse.layouts.rank_part import RankPart, part_of
 from mdfuse.mesh import DeviceMesh
@@ -129,6 +133,10 @@ class Communication:
     def whole_group(self) -> tuple[int, ...]:
         """The team of a communication that has only one."""
         source, destination = self.source.mesh, self.destination.mesh
+        if self.kind in ("Exchange", "ReduceExchange"):
+            if is_symbolic(self.shape):
+                return _exchanging(self.source, self.destination, self.shape)
+            return _known_exchanging(self.source, self.destination, self.shape)
         if self.kind in ("Broadcast", "Scatter"):
             root = source.first
             lacking = tuple(r for r in destination.ranks if r not in source or r == root)
@@ -136,11 +144,13 @@ class Communication:
         return (*source.ranks, *(r for r in destination.ranks if r not in source))
 
     def _pair(self, rank: int) -> tuple[int, ...]:
-        source, destination = self.source.mesh.ranks, self.destination.mesh.ranks
-        for sender, receiver in zip(source, destination, strict=True):
-            if rank in (receiver, sender) and (rank == receiver or rank not in destination):
-                return (sender,) if sender == receiver else (sender, receiver)
-        return ()
+        source, destination = self.source.mesh, self.destination.mesh
+        here = destination if rank in destination else source
+        position = here.position(rank)
+        if position is None:
+            return ()
+        sender, receiver = source.ranks[position], destination.ranks[position]
+        return (sender,) if sender == receiver else (sender, receiver)
 
     def root(self, rank: int) -> int | None:
         """The root of the team that `rank` is in; None for kinds without, and outside the team.
@@ -294,6 +304,14 @@ class Communication:
         if self.dim is None:
             return ""
         return f"dim={self.dim}" + (f"->{self.to_dim}" if self.to_dim is not None else "")
+
+
+def _exchanging(source: Layout, destination: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the ranks that take part in an exchange."""
+    return taking_part(Exchange(Side(source, shape), Side(destination, shape)))
+
+
+_known_exchanging = lru_cache(maxsize=1024)(_exchanging)
 
 
 def check_reduce_op(op: str, dtype: torch.dtype) -> None:

@@ -166,11 +166,14 @@ class DeviceMesh:
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
         """The coordinate of a rank, one index per axis; None where it is not in the mesh."""
-        if isinstance(self._ranks, range):
-            index = rank - self._ranks.start if rank in self._ranks else None
-        else:
-            index = self._index.get(rank)
+        index = self.position(rank)
         return None if index is None else self.unravel(index)
+
+    def position(self, rank: int) -> int | None:
+        """The position of a rank in row-major order; None where it is not in the mesh."""
+        if isinstance(self._ranks, range):
+            return rank - self._ranks.start if rank in self._ranks else None
+        return self._index.get(rank)
 
     def unravel(self, index: int) -> tuple[int, ...]:
         """The coordinate of the index-th rank in row-major order."""

@@ -68,6 +68,20 @@ def test_lowering_stores_each_stage(tmp_path: Path) -> None:
     assert min(times["define"] + times["compile"]) > 1e6  # ns; a program found again takes 0.02 ms
 
 
+def test_reshards_are_near_the_bound(tmp_path: Path) -> None:
+    """No pair moves more than DTensor's planner of least cost, and the worst pairs are shown."""
+    script = str(ROOT / "benchmarks" / "reshard.py")
+    done = run(tmp_path, script, "--quick", "--output", "result.json")
+    assert done.returncode == 0, done.stderr
+    stored = json.loads((tmp_path / "result.json").read_text())
+    means = {row["group"]: row["mean"] for row in stored["rows"]}
+    assert means["no Partial"] == means["Partial that stays"] == 1.0
+    assert 1.0 < means["Partial, reduced"] <= 1.05
+    for row in stored["rows"]:
+        assert row["more_than_dtensor"] == 0 and row["total"] <= 1.03
+        assert all(pair in done.stdout for _, pair, _ in row["worst"])
+
+
 @pytest.mark.parametrize("rows", ["graph", "instructions,luck"])
 def test_rows_that_are_not_there(rows: str, tmp_path: Path) -> None:
     done = run(tmp_path, str(ROOT / "benchmarks" / "host_latency.py"), "--rows", rows)

@@ -178,6 +178,11 @@ class Exchange:
         n = self._messages(holders).number(at) % source.count(source.free)
         return source.rank({**holders, **source.numbered(n, source.free)})
 
+    @property
+    def stride(self) -> int:
+        """How many messages one part of the source has for each part of the destination."""
+        return self._messages(dict.fromkeys(self.source.fixed, 0)).stride
+
     def _messages(self, holders: At) -> _Messages:
         return _Messages(self, holders)
 

@@ -162,10 +162,10 @@ def _send_recv(comm: Family, rank: int) -> RankPart:
     sends: list[tuple[int, Box]] = []
     recvs: list[tuple[int, Box]] = []
     copies: list[tuple[Box, Box]] = []
-    pairs = zip(comm.source.mesh.ranks, comm.destination.mesh.ranks, strict=True)
-    for sender, receiver in pairs:
-        if rank not in (sender, receiver):
-            continue
+    meshes = comm.source.mesh, comm.destination.mesh
+    positions = {p for mesh in meshes if (p := mesh.position(rank)) is not None}
+    for position in sorted(positions):
+        sender, receiver = (mesh.ranks[position] for mesh in meshes)
         box = _whole(comm.source.intervals(comm.shape, sender))
         if sender == receiver:
             copies.append((box, box))

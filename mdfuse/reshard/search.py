@@ -15,8 +15,8 @@ from functools import cached_property
 from itertools import combinations, count, permutations, product
 from typing import NamedTuple
 
+from mdfuse.layouts.lacks import UNIT, arriving, dearer, worst_lack
 from mdfuse.layouts.layout import IDEMPOTENT, Layout, Partial, Placement, Replicate, Shard, commute
-from mdfuse.reshard.lacks import UNIT, arriving, worst_lack
 
 
 class Node(NamedTuple):
@@ -139,7 +139,7 @@ class Search:
             copies = self.count(here.partial) - 1
             whole = here._replace(partial=())
             layouts = self.layout(whole), self.layout(move.after)
-            return _dearer(UNIT * worst_lack(*layouts, self.shape, copies))
+            return dearer(UNIT * worst_lack(*layouts, self.shape, copies))
         parts = self.part(here), self.part(move.after)
         return arriving(move.kind, self.count(move.axes), *parts)
 
@@ -332,7 +332,7 @@ class Search:
 
     def least_of(self, move: Move) -> int:
         """Return what a ReduceExchange costs at least."""
-        return _dearer(UNIT * self.part(move.after) * (self.count(tuple(self.ops)) - 1))
+        return dearer(UNIT * self.part(move.after) * (self.count(tuple(self.ops)) - 1))
 
     def settled(
         self, here: Node, spent: int, path: tuple[tuple[Node, Move], ...]
@@ -343,11 +343,6 @@ class Search:
         elif here.partial or self.made:
             return None
         return spent, spent + self.to_go(here)
-
-
-def _dearer(cost: int) -> int:
-    """Return the cost of a ReduceExchange: a collective that brings an eighth more is preferred."""
-    return cost * 9 // 8
 
 
 def _split(node: Node, a: int, dim: int) -> Node:

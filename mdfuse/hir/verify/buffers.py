@@ -73,13 +73,30 @@ def _check_chunk(types: Types, i: Instruction, kind: BufferType) -> None:
 def _placement_problem(before: Layout, after: Layout) -> str | None:
     """Return why a placement cannot become another one on each rank by itself; None: it can."""
     if before.mesh != after.mesh:
-        apart = (*before.partial_axes, *before.varying_axes, *after.partial_axes)
-        return f"only values themselves go to another mesh, not {before}" if apart else None
+        is_apart = before.varying_axes or not _have_same_terms(before, after)
+        return f"only values themselves go to another mesh, not {before}" if is_apart else None
     for axis, p in before.by_axis().items():
         q = after.placement(axis)
         if before.mesh.axis_size(axis) > 1 and not _may_narrow(p, q):
             return f"along {axis} {p} does not become {q} without communication"
     return None
+
+
+def _have_same_terms(before: Layout, after: Layout) -> bool:
+    """Return whether each rank has the term of a Partial that it has on the other mesh."""
+    ops = [{*x.reduce_ops.values()} for x in (before, after)]
+    if not ops[0] and not ops[1]:
+        return True
+    if ops[0] != ops[1] or len(ops[0]) > 1 or {*before.mesh} != {*after.mesh}:
+        return False
+    pairs = {(_term_of(before, r), _term_of(after, r)) for r in before.mesh}
+    return len(pairs) == len({a for a, _ in pairs}) == len({b for _, b in pairs})
+
+
+def _term_of(layout: Layout, rank: int) -> tuple[int, ...]:
+    coordinate = layout.mesh.coordinate(rank) or ()
+    places = zip(coordinate, layout.placements, strict=True)
+    return tuple(i for i, p in places if isinstance(p, Partial))
 
 
 def _may_narrow(p: Placement, q: Placement) -> bool:

@@ -12,12 +12,16 @@ import numpy as np
 
 from mdfuse.extents.extent import is_symbolic
 from mdfuse.layouts.boxes import box_size, intersect
+from mdfuse.layouts.exchange import Exchange
 from mdfuse.layouts.layout import Layout
 from mdfuse.mesh import DeviceMesh
 
 #: Costs are whole numbers of this part of an element, so that they compare exactly: it is divisible
 #: by most sizes of axes.
 UNIT = 8192 * 3 * 3 * 5 * 7
+
+#: Of how many ranks it is found out one by one whether they send something.
+_FEW = 64
 
 #: axis -> the coordinate of each rank; arrays that broadcast with each other
 _Coordinates = dict[str, Any]
@@ -37,6 +41,11 @@ def worst_lack(source: Layout, destination: Layout, shape: tuple[int, ...], copi
     """
     if _is_special(source, destination, shape):
         return max((0, *_one_by_one(source, destination, shape, copies)))
+    return int(np.max(_lack(source, destination, shape, copies)))
+
+
+def _lack(source: Layout, destination: Layout, shape: tuple[int, ...], copies: int) -> Any:
+    """Return what each rank needs from others, as an array that broadcasts over the mesh."""
     need, have, is_holder = _coordinates(source.mesh, destination.mesh)
     needed: Any = copies + 1
     held: Any = is_holder
@@ -45,7 +54,62 @@ def worst_lack(source: Layout, destination: Layout, shape: tuple[int, ...], copi
         first, last = _interval(source, dim, extent, have)
         needed = needed * (stop - start)
         held = held * np.maximum(np.minimum(stop, last) - np.maximum(start, first), 0)
-    return int(np.max(needed - held))
+    return needed - held
+
+
+def taking_part(exchange: Exchange) -> tuple[int, ...]:
+    """Return the ranks that send or receive, in the order of the source's mesh, then the other's.
+
+    Where a run chooses the extents, all ranks of both meshes.
+    """
+    source, destination, shape = exchange.source, exchange.destination, exchange.source.shape
+    both = (source.layout, destination.layout)
+    meshes = source.mesh, destination.mesh
+    if _is_special(*both, shape):
+        return (*meshes[0].ranks, *(r for r in meshes[1].ranks if r not in meshes[0]))
+    if 0 in shape:
+        return ()
+    ranks, goal = (np.asarray(mesh.ranks) for mesh in meshes)
+    lack = np.asarray(_lack(*both, shape, source.count(exchange.reduced) - 1) > 0)
+    grid = meshes[1].shape if meshes[0] == meshes[1] else (meshes[1].size,)
+    takes, known = (np.zeros(max(m.last_rank for m in meshes) + 1, bool) for _ in meshes)
+    takes[goal[np.broadcast_to(lack, grid).reshape(-1)]] = True
+    senders = ranks[_senders(exchange) & ~takes[ranks]]
+    if len(senders) <= _FEW:  # some turns are those of parts without elements
+        senders = np.array([r for r in senders.tolist() if any(exchange.sent(r))], int)
+    takes[senders] = True
+    known[ranks] = True
+    every = np.concatenate((ranks, goal[~known[goal]]))
+    return tuple(every[takes[every]].tolist())
+
+
+def _senders(exchange: Exchange) -> Any:
+    """Return which ranks of the source have a turn to send, in the order of its mesh."""
+    source, destination = exchange.source, exchange.destination
+    mesh = source.mesh
+    at: Any = dict(zip(mesh.axes, np.unravel_index(np.arange(mesh.size), mesh.shape), strict=True))
+    turns: Any = exchange.stride
+    for dim, extent in enumerate(source.shape):
+        start, stop = _interval(source.layout, dim, extent, at)
+        ends = (_position(destination.layout, dim, extent, row) for row in (start, stop - 1))
+        first, last = ends
+        turns = turns * np.where(stop > start, last - first + 1, 0)
+    return np.broadcast_to(np.asarray(source.number(at, source.free) < turns), (mesh.size,))
+
+
+def _position(layout: Layout, dim: int, extent: int, row: Any) -> Any:
+    """Return which part of a dim, in the order of rows, has each row."""
+    start: Any = 0
+    stop: Any = extent
+    position: Any = 0
+    for axis in layout.split_axes(dim):
+        n = layout.mesh.axis_size(axis)
+        length = np.maximum(-(-(stop - start) // n), 1)
+        i = np.clip((row - start) // length, 0, n - 1)
+        start = np.minimum(start + i * length, stop)
+        stop = np.minimum(start + length, stop)
+        position = position * n + i
+    return position
 
 
 def _is_special(source: Layout, destination: Layout, shape: tuple[int, ...]) -> bool:
@@ -129,6 +193,11 @@ def arriving(kind: str, n: int, before: int, after: int) -> int:
     if kind == "ReduceScatter":
         return UNIT * after * (n - 1)
     return UNIT * -(-(2 if kind == "Allreduce" else 1) * before * (n - 1) // n)
+
+
+def dearer(cost: int) -> int:
+    """Return the cost of a ReduceExchange: collectives that bring an eighth more are preferred."""
+    return cost * 9 // 8
 
 
 def part_size(layout: Layout, shape: tuple[int, ...]) -> int:

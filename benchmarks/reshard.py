@@ -1,0 +1,238 @@
+"""How far reshards are from the bound: bytes, messages and planning time, beside DTensor's planner.
+
+python benchmarks/reshard.py
+mdfuse bench reshard --quick
+
+Nothing is sent: the steps of all pairs of layouts are planned, and what they bring to each rank is
+counted. Prints the tables and the worst pairs, and stores them as JSON. A row is about the changes
+of one mesh and shape; ratios are to what no algorithm can go below (`_reshard_pairs.bound`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from _reshard_dtensor import Planner, fake_ranks
+from _reshard_pairs import Moved, bound, moved, pairs, posts, sender_spread
+from rich import box
+from rich.table import Table
+
+from mdfuse import DeviceMesh, Layout, Shard
+from mdfuse.cli import screen
+from mdfuse.communication import Communication
+from mdfuse.layouts.layout import Placement
+from mdfuse.reshard.steps import _steps as planned  # without what is kept of earlier plans
+
+_RESULTS = Path(__file__).parent / "results" / "reshard.json"
+_MESHES = (DeviceMesh.arange(a=2, b=4), DeviceMesh.arange(a=2, b=2, c=2))
+_SHAPES = ((4096, 4096), (4099, 2053), (13, 9))
+
+#: Which pairs a row is about.
+_GROUPS: dict[str, Callable[[Layout, Layout], bool]] = {
+    "no Partial": lambda s, g: not s.partial_axes,
+    "Partial, reduced": lambda s, g: bool(s.partial_axes) and not g.partial_axes,
+    "Partial that stays": lambda s, g: bool(g.partial_axes),
+}
+
+#: How many of the worst pairs are printed for each row.
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was found of one pair."""
+
+    pair: str
+    steps: str
+    least: Moved
+    ours: Moved
+    dtensor: float | None
+    messages: int
+    milliseconds: float
+    spread: float | None
+
+    @property
+    def ratio(self) -> float:
+        """What the worst rank gets over what it must; 1 where nothing has to move."""
+        return self.ours.worst / self.least.worst if self.least.worst else 1.0 + self.ours.worst
+
+
+def look(source: Layout, goal: Layout, shape: tuple[int, ...], theirs: Planner | None) -> Found:
+    """Plan one pair, and count what its steps move."""
+    start = time.perf_counter_ns()
+    path = planned(source, goal, shape)
+    elapsed = time.perf_counter_ns() - start
+    found, ranks = posts(path, shape), sorted({*source.mesh.ranks, *goal.mesh.ranks})
+    return Found(
+        pair=f"{source} -> {goal}",
+        steps="; ".join(map(str, found)) or "nothing is sent",
+        least=bound(source, goal, shape),
+        ours=moved(found, ranks),
+        dtensor=theirs.elements(source, goal, least=True) if theirs is not None else None,
+        messages=sum(map(_messages, found)),
+        milliseconds=elapsed / 1e6,
+        spread=sender_spread(found),
+    )
+
+
+def _messages(comm: Communication) -> int:
+    """How many sends the busiest rank posts; one for a collective."""
+    if comm.kind not in ("Exchange", "ReduceExchange"):
+        return 1
+    calls = (comm.part(r).call for r in comm.source.mesh.ranks)
+    return max((len(call.sends) for call in calls if call is not None), default=0)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    mesh: str
+    shape: tuple[int, ...]
+    group: str
+    pairs: int
+    mean: float
+    ninetieth: float
+    most: float
+    total: float
+    dtensor: float | None
+    more_than_dtensor: int
+    messages: float
+    median_ms: float
+    slow_ms: float
+    spread: float
+    worst: tuple[tuple[float, str, str], ...]
+
+
+def row(mesh: DeviceMesh, shape: tuple[int, ...], group: str, found: list[Found]) -> Row:
+    """Summarise the pairs of one group."""
+    ratios = sorted(f.ratio for f in found)
+    times = sorted(f.milliseconds for f in found)
+    theirs = [f for f in found if f.dtensor is not None and f.least.worst]
+    worst = sorted(found, key=lambda f: -f.ratio)[:_SHOWN]
+    return Row(
+        mesh=str(mesh),
+        shape=shape,
+        group=group,
+        pairs=len(found),
+        mean=statistics.mean(ratios),
+        ninetieth=ratios[len(ratios) * 9 // 10],
+        most=ratios[-1],
+        total=sum(f.ours.total for f in found) / max(sum(f.least.total for f in found), 1),
+        dtensor=statistics.mean(f.dtensor / f.least.worst for f in theirs) if theirs else None,
+        more_than_dtensor=sum(f.ours.worst > math.ceil(f.dtensor or 0) for f in theirs),
+        messages=statistics.mean(f.messages for f in found),
+        median_ms=statistics.median(times),
+        slow_ms=times[len(times) * 99 // 100],
+        spread=statistics.mean([f.spread for f in found if f.spread is not None] or [1.0]),
+        worst=tuple((f.ratio, f.pair, f.steps) for f in worst),
+    )
+
+
+def rows(is_quick: bool) -> Iterator[Row]:
+    """Look at all pairs on each mesh."""
+    for mesh in _MESHES[:1] if is_quick else _MESHES:
+        for shape in _SHAPES[:1] if is_quick else _SHAPES:
+            with fake_ranks(mesh.size):
+                theirs = Planner(mesh, shape) if mesh == _MESHES[0] else None  # it takes minutes
+                found = [(s, g, look(s, g, shape, theirs)) for s, g in pairs(mesh, len(shape))]
+            for group, belongs in _GROUPS.items():
+                yield row(mesh, shape, group, [f for s, g, f in found if belongs(s, g)])
+
+
+# -- large meshes --------------------------------------------------------------------------------
+
+_LARGE: dict[str, tuple[dict[str, Placement], dict[str, Placement], bool]] = {
+    "(R,R) -> (S0,R) elsewhere": ({}, {"a": Shard(0)}, True),
+    "(S0,R) -> (R,S0)": ({"a": Shard(0)}, {"b": Shard(0)}, False),
+    "(S0,S0) -> (S0,S0), the other order": ({}, {}, False),
+    "(S0,R) -> (S0,R) elsewhere": ({"a": Shard(0)}, {"a": Shard(0)}, True),
+}
+
+
+def large(n: int) -> Iterator[tuple[str, float, float, int]]:
+    """Yield name, ms to plan, ms for one rank's part, and its messages, on n ranks."""
+    one = DeviceMesh.of((n // 8, 8), range(n), ("a", "b"))
+    other = DeviceMesh.of((n // 8, 8), range(n, 2 * n), ("a", "b"))
+    shape = (16384, 16384)
+    for name, (before, after, is_elsewhere) in _LARGE.items():
+        source, goal = Layout(one, before), Layout(other if is_elsewhere else one, after)
+        if not before and not after:
+            both: dict[str, Placement] = {"a": Shard(0), "b": Shard(0)}
+            source, goal = Layout(one, both), Layout(one, both, {0: ("b", "a")})
+        start = time.perf_counter_ns()
+        path = planned(source, goal, shape)
+        planning = (time.perf_counter_ns() - start) / 1e6
+        start, messages = time.perf_counter_ns(), 0
+        for comm in posts(path, shape):
+            part = comm.part(one.ranks[n // 2 + 1])
+            messages += len(part.sends) + len(part.recvs)
+        yield name, planning, (time.perf_counter_ns() - start) / 1e6, messages
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="right" if i else "left", overflow="fold")
+    return table
+
+
+def _shown(found: list[Row]) -> Table:
+    table = _table(
+        "bytes at the worst rank over the bound",
+        *("pairs", "n", "mean", "p90", "max", "total", "DTensor", "more", "messages"),
+        *("ms", "p99", "busiest sender"),
+    )
+    for r in found:
+        table.add_row(
+            f"{r.mesh} {r.shape[0]} x {r.shape[1]}, {r.group}",
+            str(r.pairs),
+            *(f"{x:.3f}" for x in (r.mean, r.ninetieth, r.most, r.total)),
+            "" if r.dtensor is None else f"{r.dtensor:.3f}",
+            "" if r.dtensor is None else str(r.more_than_dtensor),
+            *(f"{x:.2f}" for x in (r.messages, r.median_ms, r.slow_ms, r.spread)),
+        )
+    return table
+
+
+def main() -> None:
+    """Print the tables and store them."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="one mesh and shape, to see it run")
+    parser.add_argument("--output", type=Path, default=_RESULTS, help="where the JSON goes")
+    arguments = parser.parse_args()
+    console = screen.output()
+    if not console.is_terminal:
+        console.width = 170
+    found = list(rows(arguments.quick))
+    console.print(_shown(found))
+    for r in found:
+        console.print(f"worst of {r.mesh} {r.shape[0]} x {r.shape[1]}, {r.group}:", highlight=False)
+        for ratio, pair, how in r.worst:
+            console.print(f"  {ratio:.3f} {pair}: {how}", highlight=False, markup=False)
+    sizes = (64,) if arguments.quick else (64, 1024, 8192)
+    scale = [(n, *one) for n in sizes for one in large(n)]
+    table = _table("large meshes", "change", "ranks", "plan, ms", "one rank's part, ms", "messages")
+    for n, name, planning, part, messages in scale:
+        table.add_row(name, str(n), f"{planning:.2f}", f"{part:.2f}", str(messages))
+    console.print(table)
+    stored = {
+        "benchmark": "reshard",
+        "versions": {"torch": torch.__version__},
+        "rows": [asdict(r) for r in found],
+        "large": scale,
+    }
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""The steps from one mesh to another.
+
+One form serves all: reduce into a split, move that, gather it. The split is that of the destination
+over the ranks that are to hold the same, or over the ranks of the source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from mdfuse.communication import Communication
+from mdfuse.layouts.exchange import kept_terms
+from mdfuse.layouts.lacks import dearer, is_lacking
+from mdfuse.layouts.layout import Layout, Placement, Replicate, Shard, replicated
+from mdfuse.mesh import DeviceMesh
+from mdfuse.reshard.refined import on_common_mesh
+from mdfuse.reshard.step import Local, Step, step_cost
+
+_Steps = Callable[[Layout, Layout, tuple[int, ...]], tuple[Step, ...]]
+_Path = tuple[Step, ...]
+#: Steps that reduce, steps that follow, and whether other ranks receive in these than in those.
+_Way = tuple[_Path, _Path, bool]
+
+
+def across(
+    source: Layout, destination: Layout, shape: tuple[int, ...], steps: _Steps
+) -> tuple[Step, ...]:
+    """Return the steps from one mesh to another; `steps` finds those of a part of the way."""
+    common = on_common_mesh(source, destination, shape)
+    if common is not None:
+        before = _as_it_is(source, common[0]) if source != common[0] else ()
+        after = _as_it_is(common[1], destination) if common[1] != destination else ()
+        return (*before, *steps(*common, shape), *after)
+    kept = kept_terms(source, destination)
+    if destination.reduce_ops and len(kept) < len(destination.reduce_ops):
+        whole = _with(destination, destination.partial_axes, Replicate())
+        return (*steps(source, whole, shape), *steps(whole, destination, shape))
+    if len(kept) < len(source.reduce_ops):
+        found = _reducing(source, destination, shape, steps)
+        first, rest, _ = min(found, key=lambda way: _cost(way, shape))
+        return (*first, *rest)
+    if not kept and not is_lacking(source, destination, shape):
+        return _as_it_is(source, destination)
+    return _moving(source, destination, shape)
+
+
+def _as_it_is(source: Layout, destination: Layout) -> _Path:
+    return (Local(kind="slice", source=source, destination=destination),)
+
+
+def _with(layout: Layout, axes: tuple[str, ...], placement: Placement) -> Layout:
+    for axis in axes:
+        layout = layout.with_placement(axis, placement)
+    return layout
+
+
+def _cost(way: _Way, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return what arrives at a rank, and how many steps there are."""
+    spent = []
+    for path in way[:2]:
+        costs = [(step_cost(step, shape), step) for step in path]
+        spent.append(sum(dearer(c) if _is_reduce_exchange(s) else c for c, s in costs))
+    first, rest = spent
+    if not way[2]:
+        return first + rest, len(way[0]) + len(way[1])
+    return first if first > rest else rest, len(way[0]) + len(way[1])
+
+
+def _is_reduce_exchange(step: Step) -> bool:
+    return isinstance(step, Communication) and step.kind == "ReduceExchange"
+
+
+def _moving(source: Layout, destination: Layout, shape: tuple[int, ...]) -> _Path:
+    """Return the one communication of a value that is not reduced."""
+    before, after = _only_split(source), _only_split(destination)
+
+    def one(kind: str, dim: int | None = None, *axes: str) -> _Path:
+        return (
+            Communication(kind=kind, source=source, destination=destination, dim=dim, axes=axes),
+        )
+
+    if source.mesh.size == destination.mesh.size == 1:
+        return one("SendRecv")
+    if source.is_replicated and destination.is_replicated:
+        return one("Broadcast")
+    if source.mesh.size == 1 and after is not None:
+        return one("Scatter", after[1], after[0])
+    if before is not None and destination.is_replicated and destination.mesh.size == 1:
+        return one("Gather", before[1], before[0])
+    if before and after and before[1] == after[1] and source.mesh.size == destination.mesh.size:
+        return one("SendRecv")
+    return one("Exchange")
+
+
+def _only_split(layout: Layout) -> tuple[str, int] | None:
+    """(axis, dim) where one axis splits one dim and the mesh has no other ranks."""
+    if len(layout.splits) != 1 or len(layout.splits[0][1]) != 1:
+        return None
+    dim, (axis,) = layout.splits[0]
+    return (axis, dim) if layout.mesh.axis_size(axis) == layout.mesh.size else None
+
+
+def _reducing(
+    source: Layout, destination: Layout, shape: tuple[int, ...], steps: _Steps
+) -> Iterator[_Way]:
+    """Yield ways of a Partial to another mesh; of two equal ones the first is taken."""
+    kept = dict(kept_terms(source, destination))
+    axes = tuple(a for a in source.partial_axes if a not in kept)
+    ops = {source.reduce_ops[a] for a in axes if a in source.reduce_ops}
+    root = _to_one_rank(source, destination, ops)
+    if root is not None:
+        first, at_root = root
+        rest = steps(at_root, destination, shape) if at_root != destination else ()
+        yield (first,), rest, True
+    is_apart = not any(r in source.mesh for r in destination.mesh)
+    for done in _splits(source, axes, shape):
+        yield steps(source, done, shape), steps(done, destination, shape), is_apart
+    if len(ops) == 1 and not kept and source.stream is None:
+        (op,) = ops
+        for split in _splits(destination, (), shape):
+            reduced = Communication(
+                kind="ReduceExchange", source=source, destination=split, reduce_op=op
+            )
+            yield (reduced,), steps(split, destination, shape), False
+
+
+def _to_one_rank(
+    source: Layout, destination: Layout, ops: set[str]
+) -> tuple[Communication, Layout] | None:
+    """Return the Reduce to one rank that sends on, where all ranks have terms of one whole."""
+    mesh = source.mesh
+    is_one = len(source.reduce_ops) == 1 and mesh.axis_size(*source.reduce_ops) == mesh.size
+    if not is_one or not destination.is_replicated:
+        return None
+    root = next((r for r in destination.mesh.ranks if r in mesh), mesh.first)
+    at_root = replicated(DeviceMesh([root])).with_stream(source.stream)
+    if destination.mesh.ranks == (root,):
+        at_root = destination
+    (op,) = ops
+    return Communication(kind="Reduce", source=source, destination=at_root, reduce_op=op), at_root
+
+
+def _splits(layout: Layout, axes: tuple[str, ...], shape: tuple[int, ...]) -> list[Layout]:
+    """Return a layout with some axes whole, and with these or all whole axes splitting one dim."""
+    whole = _with(layout, axes, Replicate())
+    free = tuple(a for a, p in whole.by_axis().items() if isinstance(p, Replicate))
+    free = tuple(a for a in free if layout.mesh.axis_size(a) > 1)
+    chunked = layout.stream.dim if layout.stream is not None else None  # no rank splits a chunk
+    room = whole.local_shape(shape)
+    found = [whole]
+    for dim, extent in enumerate(room):
+        for split in dict.fromkeys((axes, free)):
+            parts = 1
+            for axis in split:
+                parts *= layout.mesh.axis_size(axis)
+            if split and dim != chunked and extent >= parts:
+                found.append(_with(whole, split, Shard(dim)))
+    return found

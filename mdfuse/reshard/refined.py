@@ -1,0 +1,133 @@
+"""Meshes over the same ranks, refined to a common one.
+
+(2, 4) and (4, 2) are both (2, 2, 2); a flattened mesh, a transposed one, and one with other names
+are the mesh itself. What changes from one layout to the other is then a change on one mesh.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from mdfuse.layouts.layout import Layout, Placement
+from mdfuse.mesh import DeviceMesh
+
+
+class _Digit(NamedTuple):
+    """A part of an axis: neighbours along it are `stride` apart in the order of a mesh's ranks."""
+
+    stride: int
+    size: int
+
+
+def on_common_mesh(
+    source: Layout, destination: Layout, shape: tuple[int, ...]
+) -> tuple[Layout, Layout] | None:
+    """Return two layouts as they are on one mesh; None where there is none that has both.
+
+    >>> from mdfuse.layouts.layout import Shard
+    >>> one, other = DeviceMesh.arange(a=2, b=4), DeviceMesh.arange(p=4, q=2)
+    >>> on_common_mesh(Layout(one, {"b": Shard(0)}), Layout(other, {"p": Shard(1)}), (8, 8))
+    ((a=R, b0=S0, b1=S0), (a=S1, b0=S1, b1=R))
+    """
+    meshes = source.mesh, destination.mesh
+    if (
+        meshes[0].size != meshes[1].size
+        or meshes[0].size == 1
+        or source.stream
+        or destination.stream
+    ):
+        return None
+    places = [meshes[0].position(r) for r in meshes[1].ranks]
+    if None in places:
+        return None
+    axes = _axes_of(np.array(places), meshes[1])
+    own = _axes_of(np.arange(meshes[0].size), meshes[0])
+    if axes is None or own is None:
+        return None
+    digits = [d for found in (*own, *axes) for d in found]
+    cuts = sorted({1, *(d.stride for d in digits), *(d.stride * d.size for d in digits)})
+    if any(high % low for low, high in pairwise(cuts)):
+        return None
+    pieces = [_Digit(low, high // low) for low, high in pairwise(cuts)][::-1]
+    names = _names(meshes[0], own, pieces)
+    mesh = DeviceMesh.of(tuple(d.size for d in pieces), meshes[0].ranks, tuple(names.values()))
+    if mesh == meshes[0]:
+        mesh = meshes[0]
+    found = [
+        _refined(layout, mesh, [_within(pieces, x, names) for x in of], shape)
+        for layout, of in ((source, own), (destination, axes))
+    ]
+    return (found[0], found[1]) if found[0] is not None and found[1] is not None else None
+
+
+def _axes_of(places: np.ndarray, mesh: DeviceMesh) -> list[list[_Digit]] | None:
+    """Return each axis of a mesh as digits, the outermost first.
+
+    Args:
+        places: where its ranks are in the order of the other mesh, in its own order.
+        mesh: whose axes are asked for.
+    """
+    grid = places.reshape(mesh.shape)
+    first, axes = int(places[0]), list[list[_Digit]]()
+    total = np.full(mesh.shape, first)
+    for axis, n in enumerate(mesh.shape):
+        line = np.moveaxis(grid, axis, 0).reshape(n, -1)[:, 0] - first
+        digits, step = list[_Digit](), 1
+        while step < n:
+            size = 2
+            while (size + 1) * step <= n and line[size * step] == size * line[step]:
+                size += 1
+            while n % (step * size):
+                size -= 1
+            if size < 2 or line[step] < 1:
+                return None
+            digits.append(_Digit(int(line[step]), size))
+            step *= size
+        axes.append(digits[::-1])
+        shown, at = np.zeros(n, int), np.arange(n)
+        for d in digits:
+            shown, at = shown + at % d.size * d.stride, at // d.size
+        total = total + shown.reshape([-1 if a == axis else 1 for a in range(mesh.ndim)])
+    return axes if first == 0 and bool((total == grid).all()) else None
+
+
+def _names(mesh: DeviceMesh, own: list[list[_Digit]], pieces: list[_Digit]) -> dict[_Digit, str]:
+    """Return a name for each piece: that of the axis, with a number where it has several."""
+    names, used = dict[_Digit, str](), {*mesh.axes}
+    for axis, digits in zip(mesh.axes, own, strict=True):
+        inside = [p for d in digits for p in pieces if _is_within(p, d)]
+        for i, piece in enumerate(inside):
+            name = axis if len(inside) == 1 else f"{axis}{i}"
+            while len(inside) > 1 and name in used:
+                name += "_"
+            used.add(name)
+            names[piece] = name
+    return names
+
+
+def _is_within(piece: _Digit, digit: _Digit) -> bool:
+    return digit.stride <= piece.stride < digit.stride * digit.size
+
+
+def _within(pieces: list[_Digit], digits: list[_Digit], names: dict[_Digit, str]) -> list[str]:
+    """Return the names of the pieces of some digits, outermost first."""
+    return [names[p] for d in digits for p in pieces if _is_within(p, d)]
+
+
+def _refined(
+    layout: Layout, mesh: DeviceMesh, axes: list[list[str]], shape: tuple[int, ...]
+) -> Layout | None:
+    """Return a layout on the refined mesh; None where its parts would be others there."""
+    placements, pieces = dict[str, Placement](), dict(zip(layout.mesh.axes, axes, strict=True))
+    for axis, placement in layout.by_axis().items():
+        placements.update(dict.fromkeys(pieces[axis], placement))
+    order = {d: [a for axis in split for a in pieces[axis]] for d, split in layout.splits}
+    for dim, split in layout.splits:
+        parts = math.prod(map(layout.mesh.axis_size, split))
+        if any(len(pieces[a]) > 1 for a in split) and shape[dim] % parts:
+            return None  # a part of uneven parts is cut elsewhere
+    return Layout(mesh, placements, {d: a for d, a in order.items() if a})

@@ -1,0 +1,45 @@
+"""A step of a reshard, and what it costs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mdfuse.communication import Communication
+from mdfuse.layouts.exchange import kept_terms
+from mdfuse.layouts.kinds import POINT_TO_POINT
+from mdfuse.layouts.lacks import UNIT, arriving, part_size, worst_lack
+from mdfuse.layouts.layout import Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Local:
+    """A step without communication.
+
+    "slice": each rank keeps a part of what it has. "term": it becomes Partial, by what one rank has
+    and what the reduce op leaves that as it is with. "empty": the tensor has no elements.
+    """
+
+    kind: str
+    source: Layout
+    destination: Layout
+
+
+Step = Local | Communication
+
+
+def step_cost(step: Step, shape: tuple[int, ...]) -> int:
+    """Return how many elements arrive at a rank, padding included, times `UNIT`."""
+    if isinstance(step, Local):
+        return 0
+    before, after = (part_size(x, shape) for x in (step.source, step.destination))
+    if step.kind in POINT_TO_POINT and step.kind != "SendRecv":
+        copies = 0
+        if step.reduce_op is not None:
+            kept = dict(kept_terms(step.source, step.destination))
+            reduced = (a for a in step.source.partial_axes if a not in kept)
+            copies = math.prod(map(step.source.mesh.axis_size, reduced)) - 1
+        return UNIT * worst_lack(step.source, step.destination, shape, copies)
+    if step.kind in ("SendRecv", "Broadcast", "Gather", "Scatter", "Reduce"):
+        return UNIT * max(before, after)
+    return arriving(step.kind, step.size, before, after)

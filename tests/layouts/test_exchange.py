@@ -1,0 +1,168 @@
+"""Exchanges of drawn layouts on drawn meshes: what is sent is what is received, and is needed."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from itertools import permutations, product
+
+import pytest
+import torch
+from helpers.oracle import coordinate, local_part
+
+from mdfuse import DeviceMesh, Layout, Partial, Replicate, Shard
+from mdfuse.communication import Communication
+from mdfuse.layouts.boxes import Box, box_shape, box_size
+from mdfuse.layouts.lacks import is_lacking, worst_lack
+from mdfuse.layouts.layout import Placement
+
+MESHES = (
+    DeviceMesh.arange(a=2, b=4),
+    DeviceMesh([3, 1, 9, 4, 0, 8], axes=("q",)),
+    DeviceMesh([[1, 2], [3, 0], [5, 7]]),
+    DeviceMesh.arange(a=2, b=2, c=2),
+    DeviceMesh([[16, 17, 18], [20, 21, 22]]),
+)
+P = Partial("max")
+
+
+def layouts(mesh: DeviceMesh, *more: Placement) -> Iterator[Layout]:
+    """Every layout of a matrix, every order of axes that split one dim included."""
+    for chosen in product((Replicate(), Shard(0), Shard(1), *more), repeat=mesh.ndim):
+        placements = dict(zip(mesh.axes, chosen, strict=True))
+        splits = [[a for a, p in placements.items() if p == Shard(d)] for d in (0, 1)]
+        for first, second in product(*map(permutations, splits)):
+            order = {d: axes for d, axes in ((0, first), (1, second)) if axes}
+            yield Layout(mesh, placements, order)
+
+
+def drawn(seed: int) -> tuple[Layout, Layout, tuple[int, int]]:
+    draw = random.Random(seed)
+    one = draw.choice(MESHES)
+    other = one if draw.random() < 0.5 else draw.choice(MESHES)
+    source, goal = (draw.choice([*layouts(mesh)]) for mesh in (one, other))
+    return source, goal, (draw.randint(0, 13), draw.randint(0, 9))
+
+
+def held(layout: Layout, shape: tuple[int, int], rank: int) -> set[int]:
+    """The numbers of the elements that a rank holds."""
+    if rank not in layout.mesh.ranks:
+        return set()
+    index = torch.arange(shape[0] * shape[1]).reshape(shape)
+    return set(local_part(index, layout, rank).flatten().tolist())
+
+
+def within(layout: Layout, shape: tuple[int, int], rank: int, box: Box) -> list[int]:
+    """The numbers of the elements of a box of what a rank holds."""
+    index = torch.arange(shape[0] * shape[1]).reshape(shape)
+    cut = tuple(slice(*interval) for interval in box)
+    return local_part(index, layout, rank)[cut].flatten().tolist()
+
+
+@pytest.mark.parametrize("first", range(0, 600, 50))
+def test_ranks_receive_just_what_they_lack(first: int) -> None:
+    for seed in range(first, first + 50):
+        source, goal, shape = drawn(seed)
+        comm = Communication(
+            kind="Exchange", source=source, destination=goal, shape=shape, dtype=torch.float32
+        )
+        ranks = sorted({*source.mesh.ranks, *goal.mesh.ranks})
+        parts = {r: comm.part(r) for r in ranks}
+        calls = {r: part.call for r, part in parts.items() if part.call is not None}
+        sent: Counter[tuple[int, int, tuple[int, ...]]] = Counter()
+        got: Counter[tuple[int, int, tuple[int, ...]]] = Counter()
+        for r, call in calls.items():
+            for peer, box in zip(call.sends, parts[r].sends, strict=True):
+                sent[r, peer, tuple(within(source, shape, r, box))] += 1
+            for peer, box in zip(call.recvs, parts[r].recvs, strict=True):
+                got[peer, r, tuple(within(goal, shape, r, box))] += 1
+        assert sent == got, (seed, source, goal, shape)
+        for r in goal.mesh.ranks:
+            lacked = [i for part in parts[r].recvs for i in within(goal, shape, r, part)]
+            need, have = held(goal, shape, r), held(source, shape, r)
+            assert sorted(lacked) == sorted(need - have), (seed, source, goal, shape)
+            for before, after in parts[r].copies:
+                assert within(source, shape, r, before) == within(goal, shape, r, after)
+        team = comm.whole_group
+        assert {*team} == {*calls}, (seed, source, goal, shape)
+        assert all(call.team == team for call in calls.values())
+        lacks = [len(held(goal, shape, r) - held(source, shape, r)) for r in goal.mesh.ranks]
+        assert worst_lack(source, goal, shape) == max(lacks)
+        is_inside = {*goal.mesh.ranks} <= {*source.mesh.ranks}
+        assert is_lacking(source, goal, shape) == (max(lacks) > 0 or not is_inside)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_receiver_gets_each_term_of_what_it_reduces(seed: int) -> None:
+    draw = random.Random(seed)
+    mesh = draw.choice((MESHES[0], MESHES[3]))
+    source = draw.choice([x for x in layouts(mesh, P) if x.partial_axes])
+    goal = draw.choice([*layouts(mesh)])
+    shape = (draw.randint(1, 13), draw.randint(1, 9))
+    comm = Communication(
+        kind="ReduceExchange", source=source, destination=goal, shape=shape, reduce_op="max",
+        dtype=torch.float32,
+    )  # fmt: skip
+    terms: dict[int, set[tuple[int, ...]]] = {r: set() for r in mesh.ranks}
+    for r in mesh.ranks:
+        place = coordinate(mesh, r)
+        terms[r] = {tuple(place[a] for a in source.partial_axes)}
+    every = set().union(*terms.values())
+    for r in mesh.ranks:
+        part, found = comm.part(r), Counter[int]()
+        for box in part.recvs:
+            found.update(within(goal, shape, r, box))
+        for before, after in part.copies:
+            assert within(source, shape, r, before) == within(goal, shape, r, after)
+            found.update(within(goal, shape, r, after))
+        assert found == Counter(dict.fromkeys(held(goal, shape, r), len(every)))
+        numbers = [n for row in part.terms for n in row]
+        assert sorted(numbers) == [*range(-len(part.copies), len(part.recvs))]
+
+
+def test_holders_send_in_turn() -> None:
+    """Sixteen ranks that hold quarters send to sixteen others: each sends once."""
+    one = DeviceMesh.arange(a=4, b=4)
+    other = DeviceMesh.of((4, 4), range(16, 32), ("p", "q"))
+    comm = Communication(
+        kind="Exchange", source=Layout(one, {"a": Shard(0)}),
+        destination=Layout(other, {"q": Shard(0)}), shape=(16, 3), dtype=torch.float32,
+    )  # fmt: skip
+    assert [len(comm.part(r).sends) for r in one.ranks] == [1] * 16
+
+
+def test_one_rank_of_many_costs_what_its_messages_cost() -> None:
+    """Counted in boxes looked at, not in time: the same for 64 ranks and for 8,192."""
+    looked = []
+    for n in (64, 8192):
+        one = DeviceMesh.of((n // 8, 8), range(n), ("a", "b"))
+        other = DeviceMesh.of((n // 8, 8), range(n, 2 * n), ("a", "b"))
+        comm = Communication(
+            kind="Exchange", source=Layout(one), destination=Layout(other, {"a": Shard(0)}),
+            shape=(16384, 4), dtype=torch.float32,
+        )  # fmt: skip
+        assert len(comm.whole_group) == 2 * n
+        looked.append(calls_of(comm, n // 2 + 1))
+        assert sum(map(box_size, comm.part(n // 2 + 1).sends)) == box_size(
+            tuple((0, e) for e in box_shape(comm.part(n + n // 2 + 1).recvs[0]))
+        )
+    assert looked[0] == looked[1]
+
+
+def calls_of(comm: Communication, rank: int) -> int:
+    """How many calls a rank's part takes."""
+    import sys
+
+    counted = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal counted
+        counted += event == "call"
+
+    sys.setprofile(count)
+    try:
+        comm.part(rank)
+    finally:
+        sys.setprofile(None)
+    return counted
