@@ -153,7 +153,7 @@ def _bound(i: Instruction, row: ops.Op, attrs: dict[str, Any], context: Context)
     facts = [context.fact(x) for x in i.reads if _is_tensor(x, context)]
     if row.is_view and facts and facts[0] is not None:
         context.know(output, row.call(facts[0], **attrs))
-    elif is_dense_result(row, facts):
+    elif row.is_creation or is_dense_result(row, facts):
         context.know(output, torch.empty(shape, dtype=dtype, device="meta"))
     return ordered(i, context, line)
 

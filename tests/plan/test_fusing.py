@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, FusionDefinition, Options
+from mdfuse.ir import creation, random
 from mdfuse.plan import compilation, inductor
 from mdfuse.plan.build import Plan
 from mdfuse.plan.forms import Form, form_of
@@ -255,3 +257,29 @@ def test_a_repeated_element_of_a_launch_that_travels() -> None:
     results = mf.simulate(program, [x]).outputs
     torch.testing.assert_close(results[0], (x.exp() * 2).repeat(2, 1, 3))
     torch.testing.assert_close(results[1], x.exp() * 2 + 1)
+
+
+def test_numbers_from_outside_of_a_unit(compiler: Compiler) -> None:
+    """As the ones of a gradient: what makes a tensor of numbers makes it dense."""
+    mesh, other = MESH, DeviceMesh.arange(u=1)
+    with FusionDefinition("numbers") as fd:
+        x = fd.define_tensor([3, 4], torch.float32, mesh, {})
+        ones = fd.ops.full([4], 0.5, dtype=torch.float32, mesh=other, layout={})
+        moved = fd.ops.set(x.exp() * 2.0).on(other, {})
+        fd.add_output(moved.sin() * ones.expand(3, 4) + 1.0)
+    (got,) = run(fd, x := torch.randn(3, 4))
+    torch.testing.assert_close(got, (x.exp() * 2).sin() * 0.5 + 1)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (3, 4), (4, 1, 3), (2, 3, 4, 5), (1, 3, 1)])
+def test_what_makes_numbers_is_dense(shape: tuple[int, ...]) -> None:
+    for box in (None, tuple((n // 3, n) for n in shape)):
+        made = [
+            random.uniform(1, shape=shape, dtype=torch.float32, stream=2, box=box),
+            creation.full(2.0, shape=shape, dtype=torch.float32, box=box),
+            creation.constant(
+                values=range(math.prod(shape)), shape=shape, dtype=torch.int64, box=box
+            ),
+        ]
+        assert all(x.is_contiguous() for x in made)
+        assert made[2].shape == made[0].shape
