@@ -165,7 +165,7 @@ def test_what_differs_beside_the_ring_is_found_in_one_of_two_rings(in_full: bool
         ("%ox: f32[2] of [9] (tp=R", "%ox: f32[2] of [9] (tp=varies"),
     ):
         assert old in both
-        with pytest.raises(mf.CommunicationError, match="not the same along|different parts"):
+        with pytest.raises(mf.CommunicationError, match=r"not the same along|different parts"):
             verify(hir.parse(both.replace(old, new)), in_full)
 
 
