@@ -47,7 +47,8 @@ class Storage:
 
     Attributes:
         name: the name that it was made for.
-        written: box -> elements, of what was written; None once all of it is.
+        written: box -> elements, of what was written, in boxes that are disjoint; None once all of
+            it is.
         accesses: those that a later access may have to wait for.
         is_input: it is the caller's.
         frozen_by: what made an output a view of it; after that it must not change.
@@ -101,17 +102,33 @@ def note_written(storage: Storage, region: Box | None, box: Box) -> None:
     """Record that a region of a storage has contents from now on; `box` is all of the storage."""
     if storage.written is None:
         return
-    if region is not None:
-        storage.written[region] = box_size(region)
+    if region is not None and region not in storage.written:
+        fresh = [region]
+        for known in storage.written:
+            fresh = [part for new in fresh for part in _outside(new, known)]
+        storage.written.update((part, box_size(part)) for part in fresh)
     if region is None or sum(storage.written.values()) >= box_size(box):
         storage.written = None
 
 
 def missing(storage: Storage, region: Box) -> int:
-    """Count the elements of a region that nothing has written (distinct boxes are disjoint)."""
+    """Count the elements of a region that nothing has written."""
     shared = (intersect(box, region) for box in storage.written or ())
     found = sum(box_size(b) for b in shared if b is not None)
     return max(math.prod(box_shape(region)) - found, 0)
+
+
+def _outside(box: Box, other: Box) -> list[Box]:
+    """Return disjoint boxes that have what is in a box and not in another one."""
+    if intersect(box, other) is None:
+        return [box]
+    found, rest = [], list(box)
+    for d, ((start, stop), (first, last)) in enumerate(zip(box, other, strict=True)):
+        for part in ((start, first), (last, stop)):
+            if part[0] < part[1]:
+                found.append((*rest[:d], part, *rest[d + 1 :]))
+        rest[d] = (max(start, first), min(stop, last))
+    return found
 
 
 # -- order ---------------------------------------------------------------------------------------

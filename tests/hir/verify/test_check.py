@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 from helpers.host_checks import accepted, everywhere, full, parse, per_rank, refused
 from helpers.two_stage import CASES, Case
 
@@ -1233,3 +1234,28 @@ def test_cost_does_not_grow_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.undo()
         asked[n] = count[0]
     assert asked[4] == asked[4096] > 0
+
+
+@pytest.mark.parametrize(
+    "parts", [((2, 0), (4, 0), (4, 1)), ((2, 0), (2, 1)), ((4, 3), (2, 0), (3, 2))]
+)
+def test_what_is_written_twice_counts_once(parts: tuple[tuple[int, int], ...]) -> None:
+    """Chunks may overlap; what none of them has is not written."""
+    lines, rows = [], set()
+    for n, (chunks, index) in enumerate(parts):
+        part = torch.arange(12).chunk(chunks)[index]
+        rows.update(part.tolist())
+        kind = f"f32[{len(part)},2] of [12,2] (x=R, chunk(0,{chunks},{index}))"
+        lines += [
+            f"%x{n}: {kind} = chunk(%x)",
+            f"%y{n}: {kind} = chunk(%y)",
+            f"%y{n} = neg(%x{n})",
+            f"free %x{n}, %y{n}",
+        ]
+    head = ["input %x: f32[12,2] (x=R)", "%y: f32[12,2] (x=R) = alloc"]
+    program = parse("\n".join([*head, *lines, "return %y"]), "mesh(x=1)")
+    if len(rows) == 12:
+        verify(program)
+    else:
+        with pytest.raises(mf.ProgramError, match=f"{(12 - len(rows)) * 2} "):
+            verify(program)
