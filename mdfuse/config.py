@@ -108,7 +108,7 @@ class Options:
     streams: int = 4
     stream_policy: Literal["auto", "round_robin", "copy_compute"] = "auto"
     graph: Literal["auto", "always", "never"] = "auto"
-    compile: Literal["auto", "always", "never"] = "never"
+    compile: Literal["auto", "always", "never"] = "auto"
     verify: bool = True
     fast_lane: Literal["auto", "never", "always"] = "auto"
     timeout_s: float = 600.0

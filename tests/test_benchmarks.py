@@ -319,6 +319,27 @@ def test_definitions_that_the_page_shows() -> None:
             assert time_of(cells[place]) == pytest.approx(figure * 1e3, abs=51)
 
 
+def test_layers_that_the_page_shows() -> None:
+    file = json.loads((ROOT / "benchmarks" / "results" / "layers-h200.json").read_text())
+    found = {(row["name"], row["alternative"]): row for row in file["rows"]}
+    rows = shown("layer", "compiled-graph")
+    assert {cells[0] for cells in rows} == {name.partition(":")[0] for name, _ in found}
+    for layer, ours, by_hand, compiled, host, memory in rows:
+        queued = {
+            peer: found[f"{layer}: GPU, queued", peer] for peer in ("graph", "compiled-graph")
+        }
+        assert time_of(ours) == pytest.approx(queued["compiled-graph"]["ours"]["median"], rel=0.005)
+        for cell, peer in ((by_hand, "graph"), (compiled, "compiled-graph")):
+            ratio = queued[peer]["figure"]["median"]
+            assert float(cell.split()[0]) == pytest.approx(ratio, abs=0.0006)
+        replay = found[f"{layer}: host", "graph"]["ours"]["median"]
+        assert time_of(host) == pytest.approx(replay, rel=0.005)
+        peak = found[f"{layer}: memory at the peak", "compiled-graph"]["figure"]["median"]
+        assert float(memory.split()[0]) == pytest.approx(peak, abs=0.006)
+        error = found[f"{layer}: error against float64", "compiled"]["figure"]["median"]
+        assert error == pytest.approx(1, abs=0.002)
+
+
 def test_ucx_and_nccl_that_the_page_shows() -> None:
     file = ROOT / "benchmarks" / "results" / "backends-nccl-ucx-2-cuda.json"
     found = {(r["name"], r["sizes"]): r for r in json.loads(file.read_text())["rows"]}
