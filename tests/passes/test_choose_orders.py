@@ -307,7 +307,7 @@ MOVES = {
         Layout(DeviceMesh([0, 1]), {"x": Shard(0)}),
         Layout(DeviceMesh([2, 3]), {"x": Shard(0)}),
     ),
-    "Broadcast": (Layout(DeviceMesh([0])), Layout(DeviceMesh([3]))),
+    "Broadcast": (Layout(DeviceMesh([0])), Layout(DeviceMesh([3, 2]))),
     "Gather": (Layout(MESH, {"tp": Shard(0)}), Layout(DeviceMesh([2]))),
 }
 
