@@ -650,11 +650,8 @@ def streamed(fd: Any, x: Any, y: Any) -> None:
 
 
 def into_partial(fd: Any, x: Any, y: Any) -> None:
-    fd.add_output(fd.ops.set(x).on(MESH, {"x": Partial("max")}))
-
-
-def into_partial_elsewhere(fd: Any, x: Any, y: Any) -> None:
-    fd.add_output(fd.ops.set(x).on(DeviceMesh([4, 5]), {"x": Partial()}))
+    part = fd.define_tensor([8, 3], mesh=MESH, layout={"x": Partial("sum")})
+    fd.add_output(fd.ops.set(part).on(MESH, {"x": Partial("max")}))
 
 
 def reuse_placed_elsewhere(fd: Any, x: Any, y: Any) -> None:
@@ -664,8 +661,7 @@ def reuse_placed_elsewhere(fd: Any, x: Any, y: Any) -> None:
 
 LOWERED = [
     Row("stream", LoweringError, streamed, ("softmax", "dim 0", "leave stream= out")),
-    Row("into partial", LayoutError, into_partial, ("set(%x)", "S0", "P(max)", "P(sum)")),
-    Row("into partial elsewhere", LayoutError, into_partial_elsewhere, ("set(%x)", "4 5")),
+    Row("into partial", LayoutError, into_partial, ("set(%part)", "P(max)", "P(sum)", "Replicate")),
     Row("reuse elsewhere", LayoutError, reuse_placed_elsewhere, ("%z", "(x=S1)", "%x", "(x=S0)")),
 ]
 
