@@ -207,3 +207,33 @@ def test_the_readme_shows_what_the_demo_prints() -> None:
 )
 def test_minilm_chooses_a_mesh(ranks: int, dp: int | None, tp: int | None, mesh: str) -> None:
     assert repr(example("minilm").choose_mesh(ranks, dp, tp)) == mesh
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"fsdp": 3}, {"dp": 2, "sp": 2}], ids=str)
+def test_training_stays_beside_one_device(axes: dict[str, int]) -> None:
+    train = example("train_llama")
+    found = train.train(train.Simulated(DeviceMesh.arange(**axes)), 4)
+    alone = train.train(train.OneDevice(), 4)
+    assert found == pytest.approx(alone, abs=1e-4)
+    assert alone[-1] < alone[0] - 1
+
+
+def test_what_a_training_step_posts() -> None:
+    """FSDP gathers each parameter forwards and again backwards; tensor parallelism none."""
+    train = example("train_llama")
+    split = mf.compile(train.define(DeviceMesh.arange(fsdp=4)))
+    posts = Counter(printed(split))
+    n = len(train.PARAMETERS)
+    assert posts["reducescatter"] == n
+    assert n < posts["allgather"] <= 2 * n
+    heads = mf.compile(train.define(DeviceMesh.arange(tp=2)))
+    whole = (train.BATCH, train.LENGTH, train.WIDTH)
+    # of two products a layer, of what comes back to these, and to the head; the table of bytes is
+    # smaller than what is looked up in it, and gathered
+    sums = [c.kind for c in heads.communications if c.shape == whole]
+    assert sums == ["Allreduce"] * (2 * train.LAYERS + 2 * train.LAYERS + 1)
+
+
+def test_the_curves_are_drawn_or_not(tmp_path: Path) -> None:
+    done = example("train_llama").draw({"a": [2.0, 1.0], "b": [2.0, 1.5]}, tmp_path / "x.svg")
+    assert done.startswith("not drawn") or (tmp_path / "x.svg").stat().st_size > 0

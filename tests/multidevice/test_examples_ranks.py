@@ -47,3 +47,22 @@ def test_minilm(mesh: DeviceMesh, comm: mf.Communicator) -> None:
     minilm = example("minilm")
     fd, inputs = minilm.build(mesh)
     check(mf.compile(fd), inputs, [minilm.single_device()], comm)
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"fsdp": 4}], ids=str)
+def test_training_goes_on_where_it_was_saved(
+    axes: dict[str, int], comm: mf.Communicator, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Losses are those of one device; what was loaded goes on to the bit."""
+    train = example("train_llama")
+    folder = tmp_path_factory.mktemp("state")
+    alone = train.train(train.OneDevice(), 5)
+    first, batches = train.Launched(DeviceMesh.arange(**axes)), train.batches()
+    inputs = [(*next(batches), *train.angles(), torch.tensor(float(n))) for n in range(1, 6)]
+    losses = [first(*given) for given in inputs[:3]]
+    first.step.save(folder)
+    losses += [first(*given) for given in inputs[3:]]
+    second = train.Launched(DeviceMesh.arange(**axes))
+    second.step.load(folder)
+    assert [second(*given) for given in inputs[3:]] == losses[3:]
+    assert losses == pytest.approx(alone, abs=1e-4)
