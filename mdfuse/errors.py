@@ -36,6 +36,10 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\t" else ascii(c)[1:-1] for c in text)
 
 
+#: The note of what a gradient computes once more, instead of keeping it.
+RECOMPUTED = "recomputed"
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """A line of the user's program.

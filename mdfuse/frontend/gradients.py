@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from mdfuse.errors import DefinitionError, Source
+from mdfuse.errors import RECOMPUTED, DefinitionError, Source
 from mdfuse.extents.extent import are_same
 from mdfuse.frontend.cache import Fact
 from mdfuse.frontend.handle import Handle, ValueId
@@ -271,7 +271,7 @@ class _Backward:
 
     def _record_again(self, expr: Expr, block: int) -> None:
         """Record an expression of a block anew, with the law of its result."""
-        self.scribe.line = Derived(_noted(expr.source, "recomputed"))
+        self.scribe.line = Derived(_noted(expr.source, RECOMPUTED))
         inside = {x: self.again[x] for x in expr.reads if self._block(x) == block}
         operands = [
             self.scribe.handle(inside.get(x, x)) if isinstance(x, str) else x for x in expr.inputs

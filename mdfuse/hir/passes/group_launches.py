@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from mdfuse.config import Options
+from mdfuse.errors import RECOMPUTED
 from mdfuse.hir.instructions import is_library, is_local, op_of, row_of
 from mdfuse.hir.passes.repeats import pieces
 from mdfuse.hir.program import HostProgram, Instruction
@@ -111,10 +112,15 @@ class _Groups:
         return all(self.mesh(x) is not None for x in (*i.reads, *i.outputs))
 
     def made_way(self, i: Instruction) -> list[Instruction]:
-        """Return the units that go first because an instruction runs on another mesh."""
-        if not self.waiting or self.mesh(self.waiting[0].outputs[0]) == self.mesh(i.outputs[0]):
+        """Return the units that go first: work on another mesh, or what is computed again.
+
+        In one unit a compiler would take what was computed before, and keep it till then.
+        """
+        if not self.waiting:
             return []
-        return self.units(self.waiting)
+        is_elsewhere = self.mesh(self.waiting[0].outputs[0]) != self.mesh(i.outputs[0])
+        is_again = _is_recomputed(i) and not all(map(_is_recomputed, self.waiting))
+        return self.units(self.waiting) if is_elsewhere or is_again else []
 
     def mesh(self, name: str) -> DeviceMesh | None:
         kind = self.program.types.get(name)
@@ -180,6 +186,10 @@ class _Groups:
         )
         self.number += 1
         return [unit]
+
+
+def _is_recomputed(i: Instruction) -> bool:
+    return i.source is not None and i.source.note == RECOMPUTED
 
 
 def _works(i: Instruction) -> bool:

@@ -94,6 +94,27 @@ def test_layers_are_equal_units() -> None:
     torch.testing.assert_close(got.double(), y.cos() + 1, **CLOSE)
 
 
+def test_what_is_computed_again_is_in_a_later_unit() -> None:
+    """In one unit a compiler would see that it is the same, and keep it."""
+    with FusionDefinition("again") as fd:
+        x = fd.define_tensor([8, 4], torch.float32, DeviceMesh.arange(t=1), {})
+        w = fd.define_tensor([4, 4], torch.float32, DeviceMesh.arange(t=1), {})
+        with mf.recompute():
+            y = ((x @ w).tanh().exp() + 1.0).log()
+        (dw,) = mf.grad((y * y).sum(), [w])
+        fd.add_output(dw)
+    program = grouped(fd)
+    units = [i for i in program.host if i.op == "launch"]
+    notes = [{j.source.note for j in i.body if j.source is not None} for i in units]
+    assert any("recomputed" in n for n in notes)
+    assert not any({"", "recomputed"} <= n for n in notes)
+    a, b = torch.randn(8, 4), torch.randn(4, 4)
+    (got,) = mf.simulate(program, [a, b]).outputs
+    leaf = b.double().requires_grad_()
+    want = ((a.double() @ leaf).tanh().exp() + 1).log().square().sum()
+    torch.testing.assert_close(got.double(), *torch.autograd.grad(want, leaf), **CLOSE)
+
+
 def test_meshes_do_not_mix() -> None:
     one, two = DeviceMesh([0]), DeviceMesh([1])
     with FusionDefinition("apart") as fd:
