@@ -302,7 +302,7 @@ def test_lowering_that_fails_tells_the_line_of_the_definition_at_hand() -> None:
     messages = []
     for _ in range(2):
         with mf.FusionDefinition() as fd:
-            x = fd.define_tensor([3], mesh=DeviceMesh([0]), layout={"x": Partial("max")})
+            x = fd.define_tensor([3], mesh=DeviceMesh([0, 1]), layout={"x": Partial("max")})
             fd.add_output(fd.ops.set(x).on(DeviceMesh([0, 1]), {"x": Partial("min")}))
         with pytest.raises(mf.MdfuseError) as caught:
             mf.compile(fd)

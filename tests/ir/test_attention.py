@@ -135,27 +135,6 @@ def test_narrow_dtypes(name: str, dtype: torch.dtype, kernels: None) -> None:
         torch.testing.assert_close(x.double(), y.detach(), rtol=far, atol=far)
 
 
-@pytest.mark.parametrize("has_mask", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", CASES if torch.cuda.is_available() else [])
-def test_on_a_gpu(name: str, dtype: torch.dtype, has_mask: bool) -> None:
-    """Kernels of two kinds, or blocks where torch has none for such operands."""
-    *shapes, how = CASES[name]
-    has_mask = has_mask and not how.get("is_causal")
-    mask = drawn((shapes[0][-2], shapes[1][-2]))[0] > 0 if has_mask else None
-    q, k, v = drawn(*shapes, dtype=dtype)
-    leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    want, sums = plain(*leaves, mask, **how)
-    (ct,) = drawn(tuple(want.shape), dtype=dtype)
-    grads = torch.autograd.grad((want * ct).sum(), leaves)
-    there = mask.cuda() if mask is not None else None
-    made = attend(q.cuda(), k.cuda(), v.cuda(), there, **how)
-    found = attend_grad(q.cuda(), k.cuda(), v.cuda(), *made, ct.cuda(), there, **how)
-    far = {torch.float64: 1e-10, torch.float32: 2e-5}.get(dtype, 4e-2)
-    for x, y in zip((*made, *found), (want, sums, *grads), strict=True):
-        torch.testing.assert_close(x.double().cpu(), y.detach(), rtol=far, atol=far)
-
-
 class Largest(TorchDispatchMode):
     """Notes the most elements of one tensor that is made."""
 
