@@ -263,6 +263,8 @@ def _term(types: Types, i: Instruction) -> None:
     p, q = plain(_layout(before), len(after.shape)), plain(_layout(after), len(after.shape))
     changed = [a for a in p.mesh.axes if p.mesh == q.mesh and p.placement(a) != q.placement(a)]
     made, ops = p, {q.placement(axis) for axis in changed}
+    if not changed:
+        raise types.mismatch(i, "it makes a Partial along some axis of its mesh")
     for axis in changed:
         new = q.placement(axis)
         if not isinstance(new, Partial) or new.op == "avg" or len(ops) > 1:
