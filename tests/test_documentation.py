@@ -141,7 +141,7 @@ def commands(text: str) -> list[str]:
 def test_commands_of_the_readme() -> None:
     """Each one exists: its files, its options, the extras that it installs."""
     found = commands(read(ROOT / "README.md"))
-    assert len(found) == 10
+    assert len(found) == 12
     for command in found:
         program, *arguments = shlex.split(command)
         for word in (program, *arguments):
