@@ -123,14 +123,7 @@ class Step:
         try:
             saved = torch.load(path, weights_only=True)
             types, state = saved["types"], saved["state"]
-        except (
-            OSError,
-            RuntimeError,
-            LookupError,
-            TypeError,
-            EOFError,
-            pickle.UnpicklingError,
-        ) as error:
+        except _UNREADABLE as error:
             raise ProgramError(
                 f"{path} cannot be read",
                 because=str(error).splitlines()[0],

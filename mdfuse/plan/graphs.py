@@ -187,7 +187,6 @@ class GraphPlan:
         self._make = [partial(empty, form) for form in self._new.values()]
         self._new_of = [[s for s in taken if s in self._new] for taken, _ in self._uses]
         numbers: dict[int | None, int] = {slot: n for n, slot in enumerate(self._parameters)}
-        #: for each output the number of the parameter that it is, if it is one
         by_line = [step.op for step in self.plan.steps for _ in step.lines]
         ops = [by_line[number] for number in self.plan.owned.numbers]
         #: regions to run eagerly once: compiled work chooses among its kernels in its first run
@@ -196,6 +195,7 @@ class GraphPlan:
             for n, region in enumerate(self.regions)
             if "launch" in ops[region.start : region.stop]
         }
+        #: for each output the number of the parameter that it is, if it is one
         self._places = [
             numbers.get(slot if given.get(n) is None else given[n])
             for n, slot in enumerate(self.plan.outputs)

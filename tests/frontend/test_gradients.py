@@ -647,3 +647,16 @@ def test_grad_inside_of_recompute() -> None:
 def test_recompute_outside_of_a_definition() -> None:
     with pytest.raises(mf.DefinitionError, match="needs a definition"), mf.recompute():
         pass
+
+
+def test_std_mean_of_equal_numbers_is_flat_as_std_is() -> None:
+    x = torch.full((4,), 2.0, dtype=torch.float64)
+    leaf = x.clone().requires_grad_()
+    (want,) = torch.autograd.grad(sum(torch.std_mean(leaf)), leaf)
+    with mf.FusionDefinition("flat") as fd:
+        h = fd.define_tensor([4], torch.float64)
+        deviation, centre = fd.ops.std_mean(h)
+        for g in mf.grad(deviation + centre, [h]):
+            fd.add_output(g)
+    (found,) = mf.reference(fd, [x])
+    torch.testing.assert_close(found, want)

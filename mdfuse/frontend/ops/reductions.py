@@ -163,7 +163,9 @@ def std_mean(
     """The standard deviation as `std` has it, and the mean, over dims (all by default)."""
     over = checked(x, dim, dims)
     power, centre = _moments(x, over, unbiased, keepdim, correction)
-    return back(ROWS["sqrt"](power), x), back(centre if keepdim else _without(centre, over), x)
+    return back(_root(power, ROWS["sqrt"]), x), back(
+        centre if keepdim else _without(centre, over), x
+    )
 
 
 def logsumexp(x: Handle, dim: Dims = None, keepdim: bool = False, *, dims: Dims = None) -> Handle:
