@@ -16,6 +16,7 @@ from mdfuse.plan import inductor
 from mdfuse.plan.artefacts import Artefacts, UnreadableError, reason
 from mdfuse.plan.forms import Form
 from mdfuse.plan.inductor import Function, Traced
+from mdfuse.plan.overwrites import is_tangled
 from mdfuse.plan.progress import progress
 from mdfuse.plan.unit_keys import name_of
 from mdfuse.runtime.deadline import Deadline
@@ -99,7 +100,10 @@ def traced(key: Hashable, forms: Sequence[Form], function: Function) -> Made:
     """Return a function that is to be compiled; see `known`."""
     try:
         found = inductor.traced(function, forms)
-        made = Made(found.results, _name(key, forms), found)
+        if is_tangled(found.graph.graph):
+            made = Made([], refused="a value is read elsewhere than where it is written over")
+        else:
+            made = Made(found.results, _name(key, forms), found)
     except Exception as error:  # an op has its own reasons; the eager calls are right
         made = Made([], refused=reason(error))
     _MADE.put((key, *forms), made)

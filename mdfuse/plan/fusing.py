@@ -8,7 +8,7 @@ of the tensors that the unit reads and writes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
@@ -264,22 +264,14 @@ def _cut(lines: Sequence[Line], kept: set[int], last: set[int]) -> _Cut:
     made = {slot for line in inside for slot in line.targets}
     takes = dict.fromkeys(s for line in inside for s in line.refs if s not in made)
     makes = [slot for line in inside if not line.is_view for slot in line.targets if slot in needed]
-    if any(_is_overwritten(slot, inside) for slot in takes):
-        raise Refusal("a value is read and written over")
-    if not _are_apart(inside, set(takes), makes):
+    bases = _bases(inside, takes)
+    written = {slot for slot in takes if any(_reads(_target(line), slot) for line in inside)}
+    behind_it = {base for line in filling for x in line.refs for base in bases.get(x, {x})}
+    if not written.isdisjoint(behind_it):
+        raise Refusal("a library reads what the unit writes over")
+    if not _are_apart([bases[slot] for slot in makes], takes):
         raise Refusal("a result may share memory with an operand, or with another result")
     return _Cut(tuple(inside), (*behind[::-1], *filling[::-1]), tuple(takes), tuple(makes))
-
-
-def _is_overwritten(slot: int, inside: Sequence[Line]) -> bool:
-    """Tell whether calls read what a buffer holds before, and write into it."""
-    using = [line for line in inside if slot in line.refs]
-    writing = [line for line in using if _reads(_target(line), slot)]
-    if not writing:
-        return False
-    first = writing[0]
-    values = [*first.args, *(x for _, x in first.kwargs)]
-    return using[0] is not first or sum(_reads(x, slot) for x in values) > 1
 
 
 def _target(line: Line) -> Any:
@@ -291,15 +283,19 @@ def _reads(x: Any, slot: int) -> bool:
     return any(_reads(y, slot) for y in x) if isinstance(x, list) else x == SlotRef(slot)
 
 
-def _are_apart(inside: Sequence[Line], takes: set[int], makes: Sequence[int]) -> bool:
-    """Tell whether each result has memory of its own."""
-    bases: dict[int, frozenset[int]] = {slot: frozenset({slot}) for slot in takes}
+def _bases(inside: Sequence[Line], takes: Iterable[int]) -> dict[int, frozenset[int]]:
+    """Return for each slot those whose memory it may share."""
+    bases = {slot: frozenset({slot}) for slot in takes}
     for line in inside:
         shared = frozenset().union(*(bases[slot] for slot in line.shares))
-        for slot in line.targets:
-            bases[slot] = shared or frozenset({slot})
-    found = [base for slot in makes for base in bases[slot]]
-    return len(set(found)) == len(found) and takes.isdisjoint(found)
+        bases.update((slot, shared or frozenset({slot})) for slot in line.targets)
+    return bases
+
+
+def _are_apart(results: Sequence[frozenset[int]], takes: Iterable[int]) -> bool:
+    """Tell whether each result has memory of its own."""
+    found = [base for bases in results for base in bases]
+    return len(set(found)) == len(found) and set(takes).isdisjoint(found)
 
 
 def _forms(cut: _Cut, outside: Mapping[int, str], context: Context) -> list[Form]:

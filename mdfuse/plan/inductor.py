@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from mdfuse.plan.forms import Form, form_of
 
@@ -57,6 +58,27 @@ def traced(function: Function, forms: Sequence[Form]) -> Traced:
             graph = make_fx(function, tracing_mode="fake")(*arguments)
         results = [form_of(x) for x in function(*arguments)]
     return Traced(graph, tuple(arguments), results)
+
+
+def writes_of(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Return the values that a call of a traced graph writes into."""
+    return _sharing(node, is_write=True)
+
+
+def shared_by(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Return the values whose memory the result of a call of a traced graph shares."""
+    return _sharing(node, is_write=False) or writes_of(node)
+
+
+def _sharing(node: torch.fx.Node, *, is_write: bool) -> list[torch.fx.Node]:
+    if not isinstance(node.target, OpOverload):
+        return []
+    found = []
+    for n, x in enumerate(node.target._schema.arguments):
+        given = node.kwargs.get(x.name, node.args[n] if n < len(node.args) else None)
+        if x.alias_info is not None and x.alias_info.is_write is is_write:
+            found += [given] if isinstance(given, torch.fx.Node) else []
+    return found
 
 
 def compiled(found: Traced) -> Function:

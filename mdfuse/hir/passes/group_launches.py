@@ -8,10 +8,11 @@
                                                     }
 
 Work waits until something needs it, so that what belongs together joins. It goes before
-communications and all else that is no local work. What is written over a value stays outside:
-kernels in one unit may run at once. A long unit is cut, where layers repeat into equal ones, which
-are compiled once. For matrix products and attention a compiler calls the library that torch calls:
-they are in units for what is around them, and none is made of them alone.
+communications and all else that is no local work. What is written over a value is in a unit where
+each element is computed from the one that lies there; whoever reads that value otherwise goes in a
+unit before, since a compiler may make both into one kernel. A long unit is cut, where layers repeat
+into equal ones, which are compiled once. For matrix products and attention a compiler calls the
+library that torch calls: they are in units for what is around them, and none is made of them alone.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from mdfuse.hir.instructions import is_library, is_local, op_of, row_of
 from mdfuse.hir.passes.repeats import pieces
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.storage import shared_operand, storage
+from mdfuse.ir.dims import Shape
 from mdfuse.mesh import DeviceMesh
 
 name = "group_launches"
@@ -55,6 +57,9 @@ class _Groups:
         empty: those whose buffer has no value yet.
         given: names that were bound when a waiting instruction wrote them.
         waiting: the instructions.
+        readers: memory -> how many of them read it.
+        over: names whose elements lie where waiting instructions write over a value, or come from
+            there -> their shape.
         number: how many units there are.
     """
 
@@ -66,6 +71,8 @@ class _Groups:
     empty: set[str] = field(default_factory=set)
     given: set[str] = field(default_factory=set)
     waiting: list[Instruction] = field(default_factory=list)
+    readers: Counter[str] = field(default_factory=Counter)
+    over: dict[str, Shape] = field(default_factory=dict)
     number: int = 0
 
     @classmethod
@@ -85,6 +92,7 @@ class _Groups:
                 done += self.made_way(i)
                 self.given.update(self.bound.intersection(i.outputs))
                 self.waiting.append(i)
+                self.readers.update(map(self.memory, i.reads))
             elif i.op == "alloc" and not i.kwargs:
                 self.empty.update(set(i.outputs) - self.bound)
                 done.append(i)
@@ -107,20 +115,84 @@ class _Groups:
         op = op_of(i)
         if op is None or i.op != op.host:
             return False
-        if any({x, self.program.root(x)} & self.bound - self.empty for x in i.outputs):
+        if self.is_over(i) and not (op.is_elementwise and self.is_in_place(i)):
             return False
         return all(self.mesh(x) is not None for x in (*i.reads, *i.outputs))
 
-    def made_way(self, i: Instruction) -> list[Instruction]:
-        """Return the units that go first: work on another mesh, or what is computed again.
+    def is_over(self, i: Instruction) -> bool:
+        """Tell whether an instruction writes over a value."""
+        return any({x, self.program.root(x)} & self.bound - self.empty for x in i.outputs)
 
-        In one unit a compiler would take what was computed before, and keep it till then.
+    def is_in_place(self, i: Instruction) -> bool:
+        """Tell whether an instruction reads what it writes over as it lies, if at all."""
+        memory = self.memory(i.outputs[0])
+        roots = {self.program.root(x) for x in i.reads if self.memory(x) == memory}
+        return i.order is None and roots <= {memory}
+
+    def made_way(self, i: Instruction) -> list[Instruction]:
+        """Return the units that go first.
+
+        That is work on another mesh, and what was computed before where something is computed
+        again: in one unit a compiler would keep it till then. Of what is written over it is whoever
+        reads it elsewhere than where it is written.
         """
         if not self.waiting:
             return []
         is_elsewhere = self.mesh(self.waiting[0].outputs[0]) != self.mesh(i.outputs[0])
         is_again = _is_recomputed(i) and not all(map(_is_recomputed, self.waiting))
-        return self.units(self.waiting) if is_elsewhere or is_again else []
+        if is_elsewhere or is_again:
+            return self.units(self.waiting)
+        if self.is_over(i):
+            return self.untangled(i)
+        return [] if self.follows(i) else self.units(self.waiting)
+
+    def follows(self, i: Instruction) -> bool:
+        """Tell whether an instruction reads what is written over element by element, if at all."""
+        shapes: set[Shape | None] = set()
+        for name in i.reads:
+            root, memory = self.program.root(name), self.memory(name)
+            if name in self.over or memory in self.over:
+                is_as_it_lies = name in self.over or root == memory
+                shapes.add(self.over.get(name, self.over.get(memory)) if is_as_it_lies else None)
+        if not shapes:
+            return True
+        op, result = op_of(i), self.program.types[i.outputs[0]].shape
+        if op is None or not op.is_elementwise or i.order is not None or shapes != {result}:
+            return False
+        self.over.update(dict.fromkeys(i.outputs, result))
+        return True
+
+    def untangled(self, i: Instruction) -> list[Instruction]:
+        """Return the units of whoever reads what an instruction writes over in other places."""
+        memory, shape = self.memory(i.outputs[0]), self.program.types[i.outputs[0]].shape
+        self.over[memory] = shape
+        left, first = self.readers[memory], len(self.waiting)
+        while left:
+            first -= 1
+            left -= sum(self.memory(x) == memory for x in self.waiting[first].reads)
+        tangled = [j for j in self.waiting[first:] if not self.follows(j)]
+        kept = self.led_to(i, shape) if tangled else set()
+        done = self.units([j for j in self.waiting if id(j) not in kept] if tangled else ())
+        if not self.follows(i):
+            done += self.units(self.waiting)
+        self.over.update({memory: shape, i.outputs[0]: shape})
+        return done
+
+    def led_to(self, i: Instruction, shape: Shape) -> set[int]:
+        """Return the ids of what computes an update element by element, and is for nothing else."""
+        names, found = set(i.reads), set[int]()
+        read: set[str] = set()
+        written: set[str] = set()
+        for j in reversed(self.waiting):
+            own_read, own_written = self.touched(j)
+            op, is_alike = op_of(j), self.program.types[j.outputs[0]].shape in (shape, ())
+            is_free = not (own_written & (read | written) or own_read & written)
+            if is_free and is_alike and op and op.is_elementwise and names & {*j.outputs}:
+                found.add(id(j))
+                names.update(j.reads)
+            else:
+                read, written = read | own_read, written | own_written
+        return found
 
     def mesh(self, name: str) -> DeviceMesh | None:
         kind = self.program.types.get(name)
@@ -159,6 +231,9 @@ class _Groups:
         taken = list(chosen)
         ids = set(map(id, taken))
         self.waiting = [i for i in self.waiting if id(i) not in ids]
+        self.readers.subtract(self.memory(x) for i in taken for x in i.reads)
+        if not self.waiting:
+            self.over.clear()
         return [unit for piece in pieces(self.program, taken) for unit in self.unit(piece)]
 
     def unit(self, taken: Sequence[Instruction]) -> Sequence[Instruction]:

@@ -149,6 +149,78 @@ def test_what_is_read_behind_a_write_is_the_old_value() -> None:
     torch.testing.assert_close(second, (a @ b).exp() + a)
 
 
+def test_updates_are_in_units() -> None:
+    """Forward and backward read the weights in products, so they are a unit before."""
+    mesh = DeviceMesh.arange(t=1)
+    with FusionDefinition("step") as fd:
+        x = fd.define_tensor([5, 4], torch.float64, mesh, {})
+        weights = [fd.define_tensor([4, 4], torch.float64, mesh, {}) for _ in range(2)]
+        speeds = [fd.define_tensor([4, 4], torch.float64, mesh, {}) for _ in range(2)]
+        y = (x @ weights[0]).tanh() @ weights[1]
+        for w, dw, v in zip(weights, mf.grad((y * y).sum(), weights), speeds, strict=True):
+            new, speed = mf.optim.sgd(w, dw, v, lr=0.1, momentum=0.9, weight_decay=0.01)
+            fd.add_output(new, reuse=w)
+            fd.add_output(speed, reuse=v)
+    program = grouped(fd)
+    _, second = (i for i in program.host if i.op == "launch")
+    assert "matmul" not in {j.fn for j in second.body}
+    assert {*second.outputs} == {i for i in second.inputs if "grad" not in i}
+    assert not [i for i in program.host if i.fn and i.op != "launch"]
+
+    given = [torch.randn(5, 4), *torch.randn(4, 4, 4)]
+    given = [each.double() for each in given]
+    leaves = [w.clone().requires_grad_() for w in given[1:3]]
+    optimizer = torch.optim.SGD(leaves, lr=0.1, momentum=0.9, weight_decay=0.01)
+    for leaf, v in zip(leaves, given[3:], strict=True):
+        optimizer.state[leaf]["momentum_buffer"] = v.clone()
+    ((given[0] @ leaves[0]).tanh() @ leaves[1]).square().sum().backward()
+    optimizer.step()
+    got = mf.simulate(program, [each.clone() for each in given]).outputs
+    want = [(leaf.detach(), optimizer.state[leaf]["momentum_buffer"]) for leaf in leaves]
+    for mine, theirs in zip(got, [x for pair in want for x in pair], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["transposed", "transposed of a sum", "behind", "a row", "one"])
+def test_what_is_read_elsewhere_is_not_in_the_unit_of_an_update(kind: str) -> None:
+    """Kernels that a compiler makes of one unit may read an element after it was written."""
+    mesh = DeviceMesh.arange(t=1)
+    with FusionDefinition("mixed") as fd:
+        w = fd.define_tensor([4, 4], torch.float64, mesh, {})
+        x = fd.define_tensor([4, 4], torch.float64, mesh, {})
+        other, update = w, x
+        if kind == "transposed":
+            other = fd.ops.permute(w, [1, 0]) * 2.0
+        elif kind == "transposed of a sum":
+            other = fd.ops.permute(w + x, [1, 0]) * 2.0
+        elif kind == "a row":
+            other = w[1] * 2.0 + x
+        elif kind == "one":
+            update = x * fd.ops.sum(w)
+        fd.add_output(other + 1.0)
+        new = (w - 0.5 * update) * 1.5
+        fd.add_output(new, reuse=w)
+        if kind == "behind":
+            fd.add_output(fd.ops.permute(new, [1, 0]) * 3.0 + w)
+    program = grouped(fd)
+    for unit in (i for i in program.host if i.op == "launch"):
+        over = {program.host.root(name) for name in unit.outputs} & {"w"}
+        ops = {j.fn for j in unit.body}
+        assert not (over and ops & {"permute", "slice", "sum", "select"}), program
+    a, b = torch.randn(2, 4, 4, dtype=torch.float64)
+    results = mf.simulate(program, [a.clone(), b.clone()]).outputs
+    beside = {
+        "transposed": a.T * 2,
+        "transposed of a sum": (a + b).T * 2,
+        "a row": a[1] * 2 + b,
+    }
+    update = b * a.sum() if kind == "one" else b
+    new = (a - 0.5 * update) * 1.5
+    want = [beside.get(kind, a) + 1, new, *([new.T * 3 + a] if kind == "behind" else [])]
+    for mine, theirs in zip(results, want, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
 def test_what_nobody_reads_is_no_unit() -> None:
     """A split of nothing leaves nothing to read; rank 1 has no part of anything."""
     mesh = DeviceMesh([0, 2], axes=("a",))

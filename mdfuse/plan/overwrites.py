@@ -1,0 +1,80 @@
+"""What a compiler may be given that writes over a value which it also reads.
+
+It may make the reading and the writing into one kernel, whose threads run in any order. That is
+right where each thread reads the element that it writes, and what is computed from it stays there:
+so of a value that is written over only elementwise work may be made, of its shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import Tag, fx
+
+from mdfuse.plan.inductor import shared_by, writes_of
+
+#: Elementwise ops that torch does not mark so.
+_ALSO = frozenset({"aten._to_copy", "aten.copy_", "aten.detach", "aten.alias"})
+
+
+def is_tangled(graph: fx.Graph) -> bool:
+    """Tell whether an argument is written over, and read elsewhere than where it is written.
+
+    Args:
+        graph: of torch's ops, traced, so that what is read behind a write is the write's result;
+            with an example of each value.
+    """
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    base = {node: node for node in graph.nodes}
+    for node in nodes:
+        shared = [base[x] for x in shared_by(node)]
+        base[node] = shared[0] if shared else node
+    written = dict.fromkeys(x for node in nodes for x in writes_of(node))
+    return any(
+        _is_tangled(nodes, x) if x is base[x] else _is_read(nodes, base, base[x])
+        for x in written
+        if base[x].op == "placeholder" and not writes_of(x)
+    )
+
+
+def _is_tangled(nodes: Sequence[fx.Node], value: fx.Node) -> bool:
+    lying = {value}
+    for node in nodes:
+        if lying.isdisjoint(_read(node)):
+            continue
+        if not _is_elementwise(node) or _shape(node) != _shape(value):
+            return True
+        lying.add(node)
+    return False
+
+
+def _is_read(nodes: Sequence[fx.Node], base: Mapping[fx.Node, fx.Node], value: fx.Node) -> bool:
+    """Tell whether anything but views is made of a value, part of which is written."""
+    return any(base[x] is value for node in nodes if base[node] is node for x in _read(node))
+
+
+def _read(node: fx.Node) -> set[fx.Node]:
+    """Return the values that a call reads: not those that a copy or `out=` fills."""
+    args = node.args[1:] if _name(node) == "aten.copy_" else node.args
+    return {*_nodes([*args, *(x for key, x in node.kwargs.items() if key != "out")])}
+
+
+def _nodes(given: object) -> Iterator[fx.Node]:
+    if isinstance(given, fx.Node):
+        yield given
+    elif isinstance(given, list | tuple):
+        for x in given:
+            yield from _nodes(x)
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    return Tag.pointwise in getattr(node.target, "tags", ()) or _name(node) in _ALSO
+
+
+def _name(node: fx.Node) -> str:
+    """Return the name of an op of torch's, without its overload."""
+    return str(getattr(node.target, "overloadpacket", ""))
+
+
+def _shape(node: fx.Node) -> object:
+    return getattr(node.meta.get("val"), "shape", None)

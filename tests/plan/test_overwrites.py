@@ -1,0 +1,55 @@
+"""What writes over a value that a compiler would also read elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from mdfuse.plan.overwrites import is_tangled
+
+Function = Callable[[Tensor, Tensor], list[Tensor]]
+
+#: Each thread of a kernel reads the element that it writes, or another value.
+APART: dict[str, Function] = {
+    "an update": lambda w, x: [w.copy_(w + x)],
+    "by way of another dtype": lambda w, x: [torch.mul(w.to(torch.float64), x, out=w)],
+    "what was there is not read": lambda w, x: [torch.mul(x, x, out=w), w.T * 2],
+    "another value is transposed": lambda w, x: [torch.mul(x.T, x, out=w)],
+    "twice": lambda w, x: [torch.mul(w, x, out=w), torch.add(w, x, out=w)],
+    "a view of what is not read": lambda w, x: [w.T.copy_(x)],
+    "what the function makes": lambda w, x: [(w + x).add_(w.T)],
+    "nothing is written": lambda w, x: [w.T * 2, w @ x],
+}
+
+#: Some element may be read after it is written.
+TANGLED: dict[str, Function] = {
+    "transposed": lambda w, x: [w.copy_(w.T + x)],
+    "transposed, by out=": lambda w, x: [torch.mul(w.T, x, out=w)],
+    "transposed, for another result": lambda w, x: [(w + 1).T * 2, torch.mul(w, x, out=w)],
+    "transposed behind": lambda w, x: [torch.mul(w, x, out=w), w.T * 2],
+    "a product": lambda w, x: [w @ x, torch.mul(w, x, out=w)],
+    "a list": lambda w, x: [torch.cat([x, w]), torch.mul(w, x, out=w)],
+    "a sum behind": lambda w, x: [w.add_(x), w.sum()],
+    "a view is written": lambda w, x: [w.T.copy_(w + x)],
+    "a view is written that is read behind": lambda w, x: [w[0].copy_(x[0]), w * 2],
+    "broadcast": lambda w, x: [torch.mul(w, x[:, :, None]), w.copy_(x)],
+}
+
+
+def found(function: Function) -> bool:
+    w, x = torch.ones(3, 3), torch.ones(3, 3)
+    return is_tangled(make_fx(function, tracing_mode="fake")(w, x).graph)
+
+
+@pytest.mark.parametrize("name", APART)
+def test_apart(name: str) -> None:
+    assert not found(APART[name])
+
+
+@pytest.mark.parametrize("name", TANGLED)
+def test_tangled(name: str) -> None:
+    assert found(TANGLED[name])
