@@ -17,7 +17,7 @@ class HandGraph:
         inputs: tensors like those of later calls.
     """
 
-    def __init__(self, call: Callable[..., Tensor], inputs: Sequence[Tensor]) -> None:
+    def __init__(self, call: Callable[..., Any], inputs: Sequence[Tensor]) -> None:
         self.inputs = [x.clone() for x in inputs]
         stream: Any = torch.cuda.Stream
         side = stream()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from _layers_models import Case
@@ -24,12 +25,26 @@ _AHEAD = 8_000_000
 #: dtype -> the largest error of a layer, relative to the norm of the result.
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
 
-#: What is allowed on one GPU, against which contender.
-_LIMITS = {"compiled-graph": 1.02, "graph": 1.0}
-_MEMORY_LIMIT, _ERROR_LIMIT, _HOST_LIMIT_US = 1.05, 1.1, 25.0
 
-#: Inputs of the run that the limit of host time is about.
-_INPUTS = 12
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What is allowed on one GPU.
+
+    Attributes:
+        times: contender -> mdfuse's time on the device, as a multiple of its.
+        host_us: time of the host, for runs of `inputs` tensors; None: of any number.
+        memory: at the peak, as a multiple of that of the compiled graph.
+        error: as a multiple of that of the compiled layer.
+    """
+
+    times: Mapping[str, float]
+    host_us: float
+    inputs: int | None
+    memory: float = 1.05
+    error: float = 1.1
+
+
+_LIMITS = Limits(times={"compiled-graph": 1.02, "graph": 1.0}, host_us=25.0, inputs=12)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +57,7 @@ class Ready:
         error: of its result, relative to the norm of the right one.
     """
 
-    call: Callable[[], Tensor]
+    call: Callable[[], Any]
     peak: int
     error: float
 
@@ -57,6 +72,7 @@ class Plan:
         peers: names of the contenders.
         options: mdfuse's; None: those of the environment.
         compiler: the backend of torch.compile.
+        limits: what is allowed.
         left_out: what torch's DTensor could not run, and why; filled while measuring.
     """
 
@@ -65,6 +81,7 @@ class Plan:
     peers: tuple[str, ...]
     options: mf.Options | None
     compiler: str
+    limits: Limits = _LIMITS
     left_out: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -107,7 +124,7 @@ def prepare(plan: Plan, layer: Bench) -> dict[str, Ready]:
         try:
             if make not in calls:  # a graph is of the function that also runs without one
                 calls[make] = make(layer)
-            steady, peak = _steady(plan, name, calls[make])
+            steady, peak = settled(plan, name, calls[make])
         except RuntimeError as error:
             if not name.startswith("dtensor"):
                 raise
@@ -120,7 +137,7 @@ def prepare(plan: Plan, layer: Bench) -> dict[str, Ready]:
     return found
 
 
-def _steady(plan: Plan, name: str, call: Callable[[], Tensor]) -> tuple[Callable[[], Tensor], int]:
+def settled(plan: Plan, name: str, call: Callable[[], Any]) -> tuple[Callable[[], Any], int]:
     """The call after plans, compilations and captures, and its peak without compilations."""
     if not plan.is_gpu:
         call()
@@ -156,6 +173,11 @@ def _error(layer: Bench, call: Callable[[], Tensor], want: Tensor) -> float:
 def rows(plan: Plan, case: Case) -> Iterator[Row]:
     """The figures of one layer: mdfuse against every other contender."""
     ready = prepare(plan, bench(plan, case))
+    yield from figures(plan, case, ready)
+
+
+def figures(plan: Plan, case: Case, ready: Mapping[str, Ready]) -> Iterator[Row]:
+    """Times, bytes and errors of contenders that are ready."""
     if plan.is_gpu:
         yield from _times(plan, case, ready, "GPU, one call", device_time, 1)
         yield from _times(plan, case, ready, "GPU, queued", _queued, _FOLLOWING)
@@ -199,17 +221,18 @@ def _times(
             ours=times["mdfuse"],
             against=times[name],
             alternative=name,
-            limit=_LIMITS.get(name) if is_limited else None,
+            limit=plan.limits.times.get(name) if is_limited else None,
         )
-    if stopwatch is host_time and plan.has_limits and len(case.shapes()) == _INPUTS:
+    has_limit = plan.limits.inputs in (None, len(case.shapes()))
+    if stopwatch is host_time and plan.has_limits and has_limit:
         yield Row(
             name=f"{case.name}: {what}",
-            sizes=f"{_INPUTS} inputs",
+            sizes=f"{plan.limits.inputs} inputs" if plan.limits.inputs else case.sizes,
             unit="us",
             ours=times["mdfuse"],
             against=[0.0] * plan.rounds,
             alternative="nothing",
-            limit=_HOST_LIMIT_US,
+            limit=plan.limits.host_us,
             kind="added",
         )
 
@@ -224,7 +247,7 @@ def _peaks(plan: Plan, case: Case, ready: Mapping[str, Ready]) -> Iterator[Row]:
             ours=[ready["mdfuse"].peak],
             against=[ready[name].peak],
             alternative=name,
-            limit=_MEMORY_LIMIT if is_limited else None,
+            limit=plan.limits.memory if is_limited else None,
         )
 
 
@@ -238,5 +261,5 @@ def _errors(plan: Plan, case: Case, ready: Mapping[str, Ready]) -> Iterator[Row]
             ours=[ready["mdfuse"].error],
             against=[ready[name].error],
             alternative=name,
-            limit=_ERROR_LIMIT if is_limited else None,
+            limit=plan.limits.error if is_limited else None,
         )

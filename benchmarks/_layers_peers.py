@@ -173,14 +173,14 @@ class Peer:
     make: Callable[[Bench], _Call]
     is_captured: bool = False
 
-    def steady(self, call: _Call) -> _Call:
+    def steady(self, call: Callable[[], Any]) -> Callable[[], Any]:
         """What is called from now on, after `call` was called once."""
         if not self.is_captured:
             return call
         captured = HandGraph(call, ())
         replay, output = captured.graph.replay, captured.output
 
-        def replayed() -> Tensor:
+        def replayed() -> Any:
             replay()
             return output
 
