@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,10 +48,21 @@ class _Step:
     Attributes:
         call: one step; output and gradient of the input.
         state: what it reads and writes: weights, and moments as `name.mean`, `name.square`.
+        steps: how many steps there were, where a tensor counts them, for each weight or for all.
+        first: the number of the first one.
     """
 
     call: Callable[[], tuple[Tensor, Tensor]]
-    state: Callable[[], Mapping[str, Tensor]]
+    state: Mapping[str, Tensor]
+    steps: Sequence[Tensor]
+    first: float
+
+    def reset(self, layer: Bench) -> None:
+        """Go back to the state before the first step, in place."""
+        for name, x in self.state.items():
+            x.zero_() if name not in layer.parts else x.copy_(layer.parts[name])
+        for x in self.steps:
+            x.fill_(self.first)
 
 
 def _weights(layer: Bench) -> list[str]:
@@ -93,10 +104,11 @@ def _ours(layer: Bench) -> _Step:
         fd.add_output(step + 1.0, reuse=step)
     state = {name: layer.parts[name].clone() for name in names}
     state |= {f"{n}.{m}": torch.zeros_like(state[n]) for n in names for m in ("mean", "square")}
-    state["step"] = torch.ones((), device=layer.ranks.device)
-    taking = mf.Step(mf.compile(fd, layer.options), state)
+    count = torch.ones((), device=layer.ranks.device)
+    taking = mf.Step(mf.compile(fd, layer.options), {**state, "step": count})
     others = [x for name, x in layer.parts.items() if name not in names]
-    return _Step(call=partial(taking, *others, _gradient(layer)), state=lambda: state)
+    call = partial(taking, *others, _gradient(layer))
+    return _Step(call=call, state=state, steps=[count], first=1.0)
 
 
 def _theirs(layer: Bench, function: Callable[..., Any]) -> _Step:
@@ -110,6 +122,10 @@ def _theirs(layer: Bench, function: Callable[..., Any]) -> _Step:
         lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_DECAY,
         fused=True, capturable=device.type == "cuda",
     )  # fmt: skip
+    for name in names:
+        leaves[name].grad = torch.zeros_like(leaves[name])
+    optimizer.step()  # makes the moments
+    optimizer.zero_grad(set_to_none=True)
     x, seed = leaves["x"], _gradient(layer)
 
     def call() -> tuple[Tensor, Tensor]:
@@ -122,15 +138,12 @@ def _theirs(layer: Bench, function: Callable[..., Any]) -> _Step:
         assert dx is not None
         return y.detach(), dx
 
-    def state() -> dict[str, Tensor]:
-        found = {name: leaves[name].detach() for name in names}
-        for name in names:
-            of_weight = optimizer.state[leaves[name]]
-            found[f"{name}.mean"] = of_weight["exp_avg"]
-            found[f"{name}.square"] = of_weight["exp_avg_sq"]
-        return found
-
-    return _Step(call=call, state=state)
+    state, moments = {name: leaves[name].detach() for name in names}, optimizer.state
+    for name in names:
+        state[f"{name}.mean"] = moments[leaves[name]]["exp_avg"]
+        state[f"{name}.square"] = moments[leaves[name]]["exp_avg_sq"]
+    steps = [moments[leaves[name]]["step"] for name in names]
+    return _Step(call=call, state=state, steps=steps, first=0.0)
 
 
 def _made(layer: Bench, name: str) -> _Step:
@@ -161,14 +174,17 @@ def _reference(layer: Bench) -> dict[str, Tensor]:
     return {name: x for name, x in found.items() if x is not None}
 
 
-def _error(layer: Bench, step: _Step, want: Mapping[str, Tensor]) -> float:
-    """The largest one of a first step.
+def _error(layer: Bench, step: _Step, call: Callable[[], Any], want: Mapping[str, Tensor]) -> float:
+    """The largest one of a first step, taken as all others will be.
 
     Raises:
         AssertionError: something is wrong.
     """
-    y, dx = step.call()
-    got, largest = {**step.state(), "y": y, "dx": dx}, 0.0
+    for x in call():
+        x.fill_(torch.nan)  # the memory that the next results get, as a rule
+    step.reset(layer)
+    y, dx = call()
+    got, largest = {**step.state, "y": y, "dx": dx}, 0.0
     for name, right in want.items():
         norm = torch.linalg.vector_norm
         error = float(norm(got[name].double() - right) / norm(right))
@@ -185,9 +201,9 @@ def rows(plan: Plan, case: Case) -> Iterator[Row]:
     want, ready = _reference(layer), {}
     for name in plan.peers:
         step = _made(layer, name)
-        error = _error(layer, step, want)
+        step.reset(layer)
         steady, peak = settled(plan, name, step.call)
-        ready[name] = Ready(call=steady, peak=peak, error=error)
+        ready[name] = Ready(call=steady, peak=peak, error=_error(layer, step, steady, want))
     yield from figures(plan, case, ready)
 
 

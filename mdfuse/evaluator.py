@@ -61,6 +61,12 @@ _numbers = itertools.count()
 _NOTHING = RunCount(name="", serial=-1)
 
 
+#: Tells something of the arguments of a run; None where it must be found out.
+_Tell = Callable[[Sequence[Any]], bool] | None
+
+_NO_RUN = None, None, None, None
+
+
 @dataclass
 class HostIrEvaluator:
     """Runs a global host program on this rank.
@@ -84,9 +90,10 @@ class HostIrEvaluator:
     cache: Cache[Runnable] | None = field(default=None, repr=False)
     plans: Cache[Runnable] = field(init=False, repr=False)
     _number: int = field(default_factory=_numbers.__next__, init=False, repr=False)
-    #: What the last run was given, its plan, and what tells whether a run is given the like.
-    _last: tuple[Hashable | None, Runnable | None, Callable[[Sequence[Any]], bool] | None] = field(
-        default=(None, None, None), init=False, repr=False
+    #: What the last run was given, its plan, and what tells of a run whether it is given the like,
+    #: and whether buffers are apart.
+    _last: tuple[Hashable | None, Runnable | None, _Tell, _Tell] = field(
+        default=_NO_RUN, init=False, repr=False
     )
     #: What this rank runs, once all ranks agreed to.
     _local: HostProgram | None = field(default=None, init=False, repr=False)
@@ -210,17 +217,19 @@ class HostIrEvaluator:
         signature, communicator = self._signature, self.communicator
         if signature is None or communicator is None or not communicator.is_ready:
             return None
-        last, plan, is_like = self._last
+        last, plan, is_like, are_apart = self._last
         key = last
         if out is not None or is_like is None or not is_like(arguments):
-            key, is_like = signature.read(arguments, out), None
+            key, is_like, are_apart = signature.read(arguments, out), None, None
             if key is None:
                 return None
             if key != last:
                 plan = self.plans.find(key)
         if plan is None or isinstance(plan, Once) or (plan.records and is_grad_enabled()):
             return None
-        if plan.may_overlap and not signature.are_apart(arguments, out):
+        if plan.may_overlap and not (
+            signature.are_apart(arguments, out) if are_apart is None else are_apart(arguments)
+        ):
             return None
         if plan.numbers and not self._are_numbers(signature, arguments):
             return None
@@ -228,7 +237,10 @@ class HostIrEvaluator:
             return None
         if is_like is None:
             is_twice = key == last and out is None
-            self._last = key, plan, signature.like(arguments) if is_twice else None
+            again = (
+                (signature.like(arguments), signature.apart_again()) if is_twice else (None, None)
+            )
+            self._last = key, plan, *again
         return plan
 
     def _are_numbers(self, signature: Signature, arguments: Sequence[Any]) -> bool:
@@ -404,7 +416,7 @@ class HostIrEvaluator:
 
     def _forget(self) -> None:
         """Make the next run a first one."""
-        self._local, self._signature, self._last = None, None, (None, None, None)
+        self._local, self._signature, self._last = None, None, _NO_RUN
         self._drop(self.plans.clear(self._number))
 
     # -- all ranks run, or none ------------------------------------------------------------------

@@ -299,6 +299,7 @@ def _efficient_grad(
     scale: float,
 ) -> tuple[Tensor, ...]:
     backward, none = _ATEN._scaled_dot_product_efficient_attention_backward, _no_seed(q)
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # wrong where it lies otherwise
     heads = (_repeated(x, q) for x in (k, v))
     whole = torch.nn.functional.pad(sums, (0, -sums.shape[-1] % _SUMS), value=float("inf"))
     wanted = [True, True, True, False]

@@ -69,6 +69,8 @@ class Step:
         self.program = program
         self.state = {name: state[name] for name in names}
         self._others = [name for name in fusion.inputs if name not in written]
+        places = {name: n for n, name in enumerate((*names, *self._others))}
+        self._places = [places[name] for name in fusion.inputs]
         self._results = [i for i, name in enumerate(fusion.outputs) if name not in fusion.reuse]
 
     def __call__(self, *inputs: Any, extents: Mapping[str, int] | None = None) -> Any:
@@ -91,9 +93,8 @@ class Step:
                 hint=f"pass, in this order: {', '.join(self._others)}",
             )
             self.program.refuse(problem)
-        given = {**self.state, **dict(zip(self._others, inputs, strict=True))}
-        arguments = [given[name] for name in self.program.fusion.inputs]
-        outputs = self.program.run(*arguments, extents=extents)
+        given = *self.state.values(), *inputs
+        outputs = self.program.run(*[given[n] for n in self._places], extents=extents)
         found = tuple(outputs[i] for i in self._results)
         return found[0] if len(found) == 1 else found or None
 

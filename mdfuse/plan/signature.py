@@ -9,7 +9,7 @@ from operator import attrgetter, is_
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_inference_mode_enabled
 
 from mdfuse.hir.program import BufferType, HostProgram
 from mdfuse.hir.storage import storage
@@ -116,6 +116,25 @@ class Signature:
             return check(*tensors)
 
         return is_like
+
+    def apart_again(self) -> Callable[[Sequence[Any]], bool]:
+        """Return `are_apart` for arguments of one kind, which looks less closely at known places.
+
+        Of one kind: those that one function of `like` accepts.
+        """
+        tensors, last = self.tensors, (False, (0,))
+
+        def are_apart(given: Sequence[Any]) -> bool:
+            nonlocal last
+            at = is_inference_mode_enabled(), tuple([given[n].data_ptr() for n in tensors])
+            if at == last:
+                return True
+            if not self.are_apart(given, None):
+                return False
+            last = at
+            return True
+
+        return are_apart
 
     def stream(self) -> int:
         """Return the handle of the current CUDA stream; 0 on CPU."""

@@ -259,3 +259,23 @@ def test_a_leaf_is_updated_without_gradients() -> None:
     out = torch.empty(2, 3, requires_grad=True)
     with pytest.raises(mf.ProgramError, match="%t requires grad"):
         scaled().run(g, out=[out, torch.empty(2, 3).T])
+
+
+def test_buffers_that_come_to_overlap(alone: mf.Communicator) -> None:
+    """Runs that are like the last one are looked at less closely, but not at their addresses."""
+    with mf.FusionDefinition("update") as fd:
+        w, x = (fd.define_tensor([3, 4], torch.float32, ONE) for _ in range(2))
+        fd.add_output(w + x, reuse=w)
+    program, memory = mf.compile(fd), torch.ones(40)
+    w, beside, above = (memory[n : n + 12].view(3, 4) for n in (0, 12, 6))
+    for _ in range(4):
+        program.run(w, beside)
+    with pytest.raises(mf.ProgramError, match="shares memory"):
+        program.run(w, above)
+    assert torch.equal(program.run(w, beside)[0], torch.full((3, 4), 6.0))
+    with torch.inference_mode():
+        inner = torch.ones(3, 4)
+        for _ in range(4):
+            program.run(inner, beside)
+    with pytest.raises(mf.ProgramError, match="inference_mode"):
+        program.run(inner, beside)
