@@ -199,8 +199,8 @@ def rows(plan: Plan, case: Case) -> Iterator[Row]:
     torch.compiler.reset()  # else the layers before count as recompilations
     layer = bench(plan, case)
     want, ready = _reference(layer), {}
-    for name in plan.peers:
-        step = _made(layer, name)
+    steps = {name: _made(layer, name) for name in plan.peers}  # graphs do not keep what they read
+    for name, step in steps.items():
         step.reset(layer)
         steady, peak = settled(plan, name, step.call)
         ready[name] = Ready(call=steady, peak=peak, error=_error(layer, step, steady, want))
