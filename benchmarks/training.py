@@ -66,7 +66,8 @@ class _Step:
 
 
 def _weights(layer: Bench) -> list[str]:
-    return [name for name in layer.parts if name not in ("x", "cos", "sin")]
+    """What is trained: not the keys' bias, whose gradient is 0, and anything when rounded."""
+    return [name for name in layer.parts if name not in ("x", "cos", "sin", "k_bias")]
 
 
 def _gradient(layer: Bench) -> Tensor:

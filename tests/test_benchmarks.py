@@ -148,6 +148,22 @@ def test_layers_agree_with_float64(tmp_path: Path, ranks: int) -> None:
         assert 0 < row["ours"]["median"] < 1e-5 and 0 < row["against"]["median"] < 1e-5
 
 
+def test_training_steps_agree_with_float64(tmp_path: Path) -> None:
+    """The benchmark ends with an error where a contender's step is wrong."""
+    script = str(ROOT / "benchmarks" / "training.py")
+    done = run(tmp_path, script, *ON_CPUS, "--model", "llama3-8b", "minilm", "--output", "a.json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    names = [(row["name"], row["alternative"]) for row in rows]
+    for model in ("llama3-8b", "minilm"):
+        for peer in ("eager", "compiled"):
+            assert (f"{model}, prefill: time", peer) in names
+    errors = [row for row in rows if row["measured"] == "relative error"]
+    assert len(errors) == 4
+    for row in errors:
+        assert 0 < row["ours"]["median"] < 1e-4 and 0 < row["against"]["median"] < 1e-4
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -338,6 +354,39 @@ def test_layers_that_the_page_shows() -> None:
         assert float(memory.split()[0]) == pytest.approx(peak, abs=0.006)
         error = found[f"{layer}: error against float64", "compiled"]["figure"]["median"]
         assert error == pytest.approx(1, abs=0.002)
+
+
+def test_layers_on_two_gpus_that_the_page_shows() -> None:
+    file = json.loads((ROOT / "benchmarks" / "results" / "layers-h200-2.json").read_text())
+    found = {(row["name"], row["alternative"]): row for row in file["rows"]}
+    peers = ("graph", "compiled-graph", "dtensor", "dtensor-compiled", "dtensor-compiled-graph")
+    rows = shown("on two GPUs", "dtensor")
+    assert len(rows) == 2
+    for layer, ours, *ratios in rows:
+        for cell, peer in zip(ratios, peers, strict=True):
+            row = found[f"{layer}: GPU, queued", peer]
+            assert time_of(ours) == pytest.approx(row["ours"]["median"], rel=0.005)
+            assert float(cell.split()[0]) == pytest.approx(row["figure"]["median"], abs=0.0006)
+
+
+def test_training_that_the_page_shows() -> None:
+    file = json.loads((ROOT / "benchmarks" / "results" / "training-h200.json").read_text())
+    found = {(row["name"], row["alternative"]): row for row in file["rows"]}
+    rows = shown("a step", "compiled-graph")
+    assert len(rows) == 3
+    for what, ours, *ratios, host, memory, error in rows:
+        layer = f"{what.partition(',')[0]}, prefill"
+        for cell, peer in zip(ratios, ("graph", "compiled", "compiled-graph"), strict=True):
+            row = found[f"{layer}: GPU, queued", peer]
+            assert time_of(ours) == pytest.approx(row["ours"]["median"], rel=0.005)
+            assert float(cell.split()[0]) == pytest.approx(row["figure"]["median"], abs=0.0006)
+        assert time_of(host) == pytest.approx(
+            found[f"{layer}: host", "graph"]["ours"]["median"], rel=0.005
+        )
+        peak = found[f"{layer}: memory at the peak", "compiled-graph"]["figure"]["median"]
+        assert float(memory.split()[0]) == pytest.approx(peak, abs=0.006)
+        worst = found[f"{layer}: error against float64", "compiled"]["figure"]["median"]
+        assert float(error.split()[0]) == pytest.approx(worst, abs=0.0006)
 
 
 def test_ucx_and_nccl_that_the_page_shows() -> None:
