@@ -32,6 +32,7 @@ __version__ = VERSION
 
 if TYPE_CHECKING:
     from mdfuse import hir
+    from mdfuse.compiled.differentiable import differentiable
     from mdfuse.compiled.program import Program, compile
     from mdfuse.compiled.step import Step
     from mdfuse.compiled.traced import fusion
@@ -57,6 +58,7 @@ _LAZY = {
     "Step": "mdfuse.compiled.step",
     "TensorSpec": "mdfuse.frontend.spec",
     "compile": "mdfuse.compiled.program",
+    "differentiable": "mdfuse.compiled.differentiable",
     "fusion": "mdfuse.compiled.traced",
     "grad": "mdfuse.frontend.grad",
     "init": "mdfuse.runtime.communicator",
@@ -115,6 +117,7 @@ __all__ = [
     "Stream",
     "TensorSpec",
     "compile",
+    "differentiable",
     "fusion",
     "grad",
     "hir",

@@ -75,13 +75,30 @@ class TracedFunction:
                 among DTensors; an argument that cannot be told from others; a body that returns
                 something else than its values.
         """
+        if self.is_inside(args, kwargs):
+            return self.function(*args, **kwargs)
+        return self._run(self._bound(args, kwargs))
+
+    def is_inside(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Tell whether a call with these arguments is one inside a definition.
+
+        Raises:
+            DefinitionError: values of a definition that is not open.
+        """
         given = (*args, *kwargs.values())
         handles = [x for x in given if isinstance(x, Handle)]
         for x in handles:
             x.definition._check_open()
-        if handles or (operations.current.get() is not None and not has_dtensors(given)):
-            return self.function(*args, **kwargs)
-        return self._run(self._bound(args, kwargs))
+        return bool(handles) or (operations.current.get() is not None and not has_dtensors(given))
+
+    def on_dtensors(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Traced, list[Tensor]]:
+        """Return the trace for a call on DTensors, and these in the order of its inputs."""
+        bound = self._bound(args, kwargs)
+        arguments = _arguments(bound)
+        self._check_dtensors(arguments)
+        return self._traced(_with_specs(bound)), [x for _, x in arguments if isinstance(x, Tensor)]
 
     def define(self, *args: Any, **kwargs: Any) -> FusionDefinition:
         """Trace the function with a `TensorSpec` per tensor; other arguments become constants.

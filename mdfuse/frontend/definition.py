@@ -19,7 +19,7 @@ from mdfuse.frontend.cache import FusionCache, Leaf, NamedDefinition, Node, Reco
 from mdfuse.frontend.handle import Handle, ValueId
 from mdfuse.frontend.placing import placed
 from mdfuse.frontend.plain import brief, plain_number
-from mdfuse.frontend.recorder import Recorder
+from mdfuse.frontend.recorder import Recorder, replay
 from mdfuse.frontend.settings import frozen
 from mdfuse.frontend.sites import Site, find_site, is_at
 from mdfuse.frontend.stride_order import dims_of, no_permutation
@@ -429,13 +429,14 @@ class FusionDefinition:
     def _recorded(self) -> Recorder:
         """Return the recorder of the calls so far; the first time, all of them are replayed."""
         if self._recorder is None:
-            made = Recorder(self.name, self.assumed)
-            for node, site in zip(self._at.path(), self._calls, strict=True):
-                assert node.call is not None
-                made.call(node.call, site)
-            self._recorder = made
+            self._recorder, _ = self.replayed()
             self._children = _NONE
         return self._recorder
+
+    def replayed(self) -> tuple[Recorder, Site | None]:
+        """Return another recorder of the calls so far, and where the last one was made."""
+        calls, sites = [node.call for node in self._at.path()], self._calls
+        return replay(self.name, self.assumed, calls, sites), sites[-1] if sites else None
 
     def _key(self, x: Any) -> Any:
         """Return a key of an argument: 1, 1.0 and True have three, and 0.0 and -0.0 have two.

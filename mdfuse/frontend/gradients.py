@@ -31,23 +31,25 @@ if TYPE_CHECKING:
 Made = tuple[tuple[int, Fact], ...]
 
 
-def append(recorder: Recorder, site: Site, of: int, wrt: Sequence[int], seed: int | None) -> Made:
-    """Append the expressions that compute the gradients of a value; see `mdfuse.grad`.
+def append(
+    recorder: Recorder, site: Site, of: Mapping[int, int | None], wrt: Sequence[int]
+) -> Made:
+    """Append the expressions that compute the gradients of values; see `mdfuse.grad`.
 
     Args:
         recorder: what is recorded so far.
         site: the user's call.
-        of: id of the value.
-        wrt: ids of the values with respect to which it is differentiated.
-        seed: id of the cotangent of the value; None: one.
+        of: id of each value -> id of its cotangent; None: one.
+        wrt: ids of the values with respect to which they are differentiated.
 
     Raises:
         DefinitionError: one of the values has no gradient; there is no rule for an op between them;
             the call stands inside of `recompute`.
     """
-    _check(recorder, site, of, wrt, seed)
+    for y, seed in of.items():
+        _check(recorder, site, y, wrt, seed)
     recorder.keep_sums()
-    return _Backward(recorder, site, of, wrt).run(seed)
+    return _Backward(recorder, site, of, wrt).run()
 
 
 def _check(recorder: Recorder, site: Site, of: int, wrt: Sequence[int], seed: int | None) -> None:
@@ -136,13 +138,16 @@ class _Scribe:
 class _Backward:
     """One call of `grad`."""
 
-    def __init__(self, recorder: Recorder, site: Site, of: int, wrt: Sequence[int]) -> None:
+    def __init__(
+        self, recorder: Recorder, site: Site, of: Mapping[int, int | None], wrt: Sequence[int]
+    ) -> None:
         self.recorder = recorder
         self.site = site
         self.exprs = recorder.exprs
         self.scribe = _Scribe(recorder, Derived(site.source))
         self.first = len(recorder.names)
-        self.of = recorder.names[of]
+        names = recorder.names
+        self.of = {names[y]: None if seed is None else names[seed] for y, seed in of.items()}
         self.wrt = [recorder.names[i] for i in wrt]
         #: what has come back to each value, from its last reader to its first
         self.parts: dict[str, list[Handle]] = {}
@@ -151,26 +156,27 @@ class _Backward:
         #: values of `recompute` regions -> what is computed again
         self.again: dict[str, str] = {}
 
-    def run(self, seed: int | None) -> Made:
+    def run(self) -> Made:
         path = self._path()
         self._check_rules(path)
-        names = self.recorder.names
         token = recording.current.set(self.scribe)  # type: ignore[arg-type]
         try:
-            if self.of in path or self.of in self.wrt:
-                one = self.scribe.handle(self.of if seed is None else names[seed])
-                ct = (
-                    self.scribe.record("full_like", (one, 1), {"dtype": one.dtype})
-                    if seed is None
-                    else one
-                )
-                self.parts[self.of] = [ct]
+            for name, seed in self.of.items():
+                if name in path or name in self.wrt:
+                    self.parts[name] = [self._seed(name, seed)]
             for expr in reversed(self.exprs):
                 if any(x in path and x in self.parts for x in expr.outputs):
                     self._pass_on(expr, path)
             return self._gradients()
         finally:
             recording.current.reset(token)
+
+    def _seed(self, of: str, seed: str | None) -> Handle:
+        if seed is not None:
+            return self.scribe.handle(seed)
+        y = self.scribe.handle(of)
+        one: Handle = self.scribe.record("full_like", (y, 1), {"dtype": y.dtype})
+        return one
 
     # -- which -----------------------------------------------------------------------------------
 
@@ -183,7 +189,7 @@ class _Backward:
                 continue
             made = [values[name] for name in expr.outputs]
             after.update(x.name for x in made if x.is_tensor and x.dtype.is_floating_point)
-        before = {self.of} & after
+        before = {*self.of} & after
         for expr in reversed(self.exprs):
             if not before.isdisjoint(expr.outputs):
                 before.update(x for x in expr.reads if x in after)

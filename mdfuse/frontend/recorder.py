@@ -164,7 +164,7 @@ class Recorder:
         """Record the expressions of a gradient; see `mdfuse.grad`."""
         names, exprs, used = len(self.names), list(self._exprs), dict(self._used)
         try:
-            return gradients.append(self, site, of, wrt, seed)
+            return gradients.append(self, site, {of: seed}, wrt)
         except BaseException:
             for name in self.names[names:]:
                 self._fresh.free(name)
@@ -479,3 +479,14 @@ _MANY = 1 << 59
 
 def _is_extent(n: Any) -> bool:
     return isinstance(n, int) and not isinstance(n, bool) and n >= -1
+
+
+def replay(
+    name: str, decided: Assumptions, calls: Sequence[Recorded | None], sites: Sequence[Site]
+) -> Recorder:
+    """Return a recorder of calls, each from its line."""
+    made = Recorder(name, decided)
+    for call, site in zip(calls, sites, strict=True):
+        assert call is not None
+        made.call(call, site)
+    return made

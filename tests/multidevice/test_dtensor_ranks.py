@@ -332,3 +332,85 @@ def test_the_default_group_is_used_and_left(
     own.close()
     check(y, whole, line, R)
     check(y.redistribute(line, [S1]) + 1.0, whole + 1, line, S1)
+
+
+# -- under torch's autograd ----------------------------------------------------------------------
+
+
+@mf.fusion
+def mlp(x: Any, w: Any, v: Any) -> Any:
+    return torch.tanh(x @ w) @ v
+
+
+@pytest.mark.world(4)
+def test_gradients_through_a_function(line: TorchMesh, grid: TorchMesh) -> None:
+    """Gradients lie as what they are of, also where the cotangent comes otherwise."""
+    f = mf.differentiable(mlp)
+    wholes = [drawn(6, 4, seed=1), drawn(4, 8, seed=2), drawn(8, 5, seed=3)]
+    leaves = [x.double().requires_grad_() for x in wholes]
+    want = torch.tanh(leaves[0] @ leaves[1]) @ leaves[2]
+    ct = drawn(6, 5, seed=4)
+    torch.autograd.backward(want, ct.double())
+    cases: list[tuple[TorchMesh, list[tuple[Any, ...]], tuple[Any, ...]]] = [
+        (line, [(R,), (S1,), (S0,)], (R,)),
+        (line, [(S0,), (R,), (R,)], (S0,)),
+        (line, [(S0,), (S0,), (S0,)], (R,)),
+        (grid, [(S0, R), (R, S1), (R, S0)], (S0, R)),
+        (grid, [(S0, R), (S0, S1), (S0, S0)], (S1, S0)),
+    ]
+    for mesh, placements, back in cases:
+        given = [spread(x, mesh, *p) for x, p in zip(wholes, placements, strict=True)]
+        for x in given:
+            x.requires_grad_()
+        y = f(*given)
+        torch.testing.assert_close(y.full_tensor().cpu().double(), want, rtol=1e-4, atol=1e-5)
+        torch.autograd.backward(y, spread(ct, mesh, *back))
+        for x, leaf, p in zip(given, leaves, placements, strict=True):
+            assert isinstance(x.grad, DTensor) and x.grad.placements == p
+            got = x.grad.full_tensor().cpu().double()
+            torch.testing.assert_close(got, leaf.grad, rtol=1e-4, atol=1e-5)
+        with torch.no_grad():
+            assert not f(*given).requires_grad
+
+
+@pytest.mark.world(2)
+def test_gradients_beside_dtensors_of_torch(line: TorchMesh) -> None:
+    """A program between operations of torch's on DTensors, some of which need no gradient."""
+    x, w, v = (spread(drawn(8, 8, seed=n), line, p) for n, p in enumerate((TorchShard(0), R, R), 1))
+    w.requires_grad_()
+    v.requires_grad_()
+    found = []
+    for f in (mf.differentiable(mlp), mlp.function):
+        loss = (f(x * 2.0, w, v) * x).sum()
+        found.append([loss, *torch.autograd.grad(loss, (w, v))])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a.full_tensor(), b.full_tensor(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.world(4)
+def test_gradients_of_local_tensors(comm: mf.Communicator) -> None:
+    """Of a replicated weight each rank gets all of the gradient, of uneven rows its own."""
+    mesh = DeviceMesh.arange(dp=comm.size)
+    with mf.FusionDefinition("local") as fd:
+        x = fd.define_tensor([7, 4], mesh=mesh, layout={"dp": Shard(0)})
+        w = fd.define_tensor([4, 3], mesh=mesh)
+        fd.add_output((x @ w).tanh())
+    f = mf.differentiable(fd)
+    whole, weight, ct = drawn(7, 4, seed=1), drawn(4, 3, seed=2), drawn(7, 3, seed=3)
+    rows = mf.Layout(mesh, {"dp": Shard(0)})
+    x, ct_here = (
+        mf.shard_tensor(t, rows, rank=comm.rank).clone().to(comm.device) for t in (whole, ct)
+    )
+    x.requires_grad_()
+    w = weight.clone().to(comm.device).requires_grad_()
+    for _ in range(3):
+        (y,) = f(x, w)
+        x.grad = w.grad = None
+        y.backward(ct_here)
+    leaves = [t.double().requires_grad_() for t in (whole, weight)]
+    want = (leaves[0] @ leaves[1]).tanh()
+    want.backward(ct.double())
+    assert x.grad is not None and w.grad is not None and leaves[0].grad is not None
+    part = mf.shard_tensor(leaves[0].grad, rows, rank=comm.rank)
+    torch.testing.assert_close(x.grad.cpu().double(), part, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(w.grad.cpu().double(), leaves[1].grad, rtol=1e-4, atol=1e-5)
