@@ -141,7 +141,7 @@ def check_no_gradients(program: str, names: Iterable[str], xs: Iterable[Any]) ->
             raise ProgramError(
                 f"%{name} {what}",
                 where=f"%{name} of @{program}",
-                because="autograd records no runs: gradients are outputs, made by mf.grad",
+                because="a run is not recorded; mf.grad makes gradients, mf.differentiable records",
                 hint=hint,
             )
 
