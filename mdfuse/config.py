@@ -99,6 +99,9 @@ class Options:
         reduce_dtype: torch.float32 or torch.float64: sums of narrower floats that ranks hold parts
             of are cast to it before they are reduced, along every axis, and back after; None: they
             are reduced as they are.
+        bucket_bytes: values that are reduced alike, and of which none is read before the last is
+            there, are reduced together, in buckets of up to so many bytes on each rank: fewer
+            posts, and a copy of each value. 0: each by itself.
         plans: how many plans an evaluator keeps; each owns the buffers of its intermediates.
         reports: the folder for reports of communications that broke or hang, a file each; None:
             mdfuse-UID in the folder for temporary files, where UID is the user's number.
@@ -115,6 +118,7 @@ class Options:
     poison: bool = False
     check_indices: bool = False
     reduce_dtype: Any = None
+    bucket_bytes: int = 0
     plans: int = 32
     reports: str | None = None
 
@@ -186,6 +190,10 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value is None or _is_wide(value),
         "sums are reduced in torch.float32, in torch.float64, or as they are",
     ),
+    "bucket_bytes": (
+        lambda value: type(value) is int and 0 <= value < 1 << 62,
+        "a bucket has a number of bytes, 0 for none",
+    ),
     "plans": (_is_count(1 << 31), "an evaluator keeps at least one plan: a run needs it"),
     "reports": _PLACE,
 }
@@ -221,6 +229,11 @@ VARIABLES: dict[str, tuple[str, Any, str]] = {
     "MDFUSE_STREAM_POLICY": ("stream_policy", str, "auto, round_robin or copy_compute"),
     "MDFUSE_GRAPH": ("graph", str, "CUDA graphs: auto, always or never"),
     "MDFUSE_COMPILE": ("compile", str, "compiled local work: auto, always or never"),
+    "MDFUSE_BUCKET_BYTES": (
+        "bucket_bytes",
+        _count,
+        "bytes of small values that are reduced together; 0 is the default",
+    ),
     "MDFUSE_PLANS": ("plans", _count, "how many plans an evaluator keeps"),
     "MDFUSE_FAST_LANE": ("fast_lane", str, "posts through nccl4py: auto, never or always"),
     "MDFUSE_VERIFY": ("verify", _flag, "0: a rank checks its own program only; 1 is the default"),

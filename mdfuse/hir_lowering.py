@@ -20,6 +20,7 @@ from mdfuse.hir.program import HostProgram
 from mdfuse.interpreter.garbage import no_collection
 from mdfuse.ir.graph import Fusion, check_fusion
 from mdfuse.passes import (
+    bucket_sums,
     choose_orders,
     creations,
     decompose,
@@ -71,6 +72,10 @@ def passes(options: Options) -> tuple[tuple[str, Pass], ...]:
     found: list[tuple[str, Pass]] = []
     for name, run in PASSES:
         found.append((name, run))
+        if name == insert_reshards.name and options.bucket_bytes:
+            # Needs all sets that reduce; before their sums are widened, which reads each.
+            together = partial(bucket_sums.run, most=options.bucket_bytes)
+            found.append((bucket_sums.name, together))
         if name == insert_reshards.name and options.reduce_dtype is not None:
             # Needs all sets that reduce.
             wide = partial(widen_sums.run, dtype=options.reduce_dtype)

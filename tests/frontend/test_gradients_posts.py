@@ -175,18 +175,40 @@ def test_posts_and_bytes(name: str) -> None:
     assert (posts(program), max(map(program.bytes_received, range(4)))) == TABLE[name], program
 
 
+#: The same with buckets: sums of gradients that lie alike are one post.
+TOGETHER: dict[str, dict[str, int]] = {
+    "tp": {"Allreduce": 4},
+    "sp": {"Allgather": 4, "ReduceScatter": 4, "Allreduce": 1},
+    "dp": {"Allreduce": 1},
+    "fsdp": {"Allgather": 6, "allgather": 4, "ReduceScatter": 1, "allreduce": 1},
+    "fsdp, recomputed": {"Allgather": 12, "allgather": 5, "ReduceScatter": 1, "allreduce": 1},
+    "fsdp x tp": {
+        "Allgather": 6, "allgather": 4, "ReduceScatter": 7, "Allreduce": 4, "allreduce": 1,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_posts_with_buckets(name: str) -> None:
+    definition = define(STYLES[name])
+    program = mf.compile(definition, mf.Options(bucket_bytes=1 << 20))
+    assert posts(program) == TOGETHER[name]
+    assert program.bytes_received(0) == mf.compile(definition).bytes_received(0)
+
+
 def numbers(shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.5
 
 
+@pytest.mark.parametrize("bucket", [0, 4096], ids=["alone", "buckets"])
 @pytest.mark.parametrize("name", STYLES)
-def test_the_gradients_are_those_of_one_device(name: str) -> None:
+def test_the_gradients_are_those_of_one_device(name: str, bucket: int) -> None:
     x, t = (numbers((BATCH, LENGTH, WIDTH), i) for i in range(2))
     parameters = {n: numbers(shape, 2 + i) for i, (n, shape) in enumerate(SHAPES.items())}
     leaves = {n: w.clone().requires_grad_() for n, w in parameters.items()}
     loss = F.mse_loss(block(leaves, x), t)
     expected = [loss.detach(), *torch.autograd.grad(loss, list(leaves.values()))]
-    program = mf.compile(define(STYLES[name]))
+    program = mf.compile(define(STYLES[name]), mf.Options(bucket_bytes=bucket))
     check_everywhere(program, [x, t, *parameters.values()], expected)
 
 

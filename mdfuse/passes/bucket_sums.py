@@ -1,0 +1,164 @@
+"""Reduce small values together (`Options.bucket_bytes`).
+
+    %g: f32[6] (dp=R) = set(%g.partial)                 # %g.partial is (dp=P(sum))
+    %b: f32[4,2] (dp=R) = set(%b.partial)               # %b.partial is, too
+->
+    %g.rows: f32[1,6] (dp=P(sum)) = reshape(%g.partial, shape=[1,6])
+    %b.rows: f32[1,8] (dp=P(sum)) = reshape(%b.partial, shape=[1,8])
+    %bucket.partial: f32[1,14] (dp=P(sum)) = cat(%g.rows, %b.rows, dim=1)
+    %bucket: f32[1,14] (dp=R) = set(%bucket.partial)
+    %g: f32[6] (dp=R) = reshape(slice of %bucket)
+    %b: f32[4,2] (dp=R) = reshape(slice of %bucket)
+
+A bucket is reduced where the last of its values is there, so nothing may read one of them before.
+Values that are split, before or after, are so by their first dim, evenly: that dim of the bucket
+has a row for each part, so that a rank's rows of it are its rows of each value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
+from mdfuse.layouts.layout import Layout, Shard
+
+name = "bucket_sums"
+
+
+class _Kind(NamedTuple):
+    """What the values of a bucket have in common."""
+
+    before: Layout
+    after: Layout
+    dtype: object
+
+
+class _Bucket(NamedTuple):
+    """Sets that become one, by their places among the expressions, and their bytes on a rank."""
+
+    sets: tuple[int, ...] = ()
+    bytes: int = 0
+
+
+def run(fusion: Fusion, most: int) -> Fusion:
+    """Return the fusion in which reductions share buckets of up to `most` bytes on each rank."""
+    buckets = [b.sets for b in _buckets(fusion, most) if len(b.sets) > 1]
+    if not buckets:
+        return fusion
+    values, moved = dict(fusion.values), {at for sets in buckets for at in sets}
+    together = {sets[-1]: sets for sets in buckets}
+    exprs: list[Expr] = []
+    for at, expr in enumerate(fusion.exprs):
+        if at in together:
+            exprs.extend(_merged([fusion.exprs[n] for n in together[at]], values))
+        elif at not in moved:
+            exprs.append(expr)
+    return replace(fusion, values=values, exprs=tuple(exprs))
+
+
+def _buckets(fusion: Fusion, most: int) -> Iterator[_Bucket]:
+    """Yield the buckets: each is filled in order, until one of its values is read."""
+    filling: dict[_Kind, _Bucket] = {}
+    #: value -> what is in a bucket that is being filled
+    waiting: dict[str, _Kind] = {}
+    for at, expr in enumerate(fusion.exprs):
+        for read in {waiting[x] for x in expr.reads if x in waiting}:
+            yield filling.pop(read)
+            waiting = {x: k for x, k in waiting.items() if k != read}
+        kind = _kind(expr, fusion)
+        if kind is None:
+            continue
+        size = _bytes(fusion.values[expr.reads[0]])
+        if size > most:
+            continue
+        bucket = filling.get(kind, _Bucket())
+        if bucket.bytes + size > most:
+            yield bucket
+            waiting = {x: k for x, k in waiting.items() if k != kind}
+            bucket = _Bucket()
+        filling[kind] = _Bucket((*bucket.sets, at), bucket.bytes + size)
+        waiting[expr.output] = kind
+    yield from filling.values()
+
+
+def _kind(expr: Expr, fusion: Fusion) -> _Kind | None:
+    """Return which bucket a set may go into; None where it does not reduce, or goes alone."""
+    if expr.op != "set" or not (fusion.consumers[expr.output] or expr.output in fusion.outputs):
+        return None
+    x, y = fusion.values[expr.reads[0]], fusion.values[expr.output]
+    before, after = x.layout, y.layout
+    assert before is not None and after is not None
+    reduces = before.mesh == after.mesh and {*before.partial_axes} > {*after.partial_axes}
+    if not reduces or after.partial_axes or not x.size or not x.is_tensor:
+        return None
+    is_plain = all(
+        v.stream is None and not v.expanded and v.order == tuple(range(len(v.shape)))
+        for v in (x, y)
+    )
+    if not is_plain or y.is_order_required or not _is_even(x.shape, before, after):
+        return None
+    return _Kind(before, after, x.dtype)
+
+
+def _is_even(shape: tuple[int, ...], *layouts: Layout) -> bool:
+    """Whether only the first dim is split, into equal parts."""
+    parts = _rows(*layouts)
+    dims = {p.dim for layout in layouts for p in layout.placements if isinstance(p, Shard)}
+    return dims <= {0} and (not dims or shape[0] % parts == 0)
+
+
+def _rows(*layouts: Layout) -> int:
+    """Return how many parts the finest split makes."""
+    axes = {
+        axis for layout in layouts for axis, p in layout.by_axis().items() if isinstance(p, Shard)
+    }
+    rows = 1
+    for axis in axes:
+        rows *= layouts[0].mesh.axis_size(axis)
+    return rows
+
+
+def _bytes(value: Value) -> int:
+    """Return the bytes of a rank's part of a value that is split evenly."""
+    assert value.layout is not None
+    return value.bytes // _rows(value.layout)
+
+
+def _merged(sets: list[Expr], values: dict[str, Value]) -> Iterator[Expr]:
+    """Yield the expressions that reduce several values as one."""
+    first = values[sets[0].reads[0]], values[sets[0].output]
+    assert first[0].layout is not None and first[1].layout is not None
+    rows = _rows(first[0].layout, first[1].layout)
+    widths = [values[e.output].size // rows for e in sets]
+    parts = []
+    for expr, width in zip(sets, widths, strict=True):
+        x = expr.reads[0]
+        part = _added(values, values[x], f"{x}.rows", (rows, width))
+        parts.append(part)
+        yield _view(expr, "reshape", x, part, shape=(rows, width))
+    last, shape = sets[-1], (rows, sum(widths))
+    packed = _added(values, first[0], "bucket.partial", shape)
+    whole = _added(values, first[1], "bucket", shape)
+    yield replace(last, op="cat", inputs=tuple(parts), outputs=(packed,), attrs=(("dim", 1),))
+    yield replace(last, inputs=(packed,), outputs=(whole,))
+    start = 0
+    for expr, width in zip(sets, widths, strict=True):
+        piece = _added(values, first[1], f"{expr.output}.rows", (rows, width))
+        bounds = {"starts": (0, start), "ends": (rows, start + width), "steps": (1, 1)}
+        yield _view(expr, "slice", whole, piece, **bounds)
+        yield _view(expr, "reshape", piece, expr.output, shape=values[expr.output].shape)
+        start += width
+
+
+def _view(by: Expr, op: str, x: str, y: str, **attrs: tuple[int, ...]) -> Expr:
+    return replace(by, op=op, inputs=(x,), outputs=(y,), attrs=tuple(attrs.items()))
+
+
+def _added(values: dict[str, Value], like: Value, name: str, shape: tuple[int, ...]) -> str:
+    made = fresh_name(values, name)
+    values[made] = replace(
+        like, name=made, shape=shape, order=(0, 1), order_from="op", is_law=False, like=None
+    )
+    return made
