@@ -16,21 +16,19 @@ from mdfuse.hir.program import HostProgram
 from mdfuse.hir.verify import verify
 from mdfuse.ir.tensors import resolved, why_not
 from mdfuse.layouts.sharding import shard_tensor, unshard_tensor
-from mdfuse.plan.build import Plan, build
+from mdfuse.plan.build import Plan
 from mdfuse.plan.context import Step
-from mdfuse.plan.index_checks import IndexChecks
 from mdfuse.plan.lines import Slots
 from mdfuse.plan.names import check_names
 from mdfuse.runs.arguments import (
-    check_arguments,
     check_global,
     check_no_gradients,
-    check_outputs,
     described,
     numbers,
 )
 from mdfuse.runs.extents import check_extents, global_extents
 from mdfuse.simulation.network import SimNetwork
+from mdfuse.simulation.prepared import Prepared, device_of, keep, known
 from mdfuse.simulation.shuffled import run_shuffled
 
 #: What can be simulated: a compiled program, a host program, or the projection of each rank.
@@ -159,17 +157,18 @@ def simulate(
     elif extents:
         check_extents(_host(program).name, (), extents)
     host = _host(program)
-    locals_ = _projections(program)
+    prepared = _prepared(program)
+    locals_ = prepared.locals_
     _verify(host, locals_, options)
     arguments, out = _arguments(host, inputs, per_rank, len(locals_))
     arguments = [_resolved(host, given, at) for at, given in enumerate(arguments)]
     for given, buffers in zip(arguments, out, strict=True):
         check_no_gradients(host.name, host.inputs, given)
         check_no_gradients(host.name, host.outputs, buffers)
-    network = SimNetwork(is_late=schedule is not None)
-    checks = IndexChecks()
-    plans = _plans(locals_, arguments, out, network, options, checks)
-    with torch.no_grad(), torch.autocast(_device(arguments).type, enabled=False):
+    how = options_from_environment(options)
+    key, ready = prepared.take(arguments, out, how, is_late=schedule is not None)
+    plans, network, checks = ready
+    with torch.no_grad(), torch.autocast(device_of(arguments).type, enabled=False):
         slots = [
             plan.start(numbers(host, given), buffers)
             for plan, given, buffers in zip(plans, arguments, out, strict=True)
@@ -180,6 +179,7 @@ def simulate(
             results, peaks = run_shuffled(plans, slots, network, schedule), ()
         if checks.found is not None:
             raise checks.found
+    prepared.give_back(key, ready)
     if host.rank is not None:
         return Simulated(results, [], peaks)
     outputs = [_global(host, name, i, results) for i, name in enumerate(host.outputs)]
@@ -218,28 +218,6 @@ def _verify(host: HostProgram, locals_: Sequence[HostProgram], options: Options 
         verify(dict(enumerate(locals_)))
 
 
-def _plans(
-    locals_: Sequence[HostProgram],
-    arguments: Sequence[Sequence[Any]],
-    out: Sequence[Sequence[Any]],
-    network: SimNetwork,
-    options: Options | None,
-    checks: IndexChecks,
-) -> list[Plan]:
-    options, device = options_from_environment(options), _device(arguments)
-    how: dict[str, Any] = {
-        "is_simulated": True,
-        "checks": checks if options.check_indices else None,
-    }
-    plans = []
-    for rank, local in enumerate(locals_):
-        check_arguments(local, rank, arguments[rank], device)
-        check_outputs(local, rank, arguments[rank], out[rank], device, is_partial=True)
-        given = arguments[rank], out[rank]
-        plans.append(build(local, network.bind, device, options.poison, *given, **how))
-    return plans
-
-
 def _with_extents(
     program: Program, inputs: Sequence[Any] | None, extents: Mapping[str, int] | None
 ) -> HostProgram:
@@ -261,12 +239,20 @@ def _host(program: Simulable) -> HostProgram:
     return host
 
 
-def _projections(program: Simulable) -> list[HostProgram]:
-    """Return the program of each rank."""
-    host = _host(program)
+def _prepared(program: HostProgram | Sequence[HostProgram]) -> Prepared:
+    """Return the program of each rank, and what is left of the last simulation."""
     if isinstance(program, Sequence):
         _check_projections(program)
-        return list(program)
+        return Prepared(program, tuple(program))
+    found = known(program)
+    if found is None:
+        found = Prepared(program, tuple(_projections(program)))
+        keep(found)
+    return found
+
+
+def _projections(host: HostProgram) -> list[HostProgram]:
+    """Return the program of each rank."""
     check_names(host)
     if host.rank is not None:
         raise ProgramError(
@@ -362,11 +348,6 @@ def _local(host: HostProgram, name: str, x: Any, rank: int) -> Any:
     part = shard_tensor(x, layout, rank=rank)
     # Ranks have memory of their own, which matters where one of them writes into it.
     return part.clone() if host.aliases else part
-
-
-def _device(arguments: Sequence[Sequence[Any]]) -> torch.device:
-    found = (x.device for row in arguments for x in row if isinstance(x, Tensor))
-    return next(found, torch.device("cpu"))
 
 
 def _run_in_lockstep(

@@ -1,0 +1,122 @@
+"""What simulations of one program share: the projection of each rank, and the plans."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mdfuse.config import Options
+from mdfuse.hir.program import HostProgram
+from mdfuse.plan.build import Plan, build
+from mdfuse.plan.index_checks import IndexChecks
+from mdfuse.runs.arguments import check_arguments, check_outputs
+from mdfuse.simulation.network import SimNetwork
+
+#: How many programs are kept ready for another simulation, and kinds of arguments for each.
+_LIMIT = 4
+
+
+class Ready(NamedTuple):
+    """The plans of all ranks for arguments of one kind, and what they are bound to."""
+
+    plans: list[Plan]
+    network: SimNetwork
+    checks: IndexChecks
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A program, what each rank has of it, and plans that no simulation is using."""
+
+    program: object
+    locals_: tuple[HostProgram, ...]
+    idle: OrderedDict[Hashable, Ready] = field(default_factory=OrderedDict)
+
+    def take(
+        self,
+        arguments: Sequence[Sequence[Any]],
+        out: Sequence[Sequence[Any]],
+        options: Options,
+        is_late: bool,
+    ) -> tuple[Hashable, Ready]:
+        """Return plans for these arguments, which are checked, and the key for `give_back`.
+
+        A simulation that fails does not give them back: posts are left over in their network.
+
+        Raises:
+            ProgramError: the arguments do not fit.
+        """
+        device = device_of(arguments)
+        for rank, (local, given, buffers) in enumerate(
+            zip(self.locals_, arguments, out, strict=True)
+        ):
+            check_arguments(local, rank, given, device)
+            check_outputs(local, rank, given, buffers, device, is_partial=True)
+        kinds = tuple(_kind(x) for row in (*arguments, *out) for x in row)
+        key = kinds, device, options.poison, options.check_indices, is_late
+        found = self.idle.pop(key, None)
+        if found is None:
+            found = self._built(arguments, out, options, device, is_late)
+        return key, found
+
+    def _built(
+        self,
+        arguments: Sequence[Sequence[Any]],
+        out: Sequence[Sequence[Any]],
+        options: Options,
+        device: torch.device,
+        is_late: bool,
+    ) -> Ready:
+        network, checks = SimNetwork(is_late=is_late), IndexChecks()
+        how: dict[str, Any] = {
+            "is_simulated": True,
+            "checks": checks if options.check_indices else None,
+        }
+        plans = [
+            build(local, network.bind, device, options.poison, given, buffers, **how)
+            for local, given, buffers in zip(self.locals_, arguments, out, strict=True)
+        ]
+        return Ready(plans, network, checks)
+
+    def give_back(self, key: Hashable, ready: Ready) -> None:
+        """Keep plans for the next simulation."""
+        _keep(self.idle, key, ready)
+
+
+#: Number of a program -> what is known of it; it holds the program, so that the number stays its.
+_known: OrderedDict[Hashable, Prepared] = OrderedDict()
+
+
+def known(program: object) -> Prepared | None:
+    """Return what is prepared of a program."""
+    return _known.get(id(program))
+
+
+def keep(prepared: Prepared) -> None:
+    """Keep what is prepared of a program, and drop what was used least recently."""
+    _keep(_known, id(prepared.program), prepared)
+
+
+def _keep(kept: OrderedDict[Hashable, Any], key: Hashable, value: Any) -> None:
+    kept[key] = value
+    kept.move_to_end(key)
+    while len(kept) > _LIMIT:
+        kept.popitem(last=False)
+
+
+def _kind(x: Any) -> Hashable:
+    """Return what a plan depends on of an argument."""
+    if not isinstance(x, Tensor):
+        return x is None
+    return x.shape, x.stride(), x.dtype, x.requires_grad
+
+
+def device_of(arguments: Sequence[Sequence[Any]]) -> torch.device:
+    """Return where the arguments lie; the CPU where there are none."""
+    found = (x.device for row in arguments for x in row if isinstance(x, Tensor))
+    return next(found, torch.device("cpu"))
