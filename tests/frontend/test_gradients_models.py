@@ -98,7 +98,7 @@ def test_training_stays_beside_torch() -> None:
     """Updates in place, at each step the loss of one device."""
     given = parameters(torch.float32)
     leaves = {n: w.clone().requires_grad_() for n, w in given.items()}
-    optimizer = torch.optim.AdamW(list(leaves.values()), lr=0.01)
+    optimizer = torch.optim.AdamW(list(leaves.values()), lr=0.003)
     with mf.FusionDefinition("step") as fd:
         tokens, wanted, p = inputs(fd, torch.float32)
         means, squares = (
@@ -112,12 +112,12 @@ def test_training_stays_beside_torch() -> None:
         fd.add_output(norm)
         for (name, w), dw in zip(p.items(), grads, strict=True):
             olds = w, means[name], squares[name]
-            for new, old in zip(mf.optim.adamw(w, dw, *olds[1:], step, lr=0.01), olds, strict=True):
+            for new, old in zip(mf.optim.adamw(w, dw, *olds[1:], step, lr=0.003), olds, strict=True):
                 fd.add_output(new, reuse=old)
     program = mf.compile(fd)
     state = {**given, **{f"{k}.{n}": torch.zeros_like(w) for k in "mv" for n, w in given.items()}}
     losses = []
-    for i in range(12):
+    for i in range(200):
         words = batch(i % 3, torch.float32)
         whole = loss_of(leaves, *words)
         optimizer.zero_grad()
@@ -128,7 +128,7 @@ def test_training_stays_beside_torch() -> None:
         found = simulate_shares(program, [*words, *rest, torch.tensor(float(i + 1))]).outputs
         for name, y in zip(program.fusion.outputs[2:], found[2:], strict=True):
             state[program.fusion.reuse[name]] = y
-        torch.testing.assert_close(found[0], whole.detach(), rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(found[1], norm_of_torch, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(found[0], whole.detach(), rtol=0, atol=1e-4)
+        torch.testing.assert_close(found[1], norm_of_torch, rtol=1e-2, atol=1e-4)
         losses.append(whole.item())
     assert losses[-1] < losses[0] - 0.5

@@ -66,3 +66,13 @@ def test_training_goes_on_where_it_was_saved(
     second.step.load(folder)
     assert [second(*given) for given in inputs[3:]] == losses[3:]
     assert losses == pytest.approx(alone, abs=1e-4)
+
+
+def test_training_stays_beside_one_device(comm: mf.Communicator) -> None:
+    """200 steps, in f32; rank 0 has torch's losses, which would take four times as long on all."""
+    train = example("train_llama")
+    losses = train.train(train.Launched(DeviceMesh.arange(dp=2, tp=2)), 200)
+    assert losses[-1] < losses[0] / 2
+    if comm.rank == 0:
+        assert losses == pytest.approx(train.train(train.OneDevice(), 200), abs=1e-4)
+    comm.barrier()
