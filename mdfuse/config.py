@@ -102,6 +102,9 @@ class Options:
         bucket_bytes: values that are reduced alike, and of which none is read before the last is
             there, are reduced together, in buckets of up to so many bytes on each rank: fewer
             posts, and a copy of each value. 0: each by itself.
+        prefetch_bytes: communications of what is there already, such as a parameter that a later
+            layer gathers, are posted ahead, as long as what they receive before its place takes at
+            most so many bytes on each rank. 0: each where the program has it.
         plans: how many plans an evaluator keeps; each owns the buffers of its intermediates.
         reports: the folder for reports of communications that broke or hang, a file each; None:
             mdfuse-UID in the folder for temporary files, where UID is the user's number.
@@ -119,6 +122,7 @@ class Options:
     check_indices: bool = False
     reduce_dtype: Any = None
     bucket_bytes: int = 0
+    prefetch_bytes: int = 0
     plans: int = 32
     reports: str | None = None
 
@@ -162,6 +166,10 @@ def _is_one_of(*words: str) -> tuple[Callable[[Any], bool], str]:
     )
 
 
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
 def _is_wide(value: Any) -> bool:
     """Whether a value is one of torch's dtypes of 32 bits or more; torch is not imported here."""
     is_dtype = type(value).__module__ == "torch" and type(value).__name__ == "dtype"
@@ -190,10 +198,8 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value is None or _is_wide(value),
         "sums are reduced in torch.float32, in torch.float64, or as they are",
     ),
-    "bucket_bytes": (
-        lambda value: type(value) is int and 0 <= value < 1 << 62,
-        "a bucket has a number of bytes, 0 for none",
-    ),
+    "bucket_bytes": (_is_size, "a bucket has a number of bytes, 0 for none"),
+    "prefetch_bytes": (_is_size, "what is received ahead has a number of bytes, 0 for none"),
     "plans": (_is_count(1 << 31), "an evaluator keeps at least one plan: a run needs it"),
     "reports": _PLACE,
 }
@@ -233,6 +239,11 @@ VARIABLES: dict[str, tuple[str, Any, str]] = {
         "bucket_bytes",
         _count,
         "bytes of small values that are reduced together; 0 is the default",
+    ),
+    "MDFUSE_PREFETCH_BYTES": (
+        "prefetch_bytes",
+        _count,
+        "bytes that are received ahead of their place; 0 is the default",
     ),
     "MDFUSE_PLANS": ("plans", _count, "how many plans an evaluator keeps"),
     "MDFUSE_FAST_LANE": ("fast_lane", str, "posts through nccl4py: auto, never or always"),

@@ -14,6 +14,7 @@ from mdfuse.hir.passes import (
     group_launches,
     insert_frees,
     name_backends,
+    raise_posts,
     sink_waits,
 )
 from mdfuse.hir.program import HostProgram
@@ -93,6 +94,8 @@ HOST_PASSES: tuple[tuple[str, HostPass], ...] = (
     (group_heads.name, group_heads.run),
     # The emitter puts a wait right behind its post; here it moves to where the data is needed.
     (sink_waits.name, sink_waits.run),
+    # Needs the waits where the data is needed: what stands between them is what a post passes.
+    (raise_posts.name, raise_posts.run),
     # Needs the waits where they stay: a stream that waits holds up what is queued behind.
     (assign_streams.name, assign_streams.run),
     # Needs the streams: work of two streams is no unit.

@@ -259,6 +259,12 @@ def test_with_buckets(model: str) -> None:
         check(model, Sizes(), STYLES[style], mf.Options(bucket_bytes=4096))
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_with_prefetch(model: str) -> None:
+    for style in ("fsdp, recomputed", "fsdp x tp"):
+        check(model, Sizes(), STYLES[style], mf.Options(prefetch_bytes=8192))
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("model", MODELS)
 def test_drawn_layouts(model: str, seed: int) -> None:

@@ -112,7 +112,9 @@ def test_training_stays_beside_torch() -> None:
         fd.add_output(norm)
         for (name, w), dw in zip(p.items(), grads, strict=True):
             olds = w, means[name], squares[name]
-            for new, old in zip(mf.optim.adamw(w, dw, *olds[1:], step, lr=0.003), olds, strict=True):
+            for new, old in zip(
+                mf.optim.adamw(w, dw, *olds[1:], step, lr=0.003), olds, strict=True
+            ):
                 fd.add_output(new, reuse=old)
     program = mf.compile(fd)
     state = {**given, **{f"{k}.{n}": torch.zeros_like(w) for k in "mv" for n, w in given.items()}}

@@ -1,0 +1,177 @@
+"""Post ahead what is there already, so that it travels behind earlier work (`prefetch_bytes`).
+
+    %h = matmul(%x, %w1.whole)                      %w2.whole = alloc
+    %w2.whole = alloc                               %c1 = post allgather(%w2) -> %w2.whole
+    %c1 = post allgather(%w2) -> %w2.whole   ->     %h = matmul(%x, %w1.whole)
+    wait %c1                                        wait %c1
+    %y = matmul(%h, %w2.whole)                      %y = matmul(%h, %w2.whole)
+
+A post moves up with the buffer that it fills and the copies and views that it sends, up to the last
+write of what these read, and stands before work or a wait, not before a post that is wanted sooner.
+Posts are taken in the order of the program, as long as what was posted ahead of its place fills no
+more bytes on a rank than the option says: the memory that it costs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from mdfuse.config import Options
+from mdfuse.hir.instructions import COMMUNICATIONS, POSTS, PURE_VIEWS, row_of
+from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.storage import shared_operand, storage
+
+name = "raise_posts"
+
+#: Instructions that nothing passes: others count on what stands before them.
+_FENCES = ("barrier", "get_stream", "set_stream", "sync", "return")
+#: Instructions that may go with a post, besides views: they make or fill the buffers that it uses.
+_CARRIED = ("alloc", "set", "pack", "pad", *PURE_VIEWS)
+
+
+@dataclass(frozen=True)
+class _Raised:
+    """A post that may move up.
+
+    Attributes:
+        at: its place among the instructions.
+        since: the first place at which everything that it needs is there.
+        carried: the places of what goes with it, and its own.
+        bytes: of the buffer that it fills, on a rank.
+    """
+
+    at: int
+    since: int
+    carried: tuple[int, ...]
+    bytes: int
+
+
+@dataclass
+class _Writes:
+    """Which place last wrote a buffer, and which one made it."""
+
+    program: HostProgram
+    shared: dict[str, str]
+    made: dict[str, int] = field(default_factory=dict)
+    written: dict[str, int] = field(default_factory=dict)
+    #: handle -> the buffers that its post fills
+    filled: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    fence: int = -1
+
+    def note(self, at: int, i: Instruction) -> None:
+        """Note what an instruction, with those inside it, writes."""
+        if i.op in _FENCES:
+            self.fence = at
+        for j in i.walk():
+            names = j.outputs
+            if j.op in POSTS:
+                into = j.reads[-1:] if j.op != "send" else ()
+                self.filled[j.outputs[0]] = into
+                names = (*names, *into)
+            elif j.op == "wait":
+                names = (*names, *self.filled.get(j.reads[0], ()))
+            for x in names:
+                is_new = x not in self.made and self.program.root(x) == x
+                if is_new:
+                    self.made[x] = at
+                if not (is_new and shared_operand(j) is not None) and x in self.shared:
+                    self.written[self.shared[x]] = at
+
+    def since(self, x: str) -> int:
+        """Return the first place after which a name is there, as it is now."""
+        return 1 + max(self.made.get(x, -1), self.written.get(self.shared.get(x, x), -1))
+
+
+def run(program: HostProgram, options: Options) -> HostProgram:
+    """Return the program with posts moved up."""
+    if not options.prefetch_bytes:
+        return program
+    raised = [r for r in _candidates(program) if r.bytes <= options.prefetch_bytes]
+    gaps = [_is_gap(i) for i in program.instructions]
+    order = _order(gaps, raised, options.prefetch_bytes)
+    return replace(program, instructions=tuple(program.instructions[n] for n in order))
+
+
+def _candidates(program: HostProgram) -> Iterator[_Raised]:
+    """Yield the posts that may move up, in order."""
+    writes = _Writes(program, storage(program))
+    is_grouped = False
+    for at, i in enumerate(program.instructions):
+        is_grouped = (is_grouped or i.op == "group_start") and i.op != "group_end"
+        if i.op == "post" and not is_grouped:
+            found = _raised(program, at, writes)
+            if found is not None:
+                yield found
+        writes.note(at, i)
+
+
+def _raised(program: HostProgram, at: int, writes: _Writes) -> _Raised | None:
+    """Return how a post may move up; None where it may not."""
+    carried, since = {at}, writes.fence + 1
+    reads = [*program.instructions[at].reads]
+    into = reads[-1]
+    while reads:
+        x = reads.pop()
+        by = writes.made.get(x)
+        if by is not None and by in carried:
+            continue
+        if by is None or not _goes_along(program, by, x, writes):
+            if x == into:
+                return None  # the buffer may be in use
+            since = max(since, writes.since(x))
+            continue
+        made = program.instructions[by]
+        carried.add(by)
+        reads += made.reads
+    size = _bytes(program, into)
+    return _Raised(at, since, tuple(sorted(carried)), size) if since < at else None
+
+
+def _goes_along(program: HostProgram, by: int, x: str, writes: _Writes) -> bool:
+    """Whether what made a buffer may move: it did nothing else, and nothing wrote there since."""
+    i = program.instructions[by]
+    is_alone = i.outputs == (x,) and program.root(x) == x
+    row = row_of(i)
+    is_carried = i.op in _CARRIED or (row is not None and row.is_view)
+    if not is_alone or not is_carried or i.body or by <= writes.fence:
+        return False
+    return shared_operand(i) is not None or writes.written.get(writes.shared.get(x, x)) == by
+
+
+def _bytes(program: HostProgram, name: str) -> int:
+    """Return the bytes of a buffer on the rank that has most."""
+    kind = program.types[name]
+    return math.prod(kind.local_shape()) * kind.dtype.itemsize
+
+
+def _is_gap(i: Instruction) -> bool:
+    """Whether posts go before an instruction: work or a wait, not another post on its way."""
+    row = row_of(i)
+    is_carried = i.op in _CARRIED or (row is not None and row.is_view)
+    return (not is_carried and i.op not in COMMUNICATIONS) or i.op == "wait"
+
+
+def _order(gaps: Sequence[bool], raised: Sequence[_Raised], most: int) -> list[int]:
+    """Return the places of the instructions in their new order."""
+    order: list[int] = []
+    done: set[int] = set()
+    #: the posts ahead of their place -> their bytes
+    ahead: dict[int, int] = {}
+    waiting = list(raised)
+    for at, is_gap in enumerate(gaps):
+        ahead.pop(at, None)
+        waiting = [r for r in waiting if r.at > at]
+        for r in [r for r in waiting if r.since <= at and is_gap]:
+            if sum(ahead.values()) + r.bytes > most:
+                break  # a later one must not take its room
+            ahead[r.at] = r.bytes
+            waiting.remove(r)
+            fresh = [n for n in r.carried if n not in done]
+            order += fresh
+            done.update(fresh)
+        if at not in done:
+            order.append(at)
+            done.add(at)
+    return order
