@@ -124,7 +124,7 @@ def prepare(plan: Plan, layer: Bench) -> dict[str, Ready]:
         try:
             if make not in calls:  # a graph is of the function that also runs without one
                 calls[make] = make(layer)
-            steady, peak = settled(plan, name, calls[make])
+            steady, peak = settled(plan, calls[make], PEERS[name].steady)
         except RuntimeError as error:
             if not name.startswith("dtensor"):
                 raise
@@ -137,11 +137,22 @@ def prepare(plan: Plan, layer: Bench) -> dict[str, Ready]:
     return found
 
 
-def settled(plan: Plan, name: str, call: Callable[[], Any]) -> tuple[Callable[[], Any], int]:
-    """The call after plans, compilations and captures, and its peak without compilations."""
+_Call = Callable[[], Any]
+
+
+def settled(
+    plan: Plan, call: _Call, steady_of: Callable[[_Call], _Call] = lambda call: call
+) -> tuple[_Call, int]:
+    """The call after plans, compilations and captures, and its peak without compilations.
+
+    Args:
+        plan: on what device.
+        call: the contender's.
+        steady_of: makes of it what is timed, for example a graph.
+    """
     if not plan.is_gpu:
         call()
-        return PEERS[name].steady(call), 0
+        return steady_of(call), 0
     x = torch.ones(64, 64, dtype=torch.bfloat16, device=plan.ranks.device)
     torch.mm(x, x)  # cuBLAS's workspace, which all share
     gc.collect()
@@ -152,7 +163,7 @@ def settled(plan: Plan, name: str, call: Callable[[], Any]) -> tuple[Callable[[]
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    steady = PEERS[name].steady(call)
+    steady = steady_of(call)
     for _ in range(3):
         steady()
     torch.cuda.synchronize()

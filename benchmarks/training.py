@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from _layers_figures import Limits, Plan, Ready, bench, figures, settled
 from _layers_models import MODELS, Case, cases
-from _layers_peers import Bench, by_hand, options
+from _layers_peers import PEERS, Bench, by_hand, options
 from _measure import Report, Row, show
 from _ranks import start_or_alone
 from torch import Tensor
@@ -203,7 +203,7 @@ def rows(plan: Plan, case: Case) -> Iterator[Row]:
     steps = {name: _made(layer, name) for name in plan.peers}  # graphs do not keep what they read
     for name, step in steps.items():
         step.reset(layer)
-        steady, peak = settled(plan, name, step.call)
+        steady, peak = settled(plan, step.call, PEERS[name].steady)
         ready[name] = Ready(call=steady, peak=peak, error=_error(layer, step, steady, want))
     yield from figures(plan, case, ready)
 
