@@ -156,6 +156,12 @@ def placements_of(layout: Layout) -> tuple[TorchPlacement, ...]:
     return tuple(map(_torch, layout.placements))
 
 
+def redistributed(x: Any, layout: Layout) -> Any:
+    """Return a DTensor as a layout says; itself where it lies so."""
+    placements = placements_of(layout)
+    return x if x.placements == placements else x.redistribute(None, placements)
+
+
 def why_not(layout: Layout) -> tuple[str, str] | None:
     """Return why no DTensor has this layout, and what to do; None: there is one."""
     if layout.splits != Layout(layout.mesh, layout.by_axis()).splits:
