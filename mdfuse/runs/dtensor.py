@@ -156,9 +156,10 @@ def placements_of(layout: Layout) -> tuple[TorchPlacement, ...]:
     return tuple(map(_torch, layout.placements))
 
 
-def redistributed(x: Any, layout: Layout) -> Any:
+def redistributed(x: Tensor, layout: Layout) -> Tensor:
     """Return a DTensor as a layout says; itself where it lies so."""
     placements = placements_of(layout)
+    assert isinstance(x, DTensor)
     return x if x.placements == placements else x.redistribute(None, placements)
 
 
