@@ -33,6 +33,7 @@ __version__ = VERSION
 if TYPE_CHECKING:
     from mdfuse import hir
     from mdfuse.compiled.differentiable import differentiable
+    from mdfuse.compiled.pipeline import pipeline
     from mdfuse.compiled.program import Program, compile
     from mdfuse.compiled.step import Step
     from mdfuse.compiled.traced import fusion
@@ -63,6 +64,7 @@ _LAZY = {
     "grad": "mdfuse.frontend.grad",
     "init": "mdfuse.runtime.communicator",
     "layout_of": "mdfuse.runs.dtensor",
+    "pipeline": "mdfuse.compiled.pipeline",
     "recompute": "mdfuse.frontend.grad",
     "reference": "mdfuse.simulation.reference",
     "simulate": "mdfuse.simulation.simulate",
@@ -125,6 +127,7 @@ __all__ = [
     "layout_of",
     "ops",
     "optim",
+    "pipeline",
     "recompute",
     "reference",
     "segmentation",
