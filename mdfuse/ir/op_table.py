@@ -43,6 +43,8 @@ class Op:
         operands: the least and the greatest number of operands; None: no limit.
         may_copy: a view that becomes a copy where the strides of its operand allow no view.
         is_library: a library's kernels run it, which a compiler calls as well.
+        few: called in the place of `call` where each dim has two elements, to see the dtype of the
+            result; None: `call` itself.
         results: how many results it has; where there are several, `call` returns a tuple of new
             tensors, and they live on one mesh.
     """
@@ -64,6 +66,7 @@ class Op:
     operands: tuple[int, int | None] = (1, 1)
     may_copy: bool = False
     is_library: bool = False
+    few: Callable[..., Any] | None = None
     results: int = 1
 
     @property
@@ -80,6 +83,7 @@ class Op:
 #: field of a row -> what must hold of it.
 _MUST: dict[str, Callable[[Op], bool]] = {
     "call": lambda op: callable(op.call),
+    "few": lambda op: op.few is None or callable(op.few),
     "rule": lambda op: callable(op.rule),
     "shape": lambda op: op.shape is None or callable(op.shape),
     "writes": lambda op: type(op.writes) is Writes and (op.writes is ANYHOW or not op.is_view),

@@ -6,8 +6,18 @@ from mdfuse.ir.op_table import ELEMENTWISE as ELEMENTWISE
 from mdfuse.ir.op_table import TABLE as TABLE
 from mdfuse.ir.op_table import Op as Op
 from mdfuse.ir.op_table import local_attrs as local_attrs
-from mdfuse.ir.rows import composite, creations, pointwise, reductions, views
+from mdfuse.ir.rows import (
+    complex,
+    composite,
+    creations,
+    indexing,
+    pointwise,
+    reductions,
+    scans,
+    spatial,
+    views,
+)
 from mdfuse.ir.rows.views import itself as itself
 
 #: The modules that fill `TABLE` when they are imported.
-FAMILIES = (views, pointwise, reductions, composite, creations)
+FAMILIES = (views, pointwise, reductions, composite, scans, indexing, spatial, complex, creations)

@@ -27,8 +27,12 @@ MESH = DeviceMesh.arange(tp=2)
 #: Where the operands of a case lie: whole on both ranks, or split along their first or last dim.
 PLACES: dict[str, int | None] = {"replicated": None, "first": 0, "last": -1}
 
-#: Why, where torch itself refuses a handle, and does not ask it.
+#: Why, where torch itself refuses a handle and does not ask it, and what to write instead.
 OF_TORCH = "torch takes tensors alone"
+INSTEAD = {
+    "torch.cond": "where(condition, a, b)",
+    "torch.vmap": "operations take a batch as it is, by a dim in front",
+}
 
 
 def _drawn(seed: int, *shape: int) -> Tensor:
@@ -130,7 +134,7 @@ def tried(case: Spelling, attempt: Callable[..., Any] = simulated) -> Spelling:
     except MdfuseError as error:
         return replace(case, why=error.because or "?", instead=error.hint or "?")
     except (RuntimeError, TypeError, ValueError):  # of torch.cond and torch.vmap
-        return replace(case, why=OF_TORCH, instead="?")
+        return replace(case, why=OF_TORCH, instead=INSTEAD[case.name])
     return replace(case, why="", instead="")
 
 

@@ -34,7 +34,13 @@ for _name, _symbol in (("and", operator.and_), ("or", operator.or_), ("xor", ope
 for _name in ("maximum", "minimum", "logical_and", "logical_or", "logical_xor"):
     _call = on_tensors(getattr(torch, _name))
     _binary(_name, _call, exact(_call))
-for _name in ("fmod", "atan2"):
+for _name in (
+    "bitwise_left_shift", "bitwise_right_shift", "fmax", "fmin", "copysign", "heaviside",
+    "nextafter",
+):  # fmt: skip
+    _call = on_tensors(getattr(torch, _name))
+    _binary(_name, _call, exact(_call))
+for _name in ("fmod", "atan2", "hypot", "logaddexp", "xlogy"):
     _call = on_tensors(getattr(torch, _name))
     _binary(_name, _call, rounded(_call))
 
@@ -47,16 +53,19 @@ def _unary(name: str, call: Callable[..., Any], writes: Writes, *attrs: Attr, **
 
 for _name in (
     "abs", "bitwise_not", "ceil", "floor", "logical_not", "reciprocal", "round", "sign", "sqrt",
-    "square", "trunc",
+    "sgn", "square", "trunc",
 ):  # fmt: skip
     _unary(_name, getattr(torch, _name), exact(getattr(torch, _name)))
 for _name in (
-    "acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "erf", "erfc", "exp", "exp2",
-    "expm1", "log", "log10", "log1p", "log2", "rsqrt", "sigmoid", "sin", "sinh", "tan", "tanh",
+    "acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "digamma", "erf", "erfc",
+    "erfinv", "exp", "exp2", "expm1", "i0", "lgamma", "log", "log10", "log1p", "log2", "rsqrt",
+    "sigmoid", "sin", "sinc", "sinh", "tan", "tanh",
 ):  # fmt: skip
     _unary(_name, getattr(torch, _name), rounded(getattr(torch, _name)))
-for _name in ("isfinite", "isinf", "isnan"):
+for _name in ("isfinite", "isinf", "isnan", "signbit"):
     _unary(_name, getattr(torch, _name), DENSE)
+_unary("i1", torch.special.i1, rounded(torch.special.i1))
+_unary("polygamma", calls.polygamma, rounded(calls.polygamma), attr("n", "extent", True))
 _unary("neg", torch.neg, exact(torch.neg), partial="scale")
 
 _F, _on = torch.nn.functional, out_forms.activation
