@@ -343,6 +343,12 @@ def _padded(bias: Tensor | None, query: Tensor) -> Tensor | None:
     return rows.expand(*query.shape[:2], -1, -1)
 
 
+# -- functions -------------------------------------------------------------------------------------
+
+#: What `torch.meshgrid` calls with a list, which is asked for handles in its place.
+MESHGRID = torch._VF.meshgrid  # type: ignore[attr-defined]
+
+
 # -- tables ----------------------------------------------------------------------------------------
 
 
