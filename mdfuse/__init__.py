@@ -31,7 +31,7 @@ from mdfuse.mesh import DeviceMesh
 __version__ = VERSION
 
 if TYPE_CHECKING:
-    from mdfuse import hir
+    from mdfuse import hir, seeing
     from mdfuse.compiled.differentiable import differentiable
     from mdfuse.compiled.program import Program, compile
     from mdfuse.compiled.step import Step
@@ -73,6 +73,7 @@ _LAZY_MODULES = {
     "hir": "mdfuse.hir",
     "ops": "mdfuse.frontend.ops",
     "optim": "mdfuse.frontend.optim",
+    "seeing": "mdfuse.seeing",
     "segmentation": "mdfuse.passes.segmentation",
 }
 
@@ -127,6 +128,7 @@ __all__ = [
     "optim",
     "recompute",
     "reference",
+    "seeing",
     "segmentation",
     "shard_tensor",
     "simulate",
