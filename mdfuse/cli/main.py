@@ -1,4 +1,4 @@
-"""The commands `mdfuse run`, `dump`, `doctor` and `bench`."""
+"""The commands of `mdfuse`: `run`, `dump`, `diff`, `doctor`, `bench`."""
 
 from __future__ import annotations
 
@@ -125,6 +125,39 @@ def dump(
             definition, inputs = call_build(load_build(file), chosen)
             text = program_text(_stage_text(definition, inputs, stage, rank))
         screen.output().print(text, soft_wrap=True)
+
+
+@app.command()
+def diff(
+    file: File,
+    other: Annotated[
+        Path | None,
+        typer.Argument(exists=True, dir_okay=False, metavar="OTHER.py", help="The second file."),
+    ] = None,
+    mesh: Annotated[
+        list[str] | None,
+        typer.Option(metavar="dp=8", help="The mesh of both programs, or, twice, of each."),
+    ] = None,
+    costs: Annotated[
+        str | None,
+        typer.Option(metavar="h100", help="Predict times: h100, unit, or a JSON file of costs."),
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Compare types of values, too.")] = False,
+) -> None:
+    """Show two programs beside each other: communications, memory, times, and what differs.
+
+    One file with two meshes (--mesh dp=8 --mesh fsdp=4,tp=2), or two files.
+    """
+    texts = mesh or ["tp=4"]
+    if len(texts) > 2:
+        raise typer.BadParameter("two programs have two meshes", param_hint="--mesh")
+    if other is None and len(texts) < 2:
+        raise typer.BadParameter("one file needs it twice", param_hint="--mesh")
+    meshes = [m for m in (_mesh(text, "--mesh") for text in texts) if m is not None]
+    with screen.errors():
+        from mdfuse.cli import differing
+
+        differing.show([file, *filter(None, [other])], meshes, costs, full)
 
 
 @app.command()
