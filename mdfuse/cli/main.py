@@ -26,6 +26,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+traces = typer.Typer(no_args_is_help=True, help="Traces of runs (MDFUSE_TRACE=FOLDER).")
+app.add_typer(traces, name="trace")
+
 File = Annotated[
     Path,
     typer.Argument(
@@ -158,6 +161,27 @@ def diff(
         from mdfuse.cli import differing
 
         differing.show([file, *filter(None, [other])], meshes, costs, full)
+
+
+@traces.command()
+def merge(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            exists=True,
+            metavar="TRACE...",
+            help="Folders of traced runs; Chrome trace JSON, as torch's profiler writes it.",
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="FILE.json", help="The merged trace.")
+    ] = Path("trace.json"),
+) -> None:
+    """Merge traces by one clock into a file for https://ui.perfetto.dev."""
+    with screen.errors():
+        from mdfuse.cli.tracing import merged
+
+        merged(paths, out)
 
 
 @app.command()

@@ -3,5 +3,17 @@
 from mdfuse.seeing.costs import H100, UNIT, Costs, Link
 from mdfuse.seeing.events import Event
 from mdfuse.seeing.timeline import Timeline, timeline
+from mdfuse.seeing.traces import merge as merge_traces
+from mdfuse.seeing.traces import read as read_trace
 
-__all__ = ["H100", "UNIT", "Costs", "Event", "Link", "Timeline", "timeline"]
+__all__ = [
+    "H100",
+    "UNIT",
+    "Costs",
+    "Event",
+    "Link",
+    "Timeline",
+    "merge_traces",
+    "read_trace",
+    "timeline",
+]

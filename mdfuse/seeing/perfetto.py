@@ -112,6 +112,11 @@ def _arrows(events: Sequence[Event], lanes: _Lanes) -> Iterator[Record]:
         transfers = [e for e in found if e.part == "transfer"]
         to = [e for e in transfers if e.lane.startswith("from ")]
         out = [e for e in transfers if e.lane.startswith("to ")]
+        if not transfers:  # in a run, of which the host sees posts and waits alone
+            posts = [e for e in found if e.part == "post"]
+            out = [e for e in posts if e.detail.startswith("to ")]
+            receivers = {e.rank for e in posts if e.detail.startswith("from ")}
+            to = [e for e in found if e.part == "wait" and e.rank in receivers]
         yield from _chain(f"{flow}", [*out, *to] if out and to else [], lanes)
 
 
