@@ -163,6 +163,33 @@ def diff(
         differing.show([file, *filter(None, [other])], meshes, costs, full)
 
 
+@app.command()
+def report(
+    file: File,
+    mesh: Annotated[
+        str, typer.Option(metavar="dp=2,tp=4", help="The mesh to build the program for.")
+    ] = "tp=4",
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE.html", help="The page.")] = Path(
+        "report.html"
+    ),
+    costs: Annotated[
+        str | None,
+        typer.Option(metavar="h100", help="Predict times: h100, unit, or a JSON file of costs."),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(exists=True, metavar="FOLDER", help="A traced run, to be shown beside."),
+    ] = None,
+) -> None:
+    """Write a program as one page of HTML: layouts, communications, memory, timeline."""
+    chosen = _mesh(mesh, "--mesh")
+    assert chosen is not None
+    with screen.errors():
+        from mdfuse.cli import reporting
+
+        reporting.write(file, chosen, out, costs, trace)
+
+
 @traces.command()
 def merge(
     paths: Annotated[

@@ -12,6 +12,18 @@ from mdfuse.cli.execution import Difference
 from mdfuse.compiled.program import Program
 from mdfuse.hir.traffic import Traffic, by_kind
 from mdfuse.seeing.rank_classes import rank_classes
+from mdfuse.seeing.report.numbers import size_text, time_text
+
+__all__ = [
+    "communications",
+    "differences",
+    "facts",
+    "program_text",
+    "size_range",
+    "size_text",
+    "time_text",
+    "titled",
+]
 
 
 def facts(rows: Iterable[tuple[str, str | Text]]) -> Table:
@@ -51,20 +63,6 @@ def size_range(sizes: Sequence[int]) -> str:
     """Return the least and the largest of some numbers of bytes as text for people."""
     low, high = min(sizes), max(sizes)
     return size_text(high) if low == high else f"{size_text(low)} to {size_text(high)}"
-
-
-def size_text(n: int) -> str:
-    """Return a number of bytes as text for people: `1536` -> "1.5 KiB"."""
-    units = ("B", "KiB", "MiB", "GiB", "TiB")
-    power = min(max(n.bit_length() - 1, 0) // 10, len(units) - 1)
-    return f"{n} B" if power == 0 else f"{n / 1024**power:.3g} {units[power]}"
-
-
-def time_text(seconds: float) -> str:
-    """Return seconds as text for people: `0.0015` -> "1.5 ms"."""
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
 
 
 def differences(names: Iterable[str], found: Iterable[Difference]) -> Table:

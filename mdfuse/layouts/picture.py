@@ -207,6 +207,9 @@ class Picture:
     def notes(self) -> tuple[str, ...]:
         """What signs in the picture mean, and who holds nothing."""
         found, layout = [], self.layout
+        if len(self.shape) > 2:
+            rows, columns = self.dims
+            found.append(f"rows are dim {rows}, columns dim {columns}")
         if layout.reduce_ops:
             op = ", ".join(dict.fromkeys(layout.reduce_ops.values()))
             found.append(f"each rank holds a term: their {op} is the value")

@@ -32,8 +32,30 @@ def read(path: str | Path) -> list[Event]:
     if not files:
         raise _no_trace(path, "the folder has no files rank0.jsonl, rank1.jsonl, …")
     flows = _Flows()
-    found = [e for file in files for e in _Reader(file, flows).events()]
-    return sorted(found, key=lambda e: (e.start_ns, e.rank, e.stop_ns))
+    found = [e for file in files for _, _, e in _Reader(file, flows).events()]
+    return sorted(found, key=_when)
+
+
+def last_run(path: str | Path, program: str) -> list[Event]:
+    """Return the events of the last run of a program in a trace, likewise.
+
+    Raises:
+        ProgramError: there is no trace, or none of this program.
+    """
+    path = Path(path)
+    files = sorted(path.glob("rank*.jsonl")) if path.is_dir() else [path]
+    flows, rows = _Flows(), list[Event]()
+    for file in files:
+        found = [(run, e) for name, run, e in _Reader(file, flows).events() if name == program]
+        last = max((run for run, _ in found), default=None)
+        rows += [e for run, e in found if run == last]
+    if not rows:
+        raise _no_trace(path, f"it has no run of @{program}")
+    return sorted(rows, key=_when)
+
+
+def _when(e: Event) -> tuple[int, int, int]:
+    return e.start_ns, e.rank, e.stop_ns
 
 
 def _no_trace(path: Path, why: str) -> ProgramError:
@@ -52,6 +74,9 @@ class _Flows:
 
     def number(self, key: Hashable) -> int:
         return self.known.setdefault(key, len(self.known))
+
+
+_Row = tuple[str, int, Event]
 
 
 @dataclass
@@ -76,7 +101,8 @@ class _Reader:
     counts: Counter[Hashable] = field(default_factory=Counter)
     partial: dict[tuple[int, int], list[int]] = field(default_factory=dict)
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Iterator[_Row]:
+        """Yield the program, the run of its plan, and the event."""
         for line in self._lines():
             if "rank" in line:
                 self.rank = line["rank"]
@@ -113,9 +139,9 @@ class _Reader:
 
     def _run(
         self, plan: int, run: int, times: Sequence[int], *, is_done: bool = True
-    ) -> Iterator[Event]:
+    ) -> Iterator[_Row]:
         """Yield the events of a run, from its times."""
-        _, entries = self.plans[plan]
+        program, entries = self.plans[plan]
         flows: dict[int, int] = {}
         for n, entry in enumerate(entries):
             if n + 1 > len(times):
@@ -123,7 +149,7 @@ class _Reader:
             is_open = n + 1 == len(times)
             if entry is not None and (not is_open or not is_done):
                 stop = times[n] if is_open else times[n + 1]
-                yield self._event(entry, run, times[n], stop, is_open, flows)
+                yield program, run, self._event(entry, run, times[n], stop, is_open, flows)
             if is_open:
                 break
 
