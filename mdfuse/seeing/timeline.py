@@ -49,6 +49,19 @@ class Timeline:
         """The seconds until the last rank is done."""
         return makespan(self.events) / 1e9
 
+    def svg(self) -> str:
+        """Return the timeline as an SVG element, a row for each lane; notebooks show it."""
+        from mdfuse.seeing.report.charts import alone, lanes_chart
+
+        return alone(lanes_chart(self.events, self._names))
+
+    def _repr_svg_(self) -> str:
+        return self.svg()
+
+    @property
+    def _names(self) -> dict[int, str]:
+        return {r: _alike(r, found) for r, found in self.ranks.items()}
+
     def to_perfetto(self, path: str) -> None:
         """Write the timeline as Chrome trace JSON, which https://ui.perfetto.dev shows.
 
@@ -56,7 +69,7 @@ class Timeline:
         """
         from mdfuse.seeing.perfetto import write
 
-        write(path, self.events, {r: _alike(r, found) for r, found in self.ranks.items()})
+        write(path, self.events, self._names)
 
 
 def _alike(rank: int, ranks: tuple[int, ...]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import xml.etree.ElementTree as ET
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -10,6 +11,7 @@ from itertools import pairwise
 import pytest
 from helpers.example_files import SMALL, example
 from helpers.host_posts import CASES
+from helpers.pictures import FOLDER, PICTURES
 from helpers.ring_programs import TEMPLATES, ring
 from helpers.stream_cases import CASES as STREAMED
 
@@ -356,3 +358,11 @@ def test_the_example_of_training_has_a_timeline() -> None:
     check(found)
     assert found.ranks == {0: (0, 1, 2, 3)}
     assert {e.lane for e in found.events} >= {"host", "dp", "tp", "wait"}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures_of_the_readme_are_made_by_the_examples(name: str) -> None:
+    made = PICTURES[name]()
+    assert (FOLDER / name).read_text(encoding="utf-8") == made + "\n"
+    assert f"docs/images/{name}" in (FOLDER.parents[1] / "README.md").read_text(encoding="utf-8")
+    assert ET.fromstring(made).tag == "{http://www.w3.org/2000/svg}svg"

@@ -21,6 +21,24 @@ _POINTS, _LAYERS = 400, 9
 _HEIGHT = 180.0
 
 
+#: Colours of a chart that stands alone, on a light or a dark page; a report has its own.
+_STYLE = """
+.mf-chart{font:11px ui-monospace,monospace;max-width:100%;height:auto}
+.mf-chart text{fill:#656d76}.mf-chart .mf-head{fill:#1f2328;font-weight:600}
+.mf-work{fill:#4c8dd6}.mf-transfer{fill:#0a7a53}.mf-wait{fill:#c69026}.mf-post{fill:#0969da}
+.mf-mark{stroke:#d0d7de}
+@media (prefers-color-scheme:dark){.mf-chart text{fill:#8d96a0}.mf-chart .mf-head{fill:#e6edf3}
+.mf-transfer{fill:#3fb98a}.mf-mark{stroke:#30363d}}
+""".replace("\n", "")
+
+
+def alone(chart: str) -> str:
+    """Return a chart that brings its colours, as a file or a notebook shows it."""
+    width = f"{_NAMES + _WIDTH + 60:.0f}"
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" '
+    return chart.replace("<svg ", head, 1).replace(">", f"><style>{_STYLE}</style>", 1)
+
+
 def lanes_chart(events: Sequence[Event], names: dict[int, str]) -> str:
     """Return the lanes of some ranks, one under the other, by one time axis.
 

@@ -63,7 +63,8 @@ class Traffic:
         change: the layouts.
         shape: of what is sent.
         count: how often in a run.
-        nbytes: that arrive at the rank that gets most, each time.
+        nbytes: that arrive at a rank each time, at most.
+        total: that arrive in a run at the rank that gets most of these.
         least: what must arrive there at least; None where that is not known.
     """
 
@@ -73,6 +74,7 @@ class Traffic:
     shape: str
     count: int
     nbytes: int
+    total: int
     least: int | None
 
     @property
@@ -111,7 +113,7 @@ def html(subject: Subject) -> str:
         lines=lines[: listing.MOST],
         lines_more=max(0, len(lines) - listing.MOST),
         traffic=traffic,
-        received=sum(t.nbytes * t.count for t in traffic),
+        received=max(sum(n for _, n in received(host, r)) for r in classes.firsts),
         memories=[(names[m.rank], m, memory_chart(m)) for m in memories],
         peak=max((m.peak for m in memories), default=0),
         simulated=_lanes(found, shown, names),
@@ -162,11 +164,13 @@ def communications(host: HostProgram, classes: Classes) -> list[Traffic]:
     """Return the communications of a run, those that change layouts alike in one row."""
     counts: dict[tuple[str, ...], list[int]] = {}
     sizes: dict[tuple[str, ...], int] = {}
+    totals: dict[tuple[str, ...], list[int]] = {}
     first: dict[tuple[str, ...], Communication | None] = {}
     for at, rank in enumerate(classes.firsts):
         for i, size in received(host, rank):
             key = _key(i.comm)
             counts.setdefault(key, [0] * len(classes.firsts))[at] += 1
+            totals.setdefault(key, [0] * len(classes.firsts))[at] += size
             sizes[key] = max(size, sizes.get(key, 0))
             first.setdefault(key, i.comm)
     return [
@@ -177,6 +181,7 @@ def communications(host: HostProgram, classes: Classes) -> list[Traffic]:
             shape=key[3],
             count=max(counts[key]),
             nbytes=sizes[key],
+            total=max(totals[key]),
             least=_least(first[key]),
         )
         for key in counts
