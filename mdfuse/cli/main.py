@@ -110,6 +110,9 @@ def dump(
         int | None, typer.Option(min=0, help="Show what this rank runs (stage host).")
     ] = None,
     stage: Annotated[Stage, typer.Option(help="How far to lower.")] = Stage.HOST,
+    pictures: Annotated[
+        bool, typer.Option("--pictures", help="Show a picture of each layout as well.")
+    ] = False,
 ) -> None:
     """Show a program; nothing runs.
 
@@ -122,12 +125,14 @@ def dump(
     assert chosen is not None
     with screen.errors():
         from mdfuse.cli.program_file import call_build, load_build
-        from mdfuse.cli.report import program_text
+        from mdfuse.cli.report import layout_pictures, program_text
 
         with screen.progress("building"):
             definition, inputs = call_build(load_build(file), chosen)
             text = program_text(_stage_text(definition, inputs, stage, rank))
-        screen.output().print(text, soft_wrap=True)
+            drawn = layout_pictures(definition) if pictures else []
+        for part in (text, *drawn):
+            screen.output().print(part, soft_wrap=True)
 
 
 @app.command()

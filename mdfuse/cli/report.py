@@ -9,15 +9,19 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from mdfuse.cli.execution import Difference
-from mdfuse.compiled.program import Program
+from mdfuse.compiled.program import Program, compile
+from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.hir.traffic import Traffic, by_kind
+from mdfuse.layouts.picture import Picture
 from mdfuse.seeing.rank_classes import rank_classes
 from mdfuse.seeing.report.numbers import size_text, time_text
+from mdfuse.seeing.report.page import by_layout, values_of
 
 __all__ = [
     "communications",
     "differences",
     "facts",
+    "layout_pictures",
     "program_text",
     "size_range",
     "size_text",
@@ -73,6 +77,17 @@ def differences(names: Iterable[str], found: Iterable[Difference]) -> Table:
         verdict = Text("equal", "green") if d.is_allowed else Text("DIFFERS", "bold red")
         table.add_row(f"%{name}", f"{d.largest:.2g}", f"{d.allowed:.2g}", verdict)
     return table
+
+
+def layout_pictures(definition: FusionDefinition) -> list[str]:
+    """Return a picture of each layout of a definition, with the values that lie so."""
+    program = compile(definition)
+    if definition.examples:
+        program = program.with_extents(definition.examples)
+    return [
+        f"\n{text}: {Picture(layout, shape)}"
+        for text, shape, layout in by_layout(values_of(program.fusion))
+    ]
 
 
 def program_text(program: str) -> Text:

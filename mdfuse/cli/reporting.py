@@ -7,14 +7,13 @@ from pathlib import Path
 from mdfuse.cli import screen
 from mdfuse.cli.differing import costs_named
 from mdfuse.cli.program_file import call_build, load_build
-from mdfuse.compiled.program import Program, compile
+from mdfuse.compiled.program import compile
 from mdfuse.errors import ProgramError
-from mdfuse.layouts.layout import Layout
 from mdfuse.mesh import DeviceMesh
 from mdfuse.runs.extents import global_extents
 from mdfuse.seeing.costs import UNIT
 from mdfuse.seeing.report.numbers import size_text
-from mdfuse.seeing.report.page import Subject, html
+from mdfuse.seeing.report.page import Subject, html, values_of
 from mdfuse.seeing.traces import last_run
 
 
@@ -47,7 +46,7 @@ def write(file: Path, mesh: DeviceMesh, out: Path, costs: str | None, trace: Pat
                 definition=text,
                 segments=[str(s.fusion) for s in program.segments],
                 explained=program.explain(),
-                values=_values(program),
+                values=values_of(program.fusion),
                 costs=table,
                 measured=measured,
             )
@@ -59,11 +58,3 @@ def write(file: Path, mesh: DeviceMesh, out: Path, costs: str | None, trace: Pat
             f"{out} cannot be written", because=str(error), hint="pass another file with -o"
         ) from error
     screen.output().print(f"{out}: {size_text(len(page.encode()))}")
-
-
-def _values(program: Program) -> dict[str, tuple[tuple[int, ...], Layout]]:
-    found = {}
-    for name, value in program.fusion.values.items():
-        if value.layout is not None:
-            found[name] = (value.shape, value.layout.with_stream(value.stream))
-    return found

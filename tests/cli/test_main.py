@@ -74,6 +74,17 @@ fusion @hello_mesh on mesh(tp=2) {
     )
 
 
+def test_dump_with_pictures() -> None:
+    text = shown("dump", HELLO, "--stage", "fusion", "--mesh", "tp=2", "--pictures")
+    assert_expected_inline(
+        text[text.index("}") + 2 :].split("%columns")[0].rstrip(),
+        """\
+
+%t, %t_1: [6] (tp=P(sum)) on mesh(tp=2)""",
+    )
+    assert "│ 0 + 1 │" in text and "│  0  │  1  │" in text
+
+
 def test_dump_segments() -> None:
     text = shown("dump", MLP, "--stage", "segments")
     assert [line.split()[1] for line in text.splitlines() if line.startswith("fusion")] == [

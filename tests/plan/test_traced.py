@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -131,3 +133,35 @@ def test_graphs_hold_no_times() -> None:
         Options(trace="there", graph="always")
     with pytest.raises(mf.ProgramError, match="trace=3"):
         Options(trace=3)  # type: ignore[arg-type]
+
+
+#: A rank that dies in the wait of its second run.
+DIES = """
+import os, sys, torch, mdfuse as mf
+from mdfuse import DeviceMesh, Shard
+mf.init(backend="null", rank=0, size=2)
+with mf.FusionDefinition("dies") as fd:
+    x = fd.define_tensor([4], mesh=DeviceMesh.arange(tp=2), layout={"tp": Shard(0)})
+    fd.add_output(fd.ops.set(fd.ops.relu(x)).on(DeviceMesh.arange(tp=2), {}))
+program = mf.compile(fd, mf.Options(trace=sys.argv[1]))
+program.run(torch.ones(2))
+plan = program.plans.recent
+scope = plan.function.call.__globals__
+flush = next(name for name in scope if name.startswith("flush"))
+wrapped = scope[flush]
+scope[flush] = lambda: (wrapped(), os.kill(os.getpid(), 9))
+program.run(torch.ones(2))
+"""
+
+
+def test_a_rank_that_is_killed_leaves_where_it_was(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", DIES, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == -9, done.stderr
+    names = [e.name for e in read(tmp_path)]
+    assert names[: len(names) // 2] == ["%t = relu", "post Allgather", "wait Allgather"]
+    assert names[len(names) // 2 :] == [
+        "%t = relu",
+        "post Allgather",
+        "wait Allgather (did not end)",
+    ]

@@ -12,6 +12,7 @@ from mdfuse.communication import Communication
 from mdfuse.config import VERSION
 from mdfuse.hir.program import HostProgram
 from mdfuse.hir.traffic import group_of, received
+from mdfuse.ir.graph import Fusion
 from mdfuse.layouts.layout import Layout
 from mdfuse.layouts.picture import Picture
 from mdfuse.reshard.bound import bound
@@ -28,6 +29,10 @@ from mdfuse.seeing.timeline import Timeline, on_ranks
 _PICTURES, _RANKS = 48, 4
 #: How many values of a layout are named.
 _NAMES = 6
+
+
+#: The shape and the layout of a value.
+Lies = tuple[tuple[int, ...], Layout]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +53,7 @@ class Subject:
     definition: str
     segments: Sequence[str]
     explained: str
-    values: Mapping[str, tuple[tuple[int, ...], Layout]]
+    values: Mapping[str, Lies]
     costs: Costs
     measured: Sequence[Event] = field(default=())
 
@@ -98,7 +103,7 @@ def html(subject: Subject) -> str:
     names = {m[0]: _named(m) for m in classes.members}
     memories = [memory_of(host.project(r)) for r in shown]
     traffic = communications(host, classes)
-    lines = listing.rows(host)
+    lines, drawn = listing.rows(host), by_layout(subject.values)
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"size": size_text, "time": time_text}
     return environment.from_string(_template()).render(
@@ -108,8 +113,8 @@ def html(subject: Subject) -> str:
         meshes=[str(m) for m in host.meshes],
         ranks=sum(map(len, classes.members)),
         seconds=found.seconds,
-        pictures=pictures(subject.values),
-        pictures_more=max(0, len(_alike(subject.values)) - _PICTURES),
+        pictures=[(text, Picture(x, shape).svg()) for text, shape, x in drawn[:_PICTURES]],
+        pictures_more=max(0, len(drawn) - _PICTURES),
         lines=lines[: listing.MOST],
         lines_more=max(0, len(lines) - listing.MOST),
         traffic=traffic,
@@ -137,26 +142,26 @@ def _named(members: Sequence[int]) -> str:
     return f"rank {members[0]}" + (f" (and {more} alike)" if more else "")
 
 
-def _alike(
-    values: Mapping[str, tuple[tuple[int, ...], Layout]],
-) -> dict[tuple[tuple[int, ...], Layout], list[str]]:
-    """Return (shape, layout) -> the values that lie so."""
-    found: dict[tuple[tuple[int, ...], Layout], list[str]] = {}
-    for name, key in values.items():
-        found.setdefault(key, []).append(name)
+def values_of(fusion: Fusion) -> dict[str, Lies]:
+    """Return name -> shape and layout of each tensor of a fusion that has one."""
+    found = {}
+    for name, value in fusion.values.items():
+        if value.layout is not None:
+            found[name] = value.shape, value.layout.with_stream(value.stream)
     return found
 
 
-def pictures(
-    values: Mapping[str, tuple[tuple[int, ...], Layout]],
-) -> list[tuple[str, str]]:
-    """Return (names, SVG) of each layout with a shape, those of most values first."""
-    rows = sorted(_alike(values).items(), key=lambda row: -len(row[1]))
+def by_layout(values: Mapping[str, Lies]) -> list[tuple[str, tuple[int, ...], Layout]]:
+    """Return (names, shape, layout) of values that lie alike, those of most values first."""
+    alike: dict[Lies, list[str]] = {}
+    for name, key in values.items():
+        alike.setdefault(key, []).append(name)
+    rows = sorted(alike.items(), key=lambda row: -len(row[1]))
     found = []
-    for (shape, layout), names in rows[:_PICTURES]:
+    for (shape, layout), names in rows:
         text = ", ".join(f"%{n}" for n in names[:_NAMES])
         more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
-        found.append((text + more, Picture(layout, shape).svg()))
+        found.append((text + more, shape, layout))
     return found
 
 

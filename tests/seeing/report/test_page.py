@@ -14,7 +14,7 @@ from mdfuse import DeviceMesh, hir
 from mdfuse.hir.program import HostProgram
 from mdfuse.seeing import UNIT, Event
 from mdfuse.seeing.rank_classes import rank_classes
-from mdfuse.seeing.report.page import Subject, communications, html
+from mdfuse.seeing.report.page import Subject, communications, html, values_of
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 
@@ -53,15 +53,12 @@ class Page(HTMLParser):
 
 
 def subject(program: mf.Program, definition: str = "", **more: object) -> Subject:
-    values = {
-        n: (v.shape, v.layout) for n, v in program.fusion.values.items() if v.layout is not None
-    }
     given = {
         "host": program.host,
         "definition": definition,
         "segments": [str(s) for s in program.segments],
         "explained": program.explain(),
-        "values": values,
+        "values": values_of(program.fusion),
         "costs": UNIT,
     }
     return Subject(**{**given, **more})  # type: ignore[arg-type]
