@@ -143,15 +143,13 @@ class _Reader:
         """Yield the events of a run, from its times."""
         program, entries = self.plans[plan]
         flows: dict[int, int] = {}
-        for n, entry in enumerate(entries):
-            if n + 1 > len(times):
-                break
-            is_open = n + 1 == len(times)
-            if entry is not None and (not is_open or not is_done):
-                stop = times[n] if is_open else times[n + 1]
-                yield program, run, self._event(entry, run, times[n], stop, is_open, flows)
-            if is_open:
-                break
+        for n, entry in enumerate(entries[: len(times) - 1]):
+            if entry is not None:
+                yield program, run, self._event(entry, run, times[n], times[n + 1], False, flows)
+        left = (e for e in entries[max(len(times) - 1, 0) :] if e is not None)
+        entry = next(left, None)
+        if entry is not None and times and not is_done:
+            yield program, run, self._event(entry, run, times[-1], times[-1], True, flows)
 
     def _event(
         self, entry: Entry, run: int, start: int, stop: int, is_open: bool, flows: dict[int, int]

@@ -77,12 +77,22 @@ fusion @hello_mesh on mesh(tp=2) {
 def test_dump_with_pictures() -> None:
     text = shown("dump", HELLO, "--stage", "fusion", "--mesh", "tp=2", "--pictures")
     assert_expected_inline(
-        text[text.index("}") + 2 :].split("%columns")[0].rstrip(),
+        text[text.index("%t: [6]") :],
         """\
+%t: [6] (tp=P(sum)) on mesh(tp=2)
+   0:6
+┌───────┐
+│ 0 + 1 │
+└───────┘
+each rank holds a term: their sum is the value
 
-%t, %t_1: [6] (tp=P(sum)) on mesh(tp=2)""",
+%sums: [6] (tp=R) on mesh(tp=2)
+  0:6
+┌─────┐
+│ 0 1 │
+└─────┘""",
     )
-    assert "│ 0 + 1 │" in text and "│  0  │  1  │" in text
+    assert "%columns, %t_1: [8,6] (tp=S1)" in text and "│  0  │  1  │" in text
 
 
 def test_dump_segments() -> None:

@@ -158,10 +158,6 @@ def test_a_rank_that_is_killed_leaves_where_it_was(tmp_path: Path) -> None:
     command = [sys.executable, "-c", DIES, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == -9, done.stderr
-    names = [e.name for e in read(tmp_path)]
-    assert names[: len(names) // 2] == ["%t = relu", "post Allgather", "wait Allgather"]
-    assert names[len(names) // 2 :] == [
-        "%t = relu",
-        "post Allgather",
-        "wait Allgather (did not end)",
-    ]
+    names = [e.name for e in read(tmp_path) if "alloc" not in e.name]
+    run = ["%t = relu", "post Allgather"]
+    assert names == [*run, "wait Allgather", *run, "wait Allgather (did not end)"]
