@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from mdfuse.hir.instructions import COMMUNICATIONS, MEMORY, PURE_VIEWS
+from mdfuse.hir.instructions import COMMUNICATIONS, MEMORY, PURE_VIEWS, row_of
 from mdfuse.hir.program import Instruction
 from mdfuse.hir.storage import shared_operand
 from mdfuse.ir import ops
@@ -158,7 +158,9 @@ class Builder:
         outside = {context.slot(x): x for x in (*i.reads, *i.outputs) if context.has_buffer(x)}
         given, kept = set(context.bound), {*i.inputs, *i.outputs}
         last = {name: j for j in i.body for name in (*j.reads, *j.outputs) if name not in kept}
-        context.in_unit = context.fuse is not None
+        # One call and views of it gain nothing, and run by itself it is known how its result lies.
+        is_fused = context.fuse is not None and sum(not _is_view(j) for j in i.body) > 1
+        context.in_unit = is_fused
         for j in i.body:
             self.why = context.host_values.why_eager(j)
             self.append(local_step(j, context))
@@ -166,9 +168,14 @@ class Builder:
             if gone:
                 self.drop([self.release(n) for n in gone], f"launch {i.fn}")
         context.in_unit = False
-        if context.fuse is not None:
+        if context.fuse is not None and is_fused:
             steps = self.steps[start:]
             self.steps[start:] = context.fuse(i, steps, outside, context)
+
+
+def _is_view(i: Instruction) -> bool:
+    row = row_of(i)
+    return row is not None and row.is_view
 
 
 #: Ops that put no work on the device.
