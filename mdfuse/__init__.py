@@ -31,7 +31,7 @@ from mdfuse.mesh import DeviceMesh
 __version__ = VERSION
 
 if TYPE_CHECKING:
-    from mdfuse import hir
+    from mdfuse import hir, seeing
     from mdfuse.compiled.differentiable import differentiable
     from mdfuse.compiled.pipeline import pipeline
     from mdfuse.compiled.program import Program, compile
@@ -75,6 +75,7 @@ _LAZY_MODULES = {
     "hir": "mdfuse.hir",
     "ops": "mdfuse.frontend.ops",
     "optim": "mdfuse.frontend.optim",
+    "seeing": "mdfuse.seeing",
     "segmentation": "mdfuse.passes.segmentation",
 }
 
@@ -130,6 +131,7 @@ __all__ = [
     "pipeline",
     "recompute",
     "reference",
+    "seeing",
     "segmentation",
     "shard_tensor",
     "simulate",

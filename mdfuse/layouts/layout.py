@@ -6,11 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from typing import TYPE_CHECKING
 
 from mdfuse.errors import LayoutError, MeshError
 from mdfuse.extents.expressions import Index, Term, resolve
 from mdfuse.layouts.boxes import Box, Interval, box_shape, nth_chunk
 from mdfuse.mesh import DeviceMesh, as_mesh
+
+if TYPE_CHECKING:
+    from mdfuse.layouts.picture import Picture
 
 REDUCE_OPS = ("sum", "prod", "min", "max", "avg", "band", "bor", "bxor")
 #: The ops that may stand along several axes of one layout: an op with itself, and these together.
@@ -359,6 +363,23 @@ class Layout:
             if chunk is not None and chunk.dim == dim and isinstance(chunk.index, int):
                 interval = chunk.interval(interval, chunk.index)
             yield choice, interval
+
+    def picture(self, shape: Sequence[int]) -> Picture:
+        """Return a picture of who holds which part of a tensor of some shape.
+
+        Printed it is text; `.svg()` gives an SVG element. LayoutError where the shape lacks a dim.
+
+        >>> mesh = DeviceMesh.arange(tp=3)
+        >>> print(Layout(mesh, {"tp": Shard(0)}).picture([7]))
+        [7] (tp=S0) on mesh(tp=3)
+          0:3   3:6   6:7
+        ┌─────┬─────┬─────┐
+        │  0  │  1  │  2  │
+        └─────┴─────┴─────┘
+        """
+        from mdfuse.layouts.picture import Picture
+
+        return Picture(self, tuple(shape))
 
     # -- changing --------------------------------------------------------------------------------
 

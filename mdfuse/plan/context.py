@@ -45,6 +45,7 @@ class Step:
         posters: prepared calls of a backend, one for each piece that it posts.
         calls: for each of the posters, this rank's part of the communication.
         eager: why no CUDA graph can hold it; None where one can.
+        instruction: the number of its instruction in the written-out program; -1: it has none.
     """
 
     lines: tuple[Line, ...]
@@ -58,6 +59,7 @@ class Step:
     posters: tuple[Poster, ...] = ()
     calls: tuple[Call, ...] = ()
     eager: str | None = None
+    instruction: int = -1
 
     def run(self, slots: Slots) -> None:
         """Make its calls on a list of slots."""

@@ -34,6 +34,7 @@ class Builder:
         current: the stream that is current.
         switches: whether a step switches or joins CUDA streams.
         why: why the step that is being added cannot be in a CUDA graph; None: it can.
+        number: of the instruction that is being added.
     """
 
     context: Context
@@ -44,11 +45,14 @@ class Builder:
     current: int = CALLER
     switches: bool = False
     why: str | None = None
+    number: int = -1
 
     def build(self, instructions: Sequence[Instruction]) -> None:
         """Make the steps of all instructions."""
-        for n, i in enumerate(instructions):
+        for self.number, i in enumerate(instructions):
+            n = self.number
             self.add(i, _following(instructions, n) if i.op == "post" else None)
+        self.number = -1
         self.finish()
         if self.context.fuse is not None:
             self.steps = self.context.fuse.finish(self.steps, self.context)
@@ -87,7 +91,8 @@ class Builder:
 
     def append(self, step: Step) -> None:
         """Add a step on the current stream."""
-        self.steps.append(replace(step, stream=self.current, eager=self.why))
+        number = self.number
+        self.steps.append(replace(step, stream=self.current, eager=self.why, instruction=number))
         for slot in step.outputs:
             self.homes.setdefault(slot, self.current)
         self.guard((*step.inputs, *step.outputs))
