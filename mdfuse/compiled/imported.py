@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -16,14 +17,14 @@ from mdfuse.errors import MdfuseError, ProgramError
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.importing import load as loading
+from mdfuse.frontend.importing.blocks import blocks_of
 from mdfuse.frontend.importing.build import Model, check_known, constants_of, record
 from mdfuse.frontend.importing.capture import Captured, capture
 from mdfuse.frontend.importing.fold import Folded, live_nodes
 from mdfuse.frontend.importing.place import Patterns, Placed
 from mdfuse.frontend.importing.report import report
 from mdfuse.ir.graph import Fusion
-from mdfuse.layouts.layout import Layout
-from mdfuse.layouts.sharding import shard_tensor
+from mdfuse.layouts.boxes import Box
 from mdfuse.mesh import DeviceMesh, as_mesh
 from mdfuse.names import as_name
 from mdfuse.runtime.communicator import Communicator
@@ -37,6 +38,7 @@ def from_torch(
     *,
     mesh: Any,
     layouts: Mapping[str, Any] | None = None,
+    blocks: Mapping[str, Any] | None = None,
     gather: Sequence[str] = (),
     buffers: Mapping[str, Tensor] | None = None,
 ) -> ImportedModel:
@@ -52,6 +54,9 @@ def from_torch(
             Of several patterns that match, the one without wildcards, then the one with the
             longest literal part counts. What none matches is replicated; outputs lie as it is
             inferred.
+        blocks: pattern -> how many blocks of one size stand along the dim that the parameter is
+            split by, or their extents: `{"*.c_attn.*": 3}` for queries, keys and values in one
+            matrix. Each is an input, and split, by itself; `{dim: 3}` says the dim.
         gather: axes of the mesh along which parameters are brought together just before they are
             read, as FSDP does; the backward gathers them again.
         buffers: name -> numbers, for buffers of a module on "meta" that are in no checkpoint.
@@ -77,12 +82,12 @@ def from_torch(
     mesh = as_mesh(mesh)
     patterns = Patterns(layouts or {}, mesh)
     captured = capture(module, args, kwargs)
-    return ImportedModel(_model(captured, patterns, _axes(gather, mesh), buffers or {}), patterns)
+    model = _model(captured, patterns, buffers or {})
+    model = replace(model, blocks=blocks_of(model, blocks or {}), gather=_axes(gather, mesh))
+    return ImportedModel(model, patterns)
 
 
-def _model(
-    captured: Captured, patterns: Patterns, gather: tuple[str, ...], buffers: Mapping[str, Tensor]
-) -> Model:
+def _model(captured: Captured, patterns: Patterns, buffers: Mapping[str, Tensor]) -> Model:
     live = live_nodes(captured)
     check_known(captured, live)
     folded = Folded(captured, live, buffers)
@@ -98,7 +103,6 @@ def _model(
         outputs=outputs,
         constants={n: captured.origins.get(n, f"constant.{n.name}") for n in first},
         same={n: same for n, same in constants.items() if n is not same},
-        gather=gather,
     )
 
 
@@ -260,27 +264,31 @@ class ImportedModel:
         there = {*checkpoint.names}
         found: list[Tensor | None] = []
         for node, names in zip(self.model.parameters, wanted, strict=True):
-            value, layout = node.meta["val"], self._layout(node)
-            shape = tuple(value.shape)
+            name, value = next(n for n in names if n in there), node.meta["val"]
+            loading.check_shape(checkpoint, name, value.shape)
+            for box in self._boxes(node, rank):
+                part = None if box is None else loading.read(checkpoint, name, value.dtype, box)
+                found.append(part if part is None else part.to(device))
+        for node in self.model.constants:
+            whole = folded[node]
+            for box in self._boxes(node, rank):
+                found.append(None if box is None else loading.part_of(whole, box).to(device))
+        return found
+
+    def _boxes(self, node: Node, rank: int | None) -> list[Box | None]:
+        """What a rank has of each input of a parameter or a constant; None outside of its mesh."""
+        layout, found = self.model.layout(node), list[Box | None]()
+        for _, shape, start in self.model.parts(node, ""):
             if rank is not None and rank not in layout.mesh:
                 found.append(None)
                 continue
-            box = tuple((0, n) for n in shape)
-            box = box if rank is None else layout.intervals(shape, rank)
-            name = next(n for n in names if n in there)
-            found.append(loading.read(checkpoint, name, shape, value.dtype, box).to(device))
-        for node in self.model.constants:
-            layout, whole = self._layout(node), folded[node]
-            if rank is not None and rank not in layout.mesh:
-                found.append(None)
-            else:
-                found.append((whole if rank is None else shard_tensor(whole, layout, rank=rank))
-                             .clone().to(device))  # fmt: skip
+            box = tuple((0, n) for n in shape) if rank is None else layout.intervals(shape, rank)
+            if node in self.model.blocks:
+                dim = self.model.blocks[node].dim
+                first, last = box[dim]
+                box = (*box[:dim], (start + first, start + last), *box[dim + 1 :])
+            found.append(box)
         return found
-
-    def _layout(self, node: Node) -> Layout:
-        placed = self.model.placed.get(node)
-        return placed.layout if placed else Layout(self.model.mesh)
 
     @cached_property
     def _own(self) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ class Tiny:
         make: builds the module, with random numbers.
         args, kwargs: what it is called with.
         splits: pattern -> dim that tensor parallelism splits.
+        blocks: pattern -> how many blocks the parameter has.
         posts: how many of which communication its forward posts on tp=2.
     """
 
@@ -30,6 +31,7 @@ class Tiny:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     splits: Mapping[str, int]
+    blocks: Mapping[str, int] = field(default_factory=dict)
     posts: Mapping[str, int]
 
     def module(self, dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -109,6 +111,26 @@ MODELS: dict[str, Tiny] = {
             "*.query.*": 0, "*.key.*": 0, "*.value.*": 0, "*.attention.output.dense.weight": 1,
             "*.intermediate.dense.*": 0, "*.layer.?.output.dense.weight": 1,
         },
+        posts={"Allreduce": 4},
+    ),
+    "gpt2": Tiny(
+        make=_gpt2,
+        args=(_ids(),),
+        splits={
+            "*.c_attn.weight": 1, "*.c_attn.bias": 0, "*.attn.c_proj.weight": 0,
+            "*.c_fc.weight": 1, "*.c_fc.bias": 0, "*.mlp.c_proj.weight": 0,
+            "transformer.wte.weight": 0,
+        },
+        blocks={"*.c_attn.*": 3},
+        posts={"Allreduce": 5},
+    ),
+    "encoder": Tiny(
+        make=_encoder,
+        args=(_randn(4, 8, 32),),
+        splits={
+            "*.in_proj_*": 0, "*.out_proj.weight": 1, "*.linear1.*": 0, "*.linear2.weight": 1,
+        },
+        blocks={"*.in_proj_*": 3},
         posts={"Allreduce": 4},
     ),
     "vit": Tiny(

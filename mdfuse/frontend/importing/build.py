@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +19,22 @@ from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.importing.capture import Captured
 from mdfuse.frontend.importing.constants import as_value, is_made
 from mdfuse.frontend.importing.fold import Folded
+from mdfuse.frontend.importing.joined import RULES, Joined
 from mdfuse.frontend.importing.lines import called_at, line_of
 from mdfuse.frontend.importing.place import Placed
-from mdfuse.frontend.importing.table import BY_VALUE, IGNORED, SEEDED, TABLE, draws, is_known
+from mdfuse.frontend.importing.table import (
+    BY_VALUE,
+    IGNORED,
+    ROWS,
+    SEEDED,
+    TABLE,
+    VIEWS,
+    draws,
+    is_known,
+)
+from mdfuse.frontend.importing.views import Views
 from mdfuse.frontend.ops.views import set as set_
-from mdfuse.layouts.layout import Shard
+from mdfuse.layouts.layout import Layout, Shard
 from mdfuse.mesh import DeviceMesh
 from mdfuse.names import is_value_name
 
@@ -41,6 +52,7 @@ class Model:
         outputs: place of a result -> where it lives; the others lie as it is inferred.
         constants: nodes whose values are inputs, each with its name.
         same: nodes with the value of one of these.
+        blocks: placeholder of a parameter in blocks -> the dim, and their extents.
         gather: axes along which parameters are brought together where they are read.
     """
 
@@ -52,6 +64,7 @@ class Model:
     outputs: Mapping[int, Placed]
     constants: Mapping[Node, str] = field(default_factory=dict)
     same: Mapping[Node, Node] = field(default_factory=dict)
+    blocks: Mapping[Node, Blocks] = field(default_factory=dict)
     gather: tuple[str, ...] = ()
 
     @property
@@ -73,14 +86,38 @@ class Model:
         seed = fd.define_scalar(dtype=int, name="seed") if is_random else None
         return Inputs(nodes=given, seed=seed)
 
-    def _define(self, fd: FusionDefinition, name: str, node: Node) -> Handle:
+    def _define(self, fd: FusionDefinition, name: str, node: Node) -> Handle | Joined:
         value = self.folded[node] if node in self.constants else node.meta["val"]
-        layout = self.placed[node].layout if node in self.placed else self.mesh
-        shape = tuple(value.shape)
-        return fd.define_tensor(shape, value.dtype, layout, name=_value_name(name))
+        layout = self.layout(node)
+        parts = [
+            fd.define_tensor(shape, value.dtype, layout, name=_value_name(part))
+            for part, shape, _ in self.parts(node, name)
+        ]
+        return Joined(tuple(parts), self.blocks[node].dim) if node in self.blocks else parts[0]
 
-    def gathered(self, node: Node, x: Handle) -> Handle:
+    def layout(self, node: Node) -> Layout:
+        """Where a parameter, a constant or an argument lives."""
+        return self.placed[node].layout if node in self.placed else Layout(self.mesh)
+
+    def parts(self, node: Node, name: str) -> list[tuple[str, tuple[int, ...], int]]:
+        """Return name, shape and where it begins in the blocks' dim, of each input of a node."""
+        value = self.folded[node] if node in self.constants else node.meta["val"]
+        shape = tuple(value.shape)
+        if node not in self.blocks:
+            return [(name, shape, 0)]
+        dim, found, start = self.blocks[node].dim, [], 0
+        for i, size in enumerate(self.blocks[node].sizes):
+            found.append((f"{name}.{i}", (*shape[:dim], size, *shape[dim + 1 :]), start))
+            start += size
+        return found
+
+    def gathered(self, node: Node, x: Handle | Joined) -> Handle | Joined:
         """Bring a parameter together along the axes that are gathered; the backward does so too."""
+        if isinstance(x, Joined):
+            return x.mapped(lambda part: self._brought(node, part))
+        return self._brought(node, x)
+
+    def _brought(self, node: Node, x: Handle) -> Handle:
         layout = self.placed[node].layout if node in self.placed else None
         if layout is None or not any(isinstance(layout.placement(a), Shard) for a in self.gather):
             return x
@@ -91,11 +128,19 @@ class Model:
         return whole
 
 
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A parameter that is several, one behind the other along a dim."""
+
+    dim: int
+    sizes: tuple[int, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
     """Inputs of a definition: by placeholder or constant, and the seed of random numbers."""
 
-    nodes: Mapping[Node, Handle]
+    nodes: Mapping[Node, Handle | Joined]
     seed: Handle | None
 
 
@@ -178,57 +223,88 @@ def record(model: Model, inputs: Inputs) -> list[Any]:
         model: the graph, and where things live.
         inputs: of the definition.
     """
-    given = inputs.nodes
-    known: dict[Node, Any] = {**given, **{n: given[first] for n, first in model.same.items()}}
-    made: dict[int, Handle] = {}
-
-    gathered: dict[Node, Handle] = {}
-
-    def read(node: Node) -> Any:
-        if node not in known:
-            return model.folded[node]
-        if node in model.captured.parameters and node not in gathered:
-            gathered[node] = model.gathered(node, known[node])
-        return gathered.get(node, known[node])
-
+    recording = _Recording(model, inputs)
     for node in model.live:
         if node.op == "call_function":
-            known[node] = _recorded(node, read, made, inputs.seed)
+            recording.known[node] = recording.call(node)
     results: list[Any] = []
     for place, node in enumerate(model.captured.results):
-        x = read(node)
+        x = whole(recording.read(node))
         if isinstance(x, Handle) and place in model.outputs:
             x = set_(x).on(model.outputs[place].layout)
         results.append(x)
     return results
 
 
-def _recorded(
-    node: Node, read: Callable[[Node], Any], made: dict[int, Handle], seed: Handle | None
-) -> Any:
-    """Record a node, from its line in the module; `made` has the constants so far."""
-    target = str(node.target)
-    args, kwargs = map_arg((node.args, node.kwargs), read)
-    kwargs = {key: x for key, x in kwargs.items() if key not in IGNORED}
+def whole(x: Any) -> Any:
+    """A value, of one in parts their concatenation."""
+    return x.whole() if isinstance(x, Joined) else x
 
-    def as_handle(x: Any) -> Any:
+
+class _Recording:
+    """What is known of a graph so far."""
+
+    def __init__(self, model: Model, inputs: Inputs) -> None:
+        given = inputs.nodes
+        self.model, self.seed, self.views = model, inputs.seed, Views()
+        self.known: dict[Node, Any] = {**given, **{n: given[m] for n, m in model.same.items()}}
+        self._gathered: dict[Node, Any] = {}
+        self._made: dict[int, Handle] = {}
+
+    def read(self, node: Node) -> Any:
+        """The value of a node: parameters are gathered when they are first read."""
+        if node not in self.known:
+            return self.model.folded[node]
+        if node not in self.model.captured.parameters:
+            return self.known[node]
+        if node not in self._gathered:
+            self._gathered[node] = self.model.gathered(node, self.known[node])
+        return self._gathered[node]
+
+    def call(self, node: Node) -> Any:
+        """Record a node, from its line in the module."""
+        args, kwargs = map_arg((node.args, node.kwargs), self.read)
+        kwargs = {key: x for key, x in kwargs.items() if key not in IGNORED}
+        line = line_of(node.meta.get("stack_trace"))
+        return called_at(line, node.name, self._apply)(str(node.target), args, kwargs)
+
+    def _apply(self, target: str, args: Any, kwargs: Any) -> Any:
+        if target not in BY_VALUE:
+            args, kwargs = map_aggregate((args, kwargs), self._as_handle)
+        return self._on_rows(target, args, kwargs)
+
+    def _on_rows(self, target: str, args: Any, kwargs: Any) -> Any:
+        """Apply a linear map to rows that several dims make up, without joining these."""
+        at = ROWS.get(target)
+        x = args[at] if at is not None else None
+        is_matrix = isinstance(x, Handle) and (at == 0 or args[0].ndim == 1)
+        apart = self.views.rows(x) if isinstance(x, Handle) and is_matrix else None
+        if at is None or apart is None or not isinstance(x, Handle):
+            return self._dispatch(target, args, kwargs)
+        found = self._dispatch(target, (*args[:at], apart, *args[at + 1 :]), kwargs)
+        n = x.shape[0]
+        if isinstance(found, Joined):
+            return found.mapped(lambda part: self.views.reshape(part, (n, part.shape[-1])), 1)
+        return self.views.reshape(found, (n, found.shape[-1]))
+
+    def _dispatch(self, target: str, args: Any, kwargs: Any) -> Any:
+        if any(isinstance(x, Joined) for x in _leaves((args, kwargs))):
+            rule = RULES.get(target)
+            found = rule(self.views, *args, **kwargs) if rule else None
+            if found is not None:
+                return found
+            args, kwargs = map_aggregate((args, kwargs), whole)
+        args = [list(x) if isinstance(x, list) else x for x in args]  # a graph has its own lists
+        if target in VIEWS:
+            return VIEWS[target](self.views, *args, **kwargs)
+        if target in SEEDED:
+            return SEEDED[target](self.seed, *args, **kwargs)
+        return TABLE[target](*args, **kwargs)
+
+    def _as_handle(self, x: Any) -> Any:
+        """A tensor that is known as a value, made once."""
         if not isinstance(x, Tensor):
             return x
-        if id(x) not in made:
-            made[id(x)] = as_value(x)
-        return made[id(x)]
-
-    def call() -> Any:
-        given, named = args, kwargs
-        if target not in BY_VALUE:
-            given, named = map_aggregate((args, kwargs), as_handle)
-        if target in SEEDED:
-            return SEEDED[target](seed, *map(_plain, given), **named)
-        return TABLE[target](*map(_plain, given), **named)
-
-    return called_at(line_of(node.meta.get("stack_trace")), node.name, call)()
-
-
-def _plain(x: Any) -> Any:
-    """Lists of a graph are of a type of their own."""
-    return list(x) if isinstance(x, list) else x
+        if id(x) not in self._made:
+            self._made[id(x)] = as_value(x)
+        return self._made[id(x)]

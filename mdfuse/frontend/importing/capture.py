@@ -6,11 +6,12 @@ import inspect
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from mdfuse.errors import OWN, DefinitionError, Source
@@ -26,17 +27,19 @@ _PREFIX = "module."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A parameter of the module.
+    """A parameter of the module, or a floating buffer that checkpoints have.
 
     Attributes:
         name: the first of its names.
         names: all of them; several where it is tied.
         tensor: the parameter itself; on the meta device it has no numbers.
+        is_buffer: whether it is a buffer, which nothing trains.
     """
 
     name: str
     names: tuple[str, ...]
     tensor: Tensor
+    is_buffer: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +64,8 @@ class Captured:
     """An exported module.
 
     Attributes:
-        name: of the module's class.
+        module: as passed.
+        name: of its class.
         graph: the graph with its submodules.
         parameters: placeholder -> the parameter.
         constants: placeholder -> buffer or tensor that the graph holds.
@@ -72,6 +76,7 @@ class Captured:
         structure: of the arguments, and of the result, as `unflattened` takes them.
     """
 
+    module: nn.Module
     name: str
     graph: GraphModule
     parameters: Mapping[Node, Parameter]
@@ -156,28 +161,17 @@ def capture(
     inline(exported.graph_module)
     names = _argument_names(module, [path for path, x in paths if isinstance(x, _TENSORS)], args)
     parameters = _parameters(module)
-    by_target = {name: p for p in parameters for name in p.names}
-    found: dict[str, dict[Node, Any]] = {"parameter": {}, "constant": {}, "input": {}, "origin": {}}
-    nodes = {n.name: n for n in exported.graph.nodes if n.op == "placeholder"}
-    held = {**exported.constants, **exported.state_dict}
-    given = iter(names)
-    for spec in exported.graph_signature.input_specs:
-        node, target = nodes[spec.arg.name], (spec.target or "").removeprefix(_PREFIX)
-        if spec.kind.name == "USER_INPUT":
-            found["input"][node] = next(given)
-        elif spec.kind.name == "PARAMETER":
-            found["parameter"][node] = by_target[target]
-        else:
-            found["constant"][node] = held[spec.target]
-            found["origin"][node] = target
-    read = {p.name for n, p in found["parameter"].items() if n.users}
+    found = _Places()
+    found.sort(exported, {name: p for p in parameters for name in p.names}, names)
+    read = {p.name for n, p in found.parameters.items() if n.users}
     return Captured(
+        module=module,
         name=type(module).__name__,
         graph=exported.graph_module,
-        parameters=found["parameter"],
-        constants=found["constant"],
-        origins=found["origin"],
-        inputs=found["input"],
+        parameters=found.parameters,
+        constants=found.constants,
+        origins=found.origins,
+        inputs=found.inputs,
         outputs=whole.seen.outputs,
         unused=tuple(p for p in parameters if p.name not in read),
         structure=(structure, whole.seen.structure),
@@ -185,6 +179,42 @@ def capture(
 
 
 _TENSORS = (Tensor, TensorSpec)
+
+
+@dataclass(slots=True)
+class _Places:
+    """The placeholders of a graph by what they stand for."""
+
+    parameters: dict[Node, Parameter] = field(default_factory=dict)
+    constants: dict[Node, Tensor] = field(default_factory=dict)
+    origins: dict[Node, str] = field(default_factory=dict)
+    inputs: dict[Node, str] = field(default_factory=dict)
+
+    def sort(
+        self, exported: ExportedProgram, parameters: Mapping[str, Parameter], names: Sequence[str]
+    ) -> None:
+        """Enter each placeholder; of several for one parameter the first takes all uses."""
+        nodes = {n.name: n for n in exported.graph.nodes if n.op == "placeholder"}
+        held = {**exported.constants, **exported.state_dict}
+        given = iter(names)
+        for spec in exported.graph_signature.input_specs:
+            node, target = nodes[spec.arg.name], (spec.target or "").removeprefix(_PREFIX)
+            tensor = held.get(spec.target or "")
+            is_kept = spec.kind.name == "BUFFER" and spec.persistent
+            if spec.kind.name == "USER_INPUT":
+                self.inputs[node] = next(given)
+            elif spec.kind.name == "PARAMETER":
+                parameter = parameters[target]
+                first = next((n for n, p in self.parameters.items() if p is parameter), node)
+                self.parameters[first] = parameter
+                node.replace_all_uses_with(first)
+            elif is_kept and tensor is not None and tensor.is_floating_point():
+                self.parameters[node] = Parameter(
+                    name=target, names=(target,), tensor=tensor, is_buffer=True
+                )
+            else:
+                assert tensor is not None
+                self.constants[node], self.origins[node] = tensor, target
 
 
 def _example(x: Any, device: torch.device) -> Any:

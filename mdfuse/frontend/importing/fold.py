@@ -14,6 +14,7 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate, map_arg
 
 from mdfuse.errors import DefinitionError
+from mdfuse.frontend.importing.buffers import made_again
 from mdfuse.frontend.importing.capture import Captured
 
 #: Operations that read of their first operand its shape and dtype alone.
@@ -98,14 +99,20 @@ class Folded:
     def _held(self, node: Node) -> Tensor:
         """A buffer, or a tensor that the graph holds."""
         name, tensor = self.captured.origins[node], self.captured.constants[node]
-        tensor = self._buffers.get(name, tensor)
-        if tensor.is_meta:
-            raise DefinitionError(
-                f"the buffer {name} has no numbers",
-                because="the module is on the meta device, and what is computed of this buffer is "
-                "known when the program is made",
-                hint=f"from_torch(..., buffers={{{name!r}: tensor}})",
-            )
+        if name in self._buffers:
+            tensor = self._buffers[name]
+        elif tensor.is_meta and not tensor.numel():
+            return _blank(tensor)
+        elif tensor.is_meta:
+            made = made_again(self.captured.module, name)
+            if made is None:
+                raise DefinitionError(
+                    f"the buffer {name} has no numbers",
+                    because="the module is on the meta device, no checkpoint has this buffer, and "
+                    "neither _init_weights nor reset_parameters sets it",
+                    hint=f"from_torch(..., buffers={{{name!r}: tensor}})",
+                )
+            tensor = made
         return tensor.detach().cpu()
 
 

@@ -45,8 +45,7 @@ class InMemory:
 
     def part(self, name: str, box: Box) -> Tensor:
         """A copy of a box of a tensor."""
-        whole = self.tensors[name].detach()
-        return whole[tuple(slice(*interval) for interval in box)].clone()
+        return part_of(self.tensors[name], box)
 
 
 class InFiles:
@@ -131,7 +130,7 @@ def _of_files(files: Sequence[Path]) -> InFiles:
 
 def _of_index(index: Path) -> InFiles:
     try:
-        files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ProgramError(
             f"{index} cannot be read",
@@ -175,15 +174,8 @@ def check_names(
     return [n for n in unexpected if n not in known]
 
 
-def read(
-    checkpoint: Checkpoint, name: str, shape: Sequence[int], dtype: torch.dtype, box: Box
-) -> Tensor:
-    """Read a box of a tensor, in the dtype of the program.
-
-    Raises:
-        ProgramError: it has another shape; or integers where the program has floats, or the other
-            way round.
-    """
+def check_shape(checkpoint: Checkpoint, name: str, shape: Sequence[int]) -> None:
+    """Raise ProgramError where a tensor has another shape than the module says."""
     there = checkpoint.shape(name)
     if there != tuple(shape):
         raise ProgramError(
@@ -191,6 +183,14 @@ def read(
             because="a parameter is read as it is",
             hint="the module and the checkpoint are of one configuration",
         )
+
+
+def read(checkpoint: Checkpoint, name: str, dtype: torch.dtype, box: Box) -> Tensor:
+    """Read a box of a tensor, in the dtype of the program.
+
+    Raises:
+        ProgramError: it has integers where the program has floats, or the other way round.
+    """
     part = checkpoint.part(name, box)
     if part.dtype != dtype and not (part.is_floating_point() and dtype.is_floating_point):
         raise ProgramError(
@@ -199,3 +199,9 @@ def read(
             hint="cast it before",
         )
     return part.to(dtype)
+
+
+def part_of(x: Tensor, box: Box) -> Tensor:
+    """A copy of a box of a tensor, dense."""
+    part = x.detach()[tuple(slice(*interval) for interval in box)]
+    return part.clone(memory_format=torch.contiguous_format)

@@ -92,28 +92,46 @@ class Patterns:
 
     def _best(self, name: str) -> str | None:
         """The most exact of the patterns that match a name."""
-        matching = [p for p in self._layouts if fnmatchcase(name, p)]
-        if not matching:
-            return None
-        matching.sort(key=_exactness, reverse=True)
-        if len(matching) > 1 and _exactness(matching[0]) == _exactness(matching[1]):
-            raise LayoutError(
-                f"layouts: {matching[0]!r} and {matching[1]!r} both match {name}",
-                because="of several patterns the one without wildcards, then the one with the "
-                "longest literal part counts, and these are equal",
-                hint=f"say {name!r} itself, or make one of them longer",
-            )
-        return matching[0]
+        found = matching(self._layouts, [name], "layouts")
+        return found[0] if found else None
 
-    def check_used(self, names: Iterable[str]) -> None:
+    def check_used(self, names: Sequence[str]) -> None:
         """Raise LayoutError for a pattern that matches nothing, with the nearest names."""
         for pattern, matched in self.matched.items():
             if not matched:
-                raise LayoutError(
-                    f"layouts[{pattern!r}] matches nothing",
-                    because="every pattern places something",
-                    hint="near it are " + ", ".join(nearest(pattern, names)),
-                )
+                raise unmatched("layouts", pattern, names)
+
+
+def matching(said: Mapping[str, Any], names: Sequence[str], what: str) -> tuple[str, Any] | None:
+    """Return the most exact pattern that matches one of some names, and what is said of it.
+
+    Raises:
+        LayoutError: two patterns that are equally exact.
+    """
+    found = sorted(
+        (p for p in said if any(fnmatchcase(n, p) for n in names)), key=_exactness, reverse=True
+    )
+    if len(found) > 1 and _exactness(found[0]) == _exactness(found[1]):
+        raise _equally(what, found, names[0])
+    return (found[0], said[found[0]]) if found else None
+
+
+def _equally(what: str, patterns: Sequence[str], name: str) -> LayoutError:
+    return LayoutError(
+        f"{what}: {patterns[0]!r} and {patterns[1]!r} both match {name}",
+        because="of several patterns the one without wildcards, then the one with the longest "
+        "literal part counts, and these are equal",
+        hint=f"say {name!r} itself, or make one of them longer",
+    )
+
+
+def unmatched(what: str, pattern: str, names: Iterable[str]) -> LayoutError:
+    """Return the error for a pattern that matches nothing, with the nearest names."""
+    return LayoutError(
+        f"{what}[{pattern!r}] matches nothing",
+        because="every pattern says something of a name",
+        hint="near it are " + ", ".join(nearest(pattern, names)),
+    )
 
 
 def nearest(pattern: str, names: Iterable[str]) -> list[str]:

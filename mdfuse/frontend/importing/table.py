@@ -17,6 +17,7 @@ from mdfuse.errors import DefinitionError
 from mdfuse.frontend import ops as operations
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.importing import indices
+from mdfuse.frontend.importing.views import Views
 
 Call = Callable[..., Any]
 ops: Any = operations
@@ -37,8 +38,8 @@ SAME: Mapping[str, str] = {
          "sigmoid", "sign", "silu", "sin", "sinh", "sqrt", "square", "tan", "tanh", "trunc",
          "leaky_relu", "hardtanh", "gelu", "softplus", "nan_to_num", "clamp_min", "clamp_max",
          "maximum", "minimum", "atan2", "logical_and", "logical_or", "logical_xor", "addcmul",
-         "addcdiv", "floor_divide", "matmul", "mm", "bmm", "mv", "dot", "addmm", "baddbmm",
-         "linear", "view_as", "reshape_as", "permute", "t", "unsqueeze",
+         "addcdiv", "floor_divide", "matmul", "bmm", "mv", "dot", "baddbmm",
+         "linear", "view_as", "reshape_as", "t", "unsqueeze",
          "expand_as", "repeat", "narrow", "chunk", "stack", "type_as", "sum", "prod", "mean",
          "any", "all", "argmax", "argmin", "max", "min", "topk", "sort", "argsort",
          "zeros_like", "ones_like", "full_like", "new_full", "new_zeros", "new_ones"),
@@ -53,9 +54,6 @@ SAME: Mapping[str, str] = {
     "masked_fill": "Scalar Tensor",
     "lerp": "Scalar Tensor",
     "clamp": "default Tensor",
-    "transpose": "int",
-    "flatten": "using_ints",
-    "unflatten": "int",
     "squeeze": "default dim dims",
     "movedim": "int intlist",
     "repeat_interleave": "self_int",
@@ -79,14 +77,18 @@ SAME: Mapping[str, str] = {
 }  # fmt: skip
 
 
+def _addmm(bias: Handle, x: Handle, weight: Handle, *, beta: float = 1, alpha: float = 1) -> Any:
+    """`addmm`, whose rows may be several dims."""
+    if x.ndim == 2:
+        return ops.addmm(bias, x, weight, beta=beta, alpha=alpha)
+    product = ops.matmul(x, weight)
+    product = product if alpha == 1 else product * alpha
+    return product if beta == 0 else ops.add(bias if beta == 1 else bias * beta, product)
+
+
 def _itself(x: Any, *_: Any, **__: Any) -> Any:
     """What moves no numbers: whoever reads the result reads x."""
     return x
-
-
-def _reshape(x: Handle, shape: Sequence[int]) -> Any:
-    """Another shape; the value itself where that is its own."""
-    return x if tuple(shape) == x.shape else ops.reshape(x, shape)
 
 
 def _expand(x: Handle, shape: Sequence[int]) -> Any:
@@ -281,9 +283,6 @@ TABLE: dict[str, Call] = {
         _itself,
     ),
     **dict.fromkeys(("aten.detach.default", "aten.detach_.default"), ops.detach),
-    **dict.fromkeys(
-        ("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default"), _reshape
-    ),
     "aten.expand.default": _expand,
     **dict.fromkeys(
         ("aten.to.dtype", "aten.to.device", "aten.to.dtype_layout", "aten.to.other",
@@ -294,6 +293,8 @@ TABLE: dict[str, Call] = {
     "aten.slice.Tensor": _slice,
     "aten.split_with_sizes.default": ops.split,
     "aten.cat.default": _cat,
+    "aten.addmm.default": _addmm,
+    "aten.mm.default": ops.matmul,
     "aten.embedding.default": lambda weight, indices, *_: ops.embedding(indices, weight),
     "aten.layer_norm.default": lambda x, shape, w=None, b=None, eps=1e-5, *_: (
         ops.layer_norm(x, shape, w, b, eps)),
@@ -316,7 +317,7 @@ TABLE: dict[str, Call] = {
 
 def is_known(target: str) -> bool:
     """Whether the table has an operation."""
-    return target in TABLE or target in SEEDED
+    return target in TABLE or target in SEEDED or target in VIEWS
 
 
 def _wanted_of_attention(
@@ -325,6 +326,24 @@ def _wanted_of_attention(
     is_known = kind_of_mask(attn_mask, query.shape[-2], key.shape[-2]) is not None
     return [query, key, value, *([] if is_known else [attn_mask])]
 
+
+#: overload -> method of `Views`.
+VIEWS: dict[str, Call] = {
+    **dict.fromkeys(
+        ("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default"), Views.reshape
+    ),
+    "aten.flatten.using_ints": Views.flatten,
+    "aten.unflatten.int": Views.unflatten,
+    "aten.permute.default": Views.permute,
+    "aten.transpose.int": Views.transpose,
+}
+
+#: overload -> which of its arguments is a matrix whose rows may stay several dims.
+ROWS: Mapping[str, int] = {
+    "aten.linear.default": 0,
+    "aten.mm.default": 0,
+    "aten.addmm.default": 1,
+}
 
 #: overload -> function of a seed and handles.
 SEEDED: dict[str, Call] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -14,6 +15,12 @@ import mdfuse as mf
 from mdfuse import DeviceMesh, Shard
 from mdfuse.compiled.imported import ImportedModel
 from mdfuse.torch_private import flattened
+
+
+def imported(tiny: Tiny, mesh: DeviceMesh, layouts: Mapping[str, Any]) -> ImportedModel:
+    return mf.from_torch(
+        tiny.module(), tiny.args, tiny.kwargs, mesh=mesh, layouts=layouts, blocks=tiny.blocks
+    )
 
 
 def ran(model: ImportedModel, tiny: Tiny) -> list[Tensor]:
@@ -41,8 +48,7 @@ def close(found: list[Tensor], wanted: list[Tensor]) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_tensor_parallel(name: str) -> None:
     tiny = MODELS[name]
-    mesh = DeviceMesh.arange(tp=2)
-    model = mf.from_torch(tiny.module(), tiny.args, tiny.kwargs, mesh=mesh, layouts=tiny.layouts())
+    model = imported(tiny, DeviceMesh.arange(tp=2), tiny.layouts())
     posts = Counter(c.kind for c in model.compile().communications)
     assert posts == tiny.posts
     close(ran(model, tiny), expected(tiny))
@@ -53,7 +59,7 @@ def test_batches_beside_tensor_parallel(name: str) -> None:
     tiny = MODELS[name]
     mesh = DeviceMesh.arange(dp=2, tp=2)
     layouts = {**tiny.layouts(), "input:*": {"dp": Shard(0)}}
-    model = mf.from_torch(tiny.module(), tiny.args, tiny.kwargs, mesh=mesh, layouts=layouts)
+    model = imported(tiny, mesh, layouts)
     posts = Counter((c.kind, c.axes) for c in model.compile().communications)
     assert posts == {(kind, ("tp",)): n for kind, n in tiny.posts.items()}
     close(ran(model, tiny), expected(tiny))
@@ -116,6 +122,23 @@ def test_fully_sharded() -> None:
     model = mf.from_torch(tiny.module(), tiny.args, mesh=mesh, layouts=layouts, gather=("fsdp",))
     posts = Counter(c.kind for c in model.compile().communications)
     assert posts == {"Allgather": 21}
+    close(ran(model, tiny), expected(tiny))
+
+
+@pytest.mark.parametrize(
+    ("name", "gathers"), [("gpt2", 28), ("bert", 39), ("vit", 39), ("encoder", 24)]
+)
+def test_fully_sharded_too(name: str, gathers: int) -> None:
+    """Every parameter that can be split into four is gathered once; others are whole."""
+    tiny = MODELS[name]
+    mesh = DeviceMesh.arange(fsdp=4)
+    layouts = {"*": {"fsdp": Shard(0)}, "input:*": {"fsdp": Shard(0)}, "embeddings.cls_token": {}}
+    layouts = {p: x for p, x in layouts.items() if name == "vit" or "cls" not in p}
+    model = mf.from_torch(
+        tiny.module(), tiny.args, tiny.kwargs, mesh=mesh, layouts=layouts, gather="fsdp"
+    )
+    posts = Counter(c.kind for c in model.compile().communications)
+    assert set(posts) == {"Allgather"} and posts["Allgather"] == gathers
     close(ran(model, tiny), expected(tiny))
 
 
