@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from mdfuse.compiled.program import Program, compile
+from mdfuse.compiled.training import TrainingStep
 from mdfuse.config import Options
 from mdfuse.errors import MdfuseError, ProgramError
 from mdfuse.frontend.definition import FusionDefinition
@@ -23,6 +24,8 @@ from mdfuse.frontend.importing.capture import Captured, capture
 from mdfuse.frontend.importing.fold import Folded, live_nodes
 from mdfuse.frontend.importing.place import Patterns, Placed
 from mdfuse.frontend.importing.report import report
+from mdfuse.frontend.importing.train import Optimizer, define_step
+from mdfuse.frontend.spec import TensorSpec
 from mdfuse.ir.graph import Fusion
 from mdfuse.layouts.boxes import Box
 from mdfuse.mesh import DeviceMesh, as_mesh
@@ -173,6 +176,60 @@ class ImportedModel:
     def compile(self, options: Options | None = None) -> Program:
         """Return the program of the forward, as `mf.compile` does."""
         return compile(self.definition, options)
+
+    def training_step(
+        self,
+        loss: Callable[..., Any] | None = None,
+        *,
+        optimizer: Callable[..., Any],
+        extra: Mapping[str, TensorSpec] | None = None,
+        frozen: Sequence[str] = (),
+        clip: float | None = None,
+        master: bool = False,
+    ) -> TrainingStep:
+        """Define a step of training: forward, loss, backward and update are one program.
+
+        Args:
+            loss: a function of the module's tensors, in their order, and of the extra inputs by
+                name; it returns the loss, or a tuple of the loss and other values to return. By
+                default what the module returns as `loss`, or alone.
+            optimizer: `mf.optim.adamw` or the like: a function (w, dw, *state, **numbers) that
+                returns (w, *state). Numbers are bound by `functools.partial`; those that are
+                needed and not bound, as `lr`, are inputs of each run. `step` is counted.
+            extra: name -> what else the loss takes.
+            frozen: patterns of parameters that are not trained; nor are those that do not require
+                gradients.
+            clip: scales all gradients so that their norm together is at most this.
+            master: keeps parameters of 16 bits in f32 besides.
+
+        Raises:
+            DefinitionError: a loss that is none, nothing to train, an op without a gradient.
+            LayoutError: a pattern that matches nothing.
+
+        >>> import functools, torch, mdfuse as mf
+        >>> module, mesh = torch.nn.Linear(4, 2), mf.DeviceMesh.arange(dp=2)
+        >>> split = {"dp": mf.Shard(0)}
+        >>> model = mf.from_torch(module, (torch.zeros(6, 4),), mesh=mesh,
+        ...                       layouts={"input:0": split})
+        >>> step = model.training_step(
+        ...     lambda y, target: mf.ops.mse_loss(y, target),
+        ...     extra={"target": mf.TensorSpec((6, 2), layout=split)},
+        ...     optimizer=functools.partial(mf.optim.sgd, momentum=0.9))
+        >>> step.inputs
+        ('input', 'target', 'lr')
+        """
+        weights = self.model.weight_names()
+        step = define_step(
+            self.model,
+            loss,
+            extra or {},
+            Optimizer.of(optimizer),
+            frozen=frozen,
+            clip=clip,
+            master=master,
+            name=f"{self.definition.name}.step",
+        )
+        return TrainingStep(step, weights)
 
     # -- arguments and results -------------------------------------------------------------------
 

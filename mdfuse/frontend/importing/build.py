@@ -25,10 +25,11 @@ from mdfuse.frontend.importing.place import Placed
 from mdfuse.frontend.importing.table import (
     BY_VALUE,
     IGNORED,
+    IN_CONTEXT,
     ROWS,
-    SEEDED,
     TABLE,
     VIEWS,
+    Context,
     draws,
     is_known,
 )
@@ -71,6 +72,12 @@ class Model:
     def parameters(self) -> list[Node]:
         """Parameters that something reads, in the order of inputs."""
         return [n for n in self.captured.parameters if n.users]
+
+    def weight_names(self) -> list[str]:
+        """The names of the inputs that are parameters and constants, in their order."""
+        named = [(n, self.captured.parameters[n].name) for n in self.parameters]
+        named += [*self.constants.items()]
+        return [part for n, name in named for part, _, _ in self.parts(n, name)]
 
     def define_inputs(self, fd: FusionDefinition) -> Inputs:
         """Define an input for each parameter that is read, each constant and each argument."""
@@ -216,14 +223,15 @@ def _leaves(tree: Any) -> Iterator[Any]:
 # -- recording -------------------------------------------------------------------------------------
 
 
-def record(model: Model, inputs: Inputs) -> list[Any]:
+def record(model: Model, inputs: Inputs, is_trained: bool = False) -> list[Any]:
     """Record the graph, and return its results: handles, and tensors that are known.
 
     Args:
         model: the graph, and where things live.
         inputs: of the definition.
+        is_trained: whether gradients follow.
     """
-    recording = _Recording(model, inputs)
+    recording = _Recording(model, inputs, is_trained)
     for node in model.live:
         if node.op == "call_function":
             recording.known[node] = recording.call(node)
@@ -244,9 +252,10 @@ def whole(x: Any) -> Any:
 class _Recording:
     """What is known of a graph so far."""
 
-    def __init__(self, model: Model, inputs: Inputs) -> None:
+    def __init__(self, model: Model, inputs: Inputs, is_trained: bool) -> None:
         given = inputs.nodes
-        self.model, self.seed, self.views = model, inputs.seed, Views()
+        self.model, self.views = model, Views()
+        self.context = Context(inputs.seed, is_trained)
         self.known: dict[Node, Any] = {**given, **{n: given[m] for n, m in model.same.items()}}
         self._gathered: dict[Node, Any] = {}
         self._made: dict[int, Handle] = {}
@@ -297,8 +306,8 @@ class _Recording:
         args = [list(x) if isinstance(x, list) else x for x in args]  # a graph has its own lists
         if target in VIEWS:
             return VIEWS[target](self.views, *args, **kwargs)
-        if target in SEEDED:
-            return SEEDED[target](self.seed, *args, **kwargs)
+        if target in IN_CONTEXT:
+            return IN_CONTEXT[target](self.context, *args, **kwargs)
         return TABLE[target](*args, **kwargs)
 
     def _as_handle(self, x: Any) -> Any:

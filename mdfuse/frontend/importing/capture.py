@@ -7,6 +7,7 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -147,7 +148,8 @@ def capture(
     Raises:
         DefinitionError: the module cannot be exported: its line, and what torch says.
     """
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    held = chain(module.parameters(), module.buffers())
+    device = next((x.device for x in held), torch.device("cpu"))
     paths, structure = flattened((tuple(args), dict(kwargs or {})))
     leaves = [_example(x, device) for _, x in paths]
     whole = _Whole(module, leaves, structure)

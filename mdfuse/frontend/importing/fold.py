@@ -108,8 +108,9 @@ class Folded:
             if made is None:
                 raise DefinitionError(
                     f"the buffer {name} has no numbers",
-                    because="the module is on the meta device, no checkpoint has this buffer, and "
-                    "neither _init_weights nor reset_parameters sets it",
+                    because="the module is on the meta device, what is computed of this buffer is "
+                    "known when the program is made, and neither _init_weights nor "
+                    "reset_parameters sets it",
                     hint=f"from_torch(..., buffers={{{name!r}: tensor}})",
                 )
             tensor = made

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -94,6 +95,11 @@ def _itself(x: Any, *_: Any, **__: Any) -> Any:
 def _expand(x: Handle, shape: Sequence[int]) -> Any:
     kept = (n in (-1, m) for n, m in zip(shape, x.shape, strict=False))
     return x if len(shape) == x.ndim and all(kept) else ops.expand(x, shape)
+
+
+def _broadcast(tensors: Sequence[Handle]) -> list[Any]:
+    shape = torch.broadcast_shapes(*(x.shape for x in tensors))
+    return [_expand(x, shape) for x in tensors]
 
 
 def _slice(x: Handle, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
@@ -199,12 +205,31 @@ def _conv2d(
     return ops.permute(y, (0, 3, 1, 2))
 
 
-def _dropout(seed: Any, x: Handle, p: float = 0.5, train: bool = False) -> Any:
-    return ops.dropout(x, p, seed) if train and p else x
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What is known of a recording besides its graph: a seed, and whether gradients follow."""
+
+    seed: Handle | None
+    is_trained: bool
+
+
+def _embedding(
+    context: Context, weight: Handle, indices: Handle, padding_idx: int = -1, *_: Any
+) -> Any:
+    """Rows of a table; the one of padding gets no gradient."""
+    found = ops.embedding(indices, weight)
+    if padding_idx < 0 or not context.is_trained:
+        return found
+    is_padding = ops.unsqueeze(ops.eq(indices, padding_idx), -1)
+    return ops.where(is_padding, ops.detach(found), found)
+
+
+def _dropout(context: Context, x: Handle, p: float = 0.5, train: bool = False) -> Any:
+    return ops.dropout(x, p, context.seed) if train and p else x
 
 
 def _attention(
-    seed: Any,
+    context: Context,
     query: Handle,
     key: Handle,
     value: Handle,
@@ -218,7 +243,7 @@ def _attention(
         attn_mask, is_causal = None, kind == "causal"
     if dropout_p:
         return _attention_with_dropout(
-            seed, query, key, value, attn_mask, dropout_p, is_causal, **how
+            context.seed, query, key, value, attn_mask, dropout_p, is_causal, **how
         )
     return ops.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, **how
@@ -291,11 +316,11 @@ TABLE: dict[str, Call] = {
     ),
     **{f"aten.__{name}__.Tensor": ops.BY_NAME[f"bitwise_{name}"] for name in ("and", "or", "xor")},
     "aten.slice.Tensor": _slice,
+    "aten.broadcast_tensors.default": _broadcast,
     "aten.split_with_sizes.default": ops.split,
     "aten.cat.default": _cat,
     "aten.addmm.default": _addmm,
     "aten.mm.default": ops.matmul,
-    "aten.embedding.default": lambda weight, indices, *_: ops.embedding(indices, weight),
     "aten.layer_norm.default": lambda x, shape, w=None, b=None, eps=1e-5, *_: (
         ops.layer_norm(x, shape, w, b, eps)),
     "aten.rms_norm.default": ops.rms_norm,
@@ -317,7 +342,7 @@ TABLE: dict[str, Call] = {
 
 def is_known(target: str) -> bool:
     """Whether the table has an operation."""
-    return target in TABLE or target in SEEDED or target in VIEWS
+    return target in TABLE or target in IN_CONTEXT or target in VIEWS
 
 
 def _wanted_of_attention(
@@ -345,9 +370,10 @@ ROWS: Mapping[str, int] = {
     "aten.addmm.default": 1,
 }
 
-#: overload -> function of a seed and handles.
-SEEDED: dict[str, Call] = {
+#: overload -> function of a context and handles.
+IN_CONTEXT: dict[str, Call] = {
     "aten.dropout.default": _dropout,
+    "aten.embedding.default": _embedding,
     "aten.scaled_dot_product_attention.default": _attention,
 }
 
