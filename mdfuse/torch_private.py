@@ -65,6 +65,7 @@ __all__ = [
     "table_grad",
     "transform_level",
     "unflattened",
+    "writes",
 ]
 
 #: A process group of one library, as its own class: torch's stubs lack most of its methods.
@@ -334,6 +335,16 @@ def table_grad(ct: Tensor, indices: Tensor, rows: int) -> Tensor:
     """What the rows of a table get that were looked up: the same bits in every run, on GPUs too."""
     made: Tensor = _ATEN.embedding_dense_backward(ct, indices, rows, -1, False)
     return made
+
+
+# -- operations ------------------------------------------------------------------------------------
+
+
+def writes(target: Any) -> bool:
+    """Whether an operation of a graph writes into an operand; detaching in place does not."""
+    schema = getattr(target, "_schema", None)
+    is_detach = target is _ATEN.detach_.default
+    return schema is not None and bool(schema.is_mutable) and not is_detach
 
 
 # -- trees of tensors ------------------------------------------------------------------------------

@@ -255,7 +255,8 @@ class ImportedModel:
         Args:
             results: of `program.run`, or `.outputs` of `mf.simulate`.
         """
-        given = dict(zip(self._places, results, strict=True))
+        written = len(self.model.captured.mutated)
+        given = dict(zip(self._places, results[written:], strict=True))
         tensors = [given[x.id] if isinstance(x, Handle) else x for x in self._results]
         captured = self.model.captured
         leaves = [o.constant if o.place is None else tensors[o.place] for o in captured.outputs]

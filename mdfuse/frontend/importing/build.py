@@ -70,8 +70,8 @@ class Model:
 
     @property
     def parameters(self) -> list[Node]:
-        """Parameters that something reads, in the order of inputs."""
-        return [n for n in self.captured.parameters if n.users]
+        """Parameters and buffers that something reads, in the order of inputs."""
+        return [n for n in self.captured.parameters if n.users or n in self.captured.mutated]
 
     def weight_names(self) -> list[str]:
         """The names of the inputs that are parameters and constants, in their order."""
@@ -226,6 +226,8 @@ def _leaves(tree: Any) -> Iterator[Any]:
 def record(model: Model, inputs: Inputs, is_trained: bool = False) -> list[Any]:
     """Record the graph, and return its results: handles, and tensors that are known.
 
+    What is written into buffers is an output that reuses these.
+
     Args:
         model: the graph, and where things live.
         inputs: of the definition.
@@ -235,6 +237,12 @@ def record(model: Model, inputs: Inputs, is_trained: bool = False) -> list[Any]:
     for node in model.live:
         if node.op == "call_function":
             recording.known[node] = recording.call(node)
+    for buffer, node in model.captured.written:
+        new = whole(recording.read(node))
+        if not isinstance(new, Handle):
+            new = as_value(new)
+        old = whole(recording.known[buffer])
+        new.definition.add_output(set_(new).on(model.layout(buffer)), reuse=old)
     results: list[Any] = []
     for place, node in enumerate(model.captured.results):
         x = whole(recording.read(node))

@@ -20,7 +20,7 @@ from mdfuse.frontend.importing.inline import inline
 from mdfuse.frontend.importing.lines import line_of
 from mdfuse.frontend.spec import TensorSpec
 from mdfuse.names import as_name
-from mdfuse.torch_private import flattened, key_text, unflattened
+from mdfuse.torch_private import flattened, key_text, unflattened, writes
 
 #: The attribute under which the wrapper holds the module.
 _PREFIX = "module."
@@ -73,6 +73,7 @@ class Captured:
         origins: placeholder of a constant -> its name in the module.
         inputs: placeholder -> the name of the argument, in the order of leaves.
         outputs: leaves of the result.
+        mutated: placeholders of buffers that the module writes, in the order of the first results.
         unused: parameters that nothing reads.
         structure: of the arguments, and of the result, as `unflattened` takes them.
     """
@@ -85,12 +86,22 @@ class Captured:
     origins: Mapping[Node, str]
     inputs: Mapping[Node, str]
     outputs: tuple[Output, ...]
+    mutated: tuple[Node, ...]
     unused: tuple[Parameter, ...]
     structure: tuple[Any, Any]
 
     @property
     def results(self) -> tuple[Any, ...]:
-        """What the graph returns: nodes."""
+        """The nodes of what the module returns."""
+        return self._all_results[len(self.mutated) :]
+
+    @property
+    def written(self) -> tuple[tuple[Node, Any], ...]:
+        """Placeholders of buffers, each with the node of what is written into it."""
+        return tuple(zip(self.mutated, self._all_results, strict=False))
+
+    @property
+    def _all_results(self) -> tuple[Any, ...]:
         (node,) = (n for n in self.graph.graph.nodes if n.op == "output")
         return tuple(node.args[0])
 
@@ -158,13 +169,16 @@ def capture(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             exported = torch.export.export(whole, tensors, strict=False)
+            inline(exported.graph_module)
+            if any(writes(n.target) for n in exported.graph.nodes):  # writes become new values
+                exported = exported.run_decompositions({})
     except Exception as error:
         raise _not_exported(module, error) from error
-    inline(exported.graph_module)
     names = _argument_names(module, [path for path, x in paths if isinstance(x, _TENSORS)], args)
     parameters = _parameters(module)
     found = _Places()
     found.sort(exported, {name: p for p in parameters for name in p.names}, names)
+    mutated = _mutated(module, exported, found)
     read = {p.name for n, p in found.parameters.items() if n.users}
     return Captured(
         module=module,
@@ -175,12 +189,36 @@ def capture(
         origins=found.origins,
         inputs=found.inputs,
         outputs=whole.seen.outputs,
+        mutated=mutated,
         unused=tuple(p for p in parameters if p.name not in read),
         structure=(structure, whole.seen.structure),
     )
 
 
 _TENSORS = (Tensor, TensorSpec)
+
+
+def _mutated(module: nn.Module, exported: ExportedProgram, places: _Places) -> tuple[Node, ...]:
+    """The placeholders of buffers that are written; writes into anything else are refused."""
+    found = []
+    buffers = {f"{_PREFIX}{p.name}": n for n, p in places.parameters.items() if p.is_buffer}
+    (output,) = (n for n in exported.graph.nodes if n.op == "output")
+    for spec, node in zip(exported.graph_signature.output_specs, output.args[0], strict=True):
+        if spec.kind.name == "USER_OUTPUT":
+            continue
+        if spec.kind.name == "BUFFER_MUTATION" and spec.target in buffers:
+            found.append(buffers[spec.target])
+            continue
+        inputs = {n.name: name for n, name in places.inputs.items()}
+        name = inputs.get(str(spec.target), str(spec.target).removeprefix(_PREFIX))
+        line = line_of(node.meta.get("stack_trace"))
+        raise DefinitionError(
+            f"{type(module).__name__} writes into {name}",
+            where=[line.quote()] if line else [],
+            because="a program writes into no argument and no parameter",
+            hint="make a new tensor: x = x + 1 for x += 1",
+        )
+    return tuple(found)
 
 
 @dataclass(slots=True)
@@ -198,11 +236,13 @@ class _Places:
         """Enter each placeholder; of several for one parameter the first takes all uses."""
         nodes = {n.name: n for n in exported.graph.nodes if n.op == "placeholder"}
         held = {**exported.constants, **exported.state_dict}
+        written = {*exported.graph_signature.buffers_to_mutate.values()}
         given = iter(names)
         for spec in exported.graph_signature.input_specs:
             node, target = nodes[spec.arg.name], (spec.target or "").removeprefix(_PREFIX)
             tensor = held.get(spec.target or "")
             is_kept = spec.kind.name == "BUFFER" and spec.persistent
+            is_read = is_kept and tensor is not None and tensor.is_floating_point()
             if spec.kind.name == "USER_INPUT":
                 self.inputs[node] = next(given)
             elif spec.kind.name == "PARAMETER":
@@ -210,7 +250,7 @@ class _Places:
                 first = next((n for n, p in self.parameters.items() if p is parameter), node)
                 self.parameters[first] = parameter
                 node.replace_all_uses_with(first)
-            elif is_kept and tensor is not None and tensor.is_floating_point():
+            elif tensor is not None and (is_read or spec.target in written):
                 self.parameters[node] = Parameter(
                     name=target, names=(target,), tensor=tensor, is_buffer=True
                 )

@@ -32,7 +32,8 @@ def live_nodes(captured: Captured) -> dict[Node, None]:
     for node in captured.graph.graph.nodes:
         if node.op == "call_function" and any(n in live for n in _read_by(node)):
             live[node] = None
-    used = {n for n in captured.results if isinstance(n, Node)}
+    results = (*captured.results, *(new for _, new in captured.written))
+    used = {n for n in results if isinstance(n, Node)}
     for node in reversed(captured.graph.graph.nodes):
         if node in used and node in live:
             used |= {*node.all_input_nodes}

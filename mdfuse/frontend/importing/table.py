@@ -17,7 +17,7 @@ from torch import Tensor
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend import ops as operations
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.importing import indices
+from mdfuse.frontend.importing import indices, norms, written
 from mdfuse.frontend.importing.views import Views
 
 Call = Callable[..., Any]
@@ -333,6 +333,17 @@ TABLE: dict[str, Call] = {
     "aten.mse_loss.default": _reduction("mse_loss"),
     "aten.l1_loss.default": _reduction("l1_loss"),
     "aten.cross_entropy_loss.default": _cross_entropy,
+    "aten.zero.default": ops.zeros_like,
+    "aten.fill.Scalar": written.fill,
+    "aten.fill.Tensor": written.fill,
+    "aten.copy.default": written.copy,
+    "aten.slice_scatter.default": written.slice_scatter,
+    "aten.select_scatter.default": written.select_scatter,
+    "aten.batch_norm.default": norms.batch_norm,
+    "aten._native_batch_norm_legit_no_training.default": (
+        lambda x, w, b, mean, var, momentum, eps: (
+            norms.batch_norm(x, w, b, mean, var, False, momentum, eps), None, None)),
+    "aten._native_batch_norm_legit_functional.default": norms.batch_norm_of_training,
     "aten.conv2d.default": _conv2d,
     "aten.conv2d.padding": _conv2d,
     "aten.index.Tensor": indices.take,
