@@ -63,18 +63,10 @@ class Patterns:
             LayoutError: patterns that are equally exact; names of one thing that disagree; a
                 layout that does not fit; a Partial.
         """
-        found = {name: p for name in names if (p := self._best(name)) is not None}
-        if not found:
+        pattern = self._chosen(names)
+        if pattern is None:
             return None
-        first, pattern = next(iter(found.items()))
-        for name, other in found.items():
-            if self._layouts[other] != self._layouts[pattern]:
-                raise LayoutError(
-                    f"{first} and {name} are one parameter, and layouts say two things of it: "
-                    f"{self._layouts[pattern]} ({pattern!r}), {self._layouts[other]} ({other!r})",
-                    because="a tied parameter is one input of the program",
-                    hint="give both patterns the same placements, or leave one out",
-                )
+        first = names[0]
         layout = self._layouts[pattern]
         partial = layout.partial_axes
         if partial:
@@ -90,15 +82,27 @@ class Patterns:
         self.matched[pattern].append(first)
         return Placed(pattern=pattern, layout=layout)
 
-    def _best(self, name: str) -> str | None:
-        """The most exact of the patterns that match a name."""
-        found = matching(self._layouts, [name], "layouts")
-        return found[0] if found else None
+    def _chosen(self, names: Sequence[str]) -> str | None:
+        """The pattern that counts: one that says something of a name before those for all."""
+        best = (matching(self._layouts, [name], "layouts") for name in names)
+        found = dict.fromkeys(match[0] for match in best if match is not None)
+        special = [p for p in found if not all(_matches(name, p) for name in names)]
+        asked = special or [*found]
+        for other in asked[1:]:
+            if self._layouts[other] != self._layouts[asked[0]]:
+                raise LayoutError(
+                    f"{' and '.join(names)} are one, and layouts say two things of it: "
+                    f"{self._layouts[asked[0]]} ({asked[0]!r}), "
+                    f"{self._layouts[other]} ({other!r})",
+                    because="what has several names, as a tied parameter, is one input",
+                    hint="give both patterns the same placements, or leave one out",
+                )
+        return asked[0] if asked else None
 
     def check_used(self, names: Sequence[str]) -> None:
         """Raise LayoutError for a pattern that matches nothing, with the nearest names."""
-        for pattern, matched in self.matched.items():
-            if not matched:
+        for pattern in self._layouts:
+            if not any(_matches(name, pattern) for name in names):
                 raise unmatched("layouts", pattern, names)
 
 
@@ -109,11 +113,17 @@ def matching(said: Mapping[str, Any], names: Sequence[str], what: str) -> tuple[
         LayoutError: two patterns that are equally exact.
     """
     found = sorted(
-        (p for p in said if any(fnmatchcase(n, p) for n in names)), key=_exactness, reverse=True
+        (p for p in said if any(_matches(n, p) for n in names)), key=_exactness, reverse=True
     )
     if len(found) > 1 and _exactness(found[0]) == _exactness(found[1]):
         raise _equally(what, found, names[0])
     return (found[0], said[found[0]]) if found else None
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a pattern means a name: those of inputs and outputs begin with what they are."""
+    kinds = [x.split(":")[0] if ":" in x else "" for x in (name, pattern)]
+    return kinds[0] == kinds[1] and fnmatchcase(name, pattern)
 
 
 def _equally(what: str, patterns: Sequence[str], name: str) -> LayoutError:
