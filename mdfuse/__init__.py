@@ -33,6 +33,7 @@ __version__ = VERSION
 if TYPE_CHECKING:
     from mdfuse import hir, seeing
     from mdfuse.compiled.differentiable import differentiable
+    from mdfuse.compiled.imported import from_torch
     from mdfuse.compiled.pipeline import pipeline
     from mdfuse.compiled.program import Program, compile
     from mdfuse.compiled.step import Step
@@ -60,6 +61,7 @@ _LAZY = {
     "TensorSpec": "mdfuse.frontend.spec",
     "compile": "mdfuse.compiled.program",
     "differentiable": "mdfuse.compiled.differentiable",
+    "from_torch": "mdfuse.compiled.imported",
     "fusion": "mdfuse.compiled.traced",
     "grad": "mdfuse.frontend.grad",
     "init": "mdfuse.runtime.communicator",
@@ -121,6 +123,7 @@ __all__ = [
     "TensorSpec",
     "compile",
     "differentiable",
+    "from_torch",
     "fusion",
     "grad",
     "hir",

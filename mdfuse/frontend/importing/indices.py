@@ -1,0 +1,92 @@
+"""`x[i, j]` with known tensors of indices: views where they only spread dims, else rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mdfuse.errors import DefinitionError
+from mdfuse.frontend import ops as operations
+from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.importing.constants import as_value
+
+ops: Any = operations
+
+
+def take(x: Handle, where: Sequence[Any]) -> Any:
+    """Index a value with tensors; None takes a dim whole, as in `aten.index`.
+
+    Raises:
+        DefinitionError: an index that is no constant, or a mask; indices apart from each other.
+    """
+    at = [d for d, i in enumerate(where) if i is not None]
+    _check(x, [where[d] for d in at])
+    if at != [*range(at[0], at[-1] + 1)]:
+        raise DefinitionError(
+            f"%{x.name} indexed by tensors along dims {at}",
+            because="where indexed dims are apart, the result has them in front",
+            hint="permute the dims so that the indexed ones stand together",
+        )
+    extents = [x.shape[d] for d in at]
+    known = [i.long() + (i < 0) * n for i, n in zip((where[d] for d in at), extents, strict=True)]
+    found = _spread(x, at, known)
+    return found if found is not None else _rows(x, at, known)
+
+
+def _check(x: Handle, known: Sequence[Any]) -> None:
+    for i in known:
+        if not isinstance(i, Tensor):
+            raise DefinitionError(
+                f"%{x.name} indexed by %{i.name}, which a run computes",
+                because="indices are known when the program is made",
+                hint="embedding(indices, table) looks rows up, where(mask, a, b) chooses",
+            )
+        if i.dtype == torch.bool:
+            raise DefinitionError(
+                f"%{x.name} indexed by a mask of shape {list(i.shape)}",
+                because="how many elements it takes is no shape",
+                hint="where(mask, x, 0), or positions as integers",
+            )
+
+
+def _spread(x: Handle, at: Sequence[int], known: Sequence[Tensor]) -> Any:
+    """Return a view of x where each index runs over its whole dim along a dim of its own."""
+    ndim = max(i.ndim for i in known)
+    places = []
+    for i, d in zip(known, at, strict=True):
+        i = i.reshape((1,) * (ndim - i.ndim) + tuple(i.shape))
+        long = [k for k, n in enumerate(i.shape) if n != 1]
+        if len(long) > 1 or not torch.equal(i.flatten(), torch.arange(x.shape[d])):
+            return None
+        places.append(long[0] if long else next(k for k in range(ndim) if k not in places))
+    if len({*places}) < len(places) or sorted(places) != places:
+        return None
+    first, behind = at[0], x.ndim - 1 - at[-1]
+    new = [first + k for k in range(ndim) if k not in places]
+    for d in new:
+        x = ops.unsqueeze(x, d)
+    assert x.ndim == first + ndim + behind
+    return x
+
+
+def _rows(x: Handle, at: Sequence[int], known: Sequence[Tensor]) -> Any:
+    """Look up rows: the indexed dims as one in front, and what they gave back in its place."""
+    shape = torch.broadcast_shapes(*(i.shape for i in known))
+    linear = torch.zeros(shape, dtype=torch.int64)
+    for i, d in zip(known, at, strict=True):
+        linear = linear * x.shape[d] + i
+    rest = [d for d in range(x.ndim) if d not in at]
+    kept = [x.shape[d] for d in rest]
+    moved = ops.permute(x, (*at, *rest)) if rest != [*range(len(at), x.ndim)] else x
+    table = ops.reshape(moved, (math.prod(x.shape[d] for d in at), math.prod(kept)))
+    rows = ops.embedding(as_value(linear), table)
+    found = ops.reshape(rows, (*shape, *kept))
+    before = at[0]
+    if not before:
+        return found
+    order = [*range(len(shape), len(shape) + before), *range(len(shape))]
+    return ops.permute(found, (*order, *range(len(order), found.ndim)))
