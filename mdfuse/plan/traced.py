@@ -121,7 +121,7 @@ def _posted(step: Step, i: Instruction | None, rank: int, lane: str, source: str
         source=source,
         nbytes=comm.bytes_received(rank) if comm is not None else 0,
         detail=f"{comm.source} -> {comm.destination}" if comm is not None else "",
-        handle=step.outputs[0] if step.outputs else None,
+        handles=step.outputs,
         team=step.calls[0].team,
         to=min(sends) if len(sends) == 1 and not recvs else None,
         of=min(recvs) if len(recvs) == 1 and not sends else None,

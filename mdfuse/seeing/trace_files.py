@@ -41,7 +41,8 @@ class Entry:
         source: likewise.
         nbytes: likewise, for a post.
         detail: likewise.
-        handle: a post and the waits for it have one.
+        handle: of a wait: what it waits for.
+        handles: of a post, or of several at once: what is waited for later.
         team: the ranks that take part in what is posted.
         to: the rank that it is sent to, where that is one and nothing is received.
         of: the rank that it is received from, where that is one and nothing is sent.
@@ -55,6 +56,7 @@ class Entry:
     nbytes: int = 0
     detail: str = ""
     handle: int | None = None
+    handles: tuple[int, ...] = ()
     team: tuple[int, ...] = ()
     to: int | None = None
     of: int | None = None

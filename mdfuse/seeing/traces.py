@@ -155,7 +155,8 @@ class _Reader:
         self, entry: Entry, run: int, start: int, stop: int, is_open: bool, flows: dict[int, int]
     ) -> Event:
         detail = entry.detail or f"run {run}"
-        if entry.part == "post" and entry.handle is not None:
+        flow = flows.get(entry.handle) if entry.handle is not None else None
+        if entry.part == "post":
             key: Hashable = entry.team
             if entry.to is not None or entry.of is not None:
                 key = (self.rank, entry.to) if entry.to is not None else (entry.of, self.rank)
@@ -163,7 +164,8 @@ class _Reader:
             is_pair = entry.to is not None or entry.of is not None
             number = self.counts[is_pair, key]
             self.counts[is_pair, key] += 1
-            flows[entry.handle] = self.flows.number((is_pair, key, number))
+            flow = self.flows.number((is_pair, key, number))
+            flows.update(dict.fromkeys(entry.handles, flow))
         return Event(
             rank=self.rank,
             lane=entry.lane,
@@ -171,7 +173,7 @@ class _Reader:
             start_ns=start + self.offset,
             stop_ns=stop + self.offset,
             instruction=entry.instruction,
-            flow=flows.get(entry.handle) if entry.handle is not None else None,
+            flow=flow,
             part=entry.part,
             source=entry.source,
             nbytes=entry.nbytes,
@@ -180,9 +182,8 @@ class _Reader:
 
 
 def _entry(fields: dict[str, Any]) -> Entry:
-    if "team" in fields:
-        fields["team"] = tuple(fields["team"])
-    return Entry(**fields)
+    lists = {k: tuple(v) for k, v in fields.items() if isinstance(v, list)}
+    return Entry(**{**fields, **lists})
 
 
 # -- merging ---------------------------------------------------------------------------------------
