@@ -17,10 +17,10 @@ from helpers.stream_cases import CASES as STREAMED
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard, hir
-from mdfuse.seeing import UNIT, Costs, Event, Link, Timeline, timeline
+from mdfuse.seeing import UNIT, Costs, Event, Link, Timeline
 from mdfuse.seeing.events import busy, lanes
 from mdfuse.seeing.rank_classes import Classes
-from mdfuse.seeing.timeline import on_ranks
+from mdfuse.seeing.timeline import on_ranks, timeline
 
 #: Uneven figures, so that what is wrong shows.
 UNEVEN = Costs(name="uneven", launch_s=0.7, bandwidth=1e3, flops=1e4, links={"*": Link(0.3, 1e3)})
