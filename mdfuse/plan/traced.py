@@ -13,6 +13,7 @@ from mdfuse.hir.program import Instruction
 from mdfuse.layouts.call import Call
 from mdfuse.plan.build import Plan
 from mdfuse.plan.context import Step, described
+from mdfuse.plan.device_clock import DeviceClock
 from mdfuse.plan.lines import Stamping
 from mdfuse.plan.streams import CALLER
 from mdfuse.seeing.trace_files import Entry, Stamps, TraceFile
@@ -26,22 +27,27 @@ class TracedPlan(Plan):
     """A plan whose runs are noted in a file.
 
     Attributes:
-        stamps: notes the times.
+        stamps: notes the times of the host.
+        clock: notes those of a GPU; None where it computes on a CPU.
     """
 
     stamps: Stamps
+    clock: DeviceClock | None = None
 
     def call(self, values: Sequence[Any]) -> list[Any]:
         """Run once; what was noted is written, whatever happens."""
         assert self.function is not None  # written before the clock starts
         is_done = False
+        if self.clock is not None:
+            self.clock.begin()
         self.stamps.begin()
         try:
             results = super().call(values)
             is_done = True
             return results
         finally:
-            self.stamps.end(is_done)
+            times = self.clock.times() if is_done and self.clock is not None else ()
+            self.stamps.end(is_done, times)
 
 
 def traced(plan: Plan, file: TraceFile) -> TracedPlan:
@@ -53,20 +59,26 @@ def traced(plan: Plan, file: TraceFile) -> TracedPlan:
     """
     code = plan.code
     entries: list[Entry | None] = []
-    flushed, last = [], []
+    flushed, last, works = [], dict[int, int](), dict[int, int]()
     for first, end, step in _runs(plan):
         entry = _entry(step, code, file.rank, plan)
         if step.op in _MAY_HANG:
             flushed.append(first)
             entries.append(None)
-        last.append(end)
+        if entry.part == "work":
+            works[len(entries)] = first
+        last[len(entries)] = end
         entries.append(entry)
     stamps = file.stamps(plan.name, entries)
     before: dict[int, Callable[[], object]] = dict.fromkeys(flushed, stamps.flush)
-    behind: dict[int, Callable[[], object]] = dict.fromkeys(last, stamps.note)
+    behind: dict[int, Callable[[], object]] = dict.fromkeys(last.values(), stamps.note)
+    clock = DeviceClock(plan.device, works) if plan.device.type == "cuda" else None
+    if clock is not None:
+        before |= {first: clock.before(n) for n, first in works.items()}
+        behind |= {last[n]: clock.behind(n, stamps.note) for n in works}
     own = {f.name: getattr(plan, f.name) for f in fields(plan)}
     own["stamping"] = Stamping(before, behind)
-    found = TracedPlan(**own, stamps=stamps)
+    found = TracedPlan(**own, stamps=stamps, clock=clock)
     vars(found)["owned"] = plan.owned  # the buffers are made already
     return found
 

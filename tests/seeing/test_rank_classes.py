@@ -66,7 +66,7 @@ host @ring on mesh(dp=3, tp=2) {
     by_rank = text.replace("coord(tp) + 1) mod 2, axis=tp", "rank + 1) mod 6").replace(
         "coord(tp) - 1) mod 2, axis=tp", "rank - 1) mod 6"
     )
-    assert [m for m in rank_classes(hir.parse(by_rank)).members] == [(r,) for r in range(6)]
+    assert list(rank_classes(hir.parse(by_rank)).members) == [(r,) for r in range(6)]
 
 
 def test_a_thousand_ranks_are_one_class() -> None:
