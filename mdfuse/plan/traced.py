@@ -5,7 +5,7 @@ A run that is not traced has another function, without them, and pays nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -57,11 +57,11 @@ def traced(plan: Plan, file: TraceFile) -> TracedPlan:
         plan: of this rank; its function is not made yet.
         file: of this rank.
     """
-    code = plan.code
+    posts = {handle: s for s in reversed(plan.steps) if s.calls for handle in s.outputs}
     entries: list[Entry | None] = []
     flushed, last, works = [], dict[int, int](), dict[int, int]()
     for first, end, step in _runs(plan):
-        entry = _entry(step, code, file.rank, plan)
+        entry = _entry(step, plan.code, file.rank, posts)
         if step.op in _MAY_HANG:
             flushed.append(first)
             entries.append(None)
@@ -100,14 +100,14 @@ def _runs(plan: Plan) -> list[tuple[int, int, Step]]:
     return found
 
 
-def _entry(step: Step, code: Sequence[Instruction], rank: int, plan: Plan) -> Entry:
-    """Return what is to be said of a step."""
+def _entry(step: Step, code: Sequence[Instruction], rank: int, posts: Mapping[int, Step]) -> Entry:
+    """Return what is to be said of a step; `posts` has the steps that make handles."""
     i = code[step.instruction] if step.instruction >= 0 else None
     source = str(i.source or "") if i is not None else ""
     lane = "host" if step.stream == CALLER else f"stream {step.stream}"
     if step.waits is not None:
         handle = step.waits[0]
-        of = next((s for s in plan.steps if handle in s.outputs and s.calls), None)
+        of = posts.get(handle)
         name = f"wait {_called(of.calls)}" if of is not None else "wait"
         wait = "wait" if step.stream == CALLER else f"wait {lane}"
         known = handle if of is not None else None
