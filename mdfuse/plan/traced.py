@@ -12,10 +12,11 @@ from typing import Any
 from mdfuse.hir.program import Instruction
 from mdfuse.layouts.call import Call
 from mdfuse.plan.build import Plan
-from mdfuse.plan.context import Step, described
+from mdfuse.plan.context import Step
 from mdfuse.plan.device_clock import DeviceClock
 from mdfuse.plan.lines import Stamping
 from mdfuse.plan.streams import CALLER
+from mdfuse.seeing.events import name_of
 from mdfuse.seeing.trace_files import Entry, Stamps, TraceFile
 
 #: Steps that may never end, where other ranks do not come.
@@ -117,7 +118,7 @@ def _entry(step: Step, code: Sequence[Instruction], rank: int, posts: Mapping[in
         )  # fmt: skip
     if step.calls:
         return _posted(step, i, rank, lane, source)
-    name = described(i) if i is not None else step.op
+    name = name_of(i) if i is not None else step.op
     return Entry(name=name, lane=lane, instruction=step.instruction, source=source)
 
 

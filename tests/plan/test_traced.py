@@ -14,11 +14,12 @@ import pytest
 import torch
 
 import mdfuse as mf
-from mdfuse import DeviceMesh, Options, Shard
+from mdfuse import DeviceMesh, Options, Shard, Stream
 from mdfuse.evaluator import HostIrEvaluator
 from mdfuse.plan.build import build
 from mdfuse.plan.device_clock import DeviceClock
 from mdfuse.plan.traced import TracedPlan, traced
+from mdfuse.seeing import UNIT
 from mdfuse.seeing.events import lanes
 from mdfuse.seeing.trace_files import TraceFile
 from mdfuse.seeing.traces import read
@@ -80,6 +81,18 @@ def test_a_run_is_in_the_file(tmp_path: Path) -> None:
         for a, b in pairwise(row):
             assert a.start_ns <= a.stop_ns <= b.start_ns
     assert abs(found[0].start_ns / 1e9 - tmp_path.stat().st_mtime) < 3600, "unix time"
+
+
+def test_iterations_have_their_numbers(tmp_path: Path) -> None:
+    with mf.FusionDefinition("chunks") as fd:
+        x = fd.define_tensor([4, 2], mesh=ONE)
+        fd.add_output((fd.ops.exp(x) * 2).on(ONE, {}, stream=Stream(0, 2)))
+    program = mf.compile(fd, Options(trace=str(tmp_path)))
+    program.run(torch.ones(4, 2))
+    names = [e.name for e in read(tmp_path) if e.name.endswith("= mul")]
+    assert len({*names}) == len(names) == 2
+    predicted = [e.name for e in program.timeline(UNIT).events if e.name.endswith("= mul")]
+    assert names == predicted
 
 
 def test_what_ran_before_an_error_is_in_the_file(tmp_path: Path) -> None:
