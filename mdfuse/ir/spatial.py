@@ -56,8 +56,8 @@ def convolve(
     """
     more = [0] * len(stride) if more is None else more
     if not (x.numel() and weight.numel()):  # a rank that has no channels
-        how = {"stride": stride, "padding": padding, "dilation": dilation, "more": more}
-        how |= {"groups": groups, "transposed": transposed, "here": here}
+        how: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation}
+        how |= {"groups": groups, "transposed": transposed, "here": here, "more": more}
         return x.new_zeros(shape_of_convolution((x.shape, weight.shape), how))
     return _ATEN.convolution(  # type: ignore[no-any-return]
         x, weight, None, stride, padding, dilation, transposed, more, here or groups
