@@ -43,6 +43,7 @@ def from_torch(
     layouts: Mapping[str, Any] | None = None,
     blocks: Mapping[str, Any] | None = None,
     gather: Sequence[str] = (),
+    dynamic_shapes: Mapping[str, Mapping[int, Any]] | None = None,
     buffers: Mapping[str, Tensor] | None = None,
 ) -> ImportedModel:
     """Import a module: the operations of its forward, for arguments of these shapes and dtypes.
@@ -62,6 +63,8 @@ def from_torch(
             matrix. Each is an input, and split, by itself; `{dim: 3}` says the dim.
         gather: axes of the mesh along which parameters are brought together just before they are
             read, as FSDP does; the backward gathers them again.
+        dynamic_shapes: name of an argument -> dim -> a name (or a `torch.export.Dim`): extents
+            that each run chooses.
         buffers: name -> numbers, for buffers of a module on "meta" that are in no checkpoint.
 
     Raises:
@@ -84,7 +87,7 @@ def from_torch(
     """
     mesh = as_mesh(mesh)
     patterns = Patterns(layouts or {}, mesh)
-    captured = capture(module, args, kwargs)
+    captured = capture(module, args, kwargs, dynamic_shapes)
     model = _model(captured, patterns, buffers or {})
     model = replace(model, blocks=blocks_of(model, blocks or {}), gather=_axes(gather, mesh))
     return ImportedModel(model, patterns)

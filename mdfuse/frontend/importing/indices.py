@@ -3,18 +3,56 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from mdfuse.errors import DefinitionError
+from mdfuse.extents.extent import are_same, is_symbolic
 from mdfuse.frontend import ops as operations
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.importing.constants import as_value
 
 ops: Any = operations
+
+#: The end of a slice that takes all that is there.
+END = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Ramp:
+    """Indices 0, 1, … below an extent that a run chooses, along one dim of their shape."""
+
+    extent: Any
+    place: int
+    ndim: int
+
+
+def ramp_of(node: Any, read: Callable[[Any], Any]) -> Ramp | None:
+    """Return what a node of a graph counts along one dim; None where it does not.
+
+    Args:
+        node: of a graph.
+        read: gives the value of a node: an extent.
+    """
+    if not isinstance(node, Node) or node.op != "call_function":
+        return None
+    target, args = str(node.target), node.args
+    if target == "aten.arange.default":
+        return Ramp(read(args[0]) if isinstance(args[0], Node) else args[0], 0, 1)
+    inner = ramp_of(args[0], read) if args else None
+    if inner is None:
+        return None
+    if target == "aten.unsqueeze.default":
+        at = int(args[1]) % (inner.ndim + 1)  # type: ignore[arg-type]
+        return Ramp(inner.extent, inner.place + (at <= inner.place), inner.ndim + 1)
+    is_same = target == "aten.add.Tensor" and args[1] == 0 and not node.kwargs
+    is_whole = target == "aten.slice.Tensor" and args[2:] == (0, END)
+    return inner if is_same or is_whole else None
 
 
 def take(x: Handle, where: Sequence[Any]) -> Any:
@@ -24,28 +62,35 @@ def take(x: Handle, where: Sequence[Any]) -> Any:
         DefinitionError: an index that is no constant, or a mask; indices apart from each other.
     """
     at = [d for d, i in enumerate(where) if i is not None]
-    _check(x, [where[d] for d in at])
+    _check(x, [where[d] for d in at], (Tensor, Ramp))
     if at != [*range(at[0], at[-1] + 1)]:
         raise DefinitionError(
             f"%{x.name} indexed by tensors along dims {at}",
             because="where indexed dims are apart, the result has them in front",
             hint="permute the dims so that the indexed ones stand together",
         )
-    extents = [x.shape[d] for d in at]
-    known = [i.long() + (i < 0) * n for i, n in zip((where[d] for d in at), extents, strict=True)]
+    known = [_counted(where[d], x.shape[d]) for d in at]
     found = _spread(x, at, known)
-    return found if found is not None else _rows(x, at, known)
+    if found is not None:
+        return found
+    _check(x, known, Tensor)
+    return _rows(x, at, known)
 
 
-def _check(x: Handle, known: Sequence[Any]) -> None:
+def _counted(i: Any, extent: Any) -> Any:
+    """Indices counted from the first."""
+    return i.long() + (i < 0) * extent if isinstance(i, Tensor) else i
+
+
+def _check(x: Handle, known: Sequence[Any], kinds: Any) -> None:
     for i in known:
-        if not isinstance(i, Tensor):
+        if not isinstance(i, kinds):
             raise DefinitionError(
-                f"%{x.name} indexed by %{i.name}, which a run computes",
+                f"%{x.name} indexed by a tensor that a run computes",
                 because="indices are known when the program is made",
                 hint="embedding(indices, table) looks rows up, where(mask, a, b) chooses",
             )
-        if i.dtype == torch.bool:
+        if isinstance(i, Tensor) and i.dtype == torch.bool:
             raise DefinitionError(
                 f"%{x.name} indexed by a mask of shape {list(i.shape)}",
                 because="how many elements it takes is no shape",
@@ -53,14 +98,21 @@ def _check(x: Handle, known: Sequence[Any]) -> None:
             )
 
 
-def _spread(x: Handle, at: Sequence[int], known: Sequence[Tensor]) -> Any:
+def _spread(x: Handle, at: Sequence[int], known: Sequence[Any]) -> Any:
     """Return a view of x where each index runs over its whole dim along a dim of its own."""
     ndim = max(i.ndim for i in known)
     places = []
     for i, d in zip(known, at, strict=True):
+        if isinstance(i, Ramp):
+            if not are_same(i.extent, x.shape[d]):
+                return None
+            places.append(i.place + ndim - i.ndim)
+            continue
         i = i.reshape((1,) * (ndim - i.ndim) + tuple(i.shape))
         long = [k for k, n in enumerate(i.shape) if n != 1]
-        if len(long) > 1 or not torch.equal(i.flatten(), torch.arange(x.shape[d])):
+        if is_symbolic((x.shape[d],)) or len(long) > 1:
+            return None
+        if not torch.equal(i.flatten(), torch.arange(x.shape[d])):
             return None
         places.append(long[0] if long else next(k for k in range(ndim) if k not in places))
     if len({*places}) < len(places) or sorted(places) != places:

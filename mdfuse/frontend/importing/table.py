@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mdfuse.errors import DefinitionError
+from mdfuse.extents.extent import are_same
 from mdfuse.frontend import ops as operations
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.importing import indices, norms, written
@@ -93,7 +94,7 @@ def _itself(x: Any, *_: Any, **__: Any) -> Any:
 
 
 def _expand(x: Handle, shape: Sequence[int]) -> Any:
-    kept = (n in (-1, m) for n, m in zip(shape, x.shape, strict=False))
+    kept = (are_same(n, -1) or are_same(n, m) for n, m in zip(shape, x.shape, strict=False))
     return x if len(shape) == x.ndim and all(kept) else ops.expand(x, shape)
 
 
@@ -104,11 +105,8 @@ def _broadcast(tensors: Sequence[Handle]) -> list[Any]:
 
 def _slice(x: Handle, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
     whole: list[Any] = [slice(None)] * x.ndim
-    whole[dim] = slice(start, None if end == _END else end, step)
+    whole[dim] = slice(start, None if end == indices.END else end, step)
     return ops.index(x, tuple(whole))
-
-
-_END = (1 << 63) - 1
 
 
 def _to(x: Handle, *said: Any, dtype: torch.dtype | None = None) -> Any:
@@ -347,7 +345,17 @@ TABLE: dict[str, Call] = {
     "aten.conv2d.default": _conv2d,
     "aten.conv2d.padding": _conv2d,
     "aten.index.Tensor": indices.take,
-    "<built-in function getitem>": operator.getitem,
+    **{
+        str(call): call
+        for call in (
+            operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv,
+            operator.mod, operator.neg,
+        )
+    },
+    "aten.sym_size.int": lambda x, dim: x.shape[dim],
+    "aten.arange.default": ops.arange,
+    "aten.arange.start": ops.arange,
+    "aten.arange.start_step": ops.arange,
 }  # fmt: skip
 
 
