@@ -200,7 +200,7 @@ Kernels = tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Tensor, .
 
 
 def attention_kernels(
-    query: Tensor, key: Tensor, has_bias: bool, is_causal: bool
+    query: Tensor, key: Tensor, value: Tensor, has_bias: bool, is_causal: bool
 ) -> Kernels | None:
     """torch's kernels for such operands, which keep no scores; None where it has none."""
     dtype, features = query.dtype, query.shape[-1]
@@ -214,7 +214,10 @@ def attention_kernels(
     is_new = torch.cuda.get_device_capability(query.device) >= (8, 0)
     may_flash = is_narrow and is_new and is_square and not has_bias
     if may_flash and features % 8 == 0 and features <= 256:
-        return _flash, _flash_grad
+        # cuDNN's gradient is faster, too; but torch finds its kernels by how query, key and value
+        # lie, and takes one made for another order of the output
+        forward = _cudnn if _may_cudnn(query, key, value, is_causal) else _flash
+        return forward, _flash_grad
     if dtype != torch.float64 and features % (8 if is_narrow else 4) == 0:
         return _efficient, _efficient_grad
     return None
@@ -244,6 +247,22 @@ def _grad_on_cpu(
         ct, q, k, v, out, sums, 0.0, is_causal, attn_mask=bias, scale=scale
     )
     return made
+
+
+def _may_cudnn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
+    """Whether cuDNN has the kernels: the fastest there are on the GPUs that torch takes them on."""
+    shares_heads = q.shape[1] != k.shape[1]
+    given = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, is_causal, shares_heads)
+    is_fast = torch.cuda.get_device_capability(q.device)[0] >= 9
+    return is_fast and torch.backends.cuda.can_use_cudnn_attention(given)
+
+
+def _cudnn(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, ...]:
+    forward = _ATEN._scaled_dot_product_cudnn_attention
+    out, sums, *_ = forward(q, k, v, bias, True, 0.0, is_causal, scale=scale)
+    return out, sums
 
 
 def _flash(
@@ -326,6 +345,12 @@ def _padded(bias: Tensor | None, query: Tensor) -> Tensor | None:
     n = bias.shape[-1]
     rows = torch.nn.functional.pad(bias, (0, -n % _BIAS))[..., :n]
     return rows.expand(*query.shape[:2], -1, -1)
+
+
+# -- functions -------------------------------------------------------------------------------------
+
+#: What `torch.meshgrid` calls with a list, which is asked for handles in its place.
+MESHGRID = torch._VF.meshgrid  # type: ignore[attr-defined]
 
 
 # -- tables ----------------------------------------------------------------------------------------

@@ -218,6 +218,19 @@ def test_training_stays_beside_one_device(axes: dict[str, int]) -> None:
     assert alone[-1] < alone[0] - 1
 
 
+@pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"fsdp": 2}, {"dp": 2, "sp": 2}], ids=str)
+def test_training_in_microbatches(axes: dict[str, int]) -> None:
+    """Of the same losses; parameters are gathered and gradients are reduced once a step."""
+    train = example("train_llama")
+    step = train.Simulated(DeviceMesh.arange(**axes), 4)
+    found = train.train(step, 3)
+    assert found == pytest.approx(train.train(train.OneDevice(), 3), abs=1e-4)
+    whole = Counter(printed(mf.compile(train.define(DeviceMesh.arange(**axes)))))
+    posts = Counter(printed(step.program))
+    assert posts["reducescatter"] == whole["reducescatter"]
+    assert posts["allgather"] <= (len(train.PARAMETERS) if "fsdp" in axes else whole["allgather"])
+
+
 def test_what_a_training_step_posts() -> None:
     """FSDP gathers each parameter forwards and again backwards; tensor parallelism none."""
     train = example("train_llama")

@@ -68,6 +68,14 @@ def test_training_goes_on_where_it_was_saved(
     assert losses == pytest.approx(alone, abs=1e-4)
 
 
+@pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"fsdp": 4}, {"dp": 2, "sp": 2}], ids=str)
+def test_training_in_microbatches(axes: dict[str, int], comm: mf.Communicator) -> None:
+    train = example("train_llama")
+    mesh = DeviceMesh.arange(**axes)
+    losses = train.train(train.Launched(mesh, train.BATCH // 4), 4)
+    assert losses == pytest.approx(train.train(train.OneDevice(), 4), abs=1e-4)
+
+
 def test_training_stays_beside_one_device(comm: mf.Communicator) -> None:
     """200 steps, in f32; rank 0 has torch's losses, which would take four times as long on all."""
     train = example("train_llama")
