@@ -59,17 +59,15 @@ def take(x: Handle, where: Sequence[Any]) -> Any:
     """Index a value with tensors; None takes a dim whole, as in `aten.index`.
 
     Raises:
-        DefinitionError: an index that is no constant, or a mask; indices apart from each other.
+        DefinitionError: an index that is no constant, or a mask.
     """
     at = [d for d, i in enumerate(where) if i is not None]
     _check(x, [where[d] for d in at], (Tensor, Ramp))
-    if at != [*range(at[0], at[-1] + 1)]:
-        raise DefinitionError(
-            f"%{x.name} indexed by tensors along dims {at}",
-            because="where indexed dims are apart, the result has them in front",
-            hint="permute the dims so that the indexed ones stand together",
-        )
-    known = [_counted(where[d], x.shape[d]) for d in at]
+    if at != [*range(at[0], at[-1] + 1)]:  # torch puts indexed dims that are apart in front
+        rest = [d for d in range(x.ndim) if d not in at]
+        x, where = ops.permute(x, (*at, *rest)), [where[d] for d in at]
+        at = [*range(len(at))]
+    known = [_counted(x, where[d], d) for d in at]
     found = _spread(x, at, known)
     if found is not None:
         return found
@@ -77,9 +75,19 @@ def take(x: Handle, where: Sequence[Any]) -> Any:
     return _rows(x, at, known)
 
 
-def _counted(i: Any, extent: Any) -> Any:
+def _counted(x: Handle, i: Any, dim: int) -> Any:
     """Indices counted from the first."""
-    return i.long() + (i < 0) * extent if isinstance(i, Tensor) else i
+    n = x.shape[dim]
+    if not isinstance(i, Tensor) or is_symbolic((n,)) or not i.numel():
+        return i
+    least, most = int(i.min()), int(i.max())
+    if least < -n or most >= n:
+        raise DefinitionError(
+            f"%{x.name} indexed by {most if most >= n else least} along dim {dim}",
+            because=f"its indices go from {-n} to {n - 1}",
+            hint="indices that are there",
+        )
+    return i.long() + (i < 0) * n
 
 
 def _check(x: Handle, known: Sequence[Any], kinds: Any) -> None:
