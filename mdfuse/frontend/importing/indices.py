@@ -62,7 +62,8 @@ def take(x: Handle, where: Sequence[Any]) -> Any:
         DefinitionError: an index that is no constant, or a mask.
     """
     at = [d for d, i in enumerate(where) if i is not None]
-    _check(x, [where[d] for d in at], (Tensor, Ramp))
+    kinds = (Tensor, Ramp, Handle) if len(at) == 1 else (Tensor, Ramp)
+    _check(x, [where[d] for d in at], kinds)
     if at != [*range(at[0], at[-1] + 1)]:  # torch puts indexed dims that are apart in front
         rest = [d for d in range(x.ndim) if d not in at]
         x, where = ops.permute(x, (*at, *rest)), [where[d] for d in at]
@@ -71,6 +72,8 @@ def take(x: Handle, where: Sequence[Any]) -> Any:
     found = _spread(x, at, known)
     if found is not None:
         return found
+    if len(known) == 1 and isinstance(known[0], Handle):
+        return _looked_up(x, at[0], known[0])
     _check(x, known, Tensor)
     return _rows(x, at, known)
 
@@ -95,10 +98,11 @@ def _check(x: Handle, known: Sequence[Any], kinds: Any) -> None:
         if not isinstance(i, kinds):
             raise DefinitionError(
                 f"%{x.name} indexed by a tensor that a run computes",
-                because="indices are known when the program is made",
-                hint="embedding(indices, table) looks rows up, where(mask, a, b) chooses",
+                because="where several dims are indexed, the indices are known when the program is "
+                "made",
+                hint="torch.gather, or one dim at a time",
             )
-        if isinstance(i, Tensor) and i.dtype == torch.bool:
+        if not isinstance(i, Ramp) and i.dtype == torch.bool:
             raise DefinitionError(
                 f"%{x.name} indexed by a mask of shape {list(i.shape)}",
                 because="how many elements it takes is no shape",
@@ -108,6 +112,8 @@ def _check(x: Handle, known: Sequence[Any], kinds: Any) -> None:
 
 def _spread(x: Handle, at: Sequence[int], known: Sequence[Any]) -> Any:
     """Return a view of x where each index runs over its whole dim along a dim of its own."""
+    if any(isinstance(i, Handle) for i in known):
+        return None
     ndim = max(i.ndim for i in known)
     places = []
     for i, d in zip(known, at, strict=True):
@@ -139,12 +145,23 @@ def _rows(x: Handle, at: Sequence[int], known: Sequence[Tensor]) -> Any:
     linear = torch.zeros(shape, dtype=torch.int64)
     for i, d in zip(known, at, strict=True):
         linear = linear * x.shape[d] + i
+    return _of_table(x, at, as_value(linear))
+
+
+def _looked_up(x: Handle, dim: int, index: Handle) -> Any:
+    """Rows at indices that a run computes; negative ones count from the last."""
+    if x.shape[dim] and index.dtype.is_signed:
+        index = ops.where(index < 0, index + x.shape[dim], index)
+    return _of_table(x, [dim], index)
+
+
+def _of_table(x: Handle, at: Sequence[int], rows: Handle) -> Any:
+    """Look up rows of the indexed dims, as one in front; they stand in the place of these."""
     rest = [d for d in range(x.ndim) if d not in at]
-    kept = [x.shape[d] for d in rest]
+    kept, shape = [x.shape[d] for d in rest], rows.shape
     moved = ops.permute(x, (*at, *rest)) if rest != [*range(len(at), x.ndim)] else x
     table = ops.reshape(moved, (math.prod(x.shape[d] for d in at), math.prod(kept)))
-    rows = ops.embedding(as_value(linear), table)
-    found = ops.reshape(rows, (*shape, *kept))
+    found = ops.reshape(ops.embedding(rows, table), (*shape, *kept))
     before = at[0]
     if not before:
         return found

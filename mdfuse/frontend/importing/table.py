@@ -380,6 +380,7 @@ TABLE: dict[str, Call] = {
             norms.batch_norm(x, w, b, mean, var, False, momentum, eps), None, None)),
     "aten._native_batch_norm_legit_functional.default": norms.batch_norm_of_training,
     "aten.index.Tensor": indices.take,
+    "aten.index_put.default": ops.index_put,
     **{
         str(call): call
         for call in (
