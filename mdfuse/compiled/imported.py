@@ -22,6 +22,7 @@ from mdfuse.frontend.importing.blocks import blocks_of
 from mdfuse.frontend.importing.build import Model, check_known, constants_of, record
 from mdfuse.frontend.importing.capture import Captured, capture
 from mdfuse.frontend.importing.fold import Folded, live_nodes
+from mdfuse.frontend.importing.gathers import warnings_of
 from mdfuse.frontend.importing.place import Patterns, Placed
 from mdfuse.frontend.importing.report import report
 from mdfuse.frontend.importing.train import Optimizer, define_step
@@ -173,8 +174,13 @@ class ImportedModel:
         return str(self.definition)
 
     def report(self) -> str:
-        """Say what each pattern placed, what is replicated, tied, unused or left out."""
-        return report(self.model, self._patterns, self._unexpected)
+        """Say what each pattern placed, what is replicated, tied, unused or left out.
+
+        And where a value that is split is brought together, which costs a communication in the
+        middle of the module: with the line, and the pattern that split it.
+        """
+        found = warnings_of(self.model, self.fusion, self.compile().fusion)
+        return report(self.model, self._patterns, self._unexpected, found)
 
     def compile(self, options: Options | None = None) -> Program:
         """Return the program of the forward, as `mf.compile` does."""

@@ -226,11 +226,8 @@ def _embedding(
     context: Context, weight: Handle, indices: Handle, padding_idx: int = -1, *_: Any
 ) -> Any:
     """Rows of a table; the one of padding gets no gradient."""
-    found = ops.embedding(indices, weight)
-    if padding_idx < 0 or not context.is_trained:
-        return found
-    is_padding = ops.unsqueeze(ops.eq(indices, padding_idx), -1)
-    return ops.where(is_padding, ops.detach(found), found)
+    is_padded = context.is_trained and padding_idx >= 0
+    return ops.embedding(indices, weight, padding_idx if is_padded else None)
 
 
 def _dropout(context: Context, x: Handle, p: float = 0.5, train: bool = False) -> Any:
@@ -374,10 +371,11 @@ TABLE: dict[str, Call] = {
     "aten.copy.default": written.copy,
     "aten.slice_scatter.default": written.slice_scatter,
     "aten.select_scatter.default": written.select_scatter,
-    "aten.batch_norm.default": norms.batch_norm,
+    "aten.batch_norm.default": lambda x, w, b, mean, var, training, momentum, eps, *_: (
+        ops.batch_norm(x, mean, var, w, b, training, momentum, eps)),
     "aten._native_batch_norm_legit_no_training.default": (
         lambda x, w, b, mean, var, momentum, eps: (
-            norms.batch_norm(x, w, b, mean, var, False, momentum, eps), None, None)),
+            ops.batch_norm(x, mean, var, w, b, False, momentum, eps), None, None)),
     "aten._native_batch_norm_legit_functional.default": norms.batch_norm_of_training,
     "aten.index.Tensor": indices.take,
     "aten.index_put.default": ops.index_put,
