@@ -22,6 +22,7 @@ from mdfuse.frontend.importing.blocks import blocks_of
 from mdfuse.frontend.importing.build import Model, check_known, constants_of, record
 from mdfuse.frontend.importing.capture import Captured, capture
 from mdfuse.frontend.importing.fold import Folded, live_nodes
+from mdfuse.frontend.importing.gathers import warnings_of
 from mdfuse.frontend.importing.place import Patterns, Placed
 from mdfuse.frontend.importing.report import report
 from mdfuse.frontend.importing.train import Optimizer, define_step
@@ -43,6 +44,7 @@ def from_torch(
     layouts: Mapping[str, Any] | None = None,
     blocks: Mapping[str, Any] | None = None,
     gather: Sequence[str] = (),
+    dynamic_shapes: Mapping[str, Mapping[int, Any]] | None = None,
     buffers: Mapping[str, Tensor] | None = None,
 ) -> ImportedModel:
     """Import a module: the operations of its forward, for arguments of these shapes and dtypes.
@@ -62,6 +64,8 @@ def from_torch(
             matrix. Each is an input, and split, by itself; `{dim: 3}` says the dim.
         gather: axes of the mesh along which parameters are brought together just before they are
             read, as FSDP does; the backward gathers them again.
+        dynamic_shapes: name of an argument -> dim -> a name (or a `torch.export.Dim`): extents
+            that each run chooses.
         buffers: name -> numbers, for buffers of a module on "meta" that are in no checkpoint.
 
     Raises:
@@ -84,7 +88,7 @@ def from_torch(
     """
     mesh = as_mesh(mesh)
     patterns = Patterns(layouts or {}, mesh)
-    captured = capture(module, args, kwargs)
+    captured = capture(module, args, kwargs, dynamic_shapes)
     model = _model(captured, patterns, buffers or {})
     model = replace(model, blocks=blocks_of(model, blocks or {}), gather=_axes(gather, mesh))
     return ImportedModel(model, patterns)
@@ -170,8 +174,13 @@ class ImportedModel:
         return str(self.definition)
 
     def report(self) -> str:
-        """Say what each pattern placed, what is replicated, tied, unused or left out."""
-        return report(self.model, self._patterns, self._unexpected)
+        """Say what each pattern placed, what is replicated, tied, unused or left out.
+
+        And where a value that is split is brought together, which costs a communication in the
+        middle of the module: with the line, and the pattern that split it.
+        """
+        found = warnings_of(self.model, self.fusion, self.compile().fusion)
+        return report(self.model, self._patterns, self._unexpected, found)
 
     def compile(self, options: Options | None = None) -> Program:
         """Return the program of the forward, as `mf.compile` does."""

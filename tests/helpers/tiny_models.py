@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mdfuse import Shard
@@ -95,6 +96,62 @@ def _encoder() -> nn.Module:
     return nn.TransformerEncoder(layer, 2)
 
 
+def _mixtral() -> nn.Module:
+    """Two of four experts per token, whose matrices are looked up for each token."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    module = MixtralForCausalLM(
+        MixtralConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                      num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
+                      max_position_embeddings=64)
+    )  # fmt: skip
+    module.set_experts_implementation("batched_mm")
+    return module
+
+
+class _Residual(nn.Module):
+    """Two convolutions beside what they are added to, as in a ResNet."""
+
+    def __init__(self, planes: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(planes, out, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(out)
+        self.conv2 = nn.Conv2d(out, out, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(out)
+        self.relu = nn.ReLU(inplace=True)
+        is_same = stride == 1 and planes == out
+        self.down = (
+            None
+            if is_same
+            else nn.Sequential(nn.Conv2d(planes, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.bn1(self.conv1(x)))
+        y = self.bn2(self.conv2(y))
+        y += x if self.down is None else self.down(x)
+        result: Tensor = self.relu(y)
+        return result
+
+
+class _ResNet(nn.Module):
+    """The parts of torchvision's ResNet, small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 8, 7, 2, padding=3, bias=False)
+        self.bn1 = nn.BatchNorm2d(8)
+        self.pool = nn.MaxPool2d(3, 2, padding=1)
+        self.layers = nn.Sequential(_Residual(8, 8, 1), _Residual(8, 16, 2))
+        self.fc = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool(F.relu(self.bn1(self.conv1(x)), inplace=True))
+        x = F.adaptive_avg_pool2d(self.layers(x), (1, 1))
+        result: Tensor = self.fc(torch.flatten(x, 1))
+        return result
+
+
 LLAMA = {
     "*.q_proj.weight": 0, "*.k_proj.weight": 0, "*.v_proj.weight": 0, "*.o_proj.weight": 1,
     "*.gate_proj.weight": 0, "*.up_proj.weight": 0, "*.down_proj.weight": 1,
@@ -132,6 +189,21 @@ MODELS: dict[str, Tiny] = {
         },
         blocks={"*.in_proj_*": 3},
         posts={"Allreduce": 4},
+    ),
+    "mixtral": Tiny(
+        make=_mixtral,
+        args=(_ids(),),
+        splits={p: d for p, d in LLAMA.items() if "_proj" not in p or "q_" in p}
+        | {"*.k_proj.weight": 0, "*.v_proj.weight": 0, "*.o_proj.weight": 1},
+        posts={"Allreduce": 3},
+    ),
+    "resnet": Tiny(
+        make=_ResNet,
+        args=(_randn(4, 3, 32, 32),),
+        splits={
+            "layers.*.conv1.weight": 0, "layers.*.bn1.*": 0, "layers.*.conv2.weight": 1,
+        },
+        posts={"Allreduce": 2},
     ),
     "vit": Tiny(
         make=_vit,

@@ -19,6 +19,7 @@ from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.importing.capture import Captured
 from mdfuse.frontend.importing.constants import as_value, is_made
 from mdfuse.frontend.importing.fold import Folded
+from mdfuse.frontend.importing.indices import ramp_of
 from mdfuse.frontend.importing.joined import RULES, Joined
 from mdfuse.frontend.importing.lines import called_at, line_of
 from mdfuse.frontend.importing.place import Placed
@@ -87,19 +88,27 @@ class Model:
         taken = {*names.values()}
         for node, name in captured.inputs.items():
             names[node] = f"input.{name}" if name in taken else name
-        given = {node: self._define(fd, name, node) for node, name in names.items()}
+        symbols: dict[str, int] = {}
+        given = {node: self._define(fd, name, node, symbols) for node, name in names.items()}
         calls = (n for n in self.live if n.op == "call_function")
         is_random = any(draws(str(n.target), n.args, n.kwargs) for n in calls)
         seed = fd.define_scalar(dtype=int, name="seed") if is_random else None
         return Inputs(nodes=given, seed=seed)
 
-    def _define(self, fd: FusionDefinition, name: str, node: Node) -> Handle | Joined:
+    def _define(
+        self, fd: FusionDefinition, name: str, node: Node, symbols: dict[str, int]
+    ) -> Handle | Joined:
+        """Define the inputs of a node; equal extents that runs choose are one symbol."""
         value = self.folded[node] if node in self.constants else node.meta["val"]
         layout = self.layout(node)
-        parts = [
-            fd.define_tensor(shape, value.dtype, layout, name=_value_name(part))
-            for part, shape, _ in self.parts(node, name)
-        ]
+        parts = []
+        for part, shape, _ in self.parts(node, name):
+            known = [symbols.get(str(value.shape[d]), n) if n == -1 else n
+                     for d, n in enumerate(shape)]  # fmt: skip
+            parts.append(fd.define_tensor(known, value.dtype, layout, name=_value_name(part)))
+            for d, n in enumerate(shape):
+                if n == -1:
+                    symbols.setdefault(str(value.shape[d]), parts[-1].shape[d])
         return Joined(tuple(parts), self.blocks[node].dim) if node in self.blocks else parts[0]
 
     def layout(self, node: Node) -> Layout:
@@ -109,7 +118,7 @@ class Model:
     def parts(self, node: Node, name: str) -> list[tuple[str, tuple[int, ...], int]]:
         """Return name, shape and where it begins in the blocks' dim, of each input of a node."""
         value = self.folded[node] if node in self.constants else node.meta["val"]
-        shape = tuple(value.shape)
+        shape = tuple(n if type(n) is int else -1 for n in value.shape)
         if node not in self.blocks:
             return [(name, shape, 0)]
         dim, found, start = self.blocks[node].dim, [], 0
@@ -281,9 +290,18 @@ class _Recording:
     def call(self, node: Node) -> Any:
         """Record a node, from its line in the module."""
         args, kwargs = map_arg((node.args, node.kwargs), self.read)
+        if str(node.target) == "aten.index.Tensor":
+            asked: Any = node.args[1]
+            found: Any = args[1]
+            pairs = zip(asked, found, strict=True)
+            args = args[0], [self._index(i, x) for i, x in pairs]
         kwargs = {key: x for key, x in kwargs.items() if key not in IGNORED}
         line = line_of(node.meta.get("stack_trace"))
         return called_at(line, node.name, self._apply)(str(node.target), args, kwargs)
+
+    def _index(self, node: Any, x: Any) -> Any:
+        """An index: where a run computes it, what it is known to count."""
+        return (ramp_of(node, self.read) or x) if isinstance(x, Handle) else x
 
     def _apply(self, target: str, args: Any, kwargs: Any) -> Any:
         if target not in BY_VALUE:

@@ -152,9 +152,17 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def capture(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Mapping[str, Mapping[int, Any]] | None = None,
 ) -> Captured:
     """Export a module for arguments of these shapes and dtypes.
+
+    Args:
+        module: to export.
+        args, kwargs: of its forward.
+        dynamic_shapes: name of an argument -> dim -> a `torch.export.Dim`, or its name.
 
     Raises:
         DefinitionError: the module cannot be exported: its line, and what torch says.
@@ -165,16 +173,17 @@ def capture(
     leaves = [_example(x, device) for _, x in paths]
     whole = _Whole(module, leaves, structure)
     tensors = tuple(x for x in leaves if isinstance(x, Tensor))
+    names = _argument_names(module, [path for path, x in paths if isinstance(x, _TENSORS)], args)
+    dynamic = _dynamic(dynamic_shapes or {}, names)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            exported = torch.export.export(whole, tensors, strict=False)
+            exported = torch.export.export(whole, tensors, dynamic_shapes=dynamic, strict=False)
             inline(exported.graph_module)
             if any(writes(n.target) for n in exported.graph.nodes):  # writes become new values
                 exported = exported.run_decompositions({})
     except Exception as error:
         raise _not_exported(module, error) from error
-    names = _argument_names(module, [path for path, x in paths if isinstance(x, _TENSORS)], args)
     parameters = _parameters(module)
     found = _Places()
     found.sort(exported, {name: p for p in parameters for name in p.names}, names)
@@ -196,6 +205,33 @@ def capture(
 
 
 _TENSORS = (Tensor, TensorSpec)
+
+
+def _dynamic(
+    said: Mapping[str, Mapping[int, Any]], names: Sequence[str]
+) -> tuple[tuple[Mapping[int, Any] | None, ...]] | None:
+    """What export takes: the dims of each tensor that a run chooses."""
+    for name in said:
+        if name not in names:
+            raise DefinitionError(
+                f"dynamic_shapes[{name!r}] is no tensor among the arguments",
+                because=f"these are {', '.join(names)}",
+                hint='for example {"ids": {0: "batch"}}',
+            )
+    if not said:
+        return None
+    dims: dict[str, Any] = {}
+    found = []
+    for name in names:
+        chosen = said.get(name, {}).items()
+        found.append(
+            {
+                d: dims.setdefault(x, torch.export.Dim(x)) if isinstance(x, str) else x
+                for d, x in chosen
+            }
+            or None
+        )
+    return (tuple(found),)
 
 
 def _mutated(module: nn.Module, exported: ExportedProgram, places: _Places) -> tuple[Node, ...]:

@@ -12,7 +12,9 @@ from mdfuse.layouts.layout import Replicate
 _SHOWN = 3
 
 
-def report(model: Model, patterns: Patterns, unexpected: Sequence[str] | None) -> str:
+def report(
+    model: Model, patterns: Patterns, unexpected: Sequence[str] | None, warnings: Sequence[str]
+) -> str:
     """Return what each pattern placed, what is replicated, and what is out of the ordinary."""
     captured = model.captured
     lines = [
@@ -40,7 +42,8 @@ def report(model: Model, patterns: Patterns, unexpected: Sequence[str] | None) -
         ),
         "not read": _counted(unexpected or ()),
     }
-    return "\n".join([*lines, *(f"  {name}: {text}" for name, text in notes.items() if text)])
+    lines += [f"  {name}: {text}" for name, text in notes.items() if text]
+    return "\n".join([*lines, *(f"  warning: {text}" for text in warnings)])
 
 
 def _said(patterns: Patterns, pattern: str) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mdfuse.errors import DefinitionError
+from mdfuse.extents.extent import are_same
 from mdfuse.frontend import ops as operations
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.importing import indices, norms, written
@@ -43,11 +44,42 @@ SAME: Mapping[str, str] = {
          "linear", "view_as", "reshape_as", "t", "unsqueeze",
          "expand_as", "repeat", "narrow", "chunk", "stack", "type_as", "sum", "prod", "mean",
          "any", "all", "argmax", "argmin", "max", "min", "topk", "sort", "argsort",
-         "zeros_like", "ones_like", "full_like", "new_full", "new_zeros", "new_ones"),
+         "absolute", "negative", "fix", "sgn", "sinc", "erfinv", "digamma", "lgamma", "angle",
+         "real", "imag", "conj", "deg2rad", "rad2deg", "signbit", "logit", "celu", "hardshrink",
+         "softshrink", "threshold", "prelu", "glu", "arctan2", "fmax", "fmin", "hypot",
+         "heaviside", "logaddexp", "clip", "addmv", "outer", "vdot", "inner", "cross", "kron",
+         "vstack", "hstack", "dstack", "column_stack", "block_diag",
+         "broadcast_to", "ravel", "tile", "flip", "fliplr", "flipud", "roll", "rot90", "unfold",
+         "diag", "diag_embed", "diagonal", "diff", "trace", "tril", "triu", "take",
+         "take_along_dim", "gather", "index_select", "index_add", "index_copy", "one_hot", "pad",
+         "scatter_add", "masked_scatter", "select_scatter", "cumsum", "cumprod", "cummax",
+         "cummin", "logcumsumexp", "histc", "count_nonzero", "aminmax", "mode", "kthvalue",
+         "nansum", "nanmean", "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d",
+         "adaptive_avg_pool2d", "adaptive_avg_pool3d", "max_pool1d", "max_pool2d", "max_pool3d",
+         "conv_transpose1d", "pixel_shuffle", "pixel_unshuffle", "cosine_similarity",
+         "pairwise_distance", "isclose", "tensordot", "view_as_complex", "view_as_real",
+         "zeros_like", "ones_like", "full_like", "empty_like", "new_empty", "new_full",
+         "new_zeros", "new_ones"),
         "default",
     ),
     **dict.fromkeys(("add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge", "bitwise_and",
                      "bitwise_or", "bitwise_xor", "remainder", "fmod"), "Tensor Scalar"),
+    **dict.fromkeys(("multiply", "subtract", "greater", "greater_equal", "less", "less_equal",
+                     "not_equal", "copysign"), "Tensor Scalar"),
+    "divide": "Tensor Scalar Tensor_mode Scalar_mode",
+    "true_divide": "Tensor Scalar",
+    **dict.fromkeys(("bitwise_left_shift", "bitwise_right_shift"), "Tensor Tensor_Scalar"),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), "default padding"),
+    **dict.fromkeys(("conv_transpose2d", "conv_transpose3d"), "input"),
+    **dict.fromkeys(("median", "nanmedian"), "default dim"),
+    "scatter": "value src reduce value_reduce",
+    "scatter_reduce": "two",
+    "index_fill": "int_Scalar int_Tensor",
+    "tensor_split": "sections indices",
+    "std_mean": "default dim correction",
+    "norm": "Scalar ScalarOpt_dim ScalarOpt_dim_dtype",
+    "moveaxis": "int intlist",
+    "xlogy": "Tensor Scalar_Other Scalar_Self",
     "rsub": "Scalar Tensor",
     "div": "Tensor Scalar Tensor_mode Scalar_mode",
     "pow": "Tensor_Tensor Tensor_Scalar Scalar",
@@ -93,7 +125,7 @@ def _itself(x: Any, *_: Any, **__: Any) -> Any:
 
 
 def _expand(x: Handle, shape: Sequence[int]) -> Any:
-    kept = (n in (-1, m) for n, m in zip(shape, x.shape, strict=False))
+    kept = (are_same(n, -1) or are_same(n, m) for n, m in zip(shape, x.shape, strict=False))
     return x if len(shape) == x.ndim and all(kept) else ops.expand(x, shape)
 
 
@@ -104,11 +136,8 @@ def _broadcast(tensors: Sequence[Handle]) -> list[Any]:
 
 def _slice(x: Handle, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
     whole: list[Any] = [slice(None)] * x.ndim
-    whole[dim] = slice(start, None if end == _END else end, step)
+    whole[dim] = slice(start, None if end == indices.END else end, step)
     return ops.index(x, tuple(whole))
-
-
-_END = (1 << 63) - 1
 
 
 def _to(x: Handle, *said: Any, dtype: torch.dtype | None = None) -> Any:
@@ -127,6 +156,10 @@ def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
     return kept[0] if len(kept) == 1 else ops.cat(kept, dim)
 
 
+#: What joins tensors.
+_JOINS = ("aten.cat.default", "aten.concat.default", "aten.concatenate.default")
+
+
 def is_nothing(x: Any) -> bool:
     """Whether `cat` leaves an operand out."""
     return isinstance(x, Tensor) and tuple(x.shape) == (0,)
@@ -138,10 +171,16 @@ def _over(name: str) -> Call:
     return lambda x, dim=(), keepdim=False: operation(x, tuple(dim) or None, keepdim)
 
 
-def _reduction(name: str) -> Call:
-    """A loss, whose reduction aten writes as a number."""
+def _loss(name: str, *order: str) -> Call:
+    """A loss, whose reduction aten writes as a number; the order of arguments behind the target."""
     operation = ops.BY_NAME[name]
-    return lambda x, target, reduction=1: operation(x, target, reduction=_REDUCTIONS[reduction])
+
+    def call(x: Handle, target: Handle, *given: Any, **named: Any) -> Any:
+        known = {**dict(zip(order, given, strict=False)), **named}
+        known["reduction"] = _REDUCTIONS[known.get("reduction", 1)]
+        return operation(x, target, **{k: v for k, v in known.items() if v is not None})
+
+    return call
 
 
 _REDUCTIONS = ("none", "mean", "sum")
@@ -175,36 +214,6 @@ def _elu(x: Handle, alpha: float = 1.0, scale: float = 1.0, input_scale: float =
     return y if scale == 1 else y * scale
 
 
-def _conv2d(
-    x: Handle,
-    weight: Handle,
-    bias: Handle | None = None,
-    stride: Sequence[int] = (1, 1),
-    padding: Sequence[int] | str = (0, 0),
-    dilation: Sequence[int] = (1, 1),
-    groups: int = 1,
-) -> Any:
-    """A convolution whose patches do not overlap: each is a row that a matrix takes."""
-    kernel = tuple(weight.shape[2:])
-    step, gap = (tuple(s) * (2 if len(s) == 1 else 1) for s in (stride, dilation))
-    is_bare = padding == "valid" or (not isinstance(padding, str) and not any(padding))
-    if step != kernel or not is_bare or groups != 1 or (set(gap) != {1} and kernel != (1, 1)):
-        raise DefinitionError(
-            f"conv2d with kernel {kernel}, stride {step}, padding {padding}, dilation {gap}, "
-            f"groups {groups}",
-            because="patches that overlap, or reach beyond the image, are not supported",
-            hint="stride = kernel, no padding, no dilation, one group: patches",
-        )
-    n, channels, *sizes = x.shape
-    (h, w), (rows, columns) = ((s // k for s, k in zip(sizes, kernel, strict=True)), kernel)
-    if [h * rows, w * columns] != sizes:
-        x = ops.index(x, (..., slice(0, h * rows), slice(0, w * columns)))
-    apart = ops.reshape(x, (n, channels, h, rows, w, columns))
-    patches = ops.reshape(ops.permute(apart, (0, 2, 4, 1, 3, 5)), (n, h, w, -1))
-    y = ops.linear(patches, ops.reshape(weight, (weight.shape[0], -1)), bias)
-    return ops.permute(y, (0, 3, 1, 2))
-
-
 @dataclass(frozen=True, slots=True)
 class Context:
     """What is known of a recording besides its graph: a seed, and whether gradients follow."""
@@ -217,11 +226,8 @@ def _embedding(
     context: Context, weight: Handle, indices: Handle, padding_idx: int = -1, *_: Any
 ) -> Any:
     """Rows of a table; the one of padding gets no gradient."""
-    found = ops.embedding(indices, weight)
-    if padding_idx < 0 or not context.is_trained:
-        return found
-    is_padding = ops.unsqueeze(ops.eq(indices, padding_idx), -1)
-    return ops.where(is_padding, ops.detach(found), found)
+    is_padded = context.is_trained and padding_idx >= 0
+    return ops.embedding(indices, weight, padding_idx if is_padded else None)
 
 
 def _dropout(context: Context, x: Handle, p: float = 0.5, train: bool = False) -> Any:
@@ -318,7 +324,9 @@ TABLE: dict[str, Call] = {
     "aten.slice.Tensor": _slice,
     "aten.broadcast_tensors.default": _broadcast,
     "aten.split_with_sizes.default": ops.split,
-    "aten.cat.default": _cat,
+    **dict.fromkeys(_JOINS, _cat),
+    "aten.group_norm.default": lambda x, groups, w=None, b=None, eps=1e-5, *_: (
+        ops.group_norm(x, groups, w, b, eps)),
     "aten.addmm.default": _addmm,
     "aten.mm.default": ops.matmul,
     "aten.layer_norm.default": lambda x, shape, w=None, b=None, eps=1e-5, *_: (
@@ -330,8 +338,32 @@ TABLE: dict[str, Call] = {
     "aten._log_softmax.default": lambda x, dim, half_to_float=False: ops.log_softmax(x, dim),
     "aten.amax.default": _over("amax"),
     "aten.amin.default": _over("amin"),
-    "aten.mse_loss.default": _reduction("mse_loss"),
-    "aten.l1_loss.default": _reduction("l1_loss"),
+    "aten.mse_loss.default": _loss("mse_loss", "reduction"),
+    "aten.l1_loss.default": _loss("l1_loss", "reduction"),
+    "aten.huber_loss.default": _loss("huber_loss", "reduction", "delta"),
+    "aten.smooth_l1_loss.default": _loss("smooth_l1_loss", "reduction", "beta"),
+    "aten.soft_margin_loss.default": _loss("soft_margin_loss", "reduction"),
+    "aten.kl_div.default": _loss("kl_div", "reduction"),
+    "aten.binary_cross_entropy.default": _loss("binary_cross_entropy", "weight", "reduction"),
+    "aten.binary_cross_entropy_with_logits.default": (
+        _loss("binary_cross_entropy_with_logits", "weight", "pos_weight", "reduction")),
+    **dict.fromkeys(
+        ("aten.nll_loss.default", "aten.nll_loss_nd.default", "aten.nll_loss2d.default"),
+        _loss("nll_loss", "weight", "reduction", "ignore_index"),
+    ),
+    "aten.linalg_vector_norm.default": lambda x, ord=2, dim=None, keepdim=False, **how: (
+        ops.vector_norm(x, ord, dim, keepdim, **how)),
+    "aten.max_pool2d_with_indices.default": lambda *a, **k: (
+        ops.max_pool2d(*a, **k, return_indices=True)),
+    "aten.adaptive_max_pool2d.default": lambda *a: ops.adaptive_max_pool2d(*a, True),
+    "aten.upsample_nearest2d.vec": lambda x, size, scales=None: (
+        ops.interpolate(x, size, scales, mode="nearest")),
+    "aten.upsample_bilinear2d.vec": lambda x, size, corners, scales=None: (
+        ops.interpolate(x, size, scales, mode="bilinear", align_corners=corners)),
+    "aten.einsum.default": lambda equation, tensors, **_: ops.einsum(equation, *tensors),
+    "aten.meshgrid.default": lambda tensors: ops.meshgrid(*tensors),
+    "aten.meshgrid.indexing": lambda tensors, indexing: ops.meshgrid(*tensors, indexing=indexing),
+    **{f"aten.{name}.default": ops.BY_NAME[name] for name in ("full", "zeros", "ones")},
     "aten.cross_entropy_loss.default": _cross_entropy,
     "aten.zero.default": ops.zeros_like,
     "aten.fill.Scalar": written.fill,
@@ -339,15 +371,25 @@ TABLE: dict[str, Call] = {
     "aten.copy.default": written.copy,
     "aten.slice_scatter.default": written.slice_scatter,
     "aten.select_scatter.default": written.select_scatter,
-    "aten.batch_norm.default": norms.batch_norm,
+    "aten.batch_norm.default": lambda x, w, b, mean, var, training, momentum, eps, *_: (
+        ops.batch_norm(x, mean, var, w, b, training, momentum, eps)),
     "aten._native_batch_norm_legit_no_training.default": (
         lambda x, w, b, mean, var, momentum, eps: (
-            norms.batch_norm(x, w, b, mean, var, False, momentum, eps), None, None)),
+            ops.batch_norm(x, mean, var, w, b, False, momentum, eps), None, None)),
     "aten._native_batch_norm_legit_functional.default": norms.batch_norm_of_training,
-    "aten.conv2d.default": _conv2d,
-    "aten.conv2d.padding": _conv2d,
     "aten.index.Tensor": indices.take,
-    "<built-in function getitem>": operator.getitem,
+    "aten.index_put.default": ops.index_put,
+    **{
+        str(call): call
+        for call in (
+            operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv,
+            operator.mod, operator.neg,
+        )
+    },
+    "aten.sym_size.int": lambda x, dim: x.shape[dim],
+    "aten.arange.default": ops.arange,
+    "aten.arange.start": ops.arange,
+    "aten.arange.start_step": ops.arange,
 }  # fmt: skip
 
 
@@ -371,7 +413,11 @@ VIEWS: dict[str, Call] = {
     "aten.flatten.using_ints": Views.flatten,
     "aten.unflatten.int": Views.unflatten,
     "aten.permute.default": Views.permute,
-    "aten.transpose.int": Views.transpose,
+    "aten.numpy_T.default": lambda views, x: views.permute(x, tuple(reversed(range(x.ndim)))),
+    "aten.mT.default": lambda views, x: views.transpose(x, -2, -1),
+    **dict.fromkeys(
+        ("aten.transpose.int", "aten.swapaxes.default", "aten.swapdims.default"), Views.transpose
+    ),
 }
 
 #: overload -> which of its arguments is a matrix whose rows may stay several dims.
@@ -390,7 +436,7 @@ IN_CONTEXT: dict[str, Call] = {
 
 #: overload -> which of its arguments must be handles; it takes the others as tensors.
 BY_VALUE: Mapping[str, Call] = {
-    "aten.cat.default": lambda tensors, *_: [x for x in tensors if not is_nothing(x)],
+    **dict.fromkeys(_JOINS, lambda tensors, *_: [x for x in tensors if not is_nothing(x)]),
     "aten.index.Tensor": lambda x, indices: [x],
     "aten.scaled_dot_product_attention.default": _wanted_of_attention,
 }

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mdfuse.extents.extent import is_symbolic
+from mdfuse.extents.extent import are_same
 from mdfuse.frontend import ops as operations
 from mdfuse.frontend.handle import Handle
 
@@ -72,14 +72,15 @@ class Views:
 
     def reshape(self, x: Handle, shape: Sequence[int]) -> Handle:
         """The same elements in another shape."""
-        if is_symbolic((*x.shape, *shape)) or 0 in x.shape:
-            made: Handle = ops.reshape(x, shape)
-            return made
-        known = math.prod(n for n in shape if n != -1)
-        shape = [math.prod(x.shape) // known if n == -1 and known else n for n in shape]
-        cut = _cut(self._of(x), shape) if math.prod(shape) == math.prod(x.shape) else None
+        whole = math.prod(x.shape)
+        known = math.prod(n for n in shape if not are_same(n, -1))
+        is_empty = are_same(whole, 0) or are_same(known, 0)
+        if not is_empty:
+            shape = [whole // known if are_same(n, -1) else n for n in shape]
+        is_fitting = not is_empty and are_same(math.prod(shape), whole)
+        cut = _cut(self._of(x), shape) if is_fitting else None
         if cut is None:
-            made = ops.reshape(x, shape)
+            made: Handle = ops.reshape(x, shape)
             return made
         return self._handle(cut)
 
@@ -94,8 +95,9 @@ class Views:
     def unflatten(self, x: Handle, dim: int, sizes: Sequence[int]) -> Handle:
         """One dim as several."""
         at = dim % x.ndim
-        known = math.prod(n for n in sizes if n != -1)
-        whole = [x.shape[at] // known if n == -1 and known else n for n in sizes]
+        known = math.prod(n for n in sizes if not are_same(n, -1))
+        is_open = not are_same(known, 0)
+        whole = [x.shape[at] // known if are_same(n, -1) and is_open else n for n in sizes]
         return self.reshape(x, (*x.shape[:at], *whole, *x.shape[at + 1 :]))
 
     def rows(self, x: Handle) -> Handle | None:
@@ -121,9 +123,9 @@ class Views:
         return x
 
     def _once(self, op: str, x: Handle, how: tuple[int, ...]) -> Handle:
-        if op == "reshape" and how == x.shape:
+        if op == "reshape" and len(how) == x.ndim and all(map(are_same, how, x.shape)):
             return x
-        key = (op, x.id, how)
+        key = (op, x.id, str(how))
         if key not in self._made:
             self._made[key] = ops.BY_NAME[op](x, how)
         return self._made[key]
@@ -134,20 +136,31 @@ def _cut(view: View, shape: Sequence[int]) -> View | None:
     atoms = [view.atoms[a] for a in view.order]
     pieces: list[list[int]] = [[] for _ in atoms]
     groups: list[int] = []
-    at, left = 0, atoms[0] if atoms else 1
+    at, left = 0, (atoms[0] if atoms else 1)
     for extent in shape:
         count, need = 0, extent
-        while need > 1:
-            if left == 1:
+        while not are_same(need, 1):
+            if are_same(left, 1):
                 at, left = at + 1, atoms[at + 1]
                 continue
-            piece = math.gcd(left, need)
-            if piece != min(left, need):
+            piece = _piece(left, need)
+            if piece is None:
                 return None
             pieces[at].append(piece)
             left, need, count = left // piece, need // piece, count + 1
         groups.append(count)
     return _renumbered(view, pieces, groups)
+
+
+def _piece(left: int, need: int) -> int | None:
+    """The smaller of two extents, where it divides the other whatever a run chooses."""
+    for small, large in ((left, need), (need, left)):
+        if type(small) is type(large) is int:
+            if small <= large:
+                return small if large % small == 0 else None
+        elif are_same(large // small * small, large):
+            return small
+    return None
 
 
 def _renumbered(view: View, pieces: Sequence[Sequence[int]], groups: Sequence[int]) -> View:

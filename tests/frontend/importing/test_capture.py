@@ -168,17 +168,6 @@ class Masked(nn.Module):
         return x[torch.tensor([True, False, True, False])]
 
 
-class Overlapping(nn.Module):
-    """Patches that overlap."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(1, 1, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x[None, None])
-
-
 class Weighted(nn.Module):
     """A loss with weights of classes."""
 
@@ -189,7 +178,6 @@ class Weighted(nn.Module):
 @pytest.mark.parametrize(
     ("module", "text", "line"),
     [
-        (Overlapping(), "conv2d with kernel", "return self.conv"),
         (Weighted(), "weights of classes", "return F.cross_entropy"),
     ],
 )
