@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from mdfuse.hir.instructions import COMMUNICATIONS, MEMORY, PURE_VIEWS, row_of
+from mdfuse.hir.instructions import COMMUNICATIONS, MEMORY, PURE_VIEWS, op_of, row_of
 from mdfuse.hir.program import Instruction
 from mdfuse.hir.storage import shared_operand
 from mdfuse.ir import ops
@@ -159,7 +159,7 @@ class Builder:
         given, kept = set(context.bound), {*i.inputs, *i.outputs}
         last = {name: j for j in i.body for name in (*j.reads, *j.outputs) if name not in kept}
         # One call and views of it gain nothing, and run by itself it is known how its result lies.
-        is_fused = context.fuse is not None and sum(not _is_view(j) for j in i.body) > 1
+        is_fused = context.fuse is not None and sum(map(_works, i.body)) > 1
         context.in_unit = is_fused
         for j in i.body:
             self.why = context.host_values.why_eager(j)
@@ -173,9 +173,10 @@ class Builder:
             self.steps[start:] = context.fuse(i, steps, outside, context)
 
 
-def _is_view(i: Instruction) -> bool:
-    row = row_of(i)
-    return row is not None and row.is_view
+def _works(i: Instruction) -> bool:
+    """Tell whether an instruction reads elements: neither a view, nor made of nothing."""
+    row, op = row_of(i), op_of(i)
+    return not (row is not None and row.is_view) and not (op is not None and op.is_creation)
 
 
 #: Ops that put no work on the device.

@@ -287,23 +287,32 @@ def test_what_makes_numbers_is_dense(shape: tuple[int, ...]) -> None:
         assert made[2].shape == made[0].shape
 
 
-def test_what_one_call_makes_is_known_to_the_next_unit(compiler: Compiler) -> None:
+@pytest.mark.parametrize(
+    "body",
+    [
+        "%y: f32[3,4] (t=R) = mul(%x, 2)",
+        "%c: f32[] (t=R) = full(2, shape=[], dtype=f32)  %y: f32[3,4] (t=R) = mul(%x, %c)",
+        "%v: f32[4,3] (t=R) = permute(%x, dims=[1,0])  %w: f32[4,3] (t=R) = mul(%v, 2)"
+        "  %y: f32[3,4] (t=R) = permute(%w, dims=[1,0])",
+    ],
+)
+def test_what_one_call_makes_is_known_to_the_next_unit(body: str, compiler: Compiler) -> None:
     """A unit of one call gains nothing; how its result lies must not be forgotten over that."""
-    text = """
-        host @two on mesh(t=1) {
+    text = f"""
+        host @two on mesh(t=1) {{
           input %x: f32[3,4] (t=R)
-          launch first(%x) -> %y {
-            %y: f32[3,4] (t=R) = mul(%x, 2)
-          }
-          launch second(%y) -> %z {
+          launch first(%x) -> %y {{
+            {body}
+          }}
+          launch second(%y) -> %z {{
             %a: f32[3,4] (t=R) = exp(%y)
             %z: f32[3,4] (t=R) = add(%a, 1)
-          }
+          }}
           free %y
           return %z
-        }
+        }}
     """
-    evaluator = HostIrEvaluator(parse(text), options=ALWAYS)
+    evaluator = HostIrEvaluator(parse(text.replace("  %", "\n%")), options=ALWAYS)
     x = torch.randn(4, 3).T
     (found,) = evaluator.run({"x": x})
     torch.testing.assert_close(found, (x * 2).exp() + 1)
