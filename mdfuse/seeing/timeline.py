@@ -6,8 +6,8 @@ rank of each class stands for all that run alike (`mdfuse.seeing.rank_classes`),
 
 A stream of a rank does its work in order, and the host is ahead of all of them. A post begins once
 the stream that it stands on has come there on all ranks that take part, and the link is free; a
-wait holds the stream up until the data is there. Communications along one axis share a link, in
-the order in which they are posted; those between pairs of ranks have a link for each direction.
+wait holds the stream up until the data is there. Communications of one team share a link, in the
+order in which they are posted; those between pairs of ranks have a link for each direction.
 """
 
 from __future__ import annotations
@@ -210,6 +210,8 @@ class _Rank:
     #: name of a handle -> what was posted; of a stream -> the stream
     handles: dict[str, list[_Post]] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
+    #: axes -> the teams of this rank along them, in the order of their first posts
+    links: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -332,9 +334,19 @@ class _Rank:
         where = ",".join(comm.axes) if comm.is_along_axes else "meshes"
         seconds = self.clock.costs.transfer_seconds(comm.kind, where, size)
         found = frozenset[Hashable](map(self._class, team))
-        post = self._made(i, name, where, size, seconds)
-        self.clock.meet((where, found), found, self.rank, post)
+        lane = self._lane(where, team)
+        post = self._made(i, name, lane, size, seconds)
+        key = where, comm.source.mesh, comm.destination.mesh, found
+        self.clock.meet(key, found, self.rank, post)
         return [post]
+
+    def _lane(self, where: str, team: tuple[int, ...]) -> str:
+        """Return the link of a team: each has its own, as libraries have a group for each."""
+        known = self.links.setdefault(where, [])
+        if team not in known:
+            known.append(team)
+        n = known.index(team)
+        return f"{where} {n + 1}" if n else where
 
     def _wait(self, i: Instruction) -> bool:
         posts = self.handles.get(i.reads[0], [])  # none of what this rank has no part in

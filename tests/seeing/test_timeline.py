@@ -260,6 +260,27 @@ host @links on mesh(dp=2, tp=2) {
     assert sorted(moved) == [("dp", 0, s), ("tp", 0, s), ("tp", s, 2 * s)]
 
 
+def test_teams_of_other_meshes_have_links_of_their_own() -> None:
+    """Rank 1 is in two teams along x: what they do goes on side by side, whoever comes first."""
+    program = hir.parse("""
+host @teams on m0=mesh(x=2), m1=mesh(x=2: 1 2) {
+  input %a: f32[4] m0(x=P(sum))
+  input %b: f32[4] m1(x=P(sum))
+  %a1: f32[4] m0(x=R) = alloc
+  %b1: f32[4] m1(x=R) = alloc
+  %h0 = post allreduce[sum](%a) -> %a1 f32[4] m0(x=P(sum)) => m0(x=R) axis=x
+  %h1 = post allreduce[sum](%b) -> %b1 f32[4] m1(x=P(sum)) => m1(x=R) axis=x
+  wait %h0
+  wait %h1
+  return %a1, %b1
+}""")
+    found = timeline(program, UNIT)
+    check(found)
+    moved = {(e.rank, e.lane): e.stop_ns for e in found.events if e.part == "transfer"}
+    assert {*moved} == {(0, "x"), (1, "x"), (1, "x 2"), (2, "x")}
+    assert {*moved.values()} == {10**9}
+
+
 def test_pieces_arrive_one_by_one() -> None:
     """The first half is there after 2 of 4 s, and worked on while the second is under way."""
     program = hir.parse("""
