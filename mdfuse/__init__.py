@@ -33,6 +33,8 @@ __version__ = VERSION
 if TYPE_CHECKING:
     from mdfuse import hir, seeing
     from mdfuse.compiled.differentiable import differentiable
+    from mdfuse.compiled.imported import from_torch
+    from mdfuse.compiled.pipeline import pipeline
     from mdfuse.compiled.program import Program, compile
     from mdfuse.compiled.step import Step
     from mdfuse.compiled.traced import fusion
@@ -59,10 +61,12 @@ _LAZY = {
     "TensorSpec": "mdfuse.frontend.spec",
     "compile": "mdfuse.compiled.program",
     "differentiable": "mdfuse.compiled.differentiable",
+    "from_torch": "mdfuse.compiled.imported",
     "fusion": "mdfuse.compiled.traced",
     "grad": "mdfuse.frontend.grad",
     "init": "mdfuse.runtime.communicator",
     "layout_of": "mdfuse.runs.dtensor",
+    "pipeline": "mdfuse.compiled.pipeline",
     "recompute": "mdfuse.frontend.grad",
     "reference": "mdfuse.simulation.reference",
     "simulate": "mdfuse.simulation.simulate",
@@ -119,6 +123,7 @@ __all__ = [
     "TensorSpec",
     "compile",
     "differentiable",
+    "from_torch",
     "fusion",
     "grad",
     "hir",
@@ -126,6 +131,7 @@ __all__ = [
     "layout_of",
     "ops",
     "optim",
+    "pipeline",
     "recompute",
     "reference",
     "seeing",

@@ -46,11 +46,13 @@ __all__ = [
     "default_store",
     "end_group",
     "fake_group",
+    "flattened",
     "forward_level",
     "gloo_options",
     "is_capturing",
     "is_transformed",
     "is_zero_tensor",
+    "key_text",
     "likeness",
     "asynchronous_type",
     "attention_kernels",
@@ -62,6 +64,8 @@ __all__ = [
     "symmetric_empty",
     "table_grad",
     "transform_level",
+    "unflattened",
+    "writes",
 ]
 
 #: A process group of one library, as its own class: torch's stubs lack most of its methods.
@@ -343,6 +347,12 @@ def _padded(bias: Tensor | None, query: Tensor) -> Tensor | None:
     return rows.expand(*query.shape[:2], -1, -1)
 
 
+# -- functions -------------------------------------------------------------------------------------
+
+#: What `torch.meshgrid` calls with a list, which is asked for handles in its place.
+MESHGRID = torch._VF.meshgrid  # type: ignore[attr-defined]
+
+
 # -- tables ----------------------------------------------------------------------------------------
 
 
@@ -350,6 +360,44 @@ def table_grad(ct: Tensor, indices: Tensor, rows: int) -> Tensor:
     """What the rows of a table get that were looked up: the same bits in every run, on GPUs too."""
     made: Tensor = _ATEN.embedding_dense_backward(ct, indices, rows, -1, False)
     return made
+
+
+# -- operations ------------------------------------------------------------------------------------
+
+
+def writes(target: Any) -> bool:
+    """Whether an operation of a graph writes into an operand; detaching in place does not."""
+    schema = getattr(target, "_schema", None)
+    is_detach = target is _ATEN.detach_.default
+    return schema is not None and bool(schema.is_mutable) and not is_detach
+
+
+# -- trees of tensors ------------------------------------------------------------------------------
+
+
+def flattened(tree: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], Any]:
+    """Return (path, leaf) of a tree of tuples, lists, dicts and what else is registered as such.
+
+    Besides its structure, for `unflattened`.
+    """
+    from torch.utils import _pytree
+
+    return _pytree.tree_flatten_with_path(tree)
+
+
+def unflattened(leaves: Sequence[Any], structure: Any) -> Any:
+    """Return the tree of a structure with these leaves."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_unflatten(list(leaves), structure)
+
+
+def key_text(path: Sequence[Any]) -> str:
+    """Return the keys of a path, joined by dots: of dicts their keys, of lists their places."""
+    from torch.utils import _pytree
+
+    kinds = {_pytree.SequenceKey: "idx", _pytree.MappingKey: "key", _pytree.GetAttrKey: "name"}
+    return ".".join(str(getattr(key, kinds[type(key)])) for key in path)
 
 
 # -- memory ----------------------------------------------------------------------------------------

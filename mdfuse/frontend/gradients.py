@@ -21,7 +21,7 @@ from mdfuse.frontend.cache import Fact
 from mdfuse.frontend.handle import Handle, ValueId
 from mdfuse.frontend.ops import recording
 from mdfuse.frontend.sites import Derived, Site
-from mdfuse.frontend.vjps import NO_GRADIENT, RULES
+from mdfuse.frontend.vjps import COMPLEX, NO_GRADIENT, RULES
 from mdfuse.ir.graph import Expr, Like, Value
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ class _Backward:
             if expr.op in NO_GRADIENT or after.isdisjoint(expr.reads):
                 continue
             made = [values[name] for name in expr.outputs]
-            after.update(x.name for x in made if x.is_tensor and x.dtype.is_floating_point)
+            after.update(x.name for x in made if x.is_tensor and _is_differentiable(x))
         before = {*self.of} & after
         for expr in reversed(self.exprs):
             if not before.isdisjoint(expr.outputs):
@@ -198,7 +198,17 @@ class _Backward:
     def _check_rules(self, path: set[str]) -> None:
         for expr in self.exprs:
             passed = path.intersection(expr.outputs)
-            if passed and not path.isdisjoint(expr.reads) and expr.op not in RULES:
+            if not passed or path.isdisjoint(expr.reads):
+                continue
+            values = [self.recorder.values[x] for x in (*expr.reads, *expr.outputs) if x in path]
+            if expr.op not in COMPLEX and any(x.dtype.is_complex for x in values):
+                raise DefinitionError(
+                    f"%{min(passed)} = {expr.op}(...) of complex numbers has no gradient",
+                    where=[*self.site.where, expr.source.quote() if expr.source else ""],
+                    because=f"the rule for {expr.op} is one for real numbers",
+                    hint="compute it of real and imaginary parts: view_as_real",
+                )
+            if expr.op not in RULES:
                 raise DefinitionError(
                     f"%{min(passed)} = {expr.op}(...) has no gradient",
                     where=[*self.site.where, expr.source.quote() if expr.source else ""],
@@ -242,6 +252,8 @@ class _Backward:
                 "sum", (part,), {"dims": (*new, *kept), "keepdim": bool(kept), "dtype": None}
             )
             part = self.scribe.record("squeeze", (part,), {"dims": new}) if is_mixed else part
+        if part.dtype.is_complex and not x.dtype.is_complex:
+            part = self.scribe.record("real", (part,))
         if part.dtype != x.dtype:
             part = self.scribe.record("cast", (part,), {"dtype": x.dtype})
         return part
@@ -375,6 +387,10 @@ class _Expression:
 
     def returned(self, ct: Handle) -> Handle:
         return self._backward.returned(ct, self.expr)
+
+
+def _is_differentiable(x: Value) -> bool:
+    return x.dtype.is_floating_point or x.dtype.is_complex
 
 
 def _grows(before: int, after: int) -> bool:

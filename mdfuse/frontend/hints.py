@@ -1,4 +1,4 @@
-"""Hints for operations that do not exist: replacements that compute the same.
+"""Hints for operations that do not exist: why, and replacements that compute the same.
 
 Where there is none, nothing is proposed: a name that looks alike means something else.
 """
@@ -8,54 +8,94 @@ from __future__ import annotations
 #: name -> what to write instead, for x[5,4], y[5,4], p[5,4] in (0, 1), i[5] and v[4]; `fd` is the
 #: definition. `tests/frontend/test_hints.py` runs each beside torch's own.
 REPLACEMENTS: dict[str, str] = {
-    "H": "x.mT",
-    "aminmax": "x.amin(), x.amax()",
-    "cosine_similarity": "(fd.ops.normalize(x) * fd.ops.normalize(y)).sum(1)",
-    "deg2rad": "x * 0.017453292519943295",
-    "diff": "x[:, 1:] - x[:, :-1]",
-    "empty_like": "fd.ops.zeros_like(x)",
-    "eye": "(fd.ops.arange(5)[:, None] == fd.ops.arange(5)).float()",
-    "gather": "fd.ops.where(i[:, None] == fd.ops.arange(4), x, 0).sum(1)",
-    "hstack": "fd.ops.cat([x, y], 1)",
-    "hypot": "(x * x + y * y).sqrt()",
-    "index_select": "fd.ops.embedding(i, x)",
-    "inner": "x @ y.T",
-    "isclose": "(x - y).abs() <= 1e-8 + 1e-5 * y.abs()",
-    "logaddexp": "fd.ops.logsumexp(fd.ops.stack([x, y]), 0)",
-    "logit": "(p / (1 - p)).log()",
-    "nansum": "fd.ops.where(x.isnan(), 0.0, x).sum()",
-    "new_empty": "fd.ops.zeros((3, 2), dtype=x.dtype)",
-    "one_hot": "(i[:, None] == fd.ops.arange(4)).long()",
-    "pairwise_distance": "fd.ops.norm(x - y + 1e-6, dim=-1)",
-    "positive": "+x",
-    "rad2deg": "x * 57.29577951308232",
-    "sgn": "x.sign()",
+    "bincount": "fd.ops.one_hot(i, 4).sum(0)",
     "sum_to_size": "x.sum(0, keepdim=True)",
-    "tanhshrink": "x - x.tanh()",
-    "tensor_split": "x.split([2, 3])",
-    "threshold": "fd.ops.where(x > 0.5, x, 0.25)",
-    "tile": "x.repeat(1, 2)",
-    "tril": "fd.ops.where(fd.ops.arange(5)[:, None] >= fd.ops.arange(4), x, 0.0)",
-    "triu": "fd.ops.where(fd.ops.arange(5)[:, None] <= fd.ops.arange(4), x, 0.0)",
-    "vdot": "v.dot(v)",
-    "vstack": "fd.ops.cat([x, y])",
-    "xlogy": "x * p.log()",
 }
 
 #: The same, where numbers are drawn.
 DRAWN: dict[str, str] = {
-    "dropout": "fd.ops.dropout(x, 0.5, seed=1): random numbers depend on a seed that you choose",
+    "dropout": "fd.ops.dropout(x, 0.5, seed=1)",
     "rand_like": "fd.ops.uniform(x.shape, seed=1)",
     "rand": "fd.ops.uniform((5, 4), seed=1)",
+    "randn_like": "fd.ops.uniform(x.shape, -0.9999999, 1.0, seed=1).erfinv() * 2**0.5",
+    "randn": "fd.ops.uniform((5, 4), -0.9999999, 1.0, seed=1).erfinv() * 2**0.5",
     "bernoulli": "(fd.ops.uniform(p.shape, seed=1) < p).float()",
+    "gumbel_softmax": "(x - (-fd.ops.uniform(x.shape, 1e-7, seed=1).log()).log()).softmax(-1)",
+    "multinomial": "(p / fd.ops.uniform(p.shape, 1e-7, seed=1).log()).argsort(-1)",
 }
 
-#: Names that torch gives what has another one in a definition.
-_OTHER_NAMES = {"__getitem__": "index_select", "take_along_dim": "gather", "row_stack": "vstack"}
+_COUNT = "how many elements it has is known only when the program runs"
+_NO_TENSOR = "a handle stands for a tensor that does not exist yet"
+_LOOK = "make it an output, and look at what a run returns"
+_NO_DEVICE = "each rank has its part on a device of its own"
+_MESH = "leave it out: the mesh says which ranks, and each rank its device"
+_NO_GRADIENT = "gradients are values of the definition: (dx,) = mf.grad(y, [x])"
+_KEPT = "where(mask, x, other) keeps the shape"
+_OUTSIDE = "compute it outside of the program, and make it an input"
+
+#: name -> (why there is no such operation, what to do).
+REASONS: dict[str, tuple[str, str]] = {
+    **dict.fromkeys(("masked_select", "nonzero", "argwhere"), (_COUNT, _KEPT)),
+    **dict.fromkeys(
+        ("unique", "unique_consecutive"), (_COUNT, "sort puts equal elements side by side")
+    ),
+    "bincount": (_COUNT, f"for example {REPLACEMENTS['bincount']}"),
+    **{
+        name: ("random numbers depend on a seed that you choose", f"for example {text}")
+        for name, text in DRAWN.items()
+    },
+    "as_strided": (
+        "where a value lies in memory is open until the program is lowered",
+        "reshape, permute, unfold or diagonal",
+    ),
+    **dict.fromkeys(
+        (
+            "svd",
+            "linalg_svd",
+            "svdvals",
+            "eig",
+            "eigh",
+            "qr",
+            "lu",
+            "lstsq",
+            "fft_fft",
+            "fft",
+            "linalg_inv",
+            "inverse",
+            "linalg_solve",
+            "linalg_cholesky",
+            "cholesky",
+        ),
+        ("there is no operation of the same meaning", _OUTSIDE),
+    ),
+    **dict.fromkeys(("item", "tolist", "numpy", "data_ptr", "data"), (_NO_TENSOR, _LOOK)),
+    **dict.fromkeys(
+        ("stride", "is_contiguous"), (_NO_TENSOR, "x.contiguous() asks for a memory order")
+    ),
+    **dict.fromkeys(("device", "cuda", "cpu", "is_cuda"), (_NO_DEVICE, _MESH)),
+    **dict.fromkeys(
+        ("backward", "grad", "requires_grad", "requires_grad_", "grad_fn"),
+        (_NO_GRADIENT, "name the inputs in mf.grad"),
+    ),
+    "__getitem__": (
+        "operands are values of the definition and numbers",
+        "make the tensor an input with fd.define_tensor, or a constant with fd.ops.tensor",
+    ),
+    "_scaled_mm": (
+        "there is no operation of the same meaning",
+        "(x.to(torch.bfloat16) @ y.to(torch.bfloat16)) * scale",
+    ),
+}
 
 
 def hint_for(name: str) -> str:
     """Return what to write instead of something of torch that has this name."""
-    name = _OTHER_NAMES.get(name, name)
-    found = REPLACEMENTS.get(name) or DRAWN.get(name)
+    if name in REASONS:
+        return REASONS[name][1]
+    found = REPLACEMENTS.get(name)
     return f"for example {found}" if found else "docs/operations.md lists what there is"
+
+
+def reason_for(name: str) -> str:
+    """Return why there is no operation of this name."""
+    return REASONS.get(name, ("there is no operation of the same meaning", ""))[0]

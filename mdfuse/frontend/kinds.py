@@ -105,7 +105,7 @@ def _handle(x: Any) -> Any:
 
 
 def _tensors(x: Any) -> Any:
-    if isinstance(x, str | bytes | Mapping):
+    if isinstance(x, str | bytes | Mapping | Handle):
         return _REFUSED
     try:
         return _all(_handle, x)
@@ -149,6 +149,9 @@ _VALUE_OR_NONE = _kind(
     _N,
 )
 _TENSORS = _kind("a list of values of the fusion", _tensors)
+_TENSOR_OR_SEVERAL = _kind(
+    "a value of the fusion, or a list of them", _or(_handle, _tensors), Handle
+)
 _INTEGER = _kind("an integer", _integer, int)
 _INTEGER_OR_NONE = _kind("an integer, or None", _or(_none, _integer), int, _N)
 _NUMBER = _kind("a number", _setting, int, float)
@@ -166,6 +169,7 @@ _DIM = _kind(
     _N,
 )
 _FLAG = _kind("True or False", _flag, bool)
+_FLAG_OR_NONE = _kind("True, False or None", _or(_none, _flag), bool, _N)
 _DTYPE = _kind("a torch dtype", _is(torch.dtype), torch.dtype)
 _DTYPE_OR_NONE = _kind("a torch dtype, or None", _is(torch.dtype, _N), torch.dtype, _N)
 _TEXT = _kind("a string", _is(str), str)
@@ -178,50 +182,119 @@ _ANYTHING = _kind("anything", lambda x: x, Handle, int, float, bool, list, tuple
 KINDS: dict[str, Kind] = {
     **dict.fromkeys(
         ("x", "condition", "mask", "tensor", "tensor1", "tensor2", "mat1", "mat2", "mat", "vec",
-         "vec2", "batch1", "batch2", "indices", "query", "key", "target", "end"),
+         "vec2", "batch1", "batch2", "indices", "query", "key", "target", "end", "test_elements",
+         "values", "boundaries", "src", "source", "x1", "x2", "w_ih", "w_hh", "in_proj_weight",
+         "out_proj_weight", "anchor", "positive", "negative", "grid"),
         _TENSOR,
     ),
-    **dict.fromkeys(("weight", "bias", "attn_mask"), _TENSOR_OR_NONE),
+    **dict.fromkeys(
+        ("weight", "bias", "attn_mask", "prepend", "append", "running_mean", "running_var", "b_ih",
+         "b_hh", "per_sample_weights", "in_proj_bias", "bias_k", "bias_v", "out_proj_bias",
+         "key_padding_mask", "pos_weight"),
+        _TENSOR_OR_NONE,
+    ),
     **dict.fromkeys(("other", "fill_value", "alpha", "beta", "value"), _VALUE),
     **dict.fromkeys(("min", "max"), _VALUE_OR_NONE),
     "tensors": _TENSORS,
     **dict.fromkeys(
         ("dim0", "dim1", "start_dim", "end_dim", "start", "length", "index", "chunks", "more",
-         "k", "ignore_index"),
+         "k", "ignore_index", "dimension", "size", "step", "n", "upscale_factor",
+         "downscale_factor", "diagonal", "offset", "dim2", "num_classes", "bins", "zero_point",
+         "quant_min", "quant_max", "embed_dim_to_check", "num_heads", "num_groups", "groups",
+         "steps", "rows", "columns"),
         _INTEGER,
     ),
     **dict.fromkeys(
-        ("shape", "repeats", "split_size", "source", "destination", "order"),
+        ("shape", "repeats", "split_size", "destination", "order", "indices_or_sections",
+         "shifts", "dilation", "output_padding", "kernel_size"),
         _INTEGERS,
     ),
-    **dict.fromkeys(("sizes", "start_indices", "end_indices", "broadcast_dims"), _LIST),
-    **dict.fromkeys(("normalized_shape", "dims"), _INTEGERS_OR_NONE),
+    **dict.fromkeys(("sizes", "start_indices", "end_indices", "broadcast_dims", "pad"), _LIST),
+    **dict.fromkeys(("normalized_shape", "dims", "stride"), _INTEGERS_OR_NONE),
+    **dict.fromkeys(("padding_idx", "m", "divisor_override"), _INTEGER_OR_NONE),
     "strides": _kind("a list of integers, or None", _or(_none, _LIST.take), _N),
     "dim": _DIM,
     **dict.fromkeys(
         ("nan", "p", "negative_slope", "threshold", "min_val", "max_val", "low", "high",
-         "dropout_p", "label_smoothing"),
+         "dropout_p", "label_smoothing", "rtol", "atol", "lambd", "q", "maxnorm", "momentum",
+         "delta", "margin"),
         _NUMBER,
     ),
     **dict.fromkeys(("posinf", "neginf", "eps", "scale", "correction"), _NUMBER_OR_NONE),
     **dict.fromkeys(("keepdim", "is_causal", "enable_gqa", "training", "largest", "sorted",
-                     "descending", "stable"), _FLAG),
-    "unbiased": _kind("True, False or None", _or(_none, _flag), bool, _N),
+                     "descending", "stable", "assume_unique", "invert", "out_int32", "right",
+                     "equal_nan", "sparse_grad", "include_self", "accumulate", "use_input_stats",
+                     "add_zero_attn", "need_weights", "average_attn_weights", "log_target",
+                     "swap", "log_input", "full", "ceil_mode", "return_indices",
+                     "count_include_pad", "antialias"), _FLAG),
+    **dict.fromkeys(("unbiased", "align_corners", "recompute_scale_factor"), _FLAG_OR_NONE),
     "dtype": _DTYPE_OR_NONE,
-    **dict.fromkeys(("approximate", "reduction"), _TEXT),
-    "rounding_mode": _TEXT_OR_NONE,
+    **dict.fromkeys(
+        ("approximate", "reduction", "mode", "interpolation", "padding_mode", "indexing",
+         "equation"),
+        _TEXT,
+    ),
+    **dict.fromkeys(("rounding_mode", "side", "reduce"), _TEXT_OR_NONE),
+    "ord": _kind("a number, or a string", _or(_number, _is(str)), int, float, str),
+    "padding": _kind(
+        "an integer, a list of integers, or a string", _or(_is(str), _several(_integer)), int, str
+    ),
+    "output_size": _kind(
+        "an integer, a list of integers, or None",
+        _or(_none, _several(_or(_none, _integer))), int, _N,
+    ),
+    "scale_factor": _kind(
+        "a number, a list of numbers, or None", _or(_none, _several(_number)), int, float, _N
+    ),
     "seed": _VALUE,
-    **dict.fromkeys(("mesh", "layout", "data"), _ANYTHING),
+    **dict.fromkeys(("mesh", "layout", "data", "hx"), _ANYTHING),
 }  # fmt: skip
 
 #: (operation, parameter) -> its kind, where it is not that of all others.
 _SPECIAL: dict[tuple[str, str], Kind] = {
     **{(name, "x"): _VALUE for name in ("add", "sub", "rsub", "div", "where")},
     ("cast", "dtype"): _DTYPE,
+    **{("movedim", key): _INTEGERS for key in ("source", "destination")},
+    **{
+        (name, key): _TENSOR
+        for name in ("index_select", "gather", "scatter", "scatter_add", "scatter_reduce",
+                     "index_add", "index_copy", "index_fill", "take")
+        for key in ("index", "src", "source")
+    },
+    ("scatter", "src"): _VALUE,
+    **{("index_put", key): kind for key, kind in (("indices", _TENSORS), ("values", _TENSOR))},
+    **{("slice_scatter", key): _INTEGER_OR_NONE for key in ("start", "end")},
+    **{("histc", key): _NUMBER for key in ("min", "max")},
+    **{("linspace", key): _NUMBER for key in ("start", "end")},
+    ("threshold", "value"): _NUMBER,
+    ("celu", "alpha"): _NUMBER,
+    ("local_response_norm", "alpha"): _NUMBER,
+    ("local_response_norm", "beta"): _NUMBER,
+    ("local_response_norm", "k"): _NUMBER,
+    **{(name, "beta"): _NUMBER for name in ("smooth_l1_loss",)},
+    ("fake_quantize_per_tensor_affine", "scale"): _NUMBER,
+    ("pad", "value"): _NUMBER_OR_NONE,
+    ("interpolate", "size"): _INTEGERS_OR_NONE,
+    ("tensordot", "dims"): _ANYTHING,
+    **{(name, "output_size"): _INTEGERS for name in ("col2im",)},
+    **{(name, "tensors"): _TENSOR_OR_SEVERAL for name in (
+        "atleast_1d", "atleast_2d", "atleast_3d", "meshgrid", "broadcast_tensors", "chain_matmul",
+    )},
+    ("einsum", "operands"): _TENSOR_OR_SEVERAL,
+    **{(name, "dims"): _INTEGERS for name in ("flip", "tile")},
+    ("rot90", "dims"): _LIST,
+    ("block_diag", "tensors"): _TENSOR,
+    **{(name, "weight"): _TENSOR for name in (
+        "prelu", "bilinear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
+        "conv_transpose3d", "embedding_bag",
+    )},
+    ("multi_head_attention_forward", "value"): _TENSOR,
+    **{(name, "hx"): _TENSOR for name in ("gru_cell", "rnn_tanh_cell", "rnn_relu_cell")},
     ("uniform", "dtype"): _DTYPE,
     **{
         (name, "other"): _TENSOR
-        for name in ("expand_as", "reshape_as", "type_as", "matmul", "view_as")
+        for name in ("expand_as", "reshape_as", "type_as", "matmul", "view_as", "cross", "inner",
+                     "isclose", "kron", "vdot", "tensordot")
     },
     ("permute", "dims"): _INTEGERS,
     ("broadcast_in_dim", "shape"): _LIST,
@@ -247,11 +320,17 @@ _SPECIAL: dict[tuple[str, str], Kind] = {
         for name in ("max", "min")
     },
     **{(name, key): _INTEGER_OR_NONE for name in ("argmax", "argmin") for key in ("dim", "dims")},
+    **{(name, "dim"): _INTEGER_OR_NONE
+       for name in ("median", "nanmedian", "quantile", "aminmax", "take_along_dim", "cross")},
     **{
         (name, "dim"): _INTEGER
         for name in ("unsqueeze", "unflatten", "select", "narrow", "split", "chunk", "unbind",
                      "cat", "stack", "softmax", "log_softmax", "softmin", "glu",
-                     "topk", "sort", "argsort")
+                     "topk", "sort", "argsort", "cumsum", "cumprod", "logcumsumexp", "cummax",
+                     "cummin", "kthvalue", "mode", "renorm", "diff", "tensor_split",
+                     "cosine_similarity", "index_select", "gather", "scatter", "scatter_add",
+                     "scatter_reduce", "index_add", "index_copy", "index_fill", "slice_scatter",
+                     "select_scatter")
     },
     ("repeat_interleave", "dim"): _INTEGER_OR_NONE,
     ("repeat_interleave", "repeats"): _INTEGER,
@@ -380,6 +459,12 @@ def refused(name: str, key: str, x: Any, kind: Kind) -> DefinitionError:
     """Return the error for an argument of another kind."""
     if "value" in kind.words and not isinstance(x, Handle):
         return no_value(name, x)
+    if isinstance(x, Handle) and kind is _TENSORS:
+        return DefinitionError(
+            f"{name}: {key} is %{x.name}, one value",
+            because=f"{key} is {kind.words}",
+            hint="[x], or x.unbind(0) for the places of its first dim",
+        )
     if isinstance(x, Handle):
         return DefinitionError(
             f"{name}: {key} is %{x.name}, a value of the fusion",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from mdfuse.errors import DefinitionError
-from mdfuse.frontend.hints import hint_for
+from mdfuse.frontend.hints import REASONS, hint_for, reason_for
 from mdfuse.frontend.plain import brief, plain_number
 
 if TYPE_CHECKING:
@@ -92,6 +92,10 @@ class Methods:
     __and__, __rand__ = _operator("bitwise_and"), _operator("bitwise_and", True)
     __or__, __ror__ = _operator("bitwise_or"), _operator("bitwise_or", True)
     __xor__, __rxor__ = _operator("bitwise_xor"), _operator("bitwise_xor", True)
+    __lshift__, __rlshift__ = _operator("bitwise_left_shift"), _operator("bitwise_left_shift", True)
+    __rshift__, __rrshift__ = (
+        _operator("bitwise_right_shift"), _operator("bitwise_right_shift", True)
+    )  # fmt: skip
     __lt__, __le__, __gt__, __ge__ = map(_operator, ("lt", "le", "gt", "ge"))
     __eq__ = _operator("eq")  # type: ignore[assignment]
     __ne__ = _operator("ne")  # type: ignore[assignment]
@@ -116,9 +120,13 @@ class Methods:
         )
 
     def __iter__(self) -> Any:
-        raise DefinitionError(
-            f"%{self.name} cannot be iterated", hint="index it: x[0], x[1], …, or x.unbind(0)"
-        )
+        if not self.shape:
+            raise DefinitionError(
+                f"%{self.name} cannot be iterated",
+                because="it has no dims",
+                hint="the value itself",
+            )
+        return iter(self._call("unbind", 0))
 
     def __setitem__(self, index: Any, value: Any) -> None:
         raise DefinitionError(
@@ -131,14 +139,14 @@ class Methods:
         """Raise an error that says what to use instead of a missing attribute."""
         if name.startswith("_") or hasattr(type(self), name):  # a slot that is not set yet
             raise AttributeError(name)
-        if name.endswith("_"):
+        if name.endswith("_") and name not in REASONS:
             raise UnknownOperation(
                 f"%{self.name}.{name} writes into a value",
                 because="a value of a fusion is computed once",
                 hint=f"x = x.{name.rstrip('_')}(...)",
             )
         raise UnknownOperation(
-            f"%{self.name} has no {name!r}", because=_ABSENT.get(name), hint=hint_for(name)
+            f"%{self.name} has no {name!r}", because=reason_for(name), hint=hint_for(name)
         )
 
     # -- facts -----------------------------------------------------------------------------------
@@ -210,12 +218,33 @@ class Methods:
         """The last two dims swapped."""
         return self._call("transpose", -2, -1)
 
+    @property
+    def H(self) -> Handle:
+        """A matrix with its dims swapped; of complex numbers their conjugates."""
+        if self.ndim not in (0, 2):
+            raise DefinitionError(
+                f"%{self.name}.H", because="it is about matrices", hint="x.mH for batches of them"
+            )
+        return self.mH if self.ndim else self._call("set")
+
+    @property
+    def mH(self) -> Handle:
+        """The last two dims swapped; of complex numbers their conjugates."""
+        return self._call("transpose", -2, -1)._call("conj")
+
     # -- numbers ---------------------------------------------------------------------------------
+
+    def type(self, dtype: Any) -> Handle:
+        """`x.to(dtype)`."""
+        return self.to(dtype)
 
     def to(self, dtype: Any = None, *more: Any, **settings: Any) -> Handle:
         """Another dtype (or that of another value); the value itself where it is that already."""
         if not isinstance(dtype, torch.dtype) and isinstance(dtype, Methods):
             dtype = dtype.dtype
+        if settings.get("memory_format") == torch.channels_last and self.ndim == 4 and not more:
+            self = self._call("stride_order", (3, 0, 2, 1))
+            dtype, settings = self.dtype if dtype is None else dtype, {}
         if not isinstance(dtype, torch.dtype) or more or settings:
             raise DefinitionError(
                 f"%{self.name}.to({', '.join(map(str, (dtype, *more, *settings)))})",
@@ -229,17 +258,6 @@ class Methods:
         result: Handle = OPERATIONS["where"](condition, self, other)
         return result
 
-
-#: What torch's tensors have and handles cannot have, and why.
-_NO_TENSOR = "a handle stands for a tensor that does not exist yet"
-_NO_DEVICE = "each rank has its part on a device of its own"
-_NO_GRADIENT = "gradients are values of the definition: (dx,) = mf.grad(y, [x])"
-_ABSENT = {
-    **dict.fromkeys(("item", "tolist", "numpy", "data_ptr", "nonzero", "unique"), _NO_TENSOR),
-    **dict.fromkeys(("stride", "is_contiguous", "data"), _NO_TENSOR),
-    **dict.fromkeys(("device", "cuda", "cpu", "is_cuda"), _NO_DEVICE),
-    **dict.fromkeys(("backward", "grad", "requires_grad", "grad_fn"), _NO_GRADIENT),
-}
 
 #: Methods that are named after a dtype.
 _DTYPES = {

@@ -17,7 +17,8 @@ from torch.overrides import resolve_name
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend import ops
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.hints import hint_for
+from mdfuse.frontend.hints import hint_for, reason_for
+from mdfuse.frontend.torch_adapters import ADAPTED
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -26,6 +27,14 @@ _NAMESPACES = (torch, torch.nn.functional, torch.Tensor)
 
 #: Operations whose name means something else in torch, or whose arguments do.
 _OTHER_MEANING = {"dropout", "set", "slice", "broadcast", "cast", "index", "uniform"}
+
+#: Operations that mean what torch.nn.functional calls so: torch's own function takes a reduction
+#: as a number, or gives more.
+_FUNCTIONAL = {
+    "binary_cross_entropy_with_logits", "kl_div", "triplet_margin_loss", "margin_ranking_loss",
+    "hinge_embedding_loss", "cosine_embedding_loss", "poisson_nll_loss", "batch_norm",
+    "instance_norm", "adaptive_max_pool1d", "embedding_bag",
+}  # fmt: skip
 
 #: Functions with another name than the operation.
 _RENAMED: dict[Callable[..., Any], str] = {
@@ -38,6 +47,14 @@ _RENAMED: dict[Callable[..., Any], str] = {
     torch.arccos: "acos",
     torch.arcsin: "asin",
     torch.arctan: "atan",
+    torch.special.i1: "i1",
+    torch.special.i0: "i0",
+    torch.special.sinc: "sinc",
+    torch.special.logit: "logit",
+    torch.special.xlogy: "xlogy",
+    torch.special.gammaln: "lgamma",
+    torch.special.digamma: "digamma",
+    torch.special.erfinv: "erfinv",
 }
 
 #: Functions that ask for a fact: what answers.
@@ -58,7 +75,7 @@ def equals() -> dict[Any, str]:
         getattr(space, name): name
         for space in _NAMESPACES
         for name in names
-        if hasattr(space, name)
+        if hasattr(space, name) and not (space is torch and name in _FUNCTIONAL)
     }
     del found[torch.embedding]  # it takes the table first
     return found | _RENAMED
@@ -68,11 +85,13 @@ def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
     """Call the operation for a function of torch that was called with a handle."""
     if func in _FACTS:
         return _FACTS[func](*args)
-    name = equals().get(func)
-    if name is None:
+    adapted, name = ADAPTED.get(func), equals().get(func)
+    if adapted is None and name is None:
         raise _unknown(func)
     _refuse_tensors(func, (*args, *kwargs.values()))
-    operation = ops.BY_NAME[name]
+    if adapted is not None:
+        return adapted(*args, **kwargs)
+    operation = ops.BY_NAME[str(name)]
     given, settings = _as_ours(func, operation, args, kwargs)
     _check(func, operation, given, settings)
     return operation(*given, **settings)
@@ -144,8 +163,7 @@ def _name(func: Callable[..., Any]) -> str:
 
 
 def _unknown(func: Callable[..., Any]) -> DefinitionError:
+    name = str(getattr(func, "__name__", func))
     return DefinitionError(
-        f"{_name(func)} of a value of a fusion",
-        because="there is no operation of the same meaning",
-        hint=hint_for(str(getattr(func, "__name__", func))),
+        f"{_name(func)} of a value of a fusion", because=reason_for(name), hint=hint_for(name)
     )

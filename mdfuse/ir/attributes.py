@@ -64,6 +64,18 @@ def _is_count(x: Any, n: int | None) -> bool:
     return _is_int(x) and x > 0
 
 
+def _are_counts(x: Any, n: int | None) -> bool:
+    return _are_ints(x) and all(k >= 0 for k in x)
+
+
+def _are_labels(x: Any, n: int | None) -> bool:
+    return _are_ints(x) and len({*x}) == len(x) and all(0 <= k < 52 for k in x)
+
+
+def _is_place(x: Any, n: int | None) -> bool:
+    return _is_int(x) and 0 <= x < 64
+
+
 def _is_extent(x: Any, n: int | None) -> bool:
     return _is_int(x) and x >= 0
 
@@ -157,6 +169,9 @@ _KINDS: dict[str, tuple[str, Check]] = {
     "int": ("an integer", _is_int),
     "numbers": ("a list of numbers", _are_numbers),
     "count": ("a number from 1 on", _is_count),
+    "counts": ("a list of numbers from 0 on", _are_counts),
+    "labels": ("a list of different labels from 0 to 51", _are_labels),
+    "place": ("a dim counted from 0", _is_place),
     "extent": ("a number from 0 on", _is_extent),
     "index": ("an index expression", _is_index),
     "number": ("a number", _is_number),

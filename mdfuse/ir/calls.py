@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,11 @@ from mdfuse import torch_private
 def cast(x: Tensor, *, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """Return a copy in another dtype."""
     return x.to(dtype, copy=True) if out is None else out.copy_(x)
+
+
+def polygamma(x: Tensor, *, n: int, out: Tensor | None = None) -> Tensor:
+    """Return the n-th derivative of digamma."""
+    return torch.polygamma(n, x, out=out)
 
 
 def cat(*xs: Tensor, dim: int, out: Tensor | None = None) -> Tensor:
@@ -61,6 +66,17 @@ def lookup(indices: Tensor, table: Tensor, *, part: tuple[int, int, int] | None 
     here = (indices >= start) & (indices < stop)
     rows = _F.embedding((indices - start).clamp(0, stop - start - 1), table)
     return torch.where(here.unsqueeze(-1), rows, 0)
+
+
+def running(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return cummax or cummin: the extreme so far along a dim, and where it stood last."""
+    function = getattr(torch, name)
+
+    def call(x: Tensor, *, dim: int) -> tuple[Tensor, Tensor]:
+        values, indices = function(x, dim)
+        return values, indices
+
+    return call
 
 
 def top(x: Tensor, *, k: int, dim: int, smallest: bool = False) -> tuple[Tensor, Tensor]:

@@ -87,6 +87,25 @@ def ranked(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
     return replace(labels, results=labels.results * 2)
 
 
+def without_last(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
+    """Label a tensor whose last dim goes, and must be whole."""
+    labels = tuple(range(len(result)))
+    return DimMap(operands=((*labels, None),), results=(labels,))
+
+
+def with_last(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
+    """Label a tensor that gets a last dim, which is whole."""
+    labels = tuple(range(len(result) - 1))
+    return DimMap(operands=(labels,), results=((*labels, None),))
+
+
+def flip(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
+    """Label a tensor turned round along dims: these must be whole, all others may be split."""
+    turned = {d % len(result) for d in attrs["dims"]}
+    labels = tuple(None if d in turned else d for d in range(len(result)))
+    return DimMap(operands=(labels,), results=(labels,))
+
+
 def permute(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
     """Label a permutation: each label moves with its dim."""
     ndim = len(result)

@@ -125,7 +125,7 @@ def on_few_elements(op: Op, samples: Iterable[Sample], attrs: Mapping[str, Any])
     few: dict[str, Any] = {a.name: a for a in op.attrs if not a.is_local}
     few = {k: few[k].for_few(v) for k, v in attrs.items() if k in few}
     ones = (torch.ones((2,) * x[1], dtype=x[0]) if isinstance(x, tuple) else x for x in samples)
-    return op.call(*ones, **few)
+    return (op.few or op.call)(*ones, **few)
 
 
 def inferred(

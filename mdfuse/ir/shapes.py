@@ -75,6 +75,29 @@ def along(shapes: Shapes, attrs: Attrs) -> Shape:
     return shape
 
 
+def without_last(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Return the shape of the operand without its last dim, of extent 2."""
+    (shape,) = _present(shapes)
+    _equal(shape[-1], 2)
+    return shape[:-1]
+
+
+def with_last(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Return the shape of the operand with one more dim, of extent 2."""
+    (shape,) = _present(shapes)
+    return (*shape, 2)
+
+
+def flipped(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Return the shape of the operand, which must have the dims, each once."""
+    (shape,) = _present(shapes)
+    if any(not -len(shape) <= d < len(shape) for d in attrs["dims"]):
+        raise ValueError(f"{shape} lacks some of the dims {attrs['dims']}")
+    if len({d % len(shape) for d in attrs["dims"]}) < len(attrs["dims"]):
+        raise ValueError(f"the dims {attrs['dims']} are not different")
+    return shape
+
+
 def ranked(shapes: Shapes, attrs: Attrs) -> tuple[Shape, Shape]:
     """Return twice the operand's shape, whose dim has k elements where that is said."""
     shape, k = along(shapes, attrs), attrs.get("k")

@@ -108,6 +108,7 @@ class Context:
         given: outputs for which the caller passed a buffer.
         allocated: names whose buffer an `alloc` made, and in which memory.
         expanded: name -> the dims of it that `expand` made.
+        parts: name -> the chunks whose parts are added up in its buffer, while some are missing.
         storage: name -> the name whose memory it shares; names with memory of their own are absent.
         updated: names that may share memory with what is written again after it was bound.
         host_values: which names stand for numbers of a run, or for host memory.
@@ -134,6 +135,7 @@ class Context:
     given: set[str] = field(default_factory=set)
     allocated: dict[str, str] = field(default_factory=dict)
     expanded: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    parts: dict[str, frozenset[int]] = field(default_factory=dict)
     storage: dict[str, str] = field(default_factory=dict)
     updated: frozenset[str] = frozenset()
     host_values: HostValues = field(init=False)

@@ -40,7 +40,7 @@ class IndexChecks:
         assert isinstance(table, str)
         given, made = context.ref(indices), SlotRef(context.new_slot())
         part = i.kwargs.get("part")
-        rows = part[2] if part is not None else context.type(table).shape[0]
+        rows = part[2] if part is not None else context.type(table).shape[i.kwargs.get("along", 0)]
         look = partial(self._look, rows, partial(_out_of_range, i, table, rows, context))
         first = Line(run=look, args=(given,), into=made.slot)
         rest = [

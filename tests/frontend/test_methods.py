@@ -104,8 +104,7 @@ WRONG: dict[str, tuple[Typed, tuple[str, ...]]] = {
     "list place": (lambda ops, x: [1, 2][x], ("operator.index(%x)",)),
     "if": (lambda ops, x: 1 if x > 0 else 2, ("truth", "where")),
     "not": (lambda ops, x: not x, ("truth",)),
-    "iteration": (lambda ops, x: list(x), ("%x cannot be iterated", "unbind")),
-    "unpacking": (lambda ops, x: F.relu(*x), ("%x cannot be iterated",)),
+    "iteration": (lambda ops, x: list(x.sum()), ("cannot be iterated", "no dims")),
     "len of a scalar": (lambda ops, x: len(x.sum()), ("len(", "no dims")),
     "item": (lambda ops, x: x.item(), ("no 'item'", "does not exist yet")),
     "numpy": (lambda ops, x: x.numpy(), ("no 'numpy'",)),
@@ -113,11 +112,12 @@ WRONG: dict[str, tuple[Typed, tuple[str, ...]]] = {
     "device": (lambda ops, x: x.device, ("no 'device'",)),
     "backward": (lambda ops, x: x.backward(), ("forward only",)),
     "misspelled": (lambda ops, x: x.squeze(0), ("no 'squeze'", "docs/operations.md")),
-    "cumsum": (lambda ops, x: x.cumsum(0), ("no 'cumsum'", "docs/operations.md")),
+    "unique": (lambda ops, x: x.unique(), ("no 'unique'", "only when the program runs", "sort")),
+    "mask": (lambda ops, x: x[x > 0], ("%x[mask]", "only when the program runs", "where")),
     "topk of too many": (lambda ops, x: x.topk(5), ("with k=5", "4 elements", "from 0 to 4")),
     "topk of fewer than none": (lambda ops, x: ops.topk(x, -1, 0), ("k=-1", "5 elements")),
     "sort along no dim": (lambda ops, x: x.sort(2), ("dims (2,)", "from -2 to 1")),
-    "tile": (lambda ops, x: torch.tile(x, (1, 2)), ("torch.tile", "x.repeat(1, 2)")),
+    "bincount": (lambda ops, x: torch.bincount(x.int()), ("torch.bincount", "one_hot(i, 4)")),
     "unheard": (lambda ops, x: x.qqqq, ("no 'qqqq'", "docs/operations.md")),
     # -- arguments
     "dim and dims": (lambda ops, x: ops.sum(x, dim=0, dims=1), ("dim=0 and dims=1", "leave one")),
@@ -129,7 +129,7 @@ WRONG: dict[str, tuple[Typed, tuple[str, ...]]] = {
     "size": (lambda ops, x: x.size(2), ("size(2)", "2 dims")),
     "slice of fractions": (lambda ops, x: x[0.5:], ("slice(0.5", "slice of integers")),
     "slice to a value": (lambda ops, x: x[: x.sum()], ("slice of integers",)),
-    "tensor as an index": (lambda ops, x: x[torch.tensor([0])], ("tensor([0])", "embedding")),
+    "tensor as an index": (lambda ops, x: x[torch.tensor([0])], ("tensor([0])", "fd.ops.tensor")),
     "a step of zero": (lambda ops, x: x[::0], ("positive",)),
     "rounding": (lambda ops, x: x.div(2, rounding_mode="up"), ("'up'", "floor")),
     "fraction into integers": (
@@ -169,14 +169,14 @@ WRONG: dict[str, tuple[Typed, tuple[str, ...]]] = {
         lambda ops, x: F.cross_entropy(x, x.argmax(1), label_smoothing=2), ("from 0 to 1",)),
     "weights of classes": (
         lambda ops, x: F.cross_entropy(x, x.argmax(1), x[0]), ("cross_entropy",)),
-    "a value instead of a list": (lambda ops, x: torch.stack(x), ("cannot be iterated",)),
+    "a value instead of a list": (lambda ops, x: torch.stack(x), ("one value", "x.unbind(0)")),
     "a tensor to be": (lambda ops, x: torch.tensor(x), ("len(", "a tensor that exists")),
     "a numpy array": (lambda ops, x: np.ones(4) * x, ("ndarray is no operand",)),
     # -- functions of torch
-    "cummax": (lambda ops, x: torch.cummax(x, 0), ("torch.cummax", "no operation")),
+    "svd": (lambda ops, x: torch.linalg.svd(x), ("linalg_svd", "no operation", "make it an input")),
     "one dim of several": (lambda ops, x: ops.sum(x, dim=()), ("dim = ()", "dims=()")),
     "dropout": (lambda ops, x: F.dropout(x), ("torch.nn.functional.dropout", "seed=")),
-    "einsum": (lambda ops, x: torch.einsum("ij->i", x), ("einsum",)),
+    "einsum": (lambda ops, x: torch.einsum("ijk->i", x), ("einsum('ijk->i')", "'ijk' stands for")),
     "out": (lambda ops, x: torch.exp(x, out=x), ("torch.exp", "'out'")),
     "axis": (lambda ops, x: torch.sum(x, axis=1), ("torch.sum", "'axis'", "dim")),
     "function of a tensor": (
@@ -187,7 +187,7 @@ WRONG: dict[str, tuple[Typed, tuple[str, ...]]] = {
     "tensor on the left": (lambda ops, x: torch.ones(4) - x, ("Tensor", "define_tensor")),
     "tensor on the right": (lambda ops, x: x * torch.ones(4), ("Tensor", "define_tensor")),
     "a module": (lambda ops, x: torch.nn.Linear(4, 2)(x), ("Parameter", "define_tensor")),
-    "index of a tensor": (lambda ops, x: torch.ones(4)[x.int(),], ("__getitem__", "embedding")),
+    "index of a tensor": (lambda ops, x: torch.ones(4)[x.int(),], ("__getitem__", "define_tensor")),
 }  # fmt: skip
 
 
@@ -206,7 +206,7 @@ def test_an_unknown_attribute_is_an_attribute_error() -> None:
     """So that `hasattr` says what it should."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([5, 4])
-    assert not hasattr(x, "cumsum") and not hasattr(x, "__array__") and hasattr(x, "softmax")
+    assert not hasattr(x, "unique") and not hasattr(x, "__array__") and hasattr(x, "softmax")
 
 
 def test_in_place_operators_bind_a_new_value() -> None:

@@ -72,6 +72,7 @@ def attempt(function: Callable[..., Any], x: Any, args: Any, kwargs: Any) -> Any
         except (
             TypeError,
             AttributeError,
+            ValueError,
         ) as error:  # torch's, before it asks the handle
             if any(PACKAGE in f.filename for f in traceback.extract_tb(error.__traceback__)):
                 raise
@@ -86,7 +87,8 @@ def attempt(function: Callable[..., Any], x: Any, args: Any, kwargs: Any) -> Any
         NotImplementedError,
         KeyError,
         AttributeError,  # torch.nn.functional asks a number for what tensors have,
-        AssertionError,  # and asserts
+        AssertionError,  # and asserts,
+        ZeroDivisionError,  # and divides
     ):
         return None
 
@@ -129,7 +131,12 @@ def is_same(found: Any, want: Any) -> bool:
     return bool(found == want)
 
 
-@pytest.mark.parametrize("name", SPELLINGS)
+#: Where torch leaves the result open: what is not in order is searched, what is not written is
+#: read, and equal elements have some order.
+OPEN = ("searchsorted", "bucketize", "empty_like", "new_empty", "kthvalue")
+
+
+@pytest.mark.parametrize("name", [n for n in SPELLINGS if n.split(".")[-1] not in OPEN])
 def test_what_both_take_is_the_same(name: str) -> None:
     tried = [(args, {}) for args in ARGUMENTS] + [((), kwargs) for kwargs in KEYWORDS]
     wrong = [line for kind in INPUTS for line in compare(name, kind, tried)]

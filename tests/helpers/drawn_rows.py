@@ -43,8 +43,8 @@ def drawn_attr(drawn: random.Random, a: Attr, operand: Shape | None) -> Any:
 
 def drawn_call(drawn: random.Random, row: Op) -> tuple[list[Any], dict[str, Any]]:
     """Operands and attributes; many of the operands have one shape, or the same last dims."""
-    if row.name in _GRADIENTS:
-        return _GRADIENTS[row.name](drawn)
+    if row.name in _DRAWN:
+        return _DRAWN[row.name](drawn)
     least, most = row.operands
     first, found = drawn_shape(drawn), []
     for at in range(drawn.randint(least, least + 2 if most is None else most)):
@@ -95,7 +95,81 @@ def _slice_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
                               (("shape", shape), ("starts", starts), ("steps", steps))}  # fmt: skip
 
 
-_GRADIENTS = {
+def _sum_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
+    """What has an index in the place of a dim, and mostly fits."""
+    shape, indices = (*drawn_shape(drawn, 2), 3), drawn_shape(drawn, 2)
+    dim = drawn.randrange(len(shape))
+    ct = (*shape[:dim], *indices, *shape[dim + 1 :]) if drawn.random() < 0.7 else drawn_shape(drawn)
+    given = [torch.zeros(indices, dtype=torch.int64), torch.ones(ct)]
+    return given, {"shape": shape, "along": dim}
+
+
+def _scatter_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
+    shape = (*drawn_shape(drawn, 2), drawn.randrange(1, 4))
+    dim = drawn.randrange(len(shape) + (drawn.random() < 0.1))
+    made = tuple(drawn.randrange(1, 4) if d == dim else n for d, n in enumerate(shape))
+    src = shape if drawn.random() < 0.8 else drawn_shape(drawn)
+    reduce = drawn.choice(("sum", "prod", "max", "min"))
+    given = [torch.zeros(shape, dtype=torch.int64), torch.ones(src)]
+    return given, {"shape": made, "along": dim, "reduce": reduce}
+
+
+def _convolution_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
+    """One that fits, or mostly does."""
+    n, groups, is_transposed = drawn.randrange(1, 4), drawn.choice((1, 1, 2)), drawn.random() < 0.4
+    i, o = groups * drawn.randrange(1, 3), groups * drawn.randrange(1, 3)
+    x = (drawn.randrange(1, 3), i, *(drawn.randrange(2, 7) for _ in range(n)))
+    channels = (i, o // groups) if is_transposed else (o, i // groups)
+    weight = (*channels, *(drawn.randrange(1, 4) for _ in range(n)))
+    if drawn.random() < 0.1:
+        weight = (weight[1], weight[0], *weight[2:])
+    how = {k: tuple(drawn.randrange(low, low + 3) for _ in range(n)) for k, low in
+           (("stride", 1), ("padding", 0), ("dilation", 1))}  # fmt: skip
+    given = [torch.ones(x), torch.ones(weight)]
+    return given, {**how, "groups": groups, "transposed": is_transposed}
+
+
+def _convolution_grad_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
+    given, attrs = _convolution_call(drawn)
+    try:
+        ct = TABLE["convolution"].call(*given, **attrs)
+    except (RuntimeError, TypeError, ValueError):
+        ct = given[0]
+    return [ct, *given], attrs
+
+
+def _pool_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
+    n = drawn.randrange(1, 4)
+    x = tuple(drawn.randrange(1, 7) for _ in range(n + drawn.choice((1, 2, 2, 2))))
+    how = {k: tuple(drawn.randrange(low, low + 3) for _ in range(n)) for k, low in
+           (("kernel", 1), ("stride", 1), ("padding", 0), ("dilation", 1))}  # fmt: skip
+    return [torch.ones(x)], {**how, "ceil": drawn.random() < 0.5}
+
+
+def _contract_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
+    extents = [drawn.randrange(1, 4) for _ in range(5)]
+    left, right = (tuple(drawn.sample(range(5), drawn.randrange(4))) for _ in range(2))
+    both = sorted({*left, *right})
+    kept = tuple(drawn.sample(both, drawn.randint(0, len(both))))
+    given = [torch.ones([extents[x] for x in labels]) for labels in (left, right)]
+    if drawn.random() < 0.1 and left:
+        given[0] = torch.ones([extents[x] + 1 for x in left])
+    return given, {"left": left, "right": right, "kept": kept}
+
+
+def _complex_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
+    return [torch.ones(drawn_shape(drawn), dtype=torch.complex64)], {}
+
+
+_DRAWN = {
+    "imag": _complex_call,
+    "view_as_real": _complex_call,
+    "index_sum": _sum_call,
+    "scatter_reduce": _scatter_call,
+    "convolution": _convolution_call,
+    "convolution_grad": _convolution_grad_call,
+    "max_pool": _pool_call,
+    "contract": _contract_call,
     "attention_grad": _gradient_call,
     "embedding_grad": _lookup_call,
     "slice_grad": _slice_call,

@@ -17,9 +17,6 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
 #: How wide a line of the page is, at most.
 _WIDTH = 120
 
-#: What a reader may look for; the page says of these that they are not there, while they are not.
-_WANTED = ("cumsum", "gather", "scatter", "einsum", "flip", "roll")
-
 
 def _call(name: str) -> str:
     """An operation with its arguments: `dims` is another name of `dim`, `more` goes on."""
@@ -46,7 +43,8 @@ def _line(name: str) -> str:
 
 def _plain() -> list[str]:
     """Operations that only record a row: in the page their names are all there is to say."""
-    rows, spelled = pointwise.ROWS, ops.defined_in(pointwise)
+    rows = pointwise.ROWS
+    spelled = {name: f for family in ops.FAMILIES for name, f in ops.defined_in(family).items()}
     return sorted(name for name, f in rows.items() if spelled.get(name, f) is f)
 
 
@@ -69,13 +67,17 @@ def plain_names(operands: int) -> str:
 def page(text: str) -> str:
     """The page with its lists anew; each stands in the section that is named so."""
     families = {
-        "Elementwise": (ops.pointwise,),
-        "Reductions": (ops.reductions, ops.extremes, ops.ordering),
+        "Elementwise": (ops.pointwise, ops.special),
+        "Reductions": (ops.reductions, ops.extremes, ops.ordering, ops.scans),
         "Tensors of numbers": (ops.creations,),
-        "Shapes and the order of dims": (ops.views,),
-        "Parts": (ops.parts,),
-        "Products": (ops.products,),
-        "Neural networks": (ops.neural,),
+        "Shapes and the order of dims": (ops.views, ops.moves),
+        "Parts": (ops.parts, ops.joining),
+        "Triangles, diagonals, classes": (ops.masks,),
+        "By tensors of indices": (ops.lookups,),
+        "Products": (ops.products, ops.einsums, ops.distances),
+        "Neural networks": (ops.neural, ops.norms, ops.cells),
+        "Losses": (ops.losses,),
+        "Convolutions and images": (ops.convolutions, ops.resampling),
         "Random numbers": (ops.draws,),
     }
     assert {f for found in families.values() for f in found} == {*ops.FAMILIES}
@@ -88,9 +90,7 @@ def page(text: str) -> str:
         before, heading, rest = text.partition(start)
         rest = rest.partition(".\n")[2]
         text = before + _wrapped(f"{start}{plain_names(operands)}.") + "\n" + rest
-    before, heading, rest = text.partition("There is no `")
-    absent = "`, `".join(name for name in _WANTED if name not in ops.BY_NAME)
-    return before + heading + absent + rest[rest.index("` or convolution") :]
+    return text
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ POISON = mf.Options(poison=True)
 
 #: dtype -> how far a distributed result may be from one device: sums come in another order.
 TOLERANCES = {
+    torch.complex128: 1e-11,
     torch.float64: 1e-11,
     torch.float32: 2e-5,
     torch.float16: 2e-2,

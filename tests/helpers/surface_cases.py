@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from helpers import surface_more
+
 #: Operands by name. Values are drawn from (0.25, 4), signs vary but for those called positive.
 SHAPES: dict[str, tuple[int, ...]] = {
     "x": (5, 4), "y": (5, 4), "v": (4,), "u": (5,), "w": (4, 3), "a": (2, 5, 4), "b": (2, 4, 3),
@@ -18,7 +20,8 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }  # fmt: skip
 DTYPES = {"h": torch.bfloat16, "i": torch.int64, "j": torch.int64, "m": torch.bool}
 SHAPES |= {"h": (5, 4), "i": (5, 4), "j": (5, 4), "m": (5, 4)}
-POSITIVE = {"p"}
+SHAPES |= surface_more.SHAPES
+POSITIVE = {"p"} | surface_more.POSITIVE
 
 
 def operands(names: str) -> list[torch.Tensor]:
@@ -288,6 +291,8 @@ CASES |= {
     "facts-floating": ("a", lambda a: a if not torch.is_floating_point(a) else a + 1),
 }  # fmt: skip
 
+CASES |= surface_more.CASES
+
 #: Operations without an equal in torch: how the same is spelled there.
 OWN: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
     "set": ("x", lambda ops, x: ops.set(x), lambda x: x),
@@ -357,3 +362,5 @@ OWN: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
         ),
     ),
 }  # fmt: skip
+
+OWN |= surface_more.OWN

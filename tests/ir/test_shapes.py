@@ -14,7 +14,7 @@ import torch
 from helpers.drawn_rows import drawn_call, of_torch
 from torch import Tensor
 
-from mdfuse.ir import calls, dims, ops, shapes
+from mdfuse.ir import calls, dims, op_table, shapes
 from mdfuse.ir.attributes import attr
 from mdfuse.ir.infer import on_few_elements
 from mdfuse.ir.ops import TABLE
@@ -71,16 +71,16 @@ WRONG: dict[str, dict[str, Any]] = {
 def test_a_wrong_entry_is_an_error_when_the_table_is_read(
     field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ops, "TABLE", dict(TABLE))
+    monkeypatch.setattr(op_table, "TABLE", dict(TABLE))
     with pytest.raises(TypeError, match=f"has the {field.strip()} "):
-        ops._row(**{**RIGHT, **WRONG[field]})
-    ops._row(**RIGHT)
+        op_table.row(**{**RIGHT, **WRONG[field]})
+    op_table.row(**RIGHT)
 
 
 @pytest.mark.parametrize("field", RIGHT)
 def test_a_missing_entry_is_an_error_when_the_table_is_read(field: str) -> None:
     with pytest.raises(TypeError, match=f"missing 1 required positional argument: '{field}'"):
-        ops._row(**{k: v for k, v in RIGHT.items() if k != field})
+        op_table.row(**{k: v for k, v in RIGHT.items() if k != field})
 
 
 def test_no_rule_is_a_choice() -> None:

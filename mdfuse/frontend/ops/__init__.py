@@ -15,25 +15,40 @@ from mdfuse.frontend.hints import hint_for
 from mdfuse.frontend.kinds import taking_kinds
 from mdfuse.frontend.methods import UnknownOperation as UnknownOperation
 from mdfuse.frontend.ops import (
+    cells,
+    convolutions,
     creations,
+    distances,
     draws,
+    einsums,
     extremes,
+    joining,
+    lookups,
+    losses,
+    masks,
+    moves,
     neural,
+    norms,
     ordering,
     parts,
     pointwise,
     products,
     reductions,
+    resampling,
+    scans,
+    special,
     views,
 )
-from mdfuse.frontend.ops.indexing import index as index
 from mdfuse.frontend.ops.recording import Operation, as_dtype
 from mdfuse.frontend.ops.recording import current as current
+from mdfuse.frontend.ops.tensor_indices import index as index
 from mdfuse.frontend.ops.views import stride_order as stride_order
 
 #: The families of operations: each function without an underscore is one, by its own name.
 FAMILIES = (
-    views, parts, pointwise, reductions, extremes, ordering, products, neural, draws, creations,
+    views, parts, joining, moves, masks, pointwise, special, reductions, extremes, ordering, scans,
+    lookups, products, einsums, distances, neural, norms, cells, losses, convolutions, resampling,
+    draws, creations,
 )  # fmt: skip
 
 #: other name -> operation.
@@ -43,6 +58,7 @@ ALIASES = {
     "concatenate": "cat", "clone": "set", "mod": "remainder",
     "subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div",
     "negative": "neg", "absolute": "abs", "fix": "trunc", "clip": "clamp", "not_equal": "ne",
+    "row_stack": "vstack", "arctan2": "atan2",
     "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge",
 }  # fmt: skip
 

@@ -133,6 +133,68 @@ def arange(
     return _placed(definition_of().record("arange", (start, step), attrs), mesh, layout)
 
 
+def linspace(
+    start: float,
+    end: float,
+    steps: int,
+    *,
+    dtype: torch.dtype | None = None,
+    mesh: Any = None,
+    layout: Any = None,
+) -> Handle:
+    """So many numbers from start to end (inclusive), equally far from each other."""
+    dtype = dtype or torch.get_default_dtype()
+    if steps < 0 or not _is_finite(start, end) or not dtype.is_floating_point:
+        raise DefinitionError(
+            f"linspace({brief(start)}, {brief(end)}, {steps}) of {dtype}",
+            because="it is a number of floats from one number to another",
+            hint="arange counts in integers",
+        )
+    step = (end - start) / (steps - 1) if steps > 1 else 0.0
+    at = arange(steps, dtype=dtype)
+    ahead, behind = at * step + start, end - ((steps - 1) - at) * step
+    is_behind = record("ge", at, steps // 2 if steps > 1 else 1)
+    return _placed(record("where", is_behind, behind, ahead), mesh, layout)
+
+
+def eye(
+    n: int,
+    m: int | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    mesh: Any = None,
+    layout: Any = None,
+) -> Handle:
+    """A matrix of n rows and m columns (n by default) with ones along its diagonal."""
+    rows = record("unsqueeze", arange(n), dims=(1,))
+    is_there = record("eq", rows, arange(n if m is None else m))
+    made = record("cast", is_there, dtype=dtype or torch.get_default_dtype())
+    return _placed(made, mesh, layout)
+
+
+def scalar_tensor(fill_value: Any, *, dtype: torch.dtype | None = None) -> Handle:
+    """A tensor of one number and no dims, of torch's default dtype."""
+    return full((), fill_value, dtype=dtype or torch.get_default_dtype())
+
+
+def _triangle(name: str) -> Callable[..., Handle]:
+    def function(rows: int, columns: int, offset: int = 0) -> Handle:
+        if rows < 0 or columns < 0:
+            raise DefinitionError(
+                f"{name}({rows}, {columns})", because="extents start at 0", hint="0 or more"
+            )
+        return tensor(getattr(torch, name)(rows, columns, offset))
+
+    function.__name__ = name
+    which = "lower" if name.startswith("tril") else "upper"
+    function.__doc__ = f"Rows and columns of the elements of an {which} triangle, as a constant."
+    function.__doc__ = function.__doc__.replace("an lower", "a lower")
+    return function
+
+
+tril_indices, triu_indices = _triangle("tril_indices"), _triangle("triu_indices")
+
+
 def _is_finite(*numbers: Any) -> bool:
     return all(math.isfinite(n) for n in numbers if isinstance(n, float))
 
@@ -223,3 +285,24 @@ def new_zeros(x: Handle, shape: Shape, *more: int, dtype: torch.dtype | None = N
 def new_ones(x: Handle, shape: Shape, *more: int, dtype: torch.dtype | None = None) -> Handle:
     """Ones in the dtype of x."""
     return ones(shape, *more, dtype=dtype or x.dtype)
+
+
+def empty(
+    shape: Shape,
+    *more: int,
+    dtype: torch.dtype | None = None,
+    mesh: Any = None,
+    layout: Any = None,
+) -> Handle:
+    """Zeros, since a program computes the same in every run."""
+    return zeros(shape, *more, dtype=dtype, mesh=mesh, layout=layout)
+
+
+def empty_like(x: Handle, *, dtype: torch.dtype | None = None) -> Handle:
+    """Zeros in the shape and the layout of x."""
+    return zeros_like(x, dtype=dtype)
+
+
+def new_empty(x: Handle, shape: Shape, *more: int, dtype: torch.dtype | None = None) -> Handle:
+    """Zeros in the dtype of x."""
+    return new_zeros(x, shape, *more, dtype=dtype)

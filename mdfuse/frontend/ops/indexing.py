@@ -164,9 +164,9 @@ def _is_integer(x: Any) -> bool:
 def _no_index(x: Handle, item: Any) -> DefinitionError:
     return DefinitionError(
         f"%{x.name} cannot be indexed with {brief(item)}",
-        because="an index is an integer, a slice of integers, None or `...`",
-        hint="to gather rows by a tensor use fd.ops.embedding(indices, table), "
-        "to choose by a mask fd.ops.where(mask, a, b)",
+        because="an index is a value of integers, an integer, a slice of integers, None or `...`",
+        hint="make a tensor of indices a value: fd.ops.tensor([2, 0]); to choose by a mask use "
+        "fd.ops.where(mask, a, b)",
     )
 
 

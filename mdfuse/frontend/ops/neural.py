@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -11,6 +11,7 @@ from mdfuse.errors import DefinitionError
 from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops.creations import arange
+from mdfuse.frontend.ops.loss_parts import distance, reduced
 from mdfuse.frontend.ops.parts import chunk
 from mdfuse.frontend.ops.pointwise import ROWS, clamp, where
 from mdfuse.frontend.ops.recording import (
@@ -229,13 +230,13 @@ def _for_each_head(query: Handle, x: Handle) -> Handle:
 
 def mse_loss(x: Handle, target: Handle, reduction: str = "mean") -> Handle:
     """Squared differences: their mean, their sum, or with reduction="none" each."""
-    distance = _distance(x, target)
-    return _reduced(distance * distance, reduction)
+    far = distance(x, target)
+    return reduced(far * far, reduction)
 
 
 def l1_loss(x: Handle, target: Handle, reduction: str = "mean") -> Handle:
     """Absolute differences: their mean, their sum, or with reduction="none" each."""
-    return _reduced(ROWS["abs"](_distance(x, target)), reduction)
+    return reduced(ROWS["abs"](distance(x, target)), reduction)
 
 
 def cross_entropy(
@@ -266,7 +267,7 @@ def cross_entropy(
         if label_smoothing:
             of_each = of_each * (1 - label_smoothing) + label_smoothing / n
         found = sum(of_each * (record("unsqueeze", total, dims=(at,)) - wide), at)
-        return back(_reduced(found, reduction), x)
+        return back(reduced(found, reduction), x)
     classes, behind = arange(n, dtype=target.dtype), x.ndim - 1 - at
     classes = reshape(classes, (n, *(1,) * behind)) if behind else classes
     is_it = ROWS["eq"](classes, record("unsqueeze", target, dims=(at,)))
@@ -276,7 +277,7 @@ def cross_entropy(
     counts = ROWS["ne"](target, ignore_index)
     found = where(counts, total - score, 0.0)
     if reduction != "mean":
-        return back(_reduced(found, reduction), x)
+        return back(reduced(found, reduction), x)
     return back(sum(found) / sum(as_dtype(counts, found.dtype)), x)
 
 
@@ -299,22 +300,3 @@ def _of_classes(x: Handle, target: Handle, smoothing: float) -> int:
             hint="a number from 0 to 1",
         )
     return at
-
-
-def _distance(x: Handle, target: Handle) -> Handle:
-    """Differences, in the dtype of two tensors of one shape: torch expands them before."""
-    dtype = torch.promote_types(x.dtype, target.dtype)
-    same = [y if y.dtype == dtype else as_dtype(y, dtype) for y in (x, target)]
-    return same[0] - same[1]
-
-
-def _reduced(x: Handle, reduction: str) -> Handle:
-    known: dict[str, Any] = {"none": lambda x: x, "mean": mean, "sum": sum}
-    if reduction not in known:
-        raise DefinitionError(
-            f"reduction={reduction!r}",
-            because="a loss is reduced to one number or not at all",
-            hint=" or ".join(map(repr, known)),
-        )
-    result: Handle = known[reduction](x)
-    return result

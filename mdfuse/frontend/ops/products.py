@@ -101,6 +101,23 @@ def linear(x: Handle, weight: Handle, bias: Handle | None = None) -> Handle:
     return record("linear", x, weight, *(() if bias is None else (bias,)))
 
 
-def embedding(indices: Handle, weight: Handle) -> Handle:
-    """Rows of weight[v,d] at indices[…]. They are below v: see `Options.check_indices`."""
-    return record("embedding", indices, weight)
+def embedding(indices: Handle, weight: Handle, padding_idx: int | None = None) -> Handle:
+    """Rows of weight[v,d] at indices[…]. They are below v: see `Options.check_indices`.
+
+    Args:
+        indices: of rows.
+        weight: the table.
+        padding_idx: a row to which no gradient goes; negative: counted from the end.
+    """
+    rows = record("embedding", indices, weight)
+    if padding_idx is None:
+        return rows
+    if not weight.ndim or not -weight.shape[0] <= padding_idx < weight.shape[0]:
+        raise DefinitionError(
+            f"embedding of {shown(weight)} with padding_idx={padding_idx}",
+            because="it is one of its rows",
+            hint="a row of the table",
+        )
+    at = padding_idx % weight.shape[0]
+    is_padding = record("unsqueeze", record("eq", indices, at), dims=(indices.ndim,))
+    return record("where", is_padding, record("detach", rows), rows)

@@ -63,6 +63,19 @@ def shown(x: Any) -> str:
     return f"%{x.name}: {x.value.type_text()}"
 
 
+def listed(name: str, tensors: Sequence[Any]) -> tuple[Handle, ...]:
+    """Values that were passed one by one, or as one list; at least one."""
+    is_list = len(tensors) == 1 and not isinstance(tensors[0], Handle)
+    found = tuple(tensors[0] if is_list else tensors)
+    if not found or not all(isinstance(x, Handle) for x in found):
+        raise DefinitionError(
+            f"{name} of {len(found)} operands",
+            because="it takes values of the fusion, one by one or as one list, and at least one",
+            hint=f"{name}(x, y)",
+        )
+    return found
+
+
 # -- dtypes --------------------------------------------------------------------------------------
 
 

@@ -1,8 +1,17 @@
 """Rules of gradients, one per row of the op table, or the reason why there is none."""
 
-from mdfuse.frontend.vjps import attention, composite, pointwise, reductions, shapes
+from mdfuse.frontend.vjps import (
+    attention,
+    complex,
+    composite,
+    indexing,
+    pointwise,
+    reductions,
+    shapes,
+)
+from mdfuse.frontend.vjps.complex import COMPLEX as COMPLEX
 from mdfuse.frontend.vjps.table import NO_GRADIENT as NO_GRADIENT
 from mdfuse.frontend.vjps.table import RULES as RULES
 
 #: The modules that fill `RULES` when they are imported.
-FAMILIES = (shapes, pointwise, reductions, composite, attention)
+FAMILIES = (shapes, pointwise, reductions, composite, attention, indexing, complex)

@@ -13,6 +13,7 @@ from mdfuse.frontend.vjps.table import (
     RULES,
     Applied,
     Rule,
+    conj,
     cos,
     cosh,
     eq,
@@ -53,7 +54,7 @@ def _binary(
 
 _binary("add", lambda e, ct: ct, lambda e, ct: ct)
 _binary("sub", lambda e, ct: ct, lambda e, ct: -ct)
-_binary("div", lambda e, ct: ct / e[1], lambda e, ct: -ct * (e[0] / e[1] / e[1]))
+_binary("div", lambda e, ct: ct / conj(e[1]), lambda e, ct: -ct * conj(e[0] / e[1] / e[1]))
 _binary("remainder", lambda e, ct: ct, lambda e, ct: -ct * floor_divide(e[0], e[1]))
 _binary("fmod", lambda e, ct: ct, lambda e, ct: -ct * trunc(e[0] / e[1]))
 _binary(
@@ -66,8 +67,8 @@ _binary(
 @rule("mul")
 def _mul(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     if e.is_square:  # as ct * x + ct * x, to the bit
-        return ct * e[0] * 2, None
-    return ct * e[1] if e.wants(0) else None, ct * e[0] if e.wants(1) else None
+        return ct * conj(e[0]) * 2, None
+    return ct * conj(e[1]) if e.wants(0) else None, ct * conj(e[0]) if e.wants(1) else None
 
 
 def _base_of_power(e: Applied, ct: Handle) -> Handle:
@@ -111,8 +112,45 @@ def _extreme_of_two(is_chosen: Callable[..., Handle]) -> Rule:
     return made
 
 
+def _first_or_second(is_chosen: Callable[..., Handle]) -> Rule:
+    """All to the first where they are equal, or the second is a NaN."""
+
+    def made(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+        first = record("logical_or", is_chosen(e[0], e[1]), record("ne", e[1], e[1]))
+        return (
+            where(first, ct, 0.0) if e.wants(0) else None,
+            where(first, 0.0, ct) if e.wants(1) else None,
+        )
+
+    return made
+
+
 RULES["maximum"] = _extreme_of_two(gt)
 RULES["minimum"] = _extreme_of_two(lt)
+RULES["fmax"] = _first_or_second(ge)
+RULES["fmin"] = _first_or_second(le)
+
+
+def _sided(mine: int) -> Callable[[Applied, Handle], Handle]:
+    return lambda e, ct: where(eq(e.y, 0), 0.0, ct * (e[mine] / e.y))
+
+
+_binary(
+    "logaddexp",
+    lambda e, ct: ct * exp(e[0] - e.y),
+    lambda e, ct: ct * exp(e[1] - e.y),
+)
+_binary("hypot", _sided(0), _sided(1))
+_binary(
+    "xlogy",
+    lambda e, ct: where(logical_and(eq(e[0], 0), le(e[1], 0)), 0.0, ct * log(e[1])),
+    lambda e, ct: ct * e[0] / e[1],
+)
+_binary(
+    "copysign",
+    lambda e, ct: where(eq(e[0], 0), 0.0, ct * (e.y / e[0])),
+    lambda e, ct: creations.zeros_like(ct),
+)
 
 
 @rule("where")
@@ -171,10 +209,25 @@ def _dropout(e: Applied, ct: Handle) -> Handle:
     return record("dropout", ct, e[1], p=e.attrs["p"], stream=e.attrs["stream"])
 
 
+def _i1(e: Applied, ct: Handle) -> Handle:
+    """I0(x) - I1(x) / x, which is 1/2 at 0 (Abramowitz, Stegun 9.6.26)."""
+    x = e[0]
+    at_zero = eq(x, 0)
+    slope = record("i0", x) - e.y / where(at_zero, 1.0, x)
+    return ct * where(at_zero, 0.5, slope)
+
+
+def _sinc(e: Applied, ct: Handle) -> Handle:
+    x = e[0]
+    at_zero = eq(x, 0)
+    slope = (cos(x * math.pi) - e.y) / where(at_zero, 1.0, x)
+    return ct * where(at_zero, 0.0, slope)
+
+
 _LN2, _LN10 = math.log(2.0), math.log(10.0)
 _UNARY: dict[str, Callable[[Applied, Handle], Handle]] = {
     "neg": lambda e, ct: -ct,
-    "abs": lambda e, ct: ct * sign(e[0]),
+    "abs": lambda e, ct: ct * (record("sgn", e[0]) if e[0].dtype.is_complex else sign(e[0])),
     "reciprocal": lambda e, ct: -ct * e.y * e.y,
     "sqrt": lambda e, ct: ct / (e.y * 2.0),
     "rsqrt": lambda e, ct: ct * -0.5 * (e.y * e.y * e.y),
@@ -200,6 +253,13 @@ _UNARY: dict[str, Callable[[Applied, Handle], Handle]] = {
     "atanh": lambda e, ct: ct / (1.0 - e[0] * e[0]),
     "erf": lambda e, ct: ct * (exp(-(e[0] * e[0])) * (2.0 / math.sqrt(math.pi))),
     "erfc": lambda e, ct: ct * (exp(-(e[0] * e[0])) * (-2.0 / math.sqrt(math.pi))),
+    "erfinv": lambda e, ct: ct * (exp(e.y * e.y) * (math.sqrt(math.pi) / 2.0)),
+    "lgamma": lambda e, ct: ct * record("digamma", e[0]),
+    "digamma": lambda e, ct: ct * record("polygamma", e[0], n=1),
+    "polygamma": lambda e, ct: ct * record("polygamma", e[0], n=e.attrs["n"] + 1),
+    "i0": lambda e, ct: ct * record("i1", e[0]),
+    "i1": _i1,
+    "sinc": _sinc,
     "sigmoid": lambda e, ct: ct * ((1.0 - e.y) * e.y),
     "relu": lambda e, ct: where(gt(e.y, 0), ct, 0.0),
     "silu": _silu,
@@ -227,5 +287,5 @@ RULES.update(
         for name, formula in _UNARY.items()
     }
 )
-for _name in ("div", "pow", "atan2"):
+for _name in ("div", "pow", "atan2", "logaddexp", "hypot", "xlogy"):
     RULES[_name] = widely(RULES[_name])

@@ -59,13 +59,18 @@ RULES: dict[str, Rule] = {}
 #: Ops through which no gradient goes, with the reason.
 NO_GRADIENT: dict[str, str] = {
     **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), "its result is a bool"),
-    **dict.fromkeys(("isfinite", "isinf", "isnan", "any", "all"), "its result is a bool"),
+    **dict.fromkeys(
+        ("isfinite", "isinf", "isnan", "signbit", "any", "all"), "its result is a bool"
+    ),
+    "convolution_grad": "there is no second gradient of a convolution",
     **dict.fromkeys((f"logical_{op}" for op in ("and", "or", "xor", "not")), "on bools"),
     **dict.fromkeys((f"bitwise_{op}" for op in ("and", "or", "xor", "not")), "on integers"),
-    **dict.fromkeys(("floor", "ceil", "round", "trunc", "sign", "floor_divide"), "it is a step"),
+    **dict.fromkeys((f"bitwise_{side}_shift" for side in ("left", "right")), "on integers"),
+    **dict.fromkeys(("floor", "ceil", "round", "trunc", "sign", "sgn"), "it is a step"),
+    **dict.fromkeys(("floor_divide", "heaviside", "nextafter"), "it is a step"),
     **dict.fromkeys(("uniform", "full", "full_like", "arange", "constant"), "it reads no tensor"),
     "detach": "it is there for that",
-    **dict.fromkeys(("window", "widen"), "lowering makes it"),
+    **dict.fromkeys(("window", "widen", "round_terms"), "lowering makes it"),
     "scaled_dot_product_attention": "gradients put attention in its place",
 }
 
@@ -118,6 +123,12 @@ def op(name: str) -> Callable[..., Handle]:
         return record(name, *operands)
 
     return function
+
+
+def conj(x: Any) -> Any:
+    """The conjugate of a complex value; others as they are."""
+    is_complex = isinstance(x, Handle) and x.dtype.is_complex
+    return record("conj", x) if is_complex else x
 
 
 eq, lt, gt, ge, le, where, logical_and = map(

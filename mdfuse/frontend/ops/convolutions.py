@@ -1,0 +1,407 @@
+"""Convolutions, windows of images, pooling.
+
+Batches may be split, and channels: those of the result with the weight's rows, those of the input
+as the rows of a product, of which ranks add up their shares. Spatial dims are whole.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Sequence
+from typing import Any
+
+from mdfuse.errors import DefinitionError
+from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.ops import indexing, moves, parts, views
+from mdfuse.frontend.ops.creations import tensor
+from mdfuse.frontend.ops.recording import Operation, record, record_several, shown
+from mdfuse.frontend.ops.reductions import amax, mean, sum
+from mdfuse.ir.spatial import pooled
+
+Numbers = int | Sequence[int]
+
+
+def _numbers(name: str, x: Any, n: int, least: int) -> tuple[int, ...]:
+    """One number for each of n dims."""
+    found = tuple(x) if isinstance(x, Sequence) else (x,) * n
+    found = found * n if len(found) == 1 else found
+    if len(found) != n or any(k < least for k in found):
+        raise DefinitionError(
+            f"{name}={x}", because=f"it is a number from {least} on for each of {n} dims",
+            hint="one number stands for all dims",
+        )  # fmt: skip
+    return found
+
+
+# -- convolutions --------------------------------------------------------------------------------
+
+
+def _convolution(n: int) -> Operation:
+    def function(
+        x: Handle,
+        weight: Handle,
+        bias: Handle | None = None,
+        stride: Numbers = 1,
+        padding: Numbers | str = 0,
+        dilation: Numbers = 1,
+        groups: int = 1,
+    ) -> Handle:
+        name = f"conv{n}d"
+        whole = _with_batch(name, x, n)
+        how = {
+            "stride": _numbers("stride", stride, n, 1),
+            "dilation": _numbers("dilation", dilation, n, 1),
+        }
+        if isinstance(padding, str):
+            whole, padding = _padded_by_name(name, whole, weight, padding, how)
+        how["padding"] = _numbers("padding", padding, n, 0)
+        _check_weight(name, x, weight, bias, weight.shape[0] if weight.ndim else 0, n)
+        found = record("convolution", whole, weight, groups=groups, **how)
+        return _unbatched(_with_bias(found, bias), x)
+
+    function.__name__ = f"conv{n}d"
+    function.__doc__ = _CONVOLUTION.format(dims=("l", "h,w", "d,h,w")[n - 1])
+    return function
+
+
+_CONVOLUTION = """x[n,i,{dims}] or x[i,{dims}] with the kernels weight[o,i/groups,…] at each place.
+
+Args:
+    x: its spatial dims are whole on every rank.
+    weight: a kernel for each channel of the result.
+    bias: a number for each.
+    stride: how far from one place to the next.
+    padding: zeros at both ends, "same" or "valid".
+    dilation: how far from one element of a kernel to the next.
+    groups: of channels, each with kernels of its own.
+"""
+
+
+def _with_batch(name: str, x: Handle, n: int) -> Handle:
+    if x.ndim not in (n + 1, n + 2):
+        raise DefinitionError(
+            f"{name} of {shown(x)}",
+            because=f"it has channels and {n} spatial dim{'s' * (n > 1)}, and a batch in front",
+            hint="[batch, channels, …]",
+        )
+    return x if x.ndim == n + 2 else views.unsqueeze(x, 0)
+
+
+def _unbatched(y: Handle, x: Handle) -> Handle:
+    return y if y.ndim == x.ndim else record("squeeze", y, dims=(0,))
+
+
+def _check_weight(
+    name: str, x: Handle, weight: Handle, bias: Handle | None, channels: int, n: int
+) -> None:
+    if weight.ndim != n + 2 or (bias is not None and bias.shape != (channels,)):
+        raise DefinitionError(
+            f"{name} of {shown(x)} with the weight {shown(weight)}"
+            + (f" and the bias {shown(bias)}" if bias is not None else ""),
+            because=f"a weight has two dims of channels and {n} of places; a bias a number for "
+            "each channel of the result",
+            hint="weight: [out, in / groups, …]",
+        )
+
+
+def _with_bias(x: Handle, bias: Handle | None) -> Handle:
+    return x if bias is None else x + views.reshape(bias, (-1, *(1,) * (x.ndim - 2)))
+
+
+def _padded_by_name(
+    name: str, x: Handle, weight: Handle, padding: str, how: dict[str, tuple[int, ...]]
+) -> tuple[Handle, Numbers]:
+    if padding not in ("same", "valid") or (padding == "same" and {*how["stride"]} != {1}):
+        raise DefinitionError(
+            f"{name} with padding={padding!r} and stride={list(how['stride'])}",
+            because='it is a number, "valid", or with stride 1 "same"',
+            hint="numbers",
+        )
+    if padding == "valid":
+        return x, 0
+    extra = [d * (k - 1) for d, k in zip(how["dilation"], weight.shape[2:], strict=True)]
+    ends = [n for e in reversed(extra) for n in (e // 2, e - e // 2)]
+    return moves.pad(x, ends), 0
+
+
+conv1d, conv2d, conv3d = map(_convolution, (1, 2, 3))
+
+
+def _transposed(n: int) -> Operation:
+    def function(
+        x: Handle,
+        weight: Handle,
+        bias: Handle | None = None,
+        stride: Numbers = 1,
+        padding: Numbers = 0,
+        output_padding: Numbers = 0,
+        groups: int = 1,
+        dilation: Numbers = 1,
+    ) -> Handle:
+        name = f"conv_transpose{n}d"
+        whole = _with_batch(name, x, n)
+        channels = weight.shape[1] * groups if weight.ndim > 1 else 0
+        _check_weight(name, x, weight, bias, channels, n)
+        how = {
+            "stride": _numbers("stride", stride, n, 1),
+            "padding": _numbers("padding", padding, n, 0),
+            "dilation": _numbers("dilation", dilation, n, 1),
+            "more": _numbers("output_padding", output_padding, n, 0),
+        }
+        found = record("convolution", whole, weight, groups=groups, transposed=True, **how)
+        return _unbatched(_with_bias(found, bias), x)
+
+    function.__name__ = f"conv_transpose{n}d"
+    function.__doc__ = (
+        f"The transpose of conv{n}d: x[n,i,…] is spread by the kernels weight[i,o/groups,…]."
+    )
+    return function
+
+
+conv_transpose1d, conv_transpose2d, conv_transpose3d = map(_transposed, (1, 2, 3))
+
+
+# -- pooling -------------------------------------------------------------------------------------
+
+
+def _windows(
+    name: str, x: Handle, n: int, kernel: Any, stride: Any, padding: Any, dilation: Any = 1
+) -> dict[str, tuple[int, ...]]:
+    _with_batch(name, x, n)
+    sizes = _numbers("kernel_size", kernel, n, 1)
+    is_given = stride is not None and stride != []
+    found = {
+        "kernel": sizes,
+        "stride": _numbers("stride", stride, n, 1) if is_given else sizes,
+        "padding": _numbers("padding", padding, n, 0),
+        "dilation": _numbers("dilation", dilation, n, 1),
+    }
+    return found
+
+
+def _max_pool(n: int) -> Operation:
+    def function(
+        x: Handle,
+        kernel_size: Numbers,
+        stride: Numbers | None = None,
+        padding: Numbers = 0,
+        dilation: Numbers = 1,
+        ceil_mode: bool = False,
+        return_indices: bool = False,
+    ) -> Handle | tuple[Handle, Handle]:
+        how = _windows(f"max_pool{n}d", x, n, kernel_size, stride, padding, dilation)
+        values, places = record_several("max_pool", x, ceil=ceil_mode, **how)
+        return (values, places) if return_indices else values
+
+    function.__name__ = f"max_pool{n}d"
+    function.__doc__ = (
+        f"The largest element of each window of the last {n} dim{'s' * (n > 1)}, "
+        "and with return_indices where it stands."
+    )
+    return function
+
+
+max_pool1d, max_pool2d, max_pool3d = map(_max_pool, (1, 2, 3))
+
+
+def _avg_pool(n: int) -> Operation:
+    def function(
+        x: Handle,
+        kernel_size: Numbers,
+        stride: Numbers | None = None,
+        padding: Numbers = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> Handle:
+        name = f"avg_pool{n}d"
+        if not x.dtype.is_floating_point or divisor_override == 0:
+            raise DefinitionError(
+                f"{name} of {shown(x)}, divided by {divisor_override}",
+                because="a mean is a fraction, and nothing is divided by 0",
+                hint="x.to(torch.float32)",
+            )
+        how = _windows(name, x, n, kernel_size, stride, padding)
+        found = x
+        for at in range(n):
+            own = {key: numbers[at] for key, numbers in how.items()}
+            found = _sums(found, x.ndim - n + at, own, ceil_mode)
+        if divisor_override is not None:
+            return found / divisor_override
+        for at in range(n):
+            own = {key: numbers[at] for key, numbers in how.items()}
+            dim = x.ndim - n + at
+            found = _by_counts(found, dim, x.shape[dim], own, count_include_pad)
+        return found
+
+    function.__name__ = f"avg_pool{n}d"
+    function.__doc__ = f"The mean of each window of the last {n} dim{'s' * (n > 1)}."
+    return function
+
+
+def _sums(x: Handle, dim: int, how: dict[str, int], ceil: bool) -> Handle:
+    """The sums of the windows along one dim, the padding counted as zeros."""
+    n, k, s, p = x.shape[dim], how["kernel"], how["stride"], how["padding"]
+    try:
+        count = pooled(n, k, s, p, 1, ceil)
+    except ValueError as error:
+        raise DefinitionError(
+            f"a mean over windows of {k} along dim {dim} of {shown(x)}",
+            because=str(error),
+            hint="smaller windows, or less padding",
+        ) from None
+    behind = (count - 1) * s + k - n - p
+    x = _padded(x, dim, p, behind)
+    if s == k:
+        apart = views.reshape(x, (*x.shape[:dim], count, k, *x.shape[dim + 1 :]))
+        return sum(apart, dim + 1)
+    total = None
+    for i in range(k):
+        part = _strided(x, dim, i, count, s)
+        total = part if total is None else total + part
+    assert total is not None
+    return total
+
+
+def _padded(x: Handle, dim: int, before: int, behind: int) -> Handle:
+    if before == behind == 0:
+        return x
+    return moves.pad(x, [*(0,) * (2 * (x.ndim - 1 - dim)), before, behind])
+
+
+def _strided(x: Handle, dim: int, start: int, count: int, step: int) -> Handle:
+    window = builtins.slice(start, start + (count - 1) * step + 1, step)
+    return indexing.index(x, (*[builtins.slice(None)] * dim, window))
+
+
+def _by_counts(x: Handle, dim: int, n: int, how: dict[str, int], counts_pad: bool) -> Handle:
+    """Divided by how many elements each window has along one dim."""
+    k, s, p = how["kernel"], how["stride"], how["padding"]
+    low, high = (-p, n + p) if counts_pad else (0, n)
+    counts = []
+    for i in range(x.shape[dim]):
+        start = i * s - p
+        counts.append(builtins.min(start + k, high) - builtins.max(start, low))
+    if len({*counts}) == 1:
+        return x / counts[0]
+    behind = (1,) * (x.ndim - 1 - dim)
+    return x / views.reshape(tensor(counts, dtype=x.dtype), (len(counts), *behind))
+
+
+avg_pool1d, avg_pool2d, avg_pool3d = map(_avg_pool, (1, 2, 3))
+
+
+def _spans(n: int, parts: int) -> list[tuple[int, int]]:
+    """From where to where the parts of a dim go that adaptive pooling makes."""
+    return [(i * n // parts, -(-(i + 1) * n // parts)) for i in range(parts)]
+
+
+def _adaptive(n: int, name: str, join: Operation, words: str) -> Operation:
+    def function(x: Handle, output_size: Any, return_indices: bool = False) -> Handle:
+        if return_indices:
+            raise DefinitionError(
+                f"adaptive_{name}_pool{n}d with return_indices",
+                because="windows of several sizes are joined one by one",
+                hint=f"max_pool{n}d gives the places of its windows",
+            )
+        _with_batch(f"adaptive_{name}_pool{n}d", x, n)
+        given = list(output_size) if isinstance(output_size, Sequence) else [output_size] * n
+        own = [x.shape[x.ndim - n + at] if m is None else m for at, m in enumerate(given)]
+        sizes = _numbers("output_size", own, n, 1)
+        for at, m in enumerate(sizes):
+            x = _in_parts(x, x.ndim - n + at, m, join)
+        return record("set", x)
+
+    function.__name__ = f"adaptive_{name}_pool{n}d"
+    function.__doc__ = f"{words} of so many parts of each of the last {n} dim{'s' * (n > 1)}."
+    return function
+
+
+def _in_parts(x: Handle, dim: int, m: int, join: Operation) -> Handle:
+    n = x.shape[dim]
+    if m == n:
+        return x
+    if n % m == 0:
+        apart = views.reshape(x, (*x.shape[:dim], m, n // m, *x.shape[dim + 1 :]))
+        return join(apart, dim + 1)  # type: ignore[no-any-return]
+    pieces = [join(parts.narrow(x, dim, a, b - a), dim, True) for a, b in _spans(n, m)]
+    return parts.cat(pieces, dim)
+
+
+adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d = (
+    _adaptive(n, "avg", mean, "The mean") for n in (1, 2, 3)
+)
+adaptive_max_pool1d, adaptive_max_pool2d, adaptive_max_pool3d = (
+    _adaptive(n, "max", amax, "The largest element") for n in (1, 2, 3)
+)
+
+
+# -- windows as columns --------------------------------------------------------------------------
+
+
+def im2col(
+    x: Handle,
+    kernel_size: Numbers,
+    dilation: Numbers = 1,
+    padding: Numbers = 0,
+    stride: Numbers = 1,
+) -> Handle:
+    """The windows of images as columns: [n,c,h,w] -> [n,c*kh*kw,windows], `F.unfold` of torch."""
+    whole = _with_batch("im2col", x, 2)
+    (kh, kw), (dh, dw) = (_numbers("…", a, 2, 1) for a in (kernel_size, dilation))
+    (ph, pw), (sh, sw) = _numbers("padding", padding, 2, 0), _numbers("stride", stride, 2, 1)
+    wide = moves.pad(whole, (pw, pw, ph, ph)) if ph or pw else whole
+    h, w = (
+        (n - d * (k - 1) - 1) // s + 1
+        for n, k, d, s in zip(wide.shape[2:], (kh, kw), (dh, dw), (sh, sw), strict=True)
+    )
+    if h < 1 or w < 1:
+        raise DefinitionError(
+            f"im2col of {shown(x)} in windows of {kh} by {kw}",
+            because="there is not one",
+            hint="smaller windows, or padding",
+        )
+    rows = [
+        _strided(_strided(wide, 2, i * dh, h, sh), 3, j * dw, w, sw)
+        for i in range(kh)
+        for j in range(kw)
+    ]
+    found = parts.stack(rows, 2)
+    found = views.reshape(found, (*whole.shape[:1], -1, h * w))
+    return found if x.ndim == 4 else record("squeeze", found, dims=(0,))
+
+
+def col2im(
+    x: Handle,
+    output_size: Numbers,
+    kernel_size: Numbers,
+    dilation: Numbers = 1,
+    padding: Numbers = 0,
+    stride: Numbers = 1,
+) -> Handle:
+    """Columns added up where their windows were: [n,c*kh*kw,windows] -> [n,c,h,w], `F.fold`."""
+    size, (kh, kw) = _numbers("output_size", output_size, 2, 1), _numbers("…", kernel_size, 2, 1)
+    (dh, dw), (sh, sw) = _numbers("dilation", dilation, 2, 1), _numbers("stride", stride, 2, 1)
+    ph, pw = _numbers("padding", padding, 2, 0)
+    whole = x if x.ndim == 3 else views.unsqueeze(x, 0)
+    tall, wide = size[0] + 2 * ph, size[1] + 2 * pw
+    h, w = (tall - dh * (kh - 1) - 1) // sh + 1, (wide - dw * (kw - 1) - 1) // sw + 1
+    fits = whole.ndim == 3 and h > 0 and w > 0 and whole.shape[2] == h * w
+    if not fits or whole.shape[1] % (kh * kw):
+        raise DefinitionError(
+            f"col2im of {shown(x)} to {list(size)} in windows of {kh} by {kw}",
+            because="there is a column for each window, with all channels of all its places",
+            hint=f"{h} by {w} columns",
+        )
+    n, c = whole.shape[0], whole.shape[1] // (kh * kw)
+    apart = views.reshape(whole, (n, c, kh * kw, h, w))
+    total = None
+    for at, piece in enumerate(parts.unbind(apart, 2)):
+        starts = (0, 0, at // kw * dh, at % kw * dw)
+        spread = record(
+            "slice_grad", piece, shape=(n, c, tall, wide), starts=starts, steps=(1, 1, sh, sw)
+        )
+        total = spread if total is None else total + spread
+    assert total is not None
+    found = moves.pad(total, (-pw, -pw, -ph, -ph)) if ph or pw else total
+    return found if x.ndim == 3 else record("squeeze", found, dims=(0,))

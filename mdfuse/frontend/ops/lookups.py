@@ -1,0 +1,408 @@
+"""Elements by tensors of indices: looked up, written, added up.
+
+The dim that indices run over may be split: the table stays where it is, and what ranks have of the
+result is joined. Indices count from 0 (in `x[i]` also from the end) and are in range; those that
+are not are not found out, unless `Options.check_indices` is set.
+"""
+
+from __future__ import annotations
+
+import builtins
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mdfuse.errors import DefinitionError
+from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.ops import creations, indexing, moves, views
+from mdfuse.frontend.ops.lookup_parts import added_up, at_indices, check_index, from_the_end
+from mdfuse.frontend.ops.pointwise import ROWS, cast, where
+from mdfuse.frontend.ops.recording import own_place, record, shown
+
+# -- lookups -------------------------------------------------------------------------------------
+
+
+def index_select(x: Handle, dim: int, index: Handle) -> Handle:
+    """The places of a dim that an index names: x[:, index] for dim 1.
+
+    Args:
+        x: a tensor.
+        dim: which may be split: then what ranks have is joined, and x stays where it is.
+        index: integers of one dim (or a number), from 0 on.
+    """
+    if index.ndim > 1:
+        raise DefinitionError(
+            f"index_select of {shown(x)} with {shown(index)}",
+            because="the index is a vector",
+            hint="x[index] takes an index of any shape",
+        )
+    at, found = own_place(x, dim), check_index("index_select", index)
+    found = found if found.ndim else views.reshape(found, (1,))
+    return added_up(x, lambda table: record("index_select", found, table, along=at))
+
+
+def gather(x: Handle, dim: int, index: Handle, *, sparse_grad: bool = False) -> Handle:
+    """An element of x for each index: at its place, but along the dim at the index.
+
+    Args:
+        x: a tensor.
+        dim: which may be split: then what ranks have is joined, and x stays where it is.
+        index: of as many dims as x, along the others no longer than it.
+        sparse_grad: taken as in torch; gradients are dense.
+    """
+    x, index = _alike("gather", x, dim, index)
+    if not x.ndim:
+        return record("set", x)
+    at = own_place(x, dim)
+    return added_up(x, lambda table: record("gather", index, table, along=at))
+
+
+def _alike(name: str, x: Handle, dim: int, index: Handle) -> tuple[Handle, Handle]:
+    """x cut to the extents of the index but along the dim, and the index in 64 bits."""
+    at = own_place(x, dim) if x.ndim else 0
+    index = check_index(name, index)
+    fits = index.ndim == x.ndim and builtins.all(
+        d == at or n <= m for d, (n, m) in enumerate(zip(index.shape, x.shape, strict=True))
+    )
+    if not fits:
+        raise DefinitionError(
+            f"{name} of {shown(x)} along dim {dim} with the index {shown(index)}",
+            because="an index has the dims of x, and along the others no more places",
+            hint="take_along_dim repeats an index",
+        )
+    return _first(x, index.shape, at), index
+
+
+def _first(x: Handle, shape: Sequence[int], but: int) -> Handle:
+    """The first places of each dim but one."""
+    window = tuple(
+        builtins.slice(None) if d == but or n == x.shape[d] else builtins.slice(0, n)
+        for d, n in enumerate(shape)
+    )
+    is_all = builtins.all(w == builtins.slice(None) for w in window)
+    return x if is_all else indexing.index(x, window)
+
+
+def take_along_dim(x: Handle, indices: Handle, dim: int | None = None) -> Handle:
+    """`gather` with x and the indices repeated to one shape; without a dim of both flattened."""
+    if dim is None:
+        return gather(views.flatten(x), 0, views.flatten(indices))
+    if x.ndim != indices.ndim or not x.ndim:
+        raise DefinitionError(
+            f"take_along_dim of {shown(x)} with {shown(indices)}",
+            because="both have the same number of dims",
+            hint="unsqueeze one of them",
+        )
+    at = own_place(x, dim)
+    pairs = zip(x.shape, indices.shape, strict=True)
+    both = [(n, m) if d == at else (_joined(n, m),) * 2 for d, (n, m) in enumerate(pairs)]
+    wide = views.expand(x, [n for n, _ in both])
+    return gather(wide, at, views.expand(indices, [m for _, m in both]))
+
+
+def _joined(n: int, m: int) -> int:
+    return m if n == 1 else n
+
+
+def take(x: Handle, index: Handle) -> Handle:
+    """Elements of x flattened."""
+    return at_indices(views.flatten(x), 0, [index])
+
+
+# -- writes --------------------------------------------------------------------------------------
+
+
+def scatter_add(x: Handle, dim: int, index: Handle, src: Handle) -> Handle:
+    """x with the elements of src added, each at its place, but along the dim at its index."""
+    return scatter_reduce(x, dim, index, src, "sum")
+
+
+_REDUCES = {"sum": "sum", "prod": "prod", "amax": "max", "amin": "min", "mean": "sum"}
+
+
+def scatter_reduce(
+    x: Handle, dim: int, index: Handle, src: Handle, reduce: str, *, include_self: bool = True
+) -> Handle:
+    """x joined with the elements of src, each at its place, but along the dim at its index.
+
+    Args:
+        x: a tensor.
+        dim: which may be split, in x and in src.
+        index: of as many dims as x.
+        src: of x's dtype, at least as long as the index.
+        reduce: "sum", "prod", "mean", "amax" or "amin".
+        include_self: whether x's own elements are joined, where src has some as well.
+    """
+    if reduce not in _REDUCES or src.dtype != x.dtype or x.dtype == torch.bool:
+        raise DefinitionError(
+            f"scatter_reduce of {shown(x)} and {shown(src)} with reduce={reduce!r}",
+            because="both have one dtype, of numbers; it is one of " + ", ".join(_REDUCES),
+            hint=f"src.to({x.dtype})",
+        )
+    if not x.ndim:
+        one, places, new = (views.reshape(y, (1,)) for y in (x, index, src))
+        return views.reshape(
+            scatter_reduce(one, 0, places, new, reduce, include_self=include_self), ()
+        )
+    at, index, src = _written("scatter", x, dim, index, src)
+    op = _REDUCES[reduce]
+    joined = _scattered(x, at, index, src, op)
+    if reduce == "sum" and include_self:
+        return x + joined
+    hits = _scattered(x, at, index, creations.ones_like(index), "sum")
+    is_hit = ROWS["gt"](hits, 0)
+    if include_self:
+        joined = _WITH_SELF[op](x, joined)
+        hits = hits + 1
+    if reduce == "mean":
+        count = ROWS["maximum"](hits, 1)
+        is_whole = not x.dtype.is_floating_point
+        joined = ROWS["floor_divide"](joined, count) if is_whole else joined / cast(count, x.dtype)
+    return where(is_hit, joined, x)
+
+
+_WITH_SELF: dict[str, Callable[[Handle, Handle], Handle]] = {
+    "sum": ROWS["add"],
+    "prod": ROWS["mul"],
+    "max": ROWS["maximum"],
+    "min": ROWS["minimum"],
+}
+
+
+def _written(
+    name: str, x: Handle, dim: int, index: Handle, src: Handle
+) -> tuple[int, Handle, Handle]:
+    """The dim counted from the first, the index in 64 bits, and src cut to its shape."""
+    at, index = own_place(x, dim), check_index(name, index)
+    fits = index.ndim == x.ndim == src.ndim and builtins.all(
+        n <= k and (d == at or n <= m)
+        for d, (n, m, k) in enumerate(zip(index.shape, x.shape, src.shape, strict=True))
+    )
+    if not fits:
+        raise DefinitionError(
+            f"{name} of {shown(x)} along dim {dim} with {shown(index)} and {shown(src)}",
+            because="an index has the dims of x and src, along no dim more places than src, and "
+            "along the others than x",
+            hint="expand the index to the shape of src",
+        )
+    return at, index, _first(src, index.shape, -1)
+
+
+def _scattered(x: Handle, dim: int, index: Handle, src: Handle, op: str) -> Handle:
+    """What is joined at each place of x; beside the index nothing, which is 0."""
+    made = tuple(x.shape[d] if d == dim else n for d, n in enumerate(index.shape))
+    found = record("scatter_reduce", index, src, shape=made, along=dim, reduce=op)
+    beside = [0] * (2 * x.ndim)
+    for d, n in enumerate(made):
+        beside[2 * (x.ndim - 1 - d) + 1] = x.shape[d] - n
+    return moves.pad(found, beside) if made != x.shape else found
+
+
+def scatter(x: Handle, dim: int, index: Handle, src: Any, *, reduce: str | None = None) -> Handle:
+    """x with elements of src for its own, each at its place, but along the dim at its index.
+
+    Args:
+        x: a tensor.
+        dim: which may be split, in x and in src.
+        index: of as many dims as x; of those that are equal the last one counts.
+        src: of x's dtype, or a number.
+        reduce: "add" or "multiply": as `scatter_reduce`.
+    """
+    if not isinstance(src, Handle):
+        src = creations.full_like(index, src, dtype=x.dtype)
+    if reduce is not None:
+        known = {"add": "sum", "multiply": "prod"}
+        return scatter_reduce(x, dim, index, src, known.get(reduce, reduce))
+    if src.dtype != x.dtype:
+        raise DefinitionError(
+            f"scatter of {shown(src)} into {shown(x)}",
+            because="both have one dtype",
+            hint=f"src.to({x.dtype})",
+        )
+    if not x.ndim:
+        return views.reshape(src, ())
+    at, index, src = _written("scatter", x, dim, index, src)
+    # the last place that writes to each, or -1
+    n = index.shape[at]
+    places = views.reshape(creations.arange(n), (n, *(1,) * (x.ndim - 1 - at)))
+    places = views.expand(places, index.shape) + 1
+    last = _scattered(x, at, index, places, "max")
+    is_hit = ROWS["gt"](last, 0)
+    if not n:
+        return record("set", x)
+    chosen = _first(ROWS["maximum"](last, 1) - 1, index.shape, at)
+    found = added_up(src, lambda table: record("gather", chosen, table, along=at))
+    return where(is_hit, moves.pad(found, _beside(found, x)), x)
+
+
+def _beside(x: Handle, whole: Handle) -> list[int]:
+    return [n for d in reversed(range(x.ndim)) for n in (0, whole.shape[d] - x.shape[d])]
+
+
+def index_add(x: Handle, dim: int, index: Handle, source: Handle, *, alpha: float = 1) -> Handle:
+    """x with alpha times the places of source added, each at its index along the dim.
+
+    Args:
+        x: a tensor.
+        dim: which may be split, in x and in the source.
+        index: a vector, one number for each place of the source.
+        source: of x's dtype and shape, but along the dim.
+        alpha: a factor.
+    """
+    at, index, source = _sources("index_add", x, dim, index, source)
+    made = record("index_sum", index, source, shape=x.shape, along=at)
+    return x + (made if alpha == 1 else made * alpha)
+
+
+def _sources(
+    name: str, x: Handle, dim: int, index: Handle, source: Handle
+) -> tuple[int, Handle, Handle]:
+    at, index = own_place(x, dim), check_index(name, index)
+    count = index.shape[0] if index.ndim else 1
+    wanted = (*x.shape[:at], count, *x.shape[at + 1 :])
+    if index.ndim > 1 or source.shape != wanted or source.dtype != x.dtype:
+        raise DefinitionError(
+            f"{name} of {shown(x)} along dim {dim} with {shown(index)} and {shown(source)}",
+            because="the index is a vector; the source has x's dtype and shape, with a place for "
+            "each index along the dim",
+            hint=f"a source of {list(wanted)}",
+        )
+    return at, index if index.ndim else views.reshape(index, (1,)), source
+
+
+def index_copy(x: Handle, dim: int, index: Handle, source: Handle) -> Handle:
+    """x with the places of source in place of its own, each at its index along the dim.
+
+    Of equal indices the last one counts.
+    """
+    at, index, source = _sources("index_copy", x, dim, index, source)
+    return _replaced(x, at, index, source)
+
+
+def _replaced(x: Handle, at: int, index: Handle, source: Handle) -> Handle:
+    """By the last place of the index that names each place of the dim, or 0 for none."""
+    (count,) = index.shape
+    if not count:
+        return record("set", x)
+    places = creations.arange(1, count + 1)
+    n = x.shape[at]
+    last = record("scatter_reduce", index, places, shape=(n,), along=0, reduce="max")
+    chosen = ROWS["maximum"](last, 1) - 1
+    found = added_up(source, lambda table: record("index_select", chosen, table, along=at))
+    is_hit = views.reshape(ROWS["gt"](last, 0), (n, *(1,) * (x.ndim - 1 - at)))
+    return where(is_hit, found, x)
+
+
+def index_fill(x: Handle, dim: int, index: Handle, value: Any) -> Handle:
+    """x with a number at the places of a dim that an index names."""
+    at, index = own_place(x, dim), check_index("index_fill", index)
+    index = index if index.ndim else views.reshape(index, (1,))
+    n = x.shape[at]
+    hits = record("index_sum", index, creations.ones_like(index), shape=(n,), along=0)
+    is_hit = views.reshape(ROWS["gt"](hits, 0), (n, *(1,) * (x.ndim - 1 - at)))
+    filled = where(is_hit, value, x)
+    return filled if filled.dtype == x.dtype else cast(filled, x.dtype)
+
+
+def index_put(
+    x: Handle, indices: Sequence[Handle], values: Handle, *, accumulate: bool = False
+) -> Handle:
+    """x with values in place of x[indices], or added to them.
+
+    Args:
+        x: a tensor.
+        indices: of the first dims, one tensor of integers for each; repeated to one shape.
+        values: of x's dtype, repeated to the shape of x[indices].
+        accumulate: add; else of equal indices the last one counts.
+    """
+    count = len(indices)
+    if not 0 < count <= x.ndim or values.dtype != x.dtype:
+        raise DefinitionError(
+            f"index_put of {shown(x)} with {count} indices and {shown(values)}",
+            because="there is an index for each of the first dims; values have x's dtype",
+            hint=f"values.to({x.dtype})",
+        )
+    flat = None
+    for n, index in zip(x.shape, indices, strict=False):
+        own = from_the_end(check_index("index_put", index), n)
+        flat = own if flat is None else flat * n + own
+    assert flat is not None
+    rest = x.shape[count:]
+    merged = views.reshape(x, (math.prod(x.shape[:count]), *rest))
+    source = views.expand(values, (*flat.shape, *rest))
+    source = views.reshape(source, (math.prod(flat.shape), *rest))
+    flat = views.reshape(flat, (math.prod(flat.shape),))
+    made = index_add(merged, 0, flat, source) if accumulate else _replaced(merged, 0, flat, source)
+    return views.reshape(made, x.shape)
+
+
+def masked_scatter(x: Handle, mask: Handle, source: Handle) -> Handle:
+    """x with the elements of source, one after the other, where the mask holds."""
+    if mask.dtype != torch.bool or source.dtype != x.dtype:
+        raise DefinitionError(
+            f"masked_scatter of {shown(source)} into {shown(x)} by {shown(mask)}",
+            because="a mask is made of bools; both others have one dtype",
+            hint=f"source.to({x.dtype})",
+        )
+    wide = views.flatten(views.expand(mask, x.shape))
+    place = record("cumsum", cast(wide, torch.int64), dim=0) - 1
+    source = views.flatten(source)
+    place = ROWS["minimum"](ROWS["maximum"](place, 0), builtins.max(source.shape[0] - 1, 0))
+    found = record("index_select", place, source, along=0)
+    return where(mask, views.reshape(found, x.shape), x)
+
+
+# -- slices --------------------------------------------------------------------------------------
+
+
+def slice_scatter(
+    x: Handle,
+    src: Handle,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> Handle:
+    """x with src in place of x[start:end:step] along a dim.
+
+    What is written must be whole along the dim; x may be split.
+    """
+    at = own_place(x, dim)
+    n = x.shape[at]
+    first, last, step = builtins.slice(start, end, step).indices(n) if step > 0 else (0, 0, 1)
+    count = builtins.max(-(-(last - first) // step), 0)
+    wanted = (*x.shape[:at], count, *x.shape[at + 1 :])
+    if src.shape != wanted:
+        raise DefinitionError(
+            f"slice_scatter of {shown(src)} into {shown(x)}[{start}:{end}:{step}] along dim {dim}",
+            because=f"that slice is {list(wanted)}",
+            hint="a source of that shape",
+        )
+    if not count:
+        return record("set", x)
+    starts = tuple(first if d == at else 0 for d in range(x.ndim))
+    steps = tuple(step if d == at else 1 for d in range(x.ndim))
+    src = src if src.dtype == x.dtype else cast(src, x.dtype)
+    wide = record("slice_grad", src, shape=x.shape, starts=starts, steps=steps)
+    places = views.reshape(creations.arange(n), (n, *(1,) * (x.ndim - 1 - at)))
+    is_there = ROWS["logical_and"](ROWS["ge"](places, first), ROWS["lt"](places, last))
+    if step > 1:
+        on_step = ROWS["eq"](ROWS["remainder"](places - first, step), 0)
+        is_there = ROWS["logical_and"](is_there, on_step)
+    return where(is_there, wide, x)
+
+
+def select_scatter(x: Handle, src: Handle, dim: int, index: int) -> Handle:
+    """x with src in place of one place of a dim."""
+    at = own_place(x, dim)
+    n = x.shape[at]
+    if not -n <= index < n or src.ndim != x.ndim - 1:
+        raise DefinitionError(
+            f"select_scatter of {shown(src)} into {shown(x)} at {index} of dim {dim}",
+            because=f"its places go from {-n} to {n - 1}; the source has the other dims",
+            hint="slice_scatter writes several places",
+        )
+    index = index + n if index < 0 else index
+    return slice_scatter(x, views.unsqueeze(src, at), at, index, index + 1)

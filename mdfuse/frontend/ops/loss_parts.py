@@ -1,0 +1,31 @@
+"""What losses are made of: differences, and one number or none of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mdfuse.errors import DefinitionError
+from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.ops.recording import as_dtype
+from mdfuse.frontend.ops.reductions import mean, sum
+
+
+def distance(x: Handle, target: Handle) -> Handle:
+    """Differences, in the dtype of two tensors of one shape: torch expands them before."""
+    dtype = torch.promote_types(x.dtype, target.dtype)
+    same = [y if y.dtype == dtype else as_dtype(y, dtype) for y in (x, target)]
+    return same[0] - same[1]
+
+
+def reduced(x: Handle, reduction: str) -> Handle:
+    known: dict[str, Any] = {"none": lambda x: x, "mean": mean, "sum": sum}
+    if reduction not in known:
+        raise DefinitionError(
+            f"reduction={reduction!r}",
+            because="a loss is reduced to one number or not at all",
+            hint=" or ".join(map(repr, known)),
+        )
+    result: Handle = known[reduction](x)
+    return result

@@ -1,0 +1,180 @@
+"""Images in another size, and at other places.
+
+Each spatial dim is resampled on its own: which elements, and by what shares, are numbers of the
+definition. Batches and channels may be split.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mdfuse.errors import DefinitionError
+from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.ops import convolutions, views
+from mdfuse.frontend.ops.creations import tensor
+from mdfuse.frontend.ops.lookups import index_select
+from mdfuse.frontend.ops.pointwise import ROWS, cast, clamp, where
+from mdfuse.frontend.ops.recording import back, in_f32, record, shown
+
+#: mode -> how many spatial dims it takes.
+_MODES = {"nearest": (1, 2, 3), "nearest-exact": (1, 2, 3), "linear": (1,), "bilinear": (2,),
+          "trilinear": (3,), "area": (1, 2, 3)}  # fmt: skip
+
+
+def interpolate(
+    x: Handle,
+    size: int | Sequence[int] | None = None,
+    scale_factor: float | Sequence[float] | None = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Handle:
+    """Images in another size, by the nearest element or linearly between neighbours.
+
+    Args:
+        x: [batch, channels, …]; its spatial dims are whole on every rank, or are made so.
+        size: the new spatial extents.
+        scale_factor: or by how much they grow.
+        mode: "nearest", "nearest-exact", "linear", "bilinear", "trilinear" or "area".
+        align_corners: of linear ones, whether the outermost elements stay at the corners.
+        recompute_scale_factor: whether shares follow from the extents and not from scale_factor.
+        antialias: must be False.
+    """
+    n = x.ndim - 2
+    if n not in _MODES.get(mode, ()) or antialias or (align_corners and mode.startswith("nearest")):
+        raise DefinitionError(
+            f"interpolate of {shown(x)} with mode={mode!r}, align_corners={align_corners} and "
+            f"antialias={antialias}",
+            because="the modes are " + ", ".join(_MODES) + ", each for its number of dims; there "
+            "is no antialiasing",
+            hint="x: [batch, channels, height, width] for bilinear",
+        )
+    sizes, scales = _extents(x, size, scale_factor)
+    if mode == "area":
+        pooled: Handle = getattr(convolutions, f"adaptive_avg_pool{n}d")(x, sizes)
+        return pooled
+    if recompute_scale_factor:
+        scales = [None] * n
+    for at, (m, scale) in enumerate(zip(sizes, scales, strict=True)):
+        dim, extent = 2 + at, x.shape[2 + at]
+        if mode.startswith("nearest"):
+            x = index_select(x, dim, tensor(_nearest(extent, m, scale, "exact" in mode)))
+        elif m != extent or (scale not in (None, 1.0) and not align_corners):
+            x = _linear(x, dim, _sources(extent, m, scale, bool(align_corners)))
+    return record("set", x)
+
+
+def _extents(x: Handle, size: Any, scale: Any) -> tuple[list[int], list[float | None]]:
+    n = x.ndim - 2
+    given = size if size is not None else scale
+    several = list(given) if isinstance(given, Sequence) else [given] * n
+    is_one = (size is None) != (scale is None)
+    if not is_one or len(several) != n or any(not k > 0 for k in several):
+        raise DefinitionError(
+            f"interpolate of {shown(x)} with size={size} and scale_factor={scale}",
+            because=f"one of both is given, for each of {n} spatial dims, and positive",
+            hint="size=(height, width)",
+        )
+    if size is not None:
+        return several, [None] * n
+    return [math.floor(e * k) for e, k in zip(x.shape[2:], several, strict=True)], several
+
+
+def _nearest(n: int, m: int, scale: float | None, is_exact: bool) -> list[int]:
+    """Which element is nearest to each place: torch's own answer, on a row of numbers."""
+    row = torch.arange(n, dtype=torch.float64)[None, None]
+    mode = "nearest-exact" if is_exact else "nearest"
+    how: dict[str, Any] = {"size": m} if scale is None else {"scale_factor": scale}
+    found = torch.nn.functional.interpolate(row, mode=mode, **how)
+    return [int(k) for k in found[0, 0].tolist()]
+
+
+def _sources(n: int, m: int, scale: float | None, corners: bool) -> list[float]:
+    """Where in the old extent each new place is, as `area_pixel_compute_source_index` has it."""
+    if corners:
+        step = (n - 1) / (m - 1) if m > 1 else 0.0
+        return [step * i for i in range(m)]
+    step = 1.0 / scale if scale else n / m
+    return [max(step * (i + 0.5) - 0.5, 0.0) for i in range(m)]
+
+
+def _linear(x: Handle, dim: int, sources: Sequence[float]) -> Handle:
+    n = x.shape[dim]
+    first = [min(math.floor(s), n - 1) for s in sources]
+    second = [min(i + 1, n - 1) for i in first]
+    shares = [min(max(s - i, 0.0), 1.0) for s, i in zip(sources, first, strict=True)]
+    wide = in_f32(x)
+    share = views.reshape(tensor(shares, dtype=wide.dtype), (-1, *(1,) * (x.ndim - 1 - dim)))
+    low, high = (index_select(wide, dim, tensor(i)) for i in (first, second))
+    return back(low * (1.0 - share) + high * share, x)
+
+
+# -- at places that are values -------------------------------------------------------------------
+
+
+def grid_sample(
+    x: Handle,
+    grid: Handle,
+    mode: str = "bilinear",
+    padding_mode: str = "zeros",
+    align_corners: bool | None = None,
+) -> Handle:
+    """Images at places of a grid: x[n,c,h,w], grid[n,a,b,2] -> [n,c,a,b].
+
+    Args:
+        x: its height and width are made whole on every rank.
+        grid: for each element of the result where it is, from (-1, -1) to (1, 1): (x, y).
+        mode: "bilinear" or "nearest".
+        padding_mode: what is outside: "zeros", or the "border".
+        align_corners: whether -1 and 1 are the middles of the outermost elements, or their ends.
+    """
+    is_known = mode in ("bilinear", "nearest") and padding_mode in ("zeros", "border")
+    fits = x.ndim == grid.ndim == 4 and grid.shape[-1] == 2 and x.shape[0] == grid.shape[0]
+    if not is_known or not fits or x.dtype != grid.dtype or not x.dtype.is_floating_point:
+        raise DefinitionError(
+            f"grid_sample of {shown(x)} by {shown(grid)}, mode={mode!r}, {padding_mode!r}",
+            because="the modes are bilinear and nearest, with zeros or the border outside; x is "
+            "[n,c,h,w], the grid [n,a,b,2] of one dtype",
+            hint="images of two spatial dims",
+        )
+    h, w = x.shape[2:]
+    column, row = (grid[..., k] for k in (0, 1))
+    column, row = (_unnormal(p, n, bool(align_corners)) for p, n in ((column, w), (row, h)))
+    if padding_mode == "border":
+        column, row = clamp(column, 0, w - 1), clamp(row, 0, h - 1)
+    flat = views.reshape(x, (*x.shape[:2], h * w))
+    if mode == "nearest":
+        return _sampled(flat, ROWS["round"](row), ROWS["round"](column), h, w)
+    top, left = ROWS["floor"](row), ROWS["floor"](column)
+    down, right = row - top, column - left
+    total = None
+    for by, bx in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        share = (down if by else 1.0 - down) * (right if bx else 1.0 - right)
+        part = _sampled(flat, top + by, left + bx, h, w) * views.unsqueeze(share, 1)
+        total = part if total is None else total + part
+    assert total is not None
+    return total
+
+
+def _unnormal(p: Handle, n: int, corners: bool) -> Handle:
+    return (p + 1.0) * ((n - 1) / 2) if corners else ((p + 1.0) * n - 1.0) / 2
+
+
+def _sampled(flat: Handle, row: Handle, column: Handle, h: int, w: int) -> Handle:
+    """x[n,c,h*w] at rows and columns [n,a,b], zeros outside."""
+    n, c = flat.shape[:2]
+    inside = None
+    for p, extent in ((row, h), (column, w)):
+        here = ROWS["logical_and"](ROWS["ge"](p, 0), ROWS["le"](p, extent - 1))
+        inside = here if inside is None else ROWS["logical_and"](inside, here)
+    assert inside is not None
+    place = clamp(row, 0, h - 1) * w + clamp(column, 0, w - 1)
+    places = views.reshape(cast(place, torch.int64), (n, 1, -1))
+    found = record("gather", views.expand(places, (n, c, -1)), flat, along=2)
+    found = views.reshape(found, (n, c, *row.shape[1:]))
+    return where(views.unsqueeze(inside, 1), found, 0.0)

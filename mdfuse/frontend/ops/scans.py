@@ -1,0 +1,267 @@
+"""Along a dim: running sums and products, running extremes, what stands at a rank in order.
+
+The dim is made whole on every rank, but for a running sum of equal parts, to which the sums of
+those before are added; other dims may be split.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from mdfuse.errors import DefinitionError
+from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.ops import creations, extremes, ordering, parts, reductions, views
+from mdfuse.frontend.ops.pointwise import ROWS, cast, where
+from mdfuse.frontend.ops.recording import (
+    Dims,
+    Operation,
+    as_dtype,
+    back,
+    checked,
+    in_f32,
+    own_place,
+    place,
+    record,
+    record_several,
+    shown,
+)
+
+
+def _running(op: str, doc: str) -> Operation:
+    def function(x: Handle, dim: int, *, dtype: torch.dtype | None = None) -> Handle:
+        at = place(x, dim)
+        if dtype is None and not (x.dtype.is_floating_point or x.dtype.is_complex):
+            dtype = torch.int64
+        x = x if dtype is None or dtype == x.dtype else cast(x, dtype)
+        return record(op, x, dim=at)
+
+    function.__name__, function.__doc__ = op, doc
+    return function
+
+
+cumsum = _running("cumsum", "The sum of the elements along a dim up to each.")
+cumprod = _running("cumprod", "The product of the elements along a dim up to each.")
+
+
+def logcumsumexp(x: Handle, dim: int) -> Handle:
+    """log(cumsum(exp(x))) along a dim, without overflow."""
+    at = place(x, dim)
+    if not x.dtype.is_floating_point:
+        raise DefinitionError(
+            f"logcumsumexp of {shown(x)}",
+            because="it takes floating numbers",
+            hint="x.to(torch.float32)",
+        )
+    return back(record("logcumsumexp", in_f32(x), dim=at), x)
+
+
+class Running(NamedTuple):
+    """What `cummax` and `cummin` give, as in torch: the extremes so far, and where they stood."""
+
+    values: Handle
+    indices: Handle
+
+
+def cummax(x: Handle, dim: int) -> Running:
+    """The largest element along a dim up to each, and where it stands (of equal ones the last)."""
+    return Running(*record_several("cummax", x, dim=place(x, dim)))
+
+
+def cummin(x: Handle, dim: int) -> Running:
+    """The smallest element along a dim up to each, and where it stands (of equal ones the last)."""
+    return Running(*record_several("cummin", x, dim=place(x, dim)))
+
+
+# -- at a rank in order --------------------------------------------------------------------------
+
+
+def kthvalue(x: Handle, k: int, dim: int = -1, keepdim: bool = False) -> ordering.Ordered:
+    """The k-th smallest element along a dim, from 1 on, and a place where it stands."""
+    at, n = place(x, dim), x.shape[place(x, dim)] if x.ndim else 1
+    if not 1 <= k <= n:
+        raise DefinitionError(
+            f"kthvalue of {shown(x)} along dim {dim} with k={k}",
+            because=f"there are {n} elements along that dim",
+            hint=f"a k from 1 to {n}",
+        )
+    return _ranked(x, k - 1, at, keepdim)
+
+
+def _ranked(x: Handle, rank: int, at: int, keepdim: bool) -> ordering.Ordered:
+    found = ordering.sort(x, at, stable=True)
+    if not x.ndim:
+        return found
+    cut = (parts.narrow(y, at, rank, 1) for y in found)
+    return ordering.Ordered(*(y if keepdim else record("squeeze", y, dims=(at,)) for y in cut))
+
+
+def _median(name: str, skips_nan: bool) -> Operation:
+    def function(
+        x: Handle, dim: int | None = None, keepdim: bool = False
+    ) -> Handle | ordering.Ordered:
+        if not x.numel() or x.dtype == torch.bool:
+            raise DefinitionError(
+                f"{name} of {shown(x)}", because="some numbers have one", hint="not of nothing"
+            )
+        if dim is None:
+            return _middle(views.flatten(x), 0, False, skips_nan).values
+        return _middle(x, place(x, dim), keepdim, skips_nan)
+
+    function.__name__ = name
+    function.__doc__ = (
+        "The lower of the middle elements (of all, or with their places along a dim)"
+        + ("; NaNs are left out." if skips_nan else "; NaN where there is one.")
+    )
+    return function
+
+
+def _middle(x: Handle, at: int, keepdim: bool, skips_nan: bool) -> ordering.Ordered:
+    n = x.shape[at] if x.ndim else 1
+    if not x.dtype.is_floating_point or not x.ndim:
+        return _ranked(x, (n - 1) // 2, at, keepdim)
+    if not skips_nan:
+        strange = reductions.any(ROWS["isnan"](x), at, True)
+        first = extremes.argmax(x, at, True)  # a NaN is the largest
+        indices = where(strange, first, _ranked(x, (n - 1) // 2, at, True).indices)
+        both = (record("gather", indices, x, along=at), indices)
+        return ordering.Ordered(*(y if keepdim else record("squeeze", y, dims=(at,)) for y in both))
+    in_order = ordering.sort(x, at, stable=True)
+    count = reductions.sum(ROWS["logical_not"](ROWS["isnan"](x)), at, True)
+    rank = ROWS["maximum"]((count - 1) // 2, 0)
+    cut = (record("gather", rank, y, along=at) for y in in_order)
+    return ordering.Ordered(*(y if keepdim else record("squeeze", y, dims=(at,)) for y in cut))
+
+
+median, nanmedian = _median("median", False), _median("nanmedian", True)
+
+
+def mode(x: Handle, dim: int = -1, keepdim: bool = False) -> ordering.Ordered:
+    """The most frequent element along a dim (of several the smallest), and where it stands last."""
+    at = place(x, dim)
+    if not x.ndim:
+        return ordering.Ordered(views.set(x), creations.zeros_like(x, dtype=torch.int64))
+    n = x.shape[at]
+    if not n:
+        raise DefinitionError(f"mode of {shown(x)}", because="nothing has none", hint="not of it")
+    in_order = ordering.sort(x, at, stable=True).values
+    alike = ROWS["eq"](views.unsqueeze(in_order, at + 1), views.unsqueeze(in_order, at))
+    often = extremes.argmax(reductions.sum(alike, at + 1), at, True)
+    value = record("gather", often, in_order, along=at)
+    places = views.reshape(creations.arange(n), (n, *(1,) * (x.ndim - 1 - at)))
+    where_last = reductions.amax(where(ROWS["eq"](x, value), places, -1), at, keepdim)
+    return ordering.Ordered(value if keepdim else record("squeeze", value, dims=(at,)), where_last)
+
+
+_WAYS = ("linear", "lower", "higher", "nearest", "midpoint")
+
+
+def quantile(
+    x: Handle,
+    q: float,
+    dim: int | None = None,
+    keepdim: bool = False,
+    *,
+    interpolation: str = "linear",
+) -> Handle:
+    """Below which a share q of the elements is, of all or along a dim; NaN where there is one.
+
+    Args:
+        x: floats of 32 or 64 bits.
+        q: a number from 0 to 1.
+        dim: along which; it is whole on every rank.
+        keepdim: keep the dim with extent 1.
+        interpolation: between two elements: "linear", "lower", "higher", "nearest", "midpoint".
+    """
+    is_taken = x.dtype in (torch.float32, torch.float64) and 0 <= q <= 1 and x.numel()
+    if not is_taken or interpolation not in _WAYS:
+        raise DefinitionError(
+            f"quantile of {shown(x)} with q={q} and interpolation={interpolation!r}",
+            because="q is a number from 0 to 1, the elements are float32 or float64, and it is one "
+            "of " + ", ".join(_WAYS),
+            hint="torch.stack([quantile(x, q) for q in …]) for several",
+        )
+    given = checked(x, dim)
+    flat = views.flatten(x) if given is None else x
+    at = 0 if given is None else place(x, dim if dim is not None else 0)
+    if not x.ndim:
+        return record("set", x)
+    in_order = ordering.sort(flat, at).values
+    found = _between(in_order, q, at, interpolation)
+    strange = reductions.any(ROWS["isnan"](flat), at, True)
+    found = where(strange, parts.narrow(in_order, at, flat.shape[at] - 1, 1), found)
+    if given is None:
+        return views.reshape(found, (1,) * x.ndim if keepdim else ())
+    return found if keepdim else record("squeeze", found, dims=(at,))
+
+
+def _between(in_order: Handle, q: float, at: int, interpolation: str) -> Handle:
+    rank = torch.tensor(q, dtype=in_order.dtype).item() * (in_order.shape[at] - 1)
+    if in_order.dtype == torch.float32:
+        rank = torch.tensor(rank, dtype=torch.float32).item()
+    lower, higher = math.floor(rank), math.ceil(rank)
+    one = {"lower": lower, "higher": higher, "nearest": round(rank)}.get(interpolation)
+    if one is not None or lower == higher:
+        return parts.narrow(in_order, at, lower if one is None else one, 1)
+    share = 0.5 if interpolation == "midpoint" else rank - lower
+    first, second = (parts.narrow(in_order, at, i, 1) for i in (lower, higher))
+    return first + (second - first) * share
+
+
+# -- sums that leave something out ---------------------------------------------------------------
+
+
+def _skipping(name: str, over: Callable[..., Handle], doc: str) -> Operation:
+    def function(
+        x: Handle,
+        dim: Dims = None,
+        keepdim: bool = False,
+        *,
+        dtype: torch.dtype | None = None,
+        dims: Dims = None,
+    ) -> Handle:
+        is_float = x.dtype.is_floating_point
+        counted = where(ROWS["isnan"](x), 0.0, x) if is_float else x
+        if over is reductions.sum:
+            return over(counted, dim, keepdim, dtype, dims=dims)
+        counted = counted if dtype is None else as_dtype(counted, dtype)
+        total = reductions.sum(in_f32(counted), dim, keepdim, dims=dims)
+        count = reductions.sum(ROWS["eq"](x, x), dim, keepdim, dims=dims)
+        return as_dtype(total / count, counted.dtype)
+
+    function.__name__, function.__doc__ = name, doc
+    return function
+
+
+nansum = _skipping("nansum", reductions.sum, "Sum over dims (all by default) without NaNs.")
+nanmean = _skipping("nanmean", reductions.mean, "Mean over dims (all by default) without NaNs.")
+
+
+class Ends(NamedTuple):
+    """What `aminmax` gives, as in torch."""
+
+    min: Handle
+    max: Handle
+
+
+def aminmax(x: Handle, *, dim: int | None = None, keepdim: bool = False) -> Ends:
+    """The smallest and the largest element, of all or along a dim."""
+    return Ends(reductions.amin(x, dim, keepdim), reductions.amax(x, dim, keepdim))
+
+
+def renorm(x: Handle, p: float, dim: int, maxnorm: float) -> Handle:
+    """Each place of a dim made smaller where its p-norm is above maxnorm."""
+    at = own_place(x, dim)
+    if x.ndim < 2 or p <= 0 or maxnorm < 0 or not x.dtype.is_floating_point:
+        raise DefinitionError(
+            f"renorm of {shown(x)} with p={p} and maxnorm={maxnorm}",
+            because="it takes floats of two dims or more, a positive p and a maxnorm from 0 on",
+            hint="normalize(x, p, dim)",
+        )
+    rest = tuple(d for d in range(x.ndim) if d != at)
+    size = reductions.norm(in_f32(x), p, rest, True)
+    factor = where(ROWS["gt"](size, maxnorm), maxnorm / (size + 1e-7), 1.0)
+    return back(in_f32(x) * factor, x)

@@ -1,0 +1,48 @@
+"""`x[…]` with tensors of indices among slices, integers, None and `...`."""
+
+from __future__ import annotations
+
+import builtins
+from typing import Any
+
+from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.ops import creations, indexing, views
+from mdfuse.frontend.ops.lookup_parts import at_indices
+
+
+def index(x: Handle, where: Any) -> Handle:
+    """`x[where]`; a list of integers stands for a tensor of them.
+
+    Slices and integers come first. Then the tensors, repeated to one shape, take the place of their
+    dims; where these are apart, the shape comes in front.
+    """
+    items = [where] if not isinstance(where, tuple) else [*where]
+    if not any(isinstance(item, Handle | list) for item in items):
+        return indexing.index(x, where)
+    items = [_as_tensor(item) for item in items]
+    items = _without_dots(x, items)
+    y = indexing.index(
+        x, tuple(builtins.slice(None) if isinstance(i, Handle) else i for i in items)
+    )
+    at, places, found = 0, [], []
+    for item in items:
+        if isinstance(item, Handle):
+            places.append(at)
+            found.append(item)
+        at += item is None or isinstance(item, Handle | builtins.slice)
+    if places != [*range(places[0], places[0] + len(places))]:
+        y, places = views.movedim(y, places, [*range(len(places))]), [0]
+    return at_indices(y, places[0], found)
+
+
+def _as_tensor(item: Any) -> Any:
+    is_list = isinstance(item, list) and item and all(type(i) is int for i in item)
+    return creations.tensor(item) if is_list else item
+
+
+def _without_dots(x: Handle, items: list[Any]) -> list[Any]:
+    """A slice for each dim that `...`, or nothing, stands for."""
+    used = sum(item is not None and item is not Ellipsis for item in items)
+    at = next((i for i, item in enumerate(items) if item is Ellipsis), len(items))
+    rest = [builtins.slice(None)] * max(x.ndim - used, 0)
+    return [*items[:at], *rest, *items[at + 1 :]]

@@ -1,0 +1,78 @@
+"""Gradients of complex numbers z = a + ib, as torch has them: dL/da + i dL/db of a real loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.ops.recording import record
+from mdfuse.frontend.vjps.table import Applied, cos, rule, sin
+
+#: Ops whose rule holds for complex numbers: those that move or add them, and those that say so.
+COMPLEX = frozenset(
+    ("set", "stride_order", "permute", "reshape", "unsqueeze", "squeeze", "expand", "slice",
+     "slice_grad", "cat", "flip", "index_select", "add", "sub", "neg", "mul", "div", "sum", "mean",
+     "abs", "where", "conj", "real", "imag", "angle", "complex", "polar", "view_as_complex",
+     "view_as_real"),
+)  # fmt: skip
+
+
+def _pair(a: Handle, b: Handle) -> Handle:
+    made: Handle = record("complex", a, b)
+    return made
+
+
+def _real(z: Handle) -> Handle:
+    return record("real", z) if z.dtype.is_complex else z
+
+
+def _imag(z: Handle) -> Handle:
+    return record("imag", z) if z.dtype.is_complex else z * 0.0
+
+
+@rule("conj")
+def _conj(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    return (record("conj", ct),)
+
+
+@rule("real")
+def _of_real(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    return (_pair(ct, ct * 0.0),)
+
+
+@rule("imag")
+def _of_imag(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    return (_pair(ct * 0.0, ct),)
+
+
+@rule("complex")
+def _complex(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    return _real(ct), _imag(ct)
+
+
+@rule("polar")
+def _polar(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    """r (cos t + i sin t)."""
+    size, turn = e[0], e[1]
+    a, b, c, s = _real(ct), _imag(ct), cos(turn), sin(turn)
+    return a * c + b * s, size * (b * c - a * s)
+
+
+@rule("angle")
+def _angle(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    """atan2(b, a)."""
+    if not e[0].dtype.is_complex:
+        return (ct * 0.0,)
+    a, b = _real(e[0]), _imag(e[0])
+    share = ct / (a * a + b * b)
+    return (_pair(-b * share, a * share),)
+
+
+@rule("view_as_complex")
+def _view_as_complex(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    return (record("view_as_real", ct),)
+
+
+@rule("view_as_real")
+def _view_as_real(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    return (record("view_as_complex", ct),)

@@ -1,0 +1,60 @@
+"""Contractions of two tensors, as an einsum writes them: call, labels, shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mdfuse.ir.dims import DimMap, Shape, Shapes
+
+Attrs = Mapping[str, Any]
+
+
+def contract(
+    a: Tensor, b: Tensor, *, left: Sequence[int], right: Sequence[int], kept: Sequence[int]
+) -> Tensor:
+    """Multiply where labels are equal, and sum over those that are not kept.
+
+    Args:
+        a: its dims have the labels `left`, each once.
+        b: its dims have the labels `right`, each once.
+        left, right: numbers from 0 to 51.
+        kept: labels of the result's dims.
+    """
+    return torch.einsum(a, [*left], b, [*right], [*kept])
+
+
+def of_contraction(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
+    """Label each dim as it is labelled; a dim of extent 1 that meets a longer one must be whole."""
+    extents = _extents(shapes, attrs)
+    operands = tuple(
+        tuple(x if n == extents[x] else None for x, n in zip(labels, shape or (), strict=True))
+        for labels, shape in zip((attrs["left"], attrs["right"]), shapes, strict=True)
+    )
+    gone = extents.keys() - {*attrs["kept"]}
+    return DimMap(
+        operands=operands, results=(tuple(attrs["kept"]),), reduces=dict.fromkeys(gone, "sum")
+    )
+
+
+def _extents(shapes: Shapes, attrs: Attrs) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for labels, shape in zip((attrs["left"], attrs["right"]), shapes, strict=True):
+        if shape is None or len({*labels}) < len(labels):
+            raise ValueError(f"the labels {labels} are those of {shape}, each once")
+        for x, n in zip(labels, shape, strict=True):
+            if x in found and found[x] != n and 1 not in (found[x], n):
+                raise ValueError(f"{found[x]} is not {n}")
+            found[x] = n if found.get(x, 1) == 1 else found[x]
+    return found
+
+
+def shape_of_contraction(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Return the extents of the labels that are kept."""
+    extents, kept = _extents(shapes, attrs), attrs["kept"]
+    if len({*kept}) < len(kept):
+        raise ValueError(f"the labels {kept} stand once each")
+    return tuple(extents[x] for x in kept)

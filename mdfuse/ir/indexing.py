@@ -1,0 +1,248 @@
+"""Lookups by tensors of indices, and sums over what has one index: calls, labels, shapes.
+
+A dim that indices run over may be split: each rank looks up what it has, and zeros stand for the
+rest, so that the sum over the ranks is the lookup. The table never travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mdfuse.ir.dims import DimMap, Shape, Shapes
+from mdfuse.ir.extremes import neutral
+from mdfuse.ir.local_attributes import ExprPart
+from mdfuse.layouts.boxes import box_shape
+
+Attrs = Mapping[str, Any]
+Span = tuple[int, int]
+
+#: reduce op -> as torch calls it.
+_NAMES = {"sum": "sum", "prod": "prod", "max": "amax", "min": "amin"}
+
+
+# -- calls ---------------------------------------------------------------------------------------
+
+
+def select(
+    indices: Tensor, table: Tensor, *, along: int, part: tuple[int, int, int] | None = None
+) -> Tensor:
+    """Take the places of a dim that indices name; their dims stand in the place of the dim.
+
+    Args:
+        indices: of places along the dim, from 0 on.
+        table: what they look up.
+        along: dim of the table, counted from 0.
+        part: (start, stop, places in all) where the table is that part of the whole: what is
+            outside of it comes back as zeros.
+    """
+    shape = (*table.shape[:along], *indices.shape, *table.shape[along + 1 :])
+    here, at = _here(indices, part)
+    if not table.shape[along]:
+        return table.new_zeros(shape)
+    rows = torch.index_select(table, along, at.reshape(-1)).reshape(shape)
+    if here is None:
+        return rows
+    return torch.where(here.reshape(*here.shape, *(1,) * (table.ndim - 1 - along)), rows, 0)
+
+
+def _here(indices: Tensor, part: tuple[int, int, int] | None) -> tuple[Tensor | None, Tensor]:
+    """Return which indices are in a part (None: all), and where there; others become 0."""
+    if part is None or part[:2] == (0, part[2]):
+        return None, indices
+    here = (indices >= part[0]) & (indices < part[1])
+    return here, torch.where(here, indices - part[0], 0)
+
+
+def select_grad(
+    indices: Tensor,
+    ct: Tensor,
+    *,
+    shape: Sequence[int],
+    along: int,
+    box: Sequence[Span] | None = None,
+) -> Tensor:
+    """Add up, at each place of a dim, what has its index; the rest is zero.
+
+    Args:
+        indices: of places along the dim.
+        ct: its dims are those of the result, with those of the indices in the place of the dim.
+        shape: of the whole result.
+        along: dim, counted from 0.
+        box: the part of the result that is made; None: all of it.
+    """
+    made, part = _made(shape, along, box)
+    _check(ct.shape, (*made[:along], *indices.shape, *made[along + 1 :]))
+    here, at = _here(indices, part)
+    if here is not None:
+        ct = ct.masked_fill(~here.reshape(*here.shape, *(1,) * (len(made) - 1 - along)), 0)
+    result = ct.new_zeros(made)
+    rows = ct.reshape(*made[:along], -1 if indices.numel() else 0, *made[along + 1 :])
+    return result.index_add_(along, at.reshape(-1), rows) if made[along] else result
+
+
+def _made(
+    shape: Sequence[int], dim: int, box: Sequence[Span] | None
+) -> tuple[tuple[int, ...], tuple[int, int, int] | None]:
+    """Return the shape that a rank makes, and its part of a dim."""
+    if box is None:
+        return tuple(shape), None
+    return tuple(stop - start for start, stop in box), (*box[dim], shape[dim])
+
+
+def _check(shape: Sequence[int], wanted: Sequence[int]) -> None:
+    if tuple(shape) != tuple(wanted):
+        raise ValueError(f"{tuple(shape)} is not {tuple(wanted)}")
+
+
+def gather(
+    indices: Tensor, x: Tensor, *, along: int, part: tuple[int, int, int] | None = None
+) -> Tensor:
+    """Take an element of x for each index: at its place, but along the dim at the index."""
+    _check(
+        (*indices.shape[:along], *indices.shape[along + 1 :]),
+        (*x.shape[:along], *x.shape[along + 1 :]),
+    )
+    here, at = _here(indices, part)
+    if not x.shape[along]:
+        return x.new_zeros(indices.shape)
+    found = torch.gather(x, along, at)
+    return found if here is None else torch.where(here, found, 0)
+
+
+def scatter(
+    indices: Tensor,
+    src: Tensor,
+    *,
+    shape: Sequence[int],
+    along: int,
+    reduce: str,
+    box: Sequence[Span] | None = None,
+) -> Tensor:
+    """Join the elements that have one index, at its place along the dim.
+
+    Args:
+        indices: of places along the dim.
+        src: of the same shape.
+        shape: of the whole result; it differs from that of the indices along the dim alone.
+        along: dim, counted from 0.
+        reduce: how they are joined; where there is none its neutral element stands.
+        box: the part of the result that is made; None: all of it.
+    """
+    made, part = _made(shape, along, box)
+    _check(src.shape, indices.shape)
+    _check(
+        (*indices.shape[:along], *indices.shape[along + 1 :]), (*made[:along], *made[along + 1 :])
+    )
+    nothing = neutral(reduce, src.dtype)
+    here, at = _here(indices, part)
+    if here is not None:
+        src = torch.where(here, src, nothing)
+    result = src.new_full(made, nothing)
+    return result.scatter_reduce_(along, at, src, _NAMES[reduce]) if made[along] else result
+
+
+# -- labels --------------------------------------------------------------------------------------
+
+
+def of_select(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
+    """Label `indices[…], table[…,v,…]`; with v split, ranks take what they have: Partial(sum)."""
+    n, v = len(shapes[1] or ()), attrs["along"]
+    indices = tuple(n + d for d in range(len(shapes[0] or ())))
+    table = tuple(range(n))
+    return DimMap(
+        operands=(indices, table),
+        results=((*table[:v], *indices, *table[v + 1 :]),),
+        reduces={v: "sum"},
+    )
+
+
+def of_select_grad(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
+    """Label the transpose: what has one index adds up, each rank may make its own v."""
+    n, v = len(result), attrs["along"]
+    indices = tuple(n + d for d in range(len(shapes[0] or ())))
+    made = tuple(range(n))
+    return DimMap(
+        operands=(indices, (*made[:v], *indices, *made[v + 1 :])),
+        results=(made,),
+        reduces=dict.fromkeys(indices, "sum"),
+    )
+
+
+def of_gather(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
+    """Label `indices[…,n,…], x[…,v,…]`; with v split, ranks take what they have: Partial(sum)."""
+    n, v = len(result), attrs["along"]
+    taken = tuple(range(n))
+    return DimMap(
+        operands=(taken, (*taken[:v], n, *taken[v + 1 :])), results=(taken,), reduces={n: "sum"}
+    )
+
+
+def of_scatter(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
+    """Label `indices[…,n,…], src[…,n,…]` and a result […,v,…]: what n splits is joined."""
+    n, v = len(result), attrs["along"]
+    made = tuple(range(n))
+    given = (*made[:v], n, *made[v + 1 :])
+    return DimMap(operands=(given, given), results=(made,), reduces={n: attrs["reduce"]})
+
+
+# -- shapes --------------------------------------------------------------------------------------
+
+
+def shape_of_select(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Return the table's shape with the indices' in the place of the dim."""
+    indices, table = shapes
+    assert indices is not None and table is not None
+    _check_dim(table, attrs)
+    return (*table[: attrs["along"]], *indices, *table[attrs["along"] + 1 :])
+
+
+def shape_of_gather(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Return the shape of the indices, which is x's but along the dim."""
+    indices, x = shapes
+    assert indices is not None and x is not None
+    _check_dim(x, attrs)
+    for d, (a, b) in enumerate(zip(indices, x, strict=True)):
+        if d != attrs["along"] and a != b:
+            raise ValueError(f"{a} is not {b}")
+    return indices
+
+
+def shape_of_made(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Return the shape in the attributes, or that of the rank's box, checked with the operands."""
+    indices, given = shapes
+    assert indices is not None and given is not None
+    made, dim = attrs["shape"], attrs["along"]
+    if attrs.get("box") is not None:
+        made = box_shape(attrs["box"])
+    _check_dim(made, attrs)
+    if "reduce" in attrs:
+        shape_of_gather((indices, made), attrs)
+        wanted = indices
+    else:
+        wanted = (*made[:dim], *indices, *made[dim + 1 :])
+    for a, b in zip(given, wanted, strict=True):
+        if a != b:
+            raise ValueError(f"{a} is not {b}")
+    return tuple(made)
+
+
+def _check_dim(shape: Shape, attrs: Attrs) -> None:
+    if attrs["along"] not in range(len(shape)):
+        raise ValueError(f"there is no dim {attrs['along']}")
+
+
+# -- one rank's part -----------------------------------------------------------------------------
+
+
+def local_part(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
+    """Say which places of the dim this rank has, unless it has all."""
+    shape, box = part.shapes[1], part.boxes[1]
+    assert shape is not None and box is not None
+    dim = attrs["along"]
+    if box[dim] == (0, shape[dim]):
+        return attrs
+    return {**attrs, "part": (*box[dim], shape[dim])}

@@ -1,0 +1,126 @@
+"""What a row of the op table says; the rows themselves are in `mdfuse/ir/rows/`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mdfuse.ir import dims, shapes
+from mdfuse.ir.attributes import Attr
+from mdfuse.ir.local_attributes import ExprPart, Localize
+from mdfuse.ir.out_forms import ANYHOW, Writes
+
+#: The host instructions of elementwise ops: their result may be written into the buffer of an
+#: operand that has the result's shape and memory order.
+ELEMENTWISE = ("unary", "binary", "where")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """A row of the op table: which torch call runs an op, and what the passes ask about it.
+
+    Attributes:
+        name: as in `fd.ops.<name>`.
+        call: `call(*operands, **attrs)` on whole tensors or on a rank's parts.
+        rule: gives the labels of the dims of operands and result.
+        shape: gives the shape of the result; None: torch is asked, which takes longer, and
+            symbolic extents are pinned to their examples.
+        writes: how the result comes into a buffer.
+        host: the host instruction that runs it.
+        localize: turns the attributes of the whole op into those for one rank's part.
+        globalize: turns the attributes of one rank's part into those of the whole; None: those
+            that only a part has are left out.
+        partial: which operands may stay Partial. "view": any; "all": all of them, by one reduce op;
+            "sum": all of them, by sum; "scale": the first alone, by sum; "reduce": an operand that
+            is Partial by the op's own reduce op.
+        is_view: the result may share storage with the first operand.
+        is_single: runs as a single host op; others are merged into segments by default.
+        indexed: the position of the operand (a table) whose rows the first operand indexes.
+        stays: the position of a matrix operand that keeps its split of the result's dims; the
+            other operand moves (weights stay where they are).
+        attrs: all attributes that it may have.
+        operands: the least and the greatest number of operands; None: no limit.
+        may_copy: a view that becomes a copy where the strides of its operand allow no view.
+        is_library: a library's kernels run it, which a compiler calls as well.
+        few: called in the place of `call` where each dim has two elements, to see the dtype of the
+            result; None: `call` itself.
+        results: how many results it has; where there are several, `call` returns a tuple of new
+            tensors, and they live on one mesh.
+    """
+
+    name: str
+    call: Callable[..., Any]
+    rule: dims.Rule
+    shape: shapes.ShapeRule | None
+    writes: Writes
+    host: str
+    localize: Localize | None = None
+    globalize: Localize | None = None
+    partial: Literal["", "view", "all", "sum", "scale", "reduce"] = ""
+    is_view: bool = False
+    is_single: bool = True
+    indexed: int | None = None
+    stays: int | None = None
+    attrs: tuple[Attr, ...] = ()
+    operands: tuple[int, int | None] = (1, 1)
+    may_copy: bool = False
+    is_library: bool = False
+    few: Callable[..., Any] | None = None
+    results: int = 1
+
+    @property
+    def is_creation(self) -> bool:
+        """Whether the op makes a tensor without reading one."""
+        return self.rule is dims.creation
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether each element of the result is computed from one element of each operand."""
+        return self.host in ELEMENTWISE
+
+
+#: field of a row -> what must hold of it.
+_MUST: dict[str, Callable[[Op], bool]] = {
+    "call": lambda op: callable(op.call),
+    "few": lambda op: op.few is None or callable(op.few),
+    "rule": lambda op: callable(op.rule),
+    "shape": lambda op: op.shape is None or callable(op.shape),
+    "writes": lambda op: type(op.writes) is Writes and (op.writes is ANYHOW or not op.is_view),
+    "localize": lambda op: op.localize is None or callable(op.localize),
+    "globalize": lambda op: (
+        op.globalize is None or (callable(op.globalize) and op.localize is not None)
+    ),
+    "partial": lambda op: op.partial in ("", "view", "all", "sum", "scale", "reduce"),
+    "attrs": lambda op: len({a.name for a in op.attrs}) == len(op.attrs),
+    "may_copy": lambda op: op.is_view or not op.may_copy,
+    "results": lambda op: (
+        op.results == 1
+        or (op.results > 1 and not (op.writes.form or op.is_view or op.partial or op.is_creation))
+    ),
+    "name": lambda op: op.name not in TABLE,
+}
+
+TABLE: dict[str, Op] = {}
+
+
+def row(
+    name: str,
+    call: Callable[..., Any],
+    rule: dims.Rule,
+    shape: shapes.ShapeRule | None,
+    writes: Writes,
+    **more: Any,
+) -> None:
+    """Check a row and add it to `TABLE`; by default its host instruction is named after the op."""
+    made = Op(name=name, call=call, rule=rule, shape=shape, writes=writes, **{"host": name, **more})
+    for field, holds in _MUST.items():
+        if not holds(made):
+            raise TypeError(f"the row of {name!r} has the {field} {getattr(made, field)!r}")
+    TABLE[name] = made
+
+
+def local_attrs(op: Op, attrs: Mapping[str, Any], part: ExprPart) -> dict[str, Any]:
+    """Return the attributes of an op for one rank's part of it."""
+    attrs = dict(attrs)
+    return op.localize(attrs, part) if op.localize else attrs

@@ -1,0 +1,133 @@
+"""Contractions, lookups, and ops of neural networks that are one call of torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mdfuse.ir import attention, calls, dims, out_forms, shapes
+from mdfuse.ir import local_attributes as of_part
+from mdfuse.ir.attributes import attr, word
+from mdfuse.ir.op_table import row
+from mdfuse.ir.out_forms import ANYHOW, DENSE, exact, product, rounded
+from mdfuse.ir.rows.views import WINDOW
+
+_F = torch.nn.functional
+
+_COMPOSITE: dict[str, Any] = {"is_single": False}
+_ALONG: dict[str, Any] = {"attrs": (attr("dim", "dim", True),), **_COMPOSITE}
+row(
+    "matmul",
+    torch.matmul,
+    dims.matmul,
+    shapes.matmul,
+    product(out_forms.matmul),
+    stays=1,
+    is_library=True,
+    operands=(2, 2),
+)
+row(
+    "linear",
+    lambda x, w, b=None: _F.linear(x, w, b),
+    dims.linear,
+    shapes.linear,
+    product(out_forms.linear),
+    stays=1,
+    is_library=True,
+    operands=(2, 3),
+)
+row(
+    "embedding",
+    calls.lookup,
+    dims.embedding,
+    shapes.embedding,
+    DENSE,
+    localize=of_part.local_rows,
+    indexed=1,
+    operands=(2, 2),
+    attrs=(attr("part", "part", is_local=True),),
+    **_COMPOSITE,
+)
+row(
+    "window",
+    calls.joined_window,
+    dims.window_of_parts,
+    shapes.window,
+    ANYHOW,
+    localize=of_part.local_places,
+    globalize=of_part.whole_places,
+    partial="reduce",
+    attrs=(
+        word("reduce", "sum", "bor", required=True),
+        *WINDOW,
+        attr("places", "box", is_local=True),
+        attr("shape", "shape", is_local=True),
+    ),
+    **_COMPOSITE,
+)
+_call: Any
+for _call in (torch.softmax, torch.log_softmax):
+    row(_call.__name__, _call, dims.rowwise, shapes.along, rounded(_call), **_ALONG)
+_RANKED: dict[str, Any] = {"results": 2, "is_library": True, **_COMPOSITE}
+_DIM = attr("dim", "dim", True)
+for _name, _call, *_own in (
+    ("topk", calls.top, attr("k", "extent", True), _DIM, attr("smallest", "bool")),
+    ("sort", calls.sort, _DIM, attr("descending", "bool"), attr("stable", "bool")),
+):
+    row(_name, _call, dims.ranked, shapes.ranked, DENSE, attrs=tuple(_own), **_RANKED)
+row(
+    "layer_norm",
+    calls.normalize,
+    dims.layer_norm,
+    shapes.layer_norm,
+    DENSE,
+    operands=(3, 3),
+    attrs=(attr("normalized_shape", "shape", True), attr("eps", "number", True)),
+    **_COMPOSITE,
+)
+_ATTEND = attr("is_causal", "bool"), attr("scale", "number"), attr("enable_gqa", "bool")
+row(
+    "rms_norm",
+    calls.root_mean_square_normalize,
+    dims.layer_norm,
+    shapes.layer_norm,
+    DENSE,
+    operands=(2, 2),
+    attrs=(attr("normalized_shape", "shape", True), attr("eps", "number", True)),
+    **_COMPOSITE,
+)
+row(
+    "scaled_dot_product_attention",
+    calls.attend,
+    dims.attention,
+    shapes.attention,
+    ANYHOW,
+    host="attention",
+    is_library=True,
+    operands=(3, 4),
+    attrs=_ATTEND,
+    **_COMPOSITE,
+)
+for _name, _call, _rule, _shape, _counts in (
+    ("attention", attention.attend, dims.attended, shapes.attended, (2, 3, 4)),
+    (
+        "attention_grad",
+        attention.attend_grad,
+        dims.attention_grad,
+        shapes.attention_grad,
+        (3, 6, 7),
+    ),
+):
+    _more: dict[str, Any] = {"results": _counts[0], "operands": _counts[1:], "is_library": True}
+    row(_name, _call, _rule, _shape, ANYHOW, attrs=_ATTEND, **_more, **_COMPOSITE)
+row(
+    "cat",
+    calls.cat,
+    dims.concatenation,
+    shapes.cat,
+    exact(calls.cat),
+    operands=(1, None),
+    partial="all",
+    **_ALONG,
+)

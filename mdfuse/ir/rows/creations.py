@@ -1,0 +1,87 @@
+"""Ops that make numbers: tensors of numbers, draws, zeros with something put in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mdfuse.ir import calls, creation, dims, random, shapes
+from mdfuse.ir import local_attributes as of_part
+from mdfuse.ir.attributes import Attr, attr
+from mdfuse.ir.op_table import row
+from mdfuse.ir.out_forms import ANYHOW, DENSE
+
+_COMPOSITE: dict[str, Any] = {"is_single": False}
+_STREAM, _BOX = attr("stream", "int", True), attr("box", "box", is_local=True)
+_EXTENTS, _DTYPE = attr("shape", "shape", True), attr("dtype", "dtype", True)
+
+
+def _creation(
+    name: str,
+    call: Callable[..., Any],
+    operands: int,
+    *attrs: Attr,
+    shape: shapes.ShapeRule = shapes.created,
+    **more: Any,
+) -> None:
+    """Add the row of an op that makes a tensor of numbers; each rank makes its own box of it."""
+    more |= {"localize": of_part.local_draw, "operands": (operands, operands)}
+    row(name, call, dims.creation, shape, ANYHOW, attrs=(_EXTENTS, *attrs, _BOX), **more)
+
+
+_VALUES = attr("values", "numbers", True)
+_RANGE = (attr("low", "number"), attr("high", "number"))
+_creation(
+    "uniform", random.uniform, 1, attr("dtype", "drawn", True), *_RANGE, _STREAM, **_COMPOSITE
+)
+_creation("full", creation.full, 1, _DTYPE)
+_creation("arange", creation.arange, 2, _DTYPE, shape=shapes.numbered)
+_creation("constant", creation.constant, 0, _VALUES, _DTYPE, shape=shapes.listed)
+row(
+    "embedding_grad",
+    calls.lookup_grad,
+    dims.embedding_grad,
+    shapes.embedding_grad,
+    DENSE,
+    localize=of_part.local_draw,
+    operands=(2, 2),
+    attrs=(_EXTENTS, _BOX),
+    **_COMPOSITE,
+)
+row(
+    "slice_grad",
+    calls.window_grad,
+    dims.window_grad,
+    shapes.window_grad,
+    DENSE,
+    localize=of_part.local_taken,
+    attrs=(
+        _EXTENTS,
+        attr("starts", "places", True),
+        attr("steps", "steps", True),
+        _BOX,
+        attr("taken", "box", is_local=True),
+        attr("at", "places", is_local=True),
+    ),
+    **_COMPOSITE,
+)
+row(
+    "full_like",
+    creation.full_like,
+    dims.likeness,
+    shapes.first,
+    ANYHOW,
+    operands=(2, 2),
+    attrs=(_DTYPE,),
+)
+row(
+    "dropout",
+    random.dropout,
+    dims.pointwise,
+    shapes.first,
+    ANYHOW,
+    localize=of_part.local_draw,
+    operands=(2, 2),
+    attrs=(attr("p", "probability", True), _STREAM, attr("shape", "shape", is_local=True), _BOX),
+    **_COMPOSITE,
+)

@@ -1,0 +1,94 @@
+"""Pointwise ops."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mdfuse.ir import calls, dims, out_forms, shapes
+from mdfuse.ir.attributes import Attr, attr, word
+from mdfuse.ir.op_table import row
+from mdfuse.ir.out_forms import DENSE, Writes, exact, on_tensors, rounded
+
+
+def _binary(name: str, call: Callable[..., Any], writes: Writes, **more: Any) -> None:
+    """Add the row of a pointwise op with two operands."""
+    more |= {"host": "binary", "operands": (2, 2)}
+    row(name, call, dims.pointwise, shapes.broadcast, writes, **more)
+
+
+_binary("add", operator.add, exact(torch.add), partial="sum")
+_binary("sub", operator.sub, exact(torch.sub), partial="sum")
+_binary("mul", operator.mul, exact(torch.mul), partial="scale")
+_binary("div", operator.truediv, exact(torch.div), partial="scale")
+_binary("floor_divide", operator.floordiv, rounded(torch.floor_divide))
+_binary("remainder", operator.mod, rounded(torch.remainder))
+_binary("pow", operator.pow, rounded(torch.pow))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    _binary(_name, getattr(operator, _name), exact(getattr(torch, _name)))
+for _name, _symbol in (("and", operator.and_), ("or", operator.or_), ("xor", operator.xor)):
+    _binary(f"bitwise_{_name}", _symbol, exact(getattr(torch, f"bitwise_{_name}")))
+for _name in ("maximum", "minimum", "logical_and", "logical_or", "logical_xor"):
+    _call = on_tensors(getattr(torch, _name))
+    _binary(_name, _call, exact(_call))
+for _name in (
+    "bitwise_left_shift", "bitwise_right_shift", "fmax", "fmin", "copysign", "heaviside",
+    "nextafter",
+):  # fmt: skip
+    _call = on_tensors(getattr(torch, _name))
+    _binary(_name, _call, exact(_call))
+for _name in ("fmod", "atan2", "hypot", "logaddexp", "xlogy"):
+    _call = on_tensors(getattr(torch, _name))
+    _binary(_name, _call, rounded(_call))
+
+
+def _unary(name: str, call: Callable[..., Any], writes: Writes, *attrs: Attr, **more: Any) -> None:
+    """Add the row of a pointwise op with one operand."""
+    more |= {"host": "unary", "attrs": attrs}
+    row(name, call, dims.pointwise, shapes.first, writes, **more)
+
+
+for _name in (
+    "abs", "bitwise_not", "ceil", "floor", "logical_not", "reciprocal", "round", "sign", "sqrt",
+    "sgn", "square", "trunc",
+):  # fmt: skip
+    _unary(_name, getattr(torch, _name), exact(getattr(torch, _name)))
+for _name in (
+    "acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "digamma", "erf", "erfc",
+    "erfinv", "exp", "exp2", "expm1", "i0", "lgamma", "log", "log10", "log1p", "log2", "rsqrt",
+    "sigmoid", "sin", "sinc", "sinh", "tan", "tanh",
+):  # fmt: skip
+    _unary(_name, getattr(torch, _name), rounded(getattr(torch, _name)))
+for _name in ("isfinite", "isinf", "isnan", "signbit"):
+    _unary(_name, getattr(torch, _name), DENSE)
+_unary("i1", torch.special.i1, rounded(torch.special.i1))
+_unary("polygamma", calls.polygamma, rounded(calls.polygamma), attr("n", "extent", True))
+_unary("neg", torch.neg, exact(torch.neg), partial="scale")
+
+_F, _on = torch.nn.functional, out_forms.activation
+_BEND = (attr("beta", "number"), attr("threshold", "number"))
+_SLOPE, _FORM = attr("negative_slope", "number"), word("approximate", "none", "tanh")
+_unary("relu", _F.relu, DENSE)  # torch's `out=` form of relu computes and copies
+_unary("silu", _F.silu, rounded(_on("silu")))
+_unary("elu", _F.elu, rounded(_on("elu")), attr("alpha", "number"))
+_unary("softplus", _F.softplus, rounded(_on("softplus")), *_BEND)
+_unary("leaky_relu", _F.leaky_relu, rounded(_on("leaky_relu")), _SLOPE)
+_unary("gelu", _F.gelu, rounded(_on("gelu")), _FORM)
+_unary("clamp", torch.clamp, exact(torch.clamp), attr("min", "number"), attr("max", "number"))
+_unary("cast", calls.cast, exact(calls.cast), attr("dtype", "dtype", True))
+# A cast of floats to wider ones, as lowering makes it: of a sum it is the sum of the casts.
+_unary("widen", calls.cast, exact(calls.cast), attr("dtype", "dtype", True), partial="scale")
+# Another such cast: each rank rounds its term, as it would have computed it in that dtype.
+_unary("round_terms", calls.cast, exact(calls.cast), attr("dtype", "dtype", True), partial="scale")
+row(
+    "where",
+    lambda condition, a, b: torch.where(condition, a, b),
+    dims.pointwise,
+    shapes.broadcast,
+    exact(out_forms.where),
+    is_single=False,
+    operands=(3, 3),
+)

@@ -1,0 +1,38 @@
+"""Reductions over dims, which may be split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mdfuse.ir import dims, reductions, shapes
+from mdfuse.ir import local_attributes as of_part
+from mdfuse.ir.attributes import Attr, attr
+from mdfuse.ir.extremes import highest, lowest
+from mdfuse.ir.op_table import row
+from mdfuse.ir.out_forms import DENSE, Writes, exact, rounded
+
+
+def _reduce(
+    name: str, call: Callable[..., Any], op: str, writes: Writes, *own: Attr, **more: Any
+) -> None:
+    """Add the row of a reduction; the parts of a split dim are joined by the reduce op `op`."""
+    attrs = (attr("dims", "dims"), attr("keepdim", "bool"), *own)
+    more = {"partial": "reduce", **more, "host": "reduce", "attrs": attrs}
+    row(name, call, dims.reduction(op), shapes.reduction, writes, **more)
+
+
+_WIDER = attr("dtype", "dtype")
+_IDENTITY = attr("identity", "bool", is_local=True)
+_COUNT = attr("count", "extent", is_local=True)
+_reduce("sum", reductions.add_up, "sum", rounded(reductions.add_up), _WIDER)
+_reduce("prod", reductions.multiply, "prod", rounded(reductions.multiply), _WIDER)
+for _name, _pick in (("max", lowest), ("min", highest)):
+    _call = reductions.extreme(f"a{_name}", _pick)
+    _reduce(_name, _call, _name, rounded(_call), _IDENTITY, localize=of_part.with_identity)
+# A part of a mean is divided by the global count.
+_reduce("mean", reductions.average, "sum", DENSE, _COUNT, localize=of_part.global_count)
+_any, _all = reductions.truth("any"), reductions.truth("all")
+_reduce("any", _any, "bor", exact(_any))
+# all(a & b) is not all(a) & all(b) for integers, as 1 & 2 shows: no Partial(band) is taken.
+_reduce("all", _all, "band", exact(_all), partial="")
