@@ -184,7 +184,7 @@ def _seen(i: Instruction, lies: Dims | None, program: HostProgram) -> Dims | Non
     rows = tuple(range(len(shapes[0])))
     if i.op in ("chunk", "narrow", "select", "slice", "expand"):
         inner = [d for d, (a, b) in enumerate(zip(*shapes, strict=False)) if a != b]
-        is_run = len(shapes[0]) == len(shapes[1]) and inner in ([], [lies[0]])
+        is_run = len(shapes[0]) == len(shapes[1]) and inner in ([], [*lies[:1]])
         return lies if is_run else None
     return tuple(range(len(shapes[1]))) if lies == rows else None
 

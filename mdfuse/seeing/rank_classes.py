@@ -166,9 +166,17 @@ class _Among:
                 self.teams[key] = frozenset(self.numbers[r] for r in c.team(rank))
             return self.teams[key]
         if c.kind == "SendRecv":
-            return tuple(self.numbers[r] for r in c.team(rank))
+            return self.pair(c, rank)
         if n not in self.whole:
             group = frozenset(c.whole_group)
             self.whole[n] = group, frozenset(self.numbers[r] for r in group)
         group, classes = self.whole[n]
         return classes if rank in group else frozenset()
+
+    def pair(self, c: Communication, rank: int) -> tuple[int, ...]:
+        """Return the classes of those to whom a rank sends, and from whom it receives."""
+        to, of = c.source.mesh.position(rank), c.destination.mesh.position(rank)
+        return (
+            -1 if to is None else self.numbers[c.destination.mesh.ranks[to]],
+            -1 if of is None else self.numbers[c.source.mesh.ranks[of]],
+        )

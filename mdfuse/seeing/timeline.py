@@ -6,8 +6,8 @@ rank of each class stands for all that run alike (`mdfuse.seeing.rank_classes`),
 
 A stream of a rank does its work in order, and the host is ahead of all of them. A post begins once
 the stream that it stands on has come there on all ranks that take part, and the link is free; a
-wait holds the stream up until the data is there. Communications along one axis share a link, in
-the order in which they are posted; those between pairs of ranks have a link for each direction.
+wait holds the stream up until the data is there. Communications of one team share a link, in the
+order in which they are posted; those between pairs of ranks have a link for each direction.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 from mdfuse.communication import Communication
 from mdfuse.errors import CommunicationError
+from mdfuse.hir.instructions import TRANSFERS
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.seeing.costs import Costs, buffer_bytes
 from mdfuse.seeing.events import Event, Part, makespan, name_of
@@ -206,9 +207,11 @@ class _Rank:
     stream: str = _CALLER
     #: stream -> when it is done with what it was given
     streams: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    #: name of a handle -> its post and the stream that it stood on; of a stream -> the stream
-    handles: dict[str, _Post] = field(default_factory=dict)
+    #: name of a handle -> what was posted; of a stream -> the stream
+    handles: dict[str, list[_Post]] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
+    #: axes -> the teams of this rank along them, in the order of their first posts
+    links: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -272,14 +275,13 @@ class _Rank:
     # -- communications --------------------------------------------------------------------------
 
     def _post(self, i: Instruction) -> None:
-        if i.comm is not None and len(i.comm.team(self.rank)) < 2:
-            post = self._made(i, "", "", 0, 0.0)
-            post.start = post.stop = post.at
-            self.handles[i.outputs[0]] = post
-            return
-        key, expected, me, post = self._transfer(i) if i.comm is None else self._collective(i)
-        self.handles[i.outputs[0]] = post
-        self.clock.meet(key, expected, me, post)
+        if i.comm is None:
+            posts = [self._transfer(i)]
+        elif i.comm.kind == "SendRecv" and not i.comm.is_along_axes:
+            posts = self._pairs(i, i.comm)
+        else:
+            posts = self._collective(i, i.comm)
+        self.handles[i.outputs[0]] = posts
 
     def _made(self, i: Instruction, what: str, lane: str, nbytes: int, seconds: float) -> _Post:
         pieces = i.kwargs.get("pieces") or 1
@@ -290,57 +292,77 @@ class _Rank:
     def _class(self, rank: int) -> int:
         return self.clock.classes.of[rank]
 
-    def _transfer(self, i: Instruction) -> tuple[Hashable, frozenset[Hashable], Hashable, _Post]:
-        """Return the post of a send or a receive, and which one of another rank it meets."""
+    def _transfer(self, i: Instruction) -> _Post:
+        """Post a send or a receive, which meets one of another rank."""
         is_send = i.op == "send"
-        peer = self._class(i.kwargs["to" if is_send else "from"])
         size = buffer_bytes(self.program, i.reads[0])
         layout = self.program.types[i.reads[0]].layout
         axes = layout.mesh.axes if layout is not None else ()
         where = axes[0] if len(axes) == 1 else "pairs"
+        peer = i.kwargs["to" if is_send else "from"]
         seconds = self.clock.costs.transfer_seconds("SendRecv", where, size)
-        lane = f"to {peer}" if is_send else f"from {peer}"
-        post = self._made(i, i.op, lane, 0 if is_send else size, seconds)
-        pair = (self.rank, peer) if is_send else (peer, self.rank)
-        return ("pair", pair), frozenset(("send", "recv")), i.op, post
+        return self._side(i, i.op, peer, is_send, size, seconds)
 
-    def _collective(self, i: Instruction) -> tuple[Hashable, frozenset[Hashable], Hashable, _Post]:
-        """Return the post of a communication, and the classes of ranks that it meets."""
-        comm = i.comm
-        assert comm is not None
+    def _pairs(self, i: Instruction, comm: Communication) -> list[_Post]:
+        """Post what a rank sends, and what it receives, from one mesh to another."""
+        call = comm.part(self.rank).call
+        if call is None:  # it has what it needs
+            return []
+        size = comm.bytes_received(self.rank)
+        seconds = self.clock.costs.transfer_seconds(comm.kind, "meshes", size)
+        sides = [(peer, True) for peer in call.sends] + [(peer, False) for peer in call.recvs]
+        return [self._side(i, comm.kind, p, is_send, size, seconds) for p, is_send in sides]
+
+    def _side(
+        self, i: Instruction, what: str, peer: int, is_send: bool, size: int, seconds: float
+    ) -> _Post:
+        """Post one side of a transfer between two ranks."""
+        other = self._class(peer)
+        lane = f"to {other}" if is_send else f"from {other}"
+        post = self._made(i, what, lane, 0 if is_send else size, seconds)
+        pair = (self.rank, other) if is_send else (other, self.rank)
+        self.clock.meet((what in TRANSFERS, pair), frozenset((True, False)), is_send, post)
+        return post
+
+    def _collective(self, i: Instruction, comm: Communication) -> list[_Post]:
+        """Post a communication of a team."""
         team = comm.team(self.rank)
+        if len(team) < 2:
+            return []
         size = comm.bytes_received(self.rank)
         name = f"{comm.kind}[{comm.reduce_op}]" if comm.reduce_op else comm.kind
-        if _is_pair(comm):
-            sender, receiver = map(self._class, team)
-            is_send = self.rank == team[0]
-            lane = f"to {receiver}" if is_send else f"from {sender}"
-            seconds = self.clock.costs.transfer_seconds(comm.kind, "meshes", size)
-            post = self._made(i, name, lane, size, seconds)
-            return ("sent", sender, receiver), frozenset({0, 1}), int(not is_send), post
         where = ",".join(comm.axes) if comm.is_along_axes else "meshes"
         seconds = self.clock.costs.transfer_seconds(comm.kind, where, size)
-        team = comm.whole_group if comm.kind == "SendRecv" else team
         found = frozenset[Hashable](map(self._class, team))
-        return (where, found), found, self.rank, self._made(i, name, where, size, seconds)
+        lane = self._lane(where, team)
+        post = self._made(i, name, lane, size, seconds)
+        key = where, comm.source.mesh, comm.destination.mesh, found
+        self.clock.meet(key, found, self.rank, post)
+        return [post]
+
+    def _lane(self, where: str, team: tuple[int, ...]) -> str:
+        """Return the link of a team: each has its own, as libraries have a group for each."""
+        known = self.links.setdefault(where, [])
+        if team not in known:
+            known.append(team)
+        n = known.index(team)
+        return f"{where} {n + 1}" if n else where
 
     def _wait(self, i: Instruction) -> bool:
-        post = self.handles.get(i.reads[0])
-        if post is None:  # of what this rank has no part in
-            return True
-        if post.start is None:
+        posts = self.handles.get(i.reads[0], [])  # none of what this rank has no part in
+        if any(p.start is None for p in posts):
             return False
-        piece = i.kwargs.get("piece")
-        share = 1.0 if piece is None else (piece + 1) / post.pieces
-        ready = post.start + (post.stop - post.start) * share
-        start, stop = self.now, max(self.now, ready)
-        if post.what:
-            self._noted(post, start, stop, i)
-        self.streams[self.stream] = stop
+        for post in posts:
+            assert post.start is not None
+            piece = i.kwargs.get("piece")
+            share = 1.0 if piece is None else (piece + 1) / post.pieces
+            self._noted(post, post.start + (post.stop - post.start) * share, i)
         return True
 
-    def _noted(self, post: _Post, start: float, stop: float, i: Instruction) -> None:
-        """Note a wait for a transfer."""
+    def _noted(self, post: _Post, ready: float, i: Instruction) -> None:
+        """Hold the current stream up until data is ready, and note the wait."""
+        start, stop = self.now, max(self.now, ready)
+        self.streams[self.stream] = stop
         add, line = self.clock.add, str(i.source or "")
         wait = "wait" if self.stream == _CALLER else f"wait {self.stream}"
         add(self.rank, wait, f"wait {post.what}", start, stop, self.at, "wait",
@@ -353,19 +375,11 @@ class _Rank:
         if key not in self.handles:
             team = frozenset[Hashable](map(self._class, comm.team(self.rank)))
             seconds = self.clock.costs.transfer_seconds("Barrier", ",".join(comm.axes), 0)
-            self.handles[key] = self._made(i, "barrier", "barrier", 0, seconds)
-            self.clock.meet(("barrier", team), team, self.rank, self.handles[key])
-        post = self.handles[key]
+            post = self._made(i, "barrier", "barrier", 0, seconds)
+            self.handles[key] = [post]
+            self.clock.meet(("barrier", team), team, self.rank, post)
+        (post,) = self.handles[key]
         if post.start is None:
             return False
-        start, stop = self.now, max(self.now, post.stop)
-        self._noted(post, start, stop, i)
-        self.streams[self.stream] = stop
+        self._noted(post, post.stop, i)
         return True
-
-
-def _is_pair(comm: Communication) -> bool:
-    """Return whether each rank sends, or receives, one buffer: none does both."""
-    if comm.kind != "SendRecv" or comm.is_along_axes:
-        return False
-    return not any(r in comm.destination.mesh for r in comm.source.mesh)
