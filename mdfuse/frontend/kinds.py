@@ -226,7 +226,7 @@ KINDS: dict[str, Kind] = {
                      "equal_nan", "sparse_grad", "include_self", "accumulate", "use_input_stats",
                      "add_zero_attn", "need_weights", "average_attn_weights", "log_target",
                      "swap", "log_input", "full", "ceil_mode", "return_indices",
-                     "count_include_pad", "antialias"), _FLAG),
+                     "count_include_pad", "antialias", "upper"), _FLAG),
     **dict.fromkeys(("unbiased", "align_corners", "recompute_scale_factor"), _FLAG_OR_NONE),
     "dtype": _DTYPE_OR_NONE,
     **dict.fromkeys(
@@ -294,7 +294,8 @@ _SPECIAL: dict[tuple[str, str], Kind] = {
     **{
         (name, "other"): _TENSOR
         for name in ("expand_as", "reshape_as", "type_as", "matmul", "view_as", "cross", "inner",
-                     "isclose", "kron", "vdot", "tensordot")
+                     "isclose", "kron", "vdot", "tensordot",
+                     "linalg_solve")
     },
     ("permute", "dims"): _INTEGERS,
     ("broadcast_in_dim", "shape"): _LIST,

@@ -11,6 +11,7 @@ from mdfuse.ir.rows import (
     composite,
     creations,
     indexing,
+    linear_algebra,
     pointwise,
     reductions,
     scans,
@@ -20,4 +21,15 @@ from mdfuse.ir.rows import (
 from mdfuse.ir.rows.views import itself as itself
 
 #: The modules that fill `TABLE` when they are imported.
-FAMILIES = (views, pointwise, reductions, composite, scans, indexing, spatial, complex, creations)
+FAMILIES = (
+    views,
+    pointwise,
+    reductions,
+    composite,
+    scans,
+    indexing,
+    spatial,
+    linear_algebra,
+    complex,
+    creations,
+)
