@@ -184,7 +184,7 @@ KINDS: dict[str, Kind] = {
         ("x", "condition", "mask", "tensor", "tensor1", "tensor2", "mat1", "mat2", "mat", "vec",
          "vec2", "batch1", "batch2", "indices", "query", "key", "target", "end", "test_elements",
          "values", "boundaries", "src", "source", "x1", "x2", "w_ih", "w_hh", "in_proj_weight",
-         "out_proj_weight", "anchor", "positive", "negative", "grid"),
+         "out_proj_weight", "anchor", "positive", "negative", "grid", "offs"),
         _TENSOR,
     ),
     **dict.fromkeys(
@@ -301,6 +301,7 @@ _SPECIAL: dict[tuple[str, str], Kind] = {
     ("broadcast_in_dim", "shape"): _LIST,
     ("lerp", "weight"): _VALUE,
     ("linear", "weight"): _TENSOR,
+    ("grouped_mm", "weight"): _TENSOR,
     ("embedding", "weight"): _TENSOR,
     ("scaled_dot_product_attention", "value"): _TENSOR,
     ("attention", "value"): _TENSOR,

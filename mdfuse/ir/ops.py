@@ -10,6 +10,7 @@ from mdfuse.ir.rows import (
     complex,
     composite,
     creations,
+    groups,
     indexing,
     linear_algebra,
     pointwise,
@@ -22,14 +23,6 @@ from mdfuse.ir.rows.views import itself as itself
 
 #: The modules that fill `TABLE` when they are imported.
 FAMILIES = (
-    views,
-    pointwise,
-    reductions,
-    composite,
-    scans,
-    indexing,
-    spatial,
-    linear_algebra,
-    complex,
-    creations,
-)
+    views, pointwise, reductions, composite, scans, indexing, spatial, linear_algebra, complex,
+    groups, creations,
+)  # fmt: skip

@@ -456,6 +456,9 @@ OWN: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
         "x", lambda ops, x: ops.tril_indices(4, 6, -1), lambda x: torch.tril_indices(4, 6, -1)),
     "triu_indices": (
         "x", lambda ops, x: ops.triu_indices(4, 6, 2), lambda x: torch.triu_indices(4, 6, 2)),
+    "grouped_mm": (
+        "x sq", lambda ops, x, w: ops.grouped_mm(x, w, ops.tensor([2, 4])),
+        lambda x, w: torch.cat([x[:2] @ w[0], x[2:4] @ w[1], torch.zeros_like(x[4:])])),
     "empty": ("x", lambda ops, x: x + ops.empty(5, 4), lambda x: x),
     "empty_like": ("x", lambda ops, x: x + torch.empty_like(x), lambda x: x),
     "new_empty": ("x", lambda ops, x: x + x.new_empty(5, 4), lambda x: x),
