@@ -185,6 +185,14 @@ def state() -> list[Tensor]:
     return [x for w in initial().values() for x in (w, torch.zeros_like(w), torch.zeros_like(w))]
 
 
+def program(mesh: DeviceMesh, microbatches: int) -> mf.Program:
+    """The step, its batch taken at once or in microbatches."""
+    if microbatches == 1:
+        return mf.compile(define(mesh))
+    batch = {"tokens": 0, "targets": 0}
+    return mf.pipeline(define(mesh), microbatches=microbatches, batch=batch)
+
+
 def build(mesh: DeviceMesh) -> tuple[mf.FusionDefinition, list[Tensor]]:
     """The first step, for `mdfuse dump` and `mdfuse run`."""
     return define(mesh), [*next(batches()), *angles(), torch.tensor(1.0), *state()]
@@ -193,19 +201,23 @@ def build(mesh: DeviceMesh) -> tuple[mf.FusionDefinition, list[Tensor]]:
 class Simulated:
     """Steps of all ranks in this process."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.program, self.state = mf.compile(define(mesh)), state()
+    def __init__(self, mesh: DeviceMesh, microbatches: int = 1) -> None:
+        self.program, self.state = program(mesh, microbatches), state()
 
     def __call__(self, *inputs: Tensor) -> float:
         loss, _, *self.state = mf.simulate(self.program, [*inputs, *self.state]).outputs
         return float(loss.detach())
 
+    def parameters(self) -> dict[str, Tensor]:
+        """They are whole here; their moments stand behind each."""
+        return dict(zip(PARAMETERS, self.state[::3], strict=True))
+
 
 class Launched:
     """Steps of this rank, beside those of the others."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.comm, self.program = mf.init(), mf.compile(define(mesh))
+    def __init__(self, mesh: DeviceMesh, microbatches: int = 1) -> None:
+        self.comm, self.program = mf.init(), program(mesh, microbatches)
         names = self.program.fusion.inputs
         mine = local_inputs(self.program, build(mesh)[1], self.comm)
         self.step = mf.Step(self.program, dict(zip(names[5:], mine[5:], strict=True)))
@@ -217,6 +229,17 @@ class Launched:
             for x, layout in zip(inputs, self.layouts, strict=True)
         )
         return float(self.step(*parts)[0])
+
+    def parameters(self) -> dict[str, Tensor]:
+        """All ranks gather them whole."""
+        fusion = self.program.fusion
+        with mf.FusionDefinition("gather") as fd:
+            for name, (shape, _) in PARAMETERS.items():
+                layout = fusion.layout(name)
+                w = fd.define_tensor(shape, mesh=layout.mesh, layout=layout, name=name)
+                fd.add_output(fd.ops.set(w).on(layout.mesh, {}))
+        own = [self.step.state[name] for name in PARAMETERS]
+        return dict(zip(PARAMETERS, mf.compile(fd).run(*own), strict=True))
 
 
 # -- training --------------------------------------------------------------------------------------
@@ -252,6 +275,14 @@ class OneDevice:
         return float(loss.detach())
 
 
+def export(parameters: dict[str, Tensor], to: Path) -> None:
+    """Let rank 0 write whole parameters to a file."""
+    from safetensors.torch import save_file
+
+    if screen.is_first():
+        save_file({name: w.cpu().contiguous() for name, w in parameters.items()}, to)
+
+
 def draw(curves: dict[str, list[float]], to: Path) -> str:
     """Draw the losses; return what was done."""
     try:
@@ -277,8 +308,10 @@ def main() -> None:
     )
     parser.add_argument("--mesh", default="dp=2,tp=2", help="axes and their sizes")
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--microbatches", type=int, default=1, help="parts of a batch, in turn")
     parser.add_argument("--sim", action="store_true", help="simulate, whoever started this process")
     parser.add_argument("--save", type=Path, help="a folder for the state; not where simulated")
+    parser.add_argument("--export", type=Path, help="a safetensors file for the parameters")
     parser.add_argument("--plot", type=Path, default=Path("train_llama.svg"))
     arguments = parser.parse_args()
     console = screen.output()
@@ -287,10 +320,13 @@ def main() -> None:
         is_alone = arguments.sim or detect(os.environ).size == 1
         if is_alone and not screen.is_first():
             return
-        step = Simulated(mesh) if is_alone else Launched(mesh)
+        kind = Simulated if is_alone else Launched
+        step = kind(mesh, arguments.microbatches)
         losses = train(step, arguments.steps)
         if arguments.save and isinstance(step, Launched):
             step.step.save(arguments.save)
+        if arguments.export:
+            export(step.parameters(), arguments.export)
     if not screen.is_first():
         return
     alone = train(OneDevice(), arguments.steps)

@@ -31,8 +31,10 @@ from mdfuse.mesh import DeviceMesh
 __version__ = VERSION
 
 if TYPE_CHECKING:
-    from mdfuse import hir
+    from mdfuse import hir, seeing
     from mdfuse.compiled.differentiable import differentiable
+    from mdfuse.compiled.imported import from_torch
+    from mdfuse.compiled.pipeline import pipeline
     from mdfuse.compiled.program import Program, compile
     from mdfuse.compiled.step import Step
     from mdfuse.compiled.traced import fusion
@@ -59,10 +61,12 @@ _LAZY = {
     "TensorSpec": "mdfuse.frontend.spec",
     "compile": "mdfuse.compiled.program",
     "differentiable": "mdfuse.compiled.differentiable",
+    "from_torch": "mdfuse.compiled.imported",
     "fusion": "mdfuse.compiled.traced",
     "grad": "mdfuse.frontend.grad",
     "init": "mdfuse.runtime.communicator",
     "layout_of": "mdfuse.runs.dtensor",
+    "pipeline": "mdfuse.compiled.pipeline",
     "recompute": "mdfuse.frontend.grad",
     "reference": "mdfuse.simulation.reference",
     "simulate": "mdfuse.simulation.simulate",
@@ -73,6 +77,7 @@ _LAZY_MODULES = {
     "hir": "mdfuse.hir",
     "ops": "mdfuse.frontend.ops",
     "optim": "mdfuse.frontend.optim",
+    "seeing": "mdfuse.seeing",
     "segmentation": "mdfuse.passes.segmentation",
 }
 
@@ -118,6 +123,7 @@ __all__ = [
     "TensorSpec",
     "compile",
     "differentiable",
+    "from_torch",
     "fusion",
     "grad",
     "hir",
@@ -125,8 +131,10 @@ __all__ = [
     "layout_of",
     "ops",
     "optim",
+    "pipeline",
     "recompute",
     "reference",
+    "seeing",
     "segmentation",
     "shard_tensor",
     "simulate",

@@ -108,6 +108,8 @@ class Options:
         plans: how many plans an evaluator keeps; each owns the buffers of its intermediates.
         reports: the folder for reports of communications that broke or hang, a file each; None:
             mdfuse-UID in the folder for temporary files, where UID is the user's number.
+        trace: a folder: each rank writes into a file of it when which instruction began and ended.
+            Nothing is captured as CUDA graphs then. None: runs are not traced, and pay nothing.
     """
 
     backend: str = "auto"
@@ -125,6 +127,7 @@ class Options:
     prefetch_bytes: int = 0
     plans: int = 32
     reports: str | None = None
+    trace: str | None = None
 
     def __post_init__(self) -> None:
         for name, (is_right, rule) in _RULES.items():
@@ -135,6 +138,12 @@ class Options:
                     f"{name}={_shown(value)}", because=rule, hint=f"the default is {default!r}"
                 )
         backend_choice(self.backend)
+        if self.graph == "always" and self.trace is not None:
+            raise ProgramError(
+                f'trace={_shown(self.trace)} with graph="always"',
+                because="the host notes the times, which no CUDA graph can hold",
+                hint='graph="auto"',
+            )
         if self.graph == "always" and self.check_indices:
             raise ProgramError(
                 'check_indices=True with graph="always"',
@@ -202,6 +211,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "prefetch_bytes": (_is_size, "what is received ahead has a number of bytes, 0 for none"),
     "plans": (_is_count(1 << 31), "an evaluator keeps at least one plan: a run needs it"),
     "reports": _PLACE,
+    "trace": _PLACE,
 }
 
 
@@ -255,6 +265,7 @@ VARIABLES: dict[str, tuple[str, Any, str]] = {
         _flag,
         "1 checks the indices of embedding, else 0",
     ),
+    "MDFUSE_TRACE": ("trace", str, "folder into which each rank writes when it did what"),
     "MDFUSE_REPORTS": ("reports", str, "folder for reports of communications that broke or hang"),
 }
 

@@ -35,16 +35,19 @@ from mdfuse.plan.posts import groups
 from mdfuse.plan.runnable import CheckedPlan, Once, Runnable
 from mdfuse.plan.signature import Signature, signature_of
 from mdfuse.plan.streams import capture_stream
+from mdfuse.plan.traced import traced
 from mdfuse.runs.arguments import (
     check_arguments,
     check_no_gradients,
     check_outputs,
+    check_ranks,
     not_buffers,
     not_by_name,
     numbers,
 )
 from mdfuse.runtime.agreement.programs import agree, first_run
 from mdfuse.runtime.watch.running import RunCount
+from mdfuse.seeing.trace_files import TraceFile, trace_file
 
 if TYPE_CHECKING:
     from mdfuse.runs.dtensor_border import Border
@@ -54,12 +57,10 @@ if TYPE_CHECKING:
 #: The plans of a program, for whatever shapes -> what was compiled for them; see `Fuser.counts`.
 _COMPILED: WeakKeyDictionary[Cache[Runnable], Counter[str]] = WeakKeyDictionary()
 
-_serials = itertools.count()
-_numbers = itertools.count()
+_serials, _numbers = itertools.count(), itertools.count()
 
 #: The tally of an evaluator before its first run.
 _NOTHING = RunCount(name="", serial=-1)
-
 
 #: Tells something of the arguments of a run; None where it must be found out.
 _Tell = Callable[[Sequence[Any]], bool] | None
@@ -196,6 +197,11 @@ class HostIrEvaluator:
         has_tables = any(row is not None and row.indexed is not None for row in rows)
         is_asked = options_from_environment(self.options).check_indices
         return IndexChecks() if is_asked and has_tables else None
+
+    def _trace(self, communicator: Communicator) -> TraceFile | None:
+        """Return the file into which runs are traced; None where they are not."""
+        folder = options_from_environment(self.options).trace
+        return trace_file(folder, communicator.rank) if folder is not None else None
 
     @cached_property
     def _written(self) -> tuple[int, ...]:
@@ -334,16 +340,19 @@ class HostIrEvaluator:
         """Return the plan of a first run; the second one is captured, if at all."""
         assert self._signature is not None
         plan = self._built(arguments, out, communicator, self._signature.stream())
+        if (file := self._trace(communicator)) is not None:
+            plan = traced(plan, file)
         if self._checks is not None:
-            name = self.program.name
-            return CheckedPlan(plan, self._checks, lambda found: agree(name, found, communicator))
+            meet = partial(agree, self.program.name, communicator=communicator)
+            return CheckedPlan(plan, self._checks, meet)
         if not self._may_capture(communicator):
             return plan
         return Once(plan, plan.addresses(arguments, out))
 
     def _may_capture(self, communicator: Communicator) -> bool:
-        graph = options_from_environment(self.options).graph
-        return graph != "never" and communicator.can_capture(self.program.backends)
+        options = options_from_environment(self.options)
+        may = options.graph != "never" and options.trace is None
+        return may and communicator.can_capture(self.program.backends)
 
     def _captured(
         self,
@@ -437,6 +446,8 @@ class HostIrEvaluator:
         )
         self._tally = RunCount(name=self.program.name, serial=next(_serials))
         communicator.count(self._tally)
+        if (file := self._trace(communicator)) is not None:
+            file.clock(*communicator.clock_offset(f"clock/{self._tally.serial}"))
         self._local, self._device_type = local, communicator.device.type
 
     def _refuse(self, problem: MdfuseError | None, communicator: Communicator) -> None:
@@ -463,19 +474,8 @@ class HostIrEvaluator:
         communicator: Communicator,
     ) -> MdfuseError | None:
         try:
-            if self.program.last_rank >= communicator.size:
-                raise ProgramError(
-                    f"@{self.program.name} runs on ranks up to {self.program.last_rank}, "
-                    f"but there are {communicator.size} processes",
-                    because="every rank of a mesh is one process",
-                    hint=f"start {self.program.last_rank + 1} processes, or use a smaller mesh",
-                )
-            if self.program.rank not in (None, communicator.rank):
-                raise ProgramError(
-                    f"@{self.program.name} is the projection onto rank {self.program.rank}, but "
-                    f"this is rank {communicator.rank}",
-                    hint="pass the global program, or each rank its own projection",
-                )
+            check_ranks(self.program, communicator.rank, communicator.size)
+            self._trace(communicator)
             if self.communicates and (crowded := communicator.crowded(self.program.name)):
                 raise crowded
             if not communicator.can_capture(self.program.backends):
@@ -493,8 +493,8 @@ class HostIrEvaluator:
     def _check_graph(self, communicator: Communicator) -> None:
         if options_from_environment(self.options).graph == "always":
             raise ProgramError(
-                f'@{self.program.name} with graph="always" on {communicator.device} '
-                f"by backend {communicator.backend!r}",
+                f'@{self.program.name} with graph="always" on {communicator.device} by backend '
+                f"{communicator.backend!r}",
                 because="CUDA graphs are for GPUs, and hold only what the host need not do",
                 hint='graph="auto" captures where it can',
             )

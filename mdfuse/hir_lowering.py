@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 from mdfuse.config import Options, options_from_environment
@@ -28,6 +29,7 @@ from mdfuse.passes import (
     drop_unread,
     insert_reshards,
     keep_splits,
+    microbatches,
     propagate_layouts,
     push_slices,
     settle_partials,
@@ -71,8 +73,21 @@ PASSES: tuple[tuple[str, Pass], ...] = (
 )
 
 
-def passes(options: Options) -> tuple[tuple[str, Pass], ...]:
-    """Return the passes over the fusion, with those that options ask for."""
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What is computed in microbatches.
+
+    Attributes:
+        dims: input -> its dim that is the batch's.
+        count: how many microbatches.
+    """
+
+    dims: Mapping[str, int]
+    count: int
+
+
+def passes(options: Options, batch: Batch | None = None) -> tuple[tuple[str, Pass], ...]:
+    """Return the passes over the fusion, with those that options and a batch ask for."""
     found: list[tuple[str, Pass]] = []
     for name, run in PASSES:
         found.append((name, run))
@@ -84,6 +99,10 @@ def passes(options: Options) -> tuple[tuple[str, Pass], ...]:
             # Needs all sets that reduce.
             wide = partial(widen_sums.run, dtype=options.reduce_dtype)
             found.append((widen_sums.name, wide))
+        if name == drop_unread.name and batch is not None:
+            # Needs all sets; the next pass sees what is streamed.
+            cut = partial(microbatches.run, batch=batch.dims, count=batch.count)
+            found.append((microbatches.name, cut))
     return tuple(found)
 
 
@@ -112,10 +131,13 @@ Observer = Callable[[str, Fusion], None]
 
 
 def prepare(
-    fusion: Fusion, observe: Observer | None = None, options: Options | None = None
+    fusion: Fusion,
+    observe: Observer | None = None,
+    options: Options | None = None,
+    batch: Batch | None = None,
 ) -> Fusion:
     """Run the passes over the fusion; `observe` is called after each."""
-    for name, run in passes(options_from_environment(options)):
+    for name, run in passes(options_from_environment(options), batch):
         fusion = run(fusion)
         check_fusion(fusion)
         if observe is not None:
@@ -142,6 +164,7 @@ def lower(
     should_merge: ShouldMerge | None = None,
     observe: Observer | None = None,
     options: Options | None = None,
+    batch: Batch | None = None,
 ) -> tuple[Fusion, tuple[Section, ...], HostProgram]:
     """Lower a fusion.
 
@@ -150,11 +173,12 @@ def lower(
         should_merge: see `mdfuse.passes.segmentation.segment`.
         observe: called after each pass.
         options: how loops over chunks are spread over streams, and in which dtype sums are reduced.
+        batch: what is computed in microbatches; None: all at once.
 
     Returns:
         The fusion after all passes, with ids for what they added; its sections, each of which
         becomes a segment; and the global host program.
     """
-    prepared = with_ids(prepare(fusion, observe, options))
+    prepared = with_ids(prepare(fusion, observe, options, batch))
     sections = segment(prepared, should_merge)
     return prepared, sections, host_program(prepared, sections, options)

@@ -46,11 +46,13 @@ __all__ = [
     "default_store",
     "end_group",
     "fake_group",
+    "flattened",
     "forward_level",
     "gloo_options",
     "is_capturing",
     "is_transformed",
     "is_zero_tensor",
+    "key_text",
     "likeness",
     "asynchronous_type",
     "attention_kernels",
@@ -62,6 +64,8 @@ __all__ = [
     "symmetric_empty",
     "table_grad",
     "transform_level",
+    "unflattened",
+    "writes",
 ]
 
 #: A process group of one library, as its own class: torch's stubs lack most of its methods.
@@ -196,7 +200,7 @@ Kernels = tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Tensor, .
 
 
 def attention_kernels(
-    query: Tensor, key: Tensor, has_bias: bool, is_causal: bool
+    query: Tensor, key: Tensor, value: Tensor, has_bias: bool, is_causal: bool
 ) -> Kernels | None:
     """torch's kernels for such operands, which keep no scores; None where it has none."""
     dtype, features = query.dtype, query.shape[-1]
@@ -210,7 +214,10 @@ def attention_kernels(
     is_new = torch.cuda.get_device_capability(query.device) >= (8, 0)
     may_flash = is_narrow and is_new and is_square and not has_bias
     if may_flash and features % 8 == 0 and features <= 256:
-        return _flash, _flash_grad
+        # cuDNN's gradient is faster, too; but torch finds its kernels by how query, key and value
+        # lie, and takes one made for another order of the output
+        forward = _cudnn if _may_cudnn(query, key, value, is_causal) else _flash
+        return forward, _flash_grad
     if dtype != torch.float64 and features % (8 if is_narrow else 4) == 0:
         return _efficient, _efficient_grad
     return None
@@ -240,6 +247,22 @@ def _grad_on_cpu(
         ct, q, k, v, out, sums, 0.0, is_causal, attn_mask=bias, scale=scale
     )
     return made
+
+
+def _may_cudnn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
+    """Whether cuDNN has the kernels: the fastest there are on the GPUs that torch takes them on."""
+    shares_heads = q.shape[1] != k.shape[1]
+    given = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, is_causal, shares_heads)
+    is_fast = torch.cuda.get_device_capability(q.device)[0] >= 9
+    return is_fast and torch.backends.cuda.can_use_cudnn_attention(given)
+
+
+def _cudnn(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, ...]:
+    forward = _ATEN._scaled_dot_product_cudnn_attention
+    out, sums, *_ = forward(q, k, v, bias, True, 0.0, is_causal, scale=scale)
+    return out, sums
 
 
 def _flash(
@@ -339,6 +362,44 @@ def table_grad(ct: Tensor, indices: Tensor, rows: int) -> Tensor:
     """What the rows of a table get that were looked up: the same bits in every run, on GPUs too."""
     made: Tensor = _ATEN.embedding_dense_backward(ct, indices, rows, -1, False)
     return made
+
+
+# -- operations ------------------------------------------------------------------------------------
+
+
+def writes(target: Any) -> bool:
+    """Whether an operation of a graph writes into an operand; detaching in place does not."""
+    schema = getattr(target, "_schema", None)
+    is_detach = target is _ATEN.detach_.default
+    return schema is not None and bool(schema.is_mutable) and not is_detach
+
+
+# -- trees of tensors ------------------------------------------------------------------------------
+
+
+def flattened(tree: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], Any]:
+    """Return (path, leaf) of a tree of tuples, lists, dicts and what else is registered as such.
+
+    Besides its structure, for `unflattened`.
+    """
+    from torch.utils import _pytree
+
+    return _pytree.tree_flatten_with_path(tree)
+
+
+def unflattened(leaves: Sequence[Any], structure: Any) -> Any:
+    """Return the tree of a structure with these leaves."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_unflatten(list(leaves), structure)
+
+
+def key_text(path: Sequence[Any]) -> str:
+    """Return the keys of a path, joined by dots: of dicts their keys, of lists their places."""
+    from torch.utils import _pytree
+
+    kinds = {_pytree.SequenceKey: "idx", _pytree.MappingKey: "key", _pytree.GetAttrKey: "name"}
+    return ".".join(str(getattr(key, kinds[type(key)])) for key in path)
 
 
 # -- memory ----------------------------------------------------------------------------------------

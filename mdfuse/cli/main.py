@@ -1,4 +1,4 @@
-"""The commands `mdfuse run`, `dump`, `doctor` and `bench`."""
+"""The commands of `mdfuse`: `run`, `dump`, `diff`, `doctor`, `bench`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+traces = typer.Typer(no_args_is_help=True, help="Traces of runs (MDFUSE_TRACE=FOLDER).")
+app.add_typer(traces, name="trace")
 
 File = Annotated[
     Path,
@@ -107,6 +110,9 @@ def dump(
         int | None, typer.Option(min=0, help="Show what this rank runs (stage host).")
     ] = None,
     stage: Annotated[Stage, typer.Option(help="How far to lower.")] = Stage.HOST,
+    pictures: Annotated[
+        bool, typer.Option("--pictures", help="Show a picture of each layout as well.")
+    ] = False,
 ) -> None:
     """Show a program; nothing runs.
 
@@ -119,12 +125,95 @@ def dump(
     assert chosen is not None
     with screen.errors():
         from mdfuse.cli.program_file import call_build, load_build
-        from mdfuse.cli.report import program_text
+        from mdfuse.cli.report import layout_pictures, program_text
 
         with screen.progress("building"):
             definition, inputs = call_build(load_build(file), chosen)
             text = program_text(_stage_text(definition, inputs, stage, rank))
-        screen.output().print(text, soft_wrap=True)
+            drawn = layout_pictures(definition) if pictures else []
+        for part in (text, *drawn):
+            screen.output().print(part, soft_wrap=True)
+
+
+@app.command()
+def diff(
+    file: File,
+    other: Annotated[
+        Path | None,
+        typer.Argument(exists=True, dir_okay=False, metavar="OTHER.py", help="The second file."),
+    ] = None,
+    mesh: Annotated[
+        list[str] | None,
+        typer.Option(metavar="dp=8", help="The mesh of both programs, or, twice, of each."),
+    ] = None,
+    costs: Annotated[
+        str | None,
+        typer.Option(metavar="h100", help="Predict times: h100, unit, or a JSON file of costs."),
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Compare types of values, too.")] = False,
+) -> None:
+    """Show two programs beside each other: communications, memory, times, and what differs.
+
+    One file with two meshes (--mesh dp=8 --mesh fsdp=4,tp=2), or two files.
+    """
+    texts = mesh or ["tp=4"]
+    if len(texts) > 2:
+        raise typer.BadParameter("two programs have two meshes", param_hint="--mesh")
+    if other is None and len(texts) < 2:
+        raise typer.BadParameter("one file needs it twice", param_hint="--mesh")
+    meshes = [m for m in (_mesh(text, "--mesh") for text in texts) if m is not None]
+    with screen.errors():
+        from mdfuse.cli import differing
+
+        differing.show([file, *filter(None, [other])], meshes, costs, full)
+
+
+@app.command()
+def report(
+    file: File,
+    mesh: Annotated[
+        str, typer.Option(metavar="dp=2,tp=4", help="The mesh to build the program for.")
+    ] = "tp=4",
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE.html", help="The page.")] = Path(
+        "report.html"
+    ),
+    costs: Annotated[
+        str | None,
+        typer.Option(metavar="h100", help="Predict times: h100, unit, or a JSON file of costs."),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(exists=True, metavar="FOLDER", help="A traced run, to be shown beside."),
+    ] = None,
+) -> None:
+    """Write a program as one page of HTML: layouts, communications, memory, timeline."""
+    chosen = _mesh(mesh, "--mesh")
+    assert chosen is not None
+    with screen.errors():
+        from mdfuse.cli import reporting
+
+        reporting.write(file, chosen, out, costs, trace)
+
+
+@traces.command()
+def merge(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            exists=True,
+            metavar="TRACE...",
+            help="Folders of traced runs; Chrome trace JSON, as torch's profiler writes it.",
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="FILE.json", help="The merged trace.")
+    ] = Path("trace.json"),
+) -> None:
+    """Merge traces by one clock into a file for https://ui.perfetto.dev."""
+    with screen.errors():
+        from mdfuse.cli.tracing import merged
+
+        merged(paths, out)
 
 
 @app.command()

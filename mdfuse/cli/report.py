@@ -9,12 +9,25 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from mdfuse.cli.execution import Difference
-from mdfuse.communication import Communication
-from mdfuse.compiled.program import Program
-from mdfuse.hir.traffic import received
+from mdfuse.compiled.program import Program, compile
+from mdfuse.frontend.definition import FusionDefinition
+from mdfuse.hir.traffic import Traffic, by_kind
+from mdfuse.layouts.picture import Picture
+from mdfuse.seeing.rank_classes import rank_classes
+from mdfuse.seeing.report.numbers import size_text, time_text
+from mdfuse.seeing.report.page import by_layout, values_of
 
-#: Bytes are computed for at most this many ranks; those of a larger mesh repeat.
-_RANKS_SHOWN = 64
+__all__ = [
+    "communications",
+    "differences",
+    "facts",
+    "layout_pictures",
+    "program_text",
+    "size_range",
+    "size_text",
+    "time_text",
+    "titled",
+]
 
 
 def facts(rows: Iterable[tuple[str, str | Text]]) -> Table:
@@ -40,64 +53,20 @@ def communications(program: Program) -> Table:
     """Return a table of communications: kind, axis, count, bytes that a rank receives in a run."""
     right = ("count", "bytes received per rank")
     table = titled("communications per run", "kind", "axis", right=right)
-    ranks = range(min(program.host.last_rank + 1, _RANKS_SHOWN))
-    total = _Traffic(len(ranks))
-    for (kind, where), found in _grouped(program, ranks).items():
-        table.add_row(kind, where, str(max(found.times)), _range(found.bytes))
+    ranks = rank_classes(program.host).firsts
+    total = Traffic(len(ranks))
+    for (kind, where), found in by_kind(program.host, ranks).items():
+        table.add_row(kind, where, str(max(found.times)), size_range(found.bytes))
         total.add(found)
     table.add_section()
-    table.add_row("all", "", str(max(total.times)), _range(total.bytes))
+    table.add_row("all", "", str(max(total.times)), size_range(total.bytes))
     return table
 
 
-class _Traffic:
-    """The numbers of posts and of received bytes, one entry per rank."""
-
-    def __init__(self, ranks: int) -> None:
-        self.times = [0] * ranks
-        self.bytes = [0] * ranks
-
-    def add(self, other: _Traffic) -> None:
-        self.times = [a + b for a, b in zip(self.times, other.times, strict=True)]
-        self.bytes = [a + b for a, b in zip(self.bytes, other.bytes, strict=True)]
-
-
-def _grouped(program: Program, ranks: Sequence[int]) -> dict[tuple[str, str], _Traffic]:
-    """Return traffic by kind and axis (or meshes, where they differ), in order of appearance."""
-    groups: dict[tuple[str, str], _Traffic] = {}
-    for at, rank in enumerate(ranks):
-        for i, size in received(program.host, rank):
-            found = groups.setdefault(_group(i.comm), _Traffic(len(ranks)))
-            found.times[at] += 1
-            found.bytes[at] += size
-    return groups
-
-
-def _group(c: Communication | None) -> tuple[str, str]:
-    if c is None:
-        return "send and receive", "pairs"
-    source, destination = c.source.mesh, c.destination.mesh
-    where = ", ".join(c.axes) or "several"
-    if source != destination:
-        where = f"{source} to {destination}"
-    return (f"{c.kind} ({c.reduce_op})" if c.reduce_op else c.kind), where
-
-
-def _range(sizes: Sequence[int]) -> str:
+def size_range(sizes: Sequence[int]) -> str:
+    """Return the least and the largest of some numbers of bytes as text for people."""
     low, high = min(sizes), max(sizes)
     return size_text(high) if low == high else f"{size_text(low)} to {size_text(high)}"
-
-
-def size_text(n: int) -> str:
-    """Return a number of bytes as text for people: `1536` -> "1.5 KiB"."""
-    units = ("B", "KiB", "MiB", "GiB", "TiB")
-    power = min(max(n.bit_length() - 1, 0) // 10, len(units) - 1)
-    return f"{n} B" if power == 0 else f"{n / 1024**power:.3g} {units[power]}"
-
-
-def time_text(seconds: float) -> str:
-    """Return seconds as text for people: `0.0015` -> "1.5 ms"."""
-    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
 
 
 def differences(names: Iterable[str], found: Iterable[Difference]) -> Table:
@@ -108,6 +77,17 @@ def differences(names: Iterable[str], found: Iterable[Difference]) -> Table:
         verdict = Text("equal", "green") if d.is_allowed else Text("DIFFERS", "bold red")
         table.add_row(f"%{name}", f"{d.largest:.2g}", f"{d.allowed:.2g}", verdict)
     return table
+
+
+def layout_pictures(definition: FusionDefinition) -> list[str]:
+    """Return a picture of each layout of a definition, with the values that lie so."""
+    program = compile(definition)
+    if definition.examples:
+        program = program.with_extents(definition.examples)
+    return [
+        f"\n{text}: {Picture(layout, shape)}"
+        for text, shape, layout in by_layout(values_of(program.fusion))
+    ]
 
 
 def program_text(program: str) -> Text:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from mdfuse import hir_lowering
 from mdfuse.caching import Cache
@@ -21,7 +20,7 @@ from mdfuse.frontend.phases import Phases, dual, phases
 from mdfuse.frontend.plain import brief
 from mdfuse.ir.graph import Fusion
 from mdfuse.layouts.layout import Layout
-from mdfuse.runs.dtensor import placements_of
+from mdfuse.runs.arguments import has_dtensors
 
 
 def differentiable(
@@ -261,11 +260,11 @@ class _Once(torch.autograd.Function):
 
 def _seed(ct: Tensor, layout: Layout) -> Tensor:
     """Return a cotangent as the backward program takes it."""
-    ct = ct.detach()
-    if isinstance(ct, DTensor):
-        placements = placements_of(layout)
-        return ct if list(ct.placements) == list(placements) else ct.redistribute(None, placements)
-    return ct
+    if not has_dtensors((ct,)):
+        return ct.detach()
+    from mdfuse.runs import dtensor
+
+    return dtensor.redistributed(ct.detach(), layout)
 
 
 def _lowered(fusion: Fusion, options: Options | None) -> Program:

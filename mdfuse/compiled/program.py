@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -37,6 +37,10 @@ from mdfuse.runs.extents import (
 )
 from mdfuse.runtime.backend_rows import BACKENDS
 from mdfuse.runtime.communicator import init
+
+if TYPE_CHECKING:
+    from mdfuse.seeing.costs import Costs
+    from mdfuse.seeing.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,22 @@ class Program:
     def bytes_received(self, rank: int, extents: Mapping[str, int] | None = None) -> int:
         """Return the bytes that a rank receives in one run: ring model, padding included."""
         return sum(size for _, size in received(self.host_for(extents), rank))
+
+    def timeline(self, costs: Costs, extents: Mapping[str, int] | None = None) -> Timeline:
+        """Return when each rank would do what, by a table of costs; nothing runs.
+
+        Ranks that run alike are there once, so that programs for thousands of ranks take seconds.
+
+        Args:
+            costs: what each instruction takes, for example `mdfuse.seeing.H100`.
+            extents: every symbolic extent by name.
+
+        Raises:
+            MdfuseError: extents are missing; the ranks wait for each other.
+        """
+        from mdfuse.seeing.timeline import timeline
+
+        return timeline(self.with_extents(extents or {}).host, costs)
 
     def explain(self) -> str:
         """Return as text the choices that were made, and why."""

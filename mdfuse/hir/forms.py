@@ -136,7 +136,7 @@ def kind_problem(name: str, kind: BufferType) -> Problem | None:
         return None
     n, stream, padding = len(kind.shape), kind.layout.stream, kind.padding
     dims = [d for d, _ in kind.layout.splits]
-    dims += [stream.dim] if stream is not None else []
+    dims += [stream.dim] if stream is not None and stream.op is None else []
     dims += [padding.dim] if padding is not None else []
     for d in dims:
         if not -n <= d < n:

@@ -109,6 +109,7 @@ _ROWS = (
         makes="value",
     ),
     Row(name="term", operands=_ONE, makes="value"),
+    Row(name="accumulate", operands=_ONE, makes="value"),
     # -- communications
     Row(
         name="post",

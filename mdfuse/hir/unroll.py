@@ -242,8 +242,9 @@ class Unrolled:
         index = stream.index if stream is not None else None
         if stream is not None and isinstance(index, int) and not 0 <= index < stream.count:
             raise ProgramError(
-                f"@{self.program.name}: {i.fn or i.op} -> %{name}: there is no chunk {index} of "
-                f"dim {stream.dim}: it has {stream.count}",
+                f"@{self.program.name}: {i.fn or i.op} -> %{name}: there is no chunk {index}"
+                + (f" of dim {stream.dim}" if stream.op is None else "")
+                + f": it has {stream.count}",
                 where=[i.source.quote()] if i.source else (),
                 because=f"chunks count from 0 to {stream.count - 1}",
                 hint="let the loop run over the chunks that there are",

@@ -121,7 +121,8 @@ def _kernels(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bo
     """Return the library's forward and backward for these operands; None where it has none."""
     if 0 in (*q.shape, *k.shape) or q.shape[-1] != v.shape[-1] or q.ndim < 3:
         return None
-    return torch_private.attention_kernels(q, k, mask is not None, is_causal)
+    query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
+    return torch_private.attention_kernels(query, key, value, mask is not None, is_causal)
 
 
 def _as_heads(*operands: Tensor) -> list[Tensor]:

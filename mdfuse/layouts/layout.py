@@ -6,11 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from typing import TYPE_CHECKING
 
 from mdfuse.errors import LayoutError, MeshError
 from mdfuse.extents.expressions import Index, Term, resolve
 from mdfuse.layouts.boxes import Box, Interval, box_shape, nth_chunk
 from mdfuse.mesh import DeviceMesh, as_mesh
+
+if TYPE_CHECKING:
+    from mdfuse.layouts.picture import Picture
 
 REDUCE_OPS = ("sum", "prod", "min", "max", "avg", "band", "bor", "bxor")
 #: The ops that may stand along several axes of one layout: an op with itself, and these together.
@@ -20,6 +24,8 @@ REDUCE_OPS = ("sum", "prod", "min", "max", "avg", "band", "bor", "bxor")
 _LINEAR = frozenset({"sum", "avg"})
 #: The ops that make of equal terms the term itself.
 IDEMPOTENT = ("min", "max", "avg", "band", "bor")
+#: The ops by which the parts of chunks join.
+JOINED = ("max", "min", "prod", "sum")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +81,19 @@ class Varies:
 class Stream:
     """Compute the tensor in a loop of the host over chunks of `dim`.
 
+    A value that gives the dim up, as a sum over it does, is added up: an iteration computes what
+    its chunk gives, and `op` says how that joins what there is; see `Stream.over`.
+
     Args:
-        dim: the dim that is split; each rank splits its own part of it.
+        dim: the dim that is split; each rank splits its own part of it. -1 with `op`.
         chunks: how many chunks, as `torch.chunk` makes them (missing ones are empty), or a tuple of
             their lengths.
         rotate: an axis; each rank along it starts at its own chunk.
         index: None for the whole tensor; in host programs, which of the chunks a buffer is.
+        op: how the parts of chunks join, where the tensor does not have the dim.
 
     Raises:
-        LayoutError: no chunks, or an axis that is no name.
+        LayoutError: no chunks, or an axis that is no name; an op that does not join parts.
 
     >>> [Stream(0, 4).interval((0, 5), i) for i in range(4)]
     [(0, 2), (2, 4), (4, 5), (5, 5)]
@@ -93,8 +103,24 @@ class Stream:
     chunks: int | tuple[int, ...]
     rotate: str | None = None
     index: Index | None = None
+    op: str | None = None
+
+    @staticmethod
+    def over(op: str, chunks: int | tuple[int, ...], index: Index | None = None) -> Stream:
+        """Return the stream of a value that chunks of a dim that it lacks add up to.
+
+        >>> Stream.over("sum", 8)
+        Stream(dim=-1, chunks=8, rotate=None, index=None, op='sum')
+        """
+        return Stream(-1, chunks, None, index, op)
 
     def __post_init__(self) -> None:
+        if self.op is not None and (self.op not in JOINED or self.dim != -1):
+            raise LayoutError(
+                f"Stream.over({self.op!r}, {self.chunks!r})",
+                because="the parts of chunks are joined by " + ", ".join(JOINED),
+                hint='for example Stream.over("sum", 4)',
+            )
         if not isinstance(self.dim, int) or isinstance(self.dim, bool):
             raise LayoutError(
                 f"Stream({self.dim!r}, {self.chunks!r})",
@@ -141,15 +167,16 @@ class Stream:
 
     def at(self, index: Index) -> Stream:
         """Return this stream with the index of one chunk, as buffers of host programs have it."""
-        return Stream(self.dim, self.chunks, self.rotate, index)
+        return Stream(self.dim, self.chunks, self.rotate, index, self.op)
 
     def __str__(self) -> str:
         chunks = str(self.chunks).replace(" ", "").replace("(", "[").replace(")", "]")
         chunks = chunks.replace(",]", "]")
+        of = f"P({self.op})" if self.op is not None else str(self.dim)
         if self.index is not None:
-            return f"chunk({self.dim},{chunks},{self.index})"
+            return f"chunk({of},{chunks},{self.index})"
         turn = f",rotate={self.rotate}" if self.rotate else ""
-        return f"stream({self.dim},{chunks}{turn})"
+        return f"stream({of},{chunks}{turn})"
 
 
 Placement = Shard | Replicate | Partial | Varies
@@ -303,7 +330,7 @@ class Layout:
                 i = self.mesh.axis_index(axis)
                 box[dim] = nth_chunk(box[dim], self.mesh.shape[i], coordinate[i])
         chunk = self.stream
-        if chunk is not None and chunk.index is not None:
+        if chunk is not None and chunk.index is not None and chunk.op is None:
             # A chunk whose index only the running loop knows counts as the largest.
             i = chunk.index if isinstance(chunk.index, int) else chunk.largest
             box[chunk.dim] = chunk.interval(box[chunk.dim], i)
@@ -336,6 +363,23 @@ class Layout:
             if chunk is not None and chunk.dim == dim and isinstance(chunk.index, int):
                 interval = chunk.interval(interval, chunk.index)
             yield choice, interval
+
+    def picture(self, shape: Sequence[int]) -> Picture:
+        """Return a picture of who holds which part of a tensor of some shape.
+
+        Printed it is text; `.svg()` gives an SVG element. LayoutError where the shape lacks a dim.
+
+        >>> mesh = DeviceMesh.arange(tp=3)
+        >>> print(Layout(mesh, {"tp": Shard(0)}).picture([7]))
+        [7] (tp=S0) on mesh(tp=3)
+          0:3   3:6   6:7
+        ┌─────┬─────┬─────┐
+        │  0  │  1  │  2  │
+        └─────┴─────┴─────┘
+        """
+        from mdfuse.layouts.picture import Picture
+
+        return Picture(self, tuple(shape))
 
     # -- changing --------------------------------------------------------------------------------
 
@@ -391,7 +435,7 @@ class Layout:
         }
         order = {new[d]: axes for d, axes in self.splits if d in new}
         stream = self.stream
-        if stream is not None:
+        if stream is not None and stream.op is None:
             stream = replace(stream, dim=new[stream.dim]) if stream.dim in new else None
         return Layout(self.mesh, placements, order, stream)
 
@@ -417,10 +461,10 @@ class Layout:
             here = (*order.get(dim % ndim, ()), *kept)
             order[dim % ndim] = here if dim >= 0 else tuple(sorted(here, key=self.mesh.axis_index))
         stream = self.stream
-        if stream is not None:
+        if stream is not None and stream.op is None:
             stream = replace(stream, dim=_wrap(stream.dim, ndim, str(stream)))
-            if stream.rotate is not None:
-                self.mesh.axis_index(stream.rotate)
+        if stream is not None and stream.rotate is not None:
+            self.mesh.axis_index(stream.rotate)
         return Layout(self.mesh, placements, {d: a for d, a in order.items() if a}, stream)
 
     # -- identity --------------------------------------------------------------------------------

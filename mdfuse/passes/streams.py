@@ -49,17 +49,27 @@ def run(fusion: Fusion) -> Fusion:
 
 def operand_streams(expr: Expr, values: Mapping[str, Value]) -> tuple[Stream | None, ...]:
     """Return how each operand of a streamed result is read: in chunks, or whole (None)."""
-    stream = values[expr.output].stream
+    stream = values[expr.outputs[0]].stream
     assert stream is not None
-    if expr.op == "reshape":
+    labels, given = dim_map(expr, values), chunked_label(expr, values)
+    if expr.op == "reshape" and given is None:
         dim = _kept_dim(expr, values, stream.dim)
         return (replace(stream, dim=dim) if dim is not None else None,)
-    labels = dim_map(expr, values)
-    label = labels.result[stream.dim]
+    label = given if stream.op is not None else labels.results[0][stream.dim]
+    chunk = replace(stream, op=None)
     return tuple(
-        replace(stream, dim=dims.index(label)) if label is not None and label in dims else None
+        replace(chunk, dim=dims.index(label)) if label is not None and label in dims else None
         for dims in labels.operands
     )
+
+
+def chunked_label(expr: Expr, values: Mapping[str, Value]) -> int | None:
+    """Return the label of the dim of operands that are streamed; None where none is."""
+    for x, dims in zip(expr.inputs, dim_map(expr, values).operands, strict=True):
+        stream = values[x].stream if isinstance(x, str) else None
+        if stream is not None and stream.op is None:
+            return dims[stream.dim]
+    return None
 
 
 def _kept_dim(expr: Expr, values: Mapping[str, Value], dim: int) -> int | None:

@@ -12,7 +12,7 @@ from mdfuse.errors import ProgramError
 from mdfuse.hir.program import Instruction
 from mdfuse.ir.extremes import neutral
 from mdfuse.layouts.boxes import nth_chunk, relative
-from mdfuse.layouts.layout import Partial
+from mdfuse.layouts.layout import JOINED, Partial
 from mdfuse.plan.allocation import empty, new_buffer
 from mdfuse.plan.context import Context, base_name
 from mdfuse.plan.lines import Line, SlotRef, drop
@@ -211,6 +211,31 @@ def _is_first_along_new_axes(i: Instruction, context: Context) -> bool:
     return all(coordinate[before.mesh.axis_index(a)] == 0 for a in changed)
 
 
+def _accumulate(i: Instruction, context: Context) -> list[Line]:
+    """Add the part of a chunk to those that are in the buffer; the first one is what it holds."""
+    (output,), (operand,) = i.outputs, i.reads
+    layout = context.type(operand).layout
+    chunk = layout.stream if layout is not None else None
+    assert chunk is not None and chunk.op is not None and isinstance(chunk.index, int)
+    made = [] if context.has_buffer(output) else new_buffer(output, i.order, context)
+    target, part = context.ref(output), context.ref(operand)
+    done = context.parts.pop(output, frozenset()) | {chunk.index}
+    if len(done) < chunk.count:
+        context.parts[output] = done
+    run = JOIN[chunk.op] if len(done) > 1 else "copy_"
+    return [*made, Line(run=run, args=(target, part))]
+
+
+#: How parts join, in the buffer of the first one.
+JOIN: dict[str, Callable[..., Any] | str] = {
+    "sum": "add_",
+    "prod": "mul_",
+    "max": lambda x, part: torch.maximum(x, part, out=x),
+    "min": lambda x, part: torch.minimum(x, part, out=x),
+}
+assert {*JOIN} == {*JOINED}
+
+
 #: op -> the function that prepares its lines.
 BUFFER_OPS: dict[str, Callable[[Instruction, Context], list[Line]]] = {
     "narrow": _narrow,
@@ -220,4 +245,5 @@ BUFFER_OPS: dict[str, Callable[[Instruction, Context], list[Line]]] = {
     "pad": _pad,
     "pack": _pack,
     "term": _term,
+    "accumulate": _accumulate,
 }

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from mdfuse.backends.base import Poster
 from mdfuse.errors import ProgramError
-from mdfuse.hir.program import HostProgram
+from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.interpreter.garbage import no_collection
 from mdfuse.layouts.call import Call
 from mdfuse.plan.context import CALLER_SLOT, Context, Fuse, Step, updated_names
 from mdfuse.plan.index_checks import IndexChecks
-from mdfuse.plan.lines import Function, Line, SlotRef, Slots, write
+from mdfuse.plan.lines import Function, Line, SlotRef, Slots, Stamping, write
 from mdfuse.plan.memory import Owned, own
 from mdfuse.plan.posts import Posts
 from mdfuse.plan.steps import Builder
@@ -51,6 +51,8 @@ class Plan:
         written: the slots of inputs that it writes into.
         records: whether one of the caller's tensors requires a gradient.
         tally: how often its program ran.
+        stamping: what its function calls between its lines; None: nothing.
+        code: the instructions that it was built from, by whose numbers steps name theirs.
     """
 
     name: str
@@ -68,6 +70,8 @@ class Plan:
     written: tuple[int, ...] = ()
     records: bool = False
     tally: RunCount | None = None
+    stamping: Stamping | None = None
+    code: tuple[Instruction, ...] = ()
 
     # -- step by step, as the simulator goes -----------------------------------------------------
 
@@ -121,6 +125,7 @@ class Plan:
             self.owned.buffers,
             self.names,
             [self.labels[n] for n in self.lines_of_run],
+            self.stamping,
         )
         register(function.code.co_filename, self)
         return function
@@ -266,7 +271,7 @@ def build(
         may_overlap=bool(program.aliases) or any(x is not None for x in given),
         written=tuple(context.slot(n) for n in program.inputs if n in program.written_inputs),
         records=any(isinstance(x, Tensor) and x.requires_grad for x in (*arguments, *out)),
-        tally=tally,
+        tally=tally, code=written.instructions,
     )  # fmt: skip
 
 

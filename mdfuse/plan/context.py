@@ -45,6 +45,7 @@ class Step:
         posters: prepared calls of a backend, one for each piece that it posts.
         calls: for each of the posters, this rank's part of the communication.
         eager: why no CUDA graph can hold it; None where one can.
+        instruction: the number of its instruction in the written-out program; -1: it has none.
     """
 
     lines: tuple[Line, ...]
@@ -58,6 +59,7 @@ class Step:
     posters: tuple[Poster, ...] = ()
     calls: tuple[Call, ...] = ()
     eager: str | None = None
+    instruction: int = -1
 
     def run(self, slots: Slots) -> None:
         """Make its calls on a list of slots."""
@@ -106,6 +108,7 @@ class Context:
         given: outputs for which the caller passed a buffer.
         allocated: names whose buffer an `alloc` made, and in which memory.
         expanded: name -> the dims of it that `expand` made.
+        parts: name -> the chunks whose parts are added up in its buffer, while some are missing.
         storage: name -> the name whose memory it shares; names with memory of their own are absent.
         updated: names that may share memory with what is written again after it was bound.
         host_values: which names stand for numbers of a run, or for host memory.
@@ -132,6 +135,7 @@ class Context:
     given: set[str] = field(default_factory=set)
     allocated: dict[str, str] = field(default_factory=dict)
     expanded: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    parts: dict[str, frozenset[int]] = field(default_factory=dict)
     storage: dict[str, str] = field(default_factory=dict)
     updated: frozenset[str] = frozenset()
     host_values: HostValues = field(init=False)

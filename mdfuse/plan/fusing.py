@@ -154,6 +154,7 @@ class Fuser:
             inputs=tuple(context.slot(x) for x in i.reads),
             outputs=tuple(context.slot(x) for x in i.outputs),
             stream=steps[0].stream,
+            instruction=steps[0].instruction,
         )
         if not made.is_done:
             eager = tuple(s for s in steps if s.op != "keep")

@@ -299,6 +299,19 @@ class Function:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class Stamping:
+    """What a function calls between its lines.
+
+    Attributes:
+        before: number of a line -> what is called in front of it.
+        behind: likewise behind it.
+    """
+
+    before: Mapping[int, Callable[[], object]]
+    behind: Mapping[int, Callable[[], object]]
+
+
 def write(
     name: str,
     lines: Sequence[Line],
@@ -307,6 +320,7 @@ def write(
     owned: Mapping[int, Any],
     names: Mapping[int, str] | None = None,
     labels: Sequence[str] | None = None,
+    stamping: Stamping | None = None,
 ) -> Function:
     """Compile lines into one function.
 
@@ -318,12 +332,18 @@ def write(
         owned: slots whose value is the same in all runs.
         names: slot -> what it is, for readers.
         labels: what each line belongs to, as comments.
+        stamping: what else is called; None: nothing, which costs nothing.
     """
     writer = _Writer(owned, names or {})
     text = [writer.commented(f"def run({', '.join(map(writer.slot, parameters))}):")]
     for n, line in enumerate(lines):
         label = labels[n] if labels is not None and line.run is not None else ""
-        text.append(writer.commented(f"    {writer.line(line)}", label))
+        calls = [writer.line(line)]
+        if stamping is not None and n in stamping.before:
+            calls.insert(0, f"{writer.constant(stamping.before[n])}()")
+        if stamping is not None and n in stamping.behind:
+            calls.append(f"{writer.constant(stamping.behind[n])}()")
+        text.append(writer.commented(f"    {'; '.join(calls)}", label))
     found = ["None" if slot is None else writer.slot(slot) for slot in results]
     text.append(writer.commented(f"    return [{', '.join(found)}]"))
     source = "\n".join(text) + "\n"

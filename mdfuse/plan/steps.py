@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from mdfuse.hir.instructions import COMMUNICATIONS, MEMORY, PURE_VIEWS
+from mdfuse.hir.instructions import COMMUNICATIONS, MEMORY, PURE_VIEWS, row_of
 from mdfuse.hir.program import Instruction
 from mdfuse.hir.storage import shared_operand
 from mdfuse.ir import ops
@@ -34,6 +34,7 @@ class Builder:
         current: the stream that is current.
         switches: whether a step switches or joins CUDA streams.
         why: why the step that is being added cannot be in a CUDA graph; None: it can.
+        number: of the instruction that is being added.
     """
 
     context: Context
@@ -44,11 +45,14 @@ class Builder:
     current: int = CALLER
     switches: bool = False
     why: str | None = None
+    number: int = -1
 
     def build(self, instructions: Sequence[Instruction]) -> None:
         """Make the steps of all instructions."""
-        for n, i in enumerate(instructions):
+        for self.number, i in enumerate(instructions):
+            n = self.number
             self.add(i, _following(instructions, n) if i.op == "post" else None)
+        self.number = -1
         self.finish()
         if self.context.fuse is not None:
             self.steps = self.context.fuse.finish(self.steps, self.context)
@@ -87,7 +91,8 @@ class Builder:
 
     def append(self, step: Step) -> None:
         """Add a step on the current stream."""
-        self.steps.append(replace(step, stream=self.current, eager=self.why))
+        number = self.number
+        self.steps.append(replace(step, stream=self.current, eager=self.why, instruction=number))
         for slot in step.outputs:
             self.homes.setdefault(slot, self.current)
         self.guard((*step.inputs, *step.outputs))
@@ -153,7 +158,9 @@ class Builder:
         outside = {context.slot(x): x for x in (*i.reads, *i.outputs) if context.has_buffer(x)}
         given, kept = set(context.bound), {*i.inputs, *i.outputs}
         last = {name: j for j in i.body for name in (*j.reads, *j.outputs) if name not in kept}
-        context.in_unit = context.fuse is not None
+        # One call and views of it gain nothing, and run by itself it is known how its result lies.
+        is_fused = context.fuse is not None and sum(not _is_view(j) for j in i.body) > 1
+        context.in_unit = is_fused
         for j in i.body:
             self.why = context.host_values.why_eager(j)
             self.append(local_step(j, context))
@@ -161,9 +168,14 @@ class Builder:
             if gone:
                 self.drop([self.release(n) for n in gone], f"launch {i.fn}")
         context.in_unit = False
-        if context.fuse is not None:
+        if context.fuse is not None and is_fused:
             steps = self.steps[start:]
             self.steps[start:] = context.fuse(i, steps, outside, context)
+
+
+def _is_view(i: Instruction) -> bool:
+    row = row_of(i)
+    return row is not None and row.is_view
 
 
 #: Ops that put no work on the device.

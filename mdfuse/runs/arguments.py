@@ -27,6 +27,22 @@ def has_dtensors(xs: Iterable[Any]) -> bool:
     return dtensor is not None and dtensor in map(type, xs)
 
 
+def check_ranks(program: HostProgram, rank: int, size: int) -> None:
+    """Raise ProgramError where a program does not run on this rank, or not on so many."""
+    if program.last_rank >= size:
+        raise ProgramError(
+            f"@{program.name} runs on ranks up to {program.last_rank}, "
+            f"but there are {size} processes",
+            because="every rank of a mesh is one process",
+            hint=f"start {program.last_rank + 1} processes, or use a smaller mesh",
+        )
+    if program.rank not in (None, rank):
+        raise ProgramError(
+            f"@{program.name} is the projection onto rank {program.rank}, but this is rank {rank}",
+            hint="pass the global program, or each rank its own projection",
+        )
+
+
 def check_arguments(
     program: HostProgram, rank: int, arguments: Sequence[Any], device: torch.device
 ) -> None:

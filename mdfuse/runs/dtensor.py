@@ -156,6 +156,13 @@ def placements_of(layout: Layout) -> tuple[TorchPlacement, ...]:
     return tuple(map(_torch, layout.placements))
 
 
+def redistributed(x: Tensor, layout: Layout) -> Tensor:
+    """Return a DTensor as a layout says; itself where it lies so."""
+    placements = placements_of(layout)
+    assert isinstance(x, DTensor)
+    return x if x.placements == placements else x.redistribute(None, placements)
+
+
 def why_not(layout: Layout) -> tuple[str, str] | None:
     """Return why no DTensor has this layout, and what to do; None: there is one."""
     if layout.splits != Layout(layout.mesh, layout.by_axis()).splits:

@@ -44,6 +44,7 @@ from mdfuse.runtime.watch.report import ranks_text
 from mdfuse.runtime.watch.reports import tell_torchrun_at_exit
 from mdfuse.runtime.watch.running import RunCount
 from mdfuse.runtime.watch.watch import Watch
+from mdfuse.seeing.clocks import offset
 from mdfuse.torch_private import HashStore, PrefixStore
 
 _log = logging.getLogger("mdfuse.comm")
@@ -251,6 +252,11 @@ class Communicator:
         NCCL counts the graphs that use a communicator, and destroying it would wait for them.
         """
         self._graphs.add(graph)
+
+    def clock_offset(self, name: str) -> tuple[int, int]:
+        """Return how far this rank's clock is from rank 0's unix time, and the error, ns."""
+        with self._watch.waiting("the alignment of clocks"):
+            return offset(PrefixStore(name, self.store), self.rank, self._meetings.size)
 
     @property
     def has_fast_lane(self) -> bool:

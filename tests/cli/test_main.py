@@ -74,6 +74,27 @@ fusion @hello_mesh on mesh(tp=2) {
     )
 
 
+def test_dump_with_pictures() -> None:
+    text = shown("dump", HELLO, "--stage", "fusion", "--mesh", "tp=2", "--pictures")
+    assert_expected_inline(
+        text[text.index("%t: [6]") :],
+        """\
+%t: [6] (tp=P(sum)) on mesh(tp=2)
+   0:6
+┌───────┐
+│ 0 + 1 │
+└───────┘
+each rank holds a term: their sum is the value
+
+%sums: [6] (tp=R) on mesh(tp=2)
+  0:6
+┌─────┐
+│ 0 1 │
+└─────┘""",
+    )
+    assert "%columns, %t_1: [8,6] (tp=S1)" in text and "│  0  │  1  │" in text
+
+
 def test_dump_segments() -> None:
     text = shown("dump", MLP, "--stage", "segments")
     assert [line.split()[1] for line in text.splitlines() if line.startswith("fusion")] == [

@@ -21,7 +21,7 @@ from mdfuse.plan.context import Context
 from mdfuse.plan.forms import form_of
 from mdfuse.plan.fusing import Fuser
 from mdfuse.plan.inductor import Traced
-from mdfuse.simulation import simulate
+from mdfuse.simulation import prepared
 
 #: Why launches ran eagerly -> how often, in all tests.
 REFUSED: Counter[str] = Counter()
@@ -55,12 +55,12 @@ def launches() -> Iterator[None]:
         patch.setattr(inductor, "folder", lambda: None)
         patch.setitem(Options.__init__.__kwdefaults__, "compile", "always")  # type: ignore[misc]
         patch.setattr(evaluator, "Fuser", lambda must, *rest: Noting(False, *rest))
-        build = simulate.build
+        build = prepared.build
 
         def fused(*given: Any, **named: Any) -> Any:
             return partial(build, fuse=Noting(False))(*given, **named)
 
-        patch.setattr(simulate, "build", fused)
+        patch.setattr(prepared, "build", fused)
         yield
 
 

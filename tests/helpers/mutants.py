@@ -136,7 +136,7 @@ def _plus(index: Any, n: int) -> Any:
 def _built(change: Callable[[Communication], Communication], comm: Communication) -> Any:
     try:
         return change(comm)
-    except (MdfuseError, StopIteration):
+    except (MdfuseError, StopIteration, IndexError):  # of a scalar there is no other shape
         return None  # no such communication: there is nothing to post
 
 

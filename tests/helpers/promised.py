@@ -62,6 +62,7 @@ class _Run:
     def __init__(self, program: HostProgram, bound: dict[str, Bound]) -> None:
         self.program, self.bound = program, bound
         self.env: dict[str, int] = {}
+        self.begun: set[str] = set()
 
     def number(self, index: Any) -> Any:
         return resolve(index, lambda t: self.env.get(t.name) if t.kind == "index" else None)
@@ -83,6 +84,8 @@ class _Run:
             elif i.op == "alloc":
                 name = self.program.root(i.outputs[0])
                 self.bound.setdefault(name, Bound(self.empty(name)))
+            elif i.op == "accumulate":
+                self.accumulate(i)
             elif i.fn or i.op in _MOVES:
                 self.compute(i)
             else:
@@ -152,13 +155,42 @@ class _Run:
             of = self.bound[self.program.root(i.reads[0])]
             self.bound[self.program.root(name)] = Bound(of=of, show=self.function(i))
             return
-        operands = [self.operand(x) for x in i.inputs]
-        self.write(name, self.function(i)(*operands))
+        layout = self.kind(name).layout
+        is_part = layout is not None and layout.stream is not None and layout.stream.op is not None
+        operands = [self.operand(x, is_part) for x in i.inputs]
+        made = self.function(i)(*operands)
+        if is_part and i.fn == "mean":  # of all rows, of which these are some
+            made = made * operands[0].numel() / self.read(i.reads[0]).numel()
+        self.write(name, made)
 
-    def operand(self, x: Any) -> Any:
-        if isinstance(x, str):
-            return self.env[x] if x in self.env else self.read(x)
-        return self.number(x)
+    def accumulate(self, i: Instruction) -> None:
+        """Join the part of a chunk with those that came before."""
+        name, (part,), layout = (
+            self.program.root(i.outputs[0]),
+            i.reads,
+            self.kind(i.reads[0]).layout,
+        )
+        assert layout is not None and layout.stream is not None and layout.stream.op is not None
+        value = self.read(part)
+        if name in self.begun:
+            value = COMBINE[layout.stream.op](self.read(name), value)
+        self.begun.add(name)
+        self.bound[name] = Bound(value)
+
+    def operand(self, x: Any, is_part: bool = False) -> Any:
+        if not isinstance(x, str):
+            return self.number(x)
+        return self.env[x] if x in self.env else self.rows(x) if is_part else self.read(x)
+
+    def rows(self, name: str) -> Any:
+        """Of a chunk only its rows, on all ranks, where the rest does not count."""
+        kind, value = self.kind(name), self.read(name)
+        chunk = kind.layout.stream if kind.layout is not None else None
+        if chunk is None or chunk.op is not None:
+            return value
+        there = {(r[chunk.dim].start, r[chunk.dim].stop) for r in self.regions(kind)}
+        rows = [n for start, stop in sorted(there) for n in range(start, stop)]
+        return value.index_select(chunk.dim, torch.tensor(rows, dtype=torch.int64))
 
     def function(self, i: Instruction) -> Callable[..., Any]:
         """What an instruction computes on whole tensors."""

@@ -94,7 +94,8 @@ def _for_local_shape(kind: BufferType, local: tuple[int, ...]) -> tuple[int, ...
         for axis in axes:
             shape[dim] *= layout.mesh.axis_size(axis)
     chunk = layout.stream
-    if chunk is not None and chunk.index is not None and isinstance(chunk.chunks, int):
+    is_cut = chunk is not None and chunk.index is not None and chunk.op is None
+    if chunk is not None and is_cut and isinstance(chunk.chunks, int):
         shape[chunk.dim] *= chunk.chunks
     return tuple(shape)
 
@@ -111,7 +112,9 @@ def other_layouts(layout: Layout, ndim: int) -> Iterator[tuple[str, Layout]]:
     if chunk is not None and chunk.index is not None:
         yield "the next chunk", layout.with_stream(chunk.at(_next(chunk.index, chunk.count)))
         yield "no chunk", layout.with_stream(None)
-        if ndim > 1:
+        if chunk.op is not None:
+            yield "joined otherwise", layout.with_stream(replace(chunk, op="prod"))
+        elif ndim > 1:
             other = replace(chunk, dim=(chunk.dim + 1) % ndim)
             yield "chunks of another dim", layout.with_stream(other)
     if layout.mesh.size > 1:

@@ -180,7 +180,34 @@ host @turned on mesh(x=4) {
   return %y, %z, %next
 }"""
 
+SUMS = """
+host @sums on mesh(x=2) {
+  input %x: f32[2,4] of [4,4] (x=S0)
+  input %w: f32[4,4] (x=R)
+  %a: f32[4] (x=P(sum)) = alloc
+  %b: f32[4] (x=R) = alloc
+  %m: f32[4,2] of [4,4] (x=S1) = alloc
+  for %i in 0..2 {
+    %x.i: f32[1,4] of [4,4] (x=S0, chunk(0,2,%i)) = chunk(%x)
+    %a.i: f32[4] (x=P(sum), chunk(P(sum),2,%i)) = sum(%x.i, dims=[0])
+    %a = accumulate(%a.i)
+    %w.i: f32[4,2] of [4,4] (x=R, chunk(1,2,%i)) = chunk(%w)
+    %b.i: f32[4] (x=R, chunk(P(max),2,%i)) = max(%w.i, dims=[1])
+    %b = accumulate(%b.i)
+    %v.i: f32[2,4] of [4,4] (x=R, chunk(0,2,%i)) = permute(%w.i, dims=[1,0])
+    %n.i: f32[2,2] of [4,4] (x=S1, chunk(0,2,%i)) = narrow(%v.i)
+    %m.i: f32[4,2] of [4,4] (x=S1, chunk(P(sum),2,%i)) = matmul(%w.i, %n.i)
+    %m = accumulate(%m.i)
+  }
+  %t: f32[4] (x=R) = alloc
+  %c0 = post allreduce[sum](%a) -> %t f32[4] (x=P(sum)) => (x=R) axis=x
+  wait %c0
+  %y: f32[4] (x=R) = sub(%t, %b)
+  return %y, %m
+}"""
+
 TYPED = {
+    "sums": SUMS,
     "reduced": REDUCED,
     "moved": MOVED,
     "chunked": CHUNKED,

@@ -67,6 +67,11 @@ CASES: dict[str, tuple[Shape, Shape, Shape, dict[str, Any]]] = {
     "no batches": ((0, 4, 7, 8), (0, 4, 9, 8), (0, 4, 9, 8), {}),
     "no heads at all": ((2, 0, 7, 8), (2, 0, 9, 8), (2, 0, 9, 8), {}),
     "no features": ((2, 4, 7, 0), (2, 4, 9, 0), (2, 4, 9, 3), {"scale": 1.0}),
+    "wide": ((2, 4, 130, 64), (2, 4, 130, 64), (2, 4, 130, 64), {"is_causal": True}),
+    "wide, shared": (
+        (2, 4, 129, 128), (2, 2, 129, 128), (2, 2, 129, 128),
+        {"enable_gqa": True, "is_causal": True}),
+    "wide, more keys": ((1, 2, 64, 64), (1, 2, 192, 64), (1, 2, 192, 64), {"scale": 0.2}),
     "one row": ((1, 2, 1, 5), (1, 2, 1, 5), (1, 2, 1, 5), {}),
 }  # fmt: skip
 KERNELS = ["torch's", "none"]

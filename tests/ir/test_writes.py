@@ -128,6 +128,7 @@ CASES: dict[str, Any] = {
     "gelu": with_attrs({"approximate": "none"}, {"approximate": "tanh"}),
     "cast": with_attrs(*({"dtype": d} for d in DTYPES)),
     "widen": with_attrs({"dtype": torch.float64}),
+    "round_terms": with_attrs({"dtype": torch.bfloat16}),
     "polygamma": with_attrs({"n": 1}, {"n": 3}),
     "leaky_relu": with_attrs({}, {"negative_slope": 0.2}),
     "where": wheres,

@@ -12,6 +12,8 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, FusionDefinition, Options
+from mdfuse.evaluator import HostIrEvaluator
+from mdfuse.hir.text.parser import parse
 from mdfuse.ir import creation, random
 from mdfuse.plan import compilation, inductor
 from mdfuse.plan.build import Plan
@@ -283,3 +285,26 @@ def test_what_makes_numbers_is_dense(shape: tuple[int, ...]) -> None:
         ]
         assert all(x.is_contiguous() for x in made)
         assert made[2].shape == made[0].shape
+
+
+def test_what_one_call_makes_is_known_to_the_next_unit(compiler: Compiler) -> None:
+    """A unit of one call gains nothing; how its result lies must not be forgotten over that."""
+    text = """
+        host @two on mesh(t=1) {
+          input %x: f32[3,4] (t=R)
+          launch first(%x) -> %y {
+            %y: f32[3,4] (t=R) = mul(%x, 2)
+          }
+          launch second(%y) -> %z {
+            %a: f32[3,4] (t=R) = exp(%y)
+            %z: f32[3,4] (t=R) = add(%a, 1)
+          }
+          free %y
+          return %z
+        }
+    """
+    evaluator = HostIrEvaluator(parse(text), options=ALWAYS)
+    x = torch.randn(4, 3).T
+    (found,) = evaluator.run({"x": x})
+    torch.testing.assert_close(found, (x * 2).exp() + 1)
+    assert len(compiler.bodies) == 1 and not evaluator.fuser.refused

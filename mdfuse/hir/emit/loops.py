@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+import networkx as nx
 import torch
 
 from mdfuse.communication import Communication
@@ -39,6 +40,9 @@ def loops(fusion: Fusion, segments: Iterable[Section]) -> list[list[Section]]:
     """
     found: list[list[Section]] = []
     host_loops = HostLoops(fusion)
+    streams = [v.stream for v in fusion.values.values() if v.stream is not None]
+    if any(stream.op is not None for stream in streams):
+        return _gathered(list(segments), host_loops)
     for section in segments:
         last = [e for p in found[-1] for e in p.exprs] if found else []
         if last and section.is_streamed and host_loops.may_share(last, section.exprs):
@@ -46,6 +50,46 @@ def loops(fusion: Fusion, segments: Iterable[Section]) -> list[list[Section]]:
         else:
             found.append([section])
     return found
+
+
+def _gathered(sections: list[Section], host_loops: HostLoops) -> list[list[Section]]:
+    """Group sections into as few loops as there can be, wherever they stand, in a new order.
+
+    What sections read says which may share a loop: none of them waits, by way of one outside, for
+    all that the loop adds up. Each goes with the last that it can: where a loop must come first, as
+    one that counts does, what the others compute is in the loop that uses it.
+    """
+    graph: nx.DiGraph[int] = nx.DiGraph()
+    graph.add_nodes_from(range(len(sections)))
+    owner = {name: n for n, s in enumerate(sections) for e in s.exprs for name in e.outputs}
+    graph.add_edges_from(
+        (owner[x], n) for n, s in enumerate(sections) for x in s.inputs if x in owner
+    )
+    found: dict[int, list[Section]] = {}
+    for n in reversed([n for n, s in enumerate(sections) if s.is_streamed]):
+        for m, there in found.items():
+            exprs = [e for s in there for e in s.exprs]
+            if host_loops.may_share(sections[n].exprs, exprs) and not _is_between(graph, n, m):
+                nx.contracted_nodes(graph, m, n, self_loops=False, copy=False)
+                there.insert(0, sections[n])
+                break
+        else:
+            found[n] = [sections[n]]
+    order = nx.lexicographical_topological_sort(graph)
+    return [found.get(n, [sections[n]]) for n in order]
+
+
+def _is_between(graph: nx.DiGraph[int], a: int, b: int) -> bool:
+    """Return whether something outside of two nodes waits for the one, and the other for that."""
+    return any(
+        k != y and nx.has_path(graph, k, y)
+        for x, y in ((a, b), (b, a))
+        for k in graph.successors(x)
+    )
+
+
+#: Parts of these dtypes are added up in f32.
+_WIDENED = (torch.float16, torch.bfloat16)
 
 
 @dataclass
@@ -61,6 +105,8 @@ class _Loop:
     exprs: tuple[Expr, ...]
     #: (value, dim) -> the name of its chunk
     chunks: dict[tuple[str, int], str] = field(default_factory=dict)
+    #: what comes right behind the loop
+    behind: list[Instruction] = field(default_factory=list)
 
     @property
     def fusion(self) -> Fusion:
@@ -70,7 +116,7 @@ class _Loop:
         """Return the type of a chunk of a value, which names the loop's index."""
         kind = value_type(self.fusion.values[value])
         assert kind.layout is not None
-        here = Stream(stream.dim, stream.chunks, None, self.index)
+        here = replace(stream, rotate=None, index=self.index)
         return replace(kind, layout=kind.layout.with_stream(here))
 
     def read(self, value: str, stream: Stream | None) -> str:
@@ -138,6 +184,23 @@ class _Loop:
             Instruction(op="alloc", outputs=(value,), order=order, source=kind.source)
         )
 
+    def accumulate(self, value: str, part: str, expr: Expr) -> None:
+        """Append what adds the part of this iteration to a value; in f32 where it has 16 bits."""
+        kind, op = self.fusion.values[value], self.stream(value).op
+        buffer = value
+        if kind.dtype in _WIDENED and op in ("sum", "prod"):
+            buffer = self.out.new(f"{value}.{op}", replace(value_type(kind), dtype=torch.float32))
+            self.outside.append(Instruction(op="alloc", outputs=(buffer,), source=kind.source))
+            self.out.types[value] = value_type(kind)
+            fn = "round_terms" if kind.layout and kind.layout.partial_axes else "cast"
+            cast = Expr(op=fn, inputs=(buffer,), outputs=(value,), attrs=(("dtype", kind.dtype),))
+            self.behind.append(replace(local(cast), source=expr.source))
+        else:
+            self.allocate(value)
+        self.out.code.append(
+            Instruction(op="accumulate", inputs=(part,), outputs=(buffer,), source=expr.source)
+        )
+
     def chunk_layout(self, layout: Layout, stream: Stream) -> Layout:
         return layout.with_stream(Stream(stream.dim, stream.chunks, None, self.index))
 
@@ -167,6 +230,7 @@ def emit_loop(out: Emitter, sections: Sequence[Section]) -> None:
     out.code.append(
         Instruction(op="for", outputs=(name,), attrs=attrs, body=body, source=exprs[0].source)
     )
+    out.code += building.behind
 
 
 def _emit_section(loop: _Loop, section: Section) -> None:
@@ -178,18 +242,22 @@ def _emit_section(loop: _Loop, section: Section) -> None:
     body = tuple(_emit_expr(loop, section, e, made) for e in section.exprs)
     if len(body) == 1:
         loop.out.code.append(body[0])
-        return
-    reads = dict.fromkeys(x for i in body for x in i.reads if x not in made.values())
-    loop.out.code.append(
-        Instruction(
-            op="launch",
-            fn=section.name,
-            inputs=tuple(reads),
-            outputs=tuple(made[n] for n in section.outputs),
-            body=body,
-            source=section.exprs[0].source,
+    else:
+        reads = dict.fromkeys(x for i in body for x in i.reads if x not in made.values())
+        loop.out.code.append(
+            Instruction(
+                op="launch",
+                fn=section.name,
+                inputs=tuple(reads),
+                outputs=tuple(made[n] for n in section.outputs),
+                body=body,
+                source=section.exprs[0].source,
+            )
         )
-    )
+    for expr in section.exprs:
+        for name in expr.outputs:
+            if name in section.outputs and loop.stream(name).op is not None:
+                loop.accumulate(name, made[name], expr)
 
 
 def _emit_expr(loop: _Loop, section: Section, expr: Expr, made: dict[str, str]) -> Instruction:
@@ -200,9 +268,11 @@ def _emit_expr(loop: _Loop, section: Section, expr: Expr, made: dict[str, str]) 
             inputs.append(made[x] if x in made else loop.read(x, stream))
         else:
             inputs.append(x)
-    is_kept = expr.output in section.outputs
-    made[expr.output] = loop.result(expr.output) if is_kept else loop.chunk(expr.output)
-    return replace(local(expr), inputs=tuple(inputs), outputs=(made[expr.output],))
+    for name in expr.outputs:
+        is_kept = name in section.outputs and loop.stream(name).op is None
+        made[name] = loop.result(name) if is_kept else loop.chunk(name)
+    outputs = tuple(made[name] for name in expr.outputs)
+    return replace(local(expr), inputs=tuple(inputs), outputs=outputs)
 
 
 # -- sets ----------------------------------------------------------------------------------------

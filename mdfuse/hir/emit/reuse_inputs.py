@@ -27,7 +27,7 @@ of the old value, and nothing reads the old value behind the loop:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
@@ -54,7 +54,7 @@ def run(program: HostProgram, reuse: Mapping[str, str]) -> HostProgram:
             shared[output] = output
     for output in program.outputs:
         if output in reuse:
-            chunks = frozenset(j.outputs[0] for i in code for j in i.walk() if _cuts(j, output))
+            chunks = frozenset(_chunks(code, output))
             code = _Write(output, reuse[output], shared, chunks).into(code, types)
     return replace(
         program,
@@ -74,6 +74,8 @@ def _copied(i: Instruction, output: str, kind: BufferType) -> Instruction:
 
 
 def _renamed(i: Instruction, old: str, new: str) -> Instruction:
+    if not (i.body or i.orelse or old in i.outputs or old in i.inputs):
+        return i
     return replace(
         i,
         inputs=tuple(new if x == old else x for x in i.inputs),
@@ -126,17 +128,20 @@ class _Write:
 
     def makes(self, i: Instruction) -> bool:
         """Return whether an instruction, or one inside it, binds or writes the output."""
+        if not (i.body or i.orelse):
+            return self.writes(i)
         return any(self.writes(j) for j in i.walk())
 
     def writes(self, i: Instruction) -> bool:
         """Return whether an instruction binds the output, or writes into it or a chunk of it."""
-        is_result = not self.chunks.union((self.output,)).isdisjoint(i.outputs)
-        return self.receives(i) or (is_result and not _cuts(i, self.output))
+        is_result = self.output in i.outputs or not self.chunks.isdisjoint(i.outputs)
+        return (is_result and not _cuts(i, self.output)) or self.receives(i)
 
     def receives(self, i: Instruction) -> bool:
         """Return whether an instruction lets the output, or a chunk of it, arrive."""
-        into = i.reads[-1:] if i.op in ("post", "recv") else ()
-        return any(x == self.output or x in self.chunks for x in into)
+        if i.op not in ("post", "recv"):
+            return False
+        return any(x == self.output or x in self.chunks for x in i.reads[-1:])
 
     def reads_old(self, code: Iterable[Instruction]) -> bool:
         """Return whether some of these instructions read what the input held before."""
@@ -210,6 +215,13 @@ class _Write:
         if i.op == "launch":
             return replace(i, body=tuple(map(self.unordered, i.body)))
         return replace(i, order=None) if self.output in i.outputs else i
+
+
+def _chunks(code: Iterable[Instruction], name: str) -> Iterator[str]:
+    """The names of the chunks of a value, which are cut in loops."""
+    for i in code:
+        if i.op in _BLOCKS or _cuts(i, name):
+            yield from (j.outputs[0] for j in i.walk() if _cuts(j, name))
 
 
 def _cuts(i: Instruction, name: str) -> bool:

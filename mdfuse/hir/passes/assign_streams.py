@@ -44,13 +44,13 @@ _CONTRACTIONS = ("matmul", "linear", "attention")
 
 def run(program: HostProgram, options: Options) -> HostProgram:
     """Return the program with its loops on streams."""
-    if options.streams == 1 or not any(i.op == "for" for i in program.instructions):
+    if options.streams == 1 or not any(map(_is_spread, program.instructions)):
         return program
     types = dict(program.types)
     caller, s = fresh_name(types, "caller"), fresh_name(types, "s")
     code: list[Instruction] = [Instruction(op="get_stream", outputs=(caller,))]
     for i in program.instructions:
-        code += _on_streams(i, options, caller, s) if i.op == "for" else [i]
+        code += _on_streams(i, options, caller, s) if _is_spread(i) else [i]
     if any(s in i.outputs for i in code):
         types[s] = BufferType(dtype=torch.int64)
     return replace(program, types=types, instructions=tuple(code))
@@ -91,7 +91,12 @@ def _policy(i: Instruction, options: Options) -> str:
 
 def _adds_up(i: Instruction) -> bool:
     """Return whether some iterations write what others have written."""
-    return any(j.op == "if" for j in i.walk())
+    return any(j.op in ("if", "accumulate") for j in i.walk())
+
+
+def _is_spread(i: Instruction) -> bool:
+    """Return whether a loop has work that several streams could do at once."""
+    return i.op == "for" and (not _adds_up(i) or any(j.op in POSTS for j in i.walk()))
 
 
 def _set_stream(stream: Index) -> Instruction:

@@ -6,9 +6,10 @@
     %d = matmul(%x, %w)                             %v = permute(%b, dims=[1,0])
     %e = add(%v, %d)                                %e = add(%v, %d)
 
-Views of what arrives go with the wait. Posts keep their order, which is the same on all ranks. A
-wait stays in its block: an iteration of a loop ends with all its posts done. It stands before what
-writes where the post reads, as an output does that is written into an input.
+Views of what arrives, and pointwise work on it, go with the wait: a gradient that is cast once it
+is reduced is not waited for before somebody reads it. Posts keep their order, which is the same on
+all ranks. A wait stays in its block: an iteration of a loop ends with all its posts done. It stands
+before what writes where the post reads, as an output does that is written into an input.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from mdfuse.config import Options
-from mdfuse.hir.instructions import POSTS, row_of
+from mdfuse.hir.instructions import POSTS, op_of, row_of
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.storage import storage
 
@@ -26,10 +27,10 @@ name = "sink_waits"
 
 @dataclass(eq=False)
 class _Deferred:
-    """A wait that is put off, with the views of what it waits for.
+    """A wait that is put off, with the work on what it waits for.
 
     Attributes:
-        instructions: the wait and the views.
+        instructions: the wait, views and pointwise work; several waits where that reads of several.
         names: what must not be used before it.
         sources: the memory that must not be written before it.
     """
@@ -75,11 +76,14 @@ def _block(
         needed = [d for d in waiting if d.names & touched or d.sources & written]
         if i.op == "wait":
             waiting.append(_Deferred([i], posted[i.reads[0]], reads[i.reads[0]]))
-        elif len(needed) == 1 and _is_view(i) and bound.isdisjoint(map(program.root, i.outputs)):
-            needed[0].instructions.append(i)
-            needed[0].names.update(i.outputs)
+        elif needed and _may_wait(i) and bound.isdisjoint(map(program.root, i.outputs)):
+            joined = _joined(needed)
+            joined.instructions.append(i)
+            joined.names.update(i.outputs)
+            joined.sources.update(shared[x] for x in i.reads if x in shared)
+            waiting = [d for d in waiting if d not in needed[1:]]
         else:
-            for d in waiting if i.op == "return" else needed:
+            for d in sorted(waiting, key=_is_idle) if i.op == "return" else needed:
                 done += d.instructions
             waiting = [] if i.op == "return" else [d for d in waiting if d not in needed]
             done.append(
@@ -87,6 +91,27 @@ def _block(
             )
         bound.update(map(program.root, i.outputs))
     return (*done, *(i for d in waiting for i in d.instructions))
+
+
+def _joined(needed: list[_Deferred]) -> _Deferred:
+    """Make the first of some deferred waits all of them, and return it."""
+    first = needed[0]
+    for other in needed[1:]:
+        first.instructions += other.instructions
+        first.names |= other.names
+        first.sources |= other.sources
+    return first
+
+
+def _is_idle(deferred: _Deferred) -> bool:
+    """Return whether nothing is computed behind a wait: of those, others may come first."""
+    return all(i.op == "wait" or _is_view(i) for i in deferred.instructions)
+
+
+def _may_wait(i: Instruction) -> bool:
+    """Return whether an instruction goes with a wait: a view, or work that costs little."""
+    row, op = row_of(i), op_of(i)
+    return _is_view(i) or (row is not None and op is not None and op.is_elementwise)
 
 
 def _is_view(i: Instruction) -> bool:

@@ -262,6 +262,8 @@ class _Reader:
     def stream(self, tree: Node) -> Stream:
         _, dim, *axis = tokens(tree)
         chunks, *index = map(value_of, trees(tree))
+        if dim.type == "PLACEMENT":
+            return Stream.over(str(dim)[2:-1], chunks, index[0] if index else None)
         stream = Stream(int_of(dim), chunks, str(axis[0]) if axis else None)
         return stream.at(index[0]) if index else stream
 

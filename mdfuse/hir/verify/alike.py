@@ -90,10 +90,10 @@ def _ways(program: HostProgram) -> _Made:
 
 
 def _chunk(program: HostProgram, name: str) -> object:
-    """Return the chunk that a buffer is, as (dim, chunks, index); None for a whole one."""
+    """Return the chunk that a buffer is, without what it starts with; None for a whole one."""
     layout = program.types[name].layout
     stream = layout.stream if layout is not None else None
-    return (stream.dim, stream.chunks, stream.index) if stream is not None else None
+    return (stream.dim, stream.op, stream.chunks, stream.index) if stream is not None else None
 
 
 def _makes(i: Instruction) -> Iterator[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+
+import torch
 
 from mdfuse.hir.program import BufferType, Instruction
 from mdfuse.hir.verify.expanded import expanded_dims
@@ -66,7 +68,8 @@ def _check_chunk(types: Types, i: Instruction, kind: BufferType) -> None:
     stream = chunk_of(_layout(kind))
     at = stream.index if stream is not None else None
     if stream is not None and isinstance(at, int) and not 0 <= at < stream.count:
-        problem = f"there is no chunk {at} of dim {stream.dim}: it has {stream.count}"
+        of = f" of dim {stream.dim}" if stream.op is None else ""
+        problem = f"there is no chunk {at}{of}: it has {stream.count}"
         raise types.mismatch(i, problem)
 
 
@@ -279,6 +282,33 @@ def _term(types: Types, i: Instruction) -> None:
         raise types.mismatch(i, f"term makes {made} of it")
 
 
+def _accumulate(types: Types, i: Instruction) -> None:
+    """Check that the parts of chunks are added up in a buffer of the whole, and of one value."""
+    pair = types.same_shape(i)
+    if pair is None:
+        return
+    before, after = pair
+    _dense(types, i, before, after)
+    _check_chunk(types, i, before)
+    part = chunk_of(_layout(before))
+    if part is None or part.op is None:
+        raise types.mismatch(i, "a part has chunk(P(op),count,index) in its layout")
+    made = _layout(before).with_stream(None)
+    if not is_alike(made, _layout(after), len(after.shape)):
+        raise types.mismatch(i, f"the parts add up to {made}")
+    if before.dtype != after.dtype and not (
+        before.dtype.is_floating_point and after.dtype == torch.promote_types(*_dtypes(pair))
+    ):
+        raise types.mismatch(i, "parts are added up in their dtype, or in a wider one")
+    buffer, value = (types.program.root(x).partition("@")[0] for x in (*i.outputs, *i.reads))
+    if types.accumulated.setdefault(buffer, value) != value:
+        raise types.mismatch(i, f"%{types.accumulated[buffer]} is added up in that buffer")
+
+
+def _dtypes(kinds: Sequence[BufferType]) -> list[torch.dtype]:
+    return [k.dtype for k in kinds]
+
+
 def _alloc(types: Types, i: Instruction) -> None:
     kind = types.made(i)
     if kind.layout is None:
@@ -358,5 +388,6 @@ RULES: dict[str, Callable[[Types, Instruction], None]] = {
     "pad": _pad,
     "pack": _pack,
     "term": _term,
+    "accumulate": _accumulate,
     "post": _post,
 }

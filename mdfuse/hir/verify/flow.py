@@ -112,6 +112,8 @@ class Flow:
             self.check_order(name, view, False, i)
         if view.storage.written is not None:
             self.check_written(name, view, i)
+        if view.storage.parts is not None:
+            raise refusals.incomplete(self.program, name, i, view.storage.parts)
         if self.is_streamed:
             self.record(view, False, i)
         return view
@@ -122,6 +124,8 @@ class Flow:
         if view is not None:
             self.check_writable(name, view, i)
             self.check_order(name, view, True, i)
+            if view.storage.parts is not None:
+                raise refusals.incomplete(self.program, name, i, view.storage.parts)
             note_written(view.storage, view.region, self.box(view.storage))
         elif self.program.types[name].layout is None:
             self.numbers.add(name)
@@ -193,6 +197,23 @@ class Flow:
                 self.read(x, i)
         for output in i.outputs:
             self.write(output, i)
+
+    def accumulate(self, i: Instruction) -> None:
+        """Follow what adds the part of a chunk to those that are there; each comes once."""
+        (part,), (output,) = i.reads, i.outputs
+        self.read(part, i)
+        layout = self.program.types[part].layout
+        chunk = layout.stream if layout is not None else None
+        view = self.bound.get(output)
+        done = (view.storage.parts if view is not None else None) or set()
+        if view is not None:
+            view.storage.parts = None
+        self.write(output, i)
+        assert chunk is not None and isinstance(chunk.index, int)
+        if chunk.index in done or self.bound[output].region is not None:
+            raise refusals.added_twice(self.program, output, i, chunk.index)
+        done.add(chunk.index)
+        self.bound[output].storage.parts = done if len(done) < chunk.count else None
 
     def bind_view(self, output: str, i: Instruction) -> None:
         """Bind the result of a view op to its operand's memory."""
@@ -397,6 +418,7 @@ def _nothing(flow: Flow, i: Instruction) -> None:
 
 _STEPS: Steps = {
     "launch": Flow.launch,
+    "accumulate": Flow.accumulate,
     "alloc": Flow.alloc,
     "free": Flow.free,
     "post": Flow.post,

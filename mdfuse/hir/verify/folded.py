@@ -159,6 +159,8 @@ class _Folded(Unrolled):
         chunk = chunk_of(kind.layout) if kind is not None and kind.layout is not None else None
         if kind is None or chunk is None or index not in terms(chunk.index):
             return None
+        if chunk.op is not None:  # all must be there
+            raise _Unfit
         known = resolve(chunk.index, self.before(index))
         is_there = known == index or (
             isinstance(known, Calc) and known.op == "mod" and known.right == chunk.chunks

@@ -16,7 +16,16 @@ from mdfuse.extents.expressions import Index, terms
 from mdfuse.ir.dims import DimMap, Labels, always, reshape, reshape_groups
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.boxes import Box
-from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard, Stream, Varies
+from mdfuse.layouts.layout import (
+    JOINED,
+    Layout,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    Stream,
+    Varies,
+)
 from mdfuse.mesh import DeviceMesh
 
 Shape = tuple[int, ...]
@@ -64,7 +73,7 @@ def is_one_chunk(a: Layout, b: Layout) -> bool:
     p, q = chunk_of(a), chunk_of(b)
     if p is None or q is None:
         return p is q
-    if (p.dim, p.chunks) != (q.dim, q.chunks):
+    if (p.dim, p.op, p.chunks) != (q.dim, q.op, q.chunks):
         return False
     if p.index == q.index:
         return True
@@ -143,11 +152,14 @@ class _Row:
             chunk = chunk_of(layout)
             if chunk is None:
                 continue
+            if chunk.op is not None:
+                raise Contradiction(f"{self.fn} of {chunk}, which is only added to what there is")
             label = dims[chunk.dim]
             if chunk.dim in self.units:
                 self.unit_chunk = replace(chunk, dim=self.units[chunk.dim])
                 continue
-            if label is None or label not in self.labels.result:
+            op = self.labels.reduces.get(label) if label is not None else None
+            if label is None or (label not in self.labels.result and op not in JOINED):
                 raise Contradiction(f"{self.fn} needs dim {chunk.dim} of operand {at}, not a chunk")
             self.chunks[label] = chunk
         if len(self.chunks) > 1:
@@ -255,6 +267,9 @@ class _Row:
                 placements.update(dict.fromkeys(self.splits[label], Shard(dim)))
             if label in self.chunks:
                 stream = replace(self.chunks[label], dim=dim)
+        for label in self.chunks.keys() - {*self.labels.result}:
+            chunk = self.chunks[label]
+            stream = Stream.over(self.labels.reduces[label], chunk.chunks, chunk.index)
         for axis in numbers:  # along a split each rank has its own part anyway
             if not isinstance(placements.get(axis), Shard):
                 placements[axis] = Varies()
@@ -378,6 +393,8 @@ def may_be_said(before: Layout, after: Layout) -> bool:
     a value a chunk. Along the other axes it stays what it is. Local shapes are not looked at.
     """
     chunks = chunk_of(before), chunk_of(after)
+    if any(c is not None and c.op is not None for c in chunks):
+        return False
     is_said = bool(before.varying_axes or after.varying_axes) or (chunks[0] is None) != (
         chunks[1] is None
     )

@@ -50,6 +50,7 @@ class Storage:
         written: box -> elements, of what was written, in boxes that are disjoint; None once all of
             it is.
         accesses: those that a later access may have to wait for.
+        parts: the chunks whose parts are added up in it, while some are missing.
         is_input: it is the caller's.
         frozen_by: what made an output a view of it; after that it must not change.
     """
@@ -57,6 +58,7 @@ class Storage:
     name: str
     written: dict[Box, int] | None = None
     accesses: list[Access] = field(default_factory=list)
+    parts: set[int] | None = None
     is_input: bool = False
     frozen_by: Instruction | None = None
 

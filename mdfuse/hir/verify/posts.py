@@ -32,6 +32,8 @@ def transition_problem(comm: Communication) -> Problem:
     for layout in (comm.source, comm.destination):
         if any(not -ndim <= d < ndim for d, _ in layout.splits):
             return f"{layout} is about dims that {list(comm.shape)} does not have"
+        if layout.stream is not None and layout.stream.op is not None:
+            return f"{layout.stream} is only added to what there is"
     for dim in (comm.dim, comm.to_dim):
         if dim is not None and not 0 <= dim < ndim:
             return f"there is no dim {dim} of {list(comm.shape)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import HostProgram, Instruction
@@ -81,6 +81,28 @@ def unwritten(
         f"{i} reads %{name}, of which nothing has written {lacking} elements",
         because="a buffer that was only allocated has no contents",
         hint=f"write all of %{storage.name} before",
+    )
+
+
+def incomplete(
+    program: HostProgram, name: str, i: Instruction, parts: Collection[int]
+) -> ProgramError:
+    return wrong(
+        program,
+        i,
+        f"{i} uses %{name}, to which only the parts of {len(parts)} chunks are added",
+        because="it is what all chunks add up to",
+        hint=f"use %{name} behind the loop that adds them up, over all chunks",
+    )
+
+
+def added_twice(program: HostProgram, name: str, i: Instruction, chunk: int) -> ProgramError:
+    return wrong(
+        program,
+        i,
+        f"{i} adds the part of chunk {chunk} to %{name}, which has it, or is no whole buffer",
+        because="each chunk counts once",
+        hint="let the loop run once over the chunks",
     )
 
 

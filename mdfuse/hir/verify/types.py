@@ -44,6 +44,8 @@ class Types:
     packed: dict[str, tuple[object, ...]] = field(default_factory=dict)
     #: the loops around the instruction
     loops: list[Instruction] = field(default_factory=list)
+    #: buffer -> what is added up in it
+    accumulated: dict[str, str] = field(default_factory=dict)
     #: names with a buffer of their own
     allocated: set[str] = field(default_factory=set)
 
@@ -188,7 +190,10 @@ class Types:
         self.intern(source)
         if before.layout is None or after.layout is None:
             raise self.mismatch(i, f"{i.op} is for buffers, not for numbers")
-        if before.dtype != after.dtype:
+        parts = [x for x in map(chunk_of, (before.layout, after.layout)) if x and x.op]
+        if parts and i.op != "accumulate":
+            raise self.mismatch(i, f"{parts[0]} is only added to what there is")
+        if before.dtype != after.dtype and i.op != "accumulate":
             raise self.mismatch(i, f"{i.op} keeps the dtype {dtype_name(before.dtype)}")
         if lack := lacks(before.layout, after.layout, self.program.rank):
             raise self.mismatch(i, lack)

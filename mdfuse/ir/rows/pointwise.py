@@ -81,6 +81,8 @@ _unary("clamp", torch.clamp, exact(torch.clamp), attr("min", "number"), attr("ma
 _unary("cast", calls.cast, exact(calls.cast), attr("dtype", "dtype", True))
 # A cast of floats to wider ones, as lowering makes it: of a sum it is the sum of the casts.
 _unary("widen", calls.cast, exact(calls.cast), attr("dtype", "dtype", True), partial="scale")
+# Another such cast: each rank rounds its term, as it would have computed it in that dtype.
+_unary("round_terms", calls.cast, exact(calls.cast), attr("dtype", "dtype", True), partial="scale")
 row(
     "where",
     lambda condition, a, b: torch.where(condition, a, b),

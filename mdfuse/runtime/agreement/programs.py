@@ -35,6 +35,7 @@ _SHARED = (
     "fast_lane",
     "timeout_s",
     "check_indices",
+    "trace",
 )
 
 

@@ -42,6 +42,37 @@ def test_two_posts_are_under_way_at_once() -> None:
     assert torch.equal(mf.simulate(program, given).outputs[0], given[0] + given[1])
 
 
+def test_what_is_cast_once_it_is_reduced_is_not_waited_for() -> None:
+    """Gradients that are added up in f32: each travels while the layers before it compute."""
+    mesh, options = DeviceMesh.arange(fsdp=2), mf.Options(reduce_dtype=torch.float32)
+    with mf.FusionDefinition("sharded") as fd:
+        shard, dtype = {"fsdp": Shard(0)}, torch.bfloat16
+        x = fd.define_tensor([4, 6], dtype, mesh, shard)
+        ws = [fd.define_tensor([6, 6], dtype, mesh, shard) for _ in range(3)]
+        h = x
+        for w in ws:
+            h = fd.ops.tanh(fd.ops.linear(h, fd.ops.set(w).on(mesh, {})))
+        for w, gradient in zip(ws, mf.grad(h.sum(), ws), strict=True):
+            fd.add_output(w - gradient, reuse=w)
+    program = mf.compile(fd, options)
+    made = [i for i in program.host if i.op in ("post", "wait") or i.fn == "cast"]
+    posts = [i.outputs[0] for i in made if i.op == "post" and i.comm.kind == "ReduceScatter"]
+    assert len(posts) == 3
+    last = max(n for n, i in enumerate(made) if i.op == "post")
+    waits = [n for n, i in enumerate(made) if i.op == "wait" and i.reads[0] in posts]
+    assert len(waits) == 3 and min(waits) > last  # and the casts behind them
+
+    given = [torch.randn(4, 6).bfloat16(), *torch.randn(3, 6, 6).bfloat16()]
+    leaves = [g.double().requires_grad_() for g in given[1:]]
+    want = given[0].double()
+    for w in leaves:
+        want = torch.tanh(torch.nn.functional.linear(want, w))
+    want.sum().backward()
+    result = mf.simulate(program, given, options=mf.Options(poison=True))
+    for found, w in zip(result.outputs, leaves, strict=True):
+        torch.testing.assert_close(found.double(), (w - w.grad).detach(), rtol=0.1, atol=0.15)
+
+
 def test_an_output_that_nothing_else_reads_is_waited_for_before_the_return() -> None:
     with mf.FusionDefinition("last") as fd:
         a = fd.define_tensor([8], mesh=MESH, layout={"tp": Shard(0)})

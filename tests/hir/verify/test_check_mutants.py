@@ -24,7 +24,7 @@ from helpers.type_mutants import OP, Change, type_mutants
 from helpers.typed_programs import BY_RANK, TYPED
 
 import mdfuse as mf
-from mdfuse import hir
+from mdfuse import DeviceMesh, Shard, hir
 from mdfuse.hir.verify import verify
 
 SCHEDULES = (None, *range(20))
@@ -137,6 +137,13 @@ def programs() -> dict[str, tuple[Programs, Given]]:
         "send_to_a_mesh", "reduce_to_a_mesh", "reused",
     ):  # fmt: skip
         found[name] = compiled(CASES[name].compile())
+    with mf.FusionDefinition("step") as fd:
+        x = fd.define_tensor(
+            [8, 2], mesh=DeviceMesh.arange(dp=2), layout={"dp": Shard(0)}, name="x"
+        )
+        w = fd.define_tensor([2], mesh=DeviceMesh.arange(dp=2))
+        fd.add_output(w - (x * w).square().mean(0), reuse=w)
+    found["microbatches"] = compiled(mf.pipeline(fd, microbatches=2, batch={"x": 0}))
     for case in TWO_STAGES[::97]:
         found[str(case)] = compiled(case.program())
     return found

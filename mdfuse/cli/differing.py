@@ -1,0 +1,136 @@
+"""The command `mdfuse diff`: two programs beside each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from mdfuse.cli import screen
+from mdfuse.cli.program_file import call_build, load_build
+from mdfuse.cli.report import size_range, time_text, titled
+from mdfuse.compiled.program import Program, compile
+from mdfuse.errors import ProgramError
+from mdfuse.hir.program import HostProgram
+from mdfuse.mesh import DeviceMesh
+from mdfuse.runs.extents import global_extents
+from mdfuse.seeing.comparison import Account, account, differing_text, groups_of
+from mdfuse.seeing.costs import H100, UNIT, Costs, Link
+
+#: Tables of costs that have a name.
+_TABLES = {"h100": H100, "unit": UNIT}
+
+
+def compiled(file: Path, mesh: DeviceMesh) -> Program:
+    """Return the program that a file builds for a mesh, with numbers for all extents.
+
+    Raises:
+        MdfuseError: it cannot be built, or compiled.
+    """
+    definition, inputs = call_build(load_build(file), mesh)
+    program = compile(definition)
+    if definition.examples:
+        program = program.with_extents(global_extents(definition.fusion, inputs))
+    return program
+
+
+def costs_named(text: str | None) -> Costs | None:
+    """Return a table of costs by its name, or from a JSON file.
+
+    Raises:
+        ProgramError: there is no such table, or the file does not hold one.
+    """
+    if text is None or text in _TABLES:
+        return _TABLES[text] if text is not None else None
+    hint = f"one of {', '.join(_TABLES)}, or a JSON file of the fields of mdfuse.seeing.Costs"
+    try:
+        found = json.loads(Path(text).read_text(encoding="utf-8"))
+        links = {key: Link(**link) for key, link in dict(found.pop("links", {})).items()}
+        return Costs(**{"name": Path(text).stem, **found, "links": links})
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ProgramError(f"costs {text}", because=str(error), hint=hint) from error
+
+
+def show(
+    files: Sequence[Path], meshes: Sequence[DeviceMesh], costs: str | None, is_full: bool
+) -> None:
+    """Print two programs beside each other.
+
+    Args:
+        files: one or two.
+        meshes: one or two; the only one of either is for both.
+        costs: a table of costs, for predicted times; None: none are printed.
+        is_full: whether the texts are compared with the types of all values.
+    """
+    table = costs_named(costs)
+    pairs = [(files[0], meshes[0]), (files[-1], meshes[-1])]
+    accounts: list[Account] = []
+    for (file, mesh), label in zip(pairs, labels(pairs), strict=True):
+        with screen.progress(f"compiling {label}"):
+            accounts.append(account(label, compiled(file, mesh).host, table))
+    console = screen.output()
+    console.print(facts(accounts))
+    console.print(communications(accounts))
+    a, b = accounts
+    lines = differing_text(a, b, is_full)
+    console.print(coloured(lines) if lines else "the instructions are the same", soft_wrap=True)
+
+
+def labels(pairs: Sequence[tuple[Path, DeviceMesh]]) -> list[str]:
+    """Return what tells programs apart: their files, their meshes, or both."""
+    (file, mesh), (other, another) = pairs
+    axes = [",".join(f"{a}={n}" for a, n in zip(m.axes, m.shape, strict=True)) for _, m in pairs]
+    if file == other:
+        return axes
+    names = [file.name, other.name] if file.name != other.name else [str(file), str(other)]
+    if mesh == another:
+        return names
+    return [f"{name} {text}" for name, text in zip(names, axes, strict=True)]
+
+
+def facts(accounts: Sequence[Account]) -> Table:
+    """Return a table of what is one number for each program."""
+    found = titled("", "", right=[a.label for a in accounts])
+    found.add_row("ranks", *(str(sum(1 for _ in _ranks(a.host))) for a in accounts))
+    found.add_row("instructions", *(str(len(a.host)) for a in accounts))
+    found.add_row("peak memory of a rank", *(size_range(a.peaks) for a in accounts))
+    times = [a.seconds for a in accounts]
+    if all(t is not None for t in times):
+        found.add_row("predicted time", *(time_text(t) for t in times if t is not None))
+    return found
+
+
+def _ranks(host: HostProgram) -> set[int]:
+    return {rank for mesh in host.meshes for rank in mesh}
+
+
+def communications(accounts: Sequence[Account]) -> Table:
+    """Return a table of communications by kind and axis: how many, and bytes that a rank gets."""
+    right = [text for a in accounts for text in ("count", a.label)]
+    found = titled("communications per run, bytes received per rank", "kind", "axis", right=right)
+    for group in groups_of(accounts):
+        cells = []
+        for a in accounts:
+            traffic = a.traffic.get(group)
+            cells += ["-", "-"] if traffic is None else _cells(traffic.times, traffic.bytes)
+        found.add_row(*group, *cells)
+    found.add_section()
+    totals = [text for a in accounts for text in _cells(a.total.times, a.total.bytes)]
+    found.add_row("all", "", *totals)
+    return found
+
+
+def _cells(times: Sequence[int], sizes: Sequence[int]) -> list[str]:
+    return [str(max(times)), size_range(sizes)]
+
+
+def coloured(lines: Sequence[str]) -> Text:
+    """Return a unified diff in colours."""
+    text = Text("\n".join(lines))
+    text.highlight_regex(r"(?m)^\+.*$", "green")
+    text.highlight_regex(r"(?m)^-.*$", "red")
+    text.highlight_regex(r"(?m)^@@.*$", "dim")
+    return text

@@ -1,0 +1,371 @@
+"""Torch modules as programs: `from_torch`, and what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from mdfuse.compiled.program import Program, compile
+from mdfuse.compiled.training import TrainingStep
+from mdfuse.config import Options
+from mdfuse.errors import MdfuseError, ProgramError
+from mdfuse.frontend.definition import FusionDefinition
+from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.importing import load as loading
+from mdfuse.frontend.importing.blocks import blocks_of
+from mdfuse.frontend.importing.build import Model, check_known, constants_of, record
+from mdfuse.frontend.importing.capture import Captured, capture
+from mdfuse.frontend.importing.fold import Folded, live_nodes
+from mdfuse.frontend.importing.gathers import warnings_of
+from mdfuse.frontend.importing.place import Patterns, Placed
+from mdfuse.frontend.importing.report import report
+from mdfuse.frontend.importing.train import Optimizer, define_step
+from mdfuse.frontend.spec import TensorSpec
+from mdfuse.ir.graph import Fusion
+from mdfuse.layouts.boxes import Box
+from mdfuse.mesh import DeviceMesh, as_mesh
+from mdfuse.names import as_name
+from mdfuse.runtime.communicator import Communicator
+from mdfuse.torch_private import flattened, unflattened
+
+
+def from_torch(
+    module: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    mesh: Any,
+    layouts: Mapping[str, Any] | None = None,
+    blocks: Mapping[str, Any] | None = None,
+    gather: Sequence[str] = (),
+    dynamic_shapes: Mapping[str, Mapping[int, Any]] | None = None,
+    buffers: Mapping[str, Tensor] | None = None,
+) -> ImportedModel:
+    """Import a module: the operations of its forward, for arguments of these shapes and dtypes.
+
+    Args:
+        module: on any device; on "meta" its parameters have no numbers, and need none.
+        args, kwargs: what `forward` is called with; of tensors (or `TensorSpec`s) only shapes and
+            dtypes count, everything else is a constant of the program.
+        mesh: where all of it lives.
+        layouts: pattern -> axis -> placement, for names of parameters, for inputs
+            (`"input:ids"`, or `"input:0"`) and for outputs (`"output:logits"`, or `"output:0"`).
+            Of several patterns that match, the one without wildcards, then the one with the
+            longest literal part counts. What none matches is replicated; outputs lie as it is
+            inferred.
+        blocks: pattern -> how many blocks of one size stand along the dim that the parameter is
+            split by, or their extents: `{"*.c_attn.*": 3}` for queries, keys and values in one
+            matrix. Each is an input, and split, by itself; `{dim: 3}` says the dim.
+        gather: axes of the mesh along which parameters are brought together just before they are
+            read, as FSDP does; the backward gathers them again.
+        dynamic_shapes: name of an argument -> dim -> a name (or a `torch.export.Dim`): extents
+            that each run chooses.
+        buffers: name -> numbers, for buffers of a module on "meta" that are in no checkpoint.
+
+    Raises:
+        DefinitionError: the module cannot be exported; it calls operations that cannot be imported:
+            all of them, with lines of the module.
+        LayoutError: a pattern that matches nothing, or that does not fit what it matches; patterns
+            that contradict each other.
+
+    >>> import torch, mdfuse as mf
+    >>> from mdfuse import DeviceMesh, Shard
+    >>> module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+    >>> x = torch.randn(3, 4)
+    >>> model = mf.from_torch(module, (x,), mesh=DeviceMesh.arange(tp=2), layouts={
+    ...     "0.*": {"tp": Shard(0)}, "2.weight": {"tp": Shard(1)}})
+    >>> program = model.compile()
+    >>> [c.kind for c in program.communications]
+    ['Allreduce']
+    >>> (y,) = mf.simulate(program, [*model.load(), x]).outputs
+    >>> torch.testing.assert_close(y, module(x).detach())
+    """
+    mesh = as_mesh(mesh)
+    patterns = Patterns(layouts or {}, mesh)
+    captured = capture(module, args, kwargs, dynamic_shapes)
+    model = _model(captured, patterns, buffers or {})
+    model = replace(model, blocks=blocks_of(model, blocks or {}), gather=_axes(gather, mesh))
+    return ImportedModel(model, patterns)
+
+
+def _model(captured: Captured, patterns: Patterns, buffers: Mapping[str, Tensor]) -> Model:
+    live = live_nodes(captured)
+    check_known(captured, live)
+    folded = Folded(captured, live, buffers)
+    placed, outputs = _places(captured, patterns)
+    constants = constants_of(live, folded)
+    first = dict.fromkeys(constants.values())
+    return Model(
+        captured=captured,
+        live=live,
+        folded=folded,
+        mesh=patterns.mesh,
+        placed=placed,
+        outputs=outputs,
+        constants={n: captured.origins.get(n, f"constant.{n.name}") for n in first},
+        same={n: same for n, same in constants.items() if n is not same},
+    )
+
+
+def _axes(gather: Sequence[str], mesh: DeviceMesh) -> tuple[str, ...]:
+    axes = (gather,) if isinstance(gather, str) else tuple(gather)
+    for axis in axes:
+        mesh.axis_index(axis)
+    return axes
+
+
+def _places(captured: Captured, patterns: Patterns) -> tuple[dict[Node, Placed], dict[int, Placed]]:
+    """Where patterns say that parameters and inputs live, and outputs by their place."""
+    placed: dict[Any, Placed] = {}
+    asked = [(n, p.names, n) for n, p in captured.parameters.items()]
+    asked += [
+        (n, (f"input:{name}", f"input:{i}"), n)
+        for i, (n, name) in enumerate(captured.inputs.items())
+    ]
+    results = captured.results
+    asked_outputs = [
+        (o.place, (f"output:{o.path}", f"output:{o.place}"), results[o.place])
+        for o in captured.outputs
+        if o.place is not None
+    ]
+    for key, names, node in (*asked, *asked_outputs):
+        found = patterns.find(names, node.meta["val"].ndim)
+        if found is not None:
+            placed[key] = found
+    patterns.check_used([name for _, names, _ in (*asked, *asked_outputs) for name in names])
+    outputs = {key: found for key, found in placed.items() if isinstance(key, int)}
+    return {key: found for key, found in placed.items() if isinstance(key, Node)}, outputs
+
+
+class ImportedModel:
+    """A module as a definition; `from_torch` makes it.
+
+    Attributes:
+        definition: the forward. Its inputs are the parameters that are read, in their order and
+            under their names (tied ones once), constants, and the tensors of the arguments.
+    """
+
+    def __init__(self, model: Model, patterns: Patterns) -> None:
+        self.model = model
+        self._patterns = patterns
+        self._unexpected: list[str] | None = None
+        captured = model.captured
+        with FusionDefinition(as_name(captured.name, "model")) as fd:
+            self._results = record(model, model.define_inputs(fd))
+            self._places: list[int] = []
+            for x in self._results:
+                if isinstance(x, Handle) and x.id not in self._places:
+                    fd.add_output(x)
+                    self._places.append(x.id)
+        self.definition = fd
+
+    @property
+    def fusion(self) -> Fusion:
+        """The forward as an immutable fusion, each line of it from the module."""
+        return self.definition.fusion
+
+    def __str__(self) -> str:
+        return str(self.definition)
+
+    def report(self) -> str:
+        """Say what each pattern placed, what is replicated, tied, unused or left out.
+
+        And where a value that is split is brought together, which costs a communication in the
+        middle of the module: with the line, and the pattern that split it.
+        """
+        found = warnings_of(self.model, self.fusion, self.compile().fusion)
+        return report(self.model, self._patterns, self._unexpected, found)
+
+    def compile(self, options: Options | None = None) -> Program:
+        """Return the program of the forward, as `mf.compile` does."""
+        return compile(self.definition, options)
+
+    def training_step(
+        self,
+        loss: Callable[..., Any] | None = None,
+        *,
+        optimizer: Callable[..., Any],
+        extra: Mapping[str, TensorSpec] | None = None,
+        frozen: Sequence[str] = (),
+        clip: float | None = None,
+        master: bool = False,
+    ) -> TrainingStep:
+        """Define a step of training: forward, loss, backward and update are one program.
+
+        Args:
+            loss: a function of the module's tensors, in their order, and of the extra inputs by
+                name; it returns the loss, or a tuple of the loss and other values to return. By
+                default what the module returns as `loss`, or alone.
+            optimizer: `mf.optim.adamw` or the like: a function (w, dw, *state, **numbers) that
+                returns (w, *state). Numbers are bound by `functools.partial`; those that are
+                needed and not bound, as `lr`, are inputs of each run. `step` is counted.
+            extra: name -> what else the loss takes.
+            frozen: patterns of parameters that are not trained; nor are those that do not require
+                gradients.
+            clip: scales all gradients so that their norm together is at most this.
+            master: keeps parameters of 16 bits in f32 besides.
+
+        Raises:
+            DefinitionError: a loss that is none, nothing to train, an op without a gradient.
+            LayoutError: a pattern that matches nothing.
+
+        >>> import functools, torch, mdfuse as mf
+        >>> module, mesh = torch.nn.Linear(4, 2), mf.DeviceMesh.arange(dp=2)
+        >>> split = {"dp": mf.Shard(0)}
+        >>> model = mf.from_torch(module, (torch.zeros(6, 4),), mesh=mesh,
+        ...                       layouts={"input:0": split})
+        >>> step = model.training_step(
+        ...     lambda y, target: mf.ops.mse_loss(y, target),
+        ...     extra={"target": mf.TensorSpec((6, 2), layout=split)},
+        ...     optimizer=functools.partial(mf.optim.sgd, momentum=0.9))
+        >>> step.inputs
+        ('input', 'target', 'lr')
+        """
+        weights = self.model.weight_names()
+        step = define_step(
+            self.model,
+            loss,
+            extra or {},
+            Optimizer.of(optimizer),
+            frozen=frozen,
+            clip=clip,
+            master=master,
+            name=f"{self.definition.name}.step",
+        )
+        return TrainingStep(step, weights)
+
+    # -- arguments and results -------------------------------------------------------------------
+
+    def inputs(self, *args: Any, **kwargs: Any) -> list[Tensor]:
+        """Return the tensors of the module's arguments, in the order of the program's inputs.
+
+        Raises:
+            ProgramError: arguments of another structure than those of the import.
+        """
+        paths, structure = flattened((tuple(args), dict(kwargs)))
+        wanted = self.model.captured.structure[0]
+        if structure != wanted:
+            raise ProgramError(
+                f"arguments {structure} of {self.model.captured.name}",
+                because=f"it was imported with {wanted}",
+                hint="pass arguments of the same structure, with the same names",
+            )
+        return [x for _, x in paths if isinstance(x, Tensor)]
+
+    def outputs(self, results: Sequence[Any]) -> Any:
+        """Return what a run returned in the structure that the module returns.
+
+        Args:
+            results: of `program.run`, or `.outputs` of `mf.simulate`.
+        """
+        written = len(self.model.captured.mutated)
+        given = dict(zip(self._places, results[written:], strict=True))
+        tensors = [given[x.id] if isinstance(x, Handle) else x for x in self._results]
+        captured = self.model.captured
+        leaves = [o.constant if o.place is None else tensors[o.place] for o in captured.outputs]
+        return unflattened(leaves, captured.structure[1])
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    def load(
+        self,
+        source: Any = None,
+        *,
+        rank: int | None = None,
+        comm: Communicator | None = None,
+        device: torch.device | str | None = None,
+        rename: Callable[[str], str] | None = None,
+    ) -> list[Tensor | None]:
+        """Read parameters and constants: what a program takes before the module's own arguments.
+
+        Args:
+            source: a file of safetensors, an index of several, a folder with either, or tensors by
+                name; without one, the module's own parameters.
+            rank: reads this rank's boxes, and nothing else; without one, the wholes.
+            comm: takes its rank and device; where one rank fails, all raise.
+            device: where to put them; that of comm by default, else the CPU.
+            rename: name of a parameter -> its name in the checkpoint.
+
+        Returns:
+            A tensor for each, in the order of the program's inputs; None where the rank has none.
+
+        Raises:
+            ProgramError: tensors that are missing, all at once, or have other shapes; a file that
+                cannot be read.
+        """
+        if comm is None:
+            return self._load(source, rank, device, rename)
+        try:
+            found, problem = self._load(source, comm.rank, device or comm.device, rename), None
+        except MdfuseError as error:
+            found, problem = [], error
+        said = comm.all_ok(None if problem is None else str(problem))
+        if problem is not None:
+            raise problem
+        failed = [n for n, text in enumerate(said) if text]
+        if failed:
+            raise ProgramError(
+                f"rank {failed[0]} could not load {self.model.captured.name}",
+                where=(said[failed[0]] or "").splitlines(),
+                because="all ranks load, or none does",
+            )
+        return found
+
+    def _load(
+        self, source: Any, rank: int | None, device: Any, rename: Callable[[str], str] | None
+    ) -> list[Tensor | None]:
+        captured, folded = self.model.captured, self.model.folded
+        checkpoint = loading.opened(self._own if source is None else source)
+        called = rename or str
+        wanted = [tuple(map(called, captured.parameters[n].names)) for n in self.model.parameters]
+        others = [called(name) for p in captured.unused for name in p.names]
+        self._unexpected = loading.check_names(
+            checkpoint, wanted, [*others, *captured.origins.values()]
+        )
+        there = {*checkpoint.names}
+        found: list[Tensor | None] = []
+        for node, names in zip(self.model.parameters, wanted, strict=True):
+            name, value = next(n for n in names if n in there), node.meta["val"]
+            loading.check_shape(checkpoint, name, value.shape)
+            for box in self._boxes(node, rank):
+                part = None if box is None else loading.read(checkpoint, name, value.dtype, box)
+                found.append(part if part is None else part.to(device))
+        for node in self.model.constants:
+            whole = folded[node]
+            for box in self._boxes(node, rank):
+                found.append(None if box is None else loading.part_of(whole, box).to(device))
+        return found
+
+    def _boxes(self, node: Node, rank: int | None) -> list[Box | None]:
+        """What a rank has of each input of a parameter or a constant; None outside of its mesh."""
+        layout, found = self.model.layout(node), list[Box | None]()
+        for _, shape, start in self.model.parts(node, ""):
+            if rank is not None and rank not in layout.mesh:
+                found.append(None)
+                continue
+            box = tuple((0, n) for n in shape) if rank is None else layout.intervals(shape, rank)
+            if node in self.model.blocks:
+                dim = self.model.blocks[node].dim
+                first, last = box[dim]
+                box = (*box[:dim], (start + first, start + last), *box[dim + 1 :])
+            found.append(box)
+        return found
+
+    @cached_property
+    def _own(self) -> dict[str, Tensor]:
+        """The module's own parameters, by all of their names."""
+        parameters = self.model.captured.parameters.values()
+        empty = [p.name for p in parameters if p.tensor.is_meta]
+        if empty:
+            raise ProgramError(
+                f"load() of {self.model.captured.name}, whose {empty[0]} is on the meta device",
+                because=f"{len(empty)} of {len([*parameters])} parameters have no numbers",
+                hint="load(path, rank=comm.rank) reads them from a checkpoint",
+            )
+        return {name: p.tensor for p in parameters for name in p.names}

@@ -1,0 +1,93 @@
+"""Programs that compute in microbatches, and add up what they give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mdfuse import hir_lowering
+from mdfuse.compiled.program import Program
+from mdfuse.compiled.segments import segments_of
+from mdfuse.config import Options
+from mdfuse.errors import DefinitionError
+from mdfuse.frontend.definition import FusionDefinition
+from mdfuse.hir_lowering import Batch
+from mdfuse.ir.graph import Fusion
+from mdfuse.passes.segmentation import ShouldMerge
+
+
+def pipeline(
+    definition: FusionDefinition,
+    *,
+    microbatches: int,
+    batch: Mapping[str, int],
+    options: Options | None = None,
+    should_merge: ShouldMerge | None = None,
+) -> Program:
+    """Compile a definition to a program that takes its batch in microbatches, one after the other.
+
+    One loop computes all that has the dim of the batch, a chunk at a time; what that dim is summed
+    over (a loss, the gradients of weights) is added up, f16 and bf16 in f32. Then comes what is
+    computed of the sums, as an optimizer does. So results are those of `mf.compile`, up to the
+    order of sums, with the memory of one microbatch: gradient accumulation.
+
+    Args:
+        definition: on one mesh.
+        microbatches: how many; each rank cuts its own part of the batch, as `torch.chunk` does.
+        batch: name of an input -> its dim that is the batch's. What else has that dim is found.
+        options: as `mf.compile` takes them.
+        should_merge: as `mf.compile` takes it.
+
+    Raises:
+        DefinitionError: no such input or dim; no whole number of microbatches; several meshes.
+        LoweringError: something needs the batch as a whole, as a sort along it would.
+
+    >>> import torch, mdfuse as mf
+    >>> mesh = mf.DeviceMesh.arange(dp=2)
+    >>> with mf.FusionDefinition("step") as fd:
+    ...     x = fd.define_tensor([16, 4], mesh=mesh, layout={"dp": mf.Shard(0)}, name="x")
+    ...     w = fd.define_tensor([3, 4], mesh=mesh, name="w")
+    ...     (dw,) = mf.grad(mf.ops.linear(x, w).square().mean(), [w])
+    ...     fd.add_output(w - 0.1 * dw, reuse=w)
+    >>> program = mf.pipeline(fd, microbatches=4, batch={"x": 0})
+    >>> x, w = torch.randn(16, 4), torch.randn(3, 4, requires_grad=True)
+    >>> (new,) = mf.simulate(program, [x, w.detach()]).outputs
+    >>> (x @ w.T).square().mean().backward()
+    >>> torch.testing.assert_close(new, (w - 0.1 * w.grad).detach())
+    """
+    fusion = definition.fusion
+    found = _checked(fusion, microbatches, batch)
+    made, parts, host = hir_lowering.lower(fusion, should_merge, options=options, batch=found)
+    return Program(made, segments_of(made, parts, host, options), host, options)
+
+
+def _checked(fusion: Fusion, count: int, batch: Mapping[str, int]) -> Batch:
+    """Return the batch, its dims counted from 0, or raise DefinitionError."""
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise _wrong(fusion, f"microbatches={count!r}", "it counts them", "a number from 1 on")
+    if not isinstance(batch, Mapping) or not batch:
+        because = "it says which dim of which inputs is the batch's"
+        raise _wrong(fusion, f"batch={batch!r}", because, 'for example batch={"x": 0}')
+    dims: dict[str, int] = {}
+    for name, dim in batch.items():
+        tensors = [n for n in fusion.inputs if fusion.values[n].is_tensor]
+        if name not in tensors:
+            because = f"@{fusion.name} has no tensor of that name among its inputs"
+            raise _wrong(fusion, f"batch[{name!r}]", because, "one of " + ", ".join(tensors))
+        n = len(fusion.values[name].shape)
+        if not isinstance(dim, int) or isinstance(dim, bool) or not -n <= dim < n:
+            because = f"%{name} has {n} dims"
+            raise _wrong(fusion, f"batch[{name!r}]={dim!r}", because, f"from 0 to {n - 1}")
+        dims[name] = dim % n
+    extents = {name: fusion.values[name].shape[dim] for name, dim in dims.items()}
+    if len({*map(str, extents.values())}) > 1:
+        because = ", ".join(f"%{name} has {n} rows" for name, n in extents.items())
+        raise _wrong(fusion, f"batch={dict(batch)!r}", because, "name dims of one length")
+    meshes = {v.layout.mesh for v in fusion.values.values() if v.layout is not None}
+    if len(meshes) > 1:
+        because = "microbatches go through one mesh so far, not from stage to stage"
+        raise _wrong(fusion, f"{len(meshes)} meshes", because, "mf.compile, with loops by stream=")
+    return Batch(dims, count)
+
+
+def _wrong(fusion: Fusion, what: str, because: str, hint: str) -> DefinitionError:
+    return DefinitionError(f"pipeline of @{fusion.name}: {what}", because=because, hint=hint)

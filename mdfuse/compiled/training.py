@@ -1,0 +1,168 @@
+"""Steps of training of imported modules: compiled, and run with the state that they keep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mdfuse.compiled.program import Program, compile
+from mdfuse.compiled.step import Step
+from mdfuse.config import Options
+from mdfuse.errors import ProgramError
+from mdfuse.frontend.definition import FusionDefinition
+from mdfuse.frontend.importing.train import COUNT, StepDefinition
+from mdfuse.ir.graph import Fusion
+
+
+class TrainingStep:
+    """Forward, loss, backward and update as one definition; `ImportedModel.training_step` makes it.
+
+    Attributes:
+        definition: its inputs are those of the model, what the loss takes besides, numbers of the
+            optimizer that a run chooses, and its state. It returns the loss, what else the loss
+            function returned, and with clip= the norm of all gradients.
+    """
+
+    def __init__(self, step: StepDefinition, weights: Sequence[str]) -> None:
+        self._step = step
+        self._weights = tuple(weights)
+        self.definition: FusionDefinition = step.definition
+
+    @property
+    def fusion(self) -> Fusion:
+        """The step as an immutable fusion."""
+        return self.definition.fusion
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """The names of the parameters that are updated."""
+        return self._step.trained
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of what a run takes: all but weights, constants and state."""
+        known = {*self._weights, *self._state_names}
+        return tuple(name for name in self.fusion.inputs if name not in known)
+
+    @property
+    def _state_names(self) -> list[str]:
+        return [*self.fusion.reuse.values()]
+
+    def compile(self, options: Options | None = None) -> Program:
+        """Return the program of the step, as `mf.compile` does."""
+        return compile(self.definition, options)
+
+    def state(self, weights: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
+        """Return what the step begins with, by name: parameters, and the optimizer's state, zeros.
+
+        Args:
+            weights: what `model.load` returned, wholes or a rank's parts; they are copied.
+
+        Raises:
+            ProgramError: another number of them.
+        """
+        known = self._named(weights)
+        found: dict[str, Tensor | None] = {}
+        step, values = self._step, self.fusion.values
+        is_outside = all(x is None for x in weights)
+        for name in self._state_names:
+            if name == COUNT and step.counts:
+                device = next((x.device for x in weights if x is not None), None)
+                zero = torch.zeros((), dtype=torch.float64, device=device)
+                found[name] = None if is_outside else zero
+                continue
+            x = known[step.kept.get(name) or step.masters.get(name) or name]
+            if x is None:
+                found[name] = None
+            elif name in step.kept:
+                found[name] = torch.zeros_like(x, dtype=values[name].dtype)
+            else:
+                found[name] = x.to(values[name].dtype, copy=True)
+        return found
+
+    def arguments(
+        self, weights: Sequence[Tensor | None], state: Mapping[str, Any], *inputs: Any
+    ) -> list[Any]:
+        """Return all inputs of the program in their order, for `mf.simulate` or `program.run`.
+
+        Args:
+            weights: what `model.load` returned.
+            state: what `state` returned, or what has become of it.
+            inputs: what a run takes, in the order of `self.inputs`.
+        """
+        if len(inputs) != len(self.inputs):
+            raise ProgramError(
+                f"@{self.fusion.name} with {len(inputs)} inputs",
+                because=f"besides weights and state it has {len(self.inputs)}",
+                hint=f"pass, in this order: {', '.join(self.inputs)}",
+            )
+        given = self._named(weights) | dict(zip(self.inputs, inputs, strict=True)) | {**state}
+        return [given[name] for name in self.fusion.inputs]
+
+    def updated(self, outputs: Sequence[Any]) -> dict[str, Any]:
+        """Return the state among the outputs of a run, by name."""
+        reuse = self.fusion.reuse
+        pairs = zip(self.fusion.outputs, outputs, strict=True)
+        return {reuse[name]: x for name, x in pairs if name in reuse}
+
+    def start(
+        self, weights: Sequence[Tensor | None], options: Options | None = None
+    ) -> RunningStep:
+        """Compile the step, and begin to train on this rank.
+
+        Args:
+            weights: what `model.load(..., comm=comm)` returned.
+            options: of the program.
+        """
+        known = self._named(weights)
+        fixed = [known[name] for name in self._weights if name not in {*self._state_names}]
+        return RunningStep(Step(self.compile(options), self.state(weights)), fixed)
+
+    def _named(self, weights: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
+        if len(weights) != len(self._weights):
+            raise ProgramError(
+                f"@{self.fusion.name} with {len(weights)} weights",
+                because=f"the model has {len(self._weights)} parameters and constants",
+                hint="pass what model.load() returned",
+            )
+        return dict(zip(self._weights, weights, strict=True))
+
+
+class RunningStep:
+    """A step of training with its weights and its state on this rank: a call is a step.
+
+    Attributes:
+        step: the `mf.Step`.
+    """
+
+    def __init__(self, step: Step, fixed: Sequence[Tensor | None]) -> None:
+        self.step = step
+        self._fixed = tuple(fixed)
+
+    @property
+    def state(self) -> dict[str, Tensor | None]:
+        """This rank's parts of parameters and of the optimizer's state, as they are now."""
+        return self.step.state
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Make a step, on all ranks alike.
+
+        Args:
+            inputs: this rank's parts of what a run takes: `TrainingStep.inputs`.
+
+        Returns:
+            The loss, or a tuple of the loss and what else is returned.
+        """
+        return self.step(*self._fixed, *inputs)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write this rank's part of the state; see `Step.save`."""
+        return self.step.save(folder)
+
+    def load(self, folder: str | Path) -> None:
+        """Read what `save` wrote; see `Step.load`."""
+        self.step.load(folder)

@@ -1,0 +1,345 @@
+"""Record a captured module in a definition: its inputs, and each node from the module's line."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_aggregate, map_arg
+
+from mdfuse.errors import DefinitionError
+from mdfuse.frontend.definition import FusionDefinition
+from mdfuse.frontend.grad import recompute
+from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.importing.capture import Captured
+from mdfuse.frontend.importing.constants import as_value, is_made
+from mdfuse.frontend.importing.fold import Folded
+from mdfuse.frontend.importing.indices import ramp_of
+from mdfuse.frontend.importing.joined import RULES, Joined
+from mdfuse.frontend.importing.lines import called_at, line_of
+from mdfuse.frontend.importing.place import Placed
+from mdfuse.frontend.importing.table import (
+    BY_VALUE,
+    IGNORED,
+    IN_CONTEXT,
+    ROWS,
+    TABLE,
+    VIEWS,
+    Context,
+    draws,
+    is_known,
+)
+from mdfuse.frontend.importing.views import Views
+from mdfuse.frontend.ops.views import set as set_
+from mdfuse.layouts.layout import Layout, Shard
+from mdfuse.mesh import DeviceMesh
+from mdfuse.names import is_value_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What is recorded.
+
+    Attributes:
+        captured: the graph.
+        live: its nodes that depend on inputs or parameters, in order.
+        folded: the values of the others.
+        mesh: where all of it lives.
+        placed: placeholder -> where it lives; what is not there is replicated.
+        outputs: place of a result -> where it lives; the others lie as it is inferred.
+        constants: nodes whose values are inputs, each with its name.
+        same: nodes with the value of one of these.
+        blocks: placeholder of a parameter in blocks -> the dim, and their extents.
+        gather: axes along which parameters are brought together where they are read.
+    """
+
+    captured: Captured
+    live: Mapping[Node, None]
+    folded: Folded
+    mesh: DeviceMesh
+    placed: Mapping[Node, Placed]
+    outputs: Mapping[int, Placed]
+    constants: Mapping[Node, str] = field(default_factory=dict)
+    same: Mapping[Node, Node] = field(default_factory=dict)
+    blocks: Mapping[Node, Blocks] = field(default_factory=dict)
+    gather: tuple[str, ...] = ()
+
+    @property
+    def parameters(self) -> list[Node]:
+        """Parameters and buffers that something reads, in the order of inputs."""
+        return [n for n in self.captured.parameters if n.users or n in self.captured.mutated]
+
+    def weight_names(self) -> list[str]:
+        """The names of the inputs that are parameters and constants, in their order."""
+        named = [(n, self.captured.parameters[n].name) for n in self.parameters]
+        named += [*self.constants.items()]
+        return [part for n, name in named for part, _, _ in self.parts(n, name)]
+
+    def define_inputs(self, fd: FusionDefinition) -> Inputs:
+        """Define an input for each parameter that is read, each constant and each argument."""
+        captured = self.captured
+        names = {n: captured.parameters[n].name for n in self.parameters}
+        names |= self.constants
+        taken = {*names.values()}
+        for node, name in captured.inputs.items():
+            names[node] = f"input.{name}" if name in taken else name
+        symbols: dict[str, int] = {}
+        given = {node: self._define(fd, name, node, symbols) for node, name in names.items()}
+        calls = (n for n in self.live if n.op == "call_function")
+        is_random = any(draws(str(n.target), n.args, n.kwargs) for n in calls)
+        seed = fd.define_scalar(dtype=int, name="seed") if is_random else None
+        return Inputs(nodes=given, seed=seed)
+
+    def _define(
+        self, fd: FusionDefinition, name: str, node: Node, symbols: dict[str, int]
+    ) -> Handle | Joined:
+        """Define the inputs of a node; equal extents that runs choose are one symbol."""
+        value = self.folded[node] if node in self.constants else node.meta["val"]
+        layout = self.layout(node)
+        parts = []
+        for part, shape, _ in self.parts(node, name):
+            known = [symbols.get(str(value.shape[d]), n) if n == -1 else n
+                     for d, n in enumerate(shape)]  # fmt: skip
+            parts.append(fd.define_tensor(known, value.dtype, layout, name=_value_name(part)))
+            for d, n in enumerate(shape):
+                if n == -1:
+                    symbols.setdefault(str(value.shape[d]), parts[-1].shape[d])
+        return Joined(tuple(parts), self.blocks[node].dim) if node in self.blocks else parts[0]
+
+    def layout(self, node: Node) -> Layout:
+        """Where a parameter, a constant or an argument lives."""
+        return self.placed[node].layout if node in self.placed else Layout(self.mesh)
+
+    def parts(self, node: Node, name: str) -> list[tuple[str, tuple[int, ...], int]]:
+        """Return name, shape and where it begins in the blocks' dim, of each input of a node."""
+        value = self.folded[node] if node in self.constants else node.meta["val"]
+        shape = tuple(n if type(n) is int else -1 for n in value.shape)
+        if node not in self.blocks:
+            return [(name, shape, 0)]
+        dim, found, start = self.blocks[node].dim, [], 0
+        for i, size in enumerate(self.blocks[node].sizes):
+            found.append((f"{name}.{i}", (*shape[:dim], size, *shape[dim + 1 :]), start))
+            start += size
+        return found
+
+    def gathered(self, node: Node, x: Handle | Joined) -> Handle | Joined:
+        """Bring a parameter together along the axes that are gathered; the backward does so too."""
+        if isinstance(x, Joined):
+            return x.mapped(lambda part: self._brought(node, part))
+        return self._brought(node, x)
+
+    def _brought(self, node: Node, x: Handle) -> Handle:
+        layout = self.placed[node].layout if node in self.placed else None
+        if layout is None or not any(isinstance(layout.placement(a), Shard) for a in self.gather):
+            return x
+        kept = {a: p for a, p in zip(layout.mesh.axes, layout.placements, strict=True)
+                if a not in self.gather}  # fmt: skip
+        with recompute():
+            whole = set_(x).on(layout.mesh, kept)
+        return whole
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A parameter that is several, one behind the other along a dim."""
+
+    dim: int
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Inputs of a definition: by placeholder or constant, and the seed of random numbers."""
+
+    nodes: Mapping[Node, Handle | Joined]
+    seed: Handle | None
+
+
+def _value_name(name: str) -> str | None:
+    return name if is_value_name(name) else None
+
+
+# -- before ----------------------------------------------------------------------------------------
+
+
+def check_known(captured: Captured, live: Mapping[Node, None]) -> None:
+    """Raise DefinitionError for operations that are not in the table: all of them at once."""
+    unknown = [n for n in live if n.op == "call_function" and not is_known(str(n.target))]
+    if not unknown:
+        return
+    counts = Counter(str(n.target) for n in unknown)
+    first: dict[str, Node] = {}
+    for node in unknown:
+        first.setdefault(str(node.target), node)
+    lines = [(f"{times} x", target, line_of(first[target].meta.get("stack_trace")))
+             for target, times in counts.most_common()]  # fmt: skip
+    raise DefinitionError(
+        f"{captured.name} calls {len(counts)} operations that cannot be imported",
+        where=[f"{n} {target}   {source.quote() if source else ''}" for n, target, source in lines],
+        because="no operation of mf.ops stands for them",
+        hint="write them with other operations of torch; docs/importing.md lists what there is",
+    )
+
+
+def constants_of(live: Mapping[Node, None], folded: Folded) -> dict[Node, Node]:
+    """Return the nodes whose values must be inputs: what is known, and no rank can make.
+
+    Each with the first one that has the same value.
+    """
+    found: dict[Node, Node] = {}
+    for node in live:
+        if node.op != "call_function":
+            continue
+        known = {n: folded[n] for n in node.all_input_nodes if n in folded}
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: known.get(n, _shape_of(n)))  # noqa: B023
+        wanted = BY_VALUE.get(str(node.target))
+        asked = [*_leaves(wanted(*args, **kwargs) if wanted else (args, kwargs))]
+        for n, x in known.items():
+            if isinstance(x, Tensor) and any(x is y for y in asked) and not is_made(x):
+                same = (m for m in found.values() if _are_equal(folded[m], x))
+                found[n] = found.get(n) or next(same, n)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Unknown:
+    """What a run computes: of tensors the shape is known."""
+
+    shape: Any
+
+
+def _shape_of(node: Node) -> _Unknown:
+    return _Unknown(getattr(node.meta.get("val"), "shape", None))
+
+
+def _are_equal(x: Tensor, y: Tensor) -> bool:
+    return x.dtype == y.dtype and torch.equal(x, y)
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, tuple | list | dict):
+        for x in tree.values() if isinstance(tree, dict) else tree:
+            yield from _leaves(x)
+    else:
+        yield tree
+
+
+# -- recording -------------------------------------------------------------------------------------
+
+
+def record(model: Model, inputs: Inputs, is_trained: bool = False) -> list[Any]:
+    """Record the graph, and return its results: handles, and tensors that are known.
+
+    What is written into buffers is an output that reuses these.
+
+    Args:
+        model: the graph, and where things live.
+        inputs: of the definition.
+        is_trained: whether gradients follow.
+    """
+    recording = _Recording(model, inputs, is_trained)
+    for node in model.live:
+        if node.op == "call_function":
+            recording.known[node] = recording.call(node)
+    for buffer, node in model.captured.written:
+        new = whole(recording.read(node))
+        if not isinstance(new, Handle):
+            new = as_value(new)
+        old = whole(recording.known[buffer])
+        new.definition.add_output(set_(new).on(model.layout(buffer)), reuse=old)
+    results: list[Any] = []
+    for place, node in enumerate(model.captured.results):
+        x = whole(recording.read(node))
+        if isinstance(x, Handle) and place in model.outputs:
+            x = set_(x).on(model.outputs[place].layout)
+        results.append(x)
+    return results
+
+
+def whole(x: Any) -> Any:
+    """A value, of one in parts their concatenation."""
+    return x.whole() if isinstance(x, Joined) else x
+
+
+class _Recording:
+    """What is known of a graph so far."""
+
+    def __init__(self, model: Model, inputs: Inputs, is_trained: bool) -> None:
+        given = inputs.nodes
+        self.model, self.views = model, Views()
+        self.context = Context(inputs.seed, is_trained)
+        self.known: dict[Node, Any] = {**given, **{n: given[m] for n, m in model.same.items()}}
+        self._gathered: dict[Node, Any] = {}
+        self._made: dict[int, Handle] = {}
+
+    def read(self, node: Node) -> Any:
+        """The value of a node: parameters are gathered when they are first read."""
+        if node not in self.known:
+            return self.model.folded[node]
+        if node not in self.model.captured.parameters:
+            return self.known[node]
+        if node not in self._gathered:
+            self._gathered[node] = self.model.gathered(node, self.known[node])
+        return self._gathered[node]
+
+    def call(self, node: Node) -> Any:
+        """Record a node, from its line in the module."""
+        args, kwargs = map_arg((node.args, node.kwargs), self.read)
+        if str(node.target) == "aten.index.Tensor":
+            asked: Any = node.args[1]
+            found: Any = args[1]
+            pairs = zip(asked, found, strict=True)
+            args = args[0], [self._index(i, x) for i, x in pairs]
+        kwargs = {key: x for key, x in kwargs.items() if key not in IGNORED}
+        line = line_of(node.meta.get("stack_trace"))
+        return called_at(line, node.name, self._apply)(str(node.target), args, kwargs)
+
+    def _index(self, node: Any, x: Any) -> Any:
+        """An index: where a run computes it, what it is known to count."""
+        return (ramp_of(node, self.read) or x) if isinstance(x, Handle) else x
+
+    def _apply(self, target: str, args: Any, kwargs: Any) -> Any:
+        if target not in BY_VALUE:
+            args, kwargs = map_aggregate((args, kwargs), self._as_handle)
+        return self._on_rows(target, args, kwargs)
+
+    def _on_rows(self, target: str, args: Any, kwargs: Any) -> Any:
+        """Apply a linear map to rows that several dims make up, without joining these."""
+        at = ROWS.get(target)
+        x = args[at] if at is not None else None
+        is_matrix = isinstance(x, Handle) and (at == 0 or args[0].ndim == 1)
+        apart = self.views.rows(x) if isinstance(x, Handle) and is_matrix else None
+        if at is None or apart is None or not isinstance(x, Handle):
+            return self._dispatch(target, args, kwargs)
+        found = self._dispatch(target, (*args[:at], apart, *args[at + 1 :]), kwargs)
+        n = x.shape[0]
+        if isinstance(found, Joined):
+            return found.mapped(lambda part: self.views.reshape(part, (n, part.shape[-1])), 1)
+        return self.views.reshape(found, (n, found.shape[-1]))
+
+    def _dispatch(self, target: str, args: Any, kwargs: Any) -> Any:
+        if any(isinstance(x, Joined) for x in _leaves((args, kwargs))):
+            rule = RULES.get(target)
+            found = rule(self.views, *args, **kwargs) if rule else None
+            if found is not None:
+                return found
+            args, kwargs = map_aggregate((args, kwargs), whole)
+        args = [list(x) if isinstance(x, list) else x for x in args]  # a graph has its own lists
+        if target in VIEWS:
+            return VIEWS[target](self.views, *args, **kwargs)
+        if target in IN_CONTEXT:
+            return IN_CONTEXT[target](self.context, *args, **kwargs)
+        return TABLE[target](*args, **kwargs)
+
+    def _as_handle(self, x: Any) -> Any:
+        """A tensor that is known as a value, made once."""
+        if not isinstance(x, Tensor):
+            return x
+        if id(x) not in self._made:
+            self._made[id(x)] = as_value(x)
+        return self._made[id(x)]

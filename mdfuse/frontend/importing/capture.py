@@ -1,0 +1,350 @@
+"""Export a module: a graph of aten's operations, with names of parameters, inputs and outputs."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+
+from mdfuse.errors import OWN, DefinitionError, Source
+from mdfuse.frontend.importing.inline import inline
+from mdfuse.frontend.importing.lines import line_of
+from mdfuse.frontend.spec import TensorSpec
+from mdfuse.names import as_name
+from mdfuse.torch_private import flattened, key_text, unflattened, writes
+
+#: The attribute under which the wrapper holds the module.
+_PREFIX = "module."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A parameter of the module, or a floating buffer that checkpoints have.
+
+    Attributes:
+        name: the first of its names.
+        names: all of them; several where it is tied.
+        tensor: the parameter itself; on the meta device it has no numbers.
+        is_buffer: whether it is a buffer, which nothing trains.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    tensor: Tensor
+    is_buffer: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """A leaf of what the module returns.
+
+    Attributes:
+        path: its keys, joined by dots.
+        place: of a tensor, its number among the tensors.
+        constant: a number or a text that it is; None for what is neither.
+        is_other: whether it is of a type that is left out, as a cache is.
+    """
+
+    path: str
+    place: int | None
+    constant: Any = None
+    is_other: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """An exported module.
+
+    Attributes:
+        module: as passed.
+        name: of its class.
+        graph: the graph with its submodules.
+        parameters: placeholder -> the parameter.
+        constants: placeholder -> buffer or tensor that the graph holds.
+        origins: placeholder of a constant -> its name in the module.
+        inputs: placeholder -> the name of the argument, in the order of leaves.
+        outputs: leaves of the result.
+        mutated: placeholders of buffers that the module writes, in the order of the first results.
+        unused: parameters that nothing reads.
+        structure: of the arguments, and of the result, as `unflattened` takes them.
+    """
+
+    module: nn.Module
+    name: str
+    graph: GraphModule
+    parameters: Mapping[Node, Parameter]
+    constants: Mapping[Node, Tensor]
+    origins: Mapping[Node, str]
+    inputs: Mapping[Node, str]
+    outputs: tuple[Output, ...]
+    mutated: tuple[Node, ...]
+    unused: tuple[Parameter, ...]
+    structure: tuple[Any, Any]
+
+    @property
+    def results(self) -> tuple[Any, ...]:
+        """The nodes of what the module returns."""
+        return self._all_results[len(self.mutated) :]
+
+    @property
+    def written(self) -> tuple[tuple[Node, Any], ...]:
+        """Placeholders of buffers, each with the node of what is written into it."""
+        return tuple(zip(self.mutated, self._all_results, strict=False))
+
+    @property
+    def _all_results(self) -> tuple[Any, ...]:
+        (node,) = (n for n in self.graph.graph.nodes if n.op == "output")
+        return tuple(node.args[0])
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What a module returned while it was exported; export undoes what becomes of a module."""
+
+    outputs: tuple[Output, ...] = ()
+    structure: Any = None
+
+
+class _Whole(nn.Module):
+    """A module as a function of the leaves that are tensors, which returns tensors alone."""
+
+    def __init__(self, module: nn.Module, leaves: Sequence[Any], structure: Any) -> None:
+        super().__init__()
+        self.module = module
+        self.leaves, self.structure = list(leaves), structure
+        self.seen = _Seen()
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Put the tensors in their places, call the module, and take its result apart."""
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(x, Tensor) else x for x in self.leaves]
+        args, kwargs = unflattened(leaves, self.structure)
+        paths, self.seen.structure = flattened(self.module(*args, **kwargs))
+        found: list[Tensor] = []
+        outputs: list[Output] = []
+        for path, x in paths:
+            is_tensor = isinstance(x, Tensor)
+            place = len(found) if is_tensor else None
+            found += [x] if is_tensor else []
+            is_plain = isinstance(x, _PLAIN)
+            outputs.append(
+                Output(
+                    path=key_text(path),
+                    place=place,
+                    constant=x if is_plain else None,
+                    is_other=not (is_tensor or is_plain),
+                )
+            )
+        self.seen.outputs = tuple(outputs)
+        return tuple(found)
+
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def capture(
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Mapping[str, Mapping[int, Any]] | None = None,
+) -> Captured:
+    """Export a module for arguments of these shapes and dtypes.
+
+    Args:
+        module: to export.
+        args, kwargs: of its forward.
+        dynamic_shapes: name of an argument -> dim -> a `torch.export.Dim`, or its name.
+
+    Raises:
+        DefinitionError: the module cannot be exported: its line, and what torch says.
+    """
+    held = chain(module.parameters(), module.buffers())
+    device = next((x.device for x in held), torch.device("cpu"))
+    paths, structure = flattened((tuple(args), dict(kwargs or {})))
+    leaves = [_example(x, device) for _, x in paths]
+    whole = _Whole(module, leaves, structure)
+    tensors = tuple(x for x in leaves if isinstance(x, Tensor))
+    names = _argument_names(module, [path for path, x in paths if isinstance(x, _TENSORS)], args)
+    dynamic = _dynamic(dynamic_shapes or {}, names)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exported = torch.export.export(whole, tensors, dynamic_shapes=dynamic, strict=False)
+            inline(exported.graph_module)
+            if any(writes(n.target) for n in exported.graph.nodes):  # writes become new values
+                exported = exported.run_decompositions({})
+    except Exception as error:
+        raise _not_exported(module, error) from error
+    parameters = _parameters(module)
+    found = _Places()
+    found.sort(exported, {name: p for p in parameters for name in p.names}, names)
+    mutated = _mutated(module, exported, found)
+    read = {p.name for n, p in found.parameters.items() if n.users}
+    return Captured(
+        module=module,
+        name=type(module).__name__,
+        graph=exported.graph_module,
+        parameters=found.parameters,
+        constants=found.constants,
+        origins=found.origins,
+        inputs=found.inputs,
+        outputs=whole.seen.outputs,
+        mutated=mutated,
+        unused=tuple(p for p in parameters if p.name not in read),
+        structure=(structure, whole.seen.structure),
+    )
+
+
+_TENSORS = (Tensor, TensorSpec)
+
+
+def _dynamic(
+    said: Mapping[str, Mapping[int, Any]], names: Sequence[str]
+) -> tuple[tuple[Mapping[int, Any] | None, ...]] | None:
+    """What export takes: the dims of each tensor that a run chooses."""
+    for name in said:
+        if name not in names:
+            raise DefinitionError(
+                f"dynamic_shapes[{name!r}] is no tensor among the arguments",
+                because=f"these are {', '.join(names)}",
+                hint='for example {"ids": {0: "batch"}}',
+            )
+    if not said:
+        return None
+    dims: dict[str, Any] = {}
+    found = []
+    for name in names:
+        chosen = said.get(name, {}).items()
+        found.append(
+            {
+                d: dims.setdefault(x, torch.export.Dim(x)) if isinstance(x, str) else x
+                for d, x in chosen
+            }
+            or None
+        )
+    return (tuple(found),)
+
+
+def _mutated(module: nn.Module, exported: ExportedProgram, places: _Places) -> tuple[Node, ...]:
+    """The placeholders of buffers that are written; writes into anything else are refused."""
+    found = []
+    buffers = {f"{_PREFIX}{p.name}": n for n, p in places.parameters.items() if p.is_buffer}
+    (output,) = (n for n in exported.graph.nodes if n.op == "output")
+    for spec, node in zip(exported.graph_signature.output_specs, output.args[0], strict=True):
+        if spec.kind.name == "USER_OUTPUT":
+            continue
+        if spec.kind.name == "BUFFER_MUTATION" and spec.target in buffers:
+            found.append(buffers[spec.target])
+            continue
+        inputs = {n.name: name for n, name in places.inputs.items()}
+        name = inputs.get(str(spec.target), str(spec.target).removeprefix(_PREFIX))
+        line = line_of(node.meta.get("stack_trace"))
+        raise DefinitionError(
+            f"{type(module).__name__} writes into {name}",
+            where=[line.quote()] if line else [],
+            because="a program writes into no argument and no parameter",
+            hint="make a new tensor: x = x + 1 for x += 1",
+        )
+    return tuple(found)
+
+
+@dataclass(slots=True)
+class _Places:
+    """The placeholders of a graph by what they stand for."""
+
+    parameters: dict[Node, Parameter] = field(default_factory=dict)
+    constants: dict[Node, Tensor] = field(default_factory=dict)
+    origins: dict[Node, str] = field(default_factory=dict)
+    inputs: dict[Node, str] = field(default_factory=dict)
+
+    def sort(
+        self, exported: ExportedProgram, parameters: Mapping[str, Parameter], names: Sequence[str]
+    ) -> None:
+        """Enter each placeholder; of several for one parameter the first takes all uses."""
+        nodes = {n.name: n for n in exported.graph.nodes if n.op == "placeholder"}
+        held = {**exported.constants, **exported.state_dict}
+        written = {*exported.graph_signature.buffers_to_mutate.values()}
+        given = iter(names)
+        for spec in exported.graph_signature.input_specs:
+            node, target = nodes[spec.arg.name], (spec.target or "").removeprefix(_PREFIX)
+            tensor = held.get(spec.target or "")
+            is_kept = spec.kind.name == "BUFFER" and spec.persistent
+            is_read = is_kept and tensor is not None and tensor.is_floating_point()
+            if spec.kind.name == "USER_INPUT":
+                self.inputs[node] = next(given)
+            elif spec.kind.name == "PARAMETER":
+                parameter = parameters[target]
+                first = next((n for n, p in self.parameters.items() if p is parameter), node)
+                self.parameters[first] = parameter
+                node.replace_all_uses_with(first)
+            elif tensor is not None and (is_read or spec.target in written):
+                self.parameters[node] = Parameter(
+                    name=target, names=(target,), tensor=tensor, is_buffer=True
+                )
+            else:
+                assert tensor is not None
+                self.constants[node], self.origins[node] = tensor, target
+
+
+def _example(x: Any, device: torch.device) -> Any:
+    """An argument as export takes it: of a tensor only shape and dtype count."""
+    if isinstance(x, TensorSpec):
+        return torch.empty(tuple(x.shape), dtype=x.dtype, device=device)
+    if isinstance(x, Tensor) and (x.device != device or x.requires_grad):
+        return torch.empty(tuple(x.shape), dtype=x.dtype, device=device)
+    return x
+
+
+def _parameters(module: nn.Module) -> list[Parameter]:
+    """The parameters in their order, tied ones once."""
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, Tensor] = {}
+    for name, tensor in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(tensor), []).append(name)
+        tensors[id(tensor)] = tensor
+    return [
+        Parameter(name=all_[0], names=tuple(all_), tensor=tensors[key])
+        for key, all_ in names.items()
+    ]
+
+
+def _argument_names(
+    module: nn.Module, paths: Sequence[Sequence[Any]], args: Sequence[Any]
+) -> list[str]:
+    """Return a name for each tensor among the arguments, as `forward` calls them."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
+    known += [f"{rest}.{i}" for i in range(max(len(args) - len(known), 0))]
+    found: list[str] = []
+    for kind, first, *more in paths:
+        at = key_text([first])
+        name = known[int(at)] if key_text([kind]) == "0" else at
+        words = (as_name(w, "_") if not w.isdigit() else w for w in key_text(more).split("."))
+        found.append(".".join([name, *words]) if more else name)
+    return found
+
+
+def _not_exported(module: nn.Module, error: Exception) -> DefinitionError:
+    """What torch's export says, with the line of the model where it stopped."""
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [f for f in frames if not f.filename.startswith(OWN) and f.lineno]
+    stack = "".join(f'File "{f.filename}", line {f.lineno}, in {f.name}\n' for f in users)
+    where: Source | None = line_of(stack)
+    first = next((line for line in str(error).splitlines() if line.strip()), "")
+    return DefinitionError(
+        f"{type(module).__name__} cannot be exported: {type(error).__name__}",
+        where=[where.quote()] if where else [],
+        because=f"torch.export says: {first.strip()}",
+        hint="a forward whose operations do not depend on the values of tensors; "
+        "torch.export.export(module, args, strict=False) shows the same",
+    )

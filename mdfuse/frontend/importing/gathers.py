@@ -1,0 +1,76 @@
+"""What a layout of a parameter makes an inner value come together for: seen before a run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from mdfuse.frontend.importing.build import Model
+from mdfuse.ir.graph import Expr, Fusion
+from mdfuse.layouts.layout import Layout, Shard
+
+
+def warnings_of(model: Model, recorded: Fusion, lowered: Fusion) -> list[str]:
+    """Return a line for each line of the module where a split value is brought together.
+
+    Args:
+        model: with the patterns that placed parameters.
+        recorded: the fusion as it was recorded: what is set there was asked for.
+        lowered: the fusion with all reshards.
+    """
+    asked = {e.output for e in recorded.exprs if e.op == "set"}
+    made = {name: e for e in lowered.exprs for name in e.outputs}
+    found: Counter[str] = Counter()
+    for expr in lowered.exprs:
+        if expr.op != "set" or expr.output in asked:
+            continue
+        axes = _joined(lowered.layout(expr.reads[0]), lowered.layout(expr.output))
+        if axes:
+            found[_line(model, lowered, made, expr, axes)] += 1
+    return [f"{text}{f', {n} times' if n > 1 else ''}" for text, n in found.items()]
+
+
+def _joined(before: Layout, after: Layout) -> list[str]:
+    """The axes along which a value is split before, and otherwise after."""
+    pairs = zip(before.mesh.axes, before.placements, strict=True)
+    return [
+        axis
+        for axis, p in pairs
+        if isinstance(p, Shard) and before.mesh.axis_size(axis) > 1 and after.placement(axis) != p
+    ]
+
+
+def _line(model: Model, fusion: Fusion, made: dict[str, Expr], expr: Expr, axes: list[str]) -> str:
+    value = fusion.values[expr.reads[0]]
+    where = f" ({expr.source})" if expr.source else ""
+    text = f"a value split along {', '.join(axes)} is brought together{where}"
+    of = {model.captured.parameters[n].name: p.pattern for n, p in model.placed.items()
+          if n in model.captured.parameters}  # fmt: skip
+    shapes = ""
+    for step in _before(made, value.name):
+        if isinstance(step, Expr):
+            if step.op == "reshape" and not shapes:
+                old, new = (fusion.values[n].shape for n in (step.reads[0], step.output))
+                shapes = f", behind the reshape {list(old)} -> {list(new)}"
+        elif (pattern := _pattern(of, step)) is not None:
+            return f"{text}{shapes}: {pattern} splits it"
+    return text + shapes
+
+
+def _pattern(of: dict[str, str], name: str) -> str | None:
+    """The pattern of a parameter, or of one of its blocks."""
+    return of.get(name) or of.get(name.rpartition(".")[0])
+
+
+def _before(made: dict[str, Expr], name: str) -> Iterator[Expr | str]:
+    """Yield what leads to a value, the nearest first: expressions, and names of inputs."""
+    left, seen = [name], {name}
+    while left:
+        name = left.pop(0)
+        if name not in made:
+            yield name
+            continue
+        yield made[name]
+        new = [n for n in made[name].reads if n not in seen]
+        seen.update(new)
+        left += new

@@ -1,0 +1,169 @@
+"""`x[i, j]` with known tensors of indices: views where they only spread dims, else rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from mdfuse.errors import DefinitionError
+from mdfuse.extents.extent import are_same, is_symbolic
+from mdfuse.frontend import ops as operations
+from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.importing.constants import as_value
+
+ops: Any = operations
+
+#: The end of a slice that takes all that is there.
+END = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Ramp:
+    """Indices 0, 1, … below an extent that a run chooses, along one dim of their shape."""
+
+    extent: Any
+    place: int
+    ndim: int
+
+
+def ramp_of(node: Any, read: Callable[[Any], Any]) -> Ramp | None:
+    """Return what a node of a graph counts along one dim; None where it does not.
+
+    Args:
+        node: of a graph.
+        read: gives the value of a node: an extent.
+    """
+    if not isinstance(node, Node) or node.op != "call_function":
+        return None
+    target, args = str(node.target), node.args
+    if target == "aten.arange.default":
+        return Ramp(read(args[0]) if isinstance(args[0], Node) else args[0], 0, 1)
+    inner = ramp_of(args[0], read) if args else None
+    if inner is None:
+        return None
+    if target == "aten.unsqueeze.default":
+        at = int(args[1]) % (inner.ndim + 1)  # type: ignore[arg-type]
+        return Ramp(inner.extent, inner.place + (at <= inner.place), inner.ndim + 1)
+    is_same = target == "aten.add.Tensor" and args[1] == 0 and not node.kwargs
+    is_whole = target == "aten.slice.Tensor" and args[2:] == (0, END)
+    return inner if is_same or is_whole else None
+
+
+def take(x: Handle, where: Sequence[Any]) -> Any:
+    """Index a value with tensors; None takes a dim whole, as in `aten.index`.
+
+    Raises:
+        DefinitionError: an index that is no constant, or a mask.
+    """
+    at = [d for d, i in enumerate(where) if i is not None]
+    kinds = (Tensor, Ramp, Handle) if len(at) == 1 else (Tensor, Ramp)
+    _check(x, [where[d] for d in at], kinds)
+    if at != [*range(at[0], at[-1] + 1)]:  # torch puts indexed dims that are apart in front
+        rest = [d for d in range(x.ndim) if d not in at]
+        x, where = ops.permute(x, (*at, *rest)), [where[d] for d in at]
+        at = [*range(len(at))]
+    known = [_counted(x, where[d], d) for d in at]
+    found = _spread(x, at, known)
+    if found is not None:
+        return found
+    if len(known) == 1 and isinstance(known[0], Handle):
+        return _looked_up(x, at[0], known[0])
+    _check(x, known, Tensor)
+    return _rows(x, at, known)
+
+
+def _counted(x: Handle, i: Any, dim: int) -> Any:
+    """Indices counted from the first."""
+    n = x.shape[dim]
+    if not isinstance(i, Tensor) or is_symbolic((n,)) or not i.numel():
+        return i
+    least, most = int(i.min()), int(i.max())
+    if least < -n or most >= n:
+        raise DefinitionError(
+            f"%{x.name} indexed by {most if most >= n else least} along dim {dim}",
+            because=f"its indices go from {-n} to {n - 1}",
+            hint="indices that are there",
+        )
+    return i.long() + (i < 0) * n
+
+
+def _check(x: Handle, known: Sequence[Any], kinds: Any) -> None:
+    for i in known:
+        if not isinstance(i, kinds):
+            raise DefinitionError(
+                f"%{x.name} indexed by a tensor that a run computes",
+                because="where several dims are indexed, the indices are known when the program is "
+                "made",
+                hint="torch.gather, or one dim at a time",
+            )
+        if not isinstance(i, Ramp) and i.dtype == torch.bool:
+            raise DefinitionError(
+                f"%{x.name} indexed by a mask of shape {list(i.shape)}",
+                because="how many elements it takes is no shape",
+                hint="where(mask, x, 0), or positions as integers",
+            )
+
+
+def _spread(x: Handle, at: Sequence[int], known: Sequence[Any]) -> Any:
+    """Return a view of x where each index runs over its whole dim along a dim of its own."""
+    if any(isinstance(i, Handle) for i in known):
+        return None
+    ndim = max(i.ndim for i in known)
+    places = []
+    for i, d in zip(known, at, strict=True):
+        if isinstance(i, Ramp):
+            if not are_same(i.extent, x.shape[d]):
+                return None
+            places.append(i.place + ndim - i.ndim)
+            continue
+        i = i.reshape((1,) * (ndim - i.ndim) + tuple(i.shape))
+        long = [k for k, n in enumerate(i.shape) if n != 1]
+        if is_symbolic((x.shape[d],)) or len(long) > 1:
+            return None
+        if not torch.equal(i.flatten(), torch.arange(x.shape[d])):
+            return None
+        places.append(long[0] if long else next(k for k in range(ndim) if k not in places))
+    if len({*places}) < len(places) or sorted(places) != places:
+        return None
+    first, behind = at[0], x.ndim - 1 - at[-1]
+    new = [first + k for k in range(ndim) if k not in places]
+    for d in new:
+        x = ops.unsqueeze(x, d)
+    assert x.ndim == first + ndim + behind
+    return x
+
+
+def _rows(x: Handle, at: Sequence[int], known: Sequence[Tensor]) -> Any:
+    """Look up rows: the indexed dims as one in front, and what they gave back in its place."""
+    shape = torch.broadcast_shapes(*(i.shape for i in known))
+    linear = torch.zeros(shape, dtype=torch.int64)
+    for i, d in zip(known, at, strict=True):
+        linear = linear * x.shape[d] + i
+    return _of_table(x, at, as_value(linear))
+
+
+def _looked_up(x: Handle, dim: int, index: Handle) -> Any:
+    """Rows at indices that a run computes; negative ones count from the last."""
+    if x.shape[dim] and index.dtype.is_signed:
+        index = ops.where(index < 0, index + x.shape[dim], index)
+    return _of_table(x, [dim], index)
+
+
+def _of_table(x: Handle, at: Sequence[int], rows: Handle) -> Any:
+    """Look up rows of the indexed dims, as one in front; they stand in the place of these."""
+    rest = [d for d in range(x.ndim) if d not in at]
+    kept, shape = [x.shape[d] for d in rest], rows.shape
+    moved = ops.permute(x, (*at, *rest)) if rest != [*range(len(at), x.ndim)] else x
+    table = ops.reshape(moved, (math.prod(x.shape[d] for d in at), math.prod(kept)))
+    found = ops.reshape(ops.embedding(rows, table), (*shape, *kept))
+    before = at[0]
+    if not before:
+        return found
+    order = [*range(len(shape), len(shape) + before), *range(len(shape))]
+    return ops.permute(found, (*order, *range(len(order), found.ndim)))

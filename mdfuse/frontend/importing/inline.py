@@ -1,0 +1,61 @@
+"""Write out blocks such as `with torch.no_grad():`, of which export makes calls of submodules."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+
+def inline(graph: GraphModule) -> None:
+    """Write the submodules out that hold what stood under `no_grad`, or without autocast.
+
+    What was computed under `no_grad` is detached.
+    """
+    left = [n for n in graph.graph.nodes if _block_of(n)]
+    while left:
+        node = left.pop()
+        block = _block_of(node)
+        assert block is not None
+        _, before, inside = block
+        inner = graph.get_submodule(str(inside.target))
+        assert isinstance(inner, GraphModule)
+        given = node.args[len(before) + 1 :]
+        places = (n for n in inner.graph.nodes if n.op == "placeholder")
+        known: dict[Node, Any] = dict(zip(places, given, strict=True))
+        with graph.graph.inserting_before(node):
+            results: Any = graph.graph.graph_copy(inner.graph, known)
+            left += [known[n] for n in inner.graph.nodes if n in known and _block_of(n)]
+            for sub in (n for n in inner.graph.nodes if n.op == "get_attr"):
+                graph.add_submodule(str(known[sub].target), inner.get_submodule(str(sub.target)))
+            is_detached = block[0] == "wrap_with_set_grad_enabled"
+            results = [_detached(graph, x) if is_detached else x for x in results]
+        for user in [*node.users]:
+            assert user.target is operator.getitem and isinstance(user.args[1], int)
+            user.replace_all_uses_with(results[user.args[1]])
+            graph.graph.erase_node(user)
+        graph.graph.erase_node(node)
+
+
+def _block_of(node: Node) -> tuple[str, tuple[Any, ...], Node] | None:
+    """Return name, settings and submodule of a call that is a block; None for other calls."""
+    name = str(node.target)
+    if node.op != "call_function":
+        return None
+    if name == "wrap_with_set_grad_enabled" and node.args[0] is False:
+        inside = node.args[1]
+        return (name, node.args[:1], inside) if isinstance(inside, Node) else None
+    if name == "wrap_with_autocast" and node.args[2] is False:
+        inside = node.args[4]
+        return (name, node.args[:4], inside) if isinstance(inside, Node) else None
+    return None
+
+
+def _detached(graph: GraphModule, x: Any) -> Any:
+    if not isinstance(x, Node):
+        return x
+    made = graph.graph.call_function(torch.ops.aten.detach.default, (x,))
+    made.meta = dict(x.meta)
+    return made

@@ -1,0 +1,202 @@
+"""Parameters of several blocks, as queries, keys and values in one matrix: kept apart.
+
+A `Joined` is a concatenation that is not made: a linear map gives one for each block, and a split
+gives the blocks back, so that each block may be split over ranks. What none of the rules here takes
+is concatenated, which needs blocks that are whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mdfuse.frontend import ops as operations
+from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.importing.views import Views
+
+ops: Any = operations
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Tensors that stand one behind the other along a dim.
+
+    Attributes:
+        parts: the tensors.
+        dim: along which, counted from the first.
+    """
+
+    parts: tuple[Handle, ...]
+    dim: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole."""
+        whole = list(self.parts[0].shape)
+        whole[self.dim] = sum(self.sizes)
+        return tuple(whole)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The extent of each part along the dim."""
+        return [x.shape[self.dim] for x in self.parts]
+
+    @property
+    def ndim(self) -> int:
+        """How many dims."""
+        return self.parts[0].ndim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The element type."""
+        return self.parts[0].dtype
+
+    def whole(self) -> Any:
+        """The concatenation."""
+        return ops.cat(list(self.parts), self.dim)
+
+    def mapped(self, call: Callable[[Handle], Handle], dim: int | None = None) -> Joined:
+        """Return the same of each part, joined along this dim or another one."""
+        return Joined(tuple(map(call, self.parts)), self.dim if dim is None else dim)
+
+
+def _linear(views: Views, x: Any, weight: Any, bias: Any = None) -> Any:
+    is_one = isinstance(bias, Handle) or isinstance(x, Joined)
+    if is_one or not isinstance(weight, Joined) or weight.dim != 0:
+        return None
+    biases = bias.parts if bias is not None else (None,) * len(weight.parts)
+    pairs = zip(weight.parts, biases, strict=True)
+    return Joined(tuple(ops.linear(x, w, b) for w, b in pairs), x.ndim - 1)
+
+
+def _addmm(
+    views: Views, bias: Any, x: Any, weight: Any, *, beta: float = 1, alpha: float = 1
+) -> Any:
+    are_joined = isinstance(weight, Joined) and isinstance(bias, Joined)
+    if not are_joined or weight.dim != 1 or isinstance(x, Joined) or (beta, alpha) != (1, 1):
+        return None
+    pairs = zip(bias.parts, weight.parts, strict=True)
+    return Joined(tuple(ops.add(b, ops.matmul(x, w)) for b, w in pairs), x.ndim - 1)
+
+
+def _matmul(views: Views, x: Any, weight: Any) -> Any:
+    if isinstance(x, Joined) or not isinstance(weight, Joined) or weight.dim != weight.ndim - 1:
+        return None
+    return weight.mapped(lambda w: ops.matmul(x, w), max(x.ndim, weight.ndim) - 1)
+
+
+def _reshape(views: Views, x: Joined, shape: Sequence[int]) -> Any:
+    """Other dims before the joined last one; or the last one as blocks and what is in them."""
+    last, extent = x.ndim - 1, sum(x.sizes)
+    if x.dim != last:
+        return None
+    if shape[-1] == extent or (shape[-1] == -1 and _product(shape) == _product(x.shape[:-1])):
+        front = [*shape[:-1]]
+        return x.mapped(lambda p: views.reshape(p, (*front, p.shape[last])), len(front))
+    return (
+        _unflatten(views, x, last, shape[last:]) if [*shape[:last]] == [*x.shape[:last]] else None
+    )
+
+
+def _product(shape: Sequence[int]) -> int:
+    n = 1
+    for extent in shape:
+        n *= extent if extent != -1 else 1
+    return n
+
+
+def _unflatten(views: Views, x: Joined, dim: int, sizes: Sequence[int]) -> Any:
+    at = dim % x.ndim
+    inside = {*x.sizes}
+    if at != x.dim or len(sizes) != 2 or len(inside) != 1:
+        return None
+    (size,) = inside
+    if sizes[0] not in (-1, len(x.parts)) or sizes[1] not in (-1, size):
+        return None
+    return x.mapped(lambda p: ops.unsqueeze(p, at))
+
+
+def _split(views: Views, x: Joined, size: int | Sequence[int], dim: int = 0) -> Any:
+    wanted = [size] * len(x.parts) if isinstance(size, int) else [*size]
+    return x.parts if dim % x.ndim == x.dim and x.sizes == wanted else None
+
+
+def _chunk(views: Views, x: Joined, chunks: int, dim: int = 0) -> Any:
+    is_even = len({*x.sizes}) == 1 and chunks == len(x.parts)
+    return x.parts if is_even and dim % x.ndim == x.dim else None
+
+
+def _slice(
+    views: Views, x: Joined, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> Any:
+    """The blocks that a slice takes whole."""
+    extent = sum(x.sizes)
+    if dim % x.ndim != x.dim or step != 1:
+        return None
+    first, last, _ = slice(start, end).indices(extent)
+    ends = [0]
+    for size in x.sizes:
+        ends.append(ends[-1] + size)
+    if first not in ends or last not in ends or first >= last:
+        return None
+    kept = x.parts[ends.index(first) : ends.index(last)]
+    return kept[0] if len(kept) == 1 else Joined(kept, x.dim)
+
+
+def _select(views: Views, x: Joined, dim: int, index: int) -> Any:
+    is_each = dim % x.ndim == x.dim and {*x.sizes} == {1}
+    return ops.squeeze(x.parts[index], x.dim) if is_each else None
+
+
+def _unsqueeze(views: Views, x: Joined, dim: int) -> Any:
+    at = dim % (x.ndim + 1)
+    return x.mapped(lambda p: ops.unsqueeze(p, at), x.dim + (at <= x.dim))
+
+
+def _squeeze(views: Views, x: Joined, dim: int) -> Any:
+    at = dim % x.ndim
+    if at == x.dim or x.shape[at] != 1:
+        return None
+    return x.mapped(lambda p: ops.squeeze(p, at), x.dim - (at < x.dim))
+
+
+def _permute(views: Views, x: Joined, dims: Sequence[int]) -> Any:
+    order = [d % x.ndim for d in dims]
+    return x.mapped(lambda p: views.permute(p, order), order.index(x.dim))
+
+
+def _transpose(views: Views, x: Joined, dim0: int, dim1: int) -> Any:
+    order = [*range(x.ndim)]
+    order[dim0], order[dim1] = order[dim1], order[dim0]
+    return _permute(views, x, order)
+
+
+def _itself(views: Views, x: Joined, *_: Any, **__: Any) -> Any:
+    return x
+
+
+#: overload -> what it makes of `Joined` arguments; None where these must be one.
+RULES: dict[str, Callable[..., Any]] = {
+    "aten.linear.default": _linear,
+    "aten.addmm.default": _addmm,
+    "aten.matmul.default": _matmul,
+    "aten.mm.default": _matmul,
+    **dict.fromkeys(("aten.view.default", "aten.reshape.default"), _reshape),
+    "aten.unflatten.int": _unflatten,
+    "aten.split.Tensor": _split,
+    "aten.split.sizes": _split,
+    "aten.split_with_sizes.default": _split,
+    "aten.chunk.default": _chunk,
+    "aten.slice.Tensor": _slice,
+    "aten.select.int": _select,
+    "aten.unsqueeze.default": _unsqueeze,
+    "aten.squeeze.dim": _squeeze,
+    "aten.permute.default": _permute,
+    "aten.transpose.int": _transpose,
+    **dict.fromkeys(
+        ("aten.alias.default", "aten.contiguous.default", "aten.clone.default"), _itself
+    ),
+}

@@ -1,0 +1,53 @@
+"""Call a function as if a line of the module called it, so that its line and names are noted."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from mdfuse.errors import OWN, PACKAGE, Source
+from mdfuse.names import is_name
+
+_FRAME = re.compile(r'^\s*File "(.*)", line (\d+), in ', re.MULTILINE)
+
+
+def line_of(stack: str | None) -> Source | None:
+    """Return the line of the model in a stack trace: the innermost one that is not torch's own.
+
+    Where all are torch's, as those of `torch.nn.TransformerEncoder`, the innermost of these.
+    """
+    found = [(file, int(line)) for file, line in _FRAME.findall(stack or "")]
+    frames = [(file, line) for file, line in found if not file.startswith(PACKAGE)]
+    users = [(file, line) for file, line in frames if not file.startswith(OWN)] or frames
+    return Source(_in_path(users[-1][0]), users[-1][1]) if users else None
+
+
+@lru_cache(maxsize=1024)
+def _in_path(file: str) -> str:
+    """Return the name of a library's file as imports find it: its lines are the model's."""
+    folders = (f"{folder}/" for folder in sys.path if Path(folder).name == "site-packages")
+    inside = next((folder for folder in folders if file.startswith(folder)), "")
+    return file.removeprefix(inside)
+
+
+def called_at(source: Source | None, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls from a line, where the result is assigned to a name."""
+    if source is None:
+        return call
+    line = _line(source.file, source.line, name if is_name(name) and name.isidentifier() else "t")
+    return lambda *args, **kwargs: line(call, args, kwargs)
+
+
+@lru_cache(maxsize=1 << 14)
+def _line(file: str, line: int, name: str) -> Callable[..., Any]:
+    """Make a function of one line, which stands at that line of that file."""
+    text = f"def line(call, args, kwargs): {name} = call(*args, **kwargs); return {name}"
+    made: dict[str, Any] = {}
+    exec(compile(text, file, "exec"), made)
+    function: Callable[..., Any] = made["line"]
+    function.__code__ = function.__code__.replace(co_firstlineno=line)
+    return function

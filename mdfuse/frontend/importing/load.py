@@ -1,0 +1,207 @@
+"""Read a rank's boxes of a checkpoint: safetensors files, or tensors by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mdfuse.errors import ProgramError
+from mdfuse.frontend.importing.place import nearest
+from mdfuse.layouts.boxes import Box
+
+_INDEX = "model.safetensors.index.json"
+
+
+class Checkpoint(Protocol):
+    """Where tensors are read from."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of its tensors."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+
+    def part(self, name: str, box: Box) -> Tensor:
+        """A box of a tensor."""
+
+
+class InMemory:
+    """Tensors by name, as `state_dict()` gives them."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
+        self.names = [*tensors]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        return tuple(self.tensors[name].shape)
+
+    def part(self, name: str, box: Box) -> Tensor:
+        """A copy of a box of a tensor."""
+        return part_of(self.tensors[name], box)
+
+
+class InFiles:
+    """Tensors in files of safetensors; each is opened for a tensor at a time.
+
+    So what was read is given back to the system: an open file counts as memory of the process, as
+    far as it was read.
+    """
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        self.files = files
+        self.names = [*files]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        with _opened(self.files[name]) as file:
+            return tuple(file.get_slice(name).get_shape())
+
+    def part(self, name: str, box: Box) -> Tensor:
+        """A box of a tensor, and nothing else of it."""
+        with _opened(self.files[name]) as file:
+            if not box:
+                found: Tensor = file.get_tensor(name)
+                return found
+            part: Tensor = file.get_slice(name)[tuple(slice(*interval) for interval in box)]
+            return part.clone(memory_format=torch.contiguous_format)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ModuleNotFoundError as error:
+        raise ProgramError(
+            f"{path} cannot be read: safetensors is not installed",
+            hint='pip install "mdfuse[demo]", or pass tensors by name: model.load(state_dict)',
+        ) from error
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise ProgramError(
+            f"{path} cannot be read",
+            because=str(error).splitlines()[0],
+            hint="a file of safetensors; every rank reads the same files",
+        ) from error
+
+
+def opened(source: Any) -> Checkpoint:
+    """Return what a checkpoint is read from.
+
+    Args:
+        source: a file of safetensors, an index of several, a folder with either, or tensors by
+            name.
+
+    Raises:
+        ProgramError: there is no such file, or it is none.
+    """
+    if isinstance(source, Mapping):
+        return InMemory(source)
+    path = Path(source)
+    if path.is_dir():
+        index = path / _INDEX
+        files = sorted(path.glob("*.safetensors"))
+        if not index.exists() and not files:
+            raise ProgramError(
+                f"{path} has no file of safetensors",
+                because="a folder has model.safetensors, or several files and their index",
+                hint="pass the file itself",
+            )
+        return _of_index(index) if index.exists() else _of_files(files)
+    return _of_index(path) if path.suffix == ".json" else _of_files([path])
+
+
+def _of_files(files: Sequence[Path]) -> InFiles:
+    found: dict[str, Path] = {}
+    for path in files:
+        with _opened(path) as file:
+            found.update(dict.fromkeys(file.keys(), path))
+    return InFiles(found)
+
+
+def _of_index(index: Path) -> InFiles:
+    try:
+        files = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ProgramError(
+            f"{index} cannot be read",
+            because=f"{type(error).__name__}: {str(error).splitlines()[0]}",
+            hint='an index says which file has a tensor: {"weight_map": {name: file}}',
+        ) from error
+    missing = sorted({f for f in files.values() if not (index.parent / f).exists()})
+    if missing:
+        raise ProgramError(
+            f"{index} names {missing[0]}, which is not there",
+            because=f"{len(missing)} of {len({*files.values()})} files of the checkpoint are gone",
+            hint="every rank reads the checkpoint: put all files where each rank finds them",
+        )
+    return InFiles({name: index.parent / file for name, file in files.items()})
+
+
+def check_names(
+    checkpoint: Checkpoint, wanted: Sequence[Sequence[str]], known: Sequence[str] = ()
+) -> list[str]:
+    """Return the names of a checkpoint that nothing reads.
+
+    Args:
+        checkpoint: what is read.
+        wanted: all names of each tensor that is read.
+        known: other names that the module has.
+
+    Raises:
+        ProgramError: tensors that are wanted and not there: all of them at once.
+    """
+    there = {*checkpoint.names}
+    missing = [names[0] for names in wanted if not there & {*names}]
+    unexpected = [n for n in checkpoint.names if n not in {x for names in wanted for x in names}]
+    if missing:
+        near = nearest(missing[0], unexpected or checkpoint.names)
+        raise ProgramError(
+            f"the checkpoint lacks {len(missing)} of {len(wanted)} tensors: "
+            + ", ".join(missing[:5]) + (", …" if len(missing) > 5 else ""),
+            because=f"near {missing[0]} it has {', '.join(near) or 'nothing'}",
+            hint="rename=lambda name: ..., where the checkpoint has other names",
+        )  # fmt: skip
+    return [n for n in unexpected if n not in known]
+
+
+def check_shape(checkpoint: Checkpoint, name: str, shape: Sequence[int]) -> None:
+    """Raise ProgramError where a tensor has another shape than the module says."""
+    there = checkpoint.shape(name)
+    if there != tuple(shape):
+        raise ProgramError(
+            f"{name} has the shape {list(there)} in the checkpoint, {list(shape)} in the module",
+            because="a parameter is read as it is",
+            hint="the module and the checkpoint are of one configuration",
+        )
+
+
+def read(checkpoint: Checkpoint, name: str, dtype: torch.dtype, box: Box) -> Tensor:
+    """Read a box of a tensor, in the dtype of the program.
+
+    Raises:
+        ProgramError: it has integers where the program has floats, or the other way round.
+    """
+    part = checkpoint.part(name, box)
+    if part.dtype != dtype and not (part.is_floating_point() and dtype.is_floating_point):
+        raise ProgramError(
+            f"{name} is {part.dtype} in the checkpoint, and {dtype} in the module",
+            because="floats are cast to floats alone",
+            hint="cast it before",
+        )
+    return part.to(dtype)
+
+
+def part_of(x: Tensor, box: Box) -> Tensor:
+    """A copy of a box of a tensor, dense."""
+    part = x.detach()[tuple(slice(*interval) for interval in box)]
+    return part.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,165 @@
+"""Say by patterns of names where parameters, inputs and outputs live."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from mdfuse.errors import LayoutError, MdfuseError
+from mdfuse.frontend.plain import brief
+from mdfuse.layouts.layout import Layout
+from mdfuse.mesh import DeviceMesh
+
+_WILD = re.compile(r"\*|\?|\[[^\]]*\]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """Where something lives: the pattern that said so, and the layout."""
+
+    pattern: str
+    layout: Layout
+
+
+class Patterns:
+    """Patterns of names, each with placements.
+
+    Args:
+        layouts: pattern -> axis -> placement, or a `Layout`.
+        mesh: where all of it lives.
+    """
+
+    def __init__(self, layouts: Mapping[str, Any], mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self._layouts: dict[str, Layout] = {}
+        for pattern, placements in layouts.items():
+            if not isinstance(pattern, str):
+                raise LayoutError(
+                    f"layouts[{brief(pattern)}]",
+                    because="layouts are said of names, by patterns",
+                    hint='for example {"*.q_proj.weight": {"tp": Shard(0)}}',
+                )
+            self._layouts[pattern] = self._layout(pattern, placements)
+        self.matched: dict[str, list[str]] = {pattern: [] for pattern in layouts}
+
+    def __getitem__(self, pattern: str) -> Layout:
+        """The layout that a pattern says."""
+        return self._layouts[pattern]
+
+    def _layout(self, pattern: str, said: Any) -> Layout:
+        try:
+            return said if isinstance(said, Layout) else Layout(self.mesh, said)
+        except MdfuseError as error:
+            raise _of_pattern(pattern, error) from error
+
+    def find(self, names: Sequence[str], ndim: int) -> Placed | None:
+        """Return where what has these names lives; None where no pattern matches any of them.
+
+        Raises:
+            LayoutError: patterns that are equally exact; names of one thing that disagree; a
+                layout that does not fit; a Partial.
+        """
+        pattern = self._chosen(names)
+        if pattern is None:
+            return None
+        first = names[0]
+        layout = self._layouts[pattern]
+        partial = layout.partial_axes
+        if partial:
+            raise LayoutError(
+                f"layouts[{pattern!r}]: {first} is Partial along {partial[0]}",
+                because="what is passed to a program, or returned by it, is whole or split",
+                hint="Shard(dim), or leave the axis out",
+            )
+        try:
+            layout = layout.normalized(ndim)
+        except MdfuseError as error:
+            raise _of_pattern(pattern, error, first) from error
+        self.matched[pattern].append(first)
+        return Placed(pattern=pattern, layout=layout)
+
+    def _chosen(self, names: Sequence[str]) -> str | None:
+        """The pattern that counts: one that says something of a name before those for all."""
+        best = (matching(self._layouts, [name], "layouts") for name in names)
+        found = dict.fromkeys(match[0] for match in best if match is not None)
+        special = [p for p in found if not all(_matches(name, p) for name in names)]
+        asked = special or [*found]
+        for other in asked[1:]:
+            if self._layouts[other] != self._layouts[asked[0]]:
+                raise LayoutError(
+                    f"{' and '.join(names)} are one, and layouts say two things of it: "
+                    f"{self._layouts[asked[0]]} ({asked[0]!r}), "
+                    f"{self._layouts[other]} ({other!r})",
+                    because="what has several names, as a tied parameter, is one input",
+                    hint="give both patterns the same placements, or leave one out",
+                )
+        return asked[0] if asked else None
+
+    def check_used(self, names: Sequence[str]) -> None:
+        """Raise LayoutError for a pattern that matches nothing, with the nearest names."""
+        for pattern in self._layouts:
+            if not any(_matches(name, pattern) for name in names):
+                raise unmatched("layouts", pattern, names)
+
+
+def matching(said: Mapping[str, Any], names: Sequence[str], what: str) -> tuple[str, Any] | None:
+    """Return the most exact pattern that matches one of some names, and what is said of it.
+
+    Raises:
+        LayoutError: two patterns that are equally exact.
+    """
+    found = sorted(
+        (p for p in said if any(_matches(n, p) for n in names)), key=_exactness, reverse=True
+    )
+    if len(found) > 1 and _exactness(found[0]) == _exactness(found[1]):
+        raise _equally(what, found, names[0])
+    return (found[0], said[found[0]]) if found else None
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a pattern means a name: those of inputs and outputs begin with what they are."""
+    kinds = [x.split(":")[0] if ":" in x else "" for x in (name, pattern)]
+    return kinds[0] == kinds[1] and fnmatchcase(name, pattern)
+
+
+def _equally(what: str, patterns: Sequence[str], name: str) -> LayoutError:
+    return LayoutError(
+        f"{what}: {patterns[0]!r} and {patterns[1]!r} both match {name}",
+        because="of several patterns the one without wildcards, then the one with the longest "
+        "literal part counts, and these are equal",
+        hint=f"say {name!r} itself, or make one of them longer",
+    )
+
+
+def unmatched(what: str, pattern: str, names: Iterable[str]) -> LayoutError:
+    """Return the error for a pattern that matches nothing, with the nearest names."""
+    return LayoutError(
+        f"{what}[{pattern!r}] matches nothing",
+        because="every pattern says something of a name",
+        hint="near it are " + ", ".join(nearest(pattern, names)),
+    )
+
+
+def nearest(pattern: str, names: Iterable[str]) -> list[str]:
+    """Return the names that are most like a pattern, three at most."""
+    all_ = list(dict.fromkeys(names))
+    wild = _WILD.sub("", pattern)
+    key = {name: difflib.SequenceMatcher(None, wild, name).ratio() for name in all_}
+    ends = {name: difflib.SequenceMatcher(None, wild[::-1], name[-len(wild) :][::-1]).ratio()
+            for name in all_}  # fmt: skip
+    return sorted(all_, key=lambda n: (-max(key[n], ends[n]), all_.index(n)))[:3]
+
+
+def _exactness(pattern: str) -> tuple[bool, int]:
+    return not _WILD.search(pattern), len(_WILD.sub("", pattern))
+
+
+def _of_pattern(pattern: str, error: MdfuseError, name: str = "") -> LayoutError:
+    of = f" for {name}" if name else ""
+    return LayoutError(
+        f"layouts[{pattern!r}]{of}: {error.what}", because=error.because, hint=error.hint
+    )

@@ -1,0 +1,59 @@
+"""Tables of what was imported, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from mdfuse.frontend.importing.build import Model
+from mdfuse.frontend.importing.place import Patterns
+from mdfuse.layouts.layout import Replicate
+
+#: Names that a line of the report shows.
+_SHOWN = 3
+
+
+def report(
+    model: Model, patterns: Patterns, unexpected: Sequence[str] | None, warnings: Sequence[str]
+) -> str:
+    """Return what each pattern placed, what is replicated, and what is out of the ordinary."""
+    captured = model.captured
+    lines = [
+        f"{captured.name} on {model.mesh}: {len(model.parameters)} parameters, "
+        f"{len(model.constants)} constants, {len(captured.inputs)} inputs, "
+        f"{sum(o.place is not None for o in captured.outputs)} outputs"
+    ]
+    rows = [(p, _said(patterns, p), _counted(names)) for p, names in patterns.matched.items()]
+    placed = {captured.parameters[n].name for n in model.parameters if n in model.placed}
+    whole = [n.name for n in (captured.parameters[n] for n in model.parameters)
+             if n.name not in placed]  # fmt: skip
+    whole += [f"input:{name}" for n, name in captured.inputs.items() if n not in model.placed]
+    if whole:
+        rows.append(("(no pattern)", "replicated", _counted(whole)))
+    widths = [max((len(row[k]) for row in rows), default=0) for k in (0, 1)]
+    lines += [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows]
+    notes = {
+        "constants": _counted(model.constants.values()),
+        "tied": "; ".join(
+            " = ".join(p.names) for p in captured.parameters.values() if len(p.names) > 1
+        ),
+        "unused": _counted(p.name for p in captured.unused),
+        "left out": _counted(
+            f"{o.path} (no tensor)" for o in captured.outputs if o.place is None and o.is_other
+        ),
+        "not read": _counted(unexpected or ()),
+    }
+    lines += [f"  {name}: {text}" for name, text in notes.items() if text]
+    return "\n".join([*lines, *(f"  warning: {text}" for text in warnings)])
+
+
+def _said(patterns: Patterns, pattern: str) -> str:
+    layout = patterns[pattern]
+    pairs = zip(layout.mesh.axes, layout.placements, strict=True)
+    split = [f"{axis}={p}" for axis, p in pairs if not isinstance(p, Replicate)]
+    return ", ".join(split) or "replicated"
+
+
+def _counted(names: Iterable[str]) -> str:
+    all_ = [*names]
+    more = ", …" if len(all_) > _SHOWN else ""
+    return f"{len(all_)}: {', '.join(all_[:_SHOWN])}{more}" if all_ else ""

@@ -1,0 +1,442 @@
+"""What each operation of aten is, as a function of handles; most are operations of `mf.ops`.
+
+A key is an overload as graphs name it. `SAME` are those whose arguments are those of the operation
+of that name, `TABLE` has the others, too.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mdfuse.errors import DefinitionError
+from mdfuse.extents.extent import are_same
+from mdfuse.frontend import ops as operations
+from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.importing import indices, norms, written
+from mdfuse.frontend.importing.views import Views
+
+Call = Callable[..., Any]
+ops: Any = operations
+
+#: What says where memory is, not what is in it.
+IGNORED = frozenset(
+    ("device", "layout", "pin_memory", "memory_format", "non_blocking", "copy", "implicit",
+     "output_size", "cudnn_enable")
+)  # fmt: skip
+
+#: operation -> the overloads whose arguments it takes as they are.
+SAME: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "bitwise_not", "ceil", "cos",
+         "cosh", "erf", "erfc", "exp", "exp2", "expm1", "floor", "frac", "hardsigmoid",
+         "hardswish", "isfinite", "isinf", "isnan", "log", "log10", "log1p", "log2",
+         "logical_not", "mish", "neg", "reciprocal", "relu", "relu6", "round", "rsqrt", "selu",
+         "sigmoid", "sign", "silu", "sin", "sinh", "sqrt", "square", "tan", "tanh", "trunc",
+         "leaky_relu", "hardtanh", "gelu", "softplus", "nan_to_num", "clamp_min", "clamp_max",
+         "maximum", "minimum", "atan2", "logical_and", "logical_or", "logical_xor", "addcmul",
+         "addcdiv", "floor_divide", "matmul", "bmm", "mv", "dot", "baddbmm",
+         "linear", "view_as", "reshape_as", "t", "unsqueeze",
+         "expand_as", "repeat", "narrow", "chunk", "stack", "type_as", "sum", "prod", "mean",
+         "any", "all", "argmax", "argmin", "max", "min", "topk", "sort", "argsort",
+         "absolute", "negative", "fix", "sgn", "sinc", "erfinv", "digamma", "lgamma", "angle",
+         "real", "imag", "conj", "deg2rad", "rad2deg", "signbit", "logit", "celu", "hardshrink",
+         "softshrink", "threshold", "prelu", "glu", "arctan2", "fmax", "fmin", "hypot",
+         "heaviside", "logaddexp", "clip", "addmv", "outer", "vdot", "inner", "cross", "kron",
+         "vstack", "hstack", "dstack", "column_stack", "block_diag",
+         "broadcast_to", "ravel", "tile", "flip", "fliplr", "flipud", "roll", "rot90", "unfold",
+         "diag", "diag_embed", "diagonal", "diff", "trace", "tril", "triu", "take",
+         "take_along_dim", "gather", "index_select", "index_add", "index_copy", "one_hot", "pad",
+         "scatter_add", "masked_scatter", "select_scatter", "cumsum", "cumprod", "cummax",
+         "cummin", "logcumsumexp", "histc", "count_nonzero", "aminmax", "mode", "kthvalue",
+         "nansum", "nanmean", "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d",
+         "adaptive_avg_pool2d", "adaptive_avg_pool3d", "max_pool1d", "max_pool2d", "max_pool3d",
+         "conv_transpose1d", "pixel_shuffle", "pixel_unshuffle", "cosine_similarity",
+         "pairwise_distance", "isclose", "tensordot", "view_as_complex", "view_as_real",
+         "zeros_like", "ones_like", "full_like", "empty_like", "new_empty", "new_full",
+         "new_zeros", "new_ones"),
+        "default",
+    ),
+    **dict.fromkeys(("add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge", "bitwise_and",
+                     "bitwise_or", "bitwise_xor", "remainder", "fmod"), "Tensor Scalar"),
+    **dict.fromkeys(("multiply", "subtract", "greater", "greater_equal", "less", "less_equal",
+                     "not_equal", "copysign"), "Tensor Scalar"),
+    "divide": "Tensor Scalar Tensor_mode Scalar_mode",
+    "true_divide": "Tensor Scalar",
+    **dict.fromkeys(("bitwise_left_shift", "bitwise_right_shift"), "Tensor Tensor_Scalar"),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), "default padding"),
+    **dict.fromkeys(("conv_transpose2d", "conv_transpose3d"), "input"),
+    **dict.fromkeys(("median", "nanmedian"), "default dim"),
+    "scatter": "value src reduce value_reduce",
+    "scatter_reduce": "two",
+    "index_fill": "int_Scalar int_Tensor",
+    "tensor_split": "sections indices",
+    "std_mean": "default dim correction",
+    "norm": "Scalar ScalarOpt_dim ScalarOpt_dim_dtype",
+    "moveaxis": "int intlist",
+    "xlogy": "Tensor Scalar_Other Scalar_Self",
+    "rsub": "Scalar Tensor",
+    "div": "Tensor Scalar Tensor_mode Scalar_mode",
+    "pow": "Tensor_Tensor Tensor_Scalar Scalar",
+    "where": "self ScalarOther ScalarSelf Scalar",
+    "masked_fill": "Scalar Tensor",
+    "lerp": "Scalar Tensor",
+    "clamp": "default Tensor",
+    "squeeze": "default dim dims",
+    "movedim": "int intlist",
+    "repeat_interleave": "self_int",
+    "select": "int",
+    "split": "Tensor sizes",
+    "unbind": "int",
+    "softmax": "int",
+    "log_softmax": "int",
+    "sum": "default dim_IntList",
+    "prod": "default dim_int",
+    "mean": "default dim",
+    "any": "default dim dims",
+    "all": "default dim dims",
+    "var": "default dim correction",
+    "std": "default dim correction",
+    "var_mean": "default dim correction",
+    "logsumexp": "default",
+    "max": "default dim other",
+    "min": "default dim other",
+    "sort": "default stable",
+}  # fmt: skip
+
+
+def _addmm(bias: Handle, x: Handle, weight: Handle, *, beta: float = 1, alpha: float = 1) -> Any:
+    """`addmm`, whose rows may be several dims."""
+    if x.ndim == 2:
+        return ops.addmm(bias, x, weight, beta=beta, alpha=alpha)
+    product = ops.matmul(x, weight)
+    product = product if alpha == 1 else product * alpha
+    return product if beta == 0 else ops.add(bias if beta == 1 else bias * beta, product)
+
+
+def _itself(x: Any, *_: Any, **__: Any) -> Any:
+    """What moves no numbers: whoever reads the result reads x."""
+    return x
+
+
+def _expand(x: Handle, shape: Sequence[int]) -> Any:
+    kept = (are_same(n, -1) or are_same(n, m) for n, m in zip(shape, x.shape, strict=False))
+    return x if len(shape) == x.ndim and all(kept) else ops.expand(x, shape)
+
+
+def _broadcast(tensors: Sequence[Handle]) -> list[Any]:
+    shape = torch.broadcast_shapes(*(x.shape for x in tensors))
+    return [_expand(x, shape) for x in tensors]
+
+
+def _slice(x: Handle, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+    whole: list[Any] = [slice(None)] * x.ndim
+    whole[dim] = slice(start, None if end == indices.END else end, step)
+    return ops.index(x, tuple(whole))
+
+
+def _to(x: Handle, *said: Any, dtype: torch.dtype | None = None) -> Any:
+    """`to` in any of its overloads: where a value lives is what its layout says."""
+    for item in said:
+        if isinstance(item, Handle | Tensor):
+            dtype = item.dtype
+        elif isinstance(item, torch.dtype):
+            dtype = item
+    return x if dtype is None or dtype == x.dtype else ops.cast(x, dtype)
+
+
+def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
+    """Join tensors, of which an empty vector is left out, as caches begin with one."""
+    kept = [x for x in tensors if not is_nothing(x)]
+    return kept[0] if len(kept) == 1 else ops.cat(kept, dim)
+
+
+#: What joins tensors.
+_JOINS = ("aten.cat.default", "aten.concat.default", "aten.concatenate.default")
+
+
+def is_nothing(x: Any) -> bool:
+    """Whether `cat` leaves an operand out."""
+    return isinstance(x, Tensor) and tuple(x.shape) == (0,)
+
+
+def _over(name: str) -> Call:
+    """A reduction that aten writes with no dims for all of them."""
+    operation = ops.BY_NAME[name]
+    return lambda x, dim=(), keepdim=False: operation(x, tuple(dim) or None, keepdim)
+
+
+def _loss(name: str, *order: str) -> Call:
+    """A loss, whose reduction aten writes as a number; the order of arguments behind the target."""
+    operation = ops.BY_NAME[name]
+
+    def call(x: Handle, target: Handle, *given: Any, **named: Any) -> Any:
+        known = {**dict(zip(order, given, strict=False)), **named}
+        known["reduction"] = _REDUCTIONS[known.get("reduction", 1)]
+        return operation(x, target, **{k: v for k, v in known.items() if v is not None})
+
+    return call
+
+
+_REDUCTIONS = ("none", "mean", "sum")
+
+
+def _cross_entropy(
+    x: Handle,
+    target: Handle,
+    weight: Handle | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Any:
+    if weight is not None:
+        raise DefinitionError(
+            "cross_entropy with weights of classes",
+            because="there is no such operation",
+            hint="leave weight= out, or multiply the losses of rows",
+        )
+    return ops.cross_entropy(
+        x,
+        target,
+        ignore_index=ignore_index,
+        reduction=_REDUCTIONS[reduction],
+        label_smoothing=label_smoothing,
+    )
+
+
+def _elu(x: Handle, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Any:
+    y = ops.elu(x if input_scale == 1 else x * input_scale, alpha)
+    return y if scale == 1 else y * scale
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What is known of a recording besides its graph: a seed, and whether gradients follow."""
+
+    seed: Handle | None
+    is_trained: bool
+
+
+def _embedding(
+    context: Context, weight: Handle, indices: Handle, padding_idx: int = -1, *_: Any
+) -> Any:
+    """Rows of a table; the one of padding gets no gradient."""
+    is_padded = context.is_trained and padding_idx >= 0
+    return ops.embedding(indices, weight, padding_idx if is_padded else None)
+
+
+def _dropout(context: Context, x: Handle, p: float = 0.5, train: bool = False) -> Any:
+    return ops.dropout(x, p, context.seed) if train and p else x
+
+
+def _attention(
+    context: Context,
+    query: Handle,
+    key: Handle,
+    value: Handle,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **how: Any,
+) -> Any:
+    kind = kind_of_mask(attn_mask, query.shape[-2], key.shape[-2])
+    if kind is not None:
+        attn_mask, is_causal = None, kind == "causal"
+    if dropout_p:
+        return _attention_with_dropout(
+            context.seed, query, key, value, attn_mask, dropout_p, is_causal, **how
+        )
+    return ops.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, **how
+    )
+
+
+def _attention_with_dropout(
+    seed: Any,
+    query: Handle,
+    key: Handle,
+    value: Handle,
+    mask: Any,
+    p: float,
+    is_causal: bool,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Attention in its parts: probabilities are dropped before they meet the values."""
+    if enable_gqa:
+        times = query.shape[-3] // key.shape[-3]
+        key, value = (ops.repeat_interleave(x, times, -3) for x in (key, value))
+    scores = ops.matmul(query, ops.transpose(key, -2, -1))
+    scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        rows, columns = (ops.arange(n) for n in scores.shape[-2:])
+        mask = ops.unsqueeze(rows, 1) >= columns
+    if mask is not None:
+        is_shown = mask.dtype == torch.bool
+        scores = ops.where(mask, scores, -torch.inf) if is_shown else scores + mask
+    return ops.matmul(ops.dropout(ops.softmax(scores, -1), p, seed), value)
+
+
+def draws(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a node draws random numbers, which take a seed."""
+    if target == "aten.dropout.default":
+        p, train = [*args, *(kwargs.get(k) for k in ("p", "train")[len(args) - 1 :])][1:3]
+        return bool(p and train)
+    is_attention = target == "aten.scaled_dot_product_attention.default"
+    return is_attention and bool(args[4] if len(args) > 4 else kwargs.get("dropout_p"))
+
+
+def kind_of_mask(mask: Any, rows: Any, columns: Any) -> str | None:
+    """Whether a mask that is known hides nothing ("none"), or what is ahead ("causal")."""
+    if not isinstance(mask, Tensor):
+        return None
+    shown = mask if mask.dtype == torch.bool else mask == 0
+    if shown.all():
+        return "none"
+    is_square = mask.ndim >= 2 and tuple(mask.shape[-2:]) == (rows, columns) and rows == columns
+    if not is_square or (mask.dtype != torch.bool and not (mask[~shown] == -torch.inf).all()):
+        return None
+    return "causal" if torch.equal(shown, torch.ones_like(shown).tril()) else None
+
+
+#: overload -> function of handles. Those of `BY_VALUE` also take tensors that are known.
+TABLE: dict[str, Call] = {
+    **{f"aten.{name}.{overload}": ops.BY_NAME[name]
+       for name, overloads in SAME.items() for overload in overloads.split()},
+    **dict.fromkeys(
+        ("aten.alias.default", "aten.contiguous.default", "aten.clone.default",
+         "aten.lift_fresh_copy.default", "aten.positive.default"),
+        _itself,
+    ),
+    **dict.fromkeys(("aten.detach.default", "aten.detach_.default"), ops.detach),
+    "aten.expand.default": _expand,
+    **dict.fromkeys(
+        ("aten.to.dtype", "aten.to.device", "aten.to.dtype_layout", "aten.to.other",
+         "aten._to_copy.default"),
+        _to,
+    ),
+    **{f"aten.__{name}__.Tensor": ops.BY_NAME[f"bitwise_{name}"] for name in ("and", "or", "xor")},
+    "aten.slice.Tensor": _slice,
+    "aten.broadcast_tensors.default": _broadcast,
+    "aten.split_with_sizes.default": ops.split,
+    **dict.fromkeys(_JOINS, _cat),
+    "aten.group_norm.default": lambda x, groups, w=None, b=None, eps=1e-5, *_: (
+        ops.group_norm(x, groups, w, b, eps)),
+    "aten.addmm.default": _addmm,
+    "aten.mm.default": ops.matmul,
+    "aten.layer_norm.default": lambda x, shape, w=None, b=None, eps=1e-5, *_: (
+        ops.layer_norm(x, shape, w, b, eps)),
+    "aten.rms_norm.default": ops.rms_norm,
+    "aten.elu.default": _elu,
+    "aten.log_sigmoid.default": ops.logsigmoid,
+    "aten._softmax.default": lambda x, dim, half_to_float=False: ops.softmax(x, dim),
+    "aten._log_softmax.default": lambda x, dim, half_to_float=False: ops.log_softmax(x, dim),
+    "aten.amax.default": _over("amax"),
+    "aten.amin.default": _over("amin"),
+    "aten.mse_loss.default": _loss("mse_loss", "reduction"),
+    "aten.l1_loss.default": _loss("l1_loss", "reduction"),
+    "aten.huber_loss.default": _loss("huber_loss", "reduction", "delta"),
+    "aten.smooth_l1_loss.default": _loss("smooth_l1_loss", "reduction", "beta"),
+    "aten.soft_margin_loss.default": _loss("soft_margin_loss", "reduction"),
+    "aten.kl_div.default": _loss("kl_div", "reduction"),
+    "aten.binary_cross_entropy.default": _loss("binary_cross_entropy", "weight", "reduction"),
+    "aten.binary_cross_entropy_with_logits.default": (
+        _loss("binary_cross_entropy_with_logits", "weight", "pos_weight", "reduction")),
+    **dict.fromkeys(
+        ("aten.nll_loss.default", "aten.nll_loss_nd.default", "aten.nll_loss2d.default"),
+        _loss("nll_loss", "weight", "reduction", "ignore_index"),
+    ),
+    "aten.linalg_vector_norm.default": lambda x, ord=2, dim=None, keepdim=False, **how: (
+        ops.vector_norm(x, ord, dim, keepdim, **how)),
+    "aten.max_pool2d_with_indices.default": lambda *a, **k: (
+        ops.max_pool2d(*a, **k, return_indices=True)),
+    "aten.adaptive_max_pool2d.default": lambda *a: ops.adaptive_max_pool2d(*a, True),
+    "aten.upsample_nearest2d.vec": lambda x, size, scales=None: (
+        ops.interpolate(x, size, scales, mode="nearest")),
+    "aten.upsample_bilinear2d.vec": lambda x, size, corners, scales=None: (
+        ops.interpolate(x, size, scales, mode="bilinear", align_corners=corners)),
+    "aten.einsum.default": lambda equation, tensors, **_: ops.einsum(equation, *tensors),
+    "aten.meshgrid.default": lambda tensors: ops.meshgrid(*tensors),
+    "aten.meshgrid.indexing": lambda tensors, indexing: ops.meshgrid(*tensors, indexing=indexing),
+    **{f"aten.{name}.default": ops.BY_NAME[name] for name in ("full", "zeros", "ones")},
+    "aten.cross_entropy_loss.default": _cross_entropy,
+    "aten.zero.default": ops.zeros_like,
+    "aten.fill.Scalar": written.fill,
+    "aten.fill.Tensor": written.fill,
+    "aten.copy.default": written.copy,
+    "aten.slice_scatter.default": written.slice_scatter,
+    "aten.select_scatter.default": written.select_scatter,
+    "aten.batch_norm.default": lambda x, w, b, mean, var, training, momentum, eps, *_: (
+        ops.batch_norm(x, mean, var, w, b, training, momentum, eps)),
+    "aten._native_batch_norm_legit_no_training.default": (
+        lambda x, w, b, mean, var, momentum, eps: (
+            ops.batch_norm(x, mean, var, w, b, False, momentum, eps), None, None)),
+    "aten._native_batch_norm_legit_functional.default": norms.batch_norm_of_training,
+    "aten.index.Tensor": indices.take,
+    "aten.index_put.default": ops.index_put,
+    **{
+        str(call): call
+        for call in (
+            operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv,
+            operator.mod, operator.neg,
+        )
+    },
+    "aten.sym_size.int": lambda x, dim: x.shape[dim],
+    "aten.arange.default": ops.arange,
+    "aten.arange.start": ops.arange,
+    "aten.arange.start_step": ops.arange,
+}  # fmt: skip
+
+
+def is_known(target: str) -> bool:
+    """Whether the table has an operation."""
+    return target in TABLE or target in IN_CONTEXT or target in VIEWS
+
+
+def _wanted_of_attention(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, *_: Any, **__: Any
+) -> list[Any]:
+    is_known = kind_of_mask(attn_mask, query.shape[-2], key.shape[-2]) is not None
+    return [query, key, value, *([] if is_known else [attn_mask])]
+
+
+#: overload -> method of `Views`.
+VIEWS: dict[str, Call] = {
+    **dict.fromkeys(
+        ("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default"), Views.reshape
+    ),
+    "aten.flatten.using_ints": Views.flatten,
+    "aten.unflatten.int": Views.unflatten,
+    "aten.permute.default": Views.permute,
+    "aten.numpy_T.default": lambda views, x: views.permute(x, tuple(reversed(range(x.ndim)))),
+    "aten.mT.default": lambda views, x: views.transpose(x, -2, -1),
+    **dict.fromkeys(
+        ("aten.transpose.int", "aten.swapaxes.default", "aten.swapdims.default"), Views.transpose
+    ),
+}
+
+#: overload -> which of its arguments is a matrix whose rows may stay several dims.
+ROWS: Mapping[str, int] = {
+    "aten.linear.default": 0,
+    "aten.mm.default": 0,
+    "aten.addmm.default": 1,
+}
+
+#: overload -> function of a context and handles.
+IN_CONTEXT: dict[str, Call] = {
+    "aten.dropout.default": _dropout,
+    "aten.embedding.default": _embedding,
+    "aten.scaled_dot_product_attention.default": _attention,
+}
+
+#: overload -> which of its arguments must be handles; it takes the others as tensors.
+BY_VALUE: Mapping[str, Call] = {
+    **dict.fromkeys(_JOINS, lambda tensors, *_: [x for x in tensors if not is_nothing(x)]),
+    "aten.index.Tensor": lambda x, indices: [x],
+    "aten.scaled_dot_product_attention.default": _wanted_of_attention,
+}

@@ -1,0 +1,261 @@
+"""A step of training of an imported module: forward, loss, backward and update as one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from mdfuse.errors import DefinitionError
+from mdfuse.frontend.definition import FusionDefinition
+from mdfuse.frontend.grad import grad
+from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.importing.build import Inputs, Model, record
+from mdfuse.frontend.importing.joined import Joined
+from mdfuse.frontend.importing.place import unmatched
+from mdfuse.frontend.optim import clip_by_global_norm
+from mdfuse.frontend.spec import TensorSpec
+from mdfuse.mesh import as_mesh
+
+#: The name of the input that counts steps.
+COUNT = "count"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """A step of an optimizer, as `mf.optim` has them: `(w, dw, *state, **numbers) -> (w, *state)`.
+
+    Attributes:
+        call: the function; numbers that are known are bound to it by `functools.partial`.
+        state: names of what it keeps for each parameter.
+        counts: whether it takes which step this is.
+        numbers: names of numbers that are not bound: inputs of each run.
+    """
+
+    call: Callable[..., Any]
+    state: tuple[str, ...]
+    counts: bool
+    numbers: tuple[str, ...]
+
+    @staticmethod
+    def of(call: Any) -> Optimizer:
+        """Read an optimizer's parameters.
+
+        Raises:
+            DefinitionError: it is no function of a parameter and its gradient.
+        """
+        bound = call.keywords if isinstance(call, partial) else {}
+        try:
+            parameters = [*inspect.signature(call).parameters.values()]
+        except (TypeError, ValueError):
+            parameters = []
+        places = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        if [p.name for p in places[:2]] != ["w", "dw"]:
+            raise DefinitionError(
+                f"optimizer={call!r}",
+                because="an optimizer is a function (w, dw, *state, **numbers) -> (w, *state)",
+                hint="mf.optim.adamw, or functools.partial(mf.optim.sgd, lr=0.1)",
+            )
+        momentum = bound.get("momentum", 0)
+        kept = [p for p in places[2:] if p.default is p.empty or momentum]
+        return Optimizer(
+            call=call,
+            state=tuple(p.name for p in kept if p.name != "step"),
+            counts=any(p.name == "step" for p in kept),
+            numbers=tuple(
+                p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDefinition:
+    """A step of training.
+
+    Attributes:
+        definition: parameters, constants, arguments of the module, extra inputs, numbers of the
+            optimizer, and its state; the outputs that are written into no input come first.
+        trained: names of parameters that are updated.
+        kept: name of a state -> the name of the parameter that it belongs to.
+        masters: names of f32 copies -> their parameters.
+    """
+
+    definition: FusionDefinition
+    trained: tuple[str, ...]
+    kept: Mapping[str, str]
+    masters: Mapping[str, str]
+    counts: bool
+
+
+def define_step(
+    model: Model,
+    loss: Callable[..., Any] | None,
+    extra: Mapping[str, TensorSpec],
+    optimizer: Optimizer,
+    *,
+    frozen: Sequence[str],
+    clip: float | None,
+    master: bool,
+    name: str,
+) -> StepDefinition:
+    """Define a step: see `ImportedModel.training_step`."""
+    trained = trained_nodes(model, frozen)
+    with FusionDefinition(name) as fd:
+        inputs = model.define_inputs(fd)
+        others = {key: _extra(fd, model, key, spec) for key, spec in extra.items()}
+        numbers = {n: fd.define_tensor([], mesh=model.mesh, name=n) for n in optimizer.numbers}
+        count = _count(fd, model) if optimizer.counts else None
+        handles = {h.name: h for node in trained for h in _parts(inputs, node)}
+        slots = {h.name: _state(fd, model, node, h, optimizer, master)
+                 for node in trained for h in _parts(inputs, node)}  # fmt: skip
+        value, *more = _loss(model, record(model, inputs, is_trained=True), loss, others)
+        gradients = grad(value, [*handles.values()])
+        shown = [value, *more]
+        if clip is not None:
+            gradients, norm = clip_by_global_norm(gradients, clip)
+            shown.append(norm)
+        for x in shown:
+            fd.add_output(x)
+        now = None if count is None else count + 1
+        for (key, w), dw in zip(handles.items(), gradients, strict=True):
+            _update(fd, optimizer, w, dw, slots[key], now, numbers)
+        if count is not None and now is not None:
+            fd.add_output(now, reuse=count)
+    kept = {x.name: key for key, slot in slots.items() for x in slot.state}
+    masters = {slot.master.name: key for key, slot in slots.items() if slot.master is not None}
+    return StepDefinition(
+        definition=fd,
+        trained=tuple(handles),
+        kept=kept,
+        masters=masters,
+        counts=count is not None,
+    )
+
+
+def _count(fd: FusionDefinition, model: Model) -> Handle:
+    """How many steps there were: of 64 bits, since 1 - 0.999**n has few digits in 32."""
+    return fd.define_tensor([], torch.float64, model.mesh, name=COUNT)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """What an optimizer keeps for a parameter."""
+
+    state: tuple[Handle, ...]
+    master: Handle | None
+
+
+def _parts(inputs: Inputs, node: Node) -> tuple[Handle, ...]:
+    x = inputs.nodes[node]
+    return x.parts if isinstance(x, Joined) else (x,)
+
+
+def _state(
+    fd: FusionDefinition, model: Model, node: Node, w: Handle, optimizer: Optimizer, master: bool
+) -> _Slot:
+    """Define what the optimizer keeps for a parameter, where the parameter lives."""
+    layout = model.layout(node)
+    is_narrow = master and w.dtype.itemsize < torch.float32.itemsize
+    dtype = torch.float32 if is_narrow else w.dtype
+    made = [fd.define_tensor(w.shape, dtype, layout, name=f"{w.name}.{n}") for n in optimizer.state]
+    wide = fd.define_tensor(w.shape, dtype, layout, name=f"{w.name}.master") if is_narrow else None
+    return _Slot(tuple(made), wide)
+
+
+def _update(
+    fd: FusionDefinition,
+    optimizer: Optimizer,
+    w: Handle,
+    dw: Handle,
+    slot: _Slot,
+    now: Handle | None,
+    numbers: Mapping[str, Handle],
+) -> None:
+    """Append the step of a parameter, written in place."""
+    counted = () if now is None else (now,)
+    wide = w if slot.master is None else slot.master
+    result = optimizer.call(wide, dw, *slot.state, *counted, **numbers)
+    new, *state = result if isinstance(result, tuple) else (result,)
+    if len(state) < len(slot.state):
+        raise DefinitionError(
+            f"the optimizer returns {len(state) + 1} values for {w.name}",
+            because=f"it keeps {', '.join(optimizer.state)} besides the parameter",
+            hint="return (w, *state), in the order in which they are passed",
+        )
+    for x, old in zip(state, slot.state, strict=False):
+        fd.add_output(x, reuse=old)
+    if slot.master is not None:
+        fd.add_output(new.to(w.dtype), reuse=w)
+        fd.add_output(new, reuse=slot.master)
+    else:
+        fd.add_output(new, reuse=w)
+
+
+def trained_nodes(model: Model, frozen: Sequence[str]) -> list[Node]:
+    """Return the parameters that are trained: those that require gradients, and are not frozen.
+
+    Raises:
+        DefinitionError: nothing is left to train.
+        LayoutError: a pattern that matches no parameter.
+    """
+    patterns = (frozen,) if isinstance(frozen, str) else tuple(frozen)
+    of = model.captured.parameters
+    names = [name for node in model.parameters for name in of[node].names]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise unmatched("frozen", pattern, names)
+    found = [
+        node
+        for node in model.parameters
+        if of[node].tensor.requires_grad
+        and not any(fnmatchcase(name, p) for name in of[node].names for p in patterns)
+    ]
+    if not found:
+        raise DefinitionError(
+            f"training_step of {model.captured.name} with nothing to train",
+            because="its parameters are frozen, or do not require gradients",
+            hint="leave a pattern of frozen= out, or module.requires_grad_(True) before the import",
+        )
+    return found
+
+
+def _extra(fd: FusionDefinition, model: Model, name: str, spec: TensorSpec) -> Handle:
+    if not isinstance(spec, TensorSpec):
+        raise DefinitionError(
+            f"extra[{name!r}] is {type(spec).__name__}",
+            because="an extra input is described by its shape, dtype and layout",
+            hint="mf.TensorSpec((4, 128), torch.int64, mesh, {axis: placement})",
+        )
+    mesh = model.mesh if spec.mesh is None else as_mesh(spec.mesh)
+    return fd.define_tensor(
+        spec.shape, spec.dtype, mesh, spec.layout, spec.order, spec.stride_order, name=name
+    )
+
+
+def _loss(
+    model: Model, results: Sequence[Any], loss: Callable[..., Any] | None, extra: Mapping[str, Any]
+) -> Iterator[Handle]:
+    """The loss, and what else the function returns; without one the module's own loss."""
+    if loss is None:
+        by_path = {o.path: results[o.place] for o in model.captured.outputs if o.place is not None}
+        found: Any = by_path.get("loss", results[0] if len(results) == 1 else None)
+    else:
+        found = loss(*results, **extra)
+    given = found if isinstance(found, tuple) else (found,)
+    value = given[0]
+    is_loss = isinstance(value, Handle) and value.is_tensor and value.ndim == 0
+    if not is_loss or not all(isinstance(x, Handle) for x in given):
+        said = "the module returns no loss" if loss is None else f"loss returns {value!r}"
+        raise DefinitionError(
+            f"training_step of {model.captured.name}: {said}",
+            because="a loss is a floating tensor without dims, alone or the first of a tuple",
+            hint="loss=lambda logits, labels: mf.ops.cross_entropy(logits.flatten(0, 1), "
+            "labels.flatten())",
+        )
+    yield from given

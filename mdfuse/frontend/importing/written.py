@@ -1,0 +1,70 @@
+"""Writes into parts of a value, as new values: what stands before, what is written, what is behind.
+
+Export makes these of `x[1:3] = y` and of operations in place.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from mdfuse.errors import DefinitionError
+from mdfuse.frontend import ops as operations
+from mdfuse.frontend.handle import Handle
+
+ops: Any = operations
+
+
+def fill(x: Handle, value: Any) -> Any:
+    """One number in the place of all elements."""
+    if isinstance(value, Tensor):
+        value = value.item()
+    if not isinstance(value, Handle):
+        return ops.full_like(x, value)
+    return copy(x, value)
+
+
+def copy(x: Handle, source: Handle) -> Any:
+    """The elements of another value, in the shape and the dtype of x."""
+    found = source if source.dtype == x.dtype else ops.cast(source, x.dtype)
+    return found if found.shape == x.shape else ops.expand(found, x.shape)
+
+
+def slice_scatter(
+    x: Handle, source: Handle, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> Any:
+    """A value with a slice of a dim written."""
+    at = dim % x.ndim
+    first, last, _ = slice(start, end).indices(x.shape[at])
+    if step != 1:
+        raise DefinitionError(
+            f"a write into %{x.name} with step {step}",
+            because="what is written stands together",
+            hint="torch.where(mask, new, x)",
+        )
+    return _between(x, _spread(x, source, at, last - first), at, first, max(first, last))
+
+
+def select_scatter(x: Handle, source: Handle, dim: int, index: int) -> Any:
+    """A value with one place of a dim written."""
+    at = dim % x.ndim
+    first = index % x.shape[at]
+    return _between(x, ops.unsqueeze(source, at), at, first, first + 1)
+
+
+def _spread(x: Handle, source: Handle, dim: int, length: int) -> Any:
+    """What is written, expanded to the part of x that it is written into."""
+    wanted = (*x.shape[:dim], length, *x.shape[dim + 1 :])
+    return source if source.shape == wanted else ops.expand(source, wanted)
+
+
+def _between(x: Handle, source: Handle, dim: int, first: int, last: int) -> Any:
+    source = source if source.dtype == x.dtype else ops.cast(source, x.dtype)
+    parts = [source] if math.prod(source.shape) else []
+    if first > 0:
+        parts.insert(0, ops.narrow(x, dim, 0, first))
+    if last < x.shape[dim]:
+        parts.append(ops.narrow(x, dim, last, x.shape[dim] - last))
+    return parts[0] if len(parts) == 1 else ops.cat(parts, dim)

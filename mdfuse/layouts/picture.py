@@ -1,0 +1,263 @@
+"""Pictures of layouts: which ranks hold which part of a tensor, as text and as SVG.
+
+    [8,6] (dp=S0, tp=S1) on mesh(dp=2, tp=2)
+           0:3   3:6
+        ┌─────┬─────┐
+    0:4 │  0  │  1  │
+        ├─────┼─────┤
+    4:8 │  2  │  3  │
+        └─────┴─────┘
+
+A part shows its ranks: `0 1` hold the same; `0 + 1` hold terms, whose sum is the value; `#2` is the
+iteration of the host's loop that computes a chunk. At most two dims span a picture: of more that
+are split, each part gets a picture of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from mdfuse.errors import LayoutError
+from mdfuse.layouts.boxes import Box, Interval
+from mdfuse.layouts.layout import Layout
+
+#: Of more intervals along a dim, the first and the last ones are shown; likewise of ranks.
+_SHOWN, _FIRST, _LAST = 12, 8, 2
+_RANKS = 6
+#: Of more pictures for further dims, only the first ones are shown.
+_GRIDS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Band:
+    """An interval of a dim, and who holds it.
+
+    Attributes:
+        interval: rows of the whole.
+        where: axis -> coordinate of the ranks that hold it.
+        chunk: which chunk of their part it is; None where the dim is not streamed.
+    """
+
+    interval: Interval
+    where: tuple[tuple[str, int], ...] = ()
+    chunk: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A part of a tensor in a picture.
+
+    Attributes:
+        box: where it lies in the whole.
+        terms: the ranks that hold it: one tuple, of replicas, for each term of a Partial; or for
+            each rank, where a placement varies.
+        iteration: of the host's loop; None where the layout is not streamed.
+    """
+
+    box: Box
+    terms: tuple[tuple[int, ...], ...]
+    iteration: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """One grid of a picture.
+
+    Attributes:
+        fixed: (dim, interval) of split dims that do not span it.
+        rows: intervals from top to bottom; None stands for those left out.
+        columns: likewise from left to right.
+        parts: for each row, a part for each column; None where something is left out.
+    """
+
+    fixed: tuple[tuple[int, Interval], ...]
+    rows: tuple[Band | None, ...]
+    columns: tuple[Band | None, ...]
+    parts: tuple[tuple[Part | None, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """Who holds which part of a tensor; prints as text, and notebooks show it as SVG.
+
+    Args:
+        layout: of the tensor.
+        shape: its global extents, numbers.
+
+    Raises:
+        LayoutError: the layout splits a dim that the shape does not have; an extent is no number.
+    """
+
+    layout: Layout
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if any(type(n) is not int or n < 0 for n in self.shape):
+            raise LayoutError(
+                f"a picture of {list(self.shape)}",
+                because="a picture shows a tensor of known extents",
+                hint="pass numbers, for example of one run",
+            )
+        object.__setattr__(self, "layout", self.layout.normalized(len(self.shape), may_vary=True))
+
+    @property
+    def title(self) -> str:
+        """The shape, the layout, and the mesh."""
+        return f"[{','.join(map(str, self.shape))}] {self.layout} on {self.layout.mesh}"
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The dims that span the grids: those that are split or streamed first, at most two."""
+        split = [d for d, _ in self.layout.splits]
+        if self.layout.stream is not None and self.layout.stream.dim not in split:
+            split.append(self.layout.stream.dim)
+        others = [d for d in reversed(range(len(self.shape))) if d not in split]
+        return tuple(sorted([*split, *others][:2]))
+
+    def bands(self, dim: int) -> list[Band]:
+        """Return the intervals of a dim, in order, without empty ones unless all are."""
+        axes, found = self.layout.split_axes(dim), []
+        stream = self.layout.stream
+        is_whole = stream is not None and stream.dim == dim and stream.index is None
+        for choice, interval in self.layout.chunks_of(dim, self.shape[dim]):
+            where = tuple(zip(axes, choice, strict=True))
+            if stream is None or not is_whole:
+                found.append(Band(interval=interval, where=where))
+                continue
+            chunks = [stream.interval(interval, i) for i in range(stream.count)]
+            found += [Band(interval=x, where=where, chunk=i) for i, x in enumerate(chunks)]
+        return [b for b in found if b.interval[0] < b.interval[1]] or found[:1]
+
+    @property
+    def grids(self) -> tuple[Grid, ...]:
+        """The grids: one, or one for each part along the split dims that do not span it."""
+        spanned = self.dims
+        rest = [d for d, _ in self.layout.splits if d not in spanned]
+        stream = self.layout.stream
+        if stream is not None and stream.dim not in (*spanned, *rest):
+            rest.append(stream.dim)
+        bands = [self.bands(d) for d in rest]
+        found = (dict(zip(rest, choice, strict=True)) for choice in product(*bands))
+        return tuple(self._grid(spanned, fixed) for fixed in found)
+
+    def _grid(self, dims: Sequence[int], fixed: dict[int, Band]) -> Grid:
+        one = (Band(interval=(0, 1)),)
+        rows = _few(self.bands(dims[0])) if len(dims) == 2 else one
+        columns = _few(self.bands(dims[-1])) if dims else one
+
+        def part(row: Band | None, column: Band | None) -> Part | None:
+            if row is None or column is None:
+                return None
+            bands = (row, column)[2 - len(dims) :]
+            return self._part({**fixed, **dict(zip(dims, bands, strict=True))})
+
+        parts = tuple(tuple(part(row, column) for column in columns) for row in rows)
+        pairs = tuple((d, band.interval) for d, band in fixed.items())
+        return Grid(fixed=pairs, rows=rows, columns=columns, parts=parts)
+
+    def _part(self, bands: dict[int, Band]) -> Part:
+        """Return the part of the tensor that lies in one interval for each of some dims."""
+        here = {axis: n for band in bands.values() for axis, n in band.where}
+        box = tuple(bands[d].interval if d in bands else (0, n) for d, n in enumerate(self.shape))
+        chunk = next((b.chunk for b in bands.values() if b.chunk is not None), None)
+        iteration, stream = chunk, self.layout.stream
+        if chunk is not None and stream is not None and stream.rotate is not None:
+            turn = here.get(stream.rotate)
+            iteration = None if turn is None else (chunk - turn) % stream.count
+        return Part(box=box, terms=self._terms(here), iteration=iteration)
+
+    def _terms(self, here: dict[str, int]) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks at some coordinates: a tuple of replicas for each term."""
+        mesh = self.layout.mesh
+        apart = (*self.layout.partial_axes, *self.layout.varying_axes)
+        copies = [a for a in mesh.axes if a not in here and a not in apart]
+        first = mesh.rank_at([here.get(a, 0) for a in mesh.axes])
+        heads = mesh.team(first, *apart) if apart else (first,)
+        return tuple(mesh.team(r, *copies) if copies else (r,) for r in heads)
+
+    @property
+    def empty(self) -> tuple[int, ...]:
+        """The ranks that hold nothing, though they are in the mesh."""
+        layout, shape = self.layout, self.shape
+        if 0 in shape or all(min(map(_length, self._all(d))) > 0 for d, _ in layout.splits):
+            return ()
+        return tuple(r for r in layout.mesh if 0 in layout.local_shape(shape, r))
+
+    def _all(self, dim: int) -> Iterator[Interval]:
+        return (interval for _, interval in self.layout.chunks_of(dim, self.shape[dim]))
+
+    def label(self, part: Part) -> str:
+        """Return what a part shows: its ranks, and the iteration of the host's loop."""
+        ops = [*self.layout.reduce_ops.values()]
+        texts = [_ranks(t) for t in part.terms[:_RANKS]]
+        texts += ["…"] if len(part.terms) > _RANKS else []
+        if len(part.terms) > 1 and any(len(t) > 1 for t in part.terms):
+            texts = [f"({t})" for t in texts]
+        if not ops:
+            text = " | ".join(texts)
+        elif {*ops} <= {"sum"}:
+            text = " + ".join(texts)
+        else:
+            text = f"{ops[0]}({', '.join(texts)})"
+        return text if part.iteration is None else f"{text} #{part.iteration}"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What signs in the picture mean, and who holds nothing."""
+        found, layout = [], self.layout
+        if len(self.shape) > 2:
+            rows, columns = self.dims
+            found.append(f"rows are dim {rows}, columns dim {columns}")
+        if layout.reduce_ops:
+            op = ", ".join(dict.fromkeys(layout.reduce_ops.values()))
+            found.append(f"each rank holds a term: their {op} is the value")
+        if layout.varying_axes:
+            found.append(f"a | b: ranks along {', '.join(layout.varying_axes)} differ")
+        stream = layout.stream
+        if stream is not None and stream.index is None:
+            split = {a for _, axes in layout.splits for a in axes}
+            if stream.rotate is None or stream.rotate in split:
+                found.append(f"#n: iteration n of the host's loop over {stream.count} chunks")
+            else:
+                found.append(f"each rank along {stream.rotate} begins at its own chunk")
+        if self.empty:
+            found.append(f"nothing lies on {_ranks(self.empty)}")
+        return tuple(found)
+
+    def __str__(self) -> str:
+        from mdfuse.layouts.picture_text import text
+
+        return text(self, _GRIDS)
+
+    def svg(self) -> str:
+        """Return the picture as an SVG element, in the colours of a light or a dark page."""
+        from mdfuse.layouts.picture_svg import svg
+
+        return svg(self, _GRIDS)
+
+    def _repr_svg_(self) -> str:
+        return self.svg()
+
+
+def span(interval: Interval) -> str:
+    """Return an interval as Python writes a slice: `0:4`."""
+    return f"{interval[0]}:{interval[1]}"
+
+
+def _length(interval: Interval) -> int:
+    return interval[1] - interval[0]
+
+
+def _few(bands: list[Band]) -> tuple[Band | None, ...]:
+    if len(bands) <= _SHOWN:
+        return tuple(bands)
+    return (*bands[:_FIRST], None, *bands[-_LAST:])
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as text: all of a few, of many the first ones and how many there are."""
+    if len(ranks) <= _RANKS:
+        return " ".join(map(str, ranks))
+    return f"{' '.join(map(str, ranks[: _RANKS - 2]))} … ({len(ranks)})"

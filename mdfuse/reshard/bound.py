@@ -1,0 +1,76 @@
+"""What a change of layout must move at least, whatever the steps."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mdfuse.layouts.layout import Layout
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Elements that arrive from other ranks: at the rank that receives most, and in all."""
+
+    worst: float
+    total: float
+
+
+def bound(source: Layout, goal: Layout, shape: tuple[int, ...]) -> Moved:
+    """Return a lower bound of what any algorithm moves; it need not be attainable.
+
+    An element that a rank needs arrives there at least once, unless the rank holds it and nothing
+    is reduced. Of L terms to be reduced, the first rank that has the sum took L messages, or L - 1
+    where it holds a term; each other rank that needs it takes one more. On average over all ranks
+    arrives the total over their number.
+    """
+    kept = [a for a in source.partial_axes if a in goal.partial_axes]
+    ranks = sorted({*source.mesh.ranks, *goal.mesh.ranks})
+    cuts = [
+        sorted(
+            {0, extent, *(e for x in (source, goal) for _, i in x.chunks_of(d, extent) for e in i)}
+        )
+        for d, extent in enumerate(shape)
+    ]
+    sizes = [np.diff(c) for c in cuts]
+    volume = math.prod((np.ix_(*sizes) if sizes else ()), start=np.ones((1,) * len(sizes), int))
+    terms = math.prod(source.mesh.axis_size(a) for a in source.partial_axes if a not in kept)
+    least, total = 0.0, 0.0
+    groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for rank in ranks:
+        groups[_at(source, rank, kept)].append(rank)
+    for members in groups.values():
+        have = {r: _cells(source, shape, cuts, r) for r in members}
+        need = {r: _cells(goal, shape, cuts, r) for r in members}
+        for r in members:
+            lacks = need[r] & ~have[r] if terms == 1 else need[r]
+            least = max(least, float((volume * lacks).sum()))
+            total += float((volume * lacks).sum())
+        if terms > 1:
+            wanted = np.any([*need.values()], axis=0)
+            at_holder = np.any([need[r] & have[r] for r in members], axis=0)
+            total += float((volume * ((terms - 1) * wanted - at_holder)).sum())
+    return Moved(max(least, total / len(ranks)), total)
+
+
+def _at(layout: Layout, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
+    coordinate = layout.mesh.coordinate(rank)
+    return tuple(coordinate[layout.mesh.axis_index(a)] for a in axes) if coordinate else ()
+
+
+def _cells(
+    layout: Layout, shape: tuple[int, ...], cuts: list[list[int]], rank: int
+) -> np.ndarray[Any, Any]:
+    """Return which cells between the cuts a rank has."""
+    grid = tuple(len(c) - 1 for c in cuts)
+    cells = np.zeros(grid, bool)
+    if rank in layout.mesh:
+        box = layout.intervals(shape, rank)
+        where = zip(box, cuts, strict=True)
+        cells[tuple(slice(c.index(a), c.index(b)) for (a, b), c in where)] = True
+    return cells

@@ -1,0 +1,23 @@
+"""What people look at: events and their traces, timelines, memory over time, comparisons."""
+
+from mdfuse.seeing.costs import H100, UNIT, Costs, Link
+from mdfuse.seeing.deviation import Deviation, compare
+from mdfuse.seeing.events import Event
+from mdfuse.seeing.timeline import Timeline
+from mdfuse.seeing.traces import last_run
+from mdfuse.seeing.traces import merge as merge_traces
+from mdfuse.seeing.traces import read as read_trace
+
+__all__ = [
+    "H100",
+    "UNIT",
+    "Costs",
+    "Deviation",
+    "Event",
+    "Link",
+    "Timeline",
+    "compare",
+    "last_run",
+    "merge_traces",
+    "read_trace",
+]

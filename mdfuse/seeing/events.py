@@ -1,0 +1,73 @@
+"""Events: what a rank did and when, measured in a run or computed from a cost table."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from mdfuse.hir.program import Instruction
+
+Part = Literal["work", "post", "transfer", "wait"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that took time on a rank.
+
+    Attributes:
+        rank: which rank.
+        lane: where on the rank: "host", "stream 0", "wait", or the link of a communication: "tp",
+            "to 1". Events on one lane of a rank do not overlap.
+        name: what programs print: "%y = linear", "allreduce[sum]".
+        start_ns: when it began, nanoseconds.
+        stop_ns: when it ended.
+        instruction: its number in the rank's written-out program; -1 where there is none.
+        flow: a communication: its post, the transfer and the wait for it have one, on all ranks.
+        part: which part of a communication it is; "work" for all that is none.
+        source: the user's line.
+        nbytes: bytes that a transfer brings to this rank.
+        detail: more, for those who look closely: a change of layout.
+    """
+
+    rank: int
+    lane: str
+    name: str
+    start_ns: int
+    stop_ns: int
+    instruction: int = -1
+    flow: int | None = None
+    part: Part = "work"
+    source: str = ""
+    nbytes: int = 0
+    detail: str = ""
+
+
+def name_of(i: Instruction) -> str:
+    """Return what an instruction does, as programs print it; an iteration has its number: `@2`."""
+    made = ", ".join(f"%{n}" for n in i.outputs)
+    return f"{made} = {i.fn or i.op}" if made else i.fn or i.op
+
+
+def makespan(events: Iterable[Event]) -> int:
+    """Return the nanoseconds from the first start to the last stop; 0 without events."""
+    found = [*events]
+    if not found:
+        return 0
+    return max(e.stop_ns for e in found) - min(e.start_ns for e in found)
+
+
+def lanes(events: Iterable[Event]) -> dict[tuple[int, str], list[Event]]:
+    """Return the events of each lane of each rank, in the order of their starts."""
+    found: dict[tuple[int, str], list[Event]] = defaultdict(list)
+    for event in events:
+        found[event.rank, event.lane].append(event)
+    for row in found.values():
+        row.sort(key=lambda e: (e.start_ns, e.stop_ns))
+    return dict(found)
+
+
+def busy(events: Sequence[Event]) -> int:
+    """Return the nanoseconds of events that do not overlap."""
+    return sum(e.stop_ns - e.start_ns for e in events)

@@ -1,0 +1,1 @@
+"""Reports: a program on one page of HTML, which needs nothing else."""

@@ -1,0 +1,25 @@
+"""Numbers as text for people."""
+
+from __future__ import annotations
+
+
+def size_text(n: int) -> str:
+    """Return a number of bytes as text for people: `1536` -> "1.5 KiB".
+
+    >>> size_text(1000), size_text(1536), size_text(5 << 30)
+    ('1000 B', '1.5 KiB', '5 GiB')
+    """
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = min(max(n.bit_length() - 1, 0) // 10, len(units) - 1)
+    return f"{n} B" if power == 0 else f"{n / 1024**power:.3g} {units[power]}"
+
+
+def time_text(seconds: float) -> str:
+    """Return seconds as text for people: `0.0015` -> "1.5 ms".
+
+    >>> time_text(2), time_text(0.0015), time_text(2e-5)
+    ('2.00 s', '1.5 ms', '20 µs')
+    """
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"

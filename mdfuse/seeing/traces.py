@@ -1,0 +1,268 @@
+"""Traces of runs: read what the ranks wrote, by one clock, and merge it with other traces."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from mdfuse.errors import ProgramError
+from mdfuse.seeing.events import Event
+from mdfuse.seeing.perfetto import Record, records
+from mdfuse.seeing.trace_files import Entry
+
+
+def read(path: str | Path) -> list[Event]:
+    """Return the events of a traced run, in the order of their starts.
+
+    Times are unix time by the clock of rank 0, in nanoseconds. A rank that died leaves what it
+    noted, and where it was then: an event without length, "… (did not end)".
+
+    Args:
+        path: a folder that `Options.trace` named, or one file of it.
+
+    Raises:
+        ProgramError: there is no trace, or something else.
+    """
+    path = Path(path)
+    files = sorted(path.glob("rank*.jsonl")) if path.is_dir() else [path]
+    if not files:
+        raise _no_trace(path, "the folder has no files rank0.jsonl, rank1.jsonl, …")
+    flows = _Flows()
+    found = [e for file in files for _, _, e in _Reader(file, flows).events()]
+    return sorted(found, key=_when)
+
+
+def last_run(path: str | Path, program: str) -> list[Event]:
+    """Return the events of the last run of a program in a trace, likewise.
+
+    Raises:
+        ProgramError: there is no trace, or none of this program.
+    """
+    path = Path(path)
+    files = sorted(path.glob("rank*.jsonl")) if path.is_dir() else [path]
+    flows, rows = _Flows(), list[Event]()
+    for file in files:
+        found = [(run, e) for name, run, e in _Reader(file, flows).events() if name == program]
+        last = max((run for run, _ in found), default=None)
+        rows += [e for run, e in found if run == last]
+    if not rows:
+        raise _no_trace(path, f"it has no run of @{program}")
+    return sorted(rows, key=_when)
+
+
+def _when(e: Event) -> tuple[int, int, int]:
+    return e.start_ns, e.rank, e.stop_ns
+
+
+def _no_trace(path: Path, why: str) -> ProgramError:
+    return ProgramError(
+        f"{path} is no trace of mdfuse",
+        because=why,
+        hint="name a folder that Options(trace=) or MDFUSE_TRACE named in a run",
+    )
+
+
+class _Flows:
+    """Numbers of communications: the n-th of a team, or from a rank to another, has one."""
+
+    def __init__(self) -> None:
+        self.known: dict[Hashable, int] = {}
+
+    def number(self, key: Hashable) -> int:
+        return self.known.setdefault(key, len(self.known))
+
+
+_Row = tuple[str, int, Event]
+
+
+@dataclass
+class _Reader:
+    """Reads the lines of one rank in order.
+
+    Attributes:
+        path: of the file.
+        flows: of all ranks.
+        rank: which rank wrote it.
+        offset: what is to be added to its clock.
+        plans: number -> program and entries.
+        counts: how many communications of a team, or between two ranks, there were.
+        partial: (plan, run) -> times of a run that has not come to its end yet.
+        device: of the run that ends next: entries, and when a GPU began and ended each.
+    """
+
+    path: Path
+    flows: _Flows
+    rank: int = 0
+    offset: int = 0
+    plans: dict[int, tuple[str, list[Entry | None]]] = field(default_factory=dict)
+    counts: Counter[Hashable] = field(default_factory=Counter)
+    partial: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    device: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def events(self) -> Iterator[_Row]:
+        """Yield the program, the run of its plan, and the event."""
+        for line in self._lines():
+            if "rank" in line:
+                self.rank = line["rank"]
+            elif "clock" in line:
+                self.offset = line["clock"]
+            elif "entries" in line:
+                entries = [_entry(e) if e is not None else None for e in line["entries"]]
+                self.plans[line["plan"]] = line["program"], entries
+            elif "ns" in line:
+                times = self.partial.setdefault((line["plan"], line["run"]), [])
+                times += line["ns"]
+            elif "device" in line:
+                self.device = line["device"]
+            elif "end" in line:
+                key = line["plan"], line["end"]
+                yield from self._run(*key, self.partial.pop(key, []))
+        for key, times in self.partial.items():
+            yield from self._run(*key, times, is_done=False)
+
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        """Yield the lines; the last one may be torn, where the rank died in the middle of it."""
+        try:
+            lines = self.path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise _no_trace(self.path, str(error)) from error
+        for n, text in enumerate(lines):
+            try:
+                line = json.loads(text)
+            except ValueError as error:
+                if n == len(lines) - 1 and n:
+                    return
+                raise _no_trace(self.path, f"line {n + 1} is no JSON: {error}") from error
+            if not isinstance(line, dict) or (n == 0 and "rank" not in line):
+                raise _no_trace(self.path, "its first line does not name a rank")
+            yield line
+
+    def _run(
+        self, plan: int, run: int, times: Sequence[int], *, is_done: bool = True
+    ) -> Iterator[_Row]:
+        """Yield the events of a run, from its times."""
+        program, entries = self.plans[plan]
+        flows: dict[int, int] = {}
+        for n, entry in enumerate(entries[: len(times) - 1]):
+            if entry is not None:
+                yield program, run, self._event(entry, run, times[n], times[n + 1], False, flows)
+        for n, start, stop in self.device if is_done else ():
+            entry = entries[n]
+            if entry is not None and times:
+                lane = "device" if entry.lane == "host" else f"device {entry.lane}"
+                on_device = replace(entry, lane=lane)
+                at = times[0] + start, times[0] + stop
+                yield program, run, self._event(on_device, run, *at, False, flows)
+        self.device = []
+        left = (e for e in entries[max(len(times) - 1, 0) :] if e is not None)
+        entry = next(left, None)
+        if entry is not None and times and not is_done:
+            yield program, run, self._event(entry, run, times[-1], times[-1], True, flows)
+
+    def _event(
+        self, entry: Entry, run: int, start: int, stop: int, is_open: bool, flows: dict[int, int]
+    ) -> Event:
+        detail = entry.detail or f"run {run}"
+        flow = flows.get(entry.handle) if entry.handle is not None else None
+        if entry.part == "post":
+            key: Hashable = entry.team
+            if entry.to is not None or entry.of is not None:
+                key = (self.rank, entry.to) if entry.to is not None else (entry.of, self.rank)
+                detail = f"to {entry.to}" if entry.to is not None else f"from {entry.of}"
+            is_pair = entry.to is not None or entry.of is not None
+            number = self.counts[is_pair, key]
+            self.counts[is_pair, key] += 1
+            flow = self.flows.number((is_pair, key, number))
+            flows.update(dict.fromkeys(entry.handles, flow))
+        return Event(
+            rank=self.rank,
+            lane=entry.lane,
+            name=f"{entry.name} (did not end)" if is_open else entry.name,
+            start_ns=start + self.offset,
+            stop_ns=stop + self.offset,
+            instruction=entry.instruction,
+            flow=flow,
+            part=entry.part,
+            source=entry.source,
+            nbytes=entry.nbytes,
+            detail=detail,
+        )
+
+
+def _entry(fields: dict[str, Any]) -> Entry:
+    lists = {k: tuple(v) for k, v in fields.items() if isinstance(v, list)}
+    return Entry(**{**fields, **lists})
+
+
+# -- merging ---------------------------------------------------------------------------------------
+
+
+def merge(paths: Sequence[str | Path], out: str | Path) -> int:
+    """Merge traces into one file for https://ui.perfetto.dev; return how many records it has.
+
+    Args:
+        paths: folders and files of traced runs; Chrome trace JSON, as torch's profiler and
+            `Timeline.to_perfetto` write it. What has no clock, as a timeline, begins with the rest.
+        out: the file, which is replaced.
+
+    Raises:
+        ProgramError: one of them is no trace.
+        OSError: the file cannot be written.
+    """
+    runs = [p for p in map(Path, paths) if p.is_dir() or p.suffix == ".jsonl"]
+    others = [p for p in map(Path, paths) if p not in runs]
+    flows_of = [read(p) for p in runs]
+    loaded = [(p, *_loaded(p)) for p in others]
+    starts = [events[0].start_ns for events in flows_of if events]
+    starts += [base for _, base, _ in loaded if base is not None]
+    base = min(starts, default=0)
+    rows: list[Record] = []
+    for n, events in enumerate(flows_of):
+        rows += _apart(_shifted(records(events), -base / 1e3), n, None)
+    for n, (path, start, found) in enumerate(loaded, len(flows_of)):
+        shift = (start - base) / 1e3 if start is not None else 0.0
+        rows += _apart(_shifted(found, shift), n, path.stem)
+    text = {"traceEvents": rows, "displayTimeUnit": "ns", "baseTimeNanoseconds": base}
+    Path(out).write_text(json.dumps(text), encoding="utf-8")
+    return len(rows)
+
+
+def _loaded(path: Path) -> tuple[int | None, list[Record]]:
+    """Return when a Chrome trace begins, where it says so, and its records."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        rows = found["traceEvents"] if isinstance(found, dict) else found
+        if not isinstance(rows, list) or not all(isinstance(r, dict) for r in rows):
+            raise ValueError("its traceEvents are no list of records")
+    except (OSError, ValueError, KeyError) as error:
+        raise ProgramError(
+            f"{path} is no trace",
+            because=f"no key {error}" if isinstance(error, KeyError) else str(error),
+            hint="pass folders of traced runs, or Chrome trace JSON",
+        ) from error
+    base = found.get("baseTimeNanoseconds") if isinstance(found, dict) else None
+    return base, rows
+
+
+def _shifted(rows: Sequence[Record], by_us: float) -> list[Record]:
+    return [{**r, "ts": r["ts"] + by_us} if "ts" in r else dict(r) for r in rows]
+
+
+def _apart(rows: Sequence[Record], n: int, name: str | None) -> list[Record]:
+    """Give the processes and the flows of the n-th trace numbers and names of their own."""
+    pids: dict[Any, int] = {}
+    found = []
+    for r in rows:
+        if "pid" in r and (n or name is not None):
+            pid = pids.setdefault(r["pid"], len(pids))
+            r = {**r, "pid": n * 100_000 + pid}
+        if "id" in r and n:
+            r = {**r, "id": f"{n}/{r['id']}"}
+        if r.get("name") == "process_name" and name is not None:
+            r = {**r, "args": {"name": f"{r['args'].get('name', '')} ({name})"}}
+        found.append(r)
+    return found

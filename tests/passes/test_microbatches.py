@@ -1,0 +1,343 @@
+"""Microbatches: results are those of torch on one device, in the memory of one microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from helpers.microbatches import LAYOUTS, Net, network
+
+import mdfuse as mf
+from mdfuse import DeviceMesh, Partial, Shard, hir
+
+DP = DeviceMesh.arange(dp=2)
+POISON = mf.Options(poison=True)
+
+
+def printed(program: Any) -> str:
+    return "\n".join(line.partition("#")[0].rstrip() for line in str(program).splitlines())
+
+
+def test_the_program() -> None:
+    with mf.FusionDefinition("step") as fd:
+        x = fd.define_tensor([16, 4], mesh=DP, layout={"dp": Shard(0)}, name="x")
+        w = fd.define_tensor([3, 4], mesh=DP, name="w")
+        (dw,) = mf.grad(mf.ops.linear(x, w).sum(), [w])
+        fd.add_output(w - dw, reuse=w)
+    program = mf.pipeline(fd, microbatches=4, batch={"x": 0})
+    assert_expected_inline(
+        printed(program),
+        """\
+host @step on mesh(dp=2) {
+  input %x: f32[8,4] of [16,4] (dp=S0)
+  input %w: f32[3,4] (dp=R)
+  alias %t_6: f32[3,4] (dp=R) = %w
+  %t_2: f32[] (dp=R) = full(1, shape=[], dtype=f32)
+  %t_3: f32[1,1] (dp=R) = unsqueeze(%t_2, dims=[0,1])
+  free %t_2
+  %dw.partial: f32[3,4] (dp=P(sum)) = alloc
+  for %i in 0..4 {
+    %t_4.i: f32[2,3] of [16,3] (dp=S0, chunk(0,4,%i)) = expand(%t_3, shape=[16,3])
+    %t_5.i: f32[3,2] of [3,16] (dp=S1, chunk(1,4,%i)) = permute(%t_4.i, dims=[1,0])
+    free %t_4.i
+    %x.i: f32[2,4] of [16,4] (dp=S0, chunk(0,4,%i)) = chunk(%x)
+    %dw.partial.i: f32[3,4] (dp=P(sum), chunk(P(sum),4,%i)) = matmul(%t_5.i, %x.i)
+    free %t_5.i, %x.i
+    %dw.partial = accumulate(%dw.partial.i)
+    free %dw.partial.i
+  }
+  free %t_3
+  %dw: f32[3,4] (dp=R) = alloc
+  %c0 = post allreduce[sum](%dw.partial) -> %dw f32[3,4] (dp=P(sum)) => (dp=R) axis=dp
+  wait %c0
+  free %dw.partial
+  %w = sub(%w, %dw)
+  free %dw
+  return %t_6
+}""",
+    )
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_step_equals_torch(name: str, count: int) -> None:
+    """Outputs, a loss, its gradients, their norm, and the update; all from one loop."""
+    net = network(name)
+    program = mf.pipeline(net.definition, microbatches=count, batch={"x": 0, "t": 0})
+    check(net, program)
+    loops = [i for i in program.host if i.op == "for" and i.outputs[0] != "s"]
+    assert len(loops) == 1
+    whole = mf.compile(net.definition)
+    reduced = [c.kind for c in program.communications if c.reduce_op is not None]
+    assert len(reduced) == len([c for c in whole.communications if c.reduce_op is not None])
+
+
+def check(net: Net, program: mf.Program, options: mf.Options = POISON, **how: Any) -> Any:
+    given = [x.clone() for x in net.inputs]
+    result = mf.simulate(program, given, options=options, **how)
+    for found, want in zip(result.outputs, net.wanted(), strict=True):
+        torch.testing.assert_close(found, want, rtol=1e-11, atol=1e-11)
+    return result
+
+
+def test_memory_is_that_of_one_microbatch() -> None:
+    net = network("dp", keeps=False, batch=24)
+    peaks = [
+        max(
+            check(
+                net, mf.pipeline(net.definition, microbatches=n, batch={"x": 0, "t": 0})
+            ).peak_bytes
+        )
+        for n in (1, 2, 12)
+    ]
+    weights = 2 * sum(p.nbytes for p in net.inputs[2:])  # and what is added up
+    inputs = sum(x.nbytes for x in net.inputs[:2]) // 2
+    activations = [peak - weights - inputs for peak in peaks]
+    assert activations[1] <= 0.55 * activations[0] and activations[2] <= 0.15 * activations[0]
+
+
+@pytest.mark.parametrize("schedule", range(3))
+@pytest.mark.parametrize("streams", [1, 3])
+def test_streams_and_shuffled_ranks(schedule: int, streams: int) -> None:
+    net, options = network("dp tp"), mf.Options(poison=True, streams=streams)
+    program = mf.pipeline(net.definition, microbatches=3, batch={"x": 0, "t": 0}, options=options)
+    check(net, program, options, schedule=schedule)
+
+
+def test_parts_of_16_bits_are_added_up_in_f32() -> None:
+    """400 parts, of which each is lost in a sum of 8 bits of mantissa."""
+    with mf.FusionDefinition("sums") as fd:
+        x = fd.define_tensor([400, 4], torch.bfloat16, DP, {}, name="x")
+        fd.add_output(x.sum(0))
+    program = mf.pipeline(fd, microbatches=400, batch={"x": 0})
+    x = torch.rand(400, 4).bfloat16() + 1
+    (found,) = mf.simulate(program, [x], options=POISON).outputs
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), x.double().sum(0), rtol=2**-8, atol=0)
+    alone = torch.zeros(4, dtype=torch.bfloat16)
+    for row in x:
+        alone += row
+    assert (alone.double() - x.double().sum(0)).abs().max() > 50  # so the case tells
+
+
+REDUCTIONS: dict[str, Callable[[Any], Any]] = {
+    "sum": lambda x: x.sum(0),
+    "sum of all": lambda x: x.sum(),
+    "mean": lambda x: x.mean(0),
+    "prod": lambda x: x.prod(0),
+    "amax": lambda x: x.amax(0),
+    "amin": lambda x: x.amin(dim=(0, 1)),
+    "place of the max": lambda x: x.max(0)[1],
+    "norm of columns": lambda x: (x * x).sum(0).sqrt(),
+    "variance": lambda x: x.var(0),
+    "with itself": lambda x: x.T @ x,
+}
+
+
+@pytest.mark.parametrize("layout", [{}, {"dp": Shard(0)}, {"dp": Shard(1)}], ids=str)
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_reductions(name: str, layout: Any) -> None:
+    with mf.FusionDefinition("reduced") as fd:
+        x = fd.define_tensor([12, 6], torch.float64, DP, layout, name="x")
+        fd.add_output(REDUCTIONS[name](x * 2.0))
+    x = torch.randn(12, 6, dtype=torch.float64)
+    is_extreme = "max" in name or "min" in name
+    for count in (1, 3, 6) if is_extreme else (1, 3, 4, 5, 6):  # some do not divide the rows
+        program = mf.pipeline(fd, microbatches=count, batch={"x": 0})
+        (found,) = mf.simulate(program, [x], options=POISON).outputs
+        torch.testing.assert_close(found, REDUCTIONS[name](x * 2.0), rtol=1e-12, atol=1e-12)
+
+
+def test_a_partial_input_is_added_up() -> None:
+    with mf.FusionDefinition("partial") as fd:
+        x = fd.define_tensor([8, 3], torch.float64, DP, {"dp": Partial()}, name="x")
+        fd.add_output(x.sum(0))
+    parts = torch.randn(2, 8, 3, dtype=torch.float64)
+    program = mf.pipeline(fd, microbatches=4, batch={"x": 0})
+    result = mf.simulate(program, per_rank=[{"x": p} for p in parts], options=POISON)
+    torch.testing.assert_close(result.outputs[0], parts.sum((0, 1)))
+
+
+def test_attention_and_a_loss_that_counts() -> None:
+    """Several results in a loop; a loop that counts labels before the one that computes."""
+    b, s, heads, d, vocabulary = 8, 6, 4, 8, 24
+    wide = heads * d
+
+    def model(ids: Any, labels: Any, e: Any, wq: Any, wk: Any, wv: Any) -> Any:
+        h = F.embedding(ids, e)
+        q = F.linear(h, wq).view(b, s, heads, d).transpose(1, 2)
+        k, v = (F.linear(h, w).view(b, s, 2, d).transpose(1, 2) for w in (wk, wv))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        h = h + y.transpose(1, 2).reshape(b, s, wide)
+        return F.cross_entropy(F.linear(h, e).flatten(0, 1), labels.flatten())
+
+    shapes = [vocabulary, wide], [wide, wide], [2 * d, wide], [2 * d, wide]
+    layout = {"dp": Shard(0)}
+    with mf.FusionDefinition("lm") as fd:
+        ids = fd.define_tensor([b, s], torch.int64, DP, layout, name="ids")
+        labels = fd.define_tensor([b, s], torch.int64, DP, layout, name="labels")
+        weights = [fd.define_tensor(shape, torch.float64, DP, layout) for shape in shapes]
+        loss = model(ids, labels, *(fd.ops.set(w).on(DP, {}) for w in weights))
+        fd.add_output(loss)
+        for w, gradient in zip(weights, mf.grad(loss, weights), strict=True):
+            fd.add_output(w - gradient, reuse=w)
+    tokens = torch.randint(0, vocabulary, (2, b, s))
+    tokens[1, 0, :3] = -100
+    given = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    leaves = [w.clone().requires_grad_() for w in given]
+    want = model(*tokens, *leaves)
+    want.backward()
+    news = [(w - w.grad).detach() for w in leaves if w.grad is not None]
+    for count in (1, 2, 4):
+        program = mf.pipeline(fd, microbatches=count, batch={"ids": 0, "labels": 0})
+        copies = [w.clone() for w in given]
+        result = mf.simulate(program, [*tokens, *copies], options=POISON)
+        for found, right in zip(result.outputs, [want.detach(), *news], strict=True):
+            torch.testing.assert_close(found, right, rtol=1e-11, atol=1e-11)
+
+
+def test_a_saved_program_is_the_same() -> None:
+    program = mf.pipeline(network("dp tp").definition, microbatches=3, batch={"x": 0, "t": 0})
+    assert printed(hir.parse(str(program))) == printed(program)
+
+
+# -- what cannot be ------------------------------------------------------------------------------
+
+
+def defined(shape: list[int], build: Callable[[Any], Any]) -> mf.FusionDefinition:
+    with mf.FusionDefinition("f") as fd:
+        x = fd.define_tensor(shape, mesh=DP, layout={}, name="x")
+        fd.add_output(build(x))
+    return fd
+
+
+WHOLE = {
+    "softmax": lambda x: x.softmax(0),
+    "product with itself": lambda x: x @ x.T,
+    "merged": lambda x: x.reshape(-1),
+    "median": lambda x: x.sort(0)[0],
+    "maximum of nothing": lambda x: x[:4].amax(0),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_needs_the_batch_is_refused(name: str) -> None:
+    fd = defined([7, 4], WHOLE[name])
+    with pytest.raises(mf.LoweringError, match="microbatches") as raised:
+        mf.pipeline(fd, microbatches=3, batch={"x": 0})
+    assert "test_microbatches.py" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"microbatches": 0, "batch": {"x": 0}}, "microbatches=0"),
+        ({"microbatches": 2.0, "batch": {"x": 0}}, "microbatches=2.0"),
+        ({"microbatches": True, "batch": {"x": 0}}, "microbatches=True"),
+        ({"microbatches": 2, "batch": {}}, "batch={}"),
+        ({"microbatches": 2, "batch": "x"}, "batch='x'"),
+        ({"microbatches": 2, "batch": {"y": 0}}, "no tensor of that name"),
+        ({"microbatches": 2, "batch": {"x": 2}}, "has 2 dims"),
+        ({"microbatches": 2, "batch": {"x": "0"}}, "has 2 dims"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments(how: dict[str, Any], says: str) -> None:
+    with pytest.raises(mf.DefinitionError, match=says):
+        mf.pipeline(defined([8, 4], lambda x: x * 2), **how)
+
+
+def test_batches_of_other_lengths_are_refused() -> None:
+    with mf.FusionDefinition("f") as fd:
+        x = fd.define_tensor([8, 4], mesh=DP, layout={}, name="x")
+        y = fd.define_tensor([4, 8], mesh=DP, layout={}, name="y")
+        fd.add_output(x + y.T)
+    with pytest.raises(mf.DefinitionError, match="%x has 8 rows, %y has 4 rows"):
+        mf.pipeline(fd, microbatches=2, batch={"x": 0, "y": 0})
+
+
+def test_several_meshes_are_refused() -> None:
+    with mf.FusionDefinition("f") as fd:
+        x = fd.define_tensor([8, 4], mesh=DeviceMesh([0], ["a"]), name="x")
+        fd.add_output(fd.ops.set(x).on(DeviceMesh([1], ["a"]), {}))
+    with pytest.raises(mf.DefinitionError, match="2 meshes"):
+        mf.pipeline(fd, microbatches=2, batch={"x": 0})
+
+
+# -- what the verifier sees ----------------------------------------------------------------------
+
+SUMS = """
+host @sums on mesh(dp=1) {
+  input %x: f32[8,3] (dp=R)
+  %z: f32[3] (dp=R) = alloc
+  for %i in 0..4 {
+    %x.i: f32[2,3] of [8,3] (dp=R, chunk(0,4,%i)) = chunk(%x)
+    %z.i: f32[3] (dp=R, chunk(P(sum),4,%i)) = sum(%x.i, dims=[0])
+    %z = accumulate(%z.i)
+    free %z.i, %x.i
+  }
+  %y: f32[3] (dp=R) = mul(%z, 2)
+  free %z
+  return %y
+}"""
+
+
+def test_sums_by_hand() -> None:
+    program = hir.parse(SUMS)
+    program.check()
+    x = torch.randn(8, 3)
+    (found,) = mf.simulate(program, [x], options=POISON).outputs
+    torch.testing.assert_close(found, x.sum(0) * 2)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("in 0..4", "in 0..3", "only the parts of 3 chunks"),
+        ("in 0..4", "in 1..4", "only the parts of 3 chunks"),
+        ("in 0..4", "in 0..5", "no chunk 4"),
+        ("accumulate(%z.i)\n", "accumulate(%z.i)\n    %z = accumulate(%z.i)\n", "chunk 0"),
+        ("accumulate(%z.i)", "add(%z, %z.i)", "only added to what there is"),
+        ("accumulate(%z.i)", "set(%z.i)", "only added to what there is"),
+        ("sum(%x.i, dims=[0])", "max(%x.i, dims=[0])", r"P\(max\)"),
+        ("chunk(P(sum),4,%i)) = sum", "chunk(P(sum),5,%i)) = sum", "makes"),
+        ("chunk(P(sum),4,%i)) = sum", "chunk(P(max),4,%i)) = sum", "makes"),
+        ("(dp=R, chunk(P(sum),4,%i)) = sum", "(dp=R) = sum", "makes"),
+        ("(%z.i)\n", "(%z.i)\n    %q: f32[3] (dp=R) = neg(%z)\n", "parts of 1"),
+        ("(%z.i)\n", "(%z.i)\n    %z = full(0, shape=[3], dtype=f32)\n", "parts of 1"),
+        ("%z: f32[3] (dp=R) = alloc\n", "", "no buffer|nothing|%z"),
+        ("accumulate(%z.i)", "accumulate(%x.i)", "shape|part"),
+    ],
+)  # fmt: skip
+def test_wrong_sums_are_refused(old: str, new: str, says: str) -> None:
+    assert old in SUMS
+    with pytest.raises(mf.MdfuseError, match=says):
+        hir.parse(SUMS.replace(old, new)).check()
+
+
+def test_parts_of_two_values_are_not_one_sum() -> None:
+    more = "    %v.i: f32[3] (dp=R, chunk(P(sum),4,%i)) = sum(%x.i, dims=[0])\n"
+    other = "    if %i < 2 {\n      %z = accumulate(%v.i)\n    }\n"
+    text = SUMS.replace("    %z = acc", more + other + "    %z = acc")
+    with pytest.raises(mf.MdfuseError):
+        hir.parse(text).check()
+
+
+def test_steps_on_a_rank() -> None:
+    """Plans are kept from run to run, and add up from the first part again."""
+    net = network("one")
+    program = mf.pipeline(net.definition, microbatches=4, batch={"x": 0, "t": 0})
+    x, t, *weights = [x.clone() for x in net.inputs]
+    names = program.fusion.inputs[2:]
+    taking = mf.Step(program, dict(zip(names, weights, strict=True)))
+    given = net.inputs
+    for _ in range(4):
+        wanted = Net(net.definition, given, net.keeps).wanted()
+        loss, norm, h = taking(x, t)
+        for found, want in zip((loss, norm, *weights, h), wanted, strict=True):
+            torch.testing.assert_close(found, want, rtol=1e-11, atol=1e-11)
+        given = [x, t, *(w.clone() for w in weights)]

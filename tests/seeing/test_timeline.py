@@ -1,0 +1,388 @@
+"""Timelines by unit costs are those that one counts on one's fingers; none contradicts itself."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+
+import pytest
+from helpers.example_files import SMALL, example
+from helpers.host_posts import CASES
+from helpers.pictures import FOLDER, PICTURES
+from helpers.ring_programs import TEMPLATES, ring
+from helpers.stream_cases import CASES as STREAMED
+
+import mdfuse as mf
+from mdfuse import DeviceMesh, Shard, hir
+from mdfuse.seeing import UNIT, Costs, Event, Link, Timeline
+from mdfuse.seeing.events import busy, lanes
+from mdfuse.seeing.rank_classes import Classes
+from mdfuse.seeing.timeline import on_ranks, timeline
+
+#: Uneven figures, so that what is wrong shows.
+UNEVEN = Costs(name="uneven", launch_s=0.7, bandwidth=1e3, flops=1e4, links={"*": Link(0.3, 1e3)})
+
+
+def check(found: Timeline) -> None:
+    """Raise AssertionError where a timeline contradicts itself."""
+    for (rank, lane), row in lanes(found.events).items():
+        for a, b in pairwise(row):
+            assert a.stop_ns <= b.start_ns, (rank, lane, a.name, b.name)
+        assert busy(row) <= found.seconds * 1e9
+    flows: dict[int, dict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
+    for e in found.events:
+        assert 0 <= e.start_ns <= e.stop_ns
+        assert (e.flow is None) == (e.part == "work")
+        if e.flow is not None:
+            flows[e.flow][e.rank].append(e)
+    for by_rank in flows.values():
+        times = set()
+        for events in by_rank.values():
+            posts, transfers = ([e for e in events if e.part == p] for p in ("post", "transfer"))
+            assert len(posts) == len(transfers) <= 2, "a rank may send to itself"
+            assert max(e.stop_ns for e in posts) <= min(e.start_ns for e in transfers)
+            times |= {(e.start_ns, e.stop_ns) for e in transfers}
+            waits = [e.stop_ns for e in events if e.part == "wait"]
+            assert len(waits) >= len(posts), "each post is awaited"
+            assert transfers[0].start_ns <= min(waits)
+            assert max(waits) >= transfers[0].stop_ns
+        assert len(times) == 1, "a transfer is at one time on all ranks"
+
+
+def every_rank(program: hir.HostProgram) -> Classes:
+    ranks = sorted({r for mesh in program.meshes for r in mesh}) or [0]
+    return Classes(tuple((r,) for r in ranks), {r: r for r in ranks})
+
+
+def stretch(found: Timeline) -> dict[int, list[tuple[str, str, int, int]]]:
+    """Rank -> what it does and when; peers are left out, which stand for their class."""
+    rows: dict[int, list[tuple[str, str, int, int]]] = {}
+    for first, ranks in found.ranks.items():
+        mine = [e for e in found.events if e.rank == first]
+        row = sorted((e.lane.split()[0], e.name, e.start_ns, e.stop_ns) for e in mine)
+        rows.update(dict.fromkeys(ranks, row))
+    return rows
+
+
+Make = Callable[[], hir.HostProgram]
+
+
+def of_example(name: str, mesh: DeviceMesh) -> hir.HostProgram:
+    return mf.compile(SMALL[name][0](mesh)[0]).host
+
+
+def programs() -> dict[str, Make]:
+    found: dict[str, Make] = {str(c): c.program for c in CASES}
+    found |= {f"{n} {seed}": partial(ring, n, seed) for n in TEMPLATES for seed in range(4)}
+    for name in SMALL:
+        for mesh in (DeviceMesh.arange(tp=4), DeviceMesh.arange(dp=2, tp=3)):
+            if name != "pipeline" or mesh.ndim == 1:
+                found[f"{name} {mesh}"] = partial(of_example, name, mesh)
+    return found | {str(c): lambda c=c: c.compile(4).host for c in STREAMED.values()}
+
+
+PROGRAMS = programs()
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_nothing_overlaps_and_every_post_is_awaited(name: str) -> None:
+    program = PROGRAMS[name]()
+    for costs in (UNIT, UNEVEN):
+        found = on_ranks(program, costs, every_rank(program))
+        check(found)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_one_rank_of_a_class_stands_for_all(name: str) -> None:
+    """What the first rank of a class does is what each of them does when all are gone through."""
+    program = PROGRAMS[name]()
+    few, all_ = timeline(program, UNEVEN), on_ranks(program, UNEVEN, every_rank(program))
+    assert stretch(few) == stretch(all_)
+    assert few.seconds == all_.seconds
+
+
+# -- counted by hand -------------------------------------------------------------------------------
+
+
+def pipeline(stages: int, batches: int, is_ahead: bool) -> hir.HostProgram:
+    """Batches go through stages of one rank each, one relu in each.
+
+    A stage receives a batch when it is done with the one before, or asks for all of them ahead.
+    """
+    receives = [
+        "  if coord(pp) > 0 {\n"
+        f"    %r{n}: f32[4] of [{4 * stages}] (pp=S0) = alloc\n"
+        f"    %c{n} = recv(%r{n}, from=coord(pp) - 1, axis=pp)\n"
+        "  }"
+        for n in range(batches)
+    ]
+    lines = receives if is_ahead else []
+    for n in range(batches):
+        lines += [] if is_ahead else [receives[n]]
+        lines += [
+            f"  if coord(pp) > 0 {{\n    wait %c{n}\n  }}",
+            f"  %y{n}: f32[4] of [{4 * stages}] (pp=S0) = relu(%x)",
+            f"  if coord(pp) < {stages - 1} {{",
+            f"    %d{n} = send(%y{n}, to=coord(pp) + 1, axis=pp)\n  }}",
+        ]
+    lines += [f"  if coord(pp) < {stages - 1} {{\n    wait %d{n}\n  }}" for n in range(batches)]
+    body = "\n".join(lines)
+    return hir.parse(
+        f"host @gpipe on mesh(pp={stages}) {{\n"
+        f"  input %x: f32[4] of [{4 * stages}] (pp=S0)\n{body}\n  return %y{batches - 1}\n}}"
+    )
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("batches", [1, 3, 8])
+@pytest.mark.parametrize("c", [0.0, 0.5, 1.0, 2.0])
+def test_a_pipeline_has_the_bubble_of_the_textbook(stages: int, batches: int, c: float) -> None:
+    """m batches through s stages take m + s - 1 (Huang et al. 2019, arXiv:1811.06965).
+
+    A transfer of c seconds is waited for s - 1 times where it is hidden behind work, and is what
+    limits the throughput where it takes longer. If asked for late, it is waited for each time.
+    """
+    costs = Costs(launch_s=1.0, links={"*": Link(c)})
+    ahead = timeline(pipeline(stages, batches, is_ahead=True), costs)
+    late = timeline(pipeline(stages, batches, is_ahead=False), costs)
+    period = max(1, c) if stages > 1 else 1
+    assert ahead.seconds == stages + c * (stages - 1) + (batches - 1) * period
+    period = 1 + c if stages > 1 else 1
+    assert late.seconds == stages + c * (stages - 1) + (batches - 1) * period
+    for found in (ahead, late):
+        check(found)
+        assert busy([e for e in found.events if e.part == "work"]) == stages * batches * 1e9
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_ring_takes_a_transfer_and_a_relu_in_each_turn(seed: int) -> None:
+    program = ring("gather", seed)
+    n = program.meshes[0].axis_size("tp")
+    assert timeline(program, UNIT).seconds == 2 * n
+
+
+OVERLAP = """
+host @overlap on mesh(tp=2) {
+  input %x: f32[4] (tp=P(sum))
+  input %w: f32[4] (tp=R)
+  %a: f32[4] (tp=P(sum)) = neg(%x)
+  %y: f32[4] (tp=R) = alloc
+  %c0 = post allreduce[sum](%a) -> %y f32[4] (tp=P(sum)) => (tp=R) axis=tp
+  %b: f32[4] (tp=R) = exp(%w)
+  %d: f32[4] (tp=R) = exp(%b)
+  wait %c0
+  %z: f32[4] (tp=R) = add(%y, %d)
+  return %z
+}"""
+
+
+@pytest.mark.parametrize(("transfer", "total"), [(0.5, 4.0), (2.0, 4.0), (5.0, 7.0)])
+def test_work_behind_a_post_hides_it(transfer: float, total: float) -> None:
+    """neg, then the transfer beside two exps, then add."""
+    costs = Costs(launch_s=1.0, links={"Allreduce tp": Link(transfer)})
+    found = timeline(hir.parse(OVERLAP), costs)
+    check(found)
+    assert found.seconds == total
+    waits = [e for e in found.events if e.part == "wait"]
+    assert [e.stop_ns - e.start_ns for e in waits] == [max(0, transfer - 2.0) * 1e9]
+    assert found.ranks == {0: (0, 1)}
+
+
+def test_streams_go_on_side_by_side() -> None:
+    """Two exps on a stream of their own, three on the caller's: 3 s, and the sync and a neg."""
+    program = hir.parse("""
+host @streams on mesh(x=1) {
+  input %x: f32[2] (x=R)
+  %caller = get_stream
+  set_stream 0
+  %a: f32[2] (x=R) = exp(%x)
+  %b: f32[2] (x=R) = exp(%a)
+  set_stream %caller
+  %c: f32[2] (x=R) = exp(%x)
+  %d: f32[2] (x=R) = exp(%c)
+  %e: f32[2] (x=R) = exp(%d)
+  sync 0
+  %y: f32[2] (x=R) = add(%b, %e)
+  return %y
+}""")
+    found = timeline(program, UNIT)
+    assert found.seconds == 4
+    assert {lane: len(row) for (_, lane), row in lanes(found.events).items()} == {
+        "host": 4,
+        "stream 0": 2,
+    }
+
+
+def test_one_link_carries_one_communication_at_a_time() -> None:
+    """Two posts along tp follow each other, one along dp goes on beside them."""
+    program = hir.parse("""
+host @links on mesh(dp=2, tp=2) {
+  input %x: f32[4] (dp=P(sum), tp=P(sum))
+  input %a: f32[4] (dp=R, tp=P(sum))
+  input %b: f32[4] (dp=R, tp=P(sum))
+  input %c: f32[4] (dp=P(sum), tp=R)
+  %a1: f32[4] (dp=R, tp=R) = alloc
+  %b1: f32[4] (dp=R, tp=R) = alloc
+  %c1: f32[4] (dp=R, tp=R) = alloc
+  %h0 = post allreduce[sum](%a) -> %a1 f32[4] (dp=R, tp=P(sum)) => (dp=R, tp=R) axis=tp
+  %h1 = post allreduce[sum](%b) -> %b1 f32[4] (dp=R, tp=P(sum)) => (dp=R, tp=R) axis=tp
+  %h2 = post allreduce[sum](%c) -> %c1 f32[4] (dp=P(sum), tp=R) => (dp=R, tp=R) axis=dp
+  wait %h0
+  wait %h1
+  wait %h2
+  return %a1, %b1, %c1
+}""")
+    found = timeline(program, UNIT)
+    check(found)
+    moved = [(e.lane, e.start_ns, e.stop_ns) for e in found.events if e.part == "transfer"]
+    s = 10**9
+    assert sorted(moved) == [("dp", 0, s), ("tp", 0, s), ("tp", s, 2 * s)]
+
+
+def test_pieces_arrive_one_by_one() -> None:
+    """The first half is there after 2 of 4 s, and worked on while the second is under way."""
+    program = hir.parse("""
+host @pieces on mesh(tp=2) {
+  input %x: f32[4] (tp=P(sum))
+  %y: f32[4] (tp=R) = alloc
+  %z: f32[4] (tp=R) = alloc
+  %c0 = post allreduce[sum](%x) -> %y f32[4] (tp=P(sum)) => (tp=R) axis=tp pieces=2
+  for %i in 0..2 {
+    wait %c0[%i]
+    %y.i: f32[2] of [4] (tp=R, chunk(0,2,%i)) = chunk(%y)
+    %z.i: f32[2] of [4] (tp=R, chunk(0,2,%i)) = chunk(%z)
+    %z.i = mul(%y.i, 10.0)
+    free %y.i, %z.i
+  }
+  free %y
+  return %z
+}""")
+    costs = Costs(launch_s=1.0, links={"*": Link(4.0)})
+    works = [e for e in timeline(program, costs).events if e.part == "work"]
+    assert [e.start_ns for e in works] == [2 * 10**9, 4 * 10**9]
+
+
+def test_ranks_that_wait_for_each_other_are_named() -> None:
+    program = hir.parse("""
+host @stuck on mesh(x=2) {
+  input %x: f32[1] of [2] (x=S0)
+  %y: f32[1] of [2] (x=S0) = alloc
+  %c = recv(%y, from=1 - rank)
+  wait %c
+  %d = send(%x, to=1 - rank)
+  wait %d
+  return %y
+}""")
+    with pytest.raises(mf.CommunicationError, match=r"rank 1 waits at wait %c"):
+        timeline(program, UNIT)
+
+
+# -- costs -----------------------------------------------------------------------------------------
+
+
+def test_work_takes_its_operations_or_its_bytes() -> None:
+    mesh = DeviceMesh.arange(tp=2)
+    with mf.FusionDefinition("mm") as fd:
+        x = fd.define_tensor([8, 16], mesh=mesh)
+        w = fd.define_tensor([16, 32], mesh=mesh, layout={"tp": Shard(1)})
+        fd.add_output(fd.ops.relu(x @ w))
+    program = mf.compile(fd)
+
+    def of(costs: Costs) -> list[float]:
+        events = program.timeline(costs).events
+        return [(e.stop_ns - e.start_ns) / 1e9 for e in events]
+
+    operations = 2 * 8 * 16 * 16  # this rank's half of the columns
+    assert of(Costs(flops=1e3)) == [operations / 1e3]
+    read = 4 * (8 * 16 + 16 * 16 + 8 * 16)
+    assert of(Costs(bandwidth=1e3)) == [read / 1e3, 4 * 2 * 8 * 16 / 1e3]
+    assert of(Costs(launch_s=0.25, flops=1e9)) == [0.25, 0.25]
+
+
+def test_bytes_of_a_communication_are_those_that_it_brings() -> None:
+    """An all-reduce of 4 f32 on 2 ranks by the ring: 2 * (2 - 1) / 2 * 16 bytes."""
+    found = timeline(hir.parse(OVERLAP), Costs(links={"tp": Link(0.0, 8.0)}))
+    (transfer,) = [e for e in found.events if e.part == "transfer"]
+    assert transfer.nbytes == 16 and transfer.stop_ns - transfer.start_ns == 2 * 10**9
+    assert transfer.detail == "(tp=P(sum)) -> (tp=R)"
+
+
+def test_attention_counts_its_products() -> None:
+    with mf.FusionDefinition("attend") as fd:
+        q, k, v = (fd.define_tensor([2, 4, 6, 8], mesh=DeviceMesh([0])) for _ in range(3))
+        fd.add_output(fd.ops.scaled_dot_product_attention(q, k, v))
+    seconds = mf.compile(fd).timeline(Costs(flops=1.0)).seconds
+    assert seconds == 2 * (2 * 2 * 4 * 6 * 6 * 8)
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda: Costs(launch_s=-1.0), r"launch_s=-1.0"),
+        (lambda: Costs(flops=0), r"flops=0"),
+        (lambda: Costs(bandwidth=float("nan")), "bandwidth=nan"),
+        (lambda: Link(bandwidth=True), "bandwidth=True"),
+        (lambda: Costs(links={"tp": 3.0}), r"links\['tp'\] is 3.0"),  # type: ignore[dict-item]
+    ],
+)
+def test_figures_that_mean_nothing_are_refused(make: object, what: str) -> None:
+    with pytest.raises(mf.ProgramError, match=what):
+        make()  # type: ignore[operator]
+
+
+def test_the_most_special_link_counts() -> None:
+    links = {"*": Link(1.0), "tp": Link(2.0), "Allreduce": Link(3.0), "Allreduce tp": Link(4.0)}
+    costs = Costs(links=links)
+    found = [costs.link(*x).latency_s for x in (("Allreduce", "tp"), ("Allgather", "tp"))]
+    found += [costs.link(*x).latency_s for x in (("Allreduce", "dp"), ("Gather", "dp"))]
+    assert found == [4.0, 2.0, 3.0, 1.0]
+
+
+# -- programs --------------------------------------------------------------------------------------
+
+
+def test_a_symbolic_program_has_a_timeline_for_some_extents() -> None:
+    mesh = DeviceMesh.arange(tp=2)
+    with mf.FusionDefinition("rows") as fd:
+        x = fd.define_tensor([-1, 4], mesh=mesh, layout={"tp": Shard(0)})
+        fd.add_output(fd.ops.set(x * 2).on(mesh, {}))
+    program = mf.compile(fd)
+    costs = Costs(bandwidth=1.0)
+    seconds = [program.timeline(costs, {"x.0": n}).seconds for n in (4, 8)]
+    assert seconds[1] == 2 * seconds[0] > 0
+    with pytest.raises(mf.ProgramError, match="missing"):
+        program.timeline(costs)
+
+
+def test_a_thousand_ranks_that_run_alike_are_gone_through_once() -> None:
+    mesh = DeviceMesh.arange(dp=128, tp=8)
+    with mf.FusionDefinition("layers") as fd:
+        x = fd.define_tensor([256, 32, 64], mesh=mesh, layout={"dp": Shard(0)}, name="x")
+        for n in range(8):
+            a = fd.define_tensor([64, 256], mesh=mesh, layout={"tp": Shard(1)}, name=f"a{n}")
+            b = fd.define_tensor([256, 64], mesh=mesh, layout={"tp": Shard(0)}, name=f"b{n}")
+            x = fd.ops.set(x + fd.ops.relu(x @ a) @ b).on(mesh, {"dp": Shard(0)})
+        fd.add_output(x)
+    found = mf.compile(fd).timeline(UNIT)
+    assert [len(r) for r in found.ranks.values()] == [1024]
+    check(found)
+    assert found.seconds == 8 * (4 + 1)  # two products, relu, sum; a reduction
+
+
+def test_the_example_of_training_has_a_timeline() -> None:
+    fd, _ = example("train_llama").build(DeviceMesh.arange(dp=2, tp=2))
+    found = mf.compile(fd).timeline(UNEVEN)
+    check(found)
+    assert found.ranks == {0: (0, 1, 2, 3)}
+    assert {e.lane for e in found.events} >= {"host", "dp", "tp", "wait"}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures_of_the_readme_are_made_by_the_examples(name: str) -> None:
+    made = PICTURES[name]()
+    assert (FOLDER / name).read_text(encoding="utf-8") == made + "\n"
+    assert f"docs/images/{name}" in (FOLDER.parents[1] / "README.md").read_text(encoding="utf-8")
+    assert ET.fromstring(made).tag == "{http://www.w3.org/2000/svg}svg"
