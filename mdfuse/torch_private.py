@@ -351,6 +351,8 @@ def _padded(bias: Tensor | None, query: Tensor) -> Tensor | None:
 
 #: What `torch.meshgrid` calls with a list, which is asked for handles in its place.
 MESHGRID = torch._VF.meshgrid  # type: ignore[attr-defined]
+#: What `torch.nn.functional.grouped_mm` calls.
+GROUPED_MM = torch._grouped_mm
 
 
 # -- tables ----------------------------------------------------------------------------------------

@@ -297,7 +297,7 @@ def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
     return explained
 
 
-for _name in ("size", "dim", "numel", "is_floating_point", "where"):
+for _name in ("size", "dim", "numel", "is_floating_point", "where", "type"):
     setattr(Methods, _name, _explained(getattr(Methods, _name)))
 for _name, _dtype in _DTYPES.items():
     setattr(Methods, _name, _explained(_conversion(_name, _dtype)))

@@ -152,6 +152,18 @@ def _searchsorted(
     return BY_NAME["searchsorted"](sorted_sequence, input, **how)
 
 
+def _grouped(
+    mat_a: Handle, mat_b: Handle, *, offs: Any = None, bias: Any = None, out_dtype: Any = None
+) -> Any:
+    if offs is None or bias is not None or out_dtype not in (None, mat_a.dtype):
+        raise DefinitionError(
+            "grouped_mm without offs, with a bias, or of another dtype",
+            because="groups of rows are multiplied with a matrix each",
+            hint="grouped_mm(x, weight, offs=...)",
+        )
+    return BY_NAME["grouped_mm"](mat_a, mat_b, offs)
+
+
 #: Function of torch -> what takes its arguments.
 ADAPTED: dict[Callable[..., Any], Callable[..., Any]] = {
     **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout), _dropout),
@@ -159,6 +171,7 @@ ADAPTED: dict[Callable[..., Any], Callable[..., Any]] = {
     F.embedding_bag: _embedding_bag,
     F.unfold: BY_NAME["im2col"],
     F.fold: BY_NAME["col2im"],
+    torch_private.GROUPED_MM: _grouped,
     F.multi_head_attention_forward: _attention_of_heads,
     F.max_pool1d_with_indices: _with_indices(BY_NAME["max_pool1d"]),
     F.max_pool2d_with_indices: _with_indices(BY_NAME["max_pool2d"]),

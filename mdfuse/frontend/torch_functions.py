@@ -40,6 +40,9 @@ _FUNCTIONAL = {
 _RENAMED: dict[Callable[..., Any], str] = {
     torch.linalg.vector_norm: "norm",
     torch.linalg.matmul: "matmul",
+    torch.linalg.inv: "inverse",
+    torch.linalg.solve: "linalg_solve",
+    torch.linalg.cholesky: "cholesky",
     torch.special.expit: "sigmoid",
     torch.special.logsumexp: "logsumexp",
     torch.special.softmax: "softmax",

@@ -10,7 +10,9 @@ from mdfuse.ir.rows import (
     complex,
     composite,
     creations,
+    groups,
     indexing,
+    linear_algebra,
     pointwise,
     reductions,
     scans,
@@ -20,4 +22,7 @@ from mdfuse.ir.rows import (
 from mdfuse.ir.rows.views import itself as itself
 
 #: The modules that fill `TABLE` when they are imported.
-FAMILIES = (views, pointwise, reductions, composite, scans, indexing, spatial, complex, creations)
+FAMILIES = (
+    views, pointwise, reductions, composite, scans, indexing, spatial, linear_algebra, complex,
+    groups, creations,
+)  # fmt: skip

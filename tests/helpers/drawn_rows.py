@@ -161,7 +161,35 @@ def _complex_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
     return [torch.ones(drawn_shape(drawn), dtype=torch.complex64)], {}
 
 
+def _square_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
+    n, batch = drawn.randrange(1, 4), drawn_shape(drawn, 2)
+    rows = n if drawn.random() < 0.8 else n + 1
+    return [torch.eye(rows, n).expand(*batch, rows, n)], {}
+
+
+def _solve_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
+    ((square,), _), k = _square_call(drawn), drawn.randrange(1, 4)
+    rows = square.shape[-1] + (drawn.random() < 0.1)
+    return [square, torch.ones(*square.shape[:-2], rows, k)], {}
+
+
+def _grouped_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
+    t, k, n, e = (drawn.randrange(1, 4) for _ in range(4))
+    rows = k + (drawn.random() < 0.1)
+    ends = torch.zeros(e + (drawn.random() < 0.1), dtype=torch.int64)
+    return [torch.ones(t, k), torch.ones(e, rows, n), ends], {}
+
+
+def _grouped_grad_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
+    (x, weight, ends), _ = _grouped_call(drawn)
+    return [x, torch.ones(x.shape[0], weight.shape[2]), ends], {"shape": tuple(weight.shape)}
+
+
 _DRAWN = {
+    "grouped_mm": _grouped_call,
+    "grouped_mm_grad": _grouped_grad_call,
+    **dict.fromkeys(("inverse", "cholesky"), _square_call),
+    "solve": _solve_call,
     "imag": _complex_call,
     "view_as_real": _complex_call,
     "index_sum": _sum_call,

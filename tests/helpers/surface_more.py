@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 #: Operands that only these programs have.
 SHAPES: dict[str, tuple[int, ...]] = {
+    "sq": (2, 4, 4), "rs": (2, 4, 3), "r4": (4,),
     "img": (2, 4, 6, 5), "line": (2, 4, 7), "box": (1, 2, 4, 3, 4), "k1": (6, 4, 3),
     "k2": (6, 4, 3, 2), "k3": (2, 2, 2, 1, 2), "t2": (4, 6, 3, 2), "c4": (4,), "c6": (6,),
     "wi": (16, 4), "wh": (16, 4), "bi": (16,), "seq": (3, 2, 4), "wp": (12, 4), "wo": (4, 4),
@@ -18,6 +19,12 @@ SHAPES: dict[str, tuple[int, ...]] = {
 POSITIVE = {"pc"}
 
 INF = float("inf")
+
+
+def dominant(x: Any) -> Any:
+    """60 along the diagonal of matrices [4,4], which makes them regular."""
+    return torch.diag_embed(torch.ones_like(x[..., 0]) * 60)
+
 
 CASES: dict[str, tuple[str, Callable[..., Any]]] = {}
 for _name in ("sgn", "sinc", "i0", "signbit", "lgamma", "digamma"):
@@ -278,6 +285,16 @@ CASES |= {
     "chain_matmul": ("x w v", lambda x, w, v: (torch.linalg.multi_dot([x.T, x, w]),
                                                torch.linalg.multi_dot([v, w, w.T, v]))),
     "bilinear": ("x y tri", lambda x, y, t: (F.bilinear(x, y, t), F.bilinear(x, y, t, t[:, 0, 0]))),
+    "inverse": ("sq", lambda x: (torch.inverse(x + dominant(x)), (x - dominant(x)).inverse(),
+                                 torch.linalg.inv(x[0] + dominant(x[0])))),
+    "linalg_solve": (
+        "sq rs r4", lambda x, y, v: (torch.linalg.solve(x + dominant(x), y),
+                                     torch.linalg.solve(x + dominant(x), v.expand(2, 4)),
+                                     torch.linalg.solve(x[0] + dominant(x[0]), v),
+                                     torch.linalg.solve(x[0] + dominant(x[0]), y[1]))),
+    "cholesky": (
+        "sq", lambda x: (torch.linalg.cholesky(x @ x.mT + dominant(x)),
+                         torch.linalg.cholesky(x[0] @ x[0].T + dominant(x[0]), upper=True))),
     # -- distances
     "cosine_similarity": (
         "x y", lambda x, y: (F.cosine_similarity(x, y), torch.cosine_similarity(x, y, dim=0))),
@@ -439,6 +456,9 @@ OWN: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
         "x", lambda ops, x: ops.tril_indices(4, 6, -1), lambda x: torch.tril_indices(4, 6, -1)),
     "triu_indices": (
         "x", lambda ops, x: ops.triu_indices(4, 6, 2), lambda x: torch.triu_indices(4, 6, 2)),
+    "grouped_mm": (
+        "x sq", lambda ops, x, w: ops.grouped_mm(x, w, ops.tensor([2, 4])),
+        lambda x, w: torch.cat([x[:2] @ w[0], x[2:4] @ w[1], torch.zeros_like(x[4:])])),
     "empty": ("x", lambda ops, x: x + ops.empty(5, 4), lambda x: x),
     "empty_like": ("x", lambda ops, x: x + torch.empty_like(x), lambda x: x),
     "new_empty": ("x", lambda ops, x: x + x.new_empty(5, 4), lambda x: x),

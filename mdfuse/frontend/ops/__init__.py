@@ -26,6 +26,7 @@ from mdfuse.frontend.ops import (
     lookups,
     losses,
     masks,
+    matrices,
     moves,
     neural,
     norms,
@@ -47,8 +48,8 @@ from mdfuse.frontend.ops.views import stride_order as stride_order
 #: The families of operations: each function without an underscore is one, by its own name.
 FAMILIES = (
     views, parts, joining, moves, masks, pointwise, special, reductions, extremes, ordering, scans,
-    lookups, products, einsums, distances, neural, norms, cells, losses, convolutions, resampling,
-    draws, creations,
+    lookups, products, einsums, matrices, distances, neural, norms, cells, losses, convolutions,
+    resampling, draws, creations,
 )  # fmt: skip
 
 #: other name -> operation.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops.recording import record, shown
@@ -121,3 +123,25 @@ def embedding(indices: Handle, weight: Handle, padding_idx: int | None = None) -
     at = padding_idx % weight.shape[0]
     is_padding = record("unsqueeze", record("eq", indices, at), dims=(indices.ndim,))
     return record("where", is_padding, record("detach", rows), rows)
+
+
+def grouped_mm(x: Handle, weight: Handle, offs: Handle) -> Handle:
+    """Rows of x[t,k] times the matrix of their group in weight[e,k,n], as experts compute them.
+
+    Experts may be split: ranks compute the rows of their own, which are joined.
+
+    Args:
+        x: the rows of a group one after the other.
+        weight: a matrix for each group.
+        offs: [e], integers: behind which row each group ends; rows behind the last become zeros.
+    """
+    _of_dims("grouped_mm", (x, 2), (weight, 3), (offs, 1))
+    fits = weight.shape[0] == offs.shape[0] and x.shape[1] == weight.shape[1]
+    is_whole = not (offs.dtype.is_floating_point or offs.dtype == torch.bool)
+    if not fits or not is_whole or x.dtype != weight.dtype or not x.dtype.is_floating_point:
+        raise DefinitionError(
+            f"grouped_mm of {shown(x)}, {shown(weight)} and {shown(offs)}",
+            because="x is [t,k], the weight [e,k,n] of its dtype, offs has e integers",
+            hint="offs = counts.cumsum(0)",
+        )
+    return record("grouped_mm", x, weight, offs)

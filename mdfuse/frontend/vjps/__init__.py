@@ -5,6 +5,7 @@ from mdfuse.frontend.vjps import (
     complex,
     composite,
     indexing,
+    matrices,
     pointwise,
     reductions,
     shapes,
@@ -14,4 +15,4 @@ from mdfuse.frontend.vjps.table import NO_GRADIENT as NO_GRADIENT
 from mdfuse.frontend.vjps.table import RULES as RULES
 
 #: The modules that fill `RULES` when they are imported.
-FAMILIES = (shapes, pointwise, reductions, composite, attention, indexing, complex)
+FAMILIES = (shapes, pointwise, reductions, composite, attention, indexing, matrices, complex)

@@ -165,6 +165,25 @@ def _max_pool(e: Applied, cts: Sequence[Any]) -> Sequence[Handle | None]:
     return (views.reshape(found, shape),)
 
 
+@rule("grouped_mm")
+def _grouped(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    turned = views.transpose(e[1]) if e.wants(0) else None
+    return (
+        record("grouped_mm", ct, turned, e[2]) if turned is not None else None,
+        record("grouped_mm_grad", e[0], ct, e[2], shape=e.shape(1)) if e.wants(1) else None,
+        None,
+    )
+
+
+@rule("grouped_mm_grad")
+def _grouped_grad(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    return (
+        record("grouped_mm", e[1], views.transpose(ct), e[2]) if e.wants(0) else None,
+        record("grouped_mm", e[0], ct, e[2]) if e.wants(1) else None,
+        None,
+    )
+
+
 @rule("contract")
 def _contract(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     labels = e.attrs["left"], e.attrs["right"]

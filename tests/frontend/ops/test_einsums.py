@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from helpers.layout_claims import Claim, check
 
+import mdfuse as mf
 from mdfuse import DefinitionError, FusionDefinition
 
 T = (10, 7)
@@ -44,6 +45,9 @@ CLAIMS: dict[str, Claim] = {
     "turned beside": Claim([(T, 0)], lambda x: x.flip(1).roll(2, 1), []),
     "turned along": Claim([(T, 0)], lambda x: x.flip(0), [("Allgather", T)]),
     "sums beside": Claim([(T, 0)], lambda x: x.cumsum(1), []),
+    "batches of inverses": Claim([((5, 3, 3), 0)], lambda x: (x @ x.mT + 1).inverse(), []),
+    "columns of solutions": Claim(
+        [((3, 3), None), ((3, 7), 1)], lambda a, b: torch.linalg.solve(a, b), []),
     "distances": Claim([(T, 0), ((6, 7), None)], lambda x, y: torch.cdist(x, y), []),
     "angles": Claim(
         [(T, 1), (T, 1)], lambda x, y: F.cosine_similarity(x, y),
@@ -59,6 +63,19 @@ def test_what_is_sent(name: str) -> None:
     assert check(CLAIMS[name]) == CLAIMS[name].sends
 
 
+def test_a_matrix_without_an_inverse_gives_nan() -> None:
+    """An error of one rank would leave the others in a communication."""
+    x = torch.stack([torch.ones(2, 2), torch.eye(2)])
+    with FusionDefinition() as fd:
+        h = fd.define_tensor([2, 2, 2])
+        for y in (h.inverse(), torch.linalg.solve(h, h), torch.linalg.cholesky(2 * h - 1)):
+            fd.add_output(y)
+    inverse, solution, root = mf.reference(fd, [x])
+    for found in (inverse, solution):
+        assert found[0].isnan().all() and torch.equal(found[1], torch.eye(2))
+    assert root[1].isnan().all()
+
+
 #: what is typed with x: f32[5,4] and i: i64[5] -> words that the error has
 WRONG: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "terms": (lambda ops, x, i: torch.einsum("ij->i", x, x), ("it has 1 terms",)),
@@ -68,6 +85,8 @@ WRONG: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "extents": (lambda ops, x, i: torch.einsum("ij,jk->ik", x, x), ("j is 4, and 5",)),
     "tensordot": (lambda ops, x, i: torch.tensordot(x, x, 1), ("dim 1", "is 4", "5")),
     "tensordot over more": (lambda ops, x, i: torch.tensordot(x, x, 3), ("as many dims",)),
+    "inverse": (lambda ops, x, i: x.inverse(), ("square matrices", "[…, n, n]")),
+    "solve": (lambda ops, x, i: torch.linalg.solve(x[:4], x), ("as many rows",)),
     "inner": (lambda ops, x, i: torch.inner(x, x[:, :2]), ("of one extent",)),
     "tril of a vector": (lambda ops, x, i: x[0].tril(), ("rows and columns",)),
     "a diagonal of one dim": (lambda ops, x, i: x.diagonal(0, 1, -1), ("along two dims",)),

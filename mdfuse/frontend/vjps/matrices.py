@@ -1,0 +1,40 @@
+"""Gradients of inverses, solutions and factors of matrices (Giles 2008, Oxford NA-08/01)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.ops import masks, views
+from mdfuse.frontend.ops.recording import record
+from mdfuse.frontend.vjps.table import Applied, rule
+
+
+def _product(a: Handle, b: Handle) -> Handle:
+    found: Handle = record("matmul", a, b)
+    return found
+
+
+@rule("inverse")
+def _inverse(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    turned = views.transpose(e.y)
+    return (-_product(_product(turned, ct), turned),)
+
+
+@rule("solve")
+def _solve(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    sides = record("solve", views.transpose(e[0]), ct)
+    return (
+        -_product(sides, views.transpose(e.y)) if e.wants(0) else None,
+        sides if e.wants(1) else None,
+    )
+
+
+@rule("cholesky")
+def _cholesky(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    lower = e.y
+    inner = masks.tril(_product(views.transpose(lower), ct))
+    inner = (inner + masks.tril(inner, -1)) * 0.5  # half of the diagonal
+    back = record("inverse", lower)
+    found = _product(_product(views.transpose(back), inner), back)
+    return ((found + views.transpose(found)) * 0.5,)

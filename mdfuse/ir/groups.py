@@ -1,0 +1,141 @@
+"""Products of groups of rows with a matrix each, as experts compute them: calls, labels, shapes.
+
+Experts may be split: each rank computes the rows of its own, the others are zero, and the sum over
+the ranks is the product. So may rows and columns of the matrices, and rows of the operand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mdfuse.ir.dims import DimMap, Shape, Shapes
+from mdfuse.ir.local_attributes import ExprPart
+
+Attrs = Mapping[str, Any]
+Part = tuple[int, int, int]
+
+#: The labels: rows, what is summed over, columns, groups.
+_T, _K, _N, _E = range(4)
+
+
+def multiply(
+    x: Tensor, weight: Tensor, ends: Tensor, *, rows: Part | None = None, part: Part | None = None
+) -> Tensor:
+    """Multiply rows of x with the matrix of their group.
+
+    Args:
+        x: [t,k], the rows of a group one after the other.
+        weight: [e,k,n].
+        ends: behind which row each group ends, of all rows and groups; no group has what is behind
+            the last, which becomes zeros.
+        rows: (first, behind the last, all) of the rows that x has; None: all.
+        part: (first, behind the last, all) of the groups that the weight has; None: all.
+    """
+    result = x.new_zeros((x.shape[0], weight.shape[2]))
+    for i, (a, b, mask) in enumerate(_groups(x, weight.shape[0], ends, rows, part)):
+        if mask is None:
+            result[a:b] = x[a:b] @ weight[i]
+        else:
+            result = torch.where(mask, x @ weight[i], result)
+    return result
+
+
+def multiply_grad(
+    x: Tensor,
+    ct: Tensor,
+    ends: Tensor,
+    *,
+    shape: Sequence[int],
+    rows: Part | None = None,
+    part: Part | None = None,
+) -> Tensor:
+    """Return what comes back to the weight [e,k,n]: of each group the product of its rows."""
+    count = shape[0] if part is None else part[1] - part[0]
+    result = x.new_zeros((count, x.shape[1], ct.shape[1]))
+    for i, (a, b, mask) in enumerate(_groups(x, count, ends, rows, part)):
+        given = x[a:b] if mask is None else torch.where(mask, x, 0)
+        result[i] = given.T @ ct[a:b]
+    return result
+
+
+def may_look(x: Tensor) -> bool:
+    """Whether the host may read numbers of a tensor at no cost."""
+    return not x.is_cuda
+
+
+def _groups(
+    x: Tensor, count: int, ends: Tensor, rows: Part | None, part: Part | None
+) -> Iterator[tuple[int, int, Tensor | None]]:
+    """Yield for each group here its span of rows; on GPUs all rows, with a mask of its own.
+
+    Numbers of a GPU are not looked at: that would wait for it, and no graph could contain it.
+    """
+    if x.is_meta:
+        return
+    first = 0 if part is None else part[0]
+    t = x.shape[0]
+    own = (ends.long() - (0 if rows is None else rows[0])).clamp(0, t)
+    starts = torch.cat([own.new_zeros(1), own])[first : first + count]
+    own = own[first : first + count]
+    if may_look(x):
+        for a, b in zip(starts.tolist(), own.tolist(), strict=True):
+            yield a, max(a, b), None
+        return
+    places = torch.arange(t, device=x.device)
+    for i in range(count):
+        yield 0, t, ((places >= starts[i]) & (places < own[i])).unsqueeze(1)
+
+
+def of_groups(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
+    """Label `x[t,k], w[e,k,n], ends[e]`: ranks add up what they have of k, and of the groups."""
+    return DimMap(
+        operands=((_T, _K), (_E, _K, _N), (None,)),
+        results=((_T, _N),),
+        reduces={_K: "sum", _E: "sum"},
+    )
+
+
+def of_groups_grad(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
+    """Label `x[t,k], ct[t,n], ends[e]`: rows add up, each rank may make its own groups."""
+    return DimMap(
+        operands=((_T, _K), (_T, _N), (None,)), results=((_E, _K, _N),), reduces={_T: "sum"}
+    )
+
+
+def shape_of_groups(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Return the shape [t,n]; there is an end for each group."""
+    x, weight, ends = shapes
+    assert x is not None and weight is not None and ends is not None
+    (t, k), (e, m, n), (count,) = x, weight, ends
+    if k != m or (attrs.get("part") is None and e != count):
+        raise ValueError(f"{x}, {weight} and {ends} do not fit")
+    return (t, n)
+
+
+def shape_of_groups_grad(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Return the shape of the weight, or of a rank's part of it."""
+    x, ct, ends = shapes
+    assert x is not None and ct is not None and ends is not None
+    (t, k), (rows, n), (count,) = x, ct, ends
+    part = attrs.get("part")
+    if t != rows or (part is None and (*attrs["shape"],) != (count, k, n)):
+        raise ValueError(f"{x} and {ct} do not fit {attrs['shape']}")
+    return (count if part is None else part[1] - part[0], k, n)
+
+
+def local_groups(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
+    """Say which rows, and which groups, this rank has."""
+    x, weight = part.boxes[0], part.boxes[1]
+    shape, table = part.shapes[0], part.shapes[1]
+    assert x is not None and weight is not None and shape is not None and table is not None
+    found = dict(attrs)
+    if x[0] != (0, shape[0]):
+        found["rows"] = (*x[0], shape[0])
+    box, extent = (part.box[0], part.shape[0]) if "shape" in attrs else (weight[0], table[0])
+    if box != (0, extent):
+        found["part"] = (*box, extent)
+    return found

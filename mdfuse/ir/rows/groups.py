@@ -1,0 +1,33 @@
+"""Products of groups of rows with a matrix each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mdfuse.ir import groups
+from mdfuse.ir.attributes import attr
+from mdfuse.ir.op_table import row
+from mdfuse.ir.out_forms import DENSE
+
+_HERE = tuple(attr(name, "part", is_local=True) for name in ("rows", "part"))
+_GROUPS: dict[str, Any] = {
+    "operands": (3, 3), "localize": groups.local_groups, "is_library": True, "is_single": False,
+}  # fmt: skip
+row(
+    "grouped_mm",
+    groups.multiply,
+    groups.of_groups,
+    groups.shape_of_groups,
+    DENSE,
+    attrs=_HERE,
+    **_GROUPS,
+)
+row(
+    "grouped_mm_grad",
+    groups.multiply_grad,
+    groups.of_groups_grad,
+    groups.shape_of_groups_grad,
+    DENSE,
+    attrs=(attr("shape", "shape", True), *_HERE),
+    **_GROUPS,
+)
