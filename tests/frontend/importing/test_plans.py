@@ -16,11 +16,12 @@ from mdfuse import DeviceMesh, LayoutError, Shard
 TP = DeviceMesh.arange(tp=2)
 
 
-def test_the_plan_that_a_model_brings() -> None:
-    tiny = MODELS["llama"]
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_the_plan_that_a_model_brings(name: str) -> None:
+    tiny = MODELS[name]
     module = tiny.module()
     model = mf.from_torch(module, tiny.args, mesh=TP, **mf.from_plan(module))
-    by_hand = mf.from_torch(module, tiny.args, mesh=TP, layouts=tiny.layouts())
+    by_hand = mf.from_torch(module, tiny.args, mesh=TP, layouts=tiny.layouts(), blocks=tiny.blocks)
     for name in model.fusion.inputs:
         assert model.fusion.values[name].layout == by_hand.fusion.values[name].layout, name
     assert Counter(c.kind for c in model.compile().communications) == tiny.posts
