@@ -208,6 +208,10 @@ class Simulated:
         loss, _, *self.state = mf.simulate(self.program, [*inputs, *self.state]).outputs
         return float(loss.detach())
 
+    def parameters(self) -> dict[str, Tensor]:
+        """They are whole here; their moments stand behind each."""
+        return dict(zip(PARAMETERS, self.state[::3], strict=True))
+
 
 class Launched:
     """Steps of this rank, beside those of the others."""
@@ -225,6 +229,17 @@ class Launched:
             for x, layout in zip(inputs, self.layouts, strict=True)
         )
         return float(self.step(*parts)[0])
+
+    def parameters(self) -> dict[str, Tensor]:
+        """All ranks gather them whole."""
+        fusion = self.program.fusion
+        with mf.FusionDefinition("gather") as fd:
+            for name, (shape, _) in PARAMETERS.items():
+                layout = fusion.layout(name)
+                w = fd.define_tensor(shape, mesh=layout.mesh, layout=layout, name=name)
+                fd.add_output(fd.ops.set(w).on(layout.mesh, {}))
+        own = [self.step.state[name] for name in PARAMETERS]
+        return dict(zip(PARAMETERS, mf.compile(fd).run(*own), strict=True))
 
 
 # -- training --------------------------------------------------------------------------------------
@@ -260,6 +275,14 @@ class OneDevice:
         return float(loss.detach())
 
 
+def export(parameters: dict[str, Tensor], to: Path) -> None:
+    """Let rank 0 write whole parameters to a file."""
+    from safetensors.torch import save_file
+
+    if screen.is_first():
+        save_file({name: w.cpu().contiguous() for name, w in parameters.items()}, to)
+
+
 def draw(curves: dict[str, list[float]], to: Path) -> str:
     """Draw the losses; return what was done."""
     try:
@@ -288,6 +311,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=1, help="parts of a batch, in turn")
     parser.add_argument("--sim", action="store_true", help="simulate, whoever started this process")
     parser.add_argument("--save", type=Path, help="a folder for the state; not where simulated")
+    parser.add_argument("--export", type=Path, help="a safetensors file for the parameters")
     parser.add_argument("--plot", type=Path, default=Path("train_llama.svg"))
     arguments = parser.parse_args()
     console = screen.output()
@@ -301,6 +325,8 @@ def main() -> None:
         losses = train(step, arguments.steps)
         if arguments.save and isinstance(step, Launched):
             step.step.save(arguments.save)
+        if arguments.export:
+            export(step.parameters(), arguments.export)
     if not screen.is_first():
         return
     alone = train(OneDevice(), arguments.steps)

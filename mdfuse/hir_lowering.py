@@ -33,6 +33,7 @@ from mdfuse.passes import (
     propagate_layouts,
     push_slices,
     settle_partials,
+    split_scans,
     streams,
     widen_sums,
 )
@@ -49,6 +50,8 @@ PASSES: tuple[tuple[str, Pass], ...] = (
     (propagate_layouts.name, propagate_layouts.run),
     # Needs to know what is split where an op would have it whole; what it makes yields Partials.
     (keep_splits.name, keep_splits.run),
+    # As the pass before; it may have found that nobody needs the operand whole.
+    (split_scans.name, split_scans.run),
     # Needs to know who passes a Partial on; infers anew what is computed from those it reduces.
     (settle_partials.name, settle_partials.run),
     # Needs the layout of what a tensor of numbers lies like; the next passes see who reads what.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers.bare import bare_environment
 from helpers.example_files import SMALL, example
 
@@ -229,6 +230,48 @@ def test_training_in_microbatches(axes: dict[str, int]) -> None:
     posts = Counter(printed(step.program))
     assert posts["reducescatter"] == whole["reducescatter"]
     assert posts["allgather"] <= (len(train.PARAMETERS) if "fsdp" in axes else whole["allgather"])
+
+
+def continued(prompt: bytes, count: int) -> bytes:
+    """What follows a prompt by torch on one device: all positions anew for each byte."""
+    train, generate = example("train_llama"), example("generate")
+    p, found, rotary = train.initial(), list(prompt), generate.angles()
+    for _ in range(count):
+        h = F.embedding(torch.tensor([found]), p["table"])
+        for n in range(train.LAYERS):
+            w = {name: p[f"{name}.{n}"] for name in train.LAYER}
+            here = [x[: len(found)] for x in rotary]
+            h = h + train.attention(w, F.rms_norm(h, (train.WIDTH,), w["norm_1"], 1e-5), here)
+            x = F.rms_norm(h, (train.WIDTH,), w["norm_2"], 1e-5)
+            x = F.silu(F.linear(x, w["gate"])) * F.linear(x, w["up"])
+            h = h + F.linear(x, w["down"])
+        logits = F.linear(F.rms_norm(h, (train.WIDTH,), p["norm"], 1e-5), p["head"])
+        found.append(int(logits[0, -1].argmax()))
+    return bytes(found[len(prompt) :])
+
+
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"tp": 2, "sp": 2}, {"sp": 3}], ids=str)
+def test_generating_stays_beside_one_device(axes: dict[str, int]) -> None:
+    generate = example("generate")
+    step = generate.Simulated(DeviceMesh.arange(**axes), None)
+    assert generate.generate(step, b"You", 5) == continued(b"You", 5)
+    in_place = {name for name in step.program.host.written_inputs if ".cache." in name}
+    assert len(in_place) == 2 * example("train_llama").LAYERS
+
+
+def test_parameters_go_from_training_to_generating(tmp_path: Path) -> None:
+    train, generate = example("train_llama"), example("generate")
+    step = train.Simulated(DeviceMesh.arange(fsdp=2))
+    train.train(step, 1)
+    train.export(step.parameters(), tmp_path / "model.safetensors")
+    found = generate.parameters(tmp_path / "model.safetensors")
+    assert {name: list(w.shape) for name, w in found.items()} == {
+        name: list(shape) for name, (shape, _) in train.PARAMETERS.items()
+    }
+    one = train.OneDevice()
+    train.train(one, 1)
+    for name, w in one.leaves.items():
+        torch.testing.assert_close(found[name], w.detach(), rtol=1e-4, atol=1e-5)
 
 
 def test_what_a_training_step_posts() -> None:

@@ -55,6 +55,10 @@ def convolve(
         here: how many of the groups this part has; None: all.
     """
     more = [0] * len(stride) if more is None else more
+    if not (x.numel() and weight.numel()):  # a rank that has no channels
+        how: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation}
+        how |= {"groups": groups, "transposed": transposed, "here": here, "more": more}
+        return x.new_zeros(shape_of_convolution((x.shape, weight.shape), how))
     return _ATEN.convolution(  # type: ignore[no-any-return]
         x, weight, None, stride, padding, dilation, transposed, more, here or groups
     )

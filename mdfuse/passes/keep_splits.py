@@ -17,7 +17,7 @@ expression needs the operand whole, and the result may stay split.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
@@ -41,17 +41,17 @@ def run(fusion: Fusion) -> Fusion:
         replaced = {e.output: e for e in (*_split_rows(fusion), *_windows(fusion))}
         if not replaced:
             return fusion
-        maker = _Maker(dict(fusion.values))
+        maker = Maker(dict(fusion.values))
         for expr in fusion.exprs:
             if expr.outputs[0] in replaced:
                 _MADE_OF[expr.op](maker, expr)
             else:
                 maker.exprs.append(expr)
         made = {n for n in maker.values if n not in fusion.values or n in replaced}
-        fusion = anew(_forgotten(fusion, maker, replaced), made)
+        fusion = anew(forgotten(fusion, maker, replaced), made)
 
 
-def _forgotten(fusion: Fusion, maker: _Maker, outputs: Sequence[str] | dict[str, Expr]) -> Fusion:
+def forgotten(fusion: Fusion, maker: Maker, outputs: Sequence[str] | dict[str, Expr]) -> Fusion:
     """Return the fusion with the new expressions, whose layouts are still to be inferred."""
     for output in outputs:
         out = maker.values[output]
@@ -73,14 +73,16 @@ def _split_rows(fusion: Fusion) -> Iterator[Expr]:
         if not axes or 0 in value.shape or value.expanded:
             continue
         kept = tuple(1 if d in dims else n for d, n in enumerate(value.shape))
-        whole = _with(layout, axes, Replicate())
-        each = cost(_with(layout, axes, Partial()), whole, kept) * max(value.dtype.itemsize, 4)
+        whole = with_placements(layout, axes, Replicate())
+        each = cost(with_placements(layout, axes, Partial()), whole, kept) * max(
+            value.dtype.itemsize, 4
+        )
         is_less = 2 * 2 * each < cost(layout, whole, value.shape) * value.dtype.itemsize
-        if is_less and _may_stay(fusion, expr, dims) and not _is_gathered(fusion, value, axes):
+        if is_less and may_stay(fusion, expr, dims) and not is_gathered(fusion, value, axes):
             yield expr
 
 
-def _may_stay(fusion: Fusion, expr: Expr, dims: Sequence[int]) -> bool:
+def may_stay(fusion: Fusion, expr: Expr, dims: Sequence[int]) -> bool:
     """Whether the result may be split as the operand is, by its law or by its readers."""
     out, layout = fusion.values[expr.output], fusion.layout(expr.reads[0])
     if out.is_law or out.name in fusion.reuse:
@@ -102,9 +104,12 @@ def _windows(fusion: Fusion) -> Iterator[Expr]:
             continue
         layout = fusion.layout(value.name)
         axes = [*dict.fromkeys(a for e in found for a in _cut_axes(fusion, e))]
-        whole = cost(layout, _with(layout, axes, Replicate()), value.shape) * value.dtype.itemsize
+        whole = (
+            cost(layout, with_placements(layout, axes, Replicate()), value.shape)
+            * value.dtype.itemsize
+        )
         prices = [_price_of_window(fusion, e) for e in found]
-        if any(p is None for p in prices) or _is_gathered(fusion, value, axes):
+        if any(p is None for p in prices) or is_gathered(fusion, value, axes):
             continue
         if 2 * sum(p for p in prices if p is not None) < whole:
             yield from found
@@ -133,14 +138,16 @@ def _price_of_window(fusion: Fusion, expr: Expr) -> int | None:
         return None
     if strategy.wanted[expr.reads[0]] != fusion.layout(expr.reads[0]):
         return None
-    goal = law or _with(strategy.result, axes, Replicate())
+    goal = law or with_placements(strategy.result, axes, Replicate())
     return cost(strategy.result, goal, out.shape) * out.dtype.itemsize
 
 
-def _is_gathered(fusion: Fusion, value: Value, axes: Sequence[str]) -> bool:
-    """Whether another expression reads the value whole along one of these axes in any case."""
+def is_gathered(
+    fusion: Fusion, value: Value, axes: Sequence[str], but: Collection[str] = ()
+) -> bool:
+    """Whether an expression, but of some ops, reads a value whole along one of these axes."""
     for reader in fusion.consumers[value.name]:
-        if reader.op not in _MADE_OF and fusion.values[reader.outputs[0]].is_tensor:
+        if reader.op not in (but or _MADE_OF) and fusion.values[reader.outputs[0]].is_tensor:
             wanted = _wanted(fusion, reader, value.name)
             if wanted.mesh == fusion.layout(value.name).mesh and any(
                 isinstance(wanted.placement(a), Replicate) for a in axes
@@ -159,7 +166,7 @@ def _wanted(fusion: Fusion, expr: Expr, value: str) -> Layout:
     return strategy.wanted[value]
 
 
-def _with(layout: Layout, axes: Sequence[str], placement: Partial | Replicate) -> Layout:
+def with_placements(layout: Layout, axes: Sequence[str], placement: Partial | Replicate) -> Layout:
     for axis in (*layout.partial_axes, *axes):
         layout = layout.with_placement(axis, placement if axis in axes else Replicate())
     return layout
@@ -169,7 +176,7 @@ def _with(layout: Layout, axes: Sequence[str], placement: Partial | Replicate) -
 
 
 @dataclass
-class _Maker:
+class Maker:
     """The fusion under construction; it lives inside one call of `run`."""
 
     values: dict[str, Value]
@@ -177,9 +184,9 @@ class _Maker:
 
     def op(self, by: Expr, op: str, *inputs: Operand, last: bool = False, **attrs: Any) -> str:
         """Append one of the expressions that replace `by`; the last one has its result."""
-        output = by.output
+        output = by.outputs[-1]
         if not last:
-            output = fresh_name(self.values, f"{by.output}.{op}")
+            output = fresh_name(self.values, f"{by.outputs[0]}.{op}")
             (found,) = inferred(TABLE[op], inputs, attrs, self.values, by.source)
             self.values[output] = Value(name=output, source=by.source, **found)
         items = tuple(attrs.items())
@@ -187,6 +194,21 @@ class _Maker:
             Expr(op=op, inputs=inputs, outputs=(output,), attrs=items, source=by.source)
         )
         return output
+
+    def several(self, by: Expr, op: str, *inputs: Operand, first: str, **attrs: Any) -> str:
+        """Append one with two results, the first of which has a name already; return the second."""
+        row = TABLE[op]
+        kinds = inferred(row, inputs, attrs, self.values, by.source)
+        outputs = []
+        for kind, name in zip(kinds, (first, ""), strict=True):
+            output = name or fresh_name(self.values, f"{by.outputs[0]}.{op}")
+            if output not in self.values:
+                self.values[output] = Value(name=output, source=by.source, **kind)
+            outputs.append(output)
+        items = tuple(attrs.items())
+        made = Expr(op=op, inputs=inputs, outputs=(*outputs,), attrs=items, source=by.source)
+        self.exprs.append(made)
+        return outputs[1]
 
     def wide(self, by: Expr, x: str) -> str:
         """Cast f16 and bf16 to f32, so that sums of them are rounded once."""
@@ -203,7 +225,7 @@ class _Maker:
             self.op(by, "cast", self.op(by, op, *inputs), last=True, dtype=dtype)
 
 
-def _operand(maker: _Maker, by: Expr) -> str:
+def _operand(maker: Maker, by: Expr) -> str:
     """Return the operand, first resharded to the result's law where there is one."""
     x, out = by.reads[0], maker.values[by.output]
     if out.layout is None or not out.is_law or out.layout == maker.values[x].layout:
@@ -213,7 +235,7 @@ def _operand(maker: _Maker, by: Expr) -> str:
     return copy
 
 
-def _softmax(maker: _Maker, by: Expr) -> None:
+def _softmax(maker: Maker, by: Expr) -> None:
     """Replace a softmax by exp(x - max) / sum, its logarithm by x - max - log(sum)."""
     x = _operand(maker, by)
     over: dict[str, Any] = {"dims": _row_dims(by, len(maker.values[x].shape)), "keepdim": True}
@@ -227,7 +249,7 @@ def _softmax(maker: _Maker, by: Expr) -> None:
         maker.result(by, "sub", distance, maker.op(by, "log", total))
 
 
-def _layer_norm(maker: _Maker, by: Expr) -> None:
+def _layer_norm(maker: Maker, by: Expr) -> None:
     """Replace a layer norm by (x - mean) / sqrt(variance + eps) * weight + bias."""
     x, (weight, bias) = _operand(maker, by), (*by.inputs[1:], None, None)[:2]
     over: dict[str, Any] = {"dims": _last_dims(by, len(maker.values[x].shape)), "keepdim": True}
@@ -243,7 +265,7 @@ def _layer_norm(maker: _Maker, by: Expr) -> None:
     maker.result(by, steps[-1][0], result, steps[-1][1])
 
 
-def _rms_norm(maker: _Maker, by: Expr) -> None:
+def _rms_norm(maker: Maker, by: Expr) -> None:
     """Replace an RMS norm by x / sqrt(mean square + eps) * weight."""
     x, weight = _operand(maker, by), by.inputs[1]
     over: dict[str, Any] = {"dims": _last_dims(by, len(maker.values[x].shape)), "keepdim": True}
@@ -262,7 +284,7 @@ def _window(expr: Expr, out: Value) -> Expr:
     return replace(expr, op="window", attrs=(("reduce", reduce), *expr.attrs))
 
 
-def _slice(maker: _Maker, by: Expr) -> None:
+def _slice(maker: Maker, by: Expr) -> None:
     maker.exprs.append(_window(by, maker.values[by.output]))
 
 
@@ -283,7 +305,7 @@ _REDUCED_DIMS: dict[str, Callable[[Expr, int], tuple[int, ...]]] = {
 }
 
 #: op -> what appends the expressions that replace it.
-_MADE_OF: dict[str, Callable[[_Maker, Expr], None]] = {
+_MADE_OF: dict[str, Callable[[Maker, Expr], None]] = {
     "softmax": _softmax,
     "log_softmax": _softmax,
     "layer_norm": _layer_norm,

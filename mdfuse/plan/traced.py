@@ -5,16 +5,18 @@ A run that is not traced has another function, without them, and pays nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from mdfuse.hir.program import Instruction
 from mdfuse.layouts.call import Call
 from mdfuse.plan.build import Plan
-from mdfuse.plan.context import Step, described
+from mdfuse.plan.context import Step
+from mdfuse.plan.device_clock import DeviceClock
 from mdfuse.plan.lines import Stamping
 from mdfuse.plan.streams import CALLER
+from mdfuse.seeing.events import name_of
 from mdfuse.seeing.trace_files import Entry, Stamps, TraceFile
 
 #: Steps that may never end, where other ranks do not come.
@@ -26,22 +28,27 @@ class TracedPlan(Plan):
     """A plan whose runs are noted in a file.
 
     Attributes:
-        stamps: notes the times.
+        stamps: notes the times of the host.
+        clock: notes those of a GPU; None where it computes on a CPU.
     """
 
     stamps: Stamps
+    clock: DeviceClock | None = None
 
     def call(self, values: Sequence[Any]) -> list[Any]:
         """Run once; what was noted is written, whatever happens."""
         assert self.function is not None  # written before the clock starts
         is_done = False
+        if self.clock is not None:
+            self.clock.begin()
         self.stamps.begin()
         try:
             results = super().call(values)
             is_done = True
             return results
         finally:
-            self.stamps.end(is_done)
+            times = self.clock.times() if is_done and self.clock is not None else ()
+            self.stamps.end(is_done, times)
 
 
 def traced(plan: Plan, file: TraceFile) -> TracedPlan:
@@ -51,22 +58,28 @@ def traced(plan: Plan, file: TraceFile) -> TracedPlan:
         plan: of this rank; its function is not made yet.
         file: of this rank.
     """
-    code = plan.code
+    posts = {handle: s for s in reversed(plan.steps) if s.calls for handle in s.outputs}
     entries: list[Entry | None] = []
-    flushed, last = [], []
+    flushed, last, works = [], dict[int, int](), dict[int, int]()
     for first, end, step in _runs(plan):
-        entry = _entry(step, code, file.rank, plan)
+        entry = _entry(step, plan.code, file.rank, posts)
         if step.op in _MAY_HANG:
             flushed.append(first)
             entries.append(None)
-        last.append(end)
+        if entry.part == "work":
+            works[len(entries)] = first
+        last[len(entries)] = end
         entries.append(entry)
     stamps = file.stamps(plan.name, entries)
     before: dict[int, Callable[[], object]] = dict.fromkeys(flushed, stamps.flush)
-    behind: dict[int, Callable[[], object]] = dict.fromkeys(last, stamps.note)
+    behind: dict[int, Callable[[], object]] = dict.fromkeys(last.values(), stamps.note)
+    clock = DeviceClock(plan.device, works) if plan.device.type == "cuda" else None
+    if clock is not None:
+        before |= {first: clock.before(n) for n, first in works.items()}
+        behind |= {last[n]: clock.behind(n, stamps.note) for n in works}
     own = {f.name: getattr(plan, f.name) for f in fields(plan)}
     own["stamping"] = Stamping(before, behind)
-    found = TracedPlan(**own, stamps=stamps)
+    found = TracedPlan(**own, stamps=stamps, clock=clock)
     vars(found)["owned"] = plan.owned  # the buffers are made already
     return found
 
@@ -88,14 +101,14 @@ def _runs(plan: Plan) -> list[tuple[int, int, Step]]:
     return found
 
 
-def _entry(step: Step, code: Sequence[Instruction], rank: int, plan: Plan) -> Entry:
-    """Return what is to be said of a step."""
+def _entry(step: Step, code: Sequence[Instruction], rank: int, posts: Mapping[int, Step]) -> Entry:
+    """Return what is to be said of a step; `posts` has the steps that make handles."""
     i = code[step.instruction] if step.instruction >= 0 else None
     source = str(i.source or "") if i is not None else ""
     lane = "host" if step.stream == CALLER else f"stream {step.stream}"
     if step.waits is not None:
         handle = step.waits[0]
-        of = next((s for s in plan.steps if handle in s.outputs and s.calls), None)
+        of = posts.get(handle)
         name = f"wait {_called(of.calls)}" if of is not None else "wait"
         wait = "wait" if step.stream == CALLER else f"wait {lane}"
         known = handle if of is not None else None
@@ -105,7 +118,7 @@ def _entry(step: Step, code: Sequence[Instruction], rank: int, plan: Plan) -> En
         )  # fmt: skip
     if step.calls:
         return _posted(step, i, rank, lane, source)
-    name = described(i) if i is not None else step.op
+    name = name_of(i) if i is not None else step.op
     return Entry(name=name, lane=lane, instruction=step.instruction, source=source)
 
 
@@ -121,7 +134,7 @@ def _posted(step: Step, i: Instruction | None, rank: int, lane: str, source: str
         source=source,
         nbytes=comm.bytes_received(rank) if comm is not None else 0,
         detail=f"{comm.source} -> {comm.destination}" if comm is not None else "",
-        handle=step.outputs[0] if step.outputs else None,
+        handles=step.outputs,
         team=step.calls[0].team,
         to=min(sends) if len(sends) == 1 and not recvs else None,
         of=min(recvs) if len(recvs) == 1 and not sends else None,

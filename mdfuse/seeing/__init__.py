@@ -3,7 +3,7 @@
 from mdfuse.seeing.costs import H100, UNIT, Costs, Link
 from mdfuse.seeing.deviation import Deviation, compare
 from mdfuse.seeing.events import Event
-from mdfuse.seeing.timeline import Timeline, timeline
+from mdfuse.seeing.timeline import Timeline
 from mdfuse.seeing.traces import last_run
 from mdfuse.seeing.traces import merge as merge_traces
 from mdfuse.seeing.traces import read as read_trace
@@ -20,5 +20,4 @@ __all__ = [
     "last_run",
     "merge_traces",
     "read_trace",
-    "timeline",
 ]

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from mdfuse.hir.program import Instruction
+
 Part = Literal["work", "post", "transfer", "wait"]
 
 
@@ -40,6 +42,12 @@ class Event:
     source: str = ""
     nbytes: int = 0
     detail: str = ""
+
+
+def name_of(i: Instruction) -> str:
+    """Return what an instruction does, as programs print it; an iteration has its number: `@2`."""
+    made = ", ".join(f"%{n}" for n in i.outputs)
+    return f"{made} = {i.fn or i.op}" if made else i.fn or i.op
 
 
 def makespan(events: Iterable[Event]) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 from mdfuse.seeing.events import Event
 
 #: Lanes come in this order: what begins with the first word is on top.
-_ORDER = ("host", "stream", "wait")
+_ORDER = ("host", "stream", "device", "wait")
 
 Record = dict[str, Any]
 

@@ -92,8 +92,21 @@ class _Told:
             if a in m.axes
         )
         shapes = tuple(k.local_shape(rank) if _is_in(k, rank) else None for k in self.kinds)
-        moved = tuple((c.bytes_received(rank), _is_root(c, rank)) for c in self.communications)
+        moved = tuple(_moved(c, rank) for c in self.communications)
         return here, places, shapes, moved
+
+
+#: Kinds of which the parts of a rank before and after say how much arrives.
+_BY_PARTS = ("Allreduce", "Allgather", "ReduceScatter")
+
+
+def _moved(c: Communication, rank: int) -> Hashable:
+    """Return what tells how much a communication brings to a rank, and whether it is the root."""
+    if c.kind in _BY_PARTS and c.is_along_axes:
+        if rank not in c.source.mesh:
+            return None
+        return tuple(x.local_shape(c.shape, rank) for x in (c.source, c.destination))
+    return c.bytes_received(rank), _is_root(c, rank)
 
 
 def _is_in(kind: BufferType, rank: int) -> bool:
@@ -136,13 +149,22 @@ class _Among:
         self.numbers = numbers
         self.communications = communications
         self.whole: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
+        #: number of a communication, coordinates of a team -> the classes in it
+        self.teams: dict[tuple[int, tuple[int, ...]], frozenset[int]] = {}
 
     def key(self, rank: int) -> Hashable:
         return tuple(self.team(n, c, rank) for n, c in enumerate(self.communications))
 
     def team(self, n: int, c: Communication, rank: int) -> frozenset[int] | tuple[int, ...]:
         if c.is_along_axes:
-            return frozenset(self.numbers[r] for r in c.team(rank))
+            here = c.source.mesh.coordinate(rank)
+            if here is None:
+                return frozenset()
+            pairs = zip(c.source.mesh.axes, here, strict=True)
+            key = n, tuple(at for axis, at in pairs if axis not in c.axes)
+            if key not in self.teams:
+                self.teams[key] = frozenset(self.numbers[r] for r in c.team(rank))
+            return self.teams[key]
         if c.kind == "SendRecv":
             return tuple(self.numbers[r] for r in c.team(rank))
         if n not in self.whole:

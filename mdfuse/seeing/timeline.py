@@ -21,7 +21,7 @@ from mdfuse.communication import Communication
 from mdfuse.errors import CommunicationError
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.seeing.costs import Costs, buffer_bytes
-from mdfuse.seeing.events import Event, Part, makespan
+from mdfuse.seeing.events import Event, Part, makespan, name_of
 from mdfuse.seeing.rank_classes import Classes, rank_classes
 
 #: The stream of the caller, whose work is the host's where there are no others.
@@ -264,7 +264,7 @@ class _Rank:
             start = self.now
             self.streams[self.stream] = start + seconds
             line = str(i.source or "")
-            name = _name(i)
+            name = name_of(i)
             self.clock.add(
                 self.rank, self.stream, name, start, start + seconds, self.at, source=line
             )
@@ -369,9 +369,3 @@ def _is_pair(comm: Communication) -> bool:
     if comm.kind != "SendRecv" or comm.is_along_axes:
         return False
     return not any(r in comm.destination.mesh for r in comm.source.mesh)
-
-
-def _name(i: Instruction) -> str:
-    """Return what an instruction does, as programs print it."""
-    made = ", ".join(f"%{n}" for n in i.outputs)
-    return f"{made} = {i.fn or i.op}" if made else i.fn or i.op

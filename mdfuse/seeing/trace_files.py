@@ -7,10 +7,11 @@ lines, in any order but for the first:
     {"clock": 1790000000123, "error": 40000}                      unix time - clock, in ns, and ±
     {"plan": 0, "program": "mlp", "entries": [{…}, null, …]}      what the times are of
     {"run": 3, "plan": 0, "first": 2, "ns": [17, 19, …]}          times from the third one on
+    {"run": 3, "plan": 0, "device": [[0, 5, 9], …]}               on a GPU: entry, start, stop
     {"end": 3, "plan": 0}                                         the run came to its end
 
 The times of a run are one more than its entries, each of which goes from one time to the next; null
-stands for the writing itself.
+stands for the writing itself. Times of a GPU count from the first time of the run.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Entry:
         source: likewise.
         nbytes: likewise, for a post.
         detail: likewise.
-        handle: a post and the waits for it have one.
+        handle: of a wait: what it waits for.
+        handles: of a post, or of several at once: what is waited for later.
         team: the ranks that take part in what is posted.
         to: the rank that it is sent to, where that is one and nothing is received.
         of: the rank that it is received from, where that is one and nothing is sent.
@@ -55,6 +57,7 @@ class Entry:
     nbytes: int = 0
     detail: str = ""
     handle: int | None = None
+    handles: tuple[int, ...] = ()
     team: tuple[int, ...] = ()
     to: int | None = None
     of: int | None = None
@@ -125,9 +128,19 @@ class Stamps:
         self._write("")
         self.note()
 
-    def end(self, is_done: bool) -> None:
-        """End a run, which came to its end or broke off."""
-        self._write(f'{{"end":{self._run},"plan":{self._plan}}}\n' if is_done else "")
+    def end(self, is_done: bool, device: Sequence[tuple[int, int, int]] = ()) -> None:
+        """End a run, which came to its end or broke off.
+
+        Args:
+            is_done: whether it came to its end.
+            device: (number of an entry, start, stop) of work on a GPU, ns from the run's begin.
+        """
+        more = ""
+        if device:
+            row = json.dumps(device, separators=(",", ":"))
+            more = f'{{"run":{self._run},"plan":{self._plan},"device":{row}}}\n'
+        more += f'{{"end":{self._run},"plan":{self._plan}}}\n' if is_done else ""
+        self._write(more)
 
     def _write(self, more: str) -> None:
         times = ",".join(map(str, self._times))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,7 @@ class _Reader:
         plans: number -> program and entries.
         counts: how many communications of a team, or between two ranks, there were.
         partial: (plan, run) -> times of a run that has not come to its end yet.
+        device: of the run that ends next: entries, and when a GPU began and ended each.
     """
 
     path: Path
@@ -100,6 +101,7 @@ class _Reader:
     plans: dict[int, tuple[str, list[Entry | None]]] = field(default_factory=dict)
     counts: Counter[Hashable] = field(default_factory=Counter)
     partial: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    device: list[tuple[int, int, int]] = field(default_factory=list)
 
     def events(self) -> Iterator[_Row]:
         """Yield the program, the run of its plan, and the event."""
@@ -114,6 +116,8 @@ class _Reader:
             elif "ns" in line:
                 times = self.partial.setdefault((line["plan"], line["run"]), [])
                 times += line["ns"]
+            elif "device" in line:
+                self.device = line["device"]
             elif "end" in line:
                 key = line["plan"], line["end"]
                 yield from self._run(*key, self.partial.pop(key, []))
@@ -146,6 +150,14 @@ class _Reader:
         for n, entry in enumerate(entries[: len(times) - 1]):
             if entry is not None:
                 yield program, run, self._event(entry, run, times[n], times[n + 1], False, flows)
+        for n, start, stop in self.device if is_done else ():
+            entry = entries[n]
+            if entry is not None and times:
+                lane = "device" if entry.lane == "host" else f"device {entry.lane}"
+                on_device = replace(entry, lane=lane)
+                at = times[0] + start, times[0] + stop
+                yield program, run, self._event(on_device, run, *at, False, flows)
+        self.device = []
         left = (e for e in entries[max(len(times) - 1, 0) :] if e is not None)
         entry = next(left, None)
         if entry is not None and times and not is_done:
@@ -155,7 +167,8 @@ class _Reader:
         self, entry: Entry, run: int, start: int, stop: int, is_open: bool, flows: dict[int, int]
     ) -> Event:
         detail = entry.detail or f"run {run}"
-        if entry.part == "post" and entry.handle is not None:
+        flow = flows.get(entry.handle) if entry.handle is not None else None
+        if entry.part == "post":
             key: Hashable = entry.team
             if entry.to is not None or entry.of is not None:
                 key = (self.rank, entry.to) if entry.to is not None else (entry.of, self.rank)
@@ -163,7 +176,8 @@ class _Reader:
             is_pair = entry.to is not None or entry.of is not None
             number = self.counts[is_pair, key]
             self.counts[is_pair, key] += 1
-            flows[entry.handle] = self.flows.number((is_pair, key, number))
+            flow = self.flows.number((is_pair, key, number))
+            flows.update(dict.fromkeys(entry.handles, flow))
         return Event(
             rank=self.rank,
             lane=entry.lane,
@@ -171,7 +185,7 @@ class _Reader:
             start_ns=start + self.offset,
             stop_ns=stop + self.offset,
             instruction=entry.instruction,
-            flow=flows.get(entry.handle) if entry.handle is not None else None,
+            flow=flow,
             part=entry.part,
             source=entry.source,
             nbytes=entry.nbytes,
@@ -180,9 +194,8 @@ class _Reader:
 
 
 def _entry(fields: dict[str, Any]) -> Entry:
-    if "team" in fields:
-        fields["team"] = tuple(fields["team"])
-    return Entry(**fields)
+    lists = {k: tuple(v) for k, v in fields.items() if isinstance(v, list)}
+    return Entry(**{**fields, **lists})
 
 
 # -- merging ---------------------------------------------------------------------------------------

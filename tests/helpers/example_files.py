@@ -18,7 +18,9 @@ FOLDER = Path(__file__).parents[2] / "examples"
 
 @cache
 def example(name: str) -> ModuleType:
-    """An example, imported once."""
+    """An example, imported once; one may import another, as one that is run may."""
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))
     spec = spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

@@ -76,6 +76,24 @@ def test_training_in_microbatches(axes: dict[str, int], comm: mf.Communicator) -
     assert losses == pytest.approx(train.train(train.OneDevice(), 4), abs=1e-4)
 
 
+@pytest.mark.parametrize("axes", [{"tp": 2, "sp": 2}, {"tp": 2, "dp": 2}], ids=str)
+def test_generating_runs_one_plan(axes: dict[str, int], comm: mf.Communicator) -> None:
+    """The same bytes on all ranks, as simulated; trained parameters are gathered for them."""
+    generate, train = example("generate"), example("train_llama")
+    mesh = DeviceMesh.arange(**axes)
+    step = generate.Launched(mesh, None)
+    found = generate.generate(step, b"You may", 60)
+    before = step.program.plans.info()
+    found += generate.generate(step, found[-1:], 60)
+    after = step.program.plans.info()
+    assert (after.misses, after.size) == (before.misses, before.size)
+    alone = generate.Simulated(mesh, None)
+    assert found[:8] == generate.generate(alone, b"You may", 8)
+    trained = train.Launched(DeviceMesh.arange(fsdp=4)).parameters()
+    for name, w in train.initial().items():
+        assert torch.equal(trained[name].cpu(), w)
+
+
 def test_training_stays_beside_one_device(comm: mf.Communicator) -> None:
     """200 steps, in f32; rank 0 has torch's losses, which would take four times as long on all."""
     train = example("train_llama")

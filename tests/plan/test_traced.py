@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,14 @@ import pytest
 import torch
 
 import mdfuse as mf
-from mdfuse import DeviceMesh, Options, Shard
+from mdfuse import DeviceMesh, Options, Shard, Stream
 from mdfuse.evaluator import HostIrEvaluator
-from mdfuse.plan.traced import TracedPlan
+from mdfuse.plan.build import build
+from mdfuse.plan.device_clock import DeviceClock
+from mdfuse.plan.traced import TracedPlan, traced
+from mdfuse.seeing import UNIT
 from mdfuse.seeing.events import lanes
+from mdfuse.seeing.trace_files import TraceFile
 from mdfuse.seeing.traces import read
 
 pytestmark = pytest.mark.usefixtures("unjoined")
@@ -78,6 +83,18 @@ def test_a_run_is_in_the_file(tmp_path: Path) -> None:
     assert abs(found[0].start_ns / 1e9 - tmp_path.stat().st_mtime) < 3600, "unix time"
 
 
+def test_iterations_have_their_numbers(tmp_path: Path) -> None:
+    with mf.FusionDefinition("chunks") as fd:
+        x = fd.define_tensor([4, 2], mesh=ONE)
+        fd.add_output((fd.ops.exp(x) * 2).on(ONE, {}, stream=Stream(0, 2)))
+    program = mf.compile(fd, Options(trace=str(tmp_path)))
+    program.run(torch.ones(4, 2))
+    names = [e.name for e in read(tmp_path) if e.name.endswith("= mul")]
+    assert len({*names}) == len(names) == 2
+    predicted = [e.name for e in program.timeline(UNIT).events if e.name.endswith("= mul")]
+    assert names == predicted
+
+
 def test_what_ran_before_an_error_is_in_the_file(tmp_path: Path) -> None:
     program = mf.compile(defined(ONE), Options(trace=str(tmp_path)))
     program.run(torch.ones(4, 4))
@@ -133,6 +150,64 @@ def test_graphs_hold_no_times() -> None:
         Options(trace="there", graph="always")
     with pytest.raises(mf.ProgramError, match="trace=3"):
         Options(trace=3)  # type: ignore[arg-type]
+
+
+class FakeEvent:
+    """A CUDA event of a device that needs 7 ms for everything between two of them."""
+
+    now = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        self.at = -1
+
+    def record(self) -> None:
+        FakeEvent.now += 7
+        self.at = FakeEvent.now
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        assert self.at >= 0 and other.at >= 0, "both were recorded"
+        return other.at - self.at
+
+
+def test_a_device_clock_times_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+    clock, notes = DeviceClock(torch.device("cuda", 0), [0, 2]), list[str]()
+    for _ in range(2):
+        clock.begin()
+        for n in (0, 2):
+            clock.before(n)()
+            clock.behind(n, lambda: notes.append("stamp"))()
+        found = clock.times()
+        ms = 10**6
+        assert found == [(0, 7 * ms, 14 * ms), (2, 21 * ms, 28 * ms)]
+    assert len(waits) == 4 and len(notes) == 4
+
+
+def test_work_on_a_device_is_in_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan of a CPU with the clock of a GPU: both lanes are there, for work alone."""
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    program = mf.compile(defined(ONE))
+    plan = build(
+        program.for_rank(0), lambda _: None, torch.device("cpu"), False,  # type: ignore[arg-type, return-value]
+        [torch.ones(4, 4)],
+    )  # fmt: skip
+    plan = replace(plan, device=torch.device("cuda"))
+    vars(plan)["owned"] = replace(plan, device=torch.device("cpu")).owned
+    run = traced(plan, TraceFile(tmp_path / "rank0.jsonl", 0))
+    (y,) = run.run([torch.ones(4, 4)])
+    assert y.tolist() == [8.0] * 4
+    found = read(tmp_path)
+    by_lane = {lane: [e.name for e in row] for (_, lane), row in lanes(found).items()}
+    assert by_lane == {"host": NAMES, "device": NAMES}
+    device = [e for e in found if e.lane == "device"]
+    start = min(e.start_ns for e in found if e.lane == "host")
+    ms = 10**6
+    assert [e.start_ns - start for e in device] == [(7 + 14 * n) * ms for n in range(4)]
+    assert {e.stop_ns - e.start_ns for e in device} == {7 * ms}
 
 
 #: A rank that dies in the wait of its second run.

@@ -11,7 +11,8 @@ import pytest
 from expecttest import assert_expected_inline
 
 from mdfuse import hir
-from mdfuse.seeing import UNIT, timeline
+from mdfuse.seeing import UNIT
+from mdfuse.seeing.timeline import timeline
 
 PAIR = """
 host @pair on mesh(x=2) {

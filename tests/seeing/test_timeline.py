@@ -17,10 +17,10 @@ from helpers.stream_cases import CASES as STREAMED
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard, hir
-from mdfuse.seeing import UNIT, Costs, Event, Link, Timeline, timeline
+from mdfuse.seeing import UNIT, Costs, Event, Link, Timeline
 from mdfuse.seeing.events import busy, lanes
 from mdfuse.seeing.rank_classes import Classes
-from mdfuse.seeing.timeline import on_ranks
+from mdfuse.seeing.timeline import on_ranks, timeline
 
 #: Uneven figures, so that what is wrong shows.
 UNEVEN = Costs(name="uneven", launch_s=0.7, bandwidth=1e3, flops=1e4, links={"*": Link(0.3, 1e3)})
@@ -107,34 +107,54 @@ def test_one_rank_of_a_class_stands_for_all(name: str) -> None:
 # -- counted by hand -------------------------------------------------------------------------------
 
 
-def pipeline(stages: int, batches: int) -> mf.Program:
-    """Batches go through stages of one rank each, one relu in each."""
-    meshes = [DeviceMesh([r], axes=("pp",)) for r in range(stages)]
-    with mf.FusionDefinition("gpipe") as fd:
-        for n in range(batches):
-            x = fd.define_tensor([4], mesh=meshes[0], name=f"x{n}")
-            for mesh in meshes:
-                x = fd.ops.relu(fd.ops.set(x).on(mesh))
-            fd.add_output(x)
-    return mf.compile(fd)
+def pipeline(stages: int, batches: int, is_ahead: bool) -> hir.HostProgram:
+    """Batches go through stages of one rank each, one relu in each.
+
+    A stage receives a batch when it is done with the one before, or asks for all of them ahead.
+    """
+    receives = [
+        "  if coord(pp) > 0 {\n"
+        f"    %r{n}: f32[4] of [{4 * stages}] (pp=S0) = alloc\n"
+        f"    %c{n} = recv(%r{n}, from=coord(pp) - 1, axis=pp)\n"
+        "  }"
+        for n in range(batches)
+    ]
+    lines = receives if is_ahead else []
+    for n in range(batches):
+        lines += [] if is_ahead else [receives[n]]
+        lines += [
+            f"  if coord(pp) > 0 {{\n    wait %c{n}\n  }}",
+            f"  %y{n}: f32[4] of [{4 * stages}] (pp=S0) = relu(%x)",
+            f"  if coord(pp) < {stages - 1} {{",
+            f"    %d{n} = send(%y{n}, to=coord(pp) + 1, axis=pp)\n  }}",
+        ]
+    lines += [f"  if coord(pp) < {stages - 1} {{\n    wait %d{n}\n  }}" for n in range(batches)]
+    body = "\n".join(lines)
+    return hir.parse(
+        f"host @gpipe on mesh(pp={stages}) {{\n"
+        f"  input %x: f32[4] of [{4 * stages}] (pp=S0)\n{body}\n  return %y{batches - 1}\n}}"
+    )
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("batches", [1, 3, 8])
-@pytest.mark.parametrize("transfer", [0.0, 0.5, 1.0])
-def test_a_pipeline_has_the_bubble_of_the_textbook(
-    stages: int, batches: int, transfer: float
-) -> None:
+@pytest.mark.parametrize("c", [0.0, 0.5, 1.0, 2.0])
+def test_a_pipeline_has_the_bubble_of_the_textbook(stages: int, batches: int, c: float) -> None:
     """m batches through s stages take m + s - 1 (Huang et al. 2019, arXiv:1811.06965).
 
-    With transfers, a stage receives a batch when it is done with the one before.
+    A transfer of c seconds is waited for s - 1 times where it is hidden behind work, and is what
+    limits the throughput where it takes longer. If asked for late, it is waited for each time.
     """
-    costs = Costs(launch_s=1.0, links={"*": Link(transfer)})
-    found = pipeline(stages, batches).timeline(costs)
-    check(found)
-    assert found.seconds == 1 + (batches + stages - 2) * (1 + transfer * (stages > 1))
-    work = [e for e in found.events if e.part == "work"]
-    assert busy(work) == stages * batches * 1e9
+    costs = Costs(launch_s=1.0, links={"*": Link(c)})
+    ahead = timeline(pipeline(stages, batches, is_ahead=True), costs)
+    late = timeline(pipeline(stages, batches, is_ahead=False), costs)
+    period = max(1, c) if stages > 1 else 1
+    assert ahead.seconds == stages + c * (stages - 1) + (batches - 1) * period
+    period = 1 + c if stages > 1 else 1
+    assert late.seconds == stages + c * (stages - 1) + (batches - 1) * period
+    for found in (ahead, late):
+        check(found)
+        assert busy([e for e in found.events if e.part == "work"]) == stages * batches * 1e9
 
 
 @pytest.mark.parametrize("seed", range(6))

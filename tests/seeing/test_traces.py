@@ -13,7 +13,7 @@ import mdfuse as mf
 from mdfuse.cli.main import app
 from mdfuse.seeing.traces import merge, read
 
-SEND = {"name": "post SendRecv", "part": "post", "handle": 5, "team": [0, 1]}
+SEND = {"name": "post SendRecv", "part": "post", "handles": [4, 5], "team": [0, 1]}
 WAIT = {"name": "wait SendRecv", "part": "wait", "lane": "wait", "handle": 5}
 
 

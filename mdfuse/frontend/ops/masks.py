@@ -225,8 +225,7 @@ def histc(x: Handle, bins: int = 100, min: float = 0, max: float = 0) -> Handle:
             because="the bins are known when the fusion is defined; x is floating",
             hint="histc(x, bins, min, max) with min < max",
         )
-    flat = views.flatten(x) if x.ndim != 1 else x
-    found = ROWS["floor"]((flat - min) * (bins / (max - min)))
-    found = where(ROWS["eq"](flat, max), float(bins - 1), found)
+    found = ROWS["floor"]((x - min) * (bins / (max - min)))
+    found = where(ROWS["eq"](x, max), float(bins - 1), found)
     is_there = ROWS["eq"](views.unsqueeze(found, -1), _places(bins, dtype=x.dtype))
-    return reductions.sum(is_there, 0, dtype=x.dtype)
+    return reductions.sum(is_there, dims=tuple(range(x.ndim)), dtype=x.dtype)

@@ -1,6 +1,7 @@
 """Elements in order along a dim: what they are, and where they stood.
 
-Both results come from one expression. The dim must be whole on every rank; others may be split.
+Both results come from one expression. Along a dim that is split in equal parts, `topk` takes the
+largest of each, of which few travel; else the dim is made whole on every rank.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def topk(x: Handle, k: int, dim: int = -1, largest: bool = True, sorted: bool = 
     Args:
         x: a tensor.
         k: how many, at most the extent of the dim.
-        dim: along which; it is whole on every rank.
+        dim: along which.
         largest: False for the smallest.
         sorted: taken as in torch, which leaves the order open where it is False.
     """

@@ -1,6 +1,7 @@
 """Along a dim: running sums and products, running extremes, what stands at a rank in order.
 
-The dim must be whole on every rank; others may be split.
+The dim is made whole on every rank, but for a running sum of equal parts, to which the sums of
+those before are added; other dims may be split.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ _WIDTH, _NAMES, _LANE = 1000.0, 96.0, 20.0
 #: Events narrower than this many pixels, with nothing between them, are drawn as one.
 _NARROW = 0.6
 #: Lanes come in this order.
-_ORDER = ("host", "stream", "wait")
+_ORDER = ("host", "stream", "device", "wait")
 #: How many points a curve of memory has, and how many buffers it tells apart.
 _POINTS, _LAYERS = 400, 9
 _HEIGHT = 180.0

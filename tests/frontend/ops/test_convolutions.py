@@ -1,0 +1,113 @@
+"""Convolutions, pooling and resampling of split images: what ranks send, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.layout_claims import Claim, check
+
+import mdfuse as mf
+from mdfuse import DefinitionError, DeviceMesh, FusionDefinition, Shard
+
+X, W = (2, 4, 6, 5), (5, 4, 3, 2)  # over three ranks: 2, 2 and 0 channels; 2, 2 and 1 kernels
+
+CLAIMS: dict[str, Claim] = {
+    "kernels": Claim([(X, None), (W, 0)], lambda x, w: F.conv2d(x, w), []),
+    "kernels and biases": Claim(
+        [(X, None), (W, 0), ((5,), 0)], lambda x, w, b: F.conv2d(x, w, b, padding=1), []),
+    "channels of the input": Claim(
+        [(X, 1), (W, 1)], lambda x, w: F.conv2d(x, w), [("Allreduce", (2, 5, 4, 4))]),
+    "channels of the input, split again": Claim(
+        [(X, 1), (W, 1)], lambda x, w: F.conv2d(x, w), [("ReduceScatter", (2, 5, 4, 4))], 1),
+    "batch": Claim(
+        [((5, 4, 6, 5), 0), (W, None), ((5,), None)],
+        lambda x, w, b: F.conv2d(x, w, b, stride=2), []),
+    "whole groups": Claim(
+        [((2, 6, 6, 5), 1), ((6, 2, 3, 2), 0)], lambda x, w: F.conv2d(x, w, groups=3), []),
+    "fewer groups than ranks": Claim(
+        [(X, 1), ((6, 2, 3, 2), 0)], lambda x, w: F.conv2d(x, w, groups=2),
+        [("Allgather", X), ("Allgather", (6, 2, 3, 2))]),
+    "transposed, channels of the input": Claim(
+        [(X, 1), ((4, 6, 3, 2), 0)], lambda x, w: F.conv_transpose2d(x, w, stride=2),
+        [("Allreduce", (2, 6, 13, 10))]),
+    "transposed, kernels": Claim(
+        [(X, None), ((4, 5, 3, 2), 1)], lambda x, w: F.conv_transpose2d(x, w), []),
+    "one dim": Claim(
+        [((2, 4, 7), 1), ((5, 4, 3), 1)], lambda x, w: F.conv1d(x, w),
+        [("Allreduce", (2, 5, 5))]),
+    "the largest": Claim([(X, 1)], lambda x: F.max_pool2d(x, 3, 2, 1), []),
+    "means": Claim([(X, 1)], lambda x: F.avg_pool2d(x, 3, 2, 1), []),
+    "one mean": Claim([(X, 1)], lambda x: F.adaptive_avg_pool2d(x, 1), []),
+    "linearly": Claim([(X, 1)], lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), []),
+    "nearest": Claim([(X, 0)], lambda x: F.interpolate(x, size=(4, 9)), []),
+    "windows": Claim([(X, 0)], lambda x: F.unfold(x, 2), []),
+    "normalised in groups": Claim(
+        [((2, 6, 6, 5), 1)], lambda x: F.group_norm(x, 3), []),
+    "normalised by numbers": Claim(
+        [(X, 1), ((4,), 1 - 1), ((4,), 0)], lambda x, m, v: F.batch_norm(x, m, v * v), []),
+    "normalised over a split batch": Claim(
+        [(X, 0)], lambda x: F.batch_norm(x, None, None, training=True),
+        [("Allreduce", (1, 4, 1, 1))] * 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_what_is_sent(name: str) -> None:
+    assert check(CLAIMS[name]) == CLAIMS[name].sends
+
+
+def test_data_parallel_training_reduces_the_gradients_of_the_kernels_alone() -> None:
+    mesh = DeviceMesh.arange(dp=2)
+    x, w = (torch.randn(s, dtype=torch.float64) for s in ((4, 3, 6, 6), (5, 3, 3, 3)))
+    with FusionDefinition("step") as fd:
+        hx = fd.define_tensor(x.shape, x.dtype, mesh, {"dp": Shard(0)})
+        hw = fd.define_tensor(w.shape, w.dtype, mesh)
+        (dw,) = mf.grad(F.max_pool2d(F.conv2d(hx, hw, padding=1).relu(), 2).square().sum(), [hw])
+        fd.add_output(dw)
+    program = mf.compile(fd)
+    assert [(c.kind, tuple(c.shape)) for c in program.communications] == [("Allreduce", w.shape)]
+    w.requires_grad_()
+    F.max_pool2d(F.conv2d(x, w, padding=1).relu(), 2).square().sum().backward()
+    torch.testing.assert_close(mf.simulate(program, [x, w.detach()]).outputs[0], w.grad)
+
+
+#: what is typed with x: f32[2,4,6,5] and w: f32[6,4,3,2] -> words that the error has
+WRONG: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "dims": (lambda x, w: F.conv2d(x[0, 0], w), ("2 spatial dims", "[batch, channels")),
+    "a weight of other dims": (lambda x, w: F.conv2d(x, w[0]), ("two dims of channels",)),
+    "a bias of others": (lambda x, w: F.conv2d(x, w, w[0, :, 0, 0]), ("a bias a number for each",)),
+    "channels": (lambda x, w: F.conv2d(x, w[:, :3]), ("torch says",)),
+    "stride": (lambda x, w: F.conv2d(x, w, stride=0), ("stride=0", "from 1 on")),
+    "strides": (lambda x, w: F.conv2d(x, w, stride=(1, 2, 3)), ("stride=(1, 2, 3)", "2 dims")),
+    "padding": (lambda x, w: F.conv2d(x, w, padding="same", stride=2), ("'same'", "stride 1")),
+    "a window too large": (lambda x, w: F.max_pool2d(x, 9), ("max_pool", "torch says")),
+    "a mean over too much": (lambda x, w: F.avg_pool2d(x, 9), ("fewer than a window of 9",)),
+    "a mean of integers": (lambda x, w: F.avg_pool2d(x.int(), 2), ("a mean is a fraction",)),
+    "both sizes": (
+        lambda x, w: F.interpolate(x, size=3, scale_factor=2), ("one of both",)),
+    "no mode": (lambda x, w: F.interpolate(x, 3, mode="bicubic"), ("'bicubic'", "bilinear")),
+    "a grid of another batch": (lambda x, w: F.grid_sample(x, w), ("[n,a,b,2]",)),
+    "reflected": (lambda x, w: F.grid_sample(x, x, padding_mode="reflection"), ("'reflection'",)),
+    "columns": (lambda x, w: F.fold(x[0], (4, 5), 2), ("a column for each window", "3 by 4")),
+    "groups": (lambda x, w: F.group_norm(x, 3), ("3 groups", "a divisor")),
+    "running ones in training": (
+        lambda x, w: F.batch_norm(x, x[0, :, 0, 0], x[0, :, 0, 0], training=True),
+        ("training=True", "not updated in place")),
+    "factors": (lambda x, w: F.group_norm(x, 2, w[0, 0, 0]), ("vectors of 4",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_said(name: str) -> None:
+    typed, says = WRONG[name]
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([2, 4, 6, 5], name="x")
+        w = fd.define_tensor([6, 4, 3, 2], name="w")
+        with pytest.raises(DefinitionError) as caught:
+            typed(x, w)
+    for words in (*says, "test_convolutions.py:"):
+        assert words in str(caught.value), caught.value
