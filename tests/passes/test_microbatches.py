@@ -108,6 +108,24 @@ def test_streams_and_shuffled_ranks(schedule: int, streams: int) -> None:
     check(net, program, options, schedule=schedule)
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"bucket_bytes": 1 << 20},
+        {"prefetch_bytes": 1 << 20},
+        {"reduce_dtype": torch.float64, "bucket_bytes": 1 << 20, "streams": 1},
+        {"stream_policy": "copy_compute"},
+        {"stream_policy": "round_robin"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["dp sp", "fsdp"])
+def test_options(name: str, how: dict[str, Any]) -> None:
+    net, options = network(name), mf.Options(**how)
+    program = mf.pipeline(net.definition, microbatches=3, batch={"x": 0, "t": 0}, options=options)
+    check(net, program)
+
+
 def test_parts_of_16_bits_are_added_up_in_f32() -> None:
     """400 parts, of which each is lost in a sum of 8 bits of mantissa."""
     with mf.FusionDefinition("sums") as fd:
