@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from mdfuse.frontend.cache import FusionCache
     from mdfuse.frontend.definition import FusionDefinition
     from mdfuse.frontend.grad import grad, recompute
+    from mdfuse.frontend.importing.plans import from_plan
     from mdfuse.frontend.spec import TensorSpec
     from mdfuse.passes import segmentation
     from mdfuse.runs.dtensor import layout_of, spec_of, to_dtensor
@@ -61,6 +62,7 @@ _LAZY = {
     "TensorSpec": "mdfuse.frontend.spec",
     "compile": "mdfuse.compiled.program",
     "differentiable": "mdfuse.compiled.differentiable",
+    "from_plan": "mdfuse.frontend.importing.plans",
     "from_torch": "mdfuse.compiled.imported",
     "fusion": "mdfuse.compiled.traced",
     "grad": "mdfuse.frontend.grad",
@@ -123,6 +125,7 @@ __all__ = [
     "TensorSpec",
     "compile",
     "differentiable",
+    "from_plan",
     "from_torch",
     "fusion",
     "grad",

@@ -285,8 +285,9 @@ class ImportedModel:
         """Read parameters and constants: what a program takes before the module's own arguments.
 
         Args:
-            source: a file of safetensors, an index of several, a folder with either, or tensors by
-                name; without one, the module's own parameters.
+            source: a file of safetensors, an index of several, a folder with either, a folder of
+                `torch.distributed.checkpoint`, or tensors by name; without one, the module's own
+                parameters.
             rank: reads this rank's boxes, and nothing else; without one, the wholes.
             comm: takes its rank and device; where one rank fails, all raise.
             device: where to put them; that of comm by default, else the CPU.

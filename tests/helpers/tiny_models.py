@@ -193,9 +193,12 @@ MODELS: dict[str, Tiny] = {
     "mixtral": Tiny(
         make=_mixtral,
         args=(_ids(),),
-        splits={p: d for p, d in LLAMA.items() if "_proj" not in p or "q_" in p}
-        | {"*.k_proj.weight": 0, "*.v_proj.weight": 0, "*.o_proj.weight": 1},
-        posts={"Allreduce": 3},
+        splits={
+            **{p: d for p, d in LLAMA.items() if p[2:5] not in ("gat", "up_", "dow")},
+            "*.experts.gate_up_proj": 1, "*.experts.down_proj": 2,
+        },
+        blocks={"*.gate_up_proj": 2},
+        posts={"Allreduce": 5},
     ),
     "resnet": Tiny(
         make=_ResNet,

@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from mdfuse.errors import OWN, DefinitionError, Source
 from mdfuse.frontend.importing.inline import inline
 from mdfuse.frontend.importing.lines import line_of
+from mdfuse.frontend.plain import brief
 from mdfuse.frontend.spec import TensorSpec
 from mdfuse.names import as_name
 from mdfuse.torch_private import flattened, key_text, unflattened, writes
@@ -167,6 +168,7 @@ def capture(
     Raises:
         DefinitionError: the module cannot be exported: its line, and what torch says.
     """
+    _check(module, args)
     held = chain(module.parameters(), module.buffers())
     device = next((x.device for x in held), torch.device("cpu"))
     paths, structure = flattened((tuple(args), dict(kwargs or {})))
@@ -205,6 +207,22 @@ def capture(
 
 
 _TENSORS = (Tensor, TensorSpec)
+
+
+def _check(module: Any, args: Any) -> None:
+    """Raise DefinitionError for what is no module, and for arguments that are no sequence."""
+    if not isinstance(module, nn.Module):
+        raise DefinitionError(
+            f"from_torch of {type(module).__name__}",
+            because="a module of torch is imported: its forward, under the names of its parameters",
+            hint="@mf.fusion makes a fusion of a function",
+        )
+    if isinstance(args, Tensor | TensorSpec | str) or not isinstance(args, Sequence):
+        raise DefinitionError(
+            f"from_torch with {brief(args)} as arguments",
+            because="they are a tuple, as for torch.export.export",
+            hint="from_torch(module, (x,), ...)",
+        )
 
 
 def _dynamic(

@@ -156,14 +156,12 @@ def _looked_up(x: Handle, dim: int, index: Handle) -> Any:
 
 
 def _of_table(x: Handle, at: Sequence[int], rows: Handle) -> Any:
-    """Look up rows of the indexed dims, as one in front; they stand in the place of these."""
-    rest = [d for d in range(x.ndim) if d not in at]
-    kept, shape = [x.shape[d] for d in rest], rows.shape
-    moved = ops.permute(x, (*at, *rest)) if rest != [*range(len(at), x.ndim)] else x
-    table = ops.reshape(moved, (math.prod(x.shape[d] for d in at), math.prod(kept)))
-    found = ops.reshape(ops.embedding(rows, table), (*shape, *kept))
-    before = at[0]
-    if not before:
+    """Look up rows of the indexed dims, which are one; they stand in the place of these."""
+    first, behind = at[0], x.shape[at[-1] + 1 :]
+    if len(at) > 1:
+        x = ops.reshape(x, (*x.shape[:first], math.prod(x.shape[d] for d in at), *behind))
+    row = rows if rows.ndim == 1 else ops.reshape(rows, (-1,))
+    found = ops.index_select(x, first, row)
+    if rows.ndim == 1:
         return found
-    order = [*range(len(shape), len(shape) + before), *range(len(shape))]
-    return ops.permute(found, (*order, *range(len(order), found.ndim)))
+    return ops.reshape(found, (*x.shape[:first], *rows.shape, *behind))

@@ -15,6 +15,7 @@ import torch
 
 from mdfuse.frontend import ops as operations
 from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.importing import indices
 from mdfuse.frontend.importing.views import Views
 
 ops: Any = operations
@@ -86,6 +87,20 @@ def _matmul(views: Views, x: Any, weight: Any) -> Any:
     if isinstance(x, Joined) or not isinstance(weight, Joined) or weight.dim != weight.ndim - 1:
         return None
     return weight.mapped(lambda w: ops.matmul(x, w), max(x.ndim, weight.ndim) - 1)
+
+
+def _bmm(views: Views, x: Any, y: Any) -> Any:
+    if isinstance(x, Joined) and not isinstance(y, Joined) and x.dim == 1:
+        return x.mapped(lambda part: ops.bmm(part, y))
+    return _matmul(views, x, y)
+
+
+def _index(views: Views, x: Joined, where: Sequence[Any]) -> Any:
+    """Rows of a dim before the joined one."""
+    at = [d for d, i in enumerate(where) if i is not None]
+    if not isinstance(x, Joined) or len(at) != 1 or at[0] >= x.dim:
+        return None
+    return x.mapped(lambda part: indices.take(part, where), x.dim - 1 + where[at[0]].ndim)
 
 
 def _reshape(views: Views, x: Joined, shape: Sequence[int]) -> Any:
@@ -184,6 +199,8 @@ RULES: dict[str, Callable[..., Any]] = {
     "aten.addmm.default": _addmm,
     "aten.matmul.default": _matmul,
     "aten.mm.default": _matmul,
+    "aten.bmm.default": _bmm,
+    "aten.index.Tensor": _index,
     **dict.fromkeys(("aten.view.default", "aten.reshape.default"), _reshape),
     "aten.unflatten.int": _unflatten,
     "aten.split.Tensor": _split,

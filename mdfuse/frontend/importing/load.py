@@ -1,8 +1,10 @@
-"""Read a rank's boxes of a checkpoint: safetensors files, or tensors by name."""
+"""Read a rank's boxes of a checkpoint: safetensors files, torch's own, or tensors by name."""
 
 from __future__ import annotations
 
 import json
+import pickle
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,6 +76,44 @@ class InFiles:
             return part.clone(memory_format=torch.contiguous_format)
 
 
+class Distributed:
+    """A folder that `torch.distributed.checkpoint` wrote, whatever the layout it was saved in.
+
+    A tensor is read whole, one at a time, before its box is cut.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+        self._folder = folder
+        try:
+            kept = FileSystemReader(folder).read_metadata().state_dict_metadata
+        except (OSError, EOFError, pickle.UnpicklingError, AttributeError) as error:
+            raise ProgramError(
+                f"{folder} cannot be read",
+                because=f"{type(error).__name__}: {error}".splitlines()[0],
+                hint="a folder that torch.distributed.checkpoint.save wrote",
+            ) from error
+        self._kept = {n: x for n, x in kept.items() if isinstance(x, TensorStorageMetadata)}
+        self.names = [*self._kept]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        return tuple(self._kept[name].size)
+
+    def part(self, name: str, box: Box) -> Tensor:
+        """A box of a tensor."""
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        whole = torch.empty(self.shape(name), dtype=self._kept[name].properties.dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that this process reads for itself
+            load({name: whole}, storage_reader=FileSystemReader(self._folder), no_dist=True)
+        return part_of(whole, box)
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:
@@ -98,8 +138,8 @@ def opened(source: Any) -> Checkpoint:
     """Return what a checkpoint is read from.
 
     Args:
-        source: a file of safetensors, an index of several, a folder with either, or tensors by
-            name.
+        source: a file of safetensors, an index of several, a folder with either, a folder of
+            `torch.distributed.checkpoint`, or tensors by name.
 
     Raises:
         ProgramError: there is no such file, or it is none.
@@ -107,6 +147,8 @@ def opened(source: Any) -> Checkpoint:
     if isinstance(source, Mapping):
         return InMemory(source)
     path = Path(source)
+    if path.is_dir() and (path / ".metadata").exists():
+        return Distributed(path)
     if path.is_dir():
         index = path / _INDEX
         files = sorted(path.glob("*.safetensors"))

@@ -34,7 +34,7 @@ class Patterns:
     """
 
     def __init__(self, layouts: Mapping[str, Any], mesh: DeviceMesh) -> None:
-        self.mesh = mesh
+        self.mesh = Layout(mesh).mesh  # what is no mesh is refused there
         self._layouts: dict[str, Layout] = {}
         for pattern, placements in layouts.items():
             if not isinstance(pattern, str):

@@ -17,6 +17,7 @@ from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.frontend.grad import grad
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.importing.build import Inputs, Model, record
+from mdfuse.frontend.importing.capture import Parameter
 from mdfuse.frontend.importing.joined import Joined
 from mdfuse.frontend.importing.place import unmatched
 from mdfuse.frontend.optim import clip_by_global_norm
@@ -222,7 +223,22 @@ def trained_nodes(model: Model, frozen: Sequence[str]) -> list[Node]:
             because="its parameters are frozen, or do not require gradients",
             hint="leave a pattern of frozen= out, or module.requires_grad_(True) before the import",
         )
+    _check_apart([of[node] for node in found])
     return found
+
+
+def _check_apart(parameters: Sequence[Parameter]) -> None:
+    """Raise DefinitionError for parameters that lie in one memory: each would have its own."""
+    seen: dict[int, str] = {}
+    for p in parameters:
+        memory = 0 if p.tensor.is_meta else p.tensor.untyped_storage().data_ptr()
+        if memory and memory in seen:
+            raise DefinitionError(
+                f"{seen[memory]} and {p.name} lie in one memory, and both are trained",
+                because="they are two inputs of the program, which would become different",
+                hint="one parameter, of which the module takes a part, or one of them frozen",
+            )
+        seen[memory] = p.name
 
 
 def _extra(fd: FusionDefinition, model: Model, name: str, spec: TensorSpec) -> Handle:

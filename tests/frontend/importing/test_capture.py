@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mdfuse as mf
-from mdfuse import DefinitionError, DeviceMesh, ProgramError, Shard, TensorSpec
+from mdfuse import DefinitionError, DeviceMesh, MdfuseError, ProgramError, Shard, TensorSpec
 from mdfuse.compiled.imported import ImportedModel
 
 TP = DeviceMesh.arange(tp=2)
@@ -141,6 +141,28 @@ def test_decisions_on_data_are_refused_with_their_line() -> None:
 def test_arguments_that_forward_does_not_take() -> None:
     with pytest.raises(DefinitionError, match="Linear cannot be exported: TypeError"):
         mf.from_torch(nn.Linear(6, 2), (X, X), mesh=TP)
+
+
+@pytest.mark.parametrize(
+    ("module", "args", "text"),
+    [
+        (lambda x: x, (X,), "from_torch of function"),
+        (nn.Linear(6, 2), X, "they are a tuple"),
+        (nn.Linear(6, 2), TensorSpec((4, 6)), "they are a tuple"),
+        (nn.Linear(6, 2), 3, "with 3 as arguments"),
+    ],
+)
+def test_what_is_no_module_and_what_are_no_arguments(module: Any, args: Any, text: str) -> None:
+    with pytest.raises(DefinitionError, match=text):
+        mf.from_torch(module, args, mesh=TP)
+
+
+@pytest.mark.parametrize("mesh", [None, 3, "tp=2"])
+def test_a_mesh_that_is_none(mesh: Any) -> None:
+    with pytest.raises(MdfuseError, match="mesh"):
+        mf.from_torch(nn.Linear(6, 2), (X,), mesh=mesh, layouts={"weight": {"tp": Shard(0)}})
+    with pytest.raises(MdfuseError, match="mesh"):
+        mf.from_torch(nn.Linear(6, 2), (X,), mesh=mesh)
 
 
 class Unknown(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from helpers.tiny_models import MODELS, llama
 
 import mdfuse as mf
@@ -11,16 +10,6 @@ from mdfuse import DeviceMesh, Shard
 
 def warned(report: str) -> list[str]:
     return [line.strip() for line in report.splitlines() if "warning" in line]
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_usual_placements_warn_of_nothing(name: str) -> None:
-    tiny = MODELS[name]
-    model = mf.from_torch(
-        tiny.module(), tiny.args, tiny.kwargs, mesh=DeviceMesh.arange(tp=2),
-        layouts=tiny.layouts(), blocks=tiny.blocks,
-    )  # fmt: skip
-    assert warned(model.report()) == []
 
 
 def test_fewer_heads_than_ranks() -> None:

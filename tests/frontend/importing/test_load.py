@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from helpers.tiny_models import MODELS, llama
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -79,6 +80,23 @@ def test_boxes_of_a_rank(kind: str, tmp_path: Path) -> None:
         ]  # fmt: skip
         for x, y in zip(found, wanted, strict=True):
             assert x is not None and torch.equal(x, y) and x.is_contiguous()
+
+
+def test_a_folder_of_torch_s_own(tmp_path: Path) -> None:
+    """As `torch.distributed.checkpoint` writes it; in it are other things as well."""
+    known = {f"model.{name}": x for name, x in weights(torch.float64).items()}
+    state = {**known, "step": 3, "other": torch.ones(2)}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    model = two()
+    for rank in range(2):
+        found = model.load(tmp_path, rank=rank, rename=lambda name: f"model.{name}")
+        part = known["model.second.weight"][:, 3 * rank : 3 * rank + 3].float()
+        assert found[2] is not None and torch.equal(found[2], part)
+        assert found[2].is_contiguous()
+    assert "not read: 1: other" in model.report()
+    (tmp_path / ".metadata").write_bytes(b"cut off")
+    with pytest.raises(ProgramError, match="cannot be read"):
+        model.load(tmp_path)
 
 
 def test_what_is_read_runs(tmp_path: Path) -> None:

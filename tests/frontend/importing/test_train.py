@@ -370,6 +370,31 @@ def test_refused(said: dict[str, Any], error: type[Exception], text: str) -> Non
         small().training_step(**{**usual, **said})
 
 
+class Overlapping(nn.Module):
+    """A parameter that is a part of another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = nn.Parameter(torch.randn(4, 6, dtype=torch.float64))
+        self.part = nn.Parameter(self.whole.detach()[:2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.whole).sum() + (x[:, :2] @ self.part).sum()
+
+
+def test_parameters_in_one_memory() -> None:
+    """They run; trained they would come apart, unless one of them stays."""
+    module, x = Overlapping(), torch.randn(3, 4, dtype=torch.float64)
+    model = mf.from_torch(module, (x,), mesh=DeviceMesh.arange(tp=2))
+    (y,) = mf.simulate(model.compile(), [*model.load(), x]).outputs
+    torch.testing.assert_close(y, module(x).detach())
+    descend = partial(mf.optim.sgd, lr=RATE)
+    with pytest.raises(DefinitionError, match="whole and part lie in one memory"):
+        model.training_step(lambda y: y, optimizer=descend)
+    step = model.training_step(lambda y: y, optimizer=descend, frozen="part")
+    assert step.trained == ("whole",)
+
+
 def test_refused_inputs() -> None:
     model = small()
     step = model.training_step(squares, optimizer=mf.optim.adamw)

@@ -1,0 +1,122 @@
+"""Plans of `parallelize_module`, and those that models of transformers bring, as layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+
+from mdfuse.errors import LayoutError
+from mdfuse.frontend.importing.place import nearest
+from mdfuse.layouts.layout import Shard
+
+#: Styles whose matrices are split by what they give, by what they take, or not at all.
+_COLUMNS = {
+    "ColwiseParallel", "colwise", "colwise_rep", "colwise_gather_output", "embedding_colwise",
+    "packed_colwise",
+}  # fmt: skip
+_ROWS = {
+    "RowwiseParallel", "rowwise", "rowwise_rep", "rowwise_split_input", "embedding_rowwise",
+    "packed_rowwise",
+}  # fmt: skip
+_WHOLE = {
+    "SequenceParallel", "PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput",
+    "sequence_parallel", "replicate", "all_reduce", "replicated_with_grad_allreduce",
+    "moe_tp_experts",
+}  # fmt: skip
+
+
+def from_plan(
+    module: nn.Module, plan: Mapping[str, Any] | None = None, axis: str = "tp"
+) -> dict[str, Any]:
+    """Return what `from_torch` takes for a plan of tensor parallelism.
+
+    Of a style only the parameters count: where activations are follows from them.
+
+    Args:
+        module: that the plan is for.
+        plan: path of submodules (or parameters), `*` for any word, -> a style of
+            `torch.distributed.tensor.parallel`, or its name in transformers; by default
+            `module.tp_plan`, which models of transformers have.
+        axis: of the mesh.
+
+    Returns:
+        `layouts` by names of parameters, and `blocks` where a matrix is packed of two.
+
+    Raises:
+        LayoutError: no plan, a style that is not known, or a path that leads nowhere.
+
+    >>> import torch, mdfuse as mf
+    >>> from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+    >>> module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+    >>> said = mf.from_plan(module, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    >>> for name, layout in said["layouts"].items():
+    ...     print(name, layout)
+    0.weight {'tp': Shard(dim=0)}
+    0.bias {'tp': Shard(dim=0)}
+    2.weight {'tp': Shard(dim=1)}
+    """
+    plan = getattr(module, "tp_plan", None) if plan is None else plan
+    if not isinstance(plan, Mapping) or not plan:
+        raise LayoutError(
+            f"{type(module).__name__} has no plan",
+            because="a plan says of submodules how they are split",
+            hint='from_plan(module, {"*.q_proj": ColwiseParallel(), ...}), or layouts= by hand',
+        )
+    layouts: dict[str, dict[str, Shard]] = {}
+    blocks: dict[str, dict[int, int]] = {}
+    for path, style in plan.items():
+        name = style if isinstance(style, str) else type(style).__name__
+        if name not in _COLUMNS | _ROWS | _WHOLE:
+            raise LayoutError(
+                f"the style {name} of {path!r}",
+                because="of a style it must be known which dim of its parameters is split",
+                hint="leave it out of the plan, and say layouts= for its parameters",
+            )
+        for key, tensor, is_table in _parameters(module, path):
+            dim = _dim(name, tensor, is_table)
+            if dim is None:
+                continue
+            layouts[key] = {axis: Shard(dim)}
+            if name.startswith("packed"):
+                blocks[key] = {dim: 2}
+    return {"layouts": layouts, "blocks": blocks}
+
+
+def _parameters(module: nn.Module, path: str) -> list[tuple[str, Tensor, bool]]:
+    """Return name, parameter, and whether it is a table, for what a path means."""
+    found = []
+    for name, inner in module.named_modules(remove_duplicate=False):
+        if name and _leads(path, name):
+            is_table = isinstance(inner, nn.Embedding)
+            own = inner.named_parameters(recurse=False)
+            found += [(f"{name}.{key}", x, is_table) for key, x in own]
+    all_ = dict(module.named_parameters(remove_duplicate=False))
+    found += [(name, x, False) for name, x in all_.items() if _leads(path, name)]
+    names = [name for name, _ in module.named_modules()]
+    if not found and not any(_leads(path, name) for name in names):
+        raise LayoutError(
+            f"the plan's path {path!r} leads nowhere",
+            because="it names submodules or parameters, word by word",
+            hint="near it are " + ", ".join(nearest(path, [*names[1:], *all_])),
+        )
+    return found
+
+
+def _leads(path: str, name: str) -> bool:
+    """Whether each word of a name is that of the path."""
+    words, said = name.split("."), path.split(".")
+    return len(words) == len(said) and all(map(fnmatchcase, words, said))
+
+
+def _dim(style: str, x: Tensor, is_table: bool) -> int | None:
+    """The dim of a parameter that a style splits: a linear's weight is [gives, takes]."""
+    if style in _WHOLE:
+        return None
+    if is_table:
+        return 0 if style in _ROWS else 1
+    if x.ndim < 2:  # of a bias
+        return 0 if style in _COLUMNS else None
+    return x.ndim - 2 if style in _COLUMNS else x.ndim - 1
