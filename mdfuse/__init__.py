@@ -24,8 +24,9 @@ from mdfuse.errors import (
     MeshError,
     ProgramError,
 )
-from mdfuse.layouts.layout import Layout, Partial, Replicate, Shard, Stream
+from mdfuse.layouts.layout import Layout, Partial, Replicate, Shard
 from mdfuse.layouts.sharding import shard_tensor, unshard_tensor
+from mdfuse.layouts.stream import Stream
 from mdfuse.mesh import DeviceMesh
 
 __version__ = VERSION

@@ -25,12 +25,12 @@ from mdfuse.frontend.sites import Site, find_site, is_at
 from mdfuse.frontend.stride_order import dims_of, no_permutation
 from mdfuse.ir.graph import Fusion, Value
 from mdfuse.ir.symbolic import check_definition
-from mdfuse.layouts.layout import Layout, Placement, Stream
+from mdfuse.layouts.layout import Layout, Placement
+from mdfuse.layouts.stream import Stream
 from mdfuse.mesh import DeviceMesh
 from mdfuse.names import RULE, is_name, is_value_name
 
-_new = object.__new__
-_getframe = sys._getframe
+_new, _getframe = object.__new__, sys._getframe
 _NO_ATTRS: Mapping[str, Any] = MappingProxyType({})
 _NONE: Mapping[Hashable, Node] = MappingProxyType({})
 _NUMBERS = frozenset((int,))

@@ -10,7 +10,8 @@ import torch
 from mdfuse.errors import LayoutError
 from mdfuse.frontend.methods import Methods
 from mdfuse.ir.graph import Value
-from mdfuse.layouts.layout import Layout, Placement, Stream
+from mdfuse.layouts.layout import Layout, Placement
+from mdfuse.layouts.stream import Stream
 from mdfuse.mesh import DeviceMesh
 
 if TYPE_CHECKING:

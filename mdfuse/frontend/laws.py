@@ -8,7 +8,8 @@ from mdfuse.communication import check_reduce_op
 from mdfuse.errors import CommunicationError, LayoutError, Source
 from mdfuse.frontend.sites import Site
 from mdfuse.ir.graph import Value, value_text
-from mdfuse.layouts.layout import Layout, Partial, Placement, Stream
+from mdfuse.layouts.layout import Layout, Partial, Placement
+from mdfuse.layouts.stream import Stream
 from mdfuse.mesh import DeviceMesh
 
 

@@ -7,7 +7,8 @@ from typing import Any, get_args
 
 from mdfuse.errors import LayoutError
 from mdfuse.frontend.plain import brief
-from mdfuse.layouts.layout import Layout, Placement, Stream
+from mdfuse.layouts.layout import Layout, Placement
+from mdfuse.layouts.stream import Stream
 from mdfuse.mesh import DeviceMesh
 
 _PLACEMENTS = frozenset((*get_args(Placement), Stream))

@@ -25,7 +25,8 @@ from mdfuse.ir.graph import DTYPE_NAMES, Expr, Fusion, Like, Names, Operand, Val
 from mdfuse.ir.infer import inferred, scalar_sample
 from mdfuse.ir.numbers import as_number, scalar_call
 from mdfuse.ir.ops import TABLE
-from mdfuse.layouts.layout import Layout, Placement, Stream
+from mdfuse.layouts.layout import Layout, Placement
+from mdfuse.layouts.stream import Stream
 from mdfuse.mesh import DeviceMesh
 
 _SCALAR_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}

@@ -13,7 +13,8 @@ import torch
 
 from mdfuse.errors import MdfuseError, Source
 from mdfuse.extents.expressions import Index
-from mdfuse.layouts.layout import Layout, Stream
+from mdfuse.layouts.layout import Layout
+from mdfuse.layouts.stream import Stream
 from mdfuse.names import is_name
 
 #: What an expression reads: the name of a value, or a number, or nothing (an absent bias). In host

@@ -9,8 +9,9 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from mdfuse.errors import LayoutError, MeshError
-from mdfuse.extents.expressions import Index, Term, resolve
+from mdfuse.extents.expressions import Term, resolve
 from mdfuse.layouts.boxes import Box, Interval, box_shape, nth_chunk
+from mdfuse.layouts.stream import Stream
 from mdfuse.mesh import DeviceMesh, as_mesh
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ REDUCE_OPS = ("sum", "prod", "min", "max", "avg", "band", "bor", "bxor")
 _LINEAR = frozenset({"sum", "avg"})
 #: The ops that make of equal terms the term itself.
 IDEMPOTENT = ("min", "max", "avg", "band", "bor")
-#: The ops by which the parts of chunks join.
-JOINED = ("max", "min", "prod", "sum")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,108 +74,6 @@ class Varies:
 
     def __str__(self) -> str:
         return "varies"
-
-
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """Compute the tensor in a loop of the host over chunks of `dim`.
-
-    A value that gives the dim up, as a sum over it does, is added up: an iteration computes what
-    its chunk gives, and `op` says how that joins what there is; see `Stream.over`.
-
-    Args:
-        dim: the dim that is split; each rank splits its own part of it. -1 with `op`.
-        chunks: how many chunks, as `torch.chunk` makes them (missing ones are empty), or a tuple of
-            their lengths.
-        rotate: an axis; each rank along it starts at its own chunk.
-        index: None for the whole tensor; in host programs, which of the chunks a buffer is.
-        op: how the parts of chunks join, where the tensor does not have the dim.
-
-    Raises:
-        LayoutError: no chunks, or an axis that is no name; an op that does not join parts.
-
-    >>> [Stream(0, 4).interval((0, 5), i) for i in range(4)]
-    [(0, 2), (2, 4), (4, 5), (5, 5)]
-    """
-
-    dim: int
-    chunks: int | tuple[int, ...]
-    rotate: str | None = None
-    index: Index | None = None
-    op: str | None = None
-
-    @staticmethod
-    def over(op: str, chunks: int | tuple[int, ...], index: Index | None = None) -> Stream:
-        """Return the stream of a value that chunks of a dim that it lacks add up to.
-
-        >>> Stream.over("sum", 8)
-        Stream(dim=-1, chunks=8, rotate=None, index=None, op='sum')
-        """
-        return Stream(-1, chunks, None, index, op)
-
-    def __post_init__(self) -> None:
-        if self.op is not None and (self.op not in JOINED or self.dim != -1):
-            raise LayoutError(
-                f"Stream.over({self.op!r}, {self.chunks!r})",
-                because="the parts of chunks are joined by " + ", ".join(JOINED),
-                hint='for example Stream.over("sum", 4)',
-            )
-        if not isinstance(self.dim, int) or isinstance(self.dim, bool):
-            raise LayoutError(
-                f"Stream({self.dim!r}, {self.chunks!r})",
-                because="a dim is an integer",
-                hint="for example Stream(0, 4)",
-            )
-        lengths = self.chunks if isinstance(self.chunks, tuple) else (self.chunks,)
-        good = all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in lengths)
-        if not good or not lengths or self.chunks == 0:
-            raise LayoutError(
-                f"Stream({self.dim}, {self.chunks!r})",
-                because="chunks is how many there are, or a tuple of their lengths",
-                hint="for example Stream(0, 4) or Stream(0, (3, 1))",
-            )
-
-    @property
-    def count(self) -> int:
-        """The number of chunks: how often the host loop runs."""
-        return len(self.chunks) if isinstance(self.chunks, tuple) else self.chunks
-
-    @property
-    def largest(self) -> int:
-        """The number of the longest chunk; of several, the first."""
-        return self.chunks.index(max(self.chunks)) if isinstance(self.chunks, tuple) else 0
-
-    def interval(self, interval: Interval, i: int) -> Interval:
-        """Return the i-th chunk of an interval; LayoutError where it has none, or other lengths."""
-        if not 0 <= i < self.count:
-            raise LayoutError(
-                f"there is no chunk {i} of dim {self.dim}: it has {self.count}",
-                hint=f"chunks count from 0 to {self.count - 1}",
-            )
-        if isinstance(self.chunks, int):
-            return nth_chunk(interval, self.chunks, i)
-        start, stop = interval
-        if sum(self.chunks) != stop - start:
-            raise LayoutError(
-                f"{self} of a dim with {stop - start} rows on a rank",
-                because=f"the chunks have {sum(self.chunks)} rows together",
-                hint="give lengths that add up to each rank's part, or a count",
-            )
-        begin = start + sum(self.chunks[:i])
-        return begin, begin + self.chunks[i]
-
-    def at(self, index: Index) -> Stream:
-        """Return this stream with the index of one chunk, as buffers of host programs have it."""
-        return Stream(self.dim, self.chunks, self.rotate, index, self.op)
-
-    def __str__(self) -> str:
-        chunks = str(self.chunks).replace(" ", "").replace("(", "[").replace(")", "]")
-        chunks = chunks.replace(",]", "]")
-        of = f"P({self.op})" if self.op is not None else str(self.dim)
-        if self.index is not None:
-            return f"chunk({of},{chunks},{self.index})"
-        turn = f",rotate={self.rotate}" if self.rotate else ""
-        return f"stream({of},{chunks}{turn})"
 
 
 Placement = Shard | Replicate | Partial | Varies

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mdfuse.layouts.layout import Layout, Partial, Replicate, Shard, Stream
+from mdfuse.layouts.layout import Layout, Partial, Replicate, Shard
+from mdfuse.layouts.stream import Stream
 
 #: form -> (the source is read in chunks, each iteration completes a chunk of the result)
 FORMS: dict[str, tuple[bool, bool]] = {

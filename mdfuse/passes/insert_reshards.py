@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
-from mdfuse.layouts.layout import Layout, Replicate, Stream
+from mdfuse.layouts.layout import Layout, Replicate
+from mdfuse.layouts.stream import Stream
 from mdfuse.layouts.streamed_sets import FORMS, form
 from mdfuse.passes.strategy import choose_here
 from mdfuse.passes.streams import operand_streams

@@ -18,7 +18,7 @@ from networkx.utils import UnionFind
 from mdfuse.errors import RECOMPUTED, LoweringError
 from mdfuse.ir.dims import DimMap, always
 from mdfuse.ir.graph import Expr, Fusion, Operand, Value
-from mdfuse.layouts.layout import JOINED, Stream
+from mdfuse.layouts.stream import JOINED, Stream
 from mdfuse.layouts.streamed_sets import form
 from mdfuse.passes.strategy import dim_map
 from mdfuse.passes.streams import chunked_label

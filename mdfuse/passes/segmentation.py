@@ -11,7 +11,7 @@ import networkx as nx
 from mdfuse.errors import LoweringError, Source
 from mdfuse.ir.graph import Expr, Fusion
 from mdfuse.ir.ops import TABLE
-from mdfuse.layouts.layout import Stream
+from mdfuse.layouts.stream import Stream
 from mdfuse.layouts.streamed_sets import FORMS, form
 from mdfuse.passes.streams import operand_streams, streamed_alike
 

@@ -16,7 +16,7 @@ from networkx.utils import UnionFind
 from mdfuse.errors import LoweringError
 from mdfuse.ir.dims import reshape_groups
 from mdfuse.ir.graph import Expr, Fusion, Value
-from mdfuse.layouts.layout import Stream
+from mdfuse.layouts.stream import Stream
 from mdfuse.passes.strategy import dim_map
 
 name = "split_streams"

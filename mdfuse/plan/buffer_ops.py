@@ -12,7 +12,8 @@ from mdfuse.errors import ProgramError
 from mdfuse.hir.program import Instruction
 from mdfuse.ir.extremes import neutral
 from mdfuse.layouts.boxes import nth_chunk, relative
-from mdfuse.layouts.layout import JOINED, Partial
+from mdfuse.layouts.layout import Partial
+from mdfuse.layouts.stream import JOINED
 from mdfuse.plan.allocation import empty, new_buffer
 from mdfuse.plan.context import Context, base_name
 from mdfuse.plan.lines import Line, SlotRef, drop

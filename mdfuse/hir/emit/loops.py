@@ -25,7 +25,8 @@ from mdfuse.extents.expressions import Index, Term, calc, loop
 from mdfuse.hir.emit.sets import Emitter, dense, emit_post, emit_steps, local, value_type
 from mdfuse.hir.program import BufferType, Instruction
 from mdfuse.ir.graph import Expr, Fusion, Operand, fresh_name
-from mdfuse.layouts.layout import Layout, Partial, Stream
+from mdfuse.layouts.layout import Layout, Partial
+from mdfuse.layouts.stream import Stream
 from mdfuse.layouts.streamed_sets import FORMS
 from mdfuse.passes.segmentation import HostLoops, Section, set_form, streams_read
 from mdfuse.reshard import Local, steps

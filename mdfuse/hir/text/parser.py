@@ -47,7 +47,8 @@ from mdfuse.hir.text.values import (
 )
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.kinds import KINDS
-from mdfuse.layouts.layout import Layout, Placement, Stream
+from mdfuse.layouts.layout import Layout, Placement
+from mdfuse.layouts.stream import Stream
 from mdfuse.mesh import DeviceMesh
 
 #: Stands for a type that is not given.

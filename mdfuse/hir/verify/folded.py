@@ -33,7 +33,7 @@ from mdfuse.hir.storage import storage
 from mdfuse.hir.unroll import LIMIT, Unrolled
 from mdfuse.hir.verify.layouts import chunk_of
 from mdfuse.layouts.boxes import nth_chunk
-from mdfuse.layouts.layout import Stream
+from mdfuse.layouts.stream import Stream
 
 #: Loops of fewer iterations are written out as they are.
 FEWEST = 4

@@ -16,16 +16,8 @@ from mdfuse.extents.expressions import Index, terms
 from mdfuse.ir.dims import DimMap, Labels, always, reshape, reshape_groups
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.boxes import Box
-from mdfuse.layouts.layout import (
-    JOINED,
-    Layout,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    Stream,
-    Varies,
-)
+from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard, Varies
+from mdfuse.layouts.stream import JOINED, Stream
 from mdfuse.mesh import DeviceMesh
 
 Shape = tuple[int, ...]
