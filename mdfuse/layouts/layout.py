@@ -262,18 +262,7 @@ class Layout:
             yield choice, interval
 
     def picture(self, shape: Sequence[int]) -> Picture:
-        """Return a picture of who holds which part of a tensor of some shape.
-
-        Printed it is text; `.svg()` gives an SVG element. LayoutError where the shape lacks a dim.
-
-        >>> mesh = DeviceMesh.arange(tp=3)
-        >>> print(Layout(mesh, {"tp": Shard(0)}).picture([7]))
-        [7] (tp=S0) on mesh(tp=3)
-          0:3   3:6   6:7
-        ┌─────┬─────┬─────┐
-        │  0  │  1  │  2  │
-        └─────┴─────┴─────┘
-        """
+        """Return a picture of a tensor that lies so: print it, or take its `.svg()`."""
         from mdfuse.layouts.picture import Picture
 
         return Picture(self, tuple(shape))
@@ -395,11 +384,6 @@ class Layout:
 def replicated(mesh: DeviceMesh) -> Layout:
     """Return the layout in which every rank of the mesh holds the whole."""
     return Layout(mesh, {})
-
-
-def is_reshard(source: Layout, destination: Layout) -> bool:
-    """Whether a `set` from one layout to the other changes anything."""
-    return source != destination
 
 
 def _wrap(dim: int, ndim: int, what: str) -> int:

@@ -88,6 +88,14 @@ class Picture:
 
     Raises:
         LayoutError: the layout splits a dim that the shape does not have; an extent is no number.
+
+    >>> from mdfuse import DeviceMesh, Shard
+    >>> print(Layout(DeviceMesh.arange(tp=3), {"tp": Shard(0)}).picture([7]))
+    [7] (tp=S0) on mesh(tp=3)
+      0:3   3:6   6:7
+    ┌─────┬─────┬─────┐
+    │  0  │  1  │  2  │
+    └─────┴─────┴─────┘
     """
 
     layout: Layout
