@@ -163,6 +163,18 @@ def operations(program: HostProgram, i: Instruction) -> int:
     if i.fn in _ATTENTIONS:
         q, k = shapes[:2]
         return 2 * _ATTENTIONS[i.fn] * math.prod(q) * k[-2]
+    if i.fn == "contract":
+        labels = (*i.kwargs["left"], *i.kwargs["right"])
+        extents = zip(labels, (*shapes[0], *shapes[1]), strict=True)
+        return 2 * math.prod(dict(sorted(extents, key=lambda pair: pair[1])).values())
+    if i.fn in ("convolution", "convolution_grad"):  # a gradient is that of both operands
+        given, weight = shapes[-2:]
+        is_grad, is_spread = i.fn == "convolution_grad", i.kwargs.get("transposed")
+        made = shapes[0] if is_grad else _shape(program, i.outputs[0])
+        places = given if is_spread else made
+        return 2 * (1 + is_grad) * math.prod(places) * math.prod(weight[1:])
+    if i.fn in ("grouped_mm", "grouped_mm_grad"):
+        return 2 * math.prod(shapes[0]) * (shapes[1][-1])
     return 0
 
 

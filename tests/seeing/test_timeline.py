@@ -7,8 +7,11 @@ from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 from helpers.example_files import SMALL, example
 from helpers.host_posts import CASES
 from helpers.pictures import FOLDER, PICTURES
@@ -339,6 +342,32 @@ def test_work_takes_its_operations_or_its_bytes() -> None:
     read = 4 * (8 * 16 + 16 * 16 + 8 * 16)
     assert of(Costs(bandwidth=1e3)) == [read / 1e3, 4 * 2 * 8 * 16 / 1e3]
     assert of(Costs(launch_s=0.25, flops=1e9)) == [0.25, 0.25]
+
+
+#: what is computed of operands of these shapes -> multiplications and additions, counted by hand
+PRODUCTS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], int]] = {
+    "contraction": (
+        lambda x, y: torch.einsum("bij,bjk->ik", x, y), ((2, 3, 5), (2, 5, 7)), 2 * 2 * 3 * 5 * 7),
+    "convolution": (
+        F.conv2d, ((2, 4, 6, 5), (6, 4, 3, 2)), 2 * (2 * 6 * 4 * 4) * (4 * 3 * 2)),
+    "in groups": (
+        lambda x, w: F.conv2d(x, w, groups=2), ((2, 4, 6, 5), (6, 2, 3, 2)),
+        2 * (2 * 6 * 4 * 4) * (2 * 3 * 2)),
+    "transposed": (
+        F.conv_transpose2d, ((2, 4, 6, 5), (4, 6, 3, 2)), 2 * (2 * 4 * 6 * 5) * (6 * 3 * 2)),
+    "groups of rows": (
+        lambda x, w: mf.ops.grouped_mm(x, w, mf.ops.tensor([3, 8])), ((8, 4), (2, 4, 5)),
+        2 * 8 * 4 * 5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_count_their_operations(name: str) -> None:
+    build, shapes, count = PRODUCTS[name]
+    with mf.FusionDefinition("product") as fd:
+        fd.add_output(build(*(fd.define_tensor(s, mesh=DeviceMesh([0])) for s in shapes)))
+    found = mf.compile(fd).timeline(Costs(flops=1e3)).events
+    assert max((e.stop_ns - e.start_ns) / 1e9 for e in found) == count / 1e3
 
 
 def test_bytes_of_a_communication_are_those_that_it_brings() -> None:
