@@ -362,7 +362,6 @@ HANDLES = [
         ("truth", "where(condition, a, b)"),
     ),
     Row("membership", DefinitionError, lambda fd, x, y: x in [y], ("truth",)),
-    Row("iteration", DefinitionError, lambda fd, x, y: [*x], ("%x", "x[0]")),
     Row("text operand", DefinitionError, lambda fd, x, y: x + "a", ("add", "str")),
     Row(
         "tensor operand",
@@ -380,7 +379,6 @@ HANDLES = [
     Row("negative index", DefinitionError, lambda fd, x, y: x[0, -4], ("index -4", "dim 1")),
     Row("fraction", DefinitionError, lambda fd, x, y: x[1.5], ("1.5",)),
     Row("bool index", DefinitionError, lambda fd, x, y: x[True], ("True",)),
-    Row("list index", DefinitionError, lambda fd, x, y: x[[0, 1]], ("[0, 1]", "embedding")),
     Row("mask index", DefinitionError, lambda fd, x, y: x[x > y], ("%x", "embedding")),
     Row("three indices", DefinitionError, lambda fd, x, y: x[0, 0, 0], ("3 indices", "2 dims")),
     Row("two ellipses", DefinitionError, lambda fd, x, y: x[..., ...], ("two `...`",)),

@@ -70,7 +70,10 @@ OWN: dict[str, Callable[..., Any]] = {
     "softmin": lambda x, dim=-1, dtype=None: F.softmin(x, dim, dtype=dtype),  # torch guesses a dim
 }
 #: Numbers that are drawn here, and other meanings of a name.
-NOT_COMPARED = {"uniform", "dropout", "broadcast", "broadcast_in_dim"}
+NOT_COMPARED = {
+    "uniform", "dropout", "broadcast", "broadcast_in_dim", "empty", "empty_like", "new_empty",
+    "empty_strided",
+}  # fmt: skip
 
 #: What makes no rounding error of multiples of 1/4 that are not large.
 EXACT = {
@@ -321,8 +324,10 @@ def plain(name: str, given: dict[str, Any]) -> list[Tensor] | None:
             return x.item()  # torch itself takes a bool of numpy for a float
         return [taken(y) for y in x] if isinstance(x, list) else x
 
-    function = OWN.get(name) or getattr(torch, name, None) or getattr(F, name, None)
-    function = function or getattr(Tensor, name, None)
+    signature = inspect.signature(frontend.BY_NAME[name]).parameters
+    # of losses torch has others besides, which take a reduction as a number, or none by default
+    places = (F, torch, Tensor) if "reduction" in signature else (torch, F, Tensor)
+    function = OWN.get(name) or next((getattr(p, name) for p in places if hasattr(p, name)), None)
     ends = [given[key] for key in ("min", "max") if given.get(key) is not None]
     if name in ("clamp", "clip") and len({isinstance(end, Known) for end in ends}) > 1:
         return None  # a tensor beside a number: torch reads it as a number of Python
@@ -330,7 +335,6 @@ def plain(name: str, given: dict[str, Any]) -> list[Tensor] | None:
         return None
     if name in ("sub", "subtract", "rsub") and given.get("alpha") == -(2**63):
         return None  # torch adds with its negative, which 64 bits do not have
-    signature = inspect.signature(frontend.BY_NAME[name]).parameters
     args = [taken(x) for key, x in given.items() if signature[key].kind.name != "KEYWORD_ONLY"]
     kwargs = {k: taken(x) for k, x in given.items() if signature[k].kind.name == "KEYWORD_ONLY"}
     said = [key for key in given if signature[key].kind.name != "KEYWORD_ONLY"]

@@ -39,7 +39,9 @@ def nll_loss(
     at = 1 if x.ndim > 1 else 0
     rows = (*x.shape[:at], *x.shape[at + 1 :])
     is_index = not (target.dtype.is_floating_point or target.dtype.is_complex)
-    fits = weight is None or (weight.shape == (x.shape[at],) and weight.dtype == x.dtype)
+    fits = weight is None or (
+        weight.shape == x.shape[at : at + 1] and weight.ndim == 1 and weight.dtype == x.dtype
+    )
     if not x.ndim or not x.dtype.is_floating_point or target.shape != rows or not is_index:
         fits = False
     if not fits:

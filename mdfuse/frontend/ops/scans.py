@@ -34,6 +34,12 @@ from mdfuse.frontend.ops.recording import (
 def _running(op: str, doc: str) -> Operation:
     def function(x: Handle, dim: int, *, dtype: torch.dtype | None = None) -> Handle:
         at = place(x, dim)
+        if dtype == torch.bool:
+            raise DefinitionError(
+                f"{op} of {shown(x)} with dtype=torch.bool",
+                because="as in torch, truth values do not add up to one",
+                hint="dtype=torch.int64, or leave it out",
+            )
         if dtype is None and not (x.dtype.is_floating_point or x.dtype.is_complex):
             dtype = torch.int64
         x = x if dtype is None or dtype == x.dtype else cast(x, dtype)

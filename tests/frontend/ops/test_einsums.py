@@ -99,6 +99,7 @@ WRONG: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "kthvalue": (lambda ops, x, i: x.kthvalue(5), ("k=5", "from 1 to 4")),
     "quantile": (lambda ops, x, i: x.quantile(1.5), ("q=1.5", "from 0 to 1")),
     "quantile of integers": (lambda ops, x, i: i.quantile(0.5), ("float32 or float64",)),
+    "running truth": (lambda ops, x, i: x.cumsum(0, dtype=torch.bool), ("truth values",)),
     "logcumsumexp": (lambda ops, x, i: i.logcumsumexp(0), ("floating",)),
     "roll": (lambda ops, x, i: x.roll((1, 2), 0), ("one shift for each dim",)),
     "rot90": (lambda ops, x, i: x.rot90(1, (0, 0)), ("two different dims",)),
