@@ -335,3 +335,12 @@ def test_a_table_that_is_a_number() -> None:
         with pytest.raises(mf.DefinitionError, match="embedding of scalars means nothing"):
             fd.ops.embedding(number, number)
         fd.add_output(fd.define_tensor([1], torch.float32, MESH, {}))
+
+
+def test_numbers_of_a_run_are_not_complex() -> None:
+    with (
+        FusionDefinition("f") as fd,
+        pytest.raises(mf.DefinitionError, match=r"no number of a run is complex") as raised,
+    ):
+        fd.ops.complex(1.0, 2.0)
+    assert "test_fuzz_findings.py" in str(raised.value)

@@ -350,11 +350,13 @@ class Recorder:
         samples = [scalar_sample(self.values[x].dtype) if isinstance(x, str) else x for x in inputs]
         try:
             result = scalar_call(call, samples)
+            if type(result) not in _SCALAR_DTYPES:
+                raise TypeError(f"the result is {result}, and no number of a run is complex")
         except (RuntimeError, TypeError, LookupError, AttributeError) as error:
             raise DefinitionError(
                 f"{op} of scalars means nothing",
                 where=site.where,
-                because=f"torch says: {str(error).splitlines()[0]}",
+                because=f"of such numbers: {str(error).splitlines()[0]}",
                 hint=f"numbers and arguments that torch takes for {op}",
             ) from error
         fact = self._add_scalar(site, _SCALAR_DTYPES[type(result)], result if constant else None)
