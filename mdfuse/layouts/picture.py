@@ -108,7 +108,10 @@ class Picture:
                 because="a picture shows a tensor of known extents",
                 hint="pass numbers, for example of one run",
             )
-        object.__setattr__(self, "layout", self.layout.normalized(len(self.shape), may_vary=True))
+        layout = self.layout.normalized(len(self.shape), may_vary=True)
+        if layout.stream is not None and layout.stream.op is not None:  # all of it, in each chunk
+            layout = layout.with_stream(None)
+        object.__setattr__(self, "layout", layout)
 
     @property
     def title(self) -> str:

@@ -32,11 +32,18 @@ def run(fusion: Fusion) -> Fusion:
 
     Raises:
         LoweringError: an op cannot compute the result chunk by chunk along that dim; the lengths
-            of chunks do not fit.
+            of chunks do not fit; a value is said to be added up.
     """
     values = dict(fusion.values)
     for value in fusion.values.values():
         if value.layout is not None and value.layout.stream is not None:
+            if value.layout.stream.op is not None:
+                raise LoweringError(
+                    f"%{value.name} is {value.layout.stream}",
+                    where=fusion.where(value.name),
+                    because="what is added up of a batch follows from where the batch is streamed",
+                    hint="mf.pipeline(definition, microbatches=…, batch={input: dim})",
+                )
             layout = value.layout.with_stream(None)
             values[value.name] = replace(value, layout=layout, stream=value.layout.stream)
     fusion = check_lengths(replace(fusion, values=values))

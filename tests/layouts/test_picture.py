@@ -87,6 +87,13 @@ def test_chunks_of_a_stream() -> None:
     )
 
 
+def test_what_chunks_add_up_to_is_all_there_in_each() -> None:
+    layout = Layout(FOUR, {"tp": Shard(0)})
+    for index in (None, 1):
+        parts = layout.with_stream(Stream.over("sum", 2, index))
+        assert str(parts.picture([8, 4])) == str(layout.picture([8, 4]))
+
+
 def test_a_rotating_stream_says_where_each_rank_begins() -> None:
     """The iteration in the picture is the one in which the rank's program has this chunk."""
     mesh = DeviceMesh.arange(tp=2)

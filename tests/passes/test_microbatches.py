@@ -269,6 +269,23 @@ def test_wrong_arguments(how: dict[str, Any], says: str) -> None:
         mf.pipeline(defined([8, 4], lambda x: x * 2), **how)
 
 
+def test_what_is_added_up_is_not_for_users_to_say() -> None:
+    with mf.FusionDefinition("f") as fd:
+        x = fd.define_tensor([8, 4], mesh=DP, layout={}, name="x")
+        y = x.sum(0)
+        y.on(DP, {}, stream=mf.Stream.over("sum", 2))
+        fd.add_output(y)
+    with pytest.raises(mf.LoweringError, match=r"stream\(P\(sum\),2\)") as raised:
+        mf.compile(fd)
+    assert "mf.pipeline" in str(raised.value)
+
+
+@pytest.mark.parametrize("op", ["avg", "band", 3])
+def test_only_some_ops_join_parts(op: Any) -> None:
+    with pytest.raises(mf.LayoutError, match="max, min, prod, sum"):
+        mf.Stream.over(op, 2)
+
+
 def test_batches_of_other_lengths_are_refused() -> None:
     with mf.FusionDefinition("f") as fd:
         x = fd.define_tensor([8, 4], mesh=DP, layout={}, name="x")
