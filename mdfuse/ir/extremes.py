@@ -53,8 +53,7 @@ def neutral(op: str, dtype: torch.dtype) -> complex | float | int | bool:
     return highest(dtype) if op == "min" else lowest(dtype)
 
 
-def poison(dtype: torch.dtype) -> complex | float | int | bool:
+def poison(dtype: torch.dtype) -> float | int | bool:
     """Return a number that shows in results: NaN; for integers, their greatest number."""
-    if dtype.is_complex:
-        return complex(math.nan, math.nan)
-    return math.nan if dtype.is_floating_point else highest(dtype)
+    is_nan = dtype.is_floating_point or dtype.is_complex
+    return math.nan if is_nan else highest(dtype)

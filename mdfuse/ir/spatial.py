@@ -65,18 +65,21 @@ def convolve(
 
 
 def convolve_grad(
-    ct: Tensor, x: Tensor, weight: Tensor, *, groups: int = 1, transposed: bool = False, **how: Any
+    ct: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    *,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int = 1,
+    transposed: bool = False,
+    more: Sequence[int] | None = None,
+    here: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return what comes back to x and to the weight of a convolution."""
-    more = how.get("more") or [0] * len(how["stride"])
-    settings = (
-        how["stride"],
-        how["padding"],
-        how["dilation"],
-        transposed,
-        more,
-        how.get("here") or groups,
-    )
+    """Return what comes back to x and to the weight of a convolution; settings are its own."""
+    more = more or [0] * len(stride)
+    settings = (stride, padding, dilation, transposed, more, here or groups)
     dx, dw, _ = _ATEN.convolution_backward(ct, x, weight, None, *settings, [True, True, False])
     return dx, dw
 

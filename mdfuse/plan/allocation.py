@@ -64,8 +64,14 @@ def new_buffer(
     context.know(output, torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
     made = [_make(memory, new, context.slot(output))]
     if context.poison:
-        made.append(Line(run="fill_", args=(context.ref(output), poison(dtype))))
+        run = _fill_parts if dtype.is_complex else "fill_"
+        made.append(Line(run=run, args=(context.ref(output), poison(dtype))))
     return made
+
+
+def _fill_parts(x: Tensor, value: float) -> None:
+    """Fill both parts of complex numbers: traced graphs cannot name such a number."""
+    torch.view_as_real(x).fill_(value)
 
 
 def _make(memory: str, new: NewBuffer, slot: int) -> Line:
