@@ -362,7 +362,7 @@ def test_parts_of_two_values_are_not_one_sum() -> None:
         hir.parse(text).check()
 
 
-def test_steps_on_a_rank() -> None:
+def test_steps_on_a_rank(unjoined: None) -> None:
     """Plans are kept from run to run, and add up from the first part again."""
     net = network("one")
     program = mf.pipeline(net.definition, microbatches=4, batch={"x": 0, "t": 0})
