@@ -38,7 +38,8 @@ def pipeline(
         should_merge: as `mf.compile` takes it.
 
     Raises:
-        DefinitionError: no such input or dim; no whole number of microbatches; several meshes.
+        DefinitionError: no such input or dim; no whole number of microbatches; several meshes; a
+            value with a stream of its own.
         LoweringError: something needs the batch as a whole, as a sort along it would.
 
     >>> import torch, mdfuse as mf
@@ -86,6 +87,10 @@ def _checked(fusion: Fusion, count: int, batch: Mapping[str, int]) -> Batch:
     if len(meshes) > 1:
         because = "microbatches go through one mesh so far, not from stage to stage"
         raise _wrong(fusion, f"{len(meshes)} meshes", because, "mf.compile, with loops by stream=")
+    streams = [v.name for v in fusion.values.values() if v.layout is not None and v.layout.stream]
+    if streams:
+        because = "microbatches are the only loop of such a program"
+        raise _wrong(fusion, f"%{streams[0]} has a stream of its own", because, "leave stream= out")
     return Batch(dims, count)
 
 

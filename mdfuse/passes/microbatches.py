@@ -21,28 +21,26 @@ from mdfuse.ir.graph import Expr, Fusion, Operand, Value
 from mdfuse.layouts.stream import JOINED, Stream
 from mdfuse.layouts.streamed_sets import form
 from mdfuse.passes.strategy import dim_map
-from mdfuse.passes.streams import chunked_label
+from mdfuse.passes.streams import chunked_label, one_dim
 
 name = "microbatches"
-
-_Dim = tuple[str, int]
 
 
 def run(fusion: Fusion, batch: Mapping[str, int], count: int) -> Fusion:
     """Return the fusion with streams.
 
     Args:
-        fusion: with layouts and sets.
+        fusion: with layouts and sets, and without streams.
         batch: input -> its dim that is the batch's.
         count: how many microbatches.
 
     Raises:
         LoweringError: something needs the batch as a whole.
     """
-    same: UnionFind[_Dim] = UnionFind()
+    same: UnionFind[tuple[str, int]] = UnionFind()
     for expr in fusion.exprs:
         if fusion.values[expr.outputs[0]].is_tensor:
-            for first, *others in _alike(expr, dim_map(expr, fusion.values)):
+            for first, *others in one_dim(expr, dim_map(expr, fusion.values)):
                 same.union(first, *others)
     roots = {same[name, dim] for name, dim in batch.items()}
     values = dict(fusion.values)
@@ -53,7 +51,7 @@ def run(fusion: Fusion, batch: Mapping[str, int], count: int) -> Fusion:
         if dims and (value.name in batch or value.name in fusion.producers):
             values[value.name] = replace(value, stream=Stream(dims[0], count))
     for expr in fusion.exprs:
-        for made in _streamed(fusion, expr, values):
+        for made in _streamed(fusion, expr, values, count):
             values[made.name] = made
     return _once(replace(fusion, values=values))
 
@@ -82,18 +80,9 @@ def _once(fusion: Fusion) -> Fusion:
     return replace(fusion, values=values, exprs=tuple(exprs))
 
 
-def _alike(expr: Expr, labels: DimMap) -> Iterator[list[_Dim]]:
-    """Yield the dims of operands and results that are one dim of an operation."""
-    found: dict[int, list[_Dim]] = {}
-    names = (*expr.inputs, *expr.outputs)
-    for name, dims in zip(names, (*labels.operands, *labels.results), strict=True):
-        for dim, label in enumerate(dims):
-            if isinstance(name, str) and label is not None:
-                found.setdefault(label, []).append((name, dim))
-    yield from found.values()
-
-
-def _streamed(fusion: Fusion, expr: Expr, values: Mapping[str, Value]) -> Iterator[Value]:
+def _streamed(
+    fusion: Fusion, expr: Expr, values: Mapping[str, Value], count: int
+) -> Iterator[Value]:
     """Yield the results that are computed otherwise than their dims say: added up, or whole.
 
     Raises:
@@ -108,7 +97,6 @@ def _streamed(fusion: Fusion, expr: Expr, values: Mapping[str, Value]) -> Iterat
         if any(_is_read(x, values) for x in expr.inputs):
             raise _refused(fusion, results[0], f"{expr.op} needs that dim as a whole")
         return
-    count = next(v.stream.count for v in values.values() if v.stream is not None)
     if not _fits(expr, labels, batch, values, count):
         shapes = " and ".join(str(list(values[x].shape)) for x in (*expr.reads, *expr.outputs))
         raise _refused(

@@ -14,7 +14,7 @@ from dataclasses import replace
 from networkx.utils import UnionFind
 
 from mdfuse.errors import LoweringError
-from mdfuse.ir.dims import reshape_groups
+from mdfuse.ir.dims import DimMap, reshape_groups
 from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.layouts.stream import Stream
 from mdfuse.passes.strategy import dim_map
@@ -117,14 +117,18 @@ def _corresponding(expr: Expr, values: Mapping[str, Value]) -> Iterable[list[tup
         pairs = zip(expr.inputs, operand_streams(expr, values), strict=True)
         read = [(x, s.dim) for x, s in pairs if isinstance(x, str) and s is not None]
         yield [(out.name, out.stream.dim), *read]
-    labels = dim_map(expr, values)
+    yield from one_dim(expr, dim_map(expr, values))
+
+
+def one_dim(expr: Expr, labels: DimMap) -> Iterable[list[tuple[str, int]]]:
+    """Return the dims of operands and results, as (value, dim), that are one dim of the op."""
     found: dict[int, list[tuple[str, int]]] = {}
     names, dims_of = (*expr.inputs, *expr.outputs), (*labels.operands, *labels.results)
     for name, dims in zip(names, dims_of, strict=True):
         for dim, label in enumerate(dims):
             if isinstance(name, str) and label is not None:
                 found.setdefault(label, []).append((name, dim))
-    yield from found.values()
+    return found.values()
 
 
 def check_lengths(fusion: Fusion) -> Fusion:

@@ -280,6 +280,17 @@ def test_what_is_added_up_is_not_for_users_to_say() -> None:
     assert "mf.pipeline" in str(raised.value)
 
 
+def test_streams_of_users_are_refused_beside_microbatches() -> None:
+    """Their dim is none of the batch's, and would be taken for it."""
+    with mf.FusionDefinition("f") as fd:
+        x = fd.define_tensor([8, 6], mesh=DP, layout={}, name="x")
+        w = fd.define_tensor([6, 4], mesh=DP, layout={})
+        doubled = (w * 2).on(DP, {}, stream=mf.Stream(0, 3))
+        fd.add_output((x @ doubled).sum(0))
+    with pytest.raises(mf.DefinitionError, match="has a stream of its own"):
+        mf.pipeline(fd, microbatches=2, batch={"x": 0})
+
+
 @pytest.mark.parametrize("op", ["avg", "band", 3])
 def test_only_some_ops_join_parts(op: Any) -> None:
     with pytest.raises(mf.LayoutError, match="max, min, prod, sum"):

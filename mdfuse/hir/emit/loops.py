@@ -60,33 +60,44 @@ def _gathered(sections: list[Section], host_loops: HostLoops) -> list[list[Secti
     all that the loop adds up. Each goes with the last that it can: where a loop must come first, as
     one that counts does, what the others compute is in the loop that uses it.
     """
-    graph: nx.DiGraph[int] = nx.DiGraph()
-    graph.add_nodes_from(range(len(sections)))
     owner = {name: n for n, s in enumerate(sections) for e in s.exprs for name in e.outputs}
-    graph.add_edges_from(
-        (owner[x], n) for n, s in enumerate(sections) for x in s.inputs if x in owner
-    )
-    found: dict[int, list[Section]] = {}
-    for n in reversed([n for n, s in enumerate(sections) if s.is_streamed]):
-        for m, there in found.items():
-            exprs = [e for s in there for e in s.exprs]
-            if host_loops.may_share(sections[n].exprs, exprs) and not _is_between(graph, n, m):
-                nx.contracted_nodes(graph, m, n, self_loops=False, copy=False)
-                there.insert(0, sections[n])
+    edges = {(owner[x], n) for n, s in enumerate(sections) for x in s.inputs if x in owner}
+    readers: dict[int, list[int]] = {n: [] for n in range(len(sections))}
+    for n, k in sorted(edges):
+        readers[n].append(k)
+    found: dict[int, list[int]] = {}
+    home: dict[int, int] = {}
+    #: section, or loop by its last section -> the loops that wait for it
+    before: dict[int, set[int]] = {}
+    for n in reversed(range(len(sections))):
+        waiting = {k: {home[k]} if k in home else before[k] for k in readers[n]}
+        for m in found if sections[n].is_streamed else ():
+            outside = set().union(*(loops for k, loops in waiting.items() if home.get(k) != m))
+            near = [sections[k] for k in (m, *readers[n]) if home.get(k) == m]
+            exprs = [e for s in near for e in s.exprs]
+            if m not in _behind(outside, before) and host_loops.may_share(sections[n].exprs, exprs):
+                home[n] = m
                 break
-        else:
-            found[n] = [sections[n]]
+        if sections[n].is_streamed:
+            found.setdefault(home.setdefault(n, n), []).insert(0, n)
+        at = home.get(n, n)
+        before.setdefault(at, set()).update(*waiting.values())
+        before[at].discard(at)
+    graph: nx.DiGraph[int] = nx.DiGraph()
+    graph.add_nodes_from(home.get(n, n) for n in range(len(sections)))
+    ends = ((home.get(n, n), home.get(k, k)) for n, k in edges)
+    graph.add_edges_from((a, b) for a, b in ends if a != b)
     order = nx.lexicographical_topological_sort(graph)
-    return [found.get(n, [sections[n]]) for n in order]
+    return [[sections[k] for k in found.get(n, [n])] for n in order]
 
 
-def _is_between(graph: nx.DiGraph[int], a: int, b: int) -> bool:
-    """Return whether something outside of two nodes waits for the one, and the other for that."""
-    return any(
-        k != y and nx.has_path(graph, k, y)
-        for x, y in ((a, b), (b, a))
-        for k in graph.successors(x)
-    )
+def _behind(loops: set[int], before: dict[int, set[int]]) -> set[int]:
+    """Return loops, and all that wait for them."""
+    found, new = set[int](), set(loops)
+    while new:
+        found |= new
+        new = set().union(*(before[m] for m in new)) - found
+    return found
 
 
 #: Parts of these dtypes are added up in f32.
