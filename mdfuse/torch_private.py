@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter, methodcaller
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +44,7 @@ __all__ = [
     "Work",
     "all_gather_of",
     "begin_group",
+    "cache_folder",
     "current_gpu",
     "current_raw_stream",
     "default_store",
@@ -451,3 +453,13 @@ def symmetric_empty(size: int, dtype: torch.dtype, device: torch.device) -> Tens
 
     made: Tensor = _symmetric_memory.empty(size, dtype=dtype, device=device)
     return made
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def cache_folder() -> Path:
+    """Return where torch keeps what it compiled, for later processes of this user."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir())
