@@ -16,7 +16,7 @@ _COLUMNS = 100
 #: Pixels: the width of all lanes, the height of one, a letter.
 _WIDTH, _LANE, _LETTER = 1000.0, 24.0, 6.6
 
-#: What each phase is called, and its hue; W is told from F by more than red and green.
+#: What each phase is called, and its hue.
 _PHASES = {
     "F": ("forward", 210),
     "B": ("backward", 145),

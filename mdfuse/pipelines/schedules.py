@@ -13,6 +13,7 @@ from pathlib import Path
 from mdfuse.errors import DefinitionError
 from mdfuse.pipelines import timing
 from mdfuse.pipelines.actions import Action, Cell, Overlap, Phase, of, read
+from mdfuse.pipelines.checks import check
 from mdfuse.pipelines.tables import NAMED, Group, Named, placed
 from mdfuse.pipelines.timing import Reads, Timing, unit
 
@@ -151,6 +152,37 @@ Action(stage=0, phase='W', microbatch=0)),)
         ]
         return tuple((g, action) for _, _, g, action in sorted(slots))
 
+    def check(
+        self,
+        *,
+        stages: int,
+        microbatches: int,
+        groups: int | Sequence[int],
+        gradients: bool = True,
+        reads: Reads | None = None,
+    ) -> None:
+        """Raise unless this is a table for a pipeline.
+
+        Args:
+            stages: how many the pipeline has.
+            microbatches: how many it has.
+            groups: how many rank groups it has, round which its stages go; or the rank group of
+                each stage.
+            gradients: whether its stages go back as well.
+            reads: as `timed` takes it.
+
+        Raises:
+            DefinitionError: it has another number of rank groups; an action is of another stage or
+                microbatch, on another rank group, missing, or there twice; a backward is there both
+                whole and in parts; the rank groups wait for each other.
+
+        >>> Schedule.from_rows([["0F0", "0F1"]]).check(
+        ...     stages=1, microbatches=2, groups=1, gradients=False
+        ... )
+        """
+        where = placed(stages, groups, False) if isinstance(groups, int) else tuple(groups)
+        check(self.units, where, microbatches, gradients, reads)
+
     @property
     def labels(self) -> tuple[str, ...]:
         """What the rank groups are called."""
@@ -219,7 +251,7 @@ def _impossible(name: str, named: Named, p: int, g: int, m: int) -> DefinitionEr
     others = [n for n, other in NAMED.items() if n != "forward" and other.can(p, g, m)]
     return DefinitionError(
         f"schedule {name!r} cannot have {p} stages on {g} rank groups with {m} microbatches",
-        because=f"it takes {named.rule}",
+        because=named.rule,
         hint=f"microbatches={near[0]}" if near else "one of " + ", ".join(others),
     )
 
@@ -229,6 +261,6 @@ def _elsewhere(
 ) -> DefinitionError:
     return DefinitionError(
         f"schedule {name!r} with stages on rank groups {' '.join(map(str, where))}",
-        because=f"it takes {named.rule}: {' '.join(map(str, natural))}",
+        because=f"{named.rule}: {' '.join(map(str, natural))}",
         hint="put the stages on meshes in that order, or take gpipe, whose stages lie anywhere",
     )

@@ -192,8 +192,8 @@ class Named:
 
 
 _ROUND = (
-    "its stages go round the rank groups, as many on each; its microbatches are a multiple of the "
-    "rounds: of microbatches // groups, at least 1"
+    "its stages go round the rank groups, as many on each, and its microbatches are a multiple of "
+    "max(1, microbatches // groups), the rounds that they go in"
 )
 
 
@@ -203,21 +203,25 @@ def _goes_round(stages: int, groups: int, microbatches: int) -> bool:
 
 #: All names, with what they can have.
 NAMED = {
-    "forward": Named(row=_forward, rule="any stages", can=lambda p, g, m: True, anywhere=True),
-    "gpipe": Named(row=_gpipe, rule="any stages", can=lambda p, g, m: True, anywhere=True),
-    "1f1b": Named(row=_1f1b, rule="one stage on each rank group", can=lambda p, g, m: p == g),
+    "forward": Named(
+        row=_forward, rule="it has any stages", can=lambda p, g, m: True, anywhere=True
+    ),
+    "gpipe": Named(row=_gpipe, rule="it has any stages", can=lambda p, g, m: True, anywhere=True),
+    "1f1b": Named(
+        row=_1f1b, rule="it has one stage on each rank group", can=lambda p, g, m: p == g
+    ),
     "interleaved": Named(row=_interleaved, rule=_ROUND, can=_goes_round),
     "zb1p": Named(row=_zb1p, rule=_ROUND, can=_goes_round),
     "zbv": Named(
         row=_zbv,
-        rule="two stages on each rank group, down the groups and up again",
+        rule="it has two stages on each rank group, down the groups and up again",
         can=lambda p, g, m: p == 2 * g,
         turns=True,
     ),
     "dualpipev": Named(
         row=_dualpipev,
-        rule="two stages on each rank group, down the groups and up again; no fewer microbatches "
-        "than stages",
+        rule="it has two stages on each rank group, down the groups and up again, and no fewer "
+        "microbatches than stages",
         can=lambda p, g, m: p == 2 * g <= m,
         turns=True,
     ),

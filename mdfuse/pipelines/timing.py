@@ -186,7 +186,7 @@ def _stuck(
 ) -> DefinitionError:
     """Say what each group waits for."""
     place = {a: g for g, row in enumerate(rows) for unit in row for a in unit}
-    where = []
+    told = []
     for g, row in enumerate(rows):
         if at[g] == len(row):
             continue
@@ -194,13 +194,11 @@ def _stuck(
         held = "which no row has"
         if want in place:
             ahead = rows[place[want]][at[place[want]]]
-            held = f"which row {place[want]} has " + (
-                "next" if want in ahead else f"behind {ahead[0]}"
-            )
-        where.append(f"row {g} stands at {row[at[g]][0]}, which needs {want}, {held}")
+            behind = "next" if want in ahead else f"behind {ahead[0]}"
+            held = f"which row {place[want]} has {behind}"
+        told.append(f"row {g} is at {row[at[g]][0]}, which needs {want}, {held}")
     return DefinitionError(
-        "the rank groups of this schedule wait for each other",
-        where=where,
-        because="an action needs those whose results it reads to be done",
-        hint="move the action that is needed in front of the one that it comes after",
+        "table of a schedule: the rank groups wait for each other",
+        because="\n              ".join(told),
+        hint="put what is needed in front of what waits for it",
     )
