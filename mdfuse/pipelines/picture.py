@@ -1,5 +1,7 @@
 """Pictures of schedules over time, as text and as SVG: a lane for each rank group.
 
+In an SVG each phase has its colour, and stages of one rank group have two shades in turn.
+
 gpipe: 9 in all
 rank group 0  F0 F1       B0─── B1───   idle 3, live 2
 rank group 1     F0 F1 B0─── B1───      idle 3, live 2
@@ -81,13 +83,17 @@ def svg(timing: Timing) -> str:
     y, body = _LANE, [_text(4, 14, _title(timing))]
     for g, lane in enumerate(timing.lanes):
         body.append(_text(4, y + 16, timing.names[g]))
-        body += [_slot(slot, _label(timing, slot), left, scale, y) for slot in lane]
+        stages = sorted({s.action.stage for s in lane})
+        for slot in lane:
+            x, width = left + slot.start * scale, (slot.stop - slot.start) * scale
+            shade = 55 + 20 * (stages.index(slot.action.stage) % 2)
+            body.append(_slot(slot, _label(timing, slot), x, width, y, shade))
         body.append(_text(left + _WIDTH + 8, y + 16, _facts(timing, g), "mf-dim"))
         y += _LANE
     phases = {s.action.phase for lane in timing.lanes for s in lane}
     x = left
     for phase in [p for p in _PHASES if p in phases]:
-        body.append(_box(x, y + 8, 12, 12, _PHASES[phase][1], ""))
+        body.append(_box(x, y + 8, 12, 12, _PHASES[phase][1], 55, ""))
         body.append(_text(x + 18, y + 18, _PHASES[phase][0], "mf-dim"))
         x += 40 + _LETTER * len(_PHASES[phase][0])
     width = (
@@ -100,22 +106,21 @@ def svg(timing: Timing) -> str:
     )
 
 
-def _slot(slot: Slot, label: str, left: float, scale: float, y: float) -> str:
-    x, width = left + slot.start * scale, (slot.stop - slot.start) * scale
-    name, hue = _PHASES[slot.action.phase]
-    a = slot.action
+def _slot(slot: Slot, label: str, x: float, width: float, y: float, shade: int) -> str:
+    """Return an action's box, with as much of its label as fits."""
+    a, (name, hue) = slot.action, _PHASES[slot.action.phase]
     title = f"{a}: {name} of stage {a.stage} for microbatch {a.microbatch}"
     title += f", {slot.start:g} to {slot.stop:g}"
-    box = _box(x, y + 2, width, _LANE - 4, hue, title)
+    box = _box(x, y + 2, width, _LANE - 4, hue, shade, title)
     fits = next((t for t in (label, str(a.microbatch)) if _LETTER * len(t) + 2 <= width), "")
     return f"<g>{box}{_text(x + width / 2, y + 16, fits, anchor='middle') if fits else ''}</g>"
 
 
-def _box(x: float, y: float, width: float, height: float, hue: int, title: str) -> str:
+def _box(x: float, y: float, width: float, height: float, hue: int, shade: int, title: str) -> str:
     more = f"><title>{escape(title)}</title></rect>" if title else "/>"
     return (
         f'<rect class="mf-slot" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" '
-        f'height="{height:.1f}" fill="hsl({hue} 65% 55%)"{more}'
+        f'height="{height:.1f}" fill="hsl({hue} 65% {shade}%)"{more}'
     )
 
 

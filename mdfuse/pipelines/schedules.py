@@ -42,6 +42,52 @@ class Schedule:
     meshes: tuple[str, ...] = field(default=(), compare=False)
 
     @classmethod
+    def named(
+        cls,
+        name: str,
+        *,
+        stages: int,
+        microbatches: int,
+        groups: int | Sequence[int] | None = None,
+    ) -> Schedule:
+        """Return the schedule of a name.
+
+        Args:
+            name: "forward", "gpipe", "1f1b", "interleaved", "zb1p", "zbv" or "dualpipev".
+            stages: how many there are.
+            microbatches: how many there are.
+            groups: how many rank groups there are, or the rank group of each stage. By default
+                each stage has one; of "zbv" and "dualpipev", two stages have one.
+
+        Raises:
+            DefinitionError: no schedule has that name; it cannot have so many stages, rank groups
+                and microbatches; its stages lie on other rank groups.
+
+        >>> print(Schedule.named("zbv", stages=2, microbatches=1))
+        rank group 0  0F0 1F0 1I0 1W0 0I0 0W0
+        """
+        named = NAMED.get(name)
+        if named is None:
+            because = "schedules have the names " + ", ".join(NAMED)
+            hint = "one of them, or a table: mf.Schedule.from_csv(path), .from_rows(rows)"
+            raise DefinitionError(f"no schedule is called {name!r}", because=because, hint=hint)
+        if groups is None:
+            groups = max(1, stages // 2) if named.turns else stages
+        where = placed(stages, groups, named.turns) if isinstance(groups, int) else tuple(groups)
+        count = groups if isinstance(groups, int) else 1 + max(where, default=0)
+        if not named.can(stages, count, microbatches):
+            raise _impossible(name, named, stages, count, microbatches)
+        natural = placed(stages, count, named.turns)
+        if not named.anywhere and where != natural:
+            raise _elsewhere(name, named, where, natural)
+        rows = []
+        for rank in range(count):
+            own = tuple(s for s, g in enumerate(where) if g == rank)
+            group = Group(stages=own, rank=rank, groups=count, microbatches=microbatches)
+            rows.append(tuple(named.row(group)))
+        return cls(tuple(rows), name=name)
+
+    @classmethod
     def from_rows(cls, rows: Iterable[Iterable[str | Cell]]) -> Schedule:
         """Return a table of actions, or of texts as `torch.distributed.pipelining` writes them.
 
@@ -128,7 +174,7 @@ Action(stage=0, phase='W', microbatch=0)),)
         Raises:
             DefinitionError: the rank groups wait for each other.
 
-        >>> timed = schedule_named("1f1b", stages=4, microbatches=8).timed()
+        >>> timed = Schedule.named("1f1b", stages=4, microbatches=8).timed()
         >>> timed.makespan, timed.work, timed.live
         (33.0, (24.0, 24.0, 24.0, 24.0), (4, 3, 2, 1))
         """
@@ -202,45 +248,8 @@ def _row(cells: Iterable[str | Cell], where: str) -> tuple[Cell, ...]:
     return tuple(found)
 
 
-def schedule_named(
-    name: str, *, stages: int, microbatches: int, groups: int | Sequence[int] | None = None
-) -> Schedule:
-    """Return the schedule of a name.
-
-    Args:
-        name: "forward", "gpipe", "1f1b", "interleaved", "zb1p", "zbv" or "dualpipev".
-        stages: how many there are.
-        microbatches: how many there are.
-        groups: how many rank groups there are, or the rank group of each stage. By default each
-            stage has its own, where stages turn at the end each pair.
-
-    Raises:
-        DefinitionError: no schedule has that name; it cannot have so many stages, rank groups and
-            microbatches; its stages lie on other rank groups.
-
-    >>> print(schedule_named("zbv", stages=2, microbatches=1, groups=1))
-    rank group 0  0F0 1F0 1I0 1W0 0I0 0W0
-    """
-    named = NAMED.get(name)
-    if named is None:
-        because = "schedules have the names " + ", ".join(NAMED)
-        hint = "one of them, or a table: mf.Schedule.from_csv(path), .from_rows(rows)"
-        raise DefinitionError(f"no schedule is called {name!r}", because=because, hint=hint)
-    if groups is None:
-        groups = max(1, stages // 2) if named.turns else stages
-    where = placed(stages, groups, named.turns) if isinstance(groups, int) else tuple(groups)
-    count = groups if isinstance(groups, int) else 1 + max(where, default=0)
-    if not named.can(stages, count, microbatches):
-        raise _impossible(name, named, stages, count, microbatches)
-    natural = placed(stages, count, named.turns)
-    if not named.anywhere and where != natural:
-        raise _elsewhere(name, named, where, natural)
-    rows = []
-    for rank in range(count):
-        own = tuple(s for s, g in enumerate(where) if g == rank)
-        group = Group(stages=own, rank=rank, groups=count, microbatches=microbatches)
-        rows.append(tuple(named.row(group)))
-    return Schedule(tuple(rows), name=name)
+#: Return the schedule of a name.
+schedule_named = Schedule.named
 
 
 def _impossible(name: str, named: Named, p: int, g: int, m: int) -> DefinitionError:

@@ -7,14 +7,14 @@ import xml.etree.ElementTree as ET
 import pytest
 from expecttest import assert_expected_inline
 
-from mdfuse.pipelines.schedules import Schedule, schedule_named
+from mdfuse.pipelines.schedules import Schedule
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_a_lane_for_each_rank_group() -> None:
     assert_expected_inline(
-        str(schedule_named("1f1b", stages=3, microbatches=4).timed()),
+        str(Schedule.named("1f1b", stages=3, microbatches=4).timed()),
         """\
 1f1b: 18 in all
 rank group 0  F0 F1 F2             B0─── F3 B1───    B2───    B3───   idle 6, live 3
@@ -25,7 +25,7 @@ rank group 2        F0 B0─── F1 B1─── F2 B2─── F3 B3─── 
 
 def test_several_stages_of_a_rank_group_are_told_apart() -> None:
     assert_expected_inline(
-        str(schedule_named("zbv", stages=2, microbatches=2, groups=1).timed()),
+        str(Schedule.named("zbv", stages=2, microbatches=2, groups=1).timed()),
         """\
 zbv: 12 in all
 rank group 0  0F0 1F0 1I0 1W0 0F1 0I0 0W0 1F1 1I1 1W1 0I1 0W1   idle 0, live 2""",
@@ -34,7 +34,7 @@ rank group 0  0F0 1F0 1I0 1W0 0F1 0I0 0W0 1F1 1I1 1W1 0I1 0W1   idle 0, live 2""
 
 def test_a_wide_picture_shows_phases_alone() -> None:
     assert_expected_inline(
-        str(schedule_named("interleaved", stages=4, microbatches=6, groups=2).timed()),
+        str(Schedule.named("interleaved", stages=4, microbatches=6, groups=2).timed()),
         """\
 interleaved: 39 in all
 rank group 0  FFFFF B─FB─FB─FB─FB─FB─FB─FB─ B─ B─B─B─  idle 3, live 5
@@ -60,7 +60,7 @@ def rects(svg: str) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("name", ["gpipe", "zb1p"])
 def test_boxes_are_as_wide_as_actions_take(name: str) -> None:
-    timed = schedule_named(name, stages=2, microbatches=3).timed()
+    timed = Schedule.named(name, stages=2, microbatches=3).timed()
     svg = timed._repr_svg_()
     boxes, slots = rects(svg), [s for lane in timed.lanes for s in lane]
     scale = 1000 / timed.makespan

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.distributed import pipelining
 
 import mdfuse as mf
-from mdfuse.pipelines.schedules import Action, Schedule, schedule_named
+from mdfuse.pipelines.schedules import Action, Schedule
 from mdfuse.pipelines.tables import NAMED
 
 #: 1F1B of two stages and two microbatches.
@@ -28,7 +28,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     stages = groups * laps
     if not NAMED[name].can(stages, groups, microbatches):
         name = "gpipe"
-    return schedule_named(name, stages=stages, groups=groups, microbatches=microbatches)
+    return Schedule.named(name, stages=stages, groups=groups, microbatches=microbatches)
 
 
 def message(error: pytest.ExceptionInfo[mf.DefinitionError]) -> str:
@@ -59,7 +59,7 @@ def test_torch_reads_what_is_written() -> None:
     """Each cell is an action to torch, which prints it as it was."""
     stage = SimpleNamespace(num_stages=1, group_size=1, group_rank=0, stage_index=0, submod=None)
     action = type(pipelining.ScheduleInterleaved1F1B([stage], 1).pipeline_order[0][0])
-    written = schedule_named("dualpipev", stages=4, microbatches=6).to_csv()
+    written = Schedule.named("dualpipev", stages=4, microbatches=6).to_csv()
     cells = [cell for line in written.splitlines() for cell in line.split(",")]
     assert [str(action.from_str(cell)) for cell in cells] == cells
     assert any(action.from_str(cell).sub_actions for cell in cells)
@@ -95,7 +95,7 @@ rank group 1 (m10)  1F0 1B0 1F1 1B1""",
 
 def test_a_name_that_no_schedule_has() -> None:
     with pytest.raises(mf.DefinitionError) as error:
-        schedule_named("pipedream", stages=2, microbatches=2)
+        Schedule.named("pipedream", stages=2, microbatches=2)
     for name in NAMED:
         assert name in str(error.value)
 
@@ -115,16 +115,16 @@ def test_what_a_schedule_cannot_have(
     name: str, stages: int, groups: int, microbatches: int, hint: str
 ) -> None:
     with pytest.raises(mf.DefinitionError, match="cannot have") as error:
-        schedule_named(name, stages=stages, groups=groups, microbatches=microbatches)
+        Schedule.named(name, stages=stages, groups=groups, microbatches=microbatches)
     assert str(error.value).endswith(f"try         {hint}")
     assert "because     it" in str(error.value)
 
 
 def test_stages_that_lie_elsewhere() -> None:
     with pytest.raises(mf.DefinitionError, match=r"0 1 0 1(.|\n)*up again: 0 1 1 0"):
-        schedule_named("zbv", stages=4, microbatches=8, groups=[0, 1, 0, 1])
-    made = schedule_named("zbv", stages=4, microbatches=8, groups=[0, 1, 1, 0])
-    assert made == schedule_named("zbv", stages=4, microbatches=8, groups=2)
+        Schedule.named("zbv", stages=4, microbatches=8, groups=[0, 1, 0, 1])
+    made = Schedule.named("zbv", stages=4, microbatches=8, groups=[0, 1, 1, 0])
+    assert made == Schedule.named("zbv", stages=4, microbatches=8, groups=2)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
@@ -136,9 +136,9 @@ def test_every_schedule_of_few_stages_goes_through(
     groups = stages // 2 if NAMED[name].turns else stages
     if not groups or (name == "dualpipev" and microbatches < stages):
         with pytest.raises(mf.DefinitionError, match="cannot have"):
-            schedule_named(name, stages=stages, groups=1, microbatches=microbatches)
+            Schedule.named(name, stages=stages, groups=1, microbatches=microbatches)
         return
-    made = schedule_named(name, stages=stages, microbatches=microbatches)
+    made = Schedule.named(name, stages=stages, microbatches=microbatches)
     where = [made.owners[s] for s in range(stages)]
     made.check(stages=stages, microbatches=microbatches, groups=where, gradients=name != "forward")
 

@@ -14,7 +14,7 @@ import pytest
 from torch.distributed import pipelining
 
 import mdfuse as mf
-from mdfuse.pipelines.schedules import schedule_named
+from mdfuse.pipelines.schedules import Schedule
 from mdfuse.pipelines.tables import NAMED, placed
 
 TABLES = Path(__file__).parent / "tables"
@@ -39,7 +39,7 @@ def test_a_table_takes_what_it_is_known_to(
     file: str, name: str, makespan: int, work: int, bubble: int, live: tuple[int, ...]
 ) -> None:
     kept = mf.Schedule.from_csv(TABLES / f"{file}.csv")
-    made = schedule_named(name, stages=kept.stages, groups=4, microbatches=8)
+    made = Schedule.named(name, stages=kept.stages, groups=4, microbatches=8)
     for timed in (kept.timed(), made.timed()):
         assert timed.makespan == makespan
         assert timed.work == (work,) * 4
@@ -78,11 +78,11 @@ def test_rows_are_those_of_torch(name: str, groups: int) -> None:
                 expected = theirs(name, laps, groups, microbatches)
             except ValueError:  # torch refuses it
                 with pytest.raises(mf.DefinitionError, match="cannot have"):
-                    schedule_named(
+                    Schedule.named(
                         name, stages=laps * groups, groups=groups, microbatches=microbatches
                     )
                 continue
-            made = schedule_named(
+            made = Schedule.named(
                 name, stages=laps * groups, groups=groups, microbatches=microbatches
             )
             assert made.units == expected.units, (laps, microbatches)
@@ -95,7 +95,7 @@ def test_rows_are_those_of_torch(name: str, groups: int) -> None:
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 8])
 def test_no_order_is_quicker(name: str, stages: int, microbatches: int) -> None:
     """The last stage begins after p - 1 forwards, and its work comes back through p - 1 stages."""
-    timed = schedule_named(name, stages=stages, microbatches=microbatches).timed()
+    timed = Schedule.named(name, stages=stages, microbatches=microbatches).timed()
     cost = 1 if name == "forward" else 3
     assert timed.makespan == (stages - 1 + microbatches) * cost
     if name == "1f1b":
@@ -132,12 +132,12 @@ def greedy(stages: int, microbatches: int) -> list[list[str]]:
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 6])
 def test_1f1b_is_what_a_greedy_rule_makes(stages: int) -> None:
     for microbatches in range(1, 12):
-        made = schedule_named("1f1b", stages=stages, microbatches=microbatches)
+        made = Schedule.named("1f1b", stages=stages, microbatches=microbatches)
         assert made == mf.Schedule.from_rows(greedy(stages, microbatches)), microbatches
 
 
 def test_stages_of_gpipe_lie_anywhere() -> None:
-    made = schedule_named("gpipe", stages=3, microbatches=2, groups=[0, 1, 0])
+    made = Schedule.named("gpipe", stages=3, microbatches=2, groups=[0, 1, 0])
     assert str(made) == (
         "rank group 0  0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1\nrank group 1  1F0 1F1 1B0 1B1"
     )
@@ -148,5 +148,5 @@ def test_stages_turn_or_go_round() -> None:
     assert placed(6, 3, turns=True) == (0, 1, 2, 2, 1, 0)
     assert placed(6, 3, turns=False) == (0, 1, 2, 0, 1, 2)
     for name, named in NAMED.items():
-        made = schedule_named(name, stages=2, groups=1 if named.turns else 2, microbatches=2)
+        made = Schedule.named(name, stages=2, groups=1 if named.turns else 2, microbatches=2)
         assert made.owners == dict(enumerate(placed(2, made.groups, named.turns)))

@@ -6,7 +6,7 @@ import pytest
 
 import mdfuse as mf
 from mdfuse.pipelines.actions import Action
-from mdfuse.pipelines.schedules import Schedule, schedule_named
+from mdfuse.pipelines.schedules import Schedule
 from mdfuse.pipelines.timing import Slot
 
 
@@ -26,7 +26,7 @@ def test_other_costs() -> None:
     def costs(action: Action) -> float:
         return (3.0 if action.phase == "B" else 1.5) * (1 + action.stage)
 
-    timed = schedule_named("1f1b", stages=2, microbatches=5).timed(costs)
+    timed = Schedule.named("1f1b", stages=2, microbatches=5).timed(costs)
     assert timed.makespan == 1.5 + 5 * 9 + 3
     assert timed.bubble == (timed.makespan - 5 * 4.5, 4.5)
 
@@ -51,14 +51,14 @@ def test_two_that_overlap_begin_and_end_together() -> None:
 
 def test_a_skip_connection_waits_for_both() -> None:
     """Stage 0 is read by stages 1 and 2: its backward waits for both of theirs."""
-    made = schedule_named("gpipe", stages=3, microbatches=1)
+    made = Schedule.named("gpipe", stages=3, microbatches=1)
     timed = made.timed(reads={1: (0,), 2: (0,)})
     assert [lane[0].start for lane in timed.lanes] == [0, 1, 1]
     assert [lane[1].start for lane in timed.lanes] == [4, 2, 2]
 
 
 def test_live_without_backwards() -> None:
-    assert schedule_named("forward", stages=2, microbatches=4).timed().live == (1, 1)
+    assert Schedule.named("forward", stages=2, microbatches=4).timed().live == (1, 1)
 
 
 def test_a_group_that_does_nothing() -> None:
