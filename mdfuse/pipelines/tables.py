@@ -192,8 +192,8 @@ class Named:
 
 
 _ROUND = (
-    "its stages go round the rank groups, as many on each, and its microbatches are a multiple of "
-    "max(1, microbatches // groups), the rounds that they go in"
+    "stages go round the groups, and microbatches in rounds: a multiple of "
+    "max(1, microbatches // groups)"
 )
 
 
