@@ -8,8 +8,7 @@ is registered with the GPU, so that the host sees them, too.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -104,9 +103,8 @@ class Lane(Protocol):
     def wait(self, word: int, value: int) -> None:
         """Queue a wait until a word has a value."""
 
-    @contextmanager
-    def local_work(self) -> Iterator[None]:
-        """Queue in this context what torch does."""
+    def do(self, work: Callable[[], object]) -> None:
+        """Queue what torch does in a function."""
 
     def end(self) -> Callable[[], None]:
         """Return what lets the then current stream wait for all that was queued so far."""
@@ -138,10 +136,9 @@ class CudaLane:
     def wait(self, word: int, value: int) -> None:
         self._wait(self._stream, word, value, _EQUAL)
 
-    @contextmanager
-    def local_work(self) -> Iterator[None]:
+    def do(self, work: Callable[[], object]) -> None:
         with torch.cuda.stream(self._torch_stream):
-            yield
+            work()
 
     def end(self) -> Callable[[], None]:
         device, done = self._device, self._device.event()

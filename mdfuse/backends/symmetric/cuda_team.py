@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from mdfuse.backends.algorithms import Copy, Reduce
 from mdfuse.backends.symmetric.cuda_memory import Lane
@@ -71,8 +72,7 @@ class CudaTeam:
                     lane.copy(target, window.slots + move.place, move.bytes)
                     lane.write(word, 0)
                 case Copy() | Reduce():
-                    with lane.local_work():
-                        change(call, (move,), buffers.elements)
+                    lane.do(partial(change, call, (move,), buffers.elements))
         join = lane.end()
         behind()
         return CudaWork(join, buffers)

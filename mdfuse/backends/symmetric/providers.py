@@ -133,19 +133,21 @@ class HostProvider:
 class IpcProvider:
     """Windows in memory of this rank's GPU, opened by the others through CUDA's IPC."""
 
-    slot = 16 * _MIB
+    #: larger copies go no faster; a team takes four slots of each rank's memory
+    slot = 8 * _MIB
 
     def __init__(self, place: Place) -> None:
         torch.cuda.set_device(place.device)
-        torch.cuda.current_stream(place.device).synchronize()  # makes the device current
+        torch.cuda.synchronize(place.device)  # makes its context current, which the driver asks for
         self._place = place
+        self._allocated: dict[str, int] = {}  # handle -> address
         self._memory, self._device = CudaMemory(), CudaDevice(place.device)
 
     def offer(self, shape: Shape) -> tuple[SharedMemory, Card]:
         memory = SharedMemory(memory_size(shape, False)[1])
-        slots = self._memory.allocate(shape.bytes)
-        self._own = slots
-        handle = self._memory.handle(slots)
+        address = self._memory.allocate(shape.bytes)
+        handle = self._memory.handle(address)
+        self._allocated[handle] = address
         return memory, Card(process=this_process(), file=memory.file, device=handle)
 
     def team(
@@ -155,14 +157,14 @@ class IpcProvider:
         shape: Shape,
         found: Sequence[tuple[SharedMemory, Card]],
     ) -> IpcTeam:
-        size, slots = memory_size(shape, False)[1], self._own
+        size, allocated = memory_size(shape, False)[1], self._allocated
         words = [ctypes.addressof(memory.words(shape.words)) for memory, _ in found]
         windows = tuple(
             CudaWindow(
                 words=self._memory.register(address, size),
-                slots=slots if i == own else self._memory.open(card.device),
+                slots=allocated.get(card.device) or self._memory.open(card.device),
             )
-            for i, (address, (_, card)) in enumerate(zip(words, found, strict=True))
+            for address, (_, card) in zip(words, found, strict=True)
         )
         stream = torch.cuda.Stream(self._place.device)
         lane = CudaLane(self._device, stream)
