@@ -30,13 +30,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from mdfuse.hir.instructions import BLOCKS
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.storage import storage
 from mdfuse.ir.graph import fresh_name
 from mdfuse.ir.ops import ELEMENTWISE
 
 #: Instructions that hold others.
-_BLOCKS = ("launch", "for", "if")
+_BLOCKS = ("launch", *BLOCKS)
 
 
 def run(program: HostProgram, reuse: Mapping[str, str]) -> HostProgram:
@@ -118,6 +119,8 @@ class _Write:
         types[new] = types[self.output]
         waits = {x for i in code for j in i.walk() if self.receives(j) for x in j.outputs}
         used = [self.makes(i) or self.reads_old(i.walk()) or _waits(i, waits) for i in code]
+        ran = {i.fn for i, is_used in zip(code, used, strict=True) if is_used and i.op == "block"}
+        used = [a or (i.op == "call" and i.fn in ran) for i, a in zip(code, used, strict=True)]
         at = 1 + max(n for n, is_used in enumerate(used) if is_used)
         source = next((i.source for i in code if self.makes(i)), None)
         write = Instruction(
@@ -158,7 +161,7 @@ class _Write:
             own: the names under which the block has the same elements of the input.
         """
         makers = [n for n, i in enumerate(block) if self.makes(i)]
-        if len(makers) != 1 or block[makers[0]].op in ("for", "if"):
+        if len(makers) != 1 or block[makers[0]].op in BLOCKS:
             return False
         (at,) = makers
         inner = block[at].body if block[at].op == "launch" else (block[at],)
