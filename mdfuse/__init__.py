@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from mdfuse.frontend.importing.plans import from_plan
     from mdfuse.frontend.spec import TensorSpec
     from mdfuse.passes import segmentation
+    from mdfuse.pipelines.schedules import Schedule
     from mdfuse.runs.dtensor import layout_of, spec_of, to_dtensor
     from mdfuse.runtime.communicator import Communicator, init
     from mdfuse.simulation.reference import reference
@@ -59,6 +60,7 @@ _LAZY = {
     "FusionDefinition": "mdfuse.frontend.definition",
     "HostIrEvaluator": "mdfuse.evaluator",
     "Program": "mdfuse.compiled.program",
+    "Schedule": "mdfuse.pipelines.schedules",
     "Step": "mdfuse.compiled.step",
     "TensorSpec": "mdfuse.frontend.spec",
     "compile": "mdfuse.compiled.program",
@@ -120,6 +122,7 @@ __all__ = [
     "Program",
     "ProgramError",
     "Replicate",
+    "Schedule",
     "Shard",
     "Step",
     "Stream",

@@ -173,7 +173,8 @@ class _Finder:
     def run(self) -> Stages:
         forward = [e for e in self.exprs if e.outputs[0] not in self.back]
         depth = self.depths(forward)
-        places = sorted(set(depth.values()), key=lambda at: (at[0], at[1].ranks))
+        given = {(0, self.mesh(x)) for x in self.given(forward)}
+        places = sorted(given.union(depth.values()), key=lambda at: (at[0], at[1].ranks))
         number = {place: n for n, place in enumerate(places)}
         stage = {x: number[place] for x, place in depth.items()}
         meshes = [mesh for _, mesh in places]
@@ -195,30 +196,41 @@ class _Finder:
     def depths(self, forward: list[Expr]) -> dict[str, tuple[int, DeviceMesh]]:
         """Return result of the forward -> how many hand-overs come before it, and its mesh.
 
-        What follows from inputs alone is in the first stage of its mesh.
+        What leads to no hand-over waits for the next stage of its mesh: what follows from labels
+        alone, or from what came past a stage.
         """
-        sent = set[str]()
-        landings: dict[DeviceMesh, set[int]] = defaultdict(set)
         raw: dict[str, int] = {}
         for e in forward:
-            x = e.outputs[0]
-            raw[x] = max((raw[o.outputs[0]] for o in self.operands(e)), default=0)
-            if self.crosses(e):
-                raw[x] += 1
-                landings[self.mesh(x)].add(raw[x])
+            before = max((raw[o.outputs[0]] for o in self.operands(e)), default=0)
+            raw[e.outputs[0]] = before + self.crosses(e)
+        stages: dict[DeviceMesh, set[int]] = defaultdict(set)
+        sent = set[str]()
         for e in reversed(forward):
-            if raw[e.outputs[0]] == self.crosses(e) and (self.crosses(e) or e.outputs[0] in sent):
-                sent.update(x for x in e.reads if self.fusion.values[x].stream is not None)
-        for x in sent:
-            landings[self.mesh(x)].add(0)
+            x, mesh = e.outputs[0], self.mesh(e.outputs[0])
+            if self.crosses(e):
+                stages[self.mesh(e.reads[0])].add(raw.get(e.reads[0], 0))
+                sent.update(e.reads)
+            elif not sent.isdisjoint(e.outputs):
+                stages[mesh].add(raw[x])
+                sent.update(y for y in e.reads if raw.get(y) == raw[x])
+        last: dict[DeviceMesh, int] = defaultdict(int)
+        for e in forward:
+            mesh = self.mesh(e.outputs[0])
+            last[mesh] = max(last[mesh], raw[e.outputs[0]])
+        for mesh, depth in last.items():
+            if depth > max(stages[mesh], default=-1):
+                stages[mesh].add(depth)
         found: dict[str, tuple[int, DeviceMesh]] = {}
         for e in forward:
             x, mesh = e.outputs[0], self.mesh(e.outputs[0])
             least = max((found[o.outputs[0]][0] for o in self.operands(e)), default=0)
             least += self.crosses(e)
-            later = [d for d in landings[mesh] if d >= least]
-            found[x] = (min(later, default=least), mesh)
+            found[x] = (min((d for d in stages[mesh] if d >= least), default=least), mesh)
         return found
+
+    def given(self, forward: list[Expr]) -> list[str]:
+        """Return the inputs that are handed over as they are: their mesh is a stage, too."""
+        return [e.reads[0] for e in forward if self.crosses(e) and not self.operands(e)]
 
     def source(self, e: Expr, stage: dict[str, int], meshes: list[DeviceMesh]) -> int:
         """Return the stage that hands over: that of the operand, or the last before on its mesh."""

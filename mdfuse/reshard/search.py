@@ -15,8 +15,11 @@ from functools import cached_property
 from itertools import combinations, count, permutations, product
 from typing import NamedTuple
 
+from mdfuse.layouts.crossing import crossing
+from mdfuse.layouts.exchange import Exchange, Side
 from mdfuse.layouts.lacks import UNIT, arriving, dearer, worst_lack
 from mdfuse.layouts.layout import IDEMPOTENT, Layout, Partial, Placement, Replicate, Shard, commute
+from mdfuse.reshard.clock import along, is_timed, nanoseconds
 
 
 class Node(NamedTuple):
@@ -46,6 +49,7 @@ class Search:
     source: Layout
     goal: Layout
     shape: tuple[int, ...]
+    itemsize: int
     #: node -> elements of its largest part
     parts: dict[Node, int] = field(default_factory=dict)
     #: node without a Partial -> cost of all that is left
@@ -129,30 +133,62 @@ class Search:
 
     # -- costs -----------------------------------------------------------------------------------
 
+    @cached_property
+    def is_timed(self) -> bool:
+        """Whether costs are nanoseconds; else they are elements times `UNIT`."""
+        return is_timed(self.source, self.goal, self.shape)
+
     def cost(self, move: Move, here: Node) -> int:
-        """Return how many elements arrive at a rank, padding included, times `UNIT`."""
+        """Return what a move costs: what arrives at a rank, or how long that takes."""
         if move.kind in ("slice", "term"):
             return 0
         if move.kind == "Exchange":
-            return self.to_go(here)
+            return self.exchange(here, move.after) if self.is_timed else self.to_go(here)
         if move.kind == "ReduceExchange":
-            copies = self.count(here.partial) - 1
-            whole = here._replace(partial=())
-            layouts = self.layout(whole), self.layout(move.after)
-            return dearer(UNIT * worst_lack(*layouts, self.shape, copies))
+            found = self.exchange(here, move.after)
+            return found if self.is_timed else dearer(found)
         parts = self.part(here), self.part(move.after)
-        return arriving(move.kind, self.count(move.axes), *parts)
+        arrives = arriving(move.kind, self.count(move.axes), *parts)
+        if not self.is_timed:
+            return arrives
+        mesh = self.source.mesh
+        names = tuple(mesh.axes[a] for a in move.axes)
+        return nanoseconds(1, arrives, along(move.kind, mesh, names, *parts), self.itemsize)
+
+    def exchange(self, here: Node, after: Node) -> int:
+        """Return what an exchange costs, which reduces what is to be reduced."""
+        copies = self.count(here.partial) - 1
+        held = self.layout(here._replace(partial=(), made=()))
+        need = self.layout(after._replace(made=()))
+        arrives = UNIT * worst_lack(held, need, self.shape, copies)
+        if not self.is_timed:
+            return arrives
+        terms = self.layout(here._replace(made=()))
+        found = crossing(Exchange(Side(terms, self.shape), Side(need, self.shape)))
+        return nanoseconds(found.messages, arrives, found.busiest, self.itemsize)
 
     def to_go(self, node: Node) -> int:
-        """Return what all that is left costs, for a node without a Partial."""
+        """Return what all that is left costs at least, for a node without a Partial.
+
+        Where elements count, one Exchange costs just that.
+        """
         if node not in self.left:
             aim = self.end._replace(made=())
             layouts = self.layout(node._replace(made=())), self.layout(aim)
-            self.left[node] = UNIT * worst_lack(*layouts, self.shape)
+            lack = UNIT * worst_lack(*layouts, self.shape)
+            if self.is_timed and lack:
+                far = crossing(Exchange(*(Side(x, self.shape) for x in layouts))).least
+                lack = nanoseconds(1, lack, far, self.itemsize)
+            self.left[node] = lack
         return self.left[node]
 
     def least(self, node: Node) -> int:
         """Return a cost that is quickly known, and that all that is left has at least."""
+        arrives = self.least_arriving(node)
+        return nanoseconds(0, arrives, 0, self.itemsize) if self.is_timed else arrives
+
+    def least_arriving(self, node: Node) -> int:
+        """Return what arrives at least."""
         if self.made:
             return 0
         need = UNIT * self.part(self.end)
@@ -183,7 +219,8 @@ class Search:
                 for after in self.refined:
                     yield Move("ReduceExchange", after)
         elif here.made == () and here.splits != self.end.splits:
-            yield Move("Exchange", self.end._replace(made=()))
+            for after in self.refined if self.is_timed else (self.end._replace(made=()),):
+                yield Move("Exchange", after)
 
     @cached_property
     def is_free(self) -> bool:
@@ -193,7 +230,8 @@ class Search:
     def along(self, here: Node, a: int) -> Iterator[Move]:
         """Yield the one-axis rows of the table that can help on the way."""
         to = self.target[a]
-        dims = [d for d in range(len(self.shape)) if d != to] if here.partial else []
+        is_free = here.partial or self.is_timed  # replicas may share what follows
+        dims = [d for d in range(len(self.shape)) if d != to] if is_free else []
         if self.source.stream is not None:
             dims = []
         dims = [to, *dims] if to is not None else dims
@@ -281,7 +319,7 @@ class Search:
         """
         pairs = enumerate(zip(self.source.placements, self.goal.placements, strict=True))
         changed = [a for a, (p, q) in pairs if p != q]
-        if len(changed) != 1:
+        if len(changed) != 1 or self.is_timed:
             return None
         shares = any(
             n > 1 and a not in changed and isinstance(p, Replicate)
@@ -332,7 +370,8 @@ class Search:
 
     def least_of(self, move: Move) -> int:
         """Return what a ReduceExchange costs at least."""
-        return dearer(UNIT * self.part(move.after) * (self.count(tuple(self.ops)) - 1))
+        arrives = UNIT * self.part(move.after) * (self.count(tuple(self.ops)) - 1)
+        return nanoseconds(1, arrives, 0, self.itemsize) if self.is_timed else dearer(arrives)
 
     def settled(
         self, here: Node, spent: int, path: tuple[tuple[Node, Move], ...]

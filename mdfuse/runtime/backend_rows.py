@@ -13,6 +13,8 @@ from mdfuse.backends.c10d.backend import C10dBackend
 from mdfuse.backends.c10d.groups import LIBRARIES
 from mdfuse.backends.mpi import library as mpi_library
 from mdfuse.backends.mpi.backend import MpiBackend
+from mdfuse.backends.symmetric.backend import SymmetricBackend
+from mdfuse.backends.symmetric.host_memory import why_not as why_not_symmetric
 from mdfuse.backends.ucx import library as ucx_library
 from mdfuse.backends.ucx.backend import UcxBackend
 from mdfuse.bootstrap import Launch, gloo_devices
@@ -97,6 +99,16 @@ def _open_ucx(world: World) -> Backend:
     )
 
 
+def _open_symmetric(world: World) -> Backend:
+    return SymmetricBackend(
+        rank=world.launch.rank,
+        device=world.device,
+        store=world.store,
+        timeout_s=world.timeout_s,
+        noter=world.watch,
+    )
+
+
 BACKENDS: dict[str, BackendRow] = {
     **{name: _c10d_row(name) for name in LIBRARIES},
     "nccl": _c10d_row("nccl", agree_on_lanes),
@@ -109,6 +121,12 @@ BACKENDS: dict[str, BackendRow] = {
         open=_open_ucx,
         can_capture=False,
         load=ucx_library.why_not,  # before MPI
+    ),
+    "symmetric": BackendRow(
+        devices=("cuda", "cpu"),
+        why_not=why_not_symmetric,
+        open=_open_symmetric,
+        can_capture=False,
     ),
 }
 

@@ -67,7 +67,7 @@ host @squares on m0=mesh(a=1), m1=mesh(b=1: 1) rank 0 {
   call T01(2)
   call F1(2)
   return %y: f32 none of [5] m1(b=R), %s: f32 none of [] m1(b=R)
-}""",
+}""",  # noqa: E501
     )
 
 

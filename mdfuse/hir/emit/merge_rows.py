@@ -158,4 +158,5 @@ def _call(call: Call) -> str:
 
 
 def _refused(name: str, what: str, because: str, hint: str) -> LoweringError:
-    return LoweringError(f"schedule of @{name}: {what}", because=because, hint=hint)
+    what = f"schedule of @{name}: {what}"
+    return LoweringError(what, where=f"fusion @{name}", because=because, hint=hint)
