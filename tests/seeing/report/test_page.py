@@ -149,7 +149,7 @@ def test_chunks_count_one_by_one_and_have_no_bound() -> None:
 
 
 def test_a_pipeline_shows_its_schedule_and_what_each_rank_group_holds() -> None:
-    fd, _ = SMALL["pipeline"][0](DeviceMesh.arange(tp=4))
+    fd, _ = SMALL["two_stages"][0](DeviceMesh.arange(tp=4))
     program = mf.compile(fd)
     made = mf.Schedule.named("forward", stages=2, microbatches=4)
     schedule = mf.Schedule(made.rows, name="forward", meshes=("m0", "m1"))
