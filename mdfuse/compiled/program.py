@@ -39,6 +39,7 @@ from mdfuse.runtime.backend_rows import BACKENDS
 from mdfuse.runtime.communicator import init
 
 if TYPE_CHECKING:
+    from mdfuse.pipelines.schedules import Schedule
     from mdfuse.seeing.costs import Costs
     from mdfuse.seeing.timeline import Timeline
 
@@ -55,6 +56,7 @@ class Program:
         options: how the program runs; None: as the environment says.
         symbolic: where the definition has symbolic extents: all its lowerings. `fusion`, `segments`
             and `host` are those of the first.
+        schedule: what each mesh does, and when, where stages lie on several: see `mf.pipeline`.
     """
 
     fusion: Fusion
@@ -62,6 +64,7 @@ class Program:
     host: HostProgram
     options: Options | None = None
     symbolic: Lowerings | None = None
+    schedule: Schedule | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields alone: a copy has not run, so it has neither plans nor communicator."""

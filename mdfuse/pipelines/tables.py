@@ -181,7 +181,8 @@ class Named:
         rule: which stages and microbatches it can have, in words.
         can: whether it can have so many stages, groups and microbatches.
         turns: the stages go down the groups and up again, not round and round.
-        anywhere: a stage may lie on any group.
+        anywhere: a stage may lie on any group, and read any stages before it.
+        goes_back: there are backwards.
     """
 
     row: Callable[[Group], Sequence[Action | Overlap]]
@@ -189,6 +190,7 @@ class Named:
     can: Callable[[int, int, int], bool]
     turns: bool = False
     anywhere: bool = False
+    goes_back: bool = True
 
 
 _ROUND = (
@@ -204,7 +206,11 @@ def _goes_round(stages: int, groups: int, microbatches: int) -> bool:
 #: All names, with what they can have.
 NAMED = {
     "forward": Named(
-        row=_forward, rule="it has any stages", can=lambda p, g, m: True, anywhere=True
+        row=_forward,
+        rule="it has any stages",
+        can=lambda p, g, m: True,
+        anywhere=True,
+        goes_back=False,
     ),
     "gpipe": Named(row=_gpipe, rule="it has any stages", can=lambda p, g, m: True, anywhere=True),
     "1f1b": Named(
