@@ -234,5 +234,11 @@ def _subject(call: Call, size: int) -> PostInfo:
     )
 
 
+#: How many bytes each rank has for each of its teams, by the device that buffers are on.
+WINDOW_BYTES = {
+    "cpu": Shape(members=1, slot=HostProvider.slot).bytes,
+    "cuda": Shape(members=1, slot=IpcProvider.slot).bytes,
+}
+
 #: By the device that buffers are on.
 PROVIDERS: Mapping[str, Callable[[Place], Provider]] = {"cpu": HostProvider, "cuda": IpcProvider}
