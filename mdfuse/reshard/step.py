@@ -41,7 +41,7 @@ def elements(step: Step, shape: tuple[int, ...]) -> int:
             copies = math.prod(map(step.source.mesh.axis_size, reduced)) - 1
         return UNIT * worst_lack(step.source, step.destination, shape, copies)
     if not step.is_along_axes:
-        return UNIT * max(before, after)
+        return UNIT * (after if step.kind == "Scatter" else max(before, after))
     return arriving(step.kind, step.size, before, after)
 
 
