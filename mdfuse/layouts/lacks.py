@@ -101,6 +101,7 @@ def _is_sending(exchange: Exchange) -> Any:
     return np.broadcast_to(np.asarray(source.number(at, source.free) < turns), (mesh.size,))
 
 
+@lru_cache(maxsize=256)
 def every_coordinate(mesh: DeviceMesh) -> _Coordinates:
     """Return the coordinates of all ranks, in row-major order."""
     return dict(zip(mesh.axes, np.unravel_index(np.arange(mesh.size), mesh.shape), strict=True))
