@@ -16,7 +16,7 @@ from mdfuse.layouts.lacks import dearer, is_lacking
 from mdfuse.layouts.layout import Layout, Placement, Replicate, Shard, replicated
 from mdfuse.reshard.clock import is_timed
 from mdfuse.reshard.refined import on_common_mesh
-from mdfuse.reshard.step import Local, Step, step_cost
+from mdfuse.reshard.step import Local, Step, elements, step_time
 
 _Steps = Callable[[Layout, Layout, tuple[int, ...], int], tuple[Step, ...]]
 _Path = tuple[Step, ...]
@@ -79,8 +79,8 @@ def _cheapest(
     itemsize: int,
 ) -> _Path:
     """Return the steps of the way that costs least; of two equal ones, the first."""
-    is_fair = is_timed(source, destination, shape)  # time counts messages
-    first, rest, _ = min(ways, key=lambda way: _cost(way, shape, itemsize, is_fair))
+    timed = is_timed(source, destination, shape)
+    first, rest, _ = min(ways, key=lambda way: _cost(way, shape, itemsize if timed else None))
     return (*first, *rest)
 
 
@@ -94,22 +94,20 @@ def _with(layout: Layout, axes: tuple[str, ...], placement: Placement) -> Layout
     return layout
 
 
-def _cost(way: _Way, shape: tuple[int, ...], itemsize: int, is_fair: bool) -> tuple[int, int]:
-    """Return what the steps cost, and how many there are; `is_fair`: none is rated dearer."""
-    spent = []
-    for path in way[:2]:
-        costs = [(step_cost(step, shape, itemsize), step) for step in path]
-        spent.append(
-            sum(c if is_fair or not _is_reduce_exchange(s) else dearer(c) for c, s in costs)
-        )
+def _cost(way: _Way, shape: tuple[int, ...], itemsize: int | None) -> tuple[int, int]:
+    """Return what the steps cost, and how many there are; without an itemsize, in elements."""
+    spent = [sum(_step_cost(step, shape, itemsize) for step in path) for path in way[:2]]
     first, rest = spent
     if not way[2]:
         return first + rest, len(way[0]) + len(way[1])
     return first if first > rest else rest, len(way[0]) + len(way[1])
 
 
-def _is_reduce_exchange(step: Step) -> bool:
-    return isinstance(step, Communication) and step.kind == "ReduceExchange"
+def _step_cost(step: Step, shape: tuple[int, ...], itemsize: int | None) -> int:
+    if itemsize is not None:
+        return step_time(step, shape, itemsize)  # which counts messages
+    is_reduce = isinstance(step, Communication) and step.kind == "ReduceExchange"
+    return dearer(elements(step, shape)) if is_reduce else elements(step, shape)
 
 
 def _moved(
