@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from mdfuse.frontend.registering import register_op
     from mdfuse.frontend.spec import TensorSpec
     from mdfuse.passes import segmentation
+    from mdfuse.pipelines.schedules import Schedule
     from mdfuse.runs.dtensor import layout_of, spec_of, to_dtensor
     from mdfuse.runtime.communicator import Communicator, init
     from mdfuse.simulation.reference import reference
@@ -60,6 +61,7 @@ _LAZY = {
     "FusionDefinition": "mdfuse.frontend.definition",
     "HostIrEvaluator": "mdfuse.evaluator",
     "Program": "mdfuse.compiled.program",
+    "Schedule": "mdfuse.pipelines.schedules",
     "Step": "mdfuse.compiled.step",
     "TensorSpec": "mdfuse.frontend.spec",
     "compile": "mdfuse.compiled.program",
@@ -122,6 +124,7 @@ __all__ = [
     "Program",
     "ProgramError",
     "Replicate",
+    "Schedule",
     "Shard",
     "Step",
     "Stream",

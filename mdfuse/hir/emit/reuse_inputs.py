@@ -31,13 +31,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
+from mdfuse.hir.instructions import BLOCKS
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.storage import storage
 from mdfuse.ir.graph import fresh_name
 from mdfuse.ir.ops import ELEMENTWISE
 
 #: Instructions that hold others.
-_BLOCKS = ("launch", "for", "if")
+_BLOCKS = ("launch", *BLOCKS)
 
 #: What takes the place of an instruction.
 Instead = tuple[Instruction, ...]
@@ -80,8 +81,12 @@ class _Code:
     def __init__(self, code: Iterable[Instruction]) -> None:
         self._slots: list[Instead] = []
         self._places: dict[str, set[int]] = {}
+        #: block -> the place of its last call, which is the last that uses what the block names
+        self._called: dict[str, int] = {}
         for place, i in enumerate(code):
             self._slots.append((i,))
+            if i.op == "call":
+                self._called[i.fn] = place
             for j in i.walk():
                 self._note((*j.reads, *j.outputs), (place,))
 
@@ -109,6 +114,8 @@ class _Code:
         names = {output, buffer, *chunks, *old}
         posts = (j for i in self._at(self._where(names)) for j in i.walk() if write.receives(j))
         places = self._where(names.union(*(j.outputs for j in posts)))
+        ends = {self._called[i.fn] for i in self._at(places) if i.fn in self._called}
+        places = sorted(ends.union(places))
         made = iter(write.into([*self._at(places)], types))
         for place in places:
             self._slots[place] = (*chain.from_iterable(next(made) for _ in self._slots[place]),)
@@ -185,6 +192,8 @@ class _Write:
         types[new] = types[self.output]
         waits = {x for i in code for j in i.walk() if self.receives(j) for x in j.outputs}
         used = [self.makes(i) or self.reads_old(i.walk()) or _waits(i, waits) for i in code]
+        ran = {i.fn for i, is_used in zip(code, used, strict=True) if is_used and i.op == "block"}
+        used = [a or (i.op == "call" and i.fn in ran) for i, a in zip(code, used, strict=True)]
         last = max(n for n, is_used in enumerate(used) if is_used)
         source = next((i.source for i in code if self.makes(i)), None)
         write = Instruction(
@@ -226,7 +235,7 @@ class _Write:
             own: the names under which the block has the same elements of the input.
         """
         makers = [n for n, i in enumerate(block) if self.makes(i)]
-        if len(makers) != 1 or block[makers[0]].op in ("for", "if"):
+        if len(makers) != 1 or block[makers[0]].op in BLOCKS:
             return False
         (at,) = makers
         inner = block[at].body if block[at].op == "launch" else (block[at],)
