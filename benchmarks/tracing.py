@@ -3,14 +3,16 @@
 python benchmarks/tracing.py
 python benchmarks/tracing.py --quick                # only to see that it runs
 
-One process and one thread; communications go to the null backend. docs/measured.md says more.
+One process and one thread, whose processor time is measured, so that other work on the machine does
+not count; communications go to the null backend. docs/measured.md says more.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,7 +76,9 @@ def runs(rounds: int, is_quick: bool, folder: str) -> Iterator[Row]:
             inputs = [torch.zeros(4 if fd.fusion.name == "chain" else 1)]
             contenders[name] = Contender(call=_call(program, inputs))
             count = len([i for i in program.for_rank(0).instructions if i.op not in _FREE])
-        times = interleave(contenders, rounds=rounds, batch=1, settle=lambda: None)
+        times = interleave(
+            contenders, rounds=rounds, batch=1, settle=lambda: None, stopwatch=processor_time
+        )
         for name, limit in (("traced", _LIMIT_US), ("ranges", None)):
             yield Row(
                 name=f"{fd.fusion.name}, {name}: added per instruction",
@@ -91,6 +95,13 @@ def runs(rounds: int, is_quick: bool, folder: str) -> Iterator[Row]:
 
 #: Instructions that call nothing.
 _FREE = ("return", "free", "alloc")
+
+
+def processor_time(calls: Callable[[], None]) -> float:
+    """Nanoseconds of this process on processors."""
+    start = time.process_time_ns()
+    calls()
+    return float(time.process_time_ns() - start)
 
 
 def _call(program: mf.Program, inputs: list[Any]) -> Any:
@@ -151,7 +162,11 @@ def pictures(rounds: int, is_quick: bool) -> Iterator[Row]:
     }  # fmt: skip
     for name, (call, sizes, limit_s) in made.items():
         times = interleave(
-            {"ours": Contender(call=call)}, rounds=rounds, batch=1, settle=lambda: None
+            {"ours": Contender(call=call)},
+            rounds=rounds,
+            batch=1,
+            settle=lambda: None,
+            stopwatch=processor_time,
         )
         yield Row(
             name=name,
