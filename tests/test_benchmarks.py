@@ -344,6 +344,29 @@ def test_what_seeing_costs_is_measured(tmp_path: Path) -> None:
         assert [name for name in names if name.startswith(words)], words
 
 
+def test_predicted_times_stand_beside_measured_ones(tmp_path: Path) -> None:
+    """A second for each piece of work: predictions are what the table says."""
+    from mdfuse.seeing import UNIT, CostTable
+    from mdfuse.seeing.cost_tables import machine_of
+
+    table = CostTable(
+        costs=UNIT, machine=machine_of(torch.device("cpu"), "gloo"), ranks=1, date="2026-11-23",
+        mean_error=0.5, p95_error=0.5, held_out={"mlp": (1.0, 2.0)},
+    )  # fmt: skip
+    (tmp_path / "table.json").write_text(table.as_json())
+    script, given = str(ROOT / "benchmarks" / "costs.py"), ("--costs", "table.json")
+    small = ("--device", "cpu", "--small", "--rounds", "2", "--model", "minilm")
+    done = run(tmp_path, script, *given, *small, "--output", "a.json")
+    assert done.returncode == 0, done.stderr
+    file = json.loads((tmp_path / "a.json").read_text())
+    assert file["world"]["held_out"] == {"mlp": [1.0, 2.0]}
+    assert "off by 50% on average" in file["world"]["table"]
+    (row,) = file["rows"]
+    works = 6 * 12  # of a layer: six linear layers, attention, GELU, two sums, two norms
+    assert set(row["rounds"]["ours"]) == {works * 1e9}
+    assert min(row["rounds"]["against"]) > 0 and row["alternative"] == "measured"
+
+
 def test_posts_that_the_page_shows() -> None:
     names = ("dist.", "process group", "lane, forked", "lane, at once")
     rows = shown("way to post")
