@@ -1,60 +1,108 @@
-"""A pipeline of two stages on disjoint halves of the ranks, each stage tensor-parallel.
+"""Train the Llama of `train_llama.py` in stages: a pipeline, by any schedule.
 
-torchrun --nproc-per-node 4 examples/pipeline.py        # on 4 processes: stages of 2 ranks
-python examples/pipeline.py                             # simulates 4 ranks
-mdfuse dump examples/pipeline.py --rank 3               # what a rank of the second stage runs
+python examples/pipeline.py --mesh pp=2,tp=2                         # simulates 4 ranks
+python examples/pipeline.py --mesh pp=4 --schedule zb1p --microbatches 8
+python examples/pipeline.py --mesh pp=2 --stages 4 --schedule interleaved
+torchrun --nproc-per-node 4 examples/pipeline.py --mesh pp=2,dp=2 --steps 100
 
-One fusion spans both meshes. The activations are handed over split by rows: the first stage
-reduce-scatters them, each of its ranks sends its rows to one rank of the second stage, and that
-stage gathers them. No rank sends the same row twice.
+Along `pp` of the mesh lie the rank groups, each a mesh of the other axes: `dp` splits the batch,
+`tp` heads and hidden units. Each half of a layer may be a stage, so there are 1, 2 or 4. `--schedule`
+is a name, or a file of `torch.distributed.pipelining`: what it says is printed, with the time that
+each rank group will be idle, before anything runs.
+
+Afterwards the same steps are made on one device by torch, and the losses compared.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+import train_llama as llama
+from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard
-from mdfuse.cli.running import run_build
+from mdfuse.bootstrap import detect
+from mdfuse.cli import screen
+from mdfuse.cli.execution import local_inputs
+from mdfuse.cli.program_file import parse_mesh
 
-BATCH, WIDTH, HIDDEN = 32, 64, 128
+HALVES = 2 * llama.LAYERS
 
 
-def halves(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
-    """The first and the second half of the ranks, each a mesh with one axis `tp`."""
-    if mesh.size % 2:
+def groups_of(mesh: DeviceMesh) -> list[DeviceMesh]:
+    """The rank groups along `pp`, each a mesh of the other axes."""
+    if "pp" not in mesh.axes:
         raise mf.MeshError(
-            f"two stages on {mesh}",
-            because="each stage gets half of the ranks",
-            hint="start an even number of ranks, or simulate them: --sim tp=4",
+            f"{mesh} has no axis pp",
+            because="stages lie on the rank groups along it",
+            hint="for example --mesh pp=2,tp=2",
         )
-    half = mesh.size // 2
-    first, second = mesh.ranks[:half], mesh.ranks[half:]
-    return DeviceMesh(first, axes=("tp",)), DeviceMesh(second, axes=("tp",))
+    others = [a for a in mesh.axes if a != "pp"]
+    ranks = torch.tensor(mesh.ranks).view([mesh.axis_size(a) for a in mesh.axes])
+    parts = ranks.unbind(mesh.axis_index("pp"))
+    return [DeviceMesh((x if others else x[None]).tolist(), axes=others or ("dp",)) for x in parts]
 
 
-def stage(fd: mf.FusionDefinition, x: Any, mesh: DeviceMesh) -> Any:
-    """x + gelu(x w1') w2' on a mesh, the hidden units split along `tp`; its rows come out split."""
-    w1 = fd.define_tensor([HIDDEN, WIDTH], mesh=mesh, layout={"tp": Shard(0)})
-    w2 = fd.define_tensor([WIDTH, HIDDEN], mesh=mesh, layout={"tp": Shard(1)})
-    y = x + fd.ops.linear(fd.ops.gelu(fd.ops.linear(x, w1)), w2)
-    return fd.ops.set(y).on(mesh, {"tp": Shard(0)})
+def places_of(groups: Sequence[DeviceMesh], stages: int, schedule: str) -> list[DeviceMesh]:
+    """The mesh of each stage: round the groups, or down and up again, as the schedule has it."""
+    turns = schedule in ("zbv", "dualpipev")
+    count = len(groups)
+    order = [*range(count), *reversed(range(count))] if turns else [*range(count)]
+    return [groups[order[s % len(order)]] for s in range(stages)]
 
 
-def build(mesh: DeviceMesh) -> tuple[mf.FusionDefinition, list[torch.Tensor]]:
-    """Two such stages; the input is whole on every rank of the first half."""
-    first, second = halves(mesh)
-    with mf.FusionDefinition("pipeline") as fd:
-        x = fd.define_tensor([BATCH, WIDTH], mesh=first)
-        handed_over = fd.ops.set(stage(fd, x, first)).on(second, {"tp": Shard(0)})
-        fd.add_output(stage(fd, handed_over, second))
+def define(places: Sequence[DeviceMesh]) -> mf.FusionDefinition:
+    """Forward, backward, clipping and AdamW; stage s lies on `places[s]`."""
+    first, last = places[0], places[-1]
+    batch = {m: {"dp": Shard(0)} if "dp" in m.axes else {} for m in places}
+    with mf.FusionDefinition("step") as fd:
 
-    generator = torch.Generator().manual_seed(0)
-    shapes = ([BATCH, WIDTH], *([HIDDEN, WIDTH], [WIDTH, HIDDEN]) * 2)
-    return fd, [torch.randn(shape, generator=generator) / 8 for shape in shapes]
+        def data(name: str, mesh: DeviceMesh) -> Any:
+            shape = [llama.BATCH, llama.LENGTH]
+            return fd.define_tensor(shape, torch.int64, mesh, batch[mesh], name=name)
+
+        tokens, targets = data("tokens", first), data("targets", last)
+        rotary, count = {}, {}
+        for n, m in enumerate(dict.fromkeys(places)):
+            rotary[m] = [
+                fd.define_tensor([llama.LENGTH, llama.HEAD], mesh=m, name=f"{name}.{n}")
+                for name in ("cos", "sin")
+            ]
+            count[m] = fd.define_tensor([], mesh=m, name=f"count.{n}")
+        own, moments = {}, {}
+        for name, (shape, split) in llama.PARAMETERS.items():
+            m = places[stage_of(name, len(places))]
+            where = llama.split_of(m, split)
+            own[name], *moments[name] = (
+                fd.define_tensor(shape, mesh=m, layout=where, name=f"{name}{kind}")
+                for kind in ("", ".mean", ".square")
+            )
+        h, at = F.embedding(tokens, own["table"]), 0
+        for n in range(HALVES):
+            stage = n * len(places) // HALVES
+            if stage > at:
+                at, m = stage, places[stage]
+                h = fd.ops.set(h).on(m, batch[m])
+            h = h + llama.half(own, n, h, rotary[places[stage]])
+        loss = llama.judged(own, h, targets)
+        grads, _ = mf.optim.clip_by_global_norm(mf.grad(loss, list(own.values())), llama.CLIP)
+        fd.add_output(fd.ops.set(loss).on(first, {}))
+        for (name, w), dw in zip(own.items(), grads, strict=True):
+            olds, m = (w, *moments[name]), places[stage_of(name, len(places))]
+            news = mf.optim.adamw(w, dw, *olds[1:], count[m], lr=llama.LR, weight_decay=llama.DECAY)
+            for new, old in zip(news, olds, strict=True):
+                fd.add_output(new, reuse=old)
+    return fd
 
 
-if __name__ == "__main__":
-    run_build(build)
+def stage_of(name: str, stages: int) -> int:
+    """The stage of a parameter: that of its half of a layer; the table's is the first one."""
+    kind, _, layer = name.partition(".")
+    n = 2 * int(layer) + (kind in llama.SECOND) if layer else 0 if name == "table" else HALVES - 1
+    return n * stages // HALVES

@@ -250,7 +250,7 @@ VARIABLES: dict[str, tuple[str, Any, str]] = {
     "MDFUSE_BACKEND": (
         "backend",
         str,
-        "backend to use: auto, gloo, nccl, ucc, mpi, ucx, null; then axis=backend",
+        "backend to use: auto, gloo, nccl, ucc, mpi, ucx, symmetric, null; then axis=backend",
     ),
     "MDFUSE_STREAMS": ("streams", _count, "number of streams of a streamed lowering"),
     "MDFUSE_STREAM_POLICY": ("stream_policy", str, "auto, round_robin or copy_compute"),

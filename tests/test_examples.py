@@ -79,7 +79,7 @@ def test_a_sequence_parallel_mlp_is_an_all_gather_and_a_reduce_scatter() -> None
 
 
 def test_pipeline_hands_rows_from_rank_to_rank() -> None:
-    fd, _ = SMALL["pipeline"][0](DeviceMesh.arange(tp=4))
+    fd, _ = SMALL["two_stages"][0](DeviceMesh.arange(tp=4))
     program = mf.compile(fd)
     assert printed(program) == ["reducescatter", "sendrecv", "allgather", "reducescatter"]
     assert printed(program.for_rank(0)) == ["reducescatter", "sendrecv"]
@@ -88,7 +88,7 @@ def test_pipeline_hands_rows_from_rank_to_rank() -> None:
 
 def test_pipeline_needs_two_halves() -> None:
     with pytest.raises(mf.MeshError, match="each stage gets half of the ranks"):
-        SMALL["pipeline"][0](DeviceMesh.arange(tp=3))
+        SMALL["two_stages"][0](DeviceMesh.arange(tp=3))
 
 
 # -- MiniLM: needs the model package, which launch/setup installs ----------------------------------

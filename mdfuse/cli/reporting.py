@@ -49,6 +49,7 @@ def write(file: Path, mesh: DeviceMesh, out: Path, costs: str | None, trace: Pat
                 values=values_of(program.fusion),
                 costs=table,
                 measured=measured,
+                schedule=program.schedule,
             )
         )
     try:

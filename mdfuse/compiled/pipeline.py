@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from mdfuse import hir_lowering
 from mdfuse.compiled.program import Program
@@ -20,6 +21,7 @@ def pipeline(
     *,
     microbatches: int,
     batch: Mapping[str, int],
+    schedule: Any = None,
     options: Options | None = None,
     should_merge: ShouldMerge | None = None,
 ) -> Program:
@@ -56,12 +58,12 @@ def pipeline(
     >>> torch.testing.assert_close(new, (w - 0.1 * w.grad).detach())
     """
     fusion = definition.fusion
-    found = _checked(fusion, microbatches, batch)
+    found = _checked(fusion, microbatches, batch, schedule)
     made, parts, host = hir_lowering.lower(fusion, should_merge, options=options, batch=found)
     return Program(made, segments_of(made, parts, host, options), host, options)
 
 
-def _checked(fusion: Fusion, count: int, batch: Mapping[str, int]) -> Batch:
+def _checked(fusion: Fusion, count: int, batch: Mapping[str, int], schedule: Any) -> Batch:
     """Return the batch, its dims counted from 0, or raise DefinitionError."""
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise _wrong(fusion, f"microbatches={count!r}", "it counts them", "a number from 1 on")
@@ -83,15 +85,18 @@ def _checked(fusion: Fusion, count: int, batch: Mapping[str, int]) -> Batch:
     if len({*map(str, extents.values())}) > 1:
         because = ", ".join(f"%{name} has {n} rows" for name, n in extents.items())
         raise _wrong(fusion, f"batch={dict(batch)!r}", because, "name dims of one length")
-    meshes = {v.layout.mesh for v in fusion.values.values() if v.layout is not None}
-    if len(meshes) > 1:
-        because = "microbatches go through one mesh so far, not from stage to stage"
-        raise _wrong(fusion, f"{len(meshes)} meshes", because, "mf.compile, with loops by stream=")
+    meshes = dict.fromkeys(v.layout.mesh for v in fusion.values.values() if v.layout is not None)
+    ranks = [r for mesh in meshes for r in mesh.ranks]
+    if len({*ranks}) < len(ranks):
+        because = "stages run at the same time, each on ranks of its own"
+        raise _wrong(fusion, "meshes that share ranks", because, "one mesh, or disjoint ones")
     streams = [v.name for v in fusion.values.values() if v.layout is not None and v.layout.stream]
     if streams:
         because = "microbatches are the only loop of such a program"
         raise _wrong(fusion, f"%{streams[0]} has a stream of its own", because, "leave stream= out")
-    return Batch(dims, count)
+    if len(meshes) == 1 and schedule is None:
+        return Batch(dims, count)
+    return Batch(dims, count, lambda stages: schedule.rows)
 
 
 def _wrong(fusion: Fusion, what: str, because: str, hint: str) -> DefinitionError:

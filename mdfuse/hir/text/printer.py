@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mdfuse.communication import Communication
+from mdfuse.hir.calls import mesh_of_block
+from mdfuse.hir.instructions import BLOCKS
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.ir.graph import Operand, attr_text, attrs_text, dtype_name, operand_text
 from mdfuse.layouts.layout import Layout
@@ -73,7 +75,7 @@ class _Printer:
         """Return (text, comment) for each line of an instruction and its body."""
         note = _on_a_line(str(instruction.source)) if instruction.source else ""
         text = indent + self.instruction(instruction)
-        if not instruction.body and instruction.op not in ("launch", "for", "if"):
+        if not instruction.body and instruction.op not in ("launch", *BLOCKS):
             return [(text, note)]
         rows = [(text + " {", note), *self.block(instruction.body, indent + "  ")]
         if instruction.orelse:
@@ -104,6 +106,14 @@ class _Printer:
                 return f"for %{i.outputs[0]} in {start}..{stop}{pace}"
             case "if":
                 return f"if {i.kwargs['test']}"
+            case "block":
+                self.typed.add(i.outputs[0])
+                mesh = mesh_of_block(self.program.types, i)
+                named = self.mesh(mesh) if mesh is not None else ""
+                on = f" on {named}" if named else ""
+                return f"block @{i.fn}(%{i.outputs[0]}){on}"
+            case "call":
+                return f"call {i.fn}({i.kwargs['index']})"
             case "set_stream" | "sync":
                 return f"{i.op} {i.kwargs['stream'] if i.attrs else _operands(i.inputs)}"
             case "free":
@@ -179,12 +189,18 @@ def _settings(settings: Mapping[str, object]) -> list[str]:
 
 
 def mesh_text(mesh: DeviceMesh) -> str:
-    """Return a mesh with all its ranks: `mesh(x=4)`, `mesh(x=2: 4..5)`, `mesh(x=3: 1 0 2)`."""
-    sizes = ", ".join(f"{a}={n}" for a, n in zip(mesh.axes, mesh.shape, strict=True))
+    """Return a mesh with all its ranks: `mesh(x=4)`, `mesh(x=2: 4..5)`, `mesh(x=3: 1 0 2)`.
+
+    Where hosts are known, with how many ranks follow each other on one: `mesh(x=4 on 0*2 1*2)`.
+    """
+    text = ", ".join(f"{a}={n}" for a, n in zip(mesh.axes, mesh.shape, strict=True))
     first, ranks = mesh.first, mesh.ranks
-    if ranks == tuple(range(first, first + mesh.size)) and (first == 0 or mesh.size > 1):
-        return f"mesh({sizes})" if first == 0 else f"mesh({sizes}: {first}..{ranks[-1]})"
-    return f"mesh({sizes}: {' '.join(map(str, ranks))})"
+    if ranks != tuple(range(first, first + mesh.size)) or (first and mesh.size == 1):
+        text += f": {' '.join(map(str, ranks))}"
+    elif first:
+        text += f": {first}..{ranks[-1]}"
+    runs = " ".join(f"{host}*{n}" for host, n in mesh.host_runs)
+    return f"mesh({text} on {runs})" if runs else f"mesh({text})"
 
 
 def _extents(shape: Sequence[int]) -> str:

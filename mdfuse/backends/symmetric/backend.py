@@ -1,0 +1,189 @@
+"""Communications through memory that the ranks of one host see: the backend `symmetric`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mdfuse.backends.algorithms import Composition, Sizes
+from mdfuse.backends.base import PostSite, Work, check_call, check_usable
+from mdfuse.backends.post_notes import PostLog
+from mdfuse.backends.symmetric.host_memory import Card, SharedMemory, why_not
+from mdfuse.backends.symmetric.moves import Move, Shape, moves
+from mdfuse.backends.symmetric.posts import Buffers
+from mdfuse.backends.symmetric.providers import PROVIDERS, Place, Team, memory_size
+from mdfuse.backends.teams import new_teams, not_connected, team_key
+from mdfuse.backends.transfers import change, composer
+from mdfuse.backends.work import DONE
+from mdfuse.errors import BackendError
+from mdfuse.layouts.call import Call
+from mdfuse.torch_private import PrefixStore, Store
+
+#: How many bytes an all-reduce may bring a rank in one step, rather than in two.
+SMALL_BYTES = 64 * 1024
+
+
+@dataclass(kw_only=True, eq=False)
+class SymmetricBackend:
+    """A backend whose teams have windows: memory that all members see.
+
+    Attributes:
+        rank: this rank.
+        device: where this rank's buffers are.
+        store: shared by all ranks; nobody else uses its keys.
+        timeout_s: seconds after which a communication that does not finish is an error.
+        noter: takes notes of what is queued on a GPU; None where nobody watches.
+
+    Raises:
+        BackendError: this process cannot share memory.
+    """
+
+    name = "symmetric"
+
+    rank: int
+    device: torch.device
+    store: Store
+    timeout_s: float
+    noter: PostLog | None = None
+    _teams: dict[tuple[int, ...], Team] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        check_usable(self.name, why_not())
+        place = Place(
+            rank=self.rank, device=self.device, timeout_s=self.timeout_s, noter=self.noter
+        )
+        self._provider = PROVIDERS[self.device.type](place)
+
+    def abort(self) -> bool:
+        """End the waits of this rank with an error; see `Interruptible`."""
+        return self._provider.abort()
+
+    def prepare(self, teams: Iterable[tuple[int, ...]]) -> None:
+        """Make the teams that this rank is in; see `Backend.prepare`."""
+        for team in new_teams(teams, self.rank, self._teams):
+            self._teams[team] = self._make(team)
+
+    def bind(self, call: Call) -> SymmetricPoster:
+        """Prepare a call that will be posted many times; see `Backend.bind`."""
+        team = self._teams.get(call.team)
+        check_call(call, team is not None)
+        shape = Shape(members=len(call.team), slot=self._provider.slot)
+        return SymmetricPoster(call, team, shape)
+
+    def close(self) -> None:
+        """Give up all windows."""
+        for team in self._teams.values():
+            team.close()
+        self._teams.clear()
+
+    def _make(self, team: tuple[int, ...]) -> Team:
+        """Make a window, and open those of the other members."""
+        provider, own = self._provider, team.index(self.rank)
+        shape = Shape(members=len(team), slot=provider.slot)
+        size = memory_size(shape, self.device.type == "cpu")[1]
+        store = PrefixStore(f"symmetric/{team_key(team)}", self.store)
+        keys = [str(rank) for rank in team]
+        with ExitStack() as files:  # which memory needs no more once all members have opened it
+            memory, card = provider.offer(shape)
+            files.callback(memory.close)
+            store.set(str(self.rank), json.dumps(card.fields()))
+            try:
+                store.wait(keys, timedelta(seconds=self.timeout_s))
+                cards = [Card.of(json.loads(text)) for text in store.multi_get(keys)]
+                _check_host(self.rank, team, cards)
+                others = [SharedMemory.of(c, size) for c in (*cards[:own], *cards[own + 1 :])]
+            except (RuntimeError, OSError) as error:
+                raise not_connected(self.name, self.rank, team, error) from error
+            for other in others:
+                files.callback(other.close)
+            memories = [*others[:own], memory, *others[own:]]
+            made = provider.team(team, own, shape, list(zip(memories, cards, strict=True)))
+            self._meet(store, team)
+        return made
+
+    def _meet(self, store: Store, team: tuple[int, ...]) -> None:
+        """Return once all members have opened all windows, which then need no file any more."""
+        try:
+            if store.add("opened", 1) == len(team):
+                store.set("all", "")
+            store.wait(["all"], timedelta(seconds=self.timeout_s))
+        except RuntimeError as error:
+            raise not_connected(self.name, self.rank, team, error) from error
+
+
+def _check_host(rank: int, team: tuple[int, ...], cards: Sequence[Card]) -> None:
+    hosts = [card.process.host for card in cards]
+    others = [r for r, host in zip(team, hosts, strict=True) if host != hosts[team.index(rank)]]
+    if others:
+        raise BackendError(
+            f"backend 'symmetric' cannot connect rank {rank} with rank {others[0]}",
+            where=f"team {team}",
+            because="it carries what stays on one host, in processes of one user that see each "
+            "other's numbers",
+            hint="name it for axes within a host alone: Options(backend='gloo, tp=symmetric')",
+        )
+
+
+@dataclass(slots=True, eq=False)
+class SymmetricPoster:
+    """A call bound to its team, with its moves for each dtype and set of buffer sizes.
+
+    A team of one has no windows: what it sends it receives, by local work.
+    """
+
+    call: Call
+    team: Team | None
+    shape: Shape
+    _by_size: dict[int, Callable[[Sequence[Tensor], Sequence[Tensor]], _Bound]] = field(
+        default_factory=dict
+    )
+
+    def __call__(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+        buffers = (*srcs, *dsts)
+        if not buffers:
+            return DONE
+        first = buffers[0]
+        find = self._by_size.get(first.itemsize)
+        if find is None:
+            make = partial(self._bound, first.itemsize)
+            small = SMALL_BYTES
+            find = self._by_size[first.itemsize] = composer(self.call, make, small, is_open=True)
+        bound = find(srcs, dsts)
+        return bound(srcs, dsts) if bound.moves else DONE
+
+    def prepare(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: PostSite) -> None:
+        """Return None: a post reads the addresses of its buffers in each run."""
+        return None
+
+    def _bound(self, itemsize: int, composition: Composition, sizes: Sizes) -> _Bound:
+        largest = itemsize * max(sum(sizes.srcs), sum(sizes.dsts))
+        made = moves(self.call, composition, itemsize, self.shape)
+        begin = None if self.team is None else self.team.poster(self.call, largest)
+        return _Bound(self.call, self.team, made, composition.scratch, begin)
+
+
+@dataclass(slots=True, eq=False)
+class _Bound:
+    """The moves of a call for buffers of certain sizes."""
+
+    call: Call
+    team: Team | None
+    moves: tuple[Move, ...]
+    scratch: int
+    begin: Callable[[Sequence[Move], Buffers], Work] | None
+
+    def __call__(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+        first = (*srcs, *dsts)[0]
+        if self.team is None or self.begin is None:
+            buffers = Buffers(srcs, dsts, first.new_empty(self.scratch))
+            change(self.call, self.moves, buffers.elements)  # type: ignore[arg-type]
+            return DONE
+        scratch = self.team.empty(first, self.scratch)
+        return self.begin(self.moves, Buffers(srcs, dsts, scratch))

@@ -1,0 +1,91 @@
+"""Moves through windows in memory of GPUs, all queued on one stream of the team.
+
+The host waits for nothing. Where a rank does not come, the stream stands still, and the watchdog
+says so: each post is noted, and marked behind its last move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from mdfuse.backends.algorithms import Copy, Reduce
+from mdfuse.backends.symmetric.cuda_memory import Lane
+from mdfuse.backends.symmetric.moves import Move, Stage, Take
+from mdfuse.backends.symmetric.posts import Buffers
+from mdfuse.backends.transfers import change
+from mdfuse.layouts.call import Call
+
+#: The size of a word, bytes.
+WORD = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaWindow:
+    """A window as this rank's GPU sees it: the addresses of its words and of its slots."""
+
+    words: int
+    slots: int
+
+
+@dataclass(eq=False, kw_only=True)
+class CudaTeam:
+    """The windows of a team, by the index of their owner, and the queue of its moves.
+
+    Attributes:
+        own: this rank's index.
+        windows: of all members.
+        lane: where moves are queued.
+    """
+
+    own: int
+    windows: Sequence[CudaWindow]
+    lane: Lane
+
+    def post(
+        self,
+        call: Call,
+        moves: Sequence[Move],
+        buffers: Buffers,
+        notes: tuple[Callable[[], None], Callable[[], None]],
+    ) -> CudaWork:
+        """Queue a post, between two notes for the watchdog."""
+        before, behind = notes
+        lane, own = self.lane, self.windows[self.own]
+        before()
+        lane.begin()
+        for move in moves:
+            match move:
+                case Stage():
+                    for word in move.words:
+                        lane.wait(own.words + WORD * word, 0)
+                    source = buffers.address(move.piece, move.start)
+                    lane.copy(own.slots + move.place, source, move.bytes)
+                    for word in move.words:
+                        lane.write(own.words + WORD * word, move.tag)
+                case Take():
+                    window = self.windows[move.owner]
+                    word = window.words + WORD * move.word
+                    lane.wait(word, move.tag)
+                    target = buffers.address(move.piece, move.start)
+                    lane.copy(target, window.slots + move.place, move.bytes)
+                    lane.write(word, 0)
+                case Copy() | Reduce():
+                    lane.do(partial(change, call, (move,), buffers.elements))
+        join = lane.end()
+        behind()
+        return CudaWork(join, buffers)
+
+
+@dataclass(slots=True, eq=False)
+class CudaWork:
+    """A post that holds its buffers until it is waited for."""
+
+    join: Callable[[], None]
+    kept: object
+
+    def wait(self) -> None:
+        """Let the current stream wait; further calls do no harm."""
+        self.join()
+        self.kept = None
