@@ -56,6 +56,12 @@ def turns(schedule: str) -> bool:
 
 def places_of(groups: Sequence[DeviceMesh], stages: int, schedule: str) -> list[DeviceMesh]:
     """The mesh of each stage."""
+    if not 1 <= stages <= HALVES:
+        raise mf.DefinitionError(
+            f"{stages} stages",
+            because=f"each has half a layer at least, and there are {llama.LAYERS} layers",
+            hint=f"--stages from 1 to {HALVES}",
+        )
     order = [*groups, *reversed(groups)] if turns(schedule) else [*groups]
     return [order[s % len(order)] for s in range(stages)]
 
@@ -70,7 +76,6 @@ def define(places: Sequence[DeviceMesh]) -> mf.FusionDefinition:
             shape = [llama.BATCH, llama.LENGTH]
             return fd.define_tensor(shape, torch.int64, mesh, batch[mesh], name=name)
 
-        tokens, targets = data("tokens", first), data("targets", last)
         rotary, count = {}, {}
         for n, m in enumerate(dict.fromkeys(places)):
             rotary[m] = [
@@ -78,6 +83,7 @@ def define(places: Sequence[DeviceMesh]) -> mf.FusionDefinition:
                 for name in ("cos", "sin")
             ]
             count[m] = fd.define_tensor([], mesh=m, name=f"count.{n}")
+        tokens, targets = data("tokens", first), data("targets", last)
         own, moments = {}, {}
         for name, (shape, split) in llama.PARAMETERS.items():
             m = places[stage_of(name, len(places))]
@@ -123,7 +129,7 @@ def compiled(mesh: DeviceMesh, stages: int, microbatches: int, schedule: str) ->
 def inputs_of(program: mf.Program, tokens: Tensor, targets: Tensor, count: Tensor) -> list[Tensor]:
     """The inputs of a step but for the state: cosines, sines and the count on each rank group."""
     groups = sum(name.startswith("count.") for name in program.fusion.inputs)
-    return [tokens, targets, *(x for _ in range(groups) for x in (*llama.angles(), count))]
+    return [*[*llama.angles(), count] * groups, tokens, targets]
 
 
 class Simulated(llama.Simulated):
@@ -164,7 +170,7 @@ def build(mesh: DeviceMesh) -> tuple[mf.FusionDefinition, list[Tensor]]:
     groups = groups_of(mesh)
     fd = define(groups)
     data = [*llama.angles(), torch.tensor(1.0)] * len(groups)
-    return fd, [*next(llama.batches()), *data, *llama.state()]
+    return fd, [*data, *next(llama.batches()), *llama.state()]
 
 
 def main() -> None:
@@ -188,7 +194,8 @@ def main() -> None:
         stages = arguments.stages or len(groups_of(mesh)) * (1 + turns(arguments.schedule))
         program = compiled(mesh, stages, arguments.microbatches, arguments.schedule)
         if screen.is_first():
-            console.print(str(program.schedule), str(program.schedule.timed()), sep="\n\n")
+            told = program.schedule, program.schedule.timed()
+            console.print(*map(str, told), sep="\n\n", soft_wrap=True)
         step = Simulated(program) if is_alone else Launched(program)
         losses = llama.train(step, arguments.steps)
     if not screen.is_first():
