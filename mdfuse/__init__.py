@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from mdfuse.frontend.definition import FusionDefinition
     from mdfuse.frontend.grad import grad, recompute
     from mdfuse.frontend.importing.plans import from_plan
+    from mdfuse.frontend.registering import register_op
     from mdfuse.frontend.spec import TensorSpec
     from mdfuse.passes import segmentation
     from mdfuse.pipelines.schedules import Schedule
@@ -73,6 +74,7 @@ _LAZY = {
     "layout_of": "mdfuse.runs.dtensor",
     "pipeline": "mdfuse.compiled.pipeline",
     "recompute": "mdfuse.frontend.grad",
+    "register_op": "mdfuse.frontend.registering",
     "reference": "mdfuse.simulation.reference",
     "simulate": "mdfuse.simulation.simulate",
     "spec_of": "mdfuse.runs.dtensor",
@@ -141,6 +143,7 @@ __all__ = [
     "pipeline",
     "recompute",
     "reference",
+    "register_op",
     "seeing",
     "segmentation",
     "shard_tensor",

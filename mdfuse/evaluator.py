@@ -31,7 +31,6 @@ from mdfuse.plan.names import check_names
 from mdfuse.plan.posts import groups
 from mdfuse.plan.runnable import CheckedPlan, Once, Runnable
 from mdfuse.plan.signature import Signature, signature_of
-from mdfuse.plan.traced import traced
 from mdfuse.runs.arguments import (
     check_arguments,
     check_no_gradients,
@@ -41,9 +40,9 @@ from mdfuse.runs.arguments import (
     not_by_name,
     numbers,
 )
+from mdfuse.runs.tracing import align, noted, trace_of
 from mdfuse.runtime.agreement.programs import agree, first_run
 from mdfuse.runtime.watch.running import RunCount
-from mdfuse.seeing.trace_files import TraceFile, trace_file
 
 if TYPE_CHECKING:
     from mdfuse.runs.dtensor_border import Border
@@ -228,11 +227,6 @@ class HostIrEvaluator:
         is_asked = options_from_environment(self.options).check_indices
         return IndexChecks() if is_asked and has_tables else None
 
-    def _trace(self, communicator: Communicator) -> TraceFile | None:
-        """Return the file into which runs are traced; None where they are not."""
-        folder = options_from_environment(self.options).trace
-        return trace_file(folder, communicator.rank) if folder is not None else None
-
     @cached_property
     def _written(self) -> tuple[int, ...]:
         """The positions of inputs that are written."""
@@ -361,8 +355,7 @@ class HostIrEvaluator:
         """Return the plan of a first run; the second one is captured, if at all."""
         assert self._signature is not None
         plan = self._built(communicator, arguments, out, self._signature.stream())
-        if (file := self._trace(communicator)) is not None:
-            plan = traced(plan, file)
+        plan = noted(plan, self.options, communicator)
         if self._checks is not None:
             meet = partial(agree, self.program.name, communicator=communicator)
             return CheckedPlan(plan, self._checks, meet)
@@ -372,7 +365,7 @@ class HostIrEvaluator:
 
     def _may_capture(self, communicator: Communicator) -> bool:
         options = options_from_environment(self.options)
-        may = options.graph != "never" and options.trace is None
+        may = options.graph != "never" and options.trace is None and options.ranges == "none"
         return may and communicator.can_capture(self.program.backends)
 
     def _captured(
@@ -446,8 +439,7 @@ class HostIrEvaluator:
         )
         self._tally = RunCount(name=self.program.name, serial=next(_serials))
         communicator.count(self._tally)
-        if (file := self._trace(communicator)) is not None:
-            file.clock(*communicator.clock_offset(f"clock/{self._tally.serial}"))
+        align(self.options, communicator, self._tally.serial)
         self._local, self._device_type = local, communicator.device.type
 
     def _refuse(self, problem: MdfuseError | None, communicator: Communicator) -> None:
@@ -475,7 +467,7 @@ class HostIrEvaluator:
     ) -> MdfuseError | None:
         try:
             check_ranks(self.program, communicator.rank, communicator.size)
-            self._trace(communicator)
+            trace_of(self.options, communicator)
             if self.communicates and (crowded := communicator.crowded(self.program.name)):
                 raise crowded
             if not communicator.can_capture(self.program.backends):

@@ -43,6 +43,7 @@ __all__ = [
     "TCPStore",
     "Work",
     "all_gather_of",
+    "argument_names",
     "begin_group",
     "cache_folder",
     "current_gpu",
@@ -414,6 +415,11 @@ def writes(target: Any) -> bool:
     schema = getattr(target, "_schema", None)
     is_detach = target is _ATEN.detach_.default
     return schema is not None and bool(schema.is_mutable) and not is_detach
+
+
+def argument_names(overload: Any) -> list[str]:
+    """The names of the arguments of one of torch's operations, as `torch.ops.aten.add.Tensor`."""
+    return [x.name for x in overload._schema.arguments]
 
 
 # -- trees of tensors ------------------------------------------------------------------------------

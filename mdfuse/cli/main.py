@@ -148,7 +148,7 @@ def diff(
     ] = None,
     costs: Annotated[
         str | None,
-        typer.Option(metavar="h100", help="Predict times: h100, unit, or a JSON file of costs."),
+        typer.Option(metavar="h100", help="Predict times: here, h100, unit, or a JSON file."),
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="Compare types of values, too.")] = False,
 ) -> None:
@@ -179,7 +179,7 @@ def report(
     ),
     costs: Annotated[
         str | None,
-        typer.Option(metavar="h100", help="Predict times: h100, unit, or a JSON file of costs."),
+        typer.Option(metavar="h100", help="Predict times: here, h100, unit, or a JSON file."),
     ] = None,
     trace: Annotated[
         Path | None,

@@ -1,4 +1,4 @@
-"""Programs that compute in microbatches, and add up what they give."""
+"""Programs that compute in microbatches, on one mesh or in stages, and add up what they give."""
 
 from __future__ import annotations
 
@@ -35,22 +35,28 @@ def pipeline(
 ) -> Program:
     """Compile a definition to a program that takes its batch in microbatches, one after the other.
 
-    One loop computes all that has the dim of the batch, a chunk at a time; what that dim is summed
-    over (a loss, the gradients of weights) is added up, f16 and bf16 in f32. Then comes what is
-    computed of the sums, as an optimizer does. So results are those of `mf.compile`, up to the
-    order of sums, with the memory of one microbatch: gradient accumulation.
+    What has the dim of the batch is computed a chunk at a time; what that dim is summed over (a
+    loss, the gradients of weights) is added up, f16 and bf16 in f32. Then comes what is computed of
+    the sums, as an optimizer does. So results are those of `mf.compile`, up to the order of sums.
+
+    On one mesh a loop does so, in the memory of one microbatch: gradient accumulation. On several,
+    which have no rank in common, each is a stage, or several, and a schedule says in which order
+    the stages go forwards and backwards: docs/pipelines.md.
 
     Args:
-        definition: on one mesh.
+        definition: what is computed.
         microbatches: how many; each rank cuts its own part of the batch, as `torch.chunk` does.
         batch: name of an input -> its dim that is the batch's. What else has that dim is found.
+        schedule: the name of one, or a table; by default "1f1b", or "forward" where no gradients
+            are computed, and a loop on one mesh. `program.schedule` shows it.
         options: as `mf.compile` takes them.
         should_merge: as `mf.compile` takes it.
 
     Raises:
-        DefinitionError: no such input or dim; no whole number of microbatches; several meshes; a
-            value with a stream of its own.
-        LoweringError: something needs the batch as a whole, as a sort along it would.
+        DefinitionError: no such input or dim; no whole number of microbatches; meshes that share
+            ranks; a value with a stream of its own; a schedule that these stages cannot have.
+        LoweringError: something needs the batch as a whole, as a sort along it would; a stage
+            needs a sum over it, or the next mesh splits it otherwise.
 
     >>> import torch, mdfuse as mf
     >>> mesh = mf.DeviceMesh.arange(dp=2)

@@ -111,7 +111,7 @@ def _messages(exchange: Exchange) -> int:
         shared = (_shared(exchange, dim, at, at) for dim in range(len(source.shape)))
         own = np.prod([np.zeros(source.mesh.size, int) + n for n in shared], 0) > 0
     copies, turns = destination.count(destination.free), source.count(source.free)
-    sent = -(-(_meeting(source, destination) * copies - own) // turns)
+    sent = -(-_meeting(source, destination) * copies // turns) - own
     got = _meeting(destination, source) * source.count(exchange.reduced) - own
     return int(max(np.max(sent), np.max(got)))
 

@@ -155,11 +155,16 @@ def is_lacking(source: Layout, destination: Layout, shape: tuple[int, ...]) -> b
 
 def interval(layout: Layout, dim: int, extent: int, at: _Coordinates) -> tuple[Any, Any]:
     """Return where the part of each rank begins and ends."""
+    return cut(extent, [(layout.mesh.axis_size(a), at[a]) for a in layout.split_axes(dim)])
+
+
+def cut(extent: int, splits: Iterable[tuple[int, Any]]) -> tuple[Any, Any]:
+    """Return where parts of a dim begin and end; of each split how many there are, and which."""
     start: Any = 0
     stop: Any = extent
-    for axis in layout.split_axes(dim):
-        length = -(-(stop - start) // layout.mesh.axis_size(axis))
-        start = np.minimum(start + at[axis] * length, stop)
+    for n, i in splits:
+        length = -(-(stop - start) // n)
+        start = np.minimum(start + i * length, stop)
         stop = np.minimum(start + length, stop)
     return start, stop
 

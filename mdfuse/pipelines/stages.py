@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import networkx as nx
 
@@ -117,11 +118,14 @@ class Stages:
                 before = self.parts.get(made.outputs[0]) if made is not None else None
                 if before is not None and before != part:
                     graph.add_edge(before, part, value=x)
+        for n in range(len(self.meshes)):  # as schedules have them, whatever they read
+            parts = [p for p in (Part(n, phase) for phase in "FBIW") if p in graph]
+            graph.add_edges_from(pairwise(parts))
         if not nx.is_directed_acyclic_graph(graph):
             cycle = nx.find_cycle(graph)
             raise _refused(
                 self.fusion,
-                graph.edges[cycle[0]]["value"],
+                next(x for _, _, x in graph.edges(data="value") if x is not None),
                 " needs ".join(str(part) for part, _ in reversed(cycle)) + f" needs {cycle[-1][0]}",
                 "let each stage hand over to later ones only",
             )

@@ -13,11 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations, count, permutations, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from mdfuse.layouts.crossing import crossing
 from mdfuse.layouts.exchange import Exchange, Side
-from mdfuse.layouts.lacks import UNIT, arriving, dearer, worst_lack
+from mdfuse.layouts.lacks import UNIT, arriving, cut, dearer, is_special, worst_lack
 from mdfuse.layouts.layout import IDEMPOTENT, Layout, Partial, Placement, Replicate, Shard, commute
 from mdfuse.reshard.clock import along, is_timed, nanoseconds
 
@@ -54,6 +56,8 @@ class Search:
     parts: dict[Node, int] = field(default_factory=dict)
     #: node without a Partial -> cost of all that is left
     left: dict[Node, int] = field(default_factory=dict)
+    #: (dim, axes that split it) -> the rows that each rank then has of those that it needs
+    overlaps: dict[tuple[int, tuple[int, ...]], Any] = field(default_factory=dict)
 
     # -- nodes and layouts -----------------------------------------------------------------------
 
@@ -129,7 +133,7 @@ class Search:
         return self.parts[node]
 
     def count(self, axes: tuple[int, ...]) -> int:
-        return math.prod(self.sizes[a] for a in axes)
+        return math.prod([self.sizes[a] for a in axes])
 
     # -- costs -----------------------------------------------------------------------------------
 
@@ -173,14 +177,46 @@ class Search:
         Where elements count, one Exchange costs just that.
         """
         if node not in self.left:
-            aim = self.end._replace(made=())
-            layouts = self.layout(node._replace(made=())), self.layout(aim)
-            lack = UNIT * worst_lack(*layouts, self.shape)
+            lack = UNIT * self.lack(node)
             if self.is_timed and lack:
+                layouts = (self.layout(x._replace(made=())) for x in (node, self.end))
                 far = crossing(Exchange(*(Side(x, self.shape) for x in layouts))).least
                 lack = nanoseconds(1, lack, far, self.itemsize)
             self.left[node] = lack
         return self.left[node]
+
+    def lack(self, node: Node) -> int:
+        """Return the most elements that a rank needs from others, for a node without a Partial."""
+        if is_special(self.source, self.goal, self.shape):
+            aim = self.layout(self.end._replace(made=()))
+            return worst_lack(self.layout(node._replace(made=())), aim, self.shape)
+        held: Any = 1
+        for dim, axes in enumerate(node.splits):
+            if (dim, axes) not in self.overlaps:
+                start, stop = cut(self.shape[dim], self.at(self.end.splits[dim]))
+                first, last = cut(self.shape[dim], self.at(axes))
+                both = np.minimum(stop, last) - np.maximum(start, first)
+                self.overlaps[dim, axes] = np.maximum(both, 0)
+            held = held * self.overlaps[dim, axes]
+        return int(np.max(self.needed - held))
+
+    def at(self, axes: tuple[int, ...]) -> list[tuple[int, Any]]:
+        """Return the size of each of some axes, and the coordinate of all ranks on it."""
+        return [(self.sizes[a], self.grid[a]) for a in axes]
+
+    @cached_property
+    def grid(self) -> Any:
+        """The coordinate of all ranks on each axis."""
+        return np.ogrid[tuple(slice(n) for n in self.sizes)]
+
+    @cached_property
+    def needed(self) -> Any:
+        """The elements that each rank needs: an array that broadcasts over the mesh."""
+        needed: Any = 1
+        for dim, axes in enumerate(self.end.splits):
+            start, stop = cut(self.shape[dim], self.at(axes))
+            needed = needed * (stop - start)
+        return needed
 
     def least(self, node: Node) -> int:
         """Return a cost that is quickly known, and that all that is left has at least."""
@@ -341,6 +377,7 @@ class Search:
             (self.least(self.start), 0, next(tick), 0, self.start, (), False)
         ]
         done: set[Node] = set()
+        best: dict[Node, tuple[float, int]] = {}  # what it takes to a node, but by a ReduceExchange
         while frontier:
             _, effort, _, spent, here, path, is_known = heapq.heappop(frontier)
             if here in done:
@@ -359,8 +396,12 @@ class Search:
                     continue
                 is_late = move.kind == "ReduceExchange"  # its cost is found when its turn comes
                 more = self.least_of(move) if is_late else self.cost(move, here)
-                total = spent + more + self.least(move.after)
                 weight = effort + _effort(move, path)
+                if not is_late:
+                    if best.get(move.after, (math.inf, 0)) <= (spent + more, weight):
+                        continue
+                    best[move.after] = spent + more, weight
+                total = spent + more + self.least(move.after)
                 item = (*path, (here, move))
                 heapq.heappush(
                     frontier,

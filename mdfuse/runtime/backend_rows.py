@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,6 +15,7 @@ from mdfuse.backends.mpi import library as mpi_library
 from mdfuse.backends.mpi.backend import MpiBackend
 from mdfuse.backends.symmetric.backend import SymmetricBackend
 from mdfuse.backends.symmetric.host_memory import why_not as why_not_symmetric
+from mdfuse.backends.symmetric.providers import WINDOW_BYTES
 from mdfuse.backends.ucx import library as ucx_library
 from mdfuse.backends.ucx.backend import UcxBackend
 from mdfuse.bootstrap import Launch, gloo_devices
@@ -57,6 +58,8 @@ class BackendRow:
             meet by MPI.
         agree: settles with all ranks, when they meet, whether teams have fast lanes; None: the
             backend has none.
+        staging: device type -> how many bytes a rank has for each of its teams, through which goes
+            what is posted there; none: the backend reads and writes the buffers.
     """
 
     devices: tuple[str, ...]
@@ -65,6 +68,7 @@ class BackendRow:
     can_capture: bool = True
     load: Callable[[], object] = lambda: None
     agree: Callable[..., Lanes | None] | None = None
+    staging: Mapping[str, int] = field(default_factory=dict)
 
 
 def _c10d_row(name: str, agree: Callable[..., Lanes | None] | None = None) -> BackendRow:
@@ -127,6 +131,7 @@ BACKENDS: dict[str, BackendRow] = {
         why_not=why_not_symmetric,
         open=_open_symmetric,
         can_capture=False,
+        staging=WINDOW_BYTES,
     ),
 }
 

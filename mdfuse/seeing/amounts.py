@@ -15,7 +15,7 @@ _NOTHING = frozenset(
 #: How many products of the size of the first one there are in an attention, and in its gradient.
 _ATTENTIONS = {"scaled_dot_product_attention": 2, "attention": 2, "attention_grad": 5}
 
-#: Work that reads as much of its first operand as it writes, and its indices.
+#: Work that reads as much of an operand as it writes, and its indices.
 _PICKS = frozenset(("embedding", "index_select", "gather"))
 
 
@@ -31,7 +31,8 @@ def nbytes(program: HostProgram, i: Instruction) -> int:
     """Return the bytes that an instruction reads and writes on the rank of a projection."""
     if i.fn in _PICKS:
         made = sum(buffer_bytes(program, x) for x in i.outputs)
-        return 2 * made + sum(buffer_bytes(program, x) for x in i.reads[1:])
+        indices = (x for x in i.reads if not program.types[x].dtype.is_floating_point)
+        return 2 * made + sum(buffer_bytes(program, x) for x in indices)
     names = {*i.reads, *i.outputs}
     return sum(buffer_bytes(program, name) for name in names)
 

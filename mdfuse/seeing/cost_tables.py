@@ -7,12 +7,13 @@ another machine, is left alone, and the reason is told.
 from __future__ import annotations
 
 import json
+import logging
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -20,6 +21,8 @@ from mdfuse.errors import ProgramError
 from mdfuse.seeing.costs import Costs, Link
 from mdfuse.seeing.curves import Curve, Grid
 from mdfuse.torch_private import cache_folder
+
+_LOG = logging.getLogger("mdfuse.costs")
 
 #: What files say that they are.
 FORMAT = "mdfuse costs 1"
@@ -131,9 +134,17 @@ class CostTable:
         return f"{kind}: {self.machine.text}, {self.ranks} ranks, {self.date}, {error}"
 
     def as_json(self) -> str:
-        """Return the text of a file."""
-        fields = {k: v for k, v in asdict(self).items() if k not in ("costs", "is_default")}
-        return json.dumps({"format": FORMAT, **fields, "costs": _costs_out(self.costs)}, indent=1)
+        """Return the text of a file, a line for each field and each kind of costs."""
+        fields = {k: v for k, v in asdict(self).items() if k != "costs"}
+        return _lined({"format": FORMAT, **fields, "costs": _costs_out(self.costs)}, 3)
+
+
+def _lined(found: Any, depth: int) -> str:
+    """Return JSON with a line for each entry of the outermost objects, so that one can read it."""
+    if not isinstance(found, dict) or not depth:
+        return json.dumps(found)
+    rows = [f"{json.dumps(key)}: {_lined(value, depth - 1)}" for key, value in found.items()]
+    return "{\n" + ",\n".join(rows) + "\n}" if rows else "{}"
 
 
 def parsed(text: str) -> CostTable:
@@ -149,12 +160,18 @@ def parsed(text: str) -> CostTable:
         machine = Machine(**found.pop("machine"))
         pairs = {name: (float(a), float(b)) for name, (a, b) in found.pop("held_out").items()}
         costs = costs_of(found.pop("costs"))
+        found.pop("is_default", None)  # where it lies says so
         table = CostTable(costs=costs, machine=machine, held_out=pairs, **found)
         return replace(table, costs=replace(costs, name=table.text))
+    except ProgramError as error:
+        raise _no_table(f"{error.what}: {error.because}") from error
     except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise ProgramError(
-            "this is no table of costs", because=str(error), hint="mdfuse calibrate writes one"
-        ) from error
+        raise _no_table(str(error)) from error
+
+
+def _no_table(why: str) -> ProgramError:
+    hint = "mdfuse calibrate writes one"
+    return ProgramError("this is no table of costs", because=why, hint=hint)
 
 
 def costs_of(fields: Mapping[str, Any]) -> Costs:
@@ -200,6 +217,45 @@ def _costs_out(costs: Costs) -> dict[str, Any]:
     }
 
 
+class Ranks(Protocol):
+    """The part of a communicator that is used here."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def backend(self) -> str: ...
+    def all_ok(self, error_text: str | None) -> tuple[str | None, ...]: ...
+
+
+def cost_table(comm: Ranks, place: Path | None = None) -> CostTable | None:
+    """Return the table of costs of this machine, the same on all ranks; None where there is none.
+
+    All ranks call it. Rank 0's table counts, since all must decide alike; its file, and why other
+    files do not count, are logged under `mdfuse.costs`.
+
+    Args:
+        comm: as `mdfuse.init()` returns it.
+        place: the folder of calibrations; by default where `mdfuse calibrate` writes.
+    """
+    mine, told = found(machine_of(comm.device, comm.backend), place)
+    for line in told:
+        _LOG.warning(line)
+    texts = comm.all_ok(mine.as_json() if mine is not None else None)
+    if texts[0] is None:
+        return None
+    table = parsed(texts[0])
+    is_default = json.loads(texts[0])["is_default"]
+    if mine is None or mine.as_json() != texts[0]:
+        _LOG.warning("rank 0 has another table of costs, which counts: %s", table.text)
+    return _marked(table) if is_default else table
+
+
+def _marked(table: CostTable) -> CostTable:
+    """Return a table as one that ships with the package."""
+    default = replace(table, is_default=True)
+    return replace(default, costs=replace(table.costs, name=default.text))
+
+
 # -- files -----------------------------------------------------------------------------------------
 
 
@@ -214,30 +270,33 @@ def file_name(machine: Machine, ranks: int) -> str:
     return "-".join("".join(c if c.isalnum() else "_" for c in w) for w in words) + ".json"
 
 
-def found(machine: Machine, place: Path | None = None) -> tuple[CostTable | None, list[str]]:
+def found(
+    machine: Machine, place: Path | None = None, any_threads: bool = False
+) -> tuple[CostTable | None, list[str]]:
     """Return the table that counts on a machine, and why others do not.
+
+    Of several calibrations that of the most ranks counts.
 
     Args:
         machine: this one.
         place: the folder of calibrations; by default that of `folder`.
+        any_threads: whether one with another number of threads does, too.
     """
     told: list[str] = []
-    local = _tables(_files(place or folder()), told)
     fitting = []
-    for name, table in local:
-        if (why := _differs(table.machine, machine)) is None:
+    for name, table in _tables(_files(place or folder()), told):
+        threads = table.machine.threads if any_threads else machine.threads
+        if (why := _differs(table.machine, replace(machine, threads=threads))) is None:
             fitting.append(table)
         else:
             told.append(f"{name} is of another machine: {why}")
     if fitting:
-        return max(fitting, key=lambda t: t.ranks), told
+        return max(fitting, key=lambda t: (t.machine.threads == machine.threads, t.ranks)), told
     shipped = _tables(_files(resources.files("mdfuse").joinpath(_SHIPPED)), told)
     alike = [t for _, t in shipped if (t.machine.device, t.machine.link) == _class(machine)]
     if not alike:
         return None, told
-    best = max(alike, key=lambda t: t.ranks)
-    default = replace(best, is_default=True)
-    return replace(default, costs=replace(best.costs, name=default.text)), told
+    return _marked(max(alike, key=lambda t: t.ranks)), told
 
 
 def _class(machine: Machine) -> tuple[str, str]:

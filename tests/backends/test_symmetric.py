@@ -1,22 +1,39 @@
-"""Windows without a GPU: the moves of ranks in one process, on fake streams and on threads."""
+"""Windows without a GPU: ranks in one process, on fake streams and in memory of the host."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import mdfuse as mf
 from mdfuse.backends.algorithms import Sizes, compose
+from mdfuse.backends.base import Work
+from mdfuse.backends.symmetric.backend import SymmetricBackend
 from mdfuse.backends.symmetric.cuda_team import CudaTeam, CudaWindow
+from mdfuse.backends.symmetric.host_memory import Card, Process, this_process
 from mdfuse.backends.symmetric.moves import Shape, Stage, Take, kind_of, moves
 from mdfuse.backends.symmetric.posts import Buffers
+from mdfuse.backends.teams import team_key
+from mdfuse.errors import BackendError
 from mdfuse.layouts.call import Call
+from mdfuse.runtime.backend_rows import why_not
+from mdfuse.torch_private import HashStore, PrefixStore
 
 TEAMS = [(0, 1), (2, 0, 1), (3, 1, 0, 2)]
 
@@ -163,3 +180,200 @@ def test_what_all_need_is_staged_once() -> None:
     assert all(sorted(m.readers) == [0, 2] for m in staged)
     assert sum(m.bytes for m in made if isinstance(m, Take)) == 8000
     assert {kind_of(m.tag) for m in staged} == {"Allgather"}
+
+
+# -- in memory of the host -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[SymmetricBackend, SymmetricBackend]]:
+    """Two ranks in this process, with a team."""
+    store = HashStore()
+    ranks = [
+        SymmetricBackend(rank=r, device=torch.device("cpu"), store=store, timeout_s=0.3)
+        for r in (0, 1)
+    ]
+    joined(*(partial(backend.prepare, [(0, 1)]) for backend in ranks))
+    yield ranks[0], ranks[1]
+    for backend in ranks:
+        backend.close()
+
+
+def joined(*works: Callable[[], object]) -> list[Any]:
+    """What functions that wait for each other return, or raise."""
+    with ThreadPoolExecutor(len(works)) as pool:
+        futures = [pool.submit(work) for work in works]
+        return [future.exception() or future.result() for future in futures]
+
+
+def gather(backend: SymmetricBackend, src: Tensor, dst: Tensor) -> Work:
+    call = Call(kind="Allgather", team=(0, 1), rank=backend.rank)
+    return backend.bind(call)([src], [dst])
+
+
+def test_waits_in_any_order(pair: tuple[SymmetricBackend, SymmetricBackend]) -> None:
+    """Neither rank waits before the other has posted; one process makes the moves of both."""
+    sources = [[drawn(10 * turn + r, 900_000) for r in (0, 1)] for turn in range(3)]
+    got = [[torch.zeros(1_800_000) for _ in (0, 1)] for _ in range(3)]
+
+    def run(rank: int) -> None:
+        works = [gather(pair[rank], sources[t][rank], got[t][rank]) for t in range(3)]
+        for work in works if rank else reversed(works):
+            work.wait()
+            work.wait()
+
+    assert joined(partial(run, 0), partial(run, 1)) == [None, None]
+    for turn in range(3):
+        for rank in (0, 1):
+            assert torch.equal(got[turn][rank], torch.cat(sources[turn]))
+
+
+def test_a_rank_that_does_not_come_is_named(
+    pair: tuple[SymmetricBackend, SymmetricBackend],
+) -> None:
+    """And the team takes no more posts, whoever made the one that failed."""
+    first, second = (gather(pair[0], torch.ones(4), torch.zeros(8)) for _ in range(2))
+    with pytest.raises(BackendError, match=r"after 0\.3 s an earlier Allgather .* rank 1"):
+        second.wait()
+    for _ in range(2):
+        with pytest.raises(BackendError, match="Allgather failed on rank 0"):
+            first.wait()
+    with pytest.raises(BackendError, match=r"rank 0 cannot post Allgather on team .* any more"):
+        gather(pair[0], torch.ones(4), torch.zeros(8))
+
+
+def test_another_communication_in_its_place(
+    pair: tuple[SymmetricBackend, SymmetricBackend],
+) -> None:
+    call = Call(kind="Broadcast", team=(0, 1), rank=1, root=1)
+    pair[1].bind(call)([torch.ones(4)], []).wait()
+    with pytest.raises(BackendError, match="rank 1 has posted Broadcast in its place"):
+        gather(pair[0], torch.ones(4), torch.zeros(8)).wait()
+
+
+def test_another_thread_ends_a_wait(pair: tuple[SymmetricBackend, SymmetricBackend]) -> None:
+    pair[0]._teams[0, 1].timeout_s = 60  # type: ignore[attr-defined]
+    work, is_over = gather(pair[0], torch.ones(4), torch.zeros(8)), threading.Event()
+
+    def wait() -> None:
+        try:
+            work.wait()
+        finally:
+            is_over.set()
+
+    def abort() -> bool:
+        while not is_over.wait(0.01):
+            assert pair[0].abort()
+        return True
+
+    error, _ = joined(wait, abort)
+    assert "another rank does not take part" in str(error)
+
+
+@pytest.fixture
+def other() -> Iterator[tuple[subprocess.Popen[bytes], Process]]:
+    """A process of this host."""
+    started = subprocess.Popen(["sleep", "600"])
+    began = Path(f"/proc/{started.pid}/stat").read_text().rpartition(") ")[2].split()[19]
+    yield started, Process(host=this_process().host, pid=started.pid, began=began)
+    started.kill()
+    started.wait()
+
+
+def test_a_rank_whose_process_ended_is_named_at_once(
+    pair: tuple[SymmetricBackend, SymmetricBackend], other: tuple[subprocess.Popen[bytes], Process]
+) -> None:
+    """Also where nobody has waited for it; what it had staged before is still taken."""
+    team: Any = pair[0]._teams[0, 1]
+    team.timeout_s, team.processes = 60, (this_process(), other[1])
+    dst = torch.zeros(8)
+    gather(pair[1], torch.full((4,), 2.0), torch.zeros(8))
+    assert not other[1].has_ended()
+    other[0].kill()
+    os.waitid(os.P_PID, other[0].pid, os.WEXITED | os.WNOWAIT)
+    assert other[1].has_ended()
+    gather(pair[0], torch.ones(4), dst).wait()
+    assert dst.tolist() == [1, 1, 1, 1, 2, 2, 2, 2]
+    with pytest.raises(BackendError, match="rank 1 is gone"):
+        gather(pair[0], torch.ones(4), dst).wait()
+
+
+def test_a_number_that_was_given_again_is_another_process() -> None:
+    own = this_process()
+    assert not own.has_ended()
+    assert replace(own, began="1").has_ended()
+    assert Process(host=own.host, pid=2**22 + 1, began="1").has_ended()
+
+
+def test_a_member_that_does_not_prepare() -> None:
+    backend = SymmetricBackend(rank=0, device=torch.device("cpu"), store=HashStore(), timeout_s=0.2)
+    with pytest.raises(BackendError, match=r"cannot connect rank 0 with the team \(0, 1\)"):
+        backend.prepare([(0, 1)])
+
+
+def test_a_member_on_another_host() -> None:
+    store, team = HashStore(), (0, 1)
+    backend = SymmetricBackend(rank=0, device=torch.device("cpu"), store=store, timeout_s=5)
+    card = Card(process=replace(this_process(), host="elsewhere"), file=0)
+    PrefixStore(f"symmetric/{team_key(team)}", store).set("1", json.dumps(card.fields()))
+    with pytest.raises(BackendError, match="cannot connect rank 0 with rank 1") as caught:
+        backend.prepare([team])
+    assert "tp=symmetric" in str(caught.value)
+
+
+def test_a_member_whose_memory_cannot_be_opened() -> None:
+    store, team = HashStore(), (0, 1)
+    backend = SymmetricBackend(rank=0, device=torch.device("cpu"), store=store, timeout_s=5)
+    card = Card(process=this_process(), file=10**6)
+    PrefixStore(f"symmetric/{team_key(team)}", store).set("1", json.dumps(card.fields()))
+    with pytest.raises(BackendError, match="cannot connect rank 0") as caught:
+        backend.prepare([team])
+    assert "No such file" in str(caught.value)
+
+
+def test_a_team_of_one_copies() -> None:
+    backend = SymmetricBackend(rank=3, device=torch.device("cpu"), store=HashStore(), timeout_s=5)
+    call = Call(kind="Allreduce", team=(3,), rank=3, reduce_op="sum")
+    dst = torch.zeros(4)
+    backend.bind(call)([torch.ones(4)], [dst]).wait()
+    assert dst.tolist() == [1, 1, 1, 1]
+
+
+def test_elsewhere_than_on_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    because, hint = why_not("symmetric") or ("", "")
+    assert "this is darwin" in because and "gloo" in hint
+    with pytest.raises(BackendError, match="backend 'symmetric' cannot be used"):
+        SymmetricBackend(rank=0, device=torch.device("cpu"), store=HashStore(), timeout_s=5)
+
+
+def test_nothing_is_left_of_memory_that_nobody_uses() -> None:
+    """It has no name, also while it is used."""
+
+    def files() -> int:
+        gc.collect()
+        return sum("memfd:mdfuse" in os.path.realpath(f) for f in Path("/proc/self/fd").iterdir())
+
+    before, store = files(), HashStore()
+    ranks = [
+        SymmetricBackend(rank=r, device=torch.device("cpu"), store=store, timeout_s=5)
+        for r in (0, 1)
+    ]
+    joined(*(partial(backend.prepare, [(0, 1)]) for backend in ranks))
+    works = [gather(backend, torch.ones(4), torch.zeros(8)) for backend in ranks]
+    for work in works:
+        work.wait()
+    assert files() > before and not any("mdfuse" in name for name in os.listdir("/dev/shm"))
+    for backend in ranks:
+        backend.close()
+    assert files() == before
+
+
+def test_staging_is_explained_where_posts_name_it() -> None:
+    mesh = mf.DeviceMesh.arange(dp=2, tp=2)
+    with mf.FusionDefinition("mean") as fd:
+        x = fd.define_tensor([4, 6], mesh=mesh, layout={"dp": mf.Shard(0), "tp": mf.Shard(1)})
+        fd.add_output(fd.ops.set(x).on(mesh, {}))
+    told = mf.compile(fd, mf.Options(backend="gloo, dp=symmetric")).explain()
+    assert "staging: symmetric takes 4 MiB of cpu" in told and "at most 1" in told
+    assert "staging" not in mf.compile(fd, mf.Options(backend="gloo")).explain()

@@ -123,3 +123,18 @@ def test_what_goes_from_mesh_to_mesh(kind: str) -> None:
 
 def test_replicas_elsewhere() -> None:
     assert shown(Layout(MESH, {"a": Replicate()}), Layout(OTHER)) == ["Broadcast"]
+
+
+@pytest.mark.parametrize("after", [{}, {"a": Shard(0)}, {"b": Shard(2)}, {"a": Shard(1)}], ids=str)
+@pytest.mark.parametrize("before", [{}, {"a": Shard(0)}, {"b": Shard(0)}, {"a": Shard(1)}], ids=str)
+def test_from_hosts_to_other_hosts(
+    before: dict[str, Placement], after: dict[str, Placement]
+) -> None:
+    """On 2 x 4 and 3 x 4 ranks, whose rows are hosts."""
+    one = DeviceMesh.arange(a=2, b=4).with_hosts(HOSTS)
+    other = DeviceMesh.of((3, 4), range(8, 20), ("a", "b"), [2] * 4 + [3] * 4 + [4] * 4)
+    x = torch.arange(24 * 8 * 6.0).reshape(24, 8, 6)
+    with mf.FusionDefinition("across") as fd:
+        y = fd.define_tensor([24, 8, 6], mesh=one, layout=before)
+        fd.add_output(fd.ops.set(y).on(other, after))
+    check_everywhere(mf.compile(fd), [x], [x])

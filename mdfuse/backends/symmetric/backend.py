@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -86,25 +87,25 @@ class SymmetricBackend:
         """Make a window, and open those of the other members."""
         provider, own = self._provider, team.index(self.rank)
         shape = Shape(members=len(team), slot=provider.slot)
-        memory, card = provider.offer(shape)
+        size = memory_size(shape, self.device.type == "cpu")[1]
         store = PrefixStore(f"symmetric/{team_key(team)}", self.store)
-        store.set(str(self.rank), json.dumps(card.fields()))
         keys = [str(rank) for rank in team]
-        try:
-            store.wait(keys, timedelta(seconds=self.timeout_s))
-            cards = [Card.of(json.loads(text)) for text in store.multi_get(keys)]
-            _check_host(self.rank, team, cards)
-            size = memory_size(shape, self.device.type == "cpu")[1]
-            memories = [
-                memory if i == own else SharedMemory.of(found, size)
-                for i, found in enumerate(cards)
-            ]
-        except (RuntimeError, OSError) as error:
-            raise not_connected(self.name, self.rank, team, error) from error
-        made = provider.team(team, own, shape, list(zip(memories, cards, strict=True)))
-        self._meet(store, team)
-        for found in memories:
-            found.close()
+        with ExitStack() as files:  # which memory needs no more once all members have opened it
+            memory, card = provider.offer(shape)
+            files.callback(memory.close)
+            store.set(str(self.rank), json.dumps(card.fields()))
+            try:
+                store.wait(keys, timedelta(seconds=self.timeout_s))
+                cards = [Card.of(json.loads(text)) for text in store.multi_get(keys)]
+                _check_host(self.rank, team, cards)
+                others = [SharedMemory.of(c, size) for c in (*cards[:own], *cards[own + 1 :])]
+            except (RuntimeError, OSError) as error:
+                raise not_connected(self.name, self.rank, team, error) from error
+            for other in others:
+                files.callback(other.close)
+            memories = [*others[:own], memory, *others[own:]]
+            made = provider.team(team, own, shape, list(zip(memories, cards, strict=True)))
+            self._meet(store, team)
         return made
 
     def _meet(self, store: Store, team: tuple[int, ...]) -> None:

@@ -95,8 +95,8 @@ def memory_size(shape: Shape, has_slots: bool) -> tuple[int, int]:
 class HostProvider:
     """Windows in memory of the host."""
 
-    #: 4 ranks on 2 cores share what their caches hold; the memory is there once it is written.
-    slot = 2 * _MIB
+    #: memory takes room once it is written to: at most four slots for each team of a rank
+    slot = _MIB
 
     def __init__(self, place: Place) -> None:
         self._progress, self._timeout_s = Progress(), place.timeout_s
@@ -233,6 +233,12 @@ def _subject(call: Call, size: int) -> PostInfo:
         is_shared=is_shared,
     )
 
+
+#: How many bytes each rank has for each of its teams, by the device that buffers are on.
+WINDOW_BYTES = {
+    "cpu": Shape(members=1, slot=HostProvider.slot).bytes,
+    "cuda": Shape(members=1, slot=IpcProvider.slot).bytes,
+}
 
 #: By the device that buffers are on.
 PROVIDERS: Mapping[str, Callable[[Place], Provider]] = {"cpu": HostProvider, "cuda": IpcProvider}

@@ -12,7 +12,7 @@ from mdfuse.bootstrap import detect
 from mdfuse.cli import screen
 from mdfuse.cli.calibration.held_out import COUNT, programs
 from mdfuse.cli.calibration.measuring import Measurements, errors, pair
-from mdfuse.cli.calibration.subjects import CPU, GPU, points
+from mdfuse.cli.calibration.subjects import CPU, GPU, Scale, points
 from mdfuse.cli.report import size_text, time_text, titled
 from mdfuse.errors import ProgramError
 from mdfuse.plan.progress import progress
@@ -52,9 +52,14 @@ def run(out: Path | None) -> None:
         comm.close()
 
 
-def calibrated(comm: Communicator) -> CostTable:
-    """Return the table of a communicator's machine, measured now; all ranks call it."""
-    scale = GPU if comm.device.type == "cuda" else CPU
+def calibrated(comm: Communicator, scale: Scale | None = None) -> CostTable:
+    """Return the table of a communicator's machine, measured now; all ranks call it.
+
+    Args:
+        comm: the ranks.
+        scale: what is measured; by default what its devices call for.
+    """
+    scale = scale or (GPU if comm.device.type == "cuda" else CPU)
     measured = Measurements(comm, scale)
     total = points(scale, comm.size) + COUNT
     with progress("calibrating", total, shows=comm.rank == 0) as advance:
