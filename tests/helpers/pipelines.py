@@ -29,6 +29,11 @@ def meshes(stages: int, tp: int = 1) -> list[DeviceMesh]:
     return [DeviceMesh(range(s * tp, (s + 1) * tp), axes=("tp",)) for s in range(stages)]
 
 
+def batch_of(net: Net) -> dict[str, int]:
+    """The dims of the batch."""
+    return {name: 0 for name in ("x", "t") if name in net.definition.fusion.inputs}
+
+
 def _layer(x: Any, w: Any, v: Any, ops: Any) -> Any:
     return x + ops.linear(ops.gelu(ops.linear(x, w)), v)
 
