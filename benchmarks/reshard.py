@@ -5,7 +5,8 @@ mdfuse bench reshard --quick
 
 Nothing is sent: the steps of all pairs of layouts are planned, and what they bring to each rank is
 counted. Prints the tables and the worst pairs, and stores them as JSON. A row is about the changes
-of one mesh and shape; ratios are to what no algorithm can go below (`_reshard_pairs.bound`).
+of one mesh and shape; ratios are to what no algorithm can go below (`_reshard_pairs.bound`). Of
+changes from mesh to mesh whose hosts are known, the time follows from a model (`_reshard_hosts`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import torch
 from _reshard_dtensor import Planner, fake_ranks
+from _reshard_hosts import CASES, Timed, timed
 from _reshard_pairs import Moved, bound, moved, pairs, posts, sender_spread
 from rich import box
 from rich.table import Table
@@ -203,6 +205,27 @@ def _shown(found: list[Row]) -> Table:
     return table
 
 
+def _between_hosts(found: list[Timed]) -> Table:
+    table = _table(
+        "from mesh to mesh, hosts known: what crosses hosts, and the time, over their bounds",
+        *("AlpaComm's case", "MB between hosts", "over", "ms", "over", "hosts not known", "steps"),
+    )
+    for t in found:
+        table.add_row(
+            t.case,
+            f"{t.crossing / 1e6:.0f}",
+            f"{t.crossing / t.least_crossing:.3f}",
+            f"{t.microseconds / 1e3:.1f}",
+            f"{t.ratio:.3f}",
+            f"{t.without_hosts / t.least_microseconds:.3f}",
+            t.steps,
+        )
+    ratios = [t.ratio for t in found], [t.without_hosts / t.least_microseconds for t in found]
+    known, unknown = (f"{statistics.geometric_mean(r):.3f}" for r in ratios)
+    table.add_row("geometric mean", "", "", "", known, unknown, "")
+    return table
+
+
 def main() -> None:
     """Print the tables and store them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -224,11 +247,14 @@ def main() -> None:
     for n, name, planning, part, messages in scale:
         table.add_row(name, str(n), f"{planning:.2f}", f"{part:.2f}", str(messages))
     console.print(table)
+    hosts = [timed(case) for case in CASES]
+    console.print(_between_hosts(hosts))
     stored = {
         "benchmark": "reshard",
         "versions": {"torch": torch.__version__},
         "rows": [asdict(r) for r in found],
         "large": scale,
+        "hosts": [asdict(t) for t in hosts],
     }
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
+from mdfuse.bootstrap import detect
 from mdfuse.errors import MeshError
 from mdfuse.names import RULE, is_name
 
@@ -26,21 +29,30 @@ class DeviceMesh:
             slice of a larger one. Any order, no duplicates.
         axes: one name per axis; by default ("x",), ("y", "x") or ("z", "y", "x"), or the names
             that a torch `DeviceMesh` has.
+        hosts: the number of each rank's host, nested as the ranks are or in their order;
+            "launcher": what the launcher says, for ranks that are numbered host by host. Reshards
+            then take what is fastest on such hosts. None: not known, and fewest bytes count.
 
     Raises:
         MeshError: the ranks are ragged, repeated, negative or not integers, the names do not fit
-            them, or they are a slice of torch's.
+            them, or they are a slice of torch's; hosts are not one number for each rank, or not
+            what a launcher says.
 
     >>> mesh = DeviceMesh([[3, 4, 1], [0, 8, 2]], axes=("dp", "tp"))
     >>> mesh.shape, mesh.coordinate(8), mesh.team(8, "tp"), mesh.team(8, "dp")
     ((2, 3), (1, 1), (0, 8, 2), (4, 8))
     >>> DeviceMesh.arange(dp=2, tp=4)
     mesh(dp=2, tp=4)
+    >>> DeviceMesh([[0, 1], [2, 3]], axes=("dp", "tp"), hosts=[0, 0, 1, 1])
+    mesh(dp=2, tp=2 on 0*2 1*2)
     """
 
-    __slots__ = ("__dict__", "_ranks", "axes", "shape")
+    __slots__ = ("__dict__", "_ranks", "axes", "hosts", "shape")
 
-    def __init__(self, ranks: Any, axes: Sequence[str] | None = None) -> None:
+    #: the number of each rank's host, in row-major order; None where hosts are not known
+    hosts: tuple[int, ...] | None
+
+    def __init__(self, ranks: Any, axes: Sequence[str] | None = None, hosts: Any = None) -> None:
         if is_torch_mesh(ranks):
             _check_whole(ranks)
             axes, ranks = axes or ranks.mesh_dim_names, ranks.mesh
@@ -53,10 +65,10 @@ class DeviceMesh:
                 hint="a dense array of integers, or nested lists",
             ) from error
         shape, flat = _flatten(listed)
-        self._set(shape, _canonical(flat), axes)
+        self._set(shape, _canonical(flat), axes, hosts)
 
     def _set(
-        self, shape: tuple[int, ...], ranks: Sequence[int], axes: Sequence[str] | None
+        self, shape: tuple[int, ...], ranks: Sequence[int], axes: Sequence[str] | None, hosts: Any
     ) -> None:
         if axes is None:
             if len(shape) not in _DEFAULT_AXES:
@@ -87,6 +99,7 @@ class DeviceMesh:
                 hint="name the ranks as the launcher does: 0 to world size - 1",
             )
         self.axes, self.shape, self._ranks = axes, shape, ranks
+        self.hosts = None if hosts is None else _hosts(hosts, ranks)
 
     @classmethod
     def arange(cls, /, **sizes: int) -> DeviceMesh:
@@ -101,7 +114,9 @@ class DeviceMesh:
         return cls.of(shape, range(min(math.prod(shape), MOST_RANKS + 1)), tuple(sizes))
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], ranks: Sequence[int], axes: Sequence[str]) -> DeviceMesh:
+    def of(
+        cls, shape: tuple[int, ...], ranks: Sequence[int], axes: Sequence[str], hosts: Any = None
+    ) -> DeviceMesh:
         """Make a mesh of ranks in row-major order over a shape."""
         if not ranks or 0 in shape:
             raise MeshError(
@@ -110,8 +125,22 @@ class DeviceMesh:
                 hint="for example DeviceMesh.arange(dp=2, tp=4)",
             )
         mesh = cls.__new__(cls)
-        mesh._set(shape, ranks if isinstance(ranks, range) else _canonical([*ranks]), axes)
+        mesh._set(shape, ranks if isinstance(ranks, range) else _canonical([*ranks]), axes, hosts)
         return mesh
+
+    def with_hosts(self, hosts: Any) -> DeviceMesh:
+        """Return this mesh with other hosts, as the constructor takes them; None: not known.
+
+        >>> DeviceMesh.arange(dp=2, tp=2).with_hosts([[0, 0], [1, 1]])
+        mesh(dp=2, tp=2 on 0*2 1*2)
+        """
+        return DeviceMesh.of(self.shape, self._ranks, self.axes, hosts)
+
+    def alone(self, rank: int) -> DeviceMesh:
+        """Return the mesh of one of these ranks, on its host."""
+        position = self.position(rank)
+        hosts = None if self.hosts is None or position is None else [self.hosts[position]]
+        return DeviceMesh([rank], hosts=hosts)
 
     @property
     def size(self) -> int:
@@ -229,13 +258,20 @@ class DeviceMesh:
 
     @cached_property
     def _key(self) -> tuple[Any, ...]:
-        return (self.axes, self.shape, self._ranks)
+        return (self.axes, self.shape, self._ranks, self.hosts)
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{a}={n}" for a, n in zip(self.axes, self.shape, strict=True))
-        if self._ranks == range(self.size):
-            return f"mesh({sizes})"
-        return f"mesh({sizes}: {' '.join(map(str, self._ranks[:16]))}{' …' * (self.size > 16)})"
+        text = ", ".join(f"{a}={n}" for a, n in zip(self.axes, self.shape, strict=True))
+        if self._ranks != range(self.size):
+            text += f": {' '.join(map(str, self._ranks[:16]))}{' …' * (self.size > 16)}"
+        runs = self.host_runs
+        shown = " ".join(f"{host}*{n}" for host, n in runs[:16])
+        return f"mesh({text}{' on ' * bool(runs)}{shown}{' …' * (len(runs) > 16)})"
+
+    @property
+    def host_runs(self) -> list[tuple[int, int]]:
+        """(host, number of ranks that follow each other there), in order; [] for no hosts."""
+        return [(host, len([*run])) for host, run in groupby(self.hosts or ())]
 
 
 class MeshesByRank:
@@ -302,10 +338,10 @@ def _check_whole(mesh: Any) -> None:
         )
 
 
-def _flatten(nested: Any) -> tuple[tuple[int, ...], list[int]]:
+def _flatten(nested: Any, what: str = "a rank") -> tuple[tuple[int, ...], list[int]]:
     """Return the shape and the elements of nested sequences."""
     if isinstance(nested, Sequence) and not isinstance(nested, str):
-        parts = [_flatten(part) for part in nested]
+        parts = [_flatten(part, what) for part in nested]
         shapes = {shape for shape, _ in parts}
         if len(shapes) != 1:
             raise MeshError(
@@ -316,11 +352,49 @@ def _flatten(nested: Any) -> tuple[tuple[int, ...], list[int]]:
         return (len(parts), *shapes.pop()), [rank for _, flat in parts for rank in flat]
     if isinstance(nested, bool) or not hasattr(nested, "__index__"):
         raise MeshError(
-            f"{nested!r} is not a rank",
-            because="ranks are integers",
-            hint="pass nested lists of ranks, an array, or a torch DeviceMesh",
+            f"{nested!r} is not {what}",
+            because=f"{what[2:]}s are integers",
+            hint=f"pass nested lists of {what[2:]}s, or an array",
         )
     return (), [nested.__index__()]
+
+
+def _hosts(hosts: Any, ranks: Sequence[int]) -> tuple[int, ...]:
+    """Return the number of each rank's host."""
+    if isinstance(hosts, str):
+        return _launched_hosts(hosts, ranks)
+    _, flat = _flatten(hosts.tolist() if hasattr(hosts, "tolist") else hosts, "a host")
+    if len(flat) != len(ranks) or min(flat) < 0:
+        raise MeshError(
+            f"{len(flat)} hosts, from {min(flat)}, for {len(ranks)} ranks",
+            because="each rank is on one host, and hosts count from 0",
+            hint="name a host for each rank in the order of ranks: hosts=[0, 0, 1, 1]",
+        )
+    return tuple(flat)
+
+
+def _launched_hosts(word: str, ranks: Sequence[int]) -> tuple[int, ...]:
+    """Return the hosts of ranks that a launcher numbered host by host, as many on each."""
+    launch = detect(os.environ) if word == "launcher" else None
+    hint = "name a host for each rank: hosts=[0, 0, 1, 1]"
+    if launch is None:
+        raise MeshError(f"hosts={word!r}", hint=f'hosts="launcher", or {hint}')
+    here, last = launch.local_size, max(ranks)
+    if here is None or last >= launch.size:
+        is_said = "does not tell how many ranks each host has"
+        raise MeshError(
+            f"hosts={word!r} for ranks up to {last}",
+            because=f"{launch.why}: {is_said if here is None else f'{launch.size} ranks'}",
+            hint=hint,
+        )
+    if launch.size % here or launch.local_rank != launch.rank % here:
+        raise MeshError(
+            f"hosts={word!r}: rank {launch.rank} of {launch.size} is number {launch.local_rank} "
+            f"of {here} on its host",
+            because="hosts follow from this where ranks are numbered host by host, as many on each",
+            hint=hint,
+        )
+    return tuple(rank // here for rank in ranks)
 
 
 def _canonical(flat: list[int]) -> Sequence[int]:

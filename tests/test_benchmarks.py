@@ -80,6 +80,11 @@ def test_reshards_are_near_the_bound(tmp_path: Path) -> None:
     for row in stored["rows"]:
         assert row["more_than_dtensor"] == 0 and row["total"] <= 1.03
         assert all(pair in done.stdout for _, pair, _ in row["worst"])
+    hosts = stored["hosts"]
+    ratios = [row["microseconds"] / row["least_microseconds"] for row in hosts]
+    assert len(hosts) == 16 and min(ratios) >= 1 and max(ratios) <= 1.6
+    assert math.prod(ratios) <= 1.15 ** len(ratios)
+    assert all(row["crossing"] >= row["least_crossing"] for row in hosts)
 
 
 @pytest.mark.parametrize("rows", ["graph", "instructions,luck"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 
@@ -56,3 +57,102 @@ def test_a_large_mesh_takes_no_more_calls() -> None:
     ]
     _, few, many = map(calls_to_lower, meshes)
     assert many <= few * 1.01
+
+
+# -- hosts ---------------------------------------------------------------------------------------
+
+
+def test_hosts_are_part_of_a_mesh() -> None:
+    plain = DeviceMesh.arange(dp=2, tp=2)
+    mesh = DeviceMesh([[0, 1], [2, 3]], ("dp", "tp"), hosts=np.array([4, 4, 4, 0]))
+    assert mesh.hosts == (4, 4, 4, 0)
+    assert mesh != plain
+    assert mesh.with_hosts(None) == plain
+    assert mesh.alone(3).hosts == (0,)
+    assert repr(mesh) == "mesh(dp=2, tp=2 on 4*3 0*1)"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "said"),
+    [
+        ([0, 1], "2 hosts, from 0, for 4 ranks"),
+        ([0, 0, -1, 0], "4 hosts, from -1, for 4 ranks"),
+        ([0, 0, "node", 1], "'node' is not a host"),
+        ([0, 0, 1.5, 1], "1.5 is not a host"),
+        ([[0, 0], [1]], "do not form an array"),
+        ([], "do not form an array"),
+        ("launch", "hosts='launch'"),
+    ],
+)
+def test_wrong_hosts(hosts: object, said: str) -> None:
+    with pytest.raises(mf.MeshError, match=re.escape(said)) as caught:
+        DeviceMesh([0, 1, 2, 3], hosts=hosts)
+    assert "hosts" in str(caught.value)
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, rank: int, size: int, local: int, here: int) -> None:
+    """Make it look as if torchrun had started this process."""
+    variables = {
+        "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": here,
+        "MASTER_ADDR": "localhost", "MASTER_PORT": 1,
+    }  # fmt: skip
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def test_hosts_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch, rank=5, size=8, local=1, here=4)
+    assert DeviceMesh([[6, 1], [0, 4]], hosts="launcher").hosts == (1, 0, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "local", "here", "said"),
+    [
+        (1, 2, 1, 2, "for ranks up to 3"),
+        (3, 4, 1, 2, None),
+        (2, 4, 1, 2, "rank 2 of 4 is number 1 of 2"),
+        (3, 5, 0, 3, "rank 3 of 5 is number 0 of 3"),
+    ],
+)
+def test_what_a_launcher_does_not_tell(
+    rank: int, size: int, local: int, here: int, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched(monkeypatch, rank, size, local, here)
+    if said is None:
+        assert DeviceMesh.arange(x=4).with_hosts("launcher").hosts == (0, 0, 1, 1)
+        return
+    with pytest.raises(mf.MeshError, match=re.escape(said)) as caught:
+        DeviceMesh([0, 1, 2, 3], hosts="launcher")
+    assert "hosts=[0, 0, 1, 1]" in str(caught.value)
+
+
+def test_a_launcher_that_does_not_know_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch, rank=1, size=4, local=1, here=4)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    with pytest.raises(mf.MeshError, match="does not tell how many ranks each host has"):
+        DeviceMesh([0, 1, 2, 3], hosts="launcher")
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        DeviceMesh.arange(a=2, b=2).with_hosts([0, 1, 1, 1]),
+        DeviceMesh([4, 5], hosts=[3, 3]),
+        DeviceMesh([5, 2, 3], hosts=[7, 0, 7]),
+    ],
+    ids=str,
+)
+def test_hosts_in_the_text_of_a_program(mesh: DeviceMesh) -> None:
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([6, 4], mesh=mesh, layout={mesh.axes[0]: Shard(0)})
+        fd.add_output(fd.ops.set(x).on(mesh))
+    host = mf.compile(fd).host
+    parsed = mf.hir.parse(str(host))
+    assert str(parsed).partition("\n")[0] == str(host).partition("\n")[0]
+    assert {k.layout.mesh for k in parsed.types.values() if k.layout} == {mesh}
+
+
+def test_wrong_hosts_in_the_text_of_a_program() -> None:
+    text = "host @p on mesh(x=2 on 0*3) {\n  return\n}"
+    with pytest.raises(mf.MdfuseError, match="3 hosts, from 0, for 2 ranks"):
+        mf.hir.parse(text)

@@ -44,6 +44,7 @@ def from_torch(
     layouts: Mapping[str, Any] | None = None,
     blocks: Mapping[str, Any] | None = None,
     gather: Sequence[str] = (),
+    adapters: Mapping[str, Any] | None = None,
     dynamic_shapes: Mapping[str, Mapping[int, Any]] | None = None,
     buffers: Mapping[str, Tensor] | None = None,
 ) -> ImportedModel:
@@ -64,6 +65,8 @@ def from_torch(
             matrix. Each is an input, and split, by itself; `{dim: 3}` says the dim.
         gather: axes of the mesh along which parameters are brought together just before they are
             read, as FSDP does; the backward gathers them again.
+        adapters: pattern of names of linear layers -> the rank of an adapter beside it, or
+            (rank, alpha): then steps of training train the adapters alone.
         dynamic_shapes: name of an argument -> dim -> a name (or a `torch.export.Dim`): extents
             that each run chooses.
         buffers: name -> numbers, for buffers of a module on "meta" that are in no checkpoint.
@@ -88,7 +91,7 @@ def from_torch(
     """
     mesh = as_mesh(mesh)
     patterns = Patterns(layouts or {}, mesh)
-    captured = capture(module, args, kwargs, dynamic_shapes)
+    captured = capture(module, args, kwargs, dynamic_shapes, adapters)
     model = _model(captured, patterns, buffers or {})
     model = replace(model, blocks=blocks_of(model, blocks or {}), gather=_axes(gather, mesh))
     return ImportedModel(model, patterns)
@@ -139,8 +142,23 @@ def _places(captured: Captured, patterns: Patterns) -> tuple[dict[Node, Placed],
         if found is not None:
             placed[key] = found
     patterns.check_used([name for _, names, _ in (*asked, *asked_outputs) for name in names])
+    _place_adapters(captured, patterns, placed)
     outputs = {key: found for key, found in placed.items() if isinstance(key, int)}
     return {key: found for key, found in placed.items() if isinstance(key, Node)}, outputs
+
+
+def _place_adapters(captured: Captured, patterns: Patterns, placed: dict[Any, Placed]) -> None:
+    """Let adapters live as their matrices do, but for what a pattern says of `lora_` itself."""
+    nodes = {name: n for n, p in captured.parameters.items() for name in p.names}
+    for node, p in captured.parameters.items():
+        said = placed.pop(node, None) if p.adapter is not None else None
+        if p.adapter is None or (said is not None and "lora_" in said.pattern):
+            placed |= {node: said} if said is not None else {}
+            continue
+        matrix = placed.get(nodes[p.adapter.of])
+        if matrix is not None:
+            layout = p.adapter.layout(p.name, matrix.layout)
+            placed[node] = Placed(pattern=matrix.pattern, layout=layout)
 
 
 class ImportedModel:
@@ -192,7 +210,7 @@ class ImportedModel:
         *,
         optimizer: Callable[..., Any],
         extra: Mapping[str, TensorSpec] | None = None,
-        frozen: Sequence[str] = (),
+        frozen: Sequence[str] | None = None,
         clip: float | None = None,
         master: bool = False,
     ) -> TrainingStep:
@@ -207,7 +225,7 @@ class ImportedModel:
                 needed and not bound, as `lr`, are inputs of each run. `step` is counted.
             extra: name -> what else the loss takes.
             frozen: patterns of parameters that are not trained; nor are those that do not require
-                gradients.
+                gradients. By default none; beside adapters, all but these.
             clip: scales all gradients so that their norm together is at most this.
             master: keeps parameters of 16 bits in f32 besides.
 
@@ -325,6 +343,7 @@ class ImportedModel:
         checkpoint = loading.opened(self._own if source is None else source)
         called = rename or str
         wanted = [tuple(map(called, captured.parameters[n].names)) for n in self.model.parameters]
+        checkpoint = loading.with_starts(checkpoint, self._starts(called))
         others = [called(name) for p in captured.unused for name in p.names]
         self._unexpected = loading.check_names(
             checkpoint, wanted, [*others, *captured.origins.values()]
@@ -342,6 +361,11 @@ class ImportedModel:
             for box in self._boxes(node, rank):
                 found.append(None if box is None else loading.part_of(whole, box).to(device))
         return found
+
+    def _starts(self, called: Callable[[str], str]) -> dict[str, Tensor]:
+        """What adapters begin with, by name: a checkpoint may lack them."""
+        of = (self.model.captured.parameters[n] for n in self.model.parameters)
+        return {called(p.name): p.adapter.start for p in of if p.adapter is not None}
 
     def _boxes(self, node: Node, rank: int | None) -> list[Box | None]:
         """What a rank has of each input of a parameter or a constant; None outside of its mesh."""

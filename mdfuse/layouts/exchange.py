@@ -2,7 +2,8 @@
 
 A part of the source is sent by all ranks that hold it in turn: its messages have numbers, and the
 n-th holder sends the n-th of them, and so on round. A rank's part costs as many steps as it has
-messages, since numbers follow from coordinates, not from a walk over ranks.
+messages, since numbers follow from coordinates, not from a walk over ranks. Where hosts are known,
+holders on the receiver's host come first, and all messages of a part are looked at.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from typing import Any
+
+import numpy as np
 
 from mdfuse.layouts.boxes import Box, Interval, intersect, nth_chunk
+from mdfuse.layouts.hosts import hosts_by_rank, senders
 from mdfuse.layouts.layout import Layout, Partial
 from mdfuse.mesh import DeviceMesh
 
@@ -156,15 +161,31 @@ class Exchange:
         if at is None or any(start >= stop for start, stop in box):
             return
         holders = {a: at[a] for a in self.source.fixed}
+        for to in self._receivers(rank, at, holders):
+            block = intersect(box, self.destination.box(to))
+            if block is not None:
+                receiver = self.destination.rank(to)
+                if not self._holds(receiver, holders):
+                    yield receiver, block
+
+    def _receivers(self, rank: int, at: At, holders: At) -> Iterator[At]:
+        """Yield the coordinates of the ranks that a rank sends to, and of some that lack nothing.
+
+        Args:
+            rank: who sends.
+            at: its coordinates.
+            holders: those of all ranks that hold what it holds.
+        """
+        if self.by_host:
+            receivers, by = self._turns(holders)
+            yield from filter(None, map(self.destination.at, receivers[by == rank].tolist()))
+            return
         messages = self._messages(holders)
         step = self.source.count(self.source.free)
         for n in range(self.source.number(at, self.source.free), messages.count, step):
             to = messages.receiver(n)
-            block = intersect(box, self.destination.box(to)) if to is not None else None
-            if block is not None and to is not None:
-                receiver = self.destination.rank(to)
-                if not self._holds(receiver, holders):
-                    yield receiver, block
+            if to is not None:
+                yield to
 
     def _holds(self, rank: int, holders: At) -> bool:
         at = self.source.at(rank)
@@ -175,8 +196,41 @@ class Exchange:
         if self._holds(receiver, holders):
             return receiver
         source = self.source
+        if self.by_host:
+            receivers, by = self._turns(holders)
+            return int(by[receivers == receiver][0])
         n = self._messages(holders).number(at) % source.count(source.free)
         return source.rank({**holders, **source.numbered(n, source.free)})
+
+    @cached_property
+    def by_host(self) -> bool:
+        """Whether hosts decide who sends: they are known, and there is a choice."""
+        is_known = hosts_by_rank(self.source.mesh, self.destination.mesh) is not None
+        return is_known and self.source.count(self.source.free) > 1
+
+    def senders(self) -> Any:
+        """Return the ranks that have a turn, by hosts; some of those that send, twice or more."""
+        sizes = (range(self.source.mesh.axis_size(a)) for a in self.source.fixed)
+        parts = (dict(zip(self.source.fixed, at, strict=True)) for at in product(*sizes))
+        full = (p for p in parts if all(start < stop for start, stop in self.source.box(p)))
+        return np.concatenate([self._turns(p)[1] for p in full] or [np.array([], int)])
+
+    def _turns(self, holders: At) -> tuple[Any, Any]:
+        """Return (ranks that lack what some hold, who sends it to each), by hosts."""
+        key = tuple(holders[a] for a in self.source.fixed)
+        if key not in self._known:
+            source = self.source
+            grid = np.array(source.mesh.ranks).reshape(source.mesh.shape)
+            have = grid[tuple(holders.get(a, slice(None)) for a in source.mesh.axes)].reshape(-1)
+            lack = self._messages(holders).receivers()
+            lack = lack[~np.isin(lack, have)]
+            hosts = hosts_by_rank(source.mesh, self.destination.mesh)
+            self._known[key] = lack, senders(have, lack, hosts)
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, ...], tuple[Any, Any]]:
+        return {}
 
     @property
     def stride(self) -> int:
@@ -236,6 +290,18 @@ class _Messages:
                 return None
             n += self.each if n >= self.first else 0
         return at | self.destination.numbered(n, self.along)
+
+    def receivers(self) -> Any:
+        """Return all ranks that need the part, holders included, in the order of messages."""
+        layout, mesh = self.destination.layout, self.destination.mesh
+        dims = [layout.split_axes(d) for d in range(len(self.ranges))]
+        first = (*sum(dims, ()), *self.terms)
+        order = [mesh.axis_index(a) for a in (*first, *self.along)]
+        order += [i for i in range(mesh.ndim) if i not in order]  # of one rank
+        grid: Any = np.array(mesh.ranks).reshape(mesh.shape).transpose(order)
+        grid = grid.reshape(*map(self.destination.count, (*dims, *((a,) for a in self.terms))), -1)
+        parts = (slice(r.start, r.stop) for r in self.ranges)
+        return grid[(*parts, *self.terms.values())].reshape(-1)
 
     def _is_common(self, at: At) -> bool:
         return all(at[a] == self.holders[a] for a in self.common)

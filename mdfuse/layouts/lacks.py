@@ -39,7 +39,7 @@ def worst_lack(source: Layout, destination: Layout, shape: tuple[int, ...], copi
         shape: global extents.
         copies: how many more copies of all that it needs a rank receives.
     """
-    if _is_special(source, destination, shape):
+    if is_special(source, destination, shape):
         return max((0, *_one_by_one(source, destination, shape, copies)))
     return int(np.max(_lack(source, destination, shape, copies)))
 
@@ -50,8 +50,8 @@ def _lack(source: Layout, destination: Layout, shape: tuple[int, ...], copies: i
     needed: Any = copies + 1
     held: Any = is_holder
     for dim, extent in enumerate(shape):
-        start, stop = _interval(destination, dim, extent, need)
-        first, last = _interval(source, dim, extent, have)
+        start, stop = interval(destination, dim, extent, need)
+        first, last = interval(source, dim, extent, have)
         needed = needed * (stop - start)
         held = held * np.maximum(np.minimum(stop, last) - np.maximum(start, first), 0)
     return needed - held
@@ -65,7 +65,7 @@ def taking_part(exchange: Exchange) -> tuple[int, ...]:
     source, destination, shape = exchange.source, exchange.destination, exchange.source.shape
     both = (source.layout, destination.layout)
     meshes = source.mesh, destination.mesh
-    if _is_special(*both, shape):
+    if is_special(*both, shape):
         return (*meshes[0].ranks, *(r for r in meshes[1].ranks if r not in meshes[0]))
     if 0 in shape:
         return ()
@@ -74,7 +74,8 @@ def taking_part(exchange: Exchange) -> tuple[int, ...]:
     grid = meshes[1].shape if meshes[0] == meshes[1] else (meshes[1].size,)
     takes, known = (np.zeros(max(m.last_rank for m in meshes) + 1, bool) for _ in meshes)
     takes[goal[np.broadcast_to(lack, grid).reshape(-1)]] = True
-    senders = ranks[_senders(exchange) & ~takes[ranks]]
+    senders = np.unique(exchange.senders()) if exchange.by_host else ranks[_is_sending(exchange)]
+    senders = senders[~takes[senders]]
     if len(senders) <= _FEW:  # some turns are those of parts without elements
         senders = np.array([r for r in senders.tolist() if any(exchange.sent(r))], int)
     takes[senders] = True
@@ -83,21 +84,26 @@ def taking_part(exchange: Exchange) -> tuple[int, ...]:
     return tuple(every[takes[every]].tolist())
 
 
-def _senders(exchange: Exchange) -> Any:
+def _is_sending(exchange: Exchange) -> Any:
     """Return which ranks of the source have a turn to send, in the order of its mesh."""
     source, destination = exchange.source, exchange.destination
     mesh = source.mesh
-    at: Any = dict(zip(mesh.axes, np.unravel_index(np.arange(mesh.size), mesh.shape), strict=True))
+    at = every_coordinate(mesh)
     turns: Any = exchange.stride
     for dim, extent in enumerate(source.shape):
-        start, stop = _interval(source.layout, dim, extent, at)
-        ends = (_position(destination.layout, dim, extent, row) for row in (start, stop - 1))
+        start, stop = interval(source.layout, dim, extent, at)
+        ends = (position(destination.layout, dim, extent, row) for row in (start, stop - 1))
         first, last = ends
         turns = turns * np.where(stop > start, last - first + 1, 0)
     return np.broadcast_to(np.asarray(source.number(at, source.free) < turns), (mesh.size,))
 
 
-def _position(layout: Layout, dim: int, extent: int, row: Any) -> Any:
+def every_coordinate(mesh: DeviceMesh) -> _Coordinates:
+    """Return the coordinates of all ranks, in row-major order."""
+    return dict(zip(mesh.axes, np.unravel_index(np.arange(mesh.size), mesh.shape), strict=True))
+
+
+def position(layout: Layout, dim: int, extent: int, row: Any) -> Any:
     """Return which part of a dim, in the order of rows, has each row."""
     start: Any = 0
     stop: Any = extent
@@ -112,7 +118,7 @@ def _position(layout: Layout, dim: int, extent: int, row: Any) -> Any:
     return position
 
 
-def _is_special(source: Layout, destination: Layout, shape: tuple[int, ...]) -> bool:
+def is_special(source: Layout, destination: Layout, shape: tuple[int, ...]) -> bool:
     """Whether a run chooses the extents, or there are chunks: then arrays would not do."""
     chunks = [x.stream for x in (source, destination) if x.stream is not None]
     return is_symbolic(shape) or any(chunk.index is not None for chunk in chunks)
@@ -142,18 +148,23 @@ def is_lacking(source: Layout, destination: Layout, shape: tuple[int, ...]) -> b
     """Whether some rank has no part of the source, or needs more than its part."""
     if source.mesh != destination.mesh and not all(r in source.mesh for r in destination.mesh):
         return True
-    if _is_special(source, destination, shape):
+    if is_special(source, destination, shape):
         return any(_one_by_one(source, destination, shape))
     return worst_lack(source, destination, shape) > 0
 
 
-def _interval(layout: Layout, dim: int, extent: int, at: _Coordinates) -> tuple[Any, Any]:
+def interval(layout: Layout, dim: int, extent: int, at: _Coordinates) -> tuple[Any, Any]:
     """Return where the part of each rank begins and ends."""
+    return cut(extent, [(layout.mesh.axis_size(a), at[a]) for a in layout.split_axes(dim)])
+
+
+def cut(extent: int, splits: Iterable[tuple[int, Any]]) -> tuple[Any, Any]:
+    """Return where parts of a dim begin and end; of each split how many there are, and which."""
     start: Any = 0
     stop: Any = extent
-    for axis in layout.split_axes(dim):
-        length = -(-(stop - start) // layout.mesh.axis_size(axis))
-        start = np.minimum(start + at[axis] * length, stop)
+    for n, i in splits:
+        length = -(-(stop - start) // n)
+        start = np.minimum(start + i * length, stop)
         stop = np.minimum(start + length, stop)
     return start, stop
 

@@ -6,26 +6,34 @@ over the ranks that are to hold the same, or over the ranks of the source.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from itertools import combinations
 
 from mdfuse.communication import Communication
 from mdfuse.layouts.exchange import kept_terms
 from mdfuse.layouts.lacks import dearer, is_lacking
 from mdfuse.layouts.layout import Layout, Placement, Replicate, Shard, replicated
-from mdfuse.mesh import DeviceMesh
+from mdfuse.reshard.clock import is_timed
 from mdfuse.reshard.refined import on_common_mesh
 from mdfuse.reshard.step import Local, Step, step_cost
 
-_Steps = Callable[[Layout, Layout, tuple[int, ...]], tuple[Step, ...]]
+_Steps = Callable[[Layout, Layout, tuple[int, ...], int], tuple[Step, ...]]
 _Path = tuple[Step, ...]
+#: the same for one itemsize
+_Find = Callable[[Layout, Layout, tuple[int, ...]], _Path]
 #: Steps that reduce, steps that follow, and whether other ranks receive in these than in those.
 _Way = tuple[_Path, _Path, bool]
 
 
 def across(
-    source: Layout, destination: Layout, shape: tuple[int, ...], steps: _Steps
+    source: Layout, destination: Layout, shape: tuple[int, ...], itemsize: int, find: _Steps
 ) -> tuple[Step, ...]:
-    """Return the steps from one mesh to another; `steps` finds those of a part of the way."""
+    """Return the steps from one mesh to another; `find` finds those of a part of the way."""
+
+    def steps(before: Layout, after: Layout, shape: tuple[int, ...]) -> _Path:
+        return find(before, after, shape, itemsize) if before != after else ()
+
     common = on_common_mesh(source, destination, shape)
     if common is not None:
         before = _as_it_is(source, common[0]) if source != common[0] else ()
@@ -37,11 +45,13 @@ def across(
         return (*steps(source, whole, shape), *steps(whole, destination, shape))
     if len(kept) < len(source.reduce_ops):
         found = _reducing(source, destination, shape, steps)
-        first, rest, _ = min(found, key=lambda way: _cost(way, shape))
-        return (*first, *rest)
-    if not kept and not is_lacking(source, destination, shape):
+    elif not kept and not is_lacking(source, destination, shape):
         return _as_it_is(source, destination)
-    return _moving(source, destination, shape)
+    else:
+        found = _moved(source, destination, shape, steps)
+    is_fair = is_timed(source, destination, shape)  # time counts messages
+    first, rest, _ = min(found, key=lambda way: _cost(way, shape, itemsize, is_fair))
+    return (*first, *rest)
 
 
 def _as_it_is(source: Layout, destination: Layout) -> _Path:
@@ -54,12 +64,14 @@ def _with(layout: Layout, axes: tuple[str, ...], placement: Placement) -> Layout
     return layout
 
 
-def _cost(way: _Way, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return what arrives at a rank, and how many steps there are."""
+def _cost(way: _Way, shape: tuple[int, ...], itemsize: int, is_fair: bool) -> tuple[int, int]:
+    """Return what the steps cost, and how many there are; `is_fair`: none is rated dearer."""
     spent = []
     for path in way[:2]:
-        costs = [(step_cost(step, shape), step) for step in path]
-        spent.append(sum(dearer(c) if _is_reduce_exchange(s) else c for c, s in costs))
+        costs = [(step_cost(step, shape, itemsize), step) for step in path]
+        spent.append(
+            sum(c if is_fair or not _is_reduce_exchange(s) else dearer(c) for c, s in costs)
+        )
     first, rest = spent
     if not way[2]:
         return first + rest, len(way[0]) + len(way[1])
@@ -68,6 +80,20 @@ def _cost(way: _Way, shape: tuple[int, ...]) -> tuple[int, int]:
 
 def _is_reduce_exchange(step: Step) -> bool:
     return isinstance(step, Communication) and step.kind == "ReduceExchange"
+
+
+def _moved(
+    source: Layout, destination: Layout, shape: tuple[int, ...], steps: _Find
+) -> Iterator[_Way]:
+    """Yield ways of a value that is not reduced: at once; where hosts are known, also in parts.
+
+    A host may take in one copy, each of its ranks a part, and gather that: or a host that has it
+    may cut it up first.
+    """
+    yield (), _moving(source, destination, shape), False
+    if is_timed(source, destination, shape):
+        for split in _finer(destination, shape):
+            yield _moving(source, split, shape), steps(split, destination, shape), False
 
 
 def _moving(source: Layout, destination: Layout, shape: tuple[int, ...]) -> _Path:
@@ -101,7 +127,7 @@ def _only_split(layout: Layout) -> tuple[str, int] | None:
 
 
 def _reducing(
-    source: Layout, destination: Layout, shape: tuple[int, ...], steps: _Steps
+    source: Layout, destination: Layout, shape: tuple[int, ...], steps: _Find
 ) -> Iterator[_Way]:
     """Yield ways of a Partial to another mesh; of two equal ones the first is taken."""
     kept = dict(kept_terms(source, destination))
@@ -133,11 +159,23 @@ def _to_one_rank(
     if not is_one or not destination.is_replicated:
         return None
     root = next((r for r in destination.mesh.ranks if r in mesh), mesh.first)
-    at_root = replicated(DeviceMesh([root])).with_stream(source.stream)
+    at_root = replicated(mesh.alone(root)).with_stream(source.stream)
     if destination.mesh.ranks == (root,):
         at_root = destination
     (op,) = ops
     return Communication(kind="Reduce", source=source, destination=at_root, reduce_op=op), at_root
+
+
+def _finer(layout: Layout, shape: tuple[int, ...]) -> Iterator[Layout]:
+    """Yield a layout with some axes along which it is whole splitting one dim."""
+    free = [a for a, p in layout.by_axis().items() if isinstance(p, Replicate)]
+    free = [a for a in free if layout.mesh.axis_size(a) > 1]
+    chunked = layout.stream.dim if layout.stream is not None else None  # no rank splits a chunk
+    for dim, extent in enumerate(layout.local_shape(shape)):
+        for n in range(1, len(free) + 1):
+            for axes in combinations(free, n):
+                if dim != chunked and extent >= math.prod(map(layout.mesh.axis_size, axes)):
+                    yield _with(layout, axes, Shard(dim))
 
 
 def _splits(layout: Layout, axes: tuple[str, ...], shape: tuple[int, ...]) -> list[Layout]:

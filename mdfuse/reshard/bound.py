@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from mdfuse.layouts.hosts import hosts_by_rank
 from mdfuse.layouts.layout import Layout
 
 
@@ -31,14 +32,7 @@ def bound(source: Layout, goal: Layout, shape: tuple[int, ...]) -> Moved:
     """
     kept = [a for a in source.partial_axes if a in goal.partial_axes]
     ranks = sorted({*source.mesh.ranks, *goal.mesh.ranks})
-    cuts = [
-        sorted(
-            {0, extent, *(e for x in (source, goal) for _, i in x.chunks_of(d, extent) for e in i)}
-        )
-        for d, extent in enumerate(shape)
-    ]
-    sizes = [np.diff(c) for c in cuts]
-    volume = math.prod((np.ix_(*sizes) if sizes else ()), start=np.ones((1,) * len(sizes), int))
+    cuts, volume = _grid(source, goal, shape)
     terms = math.prod(source.mesh.axis_size(a) for a in source.partial_axes if a not in kept)
     least, total = 0.0, 0.0
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -56,6 +50,59 @@ def bound(source: Layout, goal: Layout, shape: tuple[int, ...]) -> Moved:
             at_holder = np.any([need[r] & have[r] for r in members], axis=0)
             total += float((volume * ((terms - 1) * wanted - at_holder)).sum())
     return Moved(max(least, total / len(ranks)), total)
+
+
+def crossing_bound(source: Layout, goal: Layout, shape: tuple[int, ...]) -> float:
+    """Return a lower bound of the elements through the network of the busiest host.
+
+    A host takes in at least what its ranks need and it cannot make, and gives out what others need
+    and no other host can give. On average hosts give out what all take in.
+    """
+    hosts = hosts_by_rank(source.mesh, goal.mesh)
+    kept = [a for a in source.partial_axes if a in goal.partial_axes]
+    reduced = [a for a in source.partial_axes if a not in kept]
+    cuts, volume = _grid(source, goal, shape)
+    terms: dict[Any, dict[int, Any]] = defaultdict(dict)  # term -> host -> what it holds of it
+    for r in source.mesh.ranks:
+        there = terms[_at(source, r, kept), _at(source, r, reduced)]
+        there[hosts[r]] = there.get(hosts[r], False) | _cells(source, shape, cuts, r)
+    needs: dict[Any, dict[int, Any]] = defaultdict(dict)
+    for r in goal.mesh.ranks:
+        there = needs[_at(goal, r, kept)]
+        there[hosts[r]] = there.get(hosts[r], False) | _cells(goal, shape, cuts, r)
+    into, out = Counter[int](), Counter[int]()
+    for group, need in needs.items():
+        held = [found for (at, _), found in terms.items() if at == group]
+        for h, cells in need.items():
+            made = np.all([found.get(h, np.zeros_like(cells)) for found in held], axis=0)
+            into[h] += int((volume * (cells & ~made)).sum())
+        for h in {h for found in held for h in found}:
+            elsewhere = np.any([c for g, c in need.items() if g != h] or [volume < 0], axis=0)
+            alone = np.any([_only(found, h, elsewhere) for found in held], axis=0)
+            out[h] += int((volume * (alone & elsewhere)).sum())
+    average = sum(into.values()) / len({*into, *out})
+    return max(average, *into.values(), *out.values())
+
+
+def _only(found: dict[int, Any], host: int, like: Any) -> Any:
+    """Return which cells of a term one host holds, and no other."""
+    others = np.any([c for h, c in found.items() if h != host] or [like & False], axis=0)
+    return found.get(host, like & False) & ~others
+
+
+def _grid(
+    source: Layout, goal: Layout, shape: tuple[int, ...]
+) -> tuple[list[list[int]], np.ndarray[Any, Any]]:
+    """Return where parts of either layout begin and end, and the elements of cells between."""
+    cuts = [
+        sorted(
+            {0, extent, *(e for x in (source, goal) for _, i in x.chunks_of(d, extent) for e in i)}
+        )
+        for d, extent in enumerate(shape)
+    ]
+    sizes = [np.diff(c) for c in cuts]
+    volume = math.prod((np.ix_(*sizes) if sizes else ()), start=np.ones((1,) * len(sizes), int))
+    return cuts, volume
 
 
 def _at(layout: Layout, rank: int, axes: Sequence[str]) -> tuple[int, ...]:

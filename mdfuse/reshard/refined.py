@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mdfuse.layouts.hosts import hosts_by_rank
 from mdfuse.layouts.layout import Layout, Placement
 from mdfuse.mesh import DeviceMesh
 
@@ -54,7 +55,9 @@ def on_common_mesh(
         return None
     pieces = [_Digit(low, high // low) for low, high in pairwise(cuts)][::-1]
     names = _names(meshes[0], own, pieces)
-    mesh = DeviceMesh.of(tuple(d.size for d in pieces), meshes[0].ranks, tuple(names.values()))
+    hosts = meshes[0].hosts if hosts_by_rank(*meshes) is not None else None
+    sizes = tuple(d.size for d in pieces)
+    mesh = DeviceMesh.of(sizes, meshes[0].ranks, tuple(names.values()), hosts)
     if mesh == meshes[0]:
         mesh = meshes[0]
     found = [

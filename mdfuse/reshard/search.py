@@ -13,10 +13,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations, count, permutations, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from mdfuse.layouts.lacks import UNIT, arriving, dearer, worst_lack
+import numpy as np
+
+from mdfuse.layouts.crossing import crossing
+from mdfuse.layouts.exchange import Exchange, Side
+from mdfuse.layouts.lacks import UNIT, arriving, cut, dearer, is_special, worst_lack
 from mdfuse.layouts.layout import IDEMPOTENT, Layout, Partial, Placement, Replicate, Shard, commute
+from mdfuse.reshard.clock import along, is_timed, nanoseconds
 
 
 class Node(NamedTuple):
@@ -46,10 +51,13 @@ class Search:
     source: Layout
     goal: Layout
     shape: tuple[int, ...]
+    itemsize: int
     #: node -> elements of its largest part
     parts: dict[Node, int] = field(default_factory=dict)
     #: node without a Partial -> cost of all that is left
     left: dict[Node, int] = field(default_factory=dict)
+    #: (dim, axes that split it) -> the rows that each rank then has of those that it needs
+    overlaps: dict[tuple[int, tuple[int, ...]], Any] = field(default_factory=dict)
 
     # -- nodes and layouts -----------------------------------------------------------------------
 
@@ -125,34 +133,98 @@ class Search:
         return self.parts[node]
 
     def count(self, axes: tuple[int, ...]) -> int:
-        return math.prod(self.sizes[a] for a in axes)
+        return math.prod([self.sizes[a] for a in axes])
 
     # -- costs -----------------------------------------------------------------------------------
 
+    @cached_property
+    def is_timed(self) -> bool:
+        """Whether costs are nanoseconds; else they are elements times `UNIT`."""
+        return is_timed(self.source, self.goal, self.shape)
+
     def cost(self, move: Move, here: Node) -> int:
-        """Return how many elements arrive at a rank, padding included, times `UNIT`."""
+        """Return what a move costs: what arrives at a rank, or how long that takes."""
         if move.kind in ("slice", "term"):
             return 0
         if move.kind == "Exchange":
-            return self.to_go(here)
+            return self.exchange(here, move.after) if self.is_timed else self.to_go(here)
         if move.kind == "ReduceExchange":
-            copies = self.count(here.partial) - 1
-            whole = here._replace(partial=())
-            layouts = self.layout(whole), self.layout(move.after)
-            return dearer(UNIT * worst_lack(*layouts, self.shape, copies))
+            found = self.exchange(here, move.after)
+            return found if self.is_timed else dearer(found)
         parts = self.part(here), self.part(move.after)
-        return arriving(move.kind, self.count(move.axes), *parts)
+        arrives = arriving(move.kind, self.count(move.axes), *parts)
+        if not self.is_timed:
+            return arrives
+        mesh = self.source.mesh
+        names = tuple(mesh.axes[a] for a in move.axes)
+        return nanoseconds(1, arrives, along(move.kind, mesh, names, *parts), self.itemsize)
+
+    def exchange(self, here: Node, after: Node) -> int:
+        """Return what an exchange costs, which reduces what is to be reduced."""
+        copies = self.count(here.partial) - 1
+        held = self.layout(here._replace(partial=(), made=()))
+        need = self.layout(after._replace(made=()))
+        arrives = UNIT * worst_lack(held, need, self.shape, copies)
+        if not self.is_timed:
+            return arrives
+        terms = self.layout(here._replace(made=()))
+        found = crossing(Exchange(Side(terms, self.shape), Side(need, self.shape)))
+        return nanoseconds(found.messages, arrives, found.busiest, self.itemsize)
 
     def to_go(self, node: Node) -> int:
-        """Return what all that is left costs, for a node without a Partial."""
+        """Return what all that is left costs at least, for a node without a Partial.
+
+        Where elements count, one Exchange costs just that.
+        """
         if node not in self.left:
-            aim = self.end._replace(made=())
-            layouts = self.layout(node._replace(made=())), self.layout(aim)
-            self.left[node] = UNIT * worst_lack(*layouts, self.shape)
+            lack = UNIT * self.lack(node)
+            if self.is_timed and lack:
+                layouts = (self.layout(x._replace(made=())) for x in (node, self.end))
+                far = crossing(Exchange(*(Side(x, self.shape) for x in layouts))).least
+                lack = nanoseconds(1, lack, far, self.itemsize)
+            self.left[node] = lack
         return self.left[node]
+
+    def lack(self, node: Node) -> int:
+        """Return the most elements that a rank needs from others, for a node without a Partial."""
+        if is_special(self.source, self.goal, self.shape):
+            aim = self.layout(self.end._replace(made=()))
+            return worst_lack(self.layout(node._replace(made=())), aim, self.shape)
+        held: Any = 1
+        for dim, axes in enumerate(node.splits):
+            if (dim, axes) not in self.overlaps:
+                start, stop = cut(self.shape[dim], self.at(self.end.splits[dim]))
+                first, last = cut(self.shape[dim], self.at(axes))
+                both = np.minimum(stop, last) - np.maximum(start, first)
+                self.overlaps[dim, axes] = np.maximum(both, 0)
+            held = held * self.overlaps[dim, axes]
+        return int(np.max(self.needed - held))
+
+    def at(self, axes: tuple[int, ...]) -> list[tuple[int, Any]]:
+        """Return the size of each of some axes, and the coordinate of all ranks on it."""
+        return [(self.sizes[a], self.grid[a]) for a in axes]
+
+    @cached_property
+    def grid(self) -> Any:
+        """The coordinate of all ranks on each axis."""
+        return np.ogrid[tuple(slice(n) for n in self.sizes)]
+
+    @cached_property
+    def needed(self) -> Any:
+        """The elements that each rank needs: an array that broadcasts over the mesh."""
+        needed: Any = 1
+        for dim, axes in enumerate(self.end.splits):
+            start, stop = cut(self.shape[dim], self.at(axes))
+            needed = needed * (stop - start)
+        return needed
 
     def least(self, node: Node) -> int:
         """Return a cost that is quickly known, and that all that is left has at least."""
+        arrives = self.least_arriving(node)
+        return nanoseconds(0, arrives, 0, self.itemsize) if self.is_timed else arrives
+
+    def least_arriving(self, node: Node) -> int:
+        """Return what arrives at least."""
         if self.made:
             return 0
         need = UNIT * self.part(self.end)
@@ -183,7 +255,8 @@ class Search:
                 for after in self.refined:
                     yield Move("ReduceExchange", after)
         elif here.made == () and here.splits != self.end.splits:
-            yield Move("Exchange", self.end._replace(made=()))
+            for after in self.refined if self.is_timed else (self.end._replace(made=()),):
+                yield Move("Exchange", after)
 
     @cached_property
     def is_free(self) -> bool:
@@ -193,7 +266,8 @@ class Search:
     def along(self, here: Node, a: int) -> Iterator[Move]:
         """Yield the one-axis rows of the table that can help on the way."""
         to = self.target[a]
-        dims = [d for d in range(len(self.shape)) if d != to] if here.partial else []
+        is_free = here.partial or self.is_timed  # replicas may share what follows
+        dims = [d for d in range(len(self.shape)) if d != to] if is_free else []
         if self.source.stream is not None:
             dims = []
         dims = [to, *dims] if to is not None else dims
@@ -281,7 +355,7 @@ class Search:
         """
         pairs = enumerate(zip(self.source.placements, self.goal.placements, strict=True))
         changed = [a for a, (p, q) in pairs if p != q]
-        if len(changed) != 1:
+        if len(changed) != 1 or self.is_timed:
             return None
         shares = any(
             n > 1 and a not in changed and isinstance(p, Replicate)
@@ -303,6 +377,7 @@ class Search:
             (self.least(self.start), 0, next(tick), 0, self.start, (), False)
         ]
         done: set[Node] = set()
+        best: dict[Node, tuple[float, int]] = {}  # what it takes to a node, but by a ReduceExchange
         while frontier:
             _, effort, _, spent, here, path, is_known = heapq.heappop(frontier)
             if here in done:
@@ -321,8 +396,12 @@ class Search:
                     continue
                 is_late = move.kind == "ReduceExchange"  # its cost is found when its turn comes
                 more = self.least_of(move) if is_late else self.cost(move, here)
-                total = spent + more + self.least(move.after)
                 weight = effort + _effort(move, path)
+                if not is_late:
+                    if best.get(move.after, (math.inf, 0)) <= (spent + more, weight):
+                        continue
+                    best[move.after] = spent + more, weight
+                total = spent + more + self.least(move.after)
                 item = (*path, (here, move))
                 heapq.heappush(
                     frontier,
@@ -332,7 +411,8 @@ class Search:
 
     def least_of(self, move: Move) -> int:
         """Return what a ReduceExchange costs at least."""
-        return dearer(UNIT * self.part(move.after) * (self.count(tuple(self.ops)) - 1))
+        arrives = UNIT * self.part(move.after) * (self.count(tuple(self.ops)) - 1)
+        return nanoseconds(1, arrives, 0, self.itemsize) if self.is_timed else dearer(arrives)
 
     def settled(
         self, here: Node, spent: int, path: tuple[tuple[Node, Move], ...]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from mdfuse.communication import Communication
 from mdfuse.layouts.exchange import kept_terms
-from mdfuse.layouts.kinds import POINT_TO_POINT
 from mdfuse.layouts.lacks import UNIT, arriving, part_size, worst_lack
 from mdfuse.layouts.layout import Layout
+from mdfuse.reshard.clock import EXCHANGES, is_timed, nanoseconds, network
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,18 +28,26 @@ class Local:
 Step = Local | Communication
 
 
-def step_cost(step: Step, shape: tuple[int, ...]) -> int:
+def elements(step: Step, shape: tuple[int, ...]) -> int:
     """Return how many elements arrive at a rank, padding included, times `UNIT`."""
     if isinstance(step, Local):
         return 0
     before, after = (part_size(x, shape) for x in (step.source, step.destination))
-    if step.kind in POINT_TO_POINT and step.kind != "SendRecv":
+    if step.kind in EXCHANGES:
         copies = 0
         if step.reduce_op is not None:
             kept = dict(kept_terms(step.source, step.destination))
             reduced = (a for a in step.source.partial_axes if a not in kept)
             copies = math.prod(map(step.source.mesh.axis_size, reduced)) - 1
         return UNIT * worst_lack(step.source, step.destination, shape, copies)
-    if step.kind in ("SendRecv", "Broadcast", "Gather", "Scatter", "Reduce"):
+    if not step.is_along_axes:
         return UNIT * max(before, after)
     return arriving(step.kind, step.size, before, after)
+
+
+def step_cost(step: Step, shape: tuple[int, ...], itemsize: int) -> int:
+    """Return what a step costs: nanoseconds where hosts are known, else elements times `UNIT`."""
+    if isinstance(step, Local) or not is_timed(step.source, step.destination, shape):
+        return elements(step, shape)
+    messages, crossing = network(step, shape)
+    return nanoseconds(messages, elements(step, shape), crossing, itemsize)

@@ -19,16 +19,19 @@ from mdfuse.layouts.lacks import UNIT, is_lacking
 from mdfuse.layouts.layout import Layout, Partial
 from mdfuse.reshard.across import across
 from mdfuse.reshard.search import Move, Node, Search
-from mdfuse.reshard.step import Local, Step, step_cost
+from mdfuse.reshard.step import Local, Step, elements, step_cost
 
 
-def steps(source: Layout, destination: Layout, shape: tuple[int, ...]) -> tuple[Step, ...]:
+def steps(
+    source: Layout, destination: Layout, shape: tuple[int, ...], itemsize: int = 4
+) -> tuple[Step, ...]:
     """Find the steps that turn one layout into another.
 
     Args:
         source: the layout before.
         destination: the layout after.
         shape: global extents; they decide which of several ways sends the fewest bytes.
+        itemsize: bytes of an element; where hosts are known, it decides which way is fastest.
 
     Returns:
         Local steps and communications (without dtype) in order; none where nothing changes.
@@ -42,12 +45,16 @@ def steps(source: Layout, destination: Layout, shape: tuple[int, ...]) -> tuple[
     >>> [str(step) for step in steps(before, after, (8,))]
     ['ReduceScatter[sum] axis=tp dim=0']
     """
-    if is_symbolic(shape):
-        return _steps(source, destination, shape)  # what it assumes counts for its caller alone
-    return _known_steps(source, destination, shape)
+    if is_symbolic(shape):  # what it assumes counts for its caller alone
+        return _steps(source, destination, shape, itemsize)
+    if source.mesh.hosts is None or destination.mesh.hosts is None:
+        itemsize = 4  # it decides nothing
+    return _known_steps(source, destination, shape, itemsize)
 
 
-def _steps(source: Layout, destination: Layout, shape: tuple[int, ...]) -> tuple[Step, ...]:
+def _steps(
+    source: Layout, destination: Layout, shape: tuple[int, ...], itemsize: int = 4
+) -> tuple[Step, ...]:
     if source == destination:
         return ()
     if source.mesh == destination.mesh:
@@ -55,9 +62,9 @@ def _steps(source: Layout, destination: Layout, shape: tuple[int, ...]) -> tuple
     if 0 in shape:
         return (Local(kind="empty", source=source, destination=destination),)
     if source.mesh == destination.mesh:
-        path = _same_mesh(source, destination, shape)
+        path = _same_mesh(source, destination, shape, itemsize)
         return tuple(_without_idle_posts(step, shape) for step in path)
-    return across(source, destination, shape, steps)
+    return across(source, destination, shape, itemsize, steps)
 
 
 _known_steps = lru_cache(maxsize=4096)(_steps)
@@ -65,7 +72,13 @@ _known_steps = lru_cache(maxsize=4096)(_steps)
 
 def cost(source: Layout, destination: Layout, shape: tuple[int, ...]) -> int:
     """Return how many elements arrive at a rank for a change of layout, times `UNIT`."""
-    return sum(step_cost(step, shape) for step in steps(source, destination, shape))
+    return sum(elements(step, shape) for step in steps(source, destination, shape))
+
+
+def time(source: Layout, destination: Layout, shape: tuple[int, ...], itemsize: int) -> int:
+    """Return the nanoseconds of a change of layout on known hosts; without, what `cost` returns."""
+    path = steps(source, destination, shape, itemsize)
+    return sum(step_cost(step, shape, itemsize) for step in path)
 
 
 def elements_received(source: Layout, destination: Layout, shape: tuple[int, ...]) -> float:
@@ -85,11 +98,13 @@ def _check_into_partial(source: Layout, destination: Layout) -> None:
             )
 
 
-def _same_mesh(source: Layout, destination: Layout, shape: tuple[int, ...]) -> tuple[Step, ...]:
+def _same_mesh(
+    source: Layout, destination: Layout, shape: tuple[int, ...], itemsize: int
+) -> tuple[Step, ...]:
     """Take one row of the table where none is cheaper, else the cheapest sequence."""
     if source.stream != destination.stream:
         return (Communication(kind="Exchange", source=source, destination=destination),)
-    search = Search(source, destination, shape)
+    search = Search(source, destination, shape, itemsize)
     path = [search.direct] if search.direct is not None else search.path()
     return tuple(_step(search, here, move) for here, move in path)
 

@@ -35,12 +35,15 @@ _OWN_OPS = {torch_op: op for op, torch_op in _TORCH_OPS.items()}
 # -- from DTensors -------------------------------------------------------------------------------
 
 
-def layout_of(x: DTensor, axes: Sequence[str] | None = None) -> Layout:
+def layout_of(
+    x: DTensor, axes: Sequence[str] | None = None, hosts: Sequence[int] | None = None
+) -> Layout:
     """Return the layout of a DTensor.
 
     Args:
         x: any DTensor.
         axes: names of the mesh's axes; by default those that its mesh has, else `DeviceMesh`'s.
+        hosts: of the mesh's ranks, in row-major order.
 
     Returns:
         Its layout; a dim that several axes split is split in torch's order, outermost first.
@@ -59,7 +62,7 @@ def layout_of(x: DTensor, axes: Sequence[str] | None = None) -> Layout:
     (tp=S0)
     >>> dist.destroy_process_group()
     """
-    mesh = DeviceMesh(x.device_mesh, axes)
+    mesh = DeviceMesh(x.device_mesh, axes, hosts)
     placements = dict(zip(mesh.axes, (_own(x, p) for p in x.placements), strict=True))
     order = {dim: [mesh.axes[i] for i in mesh_dims] for dim, mesh_dims in shard_order(x)}
     layout = Layout(mesh, placements, order)
@@ -257,4 +260,4 @@ def describes(torch_mesh: Any, mesh: DeviceMesh) -> bool:
     names = torch_mesh.mesh_dim_names
     if names is not None and tuple(names) != mesh.axes:
         return False
-    return DeviceMesh(torch_mesh, mesh.axes) == mesh
+    return DeviceMesh(torch_mesh, mesh.axes, mesh.hosts) == mesh

@@ -198,7 +198,7 @@ def _check(program: HostProgram, name: str, x: DTensor) -> None:
     try:
         if not describes(x.device_mesh, kind.layout.mesh):
             raise _other_mesh(name, DeviceMesh(x.device_mesh), kind.layout.mesh, where)
-        found = layout_of(x, kind.layout.mesh.axes)
+        found = layout_of(x, kind.layout.mesh.axes, kind.layout.mesh.hosts)
     except (LayoutError, MeshError) as error:
         raise ProgramError(
             f"%{name}: {error.what}", where=where, because=error.because, hint=error.hint

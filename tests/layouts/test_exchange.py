@@ -37,10 +37,13 @@ def layouts(mesh: DeviceMesh, *more: Placement) -> Iterator[Layout]:
             yield Layout(mesh, placements, order)
 
 
-def drawn(seed: int) -> tuple[Layout, Layout, tuple[int, int]]:
+def drawn(seed: int, hosts: bool = False) -> tuple[Layout, Layout, tuple[int, int]]:
     draw = random.Random(seed)
     one = draw.choice(MESHES)
     other = one if draw.random() < 0.5 else draw.choice(MESHES)
+    if hosts:
+        host = [draw.randrange(3) for _ in range(max(one.last_rank, other.last_rank) + 1)]
+        one, other = (mesh.with_hosts([host[r] for r in mesh.ranks]) for mesh in (one, other))
     source, goal = (draw.choice([*layouts(mesh)]) for mesh in (one, other))
     return source, goal, (draw.randint(0, 13), draw.randint(0, 9))
 
@@ -60,10 +63,11 @@ def within(layout: Layout, shape: tuple[int, int], rank: int, box: Box) -> list[
     return local_part(index, layout, rank)[cut].flatten().tolist()
 
 
+@pytest.mark.parametrize("hosts", [False, True], ids=["", "hosts"])
 @pytest.mark.parametrize("first", range(0, 600, 50))
-def test_ranks_receive_just_what_they_lack(first: int) -> None:
+def test_ranks_receive_just_what_they_lack(first: int, hosts: bool) -> None:
     for seed in range(first, first + 50):
-        source, goal, shape = drawn(seed)
+        source, goal, shape = drawn(seed, hosts)
         comm = Communication(
             kind="Exchange", source=source, destination=goal, shape=shape, dtype=torch.float32
         )
@@ -130,6 +134,65 @@ def test_holders_send_in_turn() -> None:
         destination=Layout(other, {"q": Shard(0)}), shape=(16, 3), dtype=torch.float32,
     )  # fmt: skip
     assert [len(comm.part(r).sends) for r in one.ranks] == [1] * 16
+
+
+def sent_between(comm: Communication, hosts: list[int]) -> Counter[tuple[int, int]]:
+    """(host, other host) -> elements sent from the one to the other."""
+    found: Counter[tuple[int, int]] = Counter()
+    for r in comm.source.mesh.ranks:
+        part = comm.part(r)
+        for peer, box in zip(part.call.sends if part.call else (), part.sends, strict=True):
+            found[hosts[r], hosts[peer]] += box_size(box)
+    return found
+
+
+@pytest.mark.parametrize("first", range(0, 200, 50))
+def test_nothing_crosses_hosts_that_the_own_host_has(first: int) -> None:
+    for seed in range(first, first + 50):
+        source, goal, shape = drawn(seed, hosts=True)
+        comm = Communication(
+            kind="Exchange", source=source, destination=goal, shape=shape, dtype=torch.float32
+        )
+        host = {
+            r: h for m in (source.mesh, goal.mesh) for r, h in zip(m.ranks, m.hosts, strict=True)
+        }
+        near: dict[int, set[int]] = {h: set() for h in host.values()}
+        for r in source.mesh.ranks:
+            near[host[r]] |= held(source, shape, r)
+        for r in goal.mesh.ranks:
+            part = comm.part(r)
+            for peer, box in zip(part.call.recvs if part.call else (), part.recvs, strict=True):
+                got = {*within(goal, shape, r, box)}
+                assert host[peer] == host[r] or not got & near[host[r]], (seed, source, goal)
+
+
+def test_holders_on_hosts_send_evenly() -> None:
+    """Two hosts hold a whole, two others need it split: all four ranks send, from both hosts."""
+    hosts = [0, 0, 1, 1, 2, 2, 3, 3]
+    one, other = (
+        DeviceMesh([0, 1, 2, 3], hosts=hosts[:4]),
+        DeviceMesh([4, 5, 6, 7], hosts=hosts[4:]),
+    )
+    comm = Communication(
+        kind="Exchange", source=Layout(one), destination=Layout(other, {"x": Shard(0)}),
+        shape=(4,), dtype=torch.float32,
+    )  # fmt: skip
+    assert [len(comm.part(r).sends) for r in one.ranks] == [1] * 4
+    assert [*sent_between(comm, hosts).values()] == [1] * 4
+    assert {*comm.whole_group} == {*range(8)}
+
+
+def test_on_two_hosts_of_replicas_nothing_crosses() -> None:
+    """Each host has all of it, so that each sends to its own ranks alone."""
+    hosts = [0, 0, 0, 0, 1, 1, 1, 1]
+    mesh = DeviceMesh.arange(a=2, b=4).with_hosts(hosts)
+    comm = Communication(
+        kind="Exchange", source=Layout(mesh, {"b": Shard(0)}), shape=(8, 8), dtype=torch.float32,
+        destination=Layout(mesh, {"a": Shard(1), "b": Shard(1)}),
+    )  # fmt: skip
+    found = sent_between(comm, hosts)
+    assert {*found} == {(0, 0), (1, 1)}
+    assert found[0, 0] == found[1, 1] == 4 * 3 * 2
 
 
 def test_one_rank_of_many_costs_what_its_messages_cost() -> None:

@@ -58,6 +58,15 @@ def test_too_few_processes(comm: mf.Communicator) -> None:
 
 
 @pytest.mark.world(4)
+def test_ranks_that_see_other_hosts(comm: mf.Communicator) -> None:
+    """Hosts decide what is posted, so that all ranks have to see the same."""
+    mesh = WORLD.with_hosts([0, 0, 1, 1] if comm.rank != 2 else [0, 1, 1, 1])
+    with pytest.raises(mf.ProgramError, match="rank 2 runs another program") as caught:
+        program(mesh).run(torch.ones(2, 2, device=comm.device))
+    assert "on 0*1 1*3" in str(caught.value)
+
+
+@pytest.mark.world(4)
 def test_the_world_is_usable_afterwards(comm: mf.Communicator) -> None:
     x = torch.full((2, 2), float(comm.rank), device=comm.device)
     (got,) = program().run(x)

@@ -6,7 +6,7 @@ import pytest
 
 from mdfuse import DeviceMesh, Layout, Partial, Replicate, Shard
 from mdfuse.layouts.layout import Placement
-from mdfuse.reshard.bound import bound
+from mdfuse.reshard.bound import bound, crossing_bound
 
 FOUR = DeviceMesh.arange(tp=4)
 
@@ -41,3 +41,26 @@ def test_of_8_elements_on_4_ranks(
 def test_on_another_mesh_all_must_arrive() -> None:
     found = bound(on(Shard(0)), on(Replicate(), DeviceMesh([4, 5], axes=("tp",))), (8,))
     assert (found.worst, found.total) == (8, 16)
+
+
+PAIRS = FOUR.with_hosts([0, 0, 1, 1])
+THERE = DeviceMesh([4, 5], axes=("tp",), hosts=[2, 3])
+
+
+@pytest.mark.parametrize(
+    ("source", "goal", "want"),
+    [
+        (on(Shard(0), PAIRS), on(Replicate(), PAIRS), 4),  # of 8, the other host's half
+        (on(Replicate(), PAIRS), on(Shard(0), PAIRS), 0),
+        (on(Shard(0), PAIRS), on(Shard(1), PAIRS), 4),  # the first rank needs the one column
+        (on(Partial(), PAIRS), on(Replicate(), PAIRS), 8),  # a host cannot make a sum alone
+        (on(Partial(), PAIRS), on(Shard(0), PAIRS), 4),  # of what its ranks need
+        (on(Replicate(), PAIRS), on(Replicate(), THERE), 8),
+        (on(Replicate(), PAIRS), on(Shard(0), THERE), 4),
+        (Layout(PAIRS.alone(0)), on(Shard(0), THERE), 8),  # one host gives out all
+        (on(Shard(0), THERE), Layout(PAIRS.alone(3)), 8),
+    ],
+    ids=str,
+)
+def test_through_the_network_of_a_host(source: Layout, goal: Layout, want: int) -> None:
+    assert crossing_bound(source, goal, (8, 1)) == want

@@ -162,7 +162,7 @@ def emit_steps(
         result: the name for the last buffer, where it is new.
     """
     dtype = out.types[current].dtype
-    path = _path(out, expr, source, target, shape)
+    path = _path(out, expr, source, target, shape, dtype.itemsize)
     if not path:
         kind = BufferType(dtype=dtype, shape=shape, layout=target)
         return out.op("set", result, kind, (current,), expr.source)
@@ -184,11 +184,16 @@ def _is_read_once(out: Emitter, value: str) -> bool:
 
 
 def _path(
-    out: Emitter, expr: Expr, source: Layout, target: Layout, shape: tuple[int, ...]
+    out: Emitter,
+    expr: Expr,
+    source: Layout,
+    target: Layout,
+    shape: tuple[int, ...],
+    itemsize: int,
 ) -> tuple[Step, ...]:
     """Return the `steps` of a reshard, with the user's line in its errors."""
     try:
-        return steps(source, target, shape)
+        return steps(source, target, shape, itemsize)
     except LayoutError as error:
         what = f"%{expr.output} = set(%{expr.reads[0]}) from {source} to {target}: {error.what}"
         where = out.fusion.where(*expr.reads, expr.output)

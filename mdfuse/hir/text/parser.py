@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -113,8 +112,13 @@ def _check_depth(tree: Node) -> None:
 
 @cache
 def _parser() -> Lark:
-    grammar = Path(__file__).with_name("grammar.lark").read_text(encoding="utf-8")
-    return Lark(grammar, start="program", parser="lalr", propagate_positions=True)
+    how: dict[str, Any] = {"start": "program", "parser": "lalr", "propagate_positions": True}
+    return Lark.open("grammar.lark", rel_to=__file__, **how)
+
+
+def keywords() -> set[str]:
+    """Return the words that have a meaning of their own in the text."""
+    return {t.pattern.value for t in _parser().terminals if t.pattern.type == "str"}
 
 
 class _Reader:

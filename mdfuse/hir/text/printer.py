@@ -179,12 +179,18 @@ def _settings(settings: Mapping[str, object]) -> list[str]:
 
 
 def mesh_text(mesh: DeviceMesh) -> str:
-    """Return a mesh with all its ranks: `mesh(x=4)`, `mesh(x=2: 4..5)`, `mesh(x=3: 1 0 2)`."""
-    sizes = ", ".join(f"{a}={n}" for a, n in zip(mesh.axes, mesh.shape, strict=True))
+    """Return a mesh with all its ranks: `mesh(x=4)`, `mesh(x=2: 4..5)`, `mesh(x=3: 1 0 2)`.
+
+    Where hosts are known, with how many ranks follow each other on one: `mesh(x=4 on 0*2 1*2)`.
+    """
+    text = ", ".join(f"{a}={n}" for a, n in zip(mesh.axes, mesh.shape, strict=True))
     first, ranks = mesh.first, mesh.ranks
-    if ranks == tuple(range(first, first + mesh.size)) and (first == 0 or mesh.size > 1):
-        return f"mesh({sizes})" if first == 0 else f"mesh({sizes}: {first}..{ranks[-1]})"
-    return f"mesh({sizes}: {' '.join(map(str, ranks))})"
+    if ranks != tuple(range(first, first + mesh.size)) or (first and mesh.size == 1):
+        text += f": {' '.join(map(str, ranks))}"
+    elif first:
+        text += f": {first}..{ranks[-1]}"
+    runs = " ".join(f"{host}*{n}" for host, n in mesh.host_runs)
+    return f"mesh({text} on {runs})" if runs else f"mesh({text})"
 
 
 def _extents(shape: Sequence[int]) -> str:

@@ -62,7 +62,7 @@ def name_of(token: Token) -> str:
 
 
 def mesh_of(tree: Node) -> DeviceMesh:
-    """Read a mesh of the first line: axes with sizes, then the ranks."""
+    """Read a mesh of the first line: axes with sizes, then the ranks, then their hosts."""
     sizes = [tokens(t) for t in trees(tree, "axis_size")]
     axes, shape = tuple(str(a) for a, _ in sizes), tuple(int_of(n) for _, n in sizes)
     size = math.prod(shape)
@@ -77,7 +77,9 @@ def mesh_of(tree: Node) -> DeviceMesh:
             because="it has one rank at each coordinate",
             hint=f"name {size} ranks, or none for 0 to {size - 1}",
         )
-    return DeviceMesh.of(shape, listed or range(first, last + 1), axes)
+    runs = [[int_of(n) for n in tokens(t)[::2]] for t in trees(tree, "hosts")]
+    hosts = [host for host, n in runs for _ in range(min(n, size + 1))]
+    return DeviceMesh.of(shape, listed or range(first, last + 1), axes, hosts or None)
 
 
 def rank_of(tree: Node) -> int:

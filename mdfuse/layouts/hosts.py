@@ -1,0 +1,103 @@
+"""Hosts: who is on which, who sends to whom, and what a collective takes from one to another."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from mdfuse.errors import MeshError
+from mdfuse.mesh import DeviceMesh
+
+
+@lru_cache(maxsize=256)
+def hosts_by_rank(*meshes: DeviceMesh) -> Any:
+    """Return an array of the host of each rank, -1 outside of the meshes; None: not known of all.
+
+    Raises:
+        MeshError: a rank is on two hosts.
+
+    >>> one, other = DeviceMesh([0, 1], hosts=[0, 0]), DeviceMesh([1, 3], hosts=[0, 1])
+    >>> hosts_by_rank(one, other).tolist(), hosts_by_rank(one, DeviceMesh([1, 3]))
+    ([0, 0, -1, 1], None)
+    """
+    if any(mesh.hosts is None for mesh in meshes):
+        return None
+    found = np.full(max(mesh.last_rank for mesh in meshes) + 1, -1)
+    for mesh in meshes:
+        ranks, hosts = np.array(mesh.ranks), np.array(mesh.hosts)
+        wrong = ranks[(found[ranks] >= 0) & (found[ranks] != hosts)]
+        if len(wrong):
+            raise MeshError(
+                f"rank {wrong[0]} is on two hosts: {' and '.join(map(str, meshes))}",
+                because="a rank is on one host, whichever mesh it is in",
+                hint="number hosts alike in all meshes of a program",
+            )
+        found[ranks] = hosts
+    return found
+
+
+def senders(holders: Any, receivers: Any, hosts: Any) -> Any:
+    """Return which holder of a part sends it to each receiver: one on its host, if there is one.
+
+    Receivers on a host take turns among the holders there, all others among all holders, where
+    neighbours are on different hosts.
+
+    Args:
+        holders: ranks that have it, an array.
+        receivers: ranks that lack it.
+        hosts: of all ranks, by rank.
+
+    >>> on_hosts = np.array([0, 0, 1, 1, 0, 0, 0, 2, 2, 2])
+    >>> senders(np.arange(4), np.arange(4, 10), on_hosts).tolist()
+    [0, 1, 0, 0, 2, 1]
+    """
+    there, found = hosts[holders], np.full(len(receivers), -1)
+    turn = np.zeros(len(holders), int)
+    for host in np.unique(there):
+        here = holders[there == host]
+        near = np.flatnonzero(hosts[receivers] == host)
+        found[near] = here[np.arange(len(near)) % len(here)]
+        turn[there == host] = np.arange(len(here))
+    far = np.flatnonzero(found < 0)
+    spread = holders[np.lexsort((there, turn))]
+    found[far] = spread[np.arange(len(far)) % len(spread)]
+    return found
+
+
+@lru_cache(maxsize=256)
+def _in_teams(mesh: DeviceMesh, axes: tuple[str, ...]) -> tuple[Any, Any, Any]:
+    """Return (host, how many members of one team it has, how many there are elsewhere), arrays."""
+    index = [mesh.axis_index(a) for a in axes]
+    rest = [i for i in range(mesh.ndim) if i not in index]
+    grid = np.array(mesh.hosts).reshape(mesh.shape).transpose(*rest, *index)
+    n = int(np.prod([mesh.shape[i] for i in index]))
+    teams = grid.reshape(-1, n)
+    pairs = np.stack((np.repeat(np.arange(len(teams)), n), teams.reshape(-1)), 1)
+    found, here = np.unique(pairs, axis=0, return_counts=True)
+    return np.unique(found[:, 1], return_inverse=True)[1], here, n - here
+
+
+def rings(mesh: DeviceMesh, axes: tuple[str, ...]) -> int:
+    """Return how many teams along axes reach other hosts, at the host that has most of them.
+
+    What goes round a ring comes to each of its hosts once, if neighbours on one host are together.
+
+    >>> mesh = DeviceMesh.arange(dp=2, tp=4).with_hosts([0] * 4 + [1] * 4)
+    >>> rings(mesh, ("dp",)), rings(mesh, ("tp",)), rings(mesh, ("dp", "tp"))
+    (4, 0, 1)
+    """
+    host, _, elsewhere = _in_teams(mesh, axes)
+    return int(np.bincount(host, elsewhere > 0).max())
+
+
+def pairs_apart(mesh: DeviceMesh, axes: tuple[str, ...]) -> int:
+    """Return how many pairs of a team have one rank at a host, the other not, at the busiest host.
+
+    >>> mesh = DeviceMesh.arange(dp=2, tp=4).with_hosts([0] * 4 + [1] * 4)
+    >>> pairs_apart(mesh, ("dp",)), pairs_apart(mesh, ("tp",)), pairs_apart(mesh, ("dp", "tp"))
+    (4, 0, 16)
+    """
+    host, here, elsewhere = _in_teams(mesh, axes)
+    return int(np.bincount(host, here * elsewhere).max())
