@@ -311,24 +311,45 @@ def test_a_member_that_does_not_prepare() -> None:
         backend.prepare([(0, 1)])
 
 
+def alone_of_two(timeout_s: float = 5) -> SymmetricBackend:
+    cpu, store = torch.device("cpu"), HashStore()
+    return SymmetricBackend(rank=0, device=cpu, store=store, timeout_s=timeout_s)
+
+
+def prepared_with(backend: SymmetricBackend, card: Card, answer: str) -> None:
+    """Prepare a team whose other member shows that card, and gives that answer."""
+    store = PrefixStore(f"symmetric/{team_key((0, 1))}", backend.store)
+    store.set("card/1", json.dumps(card.fields()))
+    store.set("opened/1", answer)
+    backend.prepare([(0, 1)])
+
+
 def test_a_member_on_another_host() -> None:
-    store, team = HashStore(), (0, 1)
-    backend = SymmetricBackend(rank=0, device=torch.device("cpu"), store=store, timeout_s=5)
+    backend = alone_of_two()
     card = Card(process=replace(this_process(), host="elsewhere"), file=0)
-    PrefixStore(f"symmetric/{team_key(team)}", store).set("1", json.dumps(card.fields()))
-    with pytest.raises(BackendError, match="cannot connect rank 0 with rank 1") as caught:
-        backend.prepare([team])
+    with pytest.raises(BackendError, match="cannot connect rank 0 with the team") as caught:
+        prepared_with(backend, card, "")
+    assert "rank 1 is on another host" in str(caught.value)
     assert "tp=symmetric" in str(caught.value)
 
 
 def test_a_member_whose_memory_cannot_be_opened() -> None:
-    store, team = HashStore(), (0, 1)
-    backend = SymmetricBackend(rank=0, device=torch.device("cpu"), store=store, timeout_s=5)
+    backend = alone_of_two()
     card = Card(process=this_process(), file=10**6)
-    PrefixStore(f"symmetric/{team_key(team)}", store).set("1", json.dumps(card.fields()))
     with pytest.raises(BackendError, match="cannot connect rank 0") as caught:
-        backend.prepare([team])
+        prepared_with(backend, card, "")
     assert "No such file" in str(caught.value)
+
+
+def test_a_member_that_cannot_open_what_this_rank_has() -> None:
+    """All members raise; here the other one says why it did."""
+    backend = alone_of_two()
+    card = Card(process=this_process(), file=os.memfd_create("of a test"))
+    os.ftruncate(card.file, 1 << 24)
+    with pytest.raises(BackendError, match="cannot connect rank 0") as caught:
+        prepared_with(backend, card, "no permission\nto see")
+    os.close(card.file)
+    assert "on rank 1" in str(caught.value) and "no permission" in str(caught.value)
 
 
 def test_a_team_of_one_copies() -> None:

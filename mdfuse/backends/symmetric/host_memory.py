@@ -99,6 +99,7 @@ class SharedMemory:
     """
 
     def __init__(self, size: int, file: int | None = None) -> None:
+        self.size = size
         self.file = os.memfd_create("mdfuse") if file is None else file
         if file is None:
             os.ftruncate(self.file, size)
