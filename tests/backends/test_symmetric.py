@@ -60,6 +60,9 @@ class FakeLane:
     def wait(self, word: int, value: int) -> None:
         self.queue.append(lambda: ctypes.c_uint32.from_address(word).value == value)
 
+    def make(self, work: Callable[[], Any]) -> Any:
+        return work()
+
     def do(self, work: Callable[[], object]) -> None:
         self.queue.append(lambda: work() is None)
 
@@ -82,7 +85,7 @@ class World:
         self.teams = [
             CudaTeam(own=i, windows=windows, lane=lane) for i, lane in enumerate(self.lanes)
         ]
-        self.kept: list[Any] = []
+        self.works: list[Any] = []
 
     def post(self, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor], small: int) -> None:
         sent, received = (tuple(x.numel() for x in side) for side in (srcs, dsts))
@@ -90,10 +93,10 @@ class World:
         composition = compose(call, sizes)
         first = (*srcs, *dsts)[0]
         made = moves(call, composition, first.itemsize, self.shape)
-        buffers = Buffers(srcs, dsts, first.new_empty(composition.scratch))
-        self.kept.append(buffers)
+        buffers = partial(Buffers.of, srcs, dsts, composition.scratch)
         notes = (lambda: None), (lambda: None)
-        self.teams[self.team.index(call.rank)].post(call, made, buffers, notes)
+        team = self.teams[self.team.index(call.rank)]
+        self.works.append(team.post(call, made, buffers, notes))
 
     def run(self) -> None:
         """Carry everything out, a random stream at a time; a deadlock is an error."""

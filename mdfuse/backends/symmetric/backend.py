@@ -18,7 +18,7 @@ from mdfuse.backends.post_notes import PostLog
 from mdfuse.backends.symmetric.host_memory import Card, SharedMemory, why_not
 from mdfuse.backends.symmetric.moves import Move, Shape, moves
 from mdfuse.backends.symmetric.posts import Buffers
-from mdfuse.backends.symmetric.providers import PROVIDERS, Place, Team
+from mdfuse.backends.symmetric.providers import PROVIDERS, Place, Posting, Team
 from mdfuse.backends.teams import new_teams, not_connected, team_key
 from mdfuse.backends.transfers import change, composer
 from mdfuse.backends.work import DONE, first_line
@@ -190,8 +190,8 @@ class SymmetricPoster:
     def _bound(self, itemsize: int, composition: Composition, sizes: Sizes) -> _Bound:
         largest = itemsize * max(sum(sizes.srcs), sum(sizes.dsts))
         made = moves(self.call, composition, itemsize, self.shape)
-        begin = None if self.team is None else self.team.poster(self.call, largest)
-        return _Bound(self.call, self.team, made, composition.scratch, begin)
+        post = None if self.team is None else self.team.poster(self.call, largest)
+        return _Bound(self.call, made, composition.scratch, post)
 
 
 @dataclass(slots=True, eq=False)
@@ -199,16 +199,13 @@ class _Bound:
     """The moves of a call for buffers of certain sizes."""
 
     call: Call
-    team: Team | None
     moves: tuple[Move, ...]
     scratch: int
-    begin: Callable[[Sequence[Move], Buffers], Work] | None
+    post: Posting | None
 
     def __call__(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
-        first = (*srcs, *dsts)[0]
-        if self.team is None or self.begin is None:
-            buffers = Buffers(srcs, dsts, first.new_empty(self.scratch))
-            change(self.call, self.moves, buffers.elements)  # type: ignore[arg-type]
-            return DONE
-        scratch = self.team.empty(first, self.scratch)
-        return self.begin(self.moves, Buffers(srcs, dsts, scratch))
+        if self.post is not None:
+            return self.post(self.moves, srcs, dsts, self.scratch)
+        buffers = Buffers.of(srcs, dsts, self.scratch)
+        change(self.call, self.moves, buffers.elements)  # type: ignore[arg-type]
+        return DONE

@@ -47,14 +47,29 @@ class CudaTeam:
         self,
         call: Call,
         moves: Sequence[Move],
-        buffers: Buffers,
+        buffers: Callable[[], Buffers],
         notes: tuple[Callable[[], None], Callable[[], None]],
     ) -> CudaWork:
-        """Queue a post, between two notes for the watchdog."""
+        """Queue a post, between two notes for the watchdog.
+
+        Args:
+            call: what is posted.
+            moves: queued in order.
+            buffers: returns the buffers; called where memory that it makes belongs to the lane, and
+                to the graph that is being captured.
+            notes: called before and after.
+        """
         before, behind = notes
-        lane, own = self.lane, self.windows[self.own]
         before()
-        lane.begin()
+        self.lane.begin()
+        given = self.lane.make(buffers)
+        self._queue(call, moves, given)
+        join = self.lane.end()
+        behind()
+        return CudaWork(join, given)
+
+    def _queue(self, call: Call, moves: Sequence[Move], buffers: Buffers) -> None:
+        lane, own = self.lane, self.windows[self.own]
         for move in moves:
             match move:
                 case Stage():
@@ -73,9 +88,6 @@ class CudaTeam:
                     lane.write(word, 0)
                 case Copy() | Reduce():
                     lane.do(partial(change, call, (move,), buffers.elements))
-        join = lane.end()
-        behind()
-        return CudaWork(join, buffers)
 
 
 @dataclass(slots=True, eq=False)

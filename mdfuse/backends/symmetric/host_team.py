@@ -126,16 +126,18 @@ class HostTeam:
         self.queue = self.progress.new_queue()
         self._fence = Fence()
 
-    def poster(self, call: Call, size: int) -> Callable[[Sequence[Move], Buffers], HostPost]:
+    def poster(self, call: Call, size: int) -> Callable[..., HostPost]:
         """Return what begins posts of a call; see `Team`."""
 
-        def begin(moves: Sequence[Move], buffers: Buffers) -> HostPost:
+        def post(
+            moves: Sequence[Move], srcs: Sequence[Tensor], dsts: Sequence[Tensor], scratch: int
+        ) -> HostPost:
             self.check_usable(call)
-            post = HostPost(call, moves, buffers, team=self)
-            self.progress.begin(post)
-            return post
+            begun = HostPost(call, moves, Buffers.of(srcs, dsts, scratch), team=self)
+            self.progress.begin(begun)
+            return begun
 
-        return begin
+        return post
 
     def check_usable(self, call: Call) -> None:
         """Refuse a post on a team that failed before.
@@ -150,10 +152,6 @@ class HostTeam:
                 "at different ones",
                 hint="close() the communicator and call mdfuse.init() again, on all ranks",
             )
-
-    def empty(self, like: Tensor, count: int) -> Tensor:
-        """Return uninitialised room; see `Team`."""
-        return like.new_empty(count)
 
     def readers_of(self, stage: Stage) -> list[int]:
         """Return who has not taken yet what lies where a piece is to be staged."""

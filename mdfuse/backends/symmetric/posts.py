@@ -20,6 +20,11 @@ class Buffers:
         sides = {"src": srcs, "dst": dsts, "scratch": (scratch,)}
         self._flat = {side: [flat(x) for x in buffers] for side, buffers in sides.items()}
 
+    @classmethod
+    def of(cls, srcs: Sequence[Tensor], dsts: Sequence[Tensor], scratch: int) -> Buffers:
+        """Return the buffers of a post, at least one, with room for so many elements."""
+        return cls(srcs, dsts, (*srcs, *dsts)[0].new_empty(scratch))
+
     def elements(self, piece: Piece) -> Tensor:
         """Return a piece as a tensor of one dim."""
         return self._flat[piece.side][piece.index][piece.start : piece.stop]

@@ -14,6 +14,7 @@ import mmap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -37,14 +38,20 @@ _MIB = 1 << 20
 _CLOSING_S = 2.0
 
 
+class Posting(Protocol):
+    """What posts a call on buffers of certain sizes."""
+
+    def __call__(
+        self, moves: Sequence[Move], srcs: Sequence[Tensor], dsts: Sequence[Tensor], scratch: int
+    ) -> Work:
+        """Make, or begin, moves between at least one buffer, and room for elements."""
+
+
 class Team(Protocol):
     """A team whose members have opened each other's windows."""
 
-    def poster(self, call: Call, size: int) -> Callable[[Sequence[Move], Buffers], Work]:
-        """Return what posts a call whose buffers have `size` bytes, by its moves."""
-
-    def empty(self, like: Tensor, count: int) -> Tensor:
-        """Return room for elements that only the moves of one post use."""
+    def poster(self, call: Call, size: int) -> Posting:
+        """Return what posts a call whose buffers have `size` bytes."""
 
     def close(self) -> None:
         """Give up the windows."""
@@ -196,15 +203,17 @@ class IpcTeam:
     kept: object
     own_words: Any
 
-    def poster(self, call: Call, size: int) -> Callable[[Sequence[Move], Buffers], Work]:
+    def poster(self, call: Call, size: int) -> Posting:
         notes = _silent, _silent
         if self.noter is not None:
             notes = self.noter.prepare(_subject(call, size), self.track)
-        return lambda moves, buffers: self.queue.post(call, moves, buffers, notes)
 
-    def empty(self, like: Tensor, count: int) -> Tensor:
-        with torch.cuda.stream(self.stream):
-            return torch.empty(count, dtype=like.dtype, device=like.device)
+        def post(
+            moves: Sequence[Move], srcs: Sequence[Tensor], dsts: Sequence[Tensor], scratch: int
+        ) -> Work:
+            return self.queue.post(call, moves, partial(Buffers.of, srcs, dsts, scratch), notes)
+
+        return post
 
     def close(self) -> None:
         """Give the memory up once all was taken; where a member does not take it, leave it."""
