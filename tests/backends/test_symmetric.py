@@ -1,4 +1,4 @@
-"""Windows without a GPU: ranks in one process, on fake streams and in memory of the host."""
+"""Outboxes without a GPU: ranks in one process, on fake streams and in memory of the host."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ import mdfuse as mf
 from mdfuse.backends.algorithms import Sizes, compose
 from mdfuse.backends.base import Work
 from mdfuse.backends.symmetric.backend import SymmetricBackend
-from mdfuse.backends.symmetric.cuda_team import CudaTeam, CudaWindow
+from mdfuse.backends.symmetric.cuda_team import CudaOutbox, CudaTeam
 from mdfuse.backends.symmetric.host_memory import Card, Process, this_process
-from mdfuse.backends.symmetric.moves import Shape, Stage, Take, kind_of, moves
+from mdfuse.backends.symmetric.moves import Put, Shape, Take, kind_of, moves
 from mdfuse.backends.symmetric.posts import Buffers
 from mdfuse.backends.teams import team_key
 from mdfuse.errors import BackendError
@@ -77,13 +77,13 @@ class World:
         self.team, self.shape = team, Shape(members=len(team), slot=slot)
         self.memory = [torch.zeros(self.shape.bytes, dtype=torch.uint8) for _ in team]
         self.words = [torch.zeros(self.shape.words, dtype=torch.int32) for _ in team]
-        windows = [
-            CudaWindow(words=w.data_ptr(), slots=m.data_ptr())
+        outboxes = [
+            CudaOutbox(words=w.data_ptr(), slots=m.data_ptr())
             for w, m in zip(self.words, self.memory, strict=True)
         ]
         self.lanes = [FakeLane() for _ in team]
         self.teams = [
-            CudaTeam(own=i, windows=windows, lane=lane) for i, lane in enumerate(self.lanes)
+            CudaTeam(own=i, outboxes=outboxes, lane=lane) for i, lane in enumerate(self.lanes)
         ]
         self.works: list[Any] = []
 
@@ -109,7 +109,7 @@ class World:
                     if queue and queue[0]():
                         queue.popleft()
             assert sum(len(lane.queue) for lane in self.lanes) < before, "the streams stand still"
-        assert not any(w.any() for w in self.words), "something was staged that nobody took"
+        assert not any(w.any() for w in self.words), "something was put that nobody took"
 
 
 def drawn(rank: int, count: int) -> Tensor:
@@ -167,22 +167,22 @@ def test_uneven_pieces_between_pairs() -> None:
         assert torch.equal(found, want)
 
 
-def test_what_all_need_is_staged_once() -> None:
+def test_what_all_need_is_put_once() -> None:
     """Four chunks of an all-gather, for both readers at once, in two slots in turn."""
     call, shape = Call(kind="Allgather", team=(0, 1, 2), rank=1), Shape(members=3, slot=1024)
     composition = compose(call, Sizes(srcs=(1000,), dsts=(3000,), is_open=True))
     made = moves(call, composition, 4, shape)
-    staged = [m for m in made if isinstance(m, Stage)]
-    assert [(m.start, m.bytes) for m in staged] == [
+    sent = [m for m in made if isinstance(m, Put)]
+    assert [(m.start, m.bytes) for m in sent] == [
         (0, 1024),
         (1024, 1024),
         (2048, 1024),
         (3072, 928),
     ]
-    assert [m.place for m in staged] == [0, 1024, 0, 1024]
-    assert all(sorted(m.readers) == [0, 2] for m in staged)
+    assert [m.place for m in sent] == [0, 1024, 0, 1024]
+    assert all(sorted(m.readers) == [0, 2] for m in sent)
     assert sum(m.bytes for m in made if isinstance(m, Take)) == 8000
-    assert {kind_of(m.tag) for m in staged} == {"Allgather"}
+    assert {kind_of(m.tag) for m in sent} == {"Allgather"}
 
 
 # -- in memory of the host -------------------------------------------------------------------------
@@ -286,7 +286,7 @@ def other() -> Iterator[tuple[subprocess.Popen[bytes], Process]]:
 def test_a_rank_whose_process_ended_is_named_at_once(
     pair: tuple[SymmetricBackend, SymmetricBackend], other: tuple[subprocess.Popen[bytes], Process]
 ) -> None:
-    """Also where nobody has waited for it; what it had staged before is still taken."""
+    """Also where nobody has waited for it; what it had put before is still taken."""
     team: Any = pair[0]._teams[0, 1]
     team.timeout_s, team.processes = 60, (this_process(), other[1])
     dst = torch.zeros(8)

@@ -32,7 +32,7 @@ SMALL_BYTES = 64 * 1024
 
 @dataclass(kw_only=True, eq=False)
 class SymmetricBackend:
-    """A backend whose teams have windows: memory that all members see.
+    """A backend whose teams have outboxes: memory that all members see.
 
     Attributes:
         rank: this rank.
@@ -78,13 +78,13 @@ class SymmetricBackend:
         return SymmetricPoster(call, team, shape)
 
     def close(self) -> None:
-        """Give up all windows."""
+        """Give up all outboxes."""
         for team in self._teams.values():
             team.close()
         self._teams.clear()
 
     def _make(self, team: tuple[int, ...]) -> Team:
-        """Make a window, and open those of the other members.
+        """Make an outbox, and open those of the other members.
 
         Where one of them cannot, all members raise, and say which and why.
         """
@@ -160,7 +160,7 @@ def _not_seen(rank: int, team: tuple[int, ...], refusals: Mapping[int, str]) -> 
 class SymmetricPoster:
     """A call bound to its team, with its moves for each dtype and set of buffer sizes.
 
-    A team of one has no windows: what it sends it receives, by local work.
+    A team of one has no outboxes: what it sends it receives, by local work.
     """
 
     call: Call

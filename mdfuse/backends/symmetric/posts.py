@@ -1,4 +1,4 @@
-"""The buffers of a post, as elements for local work and as bytes for windows."""
+"""The buffers of a post, as elements for local work and as bytes for outboxes."""
 
 from __future__ import annotations
 
