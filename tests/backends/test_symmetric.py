@@ -236,7 +236,7 @@ def test_a_rank_that_does_not_come_is_named(
 ) -> None:
     """And the team takes no more posts, whoever made the one that failed."""
     first, second = (gather(pair[0], torch.ones(4), torch.zeros(8)) for _ in range(2))
-    with pytest.raises(BackendError, match=r"after 0\.3 s an earlier Allgather .* rank 1"):
+    with pytest.raises(BackendError, match=r"an earlier Allgather .* after 0\.3 s .* rank 1"):
         second.wait()
     for _ in range(2):
         with pytest.raises(BackendError, match="Allgather failed on rank 0"):
@@ -251,6 +251,12 @@ def test_another_communication_in_its_place(
     call = Call(kind="Broadcast", team=(0, 1), rank=1, root=1)
     pair[1].bind(call)([torch.ones(4)], []).wait()
     with pytest.raises(BackendError, match="rank 1 has posted Broadcast in its place"):
+        gather(pair[0], torch.ones(4), torch.zeros(8)).wait()
+
+
+def test_another_size(pair: tuple[SymmetricBackend, SymmetricBackend]) -> None:
+    gather(pair[1], torch.ones(5), torch.zeros(10))
+    with pytest.raises(BackendError, match="rank 1 has posted another size"):
         gather(pair[0], torch.ones(4), torch.zeros(8)).wait()
 
 
@@ -353,6 +359,16 @@ def test_a_member_that_cannot_open_what_this_rank_has() -> None:
         prepared_with(backend, card, "no permission\nto see")
     os.close(card.file)
     assert "on rank 1" in str(caught.value) and "no permission" in str(caught.value)
+
+
+def test_a_rank_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with pytest.raises(BackendError, match="cannot connect rank 0") as caught:
+        alone_of_two().prepare([(0, 1)])
+    assert "Too many open files" in str(caught.value)
 
 
 def test_a_team_of_one_copies() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mdfuse.backends.algorithms import Composition, Sizes
 from mdfuse.backends.base import PostSite, Work, check_call, check_usable
-from mdfuse.backends.post_notes import PostLog
+from mdfuse.backends.post_notes import PostLog, Track
 from mdfuse.backends.symmetric.host_memory import Card, SharedMemory, why_not
 from mdfuse.backends.symmetric.moves import Move, Shape, moves
 from mdfuse.backends.symmetric.posts import Buffers
@@ -65,6 +65,10 @@ class SymmetricBackend:
         """End the waits of this rank with an error; see `Interruptible`."""
         return self._provider.abort()
 
+    def track(self, stream: int) -> Track | None:
+        """Return a new track of what is queued on a stream; see `Tracking`."""
+        return self._provider.track(stream)
+
     def prepare(self, teams: Iterable[tuple[int, ...]]) -> None:
         """Make the teams that this rank is in; see `Backend.prepare`."""
         for team in new_teams(teams, self.rank, self._teams):
@@ -91,7 +95,7 @@ class SymmetricBackend:
         shape = Shape(members=len(team), slot=self._provider.slot)
         store = PrefixStore(f"symmetric/{team_key(team)}", self.store)
         with ExitStack() as files:  # which memory needs no more once all members have opened it
-            memory, card = self._provider.offer(shape)
+            memory, card = self._offered(team, shape)
             files.callback(memory.close)
             cards = [
                 Card.of(json.loads(text))
@@ -109,6 +113,12 @@ class SymmetricBackend:
         if refusals or made is None:
             raise _not_seen(self.rank, team, refusals)
         return made
+
+    def _offered(self, team: tuple[int, ...], shape: Shape) -> tuple[SharedMemory, Card]:
+        try:
+            return self._provider.offer(shape)
+        except OSError as error:
+            raise not_connected(self.name, self.rank, team, error) from error
 
     def _opened(
         self,

@@ -287,12 +287,12 @@ class HostPost:
         after = f"after {self.team.timeout_s:g} s"
         if self.team.queue and self.team.queue[0] is not self:
             first = self.team.queue[0]
-            return f"after {self.team.timeout_s:g} s an earlier {first.call.kind} is not over: " + (
-                first._what_is_missing()
-            )
+            return f"an earlier {first.call.kind} is not over: {first._what_is_missing()}"
         who = self._named(self._late)
         if self._told:
-            return f"{after} rank {who} has posted {kind_of(self._told)} in its place, or its size"
+            kind = kind_of(self._told)
+            what = f"{kind} in its place" if kind != self.call.kind else "another size"
+            return f"{after} rank {who} has posted {what}"
         return f"{after} nothing came from, or was taken by, rank {who}"
 
     def _named(self, members: Sequence[int]) -> str:

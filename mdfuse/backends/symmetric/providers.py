@@ -78,6 +78,9 @@ class Provider(Protocol):
     def abort(self) -> bool:
         """End the waits of this rank; return whether that was possible."""
 
+    def track(self, stream: int) -> Track | None:
+        """Return a new track of what is queued on a stream; None where nothing is."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
@@ -136,6 +139,9 @@ class HostProvider:
         self._progress.aborted += 1
         return True
 
+    def track(self, stream: int) -> None:
+        return None
+
 
 class IpcProvider:
     """Outboxes in memory of this rank's GPU, opened by the others through CUDA's IPC."""
@@ -188,6 +194,9 @@ class IpcProvider:
 
     def abort(self) -> bool:
         return False
+
+    def track(self, stream: int) -> Track:
+        return self._device.track(stream)
 
 
 @dataclass(eq=False, kw_only=True)
