@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mdfuse import Shard
+import mdfuse as mf
+from mdfuse import DeviceMesh, Shard
+from mdfuse.compiled.imported import ImportedModel
 
 #: name of an axis -> the patterns that it splits, each with a dim.
 Splits = Mapping[str, int]
@@ -218,3 +221,21 @@ MODELS: dict[str, Tiny] = {
         posts={"Allreduce": 4},
     ),
 }  # fmt: skip
+
+#: mesh, and where inputs (fully sharded: parameters, too) live on it, besides tensor parallelism.
+MESHES: dict[str, tuple[DeviceMesh, dict[str, Any]]] = {
+    "tp=2": (DeviceMesh.arange(tp=2), {}),
+    "dp=2,tp=2": (DeviceMesh.arange(dp=2, tp=2), {"input:*": {"dp": Shard(0)}}),
+    "fsdp=4": (DeviceMesh.arange(fsdp=4), {"*": {"fsdp": Shard(0)}, "input:*": {"fsdp": Shard(0)}}),
+}
+
+
+@cache
+def imported(name: str, mesh: str) -> ImportedModel:
+    """A model on a mesh: imported once for all tests, since export takes a second or two."""
+    tiny, (where, layouts) = MODELS[name], MESHES[mesh]
+    if "tp" not in mesh:
+        said: dict[str, Any] = {"layouts": layouts, "gather": "fsdp"}
+    else:
+        said = {"layouts": {**tiny.layouts(), **layouts}, "blocks": tiny.blocks}
+    return mf.from_torch(tiny.module(), tiny.args, tiny.kwargs, mesh=where, **said)

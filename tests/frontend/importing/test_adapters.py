@@ -8,18 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_models import MODELS, Tiny
+from helpers.tiny_models import MESHES, MODELS, Tiny
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mdfuse as mf
 from mdfuse import DefinitionError, DeviceMesh, LayoutError, Shard
 
-MESHES = {
-    "tp=2": (DeviceMesh.arange(tp=2), {}),
-    "dp=2,tp=2": (DeviceMesh.arange(dp=2, tp=2), {"input:*": {"dp": Shard(0)}}),
-    "fsdp=4": (DeviceMesh.arange(fsdp=4), {"*": {"fsdp": Shard(0)}, "input:*": {"fsdp": Shard(0)}}),
-}
 #: model -> which of its layers have adapters.
 ADAPTERS: dict[str, dict[str, Any]] = {
     "llama": {"*.q_proj": 4, "*.o_proj": (3, 6), "*.down_proj": 2},

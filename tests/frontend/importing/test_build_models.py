@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_models import LLAMA, MODELS, Tiny, llama
+from helpers.tiny_models import LLAMA, MODELS, Tiny, imported, llama
 from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard
 from mdfuse.compiled.imported import ImportedModel
 from mdfuse.torch_private import flattened
-
-
-def imported(tiny: Tiny, mesh: DeviceMesh, layouts: Mapping[str, Any]) -> ImportedModel:
-    return mf.from_torch(
-        tiny.module(), tiny.args, tiny.kwargs, mesh=mesh, layouts=layouts, blocks=tiny.blocks
-    )
 
 
 def ran(model: ImportedModel, tiny: Tiny) -> list[Tensor]:
@@ -48,7 +41,7 @@ def close(found: list[Tensor], wanted: list[Tensor]) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_tensor_parallel(name: str) -> None:
     tiny = MODELS[name]
-    model = imported(tiny, DeviceMesh.arange(tp=2), tiny.layouts())
+    model = imported(name, "tp=2")
     posts = Counter(c.kind for c in model.compile().communications)
     assert posts == tiny.posts and "warning" not in model.report()
     close(ran(model, tiny), expected(tiny))
@@ -57,9 +50,7 @@ def test_tensor_parallel(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_batches_beside_tensor_parallel(name: str) -> None:
     tiny = MODELS[name]
-    mesh = DeviceMesh.arange(dp=2, tp=2)
-    layouts = {**tiny.layouts(), "input:*": {"dp": Shard(0)}}
-    model = imported(tiny, mesh, layouts)
+    model = imported(name, "dp=2,tp=2")
     posts = Counter((c.kind, c.axes) for c in model.compile().communications)
     assert posts == {(kind, ("tp",)): n for kind, n in tiny.posts.items()}
     close(ran(model, tiny), expected(tiny))
@@ -116,27 +107,19 @@ def test_each_axis_of_a_mask_is_what_it_is() -> None:
 
 
 def test_fully_sharded() -> None:
-    tiny = MODELS["llama"]
-    layouts = {"*": {"fsdp": Shard(0)}, "input:*": {"fsdp": Shard(0)}}
-    mesh = DeviceMesh.arange(fsdp=4)
-    model = mf.from_torch(tiny.module(), tiny.args, mesh=mesh, layouts=layouts, gather=("fsdp",))
+    tiny, model = MODELS["llama"], imported("llama", "fsdp=4")
     posts = Counter(c.kind for c in model.compile().communications)
     assert posts == {"Allgather": 21}
     close(ran(model, tiny), expected(tiny))
 
 
 @pytest.mark.parametrize(
-    ("name", "gathers"), [("gpt2", 28), ("bert", 39), ("vit", 39), ("encoder", 24)]
+    ("name", "gathers"), [("gpt2", 28), ("bert", 39), ("vit", 40), ("encoder", 24)]
 )
 def test_fully_sharded_too(name: str, gathers: int) -> None:
-    """Every parameter that can be split into four is gathered once; others are whole."""
+    """Every parameter that is split is gathered once."""
     tiny = MODELS[name]
-    mesh = DeviceMesh.arange(fsdp=4)
-    layouts = {"*": {"fsdp": Shard(0)}, "input:*": {"fsdp": Shard(0)}, "embeddings.cls_token": {}}
-    layouts = {p: x for p, x in layouts.items() if name == "vit" or "cls" not in p}
-    model = mf.from_torch(
-        tiny.module(), tiny.args, tiny.kwargs, mesh=mesh, layouts=layouts, gather="fsdp"
-    )
+    model = imported(name, "fsdp=4")
     posts = Counter(c.kind for c in model.compile().communications)
     assert set(posts) == {"Allgather"} and posts["Allgather"] == gathers
     close(ran(model, tiny), expected(tiny))

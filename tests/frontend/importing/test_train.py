@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.tiny_models import MODELS, Tiny
+from helpers.tiny_models import MESHES, MODELS, Tiny, imported
 from torch import Tensor, nn
 
 import mdfuse as mf
@@ -21,22 +21,6 @@ from mdfuse.torch_private import flattened
 
 #: A rate at which one step of descent shows the gradient.
 RATE = 1.0
-
-MESHES = {
-    "tp=2": (DeviceMesh.arange(tp=2), {}),
-    "dp=2,tp=2": (DeviceMesh.arange(dp=2, tp=2), {"input:*": {"dp": Shard(0)}}),
-    "fsdp=4": (DeviceMesh.arange(fsdp=4), {"*": {"fsdp": Shard(0)}, "input:*": {"fsdp": Shard(0)}}),
-}
-
-
-def imported(tiny: Tiny, mesh: str, module: nn.Module) -> ImportedModel:
-    where, layouts = MESHES[mesh]
-    if "tp" in mesh:
-        said = {**tiny.layouts(), **layouts}
-        return mf.from_torch(
-            module, tiny.args, tiny.kwargs, mesh=where, layouts=said, blocks=tiny.blocks
-        )
-    return mf.from_torch(module, tiny.args, tiny.kwargs, mesh=where, layouts=layouts, gather="fsdp")
 
 
 def squares(*results: Any) -> Any:
@@ -86,7 +70,7 @@ def descended(module: nn.Module, tiny: Tiny, loss: Callable[..., Any]) -> dict[s
 def test_gradients(name: str, mesh: str) -> None:
     tiny = MODELS[name]
     module = tiny.module()
-    model = imported(tiny, mesh, module)
+    model = imported(name, mesh)
     step = model.training_step(squares, optimizer=partial(mf.optim.sgd, lr=RATE))
     (loss,), state = one_step(step, model, *tensors((tiny.args, tiny.kwargs)))
     with torch.no_grad():
@@ -104,7 +88,7 @@ def test_steps_of_adamw_on_a_language_model() -> None:
     """Three steps, with clipping and a rate of each run, are torch's."""
     tiny, (mesh, _) = MODELS["llama"], MESHES["dp=2,tp=2"]
     module = tiny.module()
-    model = imported(tiny, "dp=2,tp=2", module)
+    model = imported("llama", "dp=2,tp=2")
     labels = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(5))
     step = model.training_step(
         language_loss,
@@ -135,8 +119,7 @@ def test_steps_of_adamw_on_a_language_model() -> None:
 
 def test_posts_of_a_step_are_those_by_hand() -> None:
     """tp=2: per layer two all-reduces forwards and two backwards; gradients need none."""
-    tiny = MODELS["llama"]
-    model = imported(tiny, "tp=2", tiny.module())
+    model = imported("llama", "tp=2")
     spec = TensorSpec((4, 8), torch.int64)
     step = model.training_step(
         language_loss, extra={"labels": spec}, optimizer=partial(mf.optim.sgd, lr=RATE)
@@ -152,7 +135,7 @@ def test_posts_of_a_step_are_those_by_hand() -> None:
 def test_frozen_parameters_stay() -> None:
     tiny = MODELS["llama"]
     module = tiny.module()
-    model = imported(tiny, "tp=2", module)
+    model = imported("llama", "tp=2")
     step = model.training_step(
         squares,
         optimizer=partial(mf.optim.sgd, lr=RATE),
