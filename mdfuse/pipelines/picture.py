@@ -57,7 +57,7 @@ def text(timing: Timing) -> str:
 
 
 def _title(timing: Timing) -> str:
-    return f"{timing.name}: {timing.makespan:g} in all"
+    return f"{timing.name}: {timing.makespan:g}{timing.unit} in all"
 
 
 def _facts(timing: Timing, group: int) -> str:
