@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -60,14 +61,17 @@ def calibrated(comm: Communicator, scale: Scale | None = None) -> CostTable:
         scale: what is measured; by default what its devices call for.
     """
     scale = scale or (GPU if comm.device.type == "cuda" else CPU)
-    measured = Measurements(comm, scale)
+    console = screen.output()
+    measured = Measurements(comm, scale, console.print)
     total = points(scale, comm.size) + COUNT
     with progress("calibrating", total, shows=comm.rank == 0) as advance:
         measured.take(advance)
+        start = time.perf_counter()
         costs, pairs = measured.costs, []
         for program in programs(scale, comm.size):
             pairs.append(pair(comm, program, costs))
             advance()
+    console.print(f"programs that it did not see: {time.perf_counter() - start:.1f} s")
     mean, p95 = errors(pairs)
     is_one_host = detect(os.environ).is_one_host
     return CostTable(

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from mdfuse.cli.calibration.measuring import USUAL
-from mdfuse.cli.calibration.subjects import Scale
+from mdfuse.cli.calibration.subjects import OPTIONS, Scale
 from mdfuse.compiled.program import Program, compile
+from mdfuse.config import Options
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.layouts.layout import Shard
 from mdfuse.mesh import DeviceMesh
@@ -111,6 +111,9 @@ def _builds(f: int) -> dict[str, _Build]:
     }
 
 
+#: Those whose launches are compiled on GPUs: compiling takes longer than all the rest.
+_COMPILED = ("mlp", "gated", "normed", "attention")
+
 #: How many there are.
 COUNT = len(_builds(1))
 
@@ -121,4 +124,4 @@ def programs(scale: Scale, ranks: int) -> Iterator[Program]:
     for name, build in _builds(scale.factor).items():
         with FusionDefinition(name) as fd:
             fd.add_output(build(fd, scale.dtypes[0], mesh, ranks))
-        yield compile(fd, USUAL)
+        yield compile(fd, Options() if name in _COMPILED else OPTIONS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,6 @@ import torch
 from mdfuse.cli.calibration.subjects import OPTIONS, Scale, Subject, subjects
 from mdfuse.cli.execution import timed
 from mdfuse.compiled.program import Program
-from mdfuse.config import Options
 from mdfuse.errors import BackendError
 from mdfuse.evaluator import HostIrEvaluator
 from mdfuse.hir.program import HostProgram
@@ -22,9 +22,8 @@ from mdfuse.runtime.communicator import Communicator
 from mdfuse.seeing.costs import Costs, Link
 from mdfuse.seeing.curves import Curve, Grid
 
-#: Timed samples of each subject, of which the least counts, and runs of a sample.
+#: Timed samples of each subject, of which the least counts.
 SAMPLES = 5
-_RUNS = 2
 
 #: Subjects between two looks at the same piece of work, whose times say how calm the machine is.
 _EVERY = 16
@@ -33,19 +32,21 @@ _EVERY = 16
 _KEPT = 32
 
 
-def seconds_of(comm: Communicator, call: Callable[[], object], samples: int = SAMPLES) -> float:
+def seconds_of(
+    comm: Communicator, call: Callable[[], object], runs: int = 2, samples: int = SAMPLES
+) -> float:
     """Return the least seconds of a call in some samples, on this rank; all ranks call it.
 
     What else runs on a machine only ever adds time.
     """
 
     def calls() -> None:
-        for _ in range(_RUNS):
+        for _ in range(runs):
             call()
 
     for _ in range(3):  # prepares, captures, connects
         call()
-    return min(timed(calls, comm) / _RUNS for _ in range(samples))
+    return min(timed(calls, comm) / runs for _ in range(samples))
 
 
 def arguments(host: HostProgram, comm: Communicator) -> dict[str, Any]:
@@ -69,10 +70,12 @@ class Measurements:
         scale: of the subjects.
         times: table and key -> seconds by size, of one of the times that it was done in a run.
         calm: seconds of one piece of work, again and again.
+        told: is called with a line for each kind of subjects: how long it took.
     """
 
     comm: Communicator
     scale: Scale
+    told: Callable[[str], object] = print
     times: dict[tuple[str, str], dict[Any, float]] = field(default_factory=dict)
     calm: list[float] = field(default_factory=list)
 
@@ -81,7 +84,7 @@ class Measurements:
         probe: Callable[[], object] | None = None
         for n, subject in enumerate(self._subjects()):
             call = self._call(subject)
-            seconds = seconds_of(self.comm, call) / subject.times
+            seconds = seconds_of(self.comm, call, subject.runs) / subject.times
             if probe is None and subject.at == self._probed:
                 probe = call
             if probe is not None and n % _EVERY == 0:
@@ -101,9 +104,11 @@ class Measurements:
         return self.scale.rows[-1], n, n
 
     def _subjects(self) -> Iterator[Subject]:
-        for some in subjects(self.scale, self.comm.size):
+        for name, some in subjects(self.scale, self.comm.size).items():
+            start = time.perf_counter()
             yield from some()
             self._share()
+            self.told(f"{name}: {time.perf_counter() - start:.1f} s")
 
     def _call(self, subject: Subject) -> Callable[[], object]:
         evaluator = HostIrEvaluator(subject.program, self.comm, OPTIONS)
@@ -223,7 +228,3 @@ def errors(pairs: list[Pair]) -> tuple[float, float]:
     """Return the mean error, and the one that 95 of 100 do not exceed."""
     found = sorted(p.error for p in pairs)
     return statistics.mean(found), found[min(len(found) - 1, round(0.95 * (len(found) - 1)))]
-
-
-#: Options of programs that the table is judged by: those that users have.
-USUAL = Options()

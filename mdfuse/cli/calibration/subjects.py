@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -35,6 +35,8 @@ class Scale:
         flops: a guess, for how often something is done in a run; per second.
         bandwidth: likewise, bytes per second.
         run_s: how long a run is to take.
+        sample_s: how long the runs of a sample are to take.
+        most: how often a run does something at most: planning and capturing it takes time, too.
         sizes: bytes of pointwise work.
         rows: m of products.
         features: n and k.
@@ -47,6 +49,8 @@ class Scale:
     flops: float
     bandwidth: float
     run_s: float
+    sample_s: float
+    most: int
     sizes: tuple[int, ...]
     rows: tuple[int, ...]
     features: tuple[int, ...]
@@ -59,7 +63,9 @@ CPU = Scale(
     dtypes=(torch.float32,),
     flops=3e10,
     bandwidth=5e9,
-    run_s=3e-3,
+    run_s=2e-3,
+    sample_s=3e-3,
+    most=64,
     sizes=tuple(1 << n for n in (12, 15, 18, 20, 22, 24, 26)),
     rows=(1, 8, 64, 512),
     features=(64, 256, 1024, 4096),
@@ -71,7 +77,9 @@ GPU = Scale(
     dtypes=(torch.bfloat16, torch.float32),
     flops=3e14,
     bandwidth=2e12,
-    run_s=1e-3,
+    run_s=2e-4,
+    sample_s=1e-3,
+    most=32,
     sizes=tuple(1 << n for n in (14, 18, 20, 22, 24, 26, 28)),
     rows=(1, 16, 128, 512, 2048, 4096),
     features=(256, 1024, 2048, 4096, 8192, 16384),
@@ -91,6 +99,7 @@ class Subject:
         at: size: bytes or operations; (m, n, k) of a product.
         program: does it `times` times in a run.
         times: how often.
+        runs: how many make a sample, the same on all ranks.
         local: of a communication: the work beside it in the program, which is taken off.
     """
 
@@ -99,6 +108,7 @@ class Subject:
     at: float | tuple[int, int, int]
     program: HostProgram
     times: int
+    runs: int
     local: tuple[Instruction, ...] = ()
 
 
@@ -164,20 +174,33 @@ def _local(scale: Scale, table: Literal["works", "products"], host: HostProgram)
     mine = host.project(host.meshes[0].ranks[0])
     (first, *more) = [i for i in mine.instructions if is_work(i)]
     sizes, count, moved = product(mine, first), operations(mine, first), nbytes(mine, first)
-    loops = _loops(scale, count, moved, 1 + len(more))
+    works = 1 + len(more)
+    once = max(count / scale.flops, moved / scale.bandwidth, _ONCE_S)
+    loops = max(1, _times(scale, once) // works)
     dtype = dtype_name(mine.types[first.outputs[0]].dtype)
     return Subject(
         table=table,
         key=f"{first.fn} {dtype}",
         at=(sizes[1], sizes[2], sizes[3]) if sizes is not None else float(count or moved),
         program=repeated(host, loops),
-        times=loops * (1 + len(more)),
+        times=loops * works,
+        runs=_runs(scale, once * loops * works),
     )
 
 
-def _loops(scale: Scale, count: int, moved: int, works: int) -> int:
-    once = max(count / scale.flops, moved / scale.bandwidth, 2e-6)
-    return max(1, min(256, round(scale.run_s / once)) // works)
+#: What anything takes at least, a guess.
+_ONCE_S = 2e-6
+
+#: Runs of a sample at most.
+_MOST_RUNS = 16
+
+
+def _times(scale: Scale, once: float) -> int:
+    return max(1, min(scale.most, round(scale.run_s / once)))
+
+
+def _runs(scale: Scale, run_s: float) -> int:
+    return max(1, min(_MOST_RUNS, round(scale.sample_s / run_s)))
 
 
 #: Bytes of weights beyond which products find none of them in a cache.
@@ -267,7 +290,8 @@ def _pair(scale: Scale, size: int) -> Subject:
 def _sent(scale: Scale, key: str, host: HostProgram) -> Subject:
     comm = next(i.comm for i in host.instructions if i.op in POSTS and i.comm is not None)
     moved = max(comm.bytes_received(rank) for rank in comm.destination.mesh.ranks)
-    loops = max(1, min(32, _loops(scale, 0, 4 * moved, 1) // 4))
+    once = max(4 * moved / scale.bandwidth, 10 * _ONCE_S)  # slower than memory
+    loops = _times(scale, once)
     mine = host.project(comm.destination.mesh.ranks[0])
     local = tuple(i for i in mine.instructions if is_work(i))
     return Subject(
@@ -276,19 +300,20 @@ def _sent(scale: Scale, key: str, host: HostProgram) -> Subject:
         at=float(max(1, moved)),
         program=repeated(host, loops),
         times=loops,
+        runs=_runs(scale, once * loops),
         local=local,
     )
 
 
-def subjects(scale: Scale, ranks: int) -> Sequence[Callable[[], Iterator[Subject]]]:
+def subjects(scale: Scale, ranks: int) -> Mapping[str, Callable[[], Iterator[Subject]]]:
     """Return what is measured on some ranks: local work first, which communications need."""
     mesh = DeviceMesh.arange(x=ranks)
-    return (
-        lambda: works(scale, mesh),
-        lambda: products(scale, mesh),
-        lambda: attentions(scale, mesh),
-        lambda: links(scale, ranks),
-    )
+    return {
+        "work": lambda: works(scale, mesh),
+        "products": lambda: products(scale, mesh),
+        "attention": lambda: attentions(scale, mesh),
+        "communications": lambda: links(scale, ranks),
+    }
 
 
 def points(scale: Scale, ranks: int) -> int:

@@ -17,7 +17,7 @@ def test_each_subject_does_what_it_says(scale: Scale, ranks: int, step: int) -> 
     """Every so many are looked at."""
     count = 0
     seen: dict[str, set[object]] = defaultdict(set)
-    for some in subjects(scale, ranks):
+    for some in subjects(scale, ranks).values():
         for subject in some():
             count += 1
             assert subject.at not in seen[subject.key]
