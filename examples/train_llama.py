@@ -44,17 +44,21 @@ LR, DECAY, CLIP = 3e-3, 0.01, 1.0
 #: What a rank's part of a parameter is a part of: rows (outputs) or columns (inputs) of a weight.
 ROWS, COLUMNS, WHOLE = 0, 1, None
 
-LAYER = {
+#: The parameters of a layer's halves: attention, and hidden units.
+FIRST = {
     "norm_1": ((WIDTH,), WHOLE),
     "q": ((WIDTH, WIDTH), ROWS),
     "k": ((KV_HEADS * HEAD, WIDTH), ROWS),
     "v": ((KV_HEADS * HEAD, WIDTH), ROWS),
     "o": ((WIDTH, WIDTH), COLUMNS),
+}
+SECOND = {
     "norm_2": ((WIDTH,), WHOLE),
     "gate": ((HIDDEN, WIDTH), ROWS),
     "up": ((HIDDEN, WIDTH), ROWS),
     "down": ((WIDTH, HIDDEN), COLUMNS),
 }
+LAYER = {**FIRST, **SECOND}
 PARAMETERS: dict[str, tuple[tuple[int, ...], int | None]] = {
     "table": ((BYTES, WIDTH), ROWS),
     **{f"{name}.{n}": of for n in range(LAYERS) for name, of in LAYER.items()},
@@ -76,12 +80,24 @@ def loss_of(p: Any, tokens: Any, targets: Any, rotary: Any, between: Any = lambd
         between: places the activations between layers.
     """
     h = between(F.embedding(tokens, p["table"]))
-    for n in range(LAYERS):
-        w = {name: p[f"{name}.{n}"] for name in LAYER}
-        h = between(h + attention(w, F.rms_norm(h, (WIDTH,), w["norm_1"], 1e-5), rotary))
-        x = F.rms_norm(h, (WIDTH,), w["norm_2"], 1e-5)
-        x = F.silu(F.linear(x, w["gate"])) * F.linear(x, w["up"])
-        h = between(h + F.linear(x, w["down"]))
+    for n in range(2 * LAYERS):
+        h = between(h + half(p, n, h, rotary))
+    return judged(p, h, targets)
+
+
+def half(p: Any, n: int, h: Any, rotary: Any) -> Any:
+    """What half a layer adds: attention where n is even, else the hidden units."""
+    layer = n // 2
+    w = {name: p[f"{name}.{layer}"] for name in (SECOND if n % 2 else FIRST)}
+    if n % 2 == 0:
+        return attention(w, F.rms_norm(h, (WIDTH,), w["norm_1"], 1e-5), rotary)
+    x = F.rms_norm(h, (WIDTH,), w["norm_2"], 1e-5)
+    x = F.silu(F.linear(x, w["gate"])) * F.linear(x, w["up"])
+    return F.linear(x, w["down"])
+
+
+def judged(p: Any, h: Any, targets: Any) -> Any:
+    """The mean of -log p(next byte) for what the last layer gives."""
     logits = F.linear(F.rms_norm(h, (WIDTH,), p["norm"], 1e-5), p["head"])
     return F.cross_entropy(logits.permute(0, 2, 1), targets)
 

@@ -45,8 +45,10 @@ if TYPE_CHECKING:
     from mdfuse.frontend.definition import FusionDefinition
     from mdfuse.frontend.grad import grad, recompute
     from mdfuse.frontend.importing.plans import from_plan
+    from mdfuse.frontend.registering import register_op
     from mdfuse.frontend.spec import TensorSpec
     from mdfuse.passes import segmentation
+    from mdfuse.pipelines.schedules import Schedule
     from mdfuse.runs.dtensor import layout_of, spec_of, to_dtensor
     from mdfuse.runtime.communicator import Communicator, init
     from mdfuse.simulation.reference import reference
@@ -59,6 +61,7 @@ _LAZY = {
     "FusionDefinition": "mdfuse.frontend.definition",
     "HostIrEvaluator": "mdfuse.evaluator",
     "Program": "mdfuse.compiled.program",
+    "Schedule": "mdfuse.pipelines.schedules",
     "Step": "mdfuse.compiled.step",
     "TensorSpec": "mdfuse.frontend.spec",
     "compile": "mdfuse.compiled.program",
@@ -71,6 +74,7 @@ _LAZY = {
     "layout_of": "mdfuse.runs.dtensor",
     "pipeline": "mdfuse.compiled.pipeline",
     "recompute": "mdfuse.frontend.grad",
+    "register_op": "mdfuse.frontend.registering",
     "reference": "mdfuse.simulation.reference",
     "simulate": "mdfuse.simulation.simulate",
     "spec_of": "mdfuse.runs.dtensor",
@@ -120,6 +124,7 @@ __all__ = [
     "Program",
     "ProgramError",
     "Replicate",
+    "Schedule",
     "Shard",
     "Step",
     "Stream",
@@ -138,6 +143,7 @@ __all__ = [
     "pipeline",
     "recompute",
     "reference",
+    "register_op",
     "seeing",
     "segmentation",
     "shard_tensor",

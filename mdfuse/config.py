@@ -110,6 +110,9 @@ class Options:
             mdfuse-UID in the folder for temporary files, where UID is the user's number.
         trace: a folder: each rank writes into a file of it when which instruction began and ended.
             Nothing is captured as CUDA graphs then. None: runs are not traced, and pay nothing.
+        ranges: "torch" or "nvtx": each step of a run is a range with the user's line, for
+            torch.profiler (`record_function`) or for Nsight; nothing is captured as CUDA graphs
+            then. "none": there are none, and runs pay nothing.
     """
 
     backend: str = "auto"
@@ -128,6 +131,7 @@ class Options:
     plans: int = 32
     reports: str | None = None
     trace: str | None = None
+    ranges: Literal["none", "torch", "nvtx"] = "none"
 
     def __post_init__(self) -> None:
         for name, (is_right, rule) in _RULES.items():
@@ -142,6 +146,12 @@ class Options:
             raise ProgramError(
                 f'trace={_shown(self.trace)} with graph="always"',
                 because="the host notes the times, which no CUDA graph can hold",
+                hint='graph="auto"',
+            )
+        if self.graph == "always" and self.ranges != "none":
+            raise ProgramError(
+                f'ranges={_shown(self.ranges)} with graph="always"',
+                because="the host begins and ends them, which no CUDA graph can hold",
                 hint='graph="auto"',
             )
         if self.graph == "always" and self.check_indices:
@@ -212,6 +222,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "plans": (_is_count(1 << 31), "an evaluator keeps at least one plan: a run needs it"),
     "reports": _PLACE,
     "trace": _PLACE,
+    "ranges": _is_one_of("none", "torch", "nvtx"),
 }
 
 
@@ -239,7 +250,7 @@ VARIABLES: dict[str, tuple[str, Any, str]] = {
     "MDFUSE_BACKEND": (
         "backend",
         str,
-        "backend to use: auto, gloo, nccl, ucc, mpi, ucx, null; then axis=backend",
+        "backend to use: auto, gloo, nccl, ucc, mpi, ucx, symmetric, null; then axis=backend",
     ),
     "MDFUSE_STREAMS": ("streams", _count, "number of streams of a streamed lowering"),
     "MDFUSE_STREAM_POLICY": ("stream_policy", str, "auto, round_robin or copy_compute"),
@@ -266,6 +277,7 @@ VARIABLES: dict[str, tuple[str, Any, str]] = {
         "1 checks the indices of embedding, else 0",
     ),
     "MDFUSE_TRACE": ("trace", str, "folder into which each rank writes when it did what"),
+    "MDFUSE_RANGES": ("ranges", str, "ranges for profilers: none, torch or nvtx"),
     "MDFUSE_REPORTS": ("reports", str, "folder for reports of communications that broke or hang"),
 }
 

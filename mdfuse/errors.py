@@ -38,6 +38,8 @@ def printable(text: str) -> str:
 
 #: The note of what a gradient computes once more, instead of keeping it.
 RECOMPUTED = "recomputed"
+#: The note of what a gradient computes.
+BACKWARD = "backward"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import zip_longest
 from sys import modules
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, autocast, is_autocast_enabled, is_grad_enabled
 
 from mdfuse.caching import Cache
@@ -27,15 +25,12 @@ from mdfuse.hir.program import HostProgram
 from mdfuse.ir.ops import TABLE
 from mdfuse.ir.tensors import resolved
 from mdfuse.plan.build import Plan, build
-from mdfuse.plan.forms import empty, without_elements
 from mdfuse.plan.fusing import Fuser
 from mdfuse.plan.index_checks import IndexChecks
 from mdfuse.plan.names import check_names
 from mdfuse.plan.posts import groups
 from mdfuse.plan.runnable import CheckedPlan, Once, Runnable
 from mdfuse.plan.signature import Signature, signature_of
-from mdfuse.plan.streams import capture_stream
-from mdfuse.plan.traced import traced
 from mdfuse.runs.arguments import (
     check_arguments,
     check_no_gradients,
@@ -45,9 +40,9 @@ from mdfuse.runs.arguments import (
     not_by_name,
     numbers,
 )
+from mdfuse.runs.tracing import align, noted, trace_of
 from mdfuse.runtime.agreement.programs import agree, first_run
 from mdfuse.runtime.watch.running import RunCount
-from mdfuse.seeing.trace_files import TraceFile, trace_file
 
 if TYPE_CHECKING:
     from mdfuse.runs.dtensor_border import Border
@@ -62,8 +57,14 @@ _serials, _numbers = itertools.count(), itertools.count()
 #: The tally of an evaluator before its first run.
 _NOTHING = RunCount(name="", serial=-1)
 
-#: Tells something of the arguments of a run; None where it must be found out.
-_Tell = Callable[[Sequence[Any]], bool] | None
+#: What was run last: the key of its arguments, its plan; and, once it was run twice, what tells of
+#: others whether they are alike, and where they lie if all that is written is apart.
+_Last = tuple[
+    Hashable | None,
+    "Runnable | None",
+    Callable[[Sequence[Any]], bool] | None,
+    Callable[[Sequence[Any]], tuple[int, ...] | None] | None,
+]
 
 _NO_RUN = None, None, None, None
 
@@ -91,11 +92,7 @@ class HostIrEvaluator:
     cache: Cache[Runnable] | None = field(default=None, repr=False)
     plans: Cache[Runnable] = field(init=False, repr=False)
     _number: int = field(default_factory=_numbers.__next__, init=False, repr=False)
-    #: What the last run was given, its plan, and what tells of a run whether it is given the like,
-    #: and whether buffers are apart.
-    _last: tuple[Hashable | None, Runnable | None, _Tell, _Tell] = field(
-        default=_NO_RUN, init=False, repr=False
-    )
+    _last: _Last = field(default=_NO_RUN, init=False, repr=False)
     #: What this rank runs, once all ranks agreed to.
     _local: HostProgram | None = field(default=None, init=False, repr=False)
     _signature: Signature | None = field(default=None, init=False, repr=False)
@@ -159,6 +156,8 @@ class HostIrEvaluator:
             problem: why this rank cannot run; raised on all ranks.
             is_partial: some outputs may have no buffer.
         """
+        if out is None and problem is None and (results := self._again(arguments)) is not None:
+            return results
         if out is not None and not isinstance(out, list | tuple):
             problem, out = problem or not_buffers(self.program.name, out), None
         # `has_dtensors` without the call, since this is in the way of each run
@@ -172,23 +171,53 @@ class HostIrEvaluator:
             if plan is None:
                 arguments = resolved(arguments, self._written)
                 plan = self._plan(arguments, out, problem, is_partial)
-            self._tally.runs += 1
-            communicator, concerns_others = self.communicator, self.communicates
-            assert communicator is not None
+            return self._run(plan, arguments, out)
+
+    def _again(self, arguments: Sequence[Any]) -> list[Any] | None:
+        """Run with arguments that are surely like those of the last run; else return None."""
+        with self._lock:
+            key, plan, is_like, apart_at = self._last
+            communicator = self.communicator
+            if is_like is None or communicator is None or not communicator.is_ready:
+                return None
+            if not is_like(arguments):
+                return None
+            assert plan is not None and apart_at is not None and self._signature is not None
+            at = apart_at(arguments) if plan.may_overlap else None
+            if (
+                (plan.may_overlap and at is None)
+                or (plan.records and is_grad_enabled())
+                or (plan.numbers and not self._are_numbers(self._signature, arguments))
+                or not self.plans.again(key, plan)
+            ):
+                return None
+            return self._run(plan, arguments, None, at)
+
+    def _run(
+        self,
+        plan: Runnable,
+        arguments: Sequence[Any],
+        out: Sequence[Any] | None,
+        at: tuple[int, ...] | None = None,
+    ) -> list[Any]:
+        """Run a plan of these arguments; `at` are their addresses where they are known."""
+        self._tally.runs += 1
+        communicator, concerns_others = self.communicator, self.communicates
+        assert communicator is not None
+        if concerns_others:
+            communicator.is_ready = False  # for other threads
+        try:
+            if plan.numbers:
+                arguments = numbers(self.program, arguments)
+            if is_autocast_enabled(self._device_type):  # the program says the dtypes
+                with autocast(self._device_type, enabled=False):
+                    return plan.run(arguments, out, at)
+            return plan.run(arguments, out, at)
+        except BackendError as error:
+            raise communicator.broke_off(self._tally, error) from error.__cause__
+        finally:
             if concerns_others:
-                communicator.is_ready = False  # for other threads
-            try:
-                if plan.numbers:
-                    arguments = numbers(self.program, arguments)
-                if is_autocast_enabled(self._device_type):  # the program says the dtypes
-                    with autocast(self._device_type, enabled=False):
-                        return plan.run(arguments, out)
-                return plan.run(arguments, out)
-            except BackendError as error:
-                raise communicator.broke_off(self._tally, error) from error.__cause__
-            finally:
-                if concerns_others:
-                    communicator.is_ready = communicator.is_sound
+                communicator.is_ready = communicator.is_sound
 
     @cached_property
     def _checks(self) -> IndexChecks | None:
@@ -197,11 +226,6 @@ class HostIrEvaluator:
         has_tables = any(row is not None and row.indexed is not None for row in rows)
         is_asked = options_from_environment(self.options).check_indices
         return IndexChecks() if is_asked and has_tables else None
-
-    def _trace(self, communicator: Communicator) -> TraceFile | None:
-        """Return the file into which runs are traced; None where they are not."""
-        folder = options_from_environment(self.options).trace
-        return trace_file(folder, communicator.rank) if folder is not None else None
 
     @cached_property
     def _written(self) -> tuple[int, ...]:
@@ -223,30 +247,21 @@ class HostIrEvaluator:
         signature, communicator = self._signature, self.communicator
         if signature is None or communicator is None or not communicator.is_ready:
             return None
-        last, plan, is_like, are_apart = self._last
-        key = last
-        if out is not None or is_like is None or not is_like(arguments):
-            key, is_like, are_apart = signature.read(arguments, out), None, None
-            if key is None:
-                return None
-            if key != last:
-                plan = self.plans.find(key)
+        key = signature.read(arguments, out)
+        if key is None:
+            return None
+        plan = self._last[1] if key == self._last[0] else self.plans.find(key)
         if plan is None or isinstance(plan, Once) or (plan.records and is_grad_enabled()):
             return None
-        if plan.may_overlap and not (
-            signature.are_apart(arguments, out) if are_apart is None else are_apart(arguments)
-        ):
+        if plan.may_overlap and not signature.are_apart(arguments, out):
             return None
         if plan.numbers and not self._are_numbers(signature, arguments):
             return None
         if not self.plans.again(key, plan):
             return None
-        if is_like is None:
-            is_twice = key == last and out is None
-            again = (
-                (signature.like(arguments), signature.apart_again()) if is_twice else (None, None)
-            )
-            self._last = key, plan, *again
+        is_twice = key == self._last[0] and out is None
+        tell = (signature.like(arguments), signature.apart_again()) if is_twice else (None, None)
+        self._last = key, plan, *tell
         return plan
 
     def _are_numbers(self, signature: Signature, arguments: Sequence[Any]) -> bool:
@@ -301,9 +316,9 @@ class HostIrEvaluator:
 
     def _built(
         self,
+        communicator: Communicator,
         arguments: Sequence[Any],
         out: Sequence[Any] | None,
-        communicator: Communicator,
         caller: int,
     ) -> Plan:
         assert self._local is not None
@@ -339,9 +354,8 @@ class HostIrEvaluator:
     ) -> Runnable:
         """Return the plan of a first run; the second one is captured, if at all."""
         assert self._signature is not None
-        plan = self._built(arguments, out, communicator, self._signature.stream())
-        if (file := self._trace(communicator)) is not None:
-            plan = traced(plan, file)
+        plan = self._built(communicator, arguments, out, self._signature.stream())
+        plan = noted(plan, self.options, communicator)
         if self._checks is not None:
             meet = partial(agree, self.program.name, communicator=communicator)
             return CheckedPlan(plan, self._checks, meet)
@@ -351,7 +365,7 @@ class HostIrEvaluator:
 
     def _may_capture(self, communicator: Communicator) -> bool:
         options = options_from_environment(self.options)
-        may = options.graph != "never" and options.trace is None
+        may = options.graph != "never" and options.trace is None and options.ranges == "none"
         return may and communicator.can_capture(self.program.backends)
 
     def _captured(
@@ -366,44 +380,23 @@ class HostIrEvaluator:
         Raises:
             ProgramError: all was to be captured, and some of it cannot.
         """
-        from mdfuse.plan.captures import CudaRecorder
-        from mdfuse.plan.graphs import COPY_LIMIT, GraphPlan
+        from mdfuse.plan.capturing import graphs_of
 
         assert self._signature is not None
-        plan, stream = once.plan, capture_stream(communicator.device)
-        given = out if out is not None else (None,) * len(plan.outputs)
-        fresh = [form if x is None else None for form, x in zip_longest(once.fresh, given)]
-        buffers = [
-            without_elements(x) if form is None else empty((*form[:3], torch.device("meta")))
-            for form, x in zip(fresh, given, strict=True)
-        ]
-        kinds = [without_elements(x) for x in arguments]
-        build = partial(self._built, kinds, buffers, communicator)
-        captured = build(stream.cuda_stream)
-        plan.release()
-        stays = once.stay(captured, plan.addresses(arguments, out))
-        name = f"@{self.program.name} ({self._tally.serial})"
-        stream_of_run = self._signature.stream()
-        always = options_from_environment(self.options).graph == "always"
-        graphs = GraphPlan(
-            captured,
-            partial(build, stream_of_run),
-            CudaRecorder(communicator.device, stream),
-            stays,
-            fresh,
-            may_overlap=plan.may_overlap,
-            watch=communicator.replays(name, stream_of_run) if self.communicates else None,
-            limit=None if always else COPY_LIMIT,
+        stream, name = self._signature.stream(), f"@{self.program.name} ({self._tally.serial})"
+        graphs = graphs_of(
+            once,
+            arguments,
+            out,
+            partial(self._built, communicator),
+            name=self.program.name,
+            device=communicator.device,
+            stream=stream,
+            watch=communicator.replays(name, stream) if self.communicates else None,
+            is_all=options_from_environment(self.options).graph == "always",
         )
-        reasons = {r.eager for r in graphs.regions if r.eager is not None}
-        if reasons and always:
-            raise ProgramError(
-                f"@{self.program.name} cannot be captured whole: " + "; ".join(sorted(reasons)),
-                because='graph="always"',
-                hint='graph="auto" captures the rest; program.explain() lists what runs eagerly',
-            )
-        if all(r.eager is not None for r in graphs.regions):
-            return plan
+        if graphs is None:
+            return once.plan
         communicator.hold(graphs)
         return graphs
 
@@ -446,8 +439,7 @@ class HostIrEvaluator:
         )
         self._tally = RunCount(name=self.program.name, serial=next(_serials))
         communicator.count(self._tally)
-        if (file := self._trace(communicator)) is not None:
-            file.clock(*communicator.clock_offset(f"clock/{self._tally.serial}"))
+        align(self.options, communicator, self._tally.serial)
         self._local, self._device_type = local, communicator.device.type
 
     def _refuse(self, problem: MdfuseError | None, communicator: Communicator) -> None:
@@ -475,7 +467,7 @@ class HostIrEvaluator:
     ) -> MdfuseError | None:
         try:
             check_ranks(self.program, communicator.rank, communicator.size)
-            self._trace(communicator)
+            trace_of(self.options, communicator)
             if self.communicates and (crowded := communicator.crowded(self.program.name)):
                 raise crowded
             if not communicator.can_capture(self.program.backends):

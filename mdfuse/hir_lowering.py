@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from mdfuse.config import Options, options_from_environment
+from mdfuse.hir.emit.blocks import Pipeline
 from mdfuse.hir.emit.program import emit
 from mdfuse.hir.emit.sets import Orders
 from mdfuse.hir.passes import (
@@ -38,7 +39,7 @@ from mdfuse.passes import (
     widen_sums,
 )
 from mdfuse.passes.segment_ids import with_ids
-from mdfuse.passes.segmentation import Section, ShouldMerge, segment
+from mdfuse.passes.segmentation import Section, ShouldMerge, merge_composite, segment
 
 Pass = Callable[[Fusion], Fusion]
 
@@ -150,9 +151,10 @@ def host_program(
     sections: tuple[Section, ...],
     options: Options | None,
     stated: Orders | None = None,
+    pipeline: Pipeline | None = None,
 ) -> HostProgram:
     """Return the global host program of a prepared fusion and its sections; see `emit`."""
-    host = emit(fusion, sections, stated)
+    host = emit(fusion, sections, stated, pipeline)
     for _, run in HOST_PASSES:
         host = run(host, options_from_environment(options))
     return host
@@ -180,5 +182,26 @@ def lower(
         becomes a segment; and the global host program.
     """
     prepared = with_ids(prepare(fusion, observe, options, batch))
+    return prepared, *lower_prepared(prepared, should_merge, options)
+
+
+@no_collection()
+def lower_prepared(
+    prepared: Fusion,
+    should_merge: ShouldMerge | None = None,
+    options: Options | None = None,
+    pipeline: Pipeline | None = None,
+) -> tuple[tuple[Section, ...], HostProgram]:
+    """Return the sections and the global host program of a fusion after all passes, with ids.
+
+    Args:
+        prepared: the fusion.
+        should_merge: see `mdfuse.passes.segmentation.segment`.
+        options: as `lower` takes them.
+        pipeline: what runs once per microbatch in stages, and when.
+    """
+    if pipeline is not None:
+        merge = merge_composite if should_merge is None else should_merge
+        should_merge = pipeline.stages.within(merge)
     sections = segment(prepared, should_merge)
-    return prepared, sections, host_program(prepared, sections, options)
+    return sections, host_program(prepared, sections, options, pipeline=pipeline)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -10,9 +11,13 @@ from hypothesis import settings
 from mdfuse import hir_lowering
 from mdfuse.config import Options
 from mdfuse.extents.extent import example, mapped
+from mdfuse.frontend import ops
 from mdfuse.frontend.cache import FusionCache
+from mdfuse.frontend.importing.table import TABLE as IMPORTED
+from mdfuse.frontend.vjps import RULES
 from mdfuse.hir import HostProgram
 from mdfuse.hir.verify import verify
+from mdfuse.ir.ops import TABLE
 
 pytest_plugins = ("multirank.plugin",)
 
@@ -38,6 +43,18 @@ def verified_passes() -> Iterator[None]:
     hir_lowering.HOST_PASSES = tuple((name, _verified(run)) for name, run in named)
     yield
     hir_lowering.HOST_PASSES = passes
+
+
+@pytest.fixture(autouse=True)
+def unregistered() -> Iterator[None]:
+    """What a test registers goes away with it."""
+    tables: list[dict[str, Any]] = [TABLE, RULES, ops.BY_NAME, IMPORTED]
+    before = [{*t} for t in tables]
+    yield
+    for table, names in zip(tables, before, strict=True):
+        for name in table.keys() - names:
+            del table[name]
+            vars(ops).pop(name, None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -323,6 +323,55 @@ def test_host_times_that_the_page_shows() -> None:
         assert [float(x) for x in re.findall(r"[\d.]+", ratio)] == pytest.approx(figures, abs=0.006)
 
 
+def test_what_seeing_costs_on_the_page() -> None:
+    file = stored("tracing")
+    rows = shown("each instruction", "traced")
+    assert len(rows) == 2
+    for what, plain, *added in rows:
+        name, _, count = what.replace("`", "").partition(": ")
+        for kind, cell in zip(("traced", "ranges"), added, strict=True):
+            row = file[f"{name}, {kind}: added per instruction"]
+            assert row["sizes"] == count
+            assert float(cell.split()[0]) == pytest.approx(row["figure"]["median"], abs=0.006)
+        each = file[f"{name}, traced: added per instruction"]
+        assert time_of(plain) == pytest.approx(each["against"]["median"] / each["per"], abs=6)
+    for what, of, time in shown("processor time"):
+        assert file[what]["sizes"] == of
+        assert time_of(time) == pytest.approx(file[what]["ours"]["median"], rel=0.005)
+
+
+def test_what_seeing_costs_is_measured(tmp_path: Path) -> None:
+    script = str(ROOT / "benchmarks" / "tracing.py")
+    done = run(tmp_path, script, "--quick", "--output", "a.json")
+    assert done.returncode == 0, done.stderr
+    names = [row["name"] for row in json.loads((tmp_path / "a.json").read_text())["rows"]]
+    for words in ("chain, traced", "chain, ranges", "posting, traced", "timeline", "report"):
+        assert [name for name in names if name.startswith(words)], words
+
+
+def test_predicted_times_stand_beside_measured_ones(tmp_path: Path) -> None:
+    """A second for each piece of work: predictions are what the table says."""
+    from mdfuse.seeing import UNIT, CostTable
+    from mdfuse.seeing.cost_tables import machine_of
+
+    table = CostTable(
+        costs=UNIT, machine=machine_of(torch.device("cpu"), "gloo"), ranks=1, date="2026-11-23",
+        mean_error=0.5, p95_error=0.5, held_out={"mlp": (1.0, 2.0)},
+    )  # fmt: skip
+    (tmp_path / "table.json").write_text(table.as_json())
+    script, given = str(ROOT / "benchmarks" / "costs.py"), ("--costs", "table.json")
+    small = ("--device", "cpu", "--small", "--rounds", "2", "--model", "minilm")
+    done = run(tmp_path, script, *given, *small, "--output", "a.json")
+    assert done.returncode == 0, done.stderr
+    file = json.loads((tmp_path / "a.json").read_text())
+    assert file["world"]["held_out"] == {"mlp": [1.0, 2.0]}
+    assert "off by 50% on average" in file["world"]["table"]
+    (row,) = file["rows"]
+    works = 6 * 12  # of a layer: six linear layers, attention, GELU, two sums, two norms
+    assert set(row["rounds"]["ours"]) == {works * 1e9}
+    assert min(row["rounds"]["against"]) > 0 and row["alternative"] == "measured"
+
+
 def test_posts_that_the_page_shows() -> None:
     names = ("dist.", "process group", "lane, forked", "lane, at once")
     rows = shown("way to post")

@@ -161,7 +161,7 @@ PARTING = [
             ),
             backend,
         )
-        for backend in ("gloo", "ucx")
+        for backend in ("gloo", "ucx", "symmetric")
     ),
     (
         Case(
@@ -221,6 +221,7 @@ class Launch:
 LAUNCHES = {
     "gloo": Launch(backend="gloo"),
     "ucx": Launch(backend="ucx"),
+    "symmetric": Launch(backend="symmetric"),
     "mpi": Launch(
         backend="mpi",
         options=("--runtime-options", "recoverable,error-nonzero-status=0"),
@@ -371,7 +372,7 @@ def test_ranks_that_join_and_part(
     check_page(case, launch, job)
 
 
-@pytest.mark.parametrize("launch", ["gloo", "ucx", "mpi"])
+@pytest.mark.parametrize("launch", ["gloo", "ucx", "symmetric", "mpi"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_guilty_rank_is_named(
     case: Case, launch: str, jobs: dict[tuple[str, str], Future[Job]]
@@ -423,7 +424,7 @@ def test_mpirun_ends_the_job(
 
 
 def test_the_page_shows_cases_that_there_are() -> None:
-    ours = [(c, launch) for c in CASES for launch in ("gloo", "ucx", "mpi")]
+    ours = [(c, launch) for c in CASES for launch in ("gloo", "ucx", "symmetric", "mpi")]
     ours += [*JOINING, *PARTING, *IN_ONE_RANK, *((c, "mpirun") for c in ENDED_BY_ITSELF)]
     elsewhere = {"test_refusal", "test_reports"}
     assert {*SHOWN} - elsewhere <= {f"{case}, {launch}" for case, launch in ours}

@@ -20,7 +20,8 @@ Gather, Scatter, AllToAll, Exchange, SendRecv
 
 Small communications take one step instead: every operand or block goes directly to each rank that
 needs it. So do those that a library with collectives of its own lacks, whatever their size:
-`mdfuse.backends.transfers`.
+`mdfuse.backends.transfers`. Where a member's memory is open to all the others (`Sizes.is_open`),
+what it has for all of them is not passed on: no rings and no trees.
 """
 
 from __future__ import annotations
@@ -93,11 +94,13 @@ class Round:
         local: done first, in order.
         recvs: posted next; the step is over when all transfers have finished.
         sends: posted after `recvs`.
+        is_shared: each member that sends has one piece for all the others.
     """
 
     local: tuple[Copy | Reduce, ...] = ()
     recvs: tuple[Transfer, ...] = ()
     sends: tuple[Transfer, ...] = ()
+    is_shared: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,11 +124,13 @@ class Sizes:
         srcs: of each buffer that is sent.
         dsts: of each buffer that is received.
         small: how many elements may arrive at a rank in one step, rather than in several.
+        is_open: each member reads what it needs of any other itself.
     """
 
     srcs: tuple[int, ...]
     dsts: tuple[int, ...]
     small: int = 0
+    is_open: bool = False
 
 
 def compose(call: Call, sizes: Sizes) -> Composition:
@@ -142,7 +147,8 @@ def compose(call: Call, sizes: Sizes) -> Composition:
     check_call(call, is_prepared=True)
     alone = len(call.team) == 1 and KINDS[call.kind].by_all  # the others have no pair then
     found = _alone(sizes) if alone else _COMPOSED[call.kind](call, sizes)
-    kept = tuple(step for step in map(_without_empty, found.steps) if step != Round())
+    full = map(_without_empty, found.steps)
+    kept = tuple(step for step in full if step.local or step.recvs or step.sends)
     for piece in _pieces(kept):
         _check_fits(call, sizes, piece)
     return replace(found, steps=kept)
@@ -155,7 +161,7 @@ def _without_empty(step: Round) -> Round:
         return tuple(t for t in transfers if t.piece.size)
 
     local = tuple(x for x in step.local if x.target.size)
-    return Round(local=local, recvs=full(step.recvs), sends=full(step.sends))
+    return replace(step, local=local, recvs=full(step.recvs), sends=full(step.sends))
 
 
 def _pieces(steps: Iterable[Round]) -> Iterable[Piece]:
@@ -219,6 +225,15 @@ def _ring(call: Call, blocks: Sequence[_Range]) -> list[Round]:
     ]
 
 
+def _shared(call: Call, blocks: Sequence[_Range], own: Piece) -> Round:
+    """Bring each member's own piece into its block of dst on all the others."""
+    return Round(
+        recvs=tuple(Transfer(r, Piece("dst", *blocks[j])) for j, r in _others(call)),
+        sends=tuple(Transfer(r, own) for _, r in _others(call)),
+        is_shared=True,
+    )
+
+
 def _operands(call: Call, blocks: Sequence[_Range]) -> tuple[Round, Piece]:
     """Bring each member its block of every src.
 
@@ -232,6 +247,7 @@ def _operands(call: Call, blocks: Sequence[_Range]) -> tuple[Round, Piece]:
         local=(Copy(Piece("src", *blocks[i]), rows[i]),),
         recvs=tuple(Transfer(r, rows[j]) for j, r in _others(call)),
         sends=tuple(Transfer(r, Piece("src", *blocks[j])) for j, r in _others(call)),
+        is_shared=len({*blocks}) == 1,
     )
     return step, Piece("scratch", 0, n * size)
 
@@ -261,14 +277,9 @@ def _allgather(call: Call, sizes: Sizes) -> Composition:
     (k,), i, n = sizes.srcs, _index(call), len(call.team)
     blocks = _equal(k, n)
     own = Copy(Piece("src", 0, k), Piece("dst", *blocks[i]))
-    if n * k > sizes.small:
+    if n * k > sizes.small and not sizes.is_open:
         return Composition(steps=(Round(local=(own,)), *_ring(call, blocks)))
-    step = Round(
-        local=(own,),
-        recvs=tuple(Transfer(r, Piece("dst", *blocks[j])) for j, r in _others(call)),
-        sends=tuple(Transfer(r, own.source) for _, r in _others(call)),
-    )
-    return Composition(steps=(step,))
+    return Composition(steps=(replace(_shared(call, blocks, own.source), local=(own,)),))
 
 
 def _reduce_scatter(call: Call, sizes: Sizes) -> Composition:
@@ -281,7 +292,9 @@ def _allreduce(call: Call, sizes: Sizes) -> Composition:
     if n * k <= sizes.small:
         return _reduced(call, [(0, k)] * n, Piece("dst", 0, k))
     blocks = _split(k, n)
-    return _reduced(call, blocks, Piece("dst", *blocks[_index(call)]), _ring(call, blocks))
+    own = Piece("dst", *blocks[_index(call)])
+    rest = [_shared(call, blocks, own)] if sizes.is_open else _ring(call, blocks)
+    return _reduced(call, blocks, own, rest)
 
 
 def _reduce(call: Call, sizes: Sizes) -> Composition:
@@ -307,6 +320,10 @@ def _broadcast(call: Call, sizes: Sizes) -> Composition:
     n, root = len(call.team), root_index(call)
     position = (_index(call) - root) % n
     held = Piece("dst" if position else "src", 0, (sizes.dsts if position else sizes.srcs)[0])
+    if sizes.is_open:
+        from_root = (Transfer(call.team[root], held),) if position else ()
+        to_all = () if position else tuple(Transfer(r, held) for _, r in _others(call))
+        return Composition(steps=(Round(recvs=from_root, sends=to_all, is_shared=True),))
     lowest = position & -position or 1 << (n - 1).bit_length()
     bits = [1 << b for b in reversed(range(lowest.bit_length() - 1))]  # the largest subtree first
     children = [call.team[(position + b + root) % n] for b in bits if position + b < n]

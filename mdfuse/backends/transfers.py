@@ -34,7 +34,11 @@ _SIZES_KEPT = 32
 
 
 def composer(
-    call: Call, make: Callable[[Composition, Sizes], Made], small_bytes: int | None = None
+    call: Call,
+    make: Callable[[Composition, Sizes], Made],
+    small_bytes: int | None = None,
+    *,
+    is_open: bool = False,
 ) -> Callable[[Sequence[Tensor], Sequence[Tensor]], Made]:
     """Return a function of srcs and dsts that gives what `make` made for buffers of their sizes.
 
@@ -46,6 +50,7 @@ def composer(
         make: called with each new composition and the sizes that it is for.
         small_bytes: how many bytes may arrive at a rank in one step rather than in several; None:
             any number.
+        is_open: see `Sizes`.
     """
 
     @lru_cache(_SIZES_KEPT)
@@ -53,7 +58,8 @@ def composer(
         if call.kind in REDUCING:
             check_reduction(call.reduce_op, dtype)
         small = _ANY_SIZE if small_bytes is None else small_bytes // dtype.itemsize
-        sizes = Sizes(srcs=numels[:count], dsts=numels[count:], small=small)
+        srcs, dsts = numels[:count], numels[count:]
+        sizes = Sizes(srcs=srcs, dsts=dsts, small=small, is_open=is_open)
         return make(algorithms.compose(call, sizes), sizes)
 
     def composed(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Made:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,18 +9,14 @@ from rich.table import Table
 from rich.text import Text
 
 from mdfuse.cli import screen
+from mdfuse.cli.costs import costs_named
 from mdfuse.cli.program_file import call_build, load_build
 from mdfuse.cli.report import size_range, time_text, titled
 from mdfuse.compiled.program import Program, compile
-from mdfuse.errors import ProgramError
 from mdfuse.hir.program import HostProgram
 from mdfuse.mesh import DeviceMesh
 from mdfuse.runs.extents import global_extents
 from mdfuse.seeing.comparison import Account, account, differing_text, groups_of
-from mdfuse.seeing.costs import H100, UNIT, Costs, Link
-
-#: Tables of costs that have a name.
-_TABLES = {"h100": H100, "unit": UNIT}
 
 
 def compiled(file: Path, mesh: DeviceMesh) -> Program:
@@ -35,23 +30,6 @@ def compiled(file: Path, mesh: DeviceMesh) -> Program:
     if definition.examples:
         program = program.with_extents(global_extents(definition.fusion, inputs))
     return program
-
-
-def costs_named(text: str | None) -> Costs | None:
-    """Return a table of costs by its name, or from a JSON file.
-
-    Raises:
-        ProgramError: there is no such table, or the file does not hold one.
-    """
-    if text is None or text in _TABLES:
-        return _TABLES[text] if text is not None else None
-    hint = f"one of {', '.join(_TABLES)}, or a JSON file of the fields of mdfuse.seeing.Costs"
-    try:
-        found = json.loads(Path(text).read_text(encoding="utf-8"))
-        links = {key: Link(**link) for key, link in dict(found.pop("links", {})).items()}
-        return Costs(**{"name": Path(text).stem, **found, "links": links})
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise ProgramError(f"costs {text}", because=str(error), hint=hint) from error
 
 
 def show(

@@ -1,4 +1,4 @@
-"""The commands of `mdfuse`: `run`, `dump`, `diff`, `doctor`, `bench`."""
+"""The commands of `mdfuse`: `run`, `dump`, `diff`, `doctor`, `calibrate`, `bench`."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def diff(
     ] = None,
     costs: Annotated[
         str | None,
-        typer.Option(metavar="h100", help="Predict times: h100, unit, or a JSON file of costs."),
+        typer.Option(metavar="h100", help="Predict times: here, h100, unit, or a JSON file."),
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="Compare types of values, too.")] = False,
 ) -> None:
@@ -179,7 +179,7 @@ def report(
     ),
     costs: Annotated[
         str | None,
-        typer.Option(metavar="h100", help="Predict times: h100, unit, or a JSON file of costs."),
+        typer.Option(metavar="h100", help="Predict times: here, h100, unit, or a JSON file."),
     ] = None,
     trace: Annotated[
         Path | None,
@@ -232,6 +232,24 @@ def doctor(
         from mdfuse.cli.doctor.ranks import run
 
         run(collective)
+
+
+@app.command()
+def calibrate(
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE.json", help="Elsewhere than programs look."),
+    ] = None,
+) -> None:
+    """Measure in about a minute what work and communications take here, for predicted times.
+
+    Start it as programs are started, on a machine that does nothing else:
+    torchrun --nproc-per-node 2 -m mdfuse calibrate. Predictions with --costs here follow it.
+    """
+    with screen.errors():
+        from mdfuse.cli.calibration.command import run
+
+        run(out)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mdfuse.cli import screen
-from mdfuse.cli.differing import costs_named
+from mdfuse.cli.costs import costs_named
 from mdfuse.cli.program_file import call_build, load_build
 from mdfuse.compiled.program import compile
 from mdfuse.errors import ProgramError
@@ -49,6 +49,7 @@ def write(file: Path, mesh: DeviceMesh, out: Path, costs: str | None, trace: Pat
                 values=values_of(program.fusion),
                 costs=table,
                 measured=measured,
+                schedule=program.schedule,
             )
         )
     try:

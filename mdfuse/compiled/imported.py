@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from mdfuse.errors import MdfuseError, ProgramError
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.importing import load as loading
+from mdfuse.frontend.importing import save as saving
 from mdfuse.frontend.importing.blocks import blocks_of
 from mdfuse.frontend.importing.build import Model, check_known, constants_of, record
 from mdfuse.frontend.importing.capture import Captured, capture
@@ -28,11 +30,12 @@ from mdfuse.frontend.importing.report import report
 from mdfuse.frontend.importing.train import Optimizer, define_step
 from mdfuse.frontend.spec import TensorSpec
 from mdfuse.ir.graph import Fusion
-from mdfuse.layouts.boxes import Box
 from mdfuse.mesh import DeviceMesh, as_mesh
 from mdfuse.names import as_name
 from mdfuse.runtime.communicator import Communicator
 from mdfuse.torch_private import flattened, unflattened
+
+T = TypeVar("T")
 
 
 def from_torch(
@@ -44,6 +47,7 @@ def from_torch(
     layouts: Mapping[str, Any] | None = None,
     blocks: Mapping[str, Any] | None = None,
     gather: Sequence[str] = (),
+    adapters: Mapping[str, Any] | None = None,
     dynamic_shapes: Mapping[str, Mapping[int, Any]] | None = None,
     buffers: Mapping[str, Tensor] | None = None,
 ) -> ImportedModel:
@@ -64,6 +68,8 @@ def from_torch(
             matrix. Each is an input, and split, by itself; `{dim: 3}` says the dim.
         gather: axes of the mesh along which parameters are brought together just before they are
             read, as FSDP does; the backward gathers them again.
+        adapters: pattern of names of linear layers -> the rank of an adapter beside it, or
+            (rank, alpha): then steps of training train the adapters alone.
         dynamic_shapes: name of an argument -> dim -> a name (or a `torch.export.Dim`): extents
             that each run chooses.
         buffers: name -> numbers, for buffers of a module on "meta" that are in no checkpoint.
@@ -88,7 +94,7 @@ def from_torch(
     """
     mesh = as_mesh(mesh)
     patterns = Patterns(layouts or {}, mesh)
-    captured = capture(module, args, kwargs, dynamic_shapes)
+    captured = capture(module, args, kwargs, dynamic_shapes, adapters)
     model = _model(captured, patterns, buffers or {})
     model = replace(model, blocks=blocks_of(model, blocks or {}), gather=_axes(gather, mesh))
     return ImportedModel(model, patterns)
@@ -139,8 +145,23 @@ def _places(captured: Captured, patterns: Patterns) -> tuple[dict[Node, Placed],
         if found is not None:
             placed[key] = found
     patterns.check_used([name for _, names, _ in (*asked, *asked_outputs) for name in names])
+    _place_adapters(captured, patterns, placed)
     outputs = {key: found for key, found in placed.items() if isinstance(key, int)}
     return {key: found for key, found in placed.items() if isinstance(key, Node)}, outputs
+
+
+def _place_adapters(captured: Captured, patterns: Patterns, placed: dict[Any, Placed]) -> None:
+    """Let adapters live as their matrices do, but for what a pattern says of `lora_` itself."""
+    nodes = {name: n for n, p in captured.parameters.items() for name in p.names}
+    for node, p in captured.parameters.items():
+        said = placed.pop(node, None) if p.adapter is not None else None
+        if p.adapter is None or (said is not None and "lora_" in said.pattern):
+            placed |= {node: said} if said is not None else {}
+            continue
+        matrix = placed.get(nodes[p.adapter.of])
+        if matrix is not None:
+            layout = p.adapter.layout(p.name, matrix.layout)
+            placed[node] = Placed(pattern=matrix.pattern, layout=layout)
 
 
 class ImportedModel:
@@ -192,7 +213,7 @@ class ImportedModel:
         *,
         optimizer: Callable[..., Any],
         extra: Mapping[str, TensorSpec] | None = None,
-        frozen: Sequence[str] = (),
+        frozen: Sequence[str] | None = None,
         clip: float | None = None,
         master: bool = False,
     ) -> TrainingStep:
@@ -207,7 +228,7 @@ class ImportedModel:
                 needed and not bound, as `lr`, are inputs of each run. `step` is counted.
             extra: name -> what else the loss takes.
             frozen: patterns of parameters that are not trained; nor are those that do not require
-                gradients.
+                gradients. By default none; beside adapters, all but these.
             clip: scales all gradients so that their norm together is at most this.
             master: keeps parameters of 16 bits in f32 besides.
 
@@ -302,21 +323,58 @@ class ImportedModel:
         """
         if comm is None:
             return self._load(source, rank, device, rename)
+        where = device or comm.device
+        return self._agreed(comm, "load", lambda: self._load(source, comm.rank, where, rename))
+
+    def save(
+        self,
+        folder: str | Path,
+        weights: Sequence[Tensor | None],
+        *,
+        comm: Communicator | None = None,
+    ) -> Path:
+        """Write parameters under the module's names, as `torch.distributed.checkpoint` does.
+
+        `load` reads them into a model with any layouts, and so does torch's own loader into a
+        module. Each box is written by the first rank that has it.
+
+        Args:
+            folder: that all ranks share; without a checkpoint.
+            weights: as `load` returned them, or `RunningStep.weights`; wholes without comm, with it
+                this rank's parts.
+            comm: all ranks save together; where one fails, all raise.
+
+        Raises:
+            ProgramError: the folder has a checkpoint, or cannot be written; other weights.
+        """
+        folder, rank = Path(folder), None if comm is None else comm.rank
+        self._agreed(comm, "save", partial(saving.check_folder, folder))
+        mine = partial(saving.write, folder, self.model, weights, rank)
+        self._agreed(comm, "save", mine)
+        size = 1 if comm is None else comm.size
+        last = partial(saving.finish, folder, self.model, None if comm is None else size)
+        self._agreed(comm, "save", last if not rank else _nothing)
+        return folder
+
+    def _agreed(self, comm: Communicator | None, what: str, act: Callable[[], T]) -> T:
+        """Do something on all ranks; where it fails on one, all raise."""
+        if comm is None:
+            return act()
         try:
-            found, problem = self._load(source, comm.rank, device or comm.device, rename), None
+            found, problem = act(), None
         except MdfuseError as error:
-            found, problem = [], error
+            found, problem = None, error
         said = comm.all_ok(None if problem is None else str(problem))
         if problem is not None:
             raise problem
         failed = [n for n, text in enumerate(said) if text]
         if failed:
             raise ProgramError(
-                f"rank {failed[0]} could not load {self.model.captured.name}",
+                f"rank {failed[0]} could not {what} {self.model.captured.name}",
                 where=(said[failed[0]] or "").splitlines(),
-                because="all ranks load, or none does",
+                because=f"all ranks {what}, or none does",
             )
-        return found
+        return cast("T", found)
 
     def _load(
         self, source: Any, rank: int | None, device: Any, rename: Callable[[str], str] | None
@@ -325,6 +383,7 @@ class ImportedModel:
         checkpoint = loading.opened(self._own if source is None else source)
         called = rename or str
         wanted = [tuple(map(called, captured.parameters[n].names)) for n in self.model.parameters]
+        checkpoint = loading.with_starts(checkpoint, self._starts(called))
         others = [called(name) for p in captured.unused for name in p.names]
         self._unexpected = loading.check_names(
             checkpoint, wanted, [*others, *captured.origins.values()]
@@ -334,29 +393,19 @@ class ImportedModel:
         for node, names in zip(self.model.parameters, wanted, strict=True):
             name, value = next(n for n in names if n in there), node.meta["val"]
             loading.check_shape(checkpoint, name, value.shape)
-            for box in self._boxes(node, rank):
+            for box in self.model.boxes(node, rank):
                 part = None if box is None else loading.read(checkpoint, name, value.dtype, box)
                 found.append(part if part is None else part.to(device))
         for node in self.model.constants:
             whole = folded[node]
-            for box in self._boxes(node, rank):
+            for box in self.model.boxes(node, rank):
                 found.append(None if box is None else loading.part_of(whole, box).to(device))
         return found
 
-    def _boxes(self, node: Node, rank: int | None) -> list[Box | None]:
-        """What a rank has of each input of a parameter or a constant; None outside of its mesh."""
-        layout, found = self.model.layout(node), list[Box | None]()
-        for _, shape, start in self.model.parts(node, ""):
-            if rank is not None and rank not in layout.mesh:
-                found.append(None)
-                continue
-            box = tuple((0, n) for n in shape) if rank is None else layout.intervals(shape, rank)
-            if node in self.model.blocks:
-                dim = self.model.blocks[node].dim
-                first, last = box[dim]
-                box = (*box[:dim], (start + first, start + last), *box[dim + 1 :])
-            found.append(box)
-        return found
+    def _starts(self, called: Callable[[str], str]) -> dict[str, Tensor]:
+        """What adapters begin with, by name: a checkpoint may lack them."""
+        of = (self.model.captured.parameters[n] for n in self.model.parameters)
+        return {called(p.name): p.adapter.start for p in of if p.adapter is not None}
 
     @cached_property
     def _own(self) -> dict[str, Tensor]:
@@ -370,3 +419,7 @@ class ImportedModel:
                 hint="load(path, rank=comm.rank) reads them from a checkpoint",
             )
         return {name: p.tensor for p in parameters for name in p.names}
+
+
+def _nothing() -> None:
+    """What ranks do that wait for another one."""

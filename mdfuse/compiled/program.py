@@ -15,7 +15,7 @@ from mdfuse.communication import Communication
 from mdfuse.compiled.advice import advice
 from mdfuse.compiled.segments import Segment, kept, last_uses, segments_of
 from mdfuse.compiled.specialisations import Lowering, Lowerings, lowerings_of
-from mdfuse.config import Options, environment, options_from_environment
+from mdfuse.config import Options, backend_choice, environment, options_from_environment
 from mdfuse.errors import DefinitionError, MdfuseError
 from mdfuse.evaluator import HostIrEvaluator
 from mdfuse.extents.extent import example, mapped, with_numbers
@@ -37,8 +37,10 @@ from mdfuse.runs.extents import (
 )
 from mdfuse.runtime.backend_rows import BACKENDS
 from mdfuse.runtime.communicator import init
+from mdfuse.seeing.report.numbers import size_text
 
 if TYPE_CHECKING:
+    from mdfuse.pipelines.schedules import Schedule
     from mdfuse.seeing.costs import Costs
     from mdfuse.seeing.timeline import Timeline
 
@@ -55,6 +57,7 @@ class Program:
         options: how the program runs; None: as the environment says.
         symbolic: where the definition has symbolic extents: all its lowerings. `fusion`, `segments`
             and `host` are those of the first.
+        schedule: what each mesh does, and when, where stages lie on several: see `mf.pipeline`.
     """
 
     fusion: Fusion
@@ -62,6 +65,7 @@ class Program:
     host: HostProgram
     options: Options | None = None
     symbolic: Lowerings | None = None
+    schedule: Schedule | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields alone: a copy has not run, so it has neither plans nor communicator."""
@@ -154,6 +158,7 @@ class Program:
         fusion = self.fusion if self.symbolic is None else mapped(self.fusion, example)
         lines += [f"  {line}" for line in (*posts, *advice(fusion))]
         lines += [f"  {line}" for line in _streams(self.host)]
+        lines += [f"  {line}" for line in _staging(self.host, self.options)]
         lines += [f"  {line}" for line in _graphs(self.host, self.options)]
         lines += [f"  {line}" for line in _launches(self.host, self._evaluators.recent)]
         for n, lowering in enumerate(self.lowerings):
@@ -295,6 +300,18 @@ def _streams(host: HostProgram) -> Iterator[str]:
             how = f"iteration %{i.outputs[0]} on stream {stream}"
         where = f" ({i.source})" if i.source else ""
         yield f"streams: {i.kwargs['stop']} chunks{where}, {how}"
+
+
+def _staging(host: HostProgram, options: Options | None) -> Iterator[str]:
+    """Yield lines on the memory through which backends carry what the program posts."""
+    usual = backend_choice(options_from_environment(options).backend).usual
+    for name, named in ((usual, None), *((x, x) for x in host.backends)):
+        posted = [c for c in host.communications if c.backend == named]
+        staging = BACKENDS[name].staging if name in BACKENDS else {}
+        if posted and staging:
+            teams = len({(c.source.mesh, c.destination.mesh, c.axes) for c in posted})
+            sizes = " or ".join(f"{size_text(n)} of {of}" for of, n in staging.items())
+            yield f"staging: {name} takes {sizes} memory of a rank for each team, at most {teams}"
 
 
 def _launches(host: HostProgram, last: HostIrEvaluator | None) -> Iterator[str]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mdfuse.compiled.program import Program
 from mdfuse.errors import ProgramError
+from mdfuse.plan.places import picked
 from mdfuse.runtime.communicator import init
 
 #: What a file that is missing, cut off or something else makes of reading it.
@@ -70,7 +71,7 @@ class Step:
         self.state = {name: state[name] for name in names}
         self._others = [name for name in fusion.inputs if name not in written]
         places = {name: n for n, name in enumerate((*names, *self._others))}
-        self._places = [places[name] for name in fusion.inputs]
+        self._ordered = picked([places[name] for name in fusion.inputs])
         self._results = [i for i, name in enumerate(fusion.outputs) if name not in fusion.reuse]
 
     def __call__(self, *inputs: Any, extents: Mapping[str, int] | None = None) -> Any:
@@ -93,9 +94,9 @@ class Step:
                 hint=f"pass, in this order: {', '.join(self._others)}",
             )
             self.program.refuse(problem)
-        given = *self.state.values(), *inputs
-        outputs = self.program.run(*[given[n] for n in self._places], extents=extents)
-        found = tuple(outputs[i] for i in self._results)
+        given = self._ordered((*self.state.values(), *inputs))
+        outputs = self.program.run(*given, extents=extents)
+        found = tuple([outputs[i] for i in self._results])
         return found[0] if len(found) == 1 else found or None
 
     # -- files -----------------------------------------------------------------------------------

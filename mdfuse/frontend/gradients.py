@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from mdfuse.errors import RECOMPUTED, DefinitionError, Source
+from mdfuse.errors import BACKWARD, RECOMPUTED, DefinitionError, Source
 from mdfuse.extents.extent import are_same
 from mdfuse.frontend.cache import Fact
 from mdfuse.frontend.handle import Handle, ValueId
@@ -405,4 +405,4 @@ def _noted(source: Source | None, note: str) -> Source | None:
 
 
 def _backward(source: Source | None) -> Source | None:
-    return _noted(source, "backward")
+    return _noted(source, BACKWARD)

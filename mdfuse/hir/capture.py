@@ -18,7 +18,7 @@ class HostValues:
 
     def __init__(self, program: HostProgram) -> None:
         self.program = program
-        loops = {n for i in program.walk() if i.op == "for" for n in i.outputs}
+        loops = {n for i in program.walk() if i.op in BLOCKS for n in i.outputs}
         #: name of a value on the host -> its description in a reason
         self.known: dict[str, str] = {
             n: f"%{n}, a number of each run"
@@ -55,7 +55,7 @@ def eager(program: HostProgram) -> Iterator[tuple[Instruction, str]]:
     """Yield the instructions that no graph can hold, each with the reason."""
     values = HostValues(program)
     for i in program.walk():
-        if i.op in (*BLOCKS, "launch", "return"):
+        if i.op in (*BLOCKS, "call", "launch", "return"):
             continue
         why = values.why_eager(i)
         if why is not None:

@@ -148,6 +148,8 @@ _ROWS = (
         is_block=True,
     ),
     Row(name="if", attrs=(attr("test", "index", True),), is_block=True),
+    Row(name="block", makes="index", is_block=True),
+    Row(name="call", attrs=(attr("index", "index", True),)),
     Row(name="launch", operands=(0, None), makes="values"),
     Row(name="return", operands=(0, None)),
     # -- streams
@@ -172,6 +174,8 @@ TRANSFERS = ("send", "recv")
 COMMUNICATIONS = _named("communicates")
 #: Instructions whose nested ones run, or not, as the host decides.
 BLOCKS = _named("is_block")
+#: Instructions whose `fn` is a name of their own, and no row of the op table.
+NAMED = ("launch", "block", "call")
 #: Instructions that only make or drop a buffer.
 MEMORY = _named("is_memory")
 #: Views that read no element; those of the op table are not among them.
@@ -185,9 +189,9 @@ CALLS = tuple(r.name for r in _ROWS if r.makes in ("value", "handle", "stream") 
 def op_of(i: Instruction) -> Op | None:
     """Return the row of the op table that an instruction runs; None where it runs none.
 
-    A host unit runs none by itself, though it may have the name of one.
+    Host units and blocks run none by themselves, though they may have the name of one.
     """
-    return TABLE.get(i.fn) if i.op != "launch" else None
+    return TABLE.get(i.fn) if i.op not in NAMED else None
 
 
 def is_library(i: Instruction) -> bool:
@@ -201,7 +205,7 @@ def row_of(i: Instruction) -> Row | None:
     op = op_of(i)
     if op is not None:
         return _row_of_op(op.name) if i.op == op.host else None
-    return INSTRUCTIONS.get(i.op) if not i.fn or i.op == "launch" else None
+    return INSTRUCTIONS.get(i.op) if not i.fn or i.op in NAMED else None
 
 
 @cache
@@ -221,4 +225,4 @@ def _row_of_op(name: str) -> Row:
 
 def is_local(i: Instruction) -> bool:
     """Return whether an instruction computes on its rank: a row of the op table, or a buffer op."""
-    return bool(i.fn) and i.op != "launch" if i.op not in BUFFER_OPS else True
+    return bool(i.fn) and i.op not in NAMED if i.op not in BUFFER_OPS else True

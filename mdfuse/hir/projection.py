@@ -49,7 +49,10 @@ def _reach(
 ) -> set[DeviceMesh | None]:
     """Return meshes that have all ranks that may execute an instruction; None: all ranks."""
     if i.op in BLOCKS:
-        return {m for inner in (*i.body, *i.orelse) for m in _reach(program, inner, handles)}
+        inside = {m for j in (*i.body, *i.orelse) for m in _reach(program, j, handles)}
+        return handles.setdefault(_block_key(i), inside) if i.op == "block" else inside
+    if i.op == "call":
+        return handles.get(_block_key(i), set())
     if i.op == "wait":
         return handles.get(i.reads[0], set())
     if i.comm is not None:
@@ -61,6 +64,11 @@ def _reach(
     if i.op in POSTS:
         handles.update(dict.fromkeys(i.outputs, found))
     return found
+
+
+def _block_key(i: Instruction) -> str:
+    """Return what stands for a block among handles of posts, which are names of values."""
+    return f"@{i.fn}"
 
 
 def project(program: HostProgram, rank: int) -> HostProgram:
@@ -89,6 +97,13 @@ def _block(
                 if body:
                     attrs = resolved(i.attrs, program.knows(rank))
                     kept.append(replace(i, attrs=attrs, body=tuple(body)))
+            case "block":
+                body = _block(program, i.body, rank, handles)
+                if body:
+                    handles.add(_block_key(i))
+                    kept.append(replace(i, body=tuple(body)))
+            case "call":
+                kept += [i] if _block_key(i) in handles else []
             case "if":
                 kept += _branch(program, i, rank, handles)
             case "free":

@@ -7,7 +7,8 @@
 
 Loop bounds and branches are index expressions, so a projection can be written out before it runs.
 Before each iteration the values that depend on the index are dropped: here they get a new name.
-What had a buffer before the loop keeps it, unless an earlier loop left it there.
+What had a buffer before the loop keeps it, unless an earlier loop left it there. A call writes out
+its block; what belongs to its index is named by it, `%h@3`, in whichever block it is made.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from mdfuse.errors import ProgramError
 from mdfuse.extents.expressions import Index, Term, resolve
+from mdfuse.hir.calls import blocks_of, per_index
 from mdfuse.hir.instructions import POSTS, TRANSFERS, op_of
 from mdfuse.hir.program import BufferType, HostProgram, Instruction, index_names, resolved
 from mdfuse.ir.graph import Operand
@@ -55,6 +57,10 @@ class Unrolled:
     #: names that have a buffer, and those of them whose buffer a finished loop left
     bound: set[str] = field(default_factory=set)
     left: set[str] = field(default_factory=set)
+    #: index of calls -> those of its names that have a buffer
+    bound_at: dict[int, set[str]] = field(default_factory=dict)
+    #: what follows a name in a call, before the number of an iteration
+    of_call: str = ""
     #: how many iterations of all loops there were
     iterations: int = 0
     #: id of a loop -> what `inside` and `dependent` return for it
@@ -63,7 +69,12 @@ class Unrolled:
     #: the program with the types that were found so far
     local: HostProgram = field(init=False)
 
+    #: the blocks, and the names that belong to the index of a call
+    blocks: dict[str, Instruction] = field(init=False)
+    per_index: frozenset[str] = field(init=False)
+
     def __post_init__(self) -> None:
+        self.blocks, self.per_index = blocks_of(self.program), per_index(self.program)
         self.local = replace(self.program, types=self.types, aliases={})
 
     def write(self) -> HostProgram:
@@ -112,11 +123,30 @@ class Unrolled:
             match i.op:
                 case "for":
                     self.loop(i)
+                case "block":
+                    pass  # its calls write it out
+                case "call":
+                    self.call(i)
                 case "if":
                     test = self.number(i.kwargs["test"], "the branch on", i)
                     self.block(i.body if test else i.orelse)
                 case _:
                     self.append(i)
+
+    def call(self, i: Instruction) -> None:
+        """Write out a block at one index; the names of that index are its own."""
+        block, number = self.blocks[i.fn], self.number(i.kwargs["index"], "the call's index", i)
+        (index,) = block.outputs
+        self.env[index], self.of_call = number, f"@{number}"
+        self.names.update((name, f"{name}@{number}") for name in self.per_index)
+        self.bound |= self.bound_at.get(number, set())
+        self.block(block.body)
+        self.bound_at[number] = self.bound & self.per_index
+        self.bound -= self.per_index
+        for name in self.per_index:
+            del self.names[name]
+        del self.env[index]
+        self.of_call = ""
 
     def loop(self, i: Instruction) -> None:
         (index,) = i.outputs
@@ -153,7 +183,7 @@ class Unrolled:
             self.env[index] = n
             for name in dropped:
                 self.versions[name] += 1
-                self.names[name] = f"{name}@{self.versions[name]}"
+                self.names[name] = f"{name}{self.of_call}@{self.versions[name]}"
                 self.bound.discard(name)
                 self.left.discard(name)
             self.block(loop.body)

@@ -45,6 +45,11 @@ class Attr:
         return self.holds is _is_index
 
     @property
+    def is_flag(self) -> bool:
+        """Whether the attribute is True or False."""
+        return self.holds is _is_bool
+
+    @property
     def is_shape(self) -> bool:
         """Whether the attribute is a list of extents."""
         return self.holds is _is_shape
@@ -196,6 +201,11 @@ def attr(name: str, kind: str, required: bool = False, **more: Any) -> Attr:
     """Return an attribute of one of the kinds above."""
     words, holds = _KINDS[kind]
     return Attr(name, words, holds, required, **more)
+
+
+def is_word(x: Any, n: int | None) -> bool:
+    """Whether x is a word that programs print as it is."""
+    return is_name(x)
 
 
 def word(name: str, *words: str, required: bool = False) -> Attr:

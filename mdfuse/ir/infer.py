@@ -93,8 +93,8 @@ def infer(
             if any(n < 0 for n in attrs["shape"]):  # torch takes some, beside an extent of 0
                 raise ValueError(f"negative extents: {tuple(attrs['shape'])}")
             return op.call(*operands, **attrs, device="meta")  # type: ignore[no-any-return]
-        result: Any = op.call(*operands, **attrs)
-        if not op.is_view and not any("shape" in name for name in attrs):
+        result: Any = (op.meta or op.call)(*operands, **attrs)
+        if op.meta is None and not op.is_view and not any("shape" in name for name in attrs):
             few = on_few_elements(op, map(_sample, operands), attrs)
             if isinstance(result, Tensor) and few.dtype != result.dtype:
                 return result.to(few.dtype)  # the power of a bool by True is no integer in memory
@@ -105,11 +105,12 @@ def infer(
             f"%{x}: {shown[x].type_text()}" if isinstance(x, str) else str(x) for x in inputs
         )
         settings = ", ".join(f"{k}={v}" for k, v in attrs.items())
+        said, whose = ("", "its call") if op.meta is not None else ("torch says: ", "torch")
         raise DefinitionError(
             f"{op.name}({described}{', ' if settings else ''}{settings}) means nothing",
             where=source.quote() if source else (),
-            because=f"torch says: {str(error).strip().splitlines()[0]}",
-            hint=f"shapes, dtypes and arguments that torch takes for {op.name}",
+            because=f"{said}{[*str(error).strip().splitlines(), type(error).__name__][0]}",
+            hint=f"shapes, dtypes and arguments that {whose} takes for {op.name}",
         ) from error
 
 

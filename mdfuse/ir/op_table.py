@@ -45,6 +45,8 @@ class Op:
         is_library: a library's kernels run it, which a compiler calls as well.
         few: called in the place of `call` where each dim has two elements, to see the dtype of the
             result; None: `call` itself.
+        meta: called in the place of `call` on the meta device; what it says counts, and no few
+            elements are tried: the row is a user's, whose kernels may take large parts alone.
         results: how many results it has; where there are several, `call` returns a tuple of new
             tensors, and they live on one mesh.
     """
@@ -67,6 +69,7 @@ class Op:
     may_copy: bool = False
     is_library: bool = False
     few: Callable[..., Any] | None = None
+    meta: Callable[..., Any] | None = None
     results: int = 1
 
     @property
@@ -104,20 +107,25 @@ _MUST: dict[str, Callable[[Op], bool]] = {
 TABLE: dict[str, Op] = {}
 
 
-def row(
+def checked(
     name: str,
     call: Callable[..., Any],
     rule: dims.Rule,
     shape: shapes.ShapeRule | None,
     writes: Writes,
     **more: Any,
-) -> None:
-    """Check a row and add it to `TABLE`; by default its host instruction is named after the op."""
+) -> Op:
+    """Return a row after a check; by default its host instruction is named after the op."""
     made = Op(name=name, call=call, rule=rule, shape=shape, writes=writes, **{"host": name, **more})
     for field, holds in _MUST.items():
         if not holds(made):
             raise TypeError(f"the row of {name!r} has the {field} {getattr(made, field)!r}")
-    TABLE[name] = made
+    return made
+
+
+def row(name: str, *args: Any, **more: Any) -> None:
+    """Add a row to `TABLE`; the arguments are those of `checked`."""
+    TABLE[name] = checked(name, *args, **more)
 
 
 def local_attrs(op: Op, attrs: Mapping[str, Any], part: ExprPart) -> dict[str, Any]:

@@ -34,14 +34,21 @@ def form(source: Layout, destination: Layout, stream: Stream) -> str | None:
     axis = _only_axis(source, destination)
     if axis is not None and _is_one_shard_per_chunk(source, destination, stream, axis):
         return _one_to_all(source, stream, axis)
-    is_aligned = source.split_axes(stream.dim) == destination.split_axes(stream.dim)
-    if is_aligned and (source.mesh == destination.mesh or not source.split_axes(stream.dim)):
+    if cuts_alike(source, destination, stream.dim):
         # Ranks along the rotated axis are at different chunks: they cannot meet in a collective.
         may_meet = axis is not None and axis != stream.rotate
         return "chunks" if stream.rotate is None or may_meet else None
     if source.partial_axes or destination.partial_axes or stream.rotate is not None:
         return None
     return "exchange"
+
+
+def cuts_alike(source: Layout, destination: Layout, dim: int) -> bool:
+    """Return whether both layouts cut a dim alike: a chunk of the one is a chunk of the other."""
+    if source.mesh == destination.mesh:
+        return source.split_axes(dim) == destination.split_axes(dim)
+    parts = [[x.mesh.axis_size(a) for a in x.split_axes(dim)] for x in (source, destination)]
+    return [n for n in parts[0] if n > 1] == [n for n in parts[1] if n > 1]
 
 
 def _only_axis(source: Layout, destination: Layout) -> str | None:

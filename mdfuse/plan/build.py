@@ -139,7 +139,12 @@ class Plan:
         """For each of all lines, what it belongs to."""
         return tuple(step.label for step in self.steps for _ in step.lines)
 
-    def run(self, arguments: Sequence[Any], out: Sequence[Any] | None = None) -> list[Any]:
+    def run(
+        self,
+        arguments: Sequence[Any],
+        out: Sequence[Any] | None = None,
+        at: Sequence[int] | None = None,
+    ) -> list[Any]:
         """Run from start to end on a backend whose waits block.
 
         Nothing is recorded for autograd, which knows no writes into given buffers; where it would
@@ -148,6 +153,7 @@ class Plan:
         Args:
             arguments: local tensors, None for those that this rank lacks, numbers for scalars.
             out: the caller's buffers for outputs, None for those without; None: there are none.
+            at: where the arguments lie, which only graphs ask.
 
         Returns:
             The local outputs; None for those that this rank does not compute.

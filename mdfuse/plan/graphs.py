@@ -24,8 +24,9 @@ from torch import Tensor
 from mdfuse.plan.build import Plan
 from mdfuse.plan.captures import GraphRecorder, Recording, give_up, undisturbed
 from mdfuse.plan.context import CALLER_SLOT
-from mdfuse.plan.forms import Form, empty, form_of
+from mdfuse.plan.forms import Form, all_new, empty, form_of
 from mdfuse.plan.lines import Function, Line, write
+from mdfuse.plan.places import picked
 from mdfuse.plan.signature import span
 
 if TYPE_CHECKING:
@@ -91,6 +92,8 @@ def _quiet(plan: Plan) -> list[int]:
 
 
 _Call = Callable[[], None]
+
+_address = Tensor.data_ptr
 
 
 def _unwatched() -> None:
@@ -184,7 +187,7 @@ class GraphPlan:
             for slot, form in zip(self.plan.given, self.fresh, strict=False)
             if slot is not None and form is not None
         }
-        self._make = [partial(empty, form) for form in self._new.values()]
+        self._fresh = all_new([*self._new.values()])
         self._new_of = [[s for s in taken if s in self._new] for taken, _ in self._uses]
         numbers: dict[int | None, int] = {slot: n for n, slot in enumerate(self._parameters)}
         by_line = [step.op for step in self.plan.steps for _ in step.lines]
@@ -200,6 +203,7 @@ class GraphPlan:
             numbers.get(slot if given.get(n) is None else given[n])
             for n, slot in enumerate(self.plan.outputs)
         ]
+        self._taken = picked(self._places)
         found = zip(self._places, self.plan.outputs, strict=True)
         self._is_simple = not self.numbers and not any(
             place is None and slot is not None for place, slot in found
@@ -212,27 +216,37 @@ class GraphPlan:
 
     # -- a run -----------------------------------------------------------------------------------
 
-    def run(self, arguments: Sequence[Any], out: Sequence[Any] | None = None) -> list[Any]:
-        """Run once, as `Plan.run`; regions that are not captured yet are captured."""
-        values = [*arguments, *self._buffers(out)]
-        try:
-            at = tuple(map(Tensor.data_ptr, values)) if self._is_simple else None
-        except TypeError:  # what this rank has no part of
-            at = tuple(0 if x is None else x.data_ptr() for x in values)
-        calls = self._ready.get(at) if at is not None else None
+    def run(
+        self,
+        arguments: Sequence[Any],
+        out: Sequence[Any] | None = None,
+        at: tuple[int, ...] | None = None,
+    ) -> list[Any]:
+        """Run once, as `Plan.run`; regions that are not captured yet are captured.
+
+        Args:
+            arguments: as `Plan.run` takes them.
+            out: likewise.
+            at: the addresses of the tensors among the arguments, where they are known.
+        """
+        buffers = self._fresh() if out is None else self._buffers(out)
+        values = [*arguments, *buffers]
+        key: tuple[int, ...] | None = None
+        if self._is_simple and at is not None and len(at) == len(arguments):
+            key = *at, *map(_address, buffers)
+        elif self._is_simple:
+            key = tuple([0 if x is None else x.data_ptr() for x in values])
+        calls = self._ready.get(key) if key is not None else None
         if calls is None:
-            return self._run(values, at)
+            return self._run(values, key)
         for call in calls:
             call()
-        return [None if n is None else values[n] for n in self._places]
+        return self._taken(values)
 
-    def _buffers(self, out: Sequence[Any] | None) -> list[Any]:
+    def _buffers(self, out: Sequence[Any]) -> list[Any]:
         """Return the caller's buffers for outputs, and new ones for the others."""
-        if out is None:
-            return [make() for make in self._make]
         pairs = zip_longest(self.fresh, out)
-        buffers = [x if form is None else empty(form) for form, x in pairs]
-        return self.plan.taken(buffers)
+        return self.plan.taken([x if form is None else empty(form) for form, x in pairs])
 
     def _run(self, values: Sequence[Any], at: tuple[int, ...] | None) -> list[Any]:
         """Run once; where a run with such addresses needs replays alone, remember them."""

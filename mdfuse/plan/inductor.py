@@ -14,6 +14,7 @@ import torch
 from torch._ops import OpOverload
 
 from mdfuse.plan.forms import Form, form_of
+from mdfuse.torch_private import cache_folder
 
 Function = Callable[..., Any]
 
@@ -125,9 +126,8 @@ def load(path: Path) -> Function:
 def folder() -> Path | None:
     """Return where the compiler keeps files for later processes; None: it is told to keep none."""
     from torch._inductor import config
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    return None if config.force_disable_caches else Path(cache_dir())
+    return None if config.force_disable_caches else cache_folder()
 
 
 def fingerprint(device: torch.device) -> str:

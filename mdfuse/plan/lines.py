@@ -311,6 +311,25 @@ class Stamping:
     before: Mapping[int, Callable[[], object]]
     behind: Mapping[int, Callable[[], object]]
 
+    def around(self, inner: Stamping | None) -> Stamping:
+        """Return what calls both, this one farther from each line."""
+        if inner is None:
+            return self
+        return Stamping(_joined(self.before, inner.before), _joined(inner.behind, self.behind))
+
+
+_Calls = Mapping[int, Callable[[], object]]
+
+
+def _joined(first: _Calls, then: _Calls) -> _Calls:
+    def both(n: int) -> Callable[[], object]:
+        a, b = first[n], then[n]
+        return lambda: (a(), b())
+
+    return {
+        n: both(n) if n in first and n in then else {**first, **then}[n] for n in {**first, **then}
+    }
+
 
 def write(
     name: str,

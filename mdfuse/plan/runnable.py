@@ -40,8 +40,13 @@ class _Around:
     def records(self) -> bool:
         return self.plan.records
 
-    def run(self, arguments: Sequence[Any], out: Sequence[Any] | None = None) -> list[Any]:
-        return self.plan.run(arguments, out)
+    def run(
+        self,
+        arguments: Sequence[Any],
+        out: Sequence[Any] | None = None,
+        at: Sequence[int] | None = None,
+    ) -> list[Any]:
+        return self.plan.run(arguments, out, at)
 
     def release(self) -> None:
         self.plan.release()
@@ -78,7 +83,12 @@ class Once(_Around):
             if (at := self.addresses.get(old)) is not None and at == now[old]
         }
 
-    def run(self, arguments: Sequence[Any], out: Sequence[Any] | None = None) -> list[Any]:
+    def run(
+        self,
+        arguments: Sequence[Any],
+        out: Sequence[Any] | None = None,
+        at: Sequence[int] | None = None,
+    ) -> list[Any]:
         results = self.plan.run(arguments, out)
         taken = Counter(
             x.untyped_storage().data_ptr()
@@ -108,7 +118,12 @@ class CheckedPlan(_Around):
     checks: IndexChecks
     meet: Callable[[IndexRangeError | None], None]
 
-    def run(self, arguments: Sequence[Any], out: Sequence[Any] | None = None) -> list[Any]:
+    def run(
+        self,
+        arguments: Sequence[Any],
+        out: Sequence[Any] | None = None,
+        at: Sequence[int] | None = None,
+    ) -> list[Any]:
         """Run once; return the results where no rank found an index out of range."""
         self.checks.take()
         results = self.plan.run(arguments, out)

@@ -22,7 +22,7 @@ from mdfuse.torch_private import (
     transform_level,
 )
 
-_is_nested = attrgetter("is_nested")
+_address, _is_nested = Tensor.data_ptr, attrgetter("is_nested")
 _properties = attrgetter("shape", "dtype", "layout", "device", "requires_grad")
 
 
@@ -117,24 +117,26 @@ class Signature:
 
         return is_like
 
-    def apart_again(self) -> Callable[[Sequence[Any]], bool]:
+    def apart_again(self) -> Callable[[Sequence[Any]], tuple[int, ...] | None]:
         """Return `are_apart` for arguments of one kind, which looks less closely at known places.
 
-        Of one kind: those that one function of `like` accepts.
+        Of one kind: those that one function of `like` accepts. It returns the addresses of the
+        tensors if what is written is apart, else None.
         """
-        tensors, last = self.tensors, (False, (0,))
+        is_all, tensors = self.tensors == tuple(range(self.count)), self.tensors
+        last: tuple[bool, tuple[int, ...]] = False, (0,)
 
-        def are_apart(given: Sequence[Any]) -> bool:
+        def apart_at(given: Sequence[Any]) -> tuple[int, ...] | None:
             nonlocal last
-            at = is_inference_mode_enabled(), tuple([given[n].data_ptr() for n in tensors])
-            if at == last:
-                return True
-            if not self.are_apart(given, None):
-                return False
-            last = at
-            return True
+            of = given if is_all else [given[n] for n in tensors]
+            now = is_inference_mode_enabled(), tuple(map(_address, of))
+            if now != last:
+                if not self.are_apart(given, None):
+                    return None
+                last = now
+            return now[1]
 
-        return are_apart
+        return apart_at
 
     def stream(self) -> int:
         """Return the handle of the current CUDA stream; 0 on CPU."""

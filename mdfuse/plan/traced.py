@@ -5,7 +5,7 @@ A run that is not traced has another function, without them, and pays nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -58,11 +58,9 @@ def traced(plan: Plan, file: TraceFile) -> TracedPlan:
         plan: of this rank; its function is not made yet.
         file: of this rank.
     """
-    posts = {handle: s for s in reversed(plan.steps) if s.calls for handle in s.outputs}
     entries: list[Entry | None] = []
     flushed, last, works = [], dict[int, int](), dict[int, int]()
-    for first, end, step in _runs(plan):
-        entry = _entry(step, plan.code, file.rank, posts)
+    for first, end, step, entry in described(plan, file.rank):
         if step.op in _MAY_HANG:
             flushed.append(first)
             entries.append(None)
@@ -78,10 +76,17 @@ def traced(plan: Plan, file: TraceFile) -> TracedPlan:
         before |= {first: clock.before(n) for n, first in works.items()}
         behind |= {last[n]: clock.behind(n, stamps.note) for n in works}
     own = {f.name: getattr(plan, f.name) for f in fields(plan)}
-    own["stamping"] = Stamping(before, behind)
+    own["stamping"] = Stamping(before, behind).around(plan.stamping)
     found = TracedPlan(**own, stamps=stamps, clock=clock)
     vars(found)["owned"] = plan.owned  # the buffers are made already
     return found
+
+
+def described(plan: Plan, rank: int) -> Iterator[tuple[int, int, Step, Entry]]:
+    """Yield first and last line of each step of a plan, the step, and what is to be said of it."""
+    posts = {handle: s for s in reversed(plan.steps) if s.calls for handle in s.outputs}
+    for first, last, step in _runs(plan):
+        yield first, last, step, _entry(step, plan.code, rank, posts)
 
 
 def _runs(plan: Plan) -> list[tuple[int, int, Step]]:

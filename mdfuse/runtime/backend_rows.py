@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,6 +13,9 @@ from mdfuse.backends.c10d.backend import C10dBackend
 from mdfuse.backends.c10d.groups import LIBRARIES
 from mdfuse.backends.mpi import library as mpi_library
 from mdfuse.backends.mpi.backend import MpiBackend
+from mdfuse.backends.symmetric.backend import SymmetricBackend
+from mdfuse.backends.symmetric.host_memory import why_not as why_not_symmetric
+from mdfuse.backends.symmetric.providers import OUTBOX_BYTES
 from mdfuse.backends.ucx import library as ucx_library
 from mdfuse.backends.ucx.backend import UcxBackend
 from mdfuse.bootstrap import Launch, gloo_devices
@@ -55,6 +58,8 @@ class BackendRow:
             meet by MPI.
         agree: settles with all ranks, when they meet, whether teams have fast lanes; None: the
             backend has none.
+        staging: device type -> how many bytes a rank has for each of its teams, through which goes
+            what is posted there; none: the backend reads and writes the buffers.
     """
 
     devices: tuple[str, ...]
@@ -63,6 +68,7 @@ class BackendRow:
     can_capture: bool = True
     load: Callable[[], object] = lambda: None
     agree: Callable[..., Lanes | None] | None = None
+    staging: Mapping[str, int] = field(default_factory=dict)
 
 
 def _c10d_row(name: str, agree: Callable[..., Lanes | None] | None = None) -> BackendRow:
@@ -97,6 +103,16 @@ def _open_ucx(world: World) -> Backend:
     )
 
 
+def _open_symmetric(world: World) -> Backend:
+    return SymmetricBackend(
+        rank=world.launch.rank,
+        device=world.device,
+        store=world.store,
+        timeout_s=world.timeout_s,
+        noter=world.watch,
+    )
+
+
 BACKENDS: dict[str, BackendRow] = {
     **{name: _c10d_row(name) for name in LIBRARIES},
     "nccl": _c10d_row("nccl", agree_on_lanes),
@@ -109,6 +125,13 @@ BACKENDS: dict[str, BackendRow] = {
         open=_open_ucx,
         can_capture=False,
         load=ucx_library.why_not,  # before MPI
+    ),
+    "symmetric": BackendRow(
+        devices=("cuda", "cpu"),
+        why_not=why_not_symmetric,
+        open=_open_symmetric,
+        can_capture=False,
+        staging=OUTBOX_BYTES,
     ),
 }
 

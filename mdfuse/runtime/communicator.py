@@ -9,14 +9,14 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NoReturn, Protocol
 
 import torch
 
-from mdfuse.backends.base import Backend, Interruptible, Poster
+from mdfuse.backends.base import Backend, Interruptible, Poster, Tracking
 from mdfuse.backends.c10d.groups import default_group
 from mdfuse.backends.mpi import library as mpi_library
 from mdfuse.backends.work import first_line
@@ -105,6 +105,8 @@ class Communicator:
         self._backends = {backend.name: backend}
         self._meetings = meetings
         self._is_host = is_host
+        #: called at the begin of `close`, where all is well
+        self.at_end: Callable[[], object] = lambda: None
         #: how long the others may need the store that this rank hosts, seconds
         self.grace_s = _GRACE_S
         self._is_closed = False
@@ -253,10 +255,11 @@ class Communicator:
         """
         self._graphs.add(graph)
 
-    def clock_offset(self, name: str) -> tuple[int, int]:
+    def clock_offset(self, name: str, timeout_s: float | None = None) -> tuple[int, int]:
         """Return how far this rank's clock is from rank 0's unix time, and the error, ns."""
+        store, size = PrefixStore(name, self.store), self._meetings.size
         with self._watch.waiting("the alignment of clocks"):
-            return offset(PrefixStore(name, self.store), self.rank, self._meetings.size)
+            return offset(store, self.rank, size, timeout_s=timeout_s)
 
     @property
     def has_fast_lane(self) -> bool:
@@ -264,11 +267,13 @@ class Communicator:
         return self._world.lanes is not None
 
     def replays(self, name: str, stream: int) -> Replays | None:
-        """Return what notes the replays of a program's graphs; None without fast lanes."""
-        lanes = self._world.lanes
-        if lanes is None:
+        """Return what notes the replays of a program's graphs; None where torch's watchdog does."""
+        makers = (self._world.lanes, *self._backends.values())
+        tracks = (x.track(stream) for x in makers if isinstance(x, Tracking))
+        track = next((x for x in tracks if x is not None), None)
+        if track is None:
             return None
-        return Replays(lanes, name, tuple(range(self.size)), stream)
+        return Replays(self._watch, track, name, tuple(range(self.size)))
 
     @property
     def is_closed(self) -> bool:
@@ -286,6 +291,8 @@ class Communicator:
         """
         if self._is_closed or self._is_fork:
             return
+        if self.is_sound and not hasattr(sys, "last_value"):
+            self.at_end()
         self._is_closed, self.is_ready, self.is_sound = True, False, False
         _forget(self)
         for graph in list(self._graphs):

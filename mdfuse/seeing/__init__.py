@@ -1,5 +1,6 @@
 """What people look at: events and their traces, timelines, memory over time, comparisons."""
 
+from mdfuse.seeing.cost_tables import CostTable, cost_table
 from mdfuse.seeing.costs import H100, UNIT, Costs, Link
 from mdfuse.seeing.deviation import Deviation, compare
 from mdfuse.seeing.events import Event
@@ -11,12 +12,14 @@ from mdfuse.seeing.traces import read as read_trace
 __all__ = [
     "H100",
     "UNIT",
+    "CostTable",
     "Costs",
     "Deviation",
     "Event",
     "Link",
     "Timeline",
     "compare",
+    "cost_table",
     "last_run",
     "merge_traces",
     "read_trace",

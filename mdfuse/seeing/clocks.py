@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from time import perf_counter_ns, time_ns
 from typing import Protocol
 
@@ -15,6 +16,7 @@ class Store(Protocol):
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
     def delete_key(self, key: str) -> bool: ...
 
 
@@ -24,6 +26,7 @@ def offset(
     size: int,
     clock: Callable[[], int] = perf_counter_ns,
     unix: Callable[[], int] = time_ns,
+    timeout_s: float | None = None,
 ) -> tuple[int, int]:
     """Return what to add to this rank's clock to get rank 0's unix time, and the error, in ns.
 
@@ -36,30 +39,43 @@ def offset(
         size: the number of ranks.
         clock: the clock that is to be aligned, nanoseconds.
         unix: the time that rank 0 answers with, nanoseconds.
+        timeout_s: how long to wait for another rank, each time; None: as long as the store does.
+
+    Raises:
+        RuntimeError: as the store raises it, where another rank does not come in time.
     """
+
+    def get(key: str) -> bytes:
+        if timeout_s is not None:
+            store.wait([key], timedelta(seconds=timeout_s))
+        return store.get(key)
+
     if rank == 0:
         start = clock()
         here = unix()
         end = clock()
         for other in range(1, size):
-            _answer(store, other, unix)
+            _answer(store, get, other, unix)
         return here - (start + end) // 2, (end - start) // 2
-    found = [_ask(store, rank, n, clock) for n in range(_TIMES)]
+    found = [_ask(store, get, rank, n, clock) for n in range(_TIMES)]
     trip, best = min(found)
     return best, trip // 2
 
 
-def _answer(store: Store, other: int, unix: Callable[[], int]) -> None:
+_Get = Callable[[str], bytes]
+
+
+def _answer(store: Store, get: _Get, other: int, unix: Callable[[], int]) -> None:
     for n in range(_TIMES):
-        store.get(f"{other}/{n}/ask")
+        get(f"{other}/{n}/ask")
         store.set(f"{other}/{n}/answer", str(unix()))
 
 
-def _ask(store: Store, rank: int, n: int, clock: Callable[[], int]) -> tuple[int, int]:
+def _ask(store: Store, get: _Get, rank: int, n: int, clock: Callable[[], int]) -> tuple[int, int]:
     """Ask once; return how long it took, and the offset."""
     start = clock()
     store.set(f"{rank}/{n}/ask", "")
-    there = int(store.get(f"{rank}/{n}/answer"))
+    there = int(get(f"{rank}/{n}/answer"))
     end = clock()
     for key in ("ask", "answer"):
         store.delete_key(f"{rank}/{n}/{key}")

@@ -1,7 +1,8 @@
-"""Costs: how long an instruction takes, from a small table.
+"""Costs: how long an instruction takes, from a table of a few numbers or of measured points.
 
-Work takes what its operations or its bytes take, whichever is longer, and at least a launch. A
-communication takes a latency, and its bytes over a bandwidth (the α-β model: Hockney 1994).
+Work takes what was measured of its kind; else what its operations or its bytes take, whichever is
+longer, and at least a launch. A communication takes a latency, and its bytes over a bandwidth (the
+α-β model: Hockney 1994), or what was measured of its kind among so many ranks.
 """
 
 from __future__ import annotations
@@ -11,16 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mdfuse.errors import ProgramError
-from mdfuse.hir.instructions import COMMUNICATIONS, MEMORY, PURE_VIEWS, is_library, op_of
+from mdfuse.hir.instructions import is_library
 from mdfuse.hir.program import HostProgram, Instruction
-
-#: Instructions that take no time by themselves; what communications take, a link says.
-_NOTHING = frozenset(
-    (*MEMORY, *PURE_VIEWS, *COMMUNICATIONS, "return", "get_stream", "set_stream", "sync")
-)
-
-#: How many products of the size of the first one there are in an attention, and in its gradient.
-_ATTENTIONS = {"scaled_dot_product_attention": 2, "attention": 2, "attention_grad": 5}
+from mdfuse.ir.graph import dtype_name
+from mdfuse.seeing.amounts import is_work, nbytes, operations, product
+from mdfuse.seeing.curves import Curve, Grid
+from mdfuse.seeing.kernels import kernels
 
 
 def _check(**numbers: float) -> None:
@@ -42,16 +39,20 @@ class Link:
     Attributes:
         latency_s: seconds, however little is sent.
         bandwidth: bytes per second that arrive at a rank.
+        curve: measured seconds by bytes, which go before the two numbers.
     """
 
     latency_s: float = 0.0
     bandwidth: float = math.inf
+    curve: Curve | None = None
 
     def __post_init__(self) -> None:
         _check(latency_s=self.latency_s, bandwidth=self.bandwidth)
 
     def seconds(self, nbytes: int) -> float:
         """Return the seconds that some bytes take."""
+        if self.curve is not None:
+            return self.curve.seconds(max(nbytes, 1))
         return self.latency_s + nbytes / self.bandwidth
 
 
@@ -64,8 +65,12 @@ class Costs:
         launch_s: seconds that any work takes at least.
         flops: floating-point operations per second of products and attention.
         bandwidth: bytes per second of all other work, read and written.
-        links: kind of communication, axis, or "kind axis" -> its link; "*" is any other.
-            "SendRecv" is the kind of send and recv, too.
+        links: kind of communication, axis, "kind axis", or "kind 4" among so many ranks -> its
+            link; "*" is any other. "SendRecv" is the kind of send and recv, too.
+        works: "gelu f32", or "* f32" for all other work of a type -> seconds by bytes read and
+            written; of attention by operations.
+        products: "linear f32", or "matmul f32" for all other products -> seconds by m, n and k.
+        is_fused: whether the work of a launch is compiled into few kernels, or done one by one.
 
     Raises:
         ProgramError: a number is negative, or a speed 0; a link of no kind.
@@ -80,6 +85,9 @@ class Costs:
     flops: float = math.inf
     bandwidth: float = math.inf
     links: Mapping[str, Link] = field(default_factory=dict)
+    works: Mapping[str, Curve] = field(default_factory=dict)
+    products: Mapping[str, Grid] = field(default_factory=dict)
+    is_fused: bool = True
 
     def __post_init__(self) -> None:
         _check(launch_s=self.launch_s, flops=self.flops, bandwidth=self.bandwidth)
@@ -91,33 +99,89 @@ class Costs:
                     hint="for example Link(10e-6, 100e9)",
                 )
 
-    def link(self, kind: str, where: str) -> Link:
-        """Return the link of a kind of communication along an axis, or between meshes."""
-        for key in (f"{kind} {where}", where, kind, "*"):
+    def link(self, kind: str, where: str, ranks: int = 2) -> Link:
+        """Return the link of a kind of communication along an axis, or between meshes.
+
+        Among a number of ranks that nobody measured it is that of the next number below.
+        """
+        for key in (f"{kind} {where}", where):
             if key in self.links:
                 return self.links[key]
-        return Link()
+        measured = [int(n) for k, _, n in (x.partition(" ") for x in self.links) if _is(k, n, kind)]
+        if measured:
+            return self.links[
+                f"{kind} {max((n for n in measured if n <= ranks), default=min(measured))}"
+            ]
+        return self.links.get(kind, self.links.get("*", Link()))
 
-    def transfer_seconds(self, kind: str, where: str, nbytes: int) -> float:
-        """Return the seconds of a communication that brings some bytes to a rank."""
-        return self.link(kind, where).seconds(nbytes)
+    def transfer_seconds(self, kind: str, where: str, nbytes: int, ranks: int = 2) -> float:
+        """Return the seconds of a communication that brings some bytes to a rank.
+
+        Args:
+            kind: of communication.
+            where: the axis, or axes, or "meshes".
+            nbytes: that arrive at the rank.
+            ranks: how many take part.
+        """
+        return self.link(kind, where, ranks).seconds(nbytes)
 
     def seconds(self, program: HostProgram, i: Instruction) -> float:
         """Return the seconds that an instruction takes on the rank of a projection.
 
         Views, buffers and what begins or awaits a communication take none.
         """
-        if not is_work(i):
-            return 0.0
         if i.op == "launch":
-            inner = [j for j in i.body if is_library(j)]
-            moved = nbytes(program, i) / self.bandwidth if len(inner) < len(i.body) else 0.0
-            return max(self.launch_s, moved + sum(self._work(program, j) for j in inner))
-        return max(self.launch_s, self._work(program, i))
+            return self._launch(program, i)
+        return self._work(program, i) if is_work(i) else 0.0
+
+    def _launch(self, program: HostProgram, i: Instruction) -> float:
+        inner = [j for j in i.body if is_library(j)]
+        if not self.is_fused:
+            return sum(self.seconds(program, j) for j in i.body)
+        if self.works:
+            made = sum(self._bytes(program, *kernel) for kernel in kernels(program, i))
+            return sum((self._work(program, j) for j in inner), start=made)
+        moved = nbytes(program, i) / self.bandwidth if len(inner) < len(i.body) else 0.0
+        return max(self.launch_s, moved + sum(self._modelled(program, j) for j in inner))
+
+    def _bytes(self, program: HostProgram, size: int, dtype: str) -> float:
+        curve = self.works.get(f"* {dtype}")
+        return (
+            curve.seconds(size) if curve is not None else max(self.launch_s, size / self.bandwidth)
+        )
 
     def _work(self, program: HostProgram, i: Instruction) -> float:
+        """Return the seconds of work: as measured, where it was."""
+        dtype = _dtype(program, i)
+        sizes = product(program, i)
+        if sizes is not None:
+            name = "linear" if i.fn == "linear" else "matmul"
+            grid = self.products.get(f"{name} {dtype}", self.products.get(f"matmul {dtype}"))
+            if grid is not None and min(sizes) > 0:
+                count, *rest = sizes
+                return count * grid.seconds(*rest)
+        count = operations(program, i)
+        curve = self.works.get(f"{i.fn} {dtype}")
+        if curve is None and not count:
+            curve = self.works.get(f"* {dtype}")
+        if curve is not None:
+            return curve.seconds(max(count or nbytes(program, i), 1))
+        return max(self.launch_s, self._modelled(program, i))
+
+    def _modelled(self, program: HostProgram, i: Instruction) -> float:
         moved = nbytes(program, i) / self.bandwidth
         return max(moved, operations(program, i) / self.flops)
+
+
+def _is(kind: str, number: str, wanted: str) -> bool:
+    return kind == wanted and number.isdecimal()
+
+
+def _dtype(program: HostProgram, i: Instruction) -> str:
+    """Return the type of the first tensor that an instruction reads or makes."""
+    kinds = (program.types.get(x) for x in (*i.reads, *i.outputs))
+    floats = [k.dtype for k in kinds if k is not None and k.dtype.is_floating_point]
+    return dtype_name(floats[0]) if floats else "f32"
 
 
 #: Each piece of work and each communication takes a second: for counting on one's fingers.
@@ -131,52 +195,3 @@ H100 = Costs(
     bandwidth=0.6 * 3.35e12,
     links={"*": Link(12e-6, 0.6 * 450e9)},
 )
-
-
-def is_work(i: Instruction) -> bool:
-    """Return whether an instruction computes or copies on its rank."""
-    if i.op in _NOTHING:
-        return False
-    op = op_of(i)
-    return op is None or not op.is_view
-
-
-def nbytes(program: HostProgram, i: Instruction) -> int:
-    """Return the bytes that an instruction reads and writes on the rank of a projection."""
-    names = {*i.reads, *i.outputs}
-    return sum(buffer_bytes(program, name) for name in names)
-
-
-def buffer_bytes(program: HostProgram, name: str) -> int:
-    """Return the bytes that the rank of a projection has of a buffer; 0 for what is none."""
-    kind = program.types.get(name)
-    if kind is None or kind.layout is None or program.rank not in kind.layout.mesh:
-        return 0
-    return math.prod(kind.local_shape(program.rank)) * kind.dtype.itemsize
-
-
-def operations(program: HostProgram, i: Instruction) -> int:
-    """Return the floating-point operations of a product or an attention; 0 for other work."""
-    shapes = [_shape(program, x) if isinstance(x, str) else () for x in i.inputs]
-    if i.fn in ("matmul", "linear"):
-        return 2 * math.prod(_shape(program, i.outputs[0])) * shapes[0][-1]
-    if i.fn in _ATTENTIONS:
-        q, k = shapes[:2]
-        return 2 * _ATTENTIONS[i.fn] * math.prod(q) * k[-2]
-    if i.fn == "contract":
-        labels = (*i.kwargs["left"], *i.kwargs["right"])
-        extents = zip(labels, (*shapes[0], *shapes[1]), strict=True)
-        return 2 * math.prod(dict(sorted(extents, key=lambda pair: pair[1])).values())
-    if i.fn in ("convolution", "convolution_grad"):  # a gradient is that of both operands
-        given, weight = shapes[-2:]
-        is_grad, is_spread = i.fn == "convolution_grad", i.kwargs.get("transposed")
-        made = shapes[0] if is_grad else _shape(program, i.outputs[0])
-        places = given if is_spread else made
-        return 2 * (1 + is_grad) * math.prod(places) * math.prod(weight[1:])
-    if i.fn in ("grouped_mm", "grouped_mm_grad"):
-        return 2 * math.prod(shapes[0]) * (shapes[1][-1])
-    return 0
-
-
-def _shape(program: HostProgram, name: str) -> tuple[int, ...]:
-    return program.types[name].local_shape(program.rank)

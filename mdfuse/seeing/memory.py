@@ -14,7 +14,7 @@ from itertools import accumulate
 from mdfuse.hir.orders import Dims, seen_through
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.storage import shared_operand
-from mdfuse.seeing.costs import buffer_bytes
+from mdfuse.seeing.amounts import buffer_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,8 @@ from mdfuse.communication import Communication
 from mdfuse.errors import CommunicationError
 from mdfuse.hir.instructions import TRANSFERS
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.seeing.costs import Costs, buffer_bytes
+from mdfuse.seeing.amounts import buffer_bytes
+from mdfuse.seeing.costs import Costs
 from mdfuse.seeing.events import Event, Part, makespan, name_of
 from mdfuse.seeing.rank_classes import Classes, rank_classes
 
@@ -44,6 +45,12 @@ class Timeline:
     events: tuple[Event, ...]
     ranks: dict[int, tuple[int, ...]]
     costs: str
+
+    def __repr__(self) -> str:
+        """Return the whole in a line; notebooks and prompts show no thousands of events."""
+        ranks = sum(map(len, self.ranks.values()))
+        what = f"{self.seconds:.4g} s, {len(self.events)} events"
+        return f"<Timeline of @{self.name} on {ranks} ranks: {what}>"
 
     @property
     def seconds(self) -> float:
@@ -332,7 +339,7 @@ class _Rank:
         size = comm.bytes_received(self.rank)
         name = f"{comm.kind}[{comm.reduce_op}]" if comm.reduce_op else comm.kind
         where = ",".join(comm.axes) if comm.is_along_axes else "meshes"
-        seconds = self.clock.costs.transfer_seconds(comm.kind, where, size)
+        seconds = self.clock.costs.transfer_seconds(comm.kind, where, size, len(team))
         found = frozenset[Hashable](map(self._class, team))
         lane = self._lane(where, team)
         post = self._made(i, name, lane, size, seconds)
@@ -373,8 +380,10 @@ class _Rank:
         assert comm is not None
         key = f"barrier {self.at}"
         if key not in self.handles:
-            team = frozenset[Hashable](map(self._class, comm.team(self.rank)))
-            seconds = self.clock.costs.transfer_seconds("Barrier", ",".join(comm.axes), 0)
+            ranks = comm.team(self.rank)
+            team = frozenset[Hashable](map(self._class, ranks))
+            where = ",".join(comm.axes)
+            seconds = self.clock.costs.transfer_seconds("Barrier", where, 0, len(ranks))
             post = self._made(i, "barrier", "barrier", 0, seconds)
             self.handles[key] = [post]
             self.clock.meet(("barrier", team), team, self.rank, post)

@@ -97,7 +97,7 @@ class TraceFile:
 
     def clock(self, offset_ns: int, error_ns: int) -> None:
         """Note what is to be added to this rank's clock to get unix time by the clock of rank 0."""
-        self.write({"clock": offset_ns, "error": error_ns})
+        self.write({"clock": offset_ns, "error": error_ns, "at": perf_counter_ns()})
 
     def stamps(self, program: str, entries: Sequence[Entry | None]) -> Stamps:
         """Note what a plan does, and return what its runs call between its lines."""

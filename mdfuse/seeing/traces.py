@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -87,7 +88,7 @@ class _Reader:
         path: of the file.
         flows: of all ranks.
         rank: which rank wrote it.
-        offset: what is to be added to its clock.
+        clocks: when its clock was aligned, and what is to be added to it there.
         plans: number -> program and entries.
         counts: how many communications of a team, or between two ranks, there were.
         partial: (plan, run) -> times of a run that has not come to its end yet.
@@ -97,7 +98,7 @@ class _Reader:
     path: Path
     flows: _Flows
     rank: int = 0
-    offset: int = 0
+    clocks: list[tuple[int, int]] = field(default_factory=list)
     plans: dict[int, tuple[str, list[Entry | None]]] = field(default_factory=dict)
     counts: Counter[Hashable] = field(default_factory=Counter)
     partial: dict[tuple[int, int], list[int]] = field(default_factory=dict)
@@ -105,11 +106,11 @@ class _Reader:
 
     def events(self) -> Iterator[_Row]:
         """Yield the program, the run of its plan, and the event."""
-        for line in self._lines():
+        lines = [*self._lines()]
+        self.clocks = [(x.get("at", 0), x["clock"]) for x in lines if "clock" in x]
+        for line in lines:
             if "rank" in line:
                 self.rank = line["rank"]
-            elif "clock" in line:
-                self.offset = line["clock"]
             elif "entries" in line:
                 entries = [_entry(e) if e is not None else None for e in line["entries"]]
                 self.plans[line["plan"]] = line["program"], entries
@@ -123,6 +124,16 @@ class _Reader:
                 yield from self._run(*key, self.partial.pop(key, []))
         for key, times in self.partial.items():
             yield from self._run(*key, times, is_done=False)
+
+    def _offset(self, time: int) -> int:
+        """Return what is to be added to a time: clocks drift evenly from alignment to alignment."""
+        if not self.clocks:
+            return 0
+        behind = bisect_right(self.clocks, time, key=lambda pair: pair[0])
+        if behind in (0, len(self.clocks)):
+            return self.clocks[max(behind - 1, 0)][1]
+        (at, offset), (later, other) = self.clocks[behind - 1 : behind + 1]
+        return offset + (other - offset) * (time - at) // max(later - at, 1)
 
     def _lines(self) -> Iterator[dict[str, Any]]:
         """Yield the lines; the last one may be torn, where the rank died in the middle of it."""
@@ -182,8 +193,8 @@ class _Reader:
             rank=self.rank,
             lane=entry.lane,
             name=f"{entry.name} (did not end)" if is_open else entry.name,
-            start_ns=start + self.offset,
-            stop_ns=stop + self.offset,
+            start_ns=start + self._offset(start),
+            stop_ns=stop + self._offset(stop),
             instruction=entry.instruction,
             flow=flow,
             part=entry.part,

@@ -38,7 +38,7 @@ def _mlp(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> list[Tens
     return [x + gelu(x @ w1.T + b1) @ w2.T + b2]
 
 
-def _pipeline(x: Tensor, *weights: Tensor) -> list[Tensor]:
+def _two_stages(x: Tensor, *weights: Tensor) -> list[Tensor]:
     for w1, w2 in (weights[:2], weights[2:]):
         x = x + gelu(x @ w1.T) @ w2.T
     return [x]
@@ -57,6 +57,6 @@ SMALL: dict[str, tuple[Callable[[Any], Any], Callable[..., Sequence[Tensor]]]] =
     "hello_mesh": (_build("hello_mesh"), _hello_mesh),
     "tp_mlp": (_build("tp_mlp"), _mlp),
     "tp_mlp, sequence-parallel": (_build("tp_mlp", is_sequence_parallel=True), _mlp),
-    "pipeline": (_build("pipeline"), _pipeline),
+    "two_stages": (_build("two_stages"), _two_stages),
     "overlap": (_build("overlap"), _overlap),
 }

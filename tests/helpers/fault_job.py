@@ -76,7 +76,7 @@ if is_here("MPI_Init"):
 comm = mf.init()
 mesh = mf.DeviceMesh([0, 1, 2])
 #: Rows of each rank: so many that no rank can send all of them ahead.
-ROWS = 1 << 18
+ROWS = 1 << 20
 
 
 def program(name, *, with_sum=False):

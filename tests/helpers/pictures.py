@@ -20,7 +20,7 @@ def timeline() -> str:
     """The pipeline on four ranks, each piece of work and each communication a second."""
     from helpers.example_files import example
 
-    definition, _ = example("pipeline").build(DeviceMesh.arange(tp=4))
+    definition, _ = example("two_stages").build(DeviceMesh.arange(tp=4))
     return mf.compile(definition).timeline(UNIT).svg()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections import defaultdict
@@ -97,3 +98,17 @@ def test_ranks_agree_on_tracing(folder: Path, comm: mf.Communicator) -> None:
     program = mf.compile(fd, Options(trace=str(folder) if comm.rank == 0 else None))
     with pytest.raises(mf.ProgramError, match="trace="):
         program.run(torch.ones(1, device=comm.device))
+
+
+def test_clocks_are_aligned_again_at_the_end(folder: Path, comm: mf.Communicator) -> None:
+    """What `close` calls; the communicator of the tests stays open."""
+    program = mf.compile(handed_over(), Options(trace=str(folder)))
+    x = torch.arange(4.0, device=comm.device) if comm.rank == 0 else None
+    program.run(x, torch.ones((1, 4), device=comm.device))
+    comm.at_end()
+    comm.all_ok(None)
+    for rank in (0, 1):
+        lines = (folder / f"rank{rank}.jsonl").read_text().splitlines()
+        clocks = [found for line in lines if "clock" in (found := json.loads(line))]
+        assert len(clocks) == 2 and clocks[0]["at"] < clocks[1]["at"]
+        assert all(0 <= found["error"] < 10**9 for found in clocks)

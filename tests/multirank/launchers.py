@@ -51,6 +51,7 @@ LAUNCHERS: dict[str, Launcher] = {"mpirun": mpirun, "torchrun": torchrun}
 _MARKED: dict[str, Callable[[Launcher], bool]] = {
     "mpi": lambda launcher: launcher is mpirun,
     "ucx": lambda launcher: launcher is torchrun,  # it knows no launcher: one is enough
+    "symmetric": lambda launcher: launcher is torchrun,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -110,6 +111,16 @@ def test_what_ran_before_an_error_is_in_the_file(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="on purpose"):
         program.run(torch.ones(4, 4))
     assert [e.name for e in read(tmp_path)][4:] == ["%t = relu", "%y = mul (did not end)"]
+
+
+def test_clocks_are_aligned_before_the_first_run_and_at_the_end(tmp_path: Path) -> None:
+    mf.compile(defined(ONE), Options(trace=str(tmp_path))).run(torch.ones(4, 4))
+    mf.init().close()
+    lines = [json.loads(x) for x in (tmp_path / "rank0.jsonl").read_text().splitlines()]
+    kinds = [next(k for k in ("clock", "plan", "rank") if k in line) for line in lines]
+    assert kinds[:2] == ["rank", "clock"] and kinds[-1] == "clock" and kinds.count("clock") == 2
+    first, last = (line for line in lines if "clock" in line)
+    assert first["at"] < last["at"] and abs(first["clock"] - last["clock"]) < 10**9
 
 
 def test_two_programs_share_a_file(tmp_path: Path) -> None:

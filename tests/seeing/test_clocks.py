@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from time import perf_counter_ns
+
+import pytest
 
 from mdfuse.seeing.clocks import offset
 
@@ -25,6 +28,14 @@ class Shared:
         with self.changed:
             assert self.changed.wait_for(lambda: key in self.values, 60)
             return self.values[key]
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        with self.changed:
+            there = self.changed.wait_for(
+                lambda: {*keys} <= self.values.keys(), timeout.total_seconds()
+            )
+        if not there:
+            raise RuntimeError(f"no {keys} in time")
 
     def delete_key(self, key: str) -> bool:
         with self.changed:
@@ -56,3 +67,9 @@ def test_offsets_are_found_within_their_errors() -> None:
 def test_one_rank_asks_nobody() -> None:
     by, error = offset(Shared(), 0, 1, clock=lambda: 100, unix=lambda: 1100)
     assert (by, error) == (1000, 0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_has_gone_is_not_waited_for(rank: int) -> None:
+    with pytest.raises(RuntimeError, match="in time"):
+        offset(Shared(), rank, 2, timeout_s=0.01)

@@ -42,7 +42,7 @@ def test_ranks_that_meet_others_run_apart() -> None:
 
 
 def test_stages_of_a_pipeline() -> None:
-    fd, _ = example("pipeline").build(DeviceMesh.arange(tp=8))
+    fd, _ = example("two_stages").build(DeviceMesh.arange(tp=8))
     found = rank_classes(mf.compile(fd).host)
     assert found.members == ((0, 1, 2, 3), (4, 5, 6, 7))
     assert found.firsts == (0, 4) and found.of[6] == 4

@@ -82,7 +82,7 @@ def programs() -> dict[str, Make]:
     found |= {f"{n} {seed}": partial(ring, n, seed) for n in TEMPLATES for seed in range(4)}
     for name in SMALL:
         for mesh in (DeviceMesh.arange(tp=4), DeviceMesh.arange(dp=2, tp=3)):
-            if name != "pipeline" or mesh.ndim == 1:
+            if name != "two_stages" or mesh.ndim == 1:
                 found[f"{name} {mesh}"] = partial(of_example, name, mesh)
     return found | {str(c): lambda c=c: c.compile(4).host for c in STREAMED.values()}
 

@@ -57,6 +57,19 @@ def test_ranks_by_one_clock(tmp_path: Path) -> None:
     assert (found[0].instruction, found[0].source) == (2, "a.py:1")
 
 
+def test_clocks_drift_from_alignment_to_alignment(tmp_path: Path) -> None:
+    """Aligned at 100 and at 1100, when the clock had lost 10: 600 is 5 late."""
+    work = {"name": "%y = exp"}
+    record(
+        tmp_path, 1, {"clock": 1000, "error": 1, "at": 100}, plan(work, work, work),
+        {"run": 0, "plan": 0, "first": 0, "ns": [50, 100, 600, 2000]}, {"end": 0, "plan": 0},
+        {"clock": 1010, "error": 1, "at": 1100},
+    )  # fmt: skip
+    found = read(tmp_path)
+    assert [e.start_ns for e in found] == [1050, 1100, 1605]
+    assert found[-1].stop_ns == 3010
+
+
 def test_the_nth_post_of_a_team_is_one_communication(tmp_path: Path) -> None:
     post = {**SEND, "name": "post Allreduce[sum]"}
     for rank in (0, 1):

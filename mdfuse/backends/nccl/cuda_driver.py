@@ -103,12 +103,12 @@ class CudaDevice:
         library = library or ctypes.CDLL("libcuda.so.1")
         pointer, number = ctypes.c_void_p, ctypes.c_uint
         self._device = device
-        self.record = _function(library.cuEventRecord, pointer, pointer)
-        self.wait = _function(library.cuStreamWaitEvent, pointer, pointer, number)
-        self._write = _function(
+        self.record = driver_function(library.cuEventRecord, pointer, pointer)
+        self.wait = driver_function(library.cuStreamWaitEvent, pointer, pointer, number)
+        self._write = driver_function(
             library.cuStreamWriteValue32_v2, pointer, ctypes.c_uint64, ctypes.c_uint32, number
         )
-        self._create = _function(library.cuEventCreate, ctypes.POINTER(_Event), number)
+        self._create = driver_function(library.cuEventCreate, ctypes.POINTER(_Event), number)
         _Event.destroy = library.cuEventDestroy_v2
         self._blocks: list[torch.Tensor] = []
         self._used = _WORDS
@@ -148,7 +148,7 @@ class CudaDevice:
         torch.cuda.synchronize(self._device)
 
 
-def _function(function: Any, *arguments: Any) -> Any:
+def driver_function(function: Any, *arguments: Any) -> Any:
     """Return a function of the driver, made to raise BackendError where it fails.
 
     The check adds 0.1 us to a call.

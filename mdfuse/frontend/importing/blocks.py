@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch.fx import Node
@@ -24,6 +24,8 @@ def blocks_of(model: Model, said: Mapping[str, Any]) -> dict[Node, Blocks]:
     names: list[str] = []
     for node in model.parameters:
         parameter = model.captured.parameters[node]
+        if parameter.adapter is not None:
+            continue
         names += parameter.names
         match = matching(said, parameter.names, "blocks")
         if match is not None:
@@ -32,7 +34,17 @@ def blocks_of(model: Model, said: Mapping[str, Any]) -> dict[Node, Blocks]:
     for pattern in said:
         if pattern not in used:
             raise unmatched("blocks", pattern, names)
-    return found
+    return found | dict(_of_adapters(model, found))
+
+
+def _of_adapters(model: Model, found: Mapping[Node, Blocks]) -> Iterator[tuple[Node, Blocks]]:
+    """Yield the blocks of adapters whose matrix has blocks along that dim."""
+    known = {model.captured.parameters[node].name: blocks for node, blocks in found.items()}
+    for node in model.parameters:
+        p = model.captured.parameters[node]
+        blocks = known.get(p.adapter.of) if p.adapter is not None else None
+        if p.adapter is not None and blocks is not None and p.adapter.dim(p.name) == blocks.dim:
+            yield node, Blocks(p.adapter.own_dim(p.name), blocks.sizes)
 
 
 def _blocks(model: Model, node: Node, name: str, pattern: str, said: Any) -> Blocks:

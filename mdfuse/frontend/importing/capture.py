@@ -6,7 +6,7 @@ import inspect
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from mdfuse.errors import OWN, DefinitionError, Source
+from mdfuse.frontend.importing.adapters import Adapter, adapted
 from mdfuse.frontend.importing.inline import inline
 from mdfuse.frontend.importing.lines import line_of
 from mdfuse.frontend.plain import brief
@@ -36,12 +37,14 @@ class Parameter:
         names: all of them; several where it is tied.
         tensor: the parameter itself; on the meta device it has no numbers.
         is_buffer: whether it is a buffer, which nothing trains.
+        adapter: of one that an adapter brings, what it is.
     """
 
     name: str
     names: tuple[str, ...]
     tensor: Tensor
     is_buffer: bool = False
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +160,7 @@ def capture(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Mapping[str, Mapping[int, Any]] | None = None,
+    adapters: Mapping[str, Any] | None = None,
 ) -> Captured:
     """Export a module for arguments of these shapes and dtypes.
 
@@ -164,11 +168,23 @@ def capture(
         module: to export.
         args, kwargs: of its forward.
         dynamic_shapes: name of an argument -> dim -> a `torch.export.Dim`, or its name.
+        adapters: pattern of names of layers -> rank; see `adapted`.
 
     Raises:
         DefinitionError: the module cannot be exported: its line, and what torch says.
     """
     _check(module, args)
+    with adapted(module, adapters or {}) as brought:
+        return _captured(module, args, kwargs, dynamic_shapes, brought)
+
+
+def _captured(
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    dynamic_shapes: Mapping[str, Mapping[int, Any]] | None,
+    adapters: Mapping[str, Adapter],
+) -> Captured:
     held = chain(module.parameters(), module.buffers())
     device = next((x.device for x in held), torch.device("cpu"))
     paths, structure = flattened((tuple(args), dict(kwargs or {})))
@@ -186,7 +202,7 @@ def capture(
                 exported = exported.run_decompositions({})
     except Exception as error:
         raise _not_exported(module, error) from error
-    parameters = _parameters(module)
+    parameters = [_of_adapter(p, adapters.get(p.name)) for p in _parameters(module)]
     found = _Places()
     found.sort(exported, {name: p for p in parameters for name in p.names}, names)
     mutated = _mutated(module, exported, found)
@@ -333,6 +349,11 @@ def _parameters(module: nn.Module) -> list[Parameter]:
         Parameter(name=all_[0], names=tuple(all_), tensor=tensors[key])
         for key, all_ in names.items()
     ]
+
+
+def _of_adapter(p: Parameter, adapter: Adapter | None) -> Parameter:
+    """A parameter; of an adapter with the numbers that it begins with, also of a module on meta."""
+    return p if adapter is None else replace(p, adapter=adapter, tensor=nn.Parameter(adapter.start))
 
 
 def _argument_names(

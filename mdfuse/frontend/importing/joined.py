@@ -89,6 +89,13 @@ def _matmul(views: Views, x: Any, weight: Any) -> Any:
     return weight.mapped(lambda w: ops.matmul(x, w), max(x.ndim, weight.ndim) - 1)
 
 
+def _add(views: Views, x: Any, y: Any) -> Any:
+    are_alike = isinstance(x, Joined) and isinstance(y, Joined) and x.dim == y.dim
+    if not are_alike or x.shape != y.shape or x.sizes != y.sizes:
+        return None
+    return Joined(tuple(map(ops.add, x.parts, y.parts)), x.dim)
+
+
 def _bmm(views: Views, x: Any, y: Any) -> Any:
     if isinstance(x, Joined) and not isinstance(y, Joined) and x.dim == 1:
         return x.mapped(lambda part: ops.bmm(part, y))
@@ -196,6 +203,7 @@ def _itself(views: Views, x: Joined, *_: Any, **__: Any) -> Any:
 #: overload -> what it makes of `Joined` arguments; None where these must be one.
 RULES: dict[str, Callable[..., Any]] = {
     "aten.linear.default": _linear,
+    "aten.add.Tensor": _add,
     "aten.addmm.default": _addmm,
     "aten.matmul.default": _matmul,
     "aten.mm.default": _matmul,

@@ -50,6 +50,31 @@ class InMemory:
         return part_of(self.tensors[name], box)
 
 
+def with_starts(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> Checkpoint:
+    """Return a checkpoint that also has these tensors, where it lacks them."""
+    lacking = {name: x for name, x in tensors.items() if name not in checkpoint.names}
+    return _Completed(checkpoint, InMemory(lacking)) if lacking else checkpoint
+
+
+class _Completed:
+    """A checkpoint, and tensors that it lacks."""
+
+    def __init__(self, first: Checkpoint, rest: InMemory) -> None:
+        self._first, self._rest = first, rest
+        self.names = [*first.names, *rest.names]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        return self._of(name).shape(name)
+
+    def part(self, name: str, box: Box) -> Tensor:
+        """A box of a tensor."""
+        return self._of(name).part(name, box)
+
+    def _of(self, name: str) -> Checkpoint:
+        return self._rest if name in self._rest.tensors else self._first
+
+
 class InFiles:
     """Tensors in files of safetensors; each is opened for a tensor at a time.
 

@@ -100,7 +100,7 @@ def define_step(
     extra: Mapping[str, TensorSpec],
     optimizer: Optimizer,
     *,
-    frozen: Sequence[str],
+    frozen: Sequence[str] | None,
     clip: float | None,
     master: bool,
     name: str,
@@ -198,15 +198,18 @@ def _update(
         fd.add_output(new, reuse=w)
 
 
-def trained_nodes(model: Model, frozen: Sequence[str]) -> list[Node]:
+def trained_nodes(model: Model, frozen: Sequence[str] | None) -> list[Node]:
     """Return the parameters that are trained: those that require gradients, and are not frozen.
+
+    Without a word on what is frozen, of a model with adapters these alone are trained.
 
     Raises:
         DefinitionError: nothing is left to train.
         LayoutError: a pattern that matches no parameter.
     """
-    patterns = (frozen,) if isinstance(frozen, str) else tuple(frozen)
+    patterns = (frozen,) if isinstance(frozen, str) else tuple(frozen or ())
     of = model.captured.parameters
+    alone = frozen is None and any(of[node].adapter is not None for node in model.parameters)
     names = [name for node in model.parameters for name in of[node].names]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -215,6 +218,7 @@ def trained_nodes(model: Model, frozen: Sequence[str]) -> list[Node]:
         node
         for node in model.parameters
         if of[node].tensor.requires_grad
+        and not (alone and of[node].adapter is None)
         and not any(fnmatchcase(name, p) for name in of[node].names for p in patterns)
     ]
     if not found:

@@ -105,7 +105,7 @@ _WIDENED = (torch.float16, torch.bfloat16)
 
 
 @dataclass
-class _Loop:
+class Loop:
     """One host loop under construction, within one call of `emit_loop`."""
 
     out: Emitter
@@ -114,7 +114,8 @@ class _Loop:
     #: the loop's index, and the chunk that this rank is at
     name: str
     index: Index
-    exprs: tuple[Expr, ...]
+    #: the values that it computes
+    made: frozenset[str]
     #: (value, dim) -> the name of its chunk
     chunks: dict[tuple[str, int], str] = field(default_factory=dict)
     #: what comes right behind the loop
@@ -145,7 +146,7 @@ class _Loop:
         """Return whether a value is needed after the loop, or by other loops."""
         if value in self.fusion.outputs:
             return True
-        return any(reader not in self.exprs for reader in self.fusion.consumers[value])
+        return any(r.outputs[0] not in self.made for r in self.fusion.consumers[value])
 
     def result(self, value: str) -> str:
         """Return the name that an iteration computes of a value: a slice of the whole if kept."""
@@ -224,6 +225,19 @@ def emit_loop(out: Emitter, sections: Sequence[Section]) -> None:
         out: what is built, with the code that comes before the loop.
         sections: neighbouring segments of one stream, as `loops` groups them.
     """
+    building, stream = begin_loop(out, sections)
+    for section in sections:
+        emit_section(building, section)
+    body, out.code = tuple(out.code), building.outside
+    over, source = (("start", 0), ("stop", stream.count), ("step", 1)), sections[0].exprs[0].source
+    out.code.append(
+        Instruction(op="for", outputs=(building.name,), attrs=over, body=body, source=source)
+    )
+    out.code += building.behind
+
+
+def begin_loop(out: Emitter, sections: Sequence[Section]) -> tuple[Loop, Stream]:
+    """Return a loop over the chunks of some sections, whose body is then built as `out.code`."""
     stream = out.fusion.values[sections[0].exprs[0].outputs[0]].stream
     assert stream is not None
     taken = {*out.types, *out.fusion.values}
@@ -233,19 +247,11 @@ def emit_loop(out: Emitter, sections: Sequence[Section]) -> None:
     if stream.rotate is not None:
         index = calc("mod", calc("+", index, Term("coord", stream.rotate)), stream.count)
     outside, out.code = out.code, []
-    exprs = tuple(e for section in sections for e in section.exprs)
-    building = _Loop(out, outside, name, index, exprs)
-    for section in sections:
-        _emit_section(building, section)
-    body, out.code = tuple(out.code), outside
-    attrs = (("start", 0), ("stop", stream.count), ("step", 1))
-    out.code.append(
-        Instruction(op="for", outputs=(name,), attrs=attrs, body=body, source=exprs[0].source)
-    )
-    out.code += building.behind
+    made = frozenset(x for section in sections for e in section.exprs for x in e.outputs)
+    return Loop(out, outside, name, index, made), stream
 
 
-def _emit_section(loop: _Loop, section: Section) -> None:
+def emit_section(loop: Loop, section: Section) -> None:
     """Append what an iteration does of a segment."""
     if section.exprs[0].op == "set":
         _emit_set(loop, section.exprs[0])
@@ -272,7 +278,7 @@ def _emit_section(loop: _Loop, section: Section) -> None:
                 loop.accumulate(name, made[name], expr)
 
 
-def _emit_expr(loop: _Loop, section: Section, expr: Expr, made: dict[str, str]) -> Instruction:
+def _emit_expr(loop: Loop, section: Section, expr: Expr, made: dict[str, str]) -> Instruction:
     """Return an expression's instruction on chunks; `made`: value -> its name in the segment."""
     inputs: list[Operand] = []
     for x, stream in zip(expr.inputs, streams_read(loop.fusion, expr), strict=True):
@@ -290,18 +296,18 @@ def _emit_expr(loop: _Loop, section: Section, expr: Expr, made: dict[str, str]) 
 # -- sets ----------------------------------------------------------------------------------------
 
 
-def _emit_set(loop: _Loop, expr: Expr) -> None:
+def _emit_set(loop: Loop, expr: Expr) -> None:
     how = set_form(loop.fusion, expr)
     assert how is not None
     _SETS[how](loop, expr)
 
 
-def _layouts(loop: _Loop, expr: Expr) -> tuple[Layout, Layout, Stream]:
+def _layouts(loop: Loop, expr: Expr) -> tuple[Layout, Layout, Stream]:
     source, destination = loop.fusion.layout(expr.reads[0]), loop.fusion.layout(expr.output)
     return source, destination, loop.stream(expr.output)
 
 
-def _emit_chunks(loop: _Loop, expr: Expr) -> None:
+def _emit_chunks(loop: Loop, expr: Expr) -> None:
     """Append a set of a chunk, which changes its layout as the whole would."""
     source, destination, stream = _layouts(loop, expr)
     out, (operand,) = loop.out, expr.reads
@@ -316,7 +322,7 @@ def _emit_chunks(loop: _Loop, expr: Expr) -> None:
     _land(loop, expr, got)
 
 
-def _land(loop: _Loop, expr: Expr, got: str) -> None:
+def _land(loop: Loop, expr: Expr, got: str) -> None:
     """Put what arrived into its slice of the whole; without a whole, it is the chunk itself."""
     stream = loop.stream(expr.output)
     if not loop.is_whole(expr.output):
@@ -330,7 +336,7 @@ def _land(loop: _Loop, expr: Expr, got: str) -> None:
     )
 
 
-def _is_dense_slice(loop: _Loop, value: str, stream: Stream) -> bool:
+def _is_dense_slice(loop: Loop, value: str, stream: Stream) -> bool:
     """Return whether the elements of a chunk lie side by side in the whole buffer."""
     order, shape = loop.order(value), loop.fusion.values[value].shape
     outer = order[: order.index(stream.dim)]
@@ -357,7 +363,7 @@ def _with(i: Instruction, old: str, new: str) -> Instruction:
     return replace(i, inputs=tuple(new if x == old else x for x in i.inputs))
 
 
-def _whole_source(loop: _Loop, expr: Expr) -> str:
+def _whole_source(loop: Loop, expr: Expr) -> str:
     """Return the operand as it was before the loop, in a dense buffer."""
     out = loop.out
     inside, out.code = out.code, loop.outside
@@ -366,18 +372,17 @@ def _whole_source(loop: _Loop, expr: Expr) -> str:
     return name
 
 
-def _emit_broadcast(loop: _Loop, expr: Expr) -> None:
+def _emit_broadcast(loop: Loop, expr: Expr) -> None:
     """Append a broadcast of chunk i from rank i of the axis, which has it, to the others."""
     source, destination, _ = _layouts(loop, expr)
     (axis,) = (a for a, p in source.by_axis().items() if destination.placement(a) != p)
     _emit_arrival(loop, expr, "Broadcast", _whole_source(loop, expr), axis)
 
 
-def _emit_exchange(loop: _Loop, expr: Expr) -> None:
+def _emit_exchange(loop: Loop, expr: Expr) -> None:
     """Append an exchange of what ranks lack of the chunk, or a slice where no rank lacks any."""
     source, destination, stream = _layouts(loop, expr)
-    (operand,) = expr.reads
-    shape = loop.fusion.values[operand].shape
+    (operand,), shape = expr.reads, loop.fusion.values[expr.output].shape
     if not all(isinstance(step, Local) for step in steps(source, destination, shape)):
         _emit_arrival(loop, expr, "Exchange", operand, None)
         return
@@ -386,7 +391,7 @@ def _emit_exchange(loop: _Loop, expr: Expr) -> None:
     _land(loop, expr, loop.out.op(op, name, kind, operands, expr.source))
 
 
-def _emit_arrival(loop: _Loop, expr: Expr, kind: str, current: str, axis: str | None) -> None:
+def _emit_arrival(loop: Loop, expr: Expr, kind: str, current: str, axis: str | None) -> None:
     source, destination, stream = _layouts(loop, expr)
     value = loop.fusion.values[expr.output]
     comm = Communication(
@@ -401,13 +406,12 @@ def _emit_arrival(loop: _Loop, expr: Expr, kind: str, current: str, axis: str | 
     _land(loop, expr, emit_post(loop.out, comm, current, type_, name, expr.source))
 
 
-def _position(loop: _Loop, op: str, rotate: str, n: int) -> Index:
+def _position(loop: Loop, op: str, rotate: str, n: int) -> Index:
     """Return the position along the axis that is i steps on or back, i being the loop's index."""
-    step = Term("index", loop.name)
-    return calc("mod", calc(op, Term("coord", rotate), step), n)
+    return calc("mod", calc(op, Term("coord", rotate), Term("index", loop.name)), n)
 
 
-def _emit_ring(loop: _Loop, expr: Expr) -> None:
+def _emit_ring(loop: Loop, expr: Expr) -> None:
     """Append one step of a ring that passes parts on.
 
     Each rank receives what the rank i further on holds, and sends its own part to the rank i back.
@@ -423,7 +427,7 @@ def _emit_ring(loop: _Loop, expr: Expr) -> None:
 
 
 def _emit_transfer(
-    loop: _Loop, expr: Expr, sent: str, to: Index, received: str, come: Index
+    loop: Loop, expr: Expr, sent: str, to: Index, received: str, come: Index
 ) -> None:
     """Append a send and a receive that are posted together, and their waits."""
     out, stream = loop.out, loop.stream(expr.output)
@@ -441,7 +445,7 @@ def _emit_transfer(
     out.code += rows
 
 
-def _emit_reduce(loop: _Loop, expr: Expr) -> None:
+def _emit_reduce(loop: Loop, expr: Expr) -> None:
     """Append a reduce of chunk i to rank i of the axis, whose part it is."""
     source, destination, stream = _layouts(loop, expr)
     (axis,) = (a for a, p in source.by_axis().items() if destination.placement(a) != p)
@@ -462,7 +466,7 @@ def _emit_reduce(loop: _Loop, expr: Expr) -> None:
     out.post(comm, current, expr.output, expr.source)
 
 
-def _emit_ring_reduce(loop: _Loop, expr: Expr) -> None:
+def _emit_ring_reduce(loop: Loop, expr: Expr) -> None:
     """Append one step of a ring that adds up parts.
 
     Each rank sends its part of a chunk to the rank i further on, whose chunk it is, and adds what
@@ -485,7 +489,7 @@ def _emit_ring_reduce(loop: _Loop, expr: Expr) -> None:
 
 
 #: form -> the function that emits a set of that form.
-_SETS: dict[str, Callable[[_Loop, Expr], None]] = {
+_SETS: dict[str, Callable[[Loop, Expr], None]] = {
     "chunks": _emit_chunks,
     "broadcast": _emit_broadcast,
     "ring": _emit_ring,

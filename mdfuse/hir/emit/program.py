@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from mdfuse.hir.emit import reuse_inputs
+from mdfuse.hir.emit.blocks import Pipeline, emit_blocks, split_sections
 from mdfuse.hir.emit.loops import emit_loop, loops
 from mdfuse.hir.emit.sets import Emitter, Orders, emit_set, local, value_type
 from mdfuse.hir.orders import seen_through
@@ -15,7 +17,10 @@ from mdfuse.passes.segmentation import Section
 
 
 def emit(
-    fusion: Fusion, segments: tuple[Section, ...], stated: Orders | None = None
+    fusion: Fusion,
+    segments: tuple[Section, ...],
+    stated: Orders | None = None,
+    pipeline: Pipeline | None = None,
 ) -> HostProgram:
     """Return the global host program of a fusion whose only changes of layout are sets.
 
@@ -24,15 +29,18 @@ def emit(
         segments: its sections.
         stated: name -> the memory order that the instruction which computes it is to state (None:
             none), whatever else would be asked of it.
+        pipeline: what runs once per microbatch, and when.
     """
     out = Emitter(fusion, stated=stated or {})
     for name in fusion.inputs:
         out.types[name] = value_type(fusion.values[name])
-    for sections in loops(fusion, segments):
-        if sections[0].is_streamed:
-            emit_loop(out, sections)
-        else:
-            _emit_segment(out, sections[0])
+    if pipeline is None:
+        _emit_sections(out, segments)
+    else:
+        before, inside, behind = split_sections(pipeline, segments)
+        _emit_sections(out, before)
+        emit_blocks(out, pipeline, inside)
+        _emit_sections(out, behind)
     _require_output_orders(out)
     out.code.append(Instruction(op="return", inputs=fusion.outputs))
     program = HostProgram(
@@ -43,6 +51,14 @@ def emit(
         instructions=tuple(out.code),
     )
     return reuse_inputs.run(program, fusion.reuse)
+
+
+def _emit_sections(out: Emitter, segments: Sequence[Section]) -> None:
+    for sections in loops(out.fusion, segments):
+        if sections[0].is_streamed:
+            emit_loop(out, sections)
+        else:
+            _emit_segment(out, sections[0])
 
 
 def _emit_segment(out: Emitter, section: Section) -> None:

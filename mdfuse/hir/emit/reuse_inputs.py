@@ -29,39 +29,107 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
+from mdfuse.hir.instructions import BLOCKS
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.storage import storage
 from mdfuse.ir.graph import fresh_name
 from mdfuse.ir.ops import ELEMENTWISE
 
 #: Instructions that hold others.
-_BLOCKS = ("launch", "for", "if")
+_BLOCKS = ("launch", *BLOCKS)
+
+#: What takes the place of an instruction.
+Instead = tuple[Instruction, ...]
 
 
 def run(program: HostProgram, reuse: Mapping[str, str]) -> HostProgram:
     """Return the program with an alias and a write for each output that reuses an input."""
     if not reuse:
         return program
-    types, code = dict(program.types), list(program.instructions[:-1])
+    types, code = dict(program.types), _Code(program.instructions[:-1])
     shared = storage(program)
     for i in program.walk():  # a post reads until its wait
         if i.op in ("post", "send"):
             shared[i.outputs[0]] = shared.get(i.reads[0], i.reads[0])
+    overwritten = {*reuse.values()}
     for output in program.outputs:
-        if output not in program.inputs and shared.get(output) in reuse.values():
-            code = [_copied(i, output, types[output]) for i in code]
+        if output not in program.inputs and shared.get(output) in overwritten:
+            code.copy(output, types[output])
             shared[output] = output
+    sharing: dict[str, set[str]] = {}
+    for name, of in shared.items():
+        sharing.setdefault(of, set()).add(name)
     for output in program.outputs:
         if output in reuse:
-            chunks = frozenset(_chunks(code, output))
-            code = _Write(output, reuse[output], shared, chunks).into(code, types)
+            code.write(output, reuse[output], shared, sharing.get(reuse[output], set()), types)
     return replace(
         program,
         types=types,
-        instructions=(*code, program.instructions[-1]),
+        instructions=(*code.instructions, program.instructions[-1]),
         aliases={**program.aliases, **reuse},
     )
+
+
+class _Code:
+    """Instructions in places, and the places where a name stands: each output looks at its own.
+
+    A step of training has thousands of instructions and hundreds of outputs.
+    """
+
+    def __init__(self, code: Iterable[Instruction]) -> None:
+        self._slots: list[Instead] = []
+        self._places: dict[str, set[int]] = {}
+        #: block -> the place of its last call, which is the last that uses what the block names
+        self._called: dict[str, int] = {}
+        for place, i in enumerate(code):
+            self._slots.append((i,))
+            if i.op == "call":
+                self._called[i.fn] = place
+            for j in i.walk():
+                self._note((*j.reads, *j.outputs), (place,))
+
+    @property
+    def instructions(self) -> Iterator[Instruction]:
+        """All of them, in order."""
+        return chain.from_iterable(self._slots)
+
+    def copy(self, output: str, kind: BufferType) -> None:
+        """Turn a view of an input that is overwritten into a copy."""
+        for place in self._where((output,)):
+            self._slots[place] = tuple(_copied(i, output, kind) for i in self._slots[place])
+
+    def write(
+        self,
+        output: str,
+        buffer: str,
+        shared: Mapping[str, str],
+        old: Collection[str],
+        types: dict[str, BufferType],
+    ) -> None:
+        """Write an output into the buffer of an input, of which `old` are other names."""
+        chunks = frozenset(_chunks(self._at(self._where((output,))), output))
+        write = _Write(output, buffer, shared, chunks)
+        names = {output, buffer, *chunks, *old}
+        posts = (j for i in self._at(self._where(names)) for j in i.walk() if write.receives(j))
+        places = self._where(names.union(*(j.outputs for j in posts)))
+        ends = {self._called[i.fn] for i in self._at(places) if i.fn in self._called}
+        places = sorted(ends.union(places))
+        made = iter(write.into([*self._at(places)], types))
+        for place in places:
+            self._slots[place] = (*chain.from_iterable(next(made) for _ in self._slots[place]),)
+        self._note((buffer,), places)
+
+    def _where(self, names: Iterable[str]) -> list[int]:
+        return sorted({place for name in names for place in self._places.get(name, ())})
+
+    def _at(self, places: Iterable[int]) -> Iterator[Instruction]:
+        return (i for place in places for i in self._slots[place])
+
+    def _note(self, names: Iterable[str], places: Collection[int]) -> None:
+        for name in names:
+            self._places.setdefault(name, set()).update(places)
 
 
 def _copied(i: Instruction, output: str, kind: BufferType) -> Instruction:
@@ -101,30 +169,39 @@ class _Write:
     shared: Mapping[str, str]
     chunks: frozenset[str]
 
-    def into(self, code: list[Instruction], types: dict[str, BufferType]) -> list[Instruction]:
-        """Return the code with the write in it: in place, in a loop, or behind all reads."""
+    def into(self, code: list[Instruction], types: dict[str, BufferType]) -> list[Instead]:
+        """Return what the code becomes: it writes in place, in a loop, or behind all reads.
+
+        Args:
+            code: the instructions that name the output, the input or what shares its memory.
+            types: of all names; changed where names come and go.
+        """
         if self.is_in_place(code, {self.buffer}):
-            return [_renamed(self.unordered(i), self.output, self.buffer) for i in code]
+            return [(_renamed(self.unordered(i), self.output, self.buffer),) for i in code]
         in_loop = self.in_place_loop(code, types)
         if in_loop is not None:
-            return [_renamed(i, self.output, self.buffer) for i in in_loop]
+            return [tuple(_renamed(i, self.output, self.buffer) for i in found)
+                    for found in in_loop]  # fmt: skip
         return self.written_behind(code, types)
 
     def written_behind(
         self, code: list[Instruction], types: dict[str, BufferType]
-    ) -> list[Instruction]:
+    ) -> list[Instead]:
         """Return the code with the output computed elsewhere and written when all have read."""
         new = fresh_name(types, f"{self.output}.new")
         types[new] = types[self.output]
         waits = {x for i in code for j in i.walk() if self.receives(j) for x in j.outputs}
         used = [self.makes(i) or self.reads_old(i.walk()) or _waits(i, waits) for i in code]
-        at = 1 + max(n for n, is_used in enumerate(used) if is_used)
+        ran = {i.fn for i, is_used in zip(code, used, strict=True) if is_used and i.op == "block"}
+        used = [a or (i.op == "call" and i.fn in ran) for i, a in zip(code, used, strict=True)]
+        last = max(n for n, is_used in enumerate(used) if is_used)
         source = next((i.source for i in code if self.makes(i)), None)
         write = Instruction(
             op="set", fn="set", inputs=(new,), outputs=(self.output,), source=source
         )
-        code = [_renamed(i, self.output, new) for i in code]
-        return [*code[:at], write, *code[at:]]
+        found: list[Instead] = [(_renamed(i, self.output, new),) for i in code]
+        found[last] += (write,)
+        return found
 
     def makes(self, i: Instruction) -> bool:
         """Return whether an instruction, or one inside it, binds or writes the output."""
@@ -158,7 +235,7 @@ class _Write:
             own: the names under which the block has the same elements of the input.
         """
         makers = [n for n, i in enumerate(block) if self.makes(i)]
-        if len(makers) != 1 or block[makers[0]].op in ("for", "if"):
+        if len(makers) != 1 or block[makers[0]].op in BLOCKS:
             return False
         (at,) = makers
         inner = block[at].body if block[at].op == "launch" else (block[at],)
@@ -180,7 +257,7 @@ class _Write:
 
     def in_place_loop(
         self, code: Sequence[Instruction], types: dict[str, BufferType]
-    ) -> list[Instruction] | None:
+    ) -> list[Instead] | None:
         """Return the code with a loop that writes the chunks of the input, if it may; else None."""
         makers = [n for n, i in enumerate(code) if self.makes(i)]
         if [code[n].op for n in makers] != ["alloc", "for"]:
@@ -198,7 +275,8 @@ class _Write:
             del types[chunk]
             rest = (j for j in body if not _cuts(j, self.output))
             body = tuple(_renamed(j, chunk, own[0]) for j in rest)
-        return [*code[:buffer], *code[buffer + 1 : at], replace(code[at], body=body), *behind]
+        instead: dict[int, Instead] = {buffer: (), at: (replace(code[at], body=body),)}
+        return [instead.get(n, (i,)) for n, i in enumerate(code)]
 
     def reads_elsewhere(self, body: Iterable[Instruction], own: Collection[str]) -> bool:
         """Return whether an iteration reads other parts of the old value than its own chunk."""

@@ -6,7 +6,8 @@
                                                     return %y
 
 What a post reads or writes is in use until its wait, and so is what that is a view of. Inputs and
-outputs are the caller's.
+outputs are the caller's. What belongs to the index of calls is freed in the block that is the last
+one to use it; where that is another one for another index, in a block of its own.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from mdfuse.config import Options
+from mdfuse.hir.calls import blocks_of, per_index
 from mdfuse.hir.instructions import BLOCKS, POSTS
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.storage import storage
+from mdfuse.ir.graph import fresh_name
 
 name = "insert_frees"
 
@@ -28,7 +31,10 @@ def run(program: HostProgram, options: Options) -> HostProgram:
     made = frozenset(program.inputs).union(*map(_binds, program.instructions))
     shared = {name: of for name, of in storage(program).items() if of in made}
     frees = _Frees(program, frozenset(keep), shared)
-    code = frees.block(program.instructions, frozenset(), frozenset())
+    for i in program.walk():
+        frees.note_posts(i)
+    frees.note_calls()
+    code = frees.block(frees.with_drops(), frozenset(), frozenset())
     return replace(program, instructions=code)
 
 
@@ -49,6 +55,56 @@ class _Frees:
     shared: Mapping[str, str]
     #: handle -> the buffers that its post uses
     posted: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    #: block -> the buffers that it uses; those of them that are bound outside of blocks; those that
+    #: it frees
+    used: dict[str, set[str]] = field(default_factory=dict)
+    outer: dict[str, set[str]] = field(default_factory=dict)
+    freed: dict[str, set[str]] = field(default_factory=dict)
+    #: blocks -> what one or another of them is the last to use
+    late: dict[frozenset[str], list[str]] = field(default_factory=dict)
+
+    def note_calls(self) -> None:
+        """Note which block frees what belongs to the index of a call."""
+        blocks, own = blocks_of(self.program), per_index(self.program)
+        made = {n: self.binds(block) for n, block in blocks.items()}
+        for name, block in blocks.items():
+            self.used[name] = {x for i in block.body for x in self.uses(i)}
+            self.outer[name] = self.used[name] - own.union(*made.values())
+            self.freed[name] = made[name] - own
+        called: dict[int, list[str]] = {}
+        for i in self.program.instructions:
+            if i.op == "call":
+                called.setdefault(i.kwargs["index"], []).append(i.fn)
+        for x in sorted(own):
+            users = frozenset(name for name in blocks if x in self.used[name])
+            lasts = {next((n for n in reversed(c) if n in users), "") for c in called.values()}
+            if len(lasts) == 1 and users:
+                self.freed[lasts.pop()].add(x)
+            elif users:
+                self.late.setdefault(users, []).append(x)
+
+    def with_drops(self) -> tuple[Instruction, ...]:
+        """Return the program's code with blocks that free what no block is always the last to use.
+
+        Their calls come behind the last one that uses it.
+        """
+        if not self.late:
+            return self.program.instructions
+        code = list(self.program.instructions)
+        (index,) = next(i for i in code if i.op == "block").outputs
+        drops: list[Instruction] = []
+        for users, names in self.late.items():
+            fn = fresh_name(self.used, f"drop{len(drops)}")
+            free = Instruction(op="free", inputs=tuple(names))
+            drops.append(Instruction(op="block", fn=fn, outputs=(index,), body=(free,)))
+            self.used[fn], self.outer[fn], self.freed[fn] = set(names), set(), set()
+            called = {
+                i.kwargs["index"]: n for n, i in enumerate(code) if i.op == "call" and i.fn in users
+            }
+            for k, n in sorted(called.items(), key=lambda at: -at[1]):
+                code.insert(n + 1, Instruction(op="call", fn=fn, attrs=(("index", k),)))
+        at = 1 + max(n for n, i in enumerate(code) if i.op == "block")
+        return (*code[:at], *drops, *code[at:])
 
     def block(
         self, block: tuple[Instruction, ...], later: frozenset[str], before: frozenset[str]
@@ -65,7 +121,7 @@ class _Frees:
         needed = set(later)  # grows as the block is read backwards
         for n, i in reversed(list(enumerate(block))):
             inner = self.nested(i, frozenset(needed), here[n]) if n in here else i
-            used = list(self.uses(i))
+            used = self.used_at(i)
             gone = {name for j in inner.walk() if j.op == "free" for name in j.reads}
             kept = (needed, before, self.keep, gone)
             dying = [name for name in used if not any(name in names for names in kept)]
@@ -81,11 +137,19 @@ class _Frees:
         """Return what is bound before each loop and branch of a block, by its place there."""
         bound, found = set(before), dict[int, frozenset[str]]()
         for n, i in enumerate(block):
-            self.note_posts(i)
-            if i.op in BLOCKS:
+            if i.op == "block":
+                every = frozenset[str]().union(bound, *self.used.values())
+                found[n] = every - self.freed[i.fn]
+            elif i.op in BLOCKS:
                 found[n] = frozenset(bound)
-            bound.update(self.binds(i))
+            bound.update(self.binds(i) if i.op != "block" else ())
         return found
+
+    def used_at(self, i: Instruction) -> list[str]:
+        """Return the buffers that are used where an instruction stands: of blocks, by calls."""
+        if i.op == "block":
+            return []
+        return sorted(self.outer[i.fn]) if i.op == "call" else list(self.uses(i))
 
     def nested(self, i: Instruction, later: frozenset[str], before: frozenset[str]) -> Instruction:
         """Return a loop or branch with frees inside it."""

@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from mdfuse.hir.instructions import BLOCKS
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.storage import storage
 
@@ -74,7 +75,7 @@ class _Block:
         return tuple(i for row in done for i in row)
 
     def inside(self, i: Instruction) -> Instruction:
-        if i.op not in ("for", "if"):
+        if i.op not in BLOCKS:
             return i
         return replace(i, body=self.moved(i.body), orelse=self.moved(i.orelse))
 
@@ -119,7 +120,7 @@ class _Block:
 
 
 #: Instructions that a wait is not moved past.
-_STOPS = ("return", "for", "if", "barrier", "group_start")
+_STOPS = ("return", *BLOCKS, "call", "barrier", "group_start")
 
 
 def _received(i: Instruction) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from mdfuse.hir.storage import shared_operand, storage
 name = "raise_posts"
 
 #: Instructions that nothing passes: others count on what stands before them.
-_FENCES = ("barrier", "get_stream", "set_stream", "sync", "return")
+_FENCES = ("block", "call", "barrier", "get_stream", "set_stream", "sync", "return")
 #: Instructions that may go with a post, besides views: they make or fill the buffers that it uses.
 _CARRIED = ("alloc", "set", "pack", "pad", *PURE_VIEWS)
 

@@ -42,55 +42,68 @@ class _Deferred:
 
 def run(program: HostProgram, options: Options) -> HostProgram:
     """Return the program with its waits moved down."""
-    block = _block(program, program.instructions, storage(program), set(program.inputs))
+    sinking = _Sinking(program, storage(program))
+    for i in program.walk():
+        if i.op in POSTS:
+            sinking.note(i)
+    block = sinking.block(program.instructions, set(program.inputs))
     return replace(program, instructions=block)
 
 
-def _block(
-    program: HostProgram,
-    block: tuple[Instruction, ...],
-    shared: Mapping[str, str],
-    before: set[str],
-) -> tuple[Instruction, ...]:
-    """Return a block with its waits moved down.
+@dataclass
+class _Sinking:
+    """What moving the waits of a program's blocks must know.
 
-    Args:
-        program: that the block is part of.
-        block: the instructions.
+    Attributes:
+        program: that the blocks are part of.
         shared: name -> the name whose memory it may share.
-        before: the buffers that there are before the block.
+        posted: handle -> the buffers that its post uses.
+        reads: handle -> the memory that its post reads.
     """
-    done: list[Instruction] = []
-    waiting: list[_Deferred] = []
-    #: handle -> the buffers that its post uses
-    posted: dict[str, set[str]] = {}
-    reads: dict[str, set[str]] = {}
-    bound = set(before)
-    for i in block:
-        if i.op in POSTS:
-            posted[i.outputs[0]] = set(i.reads if i.op != "post" else i.reads[-1:])
-            reads[i.outputs[0]] = {shared[x] for x in i.reads if x in shared}
-        touched = {x for j in i.walk() for x in (*j.reads, *j.outputs)}
-        outputs = {x for j in i.walk() for x in j.outputs}
-        written = {shared[x] for x in outputs if x in shared and program.root(x) in bound}
-        needed = [d for d in waiting if d.names & touched or d.sources & written]
-        if i.op == "wait":
-            waiting.append(_Deferred([i], posted[i.reads[0]], reads[i.reads[0]]))
-        elif needed and _may_wait(i) and bound.isdisjoint(map(program.root, i.outputs)):
-            joined = _joined(needed)
-            joined.instructions.append(i)
-            joined.names.update(i.outputs)
-            joined.sources.update(shared[x] for x in i.reads if x in shared)
-            waiting = [d for d in waiting if d not in needed[1:]]
-        else:
-            for d in sorted(waiting, key=_is_idle) if i.op == "return" else needed:
-                done += d.instructions
-            waiting = [] if i.op == "return" else [d for d in waiting if d not in needed]
-            done.append(
-                replace(i, body=_block(program, i.body, shared, bound)) if i.op == "for" else i
-            )
-        bound.update(map(program.root, i.outputs))
-    return (*done, *(i for d in waiting for i in d.instructions))
+
+    program: HostProgram
+    shared: Mapping[str, str]
+    posted: dict[str, set[str]] = field(default_factory=dict)
+    reads: dict[str, set[str]] = field(default_factory=dict)
+
+    def note(self, i: Instruction) -> None:
+        """Note a post, for which a wait may stand in another block."""
+        self.posted[i.outputs[0]] = set(i.reads if i.op != "post" else i.reads[-1:])
+        self.reads[i.outputs[0]] = {self.shared[x] for x in i.reads if x in self.shared}
+
+    def block(self, block: tuple[Instruction, ...], before: set[str]) -> tuple[Instruction, ...]:
+        """Return a block with its waits moved down.
+
+        Args:
+            block: the instructions.
+            before: the buffers that there are before the block.
+        """
+        shared, root = self.shared, self.program.root
+        done: list[Instruction] = []
+        waiting: list[_Deferred] = []
+        bound = set(before)
+        for i in block:
+            touched = {x for j in i.walk() for x in (*j.reads, *j.outputs)}
+            outputs = {x for j in i.walk() for x in j.outputs}
+            written = {shared[x] for x in outputs if x in shared and root(x) in bound}
+            needed = [d for d in waiting if d.names & touched or d.sources & written]
+            if i.op == "wait":
+                handle = i.reads[0]
+                waiting.append(_Deferred([i], set(self.posted[handle]), set(self.reads[handle])))
+            elif needed and _may_wait(i) and bound.isdisjoint(map(root, i.outputs)):
+                joined = _joined(needed)
+                joined.instructions.append(i)
+                joined.names.update(i.outputs)
+                joined.sources.update(shared[x] for x in i.reads if x in shared)
+                waiting = [d for d in waiting if d not in needed[1:]]
+            else:
+                for d in sorted(waiting, key=_is_idle) if i.op == "return" else needed:
+                    done += d.instructions
+                waiting = [] if i.op == "return" else [d for d in waiting if d not in needed]
+                is_open = i.op in ("for", "block")
+                done.append(replace(i, body=self.block(i.body, bound)) if is_open else i)
+            bound.update(map(root, i.outputs))
+        return (*done, *(i for d in waiting for i in d.instructions))
 
 
 def _joined(needed: list[_Deferred]) -> _Deferred:

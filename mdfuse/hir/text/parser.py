@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,8 @@ from lark.exceptions import UnexpectedInput
 
 from mdfuse.communication import Communication
 from mdfuse.errors import MdfuseError, ProgramError
-from mdfuse.extents.expressions import DEEPEST, Term
+from mdfuse.extents.expressions import Term
+from mdfuse.hir.calls import mesh_of_block
 from mdfuse.hir.forms import (
     attributes_problem,
     check_nesting,
@@ -28,11 +28,13 @@ from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.text.values import (
     Node,
     before_of,
+    check_depth,
     dtype_of,
     extents_of,
     int_of,
     mesh_of,
     name_of,
+    no_program,
     operand_of,
     order_of,
     padding_of,
@@ -54,8 +56,6 @@ from mdfuse.mesh import DeviceMesh
 #: Stands for a type that is not given.
 _NUMBER = BufferType(dtype=torch.int64)
 _KINDS = {kind.lower(): kind for kind in KINDS}
-#: The depth of a program's tree whose blocks and expressions are nested as deeply as allowed.
-_DEEPEST_TREE = 4 * DEEPEST
 
 
 def parse(text: str) -> HostProgram:
@@ -80,41 +80,20 @@ def parse(text: str) -> HostProgram:
     try:
         tree = _parser().parse(text)
     except UnexpectedInput as error:
-        raise _no_program(error, text) from None
-    _check_depth(tree)
+        raise no_program(error, text) from None
+    check_depth(tree)
     return _Reader(text.splitlines()).program(tree)
-
-
-def _no_program(error: UnexpectedInput, text: str) -> ProgramError:
-    at = (error.line, error.column)
-    place = f"line {at[0]}, column {at[1]}" if all(isinstance(n, int) and n > 0 for n in at) else ""
-    context = error.get_context(text).rstrip().splitlines() if place else ()
-    return ProgramError(
-        f"{place or 'the end of the text'} is no host program",
-        where=context or "host …",
-        hint="docs/host_ir.md has the grammar, at its end",
-    )
-
-
-def _check_depth(tree: Node) -> None:
-    """Raise ProgramError where a tree is nested too deeply for recursion."""
-    level: list[Node] = [tree]
-    for _ in range(_DEEPEST_TREE):
-        level = [child for t in level for child in trees(t)]
-        if not level:
-            return
-    raise ProgramError(
-        "blocks, lists or index expressions are nested too deeply",
-        where="host …",
-        because=f"at most {DEEPEST} are one inside the other",
-        hint="one loop over i, with i // n and i mod n, does what two do",
-    )
 
 
 @cache
 def _parser() -> Lark:
-    grammar = Path(__file__).with_name("grammar.lark").read_text(encoding="utf-8")
-    return Lark(grammar, start="program", parser="lalr", propagate_positions=True)
+    how: dict[str, Any] = {"start": "program", "parser": "lalr", "propagate_positions": True}
+    return Lark.open("grammar.lark", rel_to=__file__, **how)
+
+
+def keywords() -> set[str]:
+    """Return the words that have a meaning of their own in the text."""
+    return {t.pattern.value for t in _parser().terminals if t.pattern.type == "str"}
 
 
 class _Reader:
@@ -325,6 +304,7 @@ class _Reader:
             "launch": self.launch,
             "loop": self.loop,
             "branch": self.branch,
+            "named_block": self.named_block,
             "barrier": self.barrier,
             "return_": self.return_,
         }
@@ -335,6 +315,10 @@ class _Reader:
                 return Instruction(op="free", inputs=tuple(map(name_of, tokens(tree))))
             case "set_stream" | "sync":
                 return self.on_stream(tree)
+            case "call":
+                (index,), (name,) = trees(tree), tokens(tree)
+                attrs = (("index", value_of(index)),)
+                return Instruction(op="call", fn=str(name), attrs=attrs)
         return Instruction(op=str(tree.data))
 
     def return_(self, tree: Node) -> Instruction:
@@ -356,17 +340,35 @@ class _Reader:
             return Instruction(op=op, inputs=(index.name,))
         return Instruction(op=op, attrs=(("stream", index),))
 
-    def loop(self, tree: Node) -> Instruction:
-        (index,) = tokens(tree)
-        *found, block = trees(tree)
-        start, stop, step = [*map(value_of, found), 1][:3]
-        name, kind = name_of(index), BufferType(dtype=torch.int64)
+    def index(self, token: Token) -> str:
+        """Read the index of a loop or a block."""
+        name, kind = name_of(token), BufferType(dtype=torch.int64)
         if self.types.setdefault(name, kind) != kind:
             raise ProgramError(
                 f"a loop over %{name}, which is a buffer",
                 because="an index is a number of the host",
                 hint="name it otherwise",
             )
+        return name
+
+    def named_block(self, tree: Node) -> Instruction:
+        fn, index, *on = tokens(tree)
+        block, name = trees(tree, "block")[0], self.index(index)
+        found = Instruction(op="block", fn=str(fn), outputs=(name,), body=self.block(block))
+        mesh = mesh_of_block(self.types, found)
+        if on and (mesh is None or self.meshes.index(mesh) != int_of(on[0][1:])):
+            raise ProgramError(
+                f"block {fn} on {on[0]}",
+                because=f"it is on {'several' if mesh is None else f'm{self.meshes.index(mesh)}'}",
+                hint="leave it out",
+            )
+        return found
+
+    def loop(self, tree: Node) -> Instruction:
+        (index,) = tokens(tree)
+        *found, block = trees(tree)
+        start, stop, step = [*map(value_of, found), 1][:3]
+        name = self.index(index)
         return Instruction(
             op="for",
             outputs=(name,),

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mdfuse.communication import Communication
+from mdfuse.hir.calls import mesh_of_block
+from mdfuse.hir.instructions import BLOCKS
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.ir.graph import Operand, attr_text, attrs_text, dtype_name, operand_text
 from mdfuse.layouts.layout import Layout
@@ -73,7 +75,7 @@ class _Printer:
         """Return (text, comment) for each line of an instruction and its body."""
         note = _on_a_line(str(instruction.source)) if instruction.source else ""
         text = indent + self.instruction(instruction)
-        if not instruction.body and instruction.op not in ("launch", "for", "if"):
+        if not instruction.body and instruction.op not in ("launch", *BLOCKS):
             return [(text, note)]
         rows = [(text + " {", note), *self.block(instruction.body, indent + "  ")]
         if instruction.orelse:
@@ -104,6 +106,14 @@ class _Printer:
                 return f"for %{i.outputs[0]} in {start}..{stop}{pace}"
             case "if":
                 return f"if {i.kwargs['test']}"
+            case "block":
+                self.typed.add(i.outputs[0])
+                mesh = mesh_of_block(self.program.types, i)
+                named = self.mesh(mesh) if mesh is not None else ""
+                on = f" on {named}" if named else ""
+                return f"block @{i.fn}(%{i.outputs[0]}){on}"
+            case "call":
+                return f"call {i.fn}({i.kwargs['index']})"
             case "set_stream" | "sync":
                 return f"{i.op} {i.kwargs['stream'] if i.attrs else _operands(i.inputs)}"
             case "free":

@@ -8,9 +8,10 @@ from typing import Any, cast
 
 import torch
 from lark import Token, Tree
+from lark.exceptions import UnexpectedInput
 
 from mdfuse.errors import ProgramError
-from mdfuse.extents.expressions import LARGEST, Calc, Term
+from mdfuse.extents.expressions import DEEPEST, LARGEST, Calc, Term
 from mdfuse.hir.forms import attributes_problem
 from mdfuse.hir.program import BufferType, Padding
 from mdfuse.ir.attributes import attr
@@ -22,6 +23,8 @@ Node = Tree[Token]
 
 #: How many digits the largest number has.
 _DIGITS = len(str(LARGEST))
+#: The depth of a program's tree whose blocks and expressions are nested as deeply as allowed.
+_DEEPEST_TREE = 4 * DEEPEST
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
@@ -36,6 +39,33 @@ def trees(tree: Node, data: str | None = None) -> list[Node]:
     """Return the children that are trees; with `data`, only those of that kind."""
     found = [t for t in tree.children if isinstance(t, Tree)]
     return [t for t in found if data is None or t.data == data]
+
+
+def check_depth(tree: Node) -> None:
+    """Raise ProgramError where a tree is nested too deeply for recursion."""
+    level: list[Node] = [tree]
+    for _ in range(_DEEPEST_TREE):
+        level = [child for t in level for child in trees(t)]
+        if not level:
+            return
+    raise ProgramError(
+        "blocks, lists or index expressions are nested too deeply",
+        where="host …",
+        because=f"at most {DEEPEST} are one inside the other",
+        hint="one loop over i, with i // n and i mod n, does what two do",
+    )
+
+
+def no_program(error: UnexpectedInput, text: str) -> ProgramError:
+    """Return the error for a text that the grammar does not have."""
+    at = (error.line, error.column)
+    place = f"line {at[0]}, column {at[1]}" if all(isinstance(n, int) and n > 0 for n in at) else ""
+    context = error.get_context(text).rstrip().splitlines() if place else ()
+    return ProgramError(
+        f"{place or 'the end of the text'} is no host program",
+        where=context or "host …",
+        hint="docs/host_ir.md has the grammar, at its end",
+    )
 
 
 def tokens(tree: Node) -> list[Token]:

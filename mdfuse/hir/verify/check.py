@@ -135,7 +135,7 @@ _SPECIAL = frozenset(name for name, row in INSTRUCTIONS.items() if row.indices o
 
 def _is_special(i: Instruction) -> bool:
     """Return whether an instruction may depend on an index or the rank, or takes a part."""
-    return i.op in _SPECIAL and (i.op != "wait" or bool(i.attrs))
+    return i.op in (*_SPECIAL, "block") and (i.op != "wait" or bool(i.attrs))
 
 
 def _inside(block: Iterable[Instruction]) -> Iterator[Instruction]:
@@ -242,7 +242,7 @@ def _communications(program: HostProgram) -> tuple[Instruction, ...]:
         for i in block:
             if i.op in BLOCKS:
                 yield replace(i, body=tuple(bare(i.body)), orelse=tuple(bare(i.orelse)))
-            elif i.op in COMMUNICATIONS:
+            elif i.op in (*COMMUNICATIONS, "call"):
                 yield i
             for name in i.outputs:
                 if root(name) in posted:

@@ -20,6 +20,7 @@ from mdfuse.hir.verify.op_types import is_said
 from mdfuse.layouts.exchange import kept_terms
 from mdfuse.layouts.kinds import KINDS, SPLITTING, by_kind
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
+from mdfuse.layouts.streamed_sets import cuts_alike
 
 #: What is wrong with a communication; None: nothing.
 Problem = str | None
@@ -292,11 +293,7 @@ def _exchange_problem(comm: Communication) -> Problem:
     chunk = chunk_of(comm.source)
     if chunk is None:
         return None
-    dim = chunk.dim % len(comm.shape)
-    is_aligned = comm.source.split_axes(dim) == comm.destination.split_axes(dim)
-    if is_aligned and (
-        comm.source.mesh == comm.destination.mesh or not comm.source.split_axes(dim)
-    ):
+    if cuts_alike(source, destination, chunk.dim % len(comm.shape)):
         return _other_chunk_problem(comm)
     return "chunks of the parts are no chunk of the whole"
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from mdfuse.errors import ProgramError
 from mdfuse.hir.instructions import POSTS, is_local
 from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.verify.calls import check_calls
 from mdfuse.hir.verify.report import wrong
 from mdfuse.layouts.kinds import IN_PIECES
 
@@ -25,6 +26,7 @@ def check_structure(program: HostProgram, allocates_once: bool = True) -> None:
     check = _Structure(program, allocates_once)
     check.block(program.instructions)
     check.check_return()
+    check_calls(program)
 
 
 def check_defined(program: HostProgram) -> None:
@@ -128,7 +130,7 @@ class _Structure:
             raise wrong(
                 self.program,
                 i,
-                f"a loop over %{i.outputs[0]}, which is a buffer",
+                f"{_OVER[i.op]} %{i.outputs[0]}, which is a buffer",
                 because="an index is a number of the host",
                 hint="name it otherwise",
             )
@@ -304,9 +306,12 @@ class _Structure:
 #: How many pieces a post may deliver.
 MOST_PIECES = 4096
 
+_OVER = {"for": "a loop over", "block": "a block of index"}
+
 #: op -> the check of its instructions, besides their form.
 _RULES: dict[str, Callable[[_Structure, Instruction], None]] = {
     "for": _Structure.loop,
+    "block": _Structure.loop,
     "if": _Structure.branch,
     "group_start": _Structure.group_start,
     "group_end": _Structure.group_end,

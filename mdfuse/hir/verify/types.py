@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from mdfuse.errors import ProgramError
 from mdfuse.extents.expressions import Calc, Index, Term, terms
-from mdfuse.hir.instructions import BUFFER_OPS
+from mdfuse.hir.instructions import BUFFER_OPS, NAMED
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.verify.buffers import RULES
 from mdfuse.hir.verify.layouts import axes_of, chunk_of
@@ -57,7 +57,7 @@ class Types:
                 self.check_slices(i)
             if rule is not None:
                 rule(self, i)
-            elif i.fn and i.op != "launch":
+            elif i.fn and i.op not in NAMED:
                 self.row(i)
             if i.body:
                 self.loops += [i] if i.op == "for" else []

@@ -15,11 +15,13 @@ from mdfuse.hir.traffic import group_of, received
 from mdfuse.ir.graph import Fusion
 from mdfuse.layouts.layout import Layout
 from mdfuse.layouts.picture import Picture
+from mdfuse.pipelines.schedules import Schedule
 from mdfuse.reshard.bound import bound
 from mdfuse.seeing.costs import Costs
 from mdfuse.seeing.events import Event
 from mdfuse.seeing.memory import memory_of
 from mdfuse.seeing.rank_classes import Classes, rank_classes
+from mdfuse.seeing.rank_groups import rank_groups
 from mdfuse.seeing.report import listing
 from mdfuse.seeing.report.charts import lanes_chart, memory_chart
 from mdfuse.seeing.report.numbers import size_text, time_text
@@ -47,6 +49,7 @@ class Subject:
         values: name -> shape and layout of each value of the fusion.
         costs: predicts times.
         measured: the events of a run; none where nothing ran.
+        schedule: of a pipeline, with the names of its meshes; None for any other program.
     """
 
     host: HostProgram
@@ -56,6 +59,7 @@ class Subject:
     values: Mapping[str, Lies]
     costs: Costs
     measured: Sequence[Event] = field(default=())
+    schedule: Schedule | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +128,8 @@ def html(subject: Subject) -> str:
         simulated=_lanes(found, shown, names),
         measured=lanes_chart(subject.measured, {}) if subject.measured else "",
         more_classes=len(classes.firsts) - len(shown),
+        schedule=subject.schedule.timed().svg() if subject.schedule else "",
+        groups=rank_groups(host, subject.schedule, classes) if subject.schedule else (),
     )
 
 

@@ -21,6 +21,7 @@ from helpers.reuse_cases import (
 
 import mdfuse as mf
 from mdfuse import FusionDefinition, Partial, Shard, hir
+from mdfuse.hir.emit import reuse_inputs
 
 SEEDS = [None, *range(5)]
 
@@ -216,3 +217,23 @@ def test_a_copy_that_is_read_after_its_operand_was_received_again() -> None:
     for seed in SEEDS:
         result = mf.simulate(program, per_rank=rows, options=POISON, schedule=seed)
         assert torch.equal(result.outputs[0], numbers(2, 2) - y)
+
+
+def test_each_output_looks_at_its_own_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program with twice as many updates takes twice the work."""
+
+    def looked_at(n: int) -> int:
+        seen = []
+        writes = reuse_inputs._Write.writes
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                reuse_inputs._Write, "writes", lambda self, i: seen.append(i) or writes(self, i)
+            )
+            with FusionDefinition("updates") as fd:
+                for k in range(n):
+                    w = fd.define_tensor([4], layout=mf.Layout(MESH), name=f"w{k}")
+                    fd.add_output(w - 0.5, reuse=w)
+            mf.compile(fd)
+        return len(seen)
+
+    assert 0 < looked_at(20) == 2 * looked_at(10)

@@ -13,7 +13,9 @@ import mdfuse as mf
 from mdfuse import DeviceMesh, hir
 from mdfuse.hir.program import HostProgram
 from mdfuse.seeing import UNIT, Event
+from mdfuse.seeing.memory import memory_of
 from mdfuse.seeing.rank_classes import rank_classes
+from mdfuse.seeing.rank_groups import rank_groups
 from mdfuse.seeing.report.page import Subject, communications, html, values_of
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
@@ -144,3 +146,27 @@ def test_chunks_count_one_by_one_and_have_no_bound() -> None:
     found = communications(program.host, rank_classes(program.host))
     assert sum(t.total for t in found) == max(program.bytes_received(r) for r in range(4))
     assert all(least is None and ratio == "–" for *_, least, ratio in rows)
+
+
+def test_a_pipeline_shows_its_schedule_and_what_each_rank_group_holds() -> None:
+    fd, _ = SMALL["two_stages"][0](DeviceMesh.arange(tp=4))
+    program = mf.compile(fd)
+    made = mf.Schedule.named("forward", stages=2, microbatches=4)
+    schedule = mf.Schedule(made.rows, name="forward", meshes=("m0", "m1"))
+    page = Page(html(subject(program, schedule=schedule)))
+    assert page.ids["schedule"] == 1 and "#schedule" in page.links
+    shown = " ".join(page.texts)
+    assert schedule.timed().svg().count("<rect") == html(subject(program, schedule=schedule)).count(
+        'class="mf-slot"'
+    )
+    assert "1F3: forward of stage 1 for microbatch 3, 4 to 5" in shown
+    groups = rank_groups(program.host, schedule, rank_classes(program.host))
+    assert [(g.name, g.ranks, g.stages, g.live) for g in groups] == [
+        ("m0", (0, 1), (0,), 1),
+        ("m1", (2, 3), (1,), 1),
+    ]
+    assert [g.bubble for g in groups] == [0.2, 0.2]  # one of five
+    assert [g.peak for g in groups] == [
+        max(memory_of(program.host.project(r)).peak for r in ranks) for ranks in ((0, 1), (2, 3))
+    ]
+    assert "schedule" not in Page(html(subject(program))).ids

@@ -1,0 +1,179 @@
+"""Predicted times beside measured ones, of programs that the calibration did not see.
+
+python benchmarks/costs.py                                # one GPU, or one process
+OMP_NUM_THREADS=1 ./launch/torchrun 2 benchmarks/costs.py # two ranks of one thread each, gloo
+python benchmarks/costs.py --costs table.json             # a table that `mdfuse calibrate` wrote
+python benchmarks/costs.py --small --rounds 2             # only to see that it runs
+
+The figure is the predicted time over the measured one; docs/measured.md says more.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from _layers_models import Case, cases
+from _measure import Contender, Report, Row, device_time, host_time, interleave, show
+from _ranks import Ranks, start_or_alone
+
+import mdfuse as mf
+from mdfuse.cli import screen
+from mdfuse.cli.calibration.command import calibrated
+from mdfuse.seeing.cost_tables import CostTable, found, machine_of, parsed
+
+_RESULTS = Path(__file__).parent / "results"
+
+#: Clock cycles for which a GPU is kept busy while the host queues runs.
+_AHEAD = 8_000_000
+
+#: Runs of a turn on a GPU, queued behind each other.
+_QUEUED = 8
+
+#: model, phase, layers, tokens on a CPU and on a GPU.
+_PROGRAMS = (
+    ("minilm", "prefill", 6, 128, 512),
+    ("minilm", "prefill", 6, 32, 128),
+    ("llama-1b", "prefill", 1, 128, 512),
+    ("llama-1b", "prefill", 1, 32, 2048),
+    ("llama-1b", "decode", 1, 4, 16),
+    ("llama3-8b", "prefill", 1, 32, 2048),
+    ("llama3-8b", "decode", 1, 4, 16),
+)
+
+
+def _cases(is_gpu: bool, is_small: bool, models: list[str] | None) -> Iterator[tuple[Case, int]]:
+    """What is predicted and measured: a layer, and how many of them."""
+    for model, phase, layers, on_cpu, on_gpu in _PROGRAMS:
+        if models is not None and model not in models:
+            continue
+        tokens = None if is_small else on_gpu if is_gpu else on_cpu
+        found = cases([model], phase, tokens, 2048 if is_gpu else 256, is_small=is_small)  # type: ignore[arg-type]
+        yield from ((case, layers) for case in found)
+
+
+def _program(case: Case, layers: int, ranks: Ranks, dtype: torch.dtype) -> mf.Program:
+    """Layers of equal sizes behind each other, each with its own weights."""
+    layouts = case.layouts(ranks.mesh)
+    with mf.FusionDefinition(case.model.name.replace("-", "_")) as fd:
+        shapes = {name: shape for name, (shape, _) in case.shapes().items()}
+        x: Any = fd.define_tensor(shapes.pop("x"), dtype, ranks.mesh, layouts["x"])
+        for _ in range(layers):
+            w: dict[str, Any] = {
+                name: fd.define_tensor(shape, dtype, ranks.mesh, layouts[name])
+                for name, shape in shapes.items()
+            }
+            x = case.layer(w | {"x": x}, partial(_dense, w))
+        fd.add_output(x)
+    return mf.compile(fd)
+
+
+def _dense(w: dict[str, Any], name: str, x: Any) -> Any:
+    return F.linear(x, w[name], w.get(f"{name}_bias"))
+
+
+def _inputs(program: mf.Program, ranks: Ranks) -> list[Any]:
+    kinds = [program.host.types[name] for name in program.host.inputs]
+    shapes = [kind.local_shape(ranks.comm.rank) for kind in kinds]
+    return [
+        torch.randn(shape, dtype=kind.dtype, device=ranks.device) / 8
+        for kind, shape in zip(kinds, shapes, strict=True)
+    ]
+
+
+def rows(ranks: Ranks, table: CostTable, arguments: argparse.Namespace) -> Iterator[Row]:
+    """A row for each program; they are measured in turns."""
+    is_gpu = ranks.device.type == "cuda"
+    dtype = torch.bfloat16 if is_gpu else torch.float32
+    contenders: dict[str, Contender] = {}
+    predicted: dict[str, tuple[float, str]] = {}
+    for case, layers in _cases(is_gpu, arguments.small, arguments.model):
+        program = _program(case, layers, ranks, dtype)
+        name = f"{case.name}, {case.sizes}"
+        seconds = program.timeline(table.costs).seconds
+        predicted[name] = seconds * 1e9, f"{layers} layers" if layers > 1 else "1 layer"
+        contenders[name] = Contender(call=_call(program, _inputs(program, ranks)))
+    stopwatch = partial(device_time, ahead=_AHEAD) if is_gpu else host_time
+    times = interleave(
+        contenders,
+        rounds=arguments.rounds,
+        batch=_QUEUED if is_gpu else 1,
+        settle=ranks.settle,
+        stopwatch=stopwatch,
+    )
+    for name, (ns, layers) in predicted.items():
+        yield Row(
+            name=name,
+            sizes=layers,
+            unit="us",
+            ours=[ns] * len(times[name]),
+            against=times[name],
+            alternative="measured",
+            limit=None,
+        )
+
+
+def _call(program: mf.Program, inputs: list[Any]) -> Callable[[], object]:
+    run = program.run
+    return lambda: run(*inputs)
+
+
+def table_of(ranks: Ranks, file: Path | None) -> CostTable:
+    """The table of a file, else that of this machine, else one that is measured now."""
+    if file is not None:
+        return parsed(file.read_text(encoding="utf-8"))
+    machine = machine_of(ranks.device, ranks.comm.backend)
+    table, told = found(machine)
+    for line in told:
+        screen.output().print(line)
+    is_right = table is not None and table.ranks == ranks.comm.size
+    if any(ranks.comm.all_ok(None if is_right else "no table")):
+        table = calibrated(ranks.comm)
+    assert table is not None
+    return table
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--costs", type=Path, help="a table; by default that of this machine")
+    models = sorted({model for model, *_ in _PROGRAMS})
+    parser.add_argument("--model", choices=models, nargs="+", help="some of them")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="a GPU if there is one")
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--small", action="store_true", help="layers of some thousand weights")
+    parser.add_argument("--output", type=Path, help="by default in benchmarks/results")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Predict, measure, print, store."""
+    arguments = _arguments()
+    ranks = start_or_alone(arguments.device)
+    table = table_of(ranks, arguments.costs)
+    found = list(rows(ranks, table, arguments))
+    if ranks.comm.rank == 0:
+        path = arguments.output or _RESULTS / f"costs-{ranks.name}.json"
+        where = {
+            "ranks": ranks.comm.size,
+            "backend": ranks.comm.backend,
+            "device": str(ranks.device),
+            "table": table.text,
+            "held_out": dict(table.held_out),
+            "spread": table.spread,
+        }
+        given = {k: v and str(v) for k, v in vars(arguments).items() if k != "output"}
+        show(screen.output(), f"predicted and measured, on {ranks.name}", found)
+        Report(benchmark="costs", arguments=given, rows=found, where=where).write(path)
+        screen.output().print(f"written: {path}", soft_wrap=True)
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main()

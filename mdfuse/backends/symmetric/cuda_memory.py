@@ -1,0 +1,154 @@
+"""Memory of a GPU that several processes see, and a stream that waits for words in memory.
+
+Through ctypes, as `mdfuse.backends.nccl.cuda_driver` is. Memory goes from one process to another by
+CUDA's IPC handles: also between processes that share one GPU. Words lie in memory of the host that
+is registered with the GPU, so that the host sees them, too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from mdfuse.backends.nccl.cuda_driver import CudaDevice, driver_function
+
+#: cuda.h: CU_MEMHOSTREGISTER_PORTABLE and _DEVICEMAP, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS,
+#: CU_STREAM_WAIT_VALUE_EQ.
+_REGISTERED, _PEER_ACCESS, _EQUAL = 1 | 2, 1, 1
+
+Made = TypeVar("Made")
+
+_pointer, _address = ctypes.c_void_p, ctypes.c_uint64
+_size, _number = ctypes.c_size_t, ctypes.c_uint32
+
+
+class _Handle(ctypes.Structure):
+    """CUipcMemHandle, which goes by value."""
+
+    _fields_ = [("reserved", ctypes.c_char * 64)]
+
+
+class CudaMemory:
+    """The driver's functions for memory; the calling thread has made the device current.
+
+    Its functions raise BackendError where the driver refuses them.
+    """
+
+    def __init__(self, library: Any = None) -> None:
+        library = library or ctypes.CDLL("libcuda.so.1")
+        by_reference = ctypes.POINTER(_address)
+        self._allocate = driver_function(library.cuMemAlloc_v2, by_reference, _size)
+        self._free = driver_function(library.cuMemFree_v2, _address)
+        self._handle = driver_function(library.cuIpcGetMemHandle, ctypes.POINTER(_Handle), _address)
+        self._open = driver_function(library.cuIpcOpenMemHandle_v2, by_reference, _Handle, _number)
+        self._close = driver_function(library.cuIpcCloseMemHandle, _address)
+        self._register = driver_function(library.cuMemHostRegister_v2, _pointer, _size, _number)
+        self._unregister = driver_function(library.cuMemHostUnregister, _pointer)
+        self._seen_at = driver_function(
+            library.cuMemHostGetDevicePointer_v2, by_reference, _pointer, _number
+        )
+
+    def allocate(self, size: int) -> int:
+        """Return the address of new memory on the device."""
+        found = _address()
+        self._allocate(ctypes.byref(found), size)
+        return found.value
+
+    def free(self, address: int) -> None:
+        """Give memory back that this process allocated."""
+        self._free(address)
+
+    def handle(self, address: int) -> str:
+        """Return by what another process opens memory that this one allocated."""
+        found = _Handle()
+        self._handle(ctypes.byref(found), address)
+        return bytes(found).hex()
+
+    def open(self, handle: str) -> int:
+        """Return the address, in this process, of another's memory."""
+        found = _address()
+        given = _Handle.from_buffer_copy(bytes.fromhex(handle))
+        self._open(ctypes.byref(found), given, _PEER_ACCESS)
+        return found.value
+
+    def close(self, address: int) -> None:
+        """Give up what was opened."""
+        self._close(address)
+
+    def register(self, address: int, size: int) -> int:
+        """Let the device see whole pages of the host's memory; return the address there."""
+        found = _address()
+        self._register(address, size, _REGISTERED)
+        self._seen_at(ctypes.byref(found), address, 0)
+        return found.value
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`."""
+        self._unregister(address)
+
+
+class Lane(Protocol):
+    """The queue of a team's moves on the device, which makes them in order."""
+
+    def begin(self) -> None:
+        """Queue what comes next behind all that is queued on the current stream."""
+
+    def copy(self, target: int, source: int, size: int) -> None:
+        """Queue a copy of bytes between two addresses."""
+
+    def write(self, word: int, value: int) -> None:
+        """Queue a write of a word, which is seen after what was copied before it."""
+
+    def wait(self, word: int, value: int) -> None:
+        """Queue a wait until a word has a value."""
+
+    def make(self, work: Callable[[], Made]) -> Made:
+        """Return what a function makes, in memory that belongs to the lane."""
+
+    def do(self, work: Callable[[], object]) -> None:
+        """Queue what torch does in a function."""
+
+    def end(self) -> Callable[[], None]:
+        """Return what lets the then current stream wait for all that was queued so far."""
+
+
+class CudaLane:
+    """A stream of its own, driven through libcuda."""
+
+    def __init__(self, device: CudaDevice, stream: torch.cuda.Stream, library: Any = None) -> None:
+        library = library or ctypes.CDLL("libcuda.so.1")
+        self._device, self._torch_stream = device, stream
+        self._stream = device.stream(stream.cuda_stream)
+        self._copy = driver_function(library.cuMemcpyAsync, _address, _address, _size, _pointer)
+        signature = _pointer, _address, _number, _number
+        self._write = driver_function(library.cuStreamWriteValue32_v2, *signature)
+        self._wait = driver_function(library.cuStreamWaitValue32_v2, *signature)
+
+    def begin(self) -> None:
+        fork = self._device.event()
+        self._device.record(fork, self._device.stream(self._device.current_stream()))
+        self._device.wait(self._stream, fork, 0)
+
+    def copy(self, target: int, source: int, size: int) -> None:
+        self._copy(target, source, size, self._stream)
+
+    def write(self, word: int, value: int) -> None:
+        self._write(self._stream, word, value, 0)
+
+    def wait(self, word: int, value: int) -> None:
+        self._wait(self._stream, word, value, _EQUAL)
+
+    def make(self, work: Callable[[], Made]) -> Made:
+        with torch.cuda.stream(self._torch_stream):
+            return work()
+
+    def do(self, work: Callable[[], object]) -> None:
+        self.make(work)
+
+    def end(self) -> Callable[[], None]:
+        device, done = self._device, self._device.event()
+        device.record(done, self._stream)
+        return lambda: device.wait(device.stream(device.current_stream()), done, 0)

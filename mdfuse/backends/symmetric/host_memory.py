@@ -1,0 +1,145 @@
+"""Memory of the host that several processes share, and the processes that share it.
+
+The memory is a file without a name (`memfd_create`), which the others open through `/proc`. So
+nothing is left behind however its processes end, and `/dev/shm` may be as small as a container's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+import threading
+from dataclasses import asdict, dataclass
+
+#: Ends of processes, as the third field of /proc/PID/stat tells them: a zombie, and dead.
+_ENDED = ("Z", "X")
+
+#: Which number of that file, behind the command, tells when the process began.
+_BEGAN = 19
+
+
+def why_not() -> tuple[str, str] | None:
+    """Return why processes cannot share memory here, and a remedy; None where they can."""
+    if sys.platform != "linux":
+        return f"it shares memory as Linux does, and this is {sys.platform}", "use backend='gloo'"
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """A process of this host, as others find it.
+
+    Attributes:
+        host: a text that only processes which see each other in /proc have in common.
+        pid: its number.
+        began: when it began, since numbers are given again.
+    """
+
+    host: str
+    pid: int
+    began: str
+
+    def has_ended(self) -> bool:
+        """Return whether the process is dead, also where its parent has not waited for it yet."""
+        status = _status(self.pid)
+        return status is None or status[0] in _ENDED or status[_BEGAN] != self.began
+
+
+def this_process() -> Process:
+    """Return the description of this process."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    status = _status(os.getpid())
+    assert status is not None
+    host = f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
+    return Process(host=host, pid=os.getpid(), began=status[_BEGAN])
+
+
+def _status(pid: int) -> list[str] | None:
+    """Return the fields of /proc/PID/stat behind the command; None where it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(") ")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """What the others need in order to open a rank's outbox; it goes through the store.
+
+    Attributes:
+        process: of the rank.
+        file: the number of its open file.
+        device: the handle of its memory on a GPU, in hex; "" where there is none.
+    """
+
+    process: Process
+    file: int
+    device: str = ""
+
+    def fields(self) -> dict[str, object]:
+        """Return the card as what JSON can hold."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, fields: dict[str, object]) -> Card:
+        process = Process(**fields["process"])  # type: ignore[arg-type]
+        return cls(process=process, file=int(str(fields["file"])), device=str(fields["device"]))
+
+
+class SharedMemory:
+    """A run of bytes that several processes see.
+
+    Args:
+        size: of the memory, bytes; it is 0 at first, and takes no room before it is written.
+        file: an open file of such memory; None makes a new one.
+    """
+
+    def __init__(self, size: int, file: int | None = None) -> None:
+        self.size = size
+        self.file = os.memfd_create("mdfuse") if file is None else file
+        if file is None:
+            os.ftruncate(self.file, size)
+        self.memory = mmap.mmap(self.file, size)
+
+    @classmethod
+    def of(cls, card: Card, size: int) -> SharedMemory:
+        """Open the memory of another process.
+
+        Raises:
+            OSError: the process has ended, or does not let this one see its files.
+        """
+        file = os.open(f"/proc/{card.process.pid}/fd/{card.file}", os.O_RDWR | os.O_CLOEXEC)
+        return cls(size, file)
+
+    def words(self, count: int) -> ctypes.Array[ctypes.c_uint32]:
+        """Return the first words of 32 bits, each read and written at once."""
+        return (ctypes.c_uint32 * count).from_buffer(self.memory)
+
+    def close(self) -> None:
+        """Close the file; the memory goes when nothing refers to it any more."""
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
+
+
+class Fence:
+    """Orders what this thread reads and writes before a call of it, and after, for all processes.
+
+    x86 keeps such an order by itself; other processors do where a lock is given up and taken again,
+    since an acquisition is not moved before a release, nor anything out from between the two sides.
+    One thread calls it at a time.
+    """
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def __call__(self) -> None:
+        self._lock.release()
+        self._lock.acquire()

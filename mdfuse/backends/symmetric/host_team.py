@@ -1,0 +1,305 @@
+"""Moves through outboxes in memory of the host: waits look at words, and copy.
+
+Nothing moves while no rank waits or posts: a post makes the moves that it can, and a wait makes
+those of all posts of this rank, each team's in the order of its posts. A rank that has nothing to
+do gives its core away, then sleeps for longer and longer: ranks may outnumber cores.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mdfuse.backends.algorithms import Copy, Reduce
+from mdfuse.backends.symmetric.host_memory import Fence, Process
+from mdfuse.backends.symmetric.moves import Move, Put, Take, kind_of
+from mdfuse.backends.symmetric.posts import Buffers
+from mdfuse.backends.transfers import change
+from mdfuse.backends.work import failure
+from mdfuse.errors import BackendError
+from mdfuse.layouts.call import Call
+
+#: How often a wait looks, giving its core away in between, before it sleeps; and its sleeps, which
+#: double, seconds.
+_LOOKS, _SHORTEST_S, _LONGEST_S = 50, 2e-5, 1e-3
+
+#: How often a wait looks whether the processes that it waits for live, seconds.
+_LIVENESS_S = 0.1
+
+
+class Progress:
+    """The posts of this process that are under way, and the waits for them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._queues: list[deque[HostPost]] = []
+        #: how often another thread ended the waits under way
+        self.aborted = 0
+
+    def new_queue(self) -> deque[HostPost]:
+        """Return a new queue, whose posts are made one after the other."""
+        queue: deque[HostPost] = deque()
+        self._queues.append(queue)
+        return queue
+
+    def begin(self, post: HostPost) -> None:
+        """Put a post into the queue of its team, and do what can be done."""
+        with self._lock:
+            post.team.queue.append(post)
+            self.look()
+
+    def look(self) -> bool:
+        """Make all moves that can be made now; return whether there was one."""
+        with self._lock:
+            has_moved = False
+            for queue in self._queues:
+                while queue and queue[0].advance():
+                    queue.popleft()
+                    has_moved = True
+                has_moved = has_moved or bool(queue and queue[0].has_moved)
+            return has_moved
+
+    def wait(self, is_over: Callable[[], bool], timeout_s: float) -> str | None:
+        """Make moves until `is_over()`; return None, or why the wait ended before."""
+        deadline, before, looks = time.monotonic() + timeout_s, self.aborted, 0
+        while not is_over():
+            if self.look():
+                looks = 0
+                continue
+            if self.aborted != before:
+                return "the wait was ended: another rank does not take part"
+            if time.monotonic() > deadline:
+                return ""
+            looks += 1
+            _rest(looks)
+        return None
+
+
+def _rest(looks: int) -> None:
+    """Give the core away after so many looks in vain."""
+    if looks < _LOOKS:
+        os.sched_yield()
+    else:
+        time.sleep(min(_SHORTEST_S * 2 ** min(looks - _LOOKS, 10), _LONGEST_S))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostOutbox:
+    """An outbox: its words, and its slots as bytes."""
+
+    words: Any
+    slots: Tensor
+
+
+@dataclass(eq=False, kw_only=True)
+class HostTeam:
+    """The outboxes of a team, by the index of their owner, and the posts that go through them.
+
+    Attributes:
+        ranks: of the team.
+        own: this rank's index.
+        outboxes: of all members.
+        processes: of all members.
+        progress: of this process.
+        timeout_s: how long a wait may take.
+        is_broken: a post failed, so that members may be at different ones.
+    """
+
+    ranks: tuple[int, ...]
+    own: int
+    outboxes: Sequence[HostOutbox]
+    processes: Sequence[Process]
+    progress: Progress
+    timeout_s: float
+    is_broken: bool = False
+    queue: deque[HostPost] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.queue = self.progress.new_queue()
+        self._fence = Fence()
+
+    def poster(self, call: Call, size: int) -> Callable[..., HostPost]:
+        """Return what begins posts of a call; see `Team`."""
+
+        def post(
+            moves: Sequence[Move], srcs: Sequence[Tensor], dsts: Sequence[Tensor], scratch: int
+        ) -> HostPost:
+            self.check_usable(call)
+            begun = HostPost(call, moves, Buffers.of(srcs, dsts, scratch), team=self)
+            self.progress.begin(begun)
+            return begun
+
+        return post
+
+    def check_usable(self, call: Call) -> None:
+        """Refuse a post on a team that failed before.
+
+        Raises:
+            BackendError: it is refused.
+        """
+        if self.is_broken:
+            raise BackendError(
+                f"rank {call.rank} cannot post {call.kind} on team {call.team} any more",
+                because="an earlier communication of this team failed, so that its members may be "
+                "at different ones",
+                hint="close() the communicator and call mdfuse.init() again, on all ranks",
+            )
+
+    def readers_of(self, put: Put) -> list[int]:
+        """Return who has not taken yet what lies where a piece is to be put."""
+        words = self.outboxes[self.own].words
+        pairs = zip(put.readers, put.words, strict=True)
+        return [reader for reader, word in pairs if words[word]]
+
+    def put(self, move: Put, source: Tensor) -> None:
+        """Copy bytes into this rank's outbox, and tell the readers."""
+        outbox = self.outboxes[self.own]
+        self._fence()
+        outbox.slots[move.place : move.place + move.bytes].copy_(source)
+        self._fence()
+        for word in move.words:
+            outbox.words[word] = move.tag
+
+    def take(self, move: Take, target: Tensor) -> None:
+        """Copy bytes out of a member's outbox, and tell it."""
+        outbox = self.outboxes[move.owner]
+        self._fence()
+        target.copy_(outbox.slots[move.place : move.place + move.bytes])
+        self._fence()
+        outbox.words[move.word] = 0
+
+    def found(self, move: Take) -> int:
+        """Return the word that tells whether a piece was put."""
+        found: int = self.outboxes[move.owner].words[move.word]
+        return found
+
+    def close(self) -> None:
+        """Give up the outboxes; members keep what they have opened until they close, too."""
+        self.is_broken = True
+        self.outboxes = ()
+
+
+@dataclass(eq=False)
+class HostPost:
+    """A post under way.
+
+    Attributes:
+        call: what is posted.
+        moves: still to be made, in order.
+        buffers: kept until then.
+        has_moved: the last look made a move, and did not end the post.
+    """
+
+    call: Call
+    moves: Sequence[Move]
+    buffers: Buffers | None
+    _: KW_ONLY
+    team: HostTeam
+    has_moved: bool = False
+    error: BackendError | None = None
+
+    def __post_init__(self) -> None:
+        self._steps = self._made()
+        self._is_done = False
+        self._late: list[int] = []  # the members that the next move waits for
+        self._told = 0  # what was found in the place of what the next move wants
+        self._looked_at = time.monotonic()
+
+    def wait(self) -> None:
+        """Return once the buffers may be used; a second wait returns at once.
+
+        Raises:
+            BackendError: another rank is gone, or did not come in time; a second wait raises again.
+        """
+        if not self._is_over():
+            why = self.team.progress.wait(self._is_over, self.team.timeout_s)
+            if why is not None:
+                self._fail(why or self._what_is_missing())
+        if self.error is not None:
+            raise self.error
+
+    def advance(self) -> bool:
+        """Make the moves that can be made now; return whether the post is over, well or not."""
+        if not self._is_over():
+            if self.team.is_broken:
+                self._fail("an earlier communication of this team failed, or it was closed")
+                return True
+            self.has_moved = next(self._steps, None) is True
+            if not (self._is_done or self.has_moved):
+                self._see_whether_they_live()
+        return self._is_over()
+
+    def _is_over(self) -> bool:
+        return self._is_done or self.error is not None
+
+    def _made(self) -> Iterator[bool]:
+        """Make the moves; yield where the next one cannot be made, and whether others were."""
+        team, buffers, has_moved = self.team, self.buffers, False
+        assert buffers is not None
+        for move in self.moves:
+            while not self._can(move):
+                yield has_moved
+                has_moved = False
+            has_moved = True
+            match move:
+                case Put():
+                    team.put(move, buffers.bytes(move.piece, move.start, move.bytes))
+                case Take():
+                    team.take(move, buffers.bytes(move.piece, move.start, move.bytes))
+                case Copy() | Reduce():
+                    change(self.call, (move,), buffers.elements)
+        self._is_done, self.buffers, self._late = True, None, []
+
+    def _can(self, move: Move) -> bool:
+        match move:
+            case Put():
+                self._late, self._told = self.team.readers_of(move), 0
+                return not self._late
+            case Take():
+                self._told = self.team.found(move)
+                self._late = [] if self._told == move.tag else [move.owner]
+                return not self._late
+        return True
+
+    def _see_whether_they_live(self) -> None:
+        """Fail where a member that is waited for has ended, and did nothing more before."""
+        now = time.monotonic()
+        if now - self._looked_at < _LIVENESS_S:
+            return
+        self._looked_at, late = now, list(self._late)
+        gone = [i for i in late if self.team.processes[i].has_ended()]
+        if gone and next(self._steps, None) is False and self._late == late:
+            self._fail(f"rank {self._named(gone)} is gone")
+
+    def _fail(self, because: str) -> None:
+        self.error = failure(self.call, TimeoutError(because))
+        self.team.is_broken = True
+
+    def _what_is_missing(self) -> str:
+        after = f"after {self.team.timeout_s:g} s"
+        if self.team.queue and self.team.queue[0] is not self:
+            first = self.team.queue[0]
+            return f"an earlier {first.call.kind} is not over: {first._what_is_missing()}"
+        who = self._named(self._late)
+        if self._told:
+            kind = kind_of(self._told)
+            what = f"{kind} in its place" if kind != self.call.kind else "another size"
+            return f"{after} rank {who} has posted {what}"
+        return f"{after} nothing came from, or was taken by, rank {who}"
+
+    def _named(self, members: Sequence[int]) -> str:
+        return ", ".join(str(self.team.ranks[i]) for i in sorted(members))
+
+
+def outbox_of(memory: Any, words: Any, start: int, size: int) -> HostOutbox:
+    """Return an outbox whose slots lie in shared memory of the host."""
+    slots = torch.frombuffer(memory, dtype=torch.uint8, offset=start, count=size)
+    return HostOutbox(words=words, slots=slots)

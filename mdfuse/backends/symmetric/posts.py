@@ -1,0 +1,41 @@
+"""The buffers of a post, as elements for local work and as bytes for outboxes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mdfuse.backends.algorithms import Piece
+from mdfuse.backends.base import flat
+
+
+class Buffers:
+    """The buffers of a post and its scratch, which live as long as this object."""
+
+    __slots__ = ("_flat",)
+
+    def __init__(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], scratch: Tensor) -> None:
+        sides = {"src": srcs, "dst": dsts, "scratch": (scratch,)}
+        self._flat = {side: [flat(x) for x in buffers] for side, buffers in sides.items()}
+
+    @classmethod
+    def of(cls, srcs: Sequence[Tensor], dsts: Sequence[Tensor], scratch: int) -> Buffers:
+        """Return the buffers of a post, at least one, with room for so many elements."""
+        return cls(srcs, dsts, (*srcs, *dsts)[0].new_empty(scratch))
+
+    def elements(self, piece: Piece) -> Tensor:
+        """Return a piece as a tensor of one dim."""
+        return self._flat[piece.side][piece.index][piece.start : piece.stop]
+
+    def bytes(self, piece: Piece, start: int, count: int) -> Tensor:
+        """Return some bytes of a piece, from its `start`-th byte on."""
+        found = self._flat[piece.side][piece.index]
+        first = piece.start * found.itemsize + start
+        return found.view(torch.uint8)[first : first + count]
+
+    def address(self, piece: Piece, start: int) -> int:
+        """Return the address of a piece's `start`-th byte."""
+        found = self._flat[piece.side][piece.index]
+        return found.data_ptr() + piece.start * found.itemsize + start

@@ -1,0 +1,262 @@
+"""The table of providers: who makes the memory of outboxes, and the teams that use it.
+
+===========  =====================================================================================
+host         memory of the host that ranks share; buffers on CPUs
+ipc          memory of a GPU that other processes open by CUDA's IPC handles; words as above. Ranks
+             may share one GPU, or each have one that reaches the others'
+===========  =====================================================================================
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mdfuse.backends.base import Work
+from mdfuse.backends.nccl.cuda_driver import CudaDevice
+from mdfuse.backends.post_notes import PostInfo, PostLog, Track
+from mdfuse.backends.symmetric.cuda_memory import CudaLane, CudaMemory
+from mdfuse.backends.symmetric.cuda_team import WORD, CudaOutbox, CudaTeam
+from mdfuse.backends.symmetric.host_memory import Card, SharedMemory, this_process
+from mdfuse.backends.symmetric.host_team import HostTeam, Progress, outbox_of
+from mdfuse.backends.symmetric.moves import Move, Shape
+from mdfuse.backends.symmetric.posts import Buffers
+from mdfuse.layouts.call import Call
+from mdfuse.layouts.kinds import KINDS
+
+_MIB = 1 << 20
+
+#: How long closing waits until the others have taken what this rank put, seconds.
+_CLOSING_S = 2.0
+
+
+class Posting(Protocol):
+    """What posts a call on buffers of certain sizes."""
+
+    def __call__(
+        self, moves: Sequence[Move], srcs: Sequence[Tensor], dsts: Sequence[Tensor], scratch: int
+    ) -> Work:
+        """Make, or begin, moves between at least one buffer, and room for elements."""
+
+
+class Team(Protocol):
+    """A team whose members have opened each other's outboxes."""
+
+    def poster(self, call: Call, size: int) -> Posting:
+        """Return what posts a call whose buffers have `size` bytes."""
+
+    def close(self) -> None:
+        """Give up the outboxes."""
+
+
+class Provider(Protocol):
+    """A maker of outboxes."""
+
+    #: bytes of a slot
+    slot: int
+
+    def offer(self, shape: Shape) -> tuple[SharedMemory, Card]:
+        """Make this rank's outbox, and say how the others find it."""
+
+    def team(
+        self,
+        ranks: tuple[int, ...],
+        own: int,
+        shape: Shape,
+        found: Sequence[tuple[SharedMemory, Card]],
+    ) -> Team:
+        """Return the team, from the outboxes of all members in team order."""
+
+    def abort(self) -> bool:
+        """End the waits of this rank; return whether that was possible."""
+
+    def track(self, stream: int) -> Track | None:
+        """Return a new track of what is queued on a stream; None where nothing is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What a provider is opened with: see `World`."""
+
+    rank: int
+    device: torch.device
+    timeout_s: float
+    noter: PostLog | None
+
+
+def memory_size(shape: Shape, has_slots: bool) -> tuple[int, int]:
+    """Return where the slots begin in memory of the host behind whole pages of words, and its size.
+
+    >>> memory_size(Shape(members=4, slot=1 << 20), True)[0] % 4096
+    0
+    """
+    start = -(-shape.words * WORD // mmap.PAGESIZE) * mmap.PAGESIZE
+    return start, start + (shape.bytes if has_slots else 0)
+
+
+class HostProvider:
+    """Outboxes in memory of the host."""
+
+    #: memory takes room once it is written to: at most four slots for each team of a rank
+    slot = _MIB
+
+    def __init__(self, place: Place) -> None:
+        self._progress, self._timeout_s = Progress(), place.timeout_s
+
+    def offer(self, shape: Shape) -> tuple[SharedMemory, Card]:
+        memory = SharedMemory(memory_size(shape, True)[1])
+        return memory, Card(process=this_process(), file=memory.file)
+
+    def team(
+        self,
+        ranks: tuple[int, ...],
+        own: int,
+        shape: Shape,
+        found: Sequence[tuple[SharedMemory, Card]],
+    ) -> HostTeam:
+        start, _ = memory_size(shape, True)
+        return HostTeam(
+            ranks=ranks,
+            own=own,
+            outboxes=tuple(
+                outbox_of(memory.memory, memory.words(shape.words), start, shape.bytes)
+                for memory, _ in found
+            ),
+            processes=tuple(card.process for _, card in found),
+            progress=self._progress,
+            timeout_s=self._timeout_s,
+        )
+
+    def abort(self) -> bool:
+        self._progress.aborted += 1
+        return True
+
+    def track(self, stream: int) -> None:
+        return None
+
+
+class IpcProvider:
+    """Outboxes in memory of this rank's GPU, opened by the others through CUDA's IPC."""
+
+    #: larger copies go no faster; a team takes four slots of each rank's memory
+    slot = 8 * _MIB
+
+    def __init__(self, place: Place) -> None:
+        torch.cuda.set_device(place.device)
+        torch.cuda.synchronize(place.device)  # makes its context current, which the driver asks for
+        self._place = place
+        self._allocated: dict[str, int] = {}  # handle -> address
+        self._memory, self._device = CudaMemory(), CudaDevice(place.device)
+
+    def offer(self, shape: Shape) -> tuple[SharedMemory, Card]:
+        memory = SharedMemory(memory_size(shape, False)[1])
+        address = self._memory.allocate(shape.bytes)
+        handle = self._memory.handle(address)
+        self._allocated[handle] = address
+        return memory, Card(process=this_process(), file=memory.file, device=handle)
+
+    def team(
+        self,
+        ranks: tuple[int, ...],
+        own: int,
+        shape: Shape,
+        found: Sequence[tuple[SharedMemory, Card]],
+    ) -> IpcTeam:
+        size, allocated = memory_size(shape, False)[1], self._allocated
+        words = [ctypes.addressof(memory.words(shape.words)) for memory, _ in found]
+        outboxes = tuple(
+            CudaOutbox(
+                words=self._memory.register(address, size),
+                slots=allocated.get(card.device) or self._memory.open(card.device),
+            )
+            for address, (_, card) in zip(words, found, strict=True)
+        )
+        stream = torch.cuda.Stream(self._place.device)
+        lane = CudaLane(self._device, stream)
+        return IpcTeam(
+            queue=CudaTeam(own=own, outboxes=outboxes, lane=lane),
+            memory=self._memory,
+            stream=stream,
+            track=self._device.track(int(stream.cuda_stream)),
+            noter=self._place.noter,
+            words=words,
+            kept=found,
+            own_words=found[own][0].words(shape.words),
+        )
+
+    def abort(self) -> bool:
+        return False
+
+    def track(self, stream: int) -> Track:
+        return self._device.track(stream)
+
+
+@dataclass(eq=False, kw_only=True)
+class IpcTeam:
+    """A team of ranks with buffers on GPUs."""
+
+    queue: CudaTeam
+    memory: CudaMemory
+    stream: torch.cuda.Stream
+    track: Track
+    noter: PostLog | None
+    words: Sequence[int]
+    kept: object
+    own_words: Any
+
+    def poster(self, call: Call, size: int) -> Posting:
+        notes = _silent, _silent
+        if self.noter is not None:
+            notes = self.noter.prepare(_subject(call, size), self.track)
+
+        def post(
+            moves: Sequence[Move], srcs: Sequence[Tensor], dsts: Sequence[Tensor], scratch: int
+        ) -> Work:
+            return self.queue.post(call, moves, partial(Buffers.of, srcs, dsts, scratch), notes)
+
+        return post
+
+    def close(self) -> None:
+        """Give the memory up once all was taken; where a member does not take it, leave it."""
+        until = time.monotonic() + _CLOSING_S
+        while not self.stream.query() or any(self.own_words):
+            if time.monotonic() > until:
+                return
+            time.sleep(1e-3)
+        for i, (outbox, word) in enumerate(zip(self.queue.outboxes, self.words, strict=True)):
+            (self.memory.free if i == self.queue.own else self.memory.close)(outbox.slots)
+            self.memory.unregister(word)
+
+
+def _silent() -> None:
+    """Note nothing."""
+
+
+def _subject(call: Call, size: int) -> PostInfo:
+    is_shared = KINDS[call.kind].by_all
+    return PostInfo(
+        kind=call.kind,
+        team=call.team,
+        bytes=size,
+        where="",
+        family=f"symmetric {'collectives' if is_shared else 'transfers'}",
+        is_shared=is_shared,
+    )
+
+
+#: How many bytes each rank has for each of its teams, by the device that buffers are on.
+OUTBOX_BYTES = {
+    "cpu": Shape(members=1, slot=HostProvider.slot).bytes,
+    "cuda": Shape(members=1, slot=IpcProvider.slot).bytes,
+}
+
+#: By the device that buffers are on.
+PROVIDERS: Mapping[str, Callable[[Place], Provider]] = {"cpu": HostProvider, "cuda": IpcProvider}

@@ -1,0 +1,1 @@
+"""The command `mdfuse calibrate`: it measures what work and communications take here."""

@@ -1,0 +1,144 @@
+"""The command `mdfuse calibrate`."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.table import Table
+
+from mdfuse.bootstrap import detect
+from mdfuse.cli import screen
+from mdfuse.cli.calibration.held_out import COUNT, programs
+from mdfuse.cli.calibration.measuring import Measurements, errors, pair
+from mdfuse.cli.calibration.subjects import CPU, GPU, Scale, points
+from mdfuse.cli.report import size_text, time_text, titled
+from mdfuse.errors import ProgramError
+from mdfuse.plan.progress import progress
+from mdfuse.runtime.communicator import Communicator, init
+from mdfuse.seeing.cost_tables import CostTable, file_name, folder, machine_of
+from mdfuse.seeing.costs import Costs
+
+#: How far apart the times of one piece of work may be for a table to be written.
+MOST_SPREAD = 0.2
+
+
+def run(out: Path | None) -> None:
+    """Measure this machine, and write the table; all ranks call it.
+
+    Args:
+        out: the file; None: where programs look for it.
+
+    Raises:
+        ProgramError: the machine is too noisy, or the file cannot be written. Rank 0 says so, and
+            all ranks end.
+    """
+    comm = init()
+    try:
+        table = calibrated(comm)
+        wrong = refusal(table)
+        if wrong is None and comm.rank == 0:
+            path = out or folder() / file_name(table.machine, table.ranks)
+            wrong = _written(path, table)
+        console = screen.output()
+        for part in (kinds(table.costs), judged(table)):
+            console.print(part)
+        if any(comm.all_ok(str(wrong) if wrong is not None else None)):
+            raise wrong or ProgramError("rank 0 wrote no table")
+        if comm.rank == 0:
+            console.print(f"{path}: {table.text}", soft_wrap=True)
+    finally:
+        comm.close()
+
+
+def calibrated(comm: Communicator, scale: Scale | None = None) -> CostTable:
+    """Return the table of a communicator's machine, measured now; all ranks call it.
+
+    Args:
+        comm: the ranks.
+        scale: what is measured; by default what its devices call for.
+    """
+    scale = scale or (GPU if comm.device.type == "cuda" else CPU)
+    console = screen.output()
+    measured = Measurements(comm, scale, console.print)
+    total = points(scale, comm.size) + COUNT
+    with progress("calibrating", total, shows=comm.rank == 0) as advance:
+        measured.take(advance)
+        start = time.perf_counter()
+        costs, pairs = measured.costs, []
+        for program in programs(scale, comm.size):
+            pairs.append(pair(comm, program, costs))
+            advance()
+    console.print(f"programs that it did not see: {time.perf_counter() - start:.1f} s")
+    mean, p95 = errors(pairs)
+    is_one_host = detect(os.environ).is_one_host
+    return CostTable(
+        costs=costs,
+        machine=machine_of(comm.device, comm.backend, is_one_host),
+        ranks=comm.size,
+        date=datetime.now(UTC).date().isoformat(),
+        mean_error=mean,
+        p95_error=p95,
+        held_out={p.name: (p.predicted_s, p.measured_s) for p in pairs},
+        spread=measured.spread,
+    )
+
+
+def refusal(table: CostTable) -> ProgramError | None:
+    """Return why a table is not to be written; None: nothing speaks against it."""
+    if table.spread <= MOST_SPREAD:
+        return None
+    return ProgramError(
+        f"no table was written: this machine is too noisy ({table.spread:.0%})",
+        because=f"the quartiles of the time of one product are more than {MOST_SPREAD:.0%} apart",
+        hint="stop what else runs here, and calibrate again",
+    )
+
+
+def _written(path: Path, table: CostTable) -> ProgramError | None:
+    """Write the file as a whole; return why it cannot be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.name}.{os.getpid()}")
+        part.write_text(table.as_json() + "\n", encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        return ProgramError(
+            f"{path} cannot be written", because=str(error), hint="pass another file with --out"
+        )
+    return None
+
+
+def kinds(costs: Costs) -> Table:
+    """Return a table of the least and the greatest speed of each kind of work."""
+    found = titled("what was measured", "kind", right=("least time", "largest size", "its speed"))
+    for key, curve in costs.works.items():
+        size, seconds = curve.points[-1]
+        is_attention = "attention" in key
+        speed = f"{size / seconds / 1e9:.4g} G{'FLOP' if is_attention else 'B'}/s"
+        what = f"{size / 1e9:.3g} GFLOP" if is_attention else size_text(round(size))
+        found.add_row(key, time_text(curve.points[0][1]), what, speed)
+    for key, grid in costs.products.items():
+        m, n, k = (axis[-1] for axis in grid.axes)
+        speed = f"{2 * m * n * k / grid.times[-1] / 1e9:.4g} GFLOP/s"
+        found.add_row(key, time_text(min(grid.times)), f"{m:.0f} x {n:.0f} x {k:.0f}", speed)
+    for key, link in costs.links.items():
+        if link.curve is not None and key != "*":
+            size, seconds = link.curve.points[-1]
+            speed = f"{size / seconds / 1e9:.4g} GB/s"
+            found.add_row(key, time_text(link.curve.points[0][1]), size_text(round(size)), speed)
+    return found
+
+
+def judged(table: CostTable) -> Table:
+    """Return a table of the programs that it was not fitted to."""
+    title = (
+        f"programs it did not see: off by {table.mean_error:.1%}, 95 % within {table.p95_error:.1%}"
+    )
+    found = titled(title, "program", right=("predicted", "measured", "off by"))
+    for name, (predicted, measured) in table.held_out.items():
+        off = f"{predicted / measured - 1:+.1%}"
+        found.add_row(name, time_text(predicted), time_text(measured), off)
+    return found

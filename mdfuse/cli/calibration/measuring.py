@@ -1,0 +1,230 @@
+"""Measure the subjects of a calibration, and small programs that it is then judged by."""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mdfuse.cli.calibration.subjects import OPTIONS, Scale, Subject, subjects
+from mdfuse.cli.execution import timed
+from mdfuse.compiled.program import Program
+from mdfuse.errors import BackendError
+from mdfuse.evaluator import HostIrEvaluator
+from mdfuse.hir.program import HostProgram
+from mdfuse.runtime.communicator import Communicator
+from mdfuse.seeing.costs import Costs, Link
+from mdfuse.seeing.curves import Curve, Grid
+
+#: Timed samples of each subject, of which the least counts.
+SAMPLES = 5
+
+#: Subjects between two looks at the same piece of work, whose times say how calm the machine is.
+_EVERY = 16
+
+#: Subjects after which what was measured is given back.
+_KEPT = 32
+
+
+def seconds_of(
+    comm: Communicator, call: Callable[[], object], runs: int = 2, samples: int = SAMPLES
+) -> float:
+    """Return the least seconds of a call in some samples, on this rank; all ranks call it.
+
+    What else runs on a machine only ever adds time.
+    """
+
+    def calls() -> None:
+        for _ in range(runs):
+            call()
+
+    for _ in range(3):  # prepares, captures, connects
+        call()
+    return min(timed(calls, comm) / runs for _ in range(samples))
+
+
+def arguments(host: HostProgram, comm: Communicator) -> dict[str, Any]:
+    """Return random inputs for this rank of a program without numbers and integers."""
+    found: dict[str, Any] = {}
+    for name in host.inputs:
+        kind = host.types[name]
+        assert kind.layout is not None
+        is_in = comm.rank in kind.layout.mesh
+        shape = kind.local_shape(comm.rank) if is_in else ()
+        found[name] = torch.randn(shape, dtype=kind.dtype, device=comm.device) if is_in else None
+    return found
+
+
+@dataclass
+class Measurements:
+    """What was measured so far.
+
+    Attributes:
+        comm: the ranks.
+        scale: of the subjects.
+        times: table and key -> seconds by size, of one of the times that it was done in a run.
+        calm: seconds of one piece of work, again and again.
+        told: is called with a line for each kind of subjects: how long it took.
+    """
+
+    comm: Communicator
+    scale: Scale
+    told: Callable[[str], object] = print
+    times: dict[tuple[str, str], dict[Any, float]] = field(default_factory=dict)
+    calm: list[float] = field(default_factory=list)
+
+    def take(self, advance: Callable[[], object]) -> None:
+        """Measure everything; `advance` is called after each subject."""
+        probe: Callable[[], object] | None = None
+        for n, subject in enumerate(self._subjects()):
+            call = self._call(subject)
+            seconds = seconds_of(self.comm, call, subject.runs) / subject.times
+            if probe is None and subject.at == self._probed:
+                probe = call
+            if probe is not None and n % _EVERY == 0:
+                self.calm.append(seconds_of(self.comm, probe))
+            if n % _KEPT == 0:
+                gc.collect()
+            if subject.local:
+                mine = subject.program.project(0)
+                seconds -= sum(self.costs.seconds(mine, i) for i in subject.local)
+            self.times.setdefault((subject.table, subject.key), {})[subject.at] = seconds
+            advance()
+
+    @property
+    def _probed(self) -> tuple[int, int, int]:
+        """The product that is looked at again and again."""
+        n = self.scale.features[1]
+        return self.scale.rows[-1], n, n
+
+    def _subjects(self) -> Iterator[Subject]:
+        for name, some in subjects(self.scale, self.comm.size).items():
+            start = time.perf_counter()
+            yield from some()
+            self._share()
+            self.told(f"{name}: {time.perf_counter() - start:.1f} s")
+
+    def _call(self, subject: Subject) -> Callable[[], object]:
+        evaluator = HostIrEvaluator(subject.program, self.comm, OPTIONS)
+        given = arguments(subject.program, self.comm)
+        return lambda: evaluator.run(given)
+
+    def _share(self) -> None:
+        """Let all ranks have the medians of their times: they predict alike."""
+        rows = [[*key, [*points.items()]] for key, points in self.times.items()]
+        for key, points in self._middle(json.dumps([rows, self.calm])):
+            self.times[key] = points
+
+    def _middle(self, mine: str) -> Iterator[tuple[tuple[str, str], dict[Any, float]]]:
+        told = self.comm.all_ok(mine)
+        if any(text is None for text in told):
+            raise BackendError("a rank left the calibration")
+        everyone = [json.loads(text) for text in told if text is not None]
+        self.calm = [
+            statistics.median(x) for x in zip(*(calm for _, calm in everyone), strict=True)
+        ]
+        for rows in zip(*(rows for rows, _ in everyone), strict=True):
+            points = {
+                _size(at): statistics.median(row[2][n][1] for row in rows)
+                for n, (at, _) in enumerate(rows[0][2])
+            }
+            yield (rows[0][0], rows[0][1]), points
+
+    @property
+    def spread(self) -> float:
+        """How far apart the times of the same work are: the quartiles, of the median."""
+        if len(self.calm) < 2:
+            return 0.0
+        low, middle, high = statistics.quantiles(self.calm, n=4, method="inclusive")
+        return (high - low) / middle
+
+    @property
+    def costs(self) -> Costs:
+        """The table of what was measured so far."""
+        by: dict[str, dict[str, dict[Any, float]]] = {"works": {}, "products": {}, "links": {}}
+        for (table, key), points in self.times.items():
+            by[table][key] = {at: max(seconds, 1e-9) for at, seconds in points.items()}
+        works = {key: Curve.of(points) for key, points in by["works"].items()}
+        links = {key: Link(curve=Curve.of(points)) for key, points in by["links"].items()}
+        if links:
+            links["*"] = _slowest(links)
+        return Costs(
+            name="measured",
+            launch_s=min((c.points[0][1] for c in works.values()), default=0.0),
+            flops=_flops(by["products"]),
+            links=links,
+            works=works,
+            products={key: _grid(points) for key, points in by["products"].items()},
+            bandwidth=_bandwidth(works),
+            is_fused=self.comm.device.type == "cuda",
+        )
+
+
+def _size(at: Any) -> Any:
+    return tuple(at) if isinstance(at, list) else at
+
+
+def _grid(points: Mapping[tuple[int, int, int], float]) -> Grid:
+    axes = [sorted({at[d] for at in points}) for d in range(3)]
+    times = [points[m, n, k] for m in axes[0] for n in axes[1] for k in axes[2]]
+    return Grid(tuple(tuple(map(float, axis)) for axis in axes), tuple(times))
+
+
+def _flops(products: Mapping[str, Mapping[tuple[int, int, int], float]]) -> float:
+    rates = [2.0 * m * n * k / s for found in products.values() for (m, n, k), s in found.items()]
+    return max(rates, default=float("inf"))
+
+
+def _bandwidth(works: Mapping[str, Curve]) -> float:
+    found = [c.points[-1] for key, c in works.items() if key.startswith("* ")]
+    return max((size / seconds for size, seconds in found), default=float("inf"))
+
+
+def _slowest(links: Mapping[str, Link]) -> Link:
+    """Return the link that takes longest for much: kinds that nobody measured are like it."""
+    return max(links.values(), key=lambda link: link.seconds(1 << 24))
+
+
+# -- small programs that the table did not see -----------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """A program, and its predicted and its measured time.
+
+    Attributes:
+        name: of the program.
+        predicted_s: by the table.
+        measured_s: the median.
+    """
+
+    name: str
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def error(self) -> float:
+        """How far the prediction is off, of the measured time."""
+        return abs(self.predicted_s - self.measured_s) / self.measured_s
+
+
+def pair(comm: Communicator, program: Program, costs: Costs) -> Pair:
+    """Predict and measure a program; all ranks call it, and get the median over ranks."""
+    given = [*arguments(program.host, comm).values()]
+    mine = seconds_of(comm, lambda: program.run(*given))
+    told = comm.all_ok(json.dumps(mine))
+    measured = statistics.median(json.loads(text) for text in told if text is not None)
+    predicted = program.timeline(costs).seconds
+    return Pair(name=program.host.name, predicted_s=predicted, measured_s=measured)
+
+
+def errors(pairs: list[Pair]) -> tuple[float, float]:
+    """Return the mean error, and the one that 95 of 100 do not exceed."""
+    found = sorted(p.error for p in pairs)
+    return statistics.mean(found), found[min(len(found) - 1, round(0.95 * (len(found) - 1)))]

@@ -1,0 +1,330 @@
+"""What a calibration measures: host programs that do one thing again and again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from mdfuse.compiled.program import compile
+from mdfuse.config import Options
+from mdfuse.frontend.definition import FusionDefinition
+from mdfuse.hir.instructions import POSTS
+from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.ir.graph import dtype_name
+from mdfuse.layouts.layout import Layout, Partial, Shard
+from mdfuse.mesh import DeviceMesh
+from mdfuse.seeing.amounts import is_work, nbytes, operations, product
+
+#: One thing at a time: nothing is compiled into kernels with other work.
+OPTIONS = Options(compile="never", verify=False)
+
+#: Columns of the tensors of pointwise work.
+_WIDTH = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """What is measured on a kind of device.
+
+    Attributes:
+        dtypes: of floats, the usual one first.
+        flops: a guess, for how often something is done in a run; per second.
+        bandwidth: likewise, bytes per second.
+        run_s: how long a run is to take.
+        sample_s: how long the runs of a sample are to take.
+        most: how often a run does something at most: planning and capturing it takes time, too.
+        sizes: bytes of pointwise work.
+        rows: m of products.
+        features: n and k.
+        lengths: of the sequences of attention.
+        messages: bytes of communications.
+        factor: how much larger than on a CPU the programs are that the table is judged by.
+    """
+
+    dtypes: tuple[torch.dtype, ...]
+    flops: float
+    bandwidth: float
+    run_s: float
+    sample_s: float
+    most: int
+    sizes: tuple[int, ...]
+    rows: tuple[int, ...]
+    features: tuple[int, ...]
+    lengths: tuple[int, ...]
+    messages: tuple[int, ...]
+    factor: int
+
+
+CPU = Scale(
+    dtypes=(torch.float32,),
+    flops=3e10,
+    bandwidth=5e9,
+    run_s=2e-3,
+    sample_s=3e-3,
+    most=64,
+    sizes=tuple(1 << n for n in (12, 15, 18, 20, 22, 24, 26)),
+    rows=(1, 8, 64, 512),
+    features=(64, 256, 1024, 4096),
+    lengths=(32, 128, 512),
+    messages=tuple(1 << n for n in (8, 12, 15, 18, 20, 22, 24)),
+    factor=1,
+)
+GPU = Scale(
+    dtypes=(torch.bfloat16, torch.float32),
+    flops=3e14,
+    bandwidth=2e12,
+    run_s=2e-4,
+    sample_s=1e-3,
+    most=32,
+    sizes=tuple(1 << n for n in (14, 18, 20, 22, 24, 26, 28)),
+    rows=(1, 16, 128, 512, 2048, 4096),
+    features=(256, 1024, 2048, 4096, 8192, 16384),
+    lengths=(64, 128, 256, 512, 1024, 2048, 4096),
+    messages=tuple(1 << n for n in (8, 12, 16, 18, 20, 22, 24, 26, 28)),
+    factor=4,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """Something that is measured.
+
+    Attributes:
+        table: which field of `mdfuse.seeing.Costs` it is for.
+        key: in that field.
+        at: size: bytes or operations; (m, n, k) of a product.
+        program: does it `times` times in a run.
+        times: how often.
+        runs: how many make a sample, the same on all ranks.
+        local: of a communication: the work beside it in the program, which is taken off.
+    """
+
+    table: Literal["works", "products", "links"]
+    key: str
+    at: float | tuple[int, int, int]
+    program: HostProgram
+    times: int
+    runs: int
+    local: tuple[Instruction, ...] = ()
+
+
+def repeated(program: HostProgram, loops: int) -> HostProgram:
+    """Return a program whose instructions are done several times in a run.
+
+    It has no outputs: what it computes stays in buffers of its plan, as most values of a program.
+    """
+    work = tuple(i for i in program.instructions if i.op != "return")
+    attrs = (("start", 0), ("stop", loops), ("step", 1))
+    loop = Instruction(op="for", outputs=("again",), attrs=attrs, body=work)
+    return replace(program, instructions=(loop, Instruction(op="return")), outputs=())
+
+
+_Apply = Callable[[Any, Any, int], Any]
+
+#: Work with curves of its own: name -> (definition, x, columns) -> result.
+_WORKS: dict[str, _Apply] = {
+    "add": lambda fd, x, n: x + x,
+    "mul": lambda fd, x, n: x * x,
+    "neg": lambda fd, x, n: -x,
+    "exp": lambda fd, x, n: fd.ops.exp(x),
+    "tanh": lambda fd, x, n: fd.ops.tanh(x),
+    "gelu": lambda fd, x, n: fd.ops.gelu(x),
+    "silu": lambda fd, x, n: fd.ops.silu(x),
+    "relu": lambda fd, x, n: fd.ops.relu(x),
+    "rsqrt": lambda fd, x, n: fd.ops.rsqrt(x),
+    "sum": lambda fd, x, n: fd.ops.sum(x, [-1]),
+    "softmax": lambda fd, x, n: fd.ops.softmax(x, -1),
+    "layer_norm": lambda fd, x, n: torch.nn.functional.layer_norm(x, (n,)),
+    "rms_norm": lambda fd, x, n: torch.nn.functional.rms_norm(x, (n,)),
+    "cat": lambda fd, x, n: torch.cat((x, x), -1),
+}
+
+#: Those that are measured in types but the first.
+_FEW = ("add", "exp", "sum", "softmax")
+
+
+def works(scale: Scale, mesh: DeviceMesh) -> Iterator[Subject]:
+    """Yield pointwise work, reductions and copies, of each size; other work is like `add`."""
+    for dtype in scale.dtypes:
+        names = [*_WORKS] if dtype is scale.dtypes[0] else _FEW
+        for name, apply in ((name, _WORKS[name]) for name in names):
+            for size in scale.sizes:
+                rows = max(1, size // dtype.itemsize // 2 // _WIDTH)
+                subject = _work(scale, mesh, dtype, apply, (rows, _WIDTH))
+                yield subject
+                if name == "add":
+                    yield replace(subject, key=f"* {dtype_name(dtype)}")
+
+
+def _work(
+    scale: Scale, mesh: DeviceMesh, dtype: torch.dtype, apply: _Apply, shape: tuple[int, ...]
+) -> Subject:
+    with FusionDefinition("work") as fd:
+        x = fd.define_tensor(shape, dtype, mesh=mesh)
+        fd.add_output(apply(fd, x, shape[-1]))
+    return _local(scale, "works", compile(fd, OPTIONS).host)
+
+
+def _local(scale: Scale, table: Literal["works", "products"], host: HostProgram) -> Subject:
+    """Return the subject of a program of equal instructions."""
+    mine = host.project(host.meshes[0].ranks[0])
+    (first, *more) = [i for i in mine.instructions if is_work(i)]
+    sizes, count, moved = product(mine, first), operations(mine, first), nbytes(mine, first)
+    works = 1 + len(more)
+    once = max(count / scale.flops, moved / scale.bandwidth, _ONCE_S)
+    loops = max(1, _times(scale, once) // works)
+    dtype = dtype_name(mine.types[first.outputs[0]].dtype)
+    return Subject(
+        table=table,
+        key=f"{first.fn} {dtype}",
+        at=(sizes[1], sizes[2], sizes[3]) if sizes is not None else float(count or moved),
+        program=repeated(host, loops),
+        times=loops * works,
+        runs=_runs(scale, once * loops * works),
+    )
+
+
+#: What anything takes at least, a guess.
+_ONCE_S = 2e-6
+
+#: Runs of a sample at most.
+_MOST_RUNS = 16
+
+
+def _times(scale: Scale, once: float) -> int:
+    return max(1, min(scale.most, round(scale.run_s / once)))
+
+
+def _runs(scale: Scale, run_s: float) -> int:
+    return max(1, min(_MOST_RUNS, round(scale.sample_s / run_s)))
+
+
+#: Bytes of weights beyond which products find none of them in a cache.
+_MOST = 1 << 28
+
+
+def products(scale: Scale, mesh: DeviceMesh) -> Iterator[Subject]:
+    """Yield linear layers and, fewer, products, on a grid; in types but the first also fewer."""
+    for dtype in scale.dtypes:
+        for is_linear in (True, False):
+            step = 1 if is_linear and dtype is scale.dtypes[0] else 2
+            features = scale.features[::-1][::step][::-1]
+            for m in scale.rows[::-1][::step][::-1]:
+                for n in features:
+                    yield from (_product(scale, mesh, dtype, is_linear, m, n, k) for k in features)
+
+
+def _product(
+    scale: Scale, mesh: DeviceMesh, dtype: torch.dtype, is_linear: bool, m: int, n: int, k: int
+) -> Subject:
+    weights = max(1, min(4, _MOST // (n * k * dtype.itemsize)))
+    with FusionDefinition("product") as fd:
+        x = fd.define_tensor([m, k], dtype, mesh=mesh)
+        for _ in range(weights):
+            w = fd.define_tensor([n, k] if is_linear else [k, n], dtype, mesh=mesh)
+            fd.add_output(fd.ops.linear(x, w) if is_linear else x @ w)
+    return _local(scale, "products", compile(fd, OPTIONS).host)
+
+
+def attentions(scale: Scale, mesh: DeviceMesh) -> Iterator[Subject]:
+    """Yield attention, with and without a causal mask."""
+    for is_causal in (False, True):
+        for length in scale.lengths:
+            with FusionDefinition("attention") as fd:
+                shape = [1, 16, length, 64]
+                q, k, v = (fd.define_tensor(shape, scale.dtypes[0], mesh=mesh) for _ in range(3))
+                fd.add_output(fd.ops.scaled_dot_product_attention(q, k, v, is_causal=is_causal))
+            found = _local(scale, "works", compile(fd, OPTIONS).host)
+            yield replace(found, key=f"{found.key} causal") if is_causal else found
+
+
+#: Kind of communication -> layouts before and after.
+_SETS: dict[str, tuple[Any, Any]] = {
+    "Allreduce": (Partial(), None),
+    "Allgather": (Shard(0), None),
+    "ReduceScatter": (Partial(), Shard(0)),
+    "AllToAll": (Shard(0), Shard(1)),
+}
+
+
+def links(scale: Scale, ranks: int) -> Iterator[Subject]:
+    """Yield communications of each kind among the first 2, 4, … of some ranks, and all of them."""
+    teams = sorted({1 << n for n in range(1, ranks.bit_length())} | {ranks})
+    for team in (n for n in teams if 1 < n <= ranks):
+        mesh = DeviceMesh.arange(x=team)
+        for kind, (before, after) in _SETS.items():
+            for size in scale.messages:
+                columns = 8 * team
+                rows = max(1, size // 4 // columns // team) * team
+                yield _link(scale, mesh, kind, before, after, (rows, columns))
+    if ranks > 1:
+        for size in scale.messages:
+            yield _pair(scale, size)
+
+
+def _link(
+    scale: Scale,
+    mesh: DeviceMesh,
+    kind: str,
+    before: Any,
+    after: Any,
+    shape: tuple[int, int],
+) -> Subject:
+    with FusionDefinition(kind.lower()) as fd:
+        x = fd.define_tensor(shape, torch.float32, layout=Layout(mesh, {"x": before}))
+        fd.add_output(fd.ops.set(x).on(mesh, {} if after is None else {"x": after}))
+    return _sent(scale, f"{kind} {len(mesh.ranks)}", compile(fd, OPTIONS).host)
+
+
+def _pair(scale: Scale, size: int) -> Subject:
+    with FusionDefinition("pair") as fd:
+        x = fd.define_tensor([max(1, size // 4)], torch.float32, mesh=DeviceMesh([0]))
+        fd.add_output(fd.ops.set(x).on(DeviceMesh([1])))
+    return _sent(scale, "SendRecv", compile(fd, OPTIONS).host)
+
+
+def _sent(scale: Scale, key: str, host: HostProgram) -> Subject:
+    comm = next(i.comm for i in host.instructions if i.op in POSTS and i.comm is not None)
+    moved = max(comm.bytes_received(rank) for rank in comm.destination.mesh.ranks)
+    once = max(4 * moved / scale.bandwidth, 10 * _ONCE_S)  # slower than memory
+    loops = _times(scale, once)
+    mine = host.project(comm.destination.mesh.ranks[0])
+    local = tuple(i for i in mine.instructions if is_work(i))
+    return Subject(
+        table="links",
+        key=key,
+        at=float(max(1, moved)),
+        program=repeated(host, loops),
+        times=loops,
+        runs=_runs(scale, once * loops),
+        local=local,
+    )
+
+
+def subjects(scale: Scale, ranks: int) -> Mapping[str, Callable[[], Iterator[Subject]]]:
+    """Return what is measured on some ranks: local work first, which communications need."""
+    mesh = DeviceMesh.arange(x=ranks)
+    return {
+        "work": lambda: works(scale, mesh),
+        "products": lambda: products(scale, mesh),
+        "attention": lambda: attentions(scale, mesh),
+        "communications": lambda: links(scale, ranks),
+    }
+
+
+def points(scale: Scale, ranks: int) -> int:
+    """Return about how many subjects there are."""
+    few = math.ceil(len(scale.features) / 2) ** 2 * math.ceil(len(scale.rows) / 2)
+    many = len(scale.features) ** 2 * len(scale.rows)
+    of_types = len(scale.dtypes)
+    teams = len({1 << n for n in range(1, ranks.bit_length())} | {ranks}) if ranks > 1 else 0
+    return (
+        (len(_WORKS) + 1 + (of_types - 1) * (len(_FEW) + 1)) * len(scale.sizes)
+        + many + few + (of_types - 1) * 2 * few
+        + 2 * len(scale.lengths)
+        + (teams * len(_SETS) + (ranks > 1)) * len(scale.messages)
+    )  # fmt: skip

@@ -1,0 +1,133 @@
+"""Low-rank adapters: matrices A and B beside a linear layer, y = x W^T + scale * x A^T B^T.
+
+Hu et al. 2021. The module has them while it is exported; its own code and parameters stay as they
+are. They live as their matrix does: B is split as its outputs are, A as its inputs.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mdfuse.errors import DefinitionError
+from mdfuse.frontend.importing.place import matching, unmatched
+from mdfuse.frontend.plain import brief
+from mdfuse.layouts.layout import Layout, Shard
+
+#: The names of the two matrices in their layer.
+A, B = "lora_A", "lora_B"
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """What a parameter is that an adapter brings.
+
+    Attributes:
+        of: the name of the matrix beside which it stands.
+        is_transposed: whether that has its inputs first, as GPT-2's.
+        start: what it begins with.
+    """
+
+    of: str
+    is_transposed: bool
+    start: Tensor
+
+    def own_dim(self, name: str) -> int:
+        """The dim of a matrix of the adapter that is one of the layer's matrix."""
+        return int(name.endswith(A))
+
+    def dim(self, name: str) -> int:
+        """That dim of the layer's matrix."""
+        return 1 - self.own_dim(name) if self.is_transposed else self.own_dim(name)
+
+    def layout(self, name: str, weight: Layout) -> Layout:
+        """Where a matrix of the adapter lives, by where the layer's matrix lives."""
+        taken, own = Shard(self.dim(name)), Shard(self.own_dim(name))
+        order = {self.own_dim(name): weight.split_axes(self.dim(name))}
+        placed = {a: own for a, p in weight.by_axis().items() if p == taken}
+        return Layout(weight.mesh, placed, order if placed else None)
+
+
+@contextmanager
+def adapted(module: nn.Module, said: Mapping[str, Any]) -> Iterator[dict[str, Adapter]]:
+    """Give layers of a module adapters, for as long as the block runs.
+
+    Args:
+        module: any.
+        said: pattern of names of layers -> the rank, or (rank, alpha): the scale is alpha / rank.
+
+    Yields:
+        Name of each parameter of an adapter -> what it is.
+
+    Raises:
+        DefinitionError: what is no rank; a layer without one matrix.
+        LayoutError: a pattern that matches no linear layer, or two that are equally exact.
+    """
+    layers = {n: m for n, m in module.named_modules() if _features(m) is not None}
+    for pattern in said:
+        if not any(fnmatchcase(name, pattern) for name in layers):
+            raise unmatched("adapters", pattern, layers)
+    found: dict[str, Adapter] = {}
+    hooks = []
+    try:
+        for name, layer in layers.items():
+            match = matching(said, [name], "adapters")
+            if match is not None:
+                hooks.append(_add(layer, name, *match, found))
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for name in found:
+            layer_name, _, own = name.rpartition(".")
+            delattr(module.get_submodule(layer_name), own)
+
+
+def _features(layer: nn.Module) -> tuple[int, int] | None:
+    """How many inputs and outputs a linear layer has; None for any other."""
+    if isinstance(layer, nn.Linear):
+        return layer.in_features, layer.out_features
+    return (layer.nx, layer.nf) if type(layer).__name__ == "Conv1D" else None  # type: ignore[return-value]
+
+
+def _add(
+    layer: nn.Module, name: str, pattern: str, said: Any, found: dict[str, Adapter]
+) -> torch.utils.hooks.RemovableHandle:
+    rank, alpha = said if isinstance(said, tuple) and len(said) == 2 else (said, said)
+    features = _features(layer)
+    assert features is not None
+    is_rank = isinstance(rank, int) and not isinstance(rank, bool) and 0 < rank <= min(features)
+    if not is_rank or not isinstance(alpha, int | float) or hasattr(layer, A):
+        raise DefinitionError(
+            f"adapters[{pattern!r}] = {brief(said)} for {name} of {features[0]} inputs and "
+            f"{features[1]} outputs",
+            because="an adapter has a rank from 1 to these, and a layer has one"
+            if not hasattr(layer, A) else f"it has a parameter {A} of its own",
+            hint='{"*.q_proj": 8}, or (rank, alpha): {"*.q_proj": (8, 16)}',
+        )  # fmt: skip
+    weight: Any = layer.weight
+    bound = 1 / math.sqrt(features[0])  # as nn.Linear begins; the same on every rank
+    numbers = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    first = torch.empty(rank, features[0]).uniform_(-bound, bound, generator=numbers)
+    for own, start in ((A, first), (B, torch.zeros(features[1], rank))):
+        start = start.to(weight.dtype)
+        layer.register_parameter(own, nn.Parameter(start.to(weight.device)))
+        key = f"{name}.{own}" if name else own
+        of = f"{name}.weight" if name else "weight"
+        found[key] = Adapter(of, not isinstance(layer, nn.Linear), start)
+    return layer.register_forward_hook(partial(_forward, scale=alpha / rank))
+
+
+def _forward(layer: Any, args: tuple[Tensor, ...], y: Tensor, *, scale: float) -> Tensor:
+    narrow = F.linear(args[0], layer.lora_A)
+    return y + F.linear(narrow if scale == 1 else narrow * scale, layer.lora_B)

@@ -1,0 +1,158 @@
+"""Emit a pipeline: a block per stage and phase, blocks that hand over, and the calls of a schedule.
+
+    block @F0(%i) on m0 { … %h.i = linear(%x.i, %w) }
+    block @T01(%i) { %g.i: … m1(…) = alloc   %c0 = post exchange(%h.i) -> %g.i … }
+    block @F1(%i) on m1 { wait %c0   %y.i = linear(%g.i, %v) … }
+    call F0(0)
+    call T01(0)
+    …
+
+A hand-over only posts: its wait stands in the block that reads what arrives, so that the sender
+goes on with the next microbatch, and the receiver with what it has.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+
+from mdfuse.hir.emit.loops import Loop, begin_loop, emit_section
+from mdfuse.hir.emit.sets import Emitter
+from mdfuse.hir.program import Instruction
+from mdfuse.passes.segmentation import Section
+from mdfuse.pipelines.order import Call
+from mdfuse.pipelines.stages import Part, Stages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """What runs once per microbatch, and when.
+
+    Attributes:
+        stages: with the part of each expression.
+        calls: of all ranks, in order.
+    """
+
+    stages: Stages
+    calls: Sequence[Call]
+
+
+def split_sections(
+    pipeline: Pipeline, sections: Sequence[Section]
+) -> tuple[list[Section], list[Section], list[Section]]:
+    """Return the sections before a pipeline, in it, and behind it."""
+    parts = pipeline.stages.parts
+    before, inside, behind = list[Section](), list[Section](), list[Section]()
+    late: set[str] = set()
+    for section in sections:
+        if section.exprs[0].outputs[0] in parts:
+            inside.append(section)
+        else:
+            is_late = not late.isdisjoint(section.inputs)
+            (behind if is_late else before).append(section)
+            if not is_late:
+                continue
+        late.update(x for e in section.exprs for x in e.outputs)
+    return before, inside, behind
+
+
+def emit_blocks(out: Emitter, pipeline: Pipeline, sections: Sequence[Section]) -> None:
+    """Append the blocks of a pipeline, and its calls.
+
+    Args:
+        out: what is built, with the code that comes before.
+        pipeline: stages and calls.
+        sections: those of its parts, in order.
+    """
+    of: dict[Part, list[Section]] = defaultdict(list)
+    for section in sections:
+        of[pipeline.stages.parts[section.exprs[0].outputs[0]]].append(section)
+    graph = pipeline.stages.graph
+    first = {part: n for n, part in enumerate(of)}
+    order = list(nx.lexicographical_topological_sort(graph, key=first.__getitem__))
+    building, _ = begin_loop(out, sections)
+    for part in order:
+        out.code.append(Instruction(op="block", fn=str(part), outputs=(building.name,)))
+        _forget_views(building)
+        for section in of[part]:
+            emit_section(building, section)
+    bodies = _bodies(out.code)
+    _move_waits(pipeline.stages, of, building, bodies)
+    out.code = building.outside
+    for part in order:
+        body = tuple(bodies[str(part)])
+        out.code.append(Instruction(op="block", fn=str(part), outputs=(building.name,), body=body))
+    for part, k in pipeline.calls:
+        out.code.append(Instruction(op="call", fn=str(part), attrs=(("index", k),)))
+    out.code += building.behind
+
+
+def _forget_views(building: Loop) -> None:
+    """Let each block cut the chunks of whole values itself: no other one may have run before."""
+    cut = {i.outputs[0] for i in building.out.code if i.op == "chunk"}
+    building.chunks = {key: name for key, name in building.chunks.items() if name not in cut}
+
+
+def _bodies(code: Sequence[Instruction]) -> dict[str, list[Instruction]]:
+    """Return the instructions behind each head of a block."""
+    found: dict[str, list[Instruction]] = {}
+    for i in code:
+        if i.op == "block":
+            current = found[i.fn] = []
+        else:
+            current.append(i)
+    return found
+
+
+def _move_waits(
+    stages: Stages,
+    of: Mapping[Part, Sequence[Section]],
+    building: Loop,
+    bodies: dict[str, list[Instruction]],
+) -> None:
+    """Let the block that reads what a hand-over brings wait for it, where one comes before others.
+
+    What follows the last wait of the set goes with it.
+    """
+    ahead: dict[str, list[Instruction]] = defaultdict(list)
+    for part, sections in of.items():
+        if part.phase != "T":
+            continue
+        for section in sections:
+            (value,) = section.exprs[0].outputs
+            reader = _first_reader(stages, value)
+            name = building.chunks.get((value, building.stream(value).dim))
+            if reader is None or name is None:
+                continue
+            late = _arrival(bodies[str(part)], name)
+            bodies[str(part)] = [i for i in bodies[str(part)] if not any(i is j for j in late)]
+            ahead[str(reader)] += late
+    for block, late in ahead.items():
+        bodies[block] = [*late, *bodies[block]]
+
+
+def _first_reader(stages: Stages, value: str) -> Part | None:
+    """Return the part that reads a value before all others that do; None where none does."""
+    readers = [stages.parts.get(e.outputs[0]) for e in stages.fusion.consumers[value]]
+    parts = {part for part in readers if part is not None}
+    for part in parts:
+        if parts <= {part, *nx.descendants(stages.graph, part)}:
+            return part
+    return None
+
+
+def _arrival(body: Sequence[Instruction], name: str) -> list[Instruction]:
+    """Return the last wait on the way to a name, and what follows it on that way."""
+    needed, found = {name}, list[Instruction]()
+    waits = {i.reads[0]: i for i in body if i.op == "wait"}
+    posts = [i for i in body if i.op == "post" and i.outputs[0] in waits]
+    for i in reversed(body):
+        if i.op == "post" and i in posts and i.reads[-1] in needed:
+            return [waits[i.outputs[0]], *found[::-1]]
+        if not needed.isdisjoint(i.outputs) and i.op not in ("alloc", "wait"):
+            needed.update(i.reads)
+            found.append(i)
+    return []

@@ -1,0 +1,275 @@
+"""Schedules of pipelines: for each rank group, what it does, in order."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+
+from mdfuse.errors import DefinitionError
+from mdfuse.pipelines import timing
+from mdfuse.pipelines.actions import Action, Cell, Overlap, Phase, of, read
+from mdfuse.pipelines.checks import check
+from mdfuse.pipelines.tables import NAMED, Group, Named, placed
+from mdfuse.pipelines.timing import Reads, Timing, unit
+
+__all__ = ["Action", "Overlap", "Phase", "Schedule", "schedule_named"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What each rank group does, in order: the table of a pipeline.
+
+    A rank group is the ranks of one mesh. It does its actions one after the other, each as soon as
+    what it needs is there, so a table says nothing of times: idle slots stand for themselves.
+
+    Attributes:
+        rows: for each rank group its actions; None for idle slots, `Overlap` for two as one.
+        name: of the schedule.
+        meshes: what the rank groups are called; none where that is not known.
+
+    >>> print(Schedule.from_rows([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]))
+    rank group 0  0F0 0F1 0B0 0B1
+    rank group 1  1F0 1B0 1F1 1B1
+    """
+
+    rows: tuple[tuple[Cell, ...], ...]
+    name: str = field(default="table", compare=False)
+    meshes: tuple[str, ...] = field(default=(), compare=False)
+
+    @classmethod
+    def named(
+        cls,
+        name: str,
+        *,
+        stages: int,
+        microbatches: int,
+        groups: int | Sequence[int] | None = None,
+    ) -> Schedule:
+        """Return the schedule of a name.
+
+        Args:
+            name: "forward", "gpipe", "1f1b", "interleaved", "zb1p", "zbv" or "dualpipev".
+            stages: how many there are.
+            microbatches: how many there are.
+            groups: how many rank groups there are, or the rank group of each stage. By default
+                each stage has one; of "zbv" and "dualpipev", two stages have one.
+
+        Raises:
+            DefinitionError: no schedule has that name; it cannot have so many stages, rank groups
+                and microbatches; its stages lie on other rank groups.
+
+        >>> print(Schedule.named("zbv", stages=2, microbatches=1))
+        rank group 0  0F0 1F0 1I0 1W0 0I0 0W0
+        """
+        named = NAMED.get(name)
+        if named is None:
+            because = "schedules have the names " + ", ".join(NAMED)
+            hint = "one of them, or a table: mf.Schedule.from_csv(path), .from_rows(rows)"
+            raise DefinitionError(f"no schedule is called {name!r}", because=because, hint=hint)
+        if groups is None:
+            groups = max(1, stages // 2) if named.turns else stages
+        where = placed(stages, groups, named.turns) if isinstance(groups, int) else tuple(groups)
+        count = groups if isinstance(groups, int) else 1 + max(where, default=0)
+        if not named.can(stages, count, microbatches):
+            raise _impossible(name, named, stages, count, microbatches)
+        natural = placed(stages, count, named.turns)
+        if not named.anywhere and where != natural:
+            raise _elsewhere(name, named, where, natural)
+        rows = []
+        for rank in range(count):
+            own = tuple(s for s, g in enumerate(where) if g == rank)
+            group = Group(stages=own, rank=rank, groups=count, microbatches=microbatches)
+            rows.append(tuple(named.row(group)))
+        return cls(tuple(rows), name=name)
+
+    @classmethod
+    def from_rows(cls, rows: Iterable[Iterable[str | Cell]]) -> Schedule:
+        """Return a table of actions, or of texts as `torch.distributed.pipelining` writes them.
+
+        Args:
+            rows: one for each rank group; "" and None are idle slots.
+
+        Raises:
+            DefinitionError: a text is no action.
+
+        >>> Schedule.from_rows([["0F0", "", "0I0", "0W0"]]).actions
+        ((Action(stage=0, phase='F', microbatch=0), Action(stage=0, phase='I', microbatch=0), \
+Action(stage=0, phase='W', microbatch=0)),)
+        """
+        return cls(tuple(_row(row, f"row {n}") for n, row in enumerate(rows)))
+
+    @classmethod
+    def from_csv(cls, path: str | PathLike[str]) -> Schedule:
+        """Return the table of a file, a line for each rank group.
+
+        Raises:
+            DefinitionError: a cell is no action.
+            OSError: the file cannot be read.
+        """
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = [*csv.reader(file)]
+        name = Path(path).name
+        return cls(tuple(_row(row, f"{name}:{n}") for n, row in enumerate(rows, 1)), name=name)
+
+    def to_csv(self) -> str:
+        """Return the table as CSV, which `torch.distributed.pipelining` loads.
+
+        >>> print(Schedule.from_rows([["0F0", None, "0B0"]]).to_csv(), end="")
+        0F0,,0B0
+        """
+        out = io.StringIO()
+        rows = [["" if a is None else str(a) for a in row] for row in self.rows]
+        csv.writer(out, lineterminator="\n").writerows(rows)
+        return out.getvalue()
+
+    @cached_property
+    def units(self) -> tuple[tuple[tuple[Action, ...], ...], ...]:
+        """For each rank group what it does as one, without idle slots: an action, or two."""
+        return tuple(tuple(of(cell) for cell in row if cell is not None) for row in self.rows)
+
+    @cached_property
+    def actions(self) -> tuple[tuple[Action, ...], ...]:
+        """For each rank group its actions, without idle slots."""
+        return tuple(tuple(a for unit in row for a in unit) for row in self.units)
+
+    @cached_property
+    def owners(self) -> dict[int, int]:
+        """Stage -> its rank group."""
+        return {a.stage: g for g, row in enumerate(self.actions) for a in row}
+
+    @property
+    def groups(self) -> int:
+        """How many rank groups there are."""
+        return len(self.rows)
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return 1 + max((a.stage for row in self.actions for a in row), default=-1)
+
+    @property
+    def microbatches(self) -> int:
+        """How many microbatches there are."""
+        return 1 + max((a.microbatch for row in self.actions for a in row), default=-1)
+
+    def has(self, phase: Phase) -> bool:
+        """Tell whether any action is of a phase."""
+        return any(a.phase == phase for row in self.actions for a in row)
+
+    def timed(
+        self, costs: Callable[[Action], float] = unit, *, reads: Reads | None = None
+    ) -> Timing:
+        """Return when each rank group would do what: makespan, bubble, live microbatches.
+
+        Args:
+            costs: what an action takes, more than 0. By default forwards, and each part of a
+                backward, take 1.
+            reads: stage -> the stages that it reads; by default each reads the one before it.
+
+        Raises:
+            DefinitionError: the rank groups wait for each other.
+
+        >>> timed = Schedule.named("1f1b", stages=4, microbatches=8).timed()
+        >>> timed.makespan, timed.work, timed.live
+        (33.0, (24.0, 24.0, 24.0, 24.0), (4, 3, 2, 1))
+        """
+        lanes = timing.lanes(self.units, costs, reads or timing.chain(self.units))
+        return Timing(name=self.name, lanes=lanes, names=self.labels)
+
+    def merged(self, *, reads: Reads | None = None) -> tuple[tuple[int, Action], ...]:
+        """Return all actions in one order that keeps every row's, each with its rank group.
+
+        They come as they would begin if all took the same time, those of lower stages first.
+
+        Args:
+            reads: as `timed` takes it.
+
+        Raises:
+            DefinitionError: the rank groups wait for each other.
+        """
+        lanes = self.timed(reads=reads).lanes
+        slots = [
+            (s.start, s.action.stage, g, s.action) for g, lane in enumerate(lanes) for s in lane
+        ]
+        return tuple((g, action) for _, _, g, action in sorted(slots))
+
+    def check(
+        self,
+        *,
+        stages: int,
+        microbatches: int,
+        groups: int | Sequence[int],
+        gradients: bool = True,
+        reads: Reads | None = None,
+    ) -> None:
+        """Raise unless this is a table for a pipeline.
+
+        Args:
+            stages: how many the pipeline has.
+            microbatches: how many it has.
+            groups: how many rank groups it has, round which its stages go; or the rank group of
+                each stage.
+            gradients: whether its stages go back as well.
+            reads: as `timed` takes it.
+
+        Raises:
+            DefinitionError: it has another number of rank groups; an action is of another stage or
+                microbatch, on another rank group, missing, or there twice; a backward is there both
+                whole and in parts; the rank groups wait for each other.
+
+        >>> Schedule.from_rows([["0F0", "0F1"]]).check(
+        ...     stages=1, microbatches=2, groups=1, gradients=False
+        ... )
+        """
+        where = placed(stages, groups, False) if isinstance(groups, int) else tuple(groups)
+        check(self.units, where, microbatches, gradients, reads)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What the rank groups are called."""
+        names = [f" ({name})" for name in self.meshes] or [""] * self.groups
+        return tuple(f"rank group {g}{name}" for g, name in enumerate(names))
+
+    def __str__(self) -> str:
+        width = max(map(len, self.labels), default=0)
+        rows = zip(self.labels, ([c for c in row if c] for row in self.rows), strict=True)
+        return "\n".join(f"{label:{width}}  {' '.join(map(str, row))}" for label, row in rows)
+
+
+def _row(cells: Iterable[str | Cell], where: str) -> tuple[Cell, ...]:
+    found: list[Cell] = []
+    for cell in cells:
+        found += read(cell, where) if isinstance(cell, str) else (cell,)
+    return tuple(found)
+
+
+#: Return the schedule of a name.
+schedule_named = Schedule.named
+
+
+def _impossible(name: str, named: Named, p: int, g: int, m: int) -> DefinitionError:
+    """Say what a schedule cannot have, and what is near that it can, or which others can."""
+    near = [
+        n for n in sorted(range(1, 4 * m + 2 * p), key=lambda n: abs(n - m)) if named.can(p, g, n)
+    ]
+    others = [n for n, other in NAMED.items() if n != "forward" and other.can(p, g, m)]
+    return DefinitionError(
+        f"schedule {name!r} cannot have {p} stages on {g} rank groups with {m} microbatches",
+        because=named.rule,
+        hint=f"microbatches={near[0]}" if near else "one of " + ", ".join(others),
+    )
+
+
+def _elsewhere(
+    name: str, named: Named, where: Sequence[int], natural: Sequence[int]
+) -> DefinitionError:
+    return DefinitionError(
+        f"schedule {name!r} with stages on rank groups {' '.join(map(str, where))}",
+        because=f"{named.rule}: {' '.join(map(str, natural))}",
+        hint="put the stages on meshes in that order, or take gpipe, whose stages lie anywhere",
+    )

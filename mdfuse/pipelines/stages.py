@@ -1,0 +1,356 @@
+"""Find the stages of a pipeline: which block of microbatches' work each streamed expression is in.
+
+    %h = linear(%x, %w)               on m0          F0
+    %g = set(%h)                m0 => m1             T01
+    %y = linear(%g, %v)               on m1          F1
+    %dg = linear(%dy, %v^T)           on m1          B1 (I1)
+    %dv = linear(%dy^T, %g^T)         on m1          B1 (W1)
+    %dh = set(%dg)              m1 => m0             T10
+    %dw = linear(%dh^T, %x^T)         on m0          B0 (W0)
+
+A stage is what is computed on one mesh between sets that change the mesh; its number is how many
+such sets come before it. The phase is a question to the graph: F does not depend on a gradient, I
+does and another stage needs it, W does and only sums over the batch need it. B is I and W.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+import networkx as nx
+
+from mdfuse.errors import BACKWARD, RECOMPUTED, LoweringError
+from mdfuse.ir.graph import Expr, Fusion
+from mdfuse.mesh import DeviceMesh
+from mdfuse.passes.segmentation import Group, ShouldMerge
+from mdfuse.pipelines.timing import Reads
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Part:
+    """The work of a stage in a phase, or a hand-over from a stage to another.
+
+    Attributes:
+        stage: its number.
+        phase: F, B, I, W; T for a hand-over.
+        to: the stage that takes it over; -1 where it is work.
+    """
+
+    stage: int
+    phase: str
+    to: int = -1
+
+    def __str__(self) -> str:
+        if self.to < 0:
+            return f"{self.phase}{self.stage}"
+        between = "_" if max(self.stage, self.to) > 9 else ""
+        return f"{self.phase}{self.stage}{between}{self.to}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """The stages of a fusion whose batch is streamed.
+
+    Attributes:
+        fusion: after all passes.
+        meshes: of each stage.
+        parts: first result of an expression -> its part; of those that run once per microbatch.
+    """
+
+    fusion: Fusion
+    meshes: tuple[DeviceMesh, ...]
+    parts: dict[str, Part]
+
+    @cached_property
+    def groups(self) -> tuple[int, ...]:
+        """The rank group of each stage: stages on one mesh share a row of a schedule."""
+        order = list(dict.fromkeys(self.meshes))
+        return tuple(map(order.index, self.meshes))
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether some stage computes gradients."""
+        return any(p.phase in "IW" for p in self.parts.values())
+
+    def within(self, merge: ShouldMerge) -> ShouldMerge:
+        """Return a predicate on groups that merges within parts only, where another one does."""
+
+        def may_merge(a: Group, b: Group) -> bool:
+            first, second = (self.parts.get(g.exprs[0].outputs[0]) for g in (a, b))
+            return first == second and merge(a, b)
+
+        return may_merge
+
+    def whole_backward(self) -> Stages:
+        """Return the stages with I and W of each as one part, B."""
+        joined = {"I": "B", "W": "B"}
+        parts = {x: replace(p, phase=joined.get(p.phase, p.phase)) for x, p in self.parts.items()}
+        return replace(self, parts=parts)
+
+    @cached_property
+    def reads(self) -> Reads | None:
+        """Stage -> the stages that its forward reads; None where each reads the one before it."""
+        found = dict[int, list[int]]()
+        for n in range(len(self.meshes)):
+            before = self.graph.pred.get(Part(n, "F"), ())
+            found[n] = sorted({p.stage for p in before if p.phase in "FT"})
+        return None if all(n - 1 in of for n, of in found.items() if n) else found
+
+    @cached_property
+    def graph(self) -> nx.DiGraph[Part]:
+        """Which part needs which.
+
+        Raises:
+            LoweringError: parts need each other.
+        """
+        graph: nx.DiGraph[Part] = nx.DiGraph()
+        for expr in self.fusion.exprs:
+            part = self.parts.get(expr.outputs[0])
+            if part is None:
+                continue
+            graph.add_node(part)
+            for x in expr.reads:
+                made = self.fusion.producers.get(x)
+                before = self.parts.get(made.outputs[0]) if made is not None else None
+                if before is not None and before != part:
+                    graph.add_edge(before, part, value=x)
+        for n in range(len(self.meshes)):  # as schedules have them, whatever they read
+            parts = [p for p in (Part(n, phase) for phase in "FBIW") if p in graph]
+            graph.add_edges_from(pairwise(parts))
+        if not nx.is_directed_acyclic_graph(graph):
+            cycle = nx.find_cycle(graph)
+            raise _refused(
+                self.fusion,
+                next(x for _, _, x in graph.edges(data="value") if x is not None),
+                " needs ".join(str(part) for part, _ in reversed(cycle)) + f" needs {cycle[-1][0]}",
+                "let each stage hand over to later ones only",
+            )
+        return graph
+
+
+def find(fusion: Fusion, at_sets: bool = False) -> Stages:
+    """Return the stages of a fusion.
+
+    Args:
+        fusion: after all passes, with its batch streamed.
+        at_sets: whether a set that changes nothing begins a stage, too, on the same mesh.
+
+    Raises:
+        LoweringError: a stage needs sums over the whole batch, or the batch is split otherwise on
+            the next mesh; a gradient goes to a later stage.
+    """
+    return _Finder(fusion, at_sets).run()
+
+
+class _Finder:
+    def __init__(self, fusion: Fusion, at_sets: bool) -> None:
+        self.fusion, self.at_sets = fusion, at_sets
+        before = _needed_before(fusion)
+        streamed = (e for e in fusion.exprs if fusion.values[e.outputs[0]].stream is not None)
+        self.exprs = [e for e in streamed if e.outputs[0] not in before]
+        self.made = {x: e for e in self.exprs for x in e.outputs}
+        for expr in fusion.exprs:
+            is_in = expr.outputs[0] in self.made
+            if _changes_mesh(fusion, expr) and _is_of_batch(fusion, expr) and not is_in:
+                raise _whole(fusion, expr)
+        self.back = self.backward()
+
+    def mesh(self, name: str) -> DeviceMesh:
+        return self.fusion.layout(name).mesh
+
+    def hands_over(self, expr: Expr) -> bool:
+        """Return whether an expression hands over to another stage."""
+        if expr.op != "set" or not self.fusion.values[expr.output].is_tensor:
+            return False
+        is_idle = self.fusion.layout(expr.reads[0]) == self.fusion.layout(expr.output)
+        return _changes_mesh(self.fusion, expr) or (self.at_sets and is_idle)
+
+    def operands(self, expr: Expr) -> list[Expr]:
+        """Return the expressions of the pipeline that an expression reads."""
+        return [self.made[x] for x in expr.reads if x in self.made]
+
+    def backward(self) -> set[str]:
+        """Return what depends on a gradient, or is computed again for one."""
+        found = set[str]()
+        for expr in self.fusion.exprs:
+            note = expr.source.note if expr.source is not None else ""
+            if note in (BACKWARD, RECOMPUTED) or not found.isdisjoint(expr.reads):
+                found.update(expr.outputs)
+        return found
+
+    def run(self) -> Stages:
+        forward = [e for e in self.exprs if e.outputs[0] not in self.back]
+        depth = self.depths(forward)
+        given = {(0, self.mesh(x)) for x in self.given(forward)}
+        places = sorted(given.union(depth.values()), key=lambda at: (at[0], at[1].ranks))
+        number = {place: n for n, place in enumerate(places)}
+        stage = {x: number[place] for x, place in depth.items()}
+        meshes = [mesh for _, mesh in places]
+        parts: dict[str, Part] = {}
+        for e in forward:
+            x = e.outputs[0]
+            is_over = self.hands_over(e)
+            parts[x] = (
+                Part(self.source(e, stage, meshes), "T", stage[x])
+                if is_over
+                else Part(stage[x], "F")
+            )
+        self.place_backward(stage, meshes, parts)
+        return Stages(fusion=self.fusion, meshes=tuple(meshes), parts=parts)
+
+    def depths(self, forward: list[Expr]) -> dict[str, tuple[int, DeviceMesh]]:
+        """Return result of the forward -> how many hand-overs come before it, and its mesh.
+
+        What leads to no hand-over waits for the next stage of its mesh: what follows from labels
+        alone, or from what came past a stage.
+        """
+        raw: dict[str, int] = {}
+        for e in forward:
+            before = max((raw[o.outputs[0]] for o in self.operands(e)), default=0)
+            raw[e.outputs[0]] = before + self.hands_over(e)
+        stages: dict[DeviceMesh, set[int]] = defaultdict(set)
+        sent = set[str]()
+        for e in reversed(forward):
+            x, mesh = e.outputs[0], self.mesh(e.outputs[0])
+            if self.hands_over(e):
+                stages[self.mesh(e.reads[0])].add(raw.get(e.reads[0], 0))
+                sent.update(e.reads)
+            elif not sent.isdisjoint(e.outputs):
+                stages[mesh].add(raw[x])
+                sent.update(y for y in e.reads if raw.get(y) == raw[x])
+        last: dict[DeviceMesh, int] = defaultdict(int)
+        for e in forward:
+            mesh = self.mesh(e.outputs[0])
+            last[mesh] = max(last[mesh], raw[e.outputs[0]])
+        for mesh, depth in last.items():
+            if depth > max(stages[mesh], default=-1):
+                stages[mesh].add(depth)
+        found: dict[str, tuple[int, DeviceMesh]] = {}
+        for e in forward:
+            x, mesh = e.outputs[0], self.mesh(e.outputs[0])
+            least = max((found[o.outputs[0]][0] for o in self.operands(e)), default=0)
+            least += self.hands_over(e)
+            found[x] = (min((d for d in stages[mesh] if d >= least), default=least), mesh)
+        return found
+
+    def given(self, forward: list[Expr]) -> list[str]:
+        """Return the inputs that are handed over as they are: their mesh is a stage, too."""
+        return [e.reads[0] for e in forward if self.hands_over(e) and not self.operands(e)]
+
+    def source(self, e: Expr, stage: dict[str, int], meshes: list[DeviceMesh]) -> int:
+        """Return the stage that hands over: that of the operand, or the last before on its mesh."""
+        made = self.operands(e)
+        if made:
+            return stage[made[0].outputs[0]]
+        mesh, to = self.mesh(e.reads[0]), stage[e.output]
+        return max((n for n, m in enumerate(meshes[:to]) if m == mesh), default=to)
+
+    def place_backward(
+        self, stage: dict[str, int], meshes: list[DeviceMesh], parts: dict[str, Part]
+    ) -> None:
+        """Add the parts of what depends on gradients."""
+        behind = [e for e in self.exprs if e.outputs[0] in self.back]
+        for e in behind:
+            x, operands = e.outputs[0], self.operands(e)
+            late = [stage[o.outputs[0]] for o in operands if o.outputs[0] in self.back]
+            early = [stage[o.outputs[0]] for o in operands]
+            most = min(late) if late else max(early, default=len(meshes) - 1)
+            is_over = self.hands_over(e)
+            fits = [n for n, m in enumerate(meshes) if m == self.mesh(x) and n <= most - is_over]
+            if not fits:
+                raise _refused(
+                    self.fusion,
+                    x,
+                    "what is computed for gradients goes from later stages to earlier ones",
+                    "leave hand-overs out of recompute()",
+                )
+            stage[x] = fits[-1]
+        asked = self.asked(behind)
+        for e in behind:
+            x = e.outputs[0]
+            if self.hands_over(e):
+                parts[x] = Part(self.source(e, stage, meshes), "T", stage[x])
+            else:
+                parts[x] = Part(stage[x], "I" if x in asked else "W")
+
+    def asked(self, behind: list[Expr]) -> set[str]:
+        """Return the first results of what other stages, or whole outputs, need."""
+        needed = {x for x in self.fusion.outputs if not self.is_sum(x)}
+        found = set[str]()
+        for e in reversed(behind):
+            is_read = not needed.isdisjoint(e.outputs) or self.is_kept(e)
+            if self.hands_over(e) or is_read:
+                found.add(e.outputs[0])
+                needed.update(e.reads)
+        return found
+
+    def is_sum(self, name: str) -> bool:
+        stream = self.fusion.values[name].stream
+        return stream is None or stream.op is not None
+
+    def is_kept(self, e: Expr) -> bool:
+        """Return whether something that runs once reads a result that is no sum."""
+        kept = (x for x in e.outputs if not self.is_sum(x))
+        return any(r.outputs[0] not in self.made for x in kept for r in self.fusion.consumers[x])
+
+
+def _needed_before(fusion: Fusion) -> set[str]:
+    """Return the first results of what runs in loops of their own, before the pipeline.
+
+    Those are streamed, and lead to a sum over the batch that something streamed reads.
+    """
+    late, needed = set[str](), set[str]()
+    for e in fusion.exprs:
+        stream = fusion.values[e.outputs[0]].stream
+        reads_late = not late.isdisjoint(e.reads)
+        if stream is not None and reads_late:
+            needed.update(late.intersection(e.reads))
+        reads_chunks = any(fusion.values[x].stream is not None for x in e.reads)
+        if (stream is None and (reads_late or reads_chunks)) or (stream and stream.op is not None):
+            late.update(e.outputs)
+    before = set[str]()
+    for e in reversed(fusion.exprs):
+        if not needed.isdisjoint(e.outputs):
+            needed.update(e.reads)
+            if fusion.values[e.outputs[0]].stream is not None:
+                before.add(e.outputs[0])
+    return before
+
+
+def _changes_mesh(fusion: Fusion, expr: Expr) -> bool:
+    if expr.op != "set" or not fusion.values[expr.output].is_tensor:
+        return False
+    return fusion.layout(expr.reads[0]).mesh != fusion.layout(expr.output).mesh
+
+
+def _is_of_batch(fusion: Fusion, expr: Expr) -> bool:
+    """Return whether an expression is computed of chunks of the batch."""
+    names: Iterable[str] = (*expr.reads, *expr.outputs)
+    streams = (fusion.values[x].stream for x in names)
+    return any(s is not None and s.op is None for s in streams)
+
+
+def _whole(fusion: Fusion, expr: Expr) -> LoweringError:
+    (x,) = expr.reads
+    value = fusion.values[expr.output]
+    if value.stream is None:
+        before, after = fusion.layout(x), fusion.layout(expr.output)
+        because = f"it goes from {before} to {after}, which split the batch otherwise"
+        hint = "split the batch alike on both meshes, or not at all"
+    else:
+        because = "a stage needs a sum over the whole batch, to which it leads"
+        hint = "compute the sum on the mesh of the stage that needs it, of inputs"
+    return _refused(fusion, expr.output, because, hint)
+
+
+def _refused(fusion: Fusion, name: str, because: str, hint: str) -> LoweringError:
+    return LoweringError(
+        f"%{name} cannot be computed in a pipeline",
+        where=fusion.where(name),
+        because=because,
+        hint=hint,
+    )

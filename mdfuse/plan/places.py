@@ -1,0 +1,19 @@
+"""Values by their places in a list, taken with as few calls as Python has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any
+
+
+def picked(places: Sequence[int | None]) -> Callable[[Sequence[Any]], list[Any]]:
+    """Return what takes the values at some places, and None where there is no place.
+
+    >>> picked([2, 0, None])("abc")
+    ['c', 'a', None]
+    """
+    if None in places or len(places) < 2:
+        return lambda values: [None if n is None else values[n] for n in places]
+    taken = itemgetter(*places)
+    return lambda values: [*taken(values)]

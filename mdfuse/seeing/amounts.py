@@ -1,0 +1,105 @@
+"""Amounts: how much an instruction reads, writes and computes."""
+
+from __future__ import annotations
+
+import math
+
+from mdfuse.hir.instructions import COMMUNICATIONS, MEMORY, PURE_VIEWS, op_of
+from mdfuse.hir.program import HostProgram, Instruction
+
+#: Instructions that take no time by themselves; what communications take, a link says.
+_NOTHING = frozenset(
+    (*MEMORY, *PURE_VIEWS, *COMMUNICATIONS, "return", "get_stream", "set_stream", "sync")
+)
+
+#: How many products of the size of the first one there are in an attention, and in its gradient.
+_ATTENTIONS = {"scaled_dot_product_attention": 2, "attention": 2, "attention_grad": 5}
+
+#: Work that reads as much of an operand as it writes, and its indices.
+_PICKS = frozenset(("embedding", "index_select", "gather"))
+
+
+def is_work(i: Instruction) -> bool:
+    """Return whether an instruction computes or copies on its rank."""
+    if i.op in _NOTHING:
+        return False
+    op = op_of(i)
+    return op is None or not op.is_view
+
+
+def nbytes(program: HostProgram, i: Instruction) -> int:
+    """Return the bytes that an instruction reads and writes on the rank of a projection."""
+    if i.fn in _PICKS:
+        made = sum(buffer_bytes(program, x) for x in i.outputs)
+        indices = (x for x in i.reads if not program.types[x].dtype.is_floating_point)
+        return 2 * made + sum(buffer_bytes(program, x) for x in indices)
+    names = {*i.reads, *i.outputs}
+    return sum(buffer_bytes(program, name) for name in names)
+
+
+def buffer_bytes(program: HostProgram, name: str) -> int:
+    """Return the bytes that the rank of a projection has of a buffer; 0 for what is none."""
+    kind = program.types.get(name)
+    if kind is None or kind.layout is None or program.rank not in kind.layout.mesh:
+        return 0
+    return math.prod(kind.local_shape(program.rank)) * kind.dtype.itemsize
+
+
+def operations(program: HostProgram, i: Instruction) -> int:
+    """Return the floating-point operations of a product or an attention; 0 for other work."""
+    if (sizes := product(program, i)) is not None:
+        return 2 * math.prod(sizes)
+    shapes = _shapes(program, i)
+    if i.fn in _ATTENTIONS:
+        q, k = shapes[:2]
+        return 2 * _ATTENTIONS[i.fn] * math.prod(q) * k[-2]
+    if i.fn in ("convolution", "convolution_grad"):  # a gradient is that of both operands
+        given, weight = shapes[-2:]
+        is_grad, is_spread = i.fn == "convolution_grad", i.kwargs.get("transposed")
+        made = shapes[0] if is_grad else _shape(program, i.outputs[0])
+        places = given if is_spread else made
+        return 2 * (1 + is_grad) * math.prod(places) * math.prod(weight[1:])
+    if i.fn in ("grouped_mm", "grouped_mm_grad"):
+        return 2 * math.prod(shapes[0]) * (shapes[1][-1])
+    return 0
+
+
+def product(program: HostProgram, i: Instruction) -> tuple[int, int, int, int] | None:
+    """Return how many products [m, k] x [k, n] an instruction is, m, n and k; None: it is none."""
+    shapes = _shapes(program, i)
+    if i.fn == "linear" or (i.fn == "matmul" and len(shapes[1]) <= 2):
+        made = _shape(program, i.outputs[0])
+        n = shapes[1][-1 if i.fn == "matmul" else 0] if len(shapes[1]) == 2 else 1
+        return 1, math.prod(made) // max(n, 1), n, shapes[0][-1]
+    if i.fn == "matmul":
+        made = _shape(program, i.outputs[0])
+        m = shapes[0][-2] if len(shapes[0]) > 1 else 1
+        n = shapes[1][-1]
+        return math.prod(made) // max(m * n, 1), m, n, shapes[0][-1]
+    if i.fn == "contract":
+        return _contraction(i, shapes)
+    return None
+
+
+def _contraction(i: Instruction, shapes: list[tuple[int, ...]]) -> tuple[int, int, int, int]:
+    """Return the product that a contraction of two labelled operands is."""
+    left, right = (dict(zip(i.kwargs[s], x, strict=True)) for s, x in _sides(shapes))
+    both, kept = left.keys() & right.keys(), {*i.kwargs["kept"]}
+    return (
+        math.prod(max(left[d], right[d]) for d in both & kept),
+        math.prod(n for d, n in left.items() if d not in both),
+        math.prod(n for d, n in right.items() if d not in both),
+        math.prod(max(left[d], right[d]) for d in both - kept),
+    )
+
+
+def _sides(shapes: list[tuple[int, ...]]) -> zip[tuple[str, tuple[int, ...]]]:
+    return zip(("left", "right"), shapes[:2], strict=True)
+
+
+def _shapes(program: HostProgram, i: Instruction) -> list[tuple[int, ...]]:
+    return [_shape(program, x) if isinstance(x, str) else () for x in i.inputs]
+
+
+def _shape(program: HostProgram, name: str) -> tuple[int, ...]:
+    return program.types[name].local_shape(program.rank)

@@ -1,0 +1,339 @@
+"""Tables of costs in files: what machine each is of, how good it is, and which one counts here.
+
+A local calibration goes before the tables that ship with the package. A file that is damaged, or of
+another machine, is left alone, and the reason is told.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from mdfuse.errors import ProgramError
+from mdfuse.seeing.costs import Costs, Link
+from mdfuse.seeing.curves import Curve, Grid
+from mdfuse.torch_private import cache_folder
+
+_LOG = logging.getLogger("mdfuse.costs")
+
+#: What files say that they are.
+FORMAT = "mdfuse costs 1"
+
+#: Where tables are that ship with the package, in it.
+_SHIPPED = "seeing/tables"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What costs depend on.
+
+    Attributes:
+        device: the name of the GPU, or of the processor.
+        link: what its ranks communicate by: "host": within a processor's host; "peer": GPUs that
+            reach each other's memory; "alone": one GPU; "network": several hosts.
+        backend: which library.
+        threads: of torch, on a CPU; 0 on a GPU.
+        versions: of what computes and communicates.
+    """
+
+    device: str
+    link: str
+    backend: str
+    threads: int = 0
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """The device, the link and the backend, for people."""
+        threads = f", {self.threads} threads" if self.threads else ""
+        return f"{self.device} ({self.link}, {self.backend}{threads})"
+
+
+def machine_of(device: torch.device, backend: str, is_one_host: bool = True) -> Machine:
+    """Return the machine of this process.
+
+    Args:
+        device: which computes.
+        backend: which communicates.
+        is_one_host: whether all ranks are on this host.
+    """
+    versions = {"torch": str(torch.__version__)}
+    if device.type != "cuda":
+        link = "host" if is_one_host else "network"
+        threads = torch.get_num_threads()
+        return Machine(
+            device=_processor(), link=link, backend=backend, threads=threads, versions=versions
+        )
+    versions["cuda"] = str(torch.version.cuda)
+    if torch.distributed.is_nccl_available():
+        nccl: Any = torch.cuda.nccl
+        versions["nccl"] = ".".join(map(str, nccl.version()))
+    name = torch.cuda.get_device_name(device)
+    return Machine(
+        device=name, link=_gpu_link(is_one_host), backend=backend, threads=0, versions=versions
+    )
+
+
+def _gpu_link(is_one_host: bool) -> str:
+    if not is_one_host:
+        return "network"
+    if torch.cuda.device_count() < 2:
+        return "alone"
+    return "peer" if torch.cuda.can_device_access_peer(0, 1) else "host"
+
+
+def _processor() -> str:
+    """Return the model's name; `platform` does not know it on Linux."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostTable:
+    """A table of costs, and where it is from.
+
+    Attributes:
+        costs: the table.
+        machine: that it was measured on.
+        ranks: how many took part.
+        date: when, as 2026-11-23.
+        mean_error: of programs that it was not fitted to: 0.05 for 5 %.
+        p95_error: that 95 of 100 of them do not exceed.
+        held_out: of each: name -> predicted and measured seconds.
+        spread: how far apart the times of the same work were while it was measured: the quartiles.
+        is_default: whether it ships with the package.
+    """
+
+    costs: Costs
+    machine: Machine
+    ranks: int
+    date: str
+    mean_error: float
+    p95_error: float
+    held_out: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    spread: float = 0.0
+    is_default: bool = False
+
+    @property
+    def text(self) -> str:
+        """What it is, in a line."""
+        kind = "default" if self.is_default else "calibrated"
+        error = f"off by {self.mean_error:.0%} on average"
+        return f"{kind}: {self.machine.text}, {self.ranks} ranks, {self.date}, {error}"
+
+    def as_json(self) -> str:
+        """Return the text of a file, a line for each field and each kind of costs."""
+        fields = {k: v for k, v in asdict(self).items() if k != "costs"}
+        return _lined({"format": FORMAT, **fields, "costs": _costs_out(self.costs)}, 3)
+
+
+def _lined(found: Any, depth: int) -> str:
+    """Return JSON with a line for each entry of the outermost objects, so that one can read it."""
+    if not isinstance(found, dict) or not depth:
+        return json.dumps(found)
+    rows = [f"{json.dumps(key)}: {_lined(value, depth - 1)}" for key, value in found.items()]
+    return "{\n" + ",\n".join(rows) + "\n}" if rows else "{}"
+
+
+def parsed(text: str) -> CostTable:
+    """Return the table of a file's text.
+
+    Raises:
+        ProgramError: it is no such text.
+    """
+    try:
+        found = json.loads(text)
+        if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
+            raise ValueError(f'it does not say "format": "{FORMAT}"')
+        machine = Machine(**found.pop("machine"))
+        pairs = {name: (float(a), float(b)) for name, (a, b) in found.pop("held_out").items()}
+        costs = costs_of(found.pop("costs"))
+        found.pop("is_default", None)  # where it lies says so
+        table = CostTable(costs=costs, machine=machine, held_out=pairs, **found)
+        return replace(table, costs=replace(costs, name=table.text))
+    except ProgramError as error:
+        raise _no_table(f"{error.what}: {error.because}") from error
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise _no_table(str(error)) from error
+
+
+def _no_table(why: str) -> ProgramError:
+    hint = "mdfuse calibrate writes one"
+    return ProgramError("this is no table of costs", because=why, hint=hint)
+
+
+def costs_of(fields: Mapping[str, Any]) -> Costs:
+    """Return the costs of JSON: fields of `Costs`, with lists for points.
+
+    Raises:
+        ProgramError, TypeError, ValueError, AttributeError: it has none, or wrong ones.
+    """
+    given = dict(fields)
+    links = {key: _link(**link) for key, link in dict(given.pop("links", {})).items()}
+    works = {key: _curve(points) for key, points in dict(given.pop("works", {})).items()}
+    products = {key: _grid(**grid) for key, grid in dict(given.pop("products", {})).items()}
+    return Costs(**{**given, "links": links, "works": works, "products": products})
+
+
+def _link(curve: Sequence[Sequence[float]] | None = None, **numbers: float) -> Link:
+    return Link(**numbers, curve=_curve(curve) if curve is not None else None)
+
+
+def _curve(points: Sequence[Sequence[float]]) -> Curve:
+    return Curve(tuple((size, seconds) for size, seconds in points))
+
+
+def _grid(axes: Sequence[Sequence[float]], times: Sequence[float]) -> Grid:
+    return Grid(tuple(map(tuple, axes)), tuple(times))
+
+
+def _costs_out(costs: Costs) -> dict[str, Any]:
+    links = {
+        key: {"curve": link.curve.points}
+        if link.curve is not None
+        else {"latency_s": link.latency_s, "bandwidth": link.bandwidth}
+        for key, link in costs.links.items()
+    }
+    return {
+        "launch_s": costs.launch_s,
+        "flops": costs.flops,
+        "bandwidth": costs.bandwidth,
+        "is_fused": costs.is_fused,
+        "links": links,
+        "works": {key: curve.points for key, curve in costs.works.items()},
+        "products": {k: {"axes": g.axes, "times": g.times} for k, g in costs.products.items()},
+    }
+
+
+class Ranks(Protocol):
+    """The part of a communicator that is used here."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def backend(self) -> str: ...
+    def all_ok(self, error_text: str | None) -> tuple[str | None, ...]: ...
+
+
+def cost_table(comm: Ranks, place: Path | None = None) -> CostTable | None:
+    """Return the table of costs of this machine, the same on all ranks; None where there is none.
+
+    All ranks call it. Rank 0's table counts, since all must decide alike; its file, and why other
+    files do not count, are logged under `mdfuse.costs`.
+
+    Args:
+        comm: as `mdfuse.init()` returns it.
+        place: the folder of calibrations; by default where `mdfuse calibrate` writes.
+    """
+    mine, told = found(machine_of(comm.device, comm.backend), place)
+    for line in told:
+        _LOG.warning(line)
+    texts = comm.all_ok(mine.as_json() if mine is not None else None)
+    if texts[0] is None:
+        return None
+    table = parsed(texts[0])
+    is_default = json.loads(texts[0])["is_default"]
+    if mine is None or mine.as_json() != texts[0]:
+        _LOG.warning("rank 0 has another table of costs, which counts: %s", table.text)
+    return _marked(table) if is_default else table
+
+
+def _marked(table: CostTable) -> CostTable:
+    """Return a table as one that ships with the package."""
+    default = replace(table, is_default=True)
+    return replace(default, costs=replace(table.costs, name=default.text))
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def folder() -> Path:
+    """Return where calibrations of this machine are: beside compiled functions."""
+    return cache_folder() / "mdfuse" / "costs"
+
+
+def file_name(machine: Machine, ranks: int) -> str:
+    """Return the name of the file of a machine's calibration."""
+    words = (machine.device, machine.link, machine.backend, str(machine.threads), str(ranks))
+    return "-".join("".join(c if c.isalnum() else "_" for c in w) for w in words) + ".json"
+
+
+def found(
+    machine: Machine, place: Path | None = None, any_threads: bool = False
+) -> tuple[CostTable | None, list[str]]:
+    """Return the table that counts on a machine, and why others do not.
+
+    Of several calibrations that of the most ranks counts.
+
+    Args:
+        machine: this one.
+        place: the folder of calibrations; by default that of `folder`.
+        any_threads: whether one with another number of threads does, too.
+    """
+    told: list[str] = []
+    fitting = []
+    for name, table in _tables(_files(place or folder()), told):
+        threads = table.machine.threads if any_threads else machine.threads
+        if (why := _differs(table.machine, replace(machine, threads=threads))) is None:
+            fitting.append(table)
+        else:
+            told.append(f"{name} is of another machine: {why}")
+    if fitting:
+        return max(fitting, key=lambda t: (t.machine.threads == machine.threads, t.ranks)), told
+    shipped = _tables(_files(resources.files("mdfuse").joinpath(_SHIPPED)), told)
+    alike = [t for _, t in shipped if (t.machine.device, t.machine.link) == _class(machine)]
+    if not alike:
+        return None, told
+    return _marked(max(alike, key=lambda t: t.ranks)), told
+
+
+def _class(machine: Machine) -> tuple[str, str]:
+    return machine.device, machine.link
+
+
+def _differs(table: Machine, here: Machine) -> str | None:
+    """Return what is another one than here; None: nothing."""
+    a, b = asdict(table), asdict(here)
+    wrong = [f"{key} {a[key]!r}, here {b[key]!r}" for key in a if a[key] != b[key]]
+    return ", ".join(wrong) or None
+
+
+def _files(place: Any) -> list[tuple[str, str | OSError | UnicodeDecodeError]]:
+    """Return the names and texts of the tables of a folder, which may not be there."""
+    rows: list[tuple[str, str | OSError | UnicodeDecodeError]] = []
+    if not place.is_dir():
+        return rows
+    for path in sorted(place.iterdir(), key=lambda p: str(p.name)):
+        if path.name.endswith(".json"):
+            try:
+                rows.append((path.name, path.read_text(encoding="utf-8")))
+            except (OSError, UnicodeDecodeError) as error:
+                rows.append((path.name, error))
+    return rows
+
+
+def _tables(
+    files: Sequence[tuple[str, str | OSError | UnicodeDecodeError]], told: list[str]
+) -> list[tuple[str, CostTable]]:
+    rows = []
+    for name, text in files:
+        if not isinstance(text, str):
+            told.append(f"{name} cannot be read: {text}")
+            continue
+        try:
+            rows.append((name, parsed(text)))
+        except ProgramError as error:
+            told.append(f"{name} is no table of costs: {error.because}")
+    return rows

@@ -1,0 +1,419 @@
+"""Outboxes without a GPU: ranks in one process, on fake streams and in memory of the host."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mdfuse as mf
+from mdfuse.backends.algorithms import Sizes, compose
+from mdfuse.backends.base import Work
+from mdfuse.backends.symmetric.backend import SymmetricBackend
+from mdfuse.backends.symmetric.cuda_team import CudaOutbox, CudaTeam
+from mdfuse.backends.symmetric.host_memory import Card, Process, this_process
+from mdfuse.backends.symmetric.moves import Put, Shape, Take, kind_of, moves
+from mdfuse.backends.symmetric.posts import Buffers
+from mdfuse.backends.teams import team_key
+from mdfuse.errors import BackendError
+from mdfuse.layouts.call import Call
+from mdfuse.runtime.backend_rows import why_not
+from mdfuse.torch_private import HashStore, PrefixStore
+
+TEAMS = [(0, 1), (2, 0, 1), (3, 1, 0, 2)]
+
+
+class FakeLane:
+    """A stream as a queue of functions, each of which returns whether it could be carried out."""
+
+    def __init__(self) -> None:
+        self.queue: deque[Callable[[], bool]] = deque()
+
+    def begin(self) -> None:
+        return None
+
+    def copy(self, target: int, source: int, size: int) -> None:
+        self.queue.append(lambda: ctypes.memmove(target, source, size) is not None)
+
+    def write(self, word: int, value: int) -> None:
+        def write() -> bool:
+            ctypes.c_uint32.from_address(word).value = value
+            return True
+
+        self.queue.append(write)
+
+    def wait(self, word: int, value: int) -> None:
+        self.queue.append(lambda: ctypes.c_uint32.from_address(word).value == value)
+
+    def make(self, work: Callable[[], Any]) -> Any:
+        return work()
+
+    def do(self, work: Callable[[], object]) -> None:
+        self.queue.append(lambda: work() is None)
+
+    def end(self) -> Callable[[], None]:
+        return lambda: None
+
+
+class World:
+    """The ranks of a team, whose streams take turns."""
+
+    def __init__(self, team: tuple[int, ...], slot: int) -> None:
+        self.team, self.shape = team, Shape(members=len(team), slot=slot)
+        self.memory = [torch.zeros(self.shape.bytes, dtype=torch.uint8) for _ in team]
+        self.words = [torch.zeros(self.shape.words, dtype=torch.int32) for _ in team]
+        outboxes = [
+            CudaOutbox(words=w.data_ptr(), slots=m.data_ptr())
+            for w, m in zip(self.words, self.memory, strict=True)
+        ]
+        self.lanes = [FakeLane() for _ in team]
+        self.teams = [
+            CudaTeam(own=i, outboxes=outboxes, lane=lane) for i, lane in enumerate(self.lanes)
+        ]
+        self.works: list[Any] = []
+
+    def post(self, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor], small: int) -> None:
+        sent, received = (tuple(x.numel() for x in side) for side in (srcs, dsts))
+        sizes = Sizes(srcs=sent, dsts=received, small=small, is_open=True)
+        composition = compose(call, sizes)
+        first = (*srcs, *dsts)[0]
+        made = moves(call, composition, first.itemsize, self.shape)
+        buffers = partial(Buffers.of, srcs, dsts, composition.scratch)
+        notes = (lambda: None), (lambda: None)
+        team = self.teams[self.team.index(call.rank)]
+        self.works.append(team.post(call, made, buffers, notes))
+
+    def run(self) -> None:
+        """Carry everything out, a random stream at a time; a deadlock is an error."""
+        draw = torch.Generator().manual_seed(len(self.team))
+        while any(lane.queue for lane in self.lanes):
+            before = sum(len(lane.queue) for lane in self.lanes)
+            for i in torch.randperm(len(self.lanes), generator=draw).tolist():
+                queue = self.lanes[i].queue
+                for _ in range(int(torch.randint(1, 9, (1,), generator=draw))):
+                    if queue and queue[0]():
+                        queue.popleft()
+            assert sum(len(lane.queue) for lane in self.lanes) < before, "the streams stand still"
+        assert not any(w.any() for w in self.words), "something was put that nobody took"
+
+
+def drawn(rank: int, count: int) -> Tensor:
+    return torch.randint(-99, 99, (count,), generator=torch.Generator().manual_seed(rank)).float()
+
+
+@pytest.mark.parametrize("team", TEAMS, ids=str)
+@pytest.mark.parametrize("count", [1, 5, 3000])
+@pytest.mark.parametrize("small", [0, 1 << 20], ids=["in two steps", "in one step"])
+def test_streams_move_and_reduce(team: tuple[int, ...], count: int, small: int) -> None:
+    """Kinds one after the other, several times over: chunks of a slot, and words used again."""
+    n, here = len(team), World(team, slot=4096)
+    operands = [drawn(r, n * count) for r in team]
+    total = torch.stack(operands).sum(0)
+    found: dict[int, list[Tensor]] = {}
+    for _ in range(2):
+        for i, rank in enumerate(team):
+            src = operands[i]
+            got = [torch.zeros(size) for size in (n * n * count, count, n * count, n * count)]
+            bring = torch.zeros(n * count) if i else src.clone()
+            found[rank] = [*got, bring]
+            call = partial(Call, team=team, rank=rank)
+            here.post(call(kind="Allgather"), [src], got[:1], small)
+            here.post(call(kind="ReduceScatter", reduce_op="sum"), [src], got[1:2], small)
+            here.post(call(kind="Allreduce", reduce_op="sum"), [src], got[2:3], small)
+            counts = (count,) * n
+            to_all = call(kind="AllToAll", send_counts=counts, recv_counts=counts)
+            here.post(to_all, [src], got[3:], small)
+            side = ([bring], []) if i == 0 else ([], [bring])
+            here.post(call(kind="Broadcast", root=team[0]), *side, small)
+        here.run()
+    for i, rank in enumerate(team):
+        mine = slice(i * count, i * count + count)
+        expected = [torch.cat(operands), total[mine], total, torch.cat([x[mine] for x in operands])]
+        for got, want in zip(found[rank], [*expected, operands[0]], strict=True):
+            assert torch.equal(got, want)
+
+
+def test_uneven_pieces_between_pairs() -> None:
+    """Two pieces one way, a large one back, and one rank that nobody sends to."""
+    here = World((0, 1, 2), slot=2048)
+    given = {0: [drawn(3, 700), drawn(4, 1)], 1: [drawn(5, 2000)], 2: [drawn(6, 9)]}
+    sends = {0: (1, 1), 1: (0,), 2: (1,)}
+    recvs = {0: (1,), 1: (0, 0, 2), 2: ()}
+    into = {0: [2000], 1: [700, 1, 9], 2: []}
+    got = {rank: [torch.zeros(k) for k in sizes] for rank, sizes in into.items()}
+    for rank in range(3):
+        call = Call(
+            kind="Exchange", team=(0, 1, 2), rank=rank, sends=sends[rank], recvs=recvs[rank]
+        )
+        here.post(call, given[rank], got[rank], 0)
+    here.run()
+    assert torch.equal(got[0][0], given[1][0])
+    for found, want in zip(got[1], [*given[0], given[2][0]], strict=True):
+        assert torch.equal(found, want)
+
+
+def test_what_all_need_is_put_once() -> None:
+    """Four chunks of an all-gather, for both readers at once, in two slots in turn."""
+    call, shape = Call(kind="Allgather", team=(0, 1, 2), rank=1), Shape(members=3, slot=1024)
+    composition = compose(call, Sizes(srcs=(1000,), dsts=(3000,), is_open=True))
+    made = moves(call, composition, 4, shape)
+    sent = [m for m in made if isinstance(m, Put)]
+    assert [(m.start, m.bytes) for m in sent] == [
+        (0, 1024),
+        (1024, 1024),
+        (2048, 1024),
+        (3072, 928),
+    ]
+    assert [m.place for m in sent] == [0, 1024, 0, 1024]
+    assert all(sorted(m.readers) == [0, 2] for m in sent)
+    assert sum(m.bytes for m in made if isinstance(m, Take)) == 8000
+    assert {kind_of(m.tag) for m in sent} == {"Allgather"}
+
+
+# -- in memory of the host -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[SymmetricBackend, SymmetricBackend]]:
+    """Two ranks in this process, with a team."""
+    store = HashStore()
+    ranks = [
+        SymmetricBackend(rank=r, device=torch.device("cpu"), store=store, timeout_s=0.3)
+        for r in (0, 1)
+    ]
+    joined(*(partial(backend.prepare, [(0, 1)]) for backend in ranks))
+    yield ranks[0], ranks[1]
+    for backend in ranks:
+        backend.close()
+
+
+def joined(*works: Callable[[], object]) -> list[Any]:
+    """What functions that wait for each other return, or raise."""
+    with ThreadPoolExecutor(len(works)) as pool:
+        futures = [pool.submit(work) for work in works]
+        return [future.exception() or future.result() for future in futures]
+
+
+def gather(backend: SymmetricBackend, src: Tensor, dst: Tensor) -> Work:
+    call = Call(kind="Allgather", team=(0, 1), rank=backend.rank)
+    return backend.bind(call)([src], [dst])
+
+
+def test_waits_in_any_order(pair: tuple[SymmetricBackend, SymmetricBackend]) -> None:
+    """Neither rank waits before the other has posted; one process makes the moves of both."""
+    sources = [[drawn(10 * turn + r, 900_000) for r in (0, 1)] for turn in range(3)]
+    got = [[torch.zeros(1_800_000) for _ in (0, 1)] for _ in range(3)]
+
+    def run(rank: int) -> None:
+        works = [gather(pair[rank], sources[t][rank], got[t][rank]) for t in range(3)]
+        for work in works if rank else reversed(works):
+            work.wait()
+            work.wait()
+
+    assert joined(partial(run, 0), partial(run, 1)) == [None, None]
+    for turn in range(3):
+        for rank in (0, 1):
+            assert torch.equal(got[turn][rank], torch.cat(sources[turn]))
+
+
+def test_a_rank_that_does_not_come_is_named(
+    pair: tuple[SymmetricBackend, SymmetricBackend],
+) -> None:
+    """And the team takes no more posts, whoever made the one that failed."""
+    first, second = (gather(pair[0], torch.ones(4), torch.zeros(8)) for _ in range(2))
+    with pytest.raises(BackendError, match=r"an earlier Allgather .* after 0\.3 s .* rank 1"):
+        second.wait()
+    for _ in range(2):
+        with pytest.raises(BackendError, match="Allgather failed on rank 0"):
+            first.wait()
+    with pytest.raises(BackendError, match=r"rank 0 cannot post Allgather on team .* any more"):
+        gather(pair[0], torch.ones(4), torch.zeros(8))
+
+
+def test_another_communication_in_its_place(
+    pair: tuple[SymmetricBackend, SymmetricBackend],
+) -> None:
+    call = Call(kind="Broadcast", team=(0, 1), rank=1, root=1)
+    pair[1].bind(call)([torch.ones(4)], []).wait()
+    with pytest.raises(BackendError, match="rank 1 has posted Broadcast in its place"):
+        gather(pair[0], torch.ones(4), torch.zeros(8)).wait()
+
+
+def test_another_size(pair: tuple[SymmetricBackend, SymmetricBackend]) -> None:
+    gather(pair[1], torch.ones(5), torch.zeros(10))
+    with pytest.raises(BackendError, match="rank 1 has posted another size"):
+        gather(pair[0], torch.ones(4), torch.zeros(8)).wait()
+
+
+def test_another_thread_ends_a_wait(pair: tuple[SymmetricBackend, SymmetricBackend]) -> None:
+    pair[0]._teams[0, 1].timeout_s = 60  # type: ignore[attr-defined]
+    work, is_over = gather(pair[0], torch.ones(4), torch.zeros(8)), threading.Event()
+
+    def wait() -> None:
+        try:
+            work.wait()
+        finally:
+            is_over.set()
+
+    def abort() -> bool:
+        while not is_over.wait(0.01):
+            assert pair[0].abort()
+        return True
+
+    error, _ = joined(wait, abort)
+    assert "another rank does not take part" in str(error)
+
+
+@pytest.fixture
+def other() -> Iterator[tuple[subprocess.Popen[bytes], Process]]:
+    """A process of this host."""
+    started = subprocess.Popen(["sleep", "600"])
+    began = Path(f"/proc/{started.pid}/stat").read_text().rpartition(") ")[2].split()[19]
+    yield started, Process(host=this_process().host, pid=started.pid, began=began)
+    started.kill()
+    started.wait()
+
+
+def test_a_rank_whose_process_ended_is_named_at_once(
+    pair: tuple[SymmetricBackend, SymmetricBackend], other: tuple[subprocess.Popen[bytes], Process]
+) -> None:
+    """Also where nobody has waited for it; what it had put before is still taken."""
+    team: Any = pair[0]._teams[0, 1]
+    team.timeout_s, team.processes = 60, (this_process(), other[1])
+    dst = torch.zeros(8)
+    gather(pair[1], torch.full((4,), 2.0), torch.zeros(8))
+    assert not other[1].has_ended()
+    other[0].kill()
+    os.waitid(os.P_PID, other[0].pid, os.WEXITED | os.WNOWAIT)
+    assert other[1].has_ended()
+    gather(pair[0], torch.ones(4), dst).wait()
+    assert dst.tolist() == [1, 1, 1, 1, 2, 2, 2, 2]
+    with pytest.raises(BackendError, match="rank 1 is gone"):
+        gather(pair[0], torch.ones(4), dst).wait()
+
+
+def test_a_number_that_was_given_again_is_another_process() -> None:
+    own = this_process()
+    assert not own.has_ended()
+    assert replace(own, began="1").has_ended()
+    assert Process(host=own.host, pid=2**22 + 1, began="1").has_ended()
+
+
+def test_a_member_that_does_not_prepare() -> None:
+    backend = SymmetricBackend(rank=0, device=torch.device("cpu"), store=HashStore(), timeout_s=0.2)
+    with pytest.raises(BackendError, match=r"cannot connect rank 0 with the team \(0, 1\)"):
+        backend.prepare([(0, 1)])
+
+
+def alone_of_two(timeout_s: float = 5) -> SymmetricBackend:
+    cpu, store = torch.device("cpu"), HashStore()
+    return SymmetricBackend(rank=0, device=cpu, store=store, timeout_s=timeout_s)
+
+
+def prepared_with(backend: SymmetricBackend, card: Card, answer: str) -> None:
+    """Prepare a team whose other member shows that card, and gives that answer."""
+    store = PrefixStore(f"symmetric/{team_key((0, 1))}", backend.store)
+    store.set("card/1", json.dumps(card.fields()))
+    store.set("opened/1", answer)
+    backend.prepare([(0, 1)])
+
+
+def test_a_member_on_another_host() -> None:
+    backend = alone_of_two()
+    card = Card(process=replace(this_process(), host="elsewhere"), file=0)
+    with pytest.raises(BackendError, match="cannot connect rank 0 with the team") as caught:
+        prepared_with(backend, card, "")
+    assert "rank 1 is on another host" in str(caught.value)
+    assert "tp=symmetric" in str(caught.value)
+
+
+def test_a_member_whose_memory_cannot_be_opened() -> None:
+    backend = alone_of_two()
+    card = Card(process=this_process(), file=10**6)
+    with pytest.raises(BackendError, match="cannot connect rank 0") as caught:
+        prepared_with(backend, card, "")
+    assert "No such file" in str(caught.value)
+
+
+def test_a_member_that_cannot_open_what_this_rank_has() -> None:
+    """All members raise; here the other one says why it did."""
+    backend = alone_of_two()
+    card = Card(process=this_process(), file=os.memfd_create("of a test"))
+    os.ftruncate(card.file, 1 << 24)
+    with pytest.raises(BackendError, match="cannot connect rank 0") as caught:
+        prepared_with(backend, card, "no permission\nto see")
+    os.close(card.file)
+    assert "on rank 1" in str(caught.value) and "no permission" in str(caught.value)
+
+
+def test_a_rank_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with pytest.raises(BackendError, match="cannot connect rank 0") as caught:
+        alone_of_two().prepare([(0, 1)])
+    assert "Too many open files" in str(caught.value)
+
+
+def test_a_team_of_one_copies() -> None:
+    backend = SymmetricBackend(rank=3, device=torch.device("cpu"), store=HashStore(), timeout_s=5)
+    call = Call(kind="Allreduce", team=(3,), rank=3, reduce_op="sum")
+    dst = torch.zeros(4)
+    backend.bind(call)([torch.ones(4)], [dst]).wait()
+    assert dst.tolist() == [1, 1, 1, 1]
+
+
+def test_elsewhere_than_on_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    because, hint = why_not("symmetric") or ("", "")
+    assert "this is darwin" in because and "gloo" in hint
+    with pytest.raises(BackendError, match="backend 'symmetric' cannot be used"):
+        SymmetricBackend(rank=0, device=torch.device("cpu"), store=HashStore(), timeout_s=5)
+
+
+def test_nothing_is_left_of_memory_that_nobody_uses() -> None:
+    """It has no name, also while it is used."""
+
+    def files() -> int:
+        gc.collect()
+        return sum("memfd:mdfuse" in os.path.realpath(f) for f in Path("/proc/self/fd").iterdir())
+
+    before, store = files(), HashStore()
+    ranks = [
+        SymmetricBackend(rank=r, device=torch.device("cpu"), store=store, timeout_s=5)
+        for r in (0, 1)
+    ]
+    joined(*(partial(backend.prepare, [(0, 1)]) for backend in ranks))
+    works = [gather(backend, torch.ones(4), torch.zeros(8)) for backend in ranks]
+    for work in works:
+        work.wait()
+    assert files() > before and not any("mdfuse" in name for name in os.listdir("/dev/shm"))
+    for backend in ranks:
+        backend.close()
+    assert files() == before
+
+
+def test_staging_is_explained_where_posts_name_it() -> None:
+    mesh = mf.DeviceMesh.arange(dp=2, tp=2)
+    with mf.FusionDefinition("mean") as fd:
+        x = fd.define_tensor([4, 6], mesh=mesh, layout={"dp": mf.Shard(0), "tp": mf.Shard(1)})
+        fd.add_output(fd.ops.set(x).on(mesh, {}))
+    told = mf.compile(fd, mf.Options(backend="gloo, dp=symmetric")).explain()
+    assert "staging: symmetric takes 4 MiB of cpu" in told and "at most 1" in told
+    assert "staging" not in mf.compile(fd, mf.Options(backend="gloo")).explain()

@@ -1,0 +1,92 @@
+"""`mdfuse calibrate` keeps a table with its errors, and none of a noisy machine."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import mdfuse as mf
+from mdfuse.cli.calibration import command, measuring
+from mdfuse.cli.calibration.command import calibrated
+from mdfuse.cli.calibration.subjects import CPU, Scale
+from mdfuse.cli.main import app
+from mdfuse.seeing.cost_tables import machine_of, parsed
+
+#: So little that it takes seconds.
+TINY = replace(
+    CPU, run_s=1e-5, sizes=(1 << 12, 1 << 14), rows=(4, 8), features=(16, 32), lengths=(8,),
+    messages=(1 << 10,),
+)  # fmt: skip
+
+
+def tiny(comm: mf.Communicator, scale: Scale | None = None) -> command.CostTable:
+    return calibrated(comm, TINY)
+
+
+@pytest.mark.usefixtures("unjoined")
+def test_a_table_has_everything_that_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "calibrated", tiny)
+    monkeypatch.setattr(command, "MOST_SPREAD", 1e9)
+    out = tmp_path / "folder" / "table.json"
+    env = {"COLUMNS": "160", "NO_COLOR": "1"}
+    done = CliRunner().invoke(app, ["calibrate", "--out", str(out)], env=env)
+    assert done.exit_code == 0, done.output
+    assert "programs it did not see: off by" in done.output
+    assert [p.name for p in out.parent.iterdir()] == ["table.json"]
+    table = parsed(out.read_text())
+    costs = table.costs
+    works = {"add", "gelu", "softmax", "layer_norm", "rms_norm", "cat", "*"}
+    assert {f"{name} f32" for name in works} <= costs.works.keys()
+    attention = "scaled_dot_product_attention f32"
+    assert {attention, f"{attention} causal"} <= costs.works.keys()
+    assert costs.products.keys() == {"linear f32", "matmul f32"}
+    assert costs.products["linear f32"].axes == ((4.0, 8.0), (16.0, 32.0), (16.0, 32.0))
+    assert table.ranks == 1 and len(table.held_out) == 10 and not costs.is_fused
+    assert table.machine == machine_of(mf.init().device, "gloo")
+
+
+#: A table that nobody measured.
+MADE = command.CostTable(
+    costs=mf.seeing.UNIT,
+    machine=machine_of(torch.device("cpu"), "gloo"),
+    ranks=1,
+    date="2026-11-23",
+    mean_error=0.01,
+    p95_error=0.02,
+)
+
+
+@pytest.mark.usefixtures("unjoined")
+def test_nothing_is_written_on_a_noisy_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "calibrated", lambda comm: replace(MADE, spread=0.34))
+    done = CliRunner().invoke(app, ["calibrate", "--out", str(tmp_path / "t.json")])
+    assert done.exit_code == 1 and not [*tmp_path.iterdir()]
+    assert "this machine is too noisy (34%)" in done.output and "more than 20% apart" in done.output
+
+
+@pytest.mark.usefixtures("unjoined")
+def test_a_file_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "calibrated", lambda comm: MADE)
+    (tmp_path / "file").write_text("")
+    done = CliRunner().invoke(app, ["calibrate", "--out", str(tmp_path / "file" / "t.json")])
+    assert done.exit_code == 1 and "cannot be written" in done.output and "--out" in done.output
+
+
+def test_the_spread_is_that_of_quartiles() -> None:
+    found = measuring.Measurements.__new__(measuring.Measurements)
+    found.calm = [1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0]  # quartiles 1.75, 2.5, 3.25
+    assert found.spread == pytest.approx(1.5 / 2.5)
+    found.calm = [1.0]
+    assert found.spread == 0.0
+
+
+def test_errors_are_those_of_all_pairs() -> None:
+    pairs = [measuring.Pair(name="", predicted_s=100.0 + n, measured_s=100.0) for n in range(1, 21)]
+    mean, p95 = measuring.errors(pairs)
+    assert mean == pytest.approx(0.105) and p95 == pytest.approx(0.19)

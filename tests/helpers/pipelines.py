@@ -1,0 +1,77 @@
+"""Networks over several meshes, with what a training step has, and what torch makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import mdfuse as mf
+from mdfuse import DeviceMesh, Shard
+
+WIDTH, HIDDEN = 8, 16
+
+
+@dataclass(frozen=True)
+class Net:
+    """A definition, its inputs, and torch's loss, outputs and gradients."""
+
+    definition: mf.FusionDefinition
+    inputs: list[Tensor]
+    wanted: list[Tensor]
+
+
+def meshes(stages: int, tp: int = 1) -> list[DeviceMesh]:
+    """Disjoint meshes of `tp` ranks each."""
+    return [DeviceMesh(range(s * tp, (s + 1) * tp), axes=("tp",)) for s in range(stages)]
+
+
+def batch_of(net: Net) -> dict[str, int]:
+    """The dims of the batch."""
+    return {name: 0 for name in ("x", "t") if name in net.definition.fusion.inputs}
+
+
+def _layer(x: Any, w: Any, v: Any, ops: Any) -> Any:
+    return x + ops.linear(ops.gelu(ops.linear(x, w)), v)
+
+
+def network(places: list[DeviceMesh], *, batch: int = 12, trains: bool = True) -> Net:
+    """A layer per stage; a loss on the last one, and an update of every weight."""
+    dtype, splits = torch.float64, bool(places[0].size > 1)
+    with mf.FusionDefinition("net") as fd:
+        x = fd.define_tensor([batch, WIDTH], dtype, places[0], name="x")
+        t = fd.define_tensor([batch, WIDTH], dtype, places[-1], name="t")
+        weights = []
+        h: Any = x
+        for n, mesh in enumerate(places):
+            into, out = ({"tp": Shard(0)}, {"tp": Shard(1)}) if splits else ({}, {})
+            w = fd.define_tensor([HIDDEN, WIDTH], dtype, mesh, into, name=f"w{n}")
+            v = fd.define_tensor([WIDTH, HIDDEN], dtype, mesh, out, name=f"v{n}")
+            weights += [w, v]
+            h = h if n == 0 else fd.ops.set(h).on(mesh, {"tp": Shard(1)} if splits else {})
+            h = _layer(h, w, v, fd.ops)
+        if trains:
+            loss = fd.ops.mse_loss(h, t)
+            fd.add_output(loss)
+            for w, dw in zip(weights, mf.grad(loss, weights), strict=True):
+                fd.add_output(w - 0.1 * dw, reuse=w)
+        else:
+            fd.add_output(h)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [[batch, WIDTH]] * 2 + [[HIDDEN, WIDTH], [WIDTH, HIDDEN]] * len(places)
+    inputs = [torch.randn(s, generator=generator, dtype=dtype) / 2 for s in shapes]
+    return Net(fd, inputs, _wanted(inputs, trains))
+
+
+def _wanted(inputs: list[Tensor], trains: bool) -> list[Tensor]:
+    h, t, *leaves = [x.clone().requires_grad_() for x in inputs]
+    for w, v in zip(leaves[::2], leaves[1::2], strict=True):
+        h = _layer(h, w, v, F)
+    if not trains:
+        return [h.detach()]
+    loss = F.mse_loss(h, t)
+    loss.backward()
+    return [loss.detach(), *((w - 0.1 * w.grad).detach() for w in leaves)]

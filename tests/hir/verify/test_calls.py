@@ -1,0 +1,89 @@
+"""Calls that would compute something else are refused, with the calls."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from helpers.calls import CALLS, TWO_MESHES, ordered
+
+import mdfuse as mf
+from mdfuse import hir
+
+
+def refused(text: str) -> str:
+    with pytest.raises(mf.ProgramError) as error:
+        hir.parse(text).check()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("at", range(len(CALLS)))
+def test_a_call_that_is_left_out(at: int) -> None:
+    found = refused(ordered(*CALLS[:at], *CALLS[at + 1 :]))
+    assert CALLS[at] in found
+
+
+@pytest.mark.parametrize("at", range(len(CALLS)))
+def test_a_call_that_comes_twice(at: int) -> None:
+    found = refused(ordered(*CALLS[: at + 1], *CALLS[at:]))
+    assert f"{CALLS[at]} for the second time" in found
+
+
+def is_too_early(calls: list[str]) -> bool:
+    """Whether some index goes through the blocks in another order than F0, T01, F1."""
+    return any(
+        [c for c in calls if f"({k})" in c] != [c for c in CALLS if f"({k})" in c] for k in range(3)
+    )
+
+
+def test_swapped_calls_are_refused_or_compute_the_same() -> None:
+    x = torch.arange(5.0)
+    accepted = 0
+    for a, b in itertools.combinations(range(len(CALLS)), 2):
+        calls = [*CALLS]
+        calls[a], calls[b] = calls[b], calls[a]
+        program = hir.parse(ordered(*calls))
+        if is_too_early(calls):
+            assert refused(str(program)).count("call ") >= 2
+            continue
+        accepted += 1
+        y, s = mf.simulate(program, per_rank=[{"x": x}, {}]).per_rank[1]
+        assert torch.equal(y, x * x + torch.tensor([0.0, 0, 1, 1, 2]))
+        assert torch.equal(s, (x * x).sum())
+    assert accepted
+
+
+def test_the_call_that_comes_too_late_is_shown() -> None:
+    calls = ["call F1(0)", *(c for c in CALLS if c != "call F1(0)")]
+    assert "call F1(0) reads %c0, which call T01(0) makes, later" in refused(ordered(*calls))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "what"),
+    [
+        ("call F1(2)", "call F1(3)", "no such index of block F1: it is about 3 chunks"),
+        ("call F1(2)", "call F1(-1)", "no such index of block F1"),
+        ("call F1(2)", "call F2(2)", "there is no block F2"),
+        ("  call F1(2)", "  for %k in 0..1 {\n  call F1(2)\n  }", "call F1(2) inside of for"),
+        ("block @F1", "block @F0", "two blocks are named F0"),
+        ("(%i) on m1", "(%y)", "%y"),
+    ],
+)
+def test_calls_of_what_there_is_not(old: str, new: str, what: str) -> None:
+    text = TWO_MESHES.replace(old, new)
+    assert text != TWO_MESHES
+    assert what in refused(text)
+
+
+def test_the_index_of_a_call_is_a_number() -> None:
+    assert "the index of a call is a number" in refused(
+        TWO_MESHES.replace("call F1(2)", "call F1(rank)")
+    )
+
+
+def test_what_belongs_to_an_index_is_not_read_outside() -> None:
+    text = TWO_MESHES.replace(
+        "  return", "  %z: f32[2] of [5] m0(a=R, chunk(0,3,0)) = exp(%h)\n  return"
+    )
+    assert "reads %h, which nothing computed" in refused(text)

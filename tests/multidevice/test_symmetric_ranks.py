@@ -1,0 +1,148 @@
+"""The backend symmetric on real ranks."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import backend_suite as suite
+import pytest
+import test_streams_ranks as streams
+import torch
+from backend_suite import *  # noqa: F403  the tests that every backend passes
+
+import mdfuse as mf
+from mdfuse import DeviceMesh, Partial, Shard
+from mdfuse.layouts.call import Call
+
+pytestmark = pytest.mark.backend("symmetric")
+
+shared_gpu = pytest.mark.gpu(1)
+
+
+@pytest.mark.world(4)
+def test_the_backend_is_symmetric(comm: Any) -> None:
+    assert comm.backend == "symmetric"
+
+
+@pytest.mark.world(4)
+def test_more_than_fits_into_slots(comm: mf.Communicator) -> None:
+    """Pieces of 12 MiB, which go in chunks; along a part of the ranks, too, and unevenly."""
+    mesh = DeviceMesh.arange(dp=2, tp=2)
+    with mf.FusionDefinition("large") as fd:
+        x = fd.define_tensor([1023, 3000], mesh=mesh, layout={"dp": Shard(0), "tp": Shard(1)})
+        p = fd.define_tensor([1023, 3000], mesh=mesh, layout={"tp": Partial("sum")})
+        fd.add_output(fd.ops.set(x).on(mesh))
+        fd.add_output(fd.ops.set(p).on(mesh))
+        fd.add_output(fd.ops.set(x).on(mesh, {"dp": Shard(1), "tp": Shard(0)}))
+    program, draw = mf.compile(fd), torch.Generator().manual_seed(5)
+    whole = torch.randint(-99, 99, (1023, 3000), generator=draw).float()
+    parts = torch.randint(-99, 99, (2, 1023, 3000), generator=draw).float()
+    dp, tp = divmod(comm.rank, 2)
+    mine = [whole.chunk(2)[dp].chunk(2, 1)[tp], parts[tp]]
+    got = program.run(*(part.contiguous().to(comm.device) for part in mine))
+    want = [whole, parts.sum(0), whole.chunk(2)[tp].chunk(2, 1)[dp]]
+    for found, expected in zip(got, want, strict=True):
+        assert torch.equal(found.cpu(), expected)
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("case", streams.COMMUNICATING, ids=str)
+def test_streams(case: streams.Case, comm: mf.Communicator) -> None:
+    """Gathers and scatters of contractions in chunks, by each of the forms, uneven."""
+    streams.check_case(case, comm, 7, streams.PLAIN)
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("name", ["gather_matmul_in_a_ring", "matmul_scatter", "matmul_reduce"])
+def test_streams_with_random_delays(name: str, comm: mf.Communicator) -> None:
+    """Fifty runs, in which each rank stops anywhere for a while."""
+
+    def sleep(cycles: int) -> None:
+        time.sleep(cycles / 1e9)
+
+    delays = streams.Delays(sleep, random.Random(comm.rank))
+    streams.check_held_up(streams.CASES[name], comm, delays)
+
+
+# -- on one GPU that all ranks share ---------------------------------------------------------------
+
+
+@shared_gpu
+@pytest.mark.world(2)
+@pytest.mark.usefixtures("holding_up")
+def test_moves_after_queued_work(comm: Any) -> None:
+    assert comm.device.type == "cuda"
+    suite.test_what_is_moved_after_queued_work(comm)
+
+
+@shared_gpu
+@pytest.mark.world(2)
+@pytest.mark.usefixtures("holding_up")
+def test_reductions_after_queued_work(comm: Any) -> None:
+    suite.test_what_is_reduced_after_queued_work(comm)
+
+
+@shared_gpu
+@pytest.mark.world(2)
+def test_posts_on_streams(comm: Any) -> None:
+    suite.test_posts_on_several_streams(comm)
+
+
+@shared_gpu
+@pytest.mark.world(2)
+def test_captured_by_two(comm: Any) -> None:
+    check_captured(comm)
+
+
+@shared_gpu
+@pytest.mark.world(4)
+def test_captured_by_four(comm: Any) -> None:
+    check_captured(comm)
+
+
+def check_captured(comm: Any, k: int = 1_000_003) -> None:
+    """Posts in a CUDA graph, whose waits find new values in each replay; others between replays."""
+    n, team = comm.size, tuple(range(comm.size))
+    comm.prepare([team])
+    counts = (k,) * n
+    calls = [
+        Call(kind="Allgather", team=team, rank=comm.rank),
+        Call(kind="ReduceScatter", team=team, rank=comm.rank, reduce_op="sum"),
+        Call(kind="Allreduce", team=team, rank=comm.rank, reduce_op="max"),
+        Call(kind="AllToAll", team=team, rank=comm.rank, send_counts=counts, recv_counts=counts),
+    ]
+    posters = [comm.poster(call) for call in calls]
+    source = torch.zeros(n * k, device=comm.device)
+    into = [source.new_zeros(size) for size in (n * n * k, k, n * k, n * k)]
+
+    def run() -> None:
+        works = [post([source], [dst]) for post, dst in zip(posters, into, strict=True)]
+        for work in works:
+            work.wait()
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for turn in range(6):
+        all_of_them = [drawn(turn, rank, n * k) for rank in team]
+        source.copy_(all_of_them[comm.rank])
+        for dst in into:
+            dst.fill_(-1)
+        graph.replay() if turn % 3 else run()
+        mine = slice(comm.rank * k, comm.rank * k + k)
+        stacked = torch.stack(all_of_them)
+        expected = [stacked.flatten(), stacked.sum(0)[mine], stacked.amax(0)]
+        expected.append(torch.cat([x[mine] for x in all_of_them]))
+        for dst, want in zip(into, expected, strict=True):
+            assert torch.equal(dst.cpu(), want), f"turn {turn}"
+    comm.barrier()
+    del graph
+
+
+def drawn(turn: int, rank: int, count: int) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(100 * turn + rank)
+    return torch.randint(-99, 99, (count,), generator=draw).float()

@@ -1,0 +1,156 @@
+"""Tables of costs in files: what was written is read; what is of no use is named and left alone."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import mdfuse as mf
+from mdfuse.seeing import Costs, CostTable, Link, cost_table
+from mdfuse.seeing import cost_tables as tables
+from mdfuse.seeing.cost_tables import Machine, file_name, found, machine_of, parsed
+from mdfuse.seeing.curves import Curve, Grid
+
+MACHINE = Machine(device="a GPU", link="peer", backend="nccl", versions={"torch": "2.11"})
+CURVE = Curve(((1024.0, 1e-6), (65536.0, 1e-5)))
+COSTS = Costs(
+    launch_s=2e-6,
+    flops=1e12,
+    bandwidth=1e11,
+    links={"Allreduce 2": Link(curve=CURVE), "*": Link(1e-5, 1e9)},
+    works={"* f32": CURVE},
+    products={"linear f32": Grid(((1.0, 2.0), (4.0,), (8.0,)), (1e-6, 2e-6))},
+)
+TABLE = CostTable(
+    costs=COSTS, machine=MACHINE, ranks=2, date="2026-11-23", mean_error=0.04, p95_error=0.09,
+    held_out={"mlp": (1e-3, 1.1e-3)}, spread=0.02,
+)  # fmt: skip
+
+
+def write(place: Path, table: CostTable, name: str | None = None) -> None:
+    place.mkdir(exist_ok=True)
+    (place / (name or file_name(table.machine, table.ranks))).write_text(table.as_json())
+
+
+def test_a_table_comes_back_as_it_was() -> None:
+    back = parsed(TABLE.as_json())
+    assert replace(back, costs=replace(back.costs, name=COSTS.name)) == TABLE
+    assert (
+        back.costs.name
+        == "calibrated: a GPU (peer, nccl), 2 ranks, 2026-11-23, off by 4% on average"
+    )
+
+
+def test_the_table_of_most_ranks_counts(tmp_path: Path) -> None:
+    write(tmp_path, TABLE)
+    write(tmp_path, replace(TABLE, ranks=4, mean_error=0.03))
+    best, told = found(MACHINE, tmp_path)
+    assert best is not None and best.ranks == 4 and not best.is_default and not told
+
+
+def test_tables_of_other_machines_are_left_alone(tmp_path: Path) -> None:
+    write(tmp_path, replace(TABLE, machine=replace(MACHINE, versions={"torch": "2.10"})))
+    best, told = found(MACHINE, tmp_path)
+    assert best is None
+    assert told == [
+        "a_GPU-peer-nccl-0-2.json is of another machine: "
+        "versions {'torch': '2.10'}, here {'torch': '2.11'}"
+    ]
+
+
+def test_threads_may_be_others_where_nothing_runs(tmp_path: Path) -> None:
+    processor = replace(MACHINE, threads=1)
+    write(tmp_path, replace(TABLE, machine=processor))
+    assert found(replace(processor, threads=2), tmp_path)[0] is None
+    assert found(replace(processor, threads=2), tmp_path, any_threads=True)[0] is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "Expecting value"),
+        ("[]", "does not say"),
+        ('{"format": "mdfuse costs 0"}', "does not say"),
+        ('{"format": "mdfuse costs 1"}', "'machine'"),
+        (TABLE.as_json().replace('"launch_s"', '"lunch_s"'), "lunch_s"),
+        (TABLE.as_json().replace("1e-05", '"fast"', 1), "a time of 'fast'"),
+        (TABLE.as_json().replace("2e-06", "-1", 1), "launch_s=-1"),
+        (TABLE.as_json()[:-40], "Expecting"),
+    ],
+)
+def test_damaged_tables_are_named(text: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "damaged.json").write_text(text)
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
+    best, told = found(MACHINE, tmp_path)
+    assert best is None and len(told) == 2
+    assert told[0].startswith("bytes.json cannot be read: 'utf-8' codec")
+    assert told[1].startswith("damaged.json is no table of costs: ") and why in told[1]
+
+
+def test_a_local_calibration_goes_before_a_shipped_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Shipped:
+        @staticmethod
+        def files(package: str) -> Path:
+            assert package == "mdfuse"
+            return tmp_path / "package"
+
+    monkeypatch.setattr(tables, "resources", Shipped)
+    (tmp_path / "package" / "seeing").mkdir(parents=True)
+    write(tmp_path / "package" / "seeing" / "tables", TABLE)
+    other_versions = replace(MACHINE, versions={"torch": "2.13"}, backend="ucx")
+    default, _ = found(other_versions, tmp_path / "local")
+    assert default is not None and default.is_default
+    assert default.costs.name.startswith("default: a GPU (peer, nccl), 2 ranks, 2026-11-23")
+    assert found(replace(MACHINE, link="alone"), tmp_path / "local")[0] is None
+    write(tmp_path / "local", replace(TABLE, machine=other_versions))
+    local, _ = found(other_versions, tmp_path / "local")
+    assert local is not None and not local.is_default
+
+
+def test_tables_that_ship_can_be_read() -> None:
+    for path in (Path(mf.__file__).parent / "seeing" / "tables").glob("*.json"):
+        table = parsed(path.read_text(encoding="utf-8"))
+        assert table.spread <= 0.2 and table.held_out and table.costs.works, path.name
+
+
+@dataclass
+class Ranks:
+    """Rank 1 of two: `first` is what rank 0 says."""
+
+    first: str | None
+    device = torch.device("cpu")
+    backend = "gloo"
+
+    def all_ok(self, error_text: str | None) -> tuple[str | None, ...]:
+        return self.first, error_text
+
+
+def test_the_table_of_rank_0_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    here = machine_of(torch.device("cpu"), "gloo")
+    mine = replace(TABLE, machine=here, mean_error=0.5)
+    write(tmp_path, mine)
+    table = cost_table(Ranks(TABLE.as_json()), tmp_path)
+    assert table is not None and table.mean_error == 0.04
+    assert "rank 0 has another table" in caplog.text
+    caplog.clear()
+    same = cost_table(Ranks(mine.as_json()), tmp_path)
+    assert same is not None and same.mean_error == 0.5 and not caplog.text
+    assert cost_table(Ranks(None), tmp_path) is None
+
+
+def test_a_default_table_says_so_on_all_ranks(tmp_path: Path) -> None:
+    table = cost_table(Ranks(replace(TABLE, is_default=True).as_json()), tmp_path)
+    assert table is not None and table.is_default and table.costs.name.startswith("default: ")
+
+
+def test_links_follow_the_number_of_ranks() -> None:
+    links = {f"Allreduce {n}": Link(curve=Curve(((1.0, float(n)),))) for n in (2, 4)}
+    costs = Costs(links=links | {"*": Link(9.0)})
+    at = {n: costs.transfer_seconds("Allreduce", "tp", 1, n) for n in (2, 3, 4, 8)}
+    assert at == {2: 2.0, 3: 2.0, 4: 4.0, 8: 4.0}
+    assert costs.transfer_seconds("Gather", "tp", 0, 2) == 9.0
+    assert json.loads(TABLE.as_json())["costs"]["links"]["*"]["latency_s"] == 1e-5
