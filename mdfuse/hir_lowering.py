@@ -8,7 +8,6 @@ from functools import partial
 
 from mdfuse.config import Options, options_from_environment
 from mdfuse.hir.emit.blocks import Pipeline
-from mdfuse.hir.emit.merge_rows import Rows, calls, check_rows, splits
 from mdfuse.hir.emit.program import emit
 from mdfuse.hir.emit.sets import Orders
 from mdfuse.hir.passes import (
@@ -41,8 +40,6 @@ from mdfuse.passes import (
 )
 from mdfuse.passes.segment_ids import with_ids
 from mdfuse.passes.segmentation import Section, ShouldMerge, merge_composite, segment
-from mdfuse.passes.stages import Stages
-from mdfuse.passes.stages import find as find_stages
 
 Pass = Callable[[Fusion], Fusion]
 
@@ -84,12 +81,10 @@ class Batch:
     Attributes:
         dims: input -> its dim that is the batch's.
         count: how many microbatches.
-        schedule: what the stages of several meshes do, and when; None: one loop does all.
     """
 
     dims: Mapping[str, int]
     count: int
-    schedule: Callable[[Stages], Rows] | None = None
 
 
 def passes(options: Options, batch: Batch | None = None) -> tuple[tuple[str, Pass], ...]:
@@ -187,26 +182,26 @@ def lower(
         becomes a segment; and the global host program.
     """
     prepared = with_ids(prepare(fusion, observe, options, batch))
-    pipeline = _pipeline(prepared, batch)
-    if pipeline is not None:
-        should_merge = pipeline.stages.within(
-            merge_composite if should_merge is None else should_merge
-        )
-    sections = segment(prepared, should_merge)
-    return prepared, sections, host_program(prepared, sections, options, pipeline=pipeline)
+    return prepared, *lower_prepared(prepared, should_merge, options)
 
 
-def _pipeline(fusion: Fusion, batch: Batch | None) -> Pipeline | None:
-    """Return the stages of a fusion with the calls of its schedule; None where it has none.
+@no_collection()
+def lower_prepared(
+    prepared: Fusion,
+    should_merge: ShouldMerge | None = None,
+    options: Options | None = None,
+    pipeline: Pipeline | None = None,
+) -> tuple[tuple[Section, ...], HostProgram]:
+    """Return the sections and the global host program of a fusion after all passes, with ids.
 
-    Raises:
-        LoweringError: the fusion has no stages, or the schedule is not one of them.
+    Args:
+        prepared: the fusion.
+        should_merge: see `mdfuse.passes.segmentation.segment`.
+        options: as `lower` takes them.
+        pipeline: what runs once per microbatch in stages, and when.
     """
-    if batch is None or batch.schedule is None:
-        return None
-    stages = find_stages(fusion)
-    rows = batch.schedule(stages)
-    check_rows(rows, stages, batch.count)
-    if not splits(rows):
-        stages = stages.whole_backward()
-    return Pipeline(stages=stages, calls=calls(rows, stages, batch.count))
+    if pipeline is not None:
+        merge = merge_composite if should_merge is None else should_merge
+        should_merge = pipeline.stages.within(merge)
+    sections = segment(prepared, should_merge)
+    return sections, host_program(prepared, sections, options, pipeline=pipeline)

@@ -293,3 +293,50 @@ def test_what_a_training_step_posts() -> None:
 def test_the_curves_are_drawn_or_not(tmp_path: Path) -> None:
     done = example("train_llama").draw({"a": [2.0, 1.0], "b": [2.0, 1.5]}, tmp_path / "x.svg")
     assert done.startswith("not drawn") or (tmp_path / "x.svg").stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("axes", "stages", "schedule", "microbatches"),
+    [
+        ({"pp": 2, "tp": 2}, 2, "1f1b", 4),
+        ({"pp": 4}, 4, "zb1p", 4),
+        ({"pp": 2}, 4, "interleaved", 2),
+        ({"pp": 2}, 4, "zbv", 2),
+    ],
+    ids=str,
+)
+def test_training_in_stages(
+    axes: dict[str, int], stages: int, schedule: str, microbatches: int
+) -> None:
+    """Of the losses of one device, each rank group by its row."""
+    pipeline, train = example("pipeline"), example("train_llama")
+    program = pipeline.compiled(DeviceMesh.arange(**axes), stages, microbatches, schedule)
+    groups = axes["pp"]
+    assert program.schedule == mf.Schedule.named(
+        schedule, stages=stages, groups=groups, microbatches=microbatches
+    )
+    assert program.schedule.meshes == ("m0", "m1", "m2", "m3")[:groups]
+    found = train.train(pipeline.Simulated(program), 2)
+    assert found == pytest.approx(train.train(train.OneDevice(), 2), abs=1e-4)
+
+
+def test_training_in_stages_shows_its_schedule(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = mf.Schedule.named("gpipe", stages=2, microbatches=2)
+    (tmp_path / "mine.csv").write_text(table.to_csv())
+    given = ["--mesh", "pp=2", "--schedule", str(tmp_path / "mine.csv"), "--microbatches", "2"]
+    monkeypatch.setattr(sys, "argv", ["pipeline.py", *given, "--steps", "1", "--sim"])
+    example("pipeline").main()
+    out = capsys.readouterr().out
+    assert "rank group 0 (m0)  0F0 0F1 0B0 0B1\n" in out
+    assert "mine.csv: 9 in all" in out
+    assert "2 simulated ranks, pp=2, 2 stages: loss 5.7478 -> 5.7478" in out
+
+
+def test_stages_need_rank_groups_and_layers() -> None:
+    pipeline = example("pipeline")
+    with pytest.raises(mf.MeshError, match="no axis pp"):
+        pipeline.build(DeviceMesh.arange(dp=2))
+    with pytest.raises(mf.DefinitionError, match=r"7 stages(.|\n)*--stages from 1 to 4"):
+        pipeline.compiled(DeviceMesh.arange(pp=2), 7, 2, "gpipe")

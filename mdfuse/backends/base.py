@@ -17,6 +17,8 @@ from mdfuse.layouts.kinds import CARRIED
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from mdfuse.backends.post_notes import Track
+
     Buffers = Sequence[Tensor]
 
 
@@ -186,3 +188,11 @@ class Interruptible(Protocol):
 
     def abort(self) -> bool:
         """Make the waits of this rank raise BackendError; return whether that was possible."""
+
+
+@runtime_checkable
+class Tracking(Protocol):
+    """A poster to GPUs whose communications only mdfuse's own watchdog sees."""
+
+    def track(self, stream: int) -> Track | None:
+        """Return a new track of what is queued on a stream; None where nothing is."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from mdfuse.errors import MdfuseError, ProgramError
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.importing import load as loading
+from mdfuse.frontend.importing import save as saving
 from mdfuse.frontend.importing.blocks import blocks_of
 from mdfuse.frontend.importing.build import Model, check_known, constants_of, record
 from mdfuse.frontend.importing.capture import Captured, capture
@@ -28,11 +30,12 @@ from mdfuse.frontend.importing.report import report
 from mdfuse.frontend.importing.train import Optimizer, define_step
 from mdfuse.frontend.spec import TensorSpec
 from mdfuse.ir.graph import Fusion
-from mdfuse.layouts.boxes import Box
 from mdfuse.mesh import DeviceMesh, as_mesh
 from mdfuse.names import as_name
 from mdfuse.runtime.communicator import Communicator
 from mdfuse.torch_private import flattened, unflattened
+
+T = TypeVar("T")
 
 
 def from_torch(
@@ -320,21 +323,58 @@ class ImportedModel:
         """
         if comm is None:
             return self._load(source, rank, device, rename)
+        where = device or comm.device
+        return self._agreed(comm, "load", lambda: self._load(source, comm.rank, where, rename))
+
+    def save(
+        self,
+        folder: str | Path,
+        weights: Sequence[Tensor | None],
+        *,
+        comm: Communicator | None = None,
+    ) -> Path:
+        """Write parameters under the module's names, as `torch.distributed.checkpoint` does.
+
+        `load` reads them into a model with any layouts, and so does torch's own loader into a
+        module. Each box is written by the first rank that has it.
+
+        Args:
+            folder: that all ranks share; without a checkpoint.
+            weights: as `load` returned them, or `RunningStep.weights`; wholes without comm, with it
+                this rank's parts.
+            comm: all ranks save together; where one fails, all raise.
+
+        Raises:
+            ProgramError: the folder has a checkpoint, or cannot be written; other weights.
+        """
+        folder, rank = Path(folder), None if comm is None else comm.rank
+        self._agreed(comm, "save", partial(saving.check_folder, folder))
+        mine = partial(saving.write, folder, self.model, weights, rank)
+        self._agreed(comm, "save", mine)
+        size = 1 if comm is None else comm.size
+        last = partial(saving.finish, folder, self.model, None if comm is None else size)
+        self._agreed(comm, "save", last if not rank else _nothing)
+        return folder
+
+    def _agreed(self, comm: Communicator | None, what: str, act: Callable[[], T]) -> T:
+        """Do something on all ranks; where it fails on one, all raise."""
+        if comm is None:
+            return act()
         try:
-            found, problem = self._load(source, comm.rank, device or comm.device, rename), None
+            found, problem = act(), None
         except MdfuseError as error:
-            found, problem = [], error
+            found, problem = None, error
         said = comm.all_ok(None if problem is None else str(problem))
         if problem is not None:
             raise problem
         failed = [n for n, text in enumerate(said) if text]
         if failed:
             raise ProgramError(
-                f"rank {failed[0]} could not load {self.model.captured.name}",
+                f"rank {failed[0]} could not {what} {self.model.captured.name}",
                 where=(said[failed[0]] or "").splitlines(),
-                because="all ranks load, or none does",
+                because=f"all ranks {what}, or none does",
             )
-        return found
+        return cast("T", found)
 
     def _load(
         self, source: Any, rank: int | None, device: Any, rename: Callable[[str], str] | None
@@ -353,12 +393,12 @@ class ImportedModel:
         for node, names in zip(self.model.parameters, wanted, strict=True):
             name, value = next(n for n in names if n in there), node.meta["val"]
             loading.check_shape(checkpoint, name, value.shape)
-            for box in self._boxes(node, rank):
+            for box in self.model.boxes(node, rank):
                 part = None if box is None else loading.read(checkpoint, name, value.dtype, box)
                 found.append(part if part is None else part.to(device))
         for node in self.model.constants:
             whole = folded[node]
-            for box in self._boxes(node, rank):
+            for box in self.model.boxes(node, rank):
                 found.append(None if box is None else loading.part_of(whole, box).to(device))
         return found
 
@@ -366,21 +406,6 @@ class ImportedModel:
         """What adapters begin with, by name: a checkpoint may lack them."""
         of = (self.model.captured.parameters[n] for n in self.model.parameters)
         return {called(p.name): p.adapter.start for p in of if p.adapter is not None}
-
-    def _boxes(self, node: Node, rank: int | None) -> list[Box | None]:
-        """What a rank has of each input of a parameter or a constant; None outside of its mesh."""
-        layout, found = self.model.layout(node), list[Box | None]()
-        for _, shape, start in self.model.parts(node, ""):
-            if rank is not None and rank not in layout.mesh:
-                found.append(None)
-                continue
-            box = tuple((0, n) for n in shape) if rank is None else layout.intervals(shape, rank)
-            if node in self.model.blocks:
-                dim = self.model.blocks[node].dim
-                first, last = box[dim]
-                box = (*box[:dim], (start + first, start + last), *box[dim + 1 :])
-            found.append(box)
-        return found
 
     @cached_property
     def _own(self) -> dict[str, Tensor]:
@@ -394,3 +419,7 @@ class ImportedModel:
                 hint="load(path, rank=comm.rank) reads them from a checkpoint",
             )
         return {name: p.tensor for p in parameters for name in p.names}
+
+
+def _nothing() -> None:
+    """What ranks do that wait for another one."""

@@ -1,9 +1,9 @@
-"""Programs that compute in microbatches, and add up what they give."""
+"""Programs that compute in microbatches, on one mesh or in stages, and add up what they give."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
 from mdfuse import hir_lowering
 from mdfuse.compiled.program import Program
@@ -11,9 +11,17 @@ from mdfuse.compiled.segments import segments_of
 from mdfuse.config import Options
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend.definition import FusionDefinition
+from mdfuse.hir.emit.blocks import Pipeline
 from mdfuse.hir_lowering import Batch
 from mdfuse.ir.graph import Fusion
+from mdfuse.passes.segment_ids import with_ids
 from mdfuse.passes.segmentation import ShouldMerge
+from mdfuse.pipelines.choose import choose
+from mdfuse.pipelines.order import calls
+from mdfuse.pipelines.schedules import Schedule
+from mdfuse.pipelines.stages import Stages
+from mdfuse.pipelines.stages import find as find_stages
+from mdfuse.pipelines.tables import NAMED
 
 
 def pipeline(
@@ -21,28 +29,34 @@ def pipeline(
     *,
     microbatches: int,
     batch: Mapping[str, int],
-    schedule: Any = None,
+    schedule: str | Schedule | None = None,
     options: Options | None = None,
     should_merge: ShouldMerge | None = None,
 ) -> Program:
     """Compile a definition to a program that takes its batch in microbatches, one after the other.
 
-    One loop computes all that has the dim of the batch, a chunk at a time; what that dim is summed
-    over (a loss, the gradients of weights) is added up, f16 and bf16 in f32. Then comes what is
-    computed of the sums, as an optimizer does. So results are those of `mf.compile`, up to the
-    order of sums, with the memory of one microbatch: gradient accumulation.
+    What has the dim of the batch is computed a chunk at a time; what that dim is summed over (a
+    loss, the gradients of weights) is added up, f16 and bf16 in f32. Then comes what is computed of
+    the sums, as an optimizer does. So results are those of `mf.compile`, up to the order of sums.
+
+    On one mesh a loop does so, in the memory of one microbatch: gradient accumulation. On several,
+    which have no rank in common, each is a stage, or several, and a schedule says in which order
+    the stages go forwards and backwards: docs/pipelines.md.
 
     Args:
-        definition: on one mesh.
+        definition: what is computed.
         microbatches: how many; each rank cuts its own part of the batch, as `torch.chunk` does.
         batch: name of an input -> its dim that is the batch's. What else has that dim is found.
+        schedule: the name of one, or a table; by default "1f1b", or "forward" where no gradients
+            are computed, and a loop on one mesh. `program.schedule` shows it.
         options: as `mf.compile` takes them.
         should_merge: as `mf.compile` takes it.
 
     Raises:
-        DefinitionError: no such input or dim; no whole number of microbatches; several meshes; a
-            value with a stream of its own.
-        LoweringError: something needs the batch as a whole, as a sort along it would.
+        DefinitionError: no such input or dim; no whole number of microbatches; meshes that share
+            ranks; a value with a stream of its own; a schedule that these stages cannot have.
+        LoweringError: something needs the batch as a whole, as a sort along it would; a stage
+            needs a sum over it, or the next mesh splits it otherwise.
 
     >>> import torch, mdfuse as mf
     >>> mesh = mf.DeviceMesh.arange(dp=2)
@@ -58,12 +72,54 @@ def pipeline(
     >>> torch.testing.assert_close(new, (w - 0.1 * w.grad).detach())
     """
     fusion = definition.fusion
-    found = _checked(fusion, microbatches, batch, schedule)
+    found = _checked(fusion, microbatches, batch)
+    meshes = {v.layout.mesh for v in fusion.values.values() if v.layout is not None}
+    if len(meshes) > 1 or schedule is not None:
+        return _in_stages(fusion, found, schedule, options, should_merge)
     made, parts, host = hir_lowering.lower(fusion, should_merge, options=options, batch=found)
     return Program(made, segments_of(made, parts, host, options), host, options)
 
 
-def _checked(fusion: Fusion, count: int, batch: Mapping[str, int], schedule: Any) -> Batch:
+def _in_stages(
+    fusion: Fusion,
+    batch: Batch,
+    wanted: str | Schedule | None,
+    options: Options | None,
+    should_merge: ShouldMerge | None,
+) -> Program:
+    """Return the program of a fusion whose stages follow a schedule."""
+    made = with_ids(hir_lowering.prepare(fusion, options=options, batch=batch))
+    stages = _stages(made, wanted)
+    if wanted is None:
+        wanted = "1f1b" if stages.has_backward else "forward"
+    schedule = choose(
+        wanted,
+        microbatches=batch.count,
+        groups=stages.groups,
+        gradients=stages.has_backward,
+        reads=stages.reads,
+    )
+    if not schedule.has("I"):
+        stages = stages.whole_backward()
+    found = Pipeline(stages=stages, calls=tuple(calls(stages, schedule)))
+    parts, host = hir_lowering.lower_prepared(made, should_merge, options, found)
+    names = {mesh: f"m{n}" for n, mesh in enumerate(host.meshes)}
+    named = replace(schedule, meshes=tuple(names[m] for m in dict.fromkeys(stages.meshes)))
+    segments = segments_of(made, parts, host, options)
+    return Program(made, segments, host, options, schedule=named)
+
+
+def _stages(made: Fusion, wanted: str | Schedule | None) -> Stages:
+    """Return the stages of a fusion as a schedule has them: cut at idle sets if it turns there."""
+    stages = find_stages(made)
+    if isinstance(wanted, str) and wanted in NAMED and NAMED[wanted].turns:
+        return find_stages(made, at_sets=True)
+    if isinstance(wanted, Schedule) and wanted.stages > len(stages.meshes):
+        return find_stages(made, at_sets=True)
+    return stages
+
+
+def _checked(fusion: Fusion, count: int, batch: Mapping[str, int]) -> Batch:
     """Return the batch, its dims counted from 0, or raise DefinitionError."""
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise _wrong(fusion, f"microbatches={count!r}", "it counts them", "a number from 1 on")
@@ -94,9 +150,7 @@ def _checked(fusion: Fusion, count: int, batch: Mapping[str, int], schedule: Any
     if streams:
         because = "microbatches are the only loop of such a program"
         raise _wrong(fusion, f"%{streams[0]} has a stream of its own", because, "leave stream= out")
-    if len(meshes) == 1 and schedule is None:
-        return Batch(dims, count)
-    return Batch(dims, count, lambda stages: schedule.rows)
+    return Batch(dims, count)
 
 
 def _wrong(fusion: Fusion, what: str, because: str, hint: str) -> DefinitionError:

@@ -119,8 +119,8 @@ class TrainingStep:
             options: of the program.
         """
         known = self._named(weights)
-        fixed = [known[name] for name in self._weights if name not in {*self._state_names}]
-        return RunningStep(Step(self.compile(options), self.state(weights)), fixed)
+        fixed = {n: x for n, x in known.items() if n not in {*self._state_names}}
+        return RunningStep(Step(self.compile(options), self.state(weights)), fixed, self._weights)
 
     def _named(self, weights: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
         if len(weights) != len(self._weights):
@@ -139,14 +139,23 @@ class RunningStep:
         step: the `mf.Step`.
     """
 
-    def __init__(self, step: Step, fixed: Sequence[Tensor | None]) -> None:
+    def __init__(
+        self, step: Step, fixed: Mapping[str, Tensor | None], names: Sequence[str]
+    ) -> None:
         self.step = step
-        self._fixed = tuple(fixed)
+        self._kept, self._names = fixed, names
+        self._fixed = tuple(fixed.values())
 
     @property
     def state(self) -> dict[str, Tensor | None]:
         """This rank's parts of parameters and of the optimizer's state, as they are now."""
         return self.step.state
+
+    @property
+    def weights(self) -> list[Tensor | None]:
+        """Parameters and constants as they are now, in the order of `ImportedModel.load`."""
+        known = {**self._kept, **self.step.state}
+        return [known[name] for name in self._names]
 
     def __call__(self, *inputs: Any) -> Any:
         """Make a step, on all ranks alike.

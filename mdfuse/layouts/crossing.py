@@ -69,10 +69,10 @@ def crossing(exchange: Exchange) -> Crossing:
 def _held(source: Side, hosts: Any) -> _Held:
     """Return which parts and terms each host holds."""
     at = every_coordinate(source.mesh)
-    key = np.zeros(source.mesh.size, int) + source.number(at, source.fixed)
-    pairs = np.stack((hosts[np.array(source.mesh.ranks)], key), 1)
-    found, first, counts = np.unique(pairs, axis=0, return_index=True, return_counts=True)
-    return _Held(found[:, 0], {a: at[a][first] for a in source.fixed}, counts, found[:, 1])
+    n = source.count(source.fixed)
+    pairs = hosts[np.array(source.mesh.ranks)] * n + source.number(at, source.fixed)
+    found, first, counts = np.unique(pairs, return_index=True, return_counts=True)
+    return _Held(found // n, {a: at[a][first] for a in source.fixed}, counts, found % n)
 
 
 def _near(exchange: Exchange, held: _Held, hosts: Any) -> tuple[Any, Any]:

@@ -48,6 +48,11 @@ class Side:
         """The axes along which ranks hold the same."""
         return tuple(a for a in self.mesh.axes if a not in self.fixed)
 
+    @cached_property
+    def grid(self) -> Any:
+        """The ranks, an array with the axes of the mesh."""
+        return np.array(self.mesh.ranks).reshape(self.mesh.shape)
+
     def count(self, axes: tuple[str, ...]) -> int:
         return math.prod(map(self.mesh.axis_size, axes))
 
@@ -220,8 +225,9 @@ class Exchange:
         key = tuple(holders[a] for a in self.source.fixed)
         if key not in self._known:
             source = self.source
-            grid = np.array(source.mesh.ranks).reshape(source.mesh.shape)
-            have = grid[tuple(holders.get(a, slice(None)) for a in source.mesh.axes)].reshape(-1)
+            have = source.grid[
+                tuple(holders.get(a, slice(None)) for a in source.mesh.axes)
+            ].reshape(-1)
             lack = self._messages(holders).receivers()
             lack = lack[~np.isin(lack, have)]
             hosts = hosts_by_rank(source.mesh, self.destination.mesh)
@@ -298,7 +304,7 @@ class _Messages:
         first = (*sum(dims, ()), *self.terms)
         order = [mesh.axis_index(a) for a in (*first, *self.along)]
         order += [i for i in range(mesh.ndim) if i not in order]  # of one rank
-        grid: Any = np.array(mesh.ranks).reshape(mesh.shape).transpose(order)
+        grid = self.destination.grid.transpose(order)
         grid = grid.reshape(*map(self.destination.count, (*dims, *((a,) for a in self.terms))), -1)
         parts = (slice(r.start, r.stop) for r in self.ranges)
         return grid[(*parts, *self.terms.values())].reshape(-1)

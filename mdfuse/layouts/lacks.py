@@ -12,7 +12,7 @@ import numpy as np
 
 from mdfuse.extents.extent import is_symbolic
 from mdfuse.layouts.boxes import box_size, intersect
-from mdfuse.layouts.exchange import Exchange
+from mdfuse.layouts.exchange import Exchange, kept_terms
 from mdfuse.layouts.layout import Layout
 from mdfuse.mesh import DeviceMesh
 
@@ -54,6 +54,9 @@ def _lack(source: Layout, destination: Layout, shape: tuple[int, ...], copies: i
         first, last = interval(source, dim, extent, have)
         needed = needed * (stop - start)
         held = held * np.maximum(np.minimum(stop, last) - np.maximum(start, first), 0)
+    if source.mesh != destination.mesh:
+        for a, b in kept_terms(source, destination):  # a rank that holds another term lacks its own
+            held = held * (have[a] == need[b])
     return needed - held
 
 
@@ -98,6 +101,7 @@ def _is_sending(exchange: Exchange) -> Any:
     return np.broadcast_to(np.asarray(source.number(at, source.free) < turns), (mesh.size,))
 
 
+@lru_cache(maxsize=256)
 def every_coordinate(mesh: DeviceMesh) -> _Coordinates:
     """Return the coordinates of all ranks, in row-major order."""
     return dict(zip(mesh.axes, np.unravel_index(np.arange(mesh.size), mesh.shape), strict=True))
@@ -130,8 +134,18 @@ def _one_by_one(
     """Yield how many elements each rank needs from others."""
     for rank in _different(source, destination):
         need = destination.intervals(shape, rank)
-        both = intersect(need, source.intervals(shape, rank)) if rank in source.mesh else None
+        has_term = rank in source.mesh and _has_term(source, destination, rank)
+        both = intersect(need, source.intervals(shape, rank)) if has_term else None
         yield (copies + 1) * box_size(need) - (box_size(both) if both is not None else 0)
+
+
+def _has_term(source: Layout, destination: Layout, rank: int) -> bool:
+    """Whether a rank of both meshes holds the term that it needs, where terms stay apart."""
+    have, need = (
+        dict(zip(x.mesh.axes, x.mesh.coordinate(rank) or (), strict=True))
+        for x in (source, destination)
+    )
+    return all(have[a] == need[b] for a, b in kept_terms(source, destination))
 
 
 def _different(source: Layout, destination: Layout) -> Iterable[int]:

@@ -21,7 +21,7 @@ from mdfuse.layouts.stream import Stream
 from mdfuse.layouts.streamed_sets import FORMS, form
 from mdfuse.passes.strategy import choose_here
 from mdfuse.passes.streams import operand_streams
-from mdfuse.reshard import cost
+from mdfuse.reshard import costs
 
 name = "insert_reshards"
 
@@ -53,14 +53,19 @@ class _Rewriter:
         )
         return output
 
+    def cheapest(self, copies: list[str], layout: Layout) -> str:
+        """Return the copy of a value from which a layout costs least; of equal ones, the first."""
+        like = self.values[copies[0]]
+        found = costs([self.layout(c) for c in copies], layout, like.shape, like.dtype.itemsize)
+        return copies[found.index(min(found))]
+
     def reshard(self, value: str, layout: Layout, expr: Expr, stream: Stream | None = None) -> str:
         """Return the name of a value's copy in a layout, made by a new set where there is none."""
         copies = self.copies.setdefault(value, [value])
         for copy in copies:
             if self.layout(copy) == layout:
                 return copy
-        shape = self.values[value].shape
-        source = min(copies, key=lambda c: cost(self.layout(c), layout, shape))
+        source = self.cheapest(copies, layout)
         if stream is not None and self.form(source, layout, stream) is None:
             stream = None
         output = self.new_value(self.values[value], f"{value}.{suffix(layout)}", layout, stream)
@@ -151,14 +156,10 @@ def _local(rewriter: _Rewriter, out: Value, layout: Layout) -> str:
 
 def _best_copy(rewriter: _Rewriter, operand: str, layout: Layout) -> str:
     """Return the copy of its operand from which a user's set costs least."""
-    shape = rewriter.values[operand].shape
     copies = rewriter.copies.get(operand, [operand])
-    return min(copies, key=lambda c: _safe_cost(rewriter.layout(c), layout, shape))
-
-
-def _safe_cost(source: Layout, destination: Layout, shape: tuple[int, ...]) -> int:
-    """Return the cost of a change; 0 into Partial, which is not defined from every copy."""
-    return 0 if destination.partial_axes else cost(source, destination, shape)
+    if layout.partial_axes:  # it is not defined from every copy
+        return copies[0]
+    return rewriter.cheapest(copies, layout)
 
 
 def suffix(layout: Layout) -> str:

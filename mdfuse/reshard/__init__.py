@@ -1,6 +1,6 @@
 """Which steps a change of layout takes: local ones, and communications."""
 
 from mdfuse.reshard.step import Local, Step
-from mdfuse.reshard.steps import cost, elements_received, steps, with_type
+from mdfuse.reshard.steps import cost, costs, elements_received, steps, with_type
 
-__all__ = ["Local", "Step", "cost", "elements_received", "steps", "with_type"]
+__all__ = ["Local", "Step", "cost", "costs", "elements_received", "steps", "with_type"]

@@ -7,8 +7,8 @@ over the ranks that are to hold the same, or over the ranks of the source.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from itertools import combinations
+from collections.abc import Callable, Iterable, Iterator
+from itertools import combinations, permutations
 
 from mdfuse.communication import Communication
 from mdfuse.layouts.exchange import kept_terms
@@ -16,7 +16,7 @@ from mdfuse.layouts.lacks import dearer, is_lacking
 from mdfuse.layouts.layout import Layout, Placement, Replicate, Shard, replicated
 from mdfuse.reshard.clock import is_timed
 from mdfuse.reshard.refined import on_common_mesh
-from mdfuse.reshard.step import Local, Step, step_cost
+from mdfuse.reshard.step import Local, Step, elements, step_time
 
 _Steps = Callable[[Layout, Layout, tuple[int, ...], int], tuple[Step, ...]]
 _Path = tuple[Step, ...]
@@ -41,16 +41,46 @@ def across(
         return (*before, *steps(*common, shape), *after)
     kept = kept_terms(source, destination)
     if destination.reduce_ops and len(kept) < len(destination.reduce_ops):
-        whole = _with(destination, destination.partial_axes, Replicate())
-        return (*steps(source, whole, shape), *steps(whole, destination, shape))
+        ways = (
+            (steps(source, x, shape), steps(x, destination, shape), False)
+            for x in _before_terms(destination, shape)
+        )
+        return _cheapest(ways, source, destination, shape, itemsize)
     if len(kept) < len(source.reduce_ops):
         found = _reducing(source, destination, shape, steps)
     elif not kept and not is_lacking(source, destination, shape):
         return _as_it_is(source, destination)
     else:
         found = _moved(source, destination, shape, steps)
-    is_fair = is_timed(source, destination, shape)  # time counts messages
-    first, rest, _ = min(found, key=lambda way: _cost(way, shape, itemsize, is_fair))
+    return _cheapest(found, source, destination, shape, itemsize)
+
+
+def _before_terms(layout: Layout, shape: tuple[int, ...]) -> Iterator[Layout]:
+    """Yield layouts that become a Partial without communication: whole, or split in its place.
+
+    Of a split each rank's term is its part, and elsewhere what leaves others as they are.
+    """
+    axes = layout.partial_axes
+    whole = _with(layout, axes, Replicate())
+    yield whole
+    parts = math.prod(map(layout.mesh.axis_size, axes))
+    room = whole.local_shape(shape)
+    if "avg" not in layout.reduce_ops.values():
+        for dim in _free_dims(layout, shape):
+            if room[dim] >= parts:
+                yield _with(whole, axes, Shard(dim))
+
+
+def _cheapest(
+    ways: Iterable[_Way],
+    source: Layout,
+    destination: Layout,
+    shape: tuple[int, ...],
+    itemsize: int,
+) -> _Path:
+    """Return the steps of the way that costs least; of two equal ones, the first."""
+    timed = is_timed(source, destination, shape)
+    first, rest, _ = min(ways, key=lambda way: _cost(way, shape, itemsize if timed else None))
     return (*first, *rest)
 
 
@@ -64,22 +94,20 @@ def _with(layout: Layout, axes: tuple[str, ...], placement: Placement) -> Layout
     return layout
 
 
-def _cost(way: _Way, shape: tuple[int, ...], itemsize: int, is_fair: bool) -> tuple[int, int]:
-    """Return what the steps cost, and how many there are; `is_fair`: none is rated dearer."""
-    spent = []
-    for path in way[:2]:
-        costs = [(step_cost(step, shape, itemsize), step) for step in path]
-        spent.append(
-            sum(c if is_fair or not _is_reduce_exchange(s) else dearer(c) for c, s in costs)
-        )
+def _cost(way: _Way, shape: tuple[int, ...], itemsize: int | None) -> tuple[int, int]:
+    """Return what the steps cost, and how many there are; without an itemsize, in elements."""
+    spent = [sum(_step_cost(step, shape, itemsize) for step in path) for path in way[:2]]
     first, rest = spent
     if not way[2]:
         return first + rest, len(way[0]) + len(way[1])
     return first if first > rest else rest, len(way[0]) + len(way[1])
 
 
-def _is_reduce_exchange(step: Step) -> bool:
-    return isinstance(step, Communication) and step.kind == "ReduceExchange"
+def _step_cost(step: Step, shape: tuple[int, ...], itemsize: int | None) -> int:
+    if itemsize is not None:
+        return step_time(step, shape, itemsize)  # which counts messages
+    is_reduce = isinstance(step, Communication) and step.kind == "ReduceExchange"
+    return dearer(elements(step, shape)) if is_reduce else elements(step, shape)
 
 
 def _moved(
@@ -170,27 +198,37 @@ def _finer(layout: Layout, shape: tuple[int, ...]) -> Iterator[Layout]:
     """Yield a layout with some axes along which it is whole splitting one dim."""
     free = [a for a, p in layout.by_axis().items() if isinstance(p, Replicate)]
     free = [a for a in free if layout.mesh.axis_size(a) > 1]
-    chunked = layout.stream.dim if layout.stream is not None else None  # no rank splits a chunk
-    for dim, extent in enumerate(layout.local_shape(shape)):
+    room = layout.local_shape(shape)
+    for dim in _free_dims(layout, shape):
         for n in range(1, len(free) + 1):
             for axes in combinations(free, n):
-                if dim != chunked and extent >= math.prod(map(layout.mesh.axis_size, axes)):
+                if room[dim] >= math.prod(map(layout.mesh.axis_size, axes)):
                     yield _with(layout, axes, Shard(dim))
 
 
 def _splits(layout: Layout, axes: tuple[str, ...], shape: tuple[int, ...]) -> list[Layout]:
-    """Return a layout with some axes whole, and with these or all whole axes splitting one dim."""
+    """Return a layout with some axes whole, and with these or all whole axes splitting dims.
+
+    The others split the same dim as these, or another one.
+    """
     whole = _with(layout, axes, Replicate())
     free = tuple(a for a, p in whole.by_axis().items() if isinstance(p, Replicate))
     free = tuple(a for a in free if layout.mesh.axis_size(a) > 1)
-    chunked = layout.stream.dim if layout.stream is not None else None  # no rank splits a chunk
-    room = whole.local_shape(shape)
-    found = [whole]
-    for dim, extent in enumerate(room):
-        for split in dict.fromkeys((axes, free)):
-            parts = 1
-            for axis in split:
-                parts *= layout.mesh.axis_size(axis)
-            if split and dim != chunked and extent >= parts:
-                found.append(_with(whole, split, Shard(dim)))
+    rest = tuple(a for a in free if a not in axes) if axes else ()
+    dims = _free_dims(layout, shape)
+    ways = [{d: of} for d in dims for of in dict.fromkeys((axes, free)) if of]
+    ways += [{d: axes, e: rest} for d, e in permutations(dims, 2) if axes and rest]
+    room, found = whole.local_shape(shape), [whole]
+    for way in ways:
+        if all(room[d] >= math.prod(map(layout.mesh.axis_size, of)) for d, of in way.items()):
+            split = whole
+            for d, of in way.items():
+                split = _with(split, of, Shard(d))
+            found.append(split)
     return found
+
+
+def _free_dims(layout: Layout, shape: tuple[int, ...]) -> list[int]:
+    """Return the dims that ranks may split: not that of chunks."""
+    chunked = layout.stream.dim if layout.stream is not None else None
+    return [d for d in range(len(shape)) if d != chunked]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mdfuse.layouts.crossing import crossing
+from mdfuse.layouts.crossing import Crossing, crossing
 from mdfuse.layouts.exchange import Exchange, Side
 from mdfuse.layouts.lacks import UNIT, arriving, cut, dearer, is_special, worst_lack
 from mdfuse.layouts.layout import IDEMPOTENT, Layout, Partial, Placement, Replicate, Shard, commute
@@ -56,6 +56,8 @@ class Search:
     parts: dict[Node, int] = field(default_factory=dict)
     #: node without a Partial -> cost of all that is left
     left: dict[Node, int] = field(default_factory=dict)
+    #: what exchanges take between hosts
+    crossings: dict[tuple[Layout, Layout], Crossing] = field(default_factory=dict)
     #: (dim, axes that split it) -> the rows that each rank then has of those that it needs
     overlaps: dict[tuple[int, tuple[int, ...]], Any] = field(default_factory=dict)
 
@@ -168,8 +170,15 @@ class Search:
         if not self.is_timed:
             return arrives
         terms = self.layout(here._replace(made=()))
-        found = crossing(Exchange(Side(terms, self.shape), Side(need, self.shape)))
+        found = self.crossing(terms, need)
         return nanoseconds(found.messages, arrives, found.busiest, self.itemsize)
+
+    def crossing(self, held: Layout, need: Layout) -> Crossing:
+        """Return what an exchange takes between hosts."""
+        if (held, need) not in self.crossings:
+            found = crossing(Exchange(Side(held, self.shape), Side(need, self.shape)))
+            self.crossings[held, need] = found
+        return self.crossings[held, need]
 
     def to_go(self, node: Node) -> int:
         """Return what all that is left costs at least, for a node without a Partial.
@@ -179,9 +188,8 @@ class Search:
         if node not in self.left:
             lack = UNIT * self.lack(node)
             if self.is_timed and lack:
-                layouts = (self.layout(x._replace(made=())) for x in (node, self.end))
-                far = crossing(Exchange(*(Side(x, self.shape) for x in layouts))).least
-                lack = nanoseconds(1, lack, far, self.itemsize)
+                held, need = (self.layout(x._replace(made=())) for x in (node, self.end))
+                lack = nanoseconds(1, lack, self.crossing(held, need).least, self.itemsize)
             self.left[node] = lack
         return self.left[node]
 

@@ -9,7 +9,7 @@ from mdfuse.communication import Communication
 from mdfuse.layouts.exchange import kept_terms
 from mdfuse.layouts.lacks import UNIT, arriving, part_size, worst_lack
 from mdfuse.layouts.layout import Layout
-from mdfuse.reshard.clock import EXCHANGES, is_timed, nanoseconds, network
+from mdfuse.reshard.clock import EXCHANGES, nanoseconds, network
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +41,13 @@ def elements(step: Step, shape: tuple[int, ...]) -> int:
             copies = math.prod(map(step.source.mesh.axis_size, reduced)) - 1
         return UNIT * worst_lack(step.source, step.destination, shape, copies)
     if not step.is_along_axes:
-        return UNIT * max(before, after)
+        return UNIT * (after if step.kind == "Scatter" else max(before, after))
     return arriving(step.kind, step.size, before, after)
 
 
-def step_cost(step: Step, shape: tuple[int, ...], itemsize: int) -> int:
-    """Return what a step costs: nanoseconds where hosts are known, else elements times `UNIT`."""
-    if isinstance(step, Local) or not is_timed(step.source, step.destination, shape):
-        return elements(step, shape)
+def step_time(step: Step, shape: tuple[int, ...], itemsize: int) -> int:
+    """Return how many nanoseconds a step takes, between meshes whose hosts are known."""
+    if isinstance(step, Local):
+        return 0
     messages, crossing = network(step, shape)
     return nanoseconds(messages, elements(step, shape), crossing, itemsize)

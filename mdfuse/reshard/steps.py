@@ -6,6 +6,7 @@ of rows, or one `Exchange`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -18,8 +19,9 @@ from mdfuse.layouts.kinds import KINDS
 from mdfuse.layouts.lacks import UNIT, is_lacking
 from mdfuse.layouts.layout import Layout, Partial
 from mdfuse.reshard.across import across
+from mdfuse.reshard.clock import is_timed
 from mdfuse.reshard.search import Move, Node, Search
-from mdfuse.reshard.step import Local, Step, elements, step_cost
+from mdfuse.reshard.step import Local, Step, elements, step_time
 
 
 def steps(
@@ -76,9 +78,24 @@ def cost(source: Layout, destination: Layout, shape: tuple[int, ...]) -> int:
 
 
 def time(source: Layout, destination: Layout, shape: tuple[int, ...], itemsize: int) -> int:
-    """Return the nanoseconds of a change of layout on known hosts; without, what `cost` returns."""
+    """Return how many nanoseconds a change of layout takes, between meshes whose hosts are known.
+
+    >>> from mdfuse import DeviceMesh, Layout, Shard
+    >>> mesh = DeviceMesh.arange(tp=2).with_hosts([0, 1])
+    >>> time(Layout(mesh, {"tp": Shard(0)}), Layout(mesh), (2700,), 4)
+    10200
+    """
     path = steps(source, destination, shape, itemsize)
-    return sum(step_cost(step, shape, itemsize) for step in path)
+    return sum(step_time(step, shape, itemsize) for step in path)
+
+
+def costs(
+    sources: Sequence[Layout], destination: Layout, shape: tuple[int, ...], itemsize: int
+) -> list[int]:
+    """Return what several changes to one layout cost: time, where that is known of all of them."""
+    if all(is_timed(source, destination, shape) for source in sources):
+        return [time(source, destination, shape, itemsize) for source in sources]
+    return [cost(source, destination, shape) for source in sources]
 
 
 def elements_received(source: Layout, destination: Layout, shape: tuple[int, ...]) -> float:

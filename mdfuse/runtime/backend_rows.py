@@ -15,7 +15,7 @@ from mdfuse.backends.mpi import library as mpi_library
 from mdfuse.backends.mpi.backend import MpiBackend
 from mdfuse.backends.symmetric.backend import SymmetricBackend
 from mdfuse.backends.symmetric.host_memory import why_not as why_not_symmetric
-from mdfuse.backends.symmetric.providers import WINDOW_BYTES
+from mdfuse.backends.symmetric.providers import OUTBOX_BYTES
 from mdfuse.backends.ucx import library as ucx_library
 from mdfuse.backends.ucx.backend import UcxBackend
 from mdfuse.bootstrap import Launch, gloo_devices
@@ -131,7 +131,7 @@ BACKENDS: dict[str, BackendRow] = {
         why_not=why_not_symmetric,
         open=_open_symmetric,
         can_capture=False,
-        staging=WINDOW_BYTES,
+        staging=OUTBOX_BYTES,
     ),
 }
 

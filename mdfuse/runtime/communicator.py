@@ -16,7 +16,7 @@ from typing import NoReturn, Protocol
 
 import torch
 
-from mdfuse.backends.base import Backend, Interruptible, Poster
+from mdfuse.backends.base import Backend, Interruptible, Poster, Tracking
 from mdfuse.backends.c10d.groups import default_group
 from mdfuse.backends.mpi import library as mpi_library
 from mdfuse.backends.work import first_line
@@ -267,11 +267,13 @@ class Communicator:
         return self._world.lanes is not None
 
     def replays(self, name: str, stream: int) -> Replays | None:
-        """Return what notes the replays of a program's graphs; None without fast lanes."""
-        lanes = self._world.lanes
-        if lanes is None:
+        """Return what notes the replays of a program's graphs; None where torch's watchdog does."""
+        makers = (self._world.lanes, *self._backends.values())
+        tracks = (x.track(stream) for x in makers if isinstance(x, Tracking))
+        track = next((x for x in tracks if x is not None), None)
+        if track is None:
             return None
-        return Replays(lanes, name, tuple(range(self.size)), stream)
+        return Replays(self._watch, track, name, tuple(range(self.size)))
 
     @property
     def is_closed(self) -> bool:

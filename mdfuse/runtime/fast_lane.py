@@ -65,15 +65,15 @@ class Replays:
     but each is a node that the device stops for, which would slow down small programs.
 
     Args:
-        lanes: whose watch takes the notes.
+        watch: takes the notes.
+        track: of the stream on which graphs are replayed; one for all captures, since its memory is
+            never given back.
         name: of a program, the same on all ranks that replay it, and used for it alone.
         team: the ranks that replay it, the same on all of them.
-        stream: the handle of the stream on which graphs are replayed.
     """
 
-    def __init__(self, lanes: Lanes, name: str, team: tuple[int, ...], stream: int) -> None:
-        self._watch, self._name, self._team = lanes.watch, name, team
-        self._track = lanes.track(stream)  # one for all captures: its memory is never given back
+    def __init__(self, watch: Watch, track: Track, name: str, team: tuple[int, ...]) -> None:
+        self._watch, self._track, self._name, self._team = watch, track, name, team
 
     def begin(self) -> None:
         """Forget what was captured before: a capture begins."""

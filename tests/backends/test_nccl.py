@@ -681,7 +681,7 @@ def test_a_replay_is_one_post() -> None:
         PostInfo(kind=k, team=(0, 1), bytes=8, where=f"mlp.py:{n}")
         for n, k in enumerate("abcdefgh")
     ]
-    replays = Replays(lanes, "mlp", (0, 1, 2), COMPUTE)
+    replays = Replays(watch, lanes.track(COMPUTE), "mlp", (0, 1, 2))
     for region in (0, 1):
         replays.begin()
         watch.captured += posts[:1] if region == 0 else posts

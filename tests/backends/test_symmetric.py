@@ -1,4 +1,4 @@
-"""Windows without a GPU: ranks in one process, on fake streams and in memory of the host."""
+"""Outboxes without a GPU: ranks in one process, on fake streams and in memory of the host."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ import mdfuse as mf
 from mdfuse.backends.algorithms import Sizes, compose
 from mdfuse.backends.base import Work
 from mdfuse.backends.symmetric.backend import SymmetricBackend
-from mdfuse.backends.symmetric.cuda_team import CudaTeam, CudaWindow
+from mdfuse.backends.symmetric.cuda_team import CudaOutbox, CudaTeam
 from mdfuse.backends.symmetric.host_memory import Card, Process, this_process
-from mdfuse.backends.symmetric.moves import Shape, Stage, Take, kind_of, moves
+from mdfuse.backends.symmetric.moves import Put, Shape, Take, kind_of, moves
 from mdfuse.backends.symmetric.posts import Buffers
 from mdfuse.backends.teams import team_key
 from mdfuse.errors import BackendError
@@ -60,6 +60,9 @@ class FakeLane:
     def wait(self, word: int, value: int) -> None:
         self.queue.append(lambda: ctypes.c_uint32.from_address(word).value == value)
 
+    def make(self, work: Callable[[], Any]) -> Any:
+        return work()
+
     def do(self, work: Callable[[], object]) -> None:
         self.queue.append(lambda: work() is None)
 
@@ -74,15 +77,15 @@ class World:
         self.team, self.shape = team, Shape(members=len(team), slot=slot)
         self.memory = [torch.zeros(self.shape.bytes, dtype=torch.uint8) for _ in team]
         self.words = [torch.zeros(self.shape.words, dtype=torch.int32) for _ in team]
-        windows = [
-            CudaWindow(words=w.data_ptr(), slots=m.data_ptr())
+        outboxes = [
+            CudaOutbox(words=w.data_ptr(), slots=m.data_ptr())
             for w, m in zip(self.words, self.memory, strict=True)
         ]
         self.lanes = [FakeLane() for _ in team]
         self.teams = [
-            CudaTeam(own=i, windows=windows, lane=lane) for i, lane in enumerate(self.lanes)
+            CudaTeam(own=i, outboxes=outboxes, lane=lane) for i, lane in enumerate(self.lanes)
         ]
-        self.kept: list[Any] = []
+        self.works: list[Any] = []
 
     def post(self, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor], small: int) -> None:
         sent, received = (tuple(x.numel() for x in side) for side in (srcs, dsts))
@@ -90,10 +93,10 @@ class World:
         composition = compose(call, sizes)
         first = (*srcs, *dsts)[0]
         made = moves(call, composition, first.itemsize, self.shape)
-        buffers = Buffers(srcs, dsts, first.new_empty(composition.scratch))
-        self.kept.append(buffers)
+        buffers = partial(Buffers.of, srcs, dsts, composition.scratch)
         notes = (lambda: None), (lambda: None)
-        self.teams[self.team.index(call.rank)].post(call, made, buffers, notes)
+        team = self.teams[self.team.index(call.rank)]
+        self.works.append(team.post(call, made, buffers, notes))
 
     def run(self) -> None:
         """Carry everything out, a random stream at a time; a deadlock is an error."""
@@ -106,7 +109,7 @@ class World:
                     if queue and queue[0]():
                         queue.popleft()
             assert sum(len(lane.queue) for lane in self.lanes) < before, "the streams stand still"
-        assert not any(w.any() for w in self.words), "something was staged that nobody took"
+        assert not any(w.any() for w in self.words), "something was put that nobody took"
 
 
 def drawn(rank: int, count: int) -> Tensor:
@@ -164,22 +167,22 @@ def test_uneven_pieces_between_pairs() -> None:
         assert torch.equal(found, want)
 
 
-def test_what_all_need_is_staged_once() -> None:
+def test_what_all_need_is_put_once() -> None:
     """Four chunks of an all-gather, for both readers at once, in two slots in turn."""
     call, shape = Call(kind="Allgather", team=(0, 1, 2), rank=1), Shape(members=3, slot=1024)
     composition = compose(call, Sizes(srcs=(1000,), dsts=(3000,), is_open=True))
     made = moves(call, composition, 4, shape)
-    staged = [m for m in made if isinstance(m, Stage)]
-    assert [(m.start, m.bytes) for m in staged] == [
+    sent = [m for m in made if isinstance(m, Put)]
+    assert [(m.start, m.bytes) for m in sent] == [
         (0, 1024),
         (1024, 1024),
         (2048, 1024),
         (3072, 928),
     ]
-    assert [m.place for m in staged] == [0, 1024, 0, 1024]
-    assert all(sorted(m.readers) == [0, 2] for m in staged)
+    assert [m.place for m in sent] == [0, 1024, 0, 1024]
+    assert all(sorted(m.readers) == [0, 2] for m in sent)
     assert sum(m.bytes for m in made if isinstance(m, Take)) == 8000
-    assert {kind_of(m.tag) for m in staged} == {"Allgather"}
+    assert {kind_of(m.tag) for m in sent} == {"Allgather"}
 
 
 # -- in memory of the host -------------------------------------------------------------------------
@@ -233,7 +236,7 @@ def test_a_rank_that_does_not_come_is_named(
 ) -> None:
     """And the team takes no more posts, whoever made the one that failed."""
     first, second = (gather(pair[0], torch.ones(4), torch.zeros(8)) for _ in range(2))
-    with pytest.raises(BackendError, match=r"after 0\.3 s an earlier Allgather .* rank 1"):
+    with pytest.raises(BackendError, match=r"an earlier Allgather .* after 0\.3 s .* rank 1"):
         second.wait()
     for _ in range(2):
         with pytest.raises(BackendError, match="Allgather failed on rank 0"):
@@ -248,6 +251,12 @@ def test_another_communication_in_its_place(
     call = Call(kind="Broadcast", team=(0, 1), rank=1, root=1)
     pair[1].bind(call)([torch.ones(4)], []).wait()
     with pytest.raises(BackendError, match="rank 1 has posted Broadcast in its place"):
+        gather(pair[0], torch.ones(4), torch.zeros(8)).wait()
+
+
+def test_another_size(pair: tuple[SymmetricBackend, SymmetricBackend]) -> None:
+    gather(pair[1], torch.ones(5), torch.zeros(10))
+    with pytest.raises(BackendError, match="rank 1 has posted another size"):
         gather(pair[0], torch.ones(4), torch.zeros(8)).wait()
 
 
@@ -283,7 +292,7 @@ def other() -> Iterator[tuple[subprocess.Popen[bytes], Process]]:
 def test_a_rank_whose_process_ended_is_named_at_once(
     pair: tuple[SymmetricBackend, SymmetricBackend], other: tuple[subprocess.Popen[bytes], Process]
 ) -> None:
-    """Also where nobody has waited for it; what it had staged before is still taken."""
+    """Also where nobody has waited for it; what it had put before is still taken."""
     team: Any = pair[0]._teams[0, 1]
     team.timeout_s, team.processes = 60, (this_process(), other[1])
     dst = torch.zeros(8)
@@ -311,24 +320,55 @@ def test_a_member_that_does_not_prepare() -> None:
         backend.prepare([(0, 1)])
 
 
+def alone_of_two(timeout_s: float = 5) -> SymmetricBackend:
+    cpu, store = torch.device("cpu"), HashStore()
+    return SymmetricBackend(rank=0, device=cpu, store=store, timeout_s=timeout_s)
+
+
+def prepared_with(backend: SymmetricBackend, card: Card, answer: str) -> None:
+    """Prepare a team whose other member shows that card, and gives that answer."""
+    store = PrefixStore(f"symmetric/{team_key((0, 1))}", backend.store)
+    store.set("card/1", json.dumps(card.fields()))
+    store.set("opened/1", answer)
+    backend.prepare([(0, 1)])
+
+
 def test_a_member_on_another_host() -> None:
-    store, team = HashStore(), (0, 1)
-    backend = SymmetricBackend(rank=0, device=torch.device("cpu"), store=store, timeout_s=5)
+    backend = alone_of_two()
     card = Card(process=replace(this_process(), host="elsewhere"), file=0)
-    PrefixStore(f"symmetric/{team_key(team)}", store).set("1", json.dumps(card.fields()))
-    with pytest.raises(BackendError, match="cannot connect rank 0 with rank 1") as caught:
-        backend.prepare([team])
+    with pytest.raises(BackendError, match="cannot connect rank 0 with the team") as caught:
+        prepared_with(backend, card, "")
+    assert "rank 1 is on another host" in str(caught.value)
     assert "tp=symmetric" in str(caught.value)
 
 
 def test_a_member_whose_memory_cannot_be_opened() -> None:
-    store, team = HashStore(), (0, 1)
-    backend = SymmetricBackend(rank=0, device=torch.device("cpu"), store=store, timeout_s=5)
+    backend = alone_of_two()
     card = Card(process=this_process(), file=10**6)
-    PrefixStore(f"symmetric/{team_key(team)}", store).set("1", json.dumps(card.fields()))
     with pytest.raises(BackendError, match="cannot connect rank 0") as caught:
-        backend.prepare([team])
+        prepared_with(backend, card, "")
     assert "No such file" in str(caught.value)
+
+
+def test_a_member_that_cannot_open_what_this_rank_has() -> None:
+    """All members raise; here the other one says why it did."""
+    backend = alone_of_two()
+    card = Card(process=this_process(), file=os.memfd_create("of a test"))
+    os.ftruncate(card.file, 1 << 24)
+    with pytest.raises(BackendError, match="cannot connect rank 0") as caught:
+        prepared_with(backend, card, "no permission\nto see")
+    os.close(card.file)
+    assert "on rank 1" in str(caught.value) and "no permission" in str(caught.value)
+
+
+def test_a_rank_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with pytest.raises(BackendError, match="cannot connect rank 0") as caught:
+        alone_of_two().prepare([(0, 1)])
+    assert "Too many open files" in str(caught.value)
 
 
 def test_a_team_of_one_copies() -> None:

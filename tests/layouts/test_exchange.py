@@ -136,6 +136,19 @@ def test_holders_send_in_turn() -> None:
     assert [len(comm.part(r).sends) for r in one.ranks] == [1] * 16
 
 
+def test_a_rank_that_holds_another_term_lacks_its_own() -> None:
+    """Ranks 0 and 2 hold the first term of two; rank 2 is to hold the second."""
+    source = Layout(DeviceMesh([[0, 1], [2, 3]], ("y", "x")), {"x": P})
+    goal = Layout(DeviceMesh([0, 2]), {"x": P})
+    comm = Communication(
+        kind="Exchange", source=source, destination=goal, shape=(4,), dtype=torch.float32
+    )
+    assert [len(comm.part(r).recvs) for r in goal.mesh.ranks] == [0, 1]
+    assert worst_lack(source, goal, (4,)) == 4
+    assert is_lacking(source, goal, (4,))
+    assert 2 in comm.whole_group and 0 not in comm.whole_group
+
+
 def sent_between(comm: Communication, hosts: list[int]) -> Counter[tuple[int, int]]:
     """(host, other host) -> elements sent from the one to the other."""
     found: Counter[tuple[int, int]] = Counter()

@@ -102,3 +102,18 @@ def test_training_stays_beside_one_device(comm: mf.Communicator) -> None:
     if comm.rank == 0:
         assert losses == pytest.approx(train.train(train.OneDevice(), 200), abs=1e-4)
     comm.barrier()
+
+
+@pytest.mark.parametrize(
+    ("axes", "schedule"), [({"pp": 2, "dp": 2}, "1f1b"), ({"pp": 4}, "zb1p")], ids=str
+)
+def test_training_in_stages(axes: dict[str, int], schedule: str, comm: mf.Communicator) -> None:
+    """The ranks of the first rank group have the loss."""
+    pipeline, train = example("pipeline"), example("train_llama")
+    program = pipeline.compiled(DeviceMesh.arange(**axes), axes["pp"], 4, schedule)
+    losses = train.train(pipeline.Launched(program), 4)
+    if comm.rank < 4 // axes["pp"]:
+        assert losses == pytest.approx(train.train(train.OneDevice(), 4), abs=1e-4)
+    else:
+        assert all(loss != loss for loss in losses)
+    comm.barrier()

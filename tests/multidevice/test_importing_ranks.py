@@ -87,6 +87,32 @@ def test_steps_of_training(comm: mf.Communicator, tmp_path: Path) -> None:
         assert torch.equal(part, running.state[name])  # on to the bit
 
 
+@pytest.mark.world(4)
+def test_what_ranks_save_is_read_in_another_layout(comm: mf.Communicator, tmp_path: Path) -> None:
+    """Split by tp in blocks, trained; read by fsdp, and by torch."""
+    if comm.rank == 0:
+        comm.store.set("importing.saved", str(tmp_path / "saved"))
+    shared = Path(comm.store.get("importing.saved").decode())
+    model = imported()
+    step = model.training_step(lambda y: y.pow(3).mean(), optimizer=partial(mf.optim.sgd, lr=0.1))
+    running = step.start(model.load(checkpoint(tmp_path, comm.rank), comm=comm))
+    running(mf.shard_tensor(x(), MESH, BATCH, rank=comm.rank).to(comm.device))
+    assert model.save(shared, running.weights, comm=comm) == shared
+    alone = encoder()
+    alone(x()).pow(3).mean().backward()
+    with torch.no_grad():
+        for w in alone.parameters():
+            w -= 0.1 * w.grad
+    mesh = DeviceMesh.arange(fsdp=4)
+    other = mf.from_torch(encoder(), (x(),), mesh=mesh, layouts={"*": {"fsdp": Shard(0)}})
+    found = other.load(shared, comm=comm)
+    wanted = other.load(alone.state_dict(), rank=comm.rank)
+    for part, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(part.cpu(), want, rtol=1e-4, atol=1e-6)
+    with pytest.raises(ProgramError, match="has a checkpoint"):
+        model.save(shared, running.weights, comm=comm)
+
+
 @pytest.mark.world(2)
 def test_a_file_that_one_rank_lacks(comm: mf.Communicator, tmp_path: Path) -> None:
     module, mesh = nn.Linear(4, 6), DeviceMesh.arange(tp=2)

@@ -98,3 +98,39 @@ def check_reshard(
     want = local_part(value, goal, comm.rank)
     assert got.shape == want.shape, f"{source} -> {goal} of {shape}"
     assert torch.equal(got.cpu(), want), f"{source} -> {goal} of {shape}"
+
+
+OPS = {
+    torch.float32: ("sum", "prod", "max", "min", "avg"),
+    torch.int64: ("sum", "prod", "max", "min", "band", "bor", "bxor"),
+    torch.bool: ("band", "bor"),
+}
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("seed", range(CASES // 2))
+def test_reduce_ops(seed: int, comm: mf.Communicator) -> None:
+    """From terms to terms, elsewhere or on hosts that are known, and from these to parts."""
+    draw = random.Random(seed)
+    dtype, shape = draw.choice([*OPS]), draw.choice(SHAPES)
+    op, hosts = Partial(draw.choice(OPS[dtype])), [draw.randrange(2) for _ in range(4)]
+    meshes = [draw.choice(MESHES) for _ in range(3)]
+    if draw.random() < 0.5:
+        meshes = [mesh.with_hosts([hosts[r] for r in mesh.ranks]) for mesh in meshes]
+    kinds: list[Placement] = [*map(Shard, range(len(shape))), Replicate()]
+    source, between = (
+        Layout(mesh, {axis: draw.choice([*kinds, op, op]) for axis in mesh.axes})
+        for mesh in meshes[:2]
+    )
+    goal = Layout(meshes[2], {axis: draw.choice(kinds) for axis in meshes[2].axes})
+    with mf.FusionDefinition("terms") as fd:
+        terms = fd.ops.set(fd.define_tensor(shape, dtype, source)).on(between)
+        fd.add_output(fd.ops.set(terms).on(goal))
+    value = whole(shape, dtype, seed)
+    mine = shares(value, source.normalized(len(shape))).get(comm.rank)
+    (got,) = mf.compile(fd, mf.Options(poison=True)).run(
+        None if mine is None else mine.to(comm.device)
+    )
+    if comm.rank in goal.mesh:
+        want = local_part(value, goal, comm.rank)
+        assert torch.allclose(got.cpu(), want), f"{source} -> {between} -> {goal} of {shape}"

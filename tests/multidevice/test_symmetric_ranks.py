@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+import time
 from typing import Any
 
 import backend_suite as suite
 import pytest
+import test_streams_ranks as streams
 import torch
 from backend_suite import *  # noqa: F403  the tests that every backend passes
 
@@ -42,6 +45,25 @@ def test_more_than_fits_into_slots(comm: mf.Communicator) -> None:
     want = [whole, parts.sum(0), whole.chunk(2)[tp].chunk(2, 1)[dp]]
     for found, expected in zip(got, want, strict=True):
         assert torch.equal(found.cpu(), expected)
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("case", streams.COMMUNICATING, ids=str)
+def test_streams(case: streams.Case, comm: mf.Communicator) -> None:
+    """Gathers and scatters of contractions in chunks, by each of the forms, uneven."""
+    streams.check_case(case, comm, 7, streams.PLAIN)
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("name", ["gather_matmul_in_a_ring", "matmul_scatter", "matmul_reduce"])
+def test_streams_with_random_delays(name: str, comm: mf.Communicator) -> None:
+    """Fifty runs, in which each rank stops anywhere for a while."""
+
+    def sleep(cycles: int) -> None:
+        time.sleep(cycles / 1e9)
+
+    delays = streams.Delays(sleep, random.Random(comm.rank))
+    streams.check_held_up(streams.CASES[name], comm, delays)
 
 
 # -- on one GPU that all ranks share ---------------------------------------------------------------

@@ -23,7 +23,7 @@ from mdfuse import (
 from mdfuse.communication import Communication
 from mdfuse.hir.verify import verify
 from mdfuse.hir.verify.posts import transition_problem
-from mdfuse.reshard import steps
+from mdfuse.reshard import Step, steps, with_type
 from mdfuse.reshard.refined import on_common_mesh
 
 MESHES = (
@@ -189,3 +189,36 @@ def test_terms_by_every_op_that_has_a_neutral_element() -> None:
         found = mf.simulate(program, [x]).outputs[0]
         assert torch.equal(found.float(), x.float()), op
     assert Replicate() == Layout(mesh).placement("a")
+
+
+@pytest.mark.parametrize("op", ["max", "sum", "avg"])
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [
+        (Layout(DeviceMesh([0])), "Scatter"),
+        (Layout(DeviceMesh([0, 1, 2, 3])), "Exchange"),
+        (Layout(DeviceMesh([0, 1, 2, 3]), {"x": Shard(0)}), "SendRecv"),
+    ],
+    ids=str,
+)
+def test_terms_elsewhere_are_sent_once(source: Layout, kind: str, op: str) -> None:
+    """Each rank of the other mesh gets a part, the rest of its term changes nothing; but of avg."""
+    goal = Layout(DeviceMesh([4, 5, 6, 7]), {"x": Partial(op)})
+    path = steps(source, goal, (8, 3))
+    found = [step.kind for step in path]
+    if op == "avg":
+        assert found[-1] == "slice"
+    else:
+        assert found == [kind, "term"]
+        assert sum(_bytes(step) for step in path) == 8 * 3
+    x = torch.arange(24.0).reshape(8, 3) - 9
+    with mf.FusionDefinition("terms") as fd:
+        fd.add_output(fd.ops.set(fd.define_tensor([8, 3], torch.float32, source)).on(goal))
+    check_everywhere(mf.compile(fd), [x], [x])
+
+
+def _bytes(step: Step) -> int:
+    """What a step brings to all ranks, of elements of one byte."""
+    typed = with_type(step, (8, 3), torch.uint8)
+    ranks = {*step.source.mesh, *step.destination.mesh}
+    return sum(map(typed.bytes_received, ranks)) if isinstance(typed, Communication) else 0

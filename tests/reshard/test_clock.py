@@ -13,7 +13,7 @@ import mdfuse as mf
 from mdfuse import DeviceMesh, Layout, Partial, Replicate, Shard, hir
 from mdfuse.communication import Communication
 from mdfuse.layouts.layout import Placement
-from mdfuse.reshard import Local, steps
+from mdfuse.reshard import Local, costs, steps
 from mdfuse.reshard.steps import time
 
 HOSTS = [0, 0, 0, 0, 1, 1, 1, 1]
@@ -138,3 +138,28 @@ def test_from_hosts_to_other_hosts(
         y = fd.define_tensor([24, 8, 6], mesh=one, layout=before)
         fd.add_output(fd.ops.set(y).on(other, after))
     check_everywhere(mf.compile(fd), [x], [x])
+
+
+def test_a_copy_on_the_same_host_is_read() -> None:
+    """Of two copies elsewhere, of as many bytes, the one on the reader's host is sent."""
+    far, near, here = (DeviceMesh([r], hosts=[h]) for r, h in ((0, 0), (1, 1), (2, 1)))
+    with mf.FusionDefinition("copies") as fd:
+        x = fd.define_tensor([8], mesh=far, layout={}, name="x")
+        copy = fd.ops.set(x).on(near)
+        fd.add_output(fd.ops.set(x).on(here))
+        fd.add_output(copy)
+    text = str(mf.compile(fd).host)
+    assert "mesh(x=1: 1 on 1*1)" in text
+    value = torch.arange(8.0)
+    check_everywhere(mf.compile(fd), [value], [value, value])
+    layouts = [Layout(far), Layout(near)]
+    slow, fast = costs(layouts, Layout(here), (27_000,), 4)
+    assert (slow, fast) == (10_000 + 4000, 10_000 + 400)
+
+
+def test_costs_have_one_unit() -> None:
+    """Where hosts of one mesh are not known, elements count for all."""
+    known, unknown = DeviceMesh([0], hosts=[0]), DeviceMesh([1])
+    goal = Layout(DeviceMesh([2], hosts=[1]))
+    found = costs([Layout(known), Layout(unknown)], goal, (100,), 4)
+    assert found[0] == found[1]

@@ -1,11 +1,14 @@
-"""A world of one: no launcher, no network, no address."""
+"""A world of one: no launcher, no network, no address; and what notes replays."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
+import pytest
 from helpers.bare import bare_environment
+
+import mdfuse as mf
 
 _PROGRAM = """
 import torch
@@ -69,3 +72,38 @@ def test_a_single_process_needs_no_launcher_and_no_network() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert not done.stderr
+
+
+class Marking:
+    """A backend that queues posts on a stream, and a track of them."""
+
+    def __init__(self, stream: int | None) -> None:
+        self.stream, self.marked = stream, list[int]()
+
+    def track(self, stream: int) -> Marking | None:
+        return self if stream == self.stream else None
+
+    def mark(self, number: int) -> None:
+        self.marked.append(number)
+
+    def is_done(self, number: int) -> bool:
+        return False
+
+    def close(self) -> None:
+        return None
+
+
+@pytest.mark.usefixtures("unjoined")
+def test_replays_are_noted_where_a_backend_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a fast lane, and with backends beside it that queue nothing."""
+    comm, queue = mf.init(backend="gloo"), Marking(7)
+    assert comm.replays("mlp", 7) is None
+    monkeypatch.setitem(comm._backends, "other", Marking(None))
+    assert comm.replays("mlp", 7) is None
+    monkeypatch.setitem(comm._backends, "queue", queue)
+    replays = comm.replays("mlp", 7)
+    assert replays is not None
+    before, behind = replays.end(0)
+    before()
+    behind()
+    assert queue.marked == [1]

@@ -1,1 +1,1 @@
-"""Memory that every member of a team reads and writes: staged by its owner, taken by the others."""
+"""Memory that every member of a team sees: its owner puts pieces there, the others take them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from mdfuse.backends.algorithms import Composition, Sizes
 from mdfuse.backends.base import PostSite, Work, check_call, check_usable
-from mdfuse.backends.post_notes import PostLog
+from mdfuse.backends.post_notes import PostLog, Track
 from mdfuse.backends.symmetric.host_memory import Card, SharedMemory, why_not
 from mdfuse.backends.symmetric.moves import Move, Shape, moves
 from mdfuse.backends.symmetric.posts import Buffers
-from mdfuse.backends.symmetric.providers import PROVIDERS, Place, Team, memory_size
+from mdfuse.backends.symmetric.providers import PROVIDERS, Place, Posting, Team
 from mdfuse.backends.teams import new_teams, not_connected, team_key
 from mdfuse.backends.transfers import change, composer
-from mdfuse.backends.work import DONE
+from mdfuse.backends.work import DONE, first_line
 from mdfuse.errors import BackendError
 from mdfuse.layouts.call import Call
 from mdfuse.torch_private import PrefixStore, Store
@@ -32,7 +32,7 @@ SMALL_BYTES = 64 * 1024
 
 @dataclass(kw_only=True, eq=False)
 class SymmetricBackend:
-    """A backend whose teams have windows: memory that all members see.
+    """A backend whose teams have outboxes: memory that all members see.
 
     Attributes:
         rank: this rank.
@@ -65,6 +65,10 @@ class SymmetricBackend:
         """End the waits of this rank with an error; see `Interruptible`."""
         return self._provider.abort()
 
+    def track(self, stream: int) -> Track | None:
+        """Return a new track of what is queued on a stream; see `Tracking`."""
+        return self._provider.track(stream)
+
     def prepare(self, teams: Iterable[tuple[int, ...]]) -> None:
         """Make the teams that this rank is in; see `Backend.prepare`."""
         for team in new_teams(teams, self.rank, self._teams):
@@ -78,42 +82,66 @@ class SymmetricBackend:
         return SymmetricPoster(call, team, shape)
 
     def close(self) -> None:
-        """Give up all windows."""
+        """Give up all outboxes."""
         for team in self._teams.values():
             team.close()
         self._teams.clear()
 
     def _make(self, team: tuple[int, ...]) -> Team:
-        """Make a window, and open those of the other members."""
-        provider, own = self._provider, team.index(self.rank)
-        shape = Shape(members=len(team), slot=provider.slot)
-        size = memory_size(shape, self.device.type == "cpu")[1]
+        """Make an outbox, and open those of the other members.
+
+        Where one of them cannot, all members raise, and say which and why.
+        """
+        shape = Shape(members=len(team), slot=self._provider.slot)
         store = PrefixStore(f"symmetric/{team_key(team)}", self.store)
-        keys = [str(rank) for rank in team]
         with ExitStack() as files:  # which memory needs no more once all members have opened it
-            memory, card = provider.offer(shape)
+            memory, card = self._offered(team, shape)
             files.callback(memory.close)
-            store.set(str(self.rank), json.dumps(card.fields()))
+            cards = [
+                Card.of(json.loads(text))
+                for text in self._exchange(store, "card", team, json.dumps(card.fields()))
+            ]
+            made: Team | None = None
             try:
-                store.wait(keys, timedelta(seconds=self.timeout_s))
-                cards = [Card.of(json.loads(text)) for text in store.multi_get(keys)]
                 _check_host(self.rank, team, cards)
-                others = [SharedMemory.of(c, size) for c in (*cards[:own], *cards[own + 1 :])]
-            except (RuntimeError, OSError) as error:
-                raise not_connected(self.name, self.rank, team, error) from error
-            for other in others:
-                files.callback(other.close)
-            memories = [*others[:own], memory, *others[own:]]
-            made = provider.team(team, own, shape, list(zip(memories, cards, strict=True)))
-            self._meet(store, team)
+                made = self._opened(team, shape, memory, cards, files)
+                problem = ""
+            except (BackendError, OSError) as error:
+                problem = str(error)
+            answers = self._exchange(store, "opened", team, problem)
+        refusals = {rank: text for rank, text in zip(team, answers, strict=True) if text}
+        if refusals or made is None:
+            raise _not_seen(self.rank, team, refusals)
         return made
 
-    def _meet(self, store: Store, team: tuple[int, ...]) -> None:
-        """Return once all members have opened all windows, which then need no file any more."""
+    def _offered(self, team: tuple[int, ...], shape: Shape) -> tuple[SharedMemory, Card]:
         try:
-            if store.add("opened", 1) == len(team):
-                store.set("all", "")
-            store.wait(["all"], timedelta(seconds=self.timeout_s))
+            return self._provider.offer(shape)
+        except OSError as error:
+            raise not_connected(self.name, self.rank, team, error) from error
+
+    def _opened(
+        self,
+        team: tuple[int, ...],
+        shape: Shape,
+        memory: SharedMemory,
+        cards: Sequence[Card],
+        files: ExitStack,
+    ) -> Team:
+        own, memories = team.index(self.rank), []
+        for i, card in enumerate(cards):
+            found = memory if i == own else SharedMemory.of(card, memory.size)
+            files.callback(found.close)
+            memories.append((found, card))
+        return self._provider.team(team, own, shape, memories)
+
+    def _exchange(self, store: Store, what: str, team: tuple[int, ...], said: str) -> list[str]:
+        """Return what each member said, in team order."""
+        keys = [f"{what}/{rank}" for rank in team]
+        try:
+            store.set(f"{what}/{self.rank}", said)
+            store.wait(keys, timedelta(seconds=self.timeout_s))
+            return [text.decode() for text in store.multi_get(keys)]
         except RuntimeError as error:
             raise not_connected(self.name, self.rank, team, error) from error
 
@@ -122,20 +150,27 @@ def _check_host(rank: int, team: tuple[int, ...], cards: Sequence[Card]) -> None
     hosts = [card.process.host for card in cards]
     others = [r for r, host in zip(team, hosts, strict=True) if host != hosts[team.index(rank)]]
     if others:
-        raise BackendError(
-            f"backend 'symmetric' cannot connect rank {rank} with rank {others[0]}",
-            where=f"team {team}",
-            because="it carries what stays on one host, in processes of one user that see each "
-            "other's numbers",
-            hint="name it for axes within a host alone: Options(backend='gloo, tp=symmetric')",
-        )
+        raise OSError(f"rank {others[0]} is on another host, or cannot be seen from here")
+
+
+def _not_seen(rank: int, team: tuple[int, ...], refusals: Mapping[int, str]) -> BackendError:
+    """Return the error of every member, where some cannot see the memory of others."""
+    first, because = next(iter(refusals.items()))
+    return BackendError(
+        f"backend 'symmetric' cannot connect rank {rank} with the team {team}",
+        where=f"on rank {first}" + (f", and {len(refusals) - 1} more" if len(refusals) > 1 else ""),
+        because=first_line(OSError(because)),
+        hint="it carries what stays on one host, between processes of one user that see each "
+        "other, and GPUs that reach each other; name it for such axes alone: "
+        "Options(backend='nccl, tp=symmetric')",
+    )
 
 
 @dataclass(slots=True, eq=False)
 class SymmetricPoster:
     """A call bound to its team, with its moves for each dtype and set of buffer sizes.
 
-    A team of one has no windows: what it sends it receives, by local work.
+    A team of one has no outboxes: what it sends it receives, by local work.
     """
 
     call: Call
@@ -165,8 +200,8 @@ class SymmetricPoster:
     def _bound(self, itemsize: int, composition: Composition, sizes: Sizes) -> _Bound:
         largest = itemsize * max(sum(sizes.srcs), sum(sizes.dsts))
         made = moves(self.call, composition, itemsize, self.shape)
-        begin = None if self.team is None else self.team.poster(self.call, largest)
-        return _Bound(self.call, self.team, made, composition.scratch, begin)
+        post = None if self.team is None else self.team.poster(self.call, largest)
+        return _Bound(self.call, made, composition.scratch, post)
 
 
 @dataclass(slots=True, eq=False)
@@ -174,16 +209,13 @@ class _Bound:
     """The moves of a call for buffers of certain sizes."""
 
     call: Call
-    team: Team | None
     moves: tuple[Move, ...]
     scratch: int
-    begin: Callable[[Sequence[Move], Buffers], Work] | None
+    post: Posting | None
 
     def __call__(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
-        first = (*srcs, *dsts)[0]
-        if self.team is None or self.begin is None:
-            buffers = Buffers(srcs, dsts, first.new_empty(self.scratch))
-            change(self.call, self.moves, buffers.elements)  # type: ignore[arg-type]
-            return DONE
-        scratch = self.team.empty(first, self.scratch)
-        return self.begin(self.moves, Buffers(srcs, dsts, scratch))
+        if self.post is not None:
+            return self.post(self.moves, srcs, dsts, self.scratch)
+        buffers = Buffers.of(srcs, dsts, self.scratch)
+        change(self.call, self.moves, buffers.elements)  # type: ignore[arg-type]
+        return DONE

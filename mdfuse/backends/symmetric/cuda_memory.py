@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -18,6 +18,8 @@ from mdfuse.backends.nccl.cuda_driver import CudaDevice, driver_function
 #: cuda.h: CU_MEMHOSTREGISTER_PORTABLE and _DEVICEMAP, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS,
 #: CU_STREAM_WAIT_VALUE_EQ.
 _REGISTERED, _PEER_ACCESS, _EQUAL = 1 | 2, 1, 1
+
+Made = TypeVar("Made")
 
 _pointer, _address = ctypes.c_void_p, ctypes.c_uint64
 _size, _number = ctypes.c_size_t, ctypes.c_uint32
@@ -103,6 +105,9 @@ class Lane(Protocol):
     def wait(self, word: int, value: int) -> None:
         """Queue a wait until a word has a value."""
 
+    def make(self, work: Callable[[], Made]) -> Made:
+        """Return what a function makes, in memory that belongs to the lane."""
+
     def do(self, work: Callable[[], object]) -> None:
         """Queue what torch does in a function."""
 
@@ -136,9 +141,12 @@ class CudaLane:
     def wait(self, word: int, value: int) -> None:
         self._wait(self._stream, word, value, _EQUAL)
 
-    def do(self, work: Callable[[], object]) -> None:
+    def make(self, work: Callable[[], Made]) -> Made:
         with torch.cuda.stream(self._torch_stream):
-            work()
+            return work()
+
+    def do(self, work: Callable[[], object]) -> None:
+        self.make(work)
 
     def end(self) -> Callable[[], None]:
         device, done = self._device, self._device.event()

@@ -1,4 +1,4 @@
-"""Moves through windows in memory of GPUs, all queued on one stream of the team.
+"""Moves through outboxes in memory of GPUs, all queued on one stream of the team.
 
 The host waits for nothing. Where a rank does not come, the stream stands still, and the watchdog
 says so: each post is noted, and marked behind its last move.
@@ -12,7 +12,7 @@ from functools import partial
 
 from mdfuse.backends.algorithms import Copy, Reduce
 from mdfuse.backends.symmetric.cuda_memory import Lane
-from mdfuse.backends.symmetric.moves import Move, Stage, Take
+from mdfuse.backends.symmetric.moves import Move, Put, Take
 from mdfuse.backends.symmetric.posts import Buffers
 from mdfuse.backends.transfers import change
 from mdfuse.layouts.call import Call
@@ -22,8 +22,8 @@ WORD = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CudaWindow:
-    """A window as this rank's GPU sees it: the addresses of its words and of its slots."""
+class CudaOutbox:
+    """An outbox as this rank's GPU sees it: the addresses of its words and of its slots."""
 
     words: int
     slots: int
@@ -31,33 +31,48 @@ class CudaWindow:
 
 @dataclass(eq=False, kw_only=True)
 class CudaTeam:
-    """The windows of a team, by the index of their owner, and the queue of its moves.
+    """The outboxes of a team, by the index of their owner, and the queue of its moves.
 
     Attributes:
         own: this rank's index.
-        windows: of all members.
+        outboxes: of all members.
         lane: where moves are queued.
     """
 
     own: int
-    windows: Sequence[CudaWindow]
+    outboxes: Sequence[CudaOutbox]
     lane: Lane
 
     def post(
         self,
         call: Call,
         moves: Sequence[Move],
-        buffers: Buffers,
+        buffers: Callable[[], Buffers],
         notes: tuple[Callable[[], None], Callable[[], None]],
     ) -> CudaWork:
-        """Queue a post, between two notes for the watchdog."""
+        """Queue a post, between two notes for the watchdog.
+
+        Args:
+            call: what is posted.
+            moves: queued in order.
+            buffers: returns the buffers; called where memory that it makes belongs to the lane, and
+                to the graph that is being captured.
+            notes: called before and after.
+        """
         before, behind = notes
-        lane, own = self.lane, self.windows[self.own]
         before()
-        lane.begin()
+        self.lane.begin()
+        given = self.lane.make(buffers)
+        self._queue(call, moves, given)
+        join = self.lane.end()
+        behind()
+        return CudaWork(join, given)
+
+    def _queue(self, call: Call, moves: Sequence[Move], buffers: Buffers) -> None:
+        lane, own = self.lane, self.outboxes[self.own]
         for move in moves:
             match move:
-                case Stage():
+                case Put():
                     for word in move.words:
                         lane.wait(own.words + WORD * word, 0)
                     source = buffers.address(move.piece, move.start)
@@ -65,17 +80,14 @@ class CudaTeam:
                     for word in move.words:
                         lane.write(own.words + WORD * word, move.tag)
                 case Take():
-                    window = self.windows[move.owner]
-                    word = window.words + WORD * move.word
+                    outbox = self.outboxes[move.owner]
+                    word = outbox.words + WORD * move.word
                     lane.wait(word, move.tag)
                     target = buffers.address(move.piece, move.start)
-                    lane.copy(target, window.slots + move.place, move.bytes)
+                    lane.copy(target, outbox.slots + move.place, move.bytes)
                     lane.write(word, 0)
                 case Copy() | Reduce():
                     lane.do(partial(change, call, (move,), buffers.elements))
-        join = lane.end()
-        behind()
-        return CudaWork(join, buffers)
 
 
 @dataclass(slots=True, eq=False)

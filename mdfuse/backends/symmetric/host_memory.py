@@ -68,7 +68,7 @@ def _status(pid: int) -> list[str] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """What the others need in order to open a rank's window; it goes through the store.
+    """What the others need in order to open a rank's outbox; it goes through the store.
 
     Attributes:
         process: of the rank.
@@ -99,6 +99,7 @@ class SharedMemory:
     """
 
     def __init__(self, size: int, file: int | None = None) -> None:
+        self.size = size
         self.file = os.memfd_create("mdfuse") if file is None else file
         if file is None:
             os.ftruncate(self.file, size)

@@ -1,4 +1,4 @@
-"""Moves through windows in memory of the host: waits look at words, and copy.
+"""Moves through outboxes in memory of the host: waits look at words, and copy.
 
 Nothing moves while no rank waits or posts: a post makes the moves that it can, and a wait makes
 those of all posts of this rank, each team's in the order of its posts. A rank that has nothing to
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mdfuse.backends.algorithms import Copy, Reduce
 from mdfuse.backends.symmetric.host_memory import Fence, Process
-from mdfuse.backends.symmetric.moves import Move, Stage, Take, kind_of
+from mdfuse.backends.symmetric.moves import Move, Put, Take, kind_of
 from mdfuse.backends.symmetric.posts import Buffers
 from mdfuse.backends.transfers import change
 from mdfuse.backends.work import failure
@@ -92,8 +92,8 @@ def _rest(looks: int) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostWindow:
-    """A window: its words, and its slots as bytes."""
+class HostOutbox:
+    """An outbox: its words, and its slots as bytes."""
 
     words: Any
     slots: Tensor
@@ -101,12 +101,12 @@ class HostWindow:
 
 @dataclass(eq=False, kw_only=True)
 class HostTeam:
-    """The windows of a team, by the index of their owner, and the posts that go through them.
+    """The outboxes of a team, by the index of their owner, and the posts that go through them.
 
     Attributes:
         ranks: of the team.
         own: this rank's index.
-        windows: of all members.
+        outboxes: of all members.
         processes: of all members.
         progress: of this process.
         timeout_s: how long a wait may take.
@@ -115,7 +115,7 @@ class HostTeam:
 
     ranks: tuple[int, ...]
     own: int
-    windows: Sequence[HostWindow]
+    outboxes: Sequence[HostOutbox]
     processes: Sequence[Process]
     progress: Progress
     timeout_s: float
@@ -126,16 +126,18 @@ class HostTeam:
         self.queue = self.progress.new_queue()
         self._fence = Fence()
 
-    def poster(self, call: Call, size: int) -> Callable[[Sequence[Move], Buffers], HostPost]:
+    def poster(self, call: Call, size: int) -> Callable[..., HostPost]:
         """Return what begins posts of a call; see `Team`."""
 
-        def begin(moves: Sequence[Move], buffers: Buffers) -> HostPost:
+        def post(
+            moves: Sequence[Move], srcs: Sequence[Tensor], dsts: Sequence[Tensor], scratch: int
+        ) -> HostPost:
             self.check_usable(call)
-            post = HostPost(call, moves, buffers, team=self)
-            self.progress.begin(post)
-            return post
+            begun = HostPost(call, moves, Buffers.of(srcs, dsts, scratch), team=self)
+            self.progress.begin(begun)
+            return begun
 
-        return begin
+        return post
 
     def check_usable(self, call: Call) -> None:
         """Refuse a post on a team that failed before.
@@ -151,42 +153,38 @@ class HostTeam:
                 hint="close() the communicator and call mdfuse.init() again, on all ranks",
             )
 
-    def empty(self, like: Tensor, count: int) -> Tensor:
-        """Return uninitialised room; see `Team`."""
-        return like.new_empty(count)
-
-    def readers_of(self, stage: Stage) -> list[int]:
-        """Return who has not taken yet what lies where a piece is to be staged."""
-        words = self.windows[self.own].words
-        pairs = zip(stage.readers, stage.words, strict=True)
+    def readers_of(self, put: Put) -> list[int]:
+        """Return who has not taken yet what lies where a piece is to be put."""
+        words = self.outboxes[self.own].words
+        pairs = zip(put.readers, put.words, strict=True)
         return [reader for reader, word in pairs if words[word]]
 
-    def stage(self, move: Stage, source: Tensor) -> None:
-        """Copy bytes into this rank's window, and tell the readers."""
-        window = self.windows[self.own]
+    def put(self, move: Put, source: Tensor) -> None:
+        """Copy bytes into this rank's outbox, and tell the readers."""
+        outbox = self.outboxes[self.own]
         self._fence()
-        window.slots[move.place : move.place + move.bytes].copy_(source)
+        outbox.slots[move.place : move.place + move.bytes].copy_(source)
         self._fence()
         for word in move.words:
-            window.words[word] = move.tag
+            outbox.words[word] = move.tag
 
     def take(self, move: Take, target: Tensor) -> None:
-        """Copy bytes out of a member's window, and tell it."""
-        window = self.windows[move.owner]
+        """Copy bytes out of a member's outbox, and tell it."""
+        outbox = self.outboxes[move.owner]
         self._fence()
-        target.copy_(window.slots[move.place : move.place + move.bytes])
+        target.copy_(outbox.slots[move.place : move.place + move.bytes])
         self._fence()
-        window.words[move.word] = 0
+        outbox.words[move.word] = 0
 
     def found(self, move: Take) -> int:
-        """Return the word that tells whether a piece was staged."""
-        found: int = self.windows[move.owner].words[move.word]
+        """Return the word that tells whether a piece was put."""
+        found: int = self.outboxes[move.owner].words[move.word]
         return found
 
     def close(self) -> None:
-        """Give up the windows; members keep what they have opened until they close, too."""
+        """Give up the outboxes; members keep what they have opened until they close, too."""
         self.is_broken = True
-        self.windows = ()
+        self.outboxes = ()
 
 
 @dataclass(eq=False)
@@ -252,8 +250,8 @@ class HostPost:
                 has_moved = False
             has_moved = True
             match move:
-                case Stage():
-                    team.stage(move, buffers.bytes(move.piece, move.start, move.bytes))
+                case Put():
+                    team.put(move, buffers.bytes(move.piece, move.start, move.bytes))
                 case Take():
                     team.take(move, buffers.bytes(move.piece, move.start, move.bytes))
                 case Copy() | Reduce():
@@ -262,7 +260,7 @@ class HostPost:
 
     def _can(self, move: Move) -> bool:
         match move:
-            case Stage():
+            case Put():
                 self._late, self._told = self.team.readers_of(move), 0
                 return not self._late
             case Take():
@@ -289,19 +287,19 @@ class HostPost:
         after = f"after {self.team.timeout_s:g} s"
         if self.team.queue and self.team.queue[0] is not self:
             first = self.team.queue[0]
-            return f"after {self.team.timeout_s:g} s an earlier {first.call.kind} is not over: " + (
-                first._what_is_missing()
-            )
+            return f"an earlier {first.call.kind} is not over: {first._what_is_missing()}"
         who = self._named(self._late)
         if self._told:
-            return f"{after} rank {who} has posted {kind_of(self._told)} in its place, or its size"
+            kind = kind_of(self._told)
+            what = f"{kind} in its place" if kind != self.call.kind else "another size"
+            return f"{after} rank {who} has posted {what}"
         return f"{after} nothing came from, or was taken by, rank {who}"
 
     def _named(self, members: Sequence[int]) -> str:
         return ", ".join(str(self.team.ranks[i]) for i in sorted(members))
 
 
-def window_of(memory: Any, words: Any, start: int, size: int) -> HostWindow:
-    """Return a window whose slots lie in shared memory of the host."""
+def outbox_of(memory: Any, words: Any, start: int, size: int) -> HostOutbox:
+    """Return an outbox whose slots lie in shared memory of the host."""
     slots = torch.frombuffer(memory, dtype=torch.uint8, offset=start, count=size)
-    return HostWindow(words=words, slots=slots)
+    return HostOutbox(words=words, slots=slots)

@@ -1,14 +1,14 @@
-"""A rank's part of a communication as moves through the windows of its team, as data.
+"""A rank's part of a communication as moves through the outboxes of its team, as data.
 
-A window is memory of one rank that all members of a team see: slots, and a word for each slot and
-reader, which is 0 while the slot is empty. Its owner *stages* a piece: it waits until the words are
-0, copies the piece into the slot, and writes a tag into the words. A reader *takes* it: it waits
-until its word holds the tag, copies the piece out, and writes 0. Nothing counts: the same moves may
-be made again and again, as the replay of a CUDA graph does.
+An outbox is memory of one rank that all members of a team see: slots, and a word for each slot and
+reader, which is 0 while the slot is empty. Its owner *puts* a piece there: it waits until the words
+are 0, copies the piece into the slot, and writes a tag into the words. A reader *takes* it: it
+waits until its word holds the tag, copies the piece out, and writes 0. Nothing counts: the same
+moves may be made again and again, as the replay of a CUDA graph does.
 
-What goes to all other members is staged once, in a slot of `Shape.slot` bytes; what goes to one of
+What goes to all other members is put once, in a slot of `Shape.slot` bytes; what goes to one of
 them in its share of another slot. Larger pieces go in chunks, which take `SLOTS` slots in turn. All
-members make the moves of a team in one order, and each stages before it takes.
+members make the moves of a team in one order, and each puts before it takes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PRIME, _SIZE_BITS = 16_777_213, 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The layout of a window.
+    """The layout of an outbox.
 
     Attributes:
         members: of the team.
@@ -72,14 +72,14 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """A copy of a part of a piece into this rank's window.
+class Put:
+    """A copy of a part of a piece into this rank's outbox.
 
     Attributes:
         piece: of a buffer of the post.
         start: the first byte of the part, counted from that of the piece.
         bytes: its size.
-        place: where it goes in the window.
+        place: where it goes in the outbox.
         readers: who takes it, by index in the team.
         words: the word of each reader.
         tag: what the words then hold.
@@ -96,7 +96,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Take:
-    """A copy out of a member's window; `owner` is its index in the team, the rest as in `Stage`."""
+    """A copy out of a member's outbox; `owner` is its index in the team, the rest as in `Put`."""
 
     piece: Piece
     start: int
@@ -107,7 +107,7 @@ class Take:
     tag: int
 
 
-Move = Stage | Take | Copy | Reduce
+Move = Put | Take | Copy | Reduce
 
 
 def moves(call: Call, composition: Composition, itemsize: int, shape: Shape) -> tuple[Move, ...]:
@@ -119,13 +119,13 @@ def moves(call: Call, composition: Composition, itemsize: int, shape: Shape) -> 
     >>> for move in moves(call, composition, 4, Shape(members=2, slot=1024)):
     ...     print(type(move).__name__)
     Copy
-    Stage
+    Put
     Take
     """
     found: list[Move] = []
     for step in composition.steps:
         found += step.local
-        found += _through_windows(call, step, itemsize, shape)
+        found += _through_outboxes(call, step, itemsize, shape)
     return tuple(found)
 
 
@@ -134,15 +134,15 @@ def kind_of(tag: int) -> str:
     return CARRIED[((tag - 1) >> _SIZE_BITS) % len(CARRIED)]
 
 
-def _through_windows(call: Call, step: Round, itemsize: int, shape: Shape) -> Iterator[Move]:
-    """Yield the chunks of a step, one of each pair in turn; each is staged one ahead."""
+def _through_outboxes(call: Call, step: Round, itemsize: int, shape: Shape) -> Iterator[Move]:
+    """Yield the chunks of a step, one of each pair in turn; each is put one ahead."""
     own, kind = call.team.index(call.rank), CARRIED.index(call.kind)
     room = shape.slot if step.is_shared else shape.share
 
-    def stages(sent: Sequence[Sent], readers: tuple[int, ...]) -> list[Move]:
+    def puts(sent: Sequence[Sent], readers: tuple[int, ...]) -> list[Move]:
         to = None if step.is_shared else readers[0]
         return [
-            Stage(
+            Put(
                 piece=piece,
                 start=start,
                 bytes=count,
@@ -170,11 +170,11 @@ def _through_windows(call: Call, step: Round, itemsize: int, shape: Shape) -> It
 
     sends, recvs = (_by_member(call, x) for x in (step.sends, step.recvs))
     if step.is_shared and sends:
-        staged = [stages(next(iter(sends.values())), tuple(sends))]
+        put = [puts(next(iter(sends.values())), tuple(sends))]
     else:
-        staged = [stages(sent, (reader,)) for reader, sent in sends.items()]
+        put = [puts(sent, (reader,)) for reader, sent in sends.items()]
     taken = [takes(received, owner) for owner, received in recvs.items()]
-    ahead, behind = _in_turn(staged), [[], *_in_turn(taken)]
+    ahead, behind = _in_turn(put), [[], *_in_turn(taken)]
     for n in range(max(len(ahead), len(behind))):
         for row in (*ahead[n : n + 1], *behind[n : n + 1]):
             yield from row

@@ -1,4 +1,4 @@
-"""The buffers of a post, as elements for local work and as bytes for windows."""
+"""The buffers of a post, as elements for local work and as bytes for outboxes."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ class Buffers:
     def __init__(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], scratch: Tensor) -> None:
         sides = {"src": srcs, "dst": dsts, "scratch": (scratch,)}
         self._flat = {side: [flat(x) for x in buffers] for side, buffers in sides.items()}
+
+    @classmethod
+    def of(cls, srcs: Sequence[Tensor], dsts: Sequence[Tensor], scratch: int) -> Buffers:
+        """Return the buffers of a post, at least one, with room for so many elements."""
+        return cls(srcs, dsts, (*srcs, *dsts)[0].new_empty(scratch))
 
     def elements(self, piece: Piece) -> Tensor:
         """Return a piece as a tensor of one dim."""

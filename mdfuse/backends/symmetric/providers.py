@@ -1,4 +1,4 @@
-"""The table of providers: who makes the memory of windows, and the teams that use it.
+"""The table of providers: who makes the memory of outboxes, and the teams that use it.
 
 ===========  =====================================================================================
 host         memory of the host that ranks share; buffers on CPUs
@@ -14,6 +14,7 @@ import mmap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -23,9 +24,9 @@ from mdfuse.backends.base import Work
 from mdfuse.backends.nccl.cuda_driver import CudaDevice
 from mdfuse.backends.post_notes import PostInfo, PostLog, Track
 from mdfuse.backends.symmetric.cuda_memory import CudaLane, CudaMemory
-from mdfuse.backends.symmetric.cuda_team import WORD, CudaTeam, CudaWindow
+from mdfuse.backends.symmetric.cuda_team import WORD, CudaOutbox, CudaTeam
 from mdfuse.backends.symmetric.host_memory import Card, SharedMemory, this_process
-from mdfuse.backends.symmetric.host_team import HostTeam, Progress, window_of
+from mdfuse.backends.symmetric.host_team import HostTeam, Progress, outbox_of
 from mdfuse.backends.symmetric.moves import Move, Shape
 from mdfuse.backends.symmetric.posts import Buffers
 from mdfuse.layouts.call import Call
@@ -33,31 +34,37 @@ from mdfuse.layouts.kinds import KINDS
 
 _MIB = 1 << 20
 
-#: How long closing waits until the others have taken what this rank staged, seconds.
+#: How long closing waits until the others have taken what this rank put, seconds.
 _CLOSING_S = 2.0
 
 
+class Posting(Protocol):
+    """What posts a call on buffers of certain sizes."""
+
+    def __call__(
+        self, moves: Sequence[Move], srcs: Sequence[Tensor], dsts: Sequence[Tensor], scratch: int
+    ) -> Work:
+        """Make, or begin, moves between at least one buffer, and room for elements."""
+
+
 class Team(Protocol):
-    """A team whose members have opened each other's windows."""
+    """A team whose members have opened each other's outboxes."""
 
-    def poster(self, call: Call, size: int) -> Callable[[Sequence[Move], Buffers], Work]:
-        """Return what posts a call whose buffers have `size` bytes, by its moves."""
-
-    def empty(self, like: Tensor, count: int) -> Tensor:
-        """Return room for elements that only the moves of one post use."""
+    def poster(self, call: Call, size: int) -> Posting:
+        """Return what posts a call whose buffers have `size` bytes."""
 
     def close(self) -> None:
-        """Give up the windows."""
+        """Give up the outboxes."""
 
 
 class Provider(Protocol):
-    """A maker of windows."""
+    """A maker of outboxes."""
 
     #: bytes of a slot
     slot: int
 
     def offer(self, shape: Shape) -> tuple[SharedMemory, Card]:
-        """Make this rank's window, and say how the others find it."""
+        """Make this rank's outbox, and say how the others find it."""
 
     def team(
         self,
@@ -66,10 +73,13 @@ class Provider(Protocol):
         shape: Shape,
         found: Sequence[tuple[SharedMemory, Card]],
     ) -> Team:
-        """Return the team, from the windows of all members in team order."""
+        """Return the team, from the outboxes of all members in team order."""
 
     def abort(self) -> bool:
         """End the waits of this rank; return whether that was possible."""
+
+    def track(self, stream: int) -> Track | None:
+        """Return a new track of what is queued on a stream; None where nothing is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +103,7 @@ def memory_size(shape: Shape, has_slots: bool) -> tuple[int, int]:
 
 
 class HostProvider:
-    """Windows in memory of the host."""
+    """Outboxes in memory of the host."""
 
     #: memory takes room once it is written to: at most four slots for each team of a rank
     slot = _MIB
@@ -116,8 +126,8 @@ class HostProvider:
         return HostTeam(
             ranks=ranks,
             own=own,
-            windows=tuple(
-                window_of(memory.memory, memory.words(shape.words), start, shape.bytes)
+            outboxes=tuple(
+                outbox_of(memory.memory, memory.words(shape.words), start, shape.bytes)
                 for memory, _ in found
             ),
             processes=tuple(card.process for _, card in found),
@@ -129,9 +139,12 @@ class HostProvider:
         self._progress.aborted += 1
         return True
 
+    def track(self, stream: int) -> None:
+        return None
+
 
 class IpcProvider:
-    """Windows in memory of this rank's GPU, opened by the others through CUDA's IPC."""
+    """Outboxes in memory of this rank's GPU, opened by the others through CUDA's IPC."""
 
     #: larger copies go no faster; a team takes four slots of each rank's memory
     slot = 8 * _MIB
@@ -159,8 +172,8 @@ class IpcProvider:
     ) -> IpcTeam:
         size, allocated = memory_size(shape, False)[1], self._allocated
         words = [ctypes.addressof(memory.words(shape.words)) for memory, _ in found]
-        windows = tuple(
-            CudaWindow(
+        outboxes = tuple(
+            CudaOutbox(
                 words=self._memory.register(address, size),
                 slots=allocated.get(card.device) or self._memory.open(card.device),
             )
@@ -169,7 +182,7 @@ class IpcProvider:
         stream = torch.cuda.Stream(self._place.device)
         lane = CudaLane(self._device, stream)
         return IpcTeam(
-            queue=CudaTeam(own=own, windows=windows, lane=lane),
+            queue=CudaTeam(own=own, outboxes=outboxes, lane=lane),
             memory=self._memory,
             stream=stream,
             track=self._device.track(int(stream.cuda_stream)),
@@ -181,6 +194,9 @@ class IpcProvider:
 
     def abort(self) -> bool:
         return False
+
+    def track(self, stream: int) -> Track:
+        return self._device.track(stream)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -196,15 +212,17 @@ class IpcTeam:
     kept: object
     own_words: Any
 
-    def poster(self, call: Call, size: int) -> Callable[[Sequence[Move], Buffers], Work]:
+    def poster(self, call: Call, size: int) -> Posting:
         notes = _silent, _silent
         if self.noter is not None:
             notes = self.noter.prepare(_subject(call, size), self.track)
-        return lambda moves, buffers: self.queue.post(call, moves, buffers, notes)
 
-    def empty(self, like: Tensor, count: int) -> Tensor:
-        with torch.cuda.stream(self.stream):
-            return torch.empty(count, dtype=like.dtype, device=like.device)
+        def post(
+            moves: Sequence[Move], srcs: Sequence[Tensor], dsts: Sequence[Tensor], scratch: int
+        ) -> Work:
+            return self.queue.post(call, moves, partial(Buffers.of, srcs, dsts, scratch), notes)
+
+        return post
 
     def close(self) -> None:
         """Give the memory up once all was taken; where a member does not take it, leave it."""
@@ -213,8 +231,8 @@ class IpcTeam:
             if time.monotonic() > until:
                 return
             time.sleep(1e-3)
-        for i, (window, word) in enumerate(zip(self.queue.windows, self.words, strict=True)):
-            (self.memory.free if i == self.queue.own else self.memory.close)(window.slots)
+        for i, (outbox, word) in enumerate(zip(self.queue.outboxes, self.words, strict=True)):
+            (self.memory.free if i == self.queue.own else self.memory.close)(outbox.slots)
             self.memory.unregister(word)
 
 
@@ -235,7 +253,7 @@ def _subject(call: Call, size: int) -> PostInfo:
 
 
 #: How many bytes each rank has for each of its teams, by the device that buffers are on.
-WINDOW_BYTES = {
+OUTBOX_BYTES = {
     "cpu": Shape(members=1, slot=HostProvider.slot).bytes,
     "cuda": Shape(members=1, slot=IpcProvider.slot).bytes,
 }

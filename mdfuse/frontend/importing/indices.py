@@ -16,6 +16,7 @@ from mdfuse.extents.extent import are_same, is_symbolic
 from mdfuse.frontend import ops as operations
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.importing.constants import as_value
+from mdfuse.frontend.ops.lookup_parts import at_indices
 
 ops: Any = operations
 
@@ -59,11 +60,10 @@ def take(x: Handle, where: Sequence[Any]) -> Any:
     """Index a value with tensors; None takes a dim whole, as in `aten.index`.
 
     Raises:
-        DefinitionError: an index that is no constant, or a mask.
+        DefinitionError: a mask, or an index that is out of range.
     """
     at = [d for d, i in enumerate(where) if i is not None]
-    kinds = (Tensor, Ramp, Handle) if len(at) == 1 else (Tensor, Ramp)
-    _check(x, [where[d] for d in at], kinds)
+    _check(x, [where[d] for d in at])
     if at != [*range(at[0], at[-1] + 1)]:  # torch puts indexed dims that are apart in front
         rest = [d for d in range(x.ndim) if d not in at]
         x, where = ops.permute(x, (*at, *rest)), [where[d] for d in at]
@@ -74,7 +74,17 @@ def take(x: Handle, where: Sequence[Any]) -> Any:
         return found
     if len(known) == 1 and isinstance(known[0], Handle):
         return _looked_up(x, at[0], known[0])
-    _check(x, known, Tensor)
+    if _is_one_of_each(x, at, known):
+        return _one_of_each(x, at[0], known[1])
+    if any(isinstance(i, Ramp) for i in known):
+        raise DefinitionError(
+            f"%{x.name} indexed by as many numbers as a run has",
+            because="beside other indices they are known only where they take a whole dim",
+            hint="torch.gather, or one dim at a time",
+        )
+    if any(isinstance(i, Handle) for i in known):
+        given = [i if isinstance(i, Handle) else as_value(i) for i in known]
+        return at_indices(x, at[0], given)
     return _rows(x, at, known)
 
 
@@ -93,21 +103,34 @@ def _counted(x: Handle, i: Any, dim: int) -> Any:
     return i.long() + (i < 0) * n
 
 
-def _check(x: Handle, known: Sequence[Any], kinds: Any) -> None:
+def _check(x: Handle, known: Sequence[Any]) -> None:
+    """Raise DefinitionError for masks."""
     for i in known:
-        if not isinstance(i, kinds):
-            raise DefinitionError(
-                f"%{x.name} indexed by a tensor that a run computes",
-                because="where several dims are indexed, the indices are known when the program is "
-                "made",
-                hint="torch.gather, or one dim at a time",
-            )
         if not isinstance(i, Ramp) and i.dtype == torch.bool:
             raise DefinitionError(
                 f"%{x.name} indexed by a mask of shape {list(i.shape)}",
                 because="how many elements it takes is no shape",
                 hint="where(mask, x, 0), or positions as integers",
             )
+
+
+def _is_one_of_each(x: Handle, at: Sequence[int], known: Sequence[Any]) -> bool:
+    """Whether `x[arange(n), i]` is asked for: of each row the element at an index."""
+    if len(at) != 2 or not isinstance(known[1], Handle) or known[1].ndim != 1:
+        return False
+    rows, n = known[0], x.shape[at[0]]
+    if isinstance(rows, Ramp):
+        return rows.ndim == 1 and are_same(rows.extent, n)
+    is_known = isinstance(rows, Tensor) and not is_symbolic((n,))
+    return is_known and torch.equal(rows, torch.arange(n))
+
+
+def _one_of_each(x: Handle, dim: int, index: Handle) -> Any:
+    """Of each place along a dim what stands at its index along the next; the dim may be split."""
+    index = _from_the_first(index, x.shape[dim + 1])
+    shape = (*(1,) * dim, index.shape[0], *(1,) * (x.ndim - dim - 1))
+    found = ops.take_along_dim(x, ops.reshape(index, shape), dim + 1)
+    return ops.squeeze(found, dim + 1)
 
 
 def _spread(x: Handle, at: Sequence[int], known: Sequence[Any]) -> Any:
@@ -150,9 +173,11 @@ def _rows(x: Handle, at: Sequence[int], known: Sequence[Tensor]) -> Any:
 
 def _looked_up(x: Handle, dim: int, index: Handle) -> Any:
     """Rows at indices that a run computes; negative ones count from the last."""
-    if x.shape[dim] and index.dtype.is_signed:
-        index = ops.where(index < 0, index + x.shape[dim], index)
-    return _of_table(x, [dim], index)
+    return _of_table(x, [dim], _from_the_first(index, x.shape[dim]))
+
+
+def _from_the_first(index: Handle, n: Any) -> Any:
+    return ops.where(index < 0, index + n, index) if n and index.dtype.is_signed else index
 
 
 def _of_table(x: Handle, at: Sequence[int], rows: Handle) -> Any:

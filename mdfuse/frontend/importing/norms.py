@@ -36,3 +36,9 @@ def batch_norm_of_training(
         mean * (1 - momentum) + centre * momentum,
         var * (1 - momentum) + unbiased * momentum,
     )
+
+
+def weight_norm(v: Handle, g: Handle, dim: int = 0) -> Any:
+    """v with the norm g in each place of a dim (Salimans, Kingma 2016)."""
+    others = [d for d in range(v.ndim) if d != dim % v.ndim]
+    return v * (g / ops.norm(v, 2, others, True))

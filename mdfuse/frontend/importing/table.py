@@ -376,6 +376,7 @@ TABLE: dict[str, Call] = {
     "aten._native_batch_norm_legit_no_training.default": (
         lambda x, w, b, mean, var, momentum, eps: (
             ops.batch_norm(x, mean, var, w, b, False, momentum, eps), None, None)),
+    "aten._weight_norm.default": norms.weight_norm,
     "aten._native_batch_norm_legit_functional.default": norms.batch_norm_of_training,
     "aten.index.Tensor": indices.take,
     "aten.index_put.default": ops.index_put,

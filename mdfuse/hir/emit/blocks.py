@@ -20,11 +20,11 @@ from dataclasses import dataclass
 import networkx as nx
 
 from mdfuse.hir.emit.loops import Loop, begin_loop, emit_section
-from mdfuse.hir.emit.merge_rows import Call
 from mdfuse.hir.emit.sets import Emitter
 from mdfuse.hir.program import Instruction
 from mdfuse.passes.segmentation import Section
-from mdfuse.passes.stages import Part, Stages
+from mdfuse.pipelines.order import Call
+from mdfuse.pipelines.stages import Part, Stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

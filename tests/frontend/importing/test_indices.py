@@ -51,16 +51,57 @@ def test_rows_of_a_split_table_are_looked_up() -> None:
     assert torch.equal(mf.simulate(model.compile(), [table]).outputs[0], table[known])
 
 
+AT, J = torch.tensor([1, -1, 0, 3]), torch.tensor([0, 5, -6, 2])
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, i, j: x[i, j],
+        lambda x, i, j: x[i[:, None], j],
+        lambda x, i, j: x[torch.tensor([3, 0, 0, 1]), j],
+        lambda x, i, j: x[i, torch.tensor([3, 0, 5, 1])],
+        lambda x, i, j: x[torch.arange(4), j],
+        lambda x, i, j: x[None].expand(2, 4, 6)[:, torch.arange(4), j],
+        lambda x, i, j: x[..., None].expand(4, 6, 3)[torch.arange(4), j],
+        lambda x, i, j: x[torch.arange(x.shape[0]), j.argmax(-1)[None].expand(4)],
+    ],
+)
+def test_several_indices_that_a_run_computes(call: Callable[..., Any], dim: int) -> None:
+    layouts = {"input:x": {"tp": Shard(dim)}}
+    model = mf.from_torch(Taking(call), (X, AT, J), mesh=TP, layouts=layouts)
+    (found,) = mf.simulate(model.compile(), [*model.load(), X, AT, J]).outputs
+    assert torch.equal(found, call(X, AT, J))
+
+
+def test_one_of_each_row_keeps_rows_split() -> None:
+    """As the token at the end of each text is chosen."""
+    layouts = {"input:*": {"tp": Shard(0)}}
+    module = Taking(lambda x, j: x[torch.arange(4), j])
+    model = mf.from_torch(module, (X, J), mesh=TP, layouts=layouts)
+    assert not model.compile().communications
+    found = mf.simulate(model.compile(), [*model.load(), X, J]).outputs
+    assert torch.equal(found[0], X[torch.arange(4), J])
+
+
+def test_one_of_each_row_where_runs_choose_how_many() -> None:
+    module = Taking(lambda x, j: x[torch.arange(x.shape[0]), j])
+    model = mf.from_torch(
+        module, (X, J), mesh=TP, layouts={"input:*": {"tp": Shard(0)}},
+        dynamic_shapes={"x": {0: "n"}, "more.0": {0: "n"}},
+    )  # fmt: skip
+    program = model.compile()
+    for n in (4, 7):
+        x, j = torch.randn(n, 6), torch.randint(-6, 6, (n,))
+        assert torch.equal(mf.simulate(program, [x, j]).outputs[0], x[torch.arange(n), j])
+
+
 @pytest.mark.parametrize(
     ("call", "more", "text"),
     [
         (lambda x: x[torch.tensor([0, 4])], (), "indexed by 4 along dim 0"),
         (lambda x: x[:, torch.tensor([-7])], (), "indexed by -7 along dim 1"),
-        (
-            lambda x, i, j: x[i, j],
-            (torch.tensor([1, 0]), torch.tensor([0, 5])),
-            "a tensor that a run computes",
-        ),
     ],
 )
 def test_refused(call: Callable[..., Any], more: tuple[Tensor, ...], text: str) -> None:

@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import networkx as nx
 
@@ -26,6 +27,7 @@ from mdfuse.errors import BACKWARD, RECOMPUTED, LoweringError
 from mdfuse.ir.graph import Expr, Fusion
 from mdfuse.mesh import DeviceMesh
 from mdfuse.passes.segmentation import Group, ShouldMerge
+from mdfuse.pipelines.timing import Reads
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -57,13 +59,11 @@ class Stages:
         fusion: after all passes.
         meshes: of each stage.
         parts: first result of an expression -> its part; of those that run once per microbatch.
-        is_chain: whether each stage hands over to the next one.
     """
 
     fusion: Fusion
     meshes: tuple[DeviceMesh, ...]
     parts: dict[str, Part]
-    is_chain: bool
 
     @cached_property
     def groups(self) -> tuple[int, ...]:
@@ -92,6 +92,15 @@ class Stages:
         return replace(self, parts=parts)
 
     @cached_property
+    def reads(self) -> Reads | None:
+        """Stage -> the stages that its forward reads; None where each reads the one before it."""
+        found = dict[int, list[int]]()
+        for n in range(len(self.meshes)):
+            before = self.graph.pred.get(Part(n, "F"), ())
+            found[n] = sorted({p.stage for p in before if p.phase in "FT"})
+        return None if all(n - 1 in of for n, of in found.items() if n) else found
+
+    @cached_property
     def graph(self) -> nx.DiGraph[Part]:
         """Which part needs which.
 
@@ -109,53 +118,56 @@ class Stages:
                 before = self.parts.get(made.outputs[0]) if made is not None else None
                 if before is not None and before != part:
                     graph.add_edge(before, part, value=x)
+        for n in range(len(self.meshes)):  # as schedules have them, whatever they read
+            parts = [p for p in (Part(n, phase) for phase in "FBIW") if p in graph]
+            graph.add_edges_from(pairwise(parts))
         if not nx.is_directed_acyclic_graph(graph):
             cycle = nx.find_cycle(graph)
             raise _refused(
                 self.fusion,
-                graph.edges[cycle[0]]["value"],
+                next(x for _, _, x in graph.edges(data="value") if x is not None),
                 " needs ".join(str(part) for part, _ in reversed(cycle)) + f" needs {cycle[-1][0]}",
                 "let each stage hand over to later ones only",
             )
         return graph
 
 
-def find(fusion: Fusion) -> Stages:
+def find(fusion: Fusion, at_sets: bool = False) -> Stages:
     """Return the stages of a fusion.
 
     Args:
         fusion: after all passes, with its batch streamed.
+        at_sets: whether a set that changes nothing begins a stage, too, on the same mesh.
 
     Raises:
         LoweringError: a stage needs sums over the whole batch, or the batch is split otherwise on
             the next mesh; a gradient goes to a later stage.
     """
-    return _Finder(fusion).run()
+    return _Finder(fusion, at_sets).run()
 
 
 class _Finder:
-    def __init__(self, fusion: Fusion) -> None:
-        self.fusion = fusion
+    def __init__(self, fusion: Fusion, at_sets: bool) -> None:
+        self.fusion, self.at_sets = fusion, at_sets
         before = _needed_before(fusion)
         streamed = (e for e in fusion.exprs if fusion.values[e.outputs[0]].stream is not None)
         self.exprs = [e for e in streamed if e.outputs[0] not in before]
         self.made = {x: e for e in self.exprs for x in e.outputs}
         for expr in fusion.exprs:
             is_in = expr.outputs[0] in self.made
-            if self.crosses(expr) and _is_of_batch(fusion, expr) and not is_in:
+            if _changes_mesh(fusion, expr) and _is_of_batch(fusion, expr) and not is_in:
                 raise _whole(fusion, expr)
         self.back = self.backward()
 
     def mesh(self, name: str) -> DeviceMesh:
         return self.fusion.layout(name).mesh
 
-    def crosses(self, expr: Expr) -> bool:
-        """Return whether an expression hands over to another mesh."""
-        return (
-            expr.op == "set"
-            and self.fusion.values[expr.output].is_tensor
-            and self.mesh(expr.reads[0]) != self.mesh(expr.output)
-        )
+    def hands_over(self, expr: Expr) -> bool:
+        """Return whether an expression hands over to another stage."""
+        if expr.op != "set" or not self.fusion.values[expr.output].is_tensor:
+            return False
+        is_idle = self.fusion.layout(expr.reads[0]) == self.fusion.layout(expr.output)
+        return _changes_mesh(self.fusion, expr) or (self.at_sets and is_idle)
 
     def operands(self, expr: Expr) -> list[Expr]:
         """Return the expressions of the pipeline that an expression reads."""
@@ -181,17 +193,14 @@ class _Finder:
         parts: dict[str, Part] = {}
         for e in forward:
             x = e.outputs[0]
-            is_over = self.crosses(e)
+            is_over = self.hands_over(e)
             parts[x] = (
                 Part(self.source(e, stage, meshes), "T", stage[x])
                 if is_over
                 else Part(stage[x], "F")
             )
         self.place_backward(stage, meshes, parts)
-        is_chain = all(p.phase != "T" or abs(p.to - p.stage) == 1 for p in parts.values()) and len(
-            {d for d, _ in places}
-        ) == len(places)
-        return Stages(fusion=self.fusion, meshes=tuple(meshes), parts=parts, is_chain=is_chain)
+        return Stages(fusion=self.fusion, meshes=tuple(meshes), parts=parts)
 
     def depths(self, forward: list[Expr]) -> dict[str, tuple[int, DeviceMesh]]:
         """Return result of the forward -> how many hand-overs come before it, and its mesh.
@@ -202,12 +211,12 @@ class _Finder:
         raw: dict[str, int] = {}
         for e in forward:
             before = max((raw[o.outputs[0]] for o in self.operands(e)), default=0)
-            raw[e.outputs[0]] = before + self.crosses(e)
+            raw[e.outputs[0]] = before + self.hands_over(e)
         stages: dict[DeviceMesh, set[int]] = defaultdict(set)
         sent = set[str]()
         for e in reversed(forward):
             x, mesh = e.outputs[0], self.mesh(e.outputs[0])
-            if self.crosses(e):
+            if self.hands_over(e):
                 stages[self.mesh(e.reads[0])].add(raw.get(e.reads[0], 0))
                 sent.update(e.reads)
             elif not sent.isdisjoint(e.outputs):
@@ -224,13 +233,13 @@ class _Finder:
         for e in forward:
             x, mesh = e.outputs[0], self.mesh(e.outputs[0])
             least = max((found[o.outputs[0]][0] for o in self.operands(e)), default=0)
-            least += self.crosses(e)
+            least += self.hands_over(e)
             found[x] = (min((d for d in stages[mesh] if d >= least), default=least), mesh)
         return found
 
     def given(self, forward: list[Expr]) -> list[str]:
         """Return the inputs that are handed over as they are: their mesh is a stage, too."""
-        return [e.reads[0] for e in forward if self.crosses(e) and not self.operands(e)]
+        return [e.reads[0] for e in forward if self.hands_over(e) and not self.operands(e)]
 
     def source(self, e: Expr, stage: dict[str, int], meshes: list[DeviceMesh]) -> int:
         """Return the stage that hands over: that of the operand, or the last before on its mesh."""
@@ -250,7 +259,7 @@ class _Finder:
             late = [stage[o.outputs[0]] for o in operands if o.outputs[0] in self.back]
             early = [stage[o.outputs[0]] for o in operands]
             most = min(late) if late else max(early, default=len(meshes) - 1)
-            is_over = self.crosses(e)
+            is_over = self.hands_over(e)
             fits = [n for n, m in enumerate(meshes) if m == self.mesh(x) and n <= most - is_over]
             if not fits:
                 raise _refused(
@@ -263,7 +272,7 @@ class _Finder:
         asked = self.asked(behind)
         for e in behind:
             x = e.outputs[0]
-            if self.crosses(e):
+            if self.hands_over(e):
                 parts[x] = Part(self.source(e, stage, meshes), "T", stage[x])
             else:
                 parts[x] = Part(stage[x], "I" if x in asked else "W")
@@ -274,7 +283,7 @@ class _Finder:
         found = set[str]()
         for e in reversed(behind):
             is_read = not needed.isdisjoint(e.outputs) or self.is_kept(e)
-            if self.crosses(e) or is_read:
+            if self.hands_over(e) or is_read:
                 found.add(e.outputs[0])
                 needed.update(e.reads)
         return found
@@ -310,6 +319,12 @@ def _needed_before(fusion: Fusion) -> set[str]:
             if fusion.values[e.outputs[0]].stream is not None:
                 before.add(e.outputs[0])
     return before
+
+
+def _changes_mesh(fusion: Fusion, expr: Expr) -> bool:
+    if expr.op != "set" or not fusion.values[expr.output].is_tensor:
+        return False
+    return fusion.layout(expr.reads[0]).mesh != fusion.layout(expr.output).mesh
 
 
 def _is_of_batch(fusion: Fusion, expr: Expr) -> bool:
