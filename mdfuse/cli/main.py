@@ -185,14 +185,31 @@ def report(
         Path | None,
         typer.Option(exists=True, metavar="FOLDER", help="A traced run, to be shown beside."),
     ] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(min=1, help="Take the batch in so many parts; needs --batch.")
+    ] = None,
+    batch: Annotated[
+        str | None, typer.Option(metavar="x=0,t=0", help="The dims of inputs that are the batch's.")
+    ] = None,
+    schedule: Annotated[
+        str | None, typer.Option(metavar="1f1b", help="Of the stages: a name, or a CSV file.")
+    ] = None,
 ) -> None:
     """Write a program as one page of HTML: layouts, communications, memory, timeline."""
     chosen = _mesh(mesh, "--mesh")
     assert chosen is not None
+    if (microbatches is None) != (batch is None) or (schedule and not batch):
+        raise typer.BadParameter("microbatches and a batch go together", param_hint="--batch")
     with screen.errors():
         from mdfuse.cli import reporting
+        from mdfuse.cli.program_file import parse_batch
 
-        reporting.write(file, chosen, out, costs, trace)
+        asked = None
+        if microbatches is not None and batch is not None:
+            asked = reporting.Microbatches(
+                count=microbatches, batch=parse_batch(batch), schedule=schedule
+            )
+        reporting.write(file, chosen, out, costs, trace, asked)
 
 
 @traces.command()

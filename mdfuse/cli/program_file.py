@@ -47,6 +47,25 @@ def parse_mesh(text: str) -> DeviceMesh:
     return DeviceMesh.arange(**sizes)
 
 
+def parse_batch(text: str) -> dict[str, int]:
+    """Return input -> its dim that is the batch's, from a text.
+
+    Raises:
+        DefinitionError: the text is not a list of name=dim.
+
+    >>> parse_batch("x=0,t=0")
+    {'x': 0, 't': 0}
+    """
+    pairs = [part.partition("=") for part in text.replace(" ", "").split(",")]
+    if not all(name and dim.isascii() and dim.isdecimal() for name, _, dim in pairs):
+        raise DefinitionError(
+            f"{text!r} names no batch",
+            because="it says which dim of which inputs is the batch's",
+            hint="write name=dim, separated by commas: x=0,t=0",
+        )
+    return {name: int(dim) for name, _, dim in pairs}
+
+
 def _is_size(text: str) -> bool:
     """Return whether a text is a number from 1, in ASCII digits and not too long for `int`."""
     return text.isascii() and text.isdecimal() and len(text) < 20 and int(text) > 0

@@ -157,6 +157,7 @@ class Program:
         posts = posts or ["no communication: every operand is where it is needed"]
         fusion = self.fusion if self.symbolic is None else mapped(self.fusion, example)
         lines += [f"  {line}" for line in (*posts, *advice(fusion))]
+        lines += [f"  {line}" for line in _stages(self.host, self.schedule)]
         lines += [f"  {line}" for line in _streams(self.host)]
         lines += [f"  {line}" for line in _staging(self.host, self.options)]
         lines += [f"  {line}" for line in _graphs(self.host, self.options)]
@@ -283,6 +284,22 @@ class Program:
         except MdfuseError as problem:
             last = self._evaluators.recent
             return last.program if last is not None else self.host, problem
+
+
+def _stages(host: HostProgram, schedule: Schedule | None) -> Iterator[str]:
+    """Yield a line on each rank group of a pipeline: its idle time is that of unit costs."""
+    if schedule is None:
+        return
+    from mdfuse.seeing.rank_classes import rank_classes
+    from mdfuse.seeing.rank_groups import rank_groups
+    from mdfuse.seeing.report.numbers import size_text
+
+    for g in rank_groups(host, schedule, rank_classes(host)):
+        stages = f"stage{'s' * (len(g.stages) > 1)} {', '.join(map(str, g.stages))}"
+        yield (
+            f"{schedule.name} on {g.name}: {stages}, idle {100 * g.bubble:.0f} %, live {g.live}, "
+            f"{size_text(g.peak)} on a rank"
+        )
 
 
 def _streams(host: HostProgram) -> Iterator[str]:

@@ -57,11 +57,11 @@ def text(timing: Timing) -> str:
 
 
 def _title(timing: Timing) -> str:
-    return f"{timing.name}: {timing.makespan:g} in all"
+    return f"{timing.name}: {round(timing.makespan, 2):g}{timing.unit} in all"
 
 
 def _facts(timing: Timing, group: int) -> str:
-    return f"idle {timing.bubble[group]:g}, live {timing.live[group]}"
+    return f"idle {round(timing.bubble[group], 2):g}, live {timing.live[group]}"
 
 
 def _label(timing: Timing, slot: Slot) -> str:
@@ -110,7 +110,7 @@ def _slot(slot: Slot, label: str, x: float, width: float, y: float, shade: int) 
     """Return an action's box, with as much of its label as fits."""
     a, (name, hue) = slot.action, _PHASES[slot.action.phase]
     title = f"{a}: {name} of stage {a.stage} for microbatch {a.microbatch}"
-    title += f", {slot.start:g} to {slot.stop:g}"
+    title += f", {round(slot.start, 2):g} to {round(slot.stop, 2):g}"
     box = _box(x, y + 2, width, _LANE - 4, hue, shade, title)
     fits = next((t for t in (label, str(a.microbatch)) if _LETTER * len(t) + 2 <= width), "")
     return f"<g>{box}{_text(x + width / 2, y + 16, fits, anchor='middle') if fits else ''}</g>"

@@ -194,7 +194,7 @@ class Named:
 
 
 _ROUND = (
-    "stages go round the groups, and microbatches in rounds: a multiple of "
+    "each group has as many stages, and microbatches come in rounds: n times "
     "max(1, microbatches // groups)"
 )
 

@@ -57,11 +57,13 @@ class Timing:
         name: of the schedule.
         lanes: for each rank group, its actions in their times.
         names: what each rank group is called.
+        unit: of the times, as text behind a number.
     """
 
     name: str
     lanes: tuple[tuple[Slot, ...], ...]
     names: tuple[str, ...]
+    unit: str = ""
 
     @property
     def makespan(self) -> float:

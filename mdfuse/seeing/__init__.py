@@ -1,5 +1,6 @@
 """What people look at: events and their traces, timelines, memory over time, comparisons."""
 
+from mdfuse.seeing.actions import by_action
 from mdfuse.seeing.cost_tables import CostTable, cost_table
 from mdfuse.seeing.costs import H100, UNIT, Costs, Link
 from mdfuse.seeing.deviation import Deviation, compare
@@ -18,6 +19,7 @@ __all__ = [
     "Event",
     "Link",
     "Timeline",
+    "by_action",
     "compare",
     "cost_table",
     "last_run",

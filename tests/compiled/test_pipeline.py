@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import random
+import re
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.pipelines import Net, batch_of, meshes, network
+from helpers.pipelines import HIDDEN, WIDTH, Net, batch_of, meshes, network
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard, hir
+from mdfuse.seeing.memory import memory_of
 
 POISON = mf.Options(poison=True)
 
@@ -292,3 +295,90 @@ def test_a_stage_that_needs_the_whole_batch() -> None:
     with pytest.raises(mf.LoweringError, match="cannot be computed in a pipeline") as error:
         mf.pipeline(fd, microbatches=2, batch={"x": 0})
     assert "a sum over the whole batch" in str(error.value)
+
+
+# -- what the order of calls gives ---------------------------------------------------------------
+
+
+def peaks(schedule: str, count: int) -> list[int]:
+    """Bytes on each of four ranks, with microbatches of one size."""
+    net = network(meshes(4), batch=4 * count)
+    program = pipeline(net, count, schedule)
+    return [memory_of(program.host.project(rank)).peak for rank in range(4)]
+
+
+def test_memory_grows_with_live_microbatches() -> None:
+    """A middle stage keeps what came, and both sides of its gelu: 4 rows of 8, 16 and 16."""
+    kept = 4 * (WIDTH + 2 * HIDDEN) * 8
+    four, eight = peaks("gpipe", 4), peaks("gpipe", 8)
+    assert [b - a for a, b in zip(four[1:3], eight[1:3], strict=True)] == [4 * kept] * 2
+    assert peaks("1f1b", 4)[1:3] == peaks("1f1b", 8)[1:3]
+    assert peaks("1f1b", 8)[1] < eight[1] - 4 * kept
+
+
+def test_the_next_microbatch_is_received_while_this_one_is_computed() -> None:
+    """Before the wait for microbatch k the receiver has posted for k + 1."""
+    program = pipeline(network(meshes(2), trains=False), 3)
+    local = program.host.project(1).written_out
+    at = {(i.op, *i.outputs, *i.reads[:1]): n for n, i in enumerate(local) if i.op == "wait"}
+    posts = {i.outputs[0]: n for n, i in enumerate(local) if i.op == "post"}
+    assert [posts[f"c0@{k + 1}"] < at["wait", f"c0@{k}"] for k in range(2)] == [True, True]
+
+
+def test_a_sender_waits_when_it_has_computed_the_next_microbatch() -> None:
+    program = pipeline(network(meshes(2), trains=False), 3)
+    local = list(program.host.project(0).written_out)
+    waits = {i.reads[0]: n for n, i in enumerate(local) if i.op == "wait"}
+    made = {n: at for at, i in enumerate(local) for n in i.outputs}
+    sent = next(i.reads[0] for i in local if i.op == "post").partition("@")[0]
+    assert all(waits[f"c0@{k}"] > made[f"{sent}@{k + 1}"] for k in range(2))
+
+
+def test_both_directions_have_communicators_of_their_own() -> None:
+    program = pipeline(network(meshes(2, tp=2)), 2, "1f1b")
+    handed = [c for c in program.communications if c.source.mesh != c.destination.mesh]
+    forth, back = (c.group(0) for c in handed)
+    assert forth == (0, 1, 2, 3)
+    assert back == (2, 3, 0, 1)
+
+
+def changed(lines: list[str], rng: random.Random) -> list[str]:
+    """A program in which one call is left out, stands twice, or stands where another one stood."""
+    at = [n for n, line in enumerate(lines) if line.startswith("  call")]
+    i, j = rng.sample(at, 2)
+    match rng.choice(["swap", "near", "drop", "twice"]):
+        case "drop":
+            return lines[:i] + lines[i + 1 :]
+        case "twice":
+            return [*lines[:j], lines[i], *lines[j:]]
+        case "near":
+            j = at[(at.index(i) + 1) % len(at)]
+    other = {i: lines[j], j: lines[i]}
+    return [other.get(n, line) for n, line in enumerate(lines)]
+
+
+def test_other_orders_are_refused_with_the_call_or_give_the_same() -> None:
+    net = network(meshes(2))
+    lines, rng = str(pipeline(net, 3, "zb1p")).splitlines(), random.Random(0)
+    accepted = 0
+    for _ in range(40):
+        program = hir.parse("\n".join(changed(lines, rng)))
+        refusal = None
+        try:
+            program.check()
+        except mf.ProgramError as error:
+            refusal = str(error)
+        if refusal is not None:
+            assert re.search(r"call [FIWT]\d+\(\d\)", refusal)
+            continue
+        accepted += 1
+        given = dict(zip(program.inputs, net.inputs, strict=True))
+        ranks = [
+            {name: x.clone() for name, x in given.items() if program.has(name, rank)}
+            for rank in range(2)
+        ]
+        found = mf.simulate(program, per_rank=ranks, options=POISON).per_rank
+        for n, want in enumerate(net.wanted):
+            (got,) = (outputs[n] for outputs in found if outputs[n] is not None)
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    assert accepted

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mdfuse as mf
-from mdfuse import DeviceMesh, Shard
+from mdfuse import DeviceMesh, Shard, hir_lowering
+from mdfuse.hir_lowering import Batch
+from mdfuse.pipelines.stages import Stages, find
 
 WIDTH, HIDDEN = 8, 16
 
@@ -75,3 +77,26 @@ def _wanted(inputs: list[Tensor], trains: bool) -> list[Tensor]:
     loss = F.mse_loss(h, t)
     loss.backward()
     return [loss.detach(), *((w - 0.1 * w.grad).detach() for w in leaves)]
+
+
+def stages_of(fd: mf.FusionDefinition, *names: str, at_sets: bool = False) -> Stages:
+    """The stages of a definition whose inputs of these names have the batch in dim 0."""
+    batch = Batch(dict.fromkeys(names or ("x",), 0), 2)
+    return find(hir_lowering.prepare(fd.fusion, batch=batch), at_sets)
+
+
+def chain(order: list[int], trains: bool = True) -> mf.FusionDefinition:
+    """A layer per stage, each on the mesh of that number."""
+    every = meshes(1 + max(order))
+    with mf.FusionDefinition("chain") as fd:
+        h: Any = fd.define_tensor([8, 4], mesh=every[order[0]], name="x")
+        weights = []
+        for n, place in enumerate(order):
+            weights.append(fd.define_tensor([4, 4], mesh=every[place], name=f"w{n}"))
+            h = fd.ops.set(h).on(every[place], {}) if n else h
+            h = fd.ops.linear(h, weights[-1])
+        loss = h.tanh().sum()
+        fd.add_output(loss)
+        for dw in mf.grad(loss, weights) if trains else ():
+            fd.add_output(dw)
+    return fd

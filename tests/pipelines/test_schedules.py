@@ -117,7 +117,7 @@ def test_what_a_schedule_cannot_have(
     with pytest.raises(mf.DefinitionError, match="cannot have") as error:
         Schedule.named(name, stages=stages, groups=groups, microbatches=microbatches)
     assert str(error.value).endswith(f"try         {hint}")
-    assert "because     it" in str(error.value)
+    assert f"because     {NAMED[name].rule}" in str(error.value)
 
 
 def test_stages_that_lie_elsewhere() -> None:

@@ -17,6 +17,7 @@ from mdfuse.layouts.layout import Layout
 from mdfuse.layouts.picture import Picture
 from mdfuse.pipelines.schedules import Schedule
 from mdfuse.reshard.bound import bound
+from mdfuse.seeing.actions import by_action
 from mdfuse.seeing.costs import Costs
 from mdfuse.seeing.events import Event
 from mdfuse.seeing.memory import memory_of
@@ -128,7 +129,7 @@ def html(subject: Subject) -> str:
         simulated=_lanes(found, shown, names),
         measured=lanes_chart(subject.measured, {}) if subject.measured else "",
         more_classes=len(classes.firsts) - len(shown),
-        schedule=subject.schedule.timed().svg() if subject.schedule else "",
+        schedules=_schedules(subject, found),
         groups=rank_groups(host, subject.schedule, classes) if subject.schedule else (),
     )
 
@@ -141,6 +142,17 @@ def _template() -> str:
 
 def _lanes(found: Timeline, shown: Sequence[int], names: dict[int, str]) -> str:
     return lanes_chart([e for e in found.events if e.rank in shown], names)
+
+
+def _schedules(subject: Subject, found: Timeline) -> list[tuple[str, str]]:
+    """Return pictures of a schedule, with what each shows: by units, predicted, and measured."""
+    if subject.schedule is None:
+        return []
+    shown = [("forwards, and each half of a backward, take 1", subject.schedule.timed())]
+    for text, events in ((f"predicted, {subject.costs.name}", found.events),
+                         ("measured", subject.measured)):  # fmt: skip
+        shown += [(text, by_action(subject.host, subject.schedule, events))] if events else []
+    return [(text, timing.svg()) for text, timing in shown]
 
 
 def _named(members: Sequence[int]) -> str:

@@ -9,7 +9,7 @@ import torch
 from helpers.host_programs import POISON, numbers, parse, simulate
 
 import mdfuse as mf
-from mdfuse import DeviceMesh, Layout, Shard
+from mdfuse import DeviceMesh, Layout, Shard, hir
 from mdfuse.hir.passes import insert_frees
 
 ROW = 4 * 4  # bytes of f32[4]
@@ -191,3 +191,55 @@ def test_an_update_in_place_needs_nothing() -> None:
       %y = sigmoid(%y)
       return %y"""
     assert peak(body, x=numbers(4)) == ROW
+
+
+# -- blocks and calls ----------------------------------------------------------------------------
+
+BY_TURNS = """
+host @by_turns on mesh(x=1) {
+  input %x: f32[4] (x=R)
+  %one: f32[] (x=R) = full(1.0, shape=[], dtype=f32)
+  %y: f32[4] (x=R) = alloc
+  %z: f32[] (x=R) = alloc
+  block @first(%i) {
+    %x.i: f32[2] of [4] (x=R, chunk(0,2,%i)) = chunk(%x)
+    %h: f32[2] of [4] (x=R, chunk(0,2,%i)) = add(%x.i, %one)
+  }
+  block @left(%i) {
+    %y.i: f32[2] of [4] (x=R, chunk(0,2,%i)) = chunk(%y)
+    %y.i = exp(%h)
+  }
+  block @right(%i) {
+    %z.i: f32[] (x=R, chunk(P(sum),2,%i)) = sum(%h, dims=[0])
+    %z = accumulate(%z.i)
+  }
+  CALLS
+  return %y, %z
+}"""
+
+
+def freed(*calls: str) -> str:
+    text = BY_TURNS.replace("CALLS", "\n  ".join(f"call {c}" for c in calls))
+    program = insert_frees.run(hir.parse(text), mf.Options())
+    program.check()
+    x = torch.arange(4.0)
+    y, z = mf.simulate(program, [x], options=mf.Options(poison=True)).outputs
+    assert torch.equal(y, (x + 1).exp())
+    assert z == (x + 1).sum()
+    return str(program).partition("block @first")[2]
+
+
+def test_the_last_block_that_uses_a_value_frees_it() -> None:
+    found = freed("first(0)", "left(0)", "first(1)", "right(0)", "left(1)", "right(1)")
+    first, _, rest = found.partition("block @left")
+    assert "free %x.i" in first
+    assert "call first(1)\n  free %one\n" in rest
+    assert "free %h, %z.i" in rest or "free %h" in rest.partition("block @right")[2]
+    assert "drop" not in found
+
+
+def test_a_block_frees_what_another_one_uses_last_for_another_index() -> None:
+    found = freed("first(0)", "left(0)", "right(0)", "first(1)", "right(1)", "left(1)")
+    assert "block @drop0(%i) {\n    free %h\n  }" in found
+    assert "call right(0)\n  call drop0(0)" in found
+    assert "call left(1)\n  call drop0(1)" in found

@@ -1,0 +1,64 @@
+"""Events of a pipeline, by the actions of its schedule."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import mdfuse as mf
+from mdfuse import DeviceMesh
+from mdfuse.pipelines.actions import Action
+from mdfuse.pipelines.timing import Slot
+from mdfuse.seeing import Costs, Event, Link, by_action
+
+
+def step(microbatches: int, schedule: str) -> mf.Program:
+    """Two stages of a matrix each, and a loss."""
+    first, second = (DeviceMesh([r], axes=("tp",)) for r in (0, 1))
+    with mf.FusionDefinition("step") as fd:
+        x = fd.define_tensor([8, 4], mesh=first, name="x")
+        w = fd.define_tensor([4, 4], mesh=first, name="w")
+        v = fd.define_tensor([4, 4], mesh=second, name="v")
+        h = fd.ops.set(fd.ops.linear(x, w)).on(second, {})
+        loss = fd.ops.linear(h, v).square().sum()
+        for old, grad in zip((w, v), mf.grad(loss, [w, v]), strict=True):
+            fd.add_output(old - grad, reuse=old)
+    return mf.pipeline(fd, microbatches=microbatches, batch={"x": 0}, schedule=schedule)
+
+
+def test_actions_come_in_the_order_of_their_rows() -> None:
+    for schedule in ("gpipe", "1f1b", "zb1p"):
+        program = step(4, schedule)
+        costs = Costs(launch_s=1e-6, links={"*": Link(1e-7, 1e12)})
+        found = by_action(program.host, program.schedule, program.timeline(costs).events)
+        for lane, row in zip(found.lanes, program.schedule.actions, strict=True):
+            assert tuple(s.action for s in lane) == tuple(a for a in row if str(a)[:2] != "0I")
+            assert all(a.stop <= b.start + 1e-9 for a, b in pairwise(lane))
+        assert found.names == ("rank group 0 (m0)", "rank group 1 (m1)")
+
+
+def test_an_action_is_from_its_first_work_to_its_last() -> None:
+    program = step(2, "1f1b")
+    made = {
+        block.fn: [x for i in block.body for x in i.outputs if i.fn in ("linear", "matmul", "mul")]
+        for block in program.host.instructions
+        if block.op == "block"
+    }
+    f, b = made["F0"][0], made["B1"]
+    events = [
+        Event(0, "host", f"%{f}@1 = linear", 5_000, 7_000),
+        Event(0, "host", f"%{f}@1 = linear", 9_000, 9_500, part="wait"),
+        Event(1, "host", f"%{b[0]}@0 = mul", 8_000, 9_000),
+        Event(1, "host", f"%{b[-1]}@0 = matmul", 20_000, 21_000),
+        Event(1, "host", "%w = sub", 22_000, 23_000),
+    ]
+    found = by_action(program.host, program.schedule, events)
+    assert found.lanes == (
+        (Slot(Action(0, "F", 1), 0.0, 2.0),),
+        (Slot(Action(1, "B", 0), 3.0, 16.0),),
+    )
+    assert str(found).startswith("1f1b: 16 µs in all")
+
+
+def test_no_events() -> None:
+    program = step(2, "1f1b")
+    assert by_action(program.host, program.schedule, []).makespan == 0
