@@ -54,15 +54,16 @@ def test_streams(case: streams.Case, comm: mf.Communicator) -> None:
     streams.check_case(case, comm, 7, streams.PLAIN)
 
 
+def pause(cycles: int) -> None:
+    time.sleep(cycles / 1e9)
+
+
 @pytest.mark.world(4)
 @pytest.mark.parametrize("name", ["gather_matmul_in_a_ring", "matmul_scatter", "matmul_reduce"])
 def test_streams_with_random_delays(name: str, comm: mf.Communicator) -> None:
     """Fifty runs, in which each rank stops anywhere for a while."""
-
-    def sleep(cycles: int) -> None:
-        time.sleep(cycles / 1e9)
-
-    delays = streams.Delays(sleep, random.Random(comm.rank))
+    draw, is_gpu = random.Random(comm.rank), comm.device.type == "cuda"
+    delays = streams.Delays(torch.cuda._sleep if is_gpu else pause, draw)
     streams.check_held_up(streams.CASES[name], comm, delays)
 
 

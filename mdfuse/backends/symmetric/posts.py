@@ -1,10 +1,9 @@
-"""The buffers of a post, as elements for local work and as bytes for outboxes."""
+"""The buffers of a post: elements for local work, addresses for copies."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from mdfuse.backends.algorithms import Piece
@@ -28,12 +27,6 @@ class Buffers:
     def elements(self, piece: Piece) -> Tensor:
         """Return a piece as a tensor of one dim."""
         return self._flat[piece.side][piece.index][piece.start : piece.stop]
-
-    def bytes(self, piece: Piece, start: int, count: int) -> Tensor:
-        """Return some bytes of a piece, from its `start`-th byte on."""
-        found = self._flat[piece.side][piece.index]
-        first = piece.start * found.itemsize + start
-        return found.view(torch.uint8)[first : first + count]
 
     def address(self, piece: Piece, start: int) -> int:
         """Return the address of a piece's `start`-th byte."""
