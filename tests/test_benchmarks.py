@@ -349,6 +349,18 @@ def test_what_seeing_costs_is_measured(tmp_path: Path) -> None:
         assert [name for name in names if name.startswith(words)], words
 
 
+def test_predicted_times_that_the_page_shows() -> None:
+    file, rows = stored("costs-gloo-2"), shown("predicted program")
+    assert {cells[0] for cells in rows} == file.keys()
+    for name, of, predicted, measured, ratio in rows:
+        row = file[name]
+        assert of == row["sizes"]
+        assert time_of(predicted) == pytest.approx(row["ours"]["median"], rel=0.005)
+        assert time_of(measured) == pytest.approx(row["against"]["median"], rel=0.005)
+        figures = [row["figure"][quartile] for quartile in ("median", "low", "high")]
+        assert [float(x) for x in re.findall(r"[\d.]+", ratio)] == pytest.approx(figures, abs=0.006)
+
+
 def test_predicted_times_stand_beside_measured_ones(tmp_path: Path) -> None:
     """A second for each piece of work: predictions are what the table says."""
     from mdfuse.seeing import UNIT, CostTable

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import random
+import re
 from typing import Any
 
 import pytest
@@ -338,3 +340,45 @@ def test_both_directions_have_communicators_of_their_own() -> None:
     forth, back = (c.group(0) for c in handed)
     assert forth == (0, 1, 2, 3)
     assert back == (2, 3, 0, 1)
+
+
+def changed(lines: list[str], rng: random.Random) -> list[str]:
+    """A program in which one call is left out, stands twice, or stands where another one stood."""
+    at = [n for n, line in enumerate(lines) if line.startswith("  call")]
+    i, j = rng.sample(at, 2)
+    match rng.choice(["swap", "near", "drop", "twice"]):
+        case "drop":
+            return lines[:i] + lines[i + 1 :]
+        case "twice":
+            return [*lines[:j], lines[i], *lines[j:]]
+        case "near":
+            j = at[(at.index(i) + 1) % len(at)]
+    other = {i: lines[j], j: lines[i]}
+    return [other.get(n, line) for n, line in enumerate(lines)]
+
+
+def test_other_orders_are_refused_with_the_call_or_give_the_same() -> None:
+    net = network(meshes(2))
+    lines, rng = str(pipeline(net, 3, "zb1p")).splitlines(), random.Random(0)
+    accepted = 0
+    for _ in range(40):
+        program = hir.parse("\n".join(changed(lines, rng)))
+        refusal = None
+        try:
+            program.check()
+        except mf.ProgramError as error:
+            refusal = str(error)
+        if refusal is not None:
+            assert re.search(r"call [FIWT]\d+\(\d\)", refusal)
+            continue
+        accepted += 1
+        given = dict(zip(program.inputs, net.inputs, strict=True))
+        ranks = [
+            {name: x.clone() for name, x in given.items() if program.has(name, rank)}
+            for rank in range(2)
+        ]
+        found = mf.simulate(program, per_rank=ranks, options=POISON).per_rank
+        for n, want in enumerate(net.wanted):
+            (got,) = (outputs[n] for outputs in found if outputs[n] is not None)
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    assert accepted

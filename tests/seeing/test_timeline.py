@@ -440,6 +440,14 @@ def test_a_thousand_ranks_that_run_alike_are_gone_through_once() -> None:
     assert found.seconds == 8 * (4 + 1)  # two products, relu, sum; a reduction
 
 
+def test_a_timeline_prints_in_a_line() -> None:
+    mesh = DeviceMesh.arange(tp=4)
+    with mf.FusionDefinition("short") as fd:
+        fd.add_output(fd.define_tensor([8], mesh=mesh) * 2 + 1)
+    found = mf.compile(fd, mf.Options(compile="never")).timeline(UNIT)
+    assert repr(found) == "<Timeline of @short on 4 ranks: 2 s, 2 events>"
+
+
 def test_the_example_of_training_has_a_timeline() -> None:
     fd, _ = example("train_llama").build(DeviceMesh.arange(dp=2, tp=2))
     found = mf.compile(fd).timeline(UNEVEN)

@@ -37,6 +37,7 @@ class Scale:
         run_s: how long a run is to take.
         sample_s: how long the runs of a sample are to take.
         most: how often a run does something at most: planning and capturing it takes time, too.
+        cache: bytes of weights beyond which products find none of them in a cache.
         sizes: bytes of pointwise work.
         rows: m of products.
         features: n and k.
@@ -51,6 +52,7 @@ class Scale:
     run_s: float
     sample_s: float
     most: int
+    cache: int
     sizes: tuple[int, ...]
     rows: tuple[int, ...]
     features: tuple[int, ...]
@@ -66,6 +68,7 @@ CPU = Scale(
     run_s=2e-3,
     sample_s=3e-3,
     most=64,
+    cache=1 << 25,
     sizes=tuple(1 << n for n in (12, 15, 18, 20, 22, 24, 26)),
     rows=(1, 8, 64, 512),
     features=(64, 256, 1024, 4096),
@@ -80,6 +83,7 @@ GPU = Scale(
     run_s=2e-4,
     sample_s=1e-3,
     most=32,
+    cache=1 << 28,
     sizes=tuple(1 << n for n in (14, 18, 20, 22, 24, 26, 28)),
     rows=(1, 16, 128, 512, 2048, 4096),
     features=(256, 1024, 2048, 4096, 8192, 16384),
@@ -203,10 +207,6 @@ def _runs(scale: Scale, run_s: float) -> int:
     return max(1, min(_MOST_RUNS, round(scale.sample_s / run_s)))
 
 
-#: Bytes of weights beyond which products find none of them in a cache.
-_MOST = 1 << 28
-
-
 def products(scale: Scale, mesh: DeviceMesh) -> Iterator[Subject]:
     """Yield linear layers and, fewer, products, on a grid; in types but the first also fewer."""
     for dtype in scale.dtypes:
@@ -221,7 +221,7 @@ def products(scale: Scale, mesh: DeviceMesh) -> Iterator[Subject]:
 def _product(
     scale: Scale, mesh: DeviceMesh, dtype: torch.dtype, is_linear: bool, m: int, n: int, k: int
 ) -> Subject:
-    weights = max(1, min(4, _MOST // (n * k * dtype.itemsize)))
+    weights = max(1, min(4, scale.cache // (n * k * dtype.itemsize)))
     with FusionDefinition("product") as fd:
         x = fd.define_tensor([m, k], dtype, mesh=mesh)
         for _ in range(weights):

@@ -420,7 +420,10 @@ def _host_line() -> str:
     frames = stacks().get(threading.main_thread().ident or 0, [])
     own = (frame for frame in frames if _is_users(frame.f_code.co_filename))
     frame = next(own, frames[0] if frames else None)
-    return "" if frame is None else Source(frame.f_code.co_filename, frame.f_lineno).quote()
+    if frame is None:
+        return ""
+    line = frame.f_lineno or 0  # None where the interpreter is between two lines
+    return Source(frame.f_code.co_filename, line).quote()
 
 
 def _is_users(file: str) -> bool:

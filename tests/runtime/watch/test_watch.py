@@ -75,6 +75,17 @@ class Rank:
         self.watch.look()
 
 
+#: Before tests put a line of their own in its place.
+HOST_LINE = watch_module._host_line
+
+
+def test_a_frame_that_just_begins_has_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = SimpleNamespace(co_filename="a.py")
+    frames = [SimpleNamespace(f_code=code, f_lineno=None)]
+    monkeypatch.setattr(watch_module, "stacks", lambda: {threading.main_thread().ident: frames})
+    assert HOST_LINE() == "a.py:0"
+
+
 @pytest.fixture(autouse=True)
 def host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch_module, "_host_line", lambda: "a.py:4   work()")

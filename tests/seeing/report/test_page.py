@@ -13,9 +13,7 @@ import mdfuse as mf
 from mdfuse import DeviceMesh, hir
 from mdfuse.hir.program import HostProgram
 from mdfuse.seeing import UNIT, Event
-from mdfuse.seeing.memory import memory_of
 from mdfuse.seeing.rank_classes import rank_classes
-from mdfuse.seeing.rank_groups import rank_groups
 from mdfuse.seeing.report.page import Subject, communications, html, values_of
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
@@ -160,13 +158,4 @@ def test_a_pipeline_shows_its_schedule_and_what_each_rank_group_holds() -> None:
         'class="mf-slot"'
     )
     assert "1F3: forward of stage 1 for microbatch 3, 4 to 5" in shown
-    groups = rank_groups(program.host, schedule, rank_classes(program.host))
-    assert [(g.name, g.ranks, g.stages, g.live) for g in groups] == [
-        ("m0", (0, 1), (0,), 1),
-        ("m1", (2, 3), (1,), 1),
-    ]
-    assert [g.bubble for g in groups] == [0.2, 0.2]  # one of five
-    assert [g.peak for g in groups] == [
-        max(memory_of(program.host.project(r)).peak for r in ranks) for ranks in ((0, 1), (2, 3))
-    ]
     assert "schedule" not in Page(html(subject(program))).ids
