@@ -349,8 +349,12 @@ def test_what_seeing_costs_is_measured(tmp_path: Path) -> None:
         assert [name for name in names if name.startswith(words)], words
 
 
-def test_predicted_times_that_the_page_shows() -> None:
-    file, rows = stored("costs-gloo-2"), shown("predicted program")
+@pytest.mark.parametrize(
+    ("name", "header"),
+    [("costs-gloo-2", "predicted program"), ("costs-h200", "predicted on a GPU")],
+)
+def test_predicted_times_that_the_page_shows(name: str, header: str) -> None:
+    file, rows = stored(name), shown(header)
     assert {cells[0] for cells in rows} == file.keys()
     for name, of, predicted, measured, ratio in rows:
         row = file[name]
