@@ -130,7 +130,6 @@ BACKENDS: dict[str, BackendRow] = {
         devices=("cuda", "cpu"),
         why_not=why_not_symmetric,
         open=_open_symmetric,
-        can_capture=False,
         staging=OUTBOX_BYTES,
     ),
 }

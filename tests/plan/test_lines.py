@@ -213,7 +213,7 @@ def test_calls_per_step(name: str) -> None:
 
 #: The Python functions that a run goes through, each once.
 FRAMES = {
-    "Program.run", "HostIrEvaluator.call", "HostIrEvaluator._known",
+    "Program.run", "HostIrEvaluator.call", "HostIrEvaluator._again", "HostIrEvaluator._run",
     "Signature.like.<locals>.is_like", "Cache.again", "Plan.run", "Plan.call", "run",
 }  # fmt: skip
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from mdfuse.errors import ProgramError
 from mdfuse.hir.instructions import POSTS, is_local
-from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.program import HostProgram, Instruction, index_names
 from mdfuse.hir.verify.calls import check_calls
 from mdfuse.hir.verify.report import wrong
 from mdfuse.layouts.kinds import IN_PIECES
@@ -40,6 +40,10 @@ def check_defined(program: HostProgram) -> None:
         for name in i.reads:
             if program.root(name) not in known and i.op not in ("wait", "return"):
                 raise _undefined(program, i, name)
+        for name in index_names(i, program.types):
+            kind = program.types.get(name)
+            if name not in known or (kind is not None and kind.layout is not None):
+                raise _no_index(program, i, name)
         known.update(map(program.root, i.outputs))
 
 
@@ -50,6 +54,16 @@ def _undefined(program: HostProgram, i: Instruction, name: str) -> ProgramError:
         f"{i} reads %{name}, which nothing computed",
         because="each run starts with an empty table of values",
         hint="compute it, or alloc and receive it, before; an input must be in the header",
+    )
+
+
+def _no_index(program: HostProgram, i: Instruction, name: str) -> ProgramError:
+    return wrong(
+        program,
+        i,
+        f"{i} is about the chunk or place %{name}, which is no index",
+        because="an index is a number of the host that a loop or a block counts",
+        hint="name the index of the loop or block around it",
     )
 
 
