@@ -327,3 +327,40 @@ def test_products_with_the_hessian(name: str) -> None:
             fd.add_output(out)
     (found,) = mf.reference(fd, [x, v])
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def multiplied(x: Tensor) -> Tensor:
+    """The running products along dim 1, by multiplications alone."""
+    found = [x[:, 0]]
+    for i in range(1, x.shape[1]):
+        found.append(found[-1] * x[:, i])
+    return torch.stack(found, 1)
+
+
+PRODUCTS_OF_ALL: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "prod": (lambda x: x.prod(1), lambda x: multiplied(x)[:, -1]),
+    "cumprod": (lambda x: x.cumprod(1), multiplied),
+    "scatter": (
+        lambda x: torch.scatter_reduce(x[:, :2] + 2, 1, (x * 0).long(), x, "prod"),
+        lambda x: torch.stack([(x[:, 0] + 2) * multiplied(x)[:, -1], x[:, 1] + 2], 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("zeros", range(4))
+@pytest.mark.parametrize("name", PRODUCTS_OF_ALL)
+def test_second_derivatives_of_products_at_zeros(name: str, zeros: int) -> None:
+    ours, theirs = PRODUCTS_OF_ALL[name]
+    x, v = numbers(3, 5), numbers(3, 5, seed=5)
+    for row in range(3):
+        x[row, torch.randperm(5, generator=torch.Generator().manual_seed(row))[:zeros]] = 0
+    leaf = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad((theirs(leaf) + 1).square().sum(), leaf, create_graph=True)
+    (second,) = torch.autograd.grad((first * v).sum(), leaf)
+    with mf.FusionDefinition() as fd:
+        h, u = fd.define_tensor([3, 5], torch.float64), fd.define_tensor([3, 5], torch.float64)
+        (dh,) = mf.grad((ours(h) + 1).square().sum(), [h])
+        for out in (dh, *mf.grad((dh * u).sum(), [h])):
+            fd.add_output(out)
+    for found, expected in zip(mf.reference(fd, [x, v]), (first.detach(), second), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
