@@ -71,7 +71,6 @@ NO_GRADIENT: dict[str, str] = {
     **dict.fromkeys(("uniform", "full", "full_like", "arange", "constant"), "it reads no tensor"),
     "detach": "it is there for that",
     **dict.fromkeys(("window", "widen", "round_terms"), "lowering makes it"),
-    "scaled_dot_product_attention": "gradients put attention in its place",
 }
 
 
