@@ -115,7 +115,7 @@ def test_what_is_wide_scrolls_by_itself(page: str) -> None:
             assert around & scrolls, path
     assert 'content="width=device-width, initial-scale=1"' in page
     wide = [rule for rule in re.findall(r"[^{}]+\{[^{}]*\}", style) if "min-width: 640px" in rule]
-    assert [rule.split("{")[0].strip() for rule in wide] == [".mf-chart"], "which is in a .chart"
+    assert [rule.split("{")[0].strip() for rule in wide] == [".chart svg"]
 
 
 def test_the_script_finds_what_it_asks_for(page: str) -> None:
