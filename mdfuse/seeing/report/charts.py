@@ -109,10 +109,11 @@ def _mark(share: float, span: int, y: float) -> str:
 def memory_chart(memory: Memory) -> str:
     """Return what a rank holds over the instructions of its program, its largest buffers apart."""
     points = _sampled(memory)
-    big = sorted(memory.lives, key=lambda x: -x.nbytes * (x.last - x.first + 1))[:_LAYERS]
     inputs = [x for x in memory.lives if x.is_input]
+    made = [x for x in memory.lives if not x.is_input]
+    big = sorted(made, key=lambda x: -x.nbytes * (x.last - x.first + 1))[:_LAYERS]
     layers: list[tuple[str, list[Life] | None]] = [("inputs", inputs)]
-    layers += [(f"%{x.name}", [x]) for x in sorted(big, key=lambda x: x.first) if not x.is_input]
+    layers += [(f"%{x.name}", [x]) for x in sorted(big, key=lambda x: x.first)]
     below, body, shown = [0] * len(points), list[str](), list[tuple[str, str]]()
     top = max(memory.peak, 1)
     for n, (name, lives) in enumerate([*layers, ("all others", None)]):
