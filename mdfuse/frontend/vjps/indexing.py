@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import reductions, views
@@ -12,8 +15,9 @@ from mdfuse.frontend.vjps.table import (
     Applied,
     eq,
     exp,
-    gt,
     log,
+    logical_and,
+    lt,
     product_of_others,
     rule,
     where,
@@ -119,13 +123,19 @@ def _cumprod(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 @rule("logcumsumexp")
 @widely
 def _logcumsumexp(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    """exp(x) times the sum of ct * exp(-y) from here on, in logarithms, of either sign of ct."""
+    """exp(x) times the sum of ct * exp(-y) from here on, in logarithms, of either sign of ct.
+
+    A ct of 0 stands on both sides as little that cancels, so that it has a derivative.
+    """
     if not e.y.ndim:
         return (ct,)
     dims, found = (e.attrs["dim"],), []
-    for part in (ct, -ct):
-        size = log(where(gt(part, 0), part, 0.0))
-        behind = record("logcumsumexp", record("flip", size - e.y, dims=dims), dim=dims[0])
+    is_zero, little = eq(ct, 0), 1e-18 if ct.dtype == torch.float32 else 1e-150
+    is_nothing = logical_and(is_zero, eq(e.y, -math.inf))
+    for part, zero in ((ct, ct + little), (-ct, little)):
+        size = log(where(is_zero, zero, where(lt(part, 0), 1.0, part))) - e.y
+        size = where(lt(part, 0), -math.inf, where(is_nothing, -math.inf, size))
+        behind = record("logcumsumexp", record("flip", size, dims=dims), dim=dims[0])
         found.append(exp(record("flip", behind, dims=dims) + e[0]))
     return (found[0] - found[1],)
 
@@ -136,6 +146,23 @@ def _logcumsumexp(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 @rule("convolution")
 def _convolution(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     return record_several("convolution_grad", ct, e[0], e[1], **e.attrs)
+
+
+@rule("convolution_grad")
+def _convolution_grad(e: Applied, cts: Sequence[Any]) -> Sequence[Handle | None]:
+    """It is linear in its cotangent and in x, or in the weight: so are convolutions of these."""
+    ct, x, weight = e[0], e[1], e[2]
+    of_x, of_weight = cts
+    parts = [(of_x, weight), (x, of_weight)]
+    made = [record("convolution", a, b, **e.attrs) for a, b in parts if a is not None is not b]
+    dx = (
+        None
+        if of_weight is None
+        else record_several("convolution_grad", ct, x, of_weight, **e.attrs)
+    )
+    dw = None if of_x is None else record_several("convolution_grad", ct, of_x, weight, **e.attrs)
+    total = made[0] if len(made) == 1 else made[0] + made[1]
+    return total, dx and dx[0], dw and dw[1]
 
 
 @rule("max_pool")

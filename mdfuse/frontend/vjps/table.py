@@ -62,11 +62,10 @@ NO_GRADIENT: dict[str, str] = {
     **dict.fromkeys(
         ("isfinite", "isinf", "isnan", "signbit", "any", "all"), "its result is a bool"
     ),
-    "convolution_grad": "there is no second gradient of a convolution",
     **dict.fromkeys((f"logical_{op}" for op in ("and", "or", "xor", "not")), "on bools"),
     **dict.fromkeys((f"bitwise_{op}" for op in ("and", "or", "xor", "not")), "on integers"),
     **dict.fromkeys((f"bitwise_{side}_shift" for side in ("left", "right")), "on integers"),
-    **dict.fromkeys(("floor", "ceil", "round", "trunc", "sign", "sgn"), "it is a step"),
+    **dict.fromkeys(("floor", "ceil", "round", "trunc", "sign"), "it is a step"),
     **dict.fromkeys(("floor_divide", "heaviside", "nextafter"), "it is a step"),
     **dict.fromkeys(("uniform", "full", "full_like", "arange", "constant"), "it reads no tensor"),
     "detach": "it is there for that",
