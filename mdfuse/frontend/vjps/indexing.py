@@ -155,14 +155,13 @@ def _convolution_grad(e: Applied, cts: Sequence[Any]) -> Sequence[Handle | None]
     of_x, of_weight = cts
     parts = [(of_x, weight), (x, of_weight)]
     made = [record("convolution", a, b, **e.attrs) for a, b in parts if a is not None is not b]
-    dx = (
-        None
-        if of_weight is None
-        else record_several("convolution_grad", ct, x, of_weight, **e.attrs)
-    )
-    dw = None if of_x is None else record_several("convolution_grad", ct, of_x, weight, **e.attrs)
     total = made[0] if len(made) == 1 else made[0] + made[1]
-    return total, dx and dx[0], dw and dw[1]
+    dx = dw = None
+    if of_weight is not None:
+        dx, _ = record_several("convolution_grad", ct, x, of_weight, **e.attrs)
+    if of_x is not None:
+        _, dw = record_several("convolution_grad", ct, of_x, weight, **e.attrs)
+    return total, dx, dw
 
 
 @rule("max_pool")
