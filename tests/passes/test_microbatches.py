@@ -223,6 +223,38 @@ def test_a_saved_program_is_the_same() -> None:
     assert printed(hir.parse(str(program))) == printed(program)
 
 
+MERGED: dict[str, Callable[[Any, Any], Any]] = {
+    "rows": lambda x, w: F.linear(x.flatten(0, 1), w).tanh(),
+    "rows, and back": lambda x, w: F.linear(x.flatten(0, 1), w).view(*x.shape[:2], -1).amax(1),
+    "in the backward": lambda x, w: F.linear(x, w).softmax(-1),
+    "means": lambda x, w: F.linear(x.mean(1), w).tanh(),
+}
+
+
+@pytest.mark.parametrize("weight", [{}, {"dp": Shard(0)}], ids=["whole", "split"])
+@pytest.mark.parametrize(("rows", "ranks", "count"), [(5, 2, 1), (3, 2, 3), (4, 3, 2), (2, 3, 1)])
+@pytest.mark.parametrize("name", MERGED)
+def test_rows_that_are_merged_where_ranks_have_uneven_parts(
+    name: str, rows: int, ranks: int, count: int, weight: Any
+) -> None:
+    """The batch is gathered for the reshape, and then taken in microbatches."""
+    f, mesh = MERGED[name], DeviceMesh.arange(dp=ranks)
+    x, w = (torch.randn(shape, dtype=torch.float64) for shape in ((rows, 4, 6), (4, 6)))
+    with mf.FusionDefinition("merged") as fd:
+        hx = fd.define_tensor(x.shape, x.dtype, mesh, {"dp": Shard(0)}, name="x")
+        hw = fd.define_tensor(w.shape, w.dtype, mesh, weight)
+        loss = f(hx, hw).square().sum()
+        for out in (loss, *mf.grad(loss, [hx, hw])):
+            fd.add_output(out)
+    program = mf.pipeline(fd, microbatches=count, batch={"x": 0})
+    leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+    total = f(*leaves).square().sum()
+    wanted = [total.detach(), *torch.autograd.grad(total, leaves)]
+    found = mf.simulate(program, [x, w], options=POISON).outputs
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
 # -- what cannot be ------------------------------------------------------------------------------
 
 
