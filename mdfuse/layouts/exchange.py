@@ -51,7 +51,7 @@ class Side:
     @cached_property
     def grid(self) -> Any:
         """The ranks, an array with the axes of the mesh."""
-        return np.array(self.mesh.ranks).reshape(self.mesh.shape)
+        return self.mesh.array.reshape(self.mesh.shape)
 
     def count(self, axes: tuple[str, ...]) -> int:
         return math.prod(map(self.mesh.axis_size, axes))

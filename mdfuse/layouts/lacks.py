@@ -72,7 +72,7 @@ def taking_part(exchange: Exchange) -> tuple[int, ...]:
         return (*meshes[0].ranks, *(r for r in meshes[1].ranks if r not in meshes[0]))
     if 0 in shape:
         return ()
-    ranks, goal = (np.asarray(mesh.ranks) for mesh in meshes)
+    ranks, goal = (mesh.array for mesh in meshes)
     lack = np.asarray(_lack(*both, shape, source.count(exchange.reduced) - 1) > 0)
     grid = meshes[1].shape if meshes[0] == meshes[1] else (meshes[1].size,)
     takes, known = (np.zeros(max(m.last_rank for m in meshes) + 1, bool) for _ in meshes)
@@ -193,11 +193,11 @@ def _coordinates(source: DeviceMesh, destination: DeviceMesh) -> tuple[Any, Any,
         grid = np.ogrid[tuple(slice(n) for n in source.shape)]
         both = dict(zip(source.axes, grid, strict=True))
         return both, both, 1
-    ranks = np.array(destination.ranks)
+    ranks = destination.array
     place = np.zeros(max(source.last_rank, destination.last_rank) + 1, int)
     inside = np.zeros(len(place), int)
-    place[np.array(source.ranks)] = np.arange(source.size)
-    inside[np.array(source.ranks)] = 1
+    place[source.array] = np.arange(source.size)
+    inside[source.array] = 1
     need = np.unravel_index(np.arange(destination.size), destination.shape)
     have = np.unravel_index(place[ranks], source.shape)
     pairs = (dict(zip(m.axes, at, strict=True)) for m, at in ((destination, need), (source, have)))

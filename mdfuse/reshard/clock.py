@@ -75,7 +75,7 @@ def _between(comm: Communication, before: int, after: int) -> int:
     """Return the same for a collective, or pairs, from one mesh to another."""
     source, destination = comm.source.mesh, comm.destination.mesh
     hosts = hosts_by_rank(source, destination)
-    here, there = (hosts[np.array(mesh.ranks)] for mesh in (source, destination))
+    here, there = (hosts[mesh.array] for mesh in (source, destination))
     if comm.kind == "SendRecv":
         apart = here != there
         return before * max(
