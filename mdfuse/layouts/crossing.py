@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mdfuse.layouts.exchange import Exchange, Side
+from mdfuse.layouts.exchange import Exchange
 from mdfuse.layouts.hosts import hosts_by_rank
 from mdfuse.layouts.lacks import every_coordinate, interval, position
+from mdfuse.layouts.side import Side
 from mdfuse.mesh import DeviceMesh
 
 

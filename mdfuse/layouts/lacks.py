@@ -90,15 +90,13 @@ def taking_part(exchange: Exchange) -> tuple[int, ...]:
 def _is_sending(exchange: Exchange) -> Any:
     """Return which ranks of the source have a turn to send, in the order of its mesh."""
     source, destination = exchange.source, exchange.destination
-    mesh = source.mesh
-    at = every_coordinate(mesh)
-    turns: Any = exchange.stride
+    at, met = every_coordinate(source.mesh), []
     for dim, extent in enumerate(source.shape):
         start, stop = interval(source.layout, dim, extent, at)
-        ends = (position(destination.layout, dim, extent, row) for row in (start, stop - 1))
-        first, last = ends
-        turns = turns * np.where(stop > start, last - first + 1, 0)
-    return np.broadcast_to(np.asarray(source.number(at, source.free) < turns), (mesh.size,))
+        first, last = (position(destination.layout, dim, extent, x) for x in (start, stop - 1))
+        met.append((first, np.where(stop > start, last - first + 1, 0)))
+    is_sending = np.asarray(source.number(at, source.free) < exchange.pattern.turns_of(at, met))
+    return np.broadcast_to(is_sending, (source.mesh.size,))
 
 
 @lru_cache(maxsize=256)

@@ -12,10 +12,11 @@ import numpy as np
 
 from mdfuse.communication import Communication
 from mdfuse.layouts.crossing import crossing
-from mdfuse.layouts.exchange import Exchange, Side
+from mdfuse.layouts.exchange import Exchange
 from mdfuse.layouts.hosts import hosts_by_rank, pairs_apart, rings
 from mdfuse.layouts.lacks import UNIT, arriving, is_special, part_size
 from mdfuse.layouts.layout import Layout
+from mdfuse.layouts.side import Side
 from mdfuse.mesh import DeviceMesh
 
 EXCHANGES = ("Exchange", "ReduceExchange")
