@@ -97,9 +97,10 @@ class Exchange:
                 if to is not None:
                     yield to, 0, 1
             return
-        messages, first = self._messages(holders), self.source.number(at, self.source.free)
+        messages, turns = self._messages(holders), self.pattern.turns
+        first = (self.source.number(at, self.source.free) - messages.turn) % turns
         shares = messages.shares
-        for turn in range(first, messages.count * shares, self.pattern.turns):
+        for turn in range(first, messages.count * shares, turns):
             n, i = divmod(turn, shares)
             to = messages.receiver(n)
             if to is not None:
@@ -136,7 +137,7 @@ class Exchange:
             yield source.rank(holders), block
         else:
             messages = self._messages(holders)
-            first = messages.number(at) * messages.shares
+            first = messages.turn + messages.number(at) * messages.shares
             for i in range(messages.shares):
                 share = nth_share(block, messages.shares, i)
                 if share is not None:

@@ -95,8 +95,7 @@ def _is_sending(exchange: Exchange) -> Any:
         start, stop = interval(source.layout, dim, extent, at)
         first, last = (position(destination.layout, dim, extent, x) for x in (start, stop - 1))
         met.append((first, np.where(stop > start, last - first + 1, 0)))
-    is_sending = np.asarray(source.number(at, source.free) < exchange.pattern.turns_of(at, met))
-    return np.broadcast_to(is_sending, (source.mesh.size,))
+    return np.broadcast_to(exchange.pattern.has_turn(at, met), (source.mesh.size,))
 
 
 @lru_cache(maxsize=256)

@@ -76,33 +76,36 @@ class Pattern:
         """Return in how many shares each of some messages is sent."""
         return max(1, min(self.turns // max(messages, 1), self.most_shares))
 
-    def turns_of(self, at: Mapping[str, Any], met: Sequence[tuple[Any, Any]]) -> Any:
-        """Return how many turns there are to send each part of the source; arrays.
+    def has_turn(self, at: Mapping[str, Any], met: Sequence[tuple[Any, Any]]) -> Any:
+        """Return which ranks of the source have a turn to send; arrays.
 
         Args:
-            at: the coordinates of the parts.
-            met: for each dim the first part of the destination that they meet, and how many.
+            at: the coordinates of all ranks.
+            met: for each dim the first part of the destination that each meets, and how many.
         """
         parts: Any = math.prod(n for _, n in met)
-        block: Any = 1  # how many blocks are met
-        is_common: Any = True  # whether the holders' own is
-        is_run: Any = True
+        is_fit: Any = True
+        inner: dict[str, Any] = {}  # axis of blocks -> who meets several of its coordinates
         for (first, n), ends in zip(met, self.ends, strict=True):
             found: Any = not ends
-            for size, outer, inner in ends:
+            for size, outside, inside in ends:
                 here = (n == size) & (first % size == 0) & ~np.asarray(found)
-                found = found | here
-                inside = self.destination.count(tuple(a for a in inner if a in self.blocks))
-                block = block * np.where(here, inside, 1)
-                place = first // size
-                for a in reversed(outer):
+                found, place = found | here, first // size
+                for a in reversed(outside):
                     place, i = np.divmod(place, self.destination.sizes[a])
-                    if a in self.blocks:
-                        is_common = is_common & (~here | (i == at[a]))
-            is_run = is_run & found
-        fewer = parts // block * ((block - 1) * self.all + self.lacking)
-        messages = np.where(is_run & is_common, fewer, parts * self.all)
-        return messages * np.clip(self.turns // np.maximum(messages, 1), 1, self.most_shares)
+                    is_fit = is_fit & (~here | (a not in self.blocks) | (i == at[a]))
+                inner |= {a: inner.get(a, False) | here for a in inside if a in self.blocks}
+            is_fit = is_fit & found
+        blocks: Any = 1
+        own: Any = 0
+        for a in self.blocks:
+            n, is_met = self.destination.sizes[a], is_fit & inner.get(a, False)
+            blocks, own = blocks * np.where(is_met, n, 1), np.where(is_met, own * n + at[a], own)
+        fewer = parts // blocks * ((blocks - 1) * self.all + self.lacking)
+        messages = np.where(is_fit, fewer, parts * self.all)
+        shares = np.clip(self.turns // np.maximum(messages, 1), 1, self.most_shares)
+        turn = self.source.number(at, self.source.free) - np.where(blocks > 1, own + 1, 0)
+        return turn % self.turns < messages * shares
 
 
 def _most_shares(source: Side, destination: Side) -> int:
@@ -159,6 +162,8 @@ class Messages:
         self.others = (destination.count(self.blocks) - 1) * self.parts * pattern.all
         self.count = self.others + self.parts * self.stride
         self.shares = pattern.shares(self.count)
+        #: who sends first: the holder that the first message would have if all blocks lacked it
+        self.turn = self.own + 1 if self.blocks else 0
 
     def _find_blocks(self) -> None:
         """Number by blocks where some lack nothing, and all parts along the inner axes are met."""
