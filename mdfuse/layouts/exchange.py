@@ -196,7 +196,7 @@ def kept_terms(source: Layout, destination: Layout) -> tuple[tuple[str, str], ..
     On one mesh these are the same axes. On two, all Partial axes are, in their order, if they have
     the same sizes and reduce ops; () where they do not.
 
-    >>> from mdfuse.layouts.layout import Partial
+    >>> from mdfuse import DeviceMesh, Partial
     >>> one, other = DeviceMesh.arange(a=2, b=4), DeviceMesh([[8, 9], [6, 7]], axes=("p", "q"))
     >>> kept_terms(Layout(one, {"a": Partial("max")}), Layout(other, {"q": Partial("max")}))
     (('a', 'q'),)
