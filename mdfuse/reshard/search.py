@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mdfuse.layouts.crossing import Crossing, crossing
-from mdfuse.layouts.exchange import Exchange, Side
+from mdfuse.layouts.exchange import Exchange
 from mdfuse.layouts.lacks import UNIT, arriving, cut, dearer, is_special, worst_lack
 from mdfuse.layouts.layout import IDEMPOTENT, Layout, Partial, Placement, Replicate, Shard, commute
+from mdfuse.layouts.side import Side
 from mdfuse.reshard.clock import along, is_timed, nanoseconds
 
 
