@@ -17,7 +17,7 @@ from mdfuse.hir.forms import check_forms, check_nesting
 from mdfuse.hir.instructions import BLOCKS, POSTS
 from mdfuse.hir.orders import Order, orders_of
 from mdfuse.ir.graph import Operand, dtype_name
-from mdfuse.layouts.boxes import Box
+from mdfuse.layouts.boxes import Box, Rows
 from mdfuse.layouts.layout import Layout, Replicate
 from mdfuse.mesh import DeviceMesh, MeshesByRank
 
@@ -60,9 +60,16 @@ class BufferType:
     flat: bool = False
 
     def box(self, rank: int) -> Box:
-        """Return the part of the whole that a rank holds, without padding."""
+        """Return the part of the whole that a rank holds, without padding; see `Layout.box_at`."""
         assert self.layout is not None
-        return self.layout.intervals(self.shape, rank)
+        return self.layout.box(self.shape, rank)
+
+    def blocks(self, rank: int) -> tuple[tuple[Rows, Rows], ...]:
+        """Return the blocks of each dim, and the rows of each of them that a rank holds."""
+        assert self.layout is not None
+        held = self.layout.rows(self.shape, rank)
+        blocks = map(self.layout.segments, range(len(self.shape)), self.shape)
+        return tuple(zip(blocks, held, strict=True))
 
     def local_shape(self, rank: int | None = None) -> tuple[int, ...]:
         """Return the shape on one rank, padding included; without a rank the largest shape."""

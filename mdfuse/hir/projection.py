@@ -196,6 +196,7 @@ def _part(program: HostProgram, i: Instruction, rank: int) -> ExprPart:
     return ExprPart(
         shapes=tuple(k.shape if k is not None else None for k in tensors),
         boxes=tuple(k.box(rank) if k is not None else None for k in tensors),
+        blocks=tensors[0].blocks(rank) if tensors and tensors[0] is not None else (),
         shape=output.shape,
         box=output.box(rank),
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
+from mdfuse.layouts.blocks import Blocks
 from mdfuse.layouts.boxes import nth_chunk
 
 Shape = tuple[int, ...]
@@ -36,18 +37,29 @@ class DimMap:
             other label that may be split is one of all results.
         fits: (label, sizes of the axes that split it, outermost first) -> whether the parts of
             operands and result have the same boundaries.
+        blocks: label -> the blocks of operands and of results along its dims, where there are any;
+            see `mdfuse.ir.blocked`.
     """
 
     operands: tuple[Labels, ...]
     results: tuple[Labels, ...]
     reduces: Mapping[int, str] = field(default_factory=dict)
     fits: Callable[[int, tuple[int, ...]], bool] = always
+    blocks: Mapping[int, tuple[Blocks | None, Blocks | None]] = field(default_factory=dict)
 
     @property
     def result(self) -> Labels:
         """Labels of the only result."""
         (labels,) = self.results
         return labels
+
+    def blocks_before(self, label: int) -> Blocks | None:
+        """The blocks of dims of operands with this label, where they are split."""
+        return self.blocks.get(label, (None, None))[0]
+
+    def blocks_after(self, label: int) -> Blocks | None:
+        """The blocks of dims of results with this label, where they are split."""
+        return self.blocks.get(label, (None, None))[1]
 
     def may_split(self, label: int | None) -> bool:
         """Whether dims with this label may be split: each result has it, or is reduced over it."""
@@ -337,7 +349,7 @@ def reshape(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
         parts = math.prod(sizes)
         if (n == m and n_inner == m_inner) or (n % parts == 0 and m % parts == 0):
             return True
-        return _boundaries(n, n_inner, sizes) == _boundaries(m, m_inner, sizes)
+        return boundaries(n, n_inner, sizes) == boundaries(m, m_inner, sizes)
 
     return DimMap(operands=(tuple(before),), results=(tuple(after),), fits=fits)
 
@@ -371,7 +383,7 @@ def reshape_groups(shape: Shape, result: Shape) -> list[tuple[list[int], list[in
     return groups
 
 
-def _boundaries(extent: int, inner: int, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
+def boundaries(extent: int, inner: int, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
     """Return where each part of a dim begins and ends, counted in elements of its group."""
     pieces = []
     for choice in product(*map(range, sizes)):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mdfuse.ir import dims
-from mdfuse.layouts.boxes import Box, box_shape
+from mdfuse.layouts.boxes import Box, Rows, box_shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,12 +18,14 @@ class ExprPart:
     Attributes:
         shapes: global shapes of the operands; None for those that are not tensors.
         boxes: this rank's parts of the operands.
+        blocks: the blocks of each dim of the first operand, and this rank's rows of each.
         shape: global shape of the result.
         box: this rank's part of the result.
     """
 
     shapes: tuple[tuple[int, ...] | None, ...]
     boxes: tuple[Box | None, ...]
+    blocks: tuple[tuple[Rows, Rows], ...]
     shape: tuple[int, ...]
     box: Box
 
@@ -43,19 +45,40 @@ def whole_shape(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
 
 
 def local_ends(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
-    """End dims that a slice takes entirely where this rank's part ends; others are whole here."""
-    box = part.boxes[0]
-    assert box is not None
-    ends = tuple(min(e, stop - start) for e, (start, stop) in zip(attrs["ends"], box, strict=True))
-    return {**attrs, "ends": ends}
+    """Cut a slice out of this rank's part: dims are whole here, taken entirely, or in blocks."""
+    starts, ends = list(attrs["starts"]), []
+    cut = zip(attrs["ends"], attrs["steps"], part.blocks, strict=True)
+    for d, (end, step, (_, rows)) in enumerate(cut):
+        if len(rows) > 1 and step == 1:
+            starts[d], end = _before(rows, starts[d]), _before(rows, end)
+        ends.append(min(end, sum(b - a for a, b in rows)))
+    return {**attrs, "starts": tuple(starts), "ends": tuple(ends)}
+
+
+def _before(rows: Rows, end: int) -> int:
+    """Return how many of some rows come before a row."""
+    return sum(max(min(b, end) - a, 0) for a, b in rows)
+
+
+def _start(start: int, blocks: Rows, rows: Rows, length: int) -> int:
+    """Return the first of the blocks that are so long together, and begin here in a rank's part."""
+    ends = {end for _, end in blocks}
+    first = (a for a, _ in blocks if a + length in ends and _before(rows, a) == start)
+    return next(first, start)
 
 
 def whole_ends(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """Take a dim entirely where the rank's slice ends at the end of its part."""
     shape, box = part.shapes[0], part.boxes[0]
     assert shape is not None and box is not None
-    held = zip(attrs["ends"], box_shape(box), shape, strict=True)
-    return {**attrs, "ends": tuple(n if end == local else end for end, local, n in held)}
+    starts, ends = list(attrs["starts"]), []
+    for d, (end, local, n) in enumerate(zip(attrs["ends"], box_shape(box), shape, strict=True)):
+        if len(part.blocks[d][0]) > 1 and len(part.shape) == len(shape):
+            starts[d] = _start(starts[d], *part.blocks[d], part.shape[d])
+            ends.append(starts[d] + part.shape[d])
+        else:
+            ends.append(n if end == local else end)
+    return {**attrs, "starts": tuple(starts), "ends": tuple(ends)}
 
 
 def local_squeeze(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:

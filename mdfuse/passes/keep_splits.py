@@ -123,7 +123,8 @@ def _cut_axes(fusion: Fusion, expr: Expr) -> tuple[str, ...]:
         .rule([fusion.values[expr.reads[0]].shape], fusion.values[expr.output].shape, expr.kwargs)
         .operands
     )
-    return tuple(a for d, x in enumerate(labels) if x is None for a in layout.split_axes(d))
+    cut = (d for d, x in enumerate(labels) if x is None and d not in layout.blocked)
+    return tuple(a for d in cut for a in layout.split_axes(d))
 
 
 def _price_of_window(fusion: Fusion, expr: Expr) -> int | None:

@@ -6,14 +6,16 @@ dim labels. Every pass that needs the answer asks here again.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from mdfuse.caching import Cache
 from mdfuse.extents.assumptions import active_assumptions
+from mdfuse.ir.blocked import with_blocks
 from mdfuse.ir.dims import DimMap, Labels
 from mdfuse.ir.graph import Expr, Value
 from mdfuse.ir.ops import TABLE
+from mdfuse.layouts.blocks import Blocks
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
 from mdfuse.mesh import DeviceMesh
 
@@ -123,7 +125,7 @@ def _question(
 def _chosen(
     expr: Expr, values: Mapping[str, Value], laws: tuple[Layout | None, ...]
 ) -> Strategy | None:
-    operands, labels = _operands(expr, values)
+    operands, labels = _operands(expr, values, laws)
     mesh = _mesh(operands, laws)
     if mesh is None:
         return None
@@ -141,7 +143,10 @@ def _chosen(
             chosen[axis] = _vote(expr, axis, mesh, here, labels, results)
     splits = _splits(mesh, chosen, here, labels, results)
     wanted = {
-        o.value.name: _layout(mesh, o.labels, splits, _partials(chosen, o, mesh)) for o in here
+        o.value.name: _layout(
+            mesh, o.labels, splits, _partials(chosen, o, mesh), labels.blocks_before
+        )
+        for o in here
     }
     passed = {a: Partial(op) for a, op in chosen.items() if isinstance(op, str)}
     made = []
@@ -152,7 +157,9 @@ def _chosen(
             if label not in result.labels
             for axis in axes
         }
-        made.append(_layout(mesh, result.labels, splits, {**passed, **reduced}))
+        made.append(
+            _layout(mesh, result.labels, splits, {**passed, **reduced}, labels.blocks_after)
+        )
     return Strategy(wanted=wanted, results=tuple(made))
 
 
@@ -172,8 +179,10 @@ def dim_map(expr: Expr, values: Mapping[str, Value]) -> DimMap:
     return found
 
 
-def _operands(expr: Expr, values: Mapping[str, Value]) -> tuple[list[_Operand], DimMap]:
-    labels = dim_map(expr, values)
+def _operands(
+    expr: Expr, values: Mapping[str, Value], laws: Sequence[Layout | None]
+) -> tuple[list[_Operand], DimMap]:
+    labels = _in_blocks(expr, values, laws)
     read: dict[str, list[Labels]] = {}
     for position, x in enumerate(expr.inputs):
         if isinstance(x, str) and values[x].is_tensor:
@@ -188,6 +197,21 @@ def _operands(expr: Expr, values: Mapping[str, Value]) -> tuple[list[_Operand], 
     results = tuple(_without(of, clashing) for of in labels.results)
     reduces = {label: op for label, op in labels.reduces.items() if label not in clashing}
     return operands, replace(labels, results=results, reduces=reduces)
+
+
+def _in_blocks(expr: Expr, values: Mapping[str, Value], laws: Sequence[Layout | None]) -> DimMap:
+    """Return the labels of an expression's dims, with the blocks that operands or laws have."""
+    labels = dim_map(expr, values)
+    inputs = [
+        values[x] if isinstance(x, str) and values[x].is_tensor else None for x in expr.inputs
+    ]
+    layouts = [v.layout if v is not None else None for v in inputs]
+    if not any(layout is not None and layout.blocked for layout in (*layouts, *laws)):
+        return labels
+    shapes = tuple(v.shape if v is not None else None for v in inputs)
+    held, asked = ([x.blocks() if x is not None else {} for x in xs] for xs in (layouts, laws))
+    out = values[expr.outputs[0]].shape
+    return with_blocks(TABLE[expr.op], labels, shapes, out, expr.kwargs, held, asked)
 
 
 def _without(labels: Labels, whole: Set[int | None]) -> Labels:
@@ -291,13 +315,17 @@ def _price(
         if o.layout is not None:
             wanted: Placement = Replicate()
             if label is not None and label in o.labels:
-                wanted = Shard(o.labels.index(label))
+                wanted = Shard(o.labels.index(label), labels.blocks_before(label))
             total += _change(o.layout.placement(axis), wanted, n) * o.value.bytes
     for r in results:
         made: Placement = Replicate()
         if label is not None:
             is_kept = label in r.labels
-            made = Shard(r.labels.index(label)) if is_kept else Partial(labels.reduces[label])
+            made = (
+                Shard(r.labels.index(label), labels.blocks_after(label))
+                if is_kept
+                else Partial(labels.reduces[label])
+            )
         goal = r.wanted(axis)
         if goal is None:
             goal = Replicate() if isinstance(made, Partial) else made
@@ -401,11 +429,12 @@ def _layout(
     labels: Labels,
     splits: Mapping[int, tuple[str, ...]],
     partials: Mapping[str, Partial],
+    blocks: Callable[[int], Blocks | None],
 ) -> Layout:
     placements: dict[str, Placement] = dict(partials)
     order: dict[int, tuple[str, ...]] = {}
     for dim, label in enumerate(labels):
         if label is not None and label in splits:
             order[dim] = splits[label]
-            placements.update({axis: Shard(dim) for axis in splits[label]})
+            placements.update({axis: Shard(dim, blocks(label)) for axis in splits[label]})
     return Layout(mesh, placements, order)

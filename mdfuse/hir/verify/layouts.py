@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from mdfuse.extents.expressions import Index, terms
+from mdfuse.ir.blocked import with_blocks
 from mdfuse.ir.dims import DimMap, Labels, always, reshape, reshape_groups
 from mdfuse.ir.ops import TABLE
-from mdfuse.layouts.boxes import Box
+from mdfuse.layouts.blocks import Blocks
+from mdfuse.layouts.boxes import Box, Rows
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard, Varies
 from mdfuse.layouts.stream import JOINED, Stream
 from mdfuse.mesh import DeviceMesh
@@ -38,6 +40,12 @@ def plain(layout: Layout, ndim: int) -> Layout:
 def box_text(box: Box) -> str:
     """Return a part of a tensor as text for an error message."""
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
+
+
+def rows_text(rows: Sequence[Rows]) -> str:
+    """Return a part of a tensor of which dims are in blocks as text for an error message."""
+    dims = (" ".join(f"{start}:{stop}" for start, stop in pieces) for pieces in rows)
+    return f"[{', '.join(dims)}]"
 
 
 def chunk_of(layout: Layout) -> Stream | None:
@@ -121,6 +129,8 @@ class _Row:
                         f"{' and '.join(axes)} splits"
                     )
                 if self.splits.setdefault(label, axes) != axes:
+                    raise self.apart(at, dim)
+                if layout.blocked.get(dim) != self.labels.blocks_before(label):
                     raise self.apart(at, dim)
         for at, layout, dims in self.operands:
             for dim, label in enumerate(dims):
@@ -256,7 +266,8 @@ class _Row:
                 continue
             if label in self.splits:
                 order[dim] = self.splits[label]
-                placements.update(dict.fromkeys(self.splits[label], Shard(dim)))
+                shard = Shard(dim, self.labels.blocks_after(label))
+                placements.update(dict.fromkeys(self.splits[label], shard))
             if label in self.chunks:
                 stream = replace(self.chunks[label], dim=dim)
         for label in self.chunks.keys() - {*self.labels.result}:
@@ -299,29 +310,51 @@ def result_layout(
         labels = TABLE[fn].rule(shapes, shape, attrs)
     except (AssertionError, TypeError, ValueError, LookupError):
         raise Contradiction(f"{fn} does not take these operands") from None
+    held = [x.blocks() if x is not None else {} for x in layouts]
+    asked = [declared.blocks() if i == at else {} for i in range(len(labels.results))]
+    labels = with_blocks(TABLE[fn], labels, shapes, shape, attrs, held, asked)
     if len(labels.results) > 1:
         labels = replace(labels, results=labels.results[at : at + 1])
     if labels.fits is not always:
         known = shapes if TABLE[fn].rule is reshape else ()
         return _result(fn, labels, tuple(layouts), declared, numbers, tuple(absent), known, shape)
-    key = labels.operands, labels.result, tuple(labels.reduces.items())
+    key = _Key(
+        labels.operands,
+        labels.result,
+        tuple(labels.reduces.items()),
+        tuple(labels.blocks.items()),
+    )
     made = _known_result(fn, key, tuple(layouts), declared, numbers, tuple(absent))
     if isinstance(made, str):
         raise Contradiction(made)
     return made
 
 
+class _Key(NamedTuple):
+    """The fields of a `DimMap` that fits always."""
+
+    operands: tuple[Labels, ...]
+    result: Labels
+    reduces: tuple[tuple[int, str], ...]
+    blocks: tuple[tuple[int, tuple[Blocks | None, Blocks | None]], ...]
+
+
 @lru_cache(maxsize=4096)
 def _known_result(
     fn: str,
-    key: tuple[tuple[Labels, ...], Labels, tuple[tuple[int, str], ...]],
+    key: _Key,
     layouts: tuple[Layout | None, ...],
     declared: Layout,
     numbers: frozenset[str],
     absent: tuple[bool, ...],
 ) -> Layout | str:
     """Return the layout, or why there is none: the same for all extents with these labels."""
-    labels = DimMap(operands=key[0], results=(key[1],), reduces=dict(key[2]))
+    labels = DimMap(
+        operands=key.operands,
+        results=(key.result,),
+        reduces=dict(key.reduces),
+        blocks=dict(key.blocks),
+    )
     try:
         return _result(fn, labels, layouts, declared, numbers, absent)
     except Contradiction as problem:

@@ -136,7 +136,14 @@ def _part(operands: tuple[Kind, ...], result: BufferType, rank: int) -> ExprPart
     tensors = [k if isinstance(k, BufferType) and k.layout is not None else None for k in operands]
     shapes = tuple(k.shape if k is not None else None for k in tensors)
     boxes = tuple(k.box(rank) if k is not None else None for k in tensors)
-    return ExprPart(shapes=shapes, boxes=boxes, shape=result.shape, box=result.box(rank))
+    first = tensors[0] if tensors else None
+    return ExprPart(
+        shapes=shapes,
+        boxes=boxes,
+        blocks=first.blocks(rank) if first is not None else (),
+        shape=result.shape,
+        box=result.box(rank),
+    )
 
 
 def _layout_problem(
