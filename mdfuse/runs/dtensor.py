@@ -175,6 +175,11 @@ def why_not(layout: Layout) -> tuple[str, str] | None:
         )
     if _turned_axis(layout) is not None:
         return _TURNED
+    if layout.blocked:
+        return (
+            "a DTensor's dim is one block: its axes split it into runs of rows",
+            "set it to a plain Shard first",
+        )
     if layout.varying_axes:
         return "no placement of torch's says that each rank holds what it likes", "set it to one"
     ops = sorted({p.op for p in layout.placements if isinstance(p, Partial)})
