@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise, product
 
 from mdfuse.extents.extent import smaller
@@ -45,6 +45,13 @@ def boxes_of(rows: Sequence[Rows]) -> Iterator[tuple[Box, Box]]:
         dims.append([p for p in places if p[0][0] < p[0][1]] or [(pieces[0], (0, 0))])
     for choice in product(*dims):
         yield tuple(held for held, _ in choice), tuple(place for _, place in choice)
+
+
+def extents_of(pieces: Iterable[tuple[Box, Box]]) -> tuple[int, ...]:
+    """Return the extents of a part of which the places of all boxes are known."""
+    return tuple(
+        max(stop for _, stop in dim) for dim in zip(*(at for _, at in pieces), strict=True)
+    )
 
 
 def box_shape(box: Box) -> tuple[int, ...]:

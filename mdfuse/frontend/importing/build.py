@@ -36,10 +36,13 @@ from mdfuse.frontend.importing.table import (
 )
 from mdfuse.frontend.importing.views import Views
 from mdfuse.frontend.ops.views import set as set_
-from mdfuse.layouts.boxes import Box
+from mdfuse.layouts.boxes import Box, boxes_of
 from mdfuse.layouts.layout import Layout, Shard
 from mdfuse.mesh import DeviceMesh
 from mdfuse.names import is_value_name
+
+#: boxes of a whole, and where each lies in a rank's part of it
+Pieces = tuple[tuple[Box, Box], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,19 +131,19 @@ class Model:
             start += size
         return found
 
-    def boxes(self, node: Node, rank: int | None) -> list[Box | None]:
+    def pieces(self, node: Node, rank: int | None) -> list[Pieces | None]:
         """What a rank has of each input of a parameter or a constant; None outside of its mesh."""
-        layout, found = self.layout(node), list[Box | None]()
+        layout, found = self.layout(node), list[Pieces | None]()
         for _, shape, start in self.parts(node, ""):
             if rank is not None and rank not in layout.mesh:
                 found.append(None)
                 continue
-            box = tuple((0, n) for n in shape) if rank is None else layout.intervals(shape, rank)
+            rows = [((0, n),) for n in shape] if rank is None else layout.rows(shape, rank)
+            pieces = tuple(boxes_of(rows))
             if node in self.blocks:
                 dim = self.blocks[node].dim
-                first, last = box[dim]
-                box = (*box[:dim], (start + first, start + last), *box[dim + 1 :])
-            found.append(box)
+                pieces = tuple((_moved(box, dim, start), place) for box, place in pieces)
+            found.append(pieces)
         return found
 
     def gathered(self, node: Node, x: Handle | Joined) -> Handle | Joined:
@@ -158,6 +161,10 @@ class Model:
         with recompute():
             whole = set_(x).on(layout.mesh, kept)
         return whole
+
+
+def _moved(box: Box, dim: int, by: int) -> Box:
+    return (*box[:dim], (by + box[dim][0], by + box[dim][1]), *box[dim + 1 :])
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mdfuse.errors import ProgramError
 from mdfuse.frontend.importing.place import nearest
-from mdfuse.layouts.boxes import Box
+from mdfuse.layouts.boxes import Box, extents_of, index_of
 
 _INDEX = "model.safetensors.index.json"
 
@@ -266,6 +266,17 @@ def read(checkpoint: Checkpoint, name: str, dtype: torch.dtype, box: Box) -> Ten
             hint="cast it before",
         )
     return part.to(dtype)
+
+
+def joined(read: Callable[[Box], Tensor], pieces: Sequence[tuple[Box, Box]]) -> Tensor:
+    """Read the boxes of a rank's part of a tensor, each to its place in the part."""
+    if len(pieces) == 1:
+        return read(pieces[0][0])
+    found = [(read(box), index_of(place)) for box, place in pieces]
+    part = found[0][0].new_empty(extents_of(pieces))
+    for piece, place in found:
+        part[place] = piece
+    return part
 
 
 def part_of(x: Tensor, box: Box) -> Tensor:

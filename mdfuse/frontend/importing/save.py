@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from mdfuse.errors import ProgramError
 from mdfuse.frontend.importing.build import Model
-from mdfuse.layouts.boxes import Box
+from mdfuse.layouts.boxes import Box, extents_of, index_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,17 +95,20 @@ def _parts(
         )
     given = iter(zip(names, weights, strict=True))
     for saved in _tensors(model, rank is None):
-        for box in model.boxes(saved.node, rank):
+        for pieces in model.pieces(saved.node, rank):
             name, x = next(given)
-            if x is None or box is None or saved.boxes.get(box) != (rank or 0):
+            if x is None or pieces is None:
                 continue
-            if tuple(x.shape) != _extent(box)[1]:
+            extents = extents_of(pieces)
+            if tuple(x.shape) != extents:
                 raise ProgramError(
                     f"{name} of shape {list(x.shape)}",
-                    because=f"this rank's part of it is {list(_extent(box)[1])}",
+                    because=f"this rank's part of it is {list(extents)}",
                     hint="save(folder, weights, comm=comm) for parts; without comm wholes",
                 )
-            yield saved, box, x
+            for box, place in pieces:
+                if saved.boxes.get(box) == (rank or 0):
+                    yield saved, box, x[index_of(place)]
 
 
 def _tensors(model: Model, is_whole: bool) -> Iterator[Saved]:
@@ -115,8 +118,8 @@ def _tensors(model: Model, is_whole: bool) -> Iterator[Saved]:
         ranks = [None] if is_whole else sorted(model.layout(node).mesh.ranks)
         boxes: dict[Box, int] = {}
         for rank in ranks:
-            for box in model.boxes(node, rank):
-                if box is not None and all(first < last for first, last in box):
+            for box in (box for pieces in model.pieces(node, rank) for box, _ in pieces or ()):
+                if all(first < last for first, last in box):
                     boxes.setdefault(box, rank or 0)
         names = model.captured.parameters[node].names
         shape = tuple(value.shape)
