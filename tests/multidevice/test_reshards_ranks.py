@@ -100,6 +100,32 @@ def check_reshard(
     assert torch.equal(got.cpu(), want), f"{source} -> {goal} of {shape}"
 
 
+@pytest.mark.world(4)
+@pytest.mark.parametrize("seed", range(CASES // 2))
+def test_blocks(seed: int, comm: mf.Communicator) -> None:
+    """Into blocks of any sizes, to other blocks by a linear layer, and out of them."""
+    draw = random.Random(seed)
+    n, before, after = draw.randint(1, 13), draw.choice(MESHES), draw.choice(MESHES)
+    ends = sorted(draw.randint(0, n) for _ in range(draw.randint(1, 3)))
+    sizes = [b - a for a, b in zip([0, *ends], [*ends, n], strict=True)]
+    split: list[Placement] = [Shard(0, sizes), Shard(1), Replicate()]
+    source = Layout(before, {axis: draw.choice([*split, Partial()]) for axis in before.axes})
+    goal = Layout(after, {axis: draw.choice([*split[:2], Shard(0, sizes)]) for axis in after.axes})
+    with mf.FusionDefinition("blocks") as fd:
+        x = fd.define_tensor((n, 4), torch.float64, source)
+        y = fd.ops.set(x).on(goal)
+        fd.add_output(y)
+        fd.add_output(fd.ops.set(y @ y.T).on(after, {}))
+    value = whole((n, 4), torch.float64, seed)
+    mine = shares(value, source).get(comm.rank)
+    got, product = mf.compile(fd, mf.Options(poison=True)).run(
+        None if mine is None else mine.to(comm.device)
+    )
+    if comm.rank in after:
+        assert torch.equal(got.cpu(), local_part(value, goal, comm.rank)), f"{source} -> {goal}"
+        assert torch.equal(product.cpu(), value @ value.T), f"{goal} of {n}"
+
+
 OPS = {
     torch.float32: ("sum", "prod", "max", "min", "avg"),
     torch.int64: ("sum", "prod", "max", "min", "band", "bor", "bxor"),
