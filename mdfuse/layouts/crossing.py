@@ -8,7 +8,7 @@ import numpy as np
 
 from mdfuse.layouts.exchange import Exchange, Side
 from mdfuse.layouts.hosts import hosts_by_rank
-from mdfuse.layouts.lacks import every_coordinate, interval, position
+from mdfuse.layouts.lacks import every_coordinate, length, meeting, rows_at, shared
 
 
 class Crossing(NamedTuple):
@@ -97,8 +97,7 @@ def _sizes(side: Side, at: dict[str, Any]) -> Any:
     """Return how many elements the parts at some coordinates have."""
     size: Any = np.ones(len(next(iter(at.values()), [0])), int)
     for dim, extent in enumerate(side.shape):
-        start, stop = interval(side.layout, dim, extent, at)
-        size = size * (stop - start)
+        size = size * length(rows_at(side.layout, dim, extent, at))
     return size
 
 
@@ -119,16 +118,13 @@ def _messages(exchange: Exchange) -> int:
 def _shared(exchange: Exchange, dim: int, have: dict[str, Any], need: dict[str, Any]) -> Any:
     """Return how many rows of a dim are both in parts of the source and of the destination."""
     extent = exchange.source.shape[dim]
-    first, last = interval(exchange.source.layout, dim, extent, have)
-    start, stop = interval(exchange.destination.layout, dim, extent, need)
-    return np.maximum(np.minimum(stop, last) - np.maximum(start, first), 0)
+    held = rows_at(exchange.source.layout, dim, extent, have)
+    return shared(rows_at(exchange.destination.layout, dim, extent, need), held)
 
 
 def _meeting(side: Side, other: Side) -> Any:
     """Return how many parts of the other side each part of this one meets."""
     at, found = every_coordinate(side.mesh), np.zeros(side.mesh.size, int) + 1
     for dim, extent in enumerate(side.shape):
-        start, stop = interval(side.layout, dim, extent, at)
-        first, last = (position(other.layout, dim, extent, row) for row in (start, stop - 1))
-        found = found * np.where(stop > start, last - first + 1, 0)
+        found = found * meeting(side.layout, other.layout, dim, extent, at)
     return found

@@ -9,7 +9,7 @@ holders on the receiver's host come first, and all messages of a part are looked
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from mdfuse.layouts.boxes import Box, Interval, intersect, nth_chunk
+from mdfuse.layouts.blocks import segments
+from mdfuse.layouts.boxes import Box, Interval, Rows, nth_chunk
 from mdfuse.layouts.hosts import hosts_by_rank, senders
 from mdfuse.layouts.layout import Layout, Partial
 from mdfuse.mesh import DeviceMesh
@@ -78,12 +79,17 @@ class Side:
             n, found[a] = divmod(n, self.mesh.axis_size(a))
         return found
 
-    def box(self, at: At) -> Box:
+    def rows(self, at: At) -> tuple[Rows, ...]:
         """Return what ranks at some coordinates hold; the axes that split dims are enough."""
-        return tuple(self._interval(d, at) for d in range(len(self.shape)))
+        return tuple(
+            tuple(self._part(d, block, at) for block in self._blocks(d))
+            for d in range(len(self.shape))
+        )
 
-    def _interval(self, dim: int, at: At) -> Interval:
-        interval = (0, self.shape[dim])
+    def _blocks(self, dim: int) -> Rows:
+        return segments(self.layout.blocked.get(dim), self.shape[dim])
+
+    def _part(self, dim: int, interval: Interval, at: At) -> Interval:
         for axis in self.layout.split_axes(dim):
             interval = nth_chunk(interval, self.mesh.axis_size(axis), at[axis])
         chunk = self.layout.stream
@@ -92,19 +98,27 @@ class Side:
             interval = chunk.interval(interval, i)
         return interval
 
-    def parts(self, box: Box) -> list[range]:
-        """Return for each dim the positions of the parts that have rows of a box.
+    def parts(self, rows: Sequence[Rows]) -> list[Sequence[int]]:
+        """Return for each dim the positions of the parts that have some of its rows.
 
         Some of them may be empty: `torch.chunk` makes empty parts, also between others.
         """
-        return [
-            range(self._position(d, start), self._position(d, stop - 1) + 1)
-            for d, (start, stop) in enumerate(box)
-        ]
+        return [self._positions(d, held) for d, held in enumerate(rows)]
 
-    def _position(self, dim: int, row: int) -> int:
-        """Return which part of a dim, in the order of rows, has a row."""
-        interval, position = (0, self.shape[dim]), 0
+    def _positions(self, dim: int, rows: Rows) -> Sequence[int]:
+        blocks = self._blocks(dim)
+        if len(blocks) == len(rows) == 1:
+            return self._met(dim, blocks[0], rows[0])
+        found = [self._met(dim, block, both) for block in blocks for both in _meet(rows, [block])]
+        return sorted({n for each in found for n in each})
+
+    def _met(self, dim: int, block: Interval, rows: Interval) -> range:
+        first, last = (self._position(dim, block, row) for row in (rows[0], rows[1] - 1))
+        return range(first, last + 1)
+
+    def _position(self, dim: int, interval: Interval, row: int) -> int:
+        """Return which part of a block of a dim, in the order of rows, has a row."""
+        position = 0
         for axis in self.layout.split_axes(dim):
             n = self.mesh.axis_size(axis)
             i = (row - interval[0]) // -(-(interval[1] - interval[0]) // n)
@@ -146,32 +160,29 @@ class Exchange:
     def received(self, rank: int) -> Iterator[tuple[int, Box, int]]:
         """Yield (who has it, box, number of the term) for all that a rank needs, in order."""
         source, at = self.source, self.destination.at(rank)
-        need = self.destination.box(at) if at is not None else ()
-        if at is None or any(start >= stop for start, stop in need):
+        need = self.destination.rows(at) if at is not None else ()
+        if at is None or not all(map(_has_rows, need)):
             return
         terms = {a: at[b] for a, b in self.kept}
         for positions in product(*source.parts(need)):
             part = source.part(positions)
-            block = intersect(source.box(part), need)
-            if block is None:
-                continue
-            for n in range(source.count(self.reduced)):
-                holders = part | terms | source.numbered(n, self.reduced)
-                yield self._sender(holders, rank, at), block, n
+            for box in _common(source.rows(part), need):
+                for n in range(source.count(self.reduced)):
+                    holders = part | terms | source.numbered(n, self.reduced)
+                    yield self._sender(holders, rank, at), box, n
 
     def sent(self, rank: int) -> Iterator[tuple[int, Box]]:
         """Yield (who receives it, box) for all that a rank sends to others."""
         at = self.source.at(rank)
-        box = self.source.box(at) if at is not None else ()
-        if at is None or any(start >= stop for start, stop in box):
+        rows = self.source.rows(at) if at is not None else ()
+        if at is None or not all(map(_has_rows, rows)):
             return
         holders = {a: at[a] for a in self.source.fixed}
         for to in self._receivers(rank, at, holders):
-            block = intersect(box, self.destination.box(to))
-            if block is not None:
-                receiver = self.destination.rank(to)
-                if not self._holds(receiver, holders):
-                    yield receiver, block
+            boxes = _common(rows, self.destination.rows(to))
+            receiver = self.destination.rank(to) if boxes else rank
+            if boxes and not self._holds(receiver, holders):
+                yield from ((receiver, box) for box in boxes)
 
     def _receivers(self, rank: int, at: At, holders: At) -> Iterator[At]:
         """Yield the coordinates of the ranks that a rank sends to, and of some that lack nothing.
@@ -217,7 +228,7 @@ class Exchange:
         """Return the ranks that have a turn, by hosts; some of those that send, twice or more."""
         sizes = (range(self.source.mesh.axis_size(a)) for a in self.source.fixed)
         parts = (dict(zip(self.source.fixed, at, strict=True)) for at in product(*sizes))
-        full = (p for p in parts if all(start < stop for start, stop in self.source.box(p)))
+        full = (p for p in parts if all(map(_has_rows, self.source.rows(p))))
         return np.concatenate([self._turns(p)[1] for p in full] or [np.array([], int)])
 
     def _turns(self, holders: At) -> tuple[Any, Any]:
@@ -257,7 +268,7 @@ class _Messages:
     def __init__(self, exchange: Exchange, holders: At) -> None:
         source, destination = exchange.source, exchange.destination
         self.destination, self.holders = destination, holders
-        self.ranges = destination.parts(source.box(holders))
+        self.ranges = destination.parts(source.rows(holders))
         self.terms = {b: holders[a] for a, b in exchange.kept}
         is_one = source.mesh == destination.mesh
         #: the axes along which receivers of one part differ, those that tell holders apart first
@@ -278,7 +289,7 @@ class _Messages:
         part = 0
         for dim, positions in enumerate(self.ranges):
             axes = self.destination.layout.split_axes(dim)
-            part = part * len(positions) + self.destination.number(at, axes) - positions.start
+            part = part * len(positions) + positions.index(self.destination.number(at, axes))
         n = self.destination.number(at, self.along)
         has_holders = self.lacking < self.all and self._is_common(at)
         return part * self.stride + (n - self.each if has_holders and n >= self.first else n)
@@ -306,11 +317,27 @@ class _Messages:
         order += [i for i in range(mesh.ndim) if i not in order]  # of one rank
         grid = self.destination.grid.transpose(order)
         grid = grid.reshape(*map(self.destination.count, (*dims, *((a,) for a in self.terms))), -1)
-        parts = (slice(r.start, r.stop) for r in self.ranges)
-        return grid[(*parts, *self.terms.values())].reshape(-1)
+        for d, positions in enumerate(self.ranges):
+            grid = grid.take(positions, d)
+        return grid[(*(slice(None) for _ in self.ranges), *self.terms.values())].reshape(-1)
 
     def _is_common(self, at: At) -> bool:
         return all(at[a] == self.holders[a] for a in self.common)
+
+
+def _has_rows(rows: Rows) -> bool:
+    return any(start < stop for start, stop in rows)
+
+
+def _common(rows: Sequence[Rows], others: Sequence[Rows]) -> list[Box]:
+    """Return the boxes of what two parts of a tensor have in common, in order."""
+    return [*product(*map(_meet, rows, others))]
+
+
+def _meet(rows: Sequence[Interval], others: Sequence[Interval]) -> Rows:
+    """Return the intervals that rows of a dim have in common with others, in order."""
+    both = ((max(p, r), min(q, s)) for p, q in rows for r, s in others)
+    return tuple((start, stop) for start, stop in both if start < stop)
 
 
 def kept_terms(source: Layout, destination: Layout) -> tuple[tuple[str, str], ...]:
