@@ -600,7 +600,7 @@ WRONG: dict[str, tuple[Spoil, list[str]]] = {
         lambda x, mesh: DTensor.from_local(
             torch.ones(2, 4), mesh, [_StridedShard(0, split_factor=2)], run_check=False
         ),
-        ["%x: a DTensor placed as", "_StridedShard"],
+        ["%x is a DTensor laid out as (tp=S0/2), expected (tp=S0)"],
     ),
     "more dims than the definition": (
         lambda x, mesh: cut(torch.ones(8, 4, 1), Layout(FOUR, {"tp": Shard(0)}), mesh, 2),
