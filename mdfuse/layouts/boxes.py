@@ -12,6 +12,8 @@ from mdfuse.extents.extent import smaller
 Interval = tuple[int, int]
 #: One interval per dim: a part of a tensor.
 Box = tuple[Interval, ...]
+#: A part of a tensor: boxes of it, each with where that lies in the part.
+Boxes = tuple[tuple[Box, Box], ...]
 #: The rows of a dim that a rank holds, in order: one interval for each block of the dim.
 Rows = tuple[Interval, ...]
 
