@@ -12,6 +12,7 @@ from mdfuse.hir.emit.program import emit
 from mdfuse.hir.emit.sets import Orders
 from mdfuse.hir.passes import (
     assign_streams,
+    cut_loops,
     group_heads,
     group_launches,
     insert_frees,
@@ -119,7 +120,10 @@ HOST_PASSES: tuple[tuple[str, HostPass], ...] = (
     (sink_waits.name, sink_waits.run),
     # Needs the waits where the data is needed: what stands between them is what a post passes.
     (raise_posts.name, raise_posts.run),
-    # Needs the waits where they stay: a stream that waits holds up what is queued behind.
+    # Needs the waits where they stay: they say what a loop need not wait for.
+    (cut_loops.name, cut_loops.run),
+    # Needs the parts of loops, which begin on streams of their own, and the waits where they stay:
+    # a stream that waits holds up what is queued behind.
     (assign_streams.name, assign_streams.run),
     # Needs the streams: work of two streams is no unit.
     (group_launches.name, group_launches.run),

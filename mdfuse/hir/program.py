@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -162,6 +162,19 @@ class Instruction:
         pairs = [(getattr(self, name), value) for name, value in fields.items()]
         is_same = all(old is new or old == new for old, new in pairs)
         return self if is_same else replace(self, **fields)
+
+    @property
+    def parts(self) -> tuple[tuple[Instruction, ...], ...]:
+        """The parts of the body of a loop, which `next` divides."""
+        if not any(i.op == "next" for i in self.body):
+            return (self.body,)
+        found: list[list[Instruction]] = [[]]
+        for i in self.body:
+            if i.op == "next":
+                found.append([])
+            else:
+                found[-1].append(i)
+        return tuple(map(tuple, found))
 
     def __str__(self) -> str:
         return f"{self.fn or self.op} -> {', '.join(self.outputs)}" if self.outputs else self.op
@@ -394,6 +407,12 @@ class HostProgram:
 
         assert self.rank is not None
         return localized(self, i, self.rank, self.knows(self.rank))
+
+
+def joined(parts: Iterable[Iterable[Instruction]]) -> tuple[Instruction, ...]:
+    """Return the body of a loop of these parts, with `next` between them."""
+    code = [i for part in parts for i in (Instruction(op="next"), *part)]
+    return tuple(code[1:])
 
 
 def resolved(attrs: tuple[tuple[str, Any], ...], known: Known) -> tuple[tuple[str, Any], ...]:
