@@ -56,6 +56,9 @@ class Shard:
         if self.blocks is not None:
             object.__setattr__(self, "blocks", as_blocks(self.blocks))
 
+    def __repr__(self) -> str:
+        return f"Shard(dim={self.dim}{f', blocks={self.blocks}' if self.blocks else ''})"
+
     def __str__(self) -> str:
         return f"S{self.dim}" + (f"/{blocks_text(self.blocks)}" if self.blocks is not None else "")
 
