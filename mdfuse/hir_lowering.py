@@ -16,6 +16,7 @@ from mdfuse.hir.passes import (
     group_heads,
     group_launches,
     insert_frees,
+    keep_wide,
     name_backends,
     raise_posts,
     sink_waits,
@@ -116,6 +117,8 @@ HOST_PASSES: tuple[tuple[str, HostPass], ...] = (
     (name_backends.name, name_backends.run),
     # Anywhere before units exist, which would hold the views that go.
     (group_heads.name, group_heads.run),
+    # Anywhere before units exist, likewise.
+    (keep_wide.name, keep_wide.run),
     # The emitter puts a wait right behind its post; here it moves to where the data is needed.
     (sink_waits.name, sink_waits.run),
     # Needs the waits where the data is needed: what stands between them is what a post passes.

@@ -11,6 +11,8 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
+import numpy as np
+
 from mdfuse.bootstrap import detect
 from mdfuse.errors import MeshError
 from mdfuse.names import RULE, is_name
@@ -156,6 +158,14 @@ class DeviceMesh:
     def ranks(self) -> tuple[int, ...]:
         """The ranks in row-major order."""
         return tuple(self._ranks)
+
+    @cached_property
+    def array(self) -> Any:
+        """The ranks in row-major order, an array of one dim that nobody writes to."""
+        is_listed = not self.is_consecutive
+        found = np.array(self._ranks) if is_listed else self.first + np.arange(self.size)
+        found.flags.writeable = False
+        return found
 
     @property
     def first(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -153,7 +154,9 @@ class Program:
     def explain(self) -> str:
         """Return as text the choices that were made, and why."""
         lines = [f"@{self.host.name}: {len(self.segments)} segments, {len(self.host)} instructions"]
-        posts = [_why(i) for i in self.host.walk() if i.comm is not None or i.op == "recv"]
+        posted = (i for i in self.host.walk() if i.comm is not None or i.op == "recv")
+        counts = Counter(map(_why, posted))
+        posts = [f"{n} × {why}" if n > 1 else why for why, n in counts.items()]
         posts = posts or ["no communication: every operand is where it is needed"]
         fusion = self.fusion if self.symbolic is None else mapped(self.fusion, example)
         lines += [f"  {line}" for line in (*posts, *advice(fusion))]

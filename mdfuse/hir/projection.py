@@ -9,6 +9,7 @@ from typing import Any
 
 from mdfuse.errors import ProgramError
 from mdfuse.extents.expressions import UNKNOWN, resolve
+from mdfuse.hir.calls import blocks_of
 from mdfuse.hir.instructions import BLOCKS, POSTS, op_of
 from mdfuse.hir.passes import late_waits, local_streams
 from mdfuse.hir.program import HostProgram, Instruction, Known, joined, resolved
@@ -30,7 +31,9 @@ def executed(program: HostProgram, rank: int) -> HostProgram:
         return found
     here = (n for m in (None, *program.meshes_of(rank)) for n in program.near.get(m, ()))
     block = [program.instructions[n] for n in sorted(set(here))]
-    kept = _block(program, block, rank, set())
+    blocks = blocks_of(program)
+    lost = {_block_key(i) for i in block if i.op == "call" and i.fn not in blocks}  # is an error
+    kept = _block(program, block, rank, lost)
     return replace(program, instructions=tuple(kept), rank=rank)
 
 
@@ -54,7 +57,7 @@ def _reach(
     if i.op == "next":
         return set()
     if i.op == "call":
-        return handles.get(_block_key(i), set())
+        return handles.get(_block_key(i), {None})
     if i.op == "wait":
         return handles.get(i.reads[0], set())
     if i.comm is not None:

@@ -70,6 +70,25 @@ def intersect(a: Box, b: Box) -> Box | None:
     return both if all(start < stop for start, stop in both) else None
 
 
+def has_rows(rows: Rows) -> bool:
+    """Whether some of the intervals has rows."""
+    return any(start < stop for start, stop in rows)
+
+
+def common(rows: Sequence[Rows], others: Sequence[Rows]) -> list[Box]:
+    """Return the boxes of what two parts of a tensor have in common, in order.
+
+    >>> common([((0, 2), (4, 6))], [((1, 5),)])
+    [((1, 2),), ((4, 5),)]
+    """
+    return [*product(*map(_meet, rows, others))]
+
+
+def _meet(rows: Rows, others: Rows) -> Rows:
+    both = ((max(p, r), min(q, s)) for p, q in rows for r, s in others)
+    return tuple((start, stop) for start, stop in both if start < stop)
+
+
 def within(box: Box, rows: Sequence[Rows]) -> Box:
     """Return where a box lies in a part of a tensor, in whose rows it is.
 

@@ -63,6 +63,7 @@ class Costs:
     Attributes:
         name: what the figures are of, for readers.
         launch_s: seconds that any work takes at least.
+        run_s: seconds that a run takes besides what its instructions do.
         flops: floating-point operations per second of products and attention.
         bandwidth: bytes per second of all other work, read and written.
         links: kind of communication, axis, "kind axis", or "kind 4" among so many ranks -> its
@@ -82,6 +83,7 @@ class Costs:
 
     name: str = "a table"
     launch_s: float = 0.0
+    run_s: float = 0.0
     flops: float = math.inf
     bandwidth: float = math.inf
     links: Mapping[str, Link] = field(default_factory=dict)
@@ -90,7 +92,7 @@ class Costs:
     is_fused: bool = True
 
     def __post_init__(self) -> None:
-        _check(launch_s=self.launch_s, flops=self.flops, bandwidth=self.bandwidth)
+        _check(launch_s=self.launch_s, run_s=self.run_s, flops=self.flops, bandwidth=self.bandwidth)
         for key, link in self.links.items():
             if not isinstance(link, Link):
                 raise ProgramError(

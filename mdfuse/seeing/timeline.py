@@ -39,12 +39,14 @@ class Timeline:
         events: in the order of their starts; of ranks that run alike those of the first.
         ranks: rank -> the ranks that run like it, itself included.
         costs: the name of the table that it follows.
+        run_s: seconds of a run that no event is about.
     """
 
     name: str
     events: tuple[Event, ...]
     ranks: dict[int, tuple[int, ...]]
     costs: str
+    run_s: float = 0.0
 
     def __repr__(self) -> str:
         """Return the whole in a line; notebooks and prompts show no thousands of events."""
@@ -54,8 +56,8 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """The seconds until the last rank is done."""
-        return makespan(self.events) / 1e9
+        """The seconds that a run takes: until the last rank is done, and what comes on top."""
+        return makespan(self.events) / 1e9 + self.run_s
 
     def svg(self) -> str:
         """Return the timeline as an SVG element, a row for each lane; notebooks show it."""
@@ -106,7 +108,13 @@ def on_ranks(program: HostProgram, costs: Costs, classes: Classes) -> Timeline:
     clock.run(ranks)
     events = sorted(clock.events, key=lambda e: (e.start_ns, e.rank, e.stop_ns))
     members = {m[0]: m for m in classes.members}
-    return Timeline(name=program.name, events=tuple(events), ranks=members, costs=costs.name)
+    return Timeline(
+        name=program.name,
+        events=tuple(events),
+        ranks=members,
+        costs=costs.name,
+        run_s=costs.run_s,
+    )
 
 
 @dataclass(slots=True)
