@@ -11,8 +11,6 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-import numpy as np
-
 from mdfuse.bootstrap import detect
 from mdfuse.errors import MeshError
 from mdfuse.names import RULE, is_name
@@ -162,6 +160,8 @@ class DeviceMesh:
     @cached_property
     def array(self) -> Any:
         """The ranks in row-major order, an array of one dim that nobody writes to."""
+        import numpy as np  # which `import mdfuse` would bring in, too
+
         is_listed = not self.is_consecutive
         found = np.array(self._ranks) if is_listed else self.first + np.arange(self.size)
         found.flags.writeable = False

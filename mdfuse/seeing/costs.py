@@ -127,6 +127,14 @@ class Costs:
         """
         return self.link(kind, where, ranks).seconds(nbytes)
 
+    def copy_seconds(self, nbytes: int, dtype: str) -> float:
+        """Return the seconds of a copy of some bytes on a rank, each of which is read and written.
+
+        >>> Costs(bandwidth=2e9).copy_seconds(1_000_000, "f32")
+        0.001
+        """
+        return self._bytes(2 * nbytes, dtype)
+
     def seconds(self, program: HostProgram, i: Instruction) -> float:
         """Return the seconds that an instruction takes on the rank of a projection.
 
@@ -141,12 +149,12 @@ class Costs:
         if not self.is_fused:
             return sum(self.seconds(program, j) for j in i.body)
         if self.works:
-            made = sum(self._bytes(program, *kernel) for kernel in kernels(program, i))
+            made = sum(self._bytes(*kernel) for kernel in kernels(program, i))
             return sum((self._work(program, j) for j in inner), start=made)
         moved = nbytes(program, i) / self.bandwidth if len(inner) < len(i.body) else 0.0
         return max(self.launch_s, moved + sum(self._modelled(program, j) for j in inner))
 
-    def _bytes(self, program: HostProgram, size: int, dtype: str) -> float:
+    def _bytes(self, size: int, dtype: str) -> float:
         curve = self.works.get(f"* {dtype}")
         return (
             curve.seconds(size) if curve is not None else max(self.launch_s, size / self.bandwidth)

@@ -21,6 +21,7 @@ from mdfuse.communication import Communication
 from mdfuse.errors import CommunicationError
 from mdfuse.hir.instructions import TRANSFERS
 from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.ir.graph import dtype_name
 from mdfuse.seeing.amounts import buffer_bytes
 from mdfuse.seeing.costs import Costs
 from mdfuse.seeing.events import Event, Part, makespan, name_of
@@ -315,7 +316,10 @@ class _Rank:
         axes = layout.mesh.axes if layout is not None else ()
         where = axes[0] if len(axes) == 1 else "pairs"
         peer = i.kwargs["to" if is_send else "from"]
-        seconds = self.clock.costs.transfer_seconds("SendRecv", where, size)
+        costs = self.clock.costs
+        seconds = costs.transfer_seconds("SendRecv", where, size)
+        if peer == self.rank:  # its own part, which only moves in memory
+            seconds = costs.copy_seconds(size, dtype_name(self.program.types[i.reads[0]].dtype))
         return self._side(i, i.op, peer, is_send, size, seconds)
 
     def _pairs(self, i: Instruction, comm: Communication) -> list[_Post]:
