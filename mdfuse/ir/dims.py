@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from mdfuse.layouts.blocks import Blocks
+from mdfuse.layouts.blocks import Blocks, part_of_blocks
 from mdfuse.layouts.boxes import nth_chunk
 
 Shape = tuple[int, ...]
@@ -37,29 +37,18 @@ class DimMap:
             other label that may be split is one of all results.
         fits: (label, sizes of the axes that split it, outermost first) -> whether the parts of
             operands and result have the same boundaries.
-        blocks: label -> the blocks of operands and of results along its dims, where there are any;
-            see `mdfuse.ir.blocked`.
     """
 
     operands: tuple[Labels, ...]
     results: tuple[Labels, ...]
     reduces: Mapping[int, str] = field(default_factory=dict)
     fits: Callable[[int, tuple[int, ...]], bool] = always
-    blocks: Mapping[int, tuple[Blocks | None, Blocks | None]] = field(default_factory=dict)
 
     @property
     def result(self) -> Labels:
         """Labels of the only result."""
         (labels,) = self.results
         return labels
-
-    def blocks_before(self, label: int) -> Blocks | None:
-        """The blocks of dims of operands with this label, where they are split."""
-        return self.blocks.get(label, (None, None))[0]
-
-    def blocks_after(self, label: int) -> Blocks | None:
-        """The blocks of dims of results with this label, where they are split."""
-        return self.blocks.get(label, (None, None))[1]
 
     def may_split(self, label: int | None) -> bool:
         """Whether dims with this label may be split: each result has it, or is reduced over it."""
@@ -181,6 +170,32 @@ def window(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
         for d, (start, end, step, n) in enumerate(taken)
     )
     return DimMap(operands=(labels,), results=(labels,))
+
+
+def along_blocks(
+    labels: DimMap, attrs: Mapping[str, Any], shape: Shape, blocked: Mapping[int, Blocks]
+) -> tuple[DimMap, dict[int, Blocks | None]]:
+    """Label the dims of a slice that takes whole blocks of them: they may stay split.
+
+    Args:
+        labels: those of a `window`.
+        attrs: its attributes.
+        shape: of its operand.
+        blocked: dims of the operand that are in blocks -> their blocks.
+
+    Returns:
+        the labels, and for each such dim the blocks of the result.
+    """
+    found: dict[int, Blocks | None] = {}
+    for d, blocks in blocked.items():
+        if labels.result[d] is None and attrs["steps"][d] == 1:
+            taken = part_of_blocks(blocks, shape[d], (attrs["starts"][d], attrs["ends"][d]))
+            if taken != 0:
+                found[d] = taken
+    if not found:
+        return labels, found
+    dims = tuple(d if d in found else label for d, label in enumerate(labels.result))
+    return replace(labels, operands=(dims,), results=(dims,)), found
 
 
 def window_of_parts(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
@@ -349,7 +364,7 @@ def reshape(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
         parts = math.prod(sizes)
         if (n == m and n_inner == m_inner) or (n % parts == 0 and m % parts == 0):
             return True
-        return boundaries(n, n_inner, sizes) == boundaries(m, m_inner, sizes)
+        return _boundaries(n, n_inner, sizes) == _boundaries(m, m_inner, sizes)
 
     return DimMap(operands=(tuple(before),), results=(tuple(after),), fits=fits)
 
@@ -383,7 +398,7 @@ def reshape_groups(shape: Shape, result: Shape) -> list[tuple[list[int], list[in
     return groups
 
 
-def boundaries(extent: int, inner: int, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
+def _boundaries(extent: int, inner: int, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
     """Return where each part of a dim begins and ends, counted in elements of its group."""
     pieces = []
     for choice in product(*map(range, sizes)):

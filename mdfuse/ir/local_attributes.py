@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from mdfuse.ir import dims
-from mdfuse.layouts.boxes import Box, Rows, box_shape
+from mdfuse.layouts.boxes import Box, Interval, box_shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,16 +18,17 @@ class ExprPart:
     Attributes:
         shapes: global shapes of the operands; None for those that are not tensors.
         boxes: this rank's parts of the operands.
-        blocks: the blocks of each dim of the first operand, and this rank's rows of each.
         shape: global shape of the result.
         box: this rank's part of the result.
+        blocks: dim of the first operand that is in blocks -> each block, and what the rank has of
+            it; its boxes count such dims from 0.
     """
 
     shapes: tuple[tuple[int, ...] | None, ...]
     boxes: tuple[Box | None, ...]
-    blocks: tuple[tuple[Rows, Rows], ...]
     shape: tuple[int, ...]
     box: Box
+    blocks: Mapping[int, tuple[tuple[Interval, Interval], ...]] = field(default_factory=dict)
 
 
 #: (attributes, one rank's part) -> the attributes on the other side.
@@ -45,39 +46,38 @@ def whole_shape(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
 
 
 def local_ends(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
-    """Cut a slice out of this rank's part: dims are whole here, taken entirely, or in blocks."""
-    starts, ends = list(attrs["starts"]), []
-    cut = zip(attrs["ends"], attrs["steps"], part.blocks, strict=True)
-    for d, (end, step, (_, rows)) in enumerate(cut):
-        if len(rows) > 1 and step == 1:
-            starts[d], end = _before(rows, starts[d]), _before(rows, end)
-        ends.append(min(end, sum(b - a for a, b in rows)))
+    """End dims that a slice takes entirely where this rank's part ends; others are whole here.
+
+    Of a dim in blocks it takes the pieces of some of them.
+    """
+    box = part.boxes[0]
+    assert box is not None
+    ends = [min(e, stop - start) for e, (start, stop) in zip(attrs["ends"], box, strict=True)]
+    starts = [*attrs["starts"]]
+    for d, blocks in part.blocks.items():
+        taken = starts[d], attrs["ends"][d]
+        starts[d] = sum(stop - start for (_, end), (start, stop) in blocks if end <= taken[0])
+        ends[d] = sum(stop - start for (_, end), (start, stop) in blocks if end <= taken[1])
     return {**attrs, "starts": tuple(starts), "ends": tuple(ends)}
-
-
-def _before(rows: Rows, end: int) -> int:
-    """Return how many of some rows come before a row."""
-    return sum(max(min(b, end) - a, 0) for a, b in rows)
-
-
-def _start(start: int, blocks: Rows, rows: Rows, length: int) -> int:
-    """Return the first of the blocks that are so long together, and begin here in a rank's part."""
-    ends = {end for _, end in blocks}
-    first = (a for a, _ in blocks if a + length in ends and _before(rows, a) == start)
-    return next(first, start)
 
 
 def whole_ends(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """Take a dim entirely where the rank's slice ends at the end of its part."""
     shape, box = part.shapes[0], part.boxes[0]
     assert shape is not None and box is not None
-    starts, ends = list(attrs["starts"]), []
-    for d, (end, local, n) in enumerate(zip(attrs["ends"], box_shape(box), shape, strict=True)):
-        if len(part.blocks[d][0]) > 1 and len(part.shape) == len(shape):
-            starts[d] = _start(starts[d], *part.blocks[d], part.shape[d])
-            ends.append(starts[d] + part.shape[d])
-        else:
-            ends.append(n if end == local else end)
+    held = zip(attrs["ends"], box_shape(box), shape, strict=True)
+    ends = [n if end == local else end for end, local, n in held]
+    starts = [*attrs["starts"]]
+    for d, blocks in part.blocks.items():
+        at = 0
+        for (begin, _), (start, stop) in blocks:
+            last = begin + part.shape[d]
+            after = sum(q - p for (first, _), (p, q) in blocks if begin <= first < last)
+            is_taken = (at, at + after) == (attrs["starts"][d], attrs["ends"][d])
+            if is_taken and any(last == e for (_, e), _ in blocks):
+                starts[d], ends[d] = begin, last
+                break
+            at += stop - start
     return {**attrs, "starts": tuple(starts), "ends": tuple(ends)}
 
 

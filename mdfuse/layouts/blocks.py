@@ -26,9 +26,9 @@ def as_blocks(given: int | Sequence[int]) -> Blocks | None:
     >>> as_blocks(3), as_blocks([4, 2, 2]), as_blocks([4, 4]), as_blocks([4, 0])
     (3, (4, 2, 2), 2, None)
     """
-    if isinstance(given, int) and _is_size(given) and given != 0:
+    if isinstance(given, int) and _is_size(given) and given:
         return None if given == 1 else given
-    sizes = tuple(given) if isinstance(given, Sequence) else ()
+    sizes = tuple(given) if isinstance(given, list | tuple) else ()
     if not sizes or not all(map(_is_size, sizes)) or not any(sizes):
         raise LayoutError(
             f"blocks={given!r}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise, product
 
 from mdfuse.extents.extent import smaller
@@ -12,6 +12,8 @@ from mdfuse.extents.extent import smaller
 Interval = tuple[int, int]
 #: One interval per dim: a part of a tensor.
 Box = tuple[Interval, ...]
+#: A part of a tensor: boxes of it, each with where that lies in the part.
+Boxes = tuple[tuple[Box, Box], ...]
 #: The rows of a dim that a rank holds, in order: one interval for each block of the dim.
 Rows = tuple[Interval, ...]
 
@@ -47,13 +49,6 @@ def boxes_of(rows: Sequence[Rows]) -> Iterator[tuple[Box, Box]]:
         yield tuple(held for held, _ in choice), tuple(place for _, place in choice)
 
 
-def extents_of(pieces: Iterable[tuple[Box, Box]]) -> tuple[int, ...]:
-    """Return the extents of a part of which the places of all boxes are known."""
-    return tuple(
-        max(stop for _, stop in dim) for dim in zip(*(at for _, at in pieces), strict=True)
-    )
-
-
 def box_shape(box: Box) -> tuple[int, ...]:
     """Return the extents of a box."""
     return tuple(stop - start for start, stop in box)
@@ -73,6 +68,25 @@ def intersect(a: Box, b: Box) -> Box | None:
     """Return the intersection of two boxes; None where it is empty."""
     both = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
     return both if all(start < stop for start, stop in both) else None
+
+
+def has_rows(rows: Rows) -> bool:
+    """Whether some of the intervals has rows."""
+    return any(start < stop for start, stop in rows)
+
+
+def common(rows: Sequence[Rows], others: Sequence[Rows]) -> list[Box]:
+    """Return the boxes of what two parts of a tensor have in common, in order.
+
+    >>> common([((0, 2), (4, 6))], [((1, 5),)])
+    [((1, 2),), ((4, 5),)]
+    """
+    return [*product(*map(_meet, rows, others))]
+
+
+def _meet(rows: Rows, others: Rows) -> Rows:
+    both = ((max(p, r), min(q, s)) for p, q in rows for r, s in others)
+    return tuple((start, stop) for start, stop in both if start < stop)
 
 
 def within(box: Box, rows: Sequence[Rows]) -> Box:

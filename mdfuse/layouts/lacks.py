@@ -74,7 +74,7 @@ def taking_part(exchange: Exchange) -> tuple[int, ...]:
         return (*meshes[0].ranks, *(r for r in meshes[1].ranks if r not in meshes[0]))
     if 0 in shape:
         return ()
-    ranks, goal = (np.asarray(mesh.ranks) for mesh in meshes)
+    ranks, goal = (mesh.array for mesh in meshes)
     lack = np.asarray(_lack(*both, shape, source.count(exchange.reduced) - 1) > 0)
     grid = meshes[1].shape if meshes[0] == meshes[1] else (meshes[1].size,)
     takes, known = (np.zeros(max(m.last_rank for m in meshes) + 1, bool) for _ in meshes)
@@ -92,12 +92,10 @@ def taking_part(exchange: Exchange) -> tuple[int, ...]:
 def _is_sending(exchange: Exchange) -> Any:
     """Return which ranks of the source have a turn to send, in the order of its mesh."""
     source, destination = exchange.source, exchange.destination
-    mesh = source.mesh
-    at = every_coordinate(mesh)
-    turns: Any = exchange.stride
+    at, met = every_coordinate(source.mesh), []
     for dim, extent in enumerate(source.shape):
-        turns = turns * meeting(source.layout, destination.layout, dim, extent, at)
-    return np.broadcast_to(np.asarray(source.number(at, source.free) < turns), (mesh.size,))
+        met.append(meeting(source.layout, destination.layout, dim, extent, at))
+    return np.broadcast_to(exchange.pattern.has_turn(at, met), (source.mesh.size,))
 
 
 @lru_cache(maxsize=256)
@@ -202,17 +200,20 @@ def shared(rows: _Rows, others: _Rows) -> Any:
     )
 
 
-def meeting(layout: Layout, other: Layout, dim: int, extent: int, at: _Coordinates) -> Any:
-    """Return how many parts of a dim the part of each rank meets; of blocks, at most so many."""
+def meeting(
+    layout: Layout, other: Layout, dim: int, extent: int, at: _Coordinates
+) -> tuple[Any, Any]:
+    """Return the first part of a dim that the part of each rank meets, and how many it meets.
+
+    Where the dim is in blocks, all parts are taken to be met.
+    """
     rows = rows_at(layout, dim, extent, at)
-    if other.blocked.get(dim) is not None:
+    if dim in layout.blocked or dim in other.blocked:
         every = math.prod(map(other.mesh.axis_size, other.split_axes(dim)))
-        return np.where(length(rows) > 0, every, 0)
-    found: Any = 0
-    for start, stop in rows:
-        first, last = (position(other, dim, extent, row) for row in (start, stop - 1))
-        found = found + np.where(stop > start, last - first + 1, 0)
-    return found
+        return 0, np.where(length(rows) > 0, every, 0)
+    ((start, stop),) = rows
+    first, last = (position(other, dim, extent, row) for row in (start, stop - 1))
+    return first, np.where(stop > start, last - first + 1, 0)
 
 
 @lru_cache(maxsize=256)
@@ -225,11 +226,11 @@ def _coordinates(source: DeviceMesh, destination: DeviceMesh) -> tuple[Any, Any,
         grid = np.ogrid[tuple(slice(n) for n in source.shape)]
         both = dict(zip(source.axes, grid, strict=True))
         return both, both, 1
-    ranks = np.array(destination.ranks)
+    ranks = destination.array
     place = np.zeros(max(source.last_rank, destination.last_rank) + 1, int)
     inside = np.zeros(len(place), int)
-    place[np.array(source.ranks)] = np.arange(source.size)
-    inside[np.array(source.ranks)] = 1
+    place[source.array] = np.arange(source.size)
+    inside[source.array] = 1
     need = np.unravel_index(np.arange(destination.size), destination.shape)
     have = np.unravel_index(place[ranks], source.shape)
     pairs = (dict(zip(m.axes, at, strict=True)) for m, at in ((destination, need), (source, have)))

@@ -28,7 +28,7 @@ _LINEAR = frozenset({"sum", "avg"})
 IDEMPOTENT = ("min", "max", "avg", "band", "bor")
 
 
-@dataclass(frozen=True, slots=True, init=False, repr=False)
+@dataclass(frozen=True, slots=True)
 class Shard:
     """Split `dim` of the tensor along this axis, into the parts that `torch.chunk` makes.
 
@@ -48,17 +48,16 @@ class Shard:
     dim: int
     blocks: Blocks | None = None
 
-    def __init__(self, dim: int, blocks: int | Sequence[int] | None = None) -> None:
-        if not isinstance(dim, int) or isinstance(dim, bool):
+    def __post_init__(self) -> None:
+        if not isinstance(self.dim, int) or isinstance(self.dim, bool):
             raise LayoutError(
-                f"Shard({dim!r})", because="a dim is an integer", hint="for example Shard(0)"
+                f"Shard({self.dim!r})", because="a dim is an integer", hint="for example Shard(0)"
             )
-        object.__setattr__(self, "dim", dim)
-        object.__setattr__(self, "blocks", as_blocks(blocks) if blocks is not None else None)
+        if self.blocks is not None:
+            object.__setattr__(self, "blocks", as_blocks(self.blocks))
 
     def __repr__(self) -> str:
-        blocks = f", blocks={self.blocks}" if self.blocks is not None else ""
-        return f"Shard(dim={self.dim}{blocks})"
+        return f"Shard(dim={self.dim}{f', blocks={self.blocks}' if self.blocks else ''})"
 
     def __str__(self) -> str:
         return f"S{self.dim}" + (f"/{blocks_text(self.blocks)}" if self.blocks is not None else "")
@@ -234,14 +233,6 @@ class Layout:
         found = {p.dim: p.blocks for p in self.placements if isinstance(p, Shard)}
         return {dim: blocks for dim, blocks in found.items() if blocks is not None}
 
-    def segments(self, dim: int, extent: int) -> Rows:
-        """Return the blocks of a dim as intervals."""
-        return segments(self.blocked.get(dim), extent)
-
-    def blocks(self) -> dict[int, Blocks | None]:
-        """Return dims that are split -> their blocks; None for one block."""
-        return {dim: self.blocked.get(dim) for dim, _ in self.splits}
-
     def without_blocks(self, dims: Collection[int]) -> Layout:
         """Return this layout with some dims split by the same axes as one block."""
         if not any(d in self.blocked for d in dims):
@@ -285,7 +276,7 @@ class Layout:
     def rows_at(self, shape: Sequence[int], coordinate: Sequence[int]) -> tuple[Rows, ...]:
         """Return the rows of each dim that the rank at a mesh coordinate holds."""
         return tuple(
-            tuple(self._part(d, block, coordinate) for block in self.segments(d, n))
+            tuple(self._part(d, block, coordinate) for block in segments(self.blocked.get(d), n))
             for d, n in enumerate(shape)
         )
 
@@ -355,7 +346,7 @@ class Layout:
 
     def chunks_of(self, dim: int, extent: int) -> Iterator[tuple[tuple[int, ...], Interval]]:
         """Yield (coordinates on the axes that split a dim, interval of the dim) for all of them."""
-        axes, blocks = self.split_axes(dim), self.segments(dim, extent)
+        axes, blocks = self.split_axes(dim), segments(self.blocked.get(dim), extent)
         sizes = [self.mesh.axis_size(a) for a in axes]
         for choice in product(*map(range, sizes)):
             for interval in blocks:

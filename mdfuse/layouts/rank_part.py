@@ -9,8 +9,9 @@ from typing import Protocol
 
 from mdfuse.layouts.boxes import Box, box_size, nth_chunk, within
 from mdfuse.layouts.call import Call
-from mdfuse.layouts.exchange import Exchange, Side
+from mdfuse.layouts.exchange import Exchange
 from mdfuse.layouts.layout import Layout
+from mdfuse.layouts.side import Side
 
 
 class Family(Protocol):

@@ -168,4 +168,4 @@ def suffix(layout: Layout) -> str:
     if layout.partial_axes:
         return "partial"
     parts = [f"{a}_{p}" for a, p in layout.by_axis().items() if not isinstance(p, Replicate)]
-    return "_".join(re.findall(r"\w+", "_".join(parts))) or "whole"
+    return re.sub(r"\W+", "_", "_".join(parts)).rstrip("_") or "whole"

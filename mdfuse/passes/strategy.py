@@ -6,13 +6,12 @@ dim labels. Every pass that needs the answer asks here again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from mdfuse.caching import Cache
 from mdfuse.extents.assumptions import active_assumptions
-from mdfuse.ir.blocked import with_blocks
-from mdfuse.ir.dims import DimMap, Labels
+from mdfuse.ir.dims import DimMap, Labels, along_blocks, always
 from mdfuse.ir.graph import Expr, Value
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.blocks import Blocks
@@ -125,7 +124,12 @@ def _question(
 def _chosen(
     expr: Expr, values: Mapping[str, Value], laws: tuple[Layout | None, ...]
 ) -> Strategy | None:
-    operands, labels = _operands(expr, values, laws)
+    operands, labels = _operands(expr, values)
+    taken: dict[int, Blocks | None] = {}
+    if expr.op == "slice" and (layout := operands[0].layout) is not None:
+        shape = operands[0].value.shape
+        labels, taken = along_blocks(labels, expr.kwargs, shape, layout.blocked)
+        operands = [replace(operands[0], labels=labels.operands[0])]
     mesh = _mesh(operands, laws)
     if mesh is None:
         return None
@@ -142,10 +146,9 @@ def _chosen(
         if mesh.axis_size(axis) > 1:
             chosen[axis] = _vote(expr, axis, mesh, here, labels, results)
     splits = _splits(mesh, chosen, here, labels, results)
+    blocks = _blocks(expr, splits, here, labels, results)
     wanted = {
-        o.value.name: _layout(
-            mesh, o.labels, splits, _partials(chosen, o, mesh), labels.blocks_before
-        )
+        o.value.name: _layout(mesh, o.labels, splits, blocks, _partials(chosen, o, mesh))
         for o in here
     }
     passed = {a: Partial(op) for a, op in chosen.items() if isinstance(op, str)}
@@ -158,7 +161,7 @@ def _chosen(
             for axis in axes
         }
         made.append(
-            _layout(mesh, result.labels, splits, {**passed, **reduced}, labels.blocks_after)
+            _layout(mesh, result.labels, splits, {**blocks, **taken}, {**passed, **reduced})
         )
     return Strategy(wanted=wanted, results=tuple(made))
 
@@ -179,10 +182,8 @@ def dim_map(expr: Expr, values: Mapping[str, Value]) -> DimMap:
     return found
 
 
-def _operands(
-    expr: Expr, values: Mapping[str, Value], laws: Sequence[Layout | None]
-) -> tuple[list[_Operand], DimMap]:
-    labels = _in_blocks(expr, values, laws)
+def _operands(expr: Expr, values: Mapping[str, Value]) -> tuple[list[_Operand], DimMap]:
+    labels = dim_map(expr, values)
     read: dict[str, list[Labels]] = {}
     for position, x in enumerate(expr.inputs):
         if isinstance(x, str) and values[x].is_tensor:
@@ -197,21 +198,6 @@ def _operands(
     results = tuple(_without(of, clashing) for of in labels.results)
     reduces = {label: op for label, op in labels.reduces.items() if label not in clashing}
     return operands, replace(labels, results=results, reduces=reduces)
-
-
-def _in_blocks(expr: Expr, values: Mapping[str, Value], laws: Sequence[Layout | None]) -> DimMap:
-    """Return the labels of an expression's dims, with the blocks that operands or laws have."""
-    labels = dim_map(expr, values)
-    inputs = [
-        values[x] if isinstance(x, str) and values[x].is_tensor else None for x in expr.inputs
-    ]
-    layouts = [v.layout if v is not None else None for v in inputs]
-    if not any(layout is not None and layout.blocked for layout in (*layouts, *laws)):
-        return labels
-    shapes = tuple(v.shape if v is not None else None for v in inputs)
-    held, asked = ([x.blocks() if x is not None else {} for x in xs] for xs in (layouts, laws))
-    out = values[expr.outputs[0]].shape
-    return with_blocks(TABLE[expr.op], labels, shapes, out, expr.kwargs, held, asked)
 
 
 def _without(labels: Labels, whole: Set[int | None]) -> Labels:
@@ -315,17 +301,13 @@ def _price(
         if o.layout is not None:
             wanted: Placement = Replicate()
             if label is not None and label in o.labels:
-                wanted = Shard(o.labels.index(label), labels.blocks_before(label))
+                wanted = Shard(o.labels.index(label))
             total += _change(o.layout.placement(axis), wanted, n) * o.value.bytes
     for r in results:
         made: Placement = Replicate()
         if label is not None:
             is_kept = label in r.labels
-            made = (
-                Shard(r.labels.index(label), labels.blocks_after(label))
-                if is_kept
-                else Partial(labels.reduces[label])
-            )
+            made = Shard(r.labels.index(label)) if is_kept else Partial(labels.reduces[label])
         goal = r.wanted(axis)
         if goal is None:
             goal = Replicate() if isinstance(made, Partial) else made
@@ -338,7 +320,8 @@ def _change(before: Placement, after: Placement, n: int) -> int:
 
     The unit is 1 / n² of the tensor, so that prices are integers, which compare exactly.
     """
-    if before == after or isinstance(before, Replicate):
+    is_split_so = isinstance(before, Shard) and isinstance(after, Shard) and before.dim == after.dim
+    if before == after or isinstance(before, Replicate) or is_split_so:
         return 0
     if isinstance(before, Partial):
         return (n - 1) * n * (1 if isinstance(after, Shard) else 2)
@@ -411,6 +394,26 @@ def _splits(
     return splits
 
 
+def _blocks(
+    expr: Expr,
+    splits: Mapping[int, tuple[str, ...]],
+    operands: Sequence[_Operand],
+    labels: DimMap,
+    results: Sequence[_Result],
+) -> dict[int, Blocks]:
+    """Return label -> the blocks of its dims: of the first operand in blocks, else of a law."""
+    if not TABLE[expr.op].takes_blocks or labels.fits is not always:
+        return {}
+    sides = [(o.layout, o.labels) for o in operands] + [(r.law, r.labels) for r in results]
+    found: dict[int, Blocks] = {}
+    for layout, dims in sides:
+        for dim, blocks in layout.blocked.items() if layout is not None else ():
+            label = dims[dim]
+            if label is not None and label in splits:
+                found.setdefault(label, blocks)
+    return found
+
+
 def _partials(
     chosen: Mapping[str, int | str | None], operand: _Operand, mesh: DeviceMesh
 ) -> dict[str, Partial]:
@@ -428,13 +431,13 @@ def _layout(
     mesh: DeviceMesh,
     labels: Labels,
     splits: Mapping[int, tuple[str, ...]],
+    blocks: Mapping[int, Blocks | None],
     partials: Mapping[str, Partial],
-    blocks: Callable[[int], Blocks | None],
 ) -> Layout:
     placements: dict[str, Placement] = dict(partials)
     order: dict[int, tuple[str, ...]] = {}
     for dim, label in enumerate(labels):
         if label is not None and label in splits:
             order[dim] = splits[label]
-            placements.update({axis: Shard(dim, blocks(label)) for axis in splits[label]})
+            placements.update({axis: Shard(dim, blocks.get(label)) for axis in splits[label]})
     return Layout(mesh, placements, order)

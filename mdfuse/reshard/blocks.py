@@ -96,8 +96,9 @@ def _at_once(source: Layout, destination: Layout) -> Communication | None:
     """Return the one communication between two layouts; None where one does not do."""
     kept = kept_terms(source, destination)
     ops = {op for a, op in source.reduce_ops.items() if a not in dict(kept)}
-    streams = [x.stream for x in (source, destination) if x.stream is not None]
-    is_chunk = any(stream.index is not None for stream in streams)
+    is_chunk = any(
+        x.stream is not None and x.stream.index is not None for x in (source, destination)
+    )
     if len(kept) < len(destination.reduce_ops) or len(ops) > 1 or (ops and is_chunk):
         return None
     return Communication(

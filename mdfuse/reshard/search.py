@@ -20,7 +20,7 @@ import numpy as np
 from mdfuse.layouts.blocks import segments
 from mdfuse.layouts.boxes import Rows
 from mdfuse.layouts.crossing import Crossing, crossing
-from mdfuse.layouts.exchange import Exchange, Side
+from mdfuse.layouts.exchange import Exchange
 from mdfuse.layouts.lacks import (
     UNIT,
     arriving,
@@ -32,6 +32,7 @@ from mdfuse.layouts.lacks import (
     worst_lack,
 )
 from mdfuse.layouts.layout import IDEMPOTENT, Layout, Partial, Placement, Replicate, Shard, commute
+from mdfuse.layouts.side import Side
 from mdfuse.reshard.clock import along, is_timed, nanoseconds
 
 

@@ -36,13 +36,10 @@ from mdfuse.frontend.importing.table import (
 )
 from mdfuse.frontend.importing.views import Views
 from mdfuse.frontend.ops.views import set as set_
-from mdfuse.layouts.boxes import Box, boxes_of
+from mdfuse.layouts.boxes import Boxes, Rows, boxes_of
 from mdfuse.layouts.layout import Layout, Shard
 from mdfuse.mesh import DeviceMesh
 from mdfuse.names import is_value_name
-
-#: boxes of a whole, and where each lies in a rank's part of it
-Pieces = tuple[tuple[Box, Box], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,19 +128,22 @@ class Model:
             start += size
         return found
 
-    def pieces(self, node: Node, rank: int | None) -> list[Pieces | None]:
-        """What a rank has of each input of a parameter or a constant; None outside of its mesh."""
-        layout, found = self.layout(node), list[Pieces | None]()
+    def boxes(self, node: Node, rank: int | None) -> list[Boxes | None]:
+        """What a rank has of each input of a parameter or a constant; None outside of its mesh.
+
+        Of each input one box, and where it lies in the rank's part; several of dims in blocks.
+        """
+        layout, found = self.layout(node), list[Boxes | None]()
         for _, shape, start in self.parts(node, ""):
             if rank is not None and rank not in layout.mesh:
                 found.append(None)
                 continue
-            rows = [((0, n),) for n in shape] if rank is None else layout.rows(shape, rank)
-            pieces = tuple(boxes_of(rows))
+            rows: list[Rows] = [((0, n),) for n in shape]
+            rows = rows if rank is None else [*layout.rows(shape, rank)]
             if node in self.blocks:
                 dim = self.blocks[node].dim
-                pieces = tuple((_moved(box, dim, start), place) for box, place in pieces)
-            found.append(pieces)
+                rows[dim] = tuple((start + first, start + last) for first, last in rows[dim])
+            found.append(tuple(boxes_of(rows)))
         return found
 
     def gathered(self, node: Node, x: Handle | Joined) -> Handle | Joined:
@@ -161,10 +161,6 @@ class Model:
         with recompute():
             whole = set_(x).on(layout.mesh, kept)
         return whole
-
-
-def _moved(box: Box, dim: int, by: int) -> Box:
-    return (*box[:dim], (by + box[dim][0], by + box[dim][1]), *box[dim + 1 :])
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mdfuse.errors import ProgramError
 from mdfuse.frontend.importing.place import nearest
-from mdfuse.layouts.boxes import Box, extents_of, index_of
+from mdfuse.layouts.boxes import Box, Boxes, index_of
 
 _INDEX = "model.safetensors.index.json"
 
@@ -268,14 +268,16 @@ def read(checkpoint: Checkpoint, name: str, dtype: torch.dtype, box: Box) -> Ten
     return part.to(dtype)
 
 
-def joined(read: Callable[[Box], Tensor], pieces: Sequence[tuple[Box, Box]]) -> Tensor:
-    """Read the boxes of a rank's part of a tensor, each to its place in the part."""
-    if len(pieces) == 1:
-        return read(pieces[0][0])
-    found = [(read(box), index_of(place)) for box, place in pieces]
-    part = found[0][0].new_empty(extents_of(pieces))
-    for piece, place in found:
-        part[place] = piece
+def joined(boxes: Boxes, read: Callable[[Box], Tensor]) -> Tensor:
+    """Return a rank's part of a tensor: one box as it is read, several in their places."""
+    (box, _), *more = boxes
+    if not more:
+        return read(box)
+    pieces = [read(box) for box, _ in boxes]
+    ends = zip(*([stop for _, stop in place] for _, place in boxes), strict=True)
+    part = pieces[0].new_empty([max(of) for of in ends])
+    for piece, (_, place) in zip(pieces, boxes, strict=True):
+        part[index_of(place)] = piece
     return part
 
 

@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from mdfuse.errors import ProgramError
 from mdfuse.frontend.importing.build import Model
-from mdfuse.layouts.boxes import Box, extents_of, index_of
+from mdfuse.layouts.boxes import Box, index_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,20 +95,19 @@ def _parts(
         )
     given = iter(zip(names, weights, strict=True))
     for saved in _tensors(model, rank is None):
-        for pieces in model.pieces(saved.node, rank):
+        for boxes in model.boxes(saved.node, rank):
             name, x = next(given)
-            if x is None or pieces is None:
-                continue
-            extents = extents_of(pieces)
-            if tuple(x.shape) != extents:
+            written = [pair for pair in boxes or () if saved.boxes.get(pair[0]) == (rank or 0)]
+            ends = [[stop for _, stop in place] for _, place in boxes or ()]
+            expected = [max(of) for of in zip(*ends, strict=True)]
+            if x is not None and written and [*x.shape] != expected:
                 raise ProgramError(
                     f"{name} of shape {list(x.shape)}",
-                    because=f"this rank's part of it is {list(extents)}",
+                    because=f"this rank's part of it is {expected}",
                     hint="save(folder, weights, comm=comm) for parts; without comm wholes",
                 )
-            for box, place in pieces:
-                if saved.boxes.get(box) == (rank or 0):
-                    yield saved, box, x[index_of(place)]
+            if x is not None:
+                yield from ((saved, box, x[index_of(place)]) for box, place in written)
 
 
 def _tensors(model: Model, is_whole: bool) -> Iterator[Saved]:
@@ -118,7 +117,8 @@ def _tensors(model: Model, is_whole: bool) -> Iterator[Saved]:
         ranks = [None] if is_whole else sorted(model.layout(node).mesh.ranks)
         boxes: dict[Box, int] = {}
         for rank in ranks:
-            for box in (box for pieces in model.pieces(node, rank) for box, _ in pieces or ()):
+            held = (pairs for pairs in model.boxes(node, rank) if pairs is not None)
+            for box, _ in (pair for pairs in held for pair in pairs):
                 if all(first < last for first, last in box):
                     boxes.setdefault(box, rank or 0)
         names = model.captured.parameters[node].names

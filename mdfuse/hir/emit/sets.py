@@ -404,6 +404,8 @@ class _Squeezed:
 
 def _without_expanded(value: Value, source: Layout, target: Layout) -> _Squeezed | None:
     dims = tuple(sorted(value.expanded))
+    if value.stream is not None:  # its chunks were written where each element has a place
+        return None
     if not dims or source == target or any(_some_rank_is_empty(value, source, d) for d in dims):
         return None
     kept = {d: d for d in range(len(value.shape)) if d not in dims}

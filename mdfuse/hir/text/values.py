@@ -138,8 +138,8 @@ def placement_of(text: str) -> Placement:
     dim, _, blocks = text[1:].partition("/")
     if not blocks:
         return Shard(int_of(dim))
-    sizes = [int_of(n) for n in blocks.strip("[]").split(",")]
-    return Shard(int_of(dim), blocks=sizes if blocks.startswith("[") else sizes[0])
+    sizes = tuple(int_of(n) for n in blocks.strip("[]").split(","))
+    return Shard(int_of(dim), sizes if blocks.startswith("[") else sizes[0])
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.tiny_models import MODELS
 from torch import Tensor, nn
 
 import mdfuse as mf
@@ -107,50 +105,3 @@ def test_products_with_columns_in_blocks() -> None:
     assert not program.communications
     for x, y in zip(mf.simulate(program, [*model.load(), X]).outputs, module(X), strict=True):
         torch.testing.assert_close(x, y.detach())
-
-
-def test_gpt2_by_a_layout_in_blocks() -> None:
-    """Two all-reduces for each of two layers, and one for the vocabulary; ranks read pieces."""
-    tiny = MODELS["gpt2"]
-    layouts = {
-        p: {"tp": Shard(dim, 3 if "c_attn" in p else None)} for p, dim in tiny.splits.items()
-    }
-    model = mf.from_torch(tiny.module(), tiny.args, mesh=TP, layouts=layouts)
-    program = model.compile()
-    assert Counter(c.kind for c in program.communications) == {"Allreduce": 5}
-    weight = "transformer.h.0.attn.c_attn.weight"
-    assert "S1/3" in str(model.fusion.layout(weight))
-    whole = tiny.module().get_parameter(weight).detach()
-    at = list(model.fusion.inputs).index(weight)
-    for rank in range(2):
-        pieces = [block.chunk(2, 1)[rank] for block in whole.chunk(3, 1)]
-        assert torch.equal(model.load(rank=rank)[at], torch.cat(pieces, 1))
-    result = model.outputs(mf.simulate(program, [*model.load(), *model.inputs(*tiny.args)]).outputs)
-    with torch.no_grad():
-        wanted = tiny.module()(*tiny.args).logits
-    torch.testing.assert_close(result.logits, wanted, rtol=1e-5, atol=1e-6)
-
-
-class Gated(nn.Module):
-    """Layers whose gate and up are one matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.gate_up = nn.ModuleList(nn.Linear(6, 16, bias=False) for _ in range(3))
-        self.down = nn.ModuleList(nn.Linear(8, 6, bias=False) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for gate_up, down in zip(self.gate_up, self.down, strict=True):
-            gate, up = gate_up(x).chunk(2, -1)
-            x = x + down(F.silu(gate) * up)
-        return x
-
-
-def test_gate_and_up_by_a_layout_in_blocks() -> None:
-    layouts = {"gate_up.*": {"tp": Shard(0, blocks=2)}, "down.*": {"tp": Shard(1)}}
-    model = mf.from_torch(Gated(), (X,), mesh=TP, layouts=layouts)
-    program = model.compile()
-    assert [c.kind for c in program.communications] == ["Allreduce"] * 3
-    found = model.outputs(mf.simulate(program, [*model.load(), X]).outputs)
-    torch.testing.assert_close(found, Gated()(X).detach())

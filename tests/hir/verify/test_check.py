@@ -1215,7 +1215,7 @@ def test_posts_keep_their_order() -> None:
 def test_cost_does_not_grow_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of ranks are looked at as often on 4096 ranks as on 4."""
     asked = {}
-    original = Layout.box
+    original = Layout.intervals
     for n in (4, 4096):
         mesh = DeviceMesh.arange(tp=n)
         with mf.FusionDefinition("wide") as fd:
@@ -1229,7 +1229,7 @@ def test_cost_does_not_grow_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> N
             count[0] += 1
             return original(self, shape, rank)
 
-        monkeypatch.setattr(Layout, "box", counted)
+        monkeypatch.setattr(Layout, "intervals", counted)
         verify(host)
         monkeypatch.undo()
         asked[n] = count[0]
