@@ -17,7 +17,8 @@ from mdfuse.hir.forms import check_forms, check_nesting
 from mdfuse.hir.instructions import BLOCKS, POSTS
 from mdfuse.hir.orders import Order, orders_of
 from mdfuse.ir.graph import Operand, dtype_name
-from mdfuse.layouts.boxes import Box
+from mdfuse.layouts.blocks import segments
+from mdfuse.layouts.boxes import Box, Interval
 from mdfuse.layouts.layout import Layout, Replicate
 from mdfuse.mesh import DeviceMesh, MeshesByRank
 
@@ -60,9 +61,19 @@ class BufferType:
     flat: bool = False
 
     def box(self, rank: int) -> Box:
-        """Return the part of the whole that a rank holds, without padding."""
+        """Return the part of the whole that a rank holds, without padding; see `Layout.box_at`."""
         assert self.layout is not None
-        return self.layout.intervals(self.shape, rank)
+        return self.layout.box(self.shape, rank)
+
+    def blocks(self, rank: int) -> dict[int, tuple[tuple[Interval, Interval], ...]]:
+        """Return for each dim in blocks what a rank holds of each block: (block, its piece)."""
+        if self.layout is None or not self.layout.blocked:
+            return {}
+        rows = self.layout.rows(self.shape, rank)
+        return {
+            d: tuple(zip(segments(blocks, self.shape[d]), rows[d], strict=True))
+            for d, blocks in self.layout.blocked.items()
+        }
 
     def local_shape(self, rank: int | None = None) -> tuple[int, ...]:
         """Return the shape on one rank, padding included; without a rank the largest shape."""

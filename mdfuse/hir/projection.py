@@ -203,4 +203,5 @@ def _part(program: HostProgram, i: Instruction, rank: int) -> ExprPart:
         boxes=tuple(k.box(rank) if k is not None else None for k in tensors),
         shape=output.shape,
         box=output.box(rank),
+        blocks=tensors[0].blocks(rank) if tensors and tensors[0] is not None else {},
     )

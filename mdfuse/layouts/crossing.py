@@ -10,7 +10,7 @@ import numpy as np
 
 from mdfuse.layouts.exchange import Exchange
 from mdfuse.layouts.hosts import hosts_by_rank
-from mdfuse.layouts.lacks import every_coordinate, interval, position
+from mdfuse.layouts.lacks import every_coordinate, length, meeting, rows_at, shared
 from mdfuse.layouts.side import Side
 from mdfuse.mesh import DeviceMesh
 
@@ -101,11 +101,15 @@ def _overlap(exchange: Exchange, held: _Held, near: tuple[Any, Any]) -> Any:
     for a, b in exchange.kept:
         overlap = overlap * (held.at[a][entries] == need[b][:, None])
     for dim, extent in enumerate(source.shape):
-        have = interval(source.layout, dim, extent, held.at)
-        first, last = (x[entries] if np.ndim(x) else x for x in have)
-        wanted = interval(destination.layout, dim, extent, need)
-        start, stop = (x[:, None] if np.ndim(x) else x for x in wanted)
-        overlap = overlap * np.maximum(np.minimum(stop, last) - np.maximum(start, first), 0)
+        have = [
+            (first[entries] if np.ndim(first) else first, last[entries] if np.ndim(last) else last)
+            for first, last in rows_at(source.layout, dim, extent, held.at)
+        ]
+        wanted = [
+            (start[:, None] if np.ndim(start) else start, stop[:, None] if np.ndim(stop) else stop)
+            for start, stop in rows_at(destination.layout, dim, extent, need)
+        ]
+        overlap = overlap * shared(wanted, have)
     return overlap
 
 
@@ -113,8 +117,7 @@ def _sizes(side: Side, at: dict[str, Any]) -> Any:
     """Return how many elements the parts at some coordinates have."""
     size: Any = np.ones(len(next(iter(at.values()), [0])), int)
     for dim, extent in enumerate(side.shape):
-        start, stop = interval(side.layout, dim, extent, at)
-        size = size * (stop - start)
+        size = size * length(rows_at(side.layout, dim, extent, at))
     return size
 
 
@@ -124,8 +127,8 @@ def _messages(exchange: Exchange) -> int:
     own: Any = 0
     if source.mesh == destination.mesh:
         at = every_coordinate(source.mesh)
-        shared = (_shared(exchange, dim, at, at) for dim in range(len(source.shape)))
-        own = np.prod([np.zeros(source.mesh.size, int) + n for n in shared], 0) > 0
+        both = (_shared(exchange, dim, at, at) for dim in range(len(source.shape)))
+        own = np.prod([np.zeros(source.mesh.size, int) + n for n in both], 0) > 0
     copies, turns = destination.count(destination.free), source.count(source.free)
     sent = -(-_meeting(source, destination) * copies // turns) - own
     got = _meeting(destination, source) * source.count(exchange.reduced) - own
@@ -135,16 +138,14 @@ def _messages(exchange: Exchange) -> int:
 def _shared(exchange: Exchange, dim: int, have: dict[str, Any], need: dict[str, Any]) -> Any:
     """Return how many rows of a dim are both in parts of the source and of the destination."""
     extent = exchange.source.shape[dim]
-    first, last = interval(exchange.source.layout, dim, extent, have)
-    start, stop = interval(exchange.destination.layout, dim, extent, need)
-    return np.maximum(np.minimum(stop, last) - np.maximum(start, first), 0)
+    held = rows_at(exchange.source.layout, dim, extent, have)
+    return shared(rows_at(exchange.destination.layout, dim, extent, need), held)
 
 
 def _meeting(side: Side, other: Side) -> Any:
     """Return how many parts of the other side each part of this one meets."""
     at, found = every_coordinate(side.mesh), np.zeros(side.mesh.size, int) + 1
     for dim, extent in enumerate(side.shape):
-        start, stop = interval(side.layout, dim, extent, at)
-        first, last = (position(other.layout, dim, extent, row) for row in (start, stop - 1))
-        found = found * np.where(stop > start, last - first + 1, 0)
+        _, parts = meeting(side.layout, other.layout, dim, extent, at)
+        found = found * parts
     return found

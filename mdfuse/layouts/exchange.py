@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from mdfuse.layouts.boxes import Box, intersect
+from mdfuse.layouts.boxes import Box, common, has_rows
 from mdfuse.layouts.hosts import hosts_by_rank, senders
 from mdfuse.layouts.layout import Layout, Partial
 from mdfuse.layouts.messages import Messages, Pattern, nth_share
@@ -52,34 +52,31 @@ class Exchange:
     def received(self, rank: int) -> Iterator[tuple[int, Box, int]]:
         """Yield (who has it, box, number of the term) for all that a rank needs, in order."""
         source, at = self.source, self.destination.at(rank)
-        need = self.destination.box(at) if at is not None else ()
-        if at is None or any(start >= stop for start, stop in need):
+        need = self.destination.rows(at) if at is not None else ()
+        if at is None or not all(map(has_rows, need)):
             return
         terms, held = {a: at[b] for a, b in self.kept}, self._held(rank, at)
         for positions in product(*itertools.starmap(source.positions, enumerate(need))):
             part = source.part(positions)
-            block = intersect(source.box(part), need)
-            if block is None:
-                continue
-            for n in range(source.count(self.reduced)):
-                holders = part | terms | source.numbered(n, self.reduced)
-                for sender, share in self._senders(holders, rank, at, held, block):
-                    yield sender, share, n
+            for box in common(source.rows(part), need):
+                for n in range(source.count(self.reduced)):
+                    holders = part | terms | source.numbered(n, self.reduced)
+                    for sender, share in self._senders(holders, rank, at, held, box):
+                        yield sender, share, n
 
     def sent(self, rank: int) -> Iterator[tuple[int, Box]]:
         """Yield (who receives it, box) for all that a rank sends to others."""
         at = self.source.at(rank)
-        box = self.source.box(at) if at is not None else ()
-        if at is None or any(start >= stop for start, stop in box):
+        rows = self.source.rows(at) if at is not None else ()
+        if at is None or not all(map(has_rows, rows)):
             return
         holders = {a: at[a] for a in self.source.fixed}
         for to, i, shares in self._receivers(rank, at, holders):
-            block = intersect(box, self.destination.box(to))
-            if block is not None:
-                receiver = self.destination.rank(to)
-                share = nth_share(block, shares, i)
-                if share is not None and not _is_at(self._held(receiver, to), holders):
-                    yield receiver, share
+            boxes = common(rows, self.destination.rows(to))
+            receiver = self.destination.rank(to) if boxes else rank
+            if boxes and not _is_at(self._held(receiver, to), holders):
+                found = (nth_share(box, shares, i) for box in boxes)
+                yield from ((receiver, share) for share in found if share is not None)
 
     def _receivers(self, rank: int, at: At, holders: At) -> Iterator[tuple[At, int, int]]:
         """Yield (the coordinates of who receives, which share, of how many) for one that sends.
@@ -154,7 +151,7 @@ class Exchange:
         """Return the ranks that have a turn, by hosts; some of those that send, twice or more."""
         sizes = (range(self.source.mesh.axis_size(a)) for a in self.source.fixed)
         parts = (dict(zip(self.source.fixed, at, strict=True)) for at in product(*sizes))
-        full = (p for p in parts if all(start < stop for start, stop in self.source.box(p)))
+        full = (p for p in parts if all(map(has_rows, self.source.rows(p))))
         return np.concatenate([self._turns(p)[1] for p in full] or [np.array([], int)])
 
     def _turns(self, holders: At) -> tuple[Any, Any]:

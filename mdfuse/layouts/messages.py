@@ -55,7 +55,7 @@ class Pattern:
         """Return the positions of the destination's parts of a dim that a part meets."""
         key = (dim, *[holders[a] for a in self.source.split[dim]])
         if key not in self._ranges:
-            rows = self.source.box(holders)[dim]
+            rows = self.source.rows(holders)[dim]
             self._ranges[key] = self.destination.positions(dim, rows)
         return self._ranges[key]
 

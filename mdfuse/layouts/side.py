@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from mdfuse.layouts.boxes import Box, Interval, nth_chunk
+from mdfuse.layouts.blocks import segments
+from mdfuse.layouts.boxes import Interval, Rows, nth_chunk
 from mdfuse.layouts.layout import Layout
 from mdfuse.mesh import DeviceMesh
 
@@ -80,23 +81,23 @@ class Side:
             n, found[a] = divmod(n, self.sizes[a])
         return found
 
-    def box(self, at: At) -> Box:
+    def rows(self, at: At) -> tuple[Rows, ...]:
         """Return what ranks at some coordinates hold; the axes that split dims are enough."""
         found = []
         for dim, axes in enumerate(self.split):
             key = (dim, *[at[a] for a in axes])
-            if key not in self._intervals:
-                self._intervals[key] = self._interval(*key)
-            found.append(self._intervals[key])
+            if key not in self._rows:
+                blocks = segments(self.layout.blocked.get(dim), self.shape[dim])
+                self._rows[key] = tuple(self._part(block, *key) for block in blocks)
+            found.append(self._rows[key])
         return tuple(found)
 
     @cached_property
-    def _intervals(self) -> dict[tuple[int, ...], Interval]:
+    def _rows(self) -> dict[tuple[int, ...], Rows]:
         """(dim, coordinates on the axes that split it) -> the rows of ranks there."""
         return {}
 
-    def _interval(self, dim: int, *at: int) -> Interval:
-        interval = (0, self.shape[dim])
+    def _part(self, interval: Interval, dim: int, *at: int) -> Interval:
         for axis, i in zip(self.split[dim], at, strict=True):
             interval = nth_chunk(interval, self.sizes[axis], i)
         chunk = self.layout.stream
@@ -105,12 +106,15 @@ class Side:
             interval = chunk.interval(interval, i)
         return interval
 
-    def positions(self, dim: int, interval: Interval) -> range:
+    def positions(self, dim: int, rows: Rows) -> range:
         """Return the positions of the parts of a dim that have some of its rows.
 
-        Some of them may be empty: `torch.chunk` makes empty parts, also between others.
+        Some of them may be empty: `torch.chunk` makes empty parts, also between others. Where the
+        dim is in blocks, on this side or on the other one, these are all positions.
         """
-        start, stop = interval
+        if dim in self.layout.blocked or len(rows) > 1:
+            return range(self.count(self.split[dim]))
+        ((start, stop),) = rows
         return range(self._position(dim, start), self._position(dim, stop - 1) + 1)
 
     def _position(self, dim: int, row: int) -> int:

@@ -415,7 +415,7 @@ def _without_expanded(value: Value, source: Layout, target: Layout) -> _Squeezed
 
 def _some_rank_is_empty(value: Value, layout: Layout, dim: int) -> bool:
     last = tuple(n - 1 for n in layout.mesh.shape)
-    start, stop = layout.intervals_at(value.shape, last)[dim]
+    start, stop = layout.box_at(value.shape, last)[dim]
     return start == stop
 
 

@@ -61,7 +61,7 @@ def _no_index(program: HostProgram, i: Instruction, name: str) -> ProgramError:
     return wrong(
         program,
         i,
-        f"{i} is about the chunk or place %{name}, which is no index",
+        f"{i}: %{name} is no index",
         because="an index is a number of the host that a loop or a block counts",
         hint="name the index of the loop or block around it",
     )
