@@ -274,10 +274,22 @@ def record(model: Model, inputs: Inputs, is_trained: bool = False) -> list[Any]:
     results: list[Any] = []
     for place, node in enumerate(model.captured.results):
         x = whole(recording.read(node))
+        if x is None:
+            raise _not_made(model, place, node)
         if isinstance(x, Handle) and place in model.outputs:
             x = set_(x).on(model.outputs[place].layout)
         results.append(x)
     return results
+
+
+def _not_made(model: Model, place: int, node: Node) -> DefinitionError:
+    line = line_of(node.meta.get("stack_trace"))
+    return DefinitionError(
+        f"the tensor {place} that {model.captured.name} returns cannot be imported",
+        where=[line.quote()] if line else [],
+        because="it is a result of an operation of which mf.ops gives the first one alone",
+        hint="return the first one; of pools that return places, windows are of one size",
+    )
 
 
 def whole(x: Any) -> Any:
