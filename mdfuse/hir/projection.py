@@ -12,7 +12,7 @@ from mdfuse.extents.expressions import UNKNOWN, resolve
 from mdfuse.hir.calls import blocks_of
 from mdfuse.hir.instructions import BLOCKS, POSTS, op_of
 from mdfuse.hir.passes import late_waits, local_streams
-from mdfuse.hir.program import HostProgram, Instruction, Known, resolved
+from mdfuse.hir.program import HostProgram, Instruction, Known, joined, resolved
 from mdfuse.ir.graph import Operand
 from mdfuse.ir.local_attributes import ExprPart
 from mdfuse.mesh import DeviceMesh
@@ -54,6 +54,8 @@ def _reach(
     if i.op in BLOCKS:
         inside = {m for j in (*i.body, *i.orelse) for m in _reach(program, j, handles)}
         return handles.setdefault(_block_key(i), inside) if i.op == "block" else inside
+    if i.op == "next":
+        return set()
     if i.op == "call":
         return handles.get(_block_key(i), {None})
     if i.op == "wait":
@@ -96,10 +98,10 @@ def _block(
     for i in block:
         match i.op:
             case "for":
-                body = _block(program, i.body, rank, handles)
-                if body:
+                parts = [_block(program, part, rank, handles) for part in i.parts]
+                if any(parts):
                     attrs = resolved(i.attrs, program.knows(rank))
-                    kept.append(replace(i, attrs=attrs, body=tuple(body)))
+                    kept.append(replace(i, attrs=attrs, body=joined(filter(None, parts))))
             case "block":
                 body = _block(program, i.body, rank, handles)
                 if body:
@@ -201,4 +203,5 @@ def _part(program: HostProgram, i: Instruction, rank: int) -> ExprPart:
         boxes=tuple(k.box(rank) if k is not None else None for k in tensors),
         shape=output.shape,
         box=output.box(rank),
+        blocks=tensors[0].blocks(rank) if tensors and tensors[0] is not None else {},
     )

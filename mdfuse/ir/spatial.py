@@ -78,6 +78,8 @@ def convolve_grad(
     here: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return what comes back to x and to the weight of a convolution; settings are its own."""
+    if not (ct.numel() and x.numel() and weight.numel()):  # a rank that has no channels
+        return torch.zeros_like(x), torch.zeros_like(weight)
     more = more or [0] * len(stride)
     settings = (stride, padding, dilation, transposed, more, here or groups)
     dx, dw, _ = _ATEN.convolution_backward(ct, x, weight, None, *settings, [True, True, False])
