@@ -30,7 +30,7 @@ from itertools import pairwise
 from mdfuse.extents.expressions import Calc, Term, resolve, terms
 from mdfuse.extents.linear import Linear, linear
 from mdfuse.hir.instructions import TRANSFERS, op_of, row_of
-from mdfuse.hir.passes import late_waits
+from mdfuse.hir.passes import early_waits, late_waits
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.storage import storage
 from mdfuse.hir.unroll import LIMIT, Turn, Unrolled
@@ -54,7 +54,7 @@ def folded(program: HostProgram) -> HostProgram | None:
         KeyError: it reads a name in a branch that this rank does not take.
     """
     writer = _Folded(program)
-    found = late_waits.run(writer.write())
+    found = early_waits.run(late_waits.run(writer.write()))
     return found if len(writer.code) + writer.saved < LIMIT else None
 
 
