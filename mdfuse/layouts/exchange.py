@@ -83,9 +83,12 @@ class Side:
         return tuple(self._interval(d, at) for d in range(len(self.shape)))
 
     def _interval(self, dim: int, at: At) -> Interval:
-        interval = (0, self.shape[dim])
+        reach = self.layout.reach(dim)
+        interval = (0, self.shape[dim] if reach is None else reach.of)
         for axis in self.layout.split_axes(dim):
             interval = nth_chunk(interval, self.mesh.axis_size(axis), at[axis])
+        if reach is not None:
+            interval = reach.rows(interval, self.shape[dim])
         chunk = self.layout.stream
         if chunk is not None and chunk.index is not None and chunk.dim == dim:
             i = chunk.index if isinstance(chunk.index, int) else chunk.largest
@@ -99,8 +102,16 @@ class Side:
         """
         return [
             range(self._position(d, start), self._position(d, stop - 1) + 1)
+            if self.layout.reach(d) is None
+            else self._reaching(d, start, stop)
             for d, (start, stop) in enumerate(box)
         ]
+
+    def _reaching(self, dim: int, start: int, stop: int) -> range:
+        """Return from the first to the last part that reaches into some rows of a dim."""
+        parts = enumerate(self.layout.chunks_of(dim, self.shape[dim]))
+        found = [n for n, (_, (a, b)) in parts if max(a, start) < min(b, stop)]
+        return range(found[0], found[-1] + 1) if found else range(0)
 
     def _position(self, dim: int, row: int) -> int:
         """Return which part of a dim, in the order of rows, has a row."""

@@ -123,9 +123,10 @@ def position(layout: Layout, dim: int, extent: int, row: Any) -> Any:
 
 
 def is_special(source: Layout, destination: Layout, shape: tuple[int, ...]) -> bool:
-    """Whether a run chooses the extents, or there are chunks: then arrays would not do."""
+    """Whether a run chooses the extents, or there are chunks or reaches: arrays would not do."""
     chunks = [x.stream for x in (source, destination) if x.stream is not None]
-    return is_symbolic(shape) or any(chunk.index is not None for chunk in chunks)
+    is_cut = any(chunk.index is not None for chunk in chunks)
+    return is_cut or bool(source.reaches or destination.reaches) or is_symbolic(shape)
 
 
 def _one_by_one(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from mdfuse.errors import LayoutError, MeshError
 from mdfuse.extents.expressions import Term, resolve
 from mdfuse.layouts.boxes import Box, Interval, box_shape, nth_chunk
+from mdfuse.layouts.reach import Reach
 from mdfuse.layouts.stream import Stream
 from mdfuse.mesh import DeviceMesh, as_mesh
 
@@ -97,6 +98,7 @@ class Layout:
         placements: axis name -> placement; axes not named are `Replicate()`.
         order: dim -> the axes that split it, outermost first; mesh order where it is not given.
         stream: a `Stream`, where the host loops over chunks of a dim.
+        reaches: split dim -> which rows each rank has of it, where these are not those of its part.
 
     Raises:
         MeshError: an axis that the mesh does not have.
@@ -108,13 +110,15 @@ class Layout:
     ((dp=S0, tp=S0), (2, 3), (1, 3))
     """
 
-    __slots__ = ("__dict__", "mesh", "placements", "splits", "stream")
+    __slots__ = ("__dict__", "mesh", "placements", "reaches", "splits", "stream")
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     #: dim -> the axes that split it, outermost first; only dims that are split.
     splits: tuple[tuple[int, tuple[str, ...]], ...]
     stream: Stream | None
+    #: of dims that are split
+    reaches: tuple[tuple[int, Reach], ...]
 
     def __init__(
         self,
@@ -122,6 +126,7 @@ class Layout:
         placements: Mapping[str, Placement] | None = None,
         order: Mapping[int, Sequence[str]] | None = None,
         stream: Stream | None = None,
+        reaches: Mapping[int, Reach] | None = None,
     ) -> None:
         mesh = as_mesh(mesh)
         if not isinstance(mesh, DeviceMesh):
@@ -147,6 +152,7 @@ class Layout:
         self.placements = tuple(placements.get(a, Replicate()) for a in mesh.axes)
         self.stream = stream
         self.splits = self._order(order or {})
+        self.reaches = tuple((d, reaches[d]) for d, _ in self.splits if reaches and d in reaches)
         if len(self.partial_axes) > 1 and not commute(self.reduce_ops.values()):
             raise LayoutError(
                 f"a value that is Partial in several ways: {self.reduce_ops}",
@@ -189,6 +195,10 @@ class Layout:
         """Return the axes that split a dim, outermost first."""
         return next((axes for d, axes in self.splits if d == dim), ())
 
+    def reach(self, dim: int) -> Reach | None:
+        """Return which rows ranks have of a split dim; None: those of their parts."""
+        return next((reach for d, reach in self.reaches if d == dim), None)
+
     @cached_property
     def partial_axes(self) -> tuple[str, ...]:
         """The axes along which the value is Partial."""
@@ -223,9 +233,12 @@ class Layout:
         """Return the box of a tensor that the rank at a mesh coordinate holds."""
         box = [(0, n) for n in shape]
         for dim, axes in self.splits:
+            reach = self.reach(dim)
+            part = box[dim] if reach is None else (0, reach.of)
             for axis in axes:
                 i = self.mesh.axis_index(axis)
-                box[dim] = nth_chunk(box[dim], self.mesh.shape[i], coordinate[i])
+                part = nth_chunk(part, self.mesh.shape[i], coordinate[i])
+            box[dim] = part if reach is None else reach.rows(part, shape[dim])
         chunk = self.stream
         if chunk is not None and chunk.index is not None and chunk.op is None:
             # A chunk whose index only the running loop knows counts as the largest.
@@ -250,12 +263,14 @@ class Layout:
 
     def chunks_of(self, dim: int, extent: int) -> Iterator[tuple[tuple[int, ...], Interval]]:
         """Yield (coordinates on the axes that split a dim, interval of the dim) for all of them."""
-        axes = self.split_axes(dim)
+        axes, reach = self.split_axes(dim), self.reach(dim)
         sizes = [self.mesh.axis_size(a) for a in axes]
         for choice in product(*map(range, sizes)):
-            interval = (0, extent)
+            interval = (0, extent if reach is None else reach.of)
             for size, i in zip(sizes, choice, strict=True):
                 interval = nth_chunk(interval, size, i)
+            if reach is not None:
+                interval = reach.rows(interval, extent)
             chunk = self.stream
             if chunk is not None and chunk.dim == dim and isinstance(chunk.index, int):
                 interval = chunk.interval(interval, chunk.index)
@@ -284,7 +299,7 @@ class Layout:
         order = {d: tuple(a for a in axes if a != axis) for d, axes in self.splits}
         if isinstance(placement, Shard):
             order[placement.dim] = (*order.get(placement.dim, ()), axis)
-        return Layout(self.mesh, placements, order, self.stream)
+        return Layout(self.mesh, placements, order, self.stream, dict(self.reaches))
 
     def at(self, known: Callable[[Term], int | None]) -> Layout:
         """Return this layout with the index of its chunk resolved by what is known of terms."""
@@ -307,7 +322,25 @@ class Layout:
 
     def with_stream(self, stream: Stream | None) -> Layout:
         """Return this layout with another stream, or none."""
-        return Layout(self.mesh, self.by_axis(), self.order, stream)
+        return Layout(self.mesh, self.by_axis(), self.order, stream, dict(self.reaches))
+
+    def reaching(self, reaches: Mapping[int, Reach], shape: Sequence[int]) -> Layout:
+        """Return this layout with ranks that have other rows of some dims than their parts.
+
+        Reaches that are no more than the parts of a tensor of this shape are left out.
+        """
+        found = Layout(self.mesh, self.by_axis(), self.order, self.stream, reaches)
+        more = {
+            d: reach
+            for d, reach in found.reaches
+            if [*found.chunks_of(d, shape[d])] != [*self.without_reaches.chunks_of(d, shape[d])]
+        }
+        return Layout(self.mesh, self.by_axis(), self.order, self.stream, more)
+
+    @property
+    def without_reaches(self) -> Layout:
+        """This layout with the parts themselves."""
+        return Layout(self.mesh, self.by_axis(), self.order, self.stream) if self.reaches else self
 
     def permuted(self, dims: Sequence[int]) -> Layout:
         """Return the layout of `permute(x, dims)` where this is the layout of x."""
@@ -323,7 +356,8 @@ class Layout:
         stream = self.stream
         if stream is not None and stream.op is None:
             stream = replace(stream, dim=new[stream.dim]) if stream.dim in new else None
-        return Layout(self.mesh, placements, order, stream)
+        reaches = {new[d]: reach for d, reach in self.reaches if d in new}
+        return Layout(self.mesh, placements, order, stream, reaches)
 
     def normalized(self, ndim: int, may_vary: bool = False) -> Layout:
         """Return this layout with dims checked, counted from 0, and axes of size 1 replicated."""
@@ -351,13 +385,14 @@ class Layout:
             stream = replace(stream, dim=_wrap(stream.dim, ndim, str(stream)))
         if stream is not None and stream.rotate is not None:
             self.mesh.axis_index(stream.rotate)
-        return Layout(self.mesh, placements, {d: a for d, a in order.items() if a}, stream)
+        reaches = {d % ndim: reach for d, reach in self.reaches}
+        return Layout(self.mesh, placements, {d: a for d, a in order.items() if a}, stream, reaches)
 
     # -- identity --------------------------------------------------------------------------------
 
     @cached_property
     def _key(self) -> tuple[object, ...]:
-        return (self.mesh, self.placements, self.splits, self.stream)
+        return (self.mesh, self.placements, self.splits, self.stream, self.reaches)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Layout):
@@ -378,6 +413,7 @@ class Layout:
                 parts.append(f"order {dim}:{'>'.join(axes)}")
         if self.stream:
             parts.append(str(self.stream))
+        parts += [reach.text(dim) for dim, reach in self.reaches]
         return f"({', '.join(parts)})"
 
 

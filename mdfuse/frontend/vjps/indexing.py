@@ -1,4 +1,4 @@
-"""Gradients of lookups, of what joins by an index, of running sums, convolutions, contractions."""
+"""Gradients of lookups, of what joins by an index, of running sums, contractions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import reductions, views
-from mdfuse.frontend.ops.recording import record, record_several
+from mdfuse.frontend.ops.recording import record
 from mdfuse.frontend.vjps.table import (
     RULES,
     Applied,
@@ -144,25 +144,7 @@ for _name in ("cummax", "cummin"):
     RULES[_name] = _through_running(_name)
 
 
-# -- convolutions, pooling, contractions ---------------------------------------------------------
-
-
-@rule("convolution")
-def _convolution(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    return record_several("convolution_grad", ct, e[0], e[1], **e.attrs)
-
-
-@rule("max_pool")
-def _max_pool(e: Applied, cts: Sequence[Any]) -> Sequence[Handle | None]:
-    """To the place where the largest stood."""
-    shape, n = e.shape(0), len(e.attrs["kernel"])
-    free = shape[:-n]
-    ct, places = (views.reshape(x, (*free, -1)) for x in (cts[0], e.results[1]))
-    flat = 1
-    for extent in shape[-n:]:
-        flat = flat * extent
-    found = record("scatter_reduce", places, ct, shape=(*free, flat), along=len(free), reduce="sum")
-    return (views.reshape(found, shape),)
+# -- products ------------------------------------------------------------------------------------
 
 
 @rule("grouped_mm")

@@ -62,7 +62,6 @@ NO_GRADIENT: dict[str, str] = {
     **dict.fromkeys(
         ("isfinite", "isinf", "isnan", "signbit", "any", "all"), "its result is a bool"
     ),
-    "convolution_grad": "there is no second gradient of a convolution",
     **dict.fromkeys((f"logical_{op}" for op in ("and", "or", "xor", "not")), "on bools"),
     **dict.fromkeys((f"bitwise_{op}" for op in ("and", "or", "xor", "not")), "on integers"),
     **dict.fromkeys((f"bitwise_{side}_shift" for side in ("left", "right")), "on integers"),

@@ -136,6 +136,8 @@ def _part_problem(before: BufferType, after: BufferType, rank: int | None) -> st
 def _is_nested(p: Layout, q: Layout, dim: int) -> bool:
     """Return whether, whatever the extents, each rank's new part of a dim lies in its old part."""
     axes = p.split_axes(dim)
+    if p.reach(dim) is not None or q.reach(dim) is not None:
+        return False
     here, there = (c if c is not None and c.dim == dim else None for c in map(chunk_of, (p, q)))
     if here is not None:
         return there is not None and is_one_chunk(p, q) and q.split_axes(dim) == axes
