@@ -17,11 +17,12 @@ from mdfuse.errors import CommunicationError
 from mdfuse.extents.expressions import Term
 from mdfuse.extents.extent import is_symbolic
 from mdfuse.layouts.boxes import box_size
-from mdfuse.layouts.exchange import Exchange, Side
+from mdfuse.layouts.exchange import Exchange
 from mdfuse.layouts.kinds import ALONG_SEVERAL, KINDS, POINT_TO_POINT, REDUCING, SPLITTING
 from mdfuse.layouts.lacks import taking_part
 from mdfuse.layouts.layout import REDUCE_OPS, Layout, replicated
 from mdfuse.layouts.rank_part import RankPart, part_of
+from mdfuse.layouts.side import Side
 from mdfuse.mesh import DeviceMesh
 
 _BITWISE = ("band", "bor", "bxor")
@@ -184,8 +185,8 @@ class Communication:
         index = chunk.stream.index if chunk.stream is not None else None
         if index is not None and not isinstance(index, int):
             return None
-        wanted = chunk.intervals(self.shape, rank)
-        holders = [r for r in team if split.intervals(self.shape, r) == wanted]
+        wanted = chunk.rows(self.shape, rank)
+        holders = [r for r in team if split.rows(self.shape, r) == wanted]
         # Several ranks match where the chunk is empty: take the one whose turn it is.
         turn = [r for i, r in enumerate(team) if i == index and r in holders]
         return (*turn, *holders)[0]
@@ -222,7 +223,7 @@ class Communication:
         assert self.dim is not None and self.kind != "AllToAll"
         layout = self.whole()
         if rank in layout.mesh:
-            start, stop = layout.intervals(self.shape, rank)[self.dim]
+            start, stop = layout.box(self.shape, rank)[self.dim]
         else:
             start, stop = 0, self.shape[self.dim]
         return stop - start, -(-(stop - start) // self.size)
@@ -271,14 +272,14 @@ class Communication:
                 return block if rank != root and rank in self.destination.mesh else 0
             return block * (n - 1)
         holder = team[0] if root is None else root
-        elements = box_size(self.source.intervals(self.shape, holder))
+        elements = box_size(self.source.box(self.shape, holder))
         if self.kind == "Allreduce":
             return -(-2 * (n - 1) * elements // n)
         if self.kind == "Broadcast":
             return elements if rank != root else 0
         if self.kind == "Reduce":
             return elements if rank == root and n > 1 else 0
-        return box_size(self.destination.intervals(self.shape, rank)) if n > 1 else 0
+        return box_size(self.destination.box(self.shape, rank)) if n > 1 else 0
 
     # -- one rank's part -------------------------------------------------------------------------
 

@@ -105,6 +105,12 @@ class Options:
         prefetch_bytes: communications of what is there already, such as a parameter that a later
             layer gathers, are posted ahead, as long as what they receive before its place takes at
             most so many bytes on each rank. 0: each where the program has it.
+        overlap: "auto": what communicates is computed in chunks together with the products beside
+            it, where that takes less time by `costs`; "measure": the first runs, which give the
+            same values, take turns, and all ranks keep the quicker program; "never": values are
+            computed in chunks where a `Stream` says so. No program with such a stream is changed.
+        costs: the table for it: "here" (what `mdfuse calibrate` measured, or a table that ships for
+            this device), "h100", "unit", or the path of a JSON file.
         plans: how many plans an evaluator keeps; each owns the buffers of its intermediates.
         reports: the folder for reports of communications that broke or hang, a file each; None:
             mdfuse-UID in the folder for temporary files, where UID is the user's number.
@@ -128,6 +134,8 @@ class Options:
     reduce_dtype: Any = None
     bucket_bytes: int = 0
     prefetch_bytes: int = 0
+    overlap: Literal["never", "auto", "measure"] = "never"
+    costs: str = "here"
     plans: int = 32
     reports: str | None = None
     trace: str | None = None
@@ -219,6 +227,11 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "bucket_bytes": (_is_size, "a bucket has a number of bytes, 0 for none"),
     "prefetch_bytes": (_is_size, "what is received ahead has a number of bytes, 0 for none"),
+    "overlap": _is_one_of("never", "auto", "measure"),
+    "costs": (
+        lambda value: isinstance(value, str) and bool(value),
+        "it is here, h100, unit, or the path of a JSON file",
+    ),
     "plans": (_is_count(1 << 31), "an evaluator keeps at least one plan: a run needs it"),
     "reports": _PLACE,
     "trace": _PLACE,
@@ -266,6 +279,12 @@ VARIABLES: dict[str, tuple[str, Any, str]] = {
         _count,
         "bytes that are received ahead of their place; 0 is the default",
     ),
+    "MDFUSE_OVERLAP": (
+        "overlap",
+        str,
+        "whether products and communications overlap by themselves: never, auto or measure",
+    ),
+    "MDFUSE_COSTS": ("costs", str, "table of costs for it: here, h100, unit, or a JSON file"),
     "MDFUSE_PLANS": ("plans", _count, "how many plans an evaluator keeps"),
     "MDFUSE_FAST_LANE": ("fast_lane", str, "posts through nccl4py: auto, never or always"),
     "MDFUSE_VERIFY": ("verify", _flag, "0: a rank checks its own program only; 1 is the default"),

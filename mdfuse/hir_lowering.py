@@ -12,9 +12,11 @@ from mdfuse.hir.emit.program import emit
 from mdfuse.hir.emit.sets import Orders
 from mdfuse.hir.passes import (
     assign_streams,
+    cut_loops,
     group_heads,
     group_launches,
     insert_frees,
+    keep_wide,
     name_backends,
     raise_posts,
     sink_waits,
@@ -115,11 +117,16 @@ HOST_PASSES: tuple[tuple[str, HostPass], ...] = (
     (name_backends.name, name_backends.run),
     # Anywhere before units exist, which would hold the views that go.
     (group_heads.name, group_heads.run),
+    # Anywhere before units exist, likewise.
+    (keep_wide.name, keep_wide.run),
     # The emitter puts a wait right behind its post; here it moves to where the data is needed.
     (sink_waits.name, sink_waits.run),
     # Needs the waits where the data is needed: what stands between them is what a post passes.
     (raise_posts.name, raise_posts.run),
-    # Needs the waits where they stay: a stream that waits holds up what is queued behind.
+    # Needs the waits where they stay: they say what a loop need not wait for.
+    (cut_loops.name, cut_loops.run),
+    # Needs the parts of loops, which begin on streams of their own, and the waits where they stay:
+    # a stream that waits holds up what is queued behind.
     (assign_streams.name, assign_streams.run),
     # Needs the streams: work of two streams is no unit.
     (group_launches.name, group_launches.run),

@@ -157,6 +157,16 @@ class DeviceMesh:
         """The ranks in row-major order."""
         return tuple(self._ranks)
 
+    @cached_property
+    def array(self) -> Any:
+        """The ranks in row-major order, an array of one dim that nobody writes to."""
+        import numpy as np  # which `import mdfuse` would bring in, too
+
+        is_listed = not self.is_consecutive
+        found = np.array(self._ranks) if is_listed else self.first + np.arange(self.size)
+        found.flags.writeable = False
+        return found
+
     @property
     def first(self) -> int:
         """The rank at coordinate (0, …, 0)."""

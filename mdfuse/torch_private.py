@@ -189,6 +189,20 @@ spec_of = attrgetter("_spec")
 local_of = attrgetter("_local_tensor")
 
 
+def strided_blocks(placement: Any) -> int | None:
+    """Return into how many blocks a `_StridedShard` divides its dim; None for other placements."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return int(placement.split_factor) if type(placement) is _StridedShard else None
+
+
+def strided_shard(dim: int, blocks: Any) -> Any:
+    """Return torch's placement that splits each of some equal blocks of a dim."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=blocks)
+
+
 def shard_order(x: DTensor) -> Sequence[tuple[int, Sequence[int]]]:
     """The dims that several mesh dims split, each with these mesh dims, outermost first."""
     return getattr(spec_of(x), "shard_order", None) or ()

@@ -393,13 +393,14 @@ class ImportedModel:
         for node, names in zip(self.model.parameters, wanted, strict=True):
             name, value = next(n for n in names if n in there), node.meta["val"]
             loading.check_shape(checkpoint, name, value.shape)
-            for box in self.model.boxes(node, rank):
-                part = None if box is None else loading.read(checkpoint, name, value.dtype, box)
+            read = partial(loading.read, checkpoint, name, value.dtype)
+            for boxes in self.model.boxes(node, rank):
+                part = None if boxes is None else loading.joined(boxes, read)
                 found.append(part if part is None else part.to(device))
         for node in self.model.constants:
-            whole = folded[node]
-            for box in self.model.boxes(node, rank):
-                found.append(None if box is None else loading.part_of(whole, box).to(device))
+            cut = partial(loading.part_of, folded[node])
+            for boxes in self.model.boxes(node, rank):
+                found.append(None if boxes is None else loading.joined(boxes, cut).to(device))
         return found
 
     def _starts(self, called: Callable[[str], str]) -> dict[str, Tensor]:

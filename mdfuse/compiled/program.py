@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -12,9 +13,12 @@ from torch import Tensor
 from mdfuse import hir_lowering
 from mdfuse.caching import Cache
 from mdfuse.communication import Communication
+from mdfuse.compiled import overlap
 from mdfuse.compiled.advice import advice
+from mdfuse.compiled.overlap import Overlap
 from mdfuse.compiled.segments import Segment, kept, last_uses, segments_of
 from mdfuse.compiled.specialisations import Lowering, Lowerings, lowerings_of
+from mdfuse.compiled.trial import Trial
 from mdfuse.config import Options, backend_choice, environment, options_from_environment
 from mdfuse.errors import DefinitionError, MdfuseError
 from mdfuse.evaluator import HostIrEvaluator
@@ -58,6 +62,7 @@ class Program:
         symbolic: where the definition has symbolic extents: all its lowerings. `fusion`, `segments`
             and `host` are those of the first.
         schedule: what each mesh does, and when, where stages lie on several: see `mf.pipeline`.
+        overlap: with `Options.overlap`, what is computed in chunks to hide communications, and why.
     """
 
     fusion: Fusion
@@ -66,6 +71,7 @@ class Program:
     options: Options | None = None
     symbolic: Lowerings | None = None
     schedule: Schedule | None = None
+    overlap: Overlap | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields alone: a copy has not run, so it has neither plans nor communicator."""
@@ -153,11 +159,14 @@ class Program:
     def explain(self) -> str:
         """Return as text the choices that were made, and why."""
         lines = [f"@{self.host.name}: {len(self.segments)} segments, {len(self.host)} instructions"]
-        posts = [_why(i) for i in self.host.walk() if i.comm is not None or i.op == "recv"]
+        posted = (i for i in self.host.walk() if i.comm is not None or i.op == "recv")
+        counts = Counter(map(_why, posted))
+        posts = [f"{n} × {why}" if n > 1 else why for why, n in counts.items()]
         posts = posts or ["no communication: every operand is where it is needed"]
         fusion = self.fusion if self.symbolic is None else mapped(self.fusion, example)
         lines += [f"  {line}" for line in (*posts, *advice(fusion))]
         lines += [f"  {line}" for line in _stages(self.host, self.schedule)]
+        lines += [f"  overlap: {line}" for line in self._overlap_told()]
         lines += [f"  {line}" for line in _streams(self.host)]
         lines += [f"  {line}" for line in _staging(self.host, self.options)]
         lines += [f"  {line}" for line in _graphs(self.host, self.options)]
@@ -247,9 +256,24 @@ class Program:
         return evaluator.call(inputs, out, problem)
 
     @cached_property
-    def _usual(self) -> HostIrEvaluator:
-        """The evaluator of a program without symbolic extents, with the options of `compile`."""
-        return self._evaluator(self.host, self.options)
+    def _usual(self) -> HostIrEvaluator | Trial:
+        """What runs a program without symbolic extents, with the options of `compile`."""
+        usual = self._evaluator(self.host, self.options)
+        if self.overlap is None or not self.overlap.is_measured:
+            return usual
+        return Trial(self._evaluator(self.overlap.plain, self.options), usual, self._keep)
+
+    def _keep(self, trial: Trial) -> None:
+        """Run what was quicker from now on."""
+        self.__dict__["_usual"] = trial.best
+        self.__dict__["_measured"] = trial
+
+    def _overlap_told(self) -> Iterator[str]:
+        if self.overlap is not None:
+            yield from self.overlap.told
+            measured: Trial | None = self.__dict__.get("_measured")
+            if measured is not None:
+                yield measured.told
 
     @cached_property
     def _chosen(self) -> Cache[HostIrEvaluator]:
@@ -419,6 +443,13 @@ def _lowered(
     if named.examples:
         symbolic = lowerings_of(named.fusion, named.examples, named.assumed, should_merge, options)
         (first,) = symbolic.made
-        return Program(first.fusion, first.segments, first.host, options, symbolic)
-    fusion, parts, host = hir_lowering.lower(named.fusion, should_merge, options=options)
-    return Program(fusion, segments_of(fusion, parts, host, options), host, options)
+        told = Overlap(first.host, ("left as it is: it has symbolic extents",))
+        found = told if options_from_environment(options).overlap != "never" else None
+        return Program(first.fusion, first.segments, first.host, options, symbolic, overlap=found)
+    lowered = hir_lowering.lower(named.fusion, should_merge, options=options)
+    found, chosen = None, options_from_environment(options)
+    if chosen.overlap != "never":
+        lowered, found = overlap.find(lowered, should_merge, chosen)
+    fusion, parts, host = lowered
+    segments = segments_of(fusion, parts, host, options)
+    return Program(fusion, segments, host, options, overlap=found)

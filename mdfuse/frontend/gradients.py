@@ -48,8 +48,25 @@ def append(
     """
     for y, seed in of.items():
         _check(recorder, site, y, wrt, seed)
-    recorder.keep_sums()
-    return _Backward(recorder, site, of, wrt).run()
+    names = recorder.names
+    path = _path(recorder, [names[y] for y in of], [names[x] for x in wrt])
+    recorder.keep_sums(path)
+    return _Backward(recorder, site, of, wrt, path).run()
+
+
+def _path(recorder: Recorder, of: Sequence[str], wrt: Sequence[str]) -> set[str]:
+    """Return the values between those that are asked for and those that are differentiated."""
+    values, after = recorder.values, {*wrt}
+    for expr in recorder.exprs:
+        if expr.op in NO_GRADIENT or after.isdisjoint(expr.reads):
+            continue
+        made = [values[name] for name in expr.outputs]
+        after.update(x.name for x in made if x.is_tensor and _is_differentiable(x))
+    before = {*of} & after
+    for expr in reversed(recorder.exprs):
+        if not before.isdisjoint(expr.outputs):
+            before.update(x for x in expr.reads if x in after)
+    return before
 
 
 def _check(recorder: Recorder, site: Site, of: int, wrt: Sequence[int], seed: int | None) -> None:
@@ -139,10 +156,16 @@ class _Backward:
     """One call of `grad`."""
 
     def __init__(
-        self, recorder: Recorder, site: Site, of: Mapping[int, int | None], wrt: Sequence[int]
+        self,
+        recorder: Recorder,
+        site: Site,
+        of: Mapping[int, int | None],
+        wrt: Sequence[int],
+        path: set[str],
     ) -> None:
         self.recorder = recorder
         self.site = site
+        self.path = path
         self.exprs = recorder.exprs
         self.scribe = _Scribe(recorder, Derived(site.source))
         self.first = len(recorder.names)
@@ -157,8 +180,8 @@ class _Backward:
         self.again: dict[str, str] = {}
 
     def run(self) -> Made:
-        path = self._path()
-        self._check_rules(path)
+        path = self.path
+        self._check_rules()
         token = recording.current.set(self.scribe)  # type: ignore[arg-type]
         try:
             for name, seed in self.of.items():
@@ -166,7 +189,7 @@ class _Backward:
                     self.parts[name] = [self._seed(name, seed)]
             for expr in reversed(self.exprs):
                 if any(x in path and x in self.parts for x in expr.outputs):
-                    self._pass_on(expr, path)
+                    self._pass_on(expr)
             return self._gradients()
         finally:
             recording.current.reset(token)
@@ -180,22 +203,8 @@ class _Backward:
 
     # -- which -----------------------------------------------------------------------------------
 
-    def _path(self) -> set[str]:
-        """Return the values between those that are asked for and the one that is differentiated."""
-        values = self.recorder.values
-        after = {*self.wrt}
-        for expr in self.exprs:
-            if expr.op in NO_GRADIENT or after.isdisjoint(expr.reads):
-                continue
-            made = [values[name] for name in expr.outputs]
-            after.update(x.name for x in made if x.is_tensor and _is_differentiable(x))
-        before = {*self.of} & after
-        for expr in reversed(self.exprs):
-            if not before.isdisjoint(expr.outputs):
-                before.update(x for x in expr.reads if x in after)
-        return before
-
-    def _check_rules(self, path: set[str]) -> None:
+    def _check_rules(self) -> None:
+        path = self.path
         for expr in self.exprs:
             passed = path.intersection(expr.outputs)
             if not passed or path.isdisjoint(expr.reads):
@@ -218,16 +227,16 @@ class _Backward:
 
     # -- backwards -------------------------------------------------------------------------------
 
-    def _pass_on(self, expr: Expr, path: set[str]) -> None:
+    def _pass_on(self, expr: Expr) -> None:
         """Hand the cotangent of an expression's result on to its operands."""
-        applied = _Expression(self, expr, path)
+        applied = _Expression(self, expr)
         if not any(map(applied.wants, range(applied.count))):
             return
         self.scribe.line = Derived(_backward(expr.source))
         cts = [self._total(x) if x in self.parts else None for x in expr.outputs]
         found = RULES[expr.op](applied, cts[0] if len(cts) == 1 else cts)
         for x, part in zip(expr.inputs, found, strict=True):
-            if part is not None and isinstance(x, str) and x in path:
+            if part is not None and isinstance(x, str) and x in self.path:
                 self.parts.setdefault(x, []).append(self._fitted(part, self.recorder.values[x]))
 
     def _total(self, name: str) -> Handle:
@@ -353,13 +362,12 @@ class _Backward:
 class _Expression:
     """An expression, as a rule sees it (`vjps.Applied`)."""
 
-    def __init__(self, backward: _Backward, expr: Expr, path: set[str]) -> None:
+    def __init__(self, backward: _Backward, expr: Expr) -> None:
         self.expr = expr
         self.attrs = expr.kwargs
         self.count = len(expr.inputs)
         self.is_square = expr.inputs[1:] == expr.inputs[:1]
         self._backward = backward
-        self._path = path
 
     @property
     def y(self) -> Handle:
@@ -378,7 +386,7 @@ class _Expression:
 
     def wants(self, position: int) -> bool:
         x = self.expr.inputs[position]
-        return isinstance(x, str) and x in self._path
+        return isinstance(x, str) and x in self._backward.path
 
     def shape(self, position: int) -> tuple[int, ...]:
         x = self.expr.inputs[position]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -382,10 +382,10 @@ class Recorder:
         """Whether something reads a value."""
         return name in self._used
 
-    def keep_sums(self) -> None:
-        """Let attention give the sums that its gradient reads, wherever it stands so far."""
+    def keep_sums(self, of: Container[str]) -> None:
+        """Let attention give the sums that its gradient reads, where it makes one of these."""
         for at, expr in enumerate(self._exprs):
-            if expr.op != "scaled_dot_product_attention":
+            if expr.op != "scaled_dot_product_attention" or expr.output not in of:
                 continue
             row = TABLE["attention"]
             _, sums = inferred(row, expr.inputs, expr.kwargs, self.values, expr.source)

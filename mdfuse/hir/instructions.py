@@ -147,6 +147,7 @@ _ROWS = (
         makes="index",
         is_block=True,
     ),
+    Row(name="next"),
     Row(name="if", attrs=(attr("test", "index", True),), is_block=True),
     Row(name="block", makes="index", is_block=True),
     Row(name="call", attrs=(attr("index", "index", True),)),

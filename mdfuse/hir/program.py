@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -17,7 +17,8 @@ from mdfuse.hir.forms import check_forms, check_nesting
 from mdfuse.hir.instructions import BLOCKS, POSTS
 from mdfuse.hir.orders import Order, orders_of
 from mdfuse.ir.graph import Operand, dtype_name
-from mdfuse.layouts.boxes import Box
+from mdfuse.layouts.blocks import segments
+from mdfuse.layouts.boxes import Box, Interval
 from mdfuse.layouts.layout import Layout, Replicate
 from mdfuse.mesh import DeviceMesh, MeshesByRank
 
@@ -60,9 +61,19 @@ class BufferType:
     flat: bool = False
 
     def box(self, rank: int) -> Box:
-        """Return the part of the whole that a rank holds, without padding."""
+        """Return the part of the whole that a rank holds, without padding; see `Layout.box_at`."""
         assert self.layout is not None
-        return self.layout.intervals(self.shape, rank)
+        return self.layout.box(self.shape, rank)
+
+    def blocks(self, rank: int) -> dict[int, tuple[tuple[Interval, Interval], ...]]:
+        """Return for each dim in blocks what a rank holds of each block: (block, its piece)."""
+        if self.layout is None or not self.layout.blocked:
+            return {}
+        rows = self.layout.rows(self.shape, rank)
+        return {
+            d: tuple(zip(segments(blocks, self.shape[d]), rows[d], strict=True))
+            for d, blocks in self.layout.blocked.items()
+        }
 
     def local_shape(self, rank: int | None = None) -> tuple[int, ...]:
         """Return the shape on one rank, padding included; without a rank the largest shape."""
@@ -151,6 +162,19 @@ class Instruction:
         pairs = [(getattr(self, name), value) for name, value in fields.items()]
         is_same = all(old is new or old == new for old, new in pairs)
         return self if is_same else replace(self, **fields)
+
+    @property
+    def parts(self) -> tuple[tuple[Instruction, ...], ...]:
+        """The parts of the body of a loop, which `next` divides."""
+        if not any(i.op == "next" for i in self.body):
+            return (self.body,)
+        found: list[list[Instruction]] = [[]]
+        for i in self.body:
+            if i.op == "next":
+                found.append([])
+            else:
+                found[-1].append(i)
+        return tuple(map(tuple, found))
 
     def __str__(self) -> str:
         return f"{self.fn or self.op} -> {', '.join(self.outputs)}" if self.outputs else self.op
@@ -241,10 +265,10 @@ class HostProgram:
     @cached_property
     def written_out(self) -> HostProgram:
         """A projection without loops, branches and aliases; see `mdfuse.hir.unroll`."""
-        from mdfuse.hir.passes import late_waits
+        from mdfuse.hir.passes import early_waits, late_waits
         from mdfuse.hir.unroll import write
 
-        return late_waits.run(write(self))
+        return early_waits.run(late_waits.run(write(self)))
 
     @cached_property
     def meshes(self) -> tuple[DeviceMesh, ...]:
@@ -383,6 +407,12 @@ class HostProgram:
 
         assert self.rank is not None
         return localized(self, i, self.rank, self.knows(self.rank))
+
+
+def joined(parts: Iterable[Iterable[Instruction]]) -> tuple[Instruction, ...]:
+    """Return the body of a loop of these parts, with `next` between them."""
+    code = [i for part in parts for i in (Instruction(op="next"), *part)]
+    return tuple(code[1:])
 
 
 def resolved(attrs: tuple[tuple[str, Any], ...], known: Known) -> tuple[tuple[str, Any], ...]:

@@ -9,9 +9,10 @@ from typing import Any
 
 from mdfuse.errors import ProgramError
 from mdfuse.extents.expressions import UNKNOWN, resolve
+from mdfuse.hir.calls import blocks_of
 from mdfuse.hir.instructions import BLOCKS, POSTS, op_of
 from mdfuse.hir.passes import late_waits, local_streams
-from mdfuse.hir.program import HostProgram, Instruction, Known, resolved
+from mdfuse.hir.program import HostProgram, Instruction, Known, joined, resolved
 from mdfuse.ir.graph import Operand
 from mdfuse.ir.local_attributes import ExprPart
 from mdfuse.mesh import DeviceMesh
@@ -30,7 +31,9 @@ def executed(program: HostProgram, rank: int) -> HostProgram:
         return found
     here = (n for m in (None, *program.meshes_of(rank)) for n in program.near.get(m, ()))
     block = [program.instructions[n] for n in sorted(set(here))]
-    kept = _block(program, block, rank, set())
+    blocks = blocks_of(program)
+    lost = {_block_key(i) for i in block if i.op == "call" and i.fn not in blocks}  # is an error
+    kept = _block(program, block, rank, lost)
     return replace(program, instructions=tuple(kept), rank=rank)
 
 
@@ -51,8 +54,10 @@ def _reach(
     if i.op in BLOCKS:
         inside = {m for j in (*i.body, *i.orelse) for m in _reach(program, j, handles)}
         return handles.setdefault(_block_key(i), inside) if i.op == "block" else inside
+    if i.op == "next":
+        return set()
     if i.op == "call":
-        return handles.get(_block_key(i), set())
+        return handles.get(_block_key(i), {None})
     if i.op == "wait":
         return handles.get(i.reads[0], set())
     if i.comm is not None:
@@ -93,10 +98,10 @@ def _block(
     for i in block:
         match i.op:
             case "for":
-                body = _block(program, i.body, rank, handles)
-                if body:
+                parts = [_block(program, part, rank, handles) for part in i.parts]
+                if any(parts):
                     attrs = resolved(i.attrs, program.knows(rank))
-                    kept.append(replace(i, attrs=attrs, body=tuple(body)))
+                    kept.append(replace(i, attrs=attrs, body=joined(filter(None, parts))))
             case "block":
                 body = _block(program, i.body, rank, handles)
                 if body:
@@ -198,4 +203,5 @@ def _part(program: HostProgram, i: Instruction, rank: int) -> ExprPart:
         boxes=tuple(k.box(rank) if k is not None else None for k in tensors),
         shape=output.shape,
         box=output.box(rank),
+        blocks=tensors[0].blocks(rank) if tensors and tensors[0] is not None else {},
     )

@@ -7,13 +7,16 @@
 
 Loop bounds and branches are index expressions, so a projection can be written out before it runs.
 Before each iteration the values that depend on the index are dropped: here they get a new name.
-What had a buffer before the loop keeps it, unless an earlier loop left it there. A call writes out
-its block; what belongs to its index is named by it, `%h@3`, in whichever block it is made.
+What had a buffer before the loop keeps it, unless an earlier loop left it there. Where `next`
+divides a loop, the parts of iterations take turns, each with the names of its own iteration. A call
+writes out its block; what belongs to its index is named by it, `%h@3`, in whichever block it is
+made.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from mdfuse.errors import ProgramError
@@ -40,6 +43,21 @@ def write(program: HostProgram) -> HostProgram:
     if program.is_straight and not program.aliases:
         return program
     return Unrolled(program).write()
+
+
+@dataclass(slots=True)
+class Turn:
+    """An iteration of a loop, or several that are written as one, which is under way.
+
+    Attributes:
+        numbers: what the index is in each.
+        names: name -> what it is called in this iteration.
+        bound: those of them that have a buffer.
+    """
+
+    numbers: range
+    names: dict[str, str]
+    bound: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -163,30 +181,51 @@ class Unrolled:
         kept = self.bound - self.left
         dropped = [n for n in self.dependent(i) if n not in kept]
         outer = self.env.get(index)
-        self.iterate(i, range(start, stop, step), dropped)
+        self.iterate(i, self.turns(i, range(start, stop, step)), dropped)
         self.left.update(self.bound.intersection(dropped))
         if outer is None:
             self.env.pop(index, None)
         else:
             self.env[index] = outer
 
-    def iterate(self, loop: Instruction, numbers: range, dropped: list[str]) -> None:
-        """Write out the iterations of a loop for these numbers.
+    def turns(self, loop: Instruction, numbers: range) -> Sequence[range]:
+        """Return the iterations of a loop, in runs that are written as one: here each by itself."""
+        return [numbers[at : at + 1] for at in range(len(numbers))]
+
+    def iterate(self, loop: Instruction, turns: Sequence[range], dropped: list[str]) -> None:
+        """Write out the iterations of a loop: the first part of each goes ahead of earlier ones.
 
         Args:
             loop: the loop.
-            numbers: what its index is in each.
+            turns: what its index is in each, as `turns` returns it.
             dropped: names that have no value before each.
         """
-        (index,) = loop.outputs
-        for n in numbers:
-            self.env[index] = n
-            for name in dropped:
-                self.versions[name] += 1
-                self.names[name] = f"{name}{self.of_call}@{self.versions[name]}"
-                self.bound.discard(name)
-                self.left.discard(name)
-            self.block(loop.body)
+        parts = loop.parts
+        under_way: list[Turn] = []  # the latest first
+        for at in range(len(turns) + len(parts) - 1):
+            if at < len(turns):
+                under_way.insert(0, Turn(turns[at], self.fresh(dropped)))
+            late = max(at - len(turns) + 1, 0)
+            for part, turn in zip(parts[late:], under_way, strict=False):
+                self.part(loop, part, turn)
+            if len(under_way) == len(parts) - late:
+                under_way.pop()
+
+    def fresh(self, dropped: list[str]) -> dict[str, str]:
+        """Return what names are called in a new iteration."""
+        for name in dropped:
+            self.versions[name] += 1
+        self.left.difference_update(dropped)
+        return {name: f"{name}{self.of_call}@{self.versions[name]}" for name in dropped}
+
+    def part(self, loop: Instruction, part: tuple[Instruction, ...], turn: Turn) -> None:
+        """Write out a part of the body of a loop, with the names of one iteration."""
+        self.env[loop.outputs[0]] = turn.numbers[0]
+        self.names.update(turn.names)
+        self.bound.difference_update(turn.names)
+        self.bound |= turn.bound
+        self.block(part)
+        turn.bound = self.bound.intersection(turn.names)
 
     def count(self, iterations: int, i: Instruction) -> None:
         """Count a loop's iterations; raise ProgramError if they are more than a plan can hold."""
@@ -210,7 +249,10 @@ class Unrolled:
         return self._inside[id(loop)]
 
     def dependent(self, loop: Instruction) -> list[str]:
-        """Return the names that a loop computes from its index, and the handles of its posts."""
+        """Return the names that belong to an iteration of a loop.
+
+        What it computes from its index, and the handles of its posts; all where `next` divides it.
+        """
         if id(loop) not in self._dependent:
             self._dependent[id(loop)] = self._computed(loop)
         return self._dependent[id(loop)]
@@ -218,10 +260,11 @@ class Unrolled:
     def _computed(self, loop: Instruction) -> list[str]:
         (index,) = loop.outputs
         found: dict[str, None] = {index: None}
+        is_divided = len(loop.parts) > 1  # then a value may be read after the next one is made
         for i in (inner for top in loop.body for inner in top.walk()):
             reads = {self.program.root(n) for n in i.reads}
             depends = index in index_names(i, self.program.types) or not reads.isdisjoint(found)
-            if depends or i.op in POSTS:
+            if depends or is_divided or i.op in POSTS:
                 found.update(dict.fromkeys(map(self.program.root, i.outputs)))
         del found[index]
         return list(found)

@@ -49,3 +49,23 @@ def no_collection() -> Iterator[None]:
         yield
     finally:
         _PAUSES.end()
+
+
+@contextmanager
+def quick_collections() -> Iterator[None]:
+    """Let collections look only at what is made from now on, until the block ends.
+
+    Each capture of a graph begins with one, which goes through all that libraries have made: 0.1 s.
+
+    >>> with quick_collections():
+    ...     print(gc.get_freeze_count() > 0)
+    True
+    >>> gc.get_freeze_count()
+    0
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

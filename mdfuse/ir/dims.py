@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
+from mdfuse.layouts.blocks import Blocks, part_of_blocks
 from mdfuse.layouts.boxes import nth_chunk
 from mdfuse.layouts.reach import Reach
 
@@ -178,6 +179,32 @@ def window(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
         for d, (start, end, step, n) in enumerate(taken)
     )
     return DimMap(operands=(labels,), results=(labels,))
+
+
+def along_blocks(
+    labels: DimMap, attrs: Mapping[str, Any], shape: Shape, blocked: Mapping[int, Blocks]
+) -> tuple[DimMap, dict[int, Blocks | None]]:
+    """Label the dims of a slice that takes whole blocks of them: they may stay split.
+
+    Args:
+        labels: those of a `window`.
+        attrs: its attributes.
+        shape: of its operand.
+        blocked: dims of the operand that are in blocks -> their blocks.
+
+    Returns:
+        the labels, and for each such dim the blocks of the result.
+    """
+    found: dict[int, Blocks | None] = {}
+    for d, blocks in blocked.items():
+        if labels.result[d] is None and attrs["steps"][d] == 1:
+            taken = part_of_blocks(blocks, shape[d], (attrs["starts"][d], attrs["ends"][d]))
+            if taken != 0:
+                found[d] = taken
+    if not found:
+        return labels, found
+    dims = tuple(d if d in found else label for d, label in enumerate(labels.result))
+    return replace(labels, operands=(dims,), results=(dims,)), found
 
 
 def window_of_parts(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from mdfuse.ir import dims
-from mdfuse.layouts.boxes import Box, box_shape
+from mdfuse.layouts.boxes import Box, Interval, box_shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,12 +20,15 @@ class ExprPart:
         boxes: this rank's parts of the operands.
         shape: global shape of the result.
         box: this rank's part of the result.
+        blocks: dim of the first operand that is in blocks -> each block, and what the rank has of
+            it; its boxes count such dims from 0.
     """
 
     shapes: tuple[tuple[int, ...] | None, ...]
     boxes: tuple[Box | None, ...]
     shape: tuple[int, ...]
     box: Box
+    blocks: Mapping[int, tuple[tuple[Interval, Interval], ...]] = field(default_factory=dict)
 
 
 #: (attributes, one rank's part) -> the attributes on the other side.
@@ -43,11 +46,19 @@ def whole_shape(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
 
 
 def local_ends(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
-    """End dims that a slice takes entirely where this rank's part ends; others are whole here."""
+    """End dims that a slice takes entirely where this rank's part ends; others are whole here.
+
+    Of a dim in blocks it takes the pieces of some of them.
+    """
     box = part.boxes[0]
     assert box is not None
-    ends = tuple(min(e, stop - start) for e, (start, stop) in zip(attrs["ends"], box, strict=True))
-    return {**attrs, "ends": ends}
+    ends = [min(e, stop - start) for e, (start, stop) in zip(attrs["ends"], box, strict=True)]
+    starts = [*attrs["starts"]]
+    for d, blocks in part.blocks.items():
+        taken = starts[d], attrs["ends"][d]
+        starts[d] = sum(stop - start for (_, end), (start, stop) in blocks if end <= taken[0])
+        ends[d] = sum(stop - start for (_, end), (start, stop) in blocks if end <= taken[1])
+    return {**attrs, "starts": tuple(starts), "ends": tuple(ends)}
 
 
 def whole_ends(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
@@ -55,7 +66,19 @@ def whole_ends(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     shape, box = part.shapes[0], part.boxes[0]
     assert shape is not None and box is not None
     held = zip(attrs["ends"], box_shape(box), shape, strict=True)
-    return {**attrs, "ends": tuple(n if end == local else end for end, local, n in held)}
+    ends = [n if end == local else end for end, local, n in held]
+    starts = [*attrs["starts"]]
+    for d, blocks in part.blocks.items():
+        at = 0
+        for (begin, _), (start, stop) in blocks:
+            last = begin + part.shape[d]
+            after = sum(q - p for (first, _), (p, q) in blocks if begin <= first < last)
+            is_taken = (at, at + after) == (attrs["starts"][d], attrs["ends"][d])
+            if is_taken and any(last == e for (_, e), _ in blocks):
+                starts[d], ends[d] = begin, last
+                break
+            at += stop - start
+    return {**attrs, "starts": tuple(starts), "ends": tuple(ends)}
 
 
 def local_squeeze(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:

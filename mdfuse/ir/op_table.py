@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mdfuse.ir import dims, shapes
+from mdfuse.ir import local_attributes as of_part
 from mdfuse.ir.attributes import Attr
 from mdfuse.ir.local_attributes import ExprPart, Localize
 from mdfuse.ir.out_forms import ANYHOW, Writes
@@ -78,10 +79,25 @@ class Op:
         return self.rule is dims.creation
 
     @property
+    def takes_blocks(self) -> bool:
+        """Whether dims may be in blocks: the op does not ask where along a dim a part lies."""
+        return self.localize in _WHEREVER
+
+    @property
     def is_elementwise(self) -> bool:
         """Whether each element of the result is computed from one element of each operand."""
         return self.host in ELEMENTWISE
 
+
+#: What makes attributes local by the extents of a part, or by the blocks that it has pieces of.
+_WHEREVER = (
+    None,
+    of_part.local_shape,
+    of_part.local_ends,
+    of_part.local_squeeze,
+    of_part.global_count,
+    of_part.with_identity,
+)
 
 #: field of a row -> what must hold of it.
 _MUST: dict[str, Callable[[Op], bool]] = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise, product
 
 from mdfuse.extents.extent import smaller
 
@@ -10,6 +12,10 @@ from mdfuse.extents.extent import smaller
 Interval = tuple[int, int]
 #: One interval per dim: a part of a tensor.
 Box = tuple[Interval, ...]
+#: A part of a tensor: boxes of it, each with where that lies in the part.
+Boxes = tuple[tuple[Box, Box], ...]
+#: The rows of a dim that a rank holds, in order: one interval for each block of the dim.
+Rows = tuple[Interval, ...]
 
 
 def nth_chunk(interval: Interval, parts: int, i: int) -> Interval:
@@ -27,6 +33,22 @@ def nth_chunk(interval: Interval, parts: int, i: int) -> Interval:
     return begin, min(begin + length, stop)
 
 
+def boxes_of(rows: Sequence[Rows]) -> Iterator[tuple[Box, Box]]:
+    """Yield the boxes that rows of all dims make up, and where each lies in a rank's part.
+
+    >>> list(boxes_of([((0, 2), (4, 6)), ((0, 3),)]))
+    [(((0, 2), (0, 3)), ((0, 2), (0, 3))), (((4, 6), (0, 3)), ((2, 4), (0, 3)))]
+    """
+    dims = []
+    for pieces in rows:
+        ends = [0, *accumulate(stop - start for start, stop in pieces)]
+        places = zip(pieces, pairwise(ends), strict=True)
+        # an empty dim has one empty interval, so that the other dims' boxes are still told
+        dims.append([p for p in places if p[0][0] < p[0][1]] or [(pieces[0], (0, 0))])
+    for choice in product(*dims):
+        yield tuple(held for held, _ in choice), tuple(place for _, place in choice)
+
+
 def box_shape(box: Box) -> tuple[int, ...]:
     """Return the extents of a box."""
     return tuple(stop - start for start, stop in box)
@@ -37,10 +59,52 @@ def box_size(box: Box) -> int:
     return math.prod(stop - start for start, stop in box)
 
 
+def index_of(box: Box) -> tuple[slice, ...]:
+    """Return a box as an index of a tensor."""
+    return tuple(slice(start, stop) for start, stop in box)
+
+
 def intersect(a: Box, b: Box) -> Box | None:
     """Return the intersection of two boxes; None where it is empty."""
     both = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
     return both if all(start < stop for start, stop in both) else None
+
+
+def has_rows(rows: Rows) -> bool:
+    """Whether some of the intervals has rows."""
+    return any(start < stop for start, stop in rows)
+
+
+def common(rows: Sequence[Rows], others: Sequence[Rows]) -> list[Box]:
+    """Return the boxes of what two parts of a tensor have in common, in order.
+
+    >>> common([((0, 2), (4, 6))], [((1, 5),)])
+    [((1, 2),), ((4, 5),)]
+    """
+    return [*product(*map(_meet, rows, others))]
+
+
+def _meet(rows: Rows, others: Rows) -> Rows:
+    both = ((max(p, r), min(q, s)) for p, q in rows for r, s in others)
+    return tuple((start, stop) for start, stop in both if start < stop)
+
+
+def within(box: Box, rows: Sequence[Rows]) -> Box:
+    """Return where a box lies in a part of a tensor, in whose rows it is.
+
+    >>> within(((5, 6), (1, 3)), [((0, 2), (4, 6)), ((1, 3),)])
+    ((3, 4), (0, 2))
+    """
+    return tuple(_within(interval, pieces) for interval, pieces in zip(box, rows, strict=True))
+
+
+def _within(interval: Interval, pieces: Rows) -> Interval:
+    before = 0
+    for start, stop in pieces:
+        if start <= interval[0] and interval[1] <= stop:
+            break
+        before += stop - start
+    return before + interval[0] - start, before + interval[1] - start
 
 
 def relative(box: Box, to: Box) -> Box:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mdfuse.layouts.exchange import Exchange, Side
+from mdfuse.layouts.exchange import Exchange
 from mdfuse.layouts.hosts import hosts_by_rank
-from mdfuse.layouts.lacks import every_coordinate, interval, position
+from mdfuse.layouts.lacks import every_coordinate, length, meeting, rows_at, shared
+from mdfuse.layouts.side import Side
+from mdfuse.mesh import DeviceMesh
 
 
 class Crossing(NamedTuple):
@@ -51,14 +55,14 @@ def crossing(exchange: Exchange) -> Crossing:
     """
     source, destination = exchange.source, exchange.destination
     hosts = hosts_by_rank(source.mesh, destination.mesh)
-    held = _held(source, hosts)
-    receivers = np.array(destination.mesh.ranks)
-    near, overlap = _near(exchange, held, hosts[receivers])
+    fixed = tuple(a for a in source.mesh.axes if a in source.fixed)
+    held, near = _held(source.mesh, fixed), _near(source.mesh, fixed, destination.mesh)
+    receivers = destination.mesh.array
+    overlap = _overlap(exchange, held, near)
     lack = _sizes(destination, every_coordinate(destination.mesh)) * source.count(exchange.reduced)
     lack = lack - overlap.sum(1)
     into = np.bincount(hosts[receivers], lack)
-    local = np.zeros(len(held.key), int)
-    np.add.at(local, near, overlap)
+    local = np.bincount(near[0].reshape(-1), overlap.reshape(-1), len(held.key))
     wanted = _sizes(source, held.at) * destination.count(destination.free)
     far = wanted - np.bincount(held.key, local)[held.key]  # all receivers, less those served near
     share = -(-far * held.holders // np.bincount(held.key, held.holders)[held.key].astype(int))
@@ -66,39 +70,54 @@ def crossing(exchange: Exchange) -> Crossing:
     return Crossing(int(max(into.max(), out.max())), int(lack.max()), _messages(exchange))
 
 
-def _held(source: Side, hosts: Any) -> _Held:
-    """Return which parts and terms each host holds."""
-    at = every_coordinate(source.mesh)
-    n = source.count(source.fixed)
-    pairs = hosts[np.array(source.mesh.ranks)] * n + source.number(at, source.fixed)
+@lru_cache(maxsize=256)
+def _held(mesh: DeviceMesh, fixed: tuple[str, ...]) -> _Held:
+    """Return which parts and terms each host of a mesh holds; these axes tell them apart."""
+    at = every_coordinate(mesh)
+    number = np.zeros(mesh.size, int)
+    for a in fixed:
+        number = number * mesh.axis_size(a) + at[a]
+    n = math.prod(map(mesh.axis_size, fixed))
+    pairs = np.array(mesh.hosts) * n + number
     found, first, counts = np.unique(pairs, return_index=True, return_counts=True)
-    return _Held(found // n, {a: at[a][first] for a in source.fixed}, counts, found % n)
+    return _Held(found // n, {a: at[a][first] for a in fixed}, counts, found % n)
 
 
-def _near(exchange: Exchange, held: _Held, hosts: Any) -> tuple[Any, Any]:
-    """Return what each receiver needs of each part on its host: (which entry, elements)."""
+@lru_cache(maxsize=64)
+def _near(mesh: DeviceMesh, fixed: tuple[str, ...], destination: DeviceMesh) -> tuple[Any, Any]:
+    """Return the entries of `_held` on each receiver's host, and which of them there are."""
+    hosts = np.array(destination.hosts)
+    begin, end = (np.searchsorted(_held(mesh, fixed).host, hosts, x) for x in ("left", "right"))
+    near = begin[:, None] + np.arange(max(int((end - begin).max()), 1))
+    last = len(_held(mesh, fixed).key) - 1
+    return np.minimum(near, last), (near < end[:, None]).astype(int)
+
+
+def _overlap(exchange: Exchange, held: _Held, near: tuple[Any, Any]) -> Any:
+    """Return how much each receiver needs of each part on its host."""
     source, destination = exchange.source, exchange.destination
-    begin, end = (np.searchsorted(held.host, hosts, side) for side in ("left", "right"))
-    n = max(int((end - begin).max()), 1)
-    near = begin[:, None] + np.arange(n)
-    overlap: Any = (near < end[:, None]).astype(int)
-    near = np.minimum(near, len(held.key) - 1)
+    entries, overlap = near
     need = every_coordinate(destination.mesh)
-    have = {a: c[near] for a, c in held.at.items()}
     for a, b in exchange.kept:
-        overlap = overlap * (have[a] == need[b][:, None])
-    needed = {a: c[:, None] for a, c in need.items()}
-    for dim in range(len(source.shape)):
-        overlap = overlap * _shared(exchange, dim, have, needed)
-    return near, overlap
+        overlap = overlap * (held.at[a][entries] == need[b][:, None])
+    for dim, extent in enumerate(source.shape):
+        have = [
+            (first[entries] if np.ndim(first) else first, last[entries] if np.ndim(last) else last)
+            for first, last in rows_at(source.layout, dim, extent, held.at)
+        ]
+        wanted = [
+            (start[:, None] if np.ndim(start) else start, stop[:, None] if np.ndim(stop) else stop)
+            for start, stop in rows_at(destination.layout, dim, extent, need)
+        ]
+        overlap = overlap * shared(wanted, have)
+    return overlap
 
 
 def _sizes(side: Side, at: dict[str, Any]) -> Any:
     """Return how many elements the parts at some coordinates have."""
     size: Any = np.ones(len(next(iter(at.values()), [0])), int)
     for dim, extent in enumerate(side.shape):
-        start, stop = interval(side.layout, dim, extent, at)
-        size = size * (stop - start)
+        size = size * length(rows_at(side.layout, dim, extent, at))
     return size
 
 
@@ -108,8 +127,8 @@ def _messages(exchange: Exchange) -> int:
     own: Any = 0
     if source.mesh == destination.mesh:
         at = every_coordinate(source.mesh)
-        shared = (_shared(exchange, dim, at, at) for dim in range(len(source.shape)))
-        own = np.prod([np.zeros(source.mesh.size, int) + n for n in shared], 0) > 0
+        both = (_shared(exchange, dim, at, at) for dim in range(len(source.shape)))
+        own = np.prod([np.zeros(source.mesh.size, int) + n for n in both], 0) > 0
     copies, turns = destination.count(destination.free), source.count(source.free)
     sent = -(-_meeting(source, destination) * copies // turns) - own
     got = _meeting(destination, source) * source.count(exchange.reduced) - own
@@ -119,16 +138,14 @@ def _messages(exchange: Exchange) -> int:
 def _shared(exchange: Exchange, dim: int, have: dict[str, Any], need: dict[str, Any]) -> Any:
     """Return how many rows of a dim are both in parts of the source and of the destination."""
     extent = exchange.source.shape[dim]
-    first, last = interval(exchange.source.layout, dim, extent, have)
-    start, stop = interval(exchange.destination.layout, dim, extent, need)
-    return np.maximum(np.minimum(stop, last) - np.maximum(start, first), 0)
+    held = rows_at(exchange.source.layout, dim, extent, have)
+    return shared(rows_at(exchange.destination.layout, dim, extent, need), held)
 
 
 def _meeting(side: Side, other: Side) -> Any:
     """Return how many parts of the other side each part of this one meets."""
     at, found = every_coordinate(side.mesh), np.zeros(side.mesh.size, int) + 1
     for dim, extent in enumerate(side.shape):
-        start, stop = interval(side.layout, dim, extent, at)
-        first, last = (position(other.layout, dim, extent, row) for row in (start, stop - 1))
-        found = found * np.where(stop > start, last - first + 1, 0)
+        _, parts = meeting(side.layout, other.layout, dim, extent, at)
+        found = found * parts
     return found

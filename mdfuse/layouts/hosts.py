@@ -26,7 +26,7 @@ def hosts_by_rank(*meshes: DeviceMesh) -> Any:
         return None
     found = np.full(max(mesh.last_rank for mesh in meshes) + 1, -1)
     for mesh in meshes:
-        ranks, hosts = np.array(mesh.ranks), np.array(mesh.hosts)
+        ranks, hosts = mesh.array, np.array(mesh.hosts)
         wrong = ranks[(found[ranks] >= 0) & (found[ranks] != hosts)]
         if len(wrong):
             raise MeshError(
@@ -53,17 +53,24 @@ def senders(holders: Any, receivers: Any, hosts: Any) -> Any:
     >>> senders(np.arange(4), np.arange(4, 10), on_hosts).tolist()
     [0, 1, 0, 0, 2, 1]
     """
-    there, found = hosts[holders], np.full(len(receivers), -1)
-    turn = np.zeros(len(holders), int)
-    for host in np.unique(there):
-        here = holders[there == host]
-        near = np.flatnonzero(hosts[receivers] == host)
-        found[near] = here[np.arange(len(near)) % len(here)]
-        turn[there == host] = np.arange(len(here))
-    far = np.flatnonzero(found < 0)
-    spread = holders[np.lexsort((there, turn))]
-    found[far] = spread[np.arange(len(far)) % len(spread)]
-    return found
+    there, here = hosts[holders], hosts[receivers]
+    turn, order = _numbered(there)
+    first, last = (np.searchsorted(there[order], here, side) for side in ("left", "right"))
+    is_near = last > first
+    spread = holders[np.lexsort((there, turn))]  # neighbours on different hosts
+    by = np.empty(len(receivers), int)
+    near = first + _numbered(here)[0] % np.maximum(last - first, 1)
+    by[is_near] = holders[order][near[is_near]]
+    by[~is_near] = spread[np.arange(int((~is_near).sum())) % len(spread)]
+    return by
+
+
+def _numbered(groups: Any) -> tuple[Any, Any]:
+    """Return the number of each entry among those of its group, and the order by groups."""
+    order = np.argsort(groups, kind="stable")
+    number, by_group = np.empty(len(groups), int), groups[order]
+    number[order] = np.arange(len(groups)) - np.searchsorted(by_group, by_group)
+    return number, order
 
 
 @lru_cache(maxsize=256)
@@ -71,12 +78,12 @@ def _in_teams(mesh: DeviceMesh, axes: tuple[str, ...]) -> tuple[Any, Any, Any]:
     """Return (host, how many members of one team it has, how many there are elsewhere), arrays."""
     index = [mesh.axis_index(a) for a in axes]
     rest = [i for i in range(mesh.ndim) if i not in index]
-    grid = np.array(mesh.hosts).reshape(mesh.shape).transpose(*rest, *index)
+    hosts, at = np.unique(np.array(mesh.hosts), return_inverse=True)
     n = int(np.prod([mesh.shape[i] for i in index]))
-    teams = grid.reshape(-1, n)
-    pairs = np.stack((np.repeat(np.arange(len(teams)), n), teams.reshape(-1)), 1)
-    found, here = np.unique(pairs, axis=0, return_counts=True)
-    return np.unique(found[:, 1], return_inverse=True)[1], here, n - here
+    teams = at.reshape(mesh.shape).transpose(*rest, *index).reshape(-1, n)
+    pairs = np.arange(len(teams))[:, None] * len(hosts) + teams
+    found, here = np.unique(pairs, return_counts=True)
+    return found % len(hosts), here, n - here
 
 
 def rings(mesh: DeviceMesh, axes: tuple[str, ...]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import product
 from typing import Any
@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from mdfuse.extents.extent import is_symbolic
-from mdfuse.layouts.boxes import box_size, intersect
+from mdfuse.layouts.blocks import segments
+from mdfuse.layouts.boxes import Rows, box_size, boxes_of, intersect
 from mdfuse.layouts.exchange import Exchange, kept_terms
 from mdfuse.layouts.layout import Layout
 from mdfuse.mesh import DeviceMesh
@@ -25,6 +26,8 @@ _FEW = 64
 
 #: axis -> the coordinate of each rank; arrays that broadcast with each other
 _Coordinates = dict[str, Any]
+#: where the part of each rank begins and ends in each block of a dim: such arrays
+_Rows = list[tuple[Any, Any]]
 
 
 def worst_lack(source: Layout, destination: Layout, shape: tuple[int, ...], copies: int = 0) -> int:
@@ -50,10 +53,9 @@ def _lack(source: Layout, destination: Layout, shape: tuple[int, ...], copies: i
     needed: Any = copies + 1
     held: Any = is_holder
     for dim, extent in enumerate(shape):
-        start, stop = interval(destination, dim, extent, need)
-        first, last = interval(source, dim, extent, have)
-        needed = needed * (stop - start)
-        held = held * np.maximum(np.minimum(stop, last) - np.maximum(start, first), 0)
+        rows = rows_at(destination, dim, extent, need)
+        needed = needed * length(rows)
+        held = held * shared(rows, rows_at(source, dim, extent, have))
     if source.mesh != destination.mesh:
         for a, b in kept_terms(source, destination):  # a rank that holds another term lacks its own
             held = held * (have[a] == need[b])
@@ -72,7 +74,7 @@ def taking_part(exchange: Exchange) -> tuple[int, ...]:
         return (*meshes[0].ranks, *(r for r in meshes[1].ranks if r not in meshes[0]))
     if 0 in shape:
         return ()
-    ranks, goal = (np.asarray(mesh.ranks) for mesh in meshes)
+    ranks, goal = (mesh.array for mesh in meshes)
     lack = np.asarray(_lack(*both, shape, source.count(exchange.reduced) - 1) > 0)
     grid = meshes[1].shape if meshes[0] == meshes[1] else (meshes[1].size,)
     takes, known = (np.zeros(max(m.last_rank for m in meshes) + 1, bool) for _ in meshes)
@@ -90,15 +92,10 @@ def taking_part(exchange: Exchange) -> tuple[int, ...]:
 def _is_sending(exchange: Exchange) -> Any:
     """Return which ranks of the source have a turn to send, in the order of its mesh."""
     source, destination = exchange.source, exchange.destination
-    mesh = source.mesh
-    at = every_coordinate(mesh)
-    turns: Any = exchange.stride
+    at, met = every_coordinate(source.mesh), []
     for dim, extent in enumerate(source.shape):
-        start, stop = interval(source.layout, dim, extent, at)
-        ends = (position(destination.layout, dim, extent, row) for row in (start, stop - 1))
-        first, last = ends
-        turns = turns * np.where(stop > start, last - first + 1, 0)
-    return np.broadcast_to(np.asarray(source.number(at, source.free) < turns), (mesh.size,))
+        met.append(meeting(source.layout, destination.layout, dim, extent, at))
+    return np.broadcast_to(exchange.pattern.has_turn(at, met), (source.mesh.size,))
 
 
 @lru_cache(maxsize=256)
@@ -134,10 +131,12 @@ def _one_by_one(
 ) -> Iterator[int]:
     """Yield how many elements each rank needs from others."""
     for rank in _different(source, destination):
-        need = destination.intervals(shape, rank)
+        need = [box for box, _ in boxes_of(destination.rows(shape, rank))]
         has_term = rank in source.mesh and _has_term(source, destination, rank)
-        both = intersect(need, source.intervals(shape, rank)) if has_term else None
-        yield (copies + 1) * box_size(need) - (box_size(both) if both is not None else 0)
+        has = [box for box, _ in boxes_of(source.rows(shape, rank))] if has_term else []
+        both = (intersect(a, b) for a in need for b in has)
+        own = sum(box_size(box) for box in both if box is not None)
+        yield (copies + 1) * sum(map(box_size, need)) - own
 
 
 def _has_term(source: Layout, destination: Layout, rank: int) -> bool:
@@ -168,20 +167,54 @@ def is_lacking(source: Layout, destination: Layout, shape: tuple[int, ...]) -> b
     return worst_lack(source, destination, shape) > 0
 
 
-def interval(layout: Layout, dim: int, extent: int, at: _Coordinates) -> tuple[Any, Any]:
-    """Return where the part of each rank begins and ends."""
-    return cut(extent, [(layout.mesh.axis_size(a), at[a]) for a in layout.split_axes(dim)])
+def rows_at(layout: Layout, dim: int, extent: int, at: _Coordinates) -> _Rows:
+    """Return where the part of each rank begins and ends, in each block."""
+    splits = [(layout.mesh.axis_size(a), at[a]) for a in layout.split_axes(dim)]
+    return cut(segments(layout.blocked.get(dim), extent), splits)
 
 
-def cut(extent: int, splits: Iterable[tuple[int, Any]]) -> tuple[Any, Any]:
-    """Return where parts of a dim begin and end; of each split how many there are, and which."""
-    start: Any = 0
-    stop: Any = extent
-    for n, i in splits:
-        length = -(-(stop - start) // n)
-        start = np.minimum(start + i * length, stop)
-        stop = np.minimum(start + length, stop)
-    return start, stop
+def cut(blocks: Rows, splits: Sequence[tuple[int, Any]]) -> _Rows:
+    """Return where parts of blocks begin and end; of each split how many there are, and which."""
+    found: _Rows = []
+    start: Any
+    stop: Any
+    for start, stop in blocks:
+        for n, i in splits:
+            part = -(-(stop - start) // n)
+            start = np.minimum(start + i * part, stop)
+            stop = np.minimum(start + part, stop)
+        found.append((start, stop))
+    return found
+
+
+def length(rows: _Rows) -> Any:
+    """Return how many rows each rank has."""
+    return sum(stop - start for start, stop in rows)
+
+
+def shared(rows: _Rows, others: _Rows) -> Any:
+    """Return how many rows are both in the one part and in the other."""
+    return sum(
+        np.maximum(np.minimum(stop, last) - np.maximum(start, first), 0)
+        for start, stop in rows
+        for first, last in others
+    )
+
+
+def meeting(
+    layout: Layout, other: Layout, dim: int, extent: int, at: _Coordinates
+) -> tuple[Any, Any]:
+    """Return the first part of a dim that the part of each rank meets, and how many it meets.
+
+    Where the dim is in blocks, all parts are taken to be met.
+    """
+    rows = rows_at(layout, dim, extent, at)
+    if dim in layout.blocked or dim in other.blocked:
+        every = math.prod(map(other.mesh.axis_size, other.split_axes(dim)))
+        return 0, np.where(length(rows) > 0, every, 0)
+    ((start, stop),) = rows
+    first, last = (position(other, dim, extent, row) for row in (start, stop - 1))
+    return first, np.where(stop > start, last - first + 1, 0)
 
 
 @lru_cache(maxsize=256)
@@ -194,11 +227,11 @@ def _coordinates(source: DeviceMesh, destination: DeviceMesh) -> tuple[Any, Any,
         grid = np.ogrid[tuple(slice(n) for n in source.shape)]
         both = dict(zip(source.axes, grid, strict=True))
         return both, both, 1
-    ranks = np.array(destination.ranks)
+    ranks = destination.array
     place = np.zeros(max(source.last_rank, destination.last_rank) + 1, int)
     inside = np.zeros(len(place), int)
-    place[np.array(source.ranks)] = np.arange(source.size)
-    inside[np.array(source.ranks)] = 1
+    place[source.array] = np.arange(source.size)
+    inside[source.array] = 1
     need = np.unravel_index(np.arange(destination.size), destination.shape)
     have = np.unravel_index(place[ranks], source.shape)
     pairs = (dict(zip(m.axes, at, strict=True)) for m, at in ((destination, need), (source, have)))

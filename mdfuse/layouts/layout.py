@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING
 
 from mdfuse.errors import LayoutError, MeshError
 from mdfuse.extents.expressions import Term, resolve
-from mdfuse.layouts.boxes import Box, Interval, box_shape, nth_chunk
+from mdfuse.layouts.blocks import Blocks, segments
+from mdfuse.layouts.boxes import Box, Interval, Rows, box_shape, nth_chunk
+from mdfuse.layouts.placements import (
+    IDEMPOTENT,
+    REDUCE_OPS,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    Varies,
+    commute,
+)
 from mdfuse.layouts.reach import Reach
 from mdfuse.layouts.stream import Stream
 from mdfuse.mesh import DeviceMesh, as_mesh
@@ -18,76 +29,10 @@ from mdfuse.mesh import DeviceMesh, as_mesh
 if TYPE_CHECKING:
     from mdfuse.layouts.picture import Picture
 
-REDUCE_OPS = ("sum", "prod", "min", "max", "avg", "band", "bor", "bxor")
-#: The ops that may stand along several axes of one layout: an op with itself, and these together.
-#: Two ops commute if (a . b) * (c . d) = (a * c) . (b * d). Where both have a neutral element, as
-#: all but avg have, they are then one op (Eckmann and Hilton 1962); avg is linear, as sum is, and
-#: commutes with no other: max(avg(0, 1), avg(1, 0)) is 1/2, avg(max(0, 1), max(1, 0)) is 1.
-_LINEAR = frozenset({"sum", "avg"})
-#: The ops that make of equal terms the term itself.
-IDEMPOTENT = ("min", "max", "avg", "band", "bor")
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """Split `dim` of the tensor along this axis, into the parts that `torch.chunk` makes."""
-
-    dim: int
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.dim, int) or isinstance(self.dim, bool):
-            raise LayoutError(
-                f"Shard({self.dim!r})", because="a dim is an integer", hint="for example Shard(0)"
-            )
-
-    def __str__(self) -> str:
-        return f"S{self.dim}"
-
-
-@dataclass(frozen=True, slots=True)
-class Replicate:
-    """Hold the same elements on every rank along this axis."""
-
-    def __str__(self) -> str:
-        return "R"
-
-
-@dataclass(frozen=True, slots=True)
-class Partial:
-    """Hold one term on each rank along this axis: reducing the terms with `op` gives the value."""
-
-    op: str = "sum"
-
-    def __post_init__(self) -> None:
-        if self.op not in REDUCE_OPS:
-            raise LayoutError(f"Partial({self.op!r})", hint="one of " + ", ".join(REDUCE_OPS))
-
-    def __str__(self) -> str:
-        return f"P({self.op})"
-
-
-@dataclass(frozen=True, slots=True)
-class Varies:
-    """Hold something of its own on each rank along this axis: the parts make up no whole.
-
-    For host programs only; each rank's part counts as a whole.
-    """
-
-    def __str__(self) -> str:
-        return "varies"
-
-
-Placement = Shard | Replicate | Partial | Varies
-
-
-def commute(ops: Iterable[str]) -> bool:
-    """Whether axes that are Partial by these ops may be reduced in any order, as a layout requires.
-
-    >>> commute(["max", "max"]), commute(["sum", "avg"]), commute(["sum", "max"])
-    (True, True, False)
-    """
-    different = {*ops}
-    return len(different) < 2 or different <= _LINEAR
+__all__ = [
+    "IDEMPOTENT", "REDUCE_OPS", "Layout", "Partial", "Placement", "Replicate", "Shard", "Varies",
+    "commute", "replicated",
+]  # fmt: skip
 
 
 class Layout:
@@ -153,6 +98,7 @@ class Layout:
         self.stream = stream
         self.splits = self._order(order or {})
         self.reaches = tuple((d, reaches[d]) for d, _ in self.splits if reaches and d in reaches)
+        self._check_blocks()
         if len(self.partial_axes) > 1 and not commute(self.reduce_ops.values()):
             raise LayoutError(
                 f"a value that is Partial in several ways: {self.reduce_ops}",
@@ -185,6 +131,23 @@ class Layout:
                 splits[dim] = named
         return tuple(sorted(splits.items()))
 
+    def _check_blocks(self) -> None:
+        """Check that the axes which split a dim agree on its blocks, and that no loop cuts them."""
+        for dim, axes in self.splits:
+            blocks = {p.blocks for a in axes if isinstance(p := self.placement(a), Shard)}
+            if len(blocks) > 1:
+                raise LayoutError(
+                    f"{' and '.join(axes)} split dim {dim} in different blocks",
+                    because="the blocks are those of the dim: each axis splits every one of them",
+                    hint="give all axes that split the dim the same blocks=",
+                )
+            if blocks != {None} and self.stream is not None and self.stream.dim == dim:
+                raise LayoutError(
+                    f"{self.stream} of dim {dim}, which {' and '.join(axes)} split in blocks",
+                    because="a chunk is one run of a rank's rows",
+                    hint="stream another dim, or give the blocks a dim of their own with reshape",
+                )
+
     # -- reading ---------------------------------------------------------------------------------
 
     def placement(self, axis: str) -> Placement:
@@ -197,7 +160,25 @@ class Layout:
 
     def reach(self, dim: int) -> Reach | None:
         """Return which rows ranks have of a split dim; None: those of their parts."""
-        return next((reach for d, reach in self.reaches if d == dim), None)
+        return (
+            next((reach for d, reach in self.reaches if d == dim), None) if self.reaches else None
+        )
+
+    @cached_property
+    def blocked(self) -> Mapping[int, Blocks]:
+        """Dims that are split in blocks -> their blocks."""
+        found = {p.dim: p.blocks for p in self.placements if isinstance(p, Shard)}
+        return {dim: blocks for dim, blocks in found.items() if blocks is not None}
+
+    def without_blocks(self, dims: Collection[int]) -> Layout:
+        """Return this layout with some dims split by the same axes as one block."""
+        if not any(d in self.blocked for d in dims):
+            return self
+        plain = {
+            a: Shard(p.dim) if isinstance(p, Shard) and p.dim in dims else p
+            for a, p in self.by_axis().items()
+        }
+        return Layout(self.mesh, plain, self.order, self.stream)
 
     @cached_property
     def partial_axes(self) -> tuple[str, ...]:
@@ -229,52 +210,95 @@ class Layout:
         """Whether every rank holds the whole value."""
         return all(isinstance(p, Replicate) for p in self.placements)
 
+    def rows_at(self, shape: Sequence[int], coordinate: Sequence[int]) -> tuple[Rows, ...]:
+        """Return the rows of each dim that the rank at a mesh coordinate holds."""
+        return tuple(
+            tuple(self._part(d, block, coordinate) for block in segments(self.blocked.get(d), n))
+            for d, n in enumerate(shape)
+        )
+
+    def rows(self, shape: Sequence[int], rank: int) -> tuple[Rows, ...]:
+        """Return the rows of each dim that a rank holds; MeshError where it is not in the mesh."""
+        return self.rows_at(shape, self._coordinate(rank))
+
+    def box_at(self, shape: Sequence[int], coordinate: Sequence[int]) -> Box:
+        """Return a box of the extents that a rank holds, of a dim in blocks counted from 0.
+
+        For what asks how long a part is, and where along the dims that are not in blocks.
+        """
+        if not self.blocked:
+            return self.intervals_at(shape, coordinate)
+        return tuple(
+            (0, sum(stop - start for start, stop in rows)) if d in self.blocked else rows[0]
+            for d, rows in enumerate(self.rows_at(shape, coordinate))
+        )
+
+    def box(self, shape: Sequence[int], rank: int) -> Box:
+        """Return `box_at` for a rank; MeshError where it is not in the mesh."""
+        return self.box_at(shape, self._coordinate(rank))
+
     def intervals_at(self, shape: Sequence[int], coordinate: Sequence[int]) -> Box:
-        """Return the box of a tensor that the rank at a mesh coordinate holds."""
-        box = [(0, n) for n in shape]
-        for dim, axes in self.splits:
-            reach = self.reach(dim)
-            part = box[dim] if reach is None else (0, reach.of)
-            for axis in axes:
-                i = self.mesh.axis_index(axis)
-                part = nth_chunk(part, self.mesh.shape[i], coordinate[i])
-            box[dim] = part if reach is None else reach.rows(part, shape[dim])
+        """Return the box of a tensor that the rank at a mesh coordinate holds.
+
+        Raises:
+            LayoutError: a dim is split in blocks, so that its part is no box; see `rows_at`.
+        """
+        if self.blocked:
+            raise LayoutError(
+                f"a rank's part of a tensor laid out as {self} is no box",
+                because="a dim is split in blocks",
+                hint="reshard it to a plain Shard first",
+            )
+        return tuple(self._part(dim, (0, n), coordinate) for dim, n in enumerate(shape))
+
+    def _part(self, dim: int, interval: Interval, coordinate: Sequence[int]) -> Interval:
+        """Return what the rank at a mesh coordinate holds of an interval of a dim."""
+        reach, extent = self.reach(dim), interval[1]
+        interval = interval if reach is None else (0, reach.of)
+        for axis in self.split_axes(dim):
+            i = self.mesh.axis_index(axis)
+            interval = nth_chunk(interval, self.mesh.shape[i], coordinate[i])
+        interval = interval if reach is None else reach.rows(interval, extent)
         chunk = self.stream
-        if chunk is not None and chunk.index is not None and chunk.op is None:
-            # A chunk whose index only the running loop knows counts as the largest.
-            i = chunk.index if isinstance(chunk.index, int) else chunk.largest
-            box[chunk.dim] = chunk.interval(box[chunk.dim], i)
-        return tuple(box)
+        if chunk is None or chunk.index is None or chunk.op is not None or chunk.dim != dim:
+            return interval
+        # A chunk whose index only the running loop knows counts as the largest.
+        return chunk.interval(
+            interval, chunk.index if isinstance(chunk.index, int) else chunk.largest
+        )
 
     def intervals(self, shape: Sequence[int], rank: int) -> Box:
         """Return the box of a tensor that a rank holds; MeshError where it is not in the mesh."""
+        return self.intervals_at(shape, self._coordinate(rank))
+
+    def _coordinate(self, rank: int) -> tuple[int, ...]:
         coordinate = self.mesh.coordinate(rank)
         if coordinate is None:
             raise MeshError(
                 f"rank {rank} is not in {self.mesh}", hint="a rank outside holds no part of it"
             )
-        return self.intervals_at(shape, coordinate)
+        return coordinate
 
     def local_shape(self, shape: Sequence[int], rank: int | None = None) -> tuple[int, ...]:
         """Return the shape of a rank's part; without a rank, of the largest, the first rank's."""
-        coordinate = (0,) * self.mesh.ndim
-        box = self.intervals(shape, rank) if rank is not None else None
-        return box_shape(box if box is not None else self.intervals_at(shape, coordinate))
+        at = self._coordinate(rank) if rank is not None else (0,) * self.mesh.ndim
+        return box_shape(self.box_at(shape, at))
 
     def chunks_of(self, dim: int, extent: int) -> Iterator[tuple[tuple[int, ...], Interval]]:
         """Yield (coordinates on the axes that split a dim, interval of the dim) for all of them."""
-        axes, reach = self.split_axes(dim), self.reach(dim)
+        axes, blocks = self.split_axes(dim), segments(self.blocked.get(dim), extent)
+        reach = self.reach(dim)
+        blocks = blocks if reach is None else ((0, reach.of),)
         sizes = [self.mesh.axis_size(a) for a in axes]
         for choice in product(*map(range, sizes)):
-            interval = (0, extent if reach is None else reach.of)
-            for size, i in zip(sizes, choice, strict=True):
-                interval = nth_chunk(interval, size, i)
-            if reach is not None:
-                interval = reach.rows(interval, extent)
-            chunk = self.stream
-            if chunk is not None and chunk.dim == dim and isinstance(chunk.index, int):
-                interval = chunk.interval(interval, chunk.index)
-            yield choice, interval
+            for interval in blocks:
+                for size, i in zip(sizes, choice, strict=True):
+                    interval = nth_chunk(interval, size, i)
+                interval = interval if reach is None else reach.rows(interval, extent)
+                chunk = self.stream
+                if chunk is not None and chunk.dim == dim and isinstance(chunk.index, int):
+                    interval = chunk.interval(interval, chunk.index)
+                yield choice, interval
 
     def picture(self, shape: Sequence[int]) -> Picture:
         """Return a picture of a tensor that lies so: print it, or take its `.svg()`."""
@@ -294,7 +318,12 @@ class Layout:
         return dict(zip(self.mesh.axes, self.placements, strict=True))
 
     def with_placement(self, axis: str, placement: Placement) -> Layout:
-        """Return this layout with one axis changed; a new split comes innermost."""
+        """Return this layout with one axis changed; a new split comes innermost.
+
+        It is in the blocks that the dim has, where other axes split it.
+        """
+        if isinstance(placement, Shard) and {*self.split_axes(placement.dim)} - {axis}:
+            placement = replace(placement, blocks=self.blocked.get(placement.dim))
         placements = {**self.by_axis(), axis: placement}
         order = {d: tuple(a for a in axes if a != axis) for d, axes in self.splits}
         if isinstance(placement, Shard):
@@ -329,11 +358,14 @@ class Layout:
 
         Reaches that are no more than the parts of a tensor of this shape are left out.
         """
+        if not reaches:
+            return self.without_reaches
+        plain = self.without_reaches
         found = Layout(self.mesh, self.by_axis(), self.order, self.stream, reaches)
         more = {
             d: reach
             for d, reach in found.reaches
-            if [*found.chunks_of(d, shape[d])] != [*self.without_reaches.chunks_of(d, shape[d])]
+            if [*found.chunks_of(d, shape[d])] != [*plain.chunks_of(d, shape[d])]
         }
         return Layout(self.mesh, self.by_axis(), self.order, self.stream, more)
 
@@ -349,7 +381,9 @@ class Layout:
     def with_dims(self, new: Mapping[int, int]) -> Layout:
         """Return this layout with dims renamed; splits of dims not in `new` are dropped."""
         placements: dict[str, Placement] = {
-            a: (Shard(new[p.dim]) if p.dim in new else Replicate()) if isinstance(p, Shard) else p
+            a: (replace(p, dim=new[p.dim]) if p.dim in new else Replicate())
+            if isinstance(p, Shard)
+            else p
             for a, p in self.by_axis().items()
         }
         order = {new[d]: axes for d, axes in self.splits if d in new}
@@ -370,7 +404,8 @@ class Layout:
                     hint="only buffers of host programs may vary; say Shard, Replicate or Partial",
                 )
             if isinstance(placement, Shard):
-                placement = Shard(_wrap(placement.dim, ndim, f"axis {axis}: {placement!r}"))
+                dim = _wrap(placement.dim, ndim, f"axis {axis}: {placement!r}")
+                placement = replace(placement, dim=dim)
             if self.mesh.axis_size(axis) == 1:
                 placement = Replicate()
             placements[axis] = placement

@@ -139,6 +139,8 @@ class Picture:
                 continue
             chunks = [stream.interval(interval, i) for i in range(stream.count)]
             found += [Band(interval=x, where=where, chunk=i) for i, x in enumerate(chunks)]
+        if dim in self.layout.blocked:
+            found.sort(key=lambda band: band.interval)
         return [b for b in found if b.interval[0] < b.interval[1]] or found[:1]
 
     @property

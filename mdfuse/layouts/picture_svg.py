@@ -51,14 +51,17 @@ def _grid(picture: Picture, grid: Grid, top: float) -> tuple[list[str], float, f
     """Return the elements of a grid, its right edge, and its lower one."""
     n = len(picture.dims)
     labels = [picture.label(p) for row in grid.parts for p in row if p is not None]
+    labels += [_span(band) for band in (grid.columns if n else ())]
     least = max([_LEAST_WIDTH, *(_LETTER * len(t) + 8 for t in labels)])
-    xs = _edges(_MARGIN, grid.columns, _WIDTH, least)
+    names = [_span(band) for band in (grid.rows if n > 1 else ())]
+    left = max([_MARGIN, *(_LETTER * len(t) + 8 for t in names)])
+    xs = _edges(left, grid.columns, _WIDTH, least)
     ys = _edges(top + (_LINE if n else 0), grid.rows, _HEIGHT if n > 1 else 30.0, _LEAST_HEIGHT)
     body = []
     for c, band in enumerate(grid.columns if n else ()):
         body.append(_text((xs[c] + xs[c + 1]) / 2, top + 12, _span(band), "middle"))
-    for r, band in enumerate(grid.rows if n > 1 else ()):
-        body.append(_text(_MARGIN - 4, (ys[r] + ys[r + 1]) / 2 + 4, _span(band), "end"))
+    for r, name in enumerate(names):
+        body.append(_text(left - 4, (ys[r] + ys[r + 1]) / 2 + 4, name, "end"))
     for r, row in enumerate(grid.parts):
         for c, part in enumerate(row):
             body.append(_part(picture, part, xs[c], ys[r], xs[c + 1] - xs[c], ys[r + 1] - ys[r]))

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Protocol
 
-from mdfuse.layouts.boxes import Box, box_size, nth_chunk, relative
+from mdfuse.layouts.boxes import Box, box_size, nth_chunk, within
 from mdfuse.layouts.call import Call
-from mdfuse.layouts.exchange import Exchange, Side
+from mdfuse.layouts.exchange import Exchange
 from mdfuse.layouts.layout import Layout
+from mdfuse.layouts.side import Side
 
 
 class Family(Protocol):
@@ -91,7 +92,7 @@ def _with_root(comm: Family, rank: int, team: tuple[int, ...]) -> RankPart:
         if rank in source and rank in destination:
             copies = (_own_block(comm, receivers.index(rank)),)
     elif comm.kind == "Broadcast" and _keeps_own(comm, rank):
-        box = _whole(comm.source.intervals(comm.shape, rank))
+        box = _whole(comm.source.box(comm.shape, rank))
         copies = ((box, box),)
     elif comm.kind == "Gather":
         parts = source.ranks
@@ -134,8 +135,8 @@ def _own_block(comm: Family, i: int) -> tuple[Box, Box]:
 def _all_to_all(comm: Family, rank: int, team: tuple[int, ...]) -> RankPart:
     """Return a rank's part of an AllToAll: for each member, its rows of `dim` x their `to_dim`."""
     assert comm.dim is not None and comm.to_dim is not None
-    here = comm.source.intervals(comm.shape, rank)
-    after = comm.destination.intervals(comm.shape, rank)
+    here = comm.source.box(comm.shape, rank)
+    after = comm.destination.box(comm.shape, rank)
     n = len(team)
     shared = after[comm.dim]
     target = here[comm.to_dim]
@@ -166,7 +167,7 @@ def _send_recv(comm: Family, rank: int) -> RankPart:
     positions = {p for mesh in meshes if (p := mesh.position(rank)) is not None}
     for position in sorted(positions):
         sender, receiver = (mesh.ranks[position] for mesh in meshes)
-        box = _whole(comm.source.intervals(comm.shape, sender))
+        box = _whole(comm.source.box(comm.shape, sender))
         if sender == receiver:
             copies.append((box, box))
         elif rank == sender:
@@ -185,12 +186,12 @@ def _exchange(comm: Family, rank: int) -> RankPart:
     source, destination = Side(comm.source, comm.shape), Side(comm.destination, comm.shape)
     exchange = Exchange(source, destination)
     here, there = source.at(rank), destination.at(rank)
-    have = source.box(here) if here is not None else ()
-    need = destination.box(there) if there is not None else ()
+    have = source.rows(here) if here is not None else ()
+    need = destination.rows(there) if there is not None else ()
     found = [*exchange.received(rank)]
-    sends = [(peer, relative(box, have)) for peer, box in exchange.sent(rank)]
-    recvs = [(peer, relative(box, need)) for peer, box, _ in found if peer != rank]
-    copies = [(relative(b, have), relative(b, need)) for peer, b, _ in found if peer == rank]
+    sends = [(peer, within(box, have)) for peer, box in exchange.sent(rank)]
+    recvs = [(peer, within(box, need)) for peer, box, _ in found if peer != rank]
+    copies = [(within(b, have), within(b, need)) for peer, b, _ in found if peer == rank]
     part = _point_to_point(comm, rank, sends, recvs, copies)
     if comm.kind == "Exchange":
         return part

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mdfuse.errors import LayoutError
-from mdfuse.layouts.boxes import box_shape
+from mdfuse.layouts.boxes import Rows, boxes_of, index_of
 from mdfuse.layouts.layout import Layout, Partial, Placement
 from mdfuse.mesh import DeviceMesh
 
@@ -53,8 +53,7 @@ def shard_tensor(
     tensor([3, 4])
     """
     layout = as_layout(mesh, placements, order).normalized(tensor.ndim)
-    box = layout.intervals(tuple(tensor.shape), rank)
-    part = tensor[tuple(slice(start, stop) for start, stop in box)]
+    part = cut_out(tensor, layout.rows(tuple(tensor.shape), rank))
     coordinate = layout.mesh.coordinate(rank)
     assert coordinate is not None
     for axis in layout.partial_axes:
@@ -67,6 +66,19 @@ def shard_tensor(
         elif placement.op == "prod":
             part = part.new_ones(part.shape)
     return part
+
+
+def cut_out(tensor: Tensor, rows: Sequence[Rows]) -> Tensor:
+    """Return the rows of a tensor: a view, or a copy where those of a dim are in several runs."""
+    import torch
+
+    for dim, pieces in enumerate(rows):
+        parts = [tensor.narrow(dim, start, stop - start) for start, stop in pieces]
+        if len(parts) > 1:
+            tensor = torch.cat(parts, dim)
+        else:
+            (tensor,) = parts
+    return tensor
 
 
 def unshard_tensor(
@@ -118,17 +130,19 @@ def _assemble(layout: Layout, parts: Sequence[Tensor], shape: tuple[int, ...]) -
     partial_at = [layout.mesh.axis_index(a) for a in layout.partial_axes]
     for index, part in enumerate(parts):
         coordinate = layout.mesh.unravel(index)
-        box = layout.intervals_at(shape, coordinate)
-        if tuple(part.shape) != box_shape(box):
+        rows = layout.rows_at(shape, coordinate)
+        if tuple(part.shape) != layout.local_shape(shape, layout.mesh.ranks[index]):
             raise LayoutError(
                 f"the part of rank {layout.mesh.ranks[index]} has shape {tuple(part.shape)}",
-                because=f"its part of {shape} laid out as {layout} is {box_shape(box)}",
+                because=f"its part of {shape} laid out as {layout} is "
+                f"{layout.local_shape(shape, layout.mesh.ranks[index])}",
                 hint="pass the parts in the row-major order of the mesh, with its layout",
             )
         layer = tuple(coordinate[i] for i in partial_at)
         if layer not in layers:
             layers[layer] = part.new_empty(shape)
-        layers[layer][tuple(slice(start, stop) for start, stop in box)] = part
+        for box, here in boxes_of(rows):
+            layers[layer][index_of(box)] = part[index_of(here)]
     for axis in reversed(layout.partial_axes):  # the coordinate along the last one goes first
         layers = _reduced(layers, layout.placement(axis))
     return layers[()]

@@ -45,6 +45,8 @@ def form(source: Layout, destination: Layout, stream: Stream) -> str | None:
 
 def cuts_alike(source: Layout, destination: Layout, dim: int) -> bool:
     """Return whether both layouts cut a dim alike: a chunk of the one is a chunk of the other."""
+    if source.blocked.get(dim) != destination.blocked.get(dim):
+        return False
     if source.mesh == destination.mesh:
         return source.split_axes(dim) == destination.split_axes(dim)
     parts = [[x.mesh.axis_size(a) for a in x.split_axes(dim)] for x in (source, destination)]

@@ -11,6 +11,7 @@ wanted in one layout several times is resharded once, from whichever copy of it 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -170,4 +171,4 @@ def suffix(layout: Layout) -> str:
     if layout.reaches:
         return "halo"
     parts = [f"{a}_{p}" for a, p in layout.by_axis().items() if not isinstance(p, Replicate)]
-    return "_".join(parts) or "whole"
+    return re.sub(r"\W+", "_", "_".join(parts)).rstrip("_") or "whole"

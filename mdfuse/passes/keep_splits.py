@@ -116,14 +116,15 @@ def _windows(fusion: Fusion) -> Iterator[Expr]:
 
 
 def _cut_axes(fusion: Fusion, expr: Expr) -> tuple[str, ...]:
-    """Return the axes that split those dims of the operand which a slice cuts."""
+    """Return the axes that split those dims of the operand which a slice cuts, not in blocks."""
     layout = fusion.layout(expr.reads[0])
     (labels,) = (
         TABLE["slice"]
         .rule([fusion.values[expr.reads[0]].shape], fusion.values[expr.output].shape, expr.kwargs)
         .operands
     )
-    return tuple(a for d, x in enumerate(labels) if x is None for a in layout.split_axes(d))
+    cut = [d for d, x in enumerate(labels) if x is None and d not in layout.blocked]
+    return tuple(a for d in cut for a in layout.split_axes(d))
 
 
 def _price_of_window(fusion: Fusion, expr: Expr) -> int | None:

@@ -82,7 +82,8 @@ def _parts(fusion: Fusion, expr: Expr) -> int:
     dim = expr.kwargs["dim"] % len(value.shape)
     parts = math.prod(layout.mesh.axis_size(a) for a in layout.split_axes(dim))
     is_even = type(value.shape[dim]) is int and value.shape[dim] % parts == 0
-    return parts if is_even and not layout.partial_axes else 0
+    is_plain = not layout.partial_axes and dim not in layout.blocked
+    return parts if is_even and is_plain else 0
 
 
 # -- by what -------------------------------------------------------------------------------------

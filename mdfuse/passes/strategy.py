@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 
 from mdfuse.caching import Cache
 from mdfuse.extents.assumptions import active_assumptions
-from mdfuse.ir.dims import DimMap, Labels
+from mdfuse.ir.dims import DimMap, Labels, along_blocks, always
 from mdfuse.ir.graph import Expr, Value
 from mdfuse.ir.ops import TABLE
+from mdfuse.layouts.blocks import Blocks
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
 from mdfuse.layouts.reach import Reach
 from mdfuse.mesh import DeviceMesh
@@ -127,6 +128,11 @@ def _chosen(
     expr: Expr, values: Mapping[str, Value], laws: tuple[Layout | None, ...]
 ) -> Strategy | None:
     operands, labels = _operands(expr, values)
+    taken: dict[int, Blocks | None] = {}
+    if expr.op == "slice" and (layout := operands[0].layout) is not None:
+        shape = operands[0].value.shape
+        labels, taken = along_blocks(labels, expr.kwargs, shape, layout.blocked)
+        operands = [replace(operands[0], labels=labels.operands[0])]
     mesh = _mesh(operands, laws)
     if mesh is None:
         return None
@@ -143,8 +149,9 @@ def _chosen(
         if mesh.axis_size(axis) > 1:
             chosen[axis] = _vote(expr, axis, mesh, here, labels, results)
     splits = _splits(mesh, chosen, here, labels, results)
+    blocks = _blocks(expr, splits, here, labels, results)
     wanted = {
-        o.value.name: _layout(mesh, o.labels, splits, _partials(chosen, o, mesh)).reaching(
+        o.value.name: _layout(mesh, o.labels, splits, blocks, _partials(chosen, o, mesh)).reaching(
             o.reaches, o.value.shape
         )
         for o in here
@@ -158,7 +165,9 @@ def _chosen(
             if label not in result.labels
             for axis in axes
         }
-        made.append(_layout(mesh, result.labels, splits, {**passed, **reduced}))
+        made.append(
+            _layout(mesh, result.labels, splits, {**blocks, **taken}, {**passed, **reduced})
+        )
     return Strategy(wanted=wanted, results=tuple(made))
 
 
@@ -325,7 +334,8 @@ def _change(before: Placement, after: Placement, n: int) -> int:
 
     The unit is 1 / n² of the tensor, so that prices are integers, which compare exactly.
     """
-    if before == after or isinstance(before, Replicate):
+    is_split_so = isinstance(before, Shard) and isinstance(after, Shard) and before.dim == after.dim
+    if before == after or isinstance(before, Replicate) or is_split_so:
         return 0
     if isinstance(before, Partial):
         return (n - 1) * n * (1 if isinstance(after, Shard) else 2)
@@ -398,6 +408,26 @@ def _splits(
     return splits
 
 
+def _blocks(
+    expr: Expr,
+    splits: Mapping[int, tuple[str, ...]],
+    operands: Sequence[_Operand],
+    labels: DimMap,
+    results: Sequence[_Result],
+) -> dict[int, Blocks]:
+    """Return label -> the blocks of its dims: of the first operand in blocks, else of a law."""
+    if not TABLE[expr.op].takes_blocks or labels.fits is not always:
+        return {}
+    sides = [(o.layout, o.labels) for o in operands] + [(r.law, r.labels) for r in results]
+    found: dict[int, Blocks] = {}
+    for layout, dims in sides:
+        for dim, blocks in layout.blocked.items() if layout is not None else ():
+            label = dims[dim]
+            if label is not None and label in splits:
+                found.setdefault(label, blocks)
+    return found
+
+
 def _partials(
     chosen: Mapping[str, int | str | None], operand: _Operand, mesh: DeviceMesh
 ) -> dict[str, Partial]:
@@ -415,6 +445,7 @@ def _layout(
     mesh: DeviceMesh,
     labels: Labels,
     splits: Mapping[int, tuple[str, ...]],
+    blocks: Mapping[int, Blocks | None],
     partials: Mapping[str, Partial],
 ) -> Layout:
     placements: dict[str, Placement] = dict(partials)
@@ -422,5 +453,5 @@ def _layout(
     for dim, label in enumerate(labels):
         if label is not None and label in splits:
             order[dim] = splits[label]
-            placements.update({axis: Shard(dim) for axis in splits[label]})
+            placements.update({axis: Shard(dim, blocks.get(label)) for axis in splits[label]})
     return Layout(mesh, placements, order)

@@ -61,7 +61,8 @@ def operand_streams(expr: Expr, values: Mapping[str, Value]) -> tuple[Stream | N
     labels, given = dim_map(expr, values), chunked_label(expr, values)
     if expr.op == "reshape" and given is None:
         dim = _kept_dim(expr, values, stream.dim)
-        return (replace(stream, dim=dim) if dim is not None else None,)
+        if dim is not None:
+            return (replace(stream, dim=dim),)
     label = given if stream.op is not None else labels.results[0][stream.dim]
     chunk = replace(stream, op=None)
     return tuple(

@@ -57,11 +57,11 @@ def text(timing: Timing) -> str:
 
 
 def _title(timing: Timing) -> str:
-    return f"{timing.name}: {round(timing.makespan, 2):g}{timing.unit} in all"
+    return f"{timing.name}: {timing.shown(timing.makespan)} in all"
 
 
 def _facts(timing: Timing, group: int) -> str:
-    return f"idle {round(timing.bubble[group], 2):g}, live {timing.live[group]}"
+    return f"idle {timing.shown(timing.bubble[group])}, live {timing.live[group]}"
 
 
 def _label(timing: Timing, slot: Slot) -> str:
@@ -87,7 +87,7 @@ def svg(timing: Timing) -> str:
         for slot in lane:
             x, width = left + slot.start * scale, (slot.stop - slot.start) * scale
             shade = 55 + 20 * (stages.index(slot.action.stage) % 2)
-            body.append(_slot(slot, _label(timing, slot), x, width, y, shade))
+            body.append(_slot(timing, slot, x, width, y, shade))
         body.append(_text(left + _WIDTH + 8, y + 16, _facts(timing, g), "mf-dim"))
         y += _LANE
     phases = {s.action.phase for lane in timing.lanes for s in lane}
@@ -106,13 +106,14 @@ def svg(timing: Timing) -> str:
     )
 
 
-def _slot(slot: Slot, label: str, x: float, width: float, y: float, shade: int) -> str:
+def _slot(timing: Timing, slot: Slot, x: float, width: float, y: float, shade: int) -> str:
     """Return an action's box, with as much of its label as fits."""
     a, (name, hue) = slot.action, _PHASES[slot.action.phase]
     title = f"{a}: {name} of stage {a.stage} for microbatch {a.microbatch}"
-    title += f", {round(slot.start, 2):g} to {round(slot.stop, 2):g}"
+    title += f", {timing.shown(slot.start)} to {timing.shown(slot.stop)}"
     box = _box(x, y + 2, width, _LANE - 4, hue, shade, title)
-    fits = next((t for t in (label, str(a.microbatch)) if _LETTER * len(t) + 2 <= width), "")
+    labels = _label(timing, slot), str(a.microbatch)
+    fits = next((t for t in labels if _LETTER * len(t) + 2 <= width), "")
     return f"<g>{box}{_text(x + width / 2, y + 16, fits, anchor='middle') if fits else ''}</g>"
 
 

@@ -49,6 +49,10 @@ class Slot:
     stop: float
 
 
+def _number(time: float) -> str:
+    return f"{round(time, 2):g}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
     """When each rank group does what; prints as a picture, and notebooks show it as SVG.
@@ -57,13 +61,13 @@ class Timing:
         name: of the schedule.
         lanes: for each rank group, its actions in their times.
         names: what each rank group is called.
-        unit: of the times, as text behind a number.
+        shown: what a time is as text.
     """
 
     name: str
     lanes: tuple[tuple[Slot, ...], ...]
     names: tuple[str, ...]
-    unit: str = ""
+    shown: Callable[[float], str] = _number
 
     @property
     def makespan(self) -> float:

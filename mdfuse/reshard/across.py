@@ -14,6 +14,7 @@ from mdfuse.communication import Communication
 from mdfuse.layouts.exchange import kept_terms
 from mdfuse.layouts.lacks import dearer, is_lacking
 from mdfuse.layouts.layout import Layout, Placement, Replicate, Shard, replicated
+from mdfuse.reshard.blocks import through_blocks
 from mdfuse.reshard.clock import is_timed
 from mdfuse.reshard.refined import on_common_mesh
 from mdfuse.reshard.step import Local, Step, elements, step_time
@@ -39,6 +40,8 @@ def across(
         before = _as_it_is(source, common[0]) if source != common[0] else ()
         after = _as_it_is(common[1], destination) if common[1] != destination else ()
         return (*before, *steps(*common, shape), *after)
+    if source.blocked or destination.blocked:
+        return through_blocks(source, destination, shape, itemsize, lambda a, b: steps(a, b, shape))
     kept = kept_terms(source, destination)
     if destination.reduce_ops and len(kept) < len(destination.reduce_ops):
         ways = (

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mdfuse.layouts.boxes import boxes_of
 from mdfuse.layouts.hosts import hosts_by_rank
 from mdfuse.layouts.layout import Layout
 
@@ -117,7 +118,7 @@ def _cells(
     grid = tuple(len(c) - 1 for c in cuts)
     cells = np.zeros(grid, bool)
     if rank in layout.mesh:
-        box = layout.intervals(shape, rank)
-        where = zip(box, cuts, strict=True)
-        cells[tuple(slice(c.index(a), c.index(b)) for (a, b), c in where)] = True
+        for box, _ in boxes_of(layout.rows(shape, rank)):
+            where = zip(box, cuts, strict=True)
+            cells[tuple(slice(c.index(a), c.index(b)) for (a, b), c in where)] = True
     return cells

@@ -12,10 +12,11 @@ import numpy as np
 
 from mdfuse.communication import Communication
 from mdfuse.layouts.crossing import crossing
-from mdfuse.layouts.exchange import Exchange, Side
+from mdfuse.layouts.exchange import Exchange
 from mdfuse.layouts.hosts import hosts_by_rank, pairs_apart, rings
 from mdfuse.layouts.lacks import UNIT, arriving, is_special, part_size
 from mdfuse.layouts.layout import Layout
+from mdfuse.layouts.side import Side
 from mdfuse.mesh import DeviceMesh
 
 EXCHANGES = ("Exchange", "ReduceExchange")
@@ -75,7 +76,7 @@ def _between(comm: Communication, before: int, after: int) -> int:
     """Return the same for a collective, or pairs, from one mesh to another."""
     source, destination = comm.source.mesh, comm.destination.mesh
     hosts = hosts_by_rank(source, destination)
-    here, there = (hosts[np.array(mesh.ranks)] for mesh in (source, destination))
+    here, there = (hosts[mesh.array] for mesh in (source, destination))
     if comm.kind == "SendRecv":
         apart = here != there
         return before * max(

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mdfuse.layouts.blocks import segments
 from mdfuse.layouts.hosts import hosts_by_rank
 from mdfuse.layouts.layout import Layout, Placement
 from mdfuse.mesh import DeviceMesh
@@ -131,6 +132,8 @@ def _refined(
     order = {d: [a for axis in split for a in pieces[axis]] for d, split in layout.splits}
     for dim, split in layout.splits:
         parts = math.prod(map(layout.mesh.axis_size, split))
-        if any(len(pieces[a]) > 1 for a in split) and shape[dim] % parts:
+        blocks = segments(layout.blocked.get(dim), shape[dim])
+        is_uneven = any((stop - start) % parts for start, stop in blocks)
+        if any(len(pieces[a]) > 1 for a in split) and is_uneven:
             return None  # a part of uneven parts is cut elsewhere
     return Layout(mesh, placements, {d: a for d, a in order.items() if a})

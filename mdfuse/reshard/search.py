@@ -17,10 +17,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mdfuse.layouts.blocks import segments
+from mdfuse.layouts.boxes import Rows
 from mdfuse.layouts.crossing import Crossing, crossing
-from mdfuse.layouts.exchange import Exchange, Side
-from mdfuse.layouts.lacks import UNIT, arriving, cut, dearer, is_special, worst_lack
+from mdfuse.layouts.exchange import Exchange
+from mdfuse.layouts.lacks import (
+    UNIT,
+    arriving,
+    cut,
+    dearer,
+    is_special,
+    length,
+    shared,
+    worst_lack,
+)
 from mdfuse.layouts.layout import IDEMPOTENT, Layout, Partial, Placement, Replicate, Shard, commute
+from mdfuse.layouts.side import Side
 from mdfuse.reshard.clock import along, is_timed, nanoseconds
 
 
@@ -80,6 +92,15 @@ class Search:
         return {i: q.op for i, (p, q) in pairs if isinstance(q, Partial) and p != q}
 
     @cached_property
+    def dims(self) -> list[int]:
+        """The dims whose splits may change: those in blocks are the same before and afterwards."""
+        return [d for d in range(len(self.shape)) if d not in self.source.blocked]
+
+    def blocks(self, dim: int) -> Rows:
+        """Return the blocks of a dim, which are the same all the way."""
+        return segments(self.source.blocked.get(dim), self.shape[dim])
+
+    @cached_property
     def kept(self) -> int:
         """The number of terms of a Partial that stays."""
         pairs = zip(self.sizes, self.source.placements, self.goal.placements, strict=True)
@@ -115,7 +136,7 @@ class Search:
         for a in node.made:
             placements[names[a]] = Partial(self.made[a])
         for d, axes in enumerate(node.splits):
-            placements.update({names[a]: Shard(d) for a in axes})
+            placements.update({names[a]: Shard(d, self.source.blocked.get(d)) for a in axes})
         order = {d: [names[a] for a in axes] for d, axes in enumerate(node.splits) if axes}
         return Layout(self.source.mesh, placements, order, self.source.stream)
 
@@ -123,10 +144,13 @@ class Search:
 
     def rows(self, dim: int, axes: tuple[int, ...]) -> int:
         """Return the rows of a dim that the first rank has."""
-        n = self.shape[dim]
-        for a in axes:
-            n = -(-n // self.sizes[a])
-        return n
+        found = 0
+        for start, stop in self.blocks(dim):
+            n = stop - start
+            for a in axes:
+                n = -(-n // self.sizes[a])
+            found += n
+        return found
 
     def part(self, node: Node) -> int:
         if node not in self.parts:
@@ -201,10 +225,8 @@ class Search:
         held: Any = 1
         for dim, axes in enumerate(node.splits):
             if (dim, axes) not in self.overlaps:
-                start, stop = cut(self.shape[dim], self.at(self.end.splits[dim]))
-                first, last = cut(self.shape[dim], self.at(axes))
-                both = np.minimum(stop, last) - np.maximum(start, first)
-                self.overlaps[dim, axes] = np.maximum(both, 0)
+                need = cut(self.blocks(dim), self.at(self.end.splits[dim]))
+                self.overlaps[dim, axes] = shared(need, cut(self.blocks(dim), self.at(axes)))
             held = held * self.overlaps[dim, axes]
         return int(np.max(self.needed - held))
 
@@ -222,8 +244,7 @@ class Search:
         """The elements that each rank needs: an array that broadcasts over the mesh."""
         needed: Any = 1
         for dim, axes in enumerate(self.end.splits):
-            start, stop = cut(self.shape[dim], self.at(axes))
-            needed = needed * (stop - start)
+            needed = needed * length(cut(self.blocks(dim), self.at(axes)))
         return needed
 
     def least(self, node: Node) -> int:
@@ -275,10 +296,10 @@ class Search:
         """Yield the one-axis rows of the table that can help on the way."""
         to = self.target[a]
         is_free = here.partial or self.is_timed  # replicas may share what follows
-        dims = [d for d in range(len(self.shape)) if d != to] if is_free else []
+        dims = [d for d in self.dims if d != to] if is_free else []
         if self.source.stream is not None:
             dims = []
-        dims = [to, *dims] if to is not None else dims
+        dims = [to, *dims] if to is not None and to in self.dims else dims
         if a in here.partial:
             rest = here._replace(partial=tuple(p for p in here.partial if p != a))
             yield Move("Allreduce", rest, (a,))
@@ -291,7 +312,7 @@ class Search:
                 yield Move("slice", _split(here, a, d))
             if a in self.made:
                 yield from self.making(here, a, self.made[a] in IDEMPOTENT)
-        elif dim is not None and here.splits[dim][-1] == a:
+        elif dim is not None and dim in self.dims and here.splits[dim][-1] == a:
             gathered = _joined(here, dim, 1)
             yield Move("Allgather", gathered, (a,), dim)
             if to is not None and to != dim:
@@ -326,13 +347,13 @@ class Search:
                     continue
                 rest = here._replace(partial=tuple(p for p in here.partial if p not in axes))
                 yield Move("Allreduce", rest, axes)
-                for order, d in product(permutations(axes), range(len(self.shape))):
+                for order, d in product(permutations(axes), self.dims):
                     if self.is_even(d, (*here.splits[d], *order)) and self.source.stream is None:
                         after = rest
                         for a in order:
                             after = _split(after, a, d)
                         yield Move("ReduceScatter", after, order, d)
-        for d, split in enumerate(here.splits):
+        for d, split in ((d, here.splits[d]) for d in self.dims):
             for n in range(2, len(split) + 1):
                 if self.is_even(d, split):
                     yield Move("Allgather", _joined(here, d, n), split[-n:], d)
@@ -348,7 +369,7 @@ class Search:
         found = []
         for n in range(len(free) + 1):
             for axes in permutations(free, n):
-                for dims in product(range(len(self.shape)), repeat=n):
+                for dims in product(self.dims, repeat=n):
                     node = here
                     for a, d in zip(axes, dims, strict=True):
                         node = _split(node, a, d)

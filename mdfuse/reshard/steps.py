@@ -19,6 +19,7 @@ from mdfuse.layouts.kinds import KINDS
 from mdfuse.layouts.lacks import UNIT, is_lacking
 from mdfuse.layouts.layout import Layout, Partial
 from mdfuse.reshard.across import across
+from mdfuse.reshard.blocks import moved, through_blocks
 from mdfuse.reshard.clock import is_timed
 from mdfuse.reshard.search import Move, Node, Search
 from mdfuse.reshard.step import Local, Step, elements, step_time
@@ -65,6 +66,10 @@ def _steps(
         return (Local(kind="empty", source=source, destination=destination),)
     if destination.reaches:
         return _reached(source, destination, shape, itemsize)
+    if source.mesh == destination.mesh and moved(source, destination):
+        return through_blocks(
+            source, destination, shape, itemsize, lambda a, b: steps(a, b, shape, itemsize)
+        )
     if source.mesh == destination.mesh:
         path = _same_mesh(source, destination, shape, itemsize)
         return tuple(_without_idle_posts(step, shape) for step in path)

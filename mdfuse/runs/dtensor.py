@@ -20,7 +20,7 @@ from mdfuse.errors import LayoutError, MeshError
 from mdfuse.ir.infer import dense_strides, memory_order
 from mdfuse.layouts.layout import REDUCE_OPS, Layout, Partial, Placement, Replicate, Shard, Varies
 from mdfuse.mesh import DeviceMesh
-from mdfuse.torch_private import shard_order
+from mdfuse.torch_private import shard_order, strided_blocks, strided_shard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
@@ -96,6 +96,9 @@ def _own(x: DTensor, placement: TorchPlacement) -> Placement:
     """Return the layout's counterpart of one of torch's placements; subclasses have none."""
     if type(placement) is TorchShard:
         return Shard(placement.dim)
+    blocks = strided_blocks(placement)
+    if blocks is not None and _is_alone(x, placement, blocks):
+        return Shard(placement.dim, blocks)  # type: ignore[attr-defined]
     if type(placement) is TorchReplicate:
         return Replicate()
     if type(placement) is TorchPartial:
@@ -109,6 +112,12 @@ def _own(x: DTensor, placement: TorchPlacement) -> Placement:
         "and ranks hold parts, copies, or summands",
         hint=f"x.redistribute(x.device_mesh, [{plain}])",
     )
+
+
+def _is_alone(x: DTensor, placement: Any, blocks: int) -> bool:
+    """Whether a placement in blocks alone splits its dim, which falls into equal blocks."""
+    split = [p for p in x.placements if getattr(p, "dim", None) == placement.dim]
+    return len(split) == 1 and x.shape[placement.dim] % blocks == 0
 
 
 def _plain(placement: TorchPlacement) -> str:
@@ -173,6 +182,13 @@ def why_not(layout: Layout) -> tuple[str, str] | None:
             "the axes split a DTensor's dim in the order that they have in the mesh",
             "another layout, without order=",
         )
+    if any(
+        isinstance(n, tuple) or len(layout.split_axes(d)) > 1 for d, n in layout.blocked.items()
+    ):
+        return (
+            "a DTensor has equal blocks alone, which one axis splits (_StridedShard)",
+            "another layout: a plain Shard, or the blocks one by one",
+        )
     if _turned_axis(layout) is not None:
         return _TURNED
     if layout.varying_axes:
@@ -185,8 +201,8 @@ def why_not(layout: Layout) -> tuple[str, str] | None:
 
 def _torch(placement: Placement) -> TorchPlacement:
     match placement:
-        case Shard(dim):
-            return TorchShard(dim)
+        case Shard(dim, blocks):
+            return TorchShard(dim) if blocks is None else strided_shard(dim, blocks)
         case Partial(op):
             return TorchPartial(_TORCH_OPS.get(op, op))
         case Replicate() | Varies():  # along an axis of one rank they are the same

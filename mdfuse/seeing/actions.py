@@ -16,6 +16,7 @@ from mdfuse.pipelines.actions import Action, Phase
 from mdfuse.pipelines.schedules import Schedule
 from mdfuse.pipelines.timing import Slot, Timing
 from mdfuse.seeing.events import Event
+from mdfuse.seeing.report.numbers import time_text
 
 #: The name of a block that is a phase of a stage, and a name of one of its calls.
 _BLOCK = re.compile(r"([FBIW])(\d+)")
@@ -23,7 +24,7 @@ _MADE = re.compile(r"%([^\s@,]+)@(\d+)")
 
 
 def by_action(host: HostProgram, schedule: Schedule, events: Sequence[Event]) -> Timing:
-    """Return the times of a schedule's actions, in microseconds from the first one.
+    """Return the times of a schedule's actions, in seconds from the first one.
 
     An action is from the start of its first work to the end of its last, with the waits between
     them. Of the ranks of a rank group it is the first one that has events.
@@ -50,12 +51,12 @@ def by_action(host: HostProgram, schedule: Schedule, events: Sequence[Event]) ->
     for name in schedule.meshes:
         first = next((r for r in meshes[name] if r in ranks), None)
         slots = [
-            Slot(action, (start - zero) / 1e3, (stop - zero) / 1e3)
+            Slot(action, (start - zero) / 1e9, (stop - zero) / 1e9)
             for (rank, action), (start, stop) in spans.items()
             if rank == first
         ]
         lanes.append(tuple(sorted(slots, key=lambda s: s.start)))
-    return Timing(name=schedule.name, lanes=tuple(lanes), names=schedule.labels, unit=" µs")
+    return Timing(name=schedule.name, lanes=tuple(lanes), names=schedule.labels, shown=time_text)
 
 
 def _blocks(host: HostProgram) -> Iterable[tuple[str, tuple[int, Phase]]]:

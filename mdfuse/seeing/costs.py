@@ -63,6 +63,7 @@ class Costs:
     Attributes:
         name: what the figures are of, for readers.
         launch_s: seconds that any work takes at least.
+        run_s: seconds that a run takes besides what its instructions do.
         flops: floating-point operations per second of products and attention.
         bandwidth: bytes per second of all other work, read and written.
         links: kind of communication, axis, "kind axis", or "kind 4" among so many ranks -> its
@@ -82,6 +83,7 @@ class Costs:
 
     name: str = "a table"
     launch_s: float = 0.0
+    run_s: float = 0.0
     flops: float = math.inf
     bandwidth: float = math.inf
     links: Mapping[str, Link] = field(default_factory=dict)
@@ -90,7 +92,7 @@ class Costs:
     is_fused: bool = True
 
     def __post_init__(self) -> None:
-        _check(launch_s=self.launch_s, flops=self.flops, bandwidth=self.bandwidth)
+        _check(launch_s=self.launch_s, run_s=self.run_s, flops=self.flops, bandwidth=self.bandwidth)
         for key, link in self.links.items():
             if not isinstance(link, Link):
                 raise ProgramError(
@@ -125,6 +127,14 @@ class Costs:
         """
         return self.link(kind, where, ranks).seconds(nbytes)
 
+    def copy_seconds(self, nbytes: int, dtype: str) -> float:
+        """Return the seconds of a copy of some bytes on a rank, each of which is read and written.
+
+        >>> Costs(bandwidth=2e9).copy_seconds(1_000_000, "f32")
+        0.001
+        """
+        return self._bytes(2 * nbytes, dtype)
+
     def seconds(self, program: HostProgram, i: Instruction) -> float:
         """Return the seconds that an instruction takes on the rank of a projection.
 
@@ -139,12 +149,12 @@ class Costs:
         if not self.is_fused:
             return sum(self.seconds(program, j) for j in i.body)
         if self.works:
-            made = sum(self._bytes(program, *kernel) for kernel in kernels(program, i))
+            made = sum(self._bytes(*kernel) for kernel in kernels(program, i))
             return sum((self._work(program, j) for j in inner), start=made)
         moved = nbytes(program, i) / self.bandwidth if len(inner) < len(i.body) else 0.0
         return max(self.launch_s, moved + sum(self._modelled(program, j) for j in inner))
 
-    def _bytes(self, program: HostProgram, size: int, dtype: str) -> float:
+    def _bytes(self, size: int, dtype: str) -> float:
         curve = self.works.get(f"* {dtype}")
         return (
             curve.seconds(size) if curve is not None else max(self.launch_s, size / self.bandwidth)

@@ -21,6 +21,7 @@ from mdfuse.communication import Communication
 from mdfuse.errors import CommunicationError
 from mdfuse.hir.instructions import TRANSFERS
 from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.ir.graph import dtype_name
 from mdfuse.seeing.amounts import buffer_bytes
 from mdfuse.seeing.costs import Costs
 from mdfuse.seeing.events import Event, Part, makespan, name_of
@@ -39,12 +40,14 @@ class Timeline:
         events: in the order of their starts; of ranks that run alike those of the first.
         ranks: rank -> the ranks that run like it, itself included.
         costs: the name of the table that it follows.
+        run_s: seconds of a run that no event is about.
     """
 
     name: str
     events: tuple[Event, ...]
     ranks: dict[int, tuple[int, ...]]
     costs: str
+    run_s: float = 0.0
 
     def __repr__(self) -> str:
         """Return the whole in a line; notebooks and prompts show no thousands of events."""
@@ -54,8 +57,8 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """The seconds until the last rank is done."""
-        return makespan(self.events) / 1e9
+        """The seconds that a run takes: until the last rank is done, and what comes on top."""
+        return makespan(self.events) / 1e9 + self.run_s
 
     def svg(self) -> str:
         """Return the timeline as an SVG element, a row for each lane; notebooks show it."""
@@ -106,7 +109,13 @@ def on_ranks(program: HostProgram, costs: Costs, classes: Classes) -> Timeline:
     clock.run(ranks)
     events = sorted(clock.events, key=lambda e: (e.start_ns, e.rank, e.stop_ns))
     members = {m[0]: m for m in classes.members}
-    return Timeline(name=program.name, events=tuple(events), ranks=members, costs=costs.name)
+    return Timeline(
+        name=program.name,
+        events=tuple(events),
+        ranks=members,
+        costs=costs.name,
+        run_s=costs.run_s,
+    )
 
 
 @dataclass(slots=True)
@@ -307,7 +316,10 @@ class _Rank:
         axes = layout.mesh.axes if layout is not None else ()
         where = axes[0] if len(axes) == 1 else "pairs"
         peer = i.kwargs["to" if is_send else "from"]
-        seconds = self.clock.costs.transfer_seconds("SendRecv", where, size)
+        costs = self.clock.costs
+        seconds = costs.transfer_seconds("SendRecv", where, size)
+        if peer == self.rank:  # its own part, which only moves in memory
+            seconds = costs.copy_seconds(size, dtype_name(self.program.types[i.reads[0]].dtype))
         return self._side(i, i.op, peer, is_send, size, seconds)
 
     def _pairs(self, i: Instruction, comm: Communication) -> list[_Post]:

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.pipelines import HIDDEN, WIDTH, Net, batch_of, meshes, network
+from helpers.pipelines import HIDDEN, WIDTH, Net, batch_of, meshes, network, sines
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard, hir
 from mdfuse.seeing.memory import memory_of
 
+NAMES = ["forward", "gpipe", "1f1b", "interleaved", "zb1p", "zbv", "dualpipev"]
 POISON = mf.Options(poison=True)
 
 
@@ -38,6 +39,34 @@ def test_a_step_equals_torch(schedule: str, stages: int, count: int) -> None:
     program = pipeline(net, count, schedule)
     check(net, program)
     assert hir.parse(str(program)) == program.host
+
+
+def places_of(schedule: str, stages: int) -> list[DeviceMesh]:
+    """A mesh for each stage; for schedules that turn, two stages on each, if they are even."""
+    if schedule not in ("zbv", "dualpipev") or stages == 1:
+        return meshes(stages)
+    half = meshes(stages // 2)
+    return [*half, *reversed(half)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("schedule", NAMES)
+def test_every_schedule_equals_torch_or_is_refused(schedule: str, stages: int, count: int) -> None:
+    """Microbatches are uneven, and some are empty: of 11 rows in 8 parts, the last two."""
+    net = sines(places_of(schedule, stages), batch=11, trains=schedule != "forward")
+    needs = {"zbv": stages % 2 == 0, "dualpipev": stages % 2 == 0 and count >= stages}
+    if needs.get(schedule, True):
+        check(net, pipeline(net, count, schedule))
+    else:
+        with pytest.raises(mf.DefinitionError, match=r"cannot have(.|\n)*two stages on each"):
+            pipeline(net, count, schedule)
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
+def test_eight_stages_that_turn(schedule: str) -> None:
+    net = sines(places_of(schedule, 8), batch=8)
+    check(net, pipeline(net, 8, schedule))
 
 
 SPLIT = [("zb1p", [0, 1]), ("zb1p", [0, 1, 2, 3]), ("interleaved", [0, 1, 0, 1])]

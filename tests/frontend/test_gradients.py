@@ -333,6 +333,26 @@ def test_a_mean_over_a_split_dim_in_sixteen_bits() -> None:
     assert torch.equal(found, torch.full((300,), 1 / 300).to(torch.bfloat16))
 
 
+def test_attention_gives_its_sums_where_a_gradient_goes_through_it() -> None:
+    def attended(x: Any) -> Any:
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+    with mf.FusionDefinition() as fd:
+        x, frozen = (fd.define_tensor([2, 3, 4], torch.float64) for _ in range(2))
+        y, beside, after = attended(x), attended(frozen), attended(x.detach())
+        (dx,) = mf.grad((y + beside).square().sum(), [x])
+        for out in (dx, beside, after):
+            fd.add_output(out)
+    ops = [e.op for e in mf.compile(fd).fusion.exprs if "attention" in e.op]
+    assert ops == ["attention", *["scaled_dot_product_attention"] * 2, "attention_grad"]
+    given = [numbers(2, 3, 4), numbers(2, 3, 4, seed=1)]
+    leaf = given[0].clone().requires_grad_()
+    (attended(leaf) + attended(given[1])).square().sum().backward()
+    found = mf.reference(fd, given)
+    for ours, theirs in zip(found, (leaf.grad, *map(attended, given[::-1])), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
 def test_what_leads_nowhere_is_zeros_without_communication() -> None:
     with mf.FusionDefinition("nothing") as fd:
         x, w, i = given(fd, TP, ([4], {}), ([8, 2], {"tp": Shard(0)}), ([4], {}))

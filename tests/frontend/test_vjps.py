@@ -249,6 +249,59 @@ def test_attention(how: str) -> None:
             check(attend, [q, k, v])
 
 
+def plain_attention(q: Any, k: Any, v: Any, *mask: Any, is_causal: bool = False) -> Any:
+    """Heads of key and value repeated, scores, softmax: by operations that have gradients."""
+    n = q.shape[-3] // k.shape[-3]
+    k, v = (x.repeat_interleave(n, -3) for x in (k, v))
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    for m in mask:
+        scores = scores.masked_fill(~m, -torch.inf) if m.dtype == torch.bool else scores + m
+    if is_causal:
+        scores = scores.masked_fill(~torch.ones_like(scores).bool().tril(), -torch.inf)
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("is_again", [False, True], ids=["first", "second"])
+@pytest.mark.parametrize("how", ["plain", "causal", "float", "float per head", "bool"])
+@pytest.mark.parametrize("heads", [(6, 2), (4, 1), (3, 3)], ids=str)
+def test_attention_of_grouped_heads(heads: tuple[int, int], how: str, is_again: bool) -> None:
+    """Of query, key, value and mask, through the result and the sums, once and once more."""
+    many, few = heads
+    xs = [numbers(2, many, 5, 4), numbers(2, few, 5, 4, seed=1), numbers(2, few, 5, 3, seed=2)]
+    if "float" in how:
+        xs.append(numbers(*((many, 5, 5) if "head" in how else (5, 5)), seed=3))
+    seen = numbers(5, 5, seed=4) > -0.5
+    given = {"is_causal": True} if how == "causal" else {}
+
+    def gradients(attend: Any, xs: Any, grad: Any, more: Any) -> Any:
+        y, lse = attend(*xs, *more, **given)
+        first = [y, lse, *grad((y * y).sum() + lse.sin().sum(), xs)]
+        if not is_again:
+            return first
+        y, _ = attend(*xs, *more, **given)
+        inner = grad((y * y).sum(), xs[:3])
+        return [*first, *grad(sum((g * g).sum() for g in inner), xs)]
+
+    leaves = [x.clone().requires_grad_() for x in xs]
+    mask = [seen] if how == "bool" else []
+
+    def by_torch(y: Tensor, xs: Any) -> Any:
+        return torch.autograd.grad(y, xs, create_graph=True)
+
+    expected = gradients(plain_attention, leaves, by_torch, mask)
+    with mf.FusionDefinition() as fd:
+        handles = [fd.define_tensor(x.shape, x.dtype) for x in xs]
+        seens = [fd.define_tensor(x.shape, x.dtype) for x in mask]
+
+        def ours(*operands: Any, **how: Any) -> Any:
+            return fd.ops.attention(*operands, **how, enable_gqa=True)
+
+        for g in gradients(ours, handles, mf.grad, seens):
+            fd.add_output(g)
+    for found, wanted in zip(mf.reference(fd, [*xs, *mask]), expected, strict=True):
+        torch.testing.assert_close(found, wanted.detach(), rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("shape", [(4,), (3, 4), (2, 3, 4)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_layer_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -299,31 +352,3 @@ def test_sixteen_bits_are_rounded_once(name: str) -> None:
     assert found.dtype == torch.bfloat16
     scale = expected.abs().max().item()
     torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=scale * 2**-9)
-
-
-# -- of gradients --------------------------------------------------------------------------------
-
-
-SMOOTH: dict[str, Callable[..., Any]] = {
-    "tanh": torch.tanh, "gelu": F.gelu, "softmax": lambda x: x.softmax(1), "silu": F.silu,
-    "product": lambda x: x @ x.t() @ x, "layer_norm": lambda x: F.layer_norm(x, (4,)),
-    "rms_norm": lambda x: F.rms_norm(x, (4,)), "power": lambda x: (x * x + 1) ** 1.5,
-    "quotient": lambda x: x / (x * x + 1).sum(1, True), "norm": lambda x: x.norm(dim=0),
-    "log_softmax": lambda x: x.log_softmax(0), "slices": lambda x: x[1:3] ** 3,
-    "attention": lambda x: F.scaled_dot_product_attention(x, x * 2, x),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SMOOTH)
-def test_products_with_the_hessian(name: str) -> None:
-    f, x, v = SMOOTH[name], numbers(4, 4), numbers(4, 4, seed=5)
-    leaf = x.clone().requires_grad_()
-    (first,) = torch.autograd.grad(f(leaf).square().sum(), leaf, create_graph=True)
-    (expected,) = torch.autograd.grad((first * v).sum(), leaf)
-    with mf.FusionDefinition() as fd:
-        h, u = fd.define_tensor([4, 4], torch.float64), fd.define_tensor([4, 4], torch.float64)
-        (dh,) = mf.grad(f(h).square().sum(), [h])
-        for out in mf.grad((dh * u).sum(), [h]):
-            fd.add_output(out)
-    (found,) = mf.reference(fd, [x, v])
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)

@@ -53,11 +53,28 @@ def splits(layout: Layout) -> list[tuple[int, str]]:
 
 def local_part(x: Tensor, layout: Layout, rank: int) -> Tensor:
     """A rank's part of a global tensor, Partial axes ignored."""
+    for dim in dict.fromkeys(dim for dim, _ in splits(layout)):
+        parts = [_cut(block, layout, rank, dim) for block in x.split(blocks(x, layout, dim), dim)]
+        x = torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+    return x
+
+
+def blocks(x: Tensor, layout: Layout, dim: int) -> list[int]:
+    """The sizes of the blocks of a split dim: itself, where it has none."""
+    given = next(p.blocks for p in layout.placements if isinstance(p, Shard) and p.dim == dim)
+    if isinstance(given, tuple):
+        return list(given)
+    n = given or 1
+    return [x.shape[dim] // n] * n
+
+
+def _cut(x: Tensor, layout: Layout, rank: int, dim: int) -> Tensor:
     place = coordinate(layout.mesh, rank)
-    for dim, axis in splits(layout):
-        pieces = x.chunk(layout.mesh.axis_size(axis), dim) if x.shape[dim] else ()
-        i = place[axis]
-        x = pieces[i] if i < len(pieces) else x.narrow(dim, 0, 0)
+    for at, axis in splits(layout):
+        if at == dim:
+            pieces = x.chunk(layout.mesh.axis_size(axis), dim) if x.shape[dim] else ()
+            i = place[axis]
+            x = pieces[i] if i < len(pieces) else x.narrow(dim, 0, 0)
     return x
 
 

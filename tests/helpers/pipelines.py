@@ -68,6 +68,31 @@ def network(places: list[DeviceMesh], *, batch: int = 12, trains: bool = True) -
     return Net(fd, inputs, _wanted(inputs, trains))
 
 
+def sines(places: list[DeviceMesh], *, batch: int = 6, width: int = 4, trains: bool = True) -> Net:
+    """A stage is `sin(h w)`, rows as wide everywhere; a loss, and the gradient of every weight."""
+    dtype = torch.float64
+    with mf.FusionDefinition("sines") as fd:
+        h: Any = fd.define_tensor([batch, width], dtype, places[0], name="x")
+        t = fd.define_tensor([batch, width], dtype, places[-1], name="t")
+        weights = []
+        for n, mesh in enumerate(places):
+            weights.append(fd.define_tensor([width, width], dtype, mesh, name=f"w{n}"))
+            h = fd.ops.set(h).on(mesh, {}) if n else h
+            h = fd.ops.sin(h @ weights[-1])
+        loss = (h * t).sum()
+        for value in (loss, *(mf.grad(loss, weights) if trains else ())):
+            fd.add_output(value)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [[batch, width]] * 2 + [[width, width]] * len(places)
+    inputs = [torch.randn(s, generator=generator, dtype=dtype) for s in shapes]
+    y, t, *leaves = [x.clone().requires_grad_() for x in inputs]
+    for w in leaves:
+        y = torch.sin(y @ w)
+    (found := (y * t).sum()).backward()
+    grads = [w.grad for w in leaves if w.grad is not None and trains]
+    return Net(fd, inputs, [found.detach(), *grads])
+
+
 def _wanted(inputs: list[Tensor], trains: bool) -> list[Tensor]:
     h, t, *leaves = [x.clone().requires_grad_() for x in inputs]
     for w, v in zip(leaves[::2], leaves[1::2], strict=True):

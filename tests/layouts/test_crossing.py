@@ -12,7 +12,8 @@ from mdfuse import Replicate
 from mdfuse.communication import Communication
 from mdfuse.layouts.boxes import box_size
 from mdfuse.layouts.crossing import crossing
-from mdfuse.layouts.exchange import Exchange, Side
+from mdfuse.layouts.exchange import Exchange
+from mdfuse.layouts.side import Side
 
 
 @pytest.mark.parametrize("first", range(0, 300, 50))

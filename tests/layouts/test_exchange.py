@@ -5,14 +5,16 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import permutations, product
 
 import pytest
 import torch
 from helpers.oracle import coordinate, local_part
 
-from mdfuse import DeviceMesh, Layout, Partial, Replicate, Shard
+from mdfuse import DeviceMesh, Layout, Partial, Replicate, Shard, communication
 from mdfuse.communication import Communication
+from mdfuse.layouts import messages
 from mdfuse.layouts.boxes import Box, box_shape, box_size
 from mdfuse.layouts.lacks import is_lacking, worst_lack
 from mdfuse.layouts.layout import Placement
@@ -63,11 +65,23 @@ def within(layout: Layout, shape: tuple[int, int], rank: int, box: Box) -> list[
     return local_part(index, layout, rank)[cut].flatten().tolist()
 
 
-@pytest.mark.parametrize("hosts", [False, True], ids=["", "hosts"])
+@pytest.fixture(params=["", "hosts", "shares"])
+def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Whether hosts are known, or single elements are worth a message."""
+    if request.param == "shares":
+        monkeypatch.setattr(messages, "_LEAST_SHARE", 1)
+    kept = communication._known_part, communication._known_exchanging
+    for answers in kept:
+        answers.cache_clear()
+    yield request.param
+    for answers in kept:
+        answers.cache_clear()
+
+
 @pytest.mark.parametrize("first", range(0, 600, 50))
-def test_ranks_receive_just_what_they_lack(first: int, hosts: bool) -> None:
+def test_ranks_receive_just_what_they_lack(first: int, case: str) -> None:
     for seed in range(first, first + 50):
-        source, goal, shape = drawn(seed, hosts)
+        source, goal, shape = drawn(seed, case == "hosts")
         comm = Communication(
             kind="Exchange", source=source, destination=goal, shape=shape, dtype=torch.float32
         )
@@ -134,6 +148,31 @@ def test_holders_send_in_turn() -> None:
         destination=Layout(other, {"q": Shard(0)}), shape=(16, 3), dtype=torch.float32,
     )  # fmt: skip
     assert [len(comm.part(r).sends) for r in one.ranks] == [1] * 16
+
+
+def test_holders_without_a_message_send_shares() -> None:
+    """Rank 4 is to hold what ranks 0 to 3 hold: each sends a quarter, of the longer dim."""
+    comm = Communication(
+        kind="Exchange", source=Layout(DeviceMesh.arange(a=4)),
+        destination=Layout(DeviceMesh([4, 5]), {"x": Shard(0)}), shape=(80, 100),
+        dtype=torch.float32,
+    )  # fmt: skip
+    assert [comm.part(r).sends for r in range(4)] == [
+        (((rows, rows + 40), (first, first + 50)),) for rows in (0, 40) for first in (0, 50)
+    ]
+    assert comm.part(4).call == replace(comm.part(5).call, rank=4, recvs=(0, 1))
+
+
+def test_ranks_that_lack_nothing_take_no_turn() -> None:
+    """Every second part of the destination is on ranks that hold it: the others are four."""
+    mesh = DeviceMesh.arange(a=2, b=2, c=2)
+    columns = dict.fromkeys("abc", Shard(1))
+    for goal in (Layout(mesh, columns), Layout(mesh, columns, {1: ("c", "a", "b")})):
+        comm = Communication(
+            kind="Exchange", source=Layout(mesh, {"c": Shard(0)}), destination=goal,
+            shape=(8, 8), dtype=torch.float32,
+        )  # fmt: skip
+        assert [len(comm.part(r).sends) for r in mesh.ranks] == [1] * 8
 
 
 def test_a_rank_that_holds_another_term_lacks_its_own() -> None:

@@ -100,6 +100,28 @@ def check_reshard(
     assert torch.equal(got.cpu(), want), f"{source} -> {goal} of {shape}"
 
 
+@pytest.mark.world(4)
+@pytest.mark.parametrize("goal", [Shard(0, (7, 1, 5)), Shard(0), Shard(1, 3), Replicate()])
+@pytest.mark.parametrize("source", [Shard(0, (4, 4, 5)), Shard(1, 3), Partial(), Replicate()])
+def test_blocks(source: Placement, goal: Placement, comm: mf.Communicator) -> None:
+    """Into blocks, out of them, and between them, uneven and empty pieces among them."""
+    mesh, x = MESHES[0], torch.arange(13 * 9).reshape(13, 9)
+    before, after = (Layout(mesh, {mesh.axes[0]: p}) for p in (source, goal))
+    with mf.FusionDefinition("blocks") as fd:
+        fd.add_output(fd.ops.set(fd.define_tensor(x.shape, x.dtype, before)).on(after))
+    mine = mf.shard_tensor(x, before, rank=comm.rank)
+    (got,) = mf.compile(fd, mf.Options(poison=True)).run(mine.to(comm.device))
+    sizes = {Shard(0, (7, 1, 5)): (7, 1, 5), Shard(0): (13,), Shard(1, 3): (3, 3, 3)}.get(goal)
+    dim = goal.dim if isinstance(goal, Shard) else 0
+    pieces = []
+    for block in x.split(sizes, dim) if sizes else ():
+        n = -(-block.shape[dim] // 4)
+        pieces.append(block.split(n, dim)[comm.rank : comm.rank + 1])
+    flat = [piece for found in pieces for piece in found]
+    want = torch.cat(flat, dim) if flat else x if sizes is None else x.narrow(dim, 0, 0)
+    assert torch.equal(got.cpu(), want), f"{before} -> {after}"
+
+
 OPS = {
     torch.float32: ("sum", "prod", "max", "min", "avg"),
     torch.int64: ("sum", "prod", "max", "min", "band", "bor", "bxor"),

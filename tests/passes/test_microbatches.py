@@ -142,6 +142,26 @@ def test_parts_of_16_bits_are_added_up_in_f32() -> None:
     assert (alone.double() - x.double().sum(0)).abs().max() > 50  # so the case tells
 
 
+def test_sums_in_16_bits_are_rounded_once_where_they_are_reduced_in_f32() -> None:
+    """Sums of whole numbers, exact in f32: over rows, microbatches and ranks."""
+    mesh = DeviceMesh.arange(dp=4)
+    with mf.FusionDefinition("sums") as fd:
+        x = fd.define_tensor([128, 16], torch.bfloat16, mesh, {"dp": Shard(0)}, name="x")
+        for y in (x, x * 2.0):
+            fd.add_output(fd.ops.set(y.sum(0)).on(mesh, {}))
+    x = torch.randint(0, 16, (128, 16), generator=torch.Generator().manual_seed(0))
+    exact = [x.sum(0), 2 * x.sum(0)]
+    found = {}
+    for dtype in (None, torch.float32):
+        options = mf.Options(reduce_dtype=dtype, poison=True)
+        program = mf.pipeline(fd, microbatches=8, batch={"x": 0}, options=options)
+        found[dtype] = mf.simulate(program, [x.bfloat16()], options=options).outputs
+    assert found[torch.float32] and all(
+        map(torch.equal, found[torch.float32], [y.bfloat16() for y in exact])
+    )
+    assert not all(map(torch.equal, found[None], [y.bfloat16() for y in exact]))  # so it tells
+
+
 REDUCTIONS: dict[str, Callable[[Any], Any]] = {
     "sum": lambda x: x.sum(0),
     "sum of all": lambda x: x.sum(),
@@ -221,6 +241,38 @@ def test_attention_and_a_loss_that_counts() -> None:
 def test_a_saved_program_is_the_same() -> None:
     program = mf.pipeline(network("dp tp").definition, microbatches=3, batch={"x": 0, "t": 0})
     assert printed(hir.parse(str(program))) == printed(program)
+
+
+MERGED: dict[str, Callable[[Any, Any], Any]] = {
+    "rows": lambda x, w: F.linear(x.flatten(0, 1), w).tanh(),
+    "rows, and back": lambda x, w: F.linear(x.flatten(0, 1), w).view(*x.shape[:2], -1).amax(1),
+    "in the backward": lambda x, w: F.linear(x, w).softmax(-1),
+    "means": lambda x, w: F.linear(x.mean(1), w).tanh(),
+}
+
+
+@pytest.mark.parametrize("weight", [{}, {"dp": Shard(0)}], ids=["whole", "split"])
+@pytest.mark.parametrize(("rows", "ranks", "count"), [(5, 2, 1), (3, 2, 3), (4, 3, 2), (2, 3, 1)])
+@pytest.mark.parametrize("name", MERGED)
+def test_rows_that_are_merged_where_ranks_have_uneven_parts(
+    name: str, rows: int, ranks: int, count: int, weight: Any
+) -> None:
+    """The batch is gathered for the reshape, and then taken in microbatches."""
+    f, mesh = MERGED[name], DeviceMesh.arange(dp=ranks)
+    x, w = (torch.randn(shape, dtype=torch.float64) for shape in ((rows, 4, 6), (4, 6)))
+    with mf.FusionDefinition("merged") as fd:
+        hx = fd.define_tensor(x.shape, x.dtype, mesh, {"dp": Shard(0)}, name="x")
+        hw = fd.define_tensor(w.shape, w.dtype, mesh, weight)
+        loss = f(hx, hw).square().sum()
+        for out in (loss, *mf.grad(loss, [hx, hw])):
+            fd.add_output(out)
+    program = mf.pipeline(fd, microbatches=count, batch={"x": 0})
+    leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+    total = f(*leaves).square().sum()
+    wanted = [total.detach(), *torch.autograd.grad(total, leaves)]
+    found = mf.simulate(program, [x, w], options=POISON).outputs
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
 
 
 # -- what cannot be ------------------------------------------------------------------------------

@@ -152,6 +152,7 @@ PLACEMENTS: list[tuple[list[Any], dict[str, Any]]] = [
     ([TorchPartial(), S1], {"dp": Partial(), "tp": Shard(1)}),
     ([TorchReplicate(), TorchPartial("avg")], {"tp": Partial("avg")}),
     ([TorchPartial("product"), TorchReplicate()], {"dp": Partial("prod")}),
+    ([_StridedShard(0, split_factor=2), S1], {"dp": Shard(0, 2), "tp": Shard(1)}),
 ]
 
 
@@ -166,6 +167,23 @@ def test_placements(placements: list[Any], ours: dict[str, Any]) -> None:
     )
     assert mf.layout_of(bare, axes=("dp", "tp")) == Layout(GRID, ours)
     assert mf.layout_of(bare).mesh.axes == ("y", "x")
+
+
+@pytest.mark.parametrize(("n", "blocks"), [(12, 3), (12, 6), (14, 2), (3, 3)])
+def test_torch_splits_blocks_as_layouts_do(n: int, blocks: int) -> None:
+    whole, mesh = torch.arange(n), DeviceMesh.arange(tp=3)
+    layout = Layout(mesh, {"tp": Shard(0, blocks)})
+    (placement,) = placements_of(layout)
+    assert placement == _StridedShard(0, split_factor=blocks)
+    parts, _ = placement._split_tensor(whole, 3, with_padding=False)
+    for rank, part in enumerate(parts):
+        assert torch.equal(mf.shard_tensor(whole, layout, rank=rank), part)
+
+
+@pytest.mark.parametrize("ours", [{"dp": Shard(0, 2), "tp": Shard(0, 2)}, {"tp": Shard(0, (2, 1))}])
+def test_blocks_without_counterpart(ours: dict[str, Any]) -> None:
+    with pytest.raises(mf.LayoutError, match="equal blocks alone, which one axis splits"):
+        placements_of(Layout(GRID, ours))
 
 
 @pytest.mark.parametrize("at", range(6))
@@ -600,7 +618,7 @@ WRONG: dict[str, tuple[Spoil, list[str]]] = {
         lambda x, mesh: DTensor.from_local(
             torch.ones(2, 4), mesh, [_StridedShard(0, split_factor=2)], run_check=False
         ),
-        ["%x: a DTensor placed as", "_StridedShard"],
+        ["%x is a DTensor laid out as (tp=S0/2), expected (tp=S0)"],
     ),
     "more dims than the definition": (
         lambda x, mesh: cut(torch.ones(8, 4, 1), Layout(FOUR, {"tp": Shard(0)}), mesh, 2),

@@ -53,8 +53,8 @@ def test_an_action_is_from_its_first_work_to_its_last() -> None:
     ]
     found = by_action(program.host, program.schedule, events)
     assert found.lanes == (
-        (Slot(Action(0, "F", 1), 0.0, 2.0),),
-        (Slot(Action(1, "B", 0), 3.0, 16.0),),
+        (Slot(Action(0, "F", 1), 0.0, 2e-6),),
+        (Slot(Action(1, "B", 0), 3e-6, 16e-6),),
     )
     assert str(found).startswith("1f1b: 16 µs in all")
 

@@ -17,6 +17,7 @@ MACHINE = Machine(device="a GPU", link="peer", backend="nccl", versions={"torch"
 CURVE = Curve(((1024.0, 1e-6), (65536.0, 1e-5)))
 COSTS = Costs(
     launch_s=2e-6,
+    run_s=7e-6,
     flops=1e12,
     bandwidth=1e11,
     links={"Allreduce 2": Link(curve=CURVE), "*": Link(1e-5, 1e9)},
@@ -41,6 +42,12 @@ def test_a_table_comes_back_as_it_was() -> None:
         back.costs.name
         == "calibrated: a GPU (peer, nccl), 2 ranks, 2026-11-23, off by 4% on average"
     )
+
+
+def test_a_table_from_before_runs_had_a_cost_is_read() -> None:
+    fields = json.loads(TABLE.as_json())
+    assert fields["costs"].pop("run_s") == 7e-6
+    assert parsed(json.dumps(fields)).costs.run_s == 0.0
 
 
 def test_the_table_of_most_ranks_counts(tmp_path: Path) -> None:

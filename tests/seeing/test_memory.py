@@ -13,14 +13,15 @@ from mdfuse import DeviceMesh, hir
 from mdfuse.seeing.memory import memory_of
 
 #: Programs for which the simulator makes copies that the program does not name: of a result that is
-#: a view of another one, of what is sent to oneself, of terms that are reduced at the end.
+#: a view of another one, of what is sent to oneself, of terms that are reduced at the end, two of
+#: which may be under way.
 COPIED = {"permutes", "to_oneself", "rotated_reduction", "reduce_to_a_mesh"}
 
 
 def check(name: str, host: hir.HostProgram, peaks: tuple[int, ...]) -> None:
     found = [memory_of(host.project(r)).peak for r in range(len(peaks))]
     if name in COPIED:
-        assert all(0.7 * b < a <= b for a, b in zip(found, peaks, strict=True))
+        assert all(0.5 * b < a <= b for a, b in zip(found, peaks, strict=True))
     else:
         assert found == list(peaks)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import xml.etree.ElementTree as ET
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -438,6 +439,24 @@ def test_a_thousand_ranks_that_run_alike_are_gone_through_once() -> None:
     assert [len(r) for r in found.ranks.values()] == [1024]
     check(found)
     assert found.seconds == 8 * (4 + 1)  # two products, relu, sum; a reduction
+
+
+def test_what_a_run_takes_comes_on_top() -> None:
+    """Once, however much there is to do; no event is about it."""
+    program = mf.compile(two_products(), mf.Options(compile="never"))
+    costs = Costs(launch_s=1.0, run_s=0.25, links={"*": Link(1.0)})
+    found, plain = program.timeline(costs), program.timeline(replace(costs, run_s=0.0))
+    assert found.events == plain.events and found.seconds == plain.seconds + 0.25 == 3.25
+
+
+def two_products() -> mf.FusionDefinition:
+    mesh = DeviceMesh.arange(tp=2)
+    with mf.FusionDefinition("two") as fd:
+        x = fd.define_tensor([4, 8], mesh=mesh)
+        a = fd.define_tensor([8, 6], mesh=mesh, layout={"tp": Shard(1)})
+        b = fd.define_tensor([6, 8], mesh=mesh, layout={"tp": Shard(0)})
+        fd.add_output(fd.ops.set(x @ a @ b).on(mesh, {}))
+    return fd
 
 
 def test_a_timeline_prints_in_a_line() -> None:

@@ -16,6 +16,7 @@ from mdfuse.cli.calibration.measuring import Measurements, errors, pair
 from mdfuse.cli.calibration.subjects import CPU, GPU, Scale, points
 from mdfuse.cli.report import size_text, time_text, titled
 from mdfuse.errors import ProgramError
+from mdfuse.interpreter.garbage import quick_collections
 from mdfuse.plan.progress import progress
 from mdfuse.runtime.communicator import Communicator, init
 from mdfuse.seeing.cost_tables import CostTable, file_name, folder, machine_of
@@ -64,7 +65,8 @@ def calibrated(comm: Communicator, scale: Scale | None = None) -> CostTable:
     console = screen.output()
     measured = Measurements(comm, scale, console.print)
     total = points(scale, comm.size) + COUNT
-    with progress("calibrating", total, shows=comm.rank == 0) as advance:
+    shown = progress("calibrating", total, shows=comm.rank == 0)
+    with quick_collections(), shown as advance:
         measured.take(advance)
         start = time.perf_counter()
         costs, pairs = measured.costs, []
@@ -114,6 +116,7 @@ def _written(path: Path, table: CostTable) -> ProgramError | None:
 def kinds(costs: Costs) -> Table:
     """Return a table of the least and the greatest speed of each kind of work."""
     found = titled("what was measured", "kind", right=("least time", "largest size", "its speed"))
+    found.add_row("run", time_text(costs.run_s), "", "")
     for key, curve in costs.works.items():
         size, seconds = curve.points[-1]
         is_attention = "attention" in key

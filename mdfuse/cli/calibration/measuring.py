@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.cli.calibration.subjects import OPTIONS, Scale, Subject, subjects
+from mdfuse.cli.calibration.subjects import OPTIONS, Scale, Subject, chains, subjects
 from mdfuse.cli.execution import timed
 from mdfuse.compiled.program import Program
 from mdfuse.errors import BackendError
@@ -26,6 +26,9 @@ from mdfuse.seeing.curves import Curve, Grid
 
 #: Timed samples of each subject, of which the least counts.
 SAMPLES = 5
+
+#: Runs in a row of which the time of one is known: so are those of the programs to be predicted.
+_QUEUED = 8
 
 #: Subjects between two looks at the same piece of work, whose times say how calm the machine is.
 _EVERY = 16
@@ -108,6 +111,19 @@ class Measurements:
                 seconds -= sum(self.costs.seconds(mine, i) for i in subject.local)
             self.times.setdefault((subject.table, subject.key), {})[subject.at] = seconds
             advance()
+        self.times["run", "run"] = {1: self._run()}
+        self._share()
+
+    def _run(self) -> float:
+        """Return what a run takes besides its work: what is left when it does nothing.
+
+        Of two programs one does twice as much as the other.
+        """
+        few, many = (
+            seconds_of(self.comm, _call(self.comm, program), _QUEUED)
+            for program in chains(self.scale, self.comm.size)
+        )
+        return max(0.0, 2 * few - many)
 
     @property
     def _probed(self) -> tuple[int, int, int]:
@@ -159,7 +175,8 @@ class Measurements:
     @property
     def costs(self) -> Costs:
         """The table of what was measured so far."""
-        by: dict[str, dict[str, dict[Any, float]]] = {"works": {}, "products": {}, "links": {}}
+        by: dict[str, dict[str, dict[Any, float]]] = {}
+        by |= {table: {} for table in ("works", "products", "links", "run")}
         for (table, key), points in self.times.items():
             by[table][key] = {at: max(seconds, 1e-9) for at, seconds in points.items()}
         works = {key: Curve.of(points) for key, points in by["works"].items()}
@@ -169,6 +186,7 @@ class Measurements:
         return Costs(
             name="measured",
             launch_s=min((c.points[0][1] for c in works.values()), default=0.0),
+            run_s=by["run"].get("run", {}).get(1, 0.0),
             flops=_flops(by["products"]),
             links=links,
             works=works,
@@ -228,12 +246,16 @@ class Pair:
 
 def pair(comm: Communicator, program: Program, costs: Costs) -> Pair:
     """Predict and measure a program; all ranks call it, and get the median over ranks."""
-    given = [*arguments(program.host, comm).values()]
-    mine = seconds_of(comm, lambda: program.run(*given))
+    mine = seconds_of(comm, _call(comm, program), _QUEUED)
     told = comm.all_ok(json.dumps(mine))
     measured = statistics.median(json.loads(text) for text in told if text is not None)
     predicted = program.timeline(costs).seconds
     return Pair(name=program.host.name, predicted_s=predicted, measured_s=measured)
+
+
+def _call(comm: Communicator, program: Program) -> Callable[[], object]:
+    given = [*arguments(program.host, comm).values()]
+    return lambda: program.run(*given)
 
 
 def errors(pairs: list[Pair]) -> tuple[float, float]:

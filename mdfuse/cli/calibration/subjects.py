@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from mdfuse.compiled.program import compile
+from mdfuse.compiled.program import Program, compile
 from mdfuse.config import Options
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.hir.instructions import POSTS
@@ -303,6 +303,27 @@ def _sent(scale: Scale, key: str, host: HostProgram) -> Subject:
         runs=_runs(scale, once * loops),
         local=local,
     )
+
+
+#: How often the programs do something that show what a run takes, however little it does.
+_CHAINS = 16, 32
+
+#: Seconds that it takes each time, about: more than the host takes to queue it.
+_LINK_S = 2e-6
+
+
+def chains(scale: Scale, ranks: int) -> Iterator[Program]:
+    """Yield two programs of equal work, of which the second one does twice as much."""
+    size = next((n for n in scale.sizes if n >= _LINK_S * scale.bandwidth), scale.sizes[-1])
+    dtype = scale.dtypes[0]
+    for times in _CHAINS:
+        with FusionDefinition(f"chain_{times}") as fd:
+            shape = [max(1, size // dtype.itemsize // 2 // _WIDTH), _WIDTH]
+            x: Any = fd.define_tensor(shape, dtype, mesh=DeviceMesh.arange(x=ranks))
+            for _ in range(times):
+                x = -x
+            fd.add_output(x)
+        yield compile(fd, OPTIONS)
 
 
 def subjects(scale: Scale, ranks: int) -> Mapping[str, Callable[[], Iterator[Subject]]]:

@@ -36,7 +36,7 @@ from mdfuse.frontend.importing.table import (
 )
 from mdfuse.frontend.importing.views import Views
 from mdfuse.frontend.ops.views import set as set_
-from mdfuse.layouts.boxes import Box
+from mdfuse.layouts.boxes import Boxes, Rows, boxes_of
 from mdfuse.layouts.layout import Layout, Shard
 from mdfuse.mesh import DeviceMesh
 from mdfuse.names import is_value_name
@@ -128,19 +128,22 @@ class Model:
             start += size
         return found
 
-    def boxes(self, node: Node, rank: int | None) -> list[Box | None]:
-        """What a rank has of each input of a parameter or a constant; None outside of its mesh."""
-        layout, found = self.layout(node), list[Box | None]()
+    def boxes(self, node: Node, rank: int | None) -> list[Boxes | None]:
+        """What a rank has of each input of a parameter or a constant; None outside of its mesh.
+
+        Of each input one box, and where it lies in the rank's part; several of dims in blocks.
+        """
+        layout, found = self.layout(node), list[Boxes | None]()
         for _, shape, start in self.parts(node, ""):
             if rank is not None and rank not in layout.mesh:
                 found.append(None)
                 continue
-            box = tuple((0, n) for n in shape) if rank is None else layout.intervals(shape, rank)
+            rows: list[Rows] = [((0, n),) for n in shape]
+            rows = rows if rank is None else [*layout.rows(shape, rank)]
             if node in self.blocks:
                 dim = self.blocks[node].dim
-                first, last = box[dim]
-                box = (*box[:dim], (start + first, start + last), *box[dim + 1 :])
-            found.append(box)
+                rows[dim] = tuple((start + first, start + last) for first, last in rows[dim])
+            found.append(tuple(boxes_of(rows)))
         return found
 
     def gathered(self, node: Node, x: Handle | Joined) -> Handle | Joined:
@@ -271,10 +274,22 @@ def record(model: Model, inputs: Inputs, is_trained: bool = False) -> list[Any]:
     results: list[Any] = []
     for place, node in enumerate(model.captured.results):
         x = whole(recording.read(node))
+        if x is None:
+            raise _not_made(model, place, node)
         if isinstance(x, Handle) and place in model.outputs:
             x = set_(x).on(model.outputs[place].layout)
         results.append(x)
     return results
+
+
+def _not_made(model: Model, place: int, node: Node) -> DefinitionError:
+    line = line_of(node.meta.get("stack_trace"))
+    return DefinitionError(
+        f"the tensor {place} that {model.captured.name} returns cannot be imported",
+        where=[line.quote()] if line else [],
+        because="it is a result of an operation of which mf.ops gives the first one alone",
+        hint="return the first one; of pools that return places, windows are of one size",
+    )
 
 
 def whole(x: Any) -> Any:

@@ -16,6 +16,8 @@ from torch.fx.node import map_aggregate, map_arg
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend.importing.buffers import made_again
 from mdfuse.frontend.importing.capture import Captured
+from mdfuse.frontend.importing.lines import line_of
+from mdfuse.frontend.importing.table import IN_CONTEXT, draws
 
 #: Operations that read of their first operand its shape and dtype alone.
 _SHAPE_ONLY = {
@@ -90,6 +92,8 @@ class Folded:
     def _run(self, node: Node) -> Any:
         if node.op == "placeholder":
             return self._held(node)
+        if _draws(node):
+            raise _frozen(node)
 
         def known(n: Node) -> Any:
             return self._known[n] if n in self._known else _blank(n.meta["val"])
@@ -116,6 +120,24 @@ class Folded:
                 )
             tensor = made
         return tensor.detach().cpu()
+
+
+def _draws(node: Node) -> bool:
+    """Whether a node draws random numbers: torch marks what may, `draws` knows when some do not."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    target = str(node.target)
+    return target not in IN_CONTEXT or draws(target, node.args, node.kwargs)
+
+
+def _frozen(node: Node) -> DefinitionError:
+    line = line_of(node.meta.get("stack_trace"))
+    return DefinitionError(
+        f"{node.target} of neither inputs nor parameters",
+        where=[line.quote()] if line else [],
+        because="what depends on neither is computed once, and each run would have the same draw",
+        hint="make what is drawn an argument of the module",
+    )
 
 
 def _blank(value: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mdfuse.errors import ProgramError
 from mdfuse.frontend.importing.place import nearest
-from mdfuse.layouts.boxes import Box
+from mdfuse.layouts.boxes import Box, Boxes, index_of
 
 _INDEX = "model.safetensors.index.json"
 
@@ -266,6 +266,19 @@ def read(checkpoint: Checkpoint, name: str, dtype: torch.dtype, box: Box) -> Ten
             hint="cast it before",
         )
     return part.to(dtype)
+
+
+def joined(boxes: Boxes, read: Callable[[Box], Tensor]) -> Tensor:
+    """Return a rank's part of a tensor: one box as it is read, several in their places."""
+    (box, _), *more = boxes
+    if not more:
+        return read(box)
+    pieces = [read(box) for box, _ in boxes]
+    ends = zip(*([stop for _, stop in place] for _, place in boxes), strict=True)
+    part = pieces[0].new_empty([max(of) for of in ends])
+    for piece, (_, place) in zip(pieces, boxes, strict=True):
+        part[index_of(place)] = piece
+    return part
 
 
 def part_of(x: Tensor, box: Box) -> Tensor:

@@ -39,6 +39,6 @@ def batch_norm_of_training(
 
 
 def weight_norm(v: Handle, g: Handle, dim: int = 0) -> Any:
-    """v with the norm g in each place of a dim (Salimans, Kingma 2016)."""
-    others = [d for d in range(v.ndim) if d != dim % v.ndim]
+    """v with the norm g in each place of a dim (Salimans, Kingma 2016); dim -1: with one norm."""
+    others = [d for d in range(v.ndim) if dim == -1 or d != dim % v.ndim]
     return v * (g / ops.norm(v, 2, others, True))

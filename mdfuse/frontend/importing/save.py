@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from mdfuse.errors import ProgramError
 from mdfuse.frontend.importing.build import Model
-from mdfuse.layouts.boxes import Box
+from mdfuse.layouts.boxes import Box, index_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,17 +95,19 @@ def _parts(
         )
     given = iter(zip(names, weights, strict=True))
     for saved in _tensors(model, rank is None):
-        for box in model.boxes(saved.node, rank):
+        for boxes in model.boxes(saved.node, rank):
             name, x = next(given)
-            if x is None or box is None or saved.boxes.get(box) != (rank or 0):
-                continue
-            if tuple(x.shape) != _extent(box)[1]:
+            written = [pair for pair in boxes or () if saved.boxes.get(pair[0]) == (rank or 0)]
+            ends = [[stop for _, stop in place] for _, place in boxes or ()]
+            expected = [max(of) for of in zip(*ends, strict=True)]
+            if x is not None and written and [*x.shape] != expected:
                 raise ProgramError(
                     f"{name} of shape {list(x.shape)}",
-                    because=f"this rank's part of it is {list(_extent(box)[1])}",
+                    because=f"this rank's part of it is {expected}",
                     hint="save(folder, weights, comm=comm) for parts; without comm wholes",
                 )
-            yield saved, box, x
+            if x is not None:
+                yield from ((saved, box, x[index_of(place)]) for box, place in written)
 
 
 def _tensors(model: Model, is_whole: bool) -> Iterator[Saved]:
@@ -115,8 +117,9 @@ def _tensors(model: Model, is_whole: bool) -> Iterator[Saved]:
         ranks = [None] if is_whole else sorted(model.layout(node).mesh.ranks)
         boxes: dict[Box, int] = {}
         for rank in ranks:
-            for box in model.boxes(node, rank):
-                if box is not None and all(first < last for first, last in box):
+            held = (pairs for pairs in model.boxes(node, rank) if pairs is not None)
+            for box, _ in (pair for pairs in held for pair in pairs):
+                if all(first < last for first, last in box):
                     boxes.setdefault(box, rank or 0)
         names = model.captured.parameters[node].names
         shape = tuple(value.shape)

@@ -18,7 +18,8 @@ from mdfuse.errors import DefinitionError
 from mdfuse.extents.extent import are_same
 from mdfuse.frontend import ops as operations
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.importing import indices, norms, written
+from mdfuse.frontend.importing import bags, images, indices, norms, recurrent, written
+from mdfuse.frontend.importing.constants import as_value
 from mdfuse.frontend.importing.views import Views
 
 Call = Callable[..., Any]
@@ -57,9 +58,10 @@ SAME: Mapping[str, str] = {
          "nansum", "nanmean", "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d",
          "adaptive_avg_pool2d", "adaptive_avg_pool3d", "max_pool1d", "max_pool2d", "max_pool3d",
          "conv_transpose1d", "pixel_shuffle", "pixel_unshuffle", "cosine_similarity",
-         "pairwise_distance", "isclose", "tensordot", "view_as_complex", "view_as_real",
-         "zeros_like", "ones_like", "full_like", "empty_like", "new_empty", "new_full",
-         "new_zeros", "new_ones"),
+         "pairwise_distance", "bilinear", "im2col", "col2im", "lstm_cell", "gru_cell",
+         "rnn_tanh_cell", "rnn_relu_cell", "isclose", "tensordot", "view_as_complex",
+         "view_as_real", "zeros_like", "ones_like", "full_like", "empty_like", "new_empty",
+         "new_full", "new_zeros", "new_ones"),
         "default",
     ),
     **dict.fromkeys(("add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge", "bitwise_and",
@@ -107,6 +109,7 @@ SAME: Mapping[str, str] = {
     "max": "default dim other",
     "min": "default dim other",
     "sort": "default stable",
+    "argsort": "default stable",
 }  # fmt: skip
 
 
@@ -153,6 +156,7 @@ def _to(x: Handle, *said: Any, dtype: torch.dtype | None = None) -> Any:
 def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
     """Join tensors, of which an empty vector is left out, as caches begin with one."""
     kept = [x for x in tensors if not is_nothing(x)]
+    kept = [as_value(x) if isinstance(x, Tensor) else x for x in kept]
     return kept[0] if len(kept) == 1 else ops.cat(kept, dim)
 
 
@@ -195,11 +199,15 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     if weight is not None:
-        raise DefinitionError(
-            "cross_entropy with weights of classes",
-            because="there is no such operation",
-            hint="leave weight= out, or multiply the losses of rows",
-        )
+        if label_smoothing or target.dtype.is_floating_point:
+            raise DefinitionError(
+                "cross_entropy with weights of classes, and smoothed labels or probabilities",
+                because="there is no such operation",
+                hint="leave weight= out, or multiply the losses of rows",
+            )
+        logs = ops.log_softmax(x, 0 if x.ndim == 1 else 1)
+        how = {"ignore_index": ignore_index, "reduction": _REDUCTIONS[reduction]}
+        return ops.nll_loss(logs, target, weight, **how)
     return ops.cross_entropy(
         x,
         target,
@@ -232,6 +240,28 @@ def _embedding(
 
 def _dropout(context: Context, x: Handle, p: float = 0.5, train: bool = False) -> Any:
     return ops.dropout(x, p, context.seed) if train and p else x
+
+
+def _other_dropout(x: Handle, p: float, train: bool) -> Any:
+    """`Dropout2d`, `AlphaDropout` and their like, which do nothing in eval mode."""
+    if train and p:
+        raise DefinitionError(
+            "dropout of whole channels, or that keeps mean and variance, in training",
+            because="there is no such operation",
+            hint="nn.Dropout, or module.eval() before the import",
+        )
+    return x
+
+
+def _rrelu(x: Handle, lower: float = 1 / 8, upper: float = 1 / 3, train: bool = False) -> Any:
+    """`RReLU` in eval mode: the mean of the slopes that it draws in training."""
+    if train:
+        raise DefinitionError(
+            "rrelu in training",
+            because="there is no such operation",
+            hint="nn.LeakyReLU, or module.eval() before the import",
+        )
+    return ops.leaky_relu(x, (lower + upper) / 2)
 
 
 def _attention(
@@ -344,6 +374,15 @@ TABLE: dict[str, Call] = {
     "aten.smooth_l1_loss.default": _loss("smooth_l1_loss", "reduction", "beta"),
     "aten.soft_margin_loss.default": _loss("soft_margin_loss", "reduction"),
     "aten.kl_div.default": _loss("kl_div", "reduction"),
+    "aten.cosine_embedding_loss.default": (
+        _loss("cosine_embedding_loss", "target", "margin", "reduction")),
+    "aten.margin_ranking_loss.default": (
+        _loss("margin_ranking_loss", "target", "margin", "reduction")),
+    "aten.hinge_embedding_loss.default": _loss("hinge_embedding_loss", "margin", "reduction"),
+    "aten.triplet_margin_loss.default": (
+        _loss("triplet_margin_loss", "negative", "margin", "p", "eps", "swap", "reduction")),
+    "aten.poisson_nll_loss.default": (
+        _loss("poisson_nll_loss", "log_input", "full", "eps", "reduction")),
     "aten.binary_cross_entropy.default": _loss("binary_cross_entropy", "weight", "reduction"),
     "aten.binary_cross_entropy_with_logits.default": (
         _loss("binary_cross_entropy_with_logits", "weight", "pos_weight", "reduction")),
@@ -355,11 +394,20 @@ TABLE: dict[str, Call] = {
         ops.vector_norm(x, ord, dim, keepdim, **how)),
     "aten.max_pool2d_with_indices.default": lambda *a, **k: (
         ops.max_pool2d(*a, **k, return_indices=True)),
-    "aten.adaptive_max_pool2d.default": lambda *a: ops.adaptive_max_pool2d(*a, True),
-    "aten.upsample_nearest2d.vec": lambda x, size, scales=None: (
-        ops.interpolate(x, size, scales, mode="nearest")),
-    "aten.upsample_bilinear2d.vec": lambda x, size, corners, scales=None: (
-        ops.interpolate(x, size, scales, mode="bilinear", align_corners=corners)),
+    **{f"aten.adaptive_max_pool{n}d.default": images.adaptive_max(n) for n in (1, 2, 3)},
+    **{f"aten.upsample_{mode}{n}d.vec": images.resized(mode)
+       for mode, n in (("nearest", 1), ("nearest", 2), ("nearest", 3), ("linear", 1),
+                       ("bilinear", 2), ("trilinear", 3))},
+    "aten.grid_sampler.default": images.grid_sample,
+    "aten.affine_grid_generator.default": images.affine_grid,
+    "aten.channel_shuffle.default": images.channel_shuffle,
+    "aten.embedding_bag.padding_idx": bags.embedding_bag,
+    **{f"aten.{name}.input": recurrent.network(name)
+       for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+    "aten.cdist.default": lambda x, y, p=2.0, mode=None: ops.cdist(x, y, p),
+    "aten.rrelu.default": _rrelu,
+    **{f"aten.{name}.default": _other_dropout
+       for name in ("feature_dropout", "alpha_dropout", "feature_alpha_dropout")},
     "aten.einsum.default": lambda equation, tensors, **_: ops.einsum(equation, *tensors),
     "aten.meshgrid.default": lambda tensors: ops.meshgrid(*tensors),
     "aten.meshgrid.indexing": lambda tensors, indexing: ops.meshgrid(*tensors, indexing=indexing),
@@ -376,6 +424,8 @@ TABLE: dict[str, Call] = {
     "aten._native_batch_norm_legit_no_training.default": (
         lambda x, w, b, mean, var, momentum, eps: (
             ops.batch_norm(x, mean, var, w, b, False, momentum, eps), None, None)),
+    "aten.instance_norm.default": lambda x, w, b, mean, var, *how: (
+        ops.instance_norm(x, mean, var, w, b, *how[:3])),
     "aten._weight_norm.default": norms.weight_norm,
     "aten._native_batch_norm_legit_functional.default": norms.batch_norm_of_training,
     "aten.index.Tensor": indices.take,
@@ -439,5 +489,6 @@ IN_CONTEXT: dict[str, Call] = {
 BY_VALUE: Mapping[str, Call] = {
     **dict.fromkeys(_JOINS, lambda tensors, *_: [x for x in tensors if not is_nothing(x)]),
     "aten.index.Tensor": lambda x, indices: [x],
+    "aten.embedding_bag.padding_idx": bags.wanted,
     "aten.scaled_dot_product_attention.default": _wanted_of_attention,
 }

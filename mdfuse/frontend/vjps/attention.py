@@ -8,16 +8,19 @@ from typing import Any
 
 import torch
 
-from mdfuse.errors import DefinitionError
+from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import creations, reductions, views
 from mdfuse.frontend.ops.recording import back, in_f32, record, record_several
 from mdfuse.frontend.vjps.table import Applied, eq, ge, rule, where
 
 
-@rule("attention")
+@rule("attention", "scaled_dot_product_attention")
 def _attention(e: Applied, cts: Sequence[Any]) -> Sequence[Handle | None]:
-    """By the row that keeps no scores; a mask's gradient is as large as the scores are."""
+    """By the row that keeps no scores; a mask's gradient is as large as the scores are.
+
+    Before, the recorder has attention that gives no sums replaced by what gives them.
+    """
     ct, of_sums = cts
     if of_sums is None and not (e.count > 3 and e.wants(3)):
         mask = [e[3]] if e.count > 3 else []
@@ -26,14 +29,15 @@ def _attention(e: Applied, cts: Sequence[Any]) -> Sequence[Handle | None]:
         return (*found, *(None for _ in mask))
     p, q, value, d_scores = _weights(e, 3), e[0], None, None
     if ct is not None:
-        d_scores = _through(p, in_f32(_product(ct, views.transpose(e[2]))))
-        value = _product(views.transpose(back(p, q)), ct)
+        d_scores = _through(p, in_f32(_product(ct, views.transpose(_per_head(e, e[2])))))
+        value = _joined(e, _product(views.transpose(back(p, q)), ct))
     if of_sums is not None:
         more = p * views.unsqueeze(in_f32(of_sums), -1)
         d_scores = more if d_scores is None else d_scores + more
     assert d_scores is not None
     small = back(d_scores * _scale(e), q)
-    own = (_product(small, e[1]), _product(views.transpose(small), q), value)
+    key = _joined(e, _product(views.transpose(small), q))
+    own = (_product(small, _per_head(e, e[1])), key, value)
     return (*own, d_scores) if e.count > 3 else own
 
 
@@ -44,10 +48,10 @@ def _attention_grad(e: Applied, cts: Sequence[Any]) -> Sequence[Handle | None]:
     With M what comes back to dS = P (dP - D), D = sum(P dP) over a row, and N what comes back to P
     through dv: to dP comes P (M - R), R = sum(P M) over a row; to P comes M (dP - D) - R dP + N.
     """
-    q, k, v, ct = e[0], e[1], e[2], e[5]
-    zero = [in_f32(x) for x in (q, k, v)]
-    a, b, c = (in_f32(x) if x is not None else z * 0.0 for x, z in zip(cts, zero, strict=True))
-    wq, wk, wv, wct, scale = *zero, in_f32(ct), _scale(e)
+    wide = [in_f32(x) for x in (e[0], e[1], e[2])]
+    given = [in_f32(x) if x is not None else z * 0.0 for x, z in zip(cts, wide, strict=True)]
+    (wq, wk, wv), (a, b, c) = ((x[0], *(_per_head(e, y) for y in x[1:])) for x in (wide, given))
+    wct, scale = in_f32(e[5]), _scale(e)
     p = _weights(e, 6)
     dp = _product(wct, views.transpose(wv))
     ds = _through(p, dp)
@@ -58,18 +62,36 @@ def _attention_grad(e: Applied, cts: Sequence[Any]) -> Sequence[Handle | None]:
     to_s = _through(p, m * own - dp * row + _product(wct, views.transpose(c)))
     return (
         (_product(ds, b) + _product(to_s, wk)) * scale,
-        (_product(views.transpose(ds), a) + _product(views.transpose(to_s), wq)) * scale,
-        _product(views.transpose(to_dp), wct),
+        _joined(e, _product(views.transpose(ds), a) + _product(views.transpose(to_s), wq)) * scale,
+        _joined(e, _product(views.transpose(to_dp), wct)),
         None,
         None,
         _product(to_dp, wv) + _product(p, c),
-        *(None for _ in range(e.count - 6)),
+        *(to_s for _ in range(e.count - 6)),
     )
 
 
 def _product(a: Handle, b: Handle) -> Handle:
     found: Handle = record("matmul", a, b)
     return found
+
+
+def _shared(e: Applied) -> int:
+    """How many heads of the query share one of key and value."""
+    heads = e.shape(1)[-3] if e.attrs.get("enable_gqa") else 0
+    return e.shape(0)[-3] // heads if isinstance(heads, Extent) or heads else 1
+
+
+def _per_head(e: Applied, x: Handle) -> Handle:
+    """Key or value with the heads of the query: each repeated for those that share it."""
+    n = _shared(e)
+    return x if n == 1 else views.repeat_interleave(x, n, -3)
+
+
+def _joined(e: Applied, x: Handle) -> Handle:
+    """Undo `_per_head` of a cotangent: what comes back to a head from those that share it."""
+    n = _shared(e)
+    return x if n == 1 else reductions.sum(views.unflatten(x, -3, (-1, n)), -3)
 
 
 def _scale(e: Applied) -> float:
@@ -85,13 +107,7 @@ def _through(p: Handle, ct: Handle) -> Handle:
 
 def _weights(e: Applied, at: int) -> Handle:
     """The weights in f32 or wider; the mask, if there is one, is the operand at a position."""
-    if e.attrs.get("enable_gqa"):
-        raise DefinitionError(
-            "the gradient of attention with enable_gqa, of its sums, of its mask, or once more",
-            because="it is computed from the weights, of which each head has its own",
-            hint="repeat the heads of key and value: repeat_interleave(k, n, -3)",
-        )
-    q, k = e[0], e[1]
+    q, k = e[0], _per_head(e, e[1])
     mask = e[at] if e.count > at else None
     scores = in_f32(_product(q, views.transpose(k))) * _scale(e)
     if mask is not None:

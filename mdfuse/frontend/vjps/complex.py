@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops.recording import record
-from mdfuse.frontend.vjps.table import Applied, cos, rule, sin
+from mdfuse.frontend.vjps.table import Applied, cos, eq, rule, sin, where
 
 #: Ops whose rule holds for complex numbers: those that move or add them, and those that say so.
 COMPLEX = frozenset(
     ("set", "stride_order", "permute", "reshape", "unsqueeze", "squeeze", "expand", "slice",
      "slice_grad", "cat", "flip", "index_select", "add", "sub", "neg", "mul", "div", "sum", "mean",
-     "abs", "where", "conj", "real", "imag", "angle", "complex", "polar", "view_as_complex",
+     "abs", "where", "conj", "real", "imag", "angle", "sgn", "complex", "polar", "view_as_complex",
      "view_as_real"),
 )  # fmt: skip
 
@@ -66,6 +66,19 @@ def _angle(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     a, b = _real(e[0]), _imag(e[0])
     share = ct / (a * a + b * b)
     return (_pair(-b * share, a * share),)
+
+
+@rule("sgn")
+def _sgn(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    """z / |z|: what of the cotangent goes across z, over |z|. Of real numbers it is a step."""
+    z = e[0]
+    if not z.dtype.is_complex:
+        return (None,)
+    size = record("abs", z)
+    is_zero = eq(size, 0)
+    safe = where(is_zero, 1.0, size)
+    along = record("real", ct * record("conj", z)) / (safe * safe)
+    return (where(is_zero, 0.0, (ct - z * along) / safe),)
 
 
 @rule("view_as_complex")

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+
+import torch
 
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import reductions, views
 from mdfuse.frontend.ops.recording import record
 from mdfuse.frontend.vjps.table import (
-    RULES,
     Applied,
-    Rule,
     eq,
     exp,
-    gt,
     log,
     logical_and,
+    lt,
+    product_of_others,
     rule,
     where,
     widely,
@@ -67,14 +68,14 @@ def _through_extreme(e: Applied, ct: Handle) -> Handle:
 
 
 def _through_product(e: Applied, ct: Handle) -> Handle:
-    """The product of the others: what is not zero, where at most one is."""
-    is_zero = eq(e[1], 0)
-    rest = where(is_zero, 1.0, e[1])
     shape, dim = e.attrs["shape"], e.attrs["along"]
-    product = _at(e, record("scatter_reduce", e[0], rest, shape=shape, along=dim, reduce="prod"))
-    zeros = _at(e, _summed(e, record("cast", is_zero, dtype=ct.dtype)))
-    alone = logical_and(is_zero, eq(zeros, 1))
-    return _at(e, ct) * where(eq(zeros, 0), product / rest, where(alone, product, 0.0))
+
+    def product(x: Handle) -> Handle:
+        made = record("scatter_reduce", e[0], x, shape=shape, along=dim, reduce="prod")
+        return _at(e, made)
+
+    others = product_of_others(e[1], product=product, total=lambda x: _at(e, _summed(e, x)))
+    return _at(e, ct) * others
 
 
 # -- along a dim ---------------------------------------------------------------------------------
@@ -101,47 +102,41 @@ def _cumsum(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 @rule("cumprod")
 @widely
 def _cumprod(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    """Before the first 0 of a row by division; at it by the products without it; behind it 0."""
+    """The sum, from here on, of the products so far without this element.
+
+    As `product_of_others`: by the product of what is not 0, and the sum of the zeros.
+    """
     x, dim = e[0], e.attrs["dim"]
     if not x.ndim:
         return (ct,)
     is_zero = eq(x, 0)
-    zeros = record("cumsum", record("cast", is_zero, dtype=ct.dtype), dim=dim)
-    is_first = logical_and(is_zero, eq(zeros, 1))
-    without = record("cumprod", where(is_first, 1.0, x), dim=dim)
-    before = _from_behind(ct * e.y, dim) / where(is_zero, 1.0, x)
-    at = _from_behind(where(gt(zeros, 0), ct * without, 0.0), dim)
-    return (where(eq(zeros, 0), before, where(is_first, at, 0.0)),)
+    rest, own = where(is_zero, 1.0, x), where(is_zero, x, 0.0)
+    count = record("cumsum", record("cast", is_zero, dtype=ct.dtype), dim=dim)
+    product, zero = ct * record("cumprod", rest, dim=dim), record("cumsum", own, dim=dim)
+    none, one, two = (where(eq(count, n), product, 0.0) for n in range(3))
+    before = _from_behind(none + one * zero, dim) / rest
+    at = _from_behind(one + two * zero, dim) - own * _from_behind(two, dim)
+    return (where(is_zero, at, before),)
 
 
 @rule("logcumsumexp")
 @widely
 def _logcumsumexp(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    """exp(x) times the sum of ct * exp(-y) from here on, in logarithms, of either sign of ct."""
+    """exp(x) times the sum of ct * exp(-y) from here on, in logarithms, of either sign of ct.
+
+    A ct of 0 stands on both sides as little that cancels, so that it has a derivative.
+    """
     if not e.y.ndim:
         return (ct,)
     dims, found = (e.attrs["dim"],), []
-    for part in (ct, -ct):
-        size = log(where(gt(part, 0), part, 0.0))
-        behind = record("logcumsumexp", record("flip", size - e.y, dims=dims), dim=dims[0])
+    is_zero, little = eq(ct, 0), 1e-18 if ct.dtype == torch.float32 else 1e-150
+    is_nothing = logical_and(is_zero, eq(e.y, -math.inf))
+    for part, zero in ((ct, ct + little), (-ct, little)):
+        size = log(where(is_zero, zero, where(lt(part, 0), 1.0, part))) - e.y
+        size = where(lt(part, 0), -math.inf, where(is_nothing, -math.inf, size))
+        behind = record("logcumsumexp", record("flip", size, dims=dims), dim=dims[0])
         found.append(exp(record("flip", behind, dims=dims) + e[0]))
     return (found[0] - found[1],)
-
-
-def _through_running(name: str) -> Rule:
-    def made(e: Applied, cts: Sequence[Any]) -> Sequence[Handle | None]:
-        ct, places, shape = cts[0], e.results[1], e.shape(0)
-        if not shape:
-            return (ct,)
-        dim = e.attrs["dim"] % len(shape)
-        return (record("scatter_reduce", places, ct, shape=shape, along=dim, reduce="sum"),)
-
-    made.__name__ = name
-    return made
-
-
-for _name in ("cummax", "cummin"):
-    RULES[_name] = _through_running(_name)
 
 
 # -- products ------------------------------------------------------------------------------------

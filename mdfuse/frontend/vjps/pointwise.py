@@ -218,10 +218,11 @@ def _i1(e: Applied, ct: Handle) -> Handle:
 
 
 def _sinc(e: Applied, ct: Handle) -> Handle:
+    """(cos(pi x) - sinc(x)) / x, which is as -pi^2 x / 3 at 0."""
     x = e[0]
     at_zero = eq(x, 0)
     slope = (cos(x * math.pi) - e.y) / where(at_zero, 1.0, x)
-    return ct * where(at_zero, 0.0, slope)
+    return ct * where(at_zero, x * (-(math.pi**2) / 3.0), slope)
 
 
 _LN2, _LN10 = math.log(2.0), math.log(10.0)

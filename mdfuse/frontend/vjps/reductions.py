@@ -8,9 +8,9 @@ from typing import Any
 
 from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.ops import creations, reductions, views
+from mdfuse.frontend.ops import reductions, views
 from mdfuse.frontend.ops.recording import record
-from mdfuse.frontend.vjps.table import Applied, eq, logical_and, rule, where, widely
+from mdfuse.frontend.vjps.table import Applied, eq, product_of_others, rule, where, widely
 from mdfuse.ir.dims import reduced_dims
 
 
@@ -48,17 +48,15 @@ def _mean(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 @rule("prod")
 @widely
 def _prod(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    """The product of the others: what is not zero, where at most one is."""
     x, over = e[0], reduced_dims(e.attrs.get("dims"), len(e.shape(0)))
     x = x if x.dtype == ct.dtype else record("cast", x, dtype=ct.dtype)
     if not over:
         return (ct,)
-    is_zero = eq(x, 0)
-    rest = where(is_zero, 1.0, x)
-    product = reductions.prod(rest, over, True)
-    zeros = reductions.sum(record("cast", is_zero, dtype=ct.dtype), over, True)
-    alone = logical_and(is_zero, eq(zeros, 1))
-    others = where(eq(zeros, 0), product / rest, where(alone, product, 0.0))
+    others = product_of_others(
+        x,
+        product=lambda y: reductions.prod(y, over, True),
+        total=lambda y: reductions.sum(y, over, True),
+    )
     return (_kept(e, ct) * others,)
 
 
@@ -73,14 +71,11 @@ def _extreme(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     return (where(is_there, _kept(e, ct) / equals, 0.0),)
 
 
-@rule("topk", "sort")
-def _ordered(e: Applied, cts: Sequence[Any]) -> Sequence[Handle | None]:
-    """To the place where an element stood; a mask of places takes k times n elements a row."""
+@rule("topk", "sort", "cummax", "cummin")
+def _chosen(e: Applied, cts: Sequence[Any]) -> Sequence[Handle | None]:
+    """To the place where each element of the result stood."""
     ct, places, shape = cts[0], e.results[1], e.shape(0)
     if not shape:
         return (ct,)
-    at = e.attrs["dim"] % len(shape)
-    dims = [1] * (len(shape) + 1)
-    dims[at + 1] = shape[at]
-    here = eq(views.unsqueeze(places, at + 1), views.reshape(creations.arange(shape[at]), dims))
-    return (reductions.sum(where(here, views.unsqueeze(ct, at + 1), 0.0), (at,)),)
+    dim = e.attrs["dim"] % len(shape)
+    return (record("scatter_reduce", places, ct, shape=shape, along=dim, reduce="sum"),)

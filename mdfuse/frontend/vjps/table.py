@@ -65,12 +65,11 @@ NO_GRADIENT: dict[str, str] = {
     **dict.fromkeys((f"logical_{op}" for op in ("and", "or", "xor", "not")), "on bools"),
     **dict.fromkeys((f"bitwise_{op}" for op in ("and", "or", "xor", "not")), "on integers"),
     **dict.fromkeys((f"bitwise_{side}_shift" for side in ("left", "right")), "on integers"),
-    **dict.fromkeys(("floor", "ceil", "round", "trunc", "sign", "sgn"), "it is a step"),
+    **dict.fromkeys(("floor", "ceil", "round", "trunc", "sign"), "it is a step"),
     **dict.fromkeys(("floor_divide", "heaviside", "nextafter"), "it is a step"),
     **dict.fromkeys(("uniform", "full", "full_like", "arange", "constant"), "it reads no tensor"),
     "detach": "it is there for that",
     **dict.fromkeys(("window", "widen", "round_terms"), "lowering makes it"),
-    "scaled_dot_product_attention": "gradients put attention in its place",
 }
 
 
@@ -137,3 +136,24 @@ exp, log, cos, sin, cosh, sinh = map(op, ("exp", "log", "cos", "sin", "cosh", "s
 sign, rsqrt, sigmoid, trunc, floor_divide = map(
     op, ("sign", "rsqrt", "sigmoid", "trunc", "floor_divide")
 )
+
+
+def product_of_others(
+    x: Handle, product: Callable[[Handle], Handle], total: Callable[[Handle], Handle]
+) -> Handle:
+    """What the product of some elements is without each of them.
+
+    That of the ones that are not 0, times that of the zeros. The latter stands as a sum of zeros,
+    since what it is does not count, but its derivative does: so second derivatives are right.
+
+    Args:
+        x: the elements.
+        product, total: of the elements that belong together, at the place of each.
+    """
+    is_zero = eq(x, 0)
+    rest, own = where(is_zero, 1.0, x), where(is_zero, x, 0.0)
+    count, zero = total(record("cast", is_zero, dtype=x.dtype)), total(own)
+    none, one, two = (eq(count, n) for n in range(3))
+    of_zero = where(one, 1.0, where(two, zero - own, 0.0))
+    of_other = where(none, 1.0, where(one, zero, 0.0))
+    return product(rest) * where(is_zero, of_zero, of_other / rest)

@@ -404,6 +404,8 @@ class _Squeezed:
 
 def _without_expanded(value: Value, source: Layout, target: Layout) -> _Squeezed | None:
     dims = tuple(sorted(value.expanded))
+    if value.stream is not None:  # its chunks were written where each element has a place
+        return None
     if not dims or source == target or any(_some_rank_is_empty(value, source, d) for d in dims):
         return None
     kept = {d: d for d in range(len(value.shape)) if d not in dims}
@@ -413,7 +415,7 @@ def _without_expanded(value: Value, source: Layout, target: Layout) -> _Squeezed
 
 def _some_rank_is_empty(value: Value, layout: Layout, dim: int) -> bool:
     last = tuple(n - 1 for n in layout.mesh.shape)
-    start, stop = layout.intervals_at(value.shape, last)[dim]
+    start, stop = layout.box_at(value.shape, last)[dim]
     return start == stop
 
 

@@ -15,11 +15,14 @@
                                                 }
 
 The streams wait for the caller's stream before their first work; it waits for them at the end.
+Where `next` divides a loop, each part says on which streams it runs, and waits on the stream that
+reads what arrives: a stream that waited for all that is queued on the transfers' would wait for the
+next chunk, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -27,7 +30,8 @@ import torch
 from mdfuse.config import Options
 from mdfuse.extents.expressions import Index, calc, loop
 from mdfuse.hir.instructions import POSTS, op_of, row_of
-from mdfuse.hir.program import BufferType, HostProgram, Instruction
+from mdfuse.hir.passes.cut_loops import grouped
+from mdfuse.hir.program import BufferType, HostProgram, Instruction, joined
 from mdfuse.ir.graph import fresh_name
 
 name = "assign_streams"
@@ -61,11 +65,12 @@ def _on_streams(i: Instruction, options: Options, caller: str, s: str) -> list[I
     back = Instruction(op="set_stream", inputs=(caller,))
     wait = Instruction(op="sync", inputs=(caller,))
     if _policy(i, options) == "copy_compute":
-        body = _copy_compute(i.body)
+        body = _copy_compute(i)
         used = {j.kwargs["stream"] for j in body if j.op == "set_stream"}
     else:
         used = set(range(min(options.streams, i.kwargs["stop"])))
-        body = (_set_stream(calc("mod", loop(i.outputs[0]), len(used))), *i.body)
+        turn = _set_stream(calc("mod", loop(i.outputs[0]), len(used)))
+        body = joined((turn, *part) for part in i.parts)
     if len(used) == 1:
         (only,) = used
         body = tuple(j for j in body if j.op != "set_stream")
@@ -131,6 +136,28 @@ class _Assigned:
     #: names that a transfer of computed values brought, and what follows from them
     late: set[str] = field(default_factory=set)
     current: int | None = None
+    #: whether other iterations may post between a post and its wait
+    is_divided: bool = False
+
+    def next(self) -> None:
+        """Begin the next part."""
+        self.code.append(Instruction(op="next"))
+        self.current = None
+
+    def wait(self, i: Instruction, following: Sequence[list[Instruction]]) -> None:
+        """Append a wait, in a loop that is divided on the stream of what needs it."""
+        arrived = {*self.posted[i.reads[0]]}
+        readers = (j for members in following for j in members if arrived & {*j.reads, *j.outputs})
+        stream = next((s for s in map(self.stream_of, readers) if s is not None), TRANSFER)
+        if stream == TRANSFER or not self.is_divided:
+            self.add([i])
+            return
+        # what stands before the post on its stream is done as well
+        self.homes.update(dict.fromkeys(arrived & self.homes.keys(), COMPUTE))
+        self.known -= arrived
+        self.used[TRANSFER].difference_update(self.memory(arrived))
+        self.code += [_set_stream(COMPUTE), i] if self.current != COMPUTE else [i]
+        self.current = COMPUTE
 
     def add(self, members: list[Instruction]) -> None:
         """Append an instruction, or a group of posts."""
@@ -207,24 +234,17 @@ def _comes_back(i: Instruction) -> bool:
     return not set(i.comm.source.mesh.ranks).isdisjoint(i.comm.destination.mesh.ranks)
 
 
-def _copy_compute(body: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
-    assigned = _Assigned()
-    for members in _grouped(body):
-        assigned.add(members)
+def _copy_compute(i: Instruction) -> tuple[Instruction, ...]:
+    units, assigned = grouped(i.body), _Assigned(is_divided=len(i.parts) > 1)
+    for at, members in enumerate(units):
+        match members[0].op:
+            case "next":
+                assigned.next()
+            case "wait":
+                assigned.wait(members[0], units[at + 1 :])
+            case _:
+                assigned.add(members)
     return tuple(assigned.code)
-
-
-def _grouped(body: tuple[Instruction, ...]) -> list[list[Instruction]]:
-    """Return the instructions one by one, but those from group_start to group_end together."""
-    found: list[list[Instruction]] = []
-    is_open = False
-    for i in body:
-        if is_open:
-            found[-1].append(i)
-        else:
-            found.append([i])
-        is_open = i.op == "group_start" or (is_open and i.op != "group_end")
-    return found
 
 
 def _written(i: Instruction) -> Iterable[str]:

@@ -10,7 +10,8 @@
 
 A program for all ranks waits where what arrives is used, which is nothing on a rank to which
 nothing comes. There the wait stands before the next such post, so that one buffer more is alive,
-or before what writes where the post reads, or at the end. It stays on its stream.
+or before what writes where the post reads, or at the end. It stays on its stream. Where parts of a
+loop take turns it is late already: the next iteration's post stands before it.
 """
 
 from __future__ import annotations
@@ -39,6 +40,17 @@ def _only_sends(i: Instruction) -> bool:
     return i.op == "post" and isinstance(i.inputs[0], str) and not isinstance(i.inputs[1], str)
 
 
+def _is_late(code: Sequence[Instruction], at: int) -> bool:
+    """Return whether a wait stands behind what a later iteration sends by the same post."""
+    handle = code[at].reads[0]
+    posts = (i.outputs[0] for i in reversed(code[:at]) if i.op == "post")
+    return next(h for h in posts if _base(h) == _base(handle)) != handle
+
+
+def _base(handle: str) -> str:
+    return handle.partition("@")[0]
+
+
 @dataclass(frozen=True)
 class _Block:
     """The buffers of a program, as far as moving waits in its blocks must know them."""
@@ -60,7 +72,7 @@ class _Block:
         current: Instruction | None = None
         for n, i in enumerate(code):
             current = i if i.op == "set_stream" else current
-            if i.op == "wait" and not i.attrs and i.reads[0] in sent:
+            if i.op == "wait" and not i.attrs and i.reads[0] in sent and not _is_late(code, n):
                 source = sent[i.reads[0]]
                 to = self.place(code, n, current, source)
                 kept[n] = None
@@ -120,7 +132,7 @@ class _Block:
 
 
 #: Instructions that a wait is not moved past.
-_STOPS = ("return", *BLOCKS, "call", "barrier", "group_start")
+_STOPS = ("return", *BLOCKS, "next", "call", "barrier", "group_start")
 
 
 def _received(i: Instruction) -> tuple[str, ...]:

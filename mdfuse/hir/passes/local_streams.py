@@ -52,7 +52,7 @@ def _work(program: HostProgram) -> int:
 
 def _is_work(i: Instruction) -> bool:
     is_view = shared_operand(i) is not None and i.order is None
-    return i.op not in (*_IDLE, "for", "if") and not is_view
+    return i.op not in (*_IDLE, "for", "next", "if") and not is_view
 
 
 def _marked(
@@ -126,7 +126,7 @@ def _switched(block: list[Instruction], is_over: bool) -> list[Instruction]:
             if i == current or _is_idle(block[n + 1 :], is_over):
                 continue
             current = i
-        elif i.op in ("for", "if") and any(j.op == "set_stream" for j in i.walk()):
+        elif i.op == "next" or any(j.op == "set_stream" for j in i.walk()):
             current = None
         kept.append(i)
     return kept
@@ -137,6 +137,6 @@ def _is_idle(rest: Sequence[Instruction], is_over: bool) -> bool:
     for i in rest:
         if i.op == "set_stream":
             return True
-        if i.op in ("sync", "get_stream", "for", "if", "return") or _is_work(i):
+        if i.op in ("sync", "get_stream", "for", "next", "if", "return") or _is_work(i):
             return False
     return is_over

@@ -118,7 +118,7 @@ class _Printer:
                 return f"{i.op} {i.kwargs['stream'] if i.attrs else _operands(i.inputs)}"
             case "free":
                 return f"free {_operands(i.inputs)}"
-            case "group_start" | "group_end":
+            case "group_start" | "group_end" | "next":
                 return i.op
         name = i.fn or i.op
         arguments = ", ".join(filter(None, (_operands(i.inputs), attrs_text(i.attrs))))

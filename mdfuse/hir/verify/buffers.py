@@ -11,17 +11,18 @@ from mdfuse.hir.program import BufferType, Instruction
 from mdfuse.hir.verify.expanded import expanded_dims
 from mdfuse.hir.verify.layouts import (
     axes_of,
-    box_text,
     chunk_of,
     is_alike,
     is_one_chunk,
     is_shown,
     plain,
+    rows_text,
 )
 from mdfuse.hir.verify.posts import buffer_problem, transition_problem
 from mdfuse.hir.verify.report import wrong
 from mdfuse.ir.extremes import is_number_of
 from mdfuse.ir.graph import dtype_name
+from mdfuse.layouts.boxes import Rows
 from mdfuse.layouts.layout import IDEMPOTENT, Layout, Partial, Placement, Replicate, Shard, Varies
 
 if TYPE_CHECKING:
@@ -126,11 +127,19 @@ def _part_problem(before: BufferType, after: BufferType, rank: int | None) -> st
         if layout is p and chunk is not None and not isinstance(chunk.index, int):
             return None  # checked once the index is a number
     for r in q.mesh.ranks if rank is None else (rank,):
-        inner, outer = q.intervals(after.shape, r), p.intervals(before.shape, r)
-        is_part = all(a <= x and y <= b for (x, y), (a, b) in zip(inner, outer, strict=True))
-        if not is_part and all(x < y for x, y in inner):
-            return f"rank {r} has {box_text(outer)}, not {box_text(inner)}"
+        inner, outer = q.rows(after.shape, r), p.rows(before.shape, r)
+        has_rows = all(any(x < y for x, y in rows) for rows in inner)
+        if has_rows and not all(map(_is_one_run, inner, outer)):
+            return f"rank {r} has {rows_text(outer)}, not {rows_text(inner)}"
     return None
+
+
+def _is_one_run(rows: Rows, of: Rows) -> bool:
+    """Return whether rows of a dim are one run of those that a rank has, in which a view shows."""
+    if rows == of:
+        return True
+    (x, y), *more = [piece for piece in rows if piece[0] < piece[1]]
+    return not more and any(a <= x and y <= b for a, b in of) and len(of) == len(rows) == 1
 
 
 def _is_nested(p: Layout, q: Layout, dim: int) -> bool:
@@ -138,6 +147,8 @@ def _is_nested(p: Layout, q: Layout, dim: int) -> bool:
     axes = p.split_axes(dim)
     if p.reach(dim) is not None or q.reach(dim) is not None:
         return False
+    if dim in p.blocked or dim in q.blocked:
+        return p.blocked.get(dim) == q.blocked.get(dim) and q.split_axes(dim) == axes
     here, there = (c if c is not None and c.dim == dim else None for c in map(chunk_of, (p, q)))
     if here is not None:
         return there is not None and is_one_chunk(p, q) and q.split_axes(dim) == axes

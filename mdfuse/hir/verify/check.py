@@ -14,7 +14,7 @@ on the rank, are also compared with each other.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from mdfuse.errors import MdfuseError, ProgramError
@@ -22,6 +22,7 @@ from mdfuse.extents.expressions import UNKNOWN, terms
 from mdfuse.hir.instructions import BLOCKS, COMMUNICATIONS, INSTRUCTIONS, POSTS
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.projection import executed
+from mdfuse.hir.verify.elsewhere import key_of
 from mdfuse.hir.verify.flow import Flow
 from mdfuse.hir.verify.folded import folded
 from mdfuse.hir.verify.rotations import rotates
@@ -73,17 +74,28 @@ def _verify_global(program: HostProgram, in_full: bool) -> None:
         return
     is_straight = program.is_straight and all(map(_is_known, layouts))
     ends = _by_mesh(program, program.inputs), _by_mesh(program, program.outputs)
+    written = program.written_inputs
+    known: dict[Hashable, bool] = {}  # what some rank runs -> whether its flow was checked
     for first, last in _classes(program):
         for rank in dict.fromkeys((first, last)):
             if not is_straight:
                 _verify_looped(program, program.project(rank), in_full)
                 continue
-            local = unrolled(_held(executed(program, rank), program, ends))
-            if rank == first or special:
-                _check_flow(local, program)
-            _check_sizes(local)
+            mine = _held(executed(program, rank), program, ends)
+            has_flow = rank == first or bool(special)
+            key = None if in_full or len(program.meshes) == 1 else key_of(mine, written)
+            if key is None or known.get(key, -1) < has_flow:
+                _verify_straight(mine, program, has_flow)
+                known[key] = has_flow
     if any(map(_is_transfer, _inside(special))) and (in_full or not rotates(program)):
         _check_transfers(program)
+
+
+def _verify_straight(mine: HostProgram, program: HostProgram, has_flow: bool) -> None:
+    local = unrolled(mine)
+    if has_flow:
+        _check_flow(local, program)
+    _check_sizes(local)
 
 
 #: Names of inputs, and of outputs, by the mesh that has them; None: every rank has them.

@@ -10,6 +10,9 @@ What the verifier accepts of this it accepts of all iterations written out:
   each run stands for itself, the others are written as one. So does the first of the loop, and the
   first on another branch: what streams and names are before the next one, they are before each
   later one.
+- Where `next` divides the loop, as many as it has parts stand for themselves: the part of one may
+  stand before those of earlier ones that are as near, and behind those of all others. Each pair
+  that is as near, and each that is not, has one here that is like it.
 - This is some of the instructions that run, in their order. What is ordered among these is so among
   all; what one iteration does before the next one, it does before each later one.
 - Of a buffer from outside of the loop each iteration uses a chunk of its own, or the whole. The one
@@ -27,10 +30,10 @@ from itertools import pairwise
 from mdfuse.extents.expressions import Calc, Term, resolve, terms
 from mdfuse.extents.linear import Linear, linear
 from mdfuse.hir.instructions import TRANSFERS, op_of, row_of
-from mdfuse.hir.passes import late_waits
+from mdfuse.hir.passes import early_waits, late_waits
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.storage import storage
-from mdfuse.hir.unroll import LIMIT, Unrolled
+from mdfuse.hir.unroll import LIMIT, Turn, Unrolled
 from mdfuse.hir.verify.layouts import chunk_of
 from mdfuse.layouts.boxes import nth_chunk
 from mdfuse.layouts.stream import Stream
@@ -51,7 +54,7 @@ def folded(program: HostProgram) -> HostProgram | None:
         KeyError: it reads a name in a branch that this rank does not take.
     """
     writer = _Folded(program)
-    found = late_waits.run(writer.write())
+    found = early_waits.run(late_waits.run(writer.write()))
     return found if len(writer.code) + writer.saved < LIMIT else None
 
 
@@ -67,15 +70,21 @@ class _Folded(Unrolled):
         """Name -> the name whose memory it may share."""
         return storage(self.program)
 
-    def iterate(self, loop: Instruction, numbers: range, dropped: list[str]) -> None:
+    def turns(self, loop: Instruction, numbers: range) -> list[range]:
+        first = len(loop.parts)
+        found: list[range] = []
         for run in self.runs(loop, numbers):
-            super().iterate(loop, run if len(run) < 3 else run[:1], dropped)
-            if len(run) > 2:
-                self.last = loop.outputs[0], run[-1]
-                before = len(self.code)
-                super().iterate(loop, run[1:2], dropped)
-                self.saved += (len(run) - 2) * (len(self.code) - before)
-                self.last = None
+            found += super().turns(loop, run[:first])
+            found += [run[first:]] if len(run) > first else []
+        return found
+
+    def part(self, loop: Instruction, part: tuple[Instruction, ...], turn: Turn) -> None:
+        before = len(self.code)
+        if len(turn.numbers) > 1:
+            self.last = loop.outputs[0], turn.numbers[-1]
+        super().part(loop, part, turn)
+        self.last = None
+        self.saved += (len(turn.numbers) - 1) * (len(self.code) - before)
 
     def here(self, kind: BufferType) -> BufferType:
         found = kind.at(self.known)

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 from mdfuse.extents.expressions import Index, terms
-from mdfuse.ir.dims import DimMap, Labels, always, reshape, reshape_groups
+from mdfuse.ir.dims import DimMap, Labels, along_blocks, always, reshape, reshape_groups
 from mdfuse.ir.ops import TABLE
-from mdfuse.layouts.boxes import Box
+from mdfuse.layouts.blocks import Blocks
+from mdfuse.layouts.boxes import Box, Rows
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard, Varies
 from mdfuse.layouts.stream import JOINED, Stream
 from mdfuse.mesh import DeviceMesh
@@ -38,6 +40,12 @@ def plain(layout: Layout, ndim: int) -> Layout:
 def box_text(box: Box) -> str:
     """Return a part of a tensor as text for an error message."""
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
+
+
+def rows_text(rows: Sequence[Rows]) -> str:
+    """Return a part of a tensor of which dims are in blocks as text for an error message."""
+    dims = (" ".join(f"{start}:{stop}" for start, stop in pieces) for pieces in rows)
+    return f"[{', '.join(dims)}]"
 
 
 def chunk_of(layout: Layout) -> Stream | None:
@@ -108,6 +116,9 @@ class _Row:
     #: per operand: its global shape, where the op has reaches
     shapes: Sequence[Shape | None] = ()
     splits: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    #: of each split label; those of a slice's result, where they are others
+    blocks: dict[int, Blocks | None] = field(default_factory=dict)
+    taken: Mapping[int, Blocks | None] = field(default_factory=dict)
     chunks: dict[int, Stream] = field(default_factory=dict)
     #: of a reshape: dim of one element -> what it is of the result, and a chunk of such a dim
     units: Mapping[int, int] = field(default_factory=dict)
@@ -125,6 +136,7 @@ class _Row:
                     )
                 if self.splits.setdefault(label, axes) != axes:
                     raise self.apart(at, dim)
+                self.note_blocks(at, layout, dim, label)
         for at, layout, dims in self.operands:
             for dim, label in enumerate(dims):
                 if label is not None and layout.split_axes(dim) != self.splits.get(label, ()):
@@ -147,6 +159,14 @@ class _Row:
         if layout.reaches != wanted:
             shown = " and ".join(reach.text(d) for d, reach in wanted) or "its parts"
             raise Contradiction(f"{self.fn} reads {shown} of operand {at}, which is {layout}")
+
+    def note_blocks(self, at: int, layout: Layout, dim: int, label: int) -> None:
+        """Note the blocks of a split label; raise Contradiction where the op cannot have them."""
+        blocks = layout.blocked.get(dim)
+        if self.blocks.setdefault(label, blocks) != blocks:
+            raise Contradiction(f"dim {dim} of operand {at} of {self.fn} is in other blocks")
+        if blocks is not None and not (TABLE[self.fn].takes_blocks and self.labels.fits is always):
+            raise Contradiction(f"{self.fn} needs dim {dim} of operand {at} in one block")
 
     def apart(self, at: int, dim: int) -> Contradiction:
         return Contradiction(f"dim {dim} of operand {at} is not split as the others' of {self.fn}")
@@ -252,6 +272,8 @@ class _Row:
             axes = declared.split_axes(dim)
             if axes and taken.isdisjoint(axes):
                 self.splits[label] = axes
+                if TABLE[self.fn].takes_blocks:
+                    self.blocks[label] = declared.blocked.get(dim)
             if chunk is not None and chunk.dim == dim and not self.chunks:
                 self.chunks[label] = chunk
 
@@ -271,7 +293,8 @@ class _Row:
                 continue
             if label in self.splits:
                 order[dim] = self.splits[label]
-                placements.update(dict.fromkeys(self.splits[label], Shard(dim)))
+                blocks = self.taken.get(label, self.blocks.get(label))
+                placements.update(dict.fromkeys(self.splits[label], Shard(dim, blocks)))
             if label in self.chunks:
                 stream = replace(self.chunks[label], dim=dim)
         for label in self.chunks.keys() - {*self.labels.result}:
@@ -316,6 +339,12 @@ def result_layout(
         raise Contradiction(f"{fn} does not take these operands") from None
     if len(labels.results) > 1:
         labels = replace(labels, results=labels.results[at : at + 1])
+    taken: Mapping[int, Blocks | None] = {}
+    if fn == "slice" and layouts[0] is not None and shapes[0] is not None:
+        blocked = plain(layouts[0], len(shapes[0])).blocked
+        labels, taken = along_blocks(labels, attrs, shapes[0], blocked)
+    if taken:
+        return _result(fn, labels, tuple(layouts), declared, numbers, tuple(absent), taken=taken)
     if labels.fits is not always or labels.reaches:
         known = shapes if TABLE[fn].rule is reshape or labels.reaches else ()
         return _result(fn, labels, tuple(layouts), declared, numbers, tuple(absent), known, shape)
@@ -352,6 +381,7 @@ def _result(
     absent: tuple[bool, ...],
     shapes: Sequence[Shape | None] = (),
     shape: Shape = (),
+    taken: Mapping[int, Blocks | None] = MappingProxyType({}),
 ) -> Layout:
     operands, mesh = [], declared.mesh
     for at, (layout, dims) in enumerate(zip(layouts, labels.operands, strict=True)):
@@ -360,7 +390,7 @@ def _result(
     is_tensor = tuple(
         None if no else layout is not None for layout, no in zip(layouts, absent, strict=True)
     )
-    row = _Row(fn, labels, mesh, operands, is_tensor, shapes)
+    row = _Row(fn, labels, mesh, operands, is_tensor, shapes, taken=taken)
     if shapes and shapes[0] is not None and not labels.reaches:
         groups = reshape_groups(shapes[0], shape)
         row.units = {p: q for [p, *r], [q, *s] in groups if not r + s and shape[q] == 1}

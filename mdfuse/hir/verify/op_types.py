@@ -136,7 +136,13 @@ def _part(operands: tuple[Kind, ...], result: BufferType, rank: int) -> ExprPart
     tensors = [k if isinstance(k, BufferType) and k.layout is not None else None for k in operands]
     shapes = tuple(k.shape if k is not None else None for k in tensors)
     boxes = tuple(k.box(rank) if k is not None else None for k in tensors)
-    return ExprPart(shapes=shapes, boxes=boxes, shape=result.shape, box=result.box(rank))
+    return ExprPart(
+        shapes=shapes,
+        boxes=boxes,
+        shape=result.shape,
+        box=result.box(rank),
+        blocks=tensors[0].blocks(rank) if tensors and tensors[0] is not None else {},
+    )
 
 
 def _layout_problem(
@@ -219,7 +225,7 @@ def _problem_on(
 def _left_out(fn: str, attrs: Attrs, part: ExprPart) -> dict[str, Any]:
     """Return the attributes of a rank for which a program states none: those of the whole."""
     boxes = tuple(_whole(s) if s is not None else None for s in part.shapes)
-    whole = replace(part, boxes=boxes, box=_whole(part.shape))
+    whole = replace(part, boxes=boxes, box=_whole(part.shape), blocks={})
     return local_attrs(TABLE[fn], dict(attrs), whole)
 
 

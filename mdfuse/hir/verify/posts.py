@@ -42,6 +42,8 @@ def transition_problem(comm: Communication) -> Problem:
     for dim in (comm.dim, comm.to_dim):
         if dim is not None and not 0 <= dim < ndim:
             return f"there is no dim {dim} of {list(comm.shape)}"
+        if dim is not None and (dim in comm.source.blocked or dim in comm.destination.blocked):
+            return f"dim {dim} is in blocks, of which only an Exchange or ReduceExchange has pieces"
     if comm.to_dim is not None and comm.kind != "AllToAll":
         return f"only AllToAll splits another dim: to_dim={comm.to_dim}"
     return _KINDS[comm.kind](comm) or _moving_chunk_problem(comm)

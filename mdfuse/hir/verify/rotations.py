@@ -36,7 +36,7 @@ class _Site:
         i: the instruction.
         block: where it stands; equal for instructions of one block.
         group: the number of its group; None outside of groups.
-        waits: how many waits, barriers and blocks stand before it in its block.
+        waits: how many waits, barriers, blocks and `next` stand before it in its block.
         kind: the type of its buffer.
         layout: of its buffer.
     """
@@ -93,7 +93,7 @@ def _of_block(
         elif i.op in BLOCKS:
             yield from _of_block(program, i.body, (*path, at, 0))
             yield from _of_block(program, i.orelse, (*path, at, 1))
-        waits += i.op in ("wait", "barrier", *BLOCKS)
+        waits += i.op in ("wait", "barrier", "next", *BLOCKS)
 
 
 def _is_plain(program: HostProgram) -> bool:

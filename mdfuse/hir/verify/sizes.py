@@ -117,9 +117,9 @@ def _shapes(comm: Communication, part: RankPart, rank: int) -> tuple[_Size, _Siz
     """Return the local shapes of source and destination that a point-to-point kind needs."""
     source = destination = None
     if part.sends or part.copies:
-        source = box_shape(comm.source.intervals(comm.shape, rank))
+        source = box_shape(comm.source.box(comm.shape, rank))
     if part.recvs or part.copies:
-        destination = box_shape(comm.destination.intervals(comm.shape, rank))
+        destination = box_shape(comm.destination.box(comm.shape, rank))
     return source, destination
 
 
@@ -140,7 +140,7 @@ def _counts(comm: Communication, part: RankPart) -> tuple[_Size, _Size]:
 
 def _held(layout: Layout, comm: Communication, rank: int) -> int | None:
     """Return how many elements of the whole a rank holds; None where it is not in the mesh."""
-    return box_size(layout.intervals(comm.shape, rank)) if rank in layout.mesh else None
+    return box_size(layout.box(comm.shape, rank)) if rank in layout.mesh else None
 
 
 def block(comm: Communication, rank: int) -> int:

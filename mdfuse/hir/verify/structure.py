@@ -61,7 +61,7 @@ def _no_index(program: HostProgram, i: Instruction, name: str) -> ProgramError:
     return wrong(
         program,
         i,
-        f"{i} is about the chunk or place %{name}, which is no index",
+        f"{i}: %{name} is no index",
         because="an index is a number of the host that a loop or a block counts",
         hint="name the index of the loop or block around it",
     )
@@ -148,7 +148,17 @@ class _Structure:
                 because="an index is a number of the host",
                 hint="name it otherwise",
             )
-        self.block(i.body)
+        for part in i.parts if i.op == "for" else (i.body,):
+            self.block(part)
+
+    def misplaced(self, i: Instruction) -> None:
+        raise wrong(
+            self.program,
+            i,
+            "next outside of a loop",
+            because="it divides the body of a `for`, not that of a branch or block inside",
+            hint="move it into the body of the loop, or leave it out",
+        )
 
     def branch(self, i: Instruction) -> None:
         """Check both blocks of an `if`, each as if only that one runs."""
@@ -326,6 +336,7 @@ _OVER = {"for": "a loop over", "block": "a block of index"}
 _RULES: dict[str, Callable[[_Structure, Instruction], None]] = {
     "for": _Structure.loop,
     "block": _Structure.loop,
+    "next": _Structure.misplaced,
     "if": _Structure.branch,
     "group_start": _Structure.group_start,
     "group_end": _Structure.group_end,

@@ -36,6 +36,8 @@ class Types:
     kinds: dict[BufferType | None, int] = field(default_factory=lambda: {None: 0})
     #: rows with operands that were checked
     seen: set[object] = field(default_factory=set)
+    #: the same of all ranks, but for which ranks a mesh has: stages that do the same
+    seen_elsewhere: set[object] = field(default_factory=set)
     #: number -> the index expressions that it was computed from
     computed_from: dict[str, tuple[Index, ...]] = field(default_factory=dict)
     #: part of a buffer -> the buffer; what is written into the one is written into the other
@@ -117,9 +119,15 @@ class Types:
         known = tuple(k for k in operands if k is not None)
         if len(known) < len(operands):
             return
+        key = _but_for_ranks((*results, *known)) if self.program.rank is None else None
+        question = i.fn, i.attrs, numbers, len(results), key
+        if key is not None and question in self.seen_elsewhere:
+            return
         problem = row_problem(i.fn, i.attrs, known, results, self.program.rank, numbers)
         if problem is not None:
             raise self.mismatch(i, problem)
+        if key is not None:
+            self.seen_elsewhere.add(question)
 
     def numbers(self, i: Instruction) -> tuple[str, ...]:
         """Return the axes along which ranks may read different numbers in this row."""
@@ -267,3 +275,23 @@ class Types:
             because=f"afterwards the ranks would not hold of %{of} what its type says",
             hint=f"let %{of} vary along the axis, and set it to its layout when it is done",
         )
+
+
+def _but_for_ranks(kinds: Iterable[BufferType | type]) -> tuple[object, ...] | None:
+    """Return what types say apart from the ranks of their mesh; None where they have several.
+
+    What a row makes of its operands on all ranks of one mesh does not depend on which these are.
+    """
+    found: list[object] = []
+    mesh: DeviceMesh | None = None
+    for k in kinds:
+        if not isinstance(k, BufferType) or k.layout is None:
+            found.append(k)
+            continue
+        layout = k.layout
+        if mesh is not None and layout.mesh is not mesh and layout.mesh != mesh:
+            return None
+        mesh = layout.mesh
+        said = layout.placements, layout.splits, layout.stream
+        found.append((k.dtype, k.shape, k.padding, k.flat, *said))
+    return (mesh.axes, mesh.shape, *found) if mesh is not None else None

@@ -19,6 +19,8 @@ _ORDER = ("host", "stream", "device", "wait")
 #: How many points a curve of memory has, and how many buffers it tells apart.
 _POINTS, _LAYERS = 400, 9
 _HEIGHT = 180.0
+#: Pixels of a letter.
+_LETTER = 6.6
 
 
 #: Colours of a chart that stands alone, on a light or a dark page; a report has its own.
@@ -107,11 +109,12 @@ def _mark(share: float, span: int, y: float) -> str:
 def memory_chart(memory: Memory) -> str:
     """Return what a rank holds over the instructions of its program, its largest buffers apart."""
     points = _sampled(memory)
-    big = sorted(memory.lives, key=lambda x: -x.nbytes * (x.last - x.first + 1))[:_LAYERS]
     inputs = [x for x in memory.lives if x.is_input]
+    made = [x for x in memory.lives if not x.is_input]
+    big = sorted(made, key=lambda x: -x.nbytes * (x.last - x.first + 1))[:_LAYERS]
     layers: list[tuple[str, list[Life] | None]] = [("inputs", inputs)]
-    layers += [(f"%{x.name}", [x]) for x in sorted(big, key=lambda x: x.first) if not x.is_input]
-    below, body = [0] * len(points), list[str]()
+    layers += [(f"%{x.name}", [x]) for x in sorted(big, key=lambda x: x.first)]
+    below, body, shown = [0] * len(points), list[str](), list[tuple[str, str]]()
     top = max(memory.peak, 1)
     for n, (name, lives) in enumerate([*layers, ("all others", None)]):
         rest = [memory.bytes[p] - b for p, b in zip(points, below, strict=True)]
@@ -120,7 +123,9 @@ def memory_chart(memory: Memory) -> str:
         if any(sizes):
             hue = 210 if name == "inputs" else 0 if name == "all others" else 40 + 36 * n
             title = f"{name}, at most {size_text(max(sizes))}"
-            body.append(_area(points, below, above, top, hue, name == "all others", title))
+            colour = "hsl(0 0% 60%)" if name == "all others" else f"hsl({hue % 360} 60% 55%)"
+            body.append(_area(points, below, above, top, colour, title))
+            shown.append((name, colour))
         below = above
     marks = [_level(share, memory.peak) for share in (0.5, 1.0)]
     x = _NAMES + (memory.peak_at + 1.5) / (points[-1] + 1) * _WIDTH
@@ -128,9 +133,23 @@ def memory_chart(memory: Memory) -> str:
     body.append(_text(_NAMES, _HEIGHT + 22, "start"))
     end = f"instruction {points[-1]}"
     body.append(_text(_NAMES + _WIDTH, _HEIGHT + 22, end, anchor="end"))
-    size = f'viewBox="0 0 {_NAMES + _WIDTH + 60:.0f} {_HEIGHT + 30:.0f}"'
-    inner = "".join([*marks, *body])
+    legend, y = _legend(shown, _HEIGHT + 34)
+    size = f'viewBox="0 0 {_NAMES + _WIDTH + 60:.0f} {y + 8:.0f}"'
+    inner = "".join([*marks, *body, *legend])
     return f'<svg class="mf-chart" {size} role="img" aria-label="memory">{inner}</svg>'
+
+
+def _legend(shown: Sequence[tuple[str, str]], y: float) -> tuple[list[str], float]:
+    """Return names beside their colours, in as many rows as they need, and the lower edge."""
+    found, x = list[str](), _NAMES
+    for name, colour in shown:
+        width = 34 + _LETTER * len(name)
+        if x > _NAMES and x + width > _NAMES + _WIDTH:
+            x, y = _NAMES, y + 18
+        box = f'<rect x="{x:.0f}" y="{y:.0f}" width="10" height="10" fill="{colour}"/>'
+        found += [box, _text(x + 15, y + 9, name)]
+        x += width
+    return found, y + 18
 
 
 def _sampled(memory: Memory) -> list[int]:
@@ -153,8 +172,7 @@ def _area(
     below: Sequence[int],
     above: Sequence[int],
     top: int,
-    hue: int,
-    is_rest: bool,
+    colour: str,
     title: str,
 ) -> str:
     edges = [*points, points[-1] + 1]
@@ -166,7 +184,6 @@ def _area(
         return [f"{x},{y}" for left, right, y in pairs for x in (left, right)]
 
     forth, back = steps(above), steps(below)
-    colour = "hsl(0 0% 60%)" if is_rest else f"hsl({hue % 360} 60% 55%)"
     line = " ".join([*forth, *reversed(back)])
     return f'<polygon points="{line}" fill="{colour}"><title>{escape(title)}</title></polygon>'
 

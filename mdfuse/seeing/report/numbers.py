@@ -17,9 +17,13 @@ def size_text(n: int) -> str:
 def time_text(seconds: float) -> str:
     """Return seconds as text for people: `0.0015` -> "1.5 ms".
 
-    >>> time_text(2), time_text(0.0015), time_text(2e-5)
-    ('2.00 s', '1.5 ms', '20 µs')
+    >>> time_text(2), time_text(1003), time_text(0.0015), time_text(2e-5), time_text(2.54e-6)
+    ('2.00 s', '1003 s', '1.5 ms', '20 µs', '2.5 µs')
     """
+    if not seconds:
+        return "0 s"
     if seconds >= 1:
-        return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
+        return f"{seconds:.{2 if seconds < 100 else 0}f} s"
+    if seconds >= 1e-3:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{round(seconds * 1e6, 1 if seconds < 1e-5 else None):g} µs"

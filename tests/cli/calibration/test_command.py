@@ -12,6 +12,7 @@ from mdfuse.cli.calibration import command, measuring
 from mdfuse.cli.calibration.command import calibrated
 from mdfuse.cli.calibration.subjects import CPU, Scale
 from mdfuse.cli.main import app
+from mdfuse.seeing.amounts import is_work
 from mdfuse.seeing.cost_tables import machine_of, parsed
 
 #: So little that it takes seconds.
@@ -45,8 +46,26 @@ def test_a_table_has_everything_that_was_measured(
     assert {attention, f"{attention} causal"} <= costs.works.keys()
     assert costs.products.keys() == {"linear f32", "matmul f32"}
     assert costs.products["linear f32"].axes == ((4.0, 8.0), (16.0, 32.0), (16.0, 32.0))
+    assert costs.run_s >= 0
     assert table.ranks == 1 and len(table.held_out) == 10 and not costs.is_fused
     assert table.machine == machine_of(mf.init().device, "gloo")
+
+
+@pytest.mark.usefixtures("unjoined")
+def test_a_run_takes_what_no_work_in_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock where each run takes 7 and each of its instructions of work 0.5."""
+    monkeypatch.setattr(measuring, "_call", lambda comm, program: program)
+    monkeypatch.setattr(
+        measuring, "seconds_of", lambda comm, program, runs: 7.0 + 0.5 * works(program.host)
+    )
+    found = measuring.Measurements(mf.init(), TINY)._run()
+    assert found == pytest.approx(7.0)
+    monkeypatch.setattr(measuring, "seconds_of", lambda comm, program, runs: 0.5)
+    assert measuring.Measurements(mf.init(), TINY)._run() == pytest.approx(0.5)
+
+
+def works(host: mf.hir.HostProgram) -> int:
+    return sum(map(is_work, host.project(0).written_out.instructions))
 
 
 #: A table that nobody measured.

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mdfuse as mf
-from mdfuse import DeviceMesh, Shard
+from mdfuse import DefinitionError, DeviceMesh, Shard
 from mdfuse.frontend.importing.table import BY_VALUE, IN_CONTEXT, ROWS, TABLE, VIEWS, is_known
 from mdfuse.torch_private import flattened
 
@@ -80,7 +80,8 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     ),
     "joins": (
         lambda x, y: [torch.cat([x, y], 1), torch.stack([x, y]), torch.hstack([x, y]),
-                      torch.vstack((x, y)), x.mT, torch.concat([x, torch.zeros(0), y])],
+                      torch.vstack((x, y)), x.mT, torch.concat([x, torch.zeros(0), y]),
+                      torch.cat([x, torch.ones(4, 2, dtype=x.dtype)], 1)],
         (A, B),
     ),
     "products": (
@@ -103,10 +104,23 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
                       F.binary_cross_entropy(x.sigmoid(), y.sigmoid()), F.soft_margin_loss(x, y)],
         (A, B),
     ),
+    "margins": (
+        lambda x, y: [F.cosine_embedding_loss(x, y, torch.ones(4)), F.hinge_embedding_loss(x, y),
+                      F.margin_ranking_loss(x, y, y.sign(), margin=0.5), F.triplet_margin_loss(
+                          x, y, x.flip(0), swap=True), F.poisson_nll_loss(x, y.exp(), full=True),
+                      torch.cdist(x, y), F.bilinear(x, y, x[:, :, None] * y[:, None])],
+        (A, B),
+    ),
+    "in eval mode": (
+        lambda x: [F.rrelu(x), F.dropout2d(x, training=False), F.alpha_dropout(x),
+                   F.dropout(torch.ones(4, 6), training=False) * x],
+        (A,),
+    ),
     "class losses": (
         lambda x, i: [F.cross_entropy(x, i), F.nll_loss(x, i, reduction="sum"),
                       F.cross_entropy(x, i, ignore_index=2, label_smoothing=0.1),
-                      F.cross_entropy(x, i, reduction="none")],
+                      F.cross_entropy(x, i, reduction="none"),
+                      F.cross_entropy(x, i, torch.linspace(1, 2, 6, dtype=x.dtype))],
         (A, torch.tensor([1, 2, 0, 5])),
     ),
     "convolutions": (
@@ -187,3 +201,17 @@ def test_what_the_table_names_is_there() -> None:
             _, name, overload = key.split(".")
             assert overload in getattr(torch.ops.aten, name).overloads(), key
     assert all(is_known(key) for key in {*BY_VALUE, *ROWS})
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [(lambda x: x + torch.randn(4, 6), "aten.randn.default of neither inputs nor parameters"),
+     (lambda x: x * F.dropout(torch.ones(4, 6)), "each run would have the same draw"),
+     (lambda x: F.rrelu(x, training=True), "rrelu in training"),
+     (lambda x: F.dropout1d(x, training=True), "dropout of whole channels"),
+     (lambda x: F.cross_entropy(x, x.softmax(1), ROW), "weights of classes, and smoothed")],
+)  # fmt: skip
+def test_what_is_refused(call: Callable[..., Any], said: str) -> None:
+    with pytest.raises(DefinitionError, match=said) as error:
+        mf.from_torch(Calls(call), (A,), mesh=TP).compile()
+    assert "test_table.py" in str(error.value)

@@ -141,10 +141,10 @@ host @gather_matmul on mesh(tp=4) {
     %x.whole.i: f32[2,6] of [8,6] (tp=R, chunk(0,4,%i)) = alloc
     %c0 = post broadcast(%x.dense) -> %x.whole.i f32[8,6] (tp=S0) => (tp=R, chunk(0,4,%i))
         axis=tp
+    next
     %y.i: f32[2,2] of [8,8] (tp=S1, chunk(0,4,%i)) = chunk(%y)
-    wait %c0
     set_stream 0
-    sync 1
+    wait %c0
     %y.i = matmul(%x.whole.i, %w)
     free %x.whole.i, %y.i
   }
@@ -178,9 +178,9 @@ host @gather_matmul_in_a_ring on mesh(tp=4) {
     %c0 = send(%x.dense, to=(coord(tp) - %i) mod 4, axis=tp)
     %c1 = recv(%x.whole.i, from=(coord(tp) + %i) mod 4, axis=tp)
     group_end
-    wait %c1
+    next
     set_stream 0
-    sync 1
+    wait %c1
     %h.i: f32[2,2] of [8,8] (tp=S1, chunk(0,4,(%i + coord(tp)) mod 4)) =
         matmul(%x.whole.i, %w)
     free %x.whole.i
@@ -221,6 +221,8 @@ host @matmul_scatter on mesh(tp=4) {
     sync 0
     %c0 = post reduce[sum](%y.partial.i) -> %y f32[8,8] (tp=P(sum), chunk(0,4,%i)) =>
         (tp=S0) axis=tp
+    next
+    set_stream 1
     wait %c0
     free %y.partial.i
   }
@@ -258,6 +260,8 @@ host @matmul_scatter_in_a_ring on mesh(tp=4) {
     %c0 = send(%y.partial.i, to=(coord(tp) + %i) mod 4, axis=tp)
     %c1 = recv(%y.i.recv, from=(coord(tp) - %i) mod 4, axis=tp)
     group_end
+    next
+    set_stream 1
     wait %c1
     if %i == 0 {
       %y = set(%y.i.recv)
@@ -299,7 +303,9 @@ host @matmul_scatter_columns on mesh(tp=4) {
     sync 0
     %c0 = post reducescatter[sum](%y.partial.i) -> %y.i.new f32[8,8]
         (tp=P(sum), chunk(1,3,%i)) => (tp=S0, chunk(1,3,%i)) axis=tp dim=0
+    next
     %y.i: f32[2,3] of [8,8] (tp=S0, chunk(1,3,%i)) = chunk(%y)
+    set_stream 1
     wait %c0
     free %y.partial.i
     %y.i = set(%y.i.new)
@@ -338,7 +344,9 @@ host @matmul_reduce on mesh(tp=4) {
     sync 0
     %c0 = post allreduce[sum](%y.partial.i) -> %y.partial.whole.i f32[8,5]
         (tp=P(sum), chunk(0,3,%i)) => (tp=R, chunk(0,3,%i)) axis=tp
+    next
     %y.i: f32[3,5] of [8,5] (tp=R, chunk(0,3,%i)) = chunk(%y)
+    set_stream 1
     wait %c0
     free %y.partial.i
     %y.i = add(%y.partial.whole.i, %b)
@@ -372,9 +380,9 @@ host @perceptron_in_one_loop on mesh(tp=4) {
     %x.whole.i: f32[2,6] of [8,6] (tp=R, chunk(0,4,%i)) = alloc
     %c0 = post broadcast(%x.dense) -> %x.whole.i f32[8,6] (tp=S0) => (tp=R, chunk(0,4,%i))
         axis=tp
-    wait %c0
+    next
     set_stream 0
-    sync 1
+    wait %c0
     %h.i: f32[2,2] of [8,8] (tp=S1, chunk(0,4,%i)) = matmul(%x.whole.i, %w)
     free %x.whole.i
     %a.i: f32[2,2] of [8,8] (tp=S1, chunk(0,4,%i)) = relu(%h.i)
@@ -385,6 +393,8 @@ host @perceptron_in_one_loop on mesh(tp=4) {
     sync 0
     %c1 = post reduce[sum](%y.partial.i) -> %y f32[8,6] (tp=P(sum), chunk(0,4,%i)) =>
         (tp=S0) axis=tp
+    next
+    set_stream 1
     wait %c1
     free %y.partial.i
   }

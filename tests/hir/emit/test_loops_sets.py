@@ -26,6 +26,7 @@ host @gather_another_dim on mesh(tp=4) {
     %y.i.new.recv: f32[8,3] of [8,8] (tp=R, chunk(1,3,%i)) = alloc
     %c0 = post allgather(%y.i.new.send) -> %y.i.new.recv f32[8,8] (tp=S1, chunk(0,3,%i)) =>
         (tp=R, chunk(0,3,%i)) axis=tp dim=1
+    next
     %y.i: f32[3,8] of [8,8] (tp=R, chunk(0,3,%i)) = chunk(%y)
     wait %c0
     free %y.i.new.send
@@ -55,6 +56,7 @@ host @gather_by_broadcasts on mesh(tp=4) {
   for %i in 0..4 {
     %y.i: f32[2,3] of [8,3] (tp=R, chunk(0,4,%i)) = chunk(%y)
     %c0 = post broadcast(%x.dense) -> %y.i f32[8,3] (tp=S0) => (tp=R, chunk(0,4,%i)) axis=tp
+    next
     wait %c0
     free %y.i
   }
@@ -79,6 +81,7 @@ host @gather_by_exchanges on mesh(tp=4) {
   for %i in 0..3 {
     %y.i: f32[3,3] of [8,3] (tp=R, chunk(0,3,%i)) = chunk(%y)
     %c0 = post exchange(%x) -> %y.i f32[8,3] (tp=S0) => (tp=R, chunk(0,3,%i))
+    next
     wait %c0
     free %y.i
   }
@@ -105,6 +108,7 @@ host @gather_by_ring on mesh(tp=4) {
     %c0 = send(%x.dense, to=(coord(tp) - %i) mod 4, axis=tp)
     %c1 = recv(%y.i, from=(coord(tp) + %i) mod 4, axis=tp)
     group_end
+    next
     wait %c0
     wait %c1
     free %y.i
@@ -133,6 +137,7 @@ host @reduce_all on mesh(tp=4) {
     %y.i: f32[3,4] of [8,4] (tp=R, chunk(0,3,%i)) = chunk(%y)
     %c0 = post allreduce[sum](%x.i.dense) -> %y.i f32[8,4] (tp=P(sum), chunk(0,3,%i)) =>
         (tp=R, chunk(0,3,%i)) axis=tp
+    next
     wait %c0
     free %x.i.dense, %y.i
   }
@@ -163,6 +168,7 @@ host @scatter_another_dim on mesh(tp=4) {
         = alloc
     %c0 = post reducescatter[sum](%y.i.new.pad) -> %y.i.new.recv f32[8,6]
         (tp=P(sum), chunk(0,3,%i)) => (tp=S1, chunk(0,3,%i)) axis=tp dim=1
+    next
     %y.i: f32[3,2] of [8,6] (tp=S1, chunk(0,3,%i)) = chunk(%y)
     wait %c0
     free %y.i.new.pad
@@ -195,6 +201,7 @@ host @scatter_by_reductions on mesh(tp=4) {
     free %x.i
     %c0 = post reduce[max](%x.i.dense) -> %y f32[8,3] (tp=P(max), chunk(0,4,%i)) => (tp=S0)
         axis=tp
+    next
     wait %c0
     free %x.i.dense
   }
@@ -224,6 +231,7 @@ host @scatter_by_ring on mesh(tp=4) {
     %c0 = send(%x.i.dense, to=(coord(tp) + %i) mod 4, axis=tp)
     %c1 = recv(%y.i.recv, from=(coord(tp) - %i) mod 4, axis=tp)
     group_end
+    next
     wait %c1
     if %i == 0 {
       %y = set(%y.i.recv)
@@ -314,11 +322,11 @@ host @send_to_a_mesh on m0=mesh(a=2), m1=mesh(b=2: 2..3) {
     sync 0
     %c0 = post sendrecv(%h.i) -> %y.i f32[8,6] m0(a=S1, chunk(0,3,%i)) =>
         m1(b=S1, chunk(0,3,%i))
+    next
     %z.i: f32[3,3] of [8,6] m1(b=S1, chunk(0,3,%i)) = chunk(%z)
+    set_stream 0
     wait %c0
     free %h.i
-    set_stream 0
-    sync 1
     %z.i = add(%y.i, 1)
     free %y.i, %z.i
   }

@@ -26,6 +26,7 @@ host @gather_matmul on mesh(tp=4) {
     %x.whole.i: f32[2,6] of [8,6] (tp=R, chunk(0,4,%i)) = alloc
     %c0 = post broadcast(%x.dense) -> %x.whole.i f32[8,6] (tp=S0) => (tp=R, chunk(0,4,%i))
         axis=tp
+    next
     %y.i: f32[2,2] of [8,8] (tp=S1, chunk(0,4,%i)) = chunk(%y)
     wait %c0
     %y.i = matmul(%x.whole.i, %w)
@@ -83,6 +84,8 @@ host @gather_matmul on mesh(tp=4) {
     %x.whole.i: f32[2,6] of [8,6] (tp=R, chunk(0,4,%i)) = alloc
     %c0 = post broadcast(%x.dense) -> %x.whole.i f32[8,6] (tp=S0) => (tp=R, chunk(0,4,%i))
         axis=tp
+    next
+    set_stream %i mod 4
     %y.i: f32[2,2] of [8,8] (tp=S1, chunk(0,4,%i)) = chunk(%y)
     wait %c0
     %y.i = matmul(%x.whole.i, %w)
@@ -141,6 +144,7 @@ host @scatter_by_ring on mesh(tp=4) {
     %c0 = send(%x.i.dense, to=(coord(tp) + %i) mod 4, axis=tp)
     %c1 = recv(%y.i.recv, from=(coord(tp) - %i) mod 4, axis=tp)
     group_end
+    next
     wait %c1
     if %i == 0 {
       %y = set(%y.i.recv)
@@ -178,10 +182,10 @@ host @gather_matmul on mesh(tp=4) rank 1 {
     %x.whole.i: f32[2,6] of [8,6] (tp=R, chunk(0,4,%i)) = alloc
     %c0 = post broadcast(%x.dense) -> %x.whole.i f32[8,6] (tp=S0) => (tp=R, chunk(0,4,%i))
         axis=tp team=(0 1 2 3)
+    next
     %y.i: f32[2,2] of [8,8] (tp=S1, chunk(0,4,%i)) = chunk(%y)
-    wait %c0
     set_stream 0
-    sync 1
+    wait %c0
     %y.i = matmul(%x.whole.i, %w)
     free %x.whole.i, %y.i
   }
@@ -216,9 +220,9 @@ host @gather_matmul_in_a_ring on mesh(tp=4) rank 1 {
     %c0 = send(%x.dense, to=(1 - %i) mod 4, axis=tp)
     %c1 = recv(%x.whole.i, from=(1 + %i) mod 4, axis=tp)
     group_end
-    wait %c1
+    next
     set_stream 0
-    sync 1
+    wait %c1
     %h.i: f32[2,2] of [8,8] (tp=S1, chunk(0,4,(%i + 1) mod 4)) = matmul(%x.whole.i, %w)
     free %x.whole.i
     %y.i: f32[2,2] of [8,8] (tp=S1, chunk(0,4,(%i + 1) mod 4)) = chunk(%y)
@@ -257,6 +261,8 @@ host @send_to_a_mesh on m0=mesh(a=2), m1=mesh(b=2: 2..3) rank 0 {
     sync 0
     %c0 = post sendrecv(%h.i) f32[8,6] m0(a=S1, chunk(0,3,%i)) => m1(b=S1, chunk(0,3,%i))
         team=(0 2) root=0
+    next
+    set_stream 0
     wait %c0
     free %h.i
   }
@@ -285,10 +291,10 @@ host @send_to_a_mesh on m0=mesh(a=2), m1=mesh(b=2: 2..3) rank 3 {
     %y.i: f32[3,3] of [8,6] m1(b=S1, chunk(0,3,%i)) = alloc
     %c0 = post sendrecv() -> %y.i f32[8,6] m0(a=S1, chunk(0,3,%i)) =>
         m1(b=S1, chunk(0,3,%i)) team=(1 3) root=1
+    next
     %z.i: f32[3,3] of [8,6] m1(b=S1, chunk(0,3,%i)) = chunk(%z)
-    wait %c0
     set_stream 0
-    sync 1
+    wait %c0
     %z.i = add(%y.i, 1)
     free %y.i, %z.i
   }

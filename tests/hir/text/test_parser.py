@@ -128,7 +128,7 @@ WRONG_FORMS = [
     ("%c: f32[2] (x=R) = send(%x, to=0)", "%c has a type", "no value"),
     ("%c = recv(%x, from=0, tag=3)", "recv has no attribute 'tag'", "from (an index"),
     ("%s = get_stream(%x)", "get_stream of 1 operand", "no operands"),
-    ("set_stream %x", "set_stream: the index %x has no value", ""),
+    ("set_stream %x", "set_stream: %x is no index", ""),
     ("barrier (x=R) to_dim=0", "barrier has no attribute 'to_dim'", "axis (a name)"),
     ("barrier (x=R) team=(0 1)", "team=(0 1) in the program of all ranks", "leave it out"),
     (

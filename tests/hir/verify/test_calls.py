@@ -76,6 +76,14 @@ def test_calls_of_what_there_is_not(old: str, new: str, what: str) -> None:
     assert what in refused(text)
 
 
+@pytest.mark.parametrize("new", ["call F2(2)", "call F1(1)", "call F1(3)", ""])
+def test_an_unverified_program_is_refused_as_well(new: str) -> None:
+    """Where the call is one of no block, too: no rank has a part in what there is not."""
+    program = hir.parse(TWO_MESHES.replace("call F1(2)", new))
+    with pytest.raises(mf.ProgramError, match=r"call F\d\(\d\)"):
+        mf.simulate(program, per_rank=[{"x": torch.ones(5)}, {}], options=mf.Options(verify=False))
+
+
 def test_the_index_of_a_call_is_a_number() -> None:
     assert "the index of a call is a number" in refused(
         TWO_MESHES.replace("call F1(2)", "call F1(rank)")

@@ -44,4 +44,4 @@ def test_a_chunk_is_named_by_the_index_of_its_loop() -> None:
 def test_what_counts_nothing_is_no_index(program: str, first: str, second: str, name: str) -> None:
     with pytest.raises(ProgramError) as found:
         verify(hir.parse(text(program, first, second)))
-    assert f"about the chunk or place %{name}, which is no index" in str(found.value)
+    assert f": %{name} is no index\n" in str(found.value)

@@ -43,7 +43,7 @@ def test_bars_are_as_long_as_events_take() -> None:
     assert work[1] == wait[1] and transfer[1] == pytest.approx(work[1] + work[2])
     texts = [t.text for t in ET.fromstring(svg).iter("text")]
     assert texts.index("rank 0 (and 3 alike)") < texts.index("tp") < texts.index("rank 1")
-    assert texts[:5] == ["0 µs", "1 µs", "2 µs", "3 µs", "4 µs"]
+    assert texts[:5] == ["0 s", "1 µs", "2 µs", "3 µs", "4 µs"]
 
 
 def test_narrow_events_that_follow_each_other_are_one_bar() -> None:

@@ -1,6 +1,6 @@
 """The page fits a narrow window, a light and a dark one; its script finds what it asks for.
 
-No browser is among the tests' dependencies: style, structure and script are read as they stand.
+Style, structure and script are read as they stand; `test_page_browser.py` opens them.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def test_what_is_wide_scrolls_by_itself(page: str) -> None:
             around |= {f"details {tag}"} if "details" in around else set()
             assert around & scrolls, path
     assert 'content="width=device-width, initial-scale=1"' in page
-    wide = [rule for rule in re.findall(r"[^{}]+\{[^{}]*\}", style) if "min-width: 640px" in rule]
-    assert [rule.split("{")[0].strip() for rule in wide] == [".mf-chart"], "which is in a .chart"
+    wide = [rule for rule in re.findall(r"[^{}]+\{[^{}]*\}", style) if "min-width: 860px" in rule]
+    assert [rule.split("{")[0].strip() for rule in wide] == [".chart svg"]
 
 
 def test_the_script_finds_what_it_asks_for(page: str) -> None:
@@ -129,5 +129,5 @@ def test_the_script_finds_what_it_asks_for(page: str) -> None:
     assert {*re.findall(r"\.([\w-]+)", selectors)} <= classes
     assert {*re.findall(r"#([\w-]+)", selectors)} <= ids
     data = {key for found in elements for key in found if key.startswith("data-")}
-    own = {"tip", "height"}  # which the script itself writes
+    own = {"tip", "height", "width"}  # which the script itself writes
     assert {*re.findall(r"dataset\.(\w+)", script)} <= {key[5:] for key in data} | own

@@ -1,0 +1,195 @@
+"""Choose by costs which communications are hidden behind products, and in how many chunks.
+
+The passes know the ways to do so (`mdfuse.passes.overlap`), a timeline what each takes; here the
+times are compared. What is chosen never takes longer than one after the other, by the same table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from mdfuse import hir_lowering
+from mdfuse.config import Options
+from mdfuse.hir.program import HostProgram
+from mdfuse.ir.graph import Fusion
+from mdfuse.passes import overlap
+from mdfuse.passes.overlap import Form, Window
+from mdfuse.passes.segment_ids import with_ids
+from mdfuse.passes.segmentation import Section, ShouldMerge
+from mdfuse.seeing.costs import H100, Costs
+from mdfuse.seeing.named_tables import HERE, here, named
+from mdfuse.seeing.timeline import timeline
+
+#: Of forms whose times are within this of the best one, that with the fewest chunks is taken.
+_ALIKE = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was decided of a window.
+
+    Attributes:
+        window: the window.
+        form: how it is computed in chunks; None: one after the other.
+        plain: seconds one after the other.
+        times: seconds of each form.
+    """
+
+    window: Window
+    form: Form | None
+    plain: float
+    times: Mapping[Form, float]
+
+    @property
+    def gain(self) -> float:
+        """The seconds that the form saves."""
+        return self.plain - self.times[self.form] if self.form is not None else 0.0
+
+    def __str__(self) -> str:
+        plain = f"{_ms(self.plain)} one after the other"
+        if self.form is not None:
+            seconds = _ms(self.times[self.form])
+            return f"{self.window.text}: {self.form}: {seconds} predicted, {plain}"
+        best = f"best of {len(self.times)} forms {_ms(min(self.times.values()))}"
+        return f"{self.window.text}: left as it is: {plain}, {best}"
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """What was chosen for a program.
+
+    Attributes:
+        plain: the host program without it.
+        told: what was chosen, and why, a line each.
+        is_measured: whether the first runs try both.
+    """
+
+    plain: HostProgram
+    told: tuple[str, ...]
+    is_measured: bool = False
+
+
+def choose(plain: float, times: Mapping[Form, float], error: float = 0.0) -> Form | None:
+    """Return the form that takes least, of nearly equal ones the simplest; None: none gains.
+
+    Args:
+        plain: seconds one after the other.
+        times: seconds of each form.
+        error: how far times are off on average, as a fraction, which a form has to gain at least.
+
+    >>> two, eight = Form((0,), 2), Form((0,), 8)
+    >>> choose(10.0, {two: 7.0, eight: 6.0}), choose(10.0, {two: 6.02, eight: 6.0}).chunks
+    (Form(dims=(0,), chunks=8, rotate=None), 2)
+    >>> choose(10.0, {two: 9.0}, error=0.15), choose(10.0, {two: 10.0})
+    (None, None)
+    """
+    best = min(times.values(), default=plain)
+    near = [f for f, t in times.items() if t <= best * (1 + _ALIKE) and t < plain * (1 - error)]
+    return min(near, key=lambda f: (f.chunks, f.rotate is None, f.dims), default=None)
+
+
+@dataclass
+class _Chooser:
+    """Choices for one fusion; windows that are alike are gone through once."""
+
+    fusion: Fusion
+    costs: Costs
+    error: float
+    should_merge: ShouldMerge | None
+    options: Options
+    known: dict[object, tuple[float, dict[Form, float]]] = field(default_factory=dict)
+
+    def seconds(self, fusion: Fusion) -> float:
+        return timeline(self.lowered(fusion)[1], self.costs).seconds
+
+    def lowered(self, fusion: Fusion) -> tuple[tuple[Section, ...], HostProgram]:
+        return hir_lowering.lower_prepared(with_ids(fusion), self.should_merge, self.options)
+
+    def choice(self, window: Window) -> Choice:
+        fusion = overlap.alone(self.fusion, window)
+        key = overlap.likeness(fusion)
+        if key not in self.known:
+            forms = overlap.forms(fusion, window)
+            times = {form: self.seconds(streamed) for form, streamed in forms.items()}
+            self.known[key] = (self.seconds(fusion) if times else 0.0), times
+        plain, times = self.known[key]
+        return Choice(window, choose(plain, times, self.error), plain, times)
+
+    def choices(self) -> list[Choice]:
+        """Return what is decided of each window; of those that share work, the best go first."""
+        found = {w: self.choice(w) for w in overlap.windows(self.fusion)}
+        found = {w: c for w, c in found.items() if c.times}
+        parts = {w: sum(found[p].gain for p in w.parts if p in found) for w in found}
+        kept = [c for w, c in found.items() if not w.parts or c.gain > parts[w]]
+        kept.sort(key=lambda c: -c.gain)
+        taken: set[str] = set()
+        free = []
+        for c in kept:
+            if taken.isdisjoint(c.window.values):
+                free.append(c)
+                taken.update(c.window.values if c.form is not None else ())
+        return free
+
+
+#: A fusion, its sections, its host program.
+Lowered = tuple[Fusion, tuple[Section, ...], HostProgram]
+
+
+def find(
+    lowered: Lowered, should_merge: ShouldMerge | None, options: Options
+) -> tuple[Lowered, Overlap]:
+    """Return a program with what is computed in chunks, and the reasons.
+
+    Args:
+        lowered: the program one after the other.
+        should_merge: see `mdfuse.passes.segmentation.segment`.
+        options: as the program is compiled.
+    """
+    fusion, _, plain = lowered
+    costs, error, told = _table(options)
+    if costs is None:
+        return lowered, Overlap(plain, tuple(told))
+    chooser = _Chooser(fusion, costs, error, should_merge, options)
+    choices = chooser.choices()
+    told += [str(c) for c in choices] or _nothing(fusion)
+    streamed = fusion
+    for c in choices:
+        if c.form is not None:
+            streamed = overlap.apply(streamed, c.window, c.form) or streamed
+    if streamed is fusion:
+        return lowered, Overlap(plain, tuple(told))
+    streamed = with_ids(streamed)
+    sections, host = chooser.lowered(streamed)
+    before, after = (timeline(p, costs).seconds for p in (plain, host))
+    whole = f"the whole program: {_ms(after)} predicted, {_ms(before)} one after the other"
+    if after > before:
+        return lowered, Overlap(plain, (*told, f"left as it is after all: {whole}"))
+    told.append(f"{whole}, by {costs.name}")
+    return (streamed, sections, host), Overlap(plain, tuple(told), options.overlap == "measure")
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
+
+
+def _nothing(fusion: Fusion) -> Iterator[str]:
+    """Yield why no window was looked at."""
+    if any(v.stream is not None for v in fusion.values.values()):
+        yield "left as it is: it has a Stream of its own"
+    else:
+        yield "no product stands beside a communication that could be cut with it"
+
+
+def _table(options: Options) -> tuple[Costs | None, float, list[str]]:
+    """Return the table that counts, the error that a gain has to exceed, and what to tell."""
+    is_measured = options.overlap == "measure"
+    if options.costs != HERE:
+        costs, error = named(options.costs)
+        return costs, 0.0 if is_measured else error, []
+    table, told = here()
+    if table is not None:
+        return table.costs, 0.0 if is_measured else table.mean_error, told
+    if is_measured:
+        return H100, 0.0, [*told, f"what is tried is chosen by {H100.name}"]
+    return None, 0.0, [*told, "left as it is: mdfuse calibrate writes a table of costs"]

@@ -1,0 +1,63 @@
+"""Reduce sums of microbatches as they were added up, where they are reduced in that dtype anyway.
+
+    %y = round_terms(%y.sum, dtype=bf16)
+    %y.wide = widen(%y, dtype=f32)               ->
+    %c = post allreduce[sum](%y.wide) -> %z          %c = post allreduce[sum](%y.sum) -> %z
+
+`Options.reduce_dtype` widens what is reduced; 16-bit parts of a batch are added up in f32. So a sum
+is rounded once, behind both.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from mdfuse.config import Options
+from mdfuse.hir.program import HostProgram, Instruction
+
+name = "keep_wide"
+
+
+def run(program: HostProgram, options: Options) -> HostProgram:
+    """Return the program without roundings that are taken back."""
+    sums = {i.outputs[0]: i.reads[0] for i in program.walk() if i.fn == "round_terms"}
+    instead = {
+        i.outputs[0]: sums[i.reads[0]]
+        for i in program.walk()
+        if i.fn == "widen" and i.reads[0] in sums and _are_alike(program, i, sums[i.reads[0]])
+    }
+    if not instead:
+        return program
+    reads = Counter(x for i in program.walk() if i.op != "launch" for x in i.reads)
+    back = Counter(i.reads[0] for i in program.walk() if not instead.keys().isdisjoint(i.outputs))
+    unread = {x for x, n in back.items() if reads[x] == n and x not in program.outputs}
+    gone = instead.keys() | unread
+    block = _renamed(program.instructions, instead, gone)
+    types = {n: kind for n, kind in program.types.items() if n not in gone}
+    return replace(program, instructions=block, types=types)
+
+
+def _are_alike(program: HostProgram, i: Instruction, total: str) -> bool:
+    """Whether what was added up is what a cast makes of it again, but for rounding."""
+    return program.types[i.outputs[0]] == program.types[total]
+
+
+def _renamed(
+    block: Sequence[Instruction], instead: Mapping[str, str], gone: set[str]
+) -> tuple[Instruction, ...]:
+    found = []
+    for i in block:
+        inputs = tuple(instead.get(x, x) if isinstance(x, str) else x for x in i.inputs)
+        body, orelse = (_renamed(b, instead, gone) for b in (i.body, i.orelse))
+        if i.op == "launch":
+            made = {n for j in body for n in j.outputs}
+            needed = {x for j in body for x in j.reads} - made
+            inputs = tuple(dict.fromkeys((*(x for x in inputs if x in needed), *sorted(needed))))
+            i = replace(i, outputs=tuple(n for n in i.outputs if n in made))
+        elif not gone.isdisjoint(i.outputs):
+            continue
+        if body or i.op != "launch":
+            found.append(replace(i, inputs=inputs, body=body, orelse=orelse))
+    return tuple(found)

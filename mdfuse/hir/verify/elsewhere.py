@@ -1,0 +1,90 @@
+"""What one rank runs, but for its number and for names: stages that do the same are checked once.
+
+    rank 4  %x2: … on mesh(tp=2: 4 5)               rank 6  %x3: … on mesh(tp=2: 6 7)
+            %y2 = gelu(%x2)                    ==           %y3 = gelu(%x3)
+            post broadcast(%y2) … to 6 7                    post broadcast(%y3) … to 8 9
+
+Two ranks with equal keys post the same to ranks as far off, and do the same with buffers of the
+same types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from mdfuse.communication import Communication
+from mdfuse.hir.program import BufferType, HostProgram, Instruction
+from mdfuse.layouts.layout import Layout
+from mdfuse.mesh import DeviceMesh
+
+
+class _Unlike(Exception):
+    """What a rank runs is not like what any other one does."""
+
+
+def key_of(mine: HostProgram, written: frozenset[str]) -> Hashable:
+    """Return what stands for all that one rank runs; None where it stands for itself alone.
+
+    Args:
+        mine: straight-line, with the inputs and outputs that the rank has.
+        written: the inputs whose buffers the program writes.
+    """
+    writer = _Key(mine, written)
+    try:
+        code = tuple([writer.instruction(i) for i in mine.instructions])
+        ends = [tuple([writer.name(n) for n in names]) for names in (mine.inputs, mine.outputs)]
+    except _Unlike:
+        return None
+    return code, *ends, tuple(writer.said)
+
+
+@dataclass(slots=True)
+class _Key:
+    program: HostProgram
+    written: frozenset[str]
+    #: name -> its number, in the order in which names appear
+    numbers: dict[str, int] = field(default_factory=dict)
+    #: what is said of each name: its type, and whose buffer it has
+    said: list[Hashable] = field(default_factory=list)
+    #: what was made of meshes, by their identity
+    meshes: dict[int, Hashable] = field(default_factory=dict)
+
+    def instruction(self, i: Instruction) -> Hashable:
+        if i.body or i.orelse:
+            raise _Unlike
+        inputs = tuple([self.name(x) if type(x) is str else (type(x), x) for x in i.inputs])
+        outputs = tuple([self.name(x) for x in i.outputs])
+        comm = self.posted(i.comm) if i.comm is not None else None
+        return i.op, i.fn, inputs, outputs, i.attrs, i.order, comm
+
+    def name(self, name: str) -> int:
+        number = self.numbers.get(name)
+        if number is None:
+            number = self.numbers[name] = len(self.numbers)
+            self.said.append(None)
+            kind, root = self.program.types.get(name), self.program.root(name)
+            buffer = number if root == name else self.name(root)
+            self.said[number] = (self.kind(kind) if kind else None, buffer, name in self.written)
+        return number
+
+    def kind(self, kind: BufferType) -> Hashable:
+        layout = self.layout(kind.layout) if kind.layout is not None else None
+        return kind.dtype, kind.shape, kind.padding, kind.flat, layout
+
+    def posted(self, comm: Communication) -> Hashable:
+        said = comm.kind, comm.shape, comm.dtype, comm.axes, comm.dim, comm.to_dim, comm.reduce_op
+        return *said, comm.backend, self.layout(comm.source), self.layout(comm.destination)
+
+    def layout(self, layout: Layout) -> Hashable:
+        mesh = self.meshes.get(id(layout.mesh))
+        if mesh is None:
+            mesh = self.meshes[id(layout.mesh)] = self.mesh(layout.mesh)
+        return mesh, layout.placements, layout.splits, layout.stream
+
+    def mesh(self, mesh: DeviceMesh) -> Hashable:
+        """Return a mesh by how far its ranks are off."""
+        if not mesh.is_consecutive or mesh.hosts is not None:
+            raise _Unlike
+        assert self.program.rank is not None
+        return mesh.axes, mesh.shape, mesh.first - self.program.rank

@@ -1,0 +1,94 @@
+"""Blocks of a dim: each of them is split over the axes that split the dim.
+
+A dim without blocks is one block. So what a rank holds of a dim is a list of intervals, one for
+each block, and all that is about parts of tensors goes through this list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
+from mdfuse.errors import LayoutError
+from mdfuse.layouts.boxes import Interval, Rows
+
+#: How many equal blocks, or the sizes of blocks of which some differ.
+Blocks = int | tuple[int, ...]
+
+
+def as_blocks(given: int | Sequence[int]) -> Blocks | None:
+    """Return blocks in the one form that they have; None for a single one.
+
+    Raises:
+        LayoutError: neither a number of blocks nor their sizes.
+
+    >>> as_blocks(3), as_blocks([4, 2, 2]), as_blocks([4, 4]), as_blocks([4, 0])
+    (3, (4, 2, 2), 2, None)
+    """
+    if isinstance(given, int) and _is_size(given) and given:
+        return None if given == 1 else given
+    sizes = tuple(given) if isinstance(given, list | tuple) else ()
+    if not sizes or not all(map(_is_size, sizes)) or not any(sizes):
+        raise LayoutError(
+            f"blocks={given!r}",
+            because="blocks is how many equal ones there are, or a list of their sizes",
+            hint="for example Shard(0, blocks=3) or Shard(0, blocks=[4096, 1024, 1024])",
+        )
+    sizes = tuple(n for n in sizes if n)
+    return as_blocks(len(sizes)) if len({*sizes}) == 1 else sizes
+
+
+def _is_size(n: object) -> bool:
+    return isinstance(n, int) and not isinstance(n, bool) and n >= 0
+
+
+def blocks_text(blocks: Blocks) -> str:
+    """Return blocks as programs show them: `3`, `[4096,1024,1024]`."""
+    return str(blocks).replace(" ", "").replace("(", "[").replace(")", "]")
+
+
+@lru_cache(maxsize=1024)
+def _known_segments(blocks: Blocks, extent: int) -> Rows:
+    n = blocks if isinstance(blocks, int) else len(blocks)
+    sizes = (extent // n,) * n if isinstance(blocks, int) else blocks
+    if sum(sizes) != extent:
+        raise LayoutError(
+            f"blocks {blocks_text(blocks)} of a dim with {extent} rows",
+            because=f"they have {sum(sizes)} rows together"
+            if isinstance(blocks, tuple)
+            else f"{extent} rows are not {blocks} equal blocks",
+            hint="give the sizes of all blocks: they add up to the dim",
+        )
+    return tuple(pairwise(accumulate(sizes, initial=0)))
+
+
+def segments(blocks: Blocks | None, extent: int) -> Rows:
+    """Return the blocks of a dim as intervals; without blocks it is one.
+
+    Raises:
+        LayoutError: they are not as long as the dim, or a run chooses its extent.
+
+    >>> segments(3, 6), segments((4, 2), 6), segments(None, 6)
+    (((0, 2), (2, 4), (4, 6)), ((0, 4), (4, 6)), ((0, 6),))
+    """
+    if blocks is None:
+        return ((0, extent),)
+    if type(extent) is not int:
+        raise LayoutError(
+            f"blocks {blocks_text(blocks)} of a dim whose extent a run chooses",
+            because="where blocks begin is known when a program is compiled",
+            hint="give the blocks a dim of their own with reshape, and split the other one",
+        )
+    return _known_segments(blocks, extent)
+
+
+def part_of_blocks(blocks: Blocks | None, extent: int, part: Interval) -> Blocks | None:
+    """Return the blocks of an interval that consists of whole blocks; 0 where it does not.
+
+    >>> [part_of_blocks(3, 6, part) for part in [(0, 2), (2, 6), (0, 3)]]
+    [None, 2, 0]
+    """
+    inside = [(a, b) for a, b in segments(blocks, extent) if part[0] <= a and b <= part[1]]
+    is_all = sum(b - a for a, b in inside) == part[1] - part[0]
+    return as_blocks([b - a for a, b in inside]) if inside and is_all else 0

@@ -1,0 +1,142 @@
+"""One side of an exchange: which parts of a tensor there are, and who has them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from mdfuse.layouts.blocks import segments
+from mdfuse.layouts.boxes import Interval, Rows, nth_chunk
+from mdfuse.layouts.layout import Layout
+from mdfuse.mesh import DeviceMesh
+
+#: axis -> coordinate
+At = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Side:
+    """The source or the destination of an exchange: which parts there are, and who has them."""
+
+    layout: Layout
+    shape: tuple[int, ...]
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self.layout.mesh
+
+    @cached_property
+    def fixed(self) -> tuple[str, ...]:
+        """The axes along which ranks hold different parts, or different terms."""
+        split = (a for _, axes in self.layout.splits for a in axes)
+        return (*self.layout.partial_axes, *split)
+
+    @cached_property
+    def free(self) -> tuple[str, ...]:
+        """The axes along which ranks hold the same."""
+        return tuple(a for a in self.mesh.axes if a not in self.fixed)
+
+    @cached_property
+    def grid(self) -> Any:
+        """The ranks, an array with the axes of the mesh."""
+        return self.mesh.array.reshape(self.mesh.shape)
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """The number of ranks along each axis."""
+        return dict(zip(self.mesh.axes, self.mesh.shape, strict=True))
+
+    @cached_property
+    def split(self) -> tuple[tuple[str, ...], ...]:
+        """The axes that split each dim, outermost first."""
+        return tuple(map(self.layout.split_axes, range(len(self.shape))))
+
+    def count(self, axes: tuple[str, ...]) -> int:
+        return math.prod([self.sizes[a] for a in axes])
+
+    def at(self, rank: int) -> At | None:
+        """Return the coordinates of a rank; None where it is not in the mesh."""
+        coordinate = self.mesh.coordinate(rank)
+        return None if coordinate is None else dict(zip(self.mesh.axes, coordinate, strict=True))
+
+    def rank(self, at: At) -> int:
+        return self.mesh.rank_at([at[a] for a in self.mesh.axes])
+
+    def number(self, at: At, axes: tuple[str, ...]) -> int:
+        """Return the position of coordinates in the order along some axes, the last one fastest."""
+        n, sizes = 0, self.sizes
+        for a in axes:
+            n = n * sizes[a] + at[a]
+        return n
+
+    def numbered(self, n: int, axes: tuple[str, ...]) -> dict[str, int]:
+        """Return the coordinates at a position in the order along some axes."""
+        if len(axes) == 1:
+            return {axes[0]: n}
+        found = {}
+        for a in reversed(axes):
+            n, found[a] = divmod(n, self.sizes[a])
+        return found
+
+    def rows(self, at: At) -> tuple[Rows, ...]:
+        """Return what ranks at some coordinates hold; the axes that split dims are enough."""
+        found = []
+        for dim, axes in enumerate(self.split):
+            key = (dim, *[at[a] for a in axes])
+            if key not in self._rows:
+                blocks = segments(self.layout.blocked.get(dim), self.shape[dim])
+                self._rows[key] = tuple(self._part(block, *key) for block in blocks)
+            found.append(self._rows[key])
+        return tuple(found)
+
+    @cached_property
+    def _rows(self) -> dict[tuple[int, ...], Rows]:
+        """(dim, coordinates on the axes that split it) -> the rows of ranks there."""
+        return {}
+
+    def _part(self, interval: Interval, dim: int, *at: int) -> Interval:
+        reach, extent = self.layout.reach(dim), interval[1]
+        interval = interval if reach is None else (0, reach.of)
+        for axis, i in zip(self.split[dim], at, strict=True):
+            interval = nth_chunk(interval, self.sizes[axis], i)
+        interval = interval if reach is None else reach.rows(interval, extent)
+        chunk = self.layout.stream
+        if chunk is not None and chunk.index is not None and chunk.dim == dim:
+            i = chunk.index if isinstance(chunk.index, int) else chunk.largest
+            interval = chunk.interval(interval, i)
+        return interval
+
+    def positions(self, dim: int, rows: Rows) -> range:
+        """Return the positions of the parts of a dim that have some of its rows.
+
+        Some of them may be empty: `torch.chunk` makes empty parts, also between others. Where the
+        dim is in blocks, on this side or on the other one, these are all positions.
+        """
+        if dim in self.layout.blocked or len(rows) > 1:
+            return range(self.count(self.split[dim]))
+        ((start, stop),) = rows
+        if self.layout.reach(dim) is not None:
+            parts = enumerate(self.layout.chunks_of(dim, self.shape[dim]))
+            found = [n for n, (_, (a, b)) in parts if max(a, start) < min(b, stop)]
+            return range(found[0], found[-1] + 1) if found else range(0)
+        return range(self._position(dim, start), self._position(dim, stop - 1) + 1)
+
+    def _position(self, dim: int, row: int) -> int:
+        """Return which part of a dim, in the order of rows, has a row."""
+        interval, position = (0, self.shape[dim]), 0
+        for axis in self.split[dim]:
+            n = self.sizes[axis]
+            i = (row - interval[0]) // -(-(interval[1] - interval[0]) // n)
+            interval, position = nth_chunk(interval, n, i), position * n + i
+        return position
+
+    def part(self, positions: tuple[int, ...]) -> dict[str, int]:
+        """Return the coordinates of a part, along the axes that split dims."""
+        found: dict[str, int] = {}
+        for axes, n in zip(self.split, positions, strict=True):
+            if axes:
+                found |= self.numbered(n, axes)
+        return found

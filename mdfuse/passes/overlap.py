@@ -1,0 +1,341 @@
+"""Find where a communication could be hidden behind a product, and compute both in chunks.
+
+    %x.whole: f32[64,32] (tp=R) = set(%x)
+    %y: f32[64,64] (tp=S1) = matmul(%x.whole, %w)
+->
+    %x.whole: f32[64,32] (tp=R, stream(0,4)) = set(%x)
+    %y: f32[64,64] (tp=S1, stream(0,4)) = matmul(%x.whole, %w)
+
+A *window* is a set that communicates and the products beside it, which read it or which it reads,
+or two such windows and the element-wise work between them. Its *forms* are the ways to compute it
+in chunks. Which of them pays, if any, depends on costs; that is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+import networkx as nx
+from networkx.utils import UnionFind
+
+from mdfuse.extents.extent import is_symbolic
+from mdfuse.ir.graph import Expr, Fusion, Value
+from mdfuse.ir.ops import TABLE
+from mdfuse.layouts.layout import Layout, Replicate
+from mdfuse.layouts.stream import Stream
+from mdfuse.passes.segmentation import HostLoops, set_form
+from mdfuse.passes.strategy import dim_map
+from mdfuse.passes.streams import one_dim
+
+#: Products, which take long enough to hide something.
+PRODUCTS = ("matmul", "linear", "contract")
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A way to compute a window in chunks.
+
+    Attributes:
+        dims: of each value of the window, in order, the dim that is cut.
+        chunks: how many.
+        rotate: the axis along which each rank starts with its own; None: all start with the first.
+    """
+
+    dims: tuple[int, ...]
+    chunks: int
+    rotate: str | None = None
+
+    def __str__(self) -> str:
+        own = f", each rank along {self.rotate} its own first" if self.rotate else ""
+        return f"{self.chunks} chunks{own}"
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Expressions that one loop could compute.
+
+    Attributes:
+        exprs: in the order of the fusion: a set that communicates, products, what is between.
+        parts: of a chain the windows that it joins; none of others.
+    """
+
+    exprs: tuple[Expr, ...]
+    parts: tuple[Window, ...] = ()
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """The names of the values that it computes."""
+        return tuple(e.output for e in self.exprs)
+
+    @property
+    def text(self) -> str:
+        """What it computes: its sets and products, each with the user's line."""
+        return ", ".join(_text(e) for e in self.exprs if e.op in ("set", *PRODUCTS))
+
+
+def _text(expr: Expr) -> str:
+    where = f" ({expr.source})" if expr.source else ""
+    return f"%{expr.output} = {expr.op}({', '.join(f'%{x}' for x in expr.reads)}){where}"
+
+
+# -- windows ---------------------------------------------------------------------------------------
+
+
+def windows(fusion: Fusion) -> tuple[Window, ...]:
+    """Return the windows of a prepared fusion, each chain before what it joins.
+
+    None where the user streams something: whoever writes a loop decides on all of them.
+    """
+    if any(v.stream is not None for v in fusion.values.values()):
+        return ()
+    place = {e.outputs[0]: n for n, e in enumerate(fusion.exprs)}
+    single = [w for e in fusion.exprs for w in _around(fusion, e, place) if _is_free(fusion, w)]
+    chains = [c for a, b in product(single, single) for c in _chain(fusion, a, b, place)]
+    return (*(c for c in chains if _is_free(fusion, c)), *single)
+
+
+def _around(fusion: Fusion, expr: Expr, place: dict[str, int]) -> Iterator[Window]:
+    """Yield a set with the product that it reads, and with all products that read it."""
+    if not _communicates(fusion, expr):
+        return
+    made = _computed(fusion, expr.reads[0])
+    if made and made[0].op in PRODUCTS:
+        yield _ordered([*made, expr], place)
+    readers = [e for e in fusion.consumers[expr.output] if e.op in PRODUCTS]
+    if readers:
+        yield _ordered([expr, *readers], place)
+
+
+def _computed(fusion: Fusion, name: str) -> list[Expr]:
+    """Return a product and the element-wise work on it alone that compute what only a set reads."""
+    found: list[Expr] = []
+    while name in fusion.producers and name not in fusion.outputs:
+        expr = fusion.producers[name]
+        if len(fusion.consumers[name]) > 1 or len(expr.outputs) > 1:
+            return []
+        found.insert(0, expr)
+        if expr.op in PRODUCTS:
+            return found
+        if not TABLE[expr.op].is_elementwise or len(expr.reads) != 1:
+            return []
+        (name,) = expr.reads
+    return []
+
+
+def _communicates(fusion: Fusion, expr: Expr) -> bool:
+    """Whether a set brings ranks of one mesh what others have."""
+    if expr.op != "set" or not fusion.values[expr.output].is_tensor:
+        return False
+    before, after = fusion.layout(expr.reads[0]), fusion.layout(expr.output)
+    return before.mesh == after.mesh and bool(_axes(before, after))
+
+
+def _axes(before: Layout, after: Layout) -> list[str]:
+    """Return the axes along which a set has to communicate."""
+    new = after.by_axis()
+    return [
+        axis
+        for axis, old in before.by_axis().items()
+        if old not in (new[axis], Replicate()) and before.mesh.axis_size(axis) > 1
+    ]
+
+
+def _ordered(exprs: Iterable[Expr], place: dict[str, int], *parts: Window) -> Window:
+    return Window(tuple(sorted(exprs, key=lambda e: place[e.outputs[0]])), parts)
+
+
+def _chain(fusion: Fusion, a: Window, b: Window, place: dict[str, int]) -> Iterator[Window]:
+    """Yield what joins a window to a later one: element-wise work on what its products compute."""
+    if a is b or a.exprs[0].op != "set" or b.exprs[-1].op != "set":
+        return
+    between: dict[str, Expr] = {}
+    waiting = [x for e in b.exprs if e.op in PRODUCTS for x in e.reads]
+    while waiting:
+        made = fusion.producers.get(waiting.pop())
+        if made is None or made.output in between or made in a.exprs:
+            continue
+        if not TABLE[made.op].is_elementwise:
+            continue
+        between[made.output] = made
+        waiting += made.reads
+    inner = _behind(a, between)
+    joined = {x for e in inner.values() for x in e.outputs} | {e.output for e in a.exprs[1:]}
+    is_read = any(x in joined for e in b.exprs if e.op in PRODUCTS for x in e.reads)
+    if is_read and not {*a.values} & {*b.values}:
+        yield _ordered([*a.exprs, *inner.values(), *b.exprs], place, a, b)
+
+
+def _behind(a: Window, between: dict[str, Expr]) -> dict[str, Expr]:
+    """Return those expressions that read, directly or not, what a window's products compute."""
+    made, found = {e.output for e in a.exprs[1:]}, dict[str, Expr]()
+    waiting = True
+    while waiting:
+        waiting = False
+        for name, expr in between.items():
+            if name not in found and not made.isdisjoint(expr.reads):
+                found[name] = expr
+                made.add(name)
+                waiting = True
+    return found
+
+
+def _is_free(fusion: Fusion, window: Window) -> bool:
+    """Whether nothing is asked of the window's values that a loop would have to undo."""
+    read = {x for e in window.exprs for x in e.reads}
+    values = [fusion.values[x] for x in (*read, *window.values)]
+    made = [fusion.values[x] for x in window.values]
+    return (
+        all(v.is_tensor and not v.is_order_required and not v.expanded for v in made)
+        and all(v.name not in fusion.reuse for v in made)
+        and not any(is_symbolic(n) for v in values for n in v.shape)
+    )
+
+
+# -- forms -----------------------------------------------------------------------------------------
+
+
+def forms(fusion: Fusion, window: Window) -> dict[Form, Fusion]:
+    """Return the ways to compute a window in chunks: form -> the fusion with these streams."""
+    found: dict[Form, Fusion] = {}
+    for dims in _cuts(fusion, window):
+        for chunks, rotate in _counts(fusion, window, dims):
+            form = Form(dims, chunks, rotate)
+            streamed = apply(fusion, window, form)
+            if streamed is not None:
+                found[form] = streamed
+    return found
+
+
+def _cuts(fusion: Fusion, window: Window) -> Iterator[tuple[int, ...]]:
+    """Yield the dims, one of each value, that are one dim of the whole window.
+
+    Not the last dim of a product: its chunks would be columns, which lie apart.
+    """
+    same: UnionFind[tuple[str, int]] = UnionFind()
+    for expr in window.exprs:
+        for dims_alike in _one_dim(fusion, expr):
+            same.union(*dims_alike)
+    first = window.values[0]
+    for start in range(len(fusion.values[first].shape)):
+        root = same[first, start]
+        dims = [
+            [d for d in range(len(fusion.values[v].shape)) if same[v, d] == root]
+            for v in window.values
+        ]
+        if all(len(d) == 1 for d in dims) and not any(
+            e.op in PRODUCTS and d[0] == len(fusion.values[e.output].shape) - 1
+            for e, d in zip(window.exprs, dims, strict=True)
+        ):
+            yield tuple(d[0] for d in dims)
+
+
+def _one_dim(fusion: Fusion, expr: Expr) -> Iterable[list[tuple[str, int]]]:
+    if expr.op != "set":
+        return one_dim(expr, dim_map(expr, fusion.values))
+    dims = range(len(fusion.values[expr.output].shape))
+    return [[(expr.output, d), (expr.reads[0], d)] for d in dims]
+
+
+def _counts(
+    fusion: Fusion, window: Window, dims: Sequence[int]
+) -> Iterator[tuple[int, str | None]]:
+    """Yield numbers of chunks, and which axis is rotated."""
+    sets = [e for e in window.exprs if _communicates(fusion, e)]
+    mesh = fusion.layout(sets[0].output).mesh
+    axes = [a for e in sets for a in _axes(fusion.layout(e.reads[0]), fusion.layout(e.output))]
+    size = {a: mesh.axis_size(a) for a in axes}
+    values = (fusion.values[v] for v in window.values)
+    rows = min(_rows(v, d, axes) for v, d in zip(values, dims, strict=True))
+    counts = {2, 4} | {n * k for n in size.values() for k in (1, 2, 4)}
+    yield from ((n, None) for n in sorted(counts) if n <= rows)
+    yield from ((n, axis) for axis, n in size.items() if n <= rows)
+
+
+def _rows(value: Value, dim: int, moved: Sequence[str]) -> int:
+    """Return how many rows of a dim there are, where axes along which nothing moves split it."""
+    layout = value.layout
+    assert layout is not None
+    fixed = (layout.mesh.axis_size(a) for a in layout.split_axes(dim) if a not in moved)
+    return value.shape[dim] // math.prod(fixed)
+
+
+def apply(fusion: Fusion, window: Window, form: Form) -> Fusion | None:
+    """Return the fusion with a window in one loop; None where one loop cannot compute it."""
+    values = dict(fusion.values)
+    for name, dim in zip(window.values, form.dims, strict=True):
+        values[name] = replace(values[name], stream=Stream(dim, form.chunks, form.rotate))
+    streamed = _together(replace(fusion, values=values), window)
+    if streamed is None or any(not _may_cut(streamed, e) for e in window.exprs):
+        return None
+    loops = HostLoops(streamed)
+    return streamed if loops.may_share(window.exprs[:-1], window.exprs[-1:]) else None
+
+
+def _may_cut(fusion: Fusion, expr: Expr) -> bool:
+    """Whether a set goes in chunks, and sums of narrow floats are not rounded once per rank."""
+    if expr.op != "set":
+        return True
+    how = set_form(fusion, expr)
+    return how is not None and (
+        how != "ring_reduce" or fusion.values[expr.output].dtype.itemsize >= 4
+    )
+
+
+def _together(fusion: Fusion, window: Window) -> Fusion | None:
+    """Return the fusion with the expressions of a window side by side; None where they cannot be.
+
+    Otherwise expressions stay in their order as far as they can.
+    """
+    members = {id(e) for e in window.exprs}
+    at = {name: n for n, e in enumerate(fusion.exprs) for name in e.outputs}
+    home = min(at[v] for v in window.values)
+    graph: nx.DiGraph[int] = nx.DiGraph()
+
+    def node(n: int) -> int:
+        return home if id(fusion.exprs[n]) in members else n
+
+    for n, expr in enumerate(fusion.exprs):
+        graph.add_node(node(n))
+        graph.add_edges_from(
+            (node(at[x]), node(n)) for x in expr.reads if x in at and node(at[x]) != node(n)
+        )
+    if not nx.is_directed_acyclic_graph(graph):
+        return None
+    order = nx.lexicographical_topological_sort(graph)
+    placed = [window.exprs if n == home else (fusion.exprs[n],) for n in order]
+    return replace(fusion, exprs=tuple(e for exprs in placed for e in exprs))
+
+
+# -- windows by themselves -------------------------------------------------------------------------
+
+
+def alone(fusion: Fusion, window: Window) -> Fusion:
+    """Return a window as a fusion of its own, whose costs are those of the window."""
+    made = {*window.values}
+    inputs = tuple(dict.fromkeys(x for e in window.exprs for x in e.reads if x not in made))
+    is_read = {
+        x
+        for x in window.values
+        if x in fusion.outputs or any(r.outputs[0] not in made for r in fusion.consumers[x])
+    }
+    return Fusion(
+        name=fusion.name,
+        values={x: fusion.values[x] for x in (*inputs, *window.values)},
+        exprs=window.exprs,
+        inputs=inputs,
+        outputs=tuple(x for x in window.values if x in is_read),
+    )
+
+
+def likeness(fusion: Fusion) -> object:
+    """Return what two windows by themselves have in common if they take the same: all but names."""
+    number = {x: n for n, x in enumerate(fusion.values)}
+    kinds = tuple((v.shape, v.dtype, v.layout, v.order) for v in fusion.values.values())
+    exprs = tuple(
+        (e.op, tuple(number.get(x, x) if isinstance(x, str) else x for x in e.inputs), e.attrs)
+        for e in fusion.exprs
+    )
+    return kinds, exprs, tuple(number[x] for x in fusion.outputs)

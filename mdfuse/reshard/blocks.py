@@ -1,0 +1,109 @@
+"""The steps into blocks of a dim, out of them, and from some blocks to others.
+
+Ranks exchange just what they lack, whatever the parts: so one communication is at the bound where
+nothing is reduced. Where something is, it may be reduced before, on the way, or as plain parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from mdfuse.communication import Communication
+from mdfuse.layouts.exchange import kept_terms
+from mdfuse.layouts.lacks import dearer
+from mdfuse.layouts.layout import Layout, Replicate
+from mdfuse.reshard.clock import is_timed
+from mdfuse.reshard.step import Step, elements, step_time
+
+_Path = tuple[Step, ...]
+#: the steps from one layout to another, for one shape and itemsize
+_Find = Callable[[Layout, Layout], _Path]
+
+
+def moved(source: Layout, destination: Layout) -> frozenset[int]:
+    """Return the dims that are in blocks before or afterwards, and not the same ones on each rank.
+
+    >>> from mdfuse import DeviceMesh, Shard
+    >>> mesh = DeviceMesh.arange(tp=2)
+    >>> thirds, halves = (Layout(mesh, {"tp": Shard(0, blocks=n)}) for n in (3, 2))
+    >>> sorted(moved(thirds, halves)), sorted(moved(thirds, thirds))
+    ([0], [])
+    """
+    return frozenset(
+        d
+        for d in {*source.blocked, *destination.blocked}
+        if source.mesh != destination.mesh
+        or source.blocked.get(d) != destination.blocked.get(d)
+        or source.split_axes(d) != destination.split_axes(d)
+    )
+
+
+def through_blocks(
+    source: Layout, destination: Layout, shape: tuple[int, ...], itemsize: int, find: _Find
+) -> _Path:
+    """Return the cheapest steps between layouts of which a moved dim is in blocks.
+
+    Args:
+        source: before.
+        destination: afterwards, on any mesh.
+        shape: global extents.
+        itemsize: bytes of an element.
+        find: finds the steps of a part of the way.
+    """
+    timed = is_timed(source, destination, shape)
+
+    def cost(way: _Path) -> tuple[int, int]:
+        spent = (step_time(s, shape, itemsize) if timed else _arriving(s, shape) for s in way)
+        return sum(spent), len(way)
+
+    return min(_ways(source, destination, find), key=cost)
+
+
+def _arriving(step: Step, shape: tuple[int, ...]) -> int:
+    is_reduce = isinstance(step, Communication) and step.kind == "ReduceExchange"
+    return dearer(elements(step, shape)) if is_reduce else elements(step, shape)
+
+
+def _ways(source: Layout, destination: Layout, find: _Find) -> Iterator[_Path]:
+    """Yield what may be posted: at once, reduced first, or with plain parts before or behind."""
+    at_once = _at_once(source, destination)
+    if at_once is not None:
+        yield (at_once,)
+    reduced = _reduced(source, destination)
+    behind = _at_once(reduced, destination)
+    if reduced != source and behind is not None:
+        yield (*find(source, reduced), behind)
+    dims = moved(source, destination)
+    ends = [x.without_blocks(dims) for x in (source, destination)]
+    is_reduced = source.mesh == destination.mesh and bool(source.partial_axes)
+    if at_once is None or is_reduced:
+        legs = [(source, ends[0]), (ends[1], destination)]
+        first, last = ([_at_once(*leg)] if leg[0] != leg[1] else [] for leg in legs)
+        between = find(ends[0], ends[1]) if ends[0] != ends[1] else ()
+        yield tuple(step for step in (*first, *between, *last) if step is not None)
+
+
+def _reduced(source: Layout, destination: Layout) -> Layout:
+    """Return the source with the terms reduced that the destination does not keep."""
+    kept = {a for a, _ in kept_terms(source, destination)}
+    for axis in source.partial_axes:
+        if axis not in kept:
+            source = source.with_placement(axis, Replicate())
+    return source
+
+
+def _at_once(source: Layout, destination: Layout) -> Communication | None:
+    """Return the one communication between two layouts; None where one does not do."""
+    kept = kept_terms(source, destination)
+    ops = {op for a, op in source.reduce_ops.items() if a not in dict(kept)}
+    is_chunk = any(
+        x.stream is not None and x.stream.index is not None for x in (source, destination)
+    )
+    if len(kept) < len(destination.reduce_ops) or len(ops) > 1 or (ops and is_chunk):
+        return None
+    return Communication(
+        kind="ReduceExchange" if ops else "Exchange",
+        source=source,
+        destination=destination,
+        reduce_op=next(iter(ops), None),
+    )

@@ -1,0 +1,64 @@
+"""Tables of costs by name: "h100", "unit", "here", or a JSON file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from mdfuse.errors import ProgramError
+from mdfuse.seeing.cost_tables import FORMAT, CostTable, costs_of, found, machine_of, parsed
+from mdfuse.seeing.costs import H100, UNIT, Costs
+
+#: Tables that are not measured.
+NAMED = {"h100": H100, "unit": UNIT}
+
+#: The table of this machine.
+HERE = "here"
+
+
+def named(text: str) -> tuple[Costs, float]:
+    """Return a table of costs that is named, or that of a JSON file, and its mean error.
+
+    The error is that of predictions of the machine that was measured; 0 of other tables.
+
+    Raises:
+        ProgramError: there is no such table, or the file does not hold one.
+
+    >>> costs, error = named("unit")
+    >>> costs.launch_s, error
+    (1.0, 0.0)
+    """
+    if text in NAMED:
+        return NAMED[text], 0.0
+    try:
+        fields = json.loads(Path(text).read_text(encoding="utf-8"))
+        if isinstance(fields, dict) and "format" in fields:
+            table = parsed(json.dumps(fields))
+            return table.costs, table.mean_error
+        return costs_of({"name": Path(text).stem, **fields}), 0.0
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise _wrong(text, str(error)) from error
+    except ProgramError as error:
+        raise _wrong(text, error.because or error.what) from error
+
+
+def _wrong(text: str, why: str) -> ProgramError:
+    return ProgramError(
+        f"costs {text}",
+        because=why,
+        hint=f"one of {', '.join(NAMED)}, here, what mdfuse calibrate wrote, or a JSON file of "
+        f'the fields of mdfuse.seeing.Costs; a calibration says "format": "{FORMAT}"',
+    )
+
+
+def here() -> tuple[CostTable | None, list[str]]:
+    """Return the table of this machine, None where there is none, and why it is no other."""
+    is_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", 0) if is_gpu else torch.device("cpu")
+    machine = machine_of(device, "nccl" if is_gpu else "gloo")
+    table, told = found(machine, any_threads=True)
+    if table is None:
+        told = [*told, f"nothing was measured on {machine.text}"]
+    return table, told

@@ -1,0 +1,230 @@
+"""The choice is the best there is by the table, and follows laws; programs say what was chosen."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+from helpers.oracle import check_everywhere
+from helpers.overlaps import CASES, prepared, program
+
+import mdfuse as mf
+from mdfuse import DeviceMesh, Options, ProgramError, Shard, Stream
+from mdfuse.compiled.overlap import choose
+from mdfuse.hir.program import HostProgram
+from mdfuse.passes import overlap
+from mdfuse.passes.overlap import Form
+from mdfuse.seeing import Costs, Link
+from mdfuse.seeing.timeline import timeline
+
+LINE = DeviceMesh.arange(tp=4)
+
+#: Where overlap pays: neither work nor communication is much longer, and nothing costs by itself.
+PAYS = Costs(name="even", flops=1e6, links={"*": Link(0.0, 4e4)})
+AUTO = Options(overlap="auto")
+
+
+@cache
+def lowered(name: str) -> tuple[HostProgram, dict[Form, HostProgram]]:
+    """The host programs of a program's last window: one after the other, and in each form."""
+    fusion = prepared(CASES[name], LINE, 64)
+    window = overlap.windows(fusion)[-1]
+    alone = overlap.alone(fusion, window)
+    forms = overlap.forms(alone, window)
+    return program(alone).host, {f: program(x).host for f, x in forms.items()}
+
+
+def times(name: str, costs: Costs) -> tuple[float, dict[Form, float]]:
+    plain, forms = lowered(name)
+    return timeline(plain, costs).seconds, {f: timeline(x, costs).seconds for f, x in forms.items()}
+
+
+def drawn(seed: int) -> Costs:
+    """Costs from links that are free to links that are all there is."""
+    draw = random.Random(seed)
+    latency, launch = (draw.choice((0.0, 10 ** draw.uniform(-5, -2))) for _ in "ab")
+    link = Link(latency, 10 ** draw.uniform(3, 7))
+    flops, bandwidth = 10 ** draw.uniform(4, 8), 10 ** draw.uniform(5, 9)
+    return Costs(launch_s=launch, flops=flops, bandwidth=bandwidth, links={"*": link})
+
+
+@pytest.mark.parametrize("name", ["gather", "scatter", "reduce", "experts"])
+def test_the_choice_is_best_and_never_slower(name: str) -> None:
+    """Of 50 tables for each of four programs, against all forms."""
+    chosen = 0
+    for seed in range(50):
+        plain, forms = times(name, drawn(seed))
+        form = choose(plain, forms)
+        seconds = plain if form is None else forms[form]
+        assert seconds <= 1.02 * min(plain, *forms.values()), seed
+        assert seconds <= plain, seed
+        chosen += form is not None
+    assert 5 < chosen < 50
+
+
+@pytest.mark.parametrize("name", ["gather", "scatter", "reduce"])
+def test_what_costs_more_each_time_is_never_done_more_often(name: str) -> None:
+    """Where a launch or a message takes longer, nothing is cut that was left whole before."""
+    for seed in range(6):
+        costs = drawn(seed)
+        (link,) = costs.links.values()
+        for field in ("launch", "latency"):
+            cut = []
+            for more in (0.0, 1e-4, 1e-3, 1e-2, 1e-1, 1.0):
+                dearer = replace(costs, launch_s=costs.launch_s + more)
+                if field == "latency":
+                    links = {"*": replace(link, latency_s=link.latency_s + more)}
+                    dearer = replace(costs, links=links)
+                cut.append(choose(*times(name, dearer)) is not None)
+            assert cut == sorted(cut, reverse=True), (seed, field, cut)
+
+
+@pytest.mark.parametrize("name", ["reduce", "experts"])
+def test_slower_links_never_overlap_less(name: str) -> None:
+    """Where chunks bring as many bytes as the whole does, what paid goes on to pay."""
+    for seed in range(6):
+        costs = drawn(seed)
+        cut = []
+        for slower in (1, 3, 10, 100, 1000):
+            (link,) = costs.links.values()
+            links = {"*": replace(link, bandwidth=link.bandwidth / slower)}
+            plain, forms = times(name, replace(costs, links=links))
+            # What the clock rounds to nanoseconds is no gain.
+            forms = {f: t + 1e-7 for f, t in forms.items()}
+            cut.append(choose(plain, forms) is not None)
+        assert cut == sorted(cut), (seed, cut)
+
+
+def test_free_links_leave_all_as_it_is() -> None:
+    costs = Costs(launch_s=1e-6, flops=1e9, bandwidth=1e9)
+    assert all(choose(*times(name, costs)) is None for name in ("gather", "scatter", "reduce"))
+
+
+# -- programs --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pays(tmp_path: Path) -> str:
+    """A file of a table by which overlap pays."""
+    path = tmp_path / "even.json"
+    links = {"*": {"latency_s": 0.0, "bandwidth": 4e4}}
+    path.write_text(json.dumps({"flops": PAYS.flops, "links": links}))
+    return str(path)
+
+
+def told(found: mf.Program) -> list[str]:
+    rows = [line.strip() for line in found.explain().splitlines()]
+    return [row.removeprefix("overlap: ") for row in rows if row.startswith("overlap: ")]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("mesh", [LINE, DeviceMesh.arange(dp=2, tp=2)], ids=["line", "grid"])
+def test_chosen_programs_give_the_values(name: str, mesh: DeviceMesh, pays: str) -> None:
+    case = CASES[name]
+    for rows in (64, 13):
+        fd = case.definition(mesh, rows)
+        found = mf.compile(fd, replace(AUTO, costs=pays))
+        plain = mf.compile(fd)
+        seconds = [p.timeline(PAYS).seconds for p in (found, plain)]
+        assert seconds[0] <= seconds[1]
+        inputs = case.inputs(found.fusion)
+        check_everywhere(found, inputs, case.expected(inputs), exact=True)
+
+
+def test_what_was_chosen_is_told(pays: str) -> None:
+    found = mf.compile(CASES["gather"].definition(LINE, 64), replace(AUTO, costs=pays))
+    first, whole = told(found)
+    assert "%t = matmul(%x.whole, %w)" in first and "chunks" in first and "overlaps.py" in first
+    plain = mf.compile(CASES["gather"].definition(LINE, 64)).timeline(PAYS).seconds
+    seconds = found.timeline(PAYS).seconds
+    assert f"{seconds * 1e3:.3g} ms predicted, {plain * 1e3:.3g} ms one after the other" in whole
+    assert "for %i in" in str(found)
+
+
+def test_what_was_left_is_told() -> None:
+    fd = CASES["gather"].definition(LINE, 64)
+    found = mf.compile(fd, replace(AUTO, costs="unit"))
+    (line,) = told(found)
+    assert "left as it is: 2e+03 ms one after the other, best of 5 forms" in line
+    assert str(found) == str(mf.compile(fd))
+
+
+def test_a_machine_that_nobody_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("mdfuse.seeing.cost_tables.folder", lambda: tmp_path)
+    (tmp_path / "broken.json").write_text("{")
+    fd = CASES["gather"].definition(LINE, 60)
+    damaged, missing, left = told(mf.compile(fd, AUTO))
+    assert "broken.json is no table of costs" in damaged and "nothing was measured" in missing
+    assert left == "left as it is: mdfuse calibrate writes a table of costs"
+
+
+def test_a_stream_of_the_user_is_told(pays: str) -> None:
+    with mf.FusionDefinition("own") as fd:
+        x = fd.define_tensor([16, 6], mesh=LINE, layout={"tp": Shard(0)})
+        w = fd.define_tensor([6, 8], mesh=LINE, layout={"tp": Shard(1)})
+        fd.add_output((x @ w).on(LINE, {"tp": Shard(1)}, stream=Stream(0, 2)))
+    found = mf.compile(fd, replace(AUTO, costs=pays))
+    assert told(found) == ["left as it is: it has a Stream of its own"]
+    assert str(found) == str(mf.compile(fd))
+
+
+def test_symbolic_extents_are_told(pays: str) -> None:
+    with mf.FusionDefinition("symbolic") as fd:
+        x = fd.define_tensor([-1, 6], mesh=LINE, layout={"tp": Shard(0)})
+        w = fd.define_tensor([6, 8], mesh=LINE, layout={"tp": Shard(1)})
+        fd.add_output((x @ w).on(LINE, {"tp": Shard(1)}))
+    found = mf.compile(fd, replace(AUTO, costs=pays))
+    assert told(found) == ["left as it is: it has symbolic extents"]
+
+
+def test_layers_that_are_alike_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with mf.FusionDefinition("layers") as fd:
+        x = fd.define_tensor([64, 8], mesh=LINE, layout={"tp": Shard(0)})
+        for _ in range(6):
+            w = fd.define_tensor([8, 8], mesh=LINE, layout={"tp": Shard(1)})
+            v = fd.define_tensor([8, 8], mesh=LINE, layout={"tp": Shard(0)})
+            h = fd.ops.relu((x @ w).on(LINE, {"tp": Shard(1)}))
+            x = fd.ops.softmax((h @ v).on(LINE, {"tp": Shard(0)}), 1)
+        fd.add_output(x)
+    calls: list[str] = []
+
+    def counted(host: HostProgram, costs: Costs) -> object:
+        calls.append(host.name)
+        return timeline(host, costs)
+
+    monkeypatch.setattr("mdfuse.compiled.overlap.timeline", counted)
+    found = mf.compile(fd, replace(AUTO, costs="h100"))
+    assert len(told(found)) >= 12
+    assert len(calls) <= 16
+
+
+@pytest.mark.parametrize("name", ["always", "", 3, None])
+def test_a_wrong_mode_is_refused(name: object) -> None:
+    with pytest.raises(ProgramError, match="it is one of never, auto, measure"):
+        Options(overlap=name)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("costs", ["", 3, None])
+def test_wrong_costs_are_refused(costs: object) -> None:
+    with pytest.raises(ProgramError, match="it is here, h100, unit"):
+        Options(costs=costs)  # type: ignore[arg-type]
+
+
+def test_costs_that_are_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "none.json"
+    with pytest.raises(ProgramError, match="No such file") as caught:
+        mf.compile(CASES["gather"].definition(LINE, 24), replace(AUTO, costs=str(path)))
+    assert "mdfuse calibrate wrote" in str(caught.value)
+
+
+def test_variables() -> None:
+    found = mf.config.options_from_environment(
+        variables={"MDFUSE_OVERLAP": "auto", "MDFUSE_COSTS": "h100"}
+    )
+    assert found.overlap == "auto" and found.costs == "h100"
+    assert math.isfinite(found.timeout_s)

@@ -1,0 +1,153 @@
+"""Gradients of gradients, on one device, against torch's autograd or multiplications alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from helpers.surface_cases import operands
+from torch import Tensor
+
+import mdfuse as mf
+from frontend.test_vjps import CASES, DIFFERENTIABLE, floating, listed, numbers
+
+F = torch.nn.functional
+
+#: torch has no second derivative, or gives NaN where there is one.
+LACKING = {
+    "hardsigmoid-F", "scaled_dot_product_attention", "scaled_dot_product_attention-gqa",
+    "embedding_bag", "embedding_bag-weighed", "cdist", "multi_head_attention_forward-fast",
+    "sinc-zero",
+}  # fmt: skip
+
+
+def bent(results: Any) -> Any:
+    """One number, whose derivative depends on every floating result."""
+    found = [y.to(torch.float64) for y in listed(results) if floating(y)]
+    parts = [(y * y * 0.5 + y).sum() for y in found]
+    return sum(parts[1:], parts[0])
+
+
+def by_torch(f: Callable[..., Any], xs: Sequence[Tensor], vs: Sequence[Tensor]) -> list[Tensor]:
+    """What the Hessian makes of vectors."""
+    leaves = [x.clone().requires_grad_() if floating(x) else x for x in xs]
+    wrt = [x for x in leaves if floating(x)]
+    zeros = [torch.zeros_like(x) for x in wrt]
+    total = bent(f(*leaves))
+    if not total.requires_grad:
+        return zeros
+    first = torch.autograd.grad(total, wrt, create_graph=True, allow_unused=True)
+    along = [(g * v).sum() for g, v in zip(first, vs, strict=True) if g is not None]
+    along = [x for x in along if x.requires_grad]
+    found = torch.autograd.grad(sum(along), wrt, allow_unused=True) if along else zeros
+    return [z if g is None else g for g, z in zip(found, zeros, strict=True)]
+
+
+@pytest.mark.parametrize("name", [n for n in DIFFERENTIABLE if n not in LACKING])
+def test_operations_as_torch(name: str) -> None:
+    """Each operation in f64; those of 16 bits are rounded otherwise after two steps."""
+    names, f = CASES[name]
+    xs = [x.double() if floating(x) else x for x in operands(names)]
+    vs = [numbers(*x.shape, seed=7 + i) for i, x in enumerate(x for x in xs if floating(x))]
+    with mf.FusionDefinition() as fd:
+        handles = [fd.define_tensor(x.shape, x.dtype) for x in xs]
+        given = [fd.define_tensor(v.shape, v.dtype) for v in vs]
+        wrt = [h for h in handles if floating(h)]
+        first = mf.grad(bent(f(*handles)), wrt)
+        along = [(g * v).sum() for g, v in zip(first, given, strict=True)]
+        for out in mf.grad(sum(along[1:], along[0]), wrt):
+            fd.add_output(out)
+    for found, expected in zip(mf.reference(fd, [*xs, *vs]), by_torch(f, xs, vs), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8, equal_nan=True)
+
+
+def test_sinc_at_zero() -> None:
+    """Its second derivative there is -pi^2 / 3; torch says NaN."""
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([2], torch.float64)
+        (dx,) = mf.grad(torch.sinc(x).sum(), [x])
+        for out in mf.grad(dx.sum(), [x]):
+            fd.add_output(out)
+    (found,) = mf.reference(fd, [torch.zeros(2, dtype=torch.float64)])
+    torch.testing.assert_close(found, torch.full_like(found, -(torch.pi**2) / 3))
+
+
+def test_logcumsumexp_at_zero() -> None:
+    """The cotangent of y^2 / 2 there is 0, and has a derivative, which torch leaves out."""
+    x = torch.zeros(4, 3, dtype=torch.float64)
+
+    def running(x: Tensor) -> Tensor:
+        return torch.stack([x[: i + 1].logsumexp(0) for i in range(4)])
+
+    (expected,) = by_torch(running, [x], [torch.ones_like(x)])
+    with mf.FusionDefinition() as fd:
+        h = fd.define_tensor(x.shape, x.dtype)
+        (dh,) = mf.grad(bent(h.logcumsumexp(0)), [h])
+        for out in mf.grad(dh.sum(), [h]):
+            fd.add_output(out)
+    (found,) = mf.reference(fd, [x])
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+SMOOTH: dict[str, Callable[..., Any]] = {
+    "tanh": torch.tanh, "gelu": F.gelu, "softmax": lambda x: x.softmax(1), "silu": F.silu,
+    "product": lambda x: x @ x.t() @ x, "layer_norm": lambda x: F.layer_norm(x, (4,)),
+    "rms_norm": lambda x: F.rms_norm(x, (4,)), "power": lambda x: (x * x + 1) ** 1.5,
+    "quotient": lambda x: x / (x * x + 1).sum(1, True), "norm": lambda x: x.norm(dim=0),
+    "log_softmax": lambda x: x.log_softmax(0), "slices": lambda x: x[1:3] ** 3,
+    "attention": lambda x: F.scaled_dot_product_attention(x, x * 2, x),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_products_with_the_hessian(name: str) -> None:
+    f, x, v = SMOOTH[name], numbers(4, 4), numbers(4, 4, seed=5)
+    leaf = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(f(leaf).square().sum(), leaf, create_graph=True)
+    (expected,) = torch.autograd.grad((first * v).sum(), leaf)
+    with mf.FusionDefinition() as fd:
+        h, u = fd.define_tensor([4, 4], torch.float64), fd.define_tensor([4, 4], torch.float64)
+        (dh,) = mf.grad(f(h).square().sum(), [h])
+        for out in mf.grad((dh * u).sum(), [h]):
+            fd.add_output(out)
+    (found,) = mf.reference(fd, [x, v])
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def multiplied(x: Tensor) -> Tensor:
+    """The running products along dim 1, by multiplications alone."""
+    found = [x[:, 0]]
+    for i in range(1, x.shape[1]):
+        found.append(found[-1] * x[:, i])
+    return torch.stack(found, 1)
+
+
+PRODUCTS_OF_ALL: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "prod": (lambda x: x.prod(1), lambda x: multiplied(x)[:, -1]),
+    "cumprod": (lambda x: x.cumprod(1), multiplied),
+    "scatter": (
+        lambda x: torch.scatter_reduce(x[:, :2] + 2, 1, (x * 0).long(), x, "prod"),
+        lambda x: torch.stack([(x[:, 0] + 2) * multiplied(x)[:, -1], x[:, 1] + 2], 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("zeros", range(4))
+@pytest.mark.parametrize("name", PRODUCTS_OF_ALL)
+def test_second_derivatives_of_products_at_zeros(name: str, zeros: int) -> None:
+    ours, theirs = PRODUCTS_OF_ALL[name]
+    x, v = numbers(3, 5), numbers(3, 5, seed=5)
+    for row in range(3):
+        x[row, torch.randperm(5, generator=torch.Generator().manual_seed(row))[:zeros]] = 0
+    leaf = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad((theirs(leaf) + 1).square().sum(), leaf, create_graph=True)
+    (second,) = torch.autograd.grad((first * v).sum(), leaf)
+    with mf.FusionDefinition() as fd:
+        h, u = fd.define_tensor([3, 5], torch.float64), fd.define_tensor([3, 5], torch.float64)
+        (dh,) = mf.grad((ours(h) + 1).square().sum(), [h])
+        for out in (dh, *mf.grad((dh * u).sum(), [h])):
+            fd.add_output(out)
+    for found, expected in zip(mf.reference(fd, [x, v]), (first.detach(), second), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)

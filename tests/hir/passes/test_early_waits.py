@@ -1,0 +1,34 @@
+"""Waits for sends alone are moved up in what is written out, with frees of what is sent."""
+
+from __future__ import annotations
+
+from helpers.calls import ordered
+
+from mdfuse import hir
+
+
+def rank_that_sends(*calls: str) -> list[str]:
+    """What the sender does, without its chunks: `mul` makes what the next post sends."""
+    local = hir.parse(ordered(*calls)).project(0).written_out
+    return [f"{i.op} {i.reads[0]}" if i.op in ("wait", "free") else i.fn or i.op for i in local]
+
+
+def test_a_sender_keeps_one_buffer_beside_the_one_it_makes() -> None:
+    """The receiver reads what arrives behind the last post: F1 waits, on both ranks."""
+    calls = [f"call {b}({k})" for k in range(3) for b in ("F0", "T01")]
+    found = rank_that_sends(*calls, *(f"call F1({k})" for k in range(3)))
+    each = ["chunk", "mul", "free x.i@{0}"]
+    wanted = [
+        *(x.format(0) for x in each), "post",
+        *(x.format(1) for x in each), "wait c0@0", "free h@0", "post",
+        *(x.format(2) for x in each), "wait c0@1", "free h@1", "post",
+        "wait c0@2", "free h@2",
+    ]  # fmt: skip
+    assert [x for x in found if x != "return"] == wanted
+
+
+def test_sends_one_right_behind_the_other_do_not_wait() -> None:
+    calls = [f"call {b}({k})" for b in ("F0", "T01", "F1") for k in range(3)]
+    found = rank_that_sends(*calls)
+    posts = [n for n, x in enumerate(found) if x == "post"]
+    assert posts == list(range(posts[0], posts[0] + 3))

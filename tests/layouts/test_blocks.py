@@ -1,0 +1,99 @@
+"""Dims in blocks: values, texts, parts, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import mdfuse as mf
+from mdfuse import DeviceMesh, Layout, Shard, hir
+from mdfuse.layouts.blocks import part_of_blocks
+
+TP, GRID = DeviceMesh.arange(tp=2), DeviceMesh.arange(a=2, b=2)
+
+
+def test_one_form_for_the_same_blocks() -> None:
+    assert Shard(0, blocks=1) == Shard(0, blocks=(7,)) == Shard(0, blocks=(7, 0)) == Shard(0)
+    assert Shard(0, blocks=(4, 4, 4)) == Shard(0, blocks=3) != Shard(0)
+    assert str(Shard(1, blocks=(4, 2, 2))) == "S1/[4,2,2]"
+    assert hash(Shard(0, blocks=[4, 2])) == hash(Shard(0, blocks=(4, 2)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("placements", "rows"),
+    [
+        ({"tp": Shard(0, 3)}, [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]]),
+        ({"tp": Shard(0, (7, 1, 4))}, [[0, 1, 2, 3, 7, 8, 9], [4, 5, 6, 10, 11]]),
+        ({"tp": Shard(-1, 12)}, [[*range(12)], []]),
+    ],
+)
+def test_a_part_is_a_piece_of_every_block(
+    placements: dict[str, Shard], rows: list[list[int]]
+) -> None:
+    whole = torch.arange(12)
+    parts = [mf.shard_tensor(whole, TP, placements, rank=r) for r in range(2)]
+    assert [x.tolist() for x in parts] == rows
+    layout = Layout(TP, placements).normalized(1)
+    assert [layout.local_shape((12,), r) for r in range(2)] == [(len(x),) for x in rows]
+    assert torch.equal(mf.unshard_tensor(parts, TP, placements), whole)
+
+
+def test_axes_split_a_block_in_turn() -> None:
+    layout = Layout(GRID, {"a": Shard(0, 2), "b": Shard(0, 2)}, {0: ("b", "a")})
+    parts = [mf.shard_tensor(torch.arange(8), layout, rank=r).tolist() for r in range(4)]
+    assert parts == [[0, 4], [2, 6], [1, 5], [3, 7]]
+
+
+def test_a_picture_shows_each_piece() -> None:
+    picture = str(Layout(TP, {"tp": Shard(0, 2)}).picture((8,)))
+    assert picture.splitlines()[:2] == [
+        "[8] (tp=S0/2) on mesh(tp=2)",
+        "  0:2   2:4   4:6   6:8",
+    ]
+    assert [c for c in picture.splitlines()[3] if c.isdigit()] == ["0", "1", "0", "1"]
+
+
+def test_programs_are_read_again() -> None:
+    with mf.FusionDefinition("gated") as fd:
+        x = fd.define_tensor([2, 12], mesh=TP, layout={"tp": Shard(1, (8, 4))})
+        fd.add_output(fd.ops.exp(x).on(TP, {"tp": Shard(1, 3)}))
+    program = str(mf.compile(fd))
+    assert "(tp=S1/[8,4]) => (tp=S1/3)" in program
+    assert str(hir.parse(program)) == str(hir.parse(str(hir.parse(program))))
+
+
+def test_what_is_whole_blocks() -> None:
+    assert part_of_blocks((4, 2, 2), 8, (4, 8)) == 2
+    assert part_of_blocks((4, 2, 2), 8, (4, 6)) is None
+    assert part_of_blocks((4, 2, 2), 8, (2, 6)) == 0
+
+
+WRONG: dict[str, tuple[Callable[[], object], str]] = {
+    "no number": (lambda: Shard(0, blocks=0), "blocks=0"),
+    "a word": (lambda: Shard(0, blocks="3"), "how many equal ones"),  # type: ignore[arg-type]
+    "less than nothing": (lambda: Shard(0, blocks=(4, -1)), "a list of their sizes"),
+    "not the dim": (
+        lambda: Layout(TP, {"tp": Shard(0, (4, 2))}).local_shape((7,)),
+        "they have 6 rows together",
+    ),
+    "unequal": (lambda: Layout(TP, {"tp": Shard(0, 3)}).local_shape((7,)), "not 3 equal blocks"),
+    "different blocks": (
+        lambda: Layout(GRID, {"a": Shard(0, 2), "b": Shard(0)}),
+        "a and b split dim 0 in different blocks",
+    ),
+    "a stream": (
+        lambda: Layout(TP, {"tp": Shard(0, 2)}, stream=mf.Stream(0, 2)),
+        "split in blocks",
+    ),
+    "a box": (lambda: Layout(TP, {"tp": Shard(0, 2)}).intervals((4,), 0), "is no box"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_blocks(what: str) -> None:
+    make, text = WRONG[what]
+    with pytest.raises(mf.LayoutError) as caught:
+        make()
+    assert text in str(caught.value)

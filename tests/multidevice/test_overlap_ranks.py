@@ -1,0 +1,93 @@
+"""Communications hidden behind products on real ranks; what all ranks keep after a trial."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.oracle import is_close, local_part, shares
+from helpers.overlaps import CASES, Case
+from torch import Tensor
+
+import mdfuse as mf
+from mdfuse import DeviceMesh, Options
+
+#: A table by which overlap pays, and all ranks read the same.
+PAYS = {"flops": 1e6, "links": {"*": {"latency_s": 0.0, "bandwidth": 4e4}}}
+LINE, GRID = DeviceMesh.arange(tp=4), DeviceMesh.arange(dp=2, tp=2)
+
+
+@pytest.fixture
+def pays(tmp_path: Path) -> str:
+    path = tmp_path / "even.json"
+    path.write_text(json.dumps(PAYS))
+    return str(path)
+
+
+def run_and_check(program: mf.Program, case: Case, seed: int, comm: mf.Communicator) -> None:
+    """Run on this rank's parts, and compare its outputs with its parts of what torch gives."""
+    inputs = case.inputs(program.fusion, seed)
+    got = program.run(*mine(program, inputs, comm))
+    for name, y, whole in zip(program.fusion.outputs, got, case.expected(inputs), strict=True):
+        part = local_part(whole, program.fusion.layout(name), comm.rank)
+        assert is_close(y.cpu(), part, exact=True), f"%{name}:\n{y}\nexpected\n{part}"
+
+
+def mine(program: mf.Program, inputs: list[Tensor], comm: mf.Communicator) -> list[Any]:
+    layouts = map(program.fusion.layout, program.fusion.inputs)
+    parts = (shares(x, layout)[comm.rank] for x, layout in zip(inputs, layouts, strict=True))
+    return [part.to(comm.device, copy=True) for part in parts]
+
+
+def check_chosen(name: str, mesh: DeviceMesh, rows: int, costs: str, comm: mf.Communicator) -> None:
+    case = CASES[name]
+    program = mf.compile(case.definition(mesh, rows), Options(overlap="auto", costs=costs))
+    assert "for %i in" in str(program)
+    for seed in range(2):
+        run_and_check(program, case, seed, comm)
+
+
+def check_kept(name: str, costs: str, comm: mf.Communicator) -> None:
+    case = CASES[name]
+    program = mf.compile(case.definition(GRID, 14), Options(overlap="measure", costs=costs))
+    for seed in range(15):
+        assert ("measured: " in program.explain()) == (seed >= 12)
+        run_and_check(program, case, seed, comm)
+    (told,) = [line for line in program.explain().splitlines() if "measured: " in line]
+    assert {*comm.all_ok(told)} == {told}
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("name", ["gather", "three", "reduce", "experts", "mlp"])
+def test_chosen_forms_in_a_grid(name: str, pays: str, comm: mf.Communicator) -> None:
+    """Along two of the ranks, of which one may have fewer rows."""
+    check_chosen(name, GRID, 13, pays, comm)
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("name", ["gather", "scatter"])
+def test_chosen_forms_along_all_ranks(name: str, pays: str, comm: mf.Communicator) -> None:
+    check_chosen(name, LINE, 16, pays, comm)
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("name", ["gather", "reduce"])
+def test_all_ranks_keep_the_same_after_a_trial(name: str, pays: str, comm: mf.Communicator) -> None:
+    """Values are right in each run of the trial, and in those of what is kept."""
+    check_kept(name, pays, comm)
+
+
+@pytest.mark.world(4)
+@pytest.mark.backend("symmetric")
+@pytest.mark.parametrize("name", ["gather", "scatter"])
+def test_symmetric_chosen_forms(name: str, pays: str, comm: mf.Communicator) -> None:
+    assert comm.backend == "symmetric"
+    check_chosen(name, LINE, 16, pays, comm)
+
+
+@pytest.mark.world(4)
+@pytest.mark.backend("symmetric")
+def test_symmetric_trial(pays: str, comm: mf.Communicator) -> None:
+    check_kept("reduce", pays, comm)

@@ -1,0 +1,122 @@
+"""Windows are found where a communication stands beside a product; all forms give its values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.oracle import check_everywhere
+from helpers.overlaps import CASES, in_forms, prepared, program
+
+import mdfuse as mf
+from mdfuse import DeviceMesh, Shard, Stream, hir_lowering
+from mdfuse.ir.graph import Fusion
+from mdfuse.passes import overlap
+
+LINE = DeviceMesh.arange(tp=4)
+GRID = DeviceMesh.arange(dp=2, tp=2)
+
+
+def shown(fusion: Fusion) -> list[str]:
+    """Each window with its forms: (chunks, rotated axis)."""
+    return [
+        f"{' '.join(e.op for e in w.exprs)}: "
+        + " ".join(f"{f.chunks}{f.rotate or ''}" for f in overlap.forms(fusion, w))
+        for w in overlap.windows(fusion)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("gather", ["set matmul: 2 4 8 16 4tp"]),
+        ("three", ["set linear linear linear: 2 2 4 8 16 4tp"]),
+        ("scatter", ["matmul set: 4 4tp"]),
+        ("reduce", ["matmul set: 2 4 8 16"]),
+        ("experts", ["set matmul: 2 4 8 2 4 8 16"]),
+        ("mlp", ["set matmul relu matmul set: 4 4tp", "set matmul: 2 4 8 16 4tp",
+                 "matmul set: 4 4tp"]),
+    ],
+)  # fmt: skip
+def test_windows_and_forms(name: str, expected: list[str]) -> None:
+    assert shown(prepared(CASES[name], LINE, 16)) == expected
+
+
+@pytest.mark.parametrize("rows", [16, 11, 3])
+@pytest.mark.parametrize("mesh", [LINE, GRID], ids=["line", "grid"])
+@pytest.mark.parametrize("name", CASES)
+def test_all_forms_give_the_values(name: str, mesh: DeviceMesh, rows: int) -> None:
+    """Of small integers, so that sums are exact; uneven shards; teams of a mesh of two axes."""
+    case = CASES[name]
+    fusion = prepared(case, mesh, rows)
+    inputs = case.inputs(fusion)
+    found = list(in_forms(fusion))
+    assert found or rows == 3
+    for _, _, streamed in found:
+        check_everywhere(program(streamed), inputs, case.expected(inputs), exact=True)
+
+
+@pytest.mark.parametrize("name", ["gather", "three", "reduce", "experts"])
+def test_floats_are_those_of_the_plain_program(name: str) -> None:
+    """Where chunks do not change a sum, only a kernel for other sizes may round otherwise."""
+    fusion = prepared(CASES[name], LINE, 16)
+    draw = torch.Generator().manual_seed(3)
+    inputs = [torch.randn(fusion.values[x].shape, generator=draw) for x in fusion.inputs]
+    plain = mf.simulate(program(fusion), inputs).outputs
+    for _, _, streamed in in_forms(fusion):
+        for x, y in zip(plain, mf.simulate(program(streamed), inputs).outputs, strict=True):
+            torch.testing.assert_close(x, y, rtol=2e-7, atol=2e-6)
+
+
+def test_narrow_sums_are_not_rounded_once_per_rank() -> None:
+    with mf.FusionDefinition("narrow") as fd:
+        x = fd.define_tensor([16, 8], torch.bfloat16, mesh=LINE, layout={"tp": Shard(1)})
+        w = fd.define_tensor([8, 6], torch.bfloat16, mesh=LINE, layout={"tp": Shard(0)})
+        fd.add_output((x @ w).on(LINE, {"tp": Shard(0)}))
+    assert shown(hir_lowering.prepare(fd.fusion)) == ["matmul set: 4"]
+
+
+def test_a_stream_of_the_user_is_left_alone() -> None:
+    with mf.FusionDefinition("own") as fd:
+        x = fd.define_tensor([16, 6], mesh=LINE, layout={"tp": Shard(0)})
+        w = fd.define_tensor([6, 8], mesh=LINE, layout={"tp": Shard(1)})
+        y = (x @ w).on(LINE, {"tp": Shard(1)})
+        fd.add_output(y)
+        fd.add_output(fd.ops.exp(y).on(LINE, {"tp": Shard(1)}, stream=Stream(0, 2)))
+    assert overlap.windows(hir_lowering.prepare(fd.fusion)) == ()
+
+
+def test_an_order_that_is_required_is_kept() -> None:
+    with mf.FusionDefinition("ordered") as fd:
+        x = fd.define_tensor([16, 6], mesh=LINE, layout={"tp": Shard(0)})
+        w = fd.define_tensor([6, 8], mesh=LINE, layout={"tp": Shard(1)})
+        y = (x @ w).on(LINE, {"tp": Shard(1)})
+        fd.add_output(fd.ops.stride_order(y, [0, 1]))
+    fusion = hir_lowering.prepare(fd.fusion)
+    assert overlap.windows(fusion) == ()
+
+
+def test_a_product_that_must_come_between_is_no_part() -> None:
+    """The second product reads what the first one becomes by a sum: one loop cannot have both."""
+    with mf.FusionDefinition("twice") as fd:
+        x = fd.define_tensor([16, 16], mesh=LINE, layout={"tp": Shard(0)})
+        w = fd.define_tensor([16, 16], mesh=LINE, layout={"tp": Shard(1)})
+        whole = fd.ops.set(x).on(LINE, {})
+        first = whole @ w
+        scale = fd.ops.set(first.sum()).on(LINE, {})
+        fd.add_output(whole @ (w * scale))
+        fd.add_output(first)
+    assert shown(hir_lowering.prepare(fd.fusion)) == ["set matmul matmul: "]
+
+
+def test_side_by_side_in_the_order_that_is_left() -> None:
+    """What stands between a set and its product goes before or after them."""
+    with mf.FusionDefinition("apart") as fd:
+        x = fd.define_tensor([16, 6], mesh=LINE, layout={"tp": Shard(0)})
+        w = fd.define_tensor([6, 8], mesh=LINE, layout={"tp": Shard(1)})
+        whole = fd.ops.set(x).on(LINE, {})
+        fd.add_output(whole @ fd.ops.exp(w * 2))
+    fusion = hir_lowering.prepare(fd.fusion)
+    assert [e.op for e in fusion.exprs] == ["set", "mul", "exp", "matmul"]
+    (window,) = overlap.windows(fusion)
+    (streamed, *_) = overlap.forms(fusion, window).values()
+    assert [e.op for e in streamed.exprs] == ["mul", "exp", "set", "matmul"]

@@ -1,0 +1,57 @@
+"""Drawn changes of layouts in which dims are in blocks: into them, out of them, between them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from helpers.oracle import check_everywhere
+
+import mdfuse as mf
+from mdfuse import DeviceMesh, Layout, Partial, Replicate, Shard
+from mdfuse.layouts.layout import Placement
+
+MESHES = (
+    DeviceMesh.arange(tp=2),
+    DeviceMesh.arange(a=2, b=2),
+    DeviceMesh.arange(a=2, b=3),
+    DeviceMesh([[3, 0], [1, 2]], axes=("p", "q")),
+    DeviceMesh.arange(x=4),
+    DeviceMesh([4, 2, 7], axes=("q",)),
+)
+
+
+def sizes(draw: random.Random, extent: int) -> list[int]:
+    """Sizes of blocks that make up a dim; some have no rows."""
+    ends = sorted(draw.randint(0, extent) for _ in range(draw.randint(1, 3)))
+    return [b - a for a, b in zip([0, *ends], [*ends, extent], strict=True)]
+
+
+def drawn(draw: random.Random, mesh: DeviceMesh, shape: tuple[int, ...], op: Placement) -> Layout:
+    blocks = [sizes(draw, n) if n and draw.random() < 0.6 else None for n in shape]
+    dims: list[Placement] = [Shard(d, blocks[d]) for d in range(len(shape))]
+    placements = {a: draw.choice([*dims, *dims, Replicate(), op]) for a in mesh.axes}
+    layout = Layout(mesh, placements)
+    order = {d: draw.sample(axes, len(axes)) for d, axes in layout.splits}
+    return Layout(mesh, placements, order)
+
+
+def pairs(seed: int, n: int) -> Iterator[tuple[Layout, Layout, tuple[int, ...], int]]:
+    for each in range(seed, seed + n):
+        draw = random.Random(each)
+        one = draw.choice(MESHES)
+        other = one if draw.random() < 0.6 else draw.choice(MESHES)
+        shape = (draw.randint(0, 13), draw.randint(1, 9))[: draw.randint(1, 2)]
+        op = draw.choice([Partial(), Partial("max"), Replicate()])
+        yield drawn(draw, one, shape, op), drawn(draw, other, shape, op), shape, each
+
+
+@pytest.mark.parametrize("first", range(0, 240, 30))
+def test_drawn_changes(first: int) -> None:
+    for source, goal, shape, seed in pairs(first, 30):
+        x = torch.randint(-9, 9, shape, generator=torch.Generator().manual_seed(seed)).double()
+        with mf.FusionDefinition("drawn") as fd:
+            fd.add_output(fd.ops.set(fd.define_tensor(shape, x.dtype, source)).on(goal))
+        check_everywhere(mf.compile(fd), [x], [x], exact=True)
