@@ -213,7 +213,8 @@ class _Run:
 
 _SLICES = ("chunk", "narrow", "select", "unexpand")
 _MOVES = (*_SLICES, "pad", "pack", "term")
-_SILENT = ("wait", "barrier", "return", "get_stream", "set_stream", "sync")
+#: Parts of loops may take turns, but each iteration has values of its own: whole ones here.
+_SILENT = ("wait", "next", "barrier", "return", "get_stream", "set_stream", "sync")
 
 
 # -- what ranks hold -----------------------------------------------------------------------------

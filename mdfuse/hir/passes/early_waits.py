@@ -90,7 +90,7 @@ def _freed(program: HostProgram, sends: list[_Send]) -> Iterator[tuple[int, int,
     for n, i in enumerate(program.instructions):
         for memory in {shared.get(x, x) for x in (*i.reads, *i.outputs)}.intersection(waits):
             if i.op == "free" and any(s.to != s.wait < n for s in waits[memory]):
-                to = max(s.to for s in waits[memory] if s.wait < n)
+                to = max(s.to + (s.to == s.wait) for s in waits[memory] if s.wait < n)
                 if all(use < to for use in uses[memory]):
                     yield n, to, [x for x in i.reads if shared.get(x, x) == memory]
             uses[memory].append(n)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from helpers.calls import ordered
+from helpers.stream_cases import CASES
 
 from mdfuse import hir
 
@@ -32,3 +33,15 @@ def test_sends_one_right_behind_the_other_do_not_wait() -> None:
     found = rank_that_sends(*calls)
     posts = [n for n, x in enumerate(found) if x == "post"]
     assert posts == list(range(posts[0], posts[0] + 3))
+
+
+def test_what_is_sent_is_freed_behind_the_wait_for_it() -> None:
+    """Also the last of chunks that share memory, whose wait stays where it is."""
+    local = CASES["gather_from_a_mesh"].compile(2).host.project(0).written_out
+    done = set()
+    sent = {i.outputs[0]: i.reads[0] for i in local.instructions if i.op == "post"}
+    for i in local.instructions:
+        done |= {sent[i.reads[0]]} if i.op == "wait" else set()
+        if i.op == "free":
+            assert done.issuperset({*sent.values()}.intersection(i.reads))
+    assert len(done) == 3
