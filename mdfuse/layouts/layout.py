@@ -43,7 +43,8 @@ class Layout:
         placements: axis name -> placement; axes not named are `Replicate()`.
         order: dim -> the axes that split it, outermost first; mesh order where it is not given.
         stream: a `Stream`, where the host loops over chunks of a dim.
-        reaches: split dim -> which rows each rank has of it, where these are not those of its part.
+        reaches: split dim -> which rows each rank has of it, where these are not those of its part;
+            in programs alone, in front of what reads them.
 
     Raises:
         MeshError: an axis that the mesh does not have.

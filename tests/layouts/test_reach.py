@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import random
 from itertools import product
 
 import pytest
 
-from mdfuse import DeviceMesh, Layout, LayoutError, Shard
+from mdfuse import DeviceMesh, Layout, LayoutError, Replicate, Shard
+from mdfuse.communication import Communication
 from mdfuse.layouts.reach import Reach
 from mdfuse.reshard import steps
 
@@ -45,6 +48,40 @@ def test_whole_rows_are_cut_and_parts_are_exchanged() -> None:
     wide = part.reaching({0: Reach(of=8, up=1, down=1, first=-1, last=2)}, (8,))
     assert [s.kind for s in steps(Layout(mesh), wide, (8,))] == ["slice"]
     assert [s.kind for s in steps(part, wide, (8,))] == ["Exchange"]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_team_is_those_who_send_or_receive(seed: int) -> None:
+    """Compared with all ranks, one by one; parts are uneven, empty, and met by distant windows."""
+    draw = random.Random(seed)
+    mesh = DeviceMesh.arange(a=draw.choice((2, 3)), b=draw.choice((2, 4)))
+    places = [Shard(0), Shard(1), Replicate()]
+    source, part = (Layout(mesh, {axis: draw.choice(places) for axis in "ab"}) for _ in range(2))
+    shape = draw.randint(1, 13), draw.randint(1, 6)
+    up, first = draw.randint(1, 3), draw.randint(-4, 3)
+    reach = Reach(
+        of=draw.randint(1, 13), up=up, down=draw.randint(1, 2), first=first,
+        last=first + draw.randint(1, 6),
+    )  # fmt: skip
+    wide = part.reaching({0: reach}, shape)
+    sent = Communication(kind="Exchange", source=source, destination=wide, shape=shape)
+    posts = {rank: sent.part(rank) for rank in mesh.ranks}
+    busy = {rank for rank, post in posts.items() if post.sends or post.recvs}
+    assert {*sent.whole_group} == busy
+    for rank, post in posts.items():
+        have, need = (
+            {*product(*(range(*rows) for rows in x.intervals(shape, rank)))} for x in (source, wide)
+        )
+        assert sum(math.prod(b - a for a, b in box) for box in post.recvs) == len(need - have)
+
+
+def test_windows_of_a_few_ranks_leave_out_the_others() -> None:
+    """Of eight ranks, the the windows of the first two reach rows of the first five."""
+    mesh = DeviceMesh.arange(tp=8)
+    part = Layout(mesh, {"tp": Shard(0)})
+    wide = part.reaching({0: Reach(of=2, up=2, down=1, first=0, last=3)}, (8,))
+    sent = Communication(kind="Exchange", source=part, destination=wide, shape=(8,))
+    assert sent.whole_group == (0, 1, 2, 3, 4)
 
 
 def test_no_rows() -> None:

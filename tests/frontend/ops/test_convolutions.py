@@ -12,7 +12,8 @@ from helpers.host_checks import refused
 from helpers.layout_claims import Claim, check
 
 import mdfuse as mf
-from mdfuse import DefinitionError, DeviceMesh, FusionDefinition, Shard
+from mdfuse import DefinitionError, DeviceMesh, FusionDefinition, Layout, Shard
+from mdfuse.layouts.reach import Reach
 
 X, W = (2, 4, 6, 5), (5, 4, 3, 2)  # over three ranks: 2, 2 and 0 channels; 2, 2 and 1 kernels
 
@@ -167,6 +168,19 @@ def test_a_convolution_in_a_program_reads_the_rows_that_it_needs() -> None:
     for program in (wrong, other):
         assert program != text
         refused(mf.hir.parse(program), "convolution reads reach(2,8,1,1,-1,2) of operand 0")
+
+
+def test_users_state_parts_without_reaches() -> None:
+    reach = Reach(of=8, up=1, down=1, first=-1, last=2)
+    layout = Layout(DeviceMesh.arange(tp=2), {"tp": Shard(0)}, reaches={0: reach})
+    with FusionDefinition() as fd:
+        for state in (
+            lambda: fd.define_tensor([8], layout=layout),
+            lambda: fd.ops.set(fd.define_tensor([8])).on(layout),
+        ):
+            with pytest.raises(mf.LayoutError, match="parts that do not overlap") as caught:
+                state()
+            assert "test_convolutions.py:" in str(caught.value)
 
 
 #: what is typed with x: f32[2,4,6,5] and w: f32[6,4,3,2] -> words that the error has
