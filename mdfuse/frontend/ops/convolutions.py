@@ -1,7 +1,8 @@
 """Convolutions, windows of images, pooling.
 
 Batches may be split, and channels: those of the result with the weight's rows, those of the input
-as the rows of a product, of which ranks add up their shares. Spatial dims are whole.
+as the rows of a product, of which ranks add up their shares. Where places are split, ranks receive
+the rows of others that their windows reach; means over overlapping windows have them whole.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def _convolution(n: int) -> Operation:
 _CONVOLUTION = """x[n,i,{dims}] or x[i,{dims}] with the kernels weight[o,i/groups,…] at each place.
 
 Args:
-    x: its spatial dims are whole on every rank.
+    x: where its spatial dims are split, ranks receive the rows that their windows reach.
     weight: a kernel for each channel of the result.
     bias: a number for each.
     stride: how far from one place to the next.
