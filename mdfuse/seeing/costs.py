@@ -64,7 +64,6 @@ class Costs:
         name: what the figures are of, for readers.
         launch_s: seconds that any work takes at least.
         run_s: seconds that a run takes besides what its instructions do.
-        kernel_s: seconds that a kernel of a launch takes besides what its bytes take.
         flops: floating-point operations per second of products and attention.
         bandwidth: bytes per second of all other work, read and written.
         links: kind of communication, axis, "kind axis", or "kind 4" among so many ranks -> its
@@ -86,7 +85,6 @@ class Costs:
     name: str = "a table"
     launch_s: float = 0.0
     run_s: float = 0.0
-    kernel_s: float = 0.0
     flops: float = math.inf
     bandwidth: float = math.inf
     links: Mapping[str, Link] = field(default_factory=dict)
@@ -95,8 +93,7 @@ class Costs:
     is_fused: bool = True
 
     def __post_init__(self) -> None:
-        times = {"launch_s": self.launch_s, "run_s": self.run_s, "kernel_s": self.kernel_s}
-        _check(**times, flops=self.flops, bandwidth=self.bandwidth)
+        _check(launch_s=self.launch_s, run_s=self.run_s, flops=self.flops, bandwidth=self.bandwidth)
         for key, link in self.links.items():
             if not isinstance(link, Link):
                 raise ProgramError(
@@ -153,7 +150,7 @@ class Costs:
         if not self.is_fused:
             return sum(self.seconds(program, j) for j in i.body)
         if self.works:
-            made = sum(self.kernel_s + self._bytes(*kernel) for kernel in kernels(program, i))
+            made = sum(self._bytes(*kernel) for kernel in kernels(program, i))
             return sum((self._work(program, j) for j in inner), start=made)
         moved = nbytes(program, i) / self.bandwidth if len(inner) < len(i.body) else 0.0
         return max(self.launch_s, moved + sum(self._modelled(program, j) for j in inner))

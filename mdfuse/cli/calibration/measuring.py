@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.cli.calibration.subjects import OPTIONS, Scale, Subject, chains, fused, subjects
+from mdfuse.cli.calibration.subjects import OPTIONS, Scale, Subject, chains, subjects
 from mdfuse.cli.execution import timed
 from mdfuse.compiled.program import Program
 from mdfuse.errors import BackendError
@@ -139,18 +139,6 @@ class Measurements:
                 seconds -= sum(self.costs.seconds(mine, i) for i in subject.local)
             self.times.setdefault((subject.table, subject.key), {})[subject.at] = seconds
             advance()
-        if self.comm.device.type == "cuda":
-            self.times["run", "kernel"] = {1: self._kernel()}
-            self._share()
-
-    def _kernel(self) -> float:
-        """Return what a compiled kernel takes besides what its bytes take, on average."""
-        found = [
-            seconds_of(self.comm, _call(self.comm, program), _QUEUED)
-            - program.timeline(self.costs).seconds
-            for program in fused(self.scale, self.comm.size)
-        ]
-        return max(0.0, statistics.mean(found))
 
     def _run(self) -> float:
         """Return what a run takes besides its work: what is left when it does nothing.
@@ -225,7 +213,6 @@ class Measurements:
             name="measured",
             launch_s=min((c.points[0][1] for c in works.values()), default=0.0),
             run_s=by["run"].get("run", {}).get(1, 0.0),
-            kernel_s=by["run"].get("kernel", {}).get(1, 0.0),
             flops=_flops(by["products"]),
             links=links,
             works=works,

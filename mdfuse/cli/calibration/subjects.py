@@ -329,18 +329,6 @@ def chains(scale: Scale, ranks: int) -> Iterator[Program]:
         yield compile(fd, OPTIONS)
 
 
-def fused(scale: Scale, ranks: int) -> Iterator[Program]:
-    """Yield programs each of which is compiled into one kernel: pointwise work, and a reduction."""
-    dtype, mesh = scale.dtypes[0], DeviceMesh.arange(x=ranks)
-    for is_reduction in (False, True):
-        with FusionDefinition("kernel") as fd:
-            x, y = (fd.define_tensor([_WIDTH, _WIDTH], dtype, mesh=mesh) for _ in range(2))
-            z: Any = x + fd.ops.silu(y)
-            z = torch.nn.functional.rms_norm(z, (_WIDTH,)) if is_reduction else z
-            fd.add_output(z)
-        yield compile(fd, replace(OPTIONS, compile="always"))
-
-
 def subjects(scale: Scale, ranks: int) -> Mapping[str, Callable[[], Iterator[Subject]]]:
     """Return what is measured on some ranks: local work first, which communications need."""
     mesh = DeviceMesh.arange(x=ranks)

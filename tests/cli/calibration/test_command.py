@@ -64,18 +64,6 @@ def test_a_run_takes_what_no_work_in_it_takes(monkeypatch: pytest.MonkeyPatch) -
     assert measuring.Measurements(mf.init(), TINY)._run() == pytest.approx(0.5)
 
 
-@pytest.mark.usefixtures("unjoined")
-def test_a_kernel_takes_what_its_bytes_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock where all takes 5, by a table where a run takes 1, and bytes of both take 3."""
-    found = measuring.Measurements(mf.init(), TINY)
-    x = 512 * 512 * 4
-    found.times = {("run", "run"): {1: 1.0}, ("works", "* f32"): {3 * x: 3.0}}
-    monkeypatch.setattr(measuring, "_call", lambda comm, program: program)
-    monkeypatch.setattr(measuring, "seconds_of", lambda comm, program, runs: 5.0)
-    monkeypatch.setattr(found.comm, "device", torch.device("cuda"))
-    assert found._kernel() == pytest.approx(5.0 - 1.0 - 3.0)
-
-
 def works(host: mf.hir.HostProgram) -> int:
     return sum(map(is_work, host.project(0).written_out.instructions))
 
