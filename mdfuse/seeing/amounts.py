@@ -63,6 +63,15 @@ def operations(program: HostProgram, i: Instruction) -> int:
     return 0
 
 
+def attention(program: HostProgram, i: Instruction) -> tuple[float, int, str] | None:
+    """Return how many passes forward an attention or its gradient is, the features of a head, and
+    " causal" where its mask is that; None: it is neither."""
+    if i.fn not in _ATTENTIONS:
+        return None
+    passes = _ATTENTIONS[i.fn] / _ATTENTIONS["attention"]
+    return passes, _shapes(program, i)[0][-1], " causal" if i.kwargs.get("is_causal") else ""
+
+
 def product(program: HostProgram, i: Instruction) -> tuple[int, int, int, int] | None:
     """Return how many products [m, k] x [k, n] an instruction is, m, n and k; None: it is none."""
     shapes = _shapes(program, i)

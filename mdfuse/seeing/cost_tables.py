@@ -209,6 +209,7 @@ def _costs_out(costs: Costs) -> dict[str, Any]:
     return {
         "launch_s": costs.launch_s,
         "run_s": costs.run_s,
+        "kernel_s": costs.kernel_s,
         "flops": costs.flops,
         "bandwidth": costs.bandwidth,
         "is_fused": costs.is_fused,

@@ -15,7 +15,7 @@ from mdfuse.errors import ProgramError
 from mdfuse.hir.instructions import is_library
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.ir.graph import dtype_name
-from mdfuse.seeing.amounts import is_work, nbytes, operations, product
+from mdfuse.seeing.amounts import attention, is_work, nbytes, operations, product
 from mdfuse.seeing.curves import Curve, Grid
 from mdfuse.seeing.kernels import kernels
 
@@ -64,12 +64,14 @@ class Costs:
         name: what the figures are of, for readers.
         launch_s: seconds that any work takes at least.
         run_s: seconds that a run takes besides what its instructions do.
+        kernel_s: seconds that a kernel of a launch takes besides what its bytes take.
         flops: floating-point operations per second of products and attention.
         bandwidth: bytes per second of all other work, read and written.
         links: kind of communication, axis, "kind axis", or "kind 4" among so many ranks -> its
             link; "*" is any other. "SendRecv" is the kind of send and recv, too.
         works: "gelu f32", or "* f32" for all other work of a type -> seconds by bytes read and
-            written; of attention by operations.
+            written; "attention f32 64", or "attention f32 64 causal", where heads have 64 features
+            -> seconds by operations, counted as if nothing was masked.
         products: "linear f32", or "matmul f32" for all other products -> seconds by m, n and k.
         is_fused: whether the work of a launch is compiled into few kernels, or done one by one.
 
@@ -84,6 +86,7 @@ class Costs:
     name: str = "a table"
     launch_s: float = 0.0
     run_s: float = 0.0
+    kernel_s: float = 0.0
     flops: float = math.inf
     bandwidth: float = math.inf
     links: Mapping[str, Link] = field(default_factory=dict)
@@ -92,7 +95,8 @@ class Costs:
     is_fused: bool = True
 
     def __post_init__(self) -> None:
-        _check(launch_s=self.launch_s, run_s=self.run_s, flops=self.flops, bandwidth=self.bandwidth)
+        times = {"launch_s": self.launch_s, "run_s": self.run_s, "kernel_s": self.kernel_s}
+        _check(**times, flops=self.flops, bandwidth=self.bandwidth)
         for key, link in self.links.items():
             if not isinstance(link, Link):
                 raise ProgramError(
@@ -149,7 +153,7 @@ class Costs:
         if not self.is_fused:
             return sum(self.seconds(program, j) for j in i.body)
         if self.works:
-            made = sum(self._bytes(*kernel) for kernel in kernels(program, i))
+            made = sum(self.kernel_s + self._bytes(*kernel) for kernel in kernels(program, i))
             return sum((self._work(program, j) for j in inner), start=made)
         moved = nbytes(program, i) / self.bandwidth if len(inner) < len(i.body) else 0.0
         return max(self.launch_s, moved + sum(self._modelled(program, j) for j in inner))
@@ -171,12 +175,28 @@ class Costs:
                 count, *rest = sizes
                 return count * grid.seconds(*rest)
         count = operations(program, i)
+        if (passes := attention(program, i)) is not None:
+            return self._attention(count, dtype, *passes, nbytes(program, i))
         curve = self.works.get(f"{i.fn} {dtype}")
         if curve is None and not count:
             curve = self.works.get(f"* {dtype}")
         if curve is not None:
             return curve.seconds(max(count or nbytes(program, i), 1))
         return max(self.launch_s, self._modelled(program, i))
+
+    def _attention(
+        self, count: int, dtype: str, passes: float, head: int, mask: str, moved: int
+    ) -> float:
+        """Return the seconds of attention: as measured with heads of the nearest size, and at
+        least what its bytes take."""
+        key = f"attention {dtype} "
+        after = (k.removeprefix(key) for k in self.works if k.startswith(key))
+        sizes = {int(size) for size in after if size.isdecimal()}
+        if not sizes:
+            return max(self._bytes(moved, dtype), count / self.flops)
+        key += str(min(sizes, key=lambda size: abs(math.log(size / max(head, 1)))))
+        curve = self.works.get(key + mask, self.works[key])
+        return max(self._bytes(moved, dtype), passes * curve.seconds(max(count / passes, 1)))
 
     def _modelled(self, program: HostProgram, i: Instruction) -> float:
         moved = nbytes(program, i) / self.bandwidth

@@ -66,6 +66,7 @@ def calibrated(comm: Communicator, scale: Scale | None = None) -> CostTable:
     measured = Measurements(comm, scale, console.print)
     total = points(scale, comm.size) + COUNT
     shown = progress("calibrating", total, shows=comm.rank == 0)
+    measured.begin()
     with quick_collections(), shown as advance:
         measured.take(advance)
         start = time.perf_counter()
@@ -117,6 +118,8 @@ def kinds(costs: Costs) -> Table:
     """Return a table of the least and the greatest speed of each kind of work."""
     found = titled("what was measured", "kind", right=("least time", "largest size", "its speed"))
     found.add_row("run", time_text(costs.run_s), "", "")
+    if costs.is_fused:
+        found.add_row("kernel of a launch, besides its bytes", time_text(costs.kernel_s), "", "")
     for key, curve in costs.works.items():
         size, seconds = curve.points[-1]
         is_attention = "attention" in key

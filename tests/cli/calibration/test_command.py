@@ -42,8 +42,8 @@ def test_a_table_has_everything_that_was_measured(
     costs = table.costs
     works = {"add", "gelu", "softmax", "layer_norm", "rms_norm", "cat", "*"}
     assert {f"{name} f32" for name in works} <= costs.works.keys()
-    attention = "scaled_dot_product_attention f32"
-    assert {attention, f"{attention} causal"} <= costs.works.keys()
+    heads = {f"attention f32 {n}" for n in (32, 64, 128)}
+    assert heads | {f"{name} causal" for name in heads} <= costs.works.keys()
     assert costs.products.keys() == {"linear f32", "matmul f32"}
     assert costs.products["linear f32"].axes == ((4.0, 8.0), (16.0, 32.0), (16.0, 32.0))
     assert costs.run_s >= 0
@@ -62,6 +62,18 @@ def test_a_run_takes_what_no_work_in_it_takes(monkeypatch: pytest.MonkeyPatch) -
     assert found == pytest.approx(7.0)
     monkeypatch.setattr(measuring, "seconds_of", lambda comm, program, runs: 0.5)
     assert measuring.Measurements(mf.init(), TINY)._run() == pytest.approx(0.5)
+
+
+@pytest.mark.usefixtures("unjoined")
+def test_a_kernel_takes_what_its_bytes_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock where all takes 5, by a table where a run takes 1, and bytes of both take 3."""
+    found = measuring.Measurements(mf.init(), TINY)
+    x = 512 * 512 * 4
+    found.times = {("run", "run"): {1: 1.0}, ("works", "* f32"): {3 * x: 3.0}}
+    monkeypatch.setattr(measuring, "_call", lambda comm, program: program)
+    monkeypatch.setattr(measuring, "seconds_of", lambda comm, program, runs: 5.0)
+    monkeypatch.setattr(found.comm, "device", torch.device("cuda"))
+    assert found._kernel() == pytest.approx(5.0 - 1.0 - 3.0)
 
 
 def works(host: mf.hir.HostProgram) -> int:
