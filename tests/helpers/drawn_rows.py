@@ -157,6 +157,21 @@ def _pool_grad_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
     return [torch.zeros_like(ct, dtype=torch.int64), ct], {**attrs, "shape": tuple(x.shape)}
 
 
+def _mean_pool_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
+    """Windows that mostly fit, also from the windows back."""
+    n, is_back = drawn.randrange(1, 4), drawn.random() < 0.4
+    kernel, stride = (tuple(drawn.randrange(1, 4) for _ in range(n)) for _ in range(2))
+    padding = tuple(drawn.randint(0, k // 2 + (drawn.random() < 0.1)) for k in kernel)
+    rows = tuple(drawn.randrange(1, 7) for _ in range(n))
+    settings = zip(rows, kernel, stride, padding, strict=True)
+    windows = tuple(max((m + 2 * p - k) // s + 1 + drawn.randrange(2), 1)
+                    for m, k, s, p in settings)  # fmt: skip
+    read, made = (windows, rows) if is_back else (rows, windows)
+    x = (*(drawn.randrange(1, 3) for _ in range(drawn.choice((1, 2, 2)))), *read)
+    how = {"kernel": kernel, "stride": stride, "padding": padding, "made": made}
+    return [torch.ones(x)], {**how, "divisor": drawn.randrange(3), "transposed": is_back}
+
+
 def _contract_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
     extents = [drawn.randrange(1, 4) for _ in range(5)]
     left, right = (tuple(drawn.sample(range(5), drawn.randrange(4))) for _ in range(2))
@@ -209,6 +224,7 @@ _DRAWN = {
     "convolution_weight": _convolution_weight_call,
     "max_pool_grad": _pool_grad_call,
     "max_pool": _pool_call,
+    "mean_pool": _mean_pool_call,
     "contract": _contract_call,
     "attention_grad": _gradient_call,
     "embedding_grad": _lookup_call,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.ops import reductions, views
+from mdfuse.frontend.ops import creations, reductions, views
 from mdfuse.frontend.ops.recording import record
 from mdfuse.frontend.vjps.table import (
     Applied,
@@ -76,6 +76,25 @@ def _through_product(e: Applied, ct: Handle) -> Handle:
 
     others = product_of_others(e[1], product=product, total=lambda x: _at(e, _summed(e, x)))
     return _at(e, ct) * others
+
+
+@rule("index_copy")
+def _index_copy(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    """Of x to what stays, of the source to the last of those with one index."""
+    index, dim, (count,) = e[0], e.attrs["along"], e.shape(0)
+    zeros = creations.zeros_like(e[1]) if e.wants(2) else None
+    kept = None if zeros is None else record("index_copy", index, zeros, ct, along=dim)
+    if not e.wants(1) or not count:
+        return None, None, kept
+    found = record("index_select", index, ct, along=dim)
+    if count > 1:
+        places = creations.arange(count)
+        last = record(
+            "scatter_reduce", index, places, shape=(e.shape(2)[dim],), along=0, reduce="max"
+        )
+        is_last = eq(record("index_select", index, last, along=0), places)
+        found = where(views.reshape(is_last, (count, *(1,) * (ct.ndim - 1 - dim))), found, 0.0)
+    return None, found, kept
 
 
 # -- along a dim ---------------------------------------------------------------------------------

@@ -77,3 +77,10 @@ def _max_pool_grad(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     flat, places = (views.reshape(x, (*free, -1)) for x in (ct, e[0]))
     found = record("gather", places, flat, along=len(free))
     return None, views.reshape(found, e.shape(1))
+
+
+@rule("mean_pool")
+def _mean_pool(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    made = e.shape(0)[-len(e.attrs["kernel"]) :]
+    is_back = not e.attrs.get("transposed", False)
+    return (record("mean_pool", ct, **{**e.attrs, "made": made, "transposed": is_back}),)

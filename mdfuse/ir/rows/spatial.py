@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mdfuse.ir import contraction, spatial
+from mdfuse.ir import contraction, convolution, pooling
 from mdfuse.ir import local_attributes as of_part
 from mdfuse.ir.attributes import attr
 from mdfuse.ir.op_table import row
@@ -17,58 +17,73 @@ _KERNEL = attr("kernel", "counts", True)
 _LIBRARY: dict[str, Any] = {"is_library": True, "is_single": False}
 row(
     "convolution",
-    spatial.convolve,
-    spatial.of_convolution,
-    spatial.shape_of_convolution,
+    convolution.convolve,
+    convolution.of_convolution,
+    convolution.shape_of_convolution,
     ANYHOW,
-    few=spatial.few_convolved,
+    few=convolution.few_convolved,
     operands=(2, 2),
     attrs=(
         *_SETTINGS, _GROUPS, attr("transposed", "bool"), attr("more", "counts"),
         attr("here", "count", is_local=True), _AROUND,
     ),
-    localize=spatial.local_convolution,
+    localize=convolution.local_convolution,
     **_LIBRARY,
 )  # fmt: skip
 row(
     "convolution_weight",
-    spatial.convolve_weight,
-    spatial.of_convolution_weight,
-    spatial.shape_of_convolution_weight,
+    convolution.convolve_weight,
+    convolution.of_convolution_weight,
+    convolution.shape_of_convolution_weight,
     ANYHOW,
-    few=spatial.few_convolved_weight,
+    few=convolution.few_convolved_weight,
     operands=(2, 2),
     attrs=(*_SETTINGS, _GROUPS, _AROUND, *_MADE),
-    localize=spatial.local_convolution_weight,
+    localize=convolution.local_convolution_weight,
     **_LIBRARY,
 )
 row(
     "max_pool",
-    spatial.max_pool,
-    spatial.of_pool,
-    spatial.shape_of_pool,
+    pooling.max_pool,
+    pooling.of_pool,
+    pooling.shape_of_pool,
     ANYHOW,
-    few=spatial.few_pooled,
+    few=pooling.few_pooled,
     results=2,
     attrs=(
         _KERNEL, *_SETTINGS, attr("ceil", "bool"), _AROUND,
         attr("begins", "counts", is_local=True), attr("extents", "counts", is_local=True),
     ),
-    localize=spatial.local_pool,
+    localize=pooling.local_pool,
     **_LIBRARY,
 )  # fmt: skip
 row(
     "max_pool_grad",
-    spatial.max_pool_grad,
-    spatial.of_pool_grad,
-    spatial.shape_of_pool_grad,
+    pooling.max_pool_grad,
+    pooling.of_pool_grad,
+    pooling.shape_of_pool_grad,
     ANYHOW,
-    few=spatial.few_pooled_grad,
+    few=pooling.few_pooled_grad,
     operands=(2, 2),
     attrs=(_KERNEL, *_SETTINGS, attr("ceil", "bool"), *_MADE),
     localize=of_part.local_draw,
     **_LIBRARY,
 )
+row(
+    "mean_pool",
+    pooling.mean_pool,
+    pooling.of_mean,
+    pooling.shape_of_mean,
+    ANYHOW,
+    few=pooling.few_means,
+    attrs=(
+        _KERNEL, *_SETTINGS[:2], attr("made", "counts", True), attr("divisor", "int", True),
+        attr("transposed", "bool"), _AROUND,
+    ),
+    localize=pooling.local_mean,
+    partial="sum",
+    **_LIBRARY,
+)  # fmt: skip
 row(
     "contract",
     contraction.contract,

@@ -54,6 +54,14 @@ CLAIMS: dict[str, Claim] = {
         lambda x, w: F.conv_transpose1d(x, w, stride=2, padding=1), [("Exchange", (2, 4, 7))]),
     "the largest, places": Claim(
         [((2, 3, 7, 5), 2)], lambda x: F.max_pool2d(x, 3, 2, 1), [("Exchange", (2, 3, 7, 5))]),
+    "means, places": Claim(
+        [((2, 3, 7, 5), 2)], lambda x: F.avg_pool2d(x, 3, 2, 1, True, False),
+        [("Exchange", (2, 3, 7, 5))]),
+    "means, windows that fall together": Claim(
+        [((2, 3, 12, 5), 2)], lambda x: F.avg_pool2d(x, 2), []),
+    "places, padded to the same": Claim(
+        [((2, 3, 11, 5), 2), ((4, 3, 5, 3), None)],
+        lambda x, w: F.conv2d(x, w, padding="same"), [("Exchange", (2, 3, 11, 5))]),
     "the largest, windows that fall together": Claim(
         [((2, 3, 12, 5), 2)], lambda x: F.max_pool2d(x, 2), []),
     "the largest": Claim([(X, 1)], lambda x: F.max_pool2d(x, 3, 2, 1), []),
@@ -137,6 +145,9 @@ SPLIT: dict[str, tuple[tuple[int, ...], Callable[..., Any]]] = {
             x, w, padding=2, dilation=2, output_padding=1)),
     "the largest of overlapping windows": (
         (1,), lambda x, w: w * F.max_pool2d(x, (3, 2), (2, 1), 1, ceil_mode=True)),
+    "means of overlapping windows": ((1,), lambda x, w: w * F.avg_pool2d(x, 3, 1, 1)),
+    "means of what there is of windows": (
+        (1,), lambda x, w: w * F.avg_pool2d(x, (4, 3), (3, 2), 1, True, False)),
     "the largest of dilated windows": ((1,), lambda x, w: w * F.max_pool2d(x, 2, 1, 1, 3)),
 }  # fmt: skip
 
