@@ -1,112 +1,45 @@
-"""Placements and layouts: which part of a tensor each rank of a mesh holds."""
+"""Layouts: which part of a tensor each rank of a mesh holds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING
 
 from mdfuse.errors import LayoutError, MeshError
 from mdfuse.extents.expressions import Term, resolve
-from mdfuse.layouts.blocks import Blocks, as_blocks, blocks_text, segments
-from mdfuse.layouts.boxes import Box, Interval, Rows, box_shape, nth_chunk
+from mdfuse.layouts.blocks import Blocks, Cut, segments, split
+from mdfuse.layouts.boxes import Box, Interval, Rows, box_shape
+from mdfuse.layouts.placements import (
+    IDEMPOTENT,
+    REDUCE_OPS,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    Varies,
+    commute,
+)
 from mdfuse.layouts.stream import Stream
 from mdfuse.mesh import DeviceMesh, as_mesh
 
 if TYPE_CHECKING:
     from mdfuse.layouts.picture import Picture
 
-REDUCE_OPS = ("sum", "prod", "min", "max", "avg", "band", "bor", "bxor")
-#: The ops that may stand along several axes of one layout: an op with itself, and these together.
-#: Two ops commute if (a . b) * (c . d) = (a * c) . (b * d). Where both have a neutral element, as
-#: all but avg have, they are then one op (Eckmann and Hilton 1962); avg is linear, as sum is, and
-#: commutes with no other: max(avg(0, 1), avg(1, 0)) is 1/2, avg(max(0, 1), max(1, 0)) is 1.
-_LINEAR = frozenset({"sum", "avg"})
-#: The ops that make of equal terms the term itself.
-IDEMPOTENT = ("min", "max", "avg", "band", "bor")
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """Split `dim` of the tensor along this axis, into the parts that `torch.chunk` makes.
-
-    Args:
-        dim: the dim.
-        blocks: into how many equal blocks the dim falls, or the sizes of all of them: then each
-            block is split, and a rank's part is its piece of every block, in order. As the rows of
-            a fused projection need it: `Shard(0, blocks=3)` of queries, keys and values.
-
-    Raises:
-        LayoutError: no dim, or no blocks.
-
-    >>> [str(Shard(0)), str(Shard(0, blocks=3)), str(Shard(0, blocks=(4096, 1024, 1024)))]
-    ['S0', 'S0/3', 'S0/[4096,1024,1024]']
-    """
-
-    dim: int
-    blocks: Blocks | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.dim, int) or isinstance(self.dim, bool):
-            raise LayoutError(
-                f"Shard({self.dim!r})", because="a dim is an integer", hint="for example Shard(0)"
-            )
-        if self.blocks is not None:
-            object.__setattr__(self, "blocks", as_blocks(self.blocks))
-
-    def __repr__(self) -> str:
-        return f"Shard(dim={self.dim}{f', blocks={self.blocks}' if self.blocks else ''})"
-
-    def __str__(self) -> str:
-        return f"S{self.dim}" + (f"/{blocks_text(self.blocks)}" if self.blocks is not None else "")
-
-
-@dataclass(frozen=True, slots=True)
-class Replicate:
-    """Hold the same elements on every rank along this axis."""
-
-    def __str__(self) -> str:
-        return "R"
-
-
-@dataclass(frozen=True, slots=True)
-class Partial:
-    """Hold one term on each rank along this axis: reducing the terms with `op` gives the value."""
-
-    op: str = "sum"
-
-    def __post_init__(self) -> None:
-        if self.op not in REDUCE_OPS:
-            raise LayoutError(f"Partial({self.op!r})", hint="one of " + ", ".join(REDUCE_OPS))
-
-    def __str__(self) -> str:
-        return f"P({self.op})"
-
-
-@dataclass(frozen=True, slots=True)
-class Varies:
-    """Hold something of its own on each rank along this axis: the parts make up no whole.
-
-    For host programs only; each rank's part counts as a whole.
-    """
-
-    def __str__(self) -> str:
-        return "varies"
-
-
-Placement = Shard | Replicate | Partial | Varies
-
-
-def commute(ops: Iterable[str]) -> bool:
-    """Whether axes that are Partial by these ops may be reduced in any order, as a layout requires.
-
-    >>> commute(["max", "max"]), commute(["sum", "avg"]), commute(["sum", "max"])
-    (True, True, False)
-    """
-    different = {*ops}
-    return len(different) < 2 or different <= _LINEAR
+__all__ = [
+    "IDEMPOTENT",
+    "REDUCE_OPS",
+    "Layout",
+    "Partial",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "Varies",
+    "commute",
+    "replicated",
+]
 
 
 class Layout:
@@ -203,19 +136,39 @@ class Layout:
     def _check_blocks(self) -> None:
         """Check that the axes which split a dim agree on its blocks, and that no loop cuts them."""
         for dim, axes in self.splits:
-            blocks = {p.blocks for a in axes if isinstance(p := self.placement(a), Shard)}
+            blocks = {p.blocks for a in axes if isinstance(p := self.placement(a), Shard)} - {None}
             if len(blocks) > 1:
                 raise LayoutError(
                     f"{' and '.join(axes)} split dim {dim} in different blocks",
-                    because="the blocks are those of the dim: each axis splits every one of them",
-                    hint="give all axes that split the dim the same blocks=",
+                    because="the blocks are those of the dim: an axis splits every one of them, or "
+                    "what others leave as one",
+                    hint="give all axes that split blocks of the dim the same blocks=",
                 )
-            if blocks != {None} and self.stream is not None and self.stream.dim == dim:
+            if blocks and self.stream is not None and self.stream.dim == dim:
                 raise LayoutError(
                     f"{self.stream} of dim {dim}, which {' and '.join(axes)} split in blocks",
                     because="a chunk is one run of a rank's rows",
                     hint="stream another dim, or give the blocks a dim of their own with reshape",
                 )
+            if blocks:
+                self._check_mixed(dim, axes)
+
+    def _check_mixed(self, dim: int, axes: tuple[str, ...]) -> None:
+        """Check that the axes which split all blocks find whole ones, or pieces of each."""
+        cut, outer = self.cuts[dim], list[str]()
+        whole = cut.blocks if isinstance(cut.blocks, int) else 1  # blocks that a part has
+        for axis in axes:
+            n = self.mesh.axis_size(axis)
+            if axis not in cut.plain and outer:
+                raise LayoutError(
+                    f"{axis} splits the blocks of dim {dim} inside of {' and '.join(outer)}",
+                    because="a plain split cuts through blocks, of which parts then have unequal "
+                    f"pieces: only equal blocks can be shared out whole, here {cut.blocks}",
+                    hint=f"let {axis} split the dim first: order={{{dim}: ({axis!r}, …)}}",
+                )
+            if axis in cut.plain and n > 1:
+                outer += [axis] if whole % n else []
+                whole = 1 if whole % n else whole // n
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -230,8 +183,19 @@ class Layout:
     @cached_property
     def blocked(self) -> Mapping[int, Blocks]:
         """Dims that are split in blocks -> their blocks."""
-        found = {p.dim: p.blocks for p in self.placements if isinstance(p, Shard)}
-        return {dim: blocks for dim, blocks in found.items() if blocks is not None}
+        splits = (p for p in self.placements if isinstance(p, Shard))
+        return {p.dim: p.blocks for p in splits if p.blocks is not None}
+
+    @cached_property
+    def cuts(self) -> Mapping[int, Cut]:
+        """Dims that are split in blocks -> these, and the axes that split the dim plainly."""
+        splits = (a for a, p in self.by_axis().items() if isinstance(p, Shard) and not p.blocks)
+        plain = frozenset(splits)
+        return {d: Cut(n, plain.intersection(self.split_axes(d))) for d, n in self.blocked.items()}
+
+    def is_plain(self, dim: int, axis: str) -> bool:
+        """Whether an axis splits what a rank has of a dim as one, and not every block."""
+        return dim not in self.cuts or axis in self.cuts[dim].plain
 
     def without_blocks(self, dims: Collection[int]) -> Layout:
         """Return this layout with some dims split by the same axes as one block."""
@@ -275,10 +239,7 @@ class Layout:
 
     def rows_at(self, shape: Sequence[int], coordinate: Sequence[int]) -> tuple[Rows, ...]:
         """Return the rows of each dim that the rank at a mesh coordinate holds."""
-        return tuple(
-            tuple(self._part(d, block, coordinate) for block in segments(self.blocked.get(d), n))
-            for d, n in enumerate(shape)
-        )
+        return tuple(self._part(d, n, coordinate) for d, n in enumerate(shape))
 
     def rows(self, shape: Sequence[int], rank: int) -> tuple[Rows, ...]:
         """Return the rows of each dim that a rank holds; MeshError where it is not in the mesh."""
@@ -312,20 +273,25 @@ class Layout:
                 because="a dim is split in blocks",
                 hint="reshard it to a plain Shard first",
             )
-        return tuple(self._part(dim, (0, n), coordinate) for dim, n in enumerate(shape))
+        return tuple(rows for (rows,) in self.rows_at(shape, coordinate))
 
-    def _part(self, dim: int, interval: Interval, coordinate: Sequence[int]) -> Interval:
-        """Return what the rank at a mesh coordinate holds of an interval of a dim."""
-        for axis in self.split_axes(dim):
-            i = self.mesh.axis_index(axis)
-            interval = nth_chunk(interval, self.mesh.shape[i], coordinate[i])
+    def _part(self, dim: int, extent: int, coordinate: Sequence[int]) -> Rows:
+        """Return the rows of a dim that the rank at a mesh coordinate holds."""
+        rows = self._split(dim, extent, coordinate)
         chunk = self.stream
         if chunk is None or chunk.index is None or chunk.op is not None or chunk.dim != dim:
-            return interval
+            return rows
         # A chunk whose index only the running loop knows counts as the largest.
-        return chunk.interval(
-            interval, chunk.index if isinstance(chunk.index, int) else chunk.largest
-        )
+        i = chunk.index if isinstance(chunk.index, int) else chunk.largest
+        return tuple(chunk.interval(interval, i) for interval in rows)
+
+    def _split(self, dim: int, extent: int, coordinate: Sequence[int]) -> Rows:
+        """Return the rows of a dim on a rank, of all chunks."""
+        rows = segments(self.blocked.get(dim), extent)
+        for axis in self.split_axes(dim):
+            i = self.mesh.axis_index(axis)
+            rows = split(rows, self.mesh.shape[i], coordinate[i], self.is_plain(dim, axis))
+        return rows
 
     def intervals(self, shape: Sequence[int], rank: int) -> Box:
         """Return the box of a tensor that a rank holds; MeshError where it is not in the mesh."""
@@ -346,13 +312,10 @@ class Layout:
 
     def chunks_of(self, dim: int, extent: int) -> Iterator[tuple[tuple[int, ...], Interval]]:
         """Yield (coordinates on the axes that split a dim, interval of the dim) for all of them."""
-        axes, blocks = self.split_axes(dim), segments(self.blocked.get(dim), extent)
-        sizes = [self.mesh.axis_size(a) for a in axes]
-        for choice in product(*map(range, sizes)):
-            for interval in blocks:
-                for size, i in zip(sizes, choice, strict=True):
-                    interval = nth_chunk(interval, size, i)
-                chunk = self.stream
+        axes, chunk = self.split_axes(dim), self.stream
+        for choice in product(*(range(self.mesh.axis_size(a)) for a in axes)):
+            at = dict(zip(axes, choice, strict=True))
+            for interval in self._split(dim, extent, [at.get(a, 0) for a in self.mesh.axes]):
                 if chunk is not None and chunk.dim == dim and isinstance(chunk.index, int):
                     interval = chunk.interval(interval, chunk.index)
                 yield choice, interval
@@ -377,10 +340,12 @@ class Layout:
     def with_placement(self, axis: str, placement: Placement) -> Layout:
         """Return this layout with one axis changed; a new split comes innermost.
 
-        It is in the blocks that the dim has, where other axes split it.
+        It is in the blocks that other axes split, where these do so alike; plain where they do not.
         """
-        if isinstance(placement, Shard) and {*self.split_axes(placement.dim)} - {axis}:
-            placement = replace(placement, blocks=self.blocked.get(placement.dim))
+        if isinstance(placement, Shard):
+            others = (p for a, p in self.by_axis().items() if a != axis and isinstance(p, Shard))
+            blocks = {p.blocks for p in others if p.dim == placement.dim} or {placement.blocks}
+            placement = replace(placement, blocks=blocks.pop() if len(blocks) == 1 else None)
         placements = {**self.by_axis(), axis: placement}
         order = {d: tuple(a for a in axes if a != axis) for d, axes in self.splits}
         if isinstance(placement, Shard):
@@ -455,7 +420,27 @@ class Layout:
             stream = replace(stream, dim=_wrap(stream.dim, ndim, str(stream)))
         if stream is not None and stream.rotate is not None:
             self.mesh.axis_index(stream.rotate)
-        return Layout(self.mesh, placements, {d: a for d, a in order.items() if a}, stream)
+        found = Layout(self.mesh, placements, {d: a for d, a in order.items() if a}, stream)
+        return found._with_whole_blocks_first() if found.blocked else found
+
+    def _with_whole_blocks_first(self) -> Layout:
+        """Return the one form of equal layouts: axes that share out whole blocks are outermost.
+
+        Where a rank is left with one block, that is the plain layout of these axes in this order.
+        """
+        placements, order = self.by_axis(), self.order
+        for dim, cut in self.cuts.items():
+            if not isinstance(cut.blocks, int):
+                continue
+            outer, whole = list[str](), cut.blocks
+            for axis in (a for a in order[dim] if a in cut.plain):
+                if whole % self.mesh.axis_size(axis):
+                    break
+                outer, whole = [*outer, axis], whole // self.mesh.axis_size(axis)
+            order[dim] = (*outer, *(a for a in order[dim] if a not in outer))
+            if whole == 1:
+                placements.update(dict.fromkeys(order[dim], Shard(dim)))
+        return Layout(self.mesh, placements, order, self.stream)
 
     # -- identity --------------------------------------------------------------------------------
 

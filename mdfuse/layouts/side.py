@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from mdfuse.layouts.blocks import segments
-from mdfuse.layouts.boxes import Interval, Rows, nth_chunk
+from mdfuse.layouts.blocks import segments, split
+from mdfuse.layouts.boxes import Rows, nth_chunk
 from mdfuse.layouts.layout import Layout
 from mdfuse.mesh import DeviceMesh
 
@@ -87,8 +87,7 @@ class Side:
         for dim, axes in enumerate(self.split):
             key = (dim, *[at[a] for a in axes])
             if key not in self._rows:
-                blocks = segments(self.layout.blocked.get(dim), self.shape[dim])
-                self._rows[key] = tuple(self._part(block, *key) for block in blocks)
+                self._rows[key] = self._part(*key)
             found.append(self._rows[key])
         return tuple(found)
 
@@ -97,14 +96,15 @@ class Side:
         """(dim, coordinates on the axes that split it) -> the rows of ranks there."""
         return {}
 
-    def _part(self, interval: Interval, dim: int, *at: int) -> Interval:
+    def _part(self, dim: int, *at: int) -> Rows:
+        rows = segments(self.layout.blocked.get(dim), self.shape[dim])
         for axis, i in zip(self.split[dim], at, strict=True):
-            interval = nth_chunk(interval, self.sizes[axis], i)
+            rows = split(rows, self.sizes[axis], i, self.layout.is_plain(dim, axis))
         chunk = self.layout.stream
         if chunk is not None and chunk.index is not None and chunk.dim == dim:
             i = chunk.index if isinstance(chunk.index, int) else chunk.largest
-            interval = chunk.interval(interval, i)
-        return interval
+            rows = tuple(chunk.interval(interval, i) for interval in rows)
+        return rows
 
     def positions(self, dim: int, rows: Rows) -> range:
         """Return the positions of the parts of a dim that have some of its rows.

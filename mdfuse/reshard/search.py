@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mdfuse.layouts.blocks import segments
+from mdfuse.layouts.blocks import segments, split
 from mdfuse.layouts.boxes import Rows
 from mdfuse.layouts.crossing import Crossing, crossing
 from mdfuse.layouts.exchange import Exchange
@@ -136,7 +136,9 @@ class Search:
         for a in node.made:
             placements[names[a]] = Partial(self.made[a])
         for d, axes in enumerate(node.splits):
-            placements.update({names[a]: Shard(d, self.source.blocked.get(d)) for a in axes})
+            cut = self.source.cuts.get(d)  # which is the same all the way
+            along = ((names[a], Shard(d, cut.along(names[a]) if cut else None)) for a in axes)
+            placements.update(along)
         order = {d: [names[a] for a in axes] for d, axes in enumerate(node.splits) if axes}
         return Layout(self.source.mesh, placements, order, self.source.stream)
 
@@ -144,13 +146,15 @@ class Search:
 
     def rows(self, dim: int, axes: tuple[int, ...]) -> int:
         """Return the rows of a dim that the first rank has."""
-        found = 0
-        for start, stop in self.blocks(dim):
-            n = stop - start
+        rows, names = self.blocks(dim), self.source.mesh.axes
+        if len(rows) > 1:
             for a in axes:
-                n = -(-n // self.sizes[a])
-            found += n
-        return found
+                rows = split(rows, self.sizes[a], 0, self.source.is_plain(dim, names[a]))
+            return sum(stop - start for start, stop in rows)
+        n = self.shape[dim]
+        for a in axes:
+            n = -(-n // self.sizes[a])
+        return n
 
     def part(self, node: Node) -> int:
         if node not in self.parts:
@@ -225,14 +229,17 @@ class Search:
         held: Any = 1
         for dim, axes in enumerate(node.splits):
             if (dim, axes) not in self.overlaps:
-                need = cut(self.blocks(dim), self.at(self.end.splits[dim]))
-                self.overlaps[dim, axes] = shared(need, cut(self.blocks(dim), self.at(axes)))
+                need, have = (self.cut(dim, x) for x in (self.end.splits[dim], axes))
+                self.overlaps[dim, axes] = shared(need, have)
             held = held * self.overlaps[dim, axes]
         return int(np.max(self.needed - held))
 
-    def at(self, axes: tuple[int, ...]) -> list[tuple[int, Any]]:
-        """Return the size of each of some axes, and the coordinate of all ranks on it."""
-        return [(self.sizes[a], self.grid[a]) for a in axes]
+    def cut(self, dim: int, axes: tuple[int, ...]) -> list[tuple[Any, Any]]:
+        """Return where the parts of all ranks begin and end, in each block of a dim."""
+        names = self.source.mesh.axes
+        is_plain = (self.source.is_plain(dim, names[a]) for a in axes)
+        splits = [(self.sizes[a], self.grid[a], p) for a, p in zip(axes, is_plain, strict=True)]
+        return cut(self.blocks(dim), splits)
 
     @cached_property
     def grid(self) -> Any:
@@ -244,7 +251,7 @@ class Search:
         """The elements that each rank needs: an array that broadcasts over the mesh."""
         needed: Any = 1
         for dim, axes in enumerate(self.end.splits):
-            needed = needed * length(cut(self.blocks(dim), self.at(axes)))
+            needed = needed * length(self.cut(dim, axes))
         return needed
 
     def least(self, node: Node) -> int:
@@ -353,10 +360,10 @@ class Search:
                         for a in order:
                             after = _split(after, a, d)
                         yield Move("ReduceScatter", after, order, d)
-        for d, split in ((d, here.splits[d]) for d in self.dims):
-            for n in range(2, len(split) + 1):
-                if self.is_even(d, split):
-                    yield Move("Allgather", _joined(here, d, n), split[-n:], d)
+        for d, axes in ((d, here.splits[d]) for d in self.dims):
+            for n in range(2, len(axes) + 1):
+                if self.is_even(d, axes):
+                    yield Move("Allgather", _joined(here, d, n), axes[-n:], d)
 
     def is_even(self, dim: int, axes: tuple[int, ...]) -> bool:
         return self.shape[dim] % self.count(axes) == 0

@@ -146,7 +146,7 @@ def _is_nested(p: Layout, q: Layout, dim: int) -> bool:
     """Return whether, whatever the extents, each rank's new part of a dim lies in its old part."""
     axes = p.split_axes(dim)
     if dim in p.blocked or dim in q.blocked:
-        return p.blocked.get(dim) == q.blocked.get(dim) and q.split_axes(dim) == axes
+        return p.cuts.get(dim) == q.cuts.get(dim) and q.split_axes(dim) == axes
     here, there = (c if c is not None and c.dim == dim else None for c in map(chunk_of, (p, q)))
     if here is not None:
         return there is not None and is_one_chunk(p, q) and q.split_axes(dim) == axes
