@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from mdfuse.layouts.blocks import segments, split
-from mdfuse.layouts.boxes import Rows, nth_chunk
+from mdfuse.layouts.boxes import Rows, meet, nth_chunk
 from mdfuse.layouts.layout import Layout
 from mdfuse.mesh import DeviceMesh
 
@@ -83,13 +83,15 @@ class Side:
 
     def rows(self, at: At) -> tuple[Rows, ...]:
         """Return what ranks at some coordinates hold; the axes that split dims are enough."""
-        found = []
-        for dim, axes in enumerate(self.split):
-            key = (dim, *[at[a] for a in axes])
-            if key not in self._rows:
-                self._rows[key] = self._part(*key)
-            found.append(self._rows[key])
-        return tuple(found)
+        return tuple([self.rows_of(dim, at) for dim in range(len(self.split))])
+
+    def rows_of(self, dim: int, at: At) -> Rows:
+        """Return the rows of one dim."""
+        key = (dim, *[at[a] for a in self.split[dim]])
+        found = self._rows.get(key)
+        if found is None:
+            found = self._rows[key] = self._part(*key)
+        return found
 
     @cached_property
     def _rows(self) -> dict[tuple[int, ...], Rows]:
@@ -126,10 +128,11 @@ class Side:
             interval, position = nth_chunk(interval, n, i), position * n + i
         return position
 
-    def part(self, positions: tuple[int, ...]) -> dict[str, int]:
-        """Return the coordinates of a part, along the axes that split dims."""
-        found: dict[str, int] = {}
-        for axes, n in zip(self.split, positions, strict=True):
-            if axes:
-                found |= self.numbered(n, axes)
-        return found
+    def meeting(self, dim: int, rows: Rows) -> Iterator[tuple[dict[str, int], Rows]]:
+        """Yield the parts of a dim that have some rows: coordinates, and which of these rows."""
+        axes = self.split[dim]
+        for n in self.positions(dim, rows):
+            at = self.numbered(n, axes) if axes else {}
+            both = meet(self.rows_of(dim, at), rows)
+            if both:
+                yield at, both
