@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from mdfuse.layouts.blocks import Blocks, part_of_blocks
+from mdfuse.layouts.blocks import Cut, part_of_blocks
 from mdfuse.layouts.boxes import nth_chunk
 from mdfuse.layouts.reach import Reach
 
@@ -182,25 +182,25 @@ def window(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
 
 
 def along_blocks(
-    labels: DimMap, attrs: Mapping[str, Any], shape: Shape, blocked: Mapping[int, Blocks]
-) -> tuple[DimMap, dict[int, Blocks | None]]:
+    labels: DimMap, attrs: Mapping[str, Any], shape: Shape, cuts: Mapping[int, Cut]
+) -> tuple[DimMap, dict[int, Cut | None]]:
     """Label the dims of a slice that takes whole blocks of them: they may stay split.
 
     Args:
         labels: those of a `window`.
         attrs: its attributes.
         shape: of its operand.
-        blocked: dims of the operand that are in blocks -> their blocks.
+        cuts: dims of the operand that are in blocks -> how they are cut.
 
     Returns:
-        the labels, and for each such dim the blocks of the result.
+        the labels, and for each such dim how the result is cut; None: plainly.
     """
-    found: dict[int, Blocks | None] = {}
-    for d, blocks in blocked.items():
-        if labels.result[d] is None and attrs["steps"][d] == 1:
-            taken = part_of_blocks(blocks, shape[d], (attrs["starts"][d], attrs["ends"][d]))
+    found: dict[int, Cut | None] = {}
+    for d, cut in cuts.items():
+        if labels.result[d] is None and attrs["steps"][d] == 1 and not cut.plain:
+            taken = part_of_blocks(cut.blocks, shape[d], (attrs["starts"][d], attrs["ends"][d]))
             if taken != 0:
-                found[d] = taken
+                found[d] = Cut(taken) if taken else None
     if not found:
         return labels, found
     dims = tuple(d if d in found else label for d, label in enumerate(labels.result))

@@ -6,15 +6,67 @@ each block, and all that is about parts of tensors goes through this list.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from mdfuse.errors import LayoutError
-from mdfuse.layouts.boxes import Interval, Rows
+from mdfuse.layouts.boxes import Interval, Rows, nth_chunk
 
 #: How many equal blocks, or the sizes of blocks of which some differ.
 Blocks = int | tuple[int, ...]
+
+
+class Cut(NamedTuple):
+    """How a dim in blocks is cut.
+
+    Attributes:
+        blocks: that the dim has.
+        plain: the axes that split what the others leave as one run of rows, not every block.
+    """
+
+    blocks: Blocks
+    plain: frozenset[str] = frozenset()
+
+    def along(self, axis: str) -> Blocks | None:
+        """Return the blocks that an axis splits; None where it splits plainly."""
+        return None if axis in self.plain else self.blocks
+
+    def check(self, dim: int, axes: Sequence[str], size: Callable[[str], int]) -> None:
+        """Check that the axes which split all blocks find whole ones, or pieces of each.
+
+        Args:
+            dim: that is cut.
+            axes: that split it, outermost first.
+            size: axis -> how many ranks.
+        """
+        outer = list[str]()
+        whole = self.blocks if isinstance(self.blocks, int) else 1  # blocks that a part has
+        for axis in axes:
+            if axis not in self.plain and outer:
+                raise LayoutError(
+                    f"{axis} splits the blocks of dim {dim} inside of {' and '.join(outer)}",
+                    because="a plain split cuts through blocks, of which parts then have unequal "
+                    f"pieces: only equal blocks can be shared out whole, here {self.blocks}",
+                    hint=f"let {axis} split the dim first: order={{{dim}: ({axis!r}, …)}}",
+                )
+            if axis in self.plain and size(axis) > 1:
+                outer += [axis] if whole % size(axis) else []
+                whole = 1 if whole % size(axis) else whole // size(axis)
+
+    def whole_first(
+        self, axes: tuple[str, ...], size: Callable[[str], int]
+    ) -> tuple[tuple[str, ...], bool]:
+        """Return the axes, those first that share out whole blocks, and whether one is left."""
+        if not isinstance(self.blocks, int):
+            return axes, False
+        outer, whole = list[str](), self.blocks
+        for axis in (a for a in axes if a in self.plain):
+            if whole % size(axis):
+                break
+            outer, whole = [*outer, axis], whole // size(axis)
+        return (*outer, *(a for a in axes if a not in outer)), whole == 1
 
 
 def as_blocks(given: int | Sequence[int]) -> Blocks | None:
@@ -81,6 +133,33 @@ def segments(blocks: Blocks | None, extent: int) -> Rows:
             hint="give the blocks a dim of their own with reshape, and split the other one",
         )
     return _known_segments(blocks, extent)
+
+
+def split(rows: Rows, parts: int, i: int, is_plain: bool) -> Rows:
+    """Return the i-th of some parts of the rows of a dim: a piece of every run, or of all as one.
+
+    >>> rows = (0, 2), (4, 8)
+    >>> split(rows, 2, 1, is_plain=False), split(rows, 2, 1, is_plain=True)
+    (((1, 2), (6, 8)), ((2, 2), (5, 8)))
+    """
+    if not is_plain or len(rows) == 1:
+        return tuple(nth_chunk(interval, parts, i) for interval in rows)
+    return run(rows, nth_chunk((0, sum(stop - start for start, stop in rows)), parts, i))
+
+
+def run(rows: Rows, interval: Interval) -> Rows:
+    """Return an interval of the rows of a dim, counted through all runs of them.
+
+    >>> run(((0, 2), (4, 8)), (1, 4))
+    ((1, 2), (4, 6))
+    """
+    (first, last), found = interval, list[Interval]()
+    for start, stop in rows:
+        found.append(
+            (start + min(max(first, 0), stop - start), start + min(max(last, 0), stop - start))
+        )
+        first, last = first - (stop - start), last - (stop - start)
+    return tuple(found)
 
 
 def part_of_blocks(blocks: Blocks | None, extent: int, part: Interval) -> Blocks | None:

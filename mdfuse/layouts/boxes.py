@@ -81,10 +81,15 @@ def common(rows: Sequence[Rows], others: Sequence[Rows]) -> list[Box]:
     >>> common([((0, 2), (4, 6))], [((1, 5),)])
     [((1, 2),), ((4, 5),)]
     """
-    return [*product(*map(_meet, rows, others))]
+    return [*product(*map(meet, rows, others))]
 
 
-def _meet(rows: Rows, others: Rows) -> Rows:
+def meet(rows: Rows, others: Rows) -> Rows:
+    """Return what two parts of a dim have in common, in order."""
+    if len(rows) == len(others) == 1:
+        ((p, q),), ((r, s),) = rows, others
+        start, stop = max(p, r), min(q, s)
+        return ((start, stop),) if start < stop else ()
     both = ((max(p, r), min(q, s)) for p, q in rows for r, s in others)
     return tuple((start, stop) for start, stop in both if start < stop)
 

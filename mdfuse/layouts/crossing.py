@@ -16,16 +16,14 @@ from mdfuse.mesh import DeviceMesh
 
 
 class Crossing(NamedTuple):
-    """What an exchange does where hosts are known, in elements.
+    """What an exchange does where hosts are known.
 
     Attributes:
-        busiest: through the host that takes in or gives out most.
-        least: what some rank needs and its host lacks: no other steps bring less to a host.
+        busiest: elements through the host that takes in or gives out most.
         messages: that a rank sends or receives, at most.
     """
 
     busiest: int
-    least: int
     messages: int
 
 
@@ -51,14 +49,14 @@ def crossing(exchange: Exchange) -> Crossing:
     >>> mesh = DeviceMesh.arange(a=2, b=2).with_hosts([0, 0, 1, 1])
     >>> rows, columns = (Side(Layout(mesh, {"a": Shard(d)}), (4, 4)) for d in (0, 1))
     >>> crossing(Exchange(rows, columns))
-    Crossing(busiest=8, least=4, messages=1)
+    Crossing(busiest=8, messages=1)
     """
     source, destination = exchange.source, exchange.destination
     hosts = hosts_by_rank(source.mesh, destination.mesh)
     fixed = tuple(a for a in source.mesh.axes if a in source.fixed)
-    held, near = _held(source.mesh, fixed), _near(source.mesh, fixed, destination.mesh)
-    receivers = destination.mesh.array
-    overlap = _overlap(exchange, held, near)
+    held, receivers = _held(source.mesh, fixed), destination.mesh.array
+    near = _near(source.mesh, fixed, destination.mesh, None)
+    overlap = _overlap(exchange, held, near, every_coordinate(destination.mesh))
     lack = _sizes(destination, every_coordinate(destination.mesh)) * source.count(exchange.reduced)
     lack = lack - overlap.sum(1)
     into = np.bincount(hosts[receivers], lack)
@@ -67,7 +65,50 @@ def crossing(exchange: Exchange) -> Crossing:
     far = wanted - np.bincount(held.key, local)[held.key]  # all receivers, less those served near
     share = -(-far * held.holders // np.bincount(held.key, held.holders)[held.key].astype(int))
     out = np.bincount(held.host, share)
-    return Crossing(int(max(into.max(), out.max())), int(lack.max()), _messages(exchange))
+    return Crossing(int(max(into.max(), out.max())), _messages(exchange))
+
+
+def least_crossing(exchange: Exchange) -> int:
+    """Return the elements that ranks of a host need and it lacks, at most: each comes in once.
+
+    >>> from mdfuse.layouts.layout import Layout, Shard
+    >>> mesh = DeviceMesh.arange(a=2, b=2).with_hosts([0, 0, 1, 1])
+    >>> rows, whole = (Side(Layout(mesh, at), (4, 4)) for at in ({"a": Shard(0)}, {}))
+    >>> least_crossing(Exchange(rows, whole))
+    8
+    """
+    source, destination = exchange.source, exchange.destination
+    fixed, needed = (tuple(a for a in x.mesh.axes if a in x.fixed) for x in (source, destination))
+    held, need = _held(source.mesh, fixed), _held(destination.mesh, needed)
+    near = _near(source.mesh, fixed, destination.mesh, needed)
+    lack = _sizes(destination, need.at) - _overlap(exchange, held, near, need.at).sum(1)
+    return int(np.bincount(need.host, lack).max())
+
+
+def elements_by_host(side: Side) -> list[int]:
+    """Return how many elements each host has, copies on one host counted once.
+
+    >>> from mdfuse.layouts.layout import Layout
+    >>> mesh = DeviceMesh.arange(a=2, b=2).with_hosts([0, 0, 1, 1])
+    >>> elements_by_host(Side(Layout(mesh), (4, 4)))
+    [16, 16]
+    """
+    held = _held(side.mesh, tuple(a for a in side.mesh.axes if a in side.fixed))
+    sizes = np.broadcast_to(_sizes(side, held.at), held.host.shape)
+    found = np.bincount(held.host, sizes).astype(int)
+    return [int(found[h]) for h in np.unique(held.host)]
+
+
+@lru_cache(maxsize=256)
+def hosts_of_terms(mesh: DeviceMesh, axes: tuple[str, ...]) -> int:
+    """Return on how many hosts the terms along some axes are at least.
+
+    >>> mesh = DeviceMesh.arange(a=2, b=2).with_hosts([0, 0, 1, 1])
+    >>> hosts_of_terms(mesh, ("a",)), hosts_of_terms(mesh, ("b",)), hosts_of_terms(mesh, ("a", "b"))
+    (2, 1, 2)
+    """
+    most = int(np.bincount(_held(mesh, axes).host).max())
+    return -(-math.prod(map(mesh.axis_size, axes)) // most)
 
 
 @lru_cache(maxsize=256)
@@ -83,21 +124,28 @@ def _held(mesh: DeviceMesh, fixed: tuple[str, ...]) -> _Held:
     return _Held(found // n, {a: at[a][first] for a in fixed}, counts, found % n)
 
 
-@lru_cache(maxsize=64)
-def _near(mesh: DeviceMesh, fixed: tuple[str, ...], destination: DeviceMesh) -> tuple[Any, Any]:
-    """Return the entries of `_held` on each receiver's host, and which of them there are."""
-    hosts = np.array(destination.hosts)
+@lru_cache(maxsize=256)
+def _near(
+    mesh: DeviceMesh,
+    fixed: tuple[str, ...],
+    destination: DeviceMesh,
+    needed: tuple[str, ...] | None,
+) -> tuple[Any, Any]:
+    """Return the entries of `_held` on each receiver's host, and which of them there are.
+
+    Receivers are the ranks of the destination, or what these axes tell apart on each host.
+    """
+    hosts = np.array(destination.hosts) if needed is None else _held(destination, needed).host
     begin, end = (np.searchsorted(_held(mesh, fixed).host, hosts, x) for x in ("left", "right"))
     near = begin[:, None] + np.arange(max(int((end - begin).max()), 1))
     last = len(_held(mesh, fixed).key) - 1
     return np.minimum(near, last), (near < end[:, None]).astype(int)
 
 
-def _overlap(exchange: Exchange, held: _Held, near: tuple[Any, Any]) -> Any:
-    """Return how much each receiver needs of each part on its host."""
+def _overlap(exchange: Exchange, held: _Held, near: tuple[Any, Any], need: dict[str, Any]) -> Any:
+    """Return how much the receivers at some coordinates need of each part on their hosts."""
     source, destination = exchange.source, exchange.destination
     entries, overlap = near
-    need = every_coordinate(destination.mesh)
     for a, b in exchange.kept:
         overlap = overlap * (held.at[a][entries] == need[b][:, None])
     for dim, extent in enumerate(source.shape):

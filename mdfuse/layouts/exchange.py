@@ -9,11 +9,10 @@ known, holders on the receiver's host come first, and all messages of a part are
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import product, starmap
 from typing import Any
 
 import numpy as np
@@ -56,12 +55,14 @@ class Exchange:
         if at is None or not all(map(has_rows, need)):
             return
         terms, held = {a: at[b] for a, b in self.kept}, self._held(rank, at)
-        for positions in product(*itertools.starmap(source.positions, enumerate(need))):
-            part = source.part(positions)
-            for box in common(source.rows(part), need):
-                for n in range(source.count(self.reduced)):
-                    holders = part | terms | source.numbered(n, self.reduced)
-                    for sender, share in self._senders(holders, rank, at, held, box):
+        every = [
+            terms | source.numbered(n, self.reduced) for n in range(source.count(self.reduced))
+        ]
+        for parts in product(*starmap(source.meeting, enumerate(need))):
+            part = {a: i for coordinates, _ in parts for a, i in coordinates.items()}
+            for box in product(*[rows for _, rows in parts]):
+                for n, term in enumerate(every):
+                    for sender, share in self._senders({**part, **term}, rank, at, held, box):
                         yield sender, share, n
 
     def sent(self, rank: int) -> Iterator[tuple[int, Box]]:

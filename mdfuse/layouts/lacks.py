@@ -168,7 +168,9 @@ def is_lacking(source: Layout, destination: Layout, shape: tuple[int, ...]) -> b
 
 def rows_at(layout: Layout, dim: int, extent: int, at: _Coordinates) -> _Rows:
     """Return where the part of each rank begins and ends, in each block."""
-    splits = [(layout.mesh.axis_size(a), at[a]) for a in layout.split_axes(dim)]
+    splits = [
+        (layout.mesh.axis_size(a), at[a], layout.is_plain(dim, a)) for a in layout.split_axes(dim)
+    ]
     reach = layout.reach(dim)
     if reach is None:
         return cut(segments(layout.blocked.get(dim), extent), splits)
@@ -178,18 +180,34 @@ def rows_at(layout: Layout, dim: int, extent: int, at: _Coordinates) -> _Rows:
     return [(begin, np.where(stop > start, end, begin))]
 
 
-def cut(blocks: Rows, splits: Sequence[tuple[int, Any]]) -> _Rows:
-    """Return where parts of blocks begin and end; of each split how many there are, and which."""
-    found: _Rows = []
-    start: Any
-    stop: Any
-    for start, stop in blocks:
-        for n, i in splits:
-            part = -(-(stop - start) // n)
-            start = np.minimum(start + i * part, stop)
-            stop = np.minimum(start + part, stop)
-        found.append((start, stop))
+def cut(blocks: Rows, splits: Sequence[tuple[int, Any, bool]]) -> _Rows:
+    """Return where parts of blocks begin and end.
+
+    Args:
+        blocks: of a dim.
+        splits: of each, from the outermost, how many parts there are, which it is, and whether it
+            goes through all blocks as one.
+    """
+    found: _Rows = [*blocks]
+    for n, i, is_plain in splits:
+        if not is_plain or len(found) == 1:
+            found = [_nth(start, stop, n, i) for start, stop in found]
+            continue
+        first, last = _nth(0, length(found), n, i)
+        pieces: _Rows = []
+        for start, stop in found:
+            rows = stop - start
+            pieces.append((start + np.clip(first, 0, rows), start + np.clip(last, 0, rows)))
+            first, last = first - rows, last - rows
+        found = pieces
     return found
+
+
+def _nth(start: Any, stop: Any, n: int, i: Any) -> tuple[Any, Any]:
+    """Return the i-th of n parts of intervals; arrays."""
+    part = -(-(stop - start) // n)
+    start = np.minimum(start + i * part, stop)
+    return start, np.minimum(start + part, stop)
 
 
 def length(rows: _Rows) -> Any:

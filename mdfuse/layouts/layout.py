@@ -1,4 +1,4 @@
-"""Placements and layouts: which part of a tensor each rank of a mesh holds."""
+"""Layouts: which part of a tensor each rank of a mesh holds."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from mdfuse.errors import LayoutError, MeshError
 from mdfuse.extents.expressions import Term, resolve
-from mdfuse.layouts.blocks import Blocks, segments
-from mdfuse.layouts.boxes import Box, Interval, Rows, box_shape, nth_chunk
+from mdfuse.layouts.blocks import Blocks, Cut, segments, split
+from mdfuse.layouts.boxes import Box, Interval, Rows, box_shape
 from mdfuse.layouts.placements import (
     IDEMPOTENT,
     REDUCE_OPS,
@@ -135,19 +135,22 @@ class Layout:
     def _check_blocks(self) -> None:
         """Check that the axes which split a dim agree on its blocks, and that no loop cuts them."""
         for dim, axes in self.splits:
-            blocks = {p.blocks for a in axes if isinstance(p := self.placement(a), Shard)}
+            blocks = {p.blocks for a in axes if isinstance(p := self.placement(a), Shard)} - {None}
             if len(blocks) > 1:
                 raise LayoutError(
                     f"{' and '.join(axes)} split dim {dim} in different blocks",
-                    because="the blocks are those of the dim: each axis splits every one of them",
-                    hint="give all axes that split the dim the same blocks=",
+                    because="the blocks are those of the dim: an axis splits every one of them, or "
+                    "what others leave as one",
+                    hint="give all axes that split blocks of the dim the same blocks=",
                 )
-            if blocks != {None} and self.stream is not None and self.stream.dim == dim:
+            if blocks and self.stream is not None and self.stream.dim == dim:
                 raise LayoutError(
                     f"{self.stream} of dim {dim}, which {' and '.join(axes)} split in blocks",
                     because="a chunk is one run of a rank's rows",
                     hint="stream another dim, or give the blocks a dim of their own with reshape",
                 )
+            if blocks:
+                self.cuts[dim].check(dim, axes, self.mesh.axis_size)
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -168,8 +171,19 @@ class Layout:
     @cached_property
     def blocked(self) -> Mapping[int, Blocks]:
         """Dims that are split in blocks -> their blocks."""
-        found = {p.dim: p.blocks for p in self.placements if isinstance(p, Shard)}
-        return {dim: blocks for dim, blocks in found.items() if blocks is not None}
+        splits = (p for p in self.placements if isinstance(p, Shard))
+        return {p.dim: p.blocks for p in splits if p.blocks is not None}
+
+    @cached_property
+    def cuts(self) -> Mapping[int, Cut]:
+        """Dims that are split in blocks -> these, and the axes that split the dim plainly."""
+        splits = (a for a, p in self.by_axis().items() if isinstance(p, Shard) and not p.blocks)
+        plain = frozenset(splits)
+        return {d: Cut(n, plain.intersection(self.split_axes(d))) for d, n in self.blocked.items()}
+
+    def is_plain(self, dim: int, axis: str) -> bool:
+        """Whether an axis splits what a rank has of a dim as one, and not every block."""
+        return dim not in self.cuts or axis in self.cuts[dim].plain
 
     def without_blocks(self, dims: Collection[int]) -> Layout:
         """Return this layout with some dims split by the same axes as one block."""
@@ -179,7 +193,7 @@ class Layout:
             a: Shard(p.dim) if isinstance(p, Shard) and p.dim in dims else p
             for a, p in self.by_axis().items()
         }
-        return Layout(self.mesh, plain, self.order, self.stream)
+        return Layout(self.mesh, plain, self.order, self.stream, dict(self.reaches))
 
     @cached_property
     def partial_axes(self) -> tuple[str, ...]:
@@ -213,10 +227,7 @@ class Layout:
 
     def rows_at(self, shape: Sequence[int], coordinate: Sequence[int]) -> tuple[Rows, ...]:
         """Return the rows of each dim that the rank at a mesh coordinate holds."""
-        return tuple(
-            tuple(self._part(d, block, coordinate) for block in segments(self.blocked.get(d), n))
-            for d, n in enumerate(shape)
-        )
+        return tuple(self._part(d, n, coordinate) for d, n in enumerate(shape))
 
     def rows(self, shape: Sequence[int], rank: int) -> tuple[Rows, ...]:
         """Return the rows of each dim that a rank holds; MeshError where it is not in the mesh."""
@@ -250,23 +261,26 @@ class Layout:
                 because="a dim is split in blocks",
                 hint="reshard it to a plain Shard first",
             )
-        return tuple(self._part(dim, (0, n), coordinate) for dim, n in enumerate(shape))
+        return tuple(rows for (rows,) in self.rows_at(shape, coordinate))
 
-    def _part(self, dim: int, interval: Interval, coordinate: Sequence[int]) -> Interval:
-        """Return what the rank at a mesh coordinate holds of an interval of a dim."""
-        reach, extent = self.reach(dim), interval[1]
-        interval = interval if reach is None else (0, reach.of)
-        for axis in self.split_axes(dim):
-            i = self.mesh.axis_index(axis)
-            interval = nth_chunk(interval, self.mesh.shape[i], coordinate[i])
-        interval = interval if reach is None else reach.rows(interval, extent)
+    def _part(self, dim: int, extent: int, coordinate: Sequence[int]) -> Rows:
+        """Return the rows of a dim that the rank at a mesh coordinate holds."""
+        rows = self._split(dim, extent, coordinate)
         chunk = self.stream
         if chunk is None or chunk.index is None or chunk.op is not None or chunk.dim != dim:
-            return interval
+            return rows
         # A chunk whose index only the running loop knows counts as the largest.
-        return chunk.interval(
-            interval, chunk.index if isinstance(chunk.index, int) else chunk.largest
-        )
+        i = chunk.index if isinstance(chunk.index, int) else chunk.largest
+        return tuple(chunk.interval(interval, i) for interval in rows)
+
+    def _split(self, dim: int, extent: int, coordinate: Sequence[int]) -> Rows:
+        """Return the rows of a dim on a rank, of all chunks."""
+        reach = self.reach(dim)
+        rows = segments(self.blocked.get(dim), extent) if reach is None else ((0, reach.of),)
+        for axis in self.split_axes(dim):
+            i = self.mesh.axis_index(axis)
+            rows = split(rows, self.mesh.shape[i], coordinate[i], self.is_plain(dim, axis))
+        return rows if reach is None else tuple(reach.rows(part, extent) for part in rows)
 
     def intervals(self, shape: Sequence[int], rank: int) -> Box:
         """Return the box of a tensor that a rank holds; MeshError where it is not in the mesh."""
@@ -287,16 +301,10 @@ class Layout:
 
     def chunks_of(self, dim: int, extent: int) -> Iterator[tuple[tuple[int, ...], Interval]]:
         """Yield (coordinates on the axes that split a dim, interval of the dim) for all of them."""
-        axes, blocks = self.split_axes(dim), segments(self.blocked.get(dim), extent)
-        reach = self.reach(dim)
-        blocks = blocks if reach is None else ((0, reach.of),)
-        sizes = [self.mesh.axis_size(a) for a in axes]
-        for choice in product(*map(range, sizes)):
-            for interval in blocks:
-                for size, i in zip(sizes, choice, strict=True):
-                    interval = nth_chunk(interval, size, i)
-                interval = interval if reach is None else reach.rows(interval, extent)
-                chunk = self.stream
+        axes, chunk = self.split_axes(dim), self.stream
+        for choice in product(*(range(self.mesh.axis_size(a)) for a in axes)):
+            at = dict(zip(axes, choice, strict=True))
+            for interval in self._split(dim, extent, [at.get(a, 0) for a in self.mesh.axes]):
                 if chunk is not None and chunk.dim == dim and isinstance(chunk.index, int):
                     interval = chunk.interval(interval, chunk.index)
                 yield choice, interval
@@ -321,10 +329,12 @@ class Layout:
     def with_placement(self, axis: str, placement: Placement) -> Layout:
         """Return this layout with one axis changed; a new split comes innermost.
 
-        It is in the blocks that the dim has, where other axes split it.
+        It is in the blocks that other axes split, where these do so alike; plain where they do not.
         """
-        if isinstance(placement, Shard) and {*self.split_axes(placement.dim)} - {axis}:
-            placement = replace(placement, blocks=self.blocked.get(placement.dim))
+        if isinstance(placement, Shard):
+            others = (p for a, p in self.by_axis().items() if a != axis and isinstance(p, Shard))
+            blocks = {p.blocks for p in others if p.dim == placement.dim} or {placement.blocks}
+            placement = replace(placement, blocks=blocks.pop() if len(blocks) == 1 else None)
         placements = {**self.by_axis(), axis: placement}
         order = {d: tuple(a for a in axes if a != axis) for d, axes in self.splits}
         if isinstance(placement, Shard):
@@ -422,7 +432,21 @@ class Layout:
         if stream is not None and stream.rotate is not None:
             self.mesh.axis_index(stream.rotate)
         reaches = {d % ndim: reach for d, reach in self.reaches}
-        return Layout(self.mesh, placements, {d: a for d, a in order.items() if a}, stream, reaches)
+        split = {d: a for d, a in order.items() if a}
+        found = Layout(self.mesh, placements, split, stream, reaches)
+        return found._with_whole_blocks_first() if found.blocked else found
+
+    def _with_whole_blocks_first(self) -> Layout:
+        """Return the one form of equal layouts: axes that share out whole blocks are outermost.
+
+        Where a rank is left with one block, that is the plain layout of these axes in this order.
+        """
+        placements, order = self.by_axis(), self.order
+        for dim, cut in self.cuts.items():
+            order[dim], is_plain = cut.whole_first(order[dim], self.mesh.axis_size)
+            if is_plain:
+                placements.update(dict.fromkeys(order[dim], Shard(dim)))
+        return Layout(self.mesh, placements, order, self.stream, dict(self.reaches))
 
     # -- identity --------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,51 @@ _MOST_SHARES = 8
 
 #: Elements of a share, at least: fewer are not worth a message.
 _LEAST_SHARE = 1024
+
+
+class _Met(NamedTuple):
+    """Which parts of a dim of the destination a part of the source meets.
+
+    Attributes:
+        start: the position of the first.
+        size: how many.
+        axes: that split the dim there.
+        fixed: coordinates that all of them have, where they are whole blocks.
+        inner: axes along which all parts are met, then.
+        is_fit: whether they are, or no blocks split the dim.
+        is_by_blocks: whether blocks split it.
+    """
+
+    start: int
+    size: int
+    axes: tuple[str, ...]
+    fixed: dict[str, int]
+    inner: tuple[str, ...]
+    is_fit: bool
+    is_by_blocks: bool
+
+
+class _Shape(NamedTuple):
+    """What messages of many parts have in common.
+
+    Attributes:
+        blocks: the axes that tell blocks apart; in one of these, some lack nothing.
+        digits: for each dim the axes that number its parts, how many there are, and whether they
+            count from the first that is met.
+        stride: how many ranks of the own block lack one part of the destination.
+        parts: how many parts a block has.
+        others: how many messages go to other blocks.
+        total: how many there are.
+        shares: in how many shares each is sent.
+    """
+
+    blocks: tuple[str, ...]
+    digits: tuple[tuple[tuple[str, ...], int, bool], ...]
+    stride: int
+    parts: int
+    others: int
+    total: int
+    shares: int
 
 
 class Pattern:
@@ -49,15 +94,52 @@ class Pattern:
         self.lacking = self.all - self.each if is_one else self.all
         self.turns = source.count(source.free)
         self.most_shares = _most_shares(source, destination) if may_share else 1
-        self._ranges: dict[tuple[int, ...], range] = {}
+        self._met: dict[tuple[int, ...], _Met] = {}
+        self._shapes: dict[tuple[object, ...], _Shape] = {}
 
-    def range(self, dim: int, holders: At) -> range:
-        """Return the positions of the destination's parts of a dim that a part meets."""
-        key = (dim, *[holders[a] for a in self.source.split[dim]])
-        if key not in self._ranges:
-            rows = self.source.rows(holders)[dim]
-            self._ranges[key] = self.destination.positions(dim, rows)
-        return self._ranges[key]
+    def met(self, holders: At) -> list[_Met]:
+        """Return for each dim which of the destination's parts a part of the source meets."""
+        found, rows = list[_Met](), None
+        for dim, axes in enumerate(self.source.split):
+            key = (dim, *[holders[a] for a in axes])
+            if key not in self._met:
+                rows = rows or self.source.rows(holders)
+                self._met[key] = self._meet(dim, self.destination.positions(dim, rows[dim]))
+            found.append(self._met[key])
+        return found
+
+    def _meet(self, dim: int, found: range) -> _Met:
+        """Return how the parts at some positions of a dim are numbered.
+
+        By blocks, where there are some and all parts along the inner axes are met.
+        """
+        ends, axes = self.ends[dim], self.destination.split[dim]
+        fit = (e for e in ends if e[0] == len(found) and found.start % e[0] == 0)
+        size, outer, inner = next(fit, (0, (), ()))
+        fixed = self.destination.numbered(found.start // size, outer) if size else {}
+        return _Met(found.start, len(found), axes, fixed, inner, not ends or size > 0, bool(ends))
+
+    def shape(self, met: list[_Met], is_fit: bool) -> _Shape:
+        """Return what the messages of all parts have in common that meet as many, alike."""
+        key = (is_fit, *[(m.size, m.inner if is_fit else None) for m in met])
+        if key not in self._shapes:
+            self._shapes[key] = self._shape(met, is_fit)
+        return self._shapes[key]
+
+    def _shape(self, met: list[_Met], is_fit: bool) -> _Shape:
+        count, stride, blocks = self.destination.count, self.all, tuple[str, ...]()
+        digits = [(m.axes, m.size, True) for m in met]
+        if is_fit:
+            stride, fixed = self.lacking, {a for m in met for a in m.fixed}
+            blocks = tuple(a for a in self.blocks if a not in fixed)
+            for dim, m in enumerate(met):
+                if m.is_by_blocks:
+                    inside = tuple(a for a in m.inner if a not in blocks)
+                    digits[dim] = inside, count(inside), False
+        parts = math.prod([n for _, n, _ in digits])
+        others = (count(blocks) - 1) * parts * self.all
+        n = others + parts * stride
+        return _Shape(blocks, tuple(digits), stride, parts, others, n, self.shares(n))
 
     @cached_property
     def ends(self) -> tuple[list[tuple[int, tuple[str, ...], tuple[str, ...]]], ...]:
@@ -142,76 +224,56 @@ class Messages:
 
     def __init__(self, pattern: Pattern, holders: At) -> None:
         self.pattern, self.holders = pattern, holders
-        self.destination = destination = pattern.destination
-        dims = range(len(destination.shape))
-        self.ranges = [pattern.range(dim, holders) for dim in dims]
-        self.terms = {b: holders[a] for a, b in pattern.kept}
-        self.first = destination.number(holders, pattern.apart) * pattern.each
-        self.blocks: tuple[str, ...] = ()
-        self.stride = pattern.all
-        self.digits = [
-            (axes, found.start, len(found))
-            for axes, found in zip(destination.split, self.ranges, strict=True)
-        ]
+        self.destination = pattern.destination
+        self.met = met = pattern.met(holders)
+        fixed = [(a, i) for m in met for a, i in m.fixed.items() if a in pattern.blocks]
+        is_fit = all(m.is_fit for m in met) and all(i == holders[a] for a, i in fixed)
         #: coordinates that all receivers have
-        self.fixed: dict[str, int] = {}
-        self._find_blocks()
-        self.parts = math.prod([count for *_, count in self.digits])
-        self.own = destination.number(holders, self.blocks)
-        #: how many go to other blocks
-        self.others = (destination.count(self.blocks) - 1) * self.parts * pattern.all
-        self.count = self.others + self.parts * self.stride
-        self.shares = pattern.shares(self.count)
+        self.fixed = {a: i for m in met for a, i in m.fixed.items()} if is_fit else {}
+        self.shape = shape = pattern.shape(met, is_fit)
+        self.count, self.shares = shape.total, shape.shares
+        self.own = self.destination.number(holders, shape.blocks)
         #: who sends first: the holder that the first message would have if all blocks lacked it
-        self.turn = self.own + 1 if self.blocks else 0
+        self.turn = self.own + 1 if shape.blocks else 0
 
-    def _find_blocks(self) -> None:
-        """Number by blocks where some lack nothing, and all parts along the inner axes are met."""
-        pattern, runs = self.pattern, dict[int, tuple[str, ...]]()
-        fixed: dict[str, int] = {}
-        for dim, ends in enumerate(pattern.ends):
-            found = self.ranges[dim]
-            fit = (e for e in ends if e[0] == len(found) and found.start % e[0] == 0)
-            size, outer, runs[dim] = next(fit, (0, (), ()))
-            if size:
-                fixed |= self.destination.numbered(found.start // size, outer)
-            elif ends:
-                return
-        if any(a in pattern.blocks and i != self.holders[a] for a, i in fixed.items()):
-            return
-        self.fixed, self.stride = fixed, pattern.lacking
-        self.blocks = tuple(a for a in pattern.blocks if a not in fixed)
-        for dim, inner in runs.items():
-            if pattern.ends[dim]:
-                inside = tuple(a for a in inner if a not in self.blocks)
-                self.digits[dim] = inside, 0, self.destination.count(inside)
+    @cached_property
+    def terms(self) -> dict[str, int]:
+        return {b: self.holders[a] for a, b in self.pattern.kept}
+
+    @cached_property
+    def first(self) -> int:
+        """The number of the first holder among the ranks that need a part."""
+        return self.destination.number(self.holders, self.pattern.apart) * self.pattern.each
 
     def number(self, at: At) -> int:
         """Return the number of the message to the rank at some coordinates, which lacks it."""
-        part, pattern = 0, self.pattern
-        for axes, start, count in self.digits:
-            part = part * count + self.destination.number(at, axes) - start
-        n = self.destination.number(at, pattern.along)
-        block = self.destination.number(at, self.blocks)
+        part, pattern, shape, number = 0, self.pattern, self.shape, self.destination.number
+        for (axes, count, is_met), m in zip(shape.digits, self.met, strict=True):
+            if count > 1:
+                part = part * count + number(at, axes) - (m.start if is_met else 0)
+        n = number(at, pattern.along)
+        block = number(at, shape.blocks)
         if block != self.own:
-            return ((block - (block > self.own)) * self.parts + part) * pattern.all + n
+            return ((block - (block > self.own)) * shape.parts + part) * pattern.all + n
         has_holders = pattern.lacking < pattern.all and self._is_common(at)
         n -= pattern.each if has_holders and n >= self.first else 0
-        return self.others + part * self.stride + n
+        return shape.others + part * shape.stride + n
 
     def receiver(self, number: int) -> dict[str, int] | None:
         """Return the coordinates of the rank that a message goes to; None where there is none."""
-        pattern, block = self.pattern, self.own
-        if number < self.others:
-            block, number = divmod(number, self.parts * pattern.all)
+        pattern, shape, block = self.pattern, self.shape, self.own
+        if number < shape.others:
+            block, number = divmod(number, shape.parts * pattern.all)
             block += block >= self.own
             part, n = divmod(number, pattern.all)
         else:
-            part, n = divmod(number - self.others, self.stride)
-        at = self.terms | self.fixed | self.destination.numbered(block, self.blocks)
-        for axes, start, count in reversed(self.digits):
+            part, n = divmod(number - shape.others, shape.stride)
+        at = self.terms | self.fixed | self.destination.numbered(block, shape.blocks)
+        for (axes, count, is_met), m in zip(
+            reversed(shape.digits), reversed(self.met), strict=True
+        ):
             part, i = divmod(part, count)
-            at |= self.destination.numbered(start + i, axes)
+            at |= self.destination.numbered(i + (m.start if is_met else 0), axes)
         if block == self.own and pattern.lacking < pattern.all and self._is_common(at):
             if n >= pattern.lacking:
                 return None
@@ -227,7 +289,7 @@ class Messages:
         order += [i for i in range(mesh.ndim) if i not in order]  # of one rank
         grid = self.destination.grid.transpose(order)
         grid = grid.reshape(*map(self.destination.count, (*dims, *((a,) for a in self.terms))), -1)
-        parts = (slice(r.start, r.stop) for r in self.ranges)
+        parts = (slice(m.start, m.start + m.size) for m in self.met)
         return grid[(*parts, *self.terms.values())].reshape(-1)
 
     def _is_common(self, at: At) -> bool:

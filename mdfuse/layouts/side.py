@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from mdfuse.layouts.blocks import segments
-from mdfuse.layouts.boxes import Interval, Rows, nth_chunk
+from mdfuse.layouts.blocks import segments, split
+from mdfuse.layouts.boxes import Rows, meet, nth_chunk
 from mdfuse.layouts.layout import Layout
 from mdfuse.mesh import DeviceMesh
 
@@ -83,31 +83,32 @@ class Side:
 
     def rows(self, at: At) -> tuple[Rows, ...]:
         """Return what ranks at some coordinates hold; the axes that split dims are enough."""
-        found = []
-        for dim, axes in enumerate(self.split):
-            key = (dim, *[at[a] for a in axes])
-            if key not in self._rows:
-                blocks = segments(self.layout.blocked.get(dim), self.shape[dim])
-                self._rows[key] = tuple(self._part(block, *key) for block in blocks)
-            found.append(self._rows[key])
-        return tuple(found)
+        return tuple([self.rows_of(dim, at) for dim in range(len(self.split))])
+
+    def rows_of(self, dim: int, at: At) -> Rows:
+        """Return the rows of one dim."""
+        key = (dim, *[at[a] for a in self.split[dim]])
+        found = self._rows.get(key)
+        if found is None:
+            found = self._rows[key] = self._part(*key)
+        return found
 
     @cached_property
     def _rows(self) -> dict[tuple[int, ...], Rows]:
         """(dim, coordinates on the axes that split it) -> the rows of ranks there."""
         return {}
 
-    def _part(self, interval: Interval, dim: int, *at: int) -> Interval:
-        reach, extent = self.layout.reach(dim), interval[1]
-        interval = interval if reach is None else (0, reach.of)
+    def _part(self, dim: int, *at: int) -> Rows:
+        reach, extent = self.layout.reach(dim), self.shape[dim]
+        rows = segments(self.layout.blocked.get(dim), extent) if reach is None else ((0, reach.of),)
         for axis, i in zip(self.split[dim], at, strict=True):
-            interval = nth_chunk(interval, self.sizes[axis], i)
-        interval = interval if reach is None else reach.rows(interval, extent)
+            rows = split(rows, self.sizes[axis], i, self.layout.is_plain(dim, axis))
+        rows = rows if reach is None else tuple(reach.rows(part, extent) for part in rows)
         chunk = self.layout.stream
         if chunk is not None and chunk.index is not None and chunk.dim == dim:
             i = chunk.index if isinstance(chunk.index, int) else chunk.largest
-            interval = chunk.interval(interval, i)
-        return interval
+            rows = tuple(chunk.interval(interval, i) for interval in rows)
+        return rows
 
     def positions(self, dim: int, rows: Rows) -> range:
         """Return the positions of the parts of a dim that have some of its rows.
@@ -133,10 +134,11 @@ class Side:
             interval, position = nth_chunk(interval, n, i), position * n + i
         return position
 
-    def part(self, positions: tuple[int, ...]) -> dict[str, int]:
-        """Return the coordinates of a part, along the axes that split dims."""
-        found: dict[str, int] = {}
-        for axes, n in zip(self.split, positions, strict=True):
-            if axes:
-                found |= self.numbered(n, axes)
-        return found
+    def meeting(self, dim: int, rows: Rows) -> Iterator[tuple[dict[str, int], Rows]]:
+        """Yield the parts of a dim that have some rows: coordinates, and which of these rows."""
+        axes = self.split[dim]
+        for n in self.positions(dim, rows):
+            at = self.numbered(n, axes) if axes else {}
+            both = meet(self.rows_of(dim, at), rows)
+            if both:
+                yield at, both

@@ -45,7 +45,7 @@ def form(source: Layout, destination: Layout, stream: Stream) -> str | None:
 
 def cuts_alike(source: Layout, destination: Layout, dim: int) -> bool:
     """Return whether both layouts cut a dim alike: a chunk of the one is a chunk of the other."""
-    if source.blocked.get(dim) != destination.blocked.get(dim):
+    if source.cuts.get(dim) != destination.cuts.get(dim):
         return False
     if source.mesh == destination.mesh:
         return source.split_axes(dim) == destination.split_axes(dim)

@@ -14,7 +14,7 @@ from mdfuse.extents.assumptions import active_assumptions
 from mdfuse.ir.dims import DimMap, Labels, along_blocks, always
 from mdfuse.ir.graph import Expr, Value
 from mdfuse.ir.ops import TABLE
-from mdfuse.layouts.blocks import Blocks
+from mdfuse.layouts.blocks import Cut
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
 from mdfuse.layouts.reach import Reach
 from mdfuse.mesh import DeviceMesh
@@ -128,10 +128,10 @@ def _chosen(
     expr: Expr, values: Mapping[str, Value], laws: tuple[Layout | None, ...]
 ) -> Strategy | None:
     operands, labels = _operands(expr, values)
-    taken: dict[int, Blocks | None] = {}
+    taken: dict[int, Cut | None] = {}
     if expr.op == "slice" and (layout := operands[0].layout) is not None:
         shape = operands[0].value.shape
-        labels, taken = along_blocks(labels, expr.kwargs, shape, layout.blocked)
+        labels, taken = along_blocks(labels, expr.kwargs, shape, layout.cuts)
         operands = [replace(operands[0], labels=labels.operands[0])]
     mesh = _mesh(operands, laws)
     if mesh is None:
@@ -149,9 +149,9 @@ def _chosen(
         if mesh.axis_size(axis) > 1:
             chosen[axis] = _vote(expr, axis, mesh, here, labels, results)
     splits = _splits(mesh, chosen, here, labels, results)
-    blocks = _blocks(expr, splits, here, labels, results)
+    cuts = _cuts(expr, splits, here, labels, results)
     wanted = {
-        o.value.name: _layout(mesh, o.labels, splits, blocks, _partials(chosen, o, mesh)).reaching(
+        o.value.name: _layout(mesh, o.labels, splits, cuts, _partials(chosen, o, mesh)).reaching(
             o.reaches, o.value.shape
         )
         for o in here
@@ -165,9 +165,7 @@ def _chosen(
             if label not in result.labels
             for axis in axes
         }
-        made.append(
-            _layout(mesh, result.labels, splits, {**blocks, **taken}, {**passed, **reduced})
-        )
+        made.append(_layout(mesh, result.labels, splits, {**cuts, **taken}, {**passed, **reduced}))
     return Strategy(wanted=wanted, results=tuple(made))
 
 
@@ -408,23 +406,24 @@ def _splits(
     return splits
 
 
-def _blocks(
+def _cuts(
     expr: Expr,
     splits: Mapping[int, tuple[str, ...]],
     operands: Sequence[_Operand],
     labels: DimMap,
     results: Sequence[_Result],
-) -> dict[int, Blocks]:
-    """Return label -> the blocks of its dims: of the first operand in blocks, else of a law."""
+) -> dict[int, Cut]:
+    """Return label -> how its dims are cut: as the first operand in blocks, else as a law."""
     if not TABLE[expr.op].takes_blocks or labels.fits is not always:
         return {}
     sides = [(o.layout, o.labels) for o in operands] + [(r.law, r.labels) for r in results]
-    found: dict[int, Blocks] = {}
+    found: dict[int, Cut] = {}
     for layout, dims in sides:
-        for dim, blocks in layout.blocked.items() if layout is not None else ():
+        for dim, cut in layout.cuts.items() if layout is not None else ():
             label = dims[dim]
             if label is not None and label in splits:
-                found.setdefault(label, blocks)
+                is_as_there = layout is not None and layout.split_axes(dim) == splits[label]
+                found.setdefault(label, cut if is_as_there else Cut(cut.blocks))
     return found
 
 
@@ -445,7 +444,7 @@ def _layout(
     mesh: DeviceMesh,
     labels: Labels,
     splits: Mapping[int, tuple[str, ...]],
-    blocks: Mapping[int, Blocks | None],
+    cuts: Mapping[int, Cut | None],
     partials: Mapping[str, Partial],
 ) -> Layout:
     placements: dict[str, Placement] = dict(partials)
@@ -453,5 +452,7 @@ def _layout(
     for dim, label in enumerate(labels):
         if label is not None and label in splits:
             order[dim] = splits[label]
-            placements.update({axis: Shard(dim, blocks.get(label)) for axis in splits[label]})
+            cut = cuts.get(label)
+            for axis in splits[label]:
+                placements[axis] = Shard(dim, cut.along(axis) if cut is not None else None)
     return Layout(mesh, placements, order)

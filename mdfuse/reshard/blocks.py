@@ -33,7 +33,7 @@ def moved(source: Layout, destination: Layout) -> frozenset[int]:
         d
         for d in {*source.blocked, *destination.blocked}
         if source.mesh != destination.mesh
-        or source.blocked.get(d) != destination.blocked.get(d)
+        or source.cuts.get(d) != destination.cuts.get(d)
         or source.split_axes(d) != destination.split_axes(d)
     )
 

@@ -134,6 +134,7 @@ def _refined(
         parts = math.prod(map(layout.mesh.axis_size, split))
         blocks = segments(layout.blocked.get(dim), shape[dim])
         is_uneven = any((stop - start) % parts for start, stop in blocks)
+        is_uneven = is_uneven or (dim in layout.cuts and bool(layout.cuts[dim].plain))
         if any(len(pieces[a]) > 1 for a in split) and is_uneven:
             return None  # a part of uneven parts is cut elsewhere
     return Layout(mesh, placements, {d: a for d, a in order.items() if a})

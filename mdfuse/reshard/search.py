@@ -1,277 +1,25 @@
-"""Search the steps of a reshard on one mesh: the cheapest path through layouts (A*).
-
-A node is written as numbers, since thousands of them are looked at and a few become layouts. What
-is left at a node is never overrated: without a Partial it is known, as one Exchange brings each
-rank just what it lacks; with one, each rank needs a sum of what others have for all that it needs.
-"""
+"""Search the steps of a reshard on one mesh: the cheapest path through layouts (A*)."""
 
 from __future__ import annotations
 
 import heapq
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations, count, permutations, product
-from typing import Any, NamedTuple
 
-import numpy as np
-
-from mdfuse.layouts.blocks import segments
-from mdfuse.layouts.boxes import Rows
-from mdfuse.layouts.crossing import Crossing, crossing
-from mdfuse.layouts.exchange import Exchange
+from mdfuse.layouts.hosts import rings
 from mdfuse.layouts.lacks import (
     UNIT,
-    arriving,
-    cut,
     dearer,
-    is_special,
-    length,
-    shared,
-    worst_lack,
 )
-from mdfuse.layouts.layout import IDEMPOTENT, Layout, Partial, Placement, Replicate, Shard, commute
-from mdfuse.layouts.side import Side
-from mdfuse.reshard.clock import along, is_timed, nanoseconds
+from mdfuse.layouts.layout import IDEMPOTENT, Partial, Replicate, Shard, commute
+from mdfuse.reshard.clock import nanoseconds
+from mdfuse.reshard.costs import Costs, Move, Node
 
 
-class Node(NamedTuple):
-    """A layout on the mesh: axes are numbers, outermost first where several split one dim."""
-
-    splits: tuple[tuple[int, ...], ...]
-    #: axes whose Partial is still to be reduced
-    partial: tuple[int, ...]
-    #: axes that have become the Partial that the destination has
-    made: tuple[int, ...] = ()
-
-
-class Move(NamedTuple):
-    """A step between two nodes; its kind is that of a communication or a local step."""
-
-    kind: str
-    after: Node
-    axes: tuple[int, ...] = ()
-    dim: int | None = None
-    to_dim: int | None = None
-
-
-@dataclass
-class Search:
+class Search(Costs):
     """The way from one layout to another one on the same mesh, for a tensor of some extents."""
-
-    source: Layout
-    goal: Layout
-    shape: tuple[int, ...]
-    itemsize: int
-    #: node -> elements of its largest part
-    parts: dict[Node, int] = field(default_factory=dict)
-    #: node without a Partial -> cost of all that is left
-    left: dict[Node, int] = field(default_factory=dict)
-    #: what exchanges take between hosts
-    crossings: dict[tuple[Layout, Layout], Crossing] = field(default_factory=dict)
-    #: (dim, axes that split it) -> the rows that each rank then has of those that it needs
-    overlaps: dict[tuple[int, tuple[int, ...]], Any] = field(default_factory=dict)
-
-    # -- nodes and layouts -----------------------------------------------------------------------
-
-    @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        return self.source.mesh.shape
-
-    @cached_property
-    def ops(self) -> dict[int, str]:
-        """Axis whose Partial is to be reduced -> its reduce op."""
-        pairs = enumerate(zip(self.source.placements, self.goal.placements, strict=True))
-        return {i: p.op for i, (p, q) in pairs if isinstance(p, Partial) and p != q}
-
-    @cached_property
-    def made(self) -> dict[int, str]:
-        """Axis that is to become Partial -> its reduce op."""
-        pairs = enumerate(zip(self.source.placements, self.goal.placements, strict=True))
-        return {i: q.op for i, (p, q) in pairs if isinstance(q, Partial) and p != q}
-
-    @cached_property
-    def dims(self) -> list[int]:
-        """The dims whose splits may change: those in blocks are the same before and afterwards."""
-        return [d for d in range(len(self.shape)) if d not in self.source.blocked]
-
-    def blocks(self, dim: int) -> Rows:
-        """Return the blocks of a dim, which are the same all the way."""
-        return segments(self.source.blocked.get(dim), self.shape[dim])
-
-    @cached_property
-    def kept(self) -> int:
-        """The number of terms of a Partial that stays."""
-        pairs = zip(self.sizes, self.source.placements, self.goal.placements, strict=True)
-        return math.prod(n for n, p, q in pairs if isinstance(p, Partial) and p == q)
-
-    def splits(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
-        index = layout.mesh.axes.index
-        return tuple(tuple(map(index, layout.split_axes(d))) for d in range(len(self.shape)))
-
-    @cached_property
-    def start(self) -> Node:
-        return Node(self.splits(self.source), tuple(self.ops))
-
-    @cached_property
-    def end(self) -> Node:
-        return Node(self.splits(self.goal), (), tuple(self.made))
-
-    @cached_property
-    def target(self) -> tuple[int | None, ...]:
-        """The dim that each axis splits in the destination; None where it splits none."""
-        of = {a: d for d, axes in enumerate(self.end.splits) for a in axes}
-        return tuple(of.get(a) for a in range(len(self.sizes)))
-
-    def layout(self, node: Node) -> Layout:
-        if node == self.start:
-            return self.source
-        if node == self.end:
-            return self.goal
-        names, placements = self.source.mesh.axes, dict[str, Placement]()
-        for a, (name, p) in enumerate(self.source.by_axis().items()):
-            is_term = isinstance(p, Partial) and (a in node.partial or a not in self.ops)
-            placements[name] = p if is_term else Replicate()
-        for a in node.made:
-            placements[names[a]] = Partial(self.made[a])
-        for d, axes in enumerate(node.splits):
-            placements.update({names[a]: Shard(d, self.source.blocked.get(d)) for a in axes})
-        order = {d: [names[a] for a in axes] for d, axes in enumerate(node.splits) if axes}
-        return Layout(self.source.mesh, placements, order, self.source.stream)
-
-    # -- sizes -----------------------------------------------------------------------------------
-
-    def rows(self, dim: int, axes: tuple[int, ...]) -> int:
-        """Return the rows of a dim that the first rank has."""
-        found = 0
-        for start, stop in self.blocks(dim):
-            n = stop - start
-            for a in axes:
-                n = -(-n // self.sizes[a])
-            found += n
-        return found
-
-    def part(self, node: Node) -> int:
-        if node not in self.parts:
-            rows = (self.rows(d, axes) for d, axes in enumerate(node.splits))
-            self.parts[node] = math.prod(rows)
-        return self.parts[node]
-
-    def count(self, axes: tuple[int, ...]) -> int:
-        return math.prod([self.sizes[a] for a in axes])
-
-    # -- costs -----------------------------------------------------------------------------------
-
-    @cached_property
-    def is_timed(self) -> bool:
-        """Whether costs are nanoseconds; else they are elements times `UNIT`."""
-        return is_timed(self.source, self.goal, self.shape)
-
-    def cost(self, move: Move, here: Node) -> int:
-        """Return what a move costs: what arrives at a rank, or how long that takes."""
-        if move.kind in ("slice", "term"):
-            return 0
-        if move.kind == "Exchange":
-            return self.exchange(here, move.after) if self.is_timed else self.to_go(here)
-        if move.kind == "ReduceExchange":
-            found = self.exchange(here, move.after)
-            return found if self.is_timed else dearer(found)
-        parts = self.part(here), self.part(move.after)
-        arrives = arriving(move.kind, self.count(move.axes), *parts)
-        if not self.is_timed:
-            return arrives
-        mesh = self.source.mesh
-        names = tuple(mesh.axes[a] for a in move.axes)
-        return nanoseconds(1, arrives, along(move.kind, mesh, names, *parts), self.itemsize)
-
-    def exchange(self, here: Node, after: Node) -> int:
-        """Return what an exchange costs, which reduces what is to be reduced."""
-        copies = self.count(here.partial) - 1
-        held = self.layout(here._replace(partial=(), made=()))
-        need = self.layout(after._replace(made=()))
-        arrives = UNIT * worst_lack(held, need, self.shape, copies)
-        if not self.is_timed:
-            return arrives
-        terms = self.layout(here._replace(made=()))
-        found = self.crossing(terms, need)
-        return nanoseconds(found.messages, arrives, found.busiest, self.itemsize)
-
-    def crossing(self, held: Layout, need: Layout) -> Crossing:
-        """Return what an exchange takes between hosts."""
-        if (held, need) not in self.crossings:
-            found = crossing(Exchange(Side(held, self.shape), Side(need, self.shape)))
-            self.crossings[held, need] = found
-        return self.crossings[held, need]
-
-    def to_go(self, node: Node) -> int:
-        """Return what all that is left costs at least, for a node without a Partial.
-
-        Where elements count, one Exchange costs just that.
-        """
-        if node not in self.left:
-            lack = UNIT * self.lack(node)
-            if self.is_timed and lack:
-                held, need = (self.layout(x._replace(made=())) for x in (node, self.end))
-                lack = nanoseconds(1, lack, self.crossing(held, need).least, self.itemsize)
-            self.left[node] = lack
-        return self.left[node]
-
-    def lack(self, node: Node) -> int:
-        """Return the most elements that a rank needs from others, for a node without a Partial."""
-        if is_special(self.source, self.goal, self.shape):
-            aim = self.layout(self.end._replace(made=()))
-            return worst_lack(self.layout(node._replace(made=())), aim, self.shape)
-        held: Any = 1
-        for dim, axes in enumerate(node.splits):
-            if (dim, axes) not in self.overlaps:
-                need = cut(self.blocks(dim), self.at(self.end.splits[dim]))
-                self.overlaps[dim, axes] = shared(need, cut(self.blocks(dim), self.at(axes)))
-            held = held * self.overlaps[dim, axes]
-        return int(np.max(self.needed - held))
-
-    def at(self, axes: tuple[int, ...]) -> list[tuple[int, Any]]:
-        """Return the size of each of some axes, and the coordinate of all ranks on it."""
-        return [(self.sizes[a], self.grid[a]) for a in axes]
-
-    @cached_property
-    def grid(self) -> Any:
-        """The coordinate of all ranks on each axis."""
-        return np.ogrid[tuple(slice(n) for n in self.sizes)]
-
-    @cached_property
-    def needed(self) -> Any:
-        """The elements that each rank needs: an array that broadcasts over the mesh."""
-        needed: Any = 1
-        for dim, axes in enumerate(self.end.splits):
-            needed = needed * length(cut(self.blocks(dim), self.at(axes)))
-        return needed
-
-    def least(self, node: Node) -> int:
-        """Return a cost that is quickly known, and that all that is left has at least."""
-        arrives = self.least_arriving(node)
-        return nanoseconds(0, arrives, 0, self.itemsize) if self.is_timed else arrives
-
-    def least_arriving(self, node: Node) -> int:
-        """Return what arrives at least."""
-        if self.made:
-            return 0
-        need = UNIT * self.part(self.end)
-        if not node.partial:
-            here = UNIT * self.part(node)
-            return need - here if need > here else 0
-        shared = self.shared(node)
-        return shared if shared > need else need
-
-    def shared(self, node: Node) -> int:
-        """Return what arrives at a rank on average where a Partial is reduced, at least.
-
-        The first rank that has the sum of n terms has got n - 1, and each other one that needs the
-        sum gets one more.
-        """
-        ranks = math.prod(self.sizes) // self.kept
-        n, wanted = self.count(node.partial), ranks // self.count(sum(self.end.splits, ()))
-        return math.prod(self.shape) * UNIT * (n + wanted - 2) // ranks
 
     # -- moves -----------------------------------------------------------------------------------
 
@@ -283,9 +31,29 @@ class Search:
             if here == self.start and len({*self.ops.values()}) == 1 and self.is_free:
                 for after in self.refined:
                     yield Move("ReduceExchange", after)
-        elif here.made == () and here.splits != self.end.splits:
+        elif here.made == () and here.splits != self.end.splits and self.may_exchange(here):
             for after in self.refined if self.is_timed else (self.end._replace(made=()),):
                 yield Move("Exchange", after)
+
+    def may_exchange(self, here: Node) -> bool:
+        """Whether an Exchange may come next: where time counts, not behind what it would do itself.
+
+        It reads what the source has, cut up along axes that were reduced, or that shared this work;
+        but of parts that lie in those of the destination, which collectives gather.
+        """
+        if not self.is_timed:
+            return True
+        if self.ops and all(
+            x[: len(y)] == y for x, y in zip(here.splits, self.end.splits, strict=True)
+        ):
+            return False
+        pairs = zip(self.source.placements, self.sizes, strict=True)
+        new = {a for a, (p, n) in enumerate(pairs) if n > 1 and not isinstance(p, Shard)}
+        new = new if self.ops else set()
+        return all(
+            tuple(a for a in axes if a not in new) == was
+            for axes, was in zip(here.splits, self.start.splits, strict=True)
+        )
 
     @cached_property
     def is_free(self) -> bool:
@@ -353,10 +121,10 @@ class Search:
                         for a in order:
                             after = _split(after, a, d)
                         yield Move("ReduceScatter", after, order, d)
-        for d, split in ((d, here.splits[d]) for d in self.dims):
-            for n in range(2, len(split) + 1):
-                if self.is_even(d, split):
-                    yield Move("Allgather", _joined(here, d, n), split[-n:], d)
+        for d, axes in ((d, here.splits[d]) for d in self.dims):
+            for n in range(2, len(axes) + 1):
+                if self.is_even(d, axes):
+                    yield Move("Allgather", _joined(here, d, n), axes[-n:], d)
 
     def is_even(self, dim: int, axes: tuple[int, ...]) -> bool:
         return self.shape[dim] % self.count(axes) == 0
@@ -367,6 +135,16 @@ class Search:
         here = self.end._replace(made=())
         free = [a for a, d in enumerate(self.target) if d is None and self.is_whole(a)]
         found = []
+        if self.is_timed:
+            mesh = self.source.mesh
+            near = [a for a in free if not rings(mesh, (mesh.axes[a],))]
+            for axes in dict.fromkeys((tuple(near), tuple(free))):
+                for d in self.dims if axes else ():
+                    node = here
+                    for a in axes:
+                        node = _split(node, a, d)
+                    found.append(node)
+            return [here, *found]
         for n in range(len(free) + 1):
             for axes in permutations(free, n):
                 for dims in product(self.dims, repeat=n):
@@ -423,8 +201,8 @@ class Search:
             for move in self.moves(here):
                 if move.after in done:
                     continue
-                is_late = move.kind == "ReduceExchange"  # its cost is found when its turn comes
-                more = self.least_of(move) if is_late else self.cost(move, here)
+                is_late = self.is_late(move)
+                more = self.least_of(move, here) if is_late else self.cost(move, here)
                 weight = effort + _effort(move, path)
                 if not is_late:
                     if best.get(move.after, (math.inf, 0)) <= (spent + more, weight):
@@ -432,14 +210,21 @@ class Search:
                     best[move.after] = spent + more, weight
                 total = spent + more + self.least(move.after)
                 item = (*path, (here, move))
+                so_far = spent if is_late else spent + more
                 heapq.heappush(
-                    frontier,
-                    (total, weight, next(tick), spent + more, move.after, item, False),
+                    frontier, (total, weight, next(tick), so_far, move.after, item, False)
                 )
         raise AssertionError(f"no way from {self.source} to {self.goal}")
 
-    def least_of(self, move: Move) -> int:
-        """Return what a ReduceExchange costs at least."""
+    def is_late(self, move: Move) -> bool:
+        """Whether the cost of a move is found when its turn comes: it takes long to find."""
+        return move.kind == "ReduceExchange" or (move.kind == "Exchange" and self.is_timed)
+
+    def least_of(self, move: Move, here: Node) -> int:
+        """Return what a late move costs at least."""
+        if move.kind == "Exchange":  # and what follows: all that is left at this node
+            rest = self.to_go(here) - self.least(move.after)
+            return max(rest, nanoseconds(1, 0, 0, self.itemsize))
         arrives = UNIT * self.part(move.after) * (self.count(tuple(self.ops)) - 1)
         return nanoseconds(1, arrives, 0, self.itemsize) if self.is_timed else dearer(arrives)
 
@@ -447,8 +232,8 @@ class Search:
         self, here: Node, spent: int, path: tuple[tuple[Node, Move], ...]
     ) -> tuple[int, int] | None:
         """Return the cost so far and in all, where these are now known better; else None."""
-        if path and path[-1][1].kind == "ReduceExchange":
-            spent = self.cost(path[-1][1], path[-1][0])
+        if path and self.is_late(path[-1][1]):
+            spent += self.cost(path[-1][1], path[-1][0])
         elif here.partial or self.made:
             return None
         return spent, spent + self.to_go(here)

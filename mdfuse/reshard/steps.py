@@ -21,7 +21,8 @@ from mdfuse.layouts.layout import Layout, Partial
 from mdfuse.reshard.across import across
 from mdfuse.reshard.blocks import moved, through_blocks
 from mdfuse.reshard.clock import is_timed
-from mdfuse.reshard.search import Move, Node, Search
+from mdfuse.reshard.costs import Move, Node
+from mdfuse.reshard.search import Search
 from mdfuse.reshard.step import Local, Step, elements, step_time
 
 

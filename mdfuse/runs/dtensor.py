@@ -20,6 +20,7 @@ from mdfuse.errors import LayoutError, MeshError
 from mdfuse.ir.infer import dense_strides, memory_order
 from mdfuse.layouts.layout import REDUCE_OPS, Layout, Partial, Placement, Replicate, Shard, Varies
 from mdfuse.mesh import DeviceMesh
+from mdfuse.runs.dtensor_splits import Split, from_torch, to_torch
 from mdfuse.torch_private import shard_order, strided_blocks, strided_shard
 
 if TYPE_CHECKING:
@@ -65,6 +66,12 @@ def layout_of(
     mesh = DeviceMesh(x.device_mesh, axes, hosts)
     placements = dict(zip(mesh.axes, (_own(x, p) for p in x.placements), strict=True))
     order = {dim: [mesh.axes[i] for i in mesh_dims] for dim, mesh_dims in shard_order(x)}
+    for dim in {p.dim for p in x.placements if (strided_blocks(p) or 1) > 1}:  # type: ignore[attr-defined]
+        found = _split_by(x, mesh, dim)
+        order[dim] = [*found.order]
+        placements |= {
+            a: Shard(dim, None if a in found.plain else found.blocks) for a in order[dim]
+        }
     layout = Layout(mesh, placements, order)
     turned = _turned_axis(layout)
     if turned is not None:
@@ -94,30 +101,43 @@ def _turned_axis(layout: Layout) -> str | None:
 
 def _own(x: DTensor, placement: TorchPlacement) -> Placement:
     """Return the layout's counterpart of one of torch's placements; subclasses have none."""
-    if type(placement) is TorchShard:
-        return Shard(placement.dim)
-    blocks = strided_blocks(placement)
-    if blocks is not None and _is_alone(x, placement, blocks):
-        return Shard(placement.dim, blocks)  # type: ignore[attr-defined]
+    if type(placement) is TorchShard or strided_blocks(placement) is not None:
+        return Shard(placement.dim)  # type: ignore[attr-defined]
     if type(placement) is TorchReplicate:
         return Replicate()
     if type(placement) is TorchPartial:
         op = _OWN_OPS.get(placement.reduce_op, placement.reduce_op)
         if op in REDUCE_OPS:
             return Partial(op)
-    plain = ", ".join(_plain(p) for p in x.placements)
-    raise LayoutError(
-        f"a DTensor placed as {list(x.placements)}",
-        because=f"{placement!r} has no counterpart: axes split a dim as torch.chunk does, in turn, "
-        "and ranks hold parts, copies, or summands",
-        hint=f"x.redistribute(x.device_mesh, [{plain}])",
+    raise _without_counterpart(
+        x, f"{placement!r} has no counterpart: ranks hold parts, copies, or summands"
     )
 
 
-def _is_alone(x: DTensor, placement: Any, blocks: int) -> bool:
-    """Whether a placement in blocks alone splits its dim, which falls into equal blocks."""
-    split = [p for p in x.placements if getattr(p, "dim", None) == placement.dim]
-    return len(split) == 1 and x.shape[placement.dim] % blocks == 0
+def _split_by(x: DTensor, mesh: DeviceMesh, dim: int) -> Split:
+    """Return how a layout splits a dim of which `_StridedShard` makes blocks."""
+    split = [
+        (a, n, strided_blocks(p) or 1)
+        for a, n, p in zip(mesh.axes, mesh.shape, x.placements, strict=True)
+        if getattr(p, "dim", None) == dim
+    ]
+    found = from_torch(split, x.shape[dim])
+    if found is None:
+        raise _without_counterpart(
+            x,
+            f"what splits dim {dim} of {x.shape[dim]} rows has no counterpart: axes split all of "
+            "some equal blocks, whole ones, or what others leave as one",
+        )
+    return found
+
+
+def _without_counterpart(x: DTensor, because: str) -> LayoutError:
+    plain = ", ".join(_plain(p) for p in x.placements)
+    return LayoutError(
+        f"a DTensor placed as {list(x.placements)}",
+        because=because,
+        hint=f"x.redistribute(x.device_mesh, [{plain}])",
+    )
 
 
 def _plain(placement: TorchPlacement) -> str:
@@ -151,8 +171,12 @@ def spec_of(x: DTensor, axes: Sequence[str] | None = None) -> TensorSpec:
 # -- to DTensors ---------------------------------------------------------------------------------
 
 
-def placements_of(layout: Layout) -> tuple[TorchPlacement, ...]:
+def placements_of(layout: Layout, shape: Sequence[int] | None = None) -> tuple[TorchPlacement, ...]:
     """A layout's placements as torch's, one per axis of its mesh.
+
+    Args:
+        layout: with dims counted from 0.
+        shape: global extents, where these are known.
 
     Raises:
         LayoutError: no DTensor can be laid out so.
@@ -161,33 +185,46 @@ def placements_of(layout: Layout) -> tuple[TorchPlacement, ...]:
     >>> placements_of(Layout(DeviceMesh.arange(dp=2, tp=2), {"tp": Shard(0)}))
     (Replicate(), Shard(dim=0))
     """
-    why = why_not(layout)
+    why = why_not(layout, shape)
     if why is not None:
         because, hint = why
         raise LayoutError(f"{layout} is not a layout of DTensors", because=because, hint=hint)
-    return tuple(map(_torch, layout.placements))
+    factors = [_factors(layout, d, shape) or {} for d, _ in layout.splits]
+    of = {a: n for found in factors for a, n in found.items()}
+    return tuple(_torch(p, of.get(a, 1)) for a, p in layout.by_axis().items())
+
+
+def _factors(layout: Layout, dim: int, shape: Sequence[int] | None) -> Mapping[str, int] | None:
+    extent = shape[dim] if shape is not None and dim < len(shape) else None
+    return to_torch(layout, dim, extent if isinstance(extent, int) else None)
 
 
 def redistributed(x: Tensor, layout: Layout) -> Tensor:
     """Return a DTensor as a layout says; itself where it lies so."""
-    placements = placements_of(layout)
     assert isinstance(x, DTensor)
+    placements = placements_of(layout, x.shape)
     return x if x.placements == placements else x.redistribute(None, placements)
 
 
-def why_not(layout: Layout) -> tuple[str, str] | None:
-    """Return why no DTensor has this layout, and what to do; None: there is one."""
-    if layout.splits != Layout(layout.mesh, layout.by_axis()).splits:
+def why_not(layout: Layout, shape: Sequence[int] | None = None) -> tuple[str, str] | None:
+    """Return why no DTensor has this layout, and what to do; None: there is one.
+
+    Args:
+        layout: with dims counted from 0.
+        shape: global extents, where these are known.
+    """
+    wrong = [d for d, _ in layout.splits if _factors(layout, d, shape) is None]
+    if any(d in layout.blocked for d in wrong):
         return (
-            "the axes split a DTensor's dim in the order that they have in the mesh",
-            "another layout, without order=",
-        )
-    if any(
-        isinstance(n, tuple) or len(layout.split_axes(d)) > 1 for d, n in layout.blocked.items()
-    ):
-        return (
-            "a DTensor has equal blocks alone, which one axis splits (_StridedShard)",
+            "a DTensor's dim is split in the order of the mesh, in equal blocks (_StridedShard), "
+            "plainly only inside of them or by whole ones",
             "another layout: a plain Shard, or the blocks one by one",
+        )
+    if wrong:
+        return (
+            "the axes split a DTensor's dim in the order that they have in the mesh, or in another "
+            "where the parts are equal (_StridedShard)",
+            "another layout, without order=",
         )
     if _turned_axis(layout) is not None:
         return _TURNED
@@ -199,10 +236,10 @@ def why_not(layout: Layout) -> tuple[str, str] | None:
     return None
 
 
-def _torch(placement: Placement) -> TorchPlacement:
+def _torch(placement: Placement, factor: int) -> TorchPlacement:
     match placement:
-        case Shard(dim, blocks):
-            return TorchShard(dim) if blocks is None else strided_shard(dim, blocks)
+        case Shard(dim):
+            return TorchShard(dim) if factor == 1 else strided_shard(dim, factor)
         case Partial(op):
             return TorchPartial(_TORCH_OPS.get(op, op))
         case Replicate() | Varies():  # along an axis of one rank they are the same
@@ -243,7 +280,7 @@ def to_dtensor(
             f"mesh_dim_names={layout.mesh.axes})",
         )
     layout, coordinate = layout.normalized(len(shape)), mesh.get_coordinate()
-    placements = placements_of(layout)
+    placements = placements_of(layout, shape)
     if coordinate is not None:
         rank = layout.mesh.rank_at(coordinate)
         expected = layout.local_shape(shape, rank)

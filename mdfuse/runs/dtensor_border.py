@@ -238,8 +238,10 @@ def _other_layout(program: HostProgram, name: str, found: Layout) -> ProgramErro
     hints = [f"define %{name} with layout={{{axes}}}"]
     if name not in program.inputs:
         hints = [f"state it in the program: {name}.on(mesh, {{{axes}}})"]
-    if why_not(expected) is None:
-        hints.insert(0, f"x.redistribute(mesh, [{', '.join(map(_code, placements_of(expected)))}])")
+    shape = program.types[name].shape
+    if why_not(expected, shape) is None:
+        placements = ", ".join(map(_code, placements_of(expected, shape)))
+        hints.insert(0, f"x.redistribute(mesh, [{placements}])")
     return ProgramError(
         f"%{name} is a DTensor laid out as {found}, expected {expected}",
         where=_where(program, name),
@@ -252,7 +254,8 @@ def _code(placement: Any) -> str:
     """Return the code that makes a placement, torch's or ours."""
     values = (getattr(placement, name, None) for name in ("dim", "reduce_op", "op"))
     known = ", ".join(repr(x) for x in values if x is not None)
-    return f"{type(placement).__name__}({known})"
+    more = (f", {n}={x}" for n in ("split_factor", "blocks") if (x := getattr(placement, n, None)))
+    return f"{type(placement).__name__}({known}{''.join(more)})"
 
 
 def _output(program: HostProgram, name: str, meshes: Sequence[TorchMesh]) -> Output | None:
@@ -286,7 +289,7 @@ def _refusal(kind: BufferType, meshes: Sequence[TorchMesh]) -> tuple[str, str] |
     assert kind.layout is not None
     if kind.padding is not None or kind.flat:
         return "this buffer is padded or flat, which a DTensor is not", "return what it holds"
-    why = why_not(kind.layout)
+    why = why_not(kind.layout, kind.shape)
     if why is not None:
         return why[0], f"give it {why[1]}"
     if any(describes(m, kind.layout.mesh) for m in meshes):

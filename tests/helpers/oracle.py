@@ -54,28 +54,39 @@ def splits(layout: Layout) -> list[tuple[int, str]]:
 def local_part(x: Tensor, layout: Layout, rank: int) -> Tensor:
     """A rank's part of a global tensor, Partial axes ignored."""
     for dim in dict.fromkeys(dim for dim, _ in splits(layout)):
-        parts = [_cut(block, layout, rank, dim) for block in x.split(blocks(x, layout, dim), dim)]
-        x = torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+        x = _cut(x, layout, rank, dim)
     return x
-
-
-def blocks(x: Tensor, layout: Layout, dim: int) -> list[int]:
-    """The sizes of the blocks of a split dim: itself, where it has none."""
-    given = next(p.blocks for p in layout.placements if isinstance(p, Shard) and p.dim == dim)
-    if isinstance(given, tuple):
-        return list(given)
-    n = given or 1
-    return [x.shape[dim] // n] * n
 
 
 def _cut(x: Tensor, layout: Layout, rank: int, dim: int) -> Tensor:
-    place = coordinate(layout.mesh, rank)
-    for at, axis in splits(layout):
-        if at == dim:
-            pieces = x.chunk(layout.mesh.axis_size(axis), dim) if x.shape[dim] else ()
-            i = place[axis]
-            x = pieces[i] if i < len(pieces) else x.narrow(dim, 0, 0)
-    return x
+    place, by_axis = coordinate(layout.mesh, rank), layout.by_axis()
+    axes = [axis for d, axis in splits(layout) if d == dim]
+    sizes = blocks(x, [by_axis[a] for a in axes], dim)
+    if sizes is None:
+        for axis in axes:
+            x = _chunk(x, layout.mesh.axis_size(axis), place[axis], dim)
+        return x
+    rows, block = torch.arange(x.shape[dim]), torch.repeat_interleave(torch.tensor(sizes))
+    for axis in axes:
+        every, n = [rows], layout.mesh.axis_size(axis)
+        if by_axis[axis].blocks is not None:
+            every = [rows[block[rows] == i] for i in range(len(sizes))]
+        rows = torch.cat([_chunk(some, n, place[axis], 0) for some in every])
+    return x.index_select(dim, rows.to(x.device))
+
+
+def blocks(x: Tensor, placements: Sequence[Shard], dim: int) -> list[int] | None:
+    """The sizes of the blocks of a split dim; None where it has none."""
+    given = next((p.blocks for p in placements if p.blocks is not None), None)
+    if isinstance(given, int):
+        return [x.shape[dim] // given] * given
+    return None if given is None else list(given)
+
+
+def _chunk(x: Tensor, n: int, i: int, dim: int) -> Tensor:
+    """One of n chunks; an empty one where torch makes fewer."""
+    pieces = x.chunk(n, dim) if x.shape[dim] else ()
+    return pieces[i] if i < len(pieces) else x.narrow(dim, 0, 0)
 
 
 def shares(x: Tensor, layout: Layout) -> dict[int, Tensor]:

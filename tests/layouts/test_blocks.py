@@ -46,6 +46,35 @@ def test_axes_split_a_block_in_turn() -> None:
     assert parts == [[0, 4], [2, 6], [1, 5], [3, 7]]
 
 
+def test_a_plain_split_goes_through_all_pieces_as_one() -> None:
+    """FSDP over tensor parallelism of a fused projection: what is left is one run of rows."""
+    layout = Layout(GRID, {"a": Shard(0), "b": Shard(0, (6, 2, 2))}, {0: ("b", "a")})
+    parts = [mf.shard_tensor(torch.arange(10), layout, rank=r) for r in range(4)]
+    assert [x.tolist() for x in parts] == [[0, 1, 2], [3, 4, 5], [6, 8], [7, 9]]
+    assert [layout.local_shape((10,), r) for r in range(4)] == [(3,), (3,), (2,), (2,)]
+    assert torch.equal(mf.unshard_tensor(parts, layout), torch.arange(10))
+
+
+@pytest.mark.parametrize(
+    ("given", "order", "one"),
+    [
+        ({"a": Shard(0, 2), "b": Shard(0)}, None, "(a=S0, b=S0, order 0:b>a)"),
+        ({"a": Shard(0), "b": Shard(0, 2)}, None, "(a=S0, b=S0)"),
+        ({"a": Shard(0, 6), "b": Shard(0)}, None, "(a=S0/6, b=S0, order 0:b>a)"),
+        ({"a": Shard(0, 3), "b": Shard(0)}, None, "(a=S0/3, b=S0)"),
+        ({"a": Shard(0, 2), "b": Shard(0, 2)}, None, "(a=S0/2, b=S0/2)"),
+    ],
+)
+def test_equal_layouts_have_one_form(
+    given: dict[str, Shard], order: dict[int, tuple[str, ...]] | None, one: str
+) -> None:
+    layout = Layout(GRID, given, order)
+    assert str(layout.normalized(1)) == one
+    for rank in range(4):
+        found = (x.rows((12,), rank)[0] for x in (layout, layout.normalized(1)))
+        assert len({tuple(n for a, b in rows for n in range(a, b)) for rows in found}) == 1
+
+
 def test_a_picture_shows_each_piece() -> None:
     picture = str(Layout(TP, {"tp": Shard(0, 2)}).picture((8,)))
     assert picture.splitlines()[:2] == [
@@ -80,8 +109,16 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "unequal": (lambda: Layout(TP, {"tp": Shard(0, 3)}).local_shape((7,)), "not 3 equal blocks"),
     "different blocks": (
-        lambda: Layout(GRID, {"a": Shard(0, 2), "b": Shard(0)}),
+        lambda: Layout(GRID, {"a": Shard(0, 2), "b": Shard(0, 4)}),
         "a and b split dim 0 in different blocks",
+    ),
+    "blocks that a plain split cut": (
+        lambda: Layout(GRID, {"a": Shard(0), "b": Shard(0, 3)}),
+        "b splits the blocks of dim 0 inside of a",
+    ),
+    "unequal blocks, shared out": (
+        lambda: Layout(GRID, {"a": Shard(0), "b": Shard(0, (4, 2))}),
+        "order={0: ('b', …)}",
     ),
     "a stream": (
         lambda: Layout(TP, {"tp": Shard(0, 2)}, stream=mf.Stream(0, 2)),

@@ -8,12 +8,22 @@ import pytest
 import torch
 
 from layouts.test_exchange import drawn, held
-from mdfuse import Replicate
+from mdfuse import DeviceMesh, Layout, Replicate
 from mdfuse.communication import Communication
 from mdfuse.layouts.boxes import box_size
-from mdfuse.layouts.crossing import crossing
+from mdfuse.layouts.crossing import crossing, elements_by_host, hosts_of_terms, least_crossing
 from mdfuse.layouts.exchange import Exchange
 from mdfuse.layouts.side import Side
+
+
+def on_host(layout: Layout, shape: tuple[int, ...], host: dict[int, int], h: int) -> set[object]:
+    """What the ranks on a host hold together."""
+    return set().union(*(held(layout, shape, r) for r in layout.mesh.ranks if host[r] == h))
+
+
+def test_terms_that_one_host_has() -> None:
+    mesh = DeviceMesh.arange(a=2, b=4).with_hosts([0, 0, 0, 1, 1, 1, 1, 1])
+    assert [hosts_of_terms(mesh, axes) for axes in (("a",), ("b",), ("a", "b"), ())] == [1, 1, 2, 1]
 
 
 @pytest.mark.parametrize("first", range(0, 300, 50))
@@ -22,7 +32,8 @@ def test_what_arrives_at_hosts(first: int) -> None:
         source, goal, shape = drawn(seed, hosts=True)
         if 0 in shape:
             continue
-        found = crossing(Exchange(Side(source, shape), Side(goal, shape)))
+        exchange = Exchange(Side(source, shape), Side(goal, shape))
+        found = crossing(exchange)
         comm = Communication(
             kind="Exchange", source=source, destination=goal, shape=shape, dtype=torch.float32
         )
@@ -40,13 +51,14 @@ def test_what_arrives_at_hosts(first: int) -> None:
                     out[host[peer]] += box_size(box)
             most = max(most, len(part.recvs))
         lacks = [
-            held(goal, shape, r).difference(
-                *(held(source, shape, s) for s in source.mesh.ranks if host[s] == host[r])
-            )
-            for r in goal.mesh.ranks
+            len(on_host(goal, shape, host, h) - on_host(source, shape, host, h))
+            for h in {host[r] for r in goal.mesh.ranks}
         ]
         where = (seed, source, goal, shape)
-        assert found.least == max(map(len, lacks)), where
+        assert least_crossing(exchange) == max(lacks), where
+        assert sum(elements_by_host(exchange.destination)) == sum(
+            len(on_host(goal, shape, host, h)) for h in {host[r] for r in goal.mesh.ranks}
+        )
         assert found.busiest >= max((0, *into.values())), where
         if Replicate() not in source.placements:  # nobody has a choice of who sends
             assert found.busiest == max((0, *into.values(), *out.values())), where

@@ -66,7 +66,11 @@ def placed(draw: random.Random, mesh: DeviceMesh, shape: tuple[int, ...]) -> Lay
         blocks[-1] = draw.choice([None, 2, 3, 3, [6, 2, 4]])
     dims: list[Placement] = [Shard(d, blocks[d]) for d in range(len(shape))]
     placements = {a: draw.choice([*dims, dims[-1], Replicate(), Partial()]) for a in mesh.axes}
-    return Layout(mesh, placements)
+    order = {d: draw.sample(axes, len(axes)) for d, axes in Layout(mesh, placements).splits}
+    for d, axes in order.items():
+        if draw.random() < 0.5:  # the inner ones go through all blocks as one
+            placements |= dict.fromkeys(axes[1:], Shard(d))
+    return Layout(mesh, placements, order)
 
 
 def drawn(seed: int, shape: tuple[int, ...]) -> Tensor:

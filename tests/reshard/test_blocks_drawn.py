@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -30,11 +32,19 @@ def sizes(draw: random.Random, extent: int) -> list[int]:
 
 
 def drawn(draw: random.Random, mesh: DeviceMesh, shape: tuple[int, ...], op: Placement) -> Layout:
-    blocks = [sizes(draw, n) if n and draw.random() < 0.6 else None for n in shape]
+    blocks: list[Any] = [sizes(draw, n) if n and draw.random() < 0.6 else None for n in shape]
+    for d, n in enumerate(shape):
+        if n and draw.random() < 0.3:
+            blocks[d] = draw.choice([k for k in range(1, n + 1) if n % k == 0])
     dims: list[Placement] = [Shard(d, blocks[d]) for d in range(len(shape))]
     placements = {a: draw.choice([*dims, *dims, Replicate(), op]) for a in mesh.axes}
-    layout = Layout(mesh, placements)
-    order = {d: draw.sample(axes, len(axes)) for d, axes in layout.splits}
+    order = {d: draw.sample(axes, len(axes)) for d, axes in Layout(mesh, placements).splits}
+    for d, axes in order.items():  # some of the inner ones go through all blocks as one
+        plain = axes[draw.randint(1, len(axes)) :]
+        placements |= dict.fromkeys(plain, Shard(d))
+        parts = math.prod(map(mesh.axis_size, plain))
+        if isinstance(blocks[d], int) and blocks[d] % parts == 0 and draw.random() < 0.5:
+            order[d] = [*plain, *axes[: len(axes) - len(plain)]]  # they take whole blocks
     return Layout(mesh, placements, order)
 
 

@@ -153,17 +153,18 @@ PLACEMENTS: list[tuple[list[Any], dict[str, Any]]] = [
     ([TorchReplicate(), TorchPartial("avg")], {"tp": Partial("avg")}),
     ([TorchPartial("product"), TorchReplicate()], {"dp": Partial("prod")}),
     ([_StridedShard(0, split_factor=2), S1], {"dp": Shard(0, 2), "tp": Shard(1)}),
+    ([_StridedShard(0, split_factor=3), S0], {"dp": Shard(0, 3), "tp": Shard(0)}),
 ]
 
 
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize(("placements", "ours"), PLACEMENTS)
 def test_placements(placements: list[Any], ours: dict[str, Any]) -> None:
-    x = DTensor.from_local(torch.ones(2, 2), torch_mesh(GRID), placements, run_check=False)
+    x = DTensor.from_local(torch.ones(6, 2), torch_mesh(GRID), placements, run_check=False)
     assert mf.layout_of(x) == Layout(GRID, ours)
     assert placements_of(Layout(GRID, ours)) == tuple(placements)
     bare = DTensor.from_local(
-        torch.ones(2, 2), torch_mesh(GRID, named=False), placements, run_check=False
+        torch.ones(6, 2), torch_mesh(GRID, named=False), placements, run_check=False
     )
     assert mf.layout_of(bare, axes=("dp", "tp")) == Layout(GRID, ours)
     assert mf.layout_of(bare).mesh.axes == ("y", "x")
@@ -180,10 +181,23 @@ def test_torch_splits_blocks_as_layouts_do(n: int, blocks: int) -> None:
         assert torch.equal(mf.shard_tensor(whole, layout, rank=rank), part)
 
 
-@pytest.mark.parametrize("ours", [{"dp": Shard(0, 2), "tp": Shard(0, 2)}, {"tp": Shard(0, (2, 1))}])
-def test_blocks_without_counterpart(ours: dict[str, Any]) -> None:
-    with pytest.raises(mf.LayoutError, match="equal blocks alone, which one axis splits"):
-        placements_of(Layout(GRID, ours))
+@pytest.mark.parametrize(
+    ("ours", "order"),
+    [
+        ({"tp": Shard(0, (2, 1))}, None),
+        ({"dp": Shard(0), "tp": Shard(0, 3)}, {0: ("tp", "dp")}),
+    ],
+)
+def test_blocks_without_counterpart(ours: dict[str, Any], order: Any) -> None:
+    with pytest.raises(mf.LayoutError, match="plainly only inside of them or by whole ones"):
+        placements_of(Layout(GRID, ours, order))
+
+
+def test_fsdp_over_tensor_parallelism_in_uneven_parts_is_none_of_torchs() -> None:
+    layout = Layout(GRID, {"dp": Shard(0), "tp": Shard(0)}, {0: ("tp", "dp")})
+    assert placements_of(layout, (8,)) == (_StridedShard(0, split_factor=2), S0)
+    with pytest.raises(mf.LayoutError, match="where the parts are equal"):
+        placements_of(layout, (7,))
 
 
 @pytest.mark.parametrize("at", range(6))
@@ -207,8 +221,8 @@ def test_torch_splits_as_layouts_do(at: int, unjoined: None) -> None:
 @pytest.mark.usefixtures("fake")
 def test_placements_without_counterpart() -> None:
     mesh, part = torch_mesh(GRID), torch.ones(2, 2)
-    strided = [_StridedShard(0, split_factor=2), S0]
-    x = DTensor.from_local(part, mesh, strided, run_check=False)
+    strided = [_StridedShard(0, split_factor=3), S0]
+    x = DTensor.from_local(part, mesh, strided, run_check=False)  # 8 rows are not 3 blocks
     with pytest.raises(mf.LayoutError, match="has no counterpart") as caught:
         mf.layout_of(x)
     assert "_StridedShard" in str(caught.value)
@@ -254,13 +268,16 @@ def test_an_order_that_torch_knows() -> None:
     assert program.run(turned)[0].placements == (TorchReplicate(),) * 2
     with pytest.raises(mf.ProgramError, match="order 0:tp>dp") as caught:
         program.run(usual)
-    assert "redistribute" not in str(caught.value)
+    assert "[_StridedShard(0, split_factor=2), Shard(0)]" in str(caught.value)
+    strided = [_StridedShard(0, split_factor=2), S0]
+    x = DTensor.from_local(turned.to_local(), mesh, strided, run_check=False)
+    assert program.run(x)[0].placements == (TorchReplicate(),) * 2
 
 
 def test_layouts_without_counterpart() -> None:
     both = {"dp": Shard(0), "tp": Shard(0)}
     with pytest.raises(mf.LayoutError, match="not a layout of DTensors") as caught:
-        placements_of(Layout(GRID, both, order={0: ("tp", "dp")}))
+        placements_of(Layout(GRID, both, order={0: ("tp", "dp")}), (9, 2))
     assert "without order=" in str(caught.value)
     assert placements_of(Layout(GRID, both, order={0: ("dp", "tp")})) == (S0,) * 2
     with pytest.raises(mf.LayoutError, match="Partial in one way") as caught:
@@ -548,11 +565,11 @@ def one_stage(mesh: DeviceMesh) -> mf.FusionDefinition:
 @pytest.mark.usefixtures("fake")
 def test_outputs_that_are_no_dtensors() -> None:
     with mf.FusionDefinition("ordered") as fd:
-        x = fd.define_tensor([8], mesh=GRID, layout={"dp": Shard(0), "tp": Shard(0)})
+        x = fd.define_tensor([7], mesh=GRID, layout={"dp": Shard(0), "tp": Shard(0)})
         split = {"dp": Shard(0), "tp": Shard(0)}
         fd.add_output(fd.ops.set(x).on(GRID, split, order={0: ("tp", "dp")}))
     program = mf.compile(fd)
-    x = cut(torch.ones(8), Layout(GRID, split), torch_mesh(GRID), 2)
+    x = cut(torch.ones(7), Layout(GRID, split), torch_mesh(GRID), 2)
     with pytest.raises(mf.ProgramError, match="cannot be a DTensor") as caught:
         program.run(x)
     assert "without order=" in str(caught.value)

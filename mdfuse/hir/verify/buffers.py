@@ -148,7 +148,7 @@ def _is_nested(p: Layout, q: Layout, dim: int) -> bool:
     if p.reach(dim) is not None or q.reach(dim) is not None:
         return False
     if dim in p.blocked or dim in q.blocked:
-        return p.blocked.get(dim) == q.blocked.get(dim) and q.split_axes(dim) == axes
+        return p.cuts.get(dim) == q.cuts.get(dim) and q.split_axes(dim) == axes
     here, there = (c if c is not None and c.dim == dim else None for c in map(chunk_of, (p, q)))
     if here is not None:
         return there is not None and is_one_chunk(p, q) and q.split_axes(dim) == axes

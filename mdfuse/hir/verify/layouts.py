@@ -16,7 +16,7 @@ from typing import Any
 from mdfuse.extents.expressions import Index, terms
 from mdfuse.ir.dims import DimMap, Labels, along_blocks, always, reshape, reshape_groups
 from mdfuse.ir.ops import TABLE
-from mdfuse.layouts.blocks import Blocks
+from mdfuse.layouts.blocks import Cut
 from mdfuse.layouts.boxes import Box, Rows
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard, Varies
 from mdfuse.layouts.stream import JOINED, Stream
@@ -117,8 +117,8 @@ class _Row:
     shapes: Sequence[Shape | None] = ()
     splits: dict[int, tuple[str, ...]] = field(default_factory=dict)
     #: of each split label; those of a slice's result, where they are others
-    blocks: dict[int, Blocks | None] = field(default_factory=dict)
-    taken: Mapping[int, Blocks | None] = field(default_factory=dict)
+    cuts: dict[int, Cut | None] = field(default_factory=dict)
+    taken: Mapping[int, Cut | None] = field(default_factory=dict)
     chunks: dict[int, Stream] = field(default_factory=dict)
     #: of a reshape: dim of one element -> what it is of the result, and a chunk of such a dim
     units: Mapping[int, int] = field(default_factory=dict)
@@ -162,10 +162,10 @@ class _Row:
 
     def note_blocks(self, at: int, layout: Layout, dim: int, label: int) -> None:
         """Note the blocks of a split label; raise Contradiction where the op cannot have them."""
-        blocks = layout.blocked.get(dim)
-        if self.blocks.setdefault(label, blocks) != blocks:
+        cut = layout.cuts.get(dim)
+        if self.cuts.setdefault(label, cut) != cut:
             raise Contradiction(f"dim {dim} of operand {at} of {self.fn} is in other blocks")
-        if blocks is not None and not (TABLE[self.fn].takes_blocks and self.labels.fits is always):
+        if cut is not None and not (TABLE[self.fn].takes_blocks and self.labels.fits is always):
             raise Contradiction(f"{self.fn} needs dim {dim} of operand {at} in one block")
 
     def apart(self, at: int, dim: int) -> Contradiction:
@@ -273,7 +273,7 @@ class _Row:
             if axes and taken.isdisjoint(axes):
                 self.splits[label] = axes
                 if TABLE[self.fn].takes_blocks:
-                    self.blocks[label] = declared.blocked.get(dim)
+                    self.cuts[label] = declared.cuts.get(dim)
             if chunk is not None and chunk.dim == dim and not self.chunks:
                 self.chunks[label] = chunk
 
@@ -293,8 +293,9 @@ class _Row:
                 continue
             if label in self.splits:
                 order[dim] = self.splits[label]
-                blocks = self.taken.get(label, self.blocks.get(label))
-                placements.update(dict.fromkeys(self.splits[label], Shard(dim, blocks)))
+                cut = self.taken.get(label, self.cuts.get(label))
+                for axis in self.splits[label]:
+                    placements[axis] = Shard(dim, cut.along(axis) if cut is not None else None)
             if label in self.chunks:
                 stream = replace(self.chunks[label], dim=dim)
         for label in self.chunks.keys() - {*self.labels.result}:
@@ -339,10 +340,10 @@ def result_layout(
         raise Contradiction(f"{fn} does not take these operands") from None
     if len(labels.results) > 1:
         labels = replace(labels, results=labels.results[at : at + 1])
-    taken: Mapping[int, Blocks | None] = {}
+    taken: Mapping[int, Cut | None] = {}
     if fn == "slice" and layouts[0] is not None and shapes[0] is not None:
-        blocked = plain(layouts[0], len(shapes[0])).blocked
-        labels, taken = along_blocks(labels, attrs, shapes[0], blocked)
+        cuts = plain(layouts[0], len(shapes[0])).cuts
+        labels, taken = along_blocks(labels, attrs, shapes[0], cuts)
     if taken:
         return _result(fn, labels, tuple(layouts), declared, numbers, tuple(absent), taken=taken)
     if labels.fits is not always or labels.reaches:
@@ -381,7 +382,7 @@ def _result(
     absent: tuple[bool, ...],
     shapes: Sequence[Shape | None] = (),
     shape: Shape = (),
-    taken: Mapping[int, Blocks | None] = MappingProxyType({}),
+    taken: Mapping[int, Cut | None] = MappingProxyType({}),
 ) -> Layout:
     operands, mesh = [], declared.mesh
     for at, (layout, dims) in enumerate(zip(layouts, labels.operands, strict=True)):

@@ -1,0 +1,304 @@
+"""What moves between the layouts of one mesh cost, and what all that is left costs at least.
+
+A node is written as numbers, since thousands of them are looked at and a few become layouts. What
+is left at a node is never overrated: without a Partial it is known, as one Exchange brings each
+rank just what it lacks; with one, each rank needs a sum of what others have for all that it needs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mdfuse.layouts.blocks import segments, split
+from mdfuse.layouts.boxes import Rows
+from mdfuse.layouts.crossing import (
+    Crossing,
+    crossing,
+    elements_by_host,
+    hosts_of_terms,
+    least_crossing,
+)
+from mdfuse.layouts.exchange import Exchange
+from mdfuse.layouts.lacks import (
+    UNIT,
+    arriving,
+    cut,
+    dearer,
+    is_special,
+    length,
+    shared,
+    worst_lack,
+)
+from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
+from mdfuse.layouts.side import Side
+from mdfuse.reshard.clock import along, is_timed, nanoseconds
+
+
+class Node(NamedTuple):
+    """A layout on the mesh: axes are numbers, outermost first where several split one dim."""
+
+    splits: tuple[tuple[int, ...], ...]
+    #: axes whose Partial is still to be reduced
+    partial: tuple[int, ...]
+    #: axes that have become the Partial that the destination has
+    made: tuple[int, ...] = ()
+
+
+class Move(NamedTuple):
+    """A step between two nodes; its kind is that of a communication or a local step."""
+
+    kind: str
+    after: Node
+    axes: tuple[int, ...] = ()
+    dim: int | None = None
+    to_dim: int | None = None
+
+
+@dataclass
+class Costs:
+    """What is on the way from one layout to another on one mesh, for a tensor of some extents."""
+
+    source: Layout
+    goal: Layout
+    shape: tuple[int, ...]
+    itemsize: int
+    #: node -> elements of its largest part
+    parts: dict[Node, int] = field(default_factory=dict)
+    #: node without a Partial -> cost of all that is left
+    left: dict[Node, int] = field(default_factory=dict)
+    #: what exchanges take between hosts
+    crossings: dict[tuple[Layout, Layout], Crossing] = field(default_factory=dict)
+    #: axes that are Partial -> what crosses hosts at least
+    crossed: dict[tuple[int, ...], int] = field(default_factory=dict)
+    #: (dim, axes that split it) -> the rows that each rank then has of those that it needs
+    overlaps: dict[tuple[int, tuple[int, ...]], Any] = field(default_factory=dict)
+
+    # -- nodes and layouts -----------------------------------------------------------------------
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        return self.source.mesh.shape
+
+    @cached_property
+    def ops(self) -> dict[int, str]:
+        """Axis whose Partial is to be reduced -> its reduce op."""
+        pairs = enumerate(zip(self.source.placements, self.goal.placements, strict=True))
+        return {i: p.op for i, (p, q) in pairs if isinstance(p, Partial) and p != q}
+
+    @cached_property
+    def made(self) -> dict[int, str]:
+        """Axis that is to become Partial -> its reduce op."""
+        pairs = enumerate(zip(self.source.placements, self.goal.placements, strict=True))
+        return {i: q.op for i, (p, q) in pairs if isinstance(q, Partial) and p != q}
+
+    @cached_property
+    def dims(self) -> list[int]:
+        """The dims whose splits may change: those in blocks are the same before and afterwards."""
+        return [d for d in range(len(self.shape)) if d not in self.source.blocked]
+
+    def blocks(self, dim: int) -> Rows:
+        """Return the blocks of a dim, which are the same all the way."""
+        return segments(self.source.blocked.get(dim), self.shape[dim])
+
+    @cached_property
+    def kept(self) -> int:
+        """The number of terms of a Partial that stays."""
+        pairs = zip(self.sizes, self.source.placements, self.goal.placements, strict=True)
+        return math.prod(n for n, p, q in pairs if isinstance(p, Partial) and p == q)
+
+    def splits(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
+        index = layout.mesh.axes.index
+        return tuple(tuple(map(index, layout.split_axes(d))) for d in range(len(self.shape)))
+
+    @cached_property
+    def start(self) -> Node:
+        return Node(self.splits(self.source), tuple(self.ops))
+
+    @cached_property
+    def end(self) -> Node:
+        return Node(self.splits(self.goal), (), tuple(self.made))
+
+    @cached_property
+    def target(self) -> tuple[int | None, ...]:
+        """The dim that each axis splits in the destination; None where it splits none."""
+        of = {a: d for d, axes in enumerate(self.end.splits) for a in axes}
+        return tuple(of.get(a) for a in range(len(self.sizes)))
+
+    def layout(self, node: Node) -> Layout:
+        if node == self.start:
+            return self.source
+        if node == self.end:
+            return self.goal
+        names, placements = self.source.mesh.axes, dict[str, Placement]()
+        for a, (name, p) in enumerate(self.source.by_axis().items()):
+            is_term = isinstance(p, Partial) and (a in node.partial or a not in self.ops)
+            placements[name] = p if is_term else Replicate()
+        for a in node.made:
+            placements[names[a]] = Partial(self.made[a])
+        for d, axes in enumerate(node.splits):
+            cut = self.source.cuts.get(d)  # which is the same all the way
+            along = ((names[a], Shard(d, cut.along(names[a]) if cut else None)) for a in axes)
+            placements.update(along)
+        order = {d: [names[a] for a in axes] for d, axes in enumerate(node.splits) if axes}
+        return Layout(self.source.mesh, placements, order, self.source.stream)
+
+    # -- sizes -----------------------------------------------------------------------------------
+
+    def rows(self, dim: int, axes: tuple[int, ...]) -> int:
+        """Return the rows of a dim that the first rank has."""
+        rows, names = self.blocks(dim), self.source.mesh.axes
+        if len(rows) > 1:
+            for a in axes:
+                rows = split(rows, self.sizes[a], 0, self.source.is_plain(dim, names[a]))
+            return sum(stop - start for start, stop in rows)
+        n = self.shape[dim]
+        for a in axes:
+            n = -(-n // self.sizes[a])
+        return n
+
+    def part(self, node: Node) -> int:
+        if node not in self.parts:
+            rows = (self.rows(d, axes) for d, axes in enumerate(node.splits))
+            self.parts[node] = math.prod(rows)
+        return self.parts[node]
+
+    def count(self, axes: tuple[int, ...]) -> int:
+        return math.prod([self.sizes[a] for a in axes])
+
+    # -- costs -----------------------------------------------------------------------------------
+
+    @cached_property
+    def is_timed(self) -> bool:
+        """Whether costs are nanoseconds; else they are elements times `UNIT`."""
+        return is_timed(self.source, self.goal, self.shape)
+
+    def cost(self, move: Move, here: Node) -> int:
+        """Return what a move costs: what arrives at a rank, or how long that takes."""
+        if move.kind in ("slice", "term"):
+            return 0
+        if move.kind == "Exchange":
+            return self.exchange(here, move.after) if self.is_timed else self.to_go(here)
+        if move.kind == "ReduceExchange":
+            found = self.exchange(here, move.after)
+            return found if self.is_timed else dearer(found)
+        parts = self.part(here), self.part(move.after)
+        arrives = arriving(move.kind, self.count(move.axes), *parts)
+        if not self.is_timed:
+            return arrives
+        mesh = self.source.mesh
+        names = tuple(mesh.axes[a] for a in move.axes)
+        return nanoseconds(1, arrives, along(move.kind, mesh, names, *parts), self.itemsize)
+
+    def exchange(self, here: Node, after: Node) -> int:
+        """Return what an exchange costs, which reduces what is to be reduced."""
+        copies = self.count(here.partial) - 1
+        held = self.layout(here._replace(partial=(), made=()))
+        need = self.layout(after._replace(made=()))
+        arrives = UNIT * worst_lack(held, need, self.shape, copies)
+        if not self.is_timed:
+            return arrives
+        terms = self.layout(here._replace(made=()))
+        found = self.crossing(terms, need)
+        return nanoseconds(found.messages, arrives, found.busiest, self.itemsize)
+
+    def crossing(self, held: Layout, need: Layout) -> Crossing:
+        """Return what an exchange takes between hosts."""
+        if (held, need) not in self.crossings:
+            found = crossing(Exchange(Side(held, self.shape), Side(need, self.shape)))
+            self.crossings[held, need] = found
+        return self.crossings[held, need]
+
+    def to_go(self, node: Node) -> int:
+        """Return what all that is left costs at least, for a node without a Partial.
+
+        Where elements count, one Exchange costs just that.
+        """
+        if node not in self.left:
+            lack = UNIT * self.lack(node)
+            if self.is_timed and lack:
+                held, need = (self.layout(x._replace(made=())) for x in (node, self.end))
+                crossing = least_crossing(Exchange(Side(held, self.shape), Side(need, self.shape)))
+                lack = nanoseconds(1, lack, crossing, self.itemsize)
+            self.left[node] = lack
+        return self.left[node]
+
+    def lack(self, node: Node) -> int:
+        """Return the most elements that a rank needs from others, for a node without a Partial."""
+        if is_special(self.source, self.goal, self.shape):
+            aim = self.layout(self.end._replace(made=()))
+            return worst_lack(self.layout(node._replace(made=())), aim, self.shape)
+        held: Any = 1
+        for dim, axes in enumerate(node.splits):
+            if (dim, axes) not in self.overlaps:
+                need, have = (self.cut(dim, x) for x in (self.end.splits[dim], axes))
+                self.overlaps[dim, axes] = shared(need, have)
+            held = held * self.overlaps[dim, axes]
+        return int(np.max(self.needed - held))
+
+    def cut(self, dim: int, axes: tuple[int, ...]) -> list[tuple[Any, Any]]:
+        """Return where the parts of all ranks begin and end, in each block of a dim."""
+        names = self.source.mesh.axes
+        is_plain = (self.source.is_plain(dim, names[a]) for a in axes)
+        splits = [(self.sizes[a], self.grid[a], p) for a, p in zip(axes, is_plain, strict=True)]
+        return cut(self.blocks(dim), splits)
+
+    @cached_property
+    def grid(self) -> Any:
+        """The coordinate of all ranks on each axis."""
+        return np.ogrid[tuple(slice(n) for n in self.sizes)]
+
+    @cached_property
+    def needed(self) -> Any:
+        """The elements that each rank needs: an array that broadcasts over the mesh."""
+        needed: Any = 1
+        for dim, axes in enumerate(self.end.splits):
+            needed = needed * length(self.cut(dim, axes))
+        return needed
+
+    def least(self, node: Node) -> int:
+        """Return a cost that is quickly known, and that all that is left has at least."""
+        arrives = self.least_arriving(node)
+        if not self.is_timed:
+            return arrives
+        crosses = self.least_crossing(node.partial) if node.partial and not self.made else 0
+        return nanoseconds(0, arrives, crosses, self.itemsize)
+
+    def least_crossing(self, partial: tuple[int, ...]) -> int:
+        """Return what a host takes in on average where terms are still to be reduced, at least.
+
+        The first host that has the sum of terms on n hosts has got n - 1, and each other one that
+        needs the sum gets one more.
+        """
+        if partial not in self.crossed:
+            mesh, need = self.source.mesh, self.layout(self.end)
+            needed = elements_by_host(Side(need, self.shape))
+            hosts = hosts_of_terms(mesh, tuple(mesh.axes[a] for a in partial))
+            total = sum(needed) + (hosts - 2) * math.prod(self.shape) * self.kept
+            self.crossed[partial] = total // len(needed) if hosts > 1 else 0
+        return self.crossed[partial]
+
+    def least_arriving(self, node: Node) -> int:
+        """Return what arrives at least."""
+        if self.made:
+            return 0
+        need = UNIT * self.part(self.end)
+        if not node.partial:
+            here = UNIT * self.part(node)
+            return need - here if need > here else 0
+        shared = self.shared(node)
+        return shared if shared > need else need
+
+    def shared(self, node: Node) -> int:
+        """Return what arrives at a rank on average where a Partial is reduced, at least.
+
+        The first rank that has the sum of n terms has got n - 1, and each other one that needs the
+        sum gets one more.
+        """
+        ranks = math.prod(self.sizes) // self.kept
+        n, wanted = self.count(node.partial), ranks // self.count(sum(self.end.splits, ()))
+        return math.prod(self.shape) * UNIT * (n + wanted - 2) // ranks

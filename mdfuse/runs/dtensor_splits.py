@@ -1,0 +1,123 @@
+"""How several axes split one dim: torch's way, from left to right, and a layout's way.
+
+Torch applies placements in the order of the mesh. `_StridedShard` with a split factor k cuts what
+the axes on its left leave into k equal blocks, and splits each. So a dim is a number with digits:
+an axis owns one, and what no axis owns counts through what a rank has. `Shard` takes the first
+digit that no axis has, `_StridedShard` the first behind k of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from mdfuse.layouts.layout import Layout
+
+
+class Split(NamedTuple):
+    """How axes split one dim of a layout.
+
+    Attributes:
+        order: the axes, outermost first.
+        blocks: into which the dim falls; None: none.
+        plain: the axes that split it plainly.
+    """
+
+    order: tuple[str, ...]
+    blocks: int | None
+    plain: frozenset[str]
+
+
+class _Digit(NamedTuple):
+    size: int
+    axis: str | None = None
+
+
+def from_torch(axes: Sequence[tuple[str, int, int]], extent: int) -> Split | None:
+    """Return how a layout splits a dim as torch's placements do; None where none does.
+
+    Args:
+        axes: name, size, and split factor of each that splits the dim, in the order of the mesh.
+        extent: of the dim.
+
+    >>> from_torch([("dp", 2, 2), ("tp", 2, 1)], 8).order  # FSDP over tensor parallelism
+    ('tp', 'dp')
+    """
+    digits, tail = list[_Digit](), list[str]()
+    for axis, n, factor in axes:
+        found = None if tail else _taken(digits, axis, n, factor)
+        if found is not None:
+            digits = found
+        elif factor == 1:
+            tail.append(axis)
+        else:
+            return None
+    while digits and digits[-1].axis is None:
+        digits.pop()
+    if extent % math.prod(d.size for d in digits[:-1]):
+        return None
+    free = [i for i, d in enumerate(digits) if d.axis is None]
+    first, last = (free[0], free[-1] + 1) if free else (len(digits), len(digits))
+    if len(free) < last - first:
+        return None
+    order = [d.axis for d in digits if d.axis is not None]
+    blocks = math.prod(d.size for d in digits[:last]) if free else None
+    return Split((*order, *tail), blocks, frozenset([*order[:first], *tail]))
+
+
+def _taken(digits: Sequence[_Digit], axis: str, n: int, factor: int) -> list[_Digit] | None:
+    """Return the digits of a dim with one more that an axis owns; None where it cuts through."""
+    found = list[_Digit]()
+    rest, is_owned = factor, False
+    for d in digits:
+        if d.axis is not None or is_owned:
+            found.append(d)
+        elif rest % d.size == 0:
+            found.append(d)
+            rest //= d.size
+        elif d.size % (rest * n) == 0:
+            found += [_Digit(rest), _Digit(n, axis), _Digit(d.size // (rest * n))]
+            is_owned = True
+        else:
+            return None
+    if not is_owned:
+        found += [_Digit(rest), _Digit(n, axis)]
+    return [d for d in found if d.size > 1 or d.axis is not None]
+
+
+def to_torch(layout: Layout, dim: int, extent: int | None = None) -> Mapping[str, int] | None:
+    """Return the split factors with which torch splits a dim as a layout does; None: it cannot.
+
+    Args:
+        layout: a normalized layout.
+        dim: which of its dims.
+        extent: of the dim; without it, it is taken to fall into equal parts.
+
+    >>> from mdfuse import DeviceMesh, Shard
+    >>> mesh, fsdp = DeviceMesh.arange(dp=2, tp=4), {"dp": Shard(0), "tp": Shard(0)}
+    >>> to_torch(Layout(mesh, fsdp, {0: ("tp", "dp")}), 0)
+    {'dp': 4, 'tp': 1}
+    """
+    axes, size = layout.split_axes(dim), layout.mesh.axis_size
+    cut = layout.cuts.get(dim)
+    if cut is not None and not isinstance(cut.blocks, int):
+        return None
+    digits, tail = [_Digit(size(a), a) for a in axes], list[str]()
+    if cut is not None:
+        at = next(i for i, a in enumerate(axes) if a not in cut.plain)
+        tail = [a for a in axes[at:] if a in cut.plain]
+        whole = _Digit(cut.blocks // math.prod(d.size for d in digits[:at]))  # type: ignore[operator]
+        digits = [*digits[:at], whole, *(d for d in digits[at:] if d.axis not in tail)]
+    place = layout.mesh.axis_index
+    if [*axes[len(axes) - len(tail) :]] != tail or tail != sorted(tail, key=place):
+        return None
+    if tail and any(place(a) > place(tail[0]) for a in axes if a not in tail):
+        return None
+    found = {}
+    for a in sorted(axes, key=place):
+        before = digits[: next((i for i, d in enumerate(digits) if d.axis == a), 0)]
+        later = (d.size for d in before if d.axis is None or place(d.axis) > place(a))
+        found[a] = math.prod(later)
+    is_even = extent is None or extent % math.prod(d.size for d in digits[:-1]) == 0
+    return found if is_even or {*found.values()} == {1} else None
