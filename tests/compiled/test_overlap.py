@@ -25,7 +25,7 @@ from mdfuse.seeing.timeline import timeline
 LINE = DeviceMesh.arange(tp=4)
 
 #: Where overlap pays: neither work nor communication is much longer, and nothing costs by itself.
-PAYS = Costs(name="even", flops=1e6, links={"*": Link(0.0, 4e4)})
+PAYS = Costs(name="even", flops=1e5, links={"*": Link(0.0, 4e4)})
 AUTO = Options(overlap="auto")
 
 
