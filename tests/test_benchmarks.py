@@ -183,6 +183,23 @@ def test_layers_that_cannot_be_measured(
     assert done.returncode == 1 and words in done.stderr
 
 
+def test_overlap_beside_copies(tmp_path: Path) -> None:
+    """The benchmark ends with an error where a product in chunks is wrong."""
+    script = str(ROOT / "benchmarks" / "overlap.py")
+    arguments = ("--device", "cpu", "--small", "--rounds", "2", "--of", "4", "--output", "a.json")
+    done = run(tmp_path, script, *arguments)
+    assert done.returncode == 0, done.stderr
+    stored = json.loads((tmp_path / "a.json").read_text())
+    assert stored["world"]["stands for rank 0 of"] == 4
+    for name in ("AG+MM 64 x 16 x 24", "MM+RS 64 x 16 x 24"):
+        rows = {row["alternative"]: row for row in stored["rows"] if row["name"] == name}
+        ideal, *parts = (
+            rows[x]["rounds"]["against"]
+            for x in ("the longer one of product and copies", "the product", "the copies")
+        )
+        assert ideal == [max(pair) for pair in zip(*parts, strict=True)]
+
+
 @pytest.fixture
 def layers_models(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))

@@ -1,0 +1,121 @@
+"""Products beside a communication: their shapes, as programs of mdfuse, and their right values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+import mdfuse as mf
+from mdfuse import DeviceMesh, Shard, Stream
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An all-gather and the product that reads it, or a product and its reduce-scatter.
+
+    Attributes:
+        kind: which of both.
+        rows: of all ranks.
+        inner: of the product on a rank, which it sums over.
+        columns: of the product on a rank.
+    """
+
+    kind: Literal["AG+MM", "MM+RS"]
+    rows: int
+    inner: int
+    columns: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.rows} x {self.inner} x {self.columns}"
+
+    @property
+    def limit(self) -> float:
+        """Time on one GPU, as a multiple of the longer one of product and copies."""
+        return 1 / 0.95 if self.rows >= 8192 else 1 / 0.90
+
+    def moved(self, ranks: int, itemsize: int) -> int:
+        """How many bytes come to a rank, and leave it."""
+        width = self.inner if self.kind == "AG+MM" else self.columns
+        return (ranks - 1) * self.rows // ranks * width * itemsize
+
+    def parts(self, ranks: int, device: torch.device, dtype: torch.dtype) -> list[Parts]:
+        """What each of some ranks has, drawn alike on every machine."""
+        draw = torch.Generator(device).manual_seed(self.rows + self.columns)
+        rows = self.rows // ranks if self.kind == "AG+MM" else self.rows
+
+        def drawn(*shape: int) -> Tensor:
+            made = torch.randn(shape, generator=draw, device=device, dtype=torch.float32)
+            return (made * self.inner**-0.25).to(dtype)
+
+        return [
+            Parts(drawn(rows, self.inner), drawn(self.inner, self.columns)) for _ in range(ranks)
+        ]
+
+    def incoming(self, parts: list[Parts]) -> dict[int, Tensor]:
+        """Rank -> what rank 0 gets from it."""
+        if self.kind == "AG+MM":
+            return {r: p.x for r, p in enumerate(parts) if r}
+        mine = self.rows // len(parts)
+        return {r: p.x[:mine] @ p.w for r, p in enumerate(parts) if r}
+
+    def right(self, parts: list[Parts]) -> Tensor:
+        """What rank 0 is to compute, in float64: every 97th row."""
+        if self.kind == "AG+MM":
+            whole = torch.cat([p.x for p in parts])[::97]
+            return whole.double() @ parts[0].w.double()
+        mine = slice(0, self.rows // len(parts), 97)
+        return sum(
+            (p.x[mine].double() @ p.w.double() for p in parts), torch.zeros(()).to(parts[0].x)
+        )
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a rank has: a part of the left operand, and one of the right."""
+
+    x: Tensor
+    w: Tensor
+
+
+#: Measured on two H200s, and what is sought of one GPU.
+SHAPES = (
+    Shape("AG+MM", 8192, 8192, 7168),
+    Shape("AG+MM", 8192, 8192, 1280),
+    Shape("AG+MM", 4096, 8192, 3584),
+    Shape("AG+MM", 16384, 8192, 14336),
+    Shape("MM+RS", 8192, 7168, 8192),
+    Shape("MM+RS", 8192, 1280, 8192),
+    Shape("MM+RS", 4096, 3584, 8192),
+    Shape("MM+RS", 16384, 14336, 8192),
+)
+
+#: Only to see that it runs.
+SMALL = (Shape("AG+MM", 64, 16, 24), Shape("MM+RS", 64, 16, 24))
+
+
+def definition(
+    shape: Shape, mesh: DeviceMesh, dtype: torch.dtype, pieces: int, name: str
+) -> mf.FusionDefinition:
+    """A program: one after the other, or in so many pieces for each rank, in a ring."""
+    n = mesh.axis_size("tp")
+    stream = Stream(0, n * pieces, rotate="tp") if pieces else None
+    with mf.FusionDefinition(name) as fd:
+        if shape.kind == "AG+MM":
+            x = _tensor(fd, shape.rows, shape.inner, mesh, 0, dtype)
+            w = _tensor(fd, shape.inner, shape.columns * n, mesh, 1, dtype)
+            x = fd.ops.set(x).on(mesh, {}, stream=stream)
+            fd.add_output((x @ w).on(mesh, {"tp": Shard(1)}, stream=stream))
+        else:
+            x = _tensor(fd, shape.rows, shape.inner * n, mesh, 1, dtype)
+            w = _tensor(fd, shape.inner * n, shape.columns, mesh, 0, dtype)
+            fd.add_output((x @ w).on(mesh, {"tp": Shard(0)}, stream=stream))
+    return fd
+
+
+def _tensor(
+    fd: mf.FusionDefinition, rows: int, columns: int, mesh: DeviceMesh, dim: int, dtype: torch.dtype
+) -> Any:
+    return fd.define_tensor([rows, columns], dtype, mesh, {"tp": Shard(dim)})
