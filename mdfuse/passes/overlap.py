@@ -41,7 +41,7 @@ class Form:
     Attributes:
         dims: of each value of the window, in order, the dim that is cut.
         chunks: how many.
-        rotate: the axis along which each rank starts with its own; None: all start with the first.
+        rotate: the axis along which ranks form a ring; None: all start with the first chunk.
     """
 
     dims: tuple[int, ...]
@@ -49,8 +49,8 @@ class Form:
     rotate: str | None = None
 
     def __str__(self) -> str:
-        own = f", each rank along {self.rotate} its own first" if self.rotate else ""
-        return f"{self.chunks} chunks{own}"
+        ring = f", a ring along {self.rotate}" if self.rotate else ""
+        return f"{self.chunks} chunks{ring}"
 
 
 @dataclass(frozen=True, slots=True)
