@@ -31,7 +31,9 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--shapes", type=int, nargs="+", help="some of them, counted from 0")
     parser.add_argument("--of", type=int, default=2, help="ranks that one GPU is one of")
-    parser.add_argument("--link", type=float, default=300.0, help="GB/s that it stands in for")
+    parser.add_argument(
+        "--link", type=float, default=180.0, help="GB/s that it stands in for: NCCL's"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="a GPU if there is one")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--small", action="store_true", help="products of some thousand numbers")

@@ -193,8 +193,8 @@ def test_overlap_beside_copies(tmp_path: Path) -> None:
     assert stored["world"]["stands for rank 0 of"] == 4
     for name in ("AG+MM 64 x 16 x 24", "MM+RS 64 x 16 x 24"):
         rows = [row for row in stored["rows"] if row["name"] == name]
-        forms = ["one after the other", "one piece", "two pieces"]
-        assert [row["sizes"] for row in rows[:3]] == forms
+        forms = ["one after the other", "one piece", "two pieces", "four pieces"]
+        assert [row["sizes"] for row in rows[:4]] == forms
         against = {row["alternative"]: row["rounds"]["against"] for row in rows}
         longer = zip(against["product"], against["copies"], strict=True)
         assert against["the longer one of product and copies"] == [max(pair) for pair in longer]

@@ -251,7 +251,7 @@ def _counts(
     rows = min(_rows(v, d, axes) for v, d in zip(values, dims, strict=True))
     counts = {2, 4} | {n * k for n in size.values() for k in (1, 2, 4)}
     yield from ((n, None) for n in sorted(counts) if n <= rows)
-    yield from ((n * k, axis) for axis, n in size.items() for k in (1, 2) if n * k <= rows)
+    yield from ((n * k, axis) for axis, n in size.items() for k in (1, 2, 4) if n * k <= rows)
 
 
 def _rows(value: Value, dim: int, moved: Sequence[str]) -> int:

@@ -151,7 +151,7 @@ def test_what_was_left_is_told() -> None:
     fd = CASES["gather"].definition(LINE, 64)
     found = mf.compile(fd, replace(AUTO, costs="unit"))
     (line,) = told(found)
-    assert "left as it is: 2e+03 ms one after the other, best of 6 forms" in line
+    assert "left as it is: 2e+03 ms one after the other, best of 7 forms" in line
     assert str(found) == str(mf.compile(fd))
 
 
@@ -241,7 +241,7 @@ def test_layers_that_are_alike_are_timed_once(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("mdfuse.compiled.overlap.timeline", counted)
     found = mf.compile(fd, replace(AUTO, costs="h100"))
     assert len(told(found)) >= 12
-    assert len(calls) <= 18
+    assert len(calls) <= 24
 
 
 @pytest.mark.parametrize("name", ["always", "", 3, None])

@@ -28,13 +28,13 @@ def shown(fusion: Fusion) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("gather", ["set matmul: 2 4 8 16 4tp 8tp"]),
-        ("three", ["set linear linear linear: 2 2 4 8 16 4tp 8tp"]),
-        ("scatter", ["matmul set: 4 4tp 8tp"]),
+        ("gather", ["set matmul: 2 4 8 16 4tp 8tp 16tp"]),
+        ("three", ["set linear linear linear: 2 2 4 8 16 4tp 8tp 16tp"]),
+        ("scatter", ["matmul set: 4 4tp 8tp 16tp"]),
         ("reduce", ["matmul set: 2 4 8 16"]),
         ("experts", ["set matmul: 2 4 8 2 4 8 16"]),
-        ("mlp", ["set matmul relu matmul set: 4 4tp 8tp", "set matmul: 2 4 8 16 4tp 8tp",
-                 "matmul set: 4 4tp 8tp"]),
+        ("mlp", ["set matmul relu matmul set: 4 4tp 8tp 16tp", "set matmul: 2 4 8 16 4tp 8tp 16tp",
+                 "matmul set: 4 4tp 8tp 16tp"]),
     ],
 )  # fmt: skip
 def test_windows_and_forms(name: str, expected: list[str]) -> None:
@@ -88,7 +88,7 @@ def test_narrow_sums_are_not_rounded_once_per_rank() -> None:
 
     plain = error(fusion)
     forms = [(form, error(streamed)) for _, form, streamed in in_forms(fusion)]
-    assert [(f.chunks, f.rotate) for f, _ in forms] == [(4, None), (4, "tp"), (8, "tp")]
+    assert [(f.chunks, f.rotate) for f, _ in forms] == [(4, None), (4, "tp"), (8, "tp"), (16, "tp")]
     assert all(found <= 1.001 * plain for _, found in forms), (plain, forms)
 
 
