@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -12,23 +11,17 @@ import torch
 from _graphs import HandGraph
 from _measure import Contender, Row, device_time, host_time, interleave
 from _overlap_copies import Copies, lane, pinned, stand_in
-from _overlap_shapes import Parts, Shape, definition
+from _overlap_shapes import FORMS, Parts, Shape, compare, definition, figures
 from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh
-
-#: dtype -> the largest error, relative to the norm of the result.
-_TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
 
 #: Calls of a turn, and clock cycles, about four milliseconds, in which the host queues them.
 _FOLLOWING, _AHEAD = 4, 8_000_000
 
 #: Bytes by which the rate of copies from the host is measured.
 _PROBE = 256 << 20
-
-#: Pieces in which each rank's shard goes -> what mdfuse's program is called.
-PROGRAMS = {0: "one after the other", 1: "one piece", 2: "two pieces", 4: "four pieces"}
 
 _Call = Callable[[], Any]
 
@@ -72,6 +65,10 @@ class Alone:
             "copies from the host, bytes per second": self.host_rate,
         }
 
+    def close(self) -> None:
+        """Leave the world that it stood for."""
+        self.comm.close()
+
     def settle(self) -> None:
         """Wait until nothing is under way."""
         if self.is_gpu:
@@ -84,11 +81,11 @@ class Alone:
         right, mine = shape.right(parts), parts[0]
         most = shape.moved(self.size, mine.x.itemsize)
         calls: dict[str, _Call] = {}
-        for pieces, name in PROGRAMS.items():
+        for name, pieces in FORMS.items():
             self.copies.expect(incoming, 1.0, most)
             check = self._program(shape, pieces, f"{name}, checked", mine)
             for _ in range(3):  # eager, captured, replayed
-                _compare(f"{shape}, {name}", check(), right)
+                compare(f"{shape}, {name}", check(), right)
             self.copies.expect(incoming, self.share, most)
             calls[name] = self._program(shape, pieces, name, mine)
             for _ in range(3):
@@ -102,11 +99,11 @@ class Alone:
             settle=self.settle,
             stopwatch=partial(device_time, ahead=_AHEAD) if self.is_gpu else host_time,
         )
-        yield from _figures(shape, times, self.is_gpu)
+        yield from figures(shape, times, "copies", has_limit=self.is_gpu)
 
     def _program(self, shape: Shape, pieces: int, name: str, mine: Parts) -> _Call:
         options = mf.Options(graph="always" if self.is_gpu else "never", compile="never")
-        fd = definition(shape, self.mesh, self.dtype, pieces, _name(name))
+        fd = definition(shape, self.mesh, self.dtype, pieces, name)
         run = mf.compile(fd, options).run
         return lambda: run(mine.x, mine.w)[0]
 
@@ -157,41 +154,3 @@ class Alone:
 
         copy()
         return _PROBE / min(device_time(copy) for _ in range(5)) * 1e9
-
-
-def _name(text: str) -> str:
-    return text.replace(", ", "_").replace(" ", "_")
-
-
-def _compare(what: str, got: Tensor, right: Tensor) -> None:
-    found = got[::97].double()
-    error = float(torch.linalg.vector_norm(found - right) / torch.linalg.vector_norm(right))
-    if not error < _TOLERANCE[got.dtype]:
-        raise AssertionError(f"{what}: a relative error of {error:.2g}")
-
-
-def _figures(shape: Shape, times: dict[str, list[float]], is_gpu: bool) -> Iterator[Row]:
-    """Time against the longer one of product and copies; the quickest form has a limit."""
-    times["ideal"] = [max(pair) for pair in zip(times["product"], times["copies"], strict=True)]
-    forms = [name for pieces, name in PROGRAMS.items() if pieces]
-    best = min(forms, key=lambda name: statistics.median(times[name]))
-    for name in PROGRAMS.values():
-        yield Row(
-            name=str(shape),
-            sizes=name,
-            unit="us",
-            ours=times[name],
-            against=times["ideal"],
-            alternative="the longer one of product and copies",
-            limit=shape.limit if is_gpu and name == best else None,
-        )
-    for name in ("one after the other", "product", "copies"):
-        yield Row(
-            name=str(shape),
-            sizes=best,
-            unit="us",
-            ours=times[best],
-            against=times[name],
-            alternative=name,
-            limit=None,
-        )

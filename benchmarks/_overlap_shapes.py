@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from _measure import Row
 from torch import Tensor
 
 import mdfuse as mf
@@ -61,12 +64,13 @@ class Shape:
         mine = self.rows // len(parts)
         return {r: p.x[:mine] @ p.w for r, p in enumerate(parts) if r}
 
-    def right(self, parts: list[Parts]) -> Tensor:
-        """What rank 0 is to compute, in float64: every 97th row."""
+    def right(self, parts: list[Parts], rank: int = 0) -> Tensor:
+        """What a rank is to compute, in float64: every 97th row."""
         if self.kind == "AG+MM":
             whole = torch.cat([p.x for p in parts])[::97]
-            return whole.double() @ parts[0].w.double()
-        mine = slice(0, self.rows // len(parts), 97)
+            return whole.double() @ parts[rank].w.double()
+        rows = self.rows // len(parts)
+        mine = slice(rank * rows, (rank + 1) * rows, 97)
         return sum(
             (p.x[mine].double() @ p.w.double() for p in parts), torch.zeros(()).to(parts[0].x)
         )
@@ -96,13 +100,55 @@ SHAPES = (
 SMALL = (Shape("AG+MM", 64, 16, 24), Shape("MM+RS", 64, 16, 24))
 
 
+#: mdfuse's program -> in how many pieces each rank's shard goes; 0: as a whole.
+FORMS = {"one after the other": 0, "one piece": 1, "two pieces": 2, "four pieces": 4}
+
+#: dtype -> the largest error, relative to the norm of the result.
+_TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
+
+
+def compare(what: str, got: Tensor, right: Tensor) -> None:
+    """Raise AssertionError where a result is wrong; `right` has every 97th row."""
+    found = got[::97].double()
+    error = float(torch.linalg.vector_norm(found - right) / torch.linalg.vector_norm(right))
+    if not error < _TOLERANCE[got.dtype]:
+        raise AssertionError(f"{what}: a relative error of {error:.2g}")
+
+
+def figures(
+    shape: Shape, times: Mapping[str, Sequence[float]], moved: str, has_limit: bool
+) -> Iterator[Row]:
+    """The quickest of mdfuse's forms against the ideal, and against all else.
+
+    Args:
+        shape: what was computed.
+        times: nanoseconds of each contender in each round.
+        moved: the contender that only communicates, beside `product`.
+        has_limit: whether the ideal sets a limit.
+    """
+    pieces = [name for name, n in FORMS.items() if n]
+    best = min(pieces, key=lambda name: statistics.median(times[name]))
+    ideal = [max(pair) for pair in zip(times["product"], times[moved], strict=True)]
+    for name, others in {"ideal": ideal, **times}.items():
+        if name != best:
+            yield Row(
+                name=f"{shape}: time",
+                sizes=best,
+                unit="us",
+                ours=times[best],
+                against=others,
+                alternative=name,
+                limit=shape.limit if has_limit and name == "ideal" else None,
+            )
+
+
 def definition(
     shape: Shape, mesh: DeviceMesh, dtype: torch.dtype, pieces: int, name: str
 ) -> mf.FusionDefinition:
     """A program: one after the other, or in so many pieces for each rank, in a ring."""
     n = mesh.axis_size("tp")
     stream = Stream(0, n * pieces, rotate="tp") if pieces else None
-    with mf.FusionDefinition(name) as fd:
+    with mf.FusionDefinition(name.replace(", ", "_").replace(" ", "_")) as fd:
         if shape.kind == "AG+MM":
             x = _tensor(fd, shape.rows, shape.inner, mesh, 0, dtype)
             w = _tensor(fd, shape.inner, shape.columns * n, mesh, 1, dtype)
