@@ -6,16 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
 from mdfuse.compiled.program import Program, compile
+from mdfuse.compiled.together import T, together
 from mdfuse.compiled.training import TrainingStep
 from mdfuse.config import Options
-from mdfuse.errors import MdfuseError, ProgramError
+from mdfuse.errors import ProgramError
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.importing import load as loading
@@ -34,8 +35,6 @@ from mdfuse.mesh import DeviceMesh, as_mesh
 from mdfuse.names import as_name
 from mdfuse.runtime.communicator import Communicator
 from mdfuse.torch_private import flattened, unflattened
-
-T = TypeVar("T")
 
 
 def from_torch(
@@ -357,24 +356,7 @@ class ImportedModel:
         return folder
 
     def _agreed(self, comm: Communicator | None, what: str, act: Callable[[], T]) -> T:
-        """Do something on all ranks; where it fails on one, all raise."""
-        if comm is None:
-            return act()
-        try:
-            found, problem = act(), None
-        except MdfuseError as error:
-            found, problem = None, error
-        said = comm.all_ok(None if problem is None else str(problem))
-        if problem is not None:
-            raise problem
-        failed = [n for n, text in enumerate(said) if text]
-        if failed:
-            raise ProgramError(
-                f"rank {failed[0]} could not {what} {self.model.captured.name}",
-                where=(said[failed[0]] or "").splitlines(),
-                because=f"all ranks {what}, or none does",
-            )
-        return cast("T", found)
+        return together(comm, f"{what} {self.model.captured.name}", act)
 
     def _load(
         self, source: Any, rank: int | None, device: Any, rename: Callable[[str], str] | None

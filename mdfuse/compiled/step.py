@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import torch
 from torch import Tensor
 
 from mdfuse.compiled.program import Program
+from mdfuse.compiled.together import together
 from mdfuse.errors import ProgramError
+from mdfuse.frontend.importing import load as loading
+from mdfuse.frontend.importing import save as saving
 from mdfuse.plan.places import picked
 from mdfuse.runtime.communicator import init
 
@@ -101,12 +105,23 @@ class Step:
 
     # -- files -----------------------------------------------------------------------------------
 
-    def save(self, folder: str | Path) -> Path:
-        """Write this rank's part of the state to a file in a folder, which all ranks may share.
+    def save(self, folder: str | Path, *, portable: bool = False) -> Path:
+        """Write this rank's part of the state to a folder, which all ranks may share.
+
+        Args:
+            folder: of the state.
+            portable: as `torch.distributed.checkpoint` does, for any layout and number of ranks;
+                all ranks save together, into a folder that they share. Else for the same program.
 
         Returns:
-            The file: `rank0003.pt` for rank 3.
+            The file: `rank0003.pt` for rank 3; the folder, where it is portable.
+
+        Raises:
+            ProgramError: portable, and the folder has a checkpoint, or cannot be written; a state
+                is Partial, or of extents that a run chooses.
         """
+        if portable:
+            return self._save_portable(Path(folder))
         path = self._path(folder)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
@@ -114,13 +129,27 @@ class Step:
         part.replace(path)  # so that a file that is there is whole
         return path
 
+    def _save_portable(self, folder: Path) -> Path:
+        comm, fusion = init(self.program.options), self.program.fusion
+        do = partial(together, comm, f"save the state of @{fusion.name}")
+        do(partial(saving.check_folder, folder))
+        do(partial(saving.write_state, folder, fusion, self.state, comm.rank))
+        last = partial(saving.finish_state, folder, fusion, self.state, comm.size)
+        do(last if comm.rank == 0 else _nothing)
+        return folder
+
     def load(self, folder: str | Path) -> None:
         """Read what `save` wrote into the tensors of the state: a run then goes on to the bit.
 
         Raises:
-            ProgramError: there is no such file, or it is of a state with other names, shapes,
-                dtypes or layouts.
+            ProgramError: there is no such file, or it is of a state with other names, shapes, or
+                dtypes, and where it is not portable of other layouts.
         """
+        if (Path(folder) / ".metadata").exists():
+            comm, fusion = init(self.program.options), self.program.fusion
+            read = partial(loading.read_state, Path(folder), fusion, self.state, comm.rank)
+            together(comm, f"load the state of @{fusion.name}", read)
+            return
         path = self._path(folder)
         try:
             saved = torch.load(path, weights_only=True)
@@ -138,7 +167,8 @@ class Step:
             raise ProgramError(
                 f"{path} is of another state: %{name} is {types.get(name, 'not in it')}",
                 because=f"the program has {self._types().get(name, 'no such state')}",
-                hint="load what the same program saved, on as many ranks",
+                hint="load what the same program saved, on as many ranks; for other layouts "
+                "save(folder, portable=True)",
             )
         for name, x in self.state.items():
             if x is not None:
@@ -157,3 +187,7 @@ class Step:
                 f"{value.dtype} {shape} on {value.layout and value.layout.mesh} {value.layout}"
             )
         return found
+
+
+def _nothing() -> None:
+    """What ranks do that wait for another one."""

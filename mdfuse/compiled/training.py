@@ -168,9 +168,9 @@ class RunningStep:
         """
         return self.step(*self._fixed, *inputs)
 
-    def save(self, folder: str | Path) -> Path:
+    def save(self, folder: str | Path, *, portable: bool = False) -> Path:
         """Write this rank's part of the state; see `Step.save`."""
-        return self.step.save(folder)
+        return self.step.save(folder, portable=portable)
 
     def load(self, folder: str | Path) -> None:
         """Read what `save` wrote; see `Step.load`."""

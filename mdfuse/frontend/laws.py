@@ -34,6 +34,14 @@ def layout(
             where=site.where,
             hint=".on(layout), or .on(mesh, {axis: placement})",
         )
+    if isinstance(mesh, Layout) and mesh.reaches:
+        raise LayoutError(
+            f"%{name} as {mesh}",
+            where=site.where,
+            because="values are in parts that do not overlap; rows of other parts are received "
+            "where an operation reads them",
+            hint="the same layout without reaches",
+        )
     if not isinstance(mesh, Layout):
         mesh = Layout(mesh, dict(placements or ()), dict(order), stream)
     try:

@@ -15,6 +15,7 @@ from typing import Any
 
 from mdfuse.layouts.blocks import Blocks, part_of_blocks
 from mdfuse.layouts.boxes import nth_chunk
+from mdfuse.layouts.reach import Reach
 
 Shape = tuple[int, ...]
 Shapes = Sequence[Shape | None]
@@ -37,12 +38,20 @@ class DimMap:
             other label that may be split is one of all results.
         fits: (label, sizes of the axes that split it, outermost first) -> whether the parts of
             operands and result have the same boundaries.
+        reaches: (operand, dim) -> which rows of it a part of the label's other dims needs, where
+            these are not the part itself.
     """
 
     operands: tuple[Labels, ...]
     results: tuple[Labels, ...]
     reduces: Mapping[int, str] = field(default_factory=dict)
     fits: Callable[[int, tuple[int, ...]], bool] = always
+    reaches: Mapping[tuple[int, int], Reach] = field(default_factory=dict)
+
+    @property
+    def reaching(self) -> set[int | None]:
+        """The labels of dims with reaches."""
+        return {self.operands[at][dim] for at, dim in self.reaches}
 
     @property
     def result(self) -> Labels:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -38,6 +38,8 @@ class Op:
         is_view: the result may share storage with the first operand.
         is_single: runs as a single host op; others are merged into segments by default.
         indexed: the position of the operand (a table) whose rows the first operand indexes.
+        keeps: the position of an operand whose elements the result has but for those that the op
+            writes: in the operand's own buffer it writes these alone. Read nowhere else.
         stays: the position of a matrix operand that keeps its split of the result's dims; the
             other operand moves (weights stay where they are).
         attrs: all attributes that it may have.
@@ -64,6 +66,7 @@ class Op:
     is_view: bool = False
     is_single: bool = True
     indexed: int | None = None
+    keeps: int | None = None
     stays: int | None = None
     attrs: tuple[Attr, ...] = ()
     operands: tuple[int, int | None] = (1, 1)
@@ -82,6 +85,16 @@ class Op:
     def takes_blocks(self) -> bool:
         """Whether dims may be in blocks: the op does not ask where along a dim a part lies."""
         return self.localize in _WHEREVER
+
+    def updates(self, operands: Sequence[object], names: Collection[object]) -> bool:
+        """Whether the result may be written over operands with some names: they are read once.
+
+        Each element of them is read before it is written, or never.
+        """
+        if self.is_elementwise:
+            return True
+        found = [at for at, x in enumerate(operands) if x in names]
+        return found == [self.keeps]
 
     @property
     def is_elementwise(self) -> bool:

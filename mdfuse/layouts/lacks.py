@@ -122,7 +122,7 @@ def position(layout: Layout, dim: int, extent: int, row: Any) -> Any:
 def is_special(source: Layout, destination: Layout, shape: tuple[int, ...]) -> bool:
     """Whether a run chooses the extents, or there are chunks: then arrays would not do."""
     chunks = [x.stream for x in (source, destination) if x.stream is not None]
-    return is_symbolic(shape) or any(chunk.index is not None for chunk in chunks)
+    return any(chunk.index is not None for chunk in chunks) or is_symbolic(shape)
 
 
 def _one_by_one(
@@ -169,7 +169,13 @@ def is_lacking(source: Layout, destination: Layout, shape: tuple[int, ...]) -> b
 def rows_at(layout: Layout, dim: int, extent: int, at: _Coordinates) -> _Rows:
     """Return where the part of each rank begins and ends, in each block."""
     splits = [(layout.mesh.axis_size(a), at[a]) for a in layout.split_axes(dim)]
-    return cut(segments(layout.blocked.get(dim), extent), splits)
+    reach = layout.reach(dim)
+    if reach is None:
+        return cut(segments(layout.blocked.get(dim), extent), splits)
+    ((start, stop),) = cut(((0, reach.of),), splits)
+    begin = np.clip((start * reach.up + reach.first) // reach.down, 0, extent)
+    end = np.clip(((stop - 1) * reach.up + reach.last) // reach.down, begin, extent)
+    return [(begin, np.where(stop > start, end, begin))]
 
 
 def cut(blocks: Rows, splits: Sequence[tuple[int, Any]]) -> _Rows:
@@ -212,7 +218,13 @@ def meeting(
         every = math.prod(map(other.mesh.axis_size, other.split_axes(dim)))
         return 0, np.where(length(rows) > 0, every, 0)
     ((start, stop),) = rows
-    first, last = (position(other, dim, extent, row) for row in (start, stop - 1))
+    if other.reach(dim) is not None:  # parts overlap: of each where it ends, or one before it
+        parts = np.array([part for _, part in other.chunks_of(dim, extent)])
+        ends = np.maximum.accumulate(parts[:, 1])
+        first = np.minimum(np.searchsorted(ends, start, "right"), len(ends) - 1)
+        last = np.searchsorted(parts[:, 0], stop - 1, "right") - 1
+    else:
+        first, last = (position(other, dim, extent, row) for row in (start, stop - 1))
     return first, np.where(stop > start, last - first + 1, 0)
 
 

@@ -2,111 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING
 
 from mdfuse.errors import LayoutError, MeshError
 from mdfuse.extents.expressions import Term, resolve
-from mdfuse.layouts.blocks import Blocks, as_blocks, blocks_text, segments
+from mdfuse.layouts.blocks import Blocks, segments
 from mdfuse.layouts.boxes import Box, Interval, Rows, box_shape, nth_chunk
+from mdfuse.layouts.placements import (
+    IDEMPOTENT,
+    REDUCE_OPS,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    Varies,
+    commute,
+)
+from mdfuse.layouts.reach import Reach
 from mdfuse.layouts.stream import Stream
 from mdfuse.mesh import DeviceMesh, as_mesh
 
 if TYPE_CHECKING:
     from mdfuse.layouts.picture import Picture
 
-REDUCE_OPS = ("sum", "prod", "min", "max", "avg", "band", "bor", "bxor")
-#: The ops that may stand along several axes of one layout: an op with itself, and these together.
-#: Two ops commute if (a . b) * (c . d) = (a * c) . (b * d). Where both have a neutral element, as
-#: all but avg have, they are then one op (Eckmann and Hilton 1962); avg is linear, as sum is, and
-#: commutes with no other: max(avg(0, 1), avg(1, 0)) is 1/2, avg(max(0, 1), max(1, 0)) is 1.
-_LINEAR = frozenset({"sum", "avg"})
-#: The ops that make of equal terms the term itself.
-IDEMPOTENT = ("min", "max", "avg", "band", "bor")
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """Split `dim` of the tensor along this axis, into the parts that `torch.chunk` makes.
-
-    Args:
-        dim: the dim.
-        blocks: into how many equal blocks the dim falls, or the sizes of all of them: then each
-            block is split, and a rank's part is its piece of every block, in order. As the rows of
-            a fused projection need it: `Shard(0, blocks=3)` of queries, keys and values.
-
-    Raises:
-        LayoutError: no dim, or no blocks.
-
-    >>> [str(Shard(0)), str(Shard(0, blocks=3)), str(Shard(0, blocks=(4096, 1024, 1024)))]
-    ['S0', 'S0/3', 'S0/[4096,1024,1024]']
-    """
-
-    dim: int
-    blocks: Blocks | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.dim, int) or isinstance(self.dim, bool):
-            raise LayoutError(
-                f"Shard({self.dim!r})", because="a dim is an integer", hint="for example Shard(0)"
-            )
-        if self.blocks is not None:
-            object.__setattr__(self, "blocks", as_blocks(self.blocks))
-
-    def __repr__(self) -> str:
-        return f"Shard(dim={self.dim}{f', blocks={self.blocks}' if self.blocks else ''})"
-
-    def __str__(self) -> str:
-        return f"S{self.dim}" + (f"/{blocks_text(self.blocks)}" if self.blocks is not None else "")
-
-
-@dataclass(frozen=True, slots=True)
-class Replicate:
-    """Hold the same elements on every rank along this axis."""
-
-    def __str__(self) -> str:
-        return "R"
-
-
-@dataclass(frozen=True, slots=True)
-class Partial:
-    """Hold one term on each rank along this axis: reducing the terms with `op` gives the value."""
-
-    op: str = "sum"
-
-    def __post_init__(self) -> None:
-        if self.op not in REDUCE_OPS:
-            raise LayoutError(f"Partial({self.op!r})", hint="one of " + ", ".join(REDUCE_OPS))
-
-    def __str__(self) -> str:
-        return f"P({self.op})"
-
-
-@dataclass(frozen=True, slots=True)
-class Varies:
-    """Hold something of its own on each rank along this axis: the parts make up no whole.
-
-    For host programs only; each rank's part counts as a whole.
-    """
-
-    def __str__(self) -> str:
-        return "varies"
-
-
-Placement = Shard | Replicate | Partial | Varies
-
-
-def commute(ops: Iterable[str]) -> bool:
-    """Whether axes that are Partial by these ops may be reduced in any order, as a layout requires.
-
-    >>> commute(["max", "max"]), commute(["sum", "avg"]), commute(["sum", "max"])
-    (True, True, False)
-    """
-    different = {*ops}
-    return len(different) < 2 or different <= _LINEAR
+__all__ = [
+    "IDEMPOTENT", "REDUCE_OPS", "Layout", "Partial", "Placement", "Replicate", "Shard", "Varies",
+    "commute", "replicated",
+]  # fmt: skip
 
 
 class Layout:
@@ -117,6 +43,8 @@ class Layout:
         placements: axis name -> placement; axes not named are `Replicate()`.
         order: dim -> the axes that split it, outermost first; mesh order where it is not given.
         stream: a `Stream`, where the host loops over chunks of a dim.
+        reaches: split dim -> which rows each rank has of it, where these are not those of its part;
+            in programs alone, in front of what reads them.
 
     Raises:
         MeshError: an axis that the mesh does not have.
@@ -128,13 +56,15 @@ class Layout:
     ((dp=S0, tp=S0), (2, 3), (1, 3))
     """
 
-    __slots__ = ("__dict__", "mesh", "placements", "splits", "stream")
+    __slots__ = ("__dict__", "mesh", "placements", "reaches", "splits", "stream")
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     #: dim -> the axes that split it, outermost first; only dims that are split.
     splits: tuple[tuple[int, tuple[str, ...]], ...]
     stream: Stream | None
+    #: of dims that are split
+    reaches: tuple[tuple[int, Reach], ...]
 
     def __init__(
         self,
@@ -142,6 +72,7 @@ class Layout:
         placements: Mapping[str, Placement] | None = None,
         order: Mapping[int, Sequence[str]] | None = None,
         stream: Stream | None = None,
+        reaches: Mapping[int, Reach] | None = None,
     ) -> None:
         mesh = as_mesh(mesh)
         if not isinstance(mesh, DeviceMesh):
@@ -167,6 +98,7 @@ class Layout:
         self.placements = tuple(placements.get(a, Replicate()) for a in mesh.axes)
         self.stream = stream
         self.splits = self._order(order or {})
+        self.reaches = tuple((d, reaches[d]) for d, _ in self.splits if reaches and d in reaches)
         self._check_blocks()
         if len(self.partial_axes) > 1 and not commute(self.reduce_ops.values()):
             raise LayoutError(
@@ -226,6 +158,12 @@ class Layout:
     def split_axes(self, dim: int) -> tuple[str, ...]:
         """Return the axes that split a dim, outermost first."""
         return next((axes for d, axes in self.splits if d == dim), ())
+
+    def reach(self, dim: int) -> Reach | None:
+        """Return which rows ranks have of a split dim; None: those of their parts."""
+        return (
+            next((reach for d, reach in self.reaches if d == dim), None) if self.reaches else None
+        )
 
     @cached_property
     def blocked(self) -> Mapping[int, Blocks]:
@@ -316,9 +254,12 @@ class Layout:
 
     def _part(self, dim: int, interval: Interval, coordinate: Sequence[int]) -> Interval:
         """Return what the rank at a mesh coordinate holds of an interval of a dim."""
+        reach, extent = self.reach(dim), interval[1]
+        interval = interval if reach is None else (0, reach.of)
         for axis in self.split_axes(dim):
             i = self.mesh.axis_index(axis)
             interval = nth_chunk(interval, self.mesh.shape[i], coordinate[i])
+        interval = interval if reach is None else reach.rows(interval, extent)
         chunk = self.stream
         if chunk is None or chunk.index is None or chunk.op is not None or chunk.dim != dim:
             return interval
@@ -347,11 +288,14 @@ class Layout:
     def chunks_of(self, dim: int, extent: int) -> Iterator[tuple[tuple[int, ...], Interval]]:
         """Yield (coordinates on the axes that split a dim, interval of the dim) for all of them."""
         axes, blocks = self.split_axes(dim), segments(self.blocked.get(dim), extent)
+        reach = self.reach(dim)
+        blocks = blocks if reach is None else ((0, reach.of),)
         sizes = [self.mesh.axis_size(a) for a in axes]
         for choice in product(*map(range, sizes)):
             for interval in blocks:
                 for size, i in zip(sizes, choice, strict=True):
                     interval = nth_chunk(interval, size, i)
+                interval = interval if reach is None else reach.rows(interval, extent)
                 chunk = self.stream
                 if chunk is not None and chunk.dim == dim and isinstance(chunk.index, int):
                     interval = chunk.interval(interval, chunk.index)
@@ -385,7 +329,7 @@ class Layout:
         order = {d: tuple(a for a in axes if a != axis) for d, axes in self.splits}
         if isinstance(placement, Shard):
             order[placement.dim] = (*order.get(placement.dim, ()), axis)
-        return Layout(self.mesh, placements, order, self.stream)
+        return Layout(self.mesh, placements, order, self.stream, dict(self.reaches))
 
     def at(self, known: Callable[[Term], int | None]) -> Layout:
         """Return this layout with the index of its chunk resolved by what is known of terms."""
@@ -408,7 +352,28 @@ class Layout:
 
     def with_stream(self, stream: Stream | None) -> Layout:
         """Return this layout with another stream, or none."""
-        return Layout(self.mesh, self.by_axis(), self.order, stream)
+        return Layout(self.mesh, self.by_axis(), self.order, stream, dict(self.reaches))
+
+    def reaching(self, reaches: Mapping[int, Reach], shape: Sequence[int]) -> Layout:
+        """Return this layout with ranks that have other rows of some dims than their parts.
+
+        Reaches that are no more than the parts of a tensor of this shape are left out.
+        """
+        if not reaches:
+            return self.without_reaches
+        plain = self.without_reaches
+        found = Layout(self.mesh, self.by_axis(), self.order, self.stream, reaches)
+        more = {
+            d: reach
+            for d, reach in found.reaches
+            if [*found.chunks_of(d, shape[d])] != [*plain.chunks_of(d, shape[d])]
+        }
+        return Layout(self.mesh, self.by_axis(), self.order, self.stream, more)
+
+    @property
+    def without_reaches(self) -> Layout:
+        """This layout with the parts themselves."""
+        return Layout(self.mesh, self.by_axis(), self.order, self.stream) if self.reaches else self
 
     def permuted(self, dims: Sequence[int]) -> Layout:
         """Return the layout of `permute(x, dims)` where this is the layout of x."""
@@ -426,7 +391,8 @@ class Layout:
         stream = self.stream
         if stream is not None and stream.op is None:
             stream = replace(stream, dim=new[stream.dim]) if stream.dim in new else None
-        return Layout(self.mesh, placements, order, stream)
+        reaches = {new[d]: reach for d, reach in self.reaches if d in new}
+        return Layout(self.mesh, placements, order, stream, reaches)
 
     def normalized(self, ndim: int, may_vary: bool = False) -> Layout:
         """Return this layout with dims checked, counted from 0, and axes of size 1 replicated."""
@@ -455,13 +421,14 @@ class Layout:
             stream = replace(stream, dim=_wrap(stream.dim, ndim, str(stream)))
         if stream is not None and stream.rotate is not None:
             self.mesh.axis_index(stream.rotate)
-        return Layout(self.mesh, placements, {d: a for d, a in order.items() if a}, stream)
+        reaches = {d % ndim: reach for d, reach in self.reaches}
+        return Layout(self.mesh, placements, {d: a for d, a in order.items() if a}, stream, reaches)
 
     # -- identity --------------------------------------------------------------------------------
 
     @cached_property
     def _key(self) -> tuple[object, ...]:
-        return (self.mesh, self.placements, self.splits, self.stream)
+        return (self.mesh, self.placements, self.splits, self.stream, self.reaches)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Layout):
@@ -482,6 +449,7 @@ class Layout:
                 parts.append(f"order {dim}:{'>'.join(axes)}")
         if self.stream:
             parts.append(str(self.stream))
+        parts += [reach.text(dim) for dim, reach in self.reaches]
         return f"({', '.join(parts)})"
 
 

@@ -98,8 +98,11 @@ class Side:
         return {}
 
     def _part(self, interval: Interval, dim: int, *at: int) -> Interval:
+        reach, extent = self.layout.reach(dim), interval[1]
+        interval = interval if reach is None else (0, reach.of)
         for axis, i in zip(self.split[dim], at, strict=True):
             interval = nth_chunk(interval, self.sizes[axis], i)
+        interval = interval if reach is None else reach.rows(interval, extent)
         chunk = self.layout.stream
         if chunk is not None and chunk.index is not None and chunk.dim == dim:
             i = chunk.index if isinstance(chunk.index, int) else chunk.largest
@@ -115,6 +118,10 @@ class Side:
         if dim in self.layout.blocked or len(rows) > 1:
             return range(self.count(self.split[dim]))
         ((start, stop),) = rows
+        if self.layout.reach(dim) is not None:
+            parts = enumerate(self.layout.chunks_of(dim, self.shape[dim]))
+            found = [n for n, (_, (a, b)) in parts if max(a, start) < min(b, stop)]
+            return range(found[0], found[-1] + 1) if found else range(0)
         return range(self._position(dim, start), self._position(dim, stop - 1) + 1)
 
     def _position(self, dim: int, row: int) -> int:

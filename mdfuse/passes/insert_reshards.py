@@ -58,6 +58,7 @@ class _Rewriter:
     def cheapest(self, copies: list[str], layout: Layout) -> str:
         """Return the copy of a value from which a layout costs least; of equal ones, the first."""
         like = self.values[copies[0]]
+        copies = [c for c in copies if not self.layout(c).reaches]
         found = costs([self.layout(c) for c in copies], layout, like.shape, like.dtype.itemsize)
         return copies[found.index(min(found))]
 
@@ -168,5 +169,7 @@ def suffix(layout: Layout) -> str:
     """Return what the name of a copy in a layout ends in."""
     if layout.partial_axes:
         return "partial"
+    if layout.reaches:
+        return "halo"
     parts = [f"{a}_{p}" for a, p in layout.by_axis().items() if not isinstance(p, Replicate)]
     return re.sub(r"\W+", "_", "_".join(parts)).rstrip("_") or "whole"

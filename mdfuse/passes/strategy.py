@@ -7,7 +7,7 @@ dim labels. Every pass that needs the answer asks here again.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from mdfuse.caching import Cache
 from mdfuse.extents.assumptions import active_assumptions
@@ -16,6 +16,7 @@ from mdfuse.ir.graph import Expr, Value
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.blocks import Blocks
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
+from mdfuse.layouts.reach import Reach
 from mdfuse.mesh import DeviceMesh
 
 
@@ -43,6 +44,8 @@ class _Operand:
     value: Value
     labels: Labels
     layout: Layout | None
+    #: dim -> which rows of it are read, where these are not those of a part
+    reaches: Mapping[int, Reach] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +137,7 @@ def _chosen(
     if mesh is None:
         return None
     here = [
-        _Operand(o.value, o.labels, o.layout if o.layout and o.layout.mesh == mesh else None)
+        replace(o, layout=o.layout if o.layout and o.layout.mesh == mesh else None)
         for o in operands
     ]
     results = [
@@ -148,7 +151,9 @@ def _chosen(
     splits = _splits(mesh, chosen, here, labels, results)
     blocks = _blocks(expr, splits, here, labels, results)
     wanted = {
-        o.value.name: _layout(mesh, o.labels, splits, blocks, _partials(chosen, o, mesh))
+        o.value.name: _layout(mesh, o.labels, splits, blocks, _partials(chosen, o, mesh)).reaching(
+            o.reaches, o.value.shape
+        )
         for o in here
     }
     passed = {a: Partial(op) for a, op in chosen.items() if isinstance(op, str)}
@@ -184,16 +189,25 @@ def dim_map(expr: Expr, values: Mapping[str, Value]) -> DimMap:
 
 def _operands(expr: Expr, values: Mapping[str, Value]) -> tuple[list[_Operand], DimMap]:
     labels = dim_map(expr, values)
-    read: dict[str, list[Labels]] = {}
+    read: dict[str, list[int]] = {}
     for position, x in enumerate(expr.inputs):
         if isinstance(x, str) and values[x].is_tensor:
-            read.setdefault(x, []).append(labels.operands[position])
+            read.setdefault(x, []).append(position)
     # Where a value is read twice, a dim with two labels would be split in two ways at once.
-    dims = [dim for each in read.values() for dim in zip(*each, strict=True)]
-    clashing = {label for dim in dims if len({*dim}) > 1 for label in dim}
+    dims = [
+        [(labels.operands[p][dim], labels.reaches.get((p, dim))) for p in places]
+        for places in read.values()
+        for dim in range(len(labels.operands[places[0]]))
+    ]
+    clashing = {label for dim in dims if len({*dim}) > 1 for label, _ in dim}
     operands = [
-        _Operand(values[x], _without(each[0], clashing), values[x].layout)
-        for x, each in read.items()
+        _Operand(
+            values[x],
+            _without(labels.operands[at], clashing),
+            values[x].layout,
+            {d: reach for (p, d), reach in labels.reaches.items() if p == at},
+        )
+        for x, (at, *_) in read.items()
     ]
     results = tuple(_without(of, clashing) for of in labels.results)
     reduces = {label: op for label, op in labels.reduces.items() if label not in clashing}

@@ -189,10 +189,10 @@ def _written(i: Instruction, row: ops.Op, attrs: dict[str, Any], context: Contex
 def _overlaps(i: Instruction, context: Context) -> bool:
     """Tell whether an operand that is still read may be overwritten meanwhile."""
     (output,) = i.outputs
-    sharing = [x for x in i.reads if context.share(x, output)]
-    if i.op in ops.ELEMENTWISE:
-        sharing = [x for x in sharing if x != output]
-    return bool(sharing)
+    sharing = {x for x in i.reads if context.share(x, output)}
+    return bool(sharing) and not (
+        sharing == {output} and ops.TABLE[i.fn].updates(i.inputs, sharing)
+    )
 
 
 # -- memory order --------------------------------------------------------------------------------

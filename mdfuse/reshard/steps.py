@@ -64,6 +64,8 @@ def _steps(
         _check_into_partial(source, destination)
     if 0 in shape:
         return (Local(kind="empty", source=source, destination=destination),)
+    if destination.reaches:
+        return _reached(source, destination, shape, itemsize)
     if source.mesh == destination.mesh and moved(source, destination):
         return through_blocks(
             source, destination, shape, itemsize, lambda a, b: steps(a, b, shape, itemsize)
@@ -75,6 +77,17 @@ def _steps(
 
 
 _known_steps = lru_cache(maxsize=4096)(_steps)
+
+
+def _reached(
+    source: Layout, destination: Layout, shape: tuple[int, ...], itemsize: int
+) -> tuple[Step, ...]:
+    """Return the steps to parts with rows of others: at the end each rank gets what it lacks."""
+    is_direct = source.mesh == destination.mesh and source.reduce_ops == destination.reduce_ops
+    before = () if is_direct else steps(source, destination.without_reaches, shape, itemsize)
+    held = before[-1].destination if before else source
+    last = Communication(kind="Exchange", source=held, destination=destination)
+    return (*before, _without_idle_posts(last, shape))
 
 
 def cost(source: Layout, destination: Layout, shape: tuple[int, ...]) -> int:

@@ -53,15 +53,23 @@ def operations(program: HostProgram, i: Instruction) -> int:
     if i.fn in _ATTENTIONS:
         q, k = shapes[:2]
         return 2 * _ATTENTIONS[i.fn] * math.prod(q) * k[-2]
-    if i.fn in ("convolution", "convolution_grad"):  # a gradient is that of both operands
-        given, weight = shapes[-2:]
-        is_grad, is_spread = i.fn == "convolution_grad", i.kwargs.get("transposed")
-        made = shapes[0] if is_grad else _shape(program, i.outputs[0])
-        places = given if is_spread else made
-        return 2 * (1 + is_grad) * math.prod(places) * math.prod(weight[1:])
+    if i.fn == "convolution":
+        places = shapes[0] if i.kwargs.get("transposed") else _shape(program, i.outputs[0])
+        return 2 * math.prod(places) * math.prod(shapes[1][1:])
+    if i.fn == "convolution_weight":
+        return 2 * math.prod(shapes[0]) * math.prod(_shape(program, i.outputs[0])[1:])
     if i.fn in ("grouped_mm", "grouped_mm_grad"):
         return 2 * math.prod(shapes[0]) * (shapes[1][-1])
     return 0
+
+
+def attention(program: HostProgram, i: Instruction) -> tuple[float, int, str] | None:
+    """Return how many passes forward an attention or its gradient is, the features of a head, and
+    " causal" where its mask is that; None: it is neither."""
+    if i.fn not in _ATTENTIONS:
+        return None
+    passes = _ATTENTIONS[i.fn] / _ATTENTIONS["attention"]
+    return passes, _shapes(program, i)[0][-1], " causal" if i.kwargs.get("is_causal") else ""
 
 
 def product(program: HostProgram, i: Instruction) -> tuple[int, int, int, int] | None:

@@ -15,7 +15,7 @@ from mdfuse.errors import ProgramError
 from mdfuse.hir.instructions import is_library
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.ir.graph import dtype_name
-from mdfuse.seeing.amounts import is_work, nbytes, operations, product
+from mdfuse.seeing.amounts import attention, is_work, nbytes, operations, product
 from mdfuse.seeing.curves import Curve, Grid
 from mdfuse.seeing.kernels import kernels
 
@@ -69,7 +69,8 @@ class Costs:
         links: kind of communication, axis, "kind axis", or "kind 4" among so many ranks -> its
             link; "*" is any other. "SendRecv" is the kind of send and recv, too.
         works: "gelu f32", or "* f32" for all other work of a type -> seconds by bytes read and
-            written; of attention by operations.
+            written; "attention f32 64", or "attention f32 64 causal", where heads have 64 features
+            -> seconds by operations, counted as if nothing was masked.
         products: "linear f32", or "matmul f32" for all other products -> seconds by m, n and k.
         is_fused: whether the work of a launch is compiled into few kernels, or done one by one.
 
@@ -171,12 +172,28 @@ class Costs:
                 count, *rest = sizes
                 return count * grid.seconds(*rest)
         count = operations(program, i)
+        if (passes := attention(program, i)) is not None:
+            return self._attention(count, dtype, *passes, nbytes(program, i))
         curve = self.works.get(f"{i.fn} {dtype}")
         if curve is None and not count:
             curve = self.works.get(f"* {dtype}")
         if curve is not None:
             return curve.seconds(max(count or nbytes(program, i), 1))
         return max(self.launch_s, self._modelled(program, i))
+
+    def _attention(
+        self, count: int, dtype: str, passes: float, head: int, mask: str, moved: int
+    ) -> float:
+        """Return the seconds of attention: as measured with heads of the nearest size, and at
+        least what its bytes take."""
+        key = f"attention {dtype} "
+        after = (k.removeprefix(key) for k in self.works if k.startswith(key))
+        sizes = {int(size) for size in after if size.isdecimal()}
+        if not sizes:
+            return max(self._bytes(moved, dtype), count / self.flops)
+        key += str(min(sizes, key=lambda size: abs(math.log(size / max(head, 1)))))
+        curve = self.works.get(key + mask, self.works[key])
+        return max(self._bytes(moved, dtype), passes * curve.seconds(max(count / passes, 1)))
 
     def _modelled(self, program: HostProgram, i: Instruction) -> float:
         moved = nbytes(program, i) / self.bandwidth

@@ -129,13 +129,15 @@ def _convolution_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
     return given, {**how, "groups": groups, "transposed": is_transposed}
 
 
-def _convolution_grad_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
-    given, attrs = _convolution_call(drawn)
+def _convolution_weight_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
+    (x, weight), attrs = _convolution_call(drawn)
+    attrs["transposed"] = False
     try:
-        ct = TABLE["convolution"].call(*given, **attrs)
+        ct = TABLE["convolution"].call(x, weight, **attrs)
     except (RuntimeError, TypeError, ValueError):
-        ct = given[0]
-    return [ct, *given], attrs
+        ct = x
+    del attrs["transposed"]
+    return [ct, x], {**attrs, "shape": tuple(weight.shape)}
 
 
 def _pool_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
@@ -144,6 +146,30 @@ def _pool_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
     how = {k: tuple(drawn.randrange(low, low + 3) for _ in range(n)) for k, low in
            (("kernel", 1), ("stride", 1), ("padding", 0), ("dilation", 1))}  # fmt: skip
     return [torch.ones(x)], {**how, "ceil": drawn.random() < 0.5}
+
+
+def _pool_grad_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
+    (x,), attrs = _pool_call(drawn)
+    try:
+        ct, _ = TABLE["max_pool"].call(x, **attrs)
+    except (RuntimeError, TypeError, ValueError):
+        ct = x
+    return [torch.zeros_like(ct, dtype=torch.int64), ct], {**attrs, "shape": tuple(x.shape)}
+
+
+def _mean_pool_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
+    """Windows that mostly fit, also from the windows back."""
+    n, is_back = drawn.randrange(1, 4), drawn.random() < 0.4
+    kernel, stride = (tuple(drawn.randrange(1, 4) for _ in range(n)) for _ in range(2))
+    padding = tuple(drawn.randint(0, k // 2 + (drawn.random() < 0.1)) for k in kernel)
+    rows = tuple(drawn.randrange(1, 7) for _ in range(n))
+    settings = zip(rows, kernel, stride, padding, strict=True)
+    windows = tuple(max((m + 2 * p - k) // s + 1 + drawn.randrange(2), 1)
+                    for m, k, s, p in settings)  # fmt: skip
+    read, made = (windows, rows) if is_back else (rows, windows)
+    x = (*(drawn.randrange(1, 3) for _ in range(drawn.choice((1, 2, 2)))), *read)
+    how = {"kernel": kernel, "stride": stride, "padding": padding, "made": made}
+    return [torch.ones(x)], {**how, "divisor": drawn.randrange(3), "transposed": is_back}
 
 
 def _contract_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
@@ -195,8 +221,10 @@ _DRAWN = {
     "index_sum": _sum_call,
     "scatter_reduce": _scatter_call,
     "convolution": _convolution_call,
-    "convolution_grad": _convolution_grad_call,
+    "convolution_weight": _convolution_weight_call,
+    "max_pool_grad": _pool_grad_call,
     "max_pool": _pool_call,
+    "mean_pool": _mean_pool_call,
     "contract": _contract_call,
     "attention_grad": _gradient_call,
     "embedding_grad": _lookup_call,

@@ -65,3 +65,26 @@ def test_training_goes_on_from_a_file(comm: mf.Communicator, tmp_path: Path) -> 
             again.load(step.save(tmp_path).parent)
     torch.testing.assert_close(step.state["w"].cpu(), part(w.detach(), comm).cpu())
     assert torch.equal(step.state["w"], again.state["w"])
+
+
+@pytest.mark.world(2)
+def test_a_portable_state_is_read_in_another_layout(comm: mf.Communicator, tmp_path: Path) -> None:
+    if comm.rank == 0:
+        comm.store.set("step.saved", str(tmp_path / "saved"))
+    shared = Path(comm.store.get("step.saved").decode())
+    kept = {"w": numbers(5, 3, seed=1), "v": numbers(5, 3, seed=2)}
+    step = mf.Step(program(), {n: part(x, comm) for n, x in kept.items()})
+    assert step.save(shared, portable=True) == shared
+    with mf.FusionDefinition("columns") as fd:
+        for name in kept:
+            x = fd.define_tensor([5, 3], mesh=MESH, layout={"dp": Shard(1)}, name=name)
+            fd.add_output(x + 0, reuse=x)
+    empty = {n: mf.shard_tensor(torch.zeros(5, 3), MESH, {"dp": Shard(1)}, rank=comm.rank)
+             for n in kept}  # fmt: skip
+    other = mf.Step(mf.compile(fd), {n: x.clone().to(comm.device) for n, x in empty.items()})
+    other.load(shared)
+    for name, x in kept.items():
+        wanted = mf.shard_tensor(x, MESH, {"dp": Shard(1)}, rank=comm.rank)
+        assert torch.equal(other.state[name].cpu(), wanted)
+    with pytest.raises(mf.ProgramError, match="has a checkpoint"):
+        step.save(shared, portable=True)

@@ -67,3 +67,28 @@ def test_tensor_parallel(comm: mf.Communicator) -> None:
 @pytest.mark.world(4)
 def test_data_and_tensor_parallel(comm: mf.Communicator) -> None:
     run_on(DeviceMesh.arange(dp=2, tp=2), comm)
+
+
+@pytest.mark.world(4)
+def test_neighbours_exchange_rows_of_images(comm: mf.Communicator) -> None:
+    mesh = DeviceMesh.arange(tp=4)
+    layout = Layout(mesh, {"tp": Shard(2)})
+    x, w = (torch.randn(s, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+            for s in ((2, 3, 11, 5), (4, 3, 3, 3)))  # fmt: skip
+
+    def image(x: Any, w: Any) -> Any:
+        return F.max_pool2d(F.conv2d(x, w, padding=1), 3, 2, 1)
+
+    with mf.FusionDefinition("image") as fd:
+        handles = [fd.define_tensor(x.shape, x.dtype, layout), fd.define_tensor(w.shape, w.dtype)]
+        y = image(*handles)
+        for made in (y, *mf.grad((y * y).sum(), handles)):
+            fd.add_output(made)
+    part = local_part(x, layout, comm.rank)
+    outputs = mf.compile(fd).run(part.to(comm.device), w.to(comm.device))
+    whole = [x.requires_grad_(), w.requires_grad_()]
+    y = image(*whole)
+    wanted = [y.detach(), *torch.autograd.grad((y * y).sum(), whole)]
+    for mine, all_of_it, split in zip(outputs, wanted, (True, True, False), strict=True):
+        own = local_part(all_of_it, layout, comm.rank) if split else all_of_it
+        torch.testing.assert_close(mine.cpu(), own)

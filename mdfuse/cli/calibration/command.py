@@ -66,6 +66,7 @@ def calibrated(comm: Communicator, scale: Scale | None = None) -> CostTable:
     measured = Measurements(comm, scale, console.print)
     total = points(scale, comm.size) + COUNT
     shown = progress("calibrating", total, shows=comm.rank == 0)
+    measured.begin()
     with quick_collections(), shown as advance:
         measured.take(advance)
         start = time.perf_counter()

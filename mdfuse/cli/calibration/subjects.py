@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -82,12 +83,12 @@ GPU = Scale(
     bandwidth=2e12,
     run_s=2e-4,
     sample_s=1e-3,
-    most=32,
+    most=8,
     cache=1 << 28,
     sizes=tuple(1 << n for n in (14, 18, 20, 22, 24, 26, 28)),
     rows=(1, 16, 128, 512, 2048, 4096),
     features=(256, 1024, 2048, 4096, 8192, 16384),
-    lengths=(64, 128, 256, 512, 1024, 2048, 4096),
+    lengths=(64, 512, 2048, 4096),
     messages=tuple(1 << n for n in (8, 12, 16, 18, 20, 22, 24, 26, 28)),
     factor=4,
 )
@@ -230,16 +231,22 @@ def _product(
     return _local(scale, "products", compile(fd, OPTIONS).host)
 
 
+#: Features of a head of attention.
+_HEADS = 32, 64, 128
+
+
 def attentions(scale: Scale, mesh: DeviceMesh) -> Iterator[Subject]:
     """Yield attention, with and without a causal mask."""
-    for is_causal in (False, True):
-        for length in scale.lengths:
+    dtype = scale.dtypes[0]
+    for mask in ("", " causal"):
+        for head, length in itertools.product(_HEADS, scale.lengths):
             with FusionDefinition("attention") as fd:
-                shape = [1, 16, length, 64]
-                q, k, v = (fd.define_tensor(shape, scale.dtypes[0], mesh=mesh) for _ in range(3))
-                fd.add_output(fd.ops.scaled_dot_product_attention(q, k, v, is_causal=is_causal))
+                shape = [1, 16, length, head]
+                q, k, v = (fd.define_tensor(shape, dtype, mesh=mesh) for _ in range(3))
+                mixed = fd.ops.scaled_dot_product_attention(q, k, v, is_causal=bool(mask))
+                fd.add_output(mixed)
             found = _local(scale, "works", compile(fd, OPTIONS).host)
-            yield replace(found, key=f"{found.key} causal") if is_causal else found
+            yield replace(found, key=f"attention {dtype_name(dtype)} {head}{mask}")
 
 
 #: Kind of communication -> layouts before and after.
@@ -308,14 +315,10 @@ def _sent(scale: Scale, key: str, host: HostProgram) -> Subject:
 #: How often the programs do something that show what a run takes, however little it does.
 _CHAINS = 16, 32
 
-#: Seconds that it takes each time, about: more than the host takes to queue it.
-_LINK_S = 2e-6
-
 
 def chains(scale: Scale, ranks: int) -> Iterator[Program]:
     """Yield two programs of equal work, of which the second one does twice as much."""
-    size = next((n for n in scale.sizes if n >= _LINK_S * scale.bandwidth), scale.sizes[-1])
-    dtype = scale.dtypes[0]
+    size, dtype = scale.sizes[0], scale.dtypes[0]
     for times in _CHAINS:
         with FusionDefinition(f"chain_{times}") as fd:
             shape = [max(1, size // dtype.itemsize // 2 // _WIDTH), _WIDTH]
@@ -346,6 +349,6 @@ def points(scale: Scale, ranks: int) -> int:
     return (
         (len(_WORKS) + 1 + (of_types - 1) * (len(_FEW) + 1)) * len(scale.sizes)
         + many + few + (of_types - 1) * 2 * few
-        + 2 * len(scale.lengths)
+        + 2 * len(_HEADS) * len(scale.lengths)
         + (teams * len(_SETS) + (ranks > 1)) * len(scale.messages)
     )  # fmt: skip

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import pickle
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,8 +16,10 @@ import torch
 from torch import Tensor
 
 from mdfuse.errors import ProgramError
+from mdfuse.frontend.importing import chunks
 from mdfuse.frontend.importing.place import nearest
-from mdfuse.layouts.boxes import Box, Boxes, index_of
+from mdfuse.ir.graph import Fusion
+from mdfuse.layouts.boxes import Box, Boxes, box_shape, boxes_of, index_of, intersect, relative
 
 _INDEX = "model.safetensors.index.json"
 
@@ -104,7 +108,7 @@ class InFiles:
 class Distributed:
     """A folder that `torch.distributed.checkpoint` wrote, whatever the layout it was saved in.
 
-    A tensor is read whole, one at a time, before its box is cut.
+    Of the chunks in its files the boxes that are asked for are read; compressed ones whole.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -113,14 +117,13 @@ class Distributed:
 
         self._folder = folder
         try:
-            kept = FileSystemReader(folder).read_metadata().state_dict_metadata
-        except (OSError, EOFError, pickle.UnpicklingError, AttributeError) as error:
-            raise ProgramError(
-                f"{folder} cannot be read",
-                because=f"{type(error).__name__}: {error}".splitlines()[0],
-                hint="a folder that torch.distributed.checkpoint.save wrote",
-            ) from error
-        self._kept = {n: x for n, x in kept.items() if isinstance(x, TensorStorageMetadata)}
+            found = FileSystemReader(folder).read_metadata()
+        except _UNREADABLE as error:
+            raise _no_folder(folder, error) from error
+        kept = found.state_dict_metadata.items()
+        self._kept = {n: x for n, x in kept if isinstance(x, TensorStorageMetadata)}
+        #: (name, where a chunk begins) -> its place in a file
+        self._places = {(k.fqn, k.offset): x for k, x in (found.storage_data or {}).items()}
         self.names = [*self._kept]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -129,6 +132,25 @@ class Distributed:
 
     def part(self, name: str, box: Box) -> Tensor:
         """A box of a tensor."""
+        kept = self._kept[name]
+        part = torch.empty(box_shape(box), dtype=kept.properties.dtype)
+        for chunk in kept.chunks:
+            sizes = zip(chunk.offsets, chunk.sizes, strict=True)
+            there = tuple((first, first + n) for first, n in sizes)
+            both = intersect(box, there)
+            if both is None:
+                continue
+            place = self._places[name, chunk.offsets]
+            if getattr(place, "transform_descriptors", None):
+                return part_of(self._whole(name), box)
+            try:
+                file, into = self._folder / place.relative_path, part[index_of(relative(both, box))]
+                chunks.read_box(file, place.offset, place.length, relative(both, there), into)
+            except _UNREADABLE as error:
+                raise _no_folder(self._folder, error) from error
+        return part
+
+    def _whole(self, name: str) -> Tensor:
         from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -136,7 +158,22 @@ class Distributed:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that this process reads for itself
             load({name: whole}, storage_reader=FileSystemReader(self._folder), no_dist=True)
-        return part_of(whole, box)
+        return whole
+
+
+#: What files that are missing, cut off or something else make of reading them.
+_UNREADABLE = (
+    OSError, EOFError, pickle.UnpicklingError, AttributeError, RuntimeError, ValueError,
+    zipfile.BadZipFile,
+)  # fmt: skip
+
+
+def _no_folder(folder: Path, error: Exception) -> ProgramError:
+    return ProgramError(
+        f"{folder} cannot be read",
+        because=f"{type(error).__name__}: {error}".splitlines()[0],
+        hint="a folder that torch.distributed.checkpoint.save wrote",
+    )
 
 
 @contextmanager
@@ -266,6 +303,29 @@ def read(checkpoint: Checkpoint, name: str, dtype: torch.dtype, box: Box) -> Ten
             hint="cast it before",
         )
     return part.to(dtype)
+
+
+def read_state(folder: Path, fusion: Fusion, state: Mapping[str, Tensor | None], rank: int) -> None:
+    """Read a rank's boxes of inputs of a fusion into tensors that it has.
+
+    Raises:
+        ProgramError: the checkpoint has others, or they have other shapes.
+    """
+    checkpoint = opened(folder)
+    others = check_names(checkpoint, [(name,) for name in state])
+    if others:
+        raise ProgramError(
+            f"{folder} is of another state: it has {others[0]}",
+            because=f"@{fusion.name} keeps nothing of {len(others)} of its tensors",
+            hint="load what a step with the same parameters and optimizer saved",
+        )
+    for name in state:
+        check_shape(checkpoint, name, fusion.values[name].shape)
+    for name, x in state.items():
+        if x is not None:
+            shape = fusion.values[name].shape
+            boxes = tuple(boxes_of(fusion.layout(name).rows(shape, rank)))
+            x.copy_(joined(boxes, partial(read, checkpoint, name, x.dtype)))
 
 
 def joined(boxes: Boxes, read: Callable[[Box], Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Write parameters as `torch.distributed.checkpoint` does, each rank its own boxes.
+"""Write parameters, or a state, as `torch.distributed.checkpoint` does, each rank its own boxes.
 
 The files are those of torch's own writer, so that its `load` reads them in any layout; nothing is
 sent between ranks, and no process group of torch's is needed.
@@ -7,18 +7,19 @@ sent between ranks, and no process group of torch's is needed.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
 
 from mdfuse.errors import ProgramError
+from mdfuse.extents.extent import is_symbolic
 from mdfuse.frontend.importing.build import Model
-from mdfuse.layouts.boxes import Box, index_of
+from mdfuse.ir.graph import Fusion
+from mdfuse.layouts.boxes import Box, boxes_of, index_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,13 +27,11 @@ class Saved:
     """A tensor of a checkpoint.
 
     Attributes:
-        node: the placeholder of the parameter.
         names: all of its names; the first one is that of its files.
         shape, dtype: of the whole.
         boxes: box -> the rank that writes it.
     """
 
-    node: Node
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -49,8 +48,12 @@ def check_folder(folder: Path) -> None:
         )
 
 
+#: What a rank writes: boxes that no rank before it has.
+Parts = Iterable[tuple[Saved, Box, Tensor]]
+
+
 def write(folder: Path, model: Model, weights: Sequence[Tensor | None], rank: int | None) -> None:
-    """Write the boxes of one rank, and what `finish` reads about them.
+    """Write the boxes of one rank of a model, and what `finish` reads about them.
 
     Args:
         folder: of the checkpoint.
@@ -61,19 +64,62 @@ def write(folder: Path, model: Model, weights: Sequence[Tensor | None], rank: in
     Raises:
         ProgramError: other weights; the folder cannot be written.
     """
+    write_parts(folder, _parts(model, weights, rank), rank or 0)
+
+
+def write_state(
+    folder: Path, fusion: Fusion, state: Mapping[str, Tensor | None], rank: int
+) -> None:
+    """Write the boxes of one rank of inputs of a fusion; as `write`."""
+    parts = []
+    for saved in of_state(fusion, state):
+        layout, x = fusion.layout(saved.names[0]), state[saved.names[0]]
+        if x is not None and rank in layout.mesh:
+            for box, place in boxes_of(layout.rows(saved.shape, rank)):
+                if saved.boxes.get(box) == rank:
+                    parts.append((saved, box, x[index_of(place)]))
+    write_parts(folder, parts, rank)
+
+
+def of_state(fusion: Fusion, names: Iterable[str]) -> list[Saved]:
+    """Return inputs of a fusion, with the boxes in which they are written, and by whom.
+
+    Raises:
+        ProgramError: one is no whole, or of no shape that is known.
+    """
+    found = []
+    for name in names:
+        value, layout = fusion.values[name], fusion.layout(name)
+        if layout.partial_axes or is_symbolic(value.shape):
+            raise ProgramError(
+                f"a checkpoint of %{name}: {value.type_text()}",
+                because="it has parts of wholes, of extents that no run chooses",
+                hint="save(folder) writes a file for each rank, which the same program reads",
+            )
+        boxes: dict[Box, int] = {}
+        for rank in sorted(layout.mesh.ranks):
+            for box, _ in boxes_of(layout.rows(value.shape, rank)):
+                if all(first < last for first, last in box):
+                    boxes.setdefault(box, rank)
+        found.append(Saved(names=(name,), shape=value.shape, dtype=value.dtype, boxes=boxes))
+    return found
+
+
+def write_parts(folder: Path, parts: Parts, rank: int) -> None:
+    """Write boxes of tensors into the files of a rank; as `write`."""
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.planner import SavePlan
 
     planner, items = _planner(), []
-    for saved, box, x in _parts(model, weights, rank):
+    for saved, box, x in parts:
         items.append(_item(saved, box))
         planner.tensors[items[-1].index] = x
     try:
         folder.mkdir(parents=True, exist_ok=True)
         writer = FileSystemWriter(folder, sync_files=False)
-        plans = [SavePlan([])] * (rank or 0) + [SavePlan(items)]
+        plans = [SavePlan([])] * rank + [SavePlan(items)]
         results = writer.write_data(writer.prepare_global_plan(plans)[-1], planner).wait()
-        _note(folder, rank or 0).write_bytes(pickle.dumps(results))
+        _note(folder, rank).write_bytes(pickle.dumps(results))
     except OSError as error:
         raise ProgramError(
             f"{folder} cannot be written",
@@ -94,8 +140,8 @@ def _parts(
             hint="pass what model.load() returned, or `running.weights` of a step of training",
         )
     given = iter(zip(names, weights, strict=True))
-    for saved in _tensors(model, rank is None):
-        for boxes in model.boxes(saved.node, rank):
+    for node, saved in zip(model.parameters, _tensors(model, rank is None), strict=True):
+        for boxes in model.boxes(node, rank):
             name, x = next(given)
             written = [pair for pair in boxes or () if saved.boxes.get(pair[0]) == (rank or 0)]
             ends = [[stop for _, stop in place] for _, place in boxes or ()]
@@ -123,11 +169,11 @@ def _tensors(model: Model, is_whole: bool) -> Iterator[Saved]:
                     boxes.setdefault(box, rank or 0)
         names = model.captured.parameters[node].names
         shape = tuple(value.shape)
-        yield Saved(node=node, names=names, shape=shape, dtype=value.dtype, boxes=boxes)
+        yield Saved(names=names, shape=shape, dtype=value.dtype, boxes=boxes)
 
 
 def finish(folder: Path, model: Model, ranks: int | None) -> None:
-    """Write what the checkpoint has, once all ranks have written their boxes.
+    """Write what the checkpoint of a model has, once all ranks have written their boxes.
 
     Args:
         folder: of the checkpoint.
@@ -137,6 +183,16 @@ def finish(folder: Path, model: Model, ranks: int | None) -> None:
     Raises:
         ProgramError: a rank wrote elsewhere.
     """
+    finish_parts(folder, [*_tensors(model, ranks is None)], ranks or 1)
+
+
+def finish_state(folder: Path, fusion: Fusion, names: Iterable[str], ranks: int) -> None:
+    """Write what the checkpoint of inputs of a fusion has; as `finish`."""
+    finish_parts(folder, of_state(fusion, names), ranks)
+
+
+def finish_parts(folder: Path, tensors: Sequence[Saved], ranks: int) -> None:
+    """Write what a checkpoint has; as `finish`."""
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
@@ -145,7 +201,7 @@ def finish(folder: Path, model: Model, ranks: int | None) -> None:
         TensorStorageMetadata,
     )
 
-    notes = [_note(folder, rank) for rank in range(ranks or 1)]
+    notes = [_note(folder, rank) for rank in range(ranks)]
     missing = [note for note in notes if not note.exists()]
     if missing:
         raise ProgramError(
@@ -154,7 +210,6 @@ def finish(folder: Path, model: Model, ranks: int | None) -> None:
             hint="a folder that all ranks share",
         )
     results = [r for note in notes for r in pickle.loads(note.read_bytes())]
-    tensors = [*_tensors(model, ranks is None)]
     other = {x.names[0]: x.names[1:] for x in tensors}
     results += [_renamed(r, name) for r in results for name in other[r.index.fqn]]
     known: dict[str, Any] = {}

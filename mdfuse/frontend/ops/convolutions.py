@@ -1,12 +1,14 @@
 """Convolutions, windows of images, pooling.
 
 Batches may be split, and channels: those of the result with the weight's rows, those of the input
-as the rows of a product, of which ranks add up their shares. Spatial dims are whole.
+as the rows of a product, of which ranks add up their shares. Where places are split, ranks receive
+the rows of others that their windows reach.
 """
 
 from __future__ import annotations
 
 import builtins
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +18,7 @@ from mdfuse.frontend.ops import indexing, moves, parts, views
 from mdfuse.frontend.ops.creations import tensor
 from mdfuse.frontend.ops.recording import Operation, record, record_several, shown
 from mdfuse.frontend.ops.reductions import amax, mean, sum
-from mdfuse.ir.spatial import pooled
+from mdfuse.ir.pooling import pooled
 
 Numbers = int | Sequence[int]
 
@@ -67,7 +69,7 @@ def _convolution(n: int) -> Operation:
 _CONVOLUTION = """x[n,i,{dims}] or x[i,{dims}] with the kernels weight[o,i/groups,…] at each place.
 
 Args:
-    x: its spatial dims are whole on every rank.
+    x: where its spatial dims are split, ranks receive the rows that their windows reach.
     weight: a kernel for each channel of the result.
     bias: a number for each.
     stride: how far from one place to the next.
@@ -120,6 +122,8 @@ def _padded_by_name(
     if padding == "valid":
         return x, 0
     extra = [d * (k - 1) for d, k in zip(how["dilation"], weight.shape[2:], strict=True)]
+    if all(e % 2 == 0 for e in extra):
+        return x, tuple(e // 2 for e in extra)
     ends = [n for e in reversed(extra) for n in (e // 2, e - e // 2)]
     return moves.pad(x, ends), 0
 
@@ -222,16 +226,17 @@ def _avg_pool(n: int) -> Operation:
                 hint="x.to(torch.float32)",
             )
         how = _windows(name, x, n, kernel_size, stride, padding)
-        found = x
-        for at in range(n):
-            own = {key: numbers[at] for key, numbers in how.items()}
-            found = _sums(found, x.ndim - n + at, own, ceil_mode)
-        if divisor_override is not None:
-            return found / divisor_override
-        for at in range(n):
-            own = {key: numbers[at] for key, numbers in how.items()}
-            dim = x.ndim - n + at
-            found = _by_counts(found, dim, x.shape[dim], own, count_include_pad)
+        how.pop("dilation")
+        made = tuple(_count(x, x.ndim - n + at, _own(how, at), ceil_mode) for at in range(n))
+        counts = [_counts(x.shape[at - n], m, _own(how, at), count_include_pad)
+                  for at, m in enumerate(made)]  # fmt: skip
+        are_full = all({*c} == {k} for c, k in zip(counts, how["kernel"], strict=True))
+        divisor = divisor_override or (math.prod(how["kernel"]) if are_full else 1)
+        found = _sums(x, how, made, divisor)
+        if divisor_override is not None or are_full:
+            return found
+        for at, c in enumerate(counts):
+            found = _divided(found, x.ndim - n + at, c)
         return found
 
     function.__name__ = f"avg_pool{n}d"
@@ -239,22 +244,37 @@ def _avg_pool(n: int) -> Operation:
     return function
 
 
-def _sums(x: Handle, dim: int, how: dict[str, int], ceil: bool) -> Handle:
-    """The sums of the windows along one dim, the padding counted as zeros."""
-    n, k, s, p = x.shape[dim], how["kernel"], how["stride"], how["padding"]
+def _own(how: dict[str, tuple[int, ...]], at: int) -> tuple[int, int, int]:
+    """Windows along one dim: how long, how far apart, and by how much it is padded."""
+    return how["kernel"][at], how["stride"][at], how["padding"][at]
+
+
+def _count(x: Handle, dim: int, own: tuple[int, int, int], ceil: bool) -> int:
     try:
-        count = pooled(n, k, s, p, 1, ceil)
+        return pooled(x.shape[dim], *own, 1, ceil)
     except ValueError as error:
         raise DefinitionError(
-            f"a mean over windows of {k} along dim {dim} of {shown(x)}",
+            f"a mean over windows of {own[0]} along dim {dim} of {shown(x)}",
             because=str(error),
             hint="smaller windows, or less padding",
         ) from None
-    behind = (count - 1) * s + k - n - p
-    x = _padded(x, dim, p, behind)
+
+
+def _sums(
+    x: Handle, how: dict[str, tuple[int, ...]], made: tuple[int, ...], divisor: int
+) -> Handle:
+    """The sums of windows, the padding counted as zeros, divided."""
+    if all(type(n) is int for n in (*x.shape[-len(made) :], *made)):
+        return record("mean_pool", x, made=made, divisor=divisor, **how)
+    for at, count in enumerate(made):  # a run chooses how many there are
+        x = _added(x, x.ndim - len(made) + at, count, *_own(how, at))
+    return x / divisor
+
+
+def _added(x: Handle, dim: int, count: int, k: int, s: int, p: int) -> Handle:
+    x = _padded(x, dim, p, (count - 1) * s + k - x.shape[dim] - p)
     if s == k:
-        apart = views.reshape(x, (*x.shape[:dim], count, k, *x.shape[dim + 1 :]))
-        return sum(apart, dim + 1)
+        return sum(views.reshape(x, (*x.shape[:dim], count, k, *x.shape[dim + 1 :])), dim + 1)
     total = None
     for i in range(k):
         part = _strided(x, dim, i, count, s)
@@ -274,14 +294,16 @@ def _strided(x: Handle, dim: int, start: int, count: int, step: int) -> Handle:
     return indexing.index(x, (*[builtins.slice(None)] * dim, window))
 
 
-def _by_counts(x: Handle, dim: int, n: int, how: dict[str, int], counts_pad: bool) -> Handle:
-    """Divided by how many elements each window has along one dim."""
-    k, s, p = how["kernel"], how["stride"], how["padding"]
+def _counts(n: int, windows: int, own: tuple[int, int, int], counts_pad: bool) -> list[int]:
+    """How many elements each window has along one dim."""
+    k, s, p = own
     low, high = (-p, n + p) if counts_pad else (0, n)
-    counts = []
-    for i in range(x.shape[dim]):
-        start = i * s - p
-        counts.append(builtins.min(start + k, high) - builtins.max(start, low))
+    starts = (i * s - p for i in range(windows))
+    return [builtins.min(start + k, high) - builtins.max(start, low) for start in starts]
+
+
+def _divided(x: Handle, dim: int, counts: list[int]) -> Handle:
+    """Divided by how many elements each window has along one dim."""
     if len({*counts}) == 1:
         return x / counts[0]
     behind = (1,) * (x.ndim - 1 - dim)

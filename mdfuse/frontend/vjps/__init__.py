@@ -9,10 +9,13 @@ from mdfuse.frontend.vjps import (
     pointwise,
     reductions,
     shapes,
+    spatial,
 )
 from mdfuse.frontend.vjps.complex import COMPLEX as COMPLEX
 from mdfuse.frontend.vjps.table import NO_GRADIENT as NO_GRADIENT
 from mdfuse.frontend.vjps.table import RULES as RULES
 
 #: The modules that fill `RULES` when they are imported.
-FAMILIES = (shapes, pointwise, reductions, composite, attention, indexing, matrices, complex)
+FAMILIES = (
+    shapes, pointwise, reductions, composite, attention, indexing, spatial, matrices, complex,
+)  # fmt: skip

@@ -1,16 +1,15 @@
-"""Gradients of lookups, of what joins by an index, of running sums, convolutions, contractions."""
+"""Gradients of lookups, of what joins by an index, of running sums, contractions."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.ops import reductions, views
-from mdfuse.frontend.ops.recording import record, record_several
+from mdfuse.frontend.ops import creations, reductions, views
+from mdfuse.frontend.ops.recording import record
 from mdfuse.frontend.vjps.table import (
     Applied,
     eq,
@@ -79,6 +78,25 @@ def _through_product(e: Applied, ct: Handle) -> Handle:
     return _at(e, ct) * others
 
 
+@rule("index_copy")
+def _index_copy(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    """Of x to what stays, of the source to the last of those with one index."""
+    index, dim, (count,) = e[0], e.attrs["along"], e.shape(0)
+    zeros = creations.zeros_like(e[1]) if e.wants(2) else None
+    kept = None if zeros is None else record("index_copy", index, zeros, ct, along=dim)
+    if not e.wants(1) or not count:
+        return None, None, kept
+    found = record("index_select", index, ct, along=dim)
+    if count > 1:
+        places = creations.arange(count)
+        last = record(
+            "scatter_reduce", index, places, shape=(e.shape(2)[dim],), along=0, reduce="max"
+        )
+        is_last = eq(record("index_select", index, last, along=0), places)
+        found = where(views.reshape(is_last, (count, *(1,) * (ct.ndim - 1 - dim))), found, 0.0)
+    return None, found, kept
+
+
 # -- along a dim ---------------------------------------------------------------------------------
 
 
@@ -140,41 +158,7 @@ def _logcumsumexp(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     return (found[0] - found[1],)
 
 
-# -- convolutions, pooling, contractions ---------------------------------------------------------
-
-
-@rule("convolution")
-def _convolution(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    return record_several("convolution_grad", ct, e[0], e[1], **e.attrs)
-
-
-@rule("convolution_grad")
-def _convolution_grad(e: Applied, cts: Sequence[Any]) -> Sequence[Handle | None]:
-    """It is linear in its cotangent and in x, or in the weight: so are convolutions of these."""
-    ct, x, weight = e[0], e[1], e[2]
-    of_x, of_weight = cts
-    parts = [(of_x, weight), (x, of_weight)]
-    made = [record("convolution", a, b, **e.attrs) for a, b in parts if a is not None is not b]
-    total = made[0] if len(made) == 1 else made[0] + made[1]
-    dx = dw = None
-    if of_weight is not None:
-        dx, _ = record_several("convolution_grad", ct, x, of_weight, **e.attrs)
-    if of_x is not None:
-        _, dw = record_several("convolution_grad", ct, of_x, weight, **e.attrs)
-    return total, dx, dw
-
-
-@rule("max_pool")
-def _max_pool(e: Applied, cts: Sequence[Any]) -> Sequence[Handle | None]:
-    """To the place where the largest stood."""
-    shape, n = e.shape(0), len(e.attrs["kernel"])
-    free = shape[:-n]
-    ct, places = (views.reshape(x, (*free, -1)) for x in (cts[0], e.results[1]))
-    flat = 1
-    for extent in shape[-n:]:
-        flat = flat * extent
-    found = record("scatter_reduce", places, ct, shape=(*free, flat), along=len(free), reduce="sum")
-    return (views.reshape(found, shape),)
+# -- products ------------------------------------------------------------------------------------
 
 
 @rule("grouped_mm")

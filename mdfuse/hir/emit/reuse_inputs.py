@@ -4,8 +4,9 @@
     return %y                              ->       %x = add(%x, 1.0)
                                                     return %y
 
-Where the old value is read later, or by the instruction itself otherwise than element by element,
-the result is computed elsewhere and written when all have read:
+Where the old value is read later, or by the instruction itself otherwise than element by element or
+to keep most of it (`%x = index_copy(%at, %rows, %x)` writes rows alone), the result is computed
+elsewhere and written when all have read:
 
     %y: f32[4] (tp=R) = add(%x, 1.0)                alias %y: f32[4] (tp=R) = %x
     %z: f32[4] (tp=R) = mul(%x, 2.0)                %y.new: f32[4] (tp=R) = add(%x, 1.0)
@@ -35,7 +36,7 @@ from mdfuse.hir.instructions import BLOCKS
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.storage import storage
 from mdfuse.ir.graph import fresh_name
-from mdfuse.ir.ops import ELEMENTWISE
+from mdfuse.ir.ops import TABLE
 
 #: Instructions that hold others.
 _BLOCKS = ("launch", *BLOCKS)
@@ -253,7 +254,9 @@ class _Write:
         if i.op in ("alloc", "post", "recv"):
             return False
         old = {x for x in i.reads if self.is_old(x)}
-        return not old or (i.op in ELEMENTWISE and old.issubset(own))
+        return not old or (
+            old.issubset(own) and i.fn in TABLE and TABLE[i.fn].updates(i.inputs, old)
+        )
 
     def in_place_loop(
         self, code: Sequence[Instruction], types: dict[str, BufferType]

@@ -40,6 +40,7 @@ from mdfuse.hir.text.values import (
     padding_of,
     placement_of,
     rank_of,
+    reach_of,
     settings_of,
     team_text,
     tokens,
@@ -50,6 +51,7 @@ from mdfuse.hir.text.values import (
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.kinds import KINDS
 from mdfuse.layouts.layout import Layout, Placement
+from mdfuse.layouts.reach import Reach
 from mdfuse.layouts.stream import Stream
 from mdfuse.mesh import DeviceMesh
 
@@ -224,20 +226,20 @@ class _Reader:
         index = int_of(name[1:]) if name else 0
         if index >= len(self.meshes):
             raise ProgramError(f"there is no mesh m{index}", hint="name it in the first line")
-        placements: dict[str, Placement] = {}
-        order: dict[int, list[str]] = {}
-        stream = None
+        placements, stream = dict[str, Placement](), None
+        order, reaches = dict[int, list[str]](), dict[int, Reach]()
         for item in trees(tree):
             first, *rest = tokens(item)
             match item.data:
                 case "placement":
                     placements[str(first)] = placement_of(str(rest[0]))
                 case "split_order":
-                    dim, *axes = rest
-                    order[int_of(dim)] = [str(axis) for axis in axes]
+                    order[int_of(rest[0])] = [str(axis) for axis in rest[1:]]
+                case "reach":
+                    reaches |= reach_of(item)
                 case _:
                     stream = self.stream(item)
-        return Layout(self.meshes[index], placements, order, stream)
+        return Layout(self.meshes[index], placements, order, stream, reaches)
 
     def stream(self, tree: Node) -> Stream:
         _, dim, *axis = tokens(tree)

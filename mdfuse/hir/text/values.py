@@ -17,6 +17,7 @@ from mdfuse.hir.program import BufferType, Padding
 from mdfuse.ir.attributes import attr
 from mdfuse.ir.graph import DTYPE_NAMES
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard, Varies
+from mdfuse.layouts.reach import Reach
 from mdfuse.mesh import MOST_RANKS, DeviceMesh
 
 Node = Tree[Token]
@@ -140,6 +141,13 @@ def placement_of(text: str) -> Placement:
         return Shard(int_of(dim))
     sizes = tuple(int_of(n) for n in blocks.strip("[]").split(","))
     return Shard(int_of(dim), sizes if blocks.startswith("[") else sizes[0])
+
+
+def reach_of(tree: Node) -> dict[int, Reach]:
+    """Read which rows of a dim ranks have: `reach(dim,of,up,down,first,last)`."""
+    dim, of, up, down = map(int_of, tokens(tree)[1:])
+    first, last = (-int_of(t[-1]) if len(t) > 1 else int_of(t[0]) for t in map(tokens, trees(tree)))
+    return {dim: Reach(of=of, up=up, down=down, first=first, last=last)}
 
 
 def dtype_of(name: str) -> torch.dtype:

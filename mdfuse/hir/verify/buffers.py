@@ -145,6 +145,8 @@ def _is_one_run(rows: Rows, of: Rows) -> bool:
 def _is_nested(p: Layout, q: Layout, dim: int) -> bool:
     """Return whether, whatever the extents, each rank's new part of a dim lies in its old part."""
     axes = p.split_axes(dim)
+    if p.reach(dim) is not None or q.reach(dim) is not None:
+        return False
     if dim in p.blocked or dim in q.blocked:
         return p.blocked.get(dim) == q.blocked.get(dim) and q.split_axes(dim) == axes
     here, there = (c if c is not None and c.dim == dim else None for c in map(chunk_of, (p, q)))

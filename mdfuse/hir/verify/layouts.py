@@ -61,7 +61,8 @@ def is_alike(a: Layout, b: Layout, ndim: int) -> bool:
     if a.mesh != b.mesh:
         return False
     p, q = plain(a, ndim), plain(b, ndim)
-    return (p.placements, p.splits) == (q.placements, q.splits) and is_one_chunk(p, q)
+    parts = [(x.placements, x.splits, x.reaches) for x in (p, q)]
+    return parts[0] == parts[1] and is_one_chunk(p, q)
 
 
 def is_one_chunk(a: Layout, b: Layout) -> bool:
@@ -112,6 +113,8 @@ class _Row:
     operands: list[tuple[int, Layout, tuple[int | None, ...]]]
     #: whether each operand is a tensor, a number, or absent (None)
     is_tensor: tuple[bool | None, ...]
+    #: per operand: its global shape, where the op has reaches
+    shapes: Sequence[Shape | None] = ()
     splits: dict[int, tuple[str, ...]] = field(default_factory=dict)
     #: of each split label; those of a slice's result, where they are others
     blocks: dict[int, Blocks | None] = field(default_factory=dict)
@@ -138,6 +141,7 @@ class _Row:
             for dim, label in enumerate(dims):
                 if label is not None and layout.split_axes(dim) != self.splits.get(label, ()):
                     raise self.apart(at, dim)
+            self.check_reaches(at, layout)
         axes_used = [a for axes in self.splits.values() for a in axes]
         for axis in axes_used:
             if axes_used.count(axis) > 1:
@@ -146,6 +150,15 @@ class _Row:
             sizes = tuple(map(self.mesh.axis_size, axes))
             if not self.labels.fits(label, sizes):
                 raise Contradiction(f"the parts of {self.fn} do not fall together")
+
+    def check_reaches(self, at: int, layout: Layout) -> None:
+        """Raise Contradiction where ranks have other rows of an operand than the op reads."""
+        asked = {d: reach for (operand, d), reach in self.labels.reaches.items() if operand == at}
+        shape = self.shapes[at] if asked else None
+        wanted = layout.reaching(asked, shape or ()).reaches
+        if layout.reaches != wanted:
+            shown = " and ".join(reach.text(d) for d, reach in wanted) or "its parts"
+            raise Contradiction(f"{self.fn} reads {shown} of operand {at}, which is {layout}")
 
     def note_blocks(self, at: int, layout: Layout, dim: int, label: int) -> None:
         """Note the blocks of a split label; raise Contradiction where the op cannot have them."""
@@ -177,6 +190,8 @@ class _Row:
         if len(self.chunks) > 1:
             raise Contradiction(f"{self.fn} of chunks of several dims")
         for label, chunk in self.chunks.items():
+            if label in self.labels.reaching:
+                raise Contradiction(f"{self.fn} reads rows of several chunks of dim {chunk.dim}")
             self.check_chunks(label, chunk)
 
     def check_chunks(self, label: int, chunk: Stream) -> None:
@@ -330,8 +345,8 @@ def result_layout(
         labels, taken = along_blocks(labels, attrs, shapes[0], blocked)
     if taken:
         return _result(fn, labels, tuple(layouts), declared, numbers, tuple(absent), taken=taken)
-    if labels.fits is not always:
-        known = shapes if TABLE[fn].rule is reshape else ()
+    if labels.fits is not always or labels.reaches:
+        known = shapes if TABLE[fn].rule is reshape or labels.reaches else ()
         return _result(fn, labels, tuple(layouts), declared, numbers, tuple(absent), known, shape)
     key = labels.operands, labels.result, tuple(labels.reduces.items())
     made = _known_result(fn, key, tuple(layouts), declared, numbers, tuple(absent))
@@ -375,8 +390,8 @@ def _result(
     is_tensor = tuple(
         None if no else layout is not None for layout, no in zip(layouts, absent, strict=True)
     )
-    row = _Row(fn, labels, mesh, operands, is_tensor, taken=taken)
-    if shapes and shapes[0] is not None:
+    row = _Row(fn, labels, mesh, operands, is_tensor, shapes, taken=taken)
+    if shapes and shapes[0] is not None and not labels.reaches:
         groups = reshape_groups(shapes[0], shape)
         row.units = {p: q for [p, *r], [q, *s] in groups if not r + s and shape[q] == 1}
     return row.result(numbers, plain(declared, len(labels.result)))
@@ -399,7 +414,7 @@ def is_shown(made: Layout, declared: Layout, ndim: int) -> bool:
         return False
     p, q = plain(made, ndim), plain(declared, ndim)
     return (
-        p.splits == q.splits
+        (p.splits, p.reaches) == (q.splits, q.reaches)
         and is_one_chunk(p, q)
         and all(
             a == b or (isinstance(b, Varies) and isinstance(a, Replicate))

@@ -35,6 +35,10 @@ def transition_problem(comm: Communication) -> Problem:
             return f"{layout} is about dims that {list(comm.shape)} does not have"
         if layout.stream is not None and layout.stream.op is not None:
             return f"{layout.stream} is only added to what there is"
+    if comm.source.reaches or (comm.destination.reaches and comm.kind != "Exchange"):
+        return (
+            "rows that several ranks have are for the op that reads them; an Exchange brings them"
+        )
     for dim in (comm.dim, comm.to_dim):
         if dim is not None and not 0 <= dim < ndim:
             return f"there is no dim {dim} of {list(comm.shape)}"

@@ -4,54 +4,86 @@ from __future__ import annotations
 
 from typing import Any
 
-from mdfuse.ir import contraction, spatial
+from mdfuse.ir import contraction, convolution, pooling
+from mdfuse.ir import local_attributes as of_part
 from mdfuse.ir.attributes import attr
 from mdfuse.ir.op_table import row
 from mdfuse.ir.out_forms import ANYHOW
 
 _SETTINGS = tuple(attr(name, "counts", True) for name in ("stride", "padding", "dilation"))
-_CONVOLUTION: dict[str, Any] = {
-    "attrs": (
-        *_SETTINGS, attr("groups", "count"), attr("transposed", "bool"), attr("more", "counts"),
-        attr("here", "count", is_local=True),
-    ),
-    "localize": spatial.local_groups,
-    "is_library": True,
-    "is_single": False,
-}  # fmt: skip
+_GROUPS, _AROUND = attr("groups", "count"), attr("around", "numbers", is_local=True)
+_MADE = (attr("shape", "shape", True), attr("box", "box", is_local=True))
+_KERNEL = attr("kernel", "counts", True)
+_LIBRARY: dict[str, Any] = {"is_library": True, "is_single": False}
 row(
     "convolution",
-    spatial.convolve,
-    spatial.of_convolution,
-    spatial.shape_of_convolution,
+    convolution.convolve,
+    convolution.of_convolution,
+    convolution.shape_of_convolution,
     ANYHOW,
-    few=spatial.few_convolved,
+    few=convolution.few_convolved,
     operands=(2, 2),
-    **_CONVOLUTION,
-)
+    attrs=(
+        *_SETTINGS, _GROUPS, attr("transposed", "bool"), attr("more", "counts"),
+        attr("here", "count", is_local=True), _AROUND,
+    ),
+    localize=convolution.local_convolution,
+    **_LIBRARY,
+)  # fmt: skip
 row(
-    "convolution_grad",
-    spatial.convolve_grad,
-    spatial.of_convolution_grad,
-    spatial.shape_of_convolution_grad,
+    "convolution_weight",
+    convolution.convolve_weight,
+    convolution.of_convolution_weight,
+    convolution.shape_of_convolution_weight,
     ANYHOW,
-    few=spatial.few_convolved_grad,
-    operands=(3, 3),
-    results=2,
-    **_CONVOLUTION,
+    few=convolution.few_convolved_weight,
+    operands=(2, 2),
+    attrs=(*_SETTINGS, _GROUPS, _AROUND, *_MADE),
+    localize=convolution.local_convolution_weight,
+    **_LIBRARY,
 )
 row(
     "max_pool",
-    spatial.max_pool,
-    spatial.of_pool,
-    spatial.shape_of_pool,
+    pooling.max_pool,
+    pooling.of_pool,
+    pooling.shape_of_pool,
     ANYHOW,
-    few=spatial.few_pooled,
+    few=pooling.few_pooled,
     results=2,
-    attrs=(attr("kernel", "counts", True), *_SETTINGS, attr("ceil", "bool")),
-    is_library=True,
-    is_single=False,
+    attrs=(
+        _KERNEL, *_SETTINGS, attr("ceil", "bool"), _AROUND,
+        attr("begins", "counts", is_local=True), attr("extents", "counts", is_local=True),
+    ),
+    localize=pooling.local_pool,
+    **_LIBRARY,
+)  # fmt: skip
+row(
+    "max_pool_grad",
+    pooling.max_pool_grad,
+    pooling.of_pool_grad,
+    pooling.shape_of_pool_grad,
+    ANYHOW,
+    few=pooling.few_pooled_grad,
+    operands=(2, 2),
+    attrs=(_KERNEL, *_SETTINGS, attr("ceil", "bool"), *_MADE),
+    localize=of_part.local_draw,
+    **_LIBRARY,
 )
+row(
+    "mean_pool",
+    pooling.mean_pool,
+    pooling.of_mean,
+    pooling.shape_of_mean,
+    ANYHOW,
+    few=pooling.few_means,
+    attrs=(
+        _KERNEL, *_SETTINGS[:2], attr("made", "counts", True), attr("divisor", "int", True),
+        attr("transposed", "bool"), _AROUND,
+    ),
+    localize=pooling.local_mean,
+    partial="sum",
+    **_LIBRARY,
+)  # fmt: skip
 row(
     "contract",
     contraction.contract,

@@ -42,8 +42,8 @@ def test_a_table_has_everything_that_was_measured(
     costs = table.costs
     works = {"add", "gelu", "softmax", "layer_norm", "rms_norm", "cat", "*"}
     assert {f"{name} f32" for name in works} <= costs.works.keys()
-    attention = "scaled_dot_product_attention f32"
-    assert {attention, f"{attention} causal"} <= costs.works.keys()
+    heads = {f"attention f32 {n}" for n in (32, 64, 128)}
+    assert heads | {f"{name} causal" for name in heads} <= costs.works.keys()
     assert costs.products.keys() == {"linear f32", "matmul f32"}
     assert costs.products["linear f32"].axes == ((4.0, 8.0), (16.0, 32.0), (16.0, 32.0))
     assert costs.run_s >= 0

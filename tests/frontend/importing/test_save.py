@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from helpers.oracle import local_part
 from helpers.tiny_models import MODELS
 from torch import Tensor, nn
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, ProgramError, Shard
+from mdfuse.frontend.importing import load as loading
 from mdfuse.frontend.importing import save as saving
 
 TP, FSDP = DeviceMesh.arange(tp=2), DeviceMesh.arange(dp=2, fsdp=3)
@@ -94,6 +96,72 @@ def test_what_was_trained_is_saved(tmp_path: Path) -> None:
     model.save(tmp_path / "a", new)
     assert same(model.load(tmp_path / "a"), new)
     assert not torch.equal(new[3], weights[3])  # lora_B
+
+
+def _parts(fusion: Any, state: dict[str, Tensor], rank: int) -> dict[str, Tensor | None]:
+    return {
+        n: local_part(x, fusion.layout(n), rank) if rank in fusion.layout(n).mesh else None
+        for n, x in state.items()
+    }
+
+
+def _mlp(mesh: DeviceMesh, layouts: Any, gather: Any = ()) -> Any:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 7)).bfloat16()
+    model = mf.from_torch(module, (torch.zeros(2, 6, dtype=torch.bfloat16),), mesh=mesh,
+                          layouts=layouts, gather=gather)  # fmt: skip
+    adamw = partial(mf.optim.adamw, lr=0.1)
+    return model, model.training_step(lambda y: y.square().sum(), optimizer=adamw, master=True)
+
+
+def test_a_state_goes_on_in_any_other_layout(tmp_path: Path) -> None:
+    """Parameters, their copies in f32, moments and the count: every bit of them."""
+    layouts = {
+        "tp": (TP, {"0.*": {"tp": Shard(0)}, "2.weight": {"tp": Shard(1)}}),
+        "blocks": (TP, {"0.*": {"tp": Shard(0, blocks=(4, 6))}}),
+        "fsdp": (FSDP, {"*": {"fsdp": Shard(0)}}, "fsdp"),
+        "one": (DeviceMesh([0]), {}),
+    }
+    made = {name: _mlp(*said) for name, said in layouts.items()}
+    programs = {name: step.compile() for name, (_, step) in made.items()}
+    x = torch.randn(2, 6).bfloat16()
+    for first in ("blocks", "fsdp"):
+        model, step = made[first]
+        weights, fusion, folder = model.load(), programs[first].fusion, tmp_path / first
+        given = step.arguments(weights, step.state(weights), x)
+        state = step.updated(mf.simulate(programs[first], given).outputs)
+        assert len(state) == 4 * 4 + 1 and state["count"] == 1
+        ranks = layouts[first][0].size
+        for rank in range(ranks):
+            saving.write_state(folder, fusion, _parts(fusion, state, rank), rank)
+        saving.finish_state(folder, fusion, state, ranks)
+        for name, program in programs.items():
+            for rank in range(layouts[name][0].size):
+                wanted = _parts(program.fusion, state, rank)
+                found = {n: torch.full_like(w, 7) for n, w in wanted.items() if w is not None}
+                loading.read_state(folder, program.fusion, found, rank)
+                assert all(torch.equal(found[n], w) for n, w in wanted.items() if w is not None)
+
+
+def test_a_state_of_another_step(tmp_path: Path) -> None:
+    model, step = _mlp(TP, {})
+    fusion, state = step.compile().fusion, step.state(model.load())
+    saving.write_state(tmp_path, fusion, state, 0)
+    saving.finish_state(tmp_path, fusion, state, 1)
+    few = dict([*state.items()][:5])
+    with pytest.raises(ProgramError, match=r"of another state: it has(?s:.)*keeps nothing of 12"):
+        loading.read_state(tmp_path, fusion, few, 0)
+    with pytest.raises(ProgramError, match="the checkpoint lacks 1 of 18 tensors: more"):
+        loading.read_state(tmp_path, fusion, {**state, "more": None}, 0)
+
+
+def test_a_state_without_a_whole(tmp_path: Path) -> None:
+    with mf.FusionDefinition("sum") as fd:
+        x = fd.define_tensor([4], mesh=TP, layout={"tp": mf.Partial()}, name="x")
+        fd.add_output(x + x, reuse=x)
+    fusion = mf.compile(fd).fusion
+    with pytest.raises(ProgramError, match=r"a checkpoint of %x(?s:.)*parts of wholes"):
+        saving.write_state(tmp_path, fusion, {"x": torch.zeros(4)}, 0)
 
 
 # -- what is wrong -------------------------------------------------------------------------------

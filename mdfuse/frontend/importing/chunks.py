@@ -1,0 +1,145 @@
+"""Read boxes of tensors that `torch.save` wrote into a part of a file, and nothing else of them.
+
+Such a part is an archive, in which the numbers of a tensor stand as they lie in memory. Torch
+itself says how they lie (`torch.load` to the meta device), `zipfile` where they begin.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any, BinaryIO, cast
+
+import torch
+from torch import Tensor
+
+from mdfuse.layouts.boxes import Box, box_shape
+
+#: Where rows have no more bytes, they are read whole: a system reads pages.
+_SHORT = 512
+#: How many bytes of such rows are read at once.
+_SLAB = 1 << 20
+#: Of a file in an archive, what stands before its name, and where the lengths of that are told.
+_HEADER, _LENGTHS = 30, 26
+
+
+class PartOfFile(io.RawIOBase):
+    """Some bytes of a file, as a file."""
+
+    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def readable(self) -> bool:
+        """True."""
+        return True
+
+    def seekable(self) -> bool:
+        """True."""
+        return True
+
+    def tell(self) -> int:
+        """Where it is."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to a place."""
+        self._at = (0, self._at, self._length)[whence] + offset
+        return self._at
+
+    def readinto(self, buffer: object) -> int:
+        """Fill a buffer as far as there are bytes."""
+        into = memoryview(buffer).cast("B")  # type: ignore[arg-type]
+        into = into[: max(min(len(into), self._length - self._at), 0)]
+        self._file.seek(self._start + self._at)
+        count = _fill(self._file, into)
+        self._at += count
+        return count
+
+
+def _fill(file: BinaryIO, into: memoryview) -> int:
+    """Read into all of a buffer, or to the end of the file."""
+    count = 0
+    while count < len(into):
+        more = file.readinto(into[count:])  # type: ignore[attr-defined]
+        if not more:
+            break
+        count += more
+    return count
+
+
+def opened(path: Path) -> BinaryIO:
+    """Open a file that is read as it is asked for, without a buffer."""
+    return path.open("rb", buffering=0)
+
+
+def read_box(path: Path, start: int, length: int, box: Box, into: Tensor) -> None:
+    """Read a box of the tensor in a part of a file.
+
+    Args:
+        path: the file.
+        start, length: the part.
+        box: of the tensor.
+        into: of the shape of the box, where it is put.
+
+    Raises:
+        OSError, ValueError, RuntimeError, zipfile.BadZipFile: there is no such tensor.
+    """
+    with opened(path) as file:
+        part = PartOfFile(file, start, length)
+        like = torch.load(cast("IO[bytes]", part), map_location="meta", weights_only=True)
+        if like.dtype != into.dtype:
+            raise ValueError(f"{like.dtype} is not {into.dtype}")
+        order = sorted(range(like.ndim), key=lambda d: (-like.stride(d), d))
+        lies = like.permute(order)
+        if not lies.is_contiguous():
+            raise ValueError(f"strides {like.stride()} of shape {tuple(like.shape)}")
+        at = start + _begin(part) + like.storage_offset() * like.itemsize
+        ordered = tuple(box[d] for d in order)
+        target = into.permute(order)
+        made = target if target.is_contiguous() else target.new_empty(box_shape(ordered))
+        _read(file, at, tuple(lies.shape), ordered, made)
+        if made is not target:
+            target.copy_(made)
+
+
+def _begin(part: PartOfFile) -> int:
+    """Return where the numbers of the only tensor of an archive begin."""
+    with zipfile.ZipFile(cast("IO[bytes]", part)) as archive:
+        (data,) = (i for i in archive.infolist() if "/data/" in i.filename)
+    if data.compress_type != zipfile.ZIP_STORED:
+        raise ValueError(f"{data.filename} is compressed")
+    part.seek(data.header_offset + _LENGTHS)
+    lengths = part.read(4)
+    assert lengths is not None
+    return (
+        data.header_offset
+        + _HEADER
+        + sum(int.from_bytes(lengths[i : i + 2], "little") for i in (0, 2))
+    )
+
+
+def _read(file: BinaryIO, at: int, sizes: Sequence[int], box: Box, into: Tensor) -> None:
+    """Read a box of a dense tensor at a place of a file into a dense one."""
+    if not into.numel():
+        return
+    if all(of == (0, n) for of, n in zip(box[1:], sizes[1:], strict=True)):
+        row = into.itemsize * math.prod(sizes[1:])
+        file.seek(at + (box[0][0] if box else 0) * row)
+        numbers: Any = into.reshape(-1).view(torch.uint8).numpy()
+        if _fill(file, memoryview(numbers)) < into.nbytes:
+            raise ValueError("the file ends within a tensor")
+        return
+    (first, last), row = box[0], into.itemsize * math.prod(sizes[1:])
+    if row > _SHORT:
+        for i in range(first, last):
+            _read(file, at + i * row, sizes[1:], box[1:], into[i - first])
+        return
+    inside = tuple(slice(*of) for of in box[1:])
+    for i in range(first, last, _SLAB // row):
+        rows = min(_SLAB // row, last - i)
+        slab = into.new_empty((rows, *sizes[1:]))
+        _read(file, at + i * row, slab.shape, tuple((0, n) for n in slab.shape), slab)
+        into[i - first : i - first + rows] = slab[(slice(None), *inside)]

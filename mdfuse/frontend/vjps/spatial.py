@@ -1,0 +1,86 @@
+"""Gradients of convolutions and pooling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.ops import moves, views
+from mdfuse.frontend.ops.recording import record
+from mdfuse.frontend.vjps.table import Applied, rule
+
+
+def _settings(e: Applied) -> dict[str, Any]:
+    return {k: e.attrs[k] for k in ("stride", "padding", "dilation", "groups") if k in e.attrs}
+
+
+def _spread(ct: Handle, weight: Handle, shape: Sequence[int], how: dict[str, Any]) -> Handle:
+    """Spread what comes back to a convolution over the places that it read."""
+    settings = zip(how["stride"], how["padding"], how["dilation"], strict=True)
+    dims = zip(shape[2:], weight.shape[2:], settings, strict=True)
+    more = [0 if s == 1 else (n + 2 * p - (k - 1) * d - 1) % s for n, k, (s, p, d) in dims]
+    return record("convolution", ct, weight, transposed=True, more=tuple(more), **how)
+
+
+def _behind(e: Applied) -> list[int]:
+    """Return how many rows more a convolution makes of what a transposed one made."""
+    strides = e.attrs["stride"]
+    more = e.attrs.get("more") or (0,) * len(strides)
+    return [m // s for m, s in zip(more, strides, strict=True)]
+
+
+def _to_transposed(e: Applied, ct: Handle, how: dict[str, Any]) -> Sequence[Handle | None]:
+    dx, x, behind = None, None, _behind(e)
+    if e.wants(0):
+        dx = record("convolution", ct, e[1], **how)
+        if any(behind):
+            n = dx.ndim
+            dx = record("slice", dx, starts=(0,) * n, ends=e.shape(0), steps=(1,) * n)
+    if e.wants(1):
+        x = moves.pad(e[0], [m for k in reversed(behind) for m in (0, k)]) if any(behind) else e[0]
+    dw = None if x is None else record("convolution_weight", x, ct, shape=e.shape(1), **how)
+    return dx, dw
+
+
+@rule("convolution")
+def _convolution(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    how = _settings(e)
+    if e.attrs.get("transposed"):
+        return _to_transposed(e, ct, how)
+    return (
+        _spread(ct, e[1], e.shape(0), how) if e.wants(0) else None,
+        record("convolution_weight", ct, e[0], shape=e.shape(1), **how) if e.wants(1) else None,
+    )
+
+
+@rule("convolution_weight")
+def _convolution_weight(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    """It is linear in both, with what comes back in the place of the weight."""
+    how = _settings(e)
+    return (
+        record("convolution", e[1], ct, **how) if e.wants(0) else None,
+        _spread(e[0], ct, e.shape(1), how) if e.wants(1) else None,
+    )
+
+
+@rule("max_pool")
+def _max_pool(e: Applied, cts: Sequence[Any]) -> Sequence[Handle | None]:
+    """To the place where the largest stood."""
+    return (record("max_pool_grad", e.results[1], cts[0], shape=e.shape(0), **e.attrs),)
+
+
+@rule("max_pool_grad")
+def _max_pool_grad(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    """From there."""
+    free = e.shape(1)[: -len(e.attrs["kernel"])]
+    flat, places = (views.reshape(x, (*free, -1)) for x in (ct, e[0]))
+    found = record("gather", places, flat, along=len(free))
+    return None, views.reshape(found, e.shape(1))
+
+
+@rule("mean_pool")
+def _mean_pool(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    made = e.shape(0)[-len(e.attrs["kernel"]) :]
+    is_back = not e.attrs.get("transposed", False)
+    return (record("mean_pool", ct, **{**e.attrs, "made": made, "transposed": is_back}),)

@@ -1,0 +1,99 @@
+"""Placements: what ranks along one axis of a mesh hold of a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from mdfuse.errors import LayoutError
+from mdfuse.layouts.blocks import Blocks, as_blocks, blocks_text
+
+REDUCE_OPS = ("sum", "prod", "min", "max", "avg", "band", "bor", "bxor")
+#: The ops that may stand along several axes of one layout: an op with itself, and these together.
+#: Two ops commute if (a . b) * (c . d) = (a * c) . (b * d). Where both have a neutral element, as
+#: all but avg have, they are then one op (Eckmann and Hilton 1962); avg is linear, as sum is, and
+#: commutes with no other: max(avg(0, 1), avg(1, 0)) is 1/2, avg(max(0, 1), max(1, 0)) is 1.
+_LINEAR = frozenset({"sum", "avg"})
+#: The ops that make of equal terms the term itself.
+IDEMPOTENT = ("min", "max", "avg", "band", "bor")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Split `dim` of the tensor along this axis, into the parts that `torch.chunk` makes.
+
+    Args:
+        dim: the dim.
+        blocks: into how many equal blocks the dim falls, or the sizes of all of them: then each
+            block is split, and a rank's part is its piece of every block, in order. As the rows of
+            a fused projection need it: `Shard(0, blocks=3)` of queries, keys and values.
+
+    Raises:
+        LayoutError: no dim, or no blocks.
+
+    >>> [str(Shard(0)), str(Shard(0, blocks=3)), str(Shard(0, blocks=(4096, 1024, 1024)))]
+    ['S0', 'S0/3', 'S0/[4096,1024,1024]']
+    """
+
+    dim: int
+    blocks: Blocks | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dim, int) or isinstance(self.dim, bool):
+            raise LayoutError(
+                f"Shard({self.dim!r})", because="a dim is an integer", hint="for example Shard(0)"
+            )
+        if self.blocks is not None:
+            object.__setattr__(self, "blocks", as_blocks(self.blocks))
+
+    def __repr__(self) -> str:
+        return f"Shard(dim={self.dim}{f', blocks={self.blocks}' if self.blocks else ''})"
+
+    def __str__(self) -> str:
+        return f"S{self.dim}" + (f"/{blocks_text(self.blocks)}" if self.blocks is not None else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Hold the same elements on every rank along this axis."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Hold one term on each rank along this axis: reducing the terms with `op` gives the value."""
+
+    op: str = "sum"
+
+    def __post_init__(self) -> None:
+        if self.op not in REDUCE_OPS:
+            raise LayoutError(f"Partial({self.op!r})", hint="one of " + ", ".join(REDUCE_OPS))
+
+    def __str__(self) -> str:
+        return f"P({self.op})"
+
+
+@dataclass(frozen=True, slots=True)
+class Varies:
+    """Hold something of its own on each rank along this axis: the parts make up no whole.
+
+    For host programs only; each rank's part counts as a whole.
+    """
+
+    def __str__(self) -> str:
+        return "varies"
+
+
+Placement = Shard | Replicate | Partial | Varies
+
+
+def commute(ops: Iterable[str]) -> bool:
+    """Whether axes that are Partial by these ops may be reduced in any order, as a layout requires.
+
+    >>> commute(["max", "max"]), commute(["sum", "avg"]), commute(["sum", "max"])
+    (True, True, False)
+    """
+    different = {*ops}
+    return len(different) < 2 or different <= _LINEAR
