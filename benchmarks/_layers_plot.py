@@ -1,4 +1,4 @@
-"""The bars of benchmarks/layers.py: GPU time of each contender, from stored results."""
+"""The bars of benchmarks/layers.py and overlap.py: times of all contenders, from stored results."""
 
 from __future__ import annotations
 
@@ -59,6 +59,6 @@ def draw(paths: Sequence[Path], to: Path) -> None:
         panel.set_xticks(range(len(names)), names, rotation=90, fontsize=6)
         panel.tick_params(axis="y", labelsize=6)
     for panel in panels[:, 0]:
-        panel.set_ylabel("µs per layer, median", fontsize=7)
+        panel.set_ylabel("µs, median", fontsize=7)
     figure.savefig(to, dpi=150)
     screen.output().print(f"drawn: {to}", soft_wrap=True)

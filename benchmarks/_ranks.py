@@ -78,7 +78,13 @@ class Ranks:
         dist.destroy_process_group()
 
 
-def start(backend: str, size: int, device: str | None, fast_lane: FastLane = "auto") -> Ranks:
+def start(
+    backend: str,
+    size: int,
+    device: str | None,
+    fast_lane: FastLane = "auto",
+    carrier: str | None = None,
+) -> Ranks:
     """Join the ranks of the launcher, or stand for rank 0 of `size` (backend null)."""
     _settings()
     if backend == "null":
@@ -87,19 +93,20 @@ def start(backend: str, size: int, device: str | None, fast_lane: FastLane = "au
         screen.fail(f"backend {backend} needs ranks: ./launch/torchrun 4 benchmarks/...")
     if backend != "nccl" and detect(os.environ).is_one_host:  # by loopback, as mdfuse does
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return _joined(backend, fast_lane, {})
+    return _joined(backend, fast_lane, {}, carrier)
 
 
-def start_or_alone(device: str | None) -> Ranks:
+def start_or_alone(device: str | None, carrier: str | None = None) -> Ranks:
     """Join the ranks of the launcher; without one be the only rank, of a real backend.
 
     Args:
         device: "cpu" or "cuda"; None: a GPU if there is one.
+        carrier: mdfuse's backend, where it is another one than torch's.
     """
     on_gpu = torch.cuda.is_available() if device is None else device == "cuda"
     backend = "nccl" if on_gpu else "gloo"
     if "RANK" in os.environ:
-        return start(backend, 0, device)
+        return start(backend, 0, device, carrier=carrier)
     _settings()
     return _joined(backend, "auto", {"store": HashStore(), "rank": 0, "world_size": 1})
 
@@ -109,14 +116,16 @@ def _settings() -> None:
     torch.set_grad_enabled(False)
 
 
-def _joined(backend: str, fast_lane: FastLane, rendezvous: dict[str, Any]) -> Ranks:
+def _joined(
+    backend: str, fast_lane: FastLane, rendezvous: dict[str, Any], carrier: str | None = None
+) -> Ranks:
     """Torch's default process group, and mdfuse's communicator on its ranks."""
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         rendezvous |= {"device_id": torch.device("cuda", torch.cuda.current_device())}
     dist.init_process_group(backend, **rendezvous)
     options = mf.Options(timeout_s=_TIMEOUT_S, fast_lane=fast_lane)
-    comm, world = mf.init(options, backend), dist.group.WORLD
+    comm, world = mf.init(options, carrier or backend), dist.group.WORLD
     return _ranks(comm, cast(Any, world)._get_backend(comm.device))
 
 

@@ -183,6 +183,43 @@ def test_layers_that_cannot_be_measured(
     assert done.returncode == 1 and words in done.stderr
 
 
+OVERLAP = str(ROOT / "benchmarks" / "overlap.py")
+SHAPES = ("AG+MM 64 x 16 x 24", "MM+RS 64 x 16 x 24")
+OVERLAP_ON_CPUS = ("--device", "cpu", "--small", "--rounds", "2", "--output", "a.json")
+
+
+def check_ideal(rows: list[dict[str, Any]], moved: str, others: set[str]) -> None:
+    """The ideal is the longer one of the product and what moves, in each round."""
+    for shape in SHAPES:
+        mine = [row for row in rows if row["name"] == f"{shape}: time"]
+        (best,) = {row["sizes"] for row in mine}
+        against = {row["alternative"]: row["rounds"]["against"] for row in mine}
+        forms = {"one after the other", "one piece", "two pieces", "four pieces"}
+        assert {*against} == {"ideal", "product", moved} | others | forms - {best}
+        longer = zip(against["product"], against[moved], strict=True)
+        assert against["ideal"] == [max(pair) for pair in longer]
+
+
+def test_overlap_beside_copies(tmp_path: Path) -> None:
+    """The benchmark ends with an error where a product in chunks is wrong."""
+    done = run(tmp_path, OVERLAP, *OVERLAP_ON_CPUS, "--of", "4")
+    assert done.returncode == 0, done.stderr
+    stored = json.loads((tmp_path / "a.json").read_text())
+    assert stored["world"]["stands for rank 0 of"] == 4
+    check_ideal(stored["rows"], "copies", set())
+
+
+@pytest.mark.parametrize("backend", ["gloo", "symmetric"])
+def test_overlap_on_ranks(tmp_path: Path, backend: str) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
+    started = (*torchrun, "--nproc-per-node", "2", OVERLAP, *OVERLAP_ON_CPUS)
+    done = run(tmp_path, *started, "--backend", backend, "--compiler", "aot_eager")
+    assert done.returncode == 0, done.stderr
+    stored = json.loads((tmp_path / "a.json").read_text())
+    assert stored["world"]["backend"] == backend and not stored["world"]["left_out"]
+    check_ideal(stored["rows"], "communication", {"gloo", "compiled"})
+
+
 @pytest.fixture
 def layers_models(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))

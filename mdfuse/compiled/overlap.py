@@ -7,10 +7,11 @@ times are compared. What is chosen never takes longer than one after the other, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mdfuse import hir_lowering
 from mdfuse.config import Options
+from mdfuse.hir.passes import raise_posts
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.graph import Fusion
 from mdfuse.passes import overlap
@@ -19,6 +20,7 @@ from mdfuse.passes.segment_ids import with_ids
 from mdfuse.passes.segmentation import Section, ShouldMerge
 from mdfuse.seeing.costs import H100, Costs
 from mdfuse.seeing.named_tables import HERE, here, named
+from mdfuse.seeing.report.numbers import size_text
 from mdfuse.seeing.timeline import timeline
 
 #: Of forms whose times are within this of the best one, that with the fewest chunks is taken.
@@ -157,16 +159,45 @@ def find(
     for c in choices:
         if c.form is not None:
             streamed = overlap.apply(streamed, c.window, c.form) or streamed
-    if streamed is fusion:
-        return lowered, Overlap(plain, tuple(told))
-    streamed = with_ids(streamed)
-    sections, host = chooser.lowered(streamed)
-    before, after = (timeline(p, costs).seconds for p in (plain, host))
-    whole = f"the whole program: {_ms(after)} predicted, {_ms(before)} one after the other"
-    if after > before:
-        return lowered, Overlap(plain, (*told, f"left as it is after all: {whole}"))
-    told.append(f"{whole}, by {costs.name}")
-    return (streamed, sections, host), Overlap(plain, tuple(told), options.overlap == "measure")
+    before = timeline(plain, costs).seconds
+    found, after = lowered, before
+    if streamed is not fusion:
+        streamed = with_ids(streamed)
+        made = streamed, *chooser.lowered(streamed)
+        seconds = timeline(made[-1], costs).seconds
+        whole = f"the whole program: {_ms(seconds)} predicted, {_ms(before)} one after the other"
+        if seconds > before:
+            told.append(f"left as it is after all: {whole}")
+        else:
+            found, after = made, seconds
+            told.append(f"{whole}, by {costs.name}")
+    found, line = _ahead(chooser, found, after)
+    told += line
+    is_new = found is not lowered
+    return found, Overlap(plain, tuple(told), is_new and options.overlap == "measure")
+
+
+def _ahead(chooser: _Chooser, lowered: Lowered, before: float) -> tuple[Lowered, list[str]]:
+    """Return a program that posts what is there already ahead of its place, where that gains.
+
+    Two budgets are tried: room for the largest that a post fills, as for a parameter of the next
+    layer, and for two of them. A budget of the user's stays.
+    """
+    fusion, _, host = lowered
+    largest = raise_posts.largest(host)
+    if chooser.options.prefetch_bytes or not largest:
+        return lowered, []
+    found: dict[int, Lowered] = {}
+    for room in (largest, 2 * largest):
+        ahead = replace(chooser.options, prefetch_bytes=room)
+        found[room] = fusion, *hir_lowering.lower_prepared(fusion, chooser.should_merge, ahead)
+    times = {room: timeline(x[-1], chooser.costs).seconds for room, x in found.items()}
+    enough = min(min(times.values()) * (1 + _ALIKE), before * (1 - chooser.error))
+    rooms = [room for room, seconds in times.items() if seconds <= enough and seconds < before]
+    if not rooms:
+        return lowered, []
+    text = f"posted ahead of their place: at most {size_text(rooms[0])}"
+    return found[rooms[0]], [f"{text}: {_ms(times[rooms[0]])} predicted, {_ms(before)} without"]
 
 
 def _ms(seconds: float) -> str:

@@ -23,7 +23,9 @@ class Stream:
         dim: the dim that is split; each rank splits its own part of it. -1 with `op`.
         chunks: how many chunks, as `torch.chunk` makes them (missing ones are empty), or a tuple of
             their lengths.
-        rotate: an axis; each rank along it starts at its own chunk.
+        rotate: an axis, along which ranks form a ring: each starts at its own chunk, or ends with
+            it where the loop scatters what it computes. Where chunks are gathered or scattered in
+            the ring there are as many as ranks, or a multiple of it: then shards go in pieces.
         index: None for the whole tensor; in host programs, which of the chunks a buffer is.
         op: how the parts of chunks join, where the tensor does not have the dim.
 

@@ -17,22 +17,32 @@ FORMS: dict[str, tuple[bool, bool]] = {
     "exchange": (False, True),
     # Chunk i is rank i's part of the sum.
     "reduce": (True, False),
-    # As reduce, but each rank starts with its own chunk: to the rank i further on, which adds up.
+    # As reduce, but each rank ends with its own chunk: to the rank i further on, which adds up.
     "ring_reduce": (True, False),
 }
 
+#: Those in which a rank may send its shard in several pieces.
+RINGS = ("ring", "ring_reduce")
 
-def form(source: Layout, destination: Layout, stream: Stream) -> str | None:
+
+def form(source: Layout, destination: Layout, stream: Stream, extent: object) -> str | None:
     """Return the form of a set from one layout to another, streamed over a dim of both.
 
-    None: the set cannot be cut along the dim, and is posted whole, outside the loop.
+    Args:
+        source: the layout before.
+        destination: the layout after.
+        stream: of the set.
+        extent: of the dim; whether shards are cut into chunks of the whole is known of numbers.
+
+    Returns:
+        None where the set cannot be cut along the dim, and is posted whole, outside the loop.
     """
     if stream.rotate is not None and stream.rotate not in destination.mesh.axes:
         return None
     if source == destination:
         return "chunks"
     axis = _only_axis(source, destination)
-    if axis is not None and _is_one_shard_per_chunk(source, destination, stream, axis):
+    if axis is not None and _is_one_shard_per_chunk(source, destination, stream, axis, extent):
         return _one_to_all(source, stream, axis)
     if cuts_alike(source, destination, stream.dim):
         # Ranks along the rotated axis are at different chunks: they cannot meet in a collective.
@@ -68,13 +78,32 @@ def _only_axis(source: Layout, destination: Layout) -> str | None:
     return axis if is_innermost and is_all else None
 
 
-def _is_one_shard_per_chunk(source: Layout, destination: Layout, stream: Stream, axis: str) -> bool:
-    """Whether the set gathers or scatters the streamed dim, with one chunk for each rank."""
+def _is_one_shard_per_chunk(
+    source: Layout, destination: Layout, stream: Stream, axis: str, extent: object
+) -> bool:
+    """Whether the set gathers or scatters the streamed dim, with one chunk for each rank.
+
+    In a ring there may be several, all of them pieces of one rank's shard.
+    """
     before, after = source.placement(axis), destination.placement(axis)
     gathers = before == Shard(stream.dim) and isinstance(after, Replicate)
     scatters = isinstance(before, Partial) and after == Shard(stream.dim)
-    has_a_rank_each = stream.chunks == source.mesh.axis_size(axis)
-    return (gathers or scatters) and has_a_rank_each and source.partial_axes in ((), (axis,))
+    if not (gathers or scatters) or source.partial_axes not in ((), (axis,)):
+        return False
+    pieces, rest = divmod(stream.count, source.mesh.axis_size(axis))
+    if stream.rotate != axis or isinstance(stream.chunks, tuple) or pieces <= 1:
+        return stream.chunks == source.mesh.axis_size(axis)
+    return not rest and _are_pieces(source if gathers else destination, stream, extent, pieces)
+
+
+def _are_pieces(split: Layout, stream: Stream, extent: object, pieces: int) -> bool:
+    """Whether the chunks of a dim are those into which its shards are cut."""
+    if not isinstance(extent, int) or split.blocked.get(stream.dim) is not None:
+        return False
+    rows = [stop - start for _, (start, stop) in split.chunks_of(stream.dim, extent)]
+    size = split.mesh.axis_size(split.split_axes(stream.dim)[-1])
+    teams = (rows[at : at + size] for at in range(0, len(rows), size))
+    return all(max(team) % pieces == 0 for team in teams)
 
 
 def _one_to_all(source: Layout, stream: Stream, axis: str) -> str | None:

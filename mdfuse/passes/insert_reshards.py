@@ -43,9 +43,10 @@ class _Rewriter:
 
     def form(self, source: str, layout: Layout, stream: Stream) -> str | None:
         """Return the form of a streamed set; None: it goes whole, as with expanded dims."""
-        if self.values[source].expanded and self.layout(source) != layout:
+        value = self.values[source]
+        if value.expanded and self.layout(source) != layout:
             return None
-        return form(self.layout(source), layout, stream)
+        return form(self.layout(source), layout, stream, value.shape[stream.dim])
 
     def new_value(self, like: Value, base: str, layout: Layout, stream: Stream | None) -> str:
         output = fresh_name(self.values, base)
@@ -149,7 +150,7 @@ def _local(rewriter: _Rewriter, out: Value, layout: Layout) -> str:
     assert out.layout is not None
     how = None
     if out.stream is not None and not out.expanded:
-        how = form(layout, out.layout, out.stream)
+        how = form(layout, out.layout, out.stream, out.shape[out.stream.dim])
     if how is None:
         rewriter.values[out.name] = replace(out, stream=None)
     stream = out.stream if how is not None and FORMS[how][0] else None

@@ -149,7 +149,8 @@ def _fits(expr: Expr, labels: DimMap, label: int, values: Mapping[str, Value], c
 def _is_cut(fusion: Fusion, expr: Expr, value: Value) -> bool:
     """Return whether a set goes chunk by chunk; else it goes whole, and what is around it."""
     assert value.layout is not None and value.stream is not None
-    return form(fusion.layout(expr.reads[0]), value.layout, value.stream) == "chunks"
+    extent = value.shape[value.stream.dim]
+    return form(fusion.layout(expr.reads[0]), value.layout, value.stream, extent) == "chunks"
 
 
 def _is_empty(value: Value, count: int) -> bool:

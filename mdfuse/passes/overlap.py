@@ -41,7 +41,7 @@ class Form:
     Attributes:
         dims: of each value of the window, in order, the dim that is cut.
         chunks: how many.
-        rotate: the axis along which each rank starts with its own; None: all start with the first.
+        rotate: the axis along which ranks form a ring; None: all start with the first chunk.
     """
 
     dims: tuple[int, ...]
@@ -49,8 +49,8 @@ class Form:
     rotate: str | None = None
 
     def __str__(self) -> str:
-        own = f", each rank along {self.rotate} its own first" if self.rotate else ""
-        return f"{self.chunks} chunks{own}"
+        ring = f", a ring along {self.rotate}" if self.rotate else ""
+        return f"{self.chunks} chunks{ring}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +251,7 @@ def _counts(
     rows = min(_rows(v, d, axes) for v, d in zip(values, dims, strict=True))
     counts = {2, 4} | {n * k for n in size.values() for k in (1, 2, 4)}
     yield from ((n, None) for n in sorted(counts) if n <= rows)
-    yield from ((n, axis) for axis, n in size.items() if n <= rows)
+    yield from ((n * k, axis) for axis, n in size.items() for k in (1, 2, 4) if n * k <= rows)
 
 
 def _rows(value: Value, dim: int, moved: Sequence[str]) -> int:
@@ -275,13 +275,11 @@ def apply(fusion: Fusion, window: Window, form: Form) -> Fusion | None:
 
 
 def _may_cut(fusion: Fusion, expr: Expr) -> bool:
-    """Whether a set goes in chunks, and sums of narrow floats are not rounded once per rank."""
+    """Whether a set goes in chunks, and sums are not rounded once per rank, as those of 8 bits."""
     if expr.op != "set":
         return True
-    how = set_form(fusion, expr)
-    return how is not None and (
-        how != "ring_reduce" or fusion.values[expr.output].dtype.itemsize >= 4
-    )
+    how, size = set_form(fusion, expr), fusion.values[expr.output].dtype.itemsize
+    return how is not None and (how != "ring_reduce" or size > 1)
 
 
 def _together(fusion: Fusion, window: Window) -> Fusion | None:

@@ -312,10 +312,11 @@ def _gives_chunks(fusion: Fusion, expr: Expr) -> bool:
 
 def set_form(fusion: Fusion, expr: Expr) -> str | None:
     """Return the form of a streamed set; None for other expressions."""
-    stream = fusion.values[expr.outputs[0]].stream
-    if expr.op != "set" or stream is None:
+    out = fusion.values[expr.outputs[0]]
+    if expr.op != "set" or out.stream is None:
         return None
-    return form(fusion.layout(expr.reads[0]), fusion.layout(expr.output), stream)
+    extent = out.shape[out.stream.dim]
+    return form(fusion.layout(expr.reads[0]), fusion.layout(expr.output), out.stream, extent)
 
 
 def _is_indirect(graph: nx.DiGraph[int], a: int, b: int) -> bool:

@@ -19,7 +19,7 @@ class Event:
     Attributes:
         rank: which rank.
         lane: where on the rank: "host", "stream 0", "wait", or the link of a communication: "tp",
-            "to 1". Events on one lane of a rank do not overlap.
+            "out", "to 1". Events on one lane of a rank do not overlap.
         name: what programs print: "%y = linear", "allreduce[sum]".
         start_ns: when it began, nanoseconds.
         stop_ns: when it ended.

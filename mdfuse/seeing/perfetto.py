@@ -110,8 +110,8 @@ def _arrows(events: Sequence[Event], lanes: _Lanes) -> Iterator[Record]:
             chain = [e for part in order for e in mine if e.part == part]
             yield from _chain(f"{flow}.{rank}", chain, lanes)
         transfers = [e for e in found if e.part == "transfer"]
-        to = [e for e in transfers if e.lane.startswith("from ")]
-        out = [e for e in transfers if e.lane.startswith("to ")]
+        to = [e for e in transfers if e.lane == "in" or e.lane.startswith("from ")]
+        out = [e for e in transfers if e.lane == "out" or e.lane.startswith("to ")]
         if not transfers:  # in a run, of which the host sees posts and waits alone
             posts = [e for e in found if e.part == "post"]
             out = [e for e in posts if e.detail.startswith("to ")]

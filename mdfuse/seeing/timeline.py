@@ -7,7 +7,7 @@ rank of each class stands for all that run alike (`mdfuse.seeing.rank_classes`),
 A stream of a rank does its work in order, and the host is ahead of all of them. A post begins once
 the stream that it stands on has come there on all ranks that take part, and the link is free; a
 wait holds the stream up until the data is there. Communications of one team share a link, in the
-order in which they are posted; those between pairs of ranks have a link for each direction.
+order in which they are posted. Sends and receives share one link out of each rank, and one into it.
 """
 
 from __future__ import annotations
@@ -156,6 +156,8 @@ class _Clock:
     free: dict[tuple[int, str], float] = field(default_factory=lambda: defaultdict(float))
     meetings: dict[Hashable, _Meeting] = field(default_factory=dict)
     counts: Counter[Hashable] = field(default_factory=Counter)
+    #: the posts of communications that all have posted, and whose time is not known yet
+    ready: list[tuple[_Post, ...]] = field(default_factory=list)
     flows: int = 0
 
     def run(self, ranks: Iterable[_Rank]) -> None:
@@ -163,15 +165,17 @@ class _Clock:
         while waiting:
             progress = [r.step() for r in waiting]
             waiting = [r for r in waiting if not r.is_done]
-            if waiting and not any(progress):
+            if waiting and not any(progress) and not self._transfer():
                 raise CommunicationError(
                     "no rank can go on",
                     where=[f"rank {r.rank} waits at {r.where}" for r in waiting],
                     because="each waits for a communication that another rank has not posted",
                 )
+        while self._transfer():
+            pass
 
     def meet(self, key: Hashable, expected: frozenset[Hashable], me: Hashable, post: _Post) -> None:
-        """Take a post; once all that are expected have posted, say when the transfer is."""
+        """Take a post; once all that are expected have posted, the transfer has its turn."""
         number = self.counts[key, me]
         self.counts[key, me] += 1
         meeting = self.meetings.setdefault((key, number), _Meeting(expected))
@@ -179,14 +183,28 @@ class _Clock:
         if meeting.posts.keys() < expected:
             return
         del self.meetings[key, number]
-        posts = [*meeting.posts.values()]
-        start = max(max(p.at, self.free[p.rank, p.lane]) for p in posts)
+        self.ready.append(tuple(meeting.posts.values()))
+
+    def _transfer(self) -> bool:
+        """Say when the transfer is that can begin first; False where none can.
+
+        No rank can go on meanwhile, so all that is posted later begins later.
+        """
+        if not self.ready:
+            return False
+        posts = min(self.ready, key=lambda p: (self._begin(p), max(x.number for x in p)))
+        self.ready.remove(posts)
+        start = self._begin(posts)
         stop = start + max(p.seconds for p in posts)
         for p in posts:
             p.start, p.stop, p.flow = start, stop, self.flows
             self.free[p.rank, p.lane] = stop
             self._transferred(p)
         self.flows += 1
+        return True
+
+    def _begin(self, posts: Iterable[_Post]) -> float:
+        return max(max(p.at, self.free[p.rank, p.lane]) for p in posts)
 
     def _transferred(self, p: _Post) -> None:
         """Note a post and its transfer."""
@@ -338,6 +356,8 @@ class _Rank:
         """Post one side of a transfer between two ranks."""
         other = self._class(peer)
         lane = f"to {other}" if is_send else f"from {other}"
+        if what in TRANSFERS and peer != self.rank:  # whoever it is, the way is the same
+            lane = "out" if is_send else "in"
         post = self._made(i, what, lane, 0 if is_send else size, seconds)
         pair = (self.rank, other) if is_send else (other, self.rank)
         self.clock.meet((what in TRANSFERS, pair), frozenset((True, False)), is_send, post)

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.oracle import check_everywhere
 from helpers.overlaps import CASES, prepared, program
 
@@ -25,7 +26,7 @@ from mdfuse.seeing.timeline import timeline
 LINE = DeviceMesh.arange(tp=4)
 
 #: Where overlap pays: neither work nor communication is much longer, and nothing costs by itself.
-PAYS = Costs(name="even", flops=1e6, links={"*": Link(0.0, 4e4)})
+PAYS = Costs(name="even", flops=1e5, links={"*": Link(0.0, 4e4)})
 AUTO = Options(overlap="auto")
 
 
@@ -150,7 +151,7 @@ def test_what_was_left_is_told() -> None:
     fd = CASES["gather"].definition(LINE, 64)
     found = mf.compile(fd, replace(AUTO, costs="unit"))
     (line,) = told(found)
-    assert "left as it is: 2e+03 ms one after the other, best of 5 forms" in line
+    assert "left as it is: 2e+03 ms one after the other, best of 7 forms" in line
     assert str(found) == str(mf.compile(fd))
 
 
@@ -182,6 +183,46 @@ def test_symbolic_extents_are_told(pays: str) -> None:
     assert told(found) == ["left as it is: it has symbolic extents"]
 
 
+def test_the_next_layer_is_gathered_over_this_one(pays: str) -> None:
+    """As far as one more gathered weight has room, and no further than that gains."""
+    fd = fully_sharded(4)
+    found = mf.compile(fd, replace(AUTO, costs=pays))
+    *_, ahead = told(found)
+    seconds = [p.timeline(PAYS).seconds for p in (found, mf.compile(fd))]
+    predicted, before = (f"{s * 1e3:.3g} ms" for s in seconds)
+    size = "posted ahead of their place: at most 1 KiB"
+    assert ahead == f"{size}: {predicted} predicted, {before} without"
+    events = [(i.op, i.fn or str(i.comm)) for i in found.host if i.op == "post" or i.fn == "matmul"]
+    gather = ("post", "Allgather axis=dp dim=0")
+    assert events == [gather, *(gather, ("matmul", "matmul")) * 3, ("matmul", "matmul")]
+    draw = torch.Generator().manual_seed(1)
+    shapes = [found.fusion.values[x].shape for x in found.fusion.inputs]
+    inputs = [torch.randint(-2, 3, n, generator=draw).float() for n in shapes]
+    expected = inputs[0]
+    for w in inputs[1:]:
+        expected = (expected @ w).relu()
+    check_everywhere(found, inputs, [expected], exact=True)
+
+
+def test_a_budget_of_the_user_stays(pays: str) -> None:
+    options = replace(AUTO, costs=pays, prefetch_bytes=3 << 10)
+    found = mf.compile(fully_sharded(4), options)
+    assert not [line for line in told(found) if "ahead" in line]
+    assert str(found) == str(mf.compile(fully_sharded(4), Options(prefetch_bytes=3 << 10)))
+
+
+def fully_sharded(layers: int) -> mf.FusionDefinition:
+    """Layers whose weights are split over the ranks that split the batch."""
+    mesh = DeviceMesh.arange(dp=4)
+    with mf.FusionDefinition("sharded") as fd:
+        h = fd.define_tensor([4, 16], mesh=mesh, layout={"dp": Shard(0)})
+        for _ in range(layers):
+            w = fd.define_tensor([16, 16], mesh=mesh, layout={"dp": Shard(0)})
+            h = fd.ops.relu(h @ fd.ops.set(w).on(mesh, {}))
+        fd.add_output(h)
+    return fd
+
+
 def test_layers_that_are_alike_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with mf.FusionDefinition("layers") as fd:
         x = fd.define_tensor([64, 8], mesh=LINE, layout={"tp": Shard(0)})
@@ -200,7 +241,7 @@ def test_layers_that_are_alike_are_timed_once(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("mdfuse.compiled.overlap.timeline", counted)
     found = mf.compile(fd, replace(AUTO, costs="h100"))
     assert len(told(found)) >= 12
-    assert len(calls) <= 16
+    assert len(calls) <= 24
 
 
 @pytest.mark.parametrize("name", ["always", "", 3, None])

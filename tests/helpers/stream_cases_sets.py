@@ -203,6 +203,21 @@ def matmul_scatter_in_a_ring(fd: mf.FusionDefinition, n: int, rows: int) -> None
 
 
 @case(lambda x, w: x @ w)
+def gather_matmul_in_pieces(fd: mf.FusionDefinition, n: int, rows: int) -> None:
+    """A ring in which each rank's shard goes in two pieces, where its rows are even."""
+    x = fd.define_tensor([rows, 6], mesh=line(n), layout={"tp": Shard(0)})
+    w = fd.define_tensor([6, 8], mesh=line(n), layout={"tp": Shard(1)})
+    fd.add_output((x @ w).on(line(n), {"tp": Shard(1)}, stream=Stream(0, 2 * n, rotate="tp")))
+
+
+@case(lambda x, w: x @ w)
+def matmul_scatter_in_pieces(fd: mf.FusionDefinition, n: int, rows: int) -> None:
+    x = fd.define_tensor([rows, 6], mesh=line(n), layout={"tp": Shard(1)})
+    w = fd.define_tensor([6, 8], mesh=line(n), layout={"tp": Shard(0)})
+    fd.add_output((x @ w).on(line(n), {"tp": Shard(0)}, stream=Stream(0, 2 * n, rotate="tp")))
+
+
+@case(lambda x, w: x @ w)
 def matmul_scatter_columns(fd: mf.FusionDefinition, n: int, rows: int) -> None:
     x = fd.define_tensor([8, 6], mesh=line(n), layout={"tp": Shard(1)})
     w = fd.define_tensor([6, rows], mesh=line(n), layout={"tp": Shard(0)})

@@ -15,7 +15,7 @@ import mdfuse as mf
 from mdfuse import DeviceMesh, Options
 
 #: A table by which overlap pays, and all ranks read the same.
-PAYS = {"flops": 1e6, "links": {"*": {"latency_s": 0.0, "bandwidth": 4e4}}}
+PAYS = {"flops": 1e5, "links": {"*": {"latency_s": 0.0, "bandwidth": 4e4}}}
 LINE, GRID = DeviceMesh.arange(tp=4), DeviceMesh.arange(dp=2, tp=2)
 
 

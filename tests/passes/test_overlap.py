@@ -28,13 +28,13 @@ def shown(fusion: Fusion) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("gather", ["set matmul: 2 4 8 16 4tp"]),
-        ("three", ["set linear linear linear: 2 2 4 8 16 4tp"]),
-        ("scatter", ["matmul set: 4 4tp"]),
+        ("gather", ["set matmul: 2 4 8 16 4tp 8tp 16tp"]),
+        ("three", ["set linear linear linear: 2 2 4 8 16 4tp 8tp 16tp"]),
+        ("scatter", ["matmul set: 4 4tp 8tp 16tp"]),
         ("reduce", ["matmul set: 2 4 8 16"]),
         ("experts", ["set matmul: 2 4 8 2 4 8 16"]),
-        ("mlp", ["set matmul relu matmul set: 4 4tp", "set matmul: 2 4 8 16 4tp",
-                 "matmul set: 4 4tp"]),
+        ("mlp", ["set matmul relu matmul set: 4 4tp 8tp 16tp", "set matmul: 2 4 8 16 4tp 8tp 16tp",
+                 "matmul set: 4 4tp 8tp 16tp"]),
     ],
 )  # fmt: skip
 def test_windows_and_forms(name: str, expected: list[str]) -> None:
@@ -67,12 +67,33 @@ def test_floats_are_those_of_the_plain_program(name: str) -> None:
             torch.testing.assert_close(x, y, rtol=2e-7, atol=2e-6)
 
 
-def test_narrow_sums_are_not_rounded_once_per_rank() -> None:
+def narrow(dtype: torch.dtype) -> Fusion:
     with mf.FusionDefinition("narrow") as fd:
-        x = fd.define_tensor([16, 8], torch.bfloat16, mesh=LINE, layout={"tp": Shard(1)})
-        w = fd.define_tensor([8, 6], torch.bfloat16, mesh=LINE, layout={"tp": Shard(0)})
+        x = fd.define_tensor([64, 48], dtype, mesh=LINE, layout={"tp": Shard(1)})
+        w = fd.define_tensor([48, 32], dtype, mesh=LINE, layout={"tp": Shard(0)})
         fd.add_output((x @ w).on(LINE, {"tp": Shard(0)}))
-    assert shown(hir_lowering.prepare(fd.fusion)) == ["matmul set: 4"]
+    return hir_lowering.prepare(fd.fusion)
+
+
+def test_narrow_sums_are_not_rounded_once_per_rank() -> None:
+    """Sums of 16 bits are added up in f32, so that no form is further from float64."""
+    fusion = narrow(torch.bfloat16)
+    draw = torch.Generator().manual_seed(3)
+    inputs = [torch.randn(n, generator=draw).bfloat16() for n in ((64, 48), (48, 32))]
+    right = inputs[0].double() @ inputs[1].double()
+
+    def error(found: Fusion) -> float:
+        (y,) = mf.simulate(program(found), inputs).outputs
+        return float(torch.linalg.vector_norm(y.double() - right))
+
+    plain = error(fusion)
+    forms = [(form, error(streamed)) for _, form, streamed in in_forms(fusion)]
+    assert [(f.chunks, f.rotate) for f, _ in forms] == [(4, None), (4, "tp"), (8, "tp"), (16, "tp")]
+    assert all(found <= 1.001 * plain for _, found in forms), (plain, forms)
+
+
+def test_sums_of_eight_bits_go_in_no_ring() -> None:
+    assert shown(narrow(torch.uint8)) == ["matmul set: 4"]
 
 
 def test_a_stream_of_the_user_is_left_alone() -> None:

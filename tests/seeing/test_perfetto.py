@@ -57,9 +57,9 @@ def test_slices_and_names(tmp_path: Path) -> None:
 1 host: post recv 0+0 instruction 1
 1 wait: wait recv 0+2000000 instruction 2
 0 host: post send 1000000+0 instruction 1
-0 to 1: send 1000000+1000000 instruction 1 0
+0 out: send 1000000+1000000 instruction 1 0
 0 wait: wait send 1000000+1000000 instruction 2
-1 from 0: recv 1000000+1000000 instruction 1 8
+1 in: recv 1000000+1000000 instruction 1 8
 0 host: %y = exp 2000000+1000000 instruction 3
 1 host: %y = exp 2000000+1000000 instruction 3""",
     )

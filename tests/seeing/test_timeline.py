@@ -264,6 +264,33 @@ host @links on mesh(dp=2, tp=2) {
     assert sorted(moved) == [("dp", 0, s), ("tp", 0, s), ("tp", s, 2 * s)]
 
 
+def test_a_rank_has_one_way_in_and_one_way_out() -> None:
+    """Two receives follow each other, and so do two sends; those go on beside these."""
+    program = hir.parse("""
+host @ways on mesh(tp=3) {
+  input %x: f32[4] of [12] (tp=S0)
+  %a: f32[4] of [12] (tp=S0) = alloc
+  %b: f32[4] of [12] (tp=S0) = alloc
+  group_start
+  %s1 = send(%x, to=(rank + 1) mod 3, axis=tp)
+  %r1 = recv(%a, from=(rank + 2) mod 3, axis=tp)
+  %s2 = send(%x, to=(rank + 2) mod 3, axis=tp)
+  %r2 = recv(%b, from=(rank + 1) mod 3, axis=tp)
+  group_end
+  wait %s1
+  wait %r1
+  wait %s2
+  wait %r2
+  return %a, %b
+}""")
+    for found in (timeline(program, UNIT), on_ranks(program, UNIT, every_rank(program))):
+        check(found)
+        assert found.seconds == 2
+        rows = lanes(e for e in found.events if e.part == "transfer")
+        seconds = {lane: [e.start_ns // 10**9 for e in rows[0, lane]] for _, lane in rows}
+        assert seconds == {"out": [0, 1], "in": [0, 1]}
+
+
 def test_teams_of_other_meshes_have_links_of_their_own() -> None:
     """Rank 1 is in two teams along x: what they do goes on side by side, whoever comes first."""
     program = hir.parse("""

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 import networkx as nx
 
-from mdfuse.hir.emit.loops import Loop, begin_loop, emit_section
+from mdfuse.hir.emit.loop import Loop
+from mdfuse.hir.emit.loops import begin_loop, emit_section
 from mdfuse.hir.emit.sets import Emitter
 from mdfuse.hir.program import Instruction
 from mdfuse.passes.segmentation import Section

@@ -94,6 +94,13 @@ def run(program: HostProgram, options: Options) -> HostProgram:
     return replace(program, instructions=tuple(program.instructions[n] for n in order))
 
 
+def largest(program: HostProgram) -> int:
+    """Return the bytes of the largest buffer that a gather fills outside of loops; 0: none does."""
+    gathers = (i for i in program.instructions if i.comm is not None and i.op == "post")
+    sizes = (_bytes(program, i.reads[-1]) for i in gathers if i.comm.kind == "Allgather")  # type: ignore[union-attr]
+    return max(sizes, default=0)
+
+
 def _candidates(program: HostProgram) -> Iterator[_Raised]:
     """Yield the posts that may move up, in order."""
     writes = _Writes(program, storage(program))

@@ -248,17 +248,17 @@ host @matmul_scatter_in_a_ring on mesh(tp=4) {
     sync %caller
   }
   for %i in 0..4 {
-    %x.i: f32[2,2] of [8,6] (tp=S1, chunk(0,4,(%i + coord(tp)) mod 4)) = chunk(%x)
+    %x.i: f32[2,2] of [8,6] (tp=S1, chunk(0,4,((%i + coord(tp)) + 1) mod 4)) = chunk(%x)
     set_stream 0
-    %y.partial.i: f32[2,8] of [8,8] (tp=P(sum), chunk(0,4,(%i + coord(tp)) mod 4)) =
+    %y.partial.i: f32[2,8] of [8,8] (tp=P(sum), chunk(0,4,((%i + coord(tp)) + 1) mod 4)) =
         matmul(%x.i, %w) contiguous
     free %x.i
     set_stream 1
     %y.i.recv: f32[2,8] of [8,8] (tp=S0) = alloc
     sync 0
     group_start
-    %c0 = send(%y.partial.i, to=(coord(tp) + %i) mod 4, axis=tp)
-    %c1 = recv(%y.i.recv, from=(coord(tp) - %i) mod 4, axis=tp)
+    %c0 = send(%y.partial.i, to=(coord(tp) + (%i + 1)) mod 4, axis=tp)
+    %c1 = recv(%y.i.recv, from=(coord(tp) - (%i + 1)) mod 4, axis=tp)
     group_end
     next
     set_stream 1

@@ -135,14 +135,14 @@ host @scatter_by_ring on mesh(tp=4) {
   set_stream 1
   sync %caller
   for %i in 0..4 {
-    %x.i: f32[2,3] of [8,3] (tp=P(sum), chunk(0,4,(%i + coord(tp)) mod 4)) = chunk(%x)
-    %x.i.dense: f32[2,3] of [8,3] (tp=P(sum), chunk(0,4,(%i + coord(tp)) mod 4)) = set(%x.i)
-        contiguous
+    %x.i: f32[2,3] of [8,3] (tp=P(sum), chunk(0,4,((%i + coord(tp)) + 1) mod 4)) = chunk(%x)
+    %x.i.dense: f32[2,3] of [8,3] (tp=P(sum), chunk(0,4,((%i + coord(tp)) + 1) mod 4)) =
+        set(%x.i) contiguous
     free %x.i
     %y.i.recv: f32[2,3] of [8,3] (tp=S0) = alloc
     group_start
-    %c0 = send(%x.i.dense, to=(coord(tp) + %i) mod 4, axis=tp)
-    %c1 = recv(%y.i.recv, from=(coord(tp) - %i) mod 4, axis=tp)
+    %c0 = send(%x.i.dense, to=(coord(tp) + (%i + 1)) mod 4, axis=tp)
+    %c1 = recv(%y.i.recv, from=(coord(tp) - (%i + 1)) mod 4, axis=tp)
     group_end
     next
     wait %c1

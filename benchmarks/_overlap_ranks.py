@@ -1,0 +1,170 @@
+"""Several ranks: mdfuse's programs against NCCL and the product in turn, and torch's own ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.distributed._symmetric_memory as symmetric_memory
+from _graphs import HandGraph
+from _measure import Contender, Row, device_time, host_time, interleave
+from _overlap_shapes import FORMS, Parts, Shape, compare, definition, figures
+from _ranks import Ranks
+from torch import Tensor
+
+import mdfuse as mf
+
+#: Calls of a turn.
+_FOLLOWING = 4
+
+_Call = Callable[[], Tensor]
+
+
+@dataclass
+class Together:
+    """The measurement on the ranks of a launcher.
+
+    Attributes:
+        ranks: this rank, and torch's process group.
+        rounds: how many.
+        compiler: the backend of torch.compile.
+        left_out: what torch could not run here, and why; filled while measuring.
+    """
+
+    ranks: Ranks
+    rounds: int
+    compiler: str
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        return self.ranks.comm.size
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.ranks.device.type == "cuda"
+
+    @property
+    def where(self) -> dict[str, object]:
+        """What is stored of the place."""
+        comm = self.ranks.comm
+        return {
+            "ranks": comm.size,
+            "backend": comm.backend,
+            "device": str(comm.device),
+            "left_out": self.left_out,
+        }
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        self.ranks.close()
+
+    def rows(self, shape: Shape) -> Iterator[Row]:
+        """The figures of one shape, whose results are compared first."""
+        torch.compiler.reset()
+        rank, dtype = self.ranks.comm.rank, torch.bfloat16 if self.is_gpu else torch.float32
+        parts = shape.parts(self.size, self.ranks.device, dtype)
+        right, mine = shape.right(parts, rank), parts[rank]
+        whole = torch.cat([p.x for p in parts]) if shape.kind == "AG+MM" else mine.x
+        del parts
+        calls: dict[str, Callable[[], object]] = {
+            name: self._program(shape, pieces, name, mine) for name, pieces in FORMS.items()
+        }
+        peers = {
+            "nccl" if self.is_gpu else "gloo": partial(_in_turn, shape, mine),
+            "compiled": self._compiled(shape, mine),
+        }
+        if self.is_gpu:
+            peers["torch, fused"] = partial(_fused, shape, mine)
+        for name, call in peers.items():
+            try:
+                compare(f"{shape}, {name}", call(), right)
+                calls[name] = self._steady(call)
+            except (RuntimeError, NotImplementedError) as error:
+                self.left_out[f"{shape}: {name}"] = f"{type(error).__name__}: {error}"
+        for name in FORMS:
+            for _ in range(3):  # eager, captured, replayed
+                compare(f"{shape}, {name}", calls[name](), right)  # type: ignore[arg-type]
+        y = whole.new_empty(shape.rows, shape.columns)
+        calls["product"] = self._steady(partial(torch.mm, whole, mine.w, out=y))
+        calls["communication"] = self._steady(partial(_moved, shape, mine, y))
+        times = interleave(
+            {name: Contender(call=call) for name, call in calls.items()},
+            rounds=self.rounds,
+            batch=_FOLLOWING if self.is_gpu else 1,
+            settle=self.ranks.settle,
+            stopwatch=device_time if self.is_gpu else host_time,
+        )
+        yield from figures(shape, times, "communication", has_limit=False)
+
+    def _program(self, shape: Shape, pieces: int, name: str, mine: Parts) -> _Call:
+        options = mf.Options(graph="always" if self.is_gpu else "never", compile="never")
+        fd = definition(shape, self.ranks.mesh, mine.x.dtype, pieces, name)
+        run = mf.compile(fd, options).run
+        return lambda: run(mine.x, mine.w)[0]
+
+    def _compiled(self, shape: Shape, mine: Parts) -> _Call:
+        """Functional collectives in one compiled function."""
+        group = _group()
+
+        def layer(x: Tensor, w: Tensor) -> Tensor:
+            if shape.kind == "AG+MM":
+                return functional.all_gather_tensor(x, 0, group) @ w
+            return functional.reduce_scatter_tensor(x @ w, "sum", 0, group)
+
+        made = torch.compile(layer, backend=self.compiler, dynamic=False, fullgraph=True)
+        return partial(made, mine.x, mine.w)
+
+    def _steady(self, call: Callable[[], object]) -> Callable[[], object]:
+        """What is timed: on a GPU a graph, whose buffers are the call's."""
+        if not self.is_gpu:
+            return call
+        graph = HandGraph(call, ()).graph
+
+        def replay(_: object = call) -> None:
+            graph.replay()
+
+        return replay
+
+
+def _group() -> str:
+    world: Any = dist.group.WORLD
+    return str(world.group_name)
+
+
+def _in_turn(shape: Shape, mine: Parts) -> Tensor:
+    """The communication, then the product, or the other way round."""
+    if shape.kind == "AG+MM":
+        whole = mine.x.new_empty(shape.rows, shape.inner)
+        dist.all_gather_into_tensor(whole, mine.x)
+        return whole @ mine.w
+    part = mine.x @ mine.w
+    return _moved(shape, mine, part)
+
+
+def _moved(shape: Shape, mine: Parts, part: Tensor) -> Tensor:
+    """The communication alone."""
+    if shape.kind == "AG+MM":
+        whole = mine.x.new_empty(shape.rows, shape.inner)
+        dist.all_gather_into_tensor(whole, mine.x)
+        return whole
+    y = part.new_empty(shape.rows // dist.get_world_size(), shape.columns)
+    dist.reduce_scatter_tensor(y, part)
+    return y
+
+
+def _fused(shape: Shape, mine: Parts) -> Tensor:
+    """Torch's fused operators, over its symmetric memory."""
+    group = _group()
+    if not symmetric_memory.is_symm_mem_enabled_for_group(group):
+        symmetric_memory.enable_symm_mem_for_group(group)
+    ops: Any = torch.ops.symm_mem
+    if shape.kind == "AG+MM":
+        _, (y,) = ops.fused_all_gather_matmul(mine.x, [mine.w], 0, group, return_A=False)
+        return y  # type: ignore[no-any-return]
+    return ops.fused_matmul_reduce_scatter(mine.x, mine.w, "sum", 0, group)  # type: ignore[no-any-return]

@@ -1,0 +1,142 @@
+"""One host loop over stream chunks under construction: its chunks, and what comes around it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from mdfuse.extents.expressions import Index
+from mdfuse.hir.emit.sets import Emitter, local, value_type
+from mdfuse.hir.program import BufferType, Instruction
+from mdfuse.ir.graph import Expr, Fusion, fresh_name
+from mdfuse.layouts.layout import Layout
+from mdfuse.layouts.stream import Stream
+
+#: Parts of these dtypes are added up in f32.
+_WIDENED = (torch.float16, torch.bfloat16)
+
+
+@dataclass
+class Loop:
+    """One host loop under construction, within one call of `emit_loop`."""
+
+    out: Emitter
+    #: what the program has before the loop
+    outside: list[Instruction]
+    #: the loop's index, and the chunk that this rank is at
+    name: str
+    index: Index
+    #: the values that it computes
+    made: frozenset[str]
+    #: of a ring: in how many pieces each rank's shard goes, and whether its own one comes last
+    pieces: int = 1
+    is_own_last: bool = False
+    #: (value, dim) -> the name of its chunk
+    chunks: dict[tuple[str, int], str] = field(default_factory=dict)
+    #: what comes right behind the loop
+    behind: list[Instruction] = field(default_factory=list)
+
+    @property
+    def fusion(self) -> Fusion:
+        return self.out.fusion
+
+    def chunk_type(self, value: str, stream: Stream) -> BufferType:
+        """Return the type of a chunk of a value, which names the loop's index."""
+        kind = value_type(self.fusion.values[value])
+        assert kind.layout is not None
+        here = replace(stream, rotate=None, index=self.index)
+        return replace(kind, layout=kind.layout.with_stream(here))
+
+    def read(self, value: str, stream: Stream | None) -> str:
+        """Return the name under which an iteration reads a value: of its chunk, or of the whole."""
+        if stream is None:
+            return value
+        key = value, stream.dim
+        if key not in self.chunks:
+            kind = self.chunk_type(value, stream)
+            self.chunks[key] = self.out.op("chunk", f"{value}.{self.name}", kind, (value,))
+        return self.chunks[key]
+
+    def is_whole(self, value: str) -> bool:
+        """Return whether a value is needed after the loop, or by other loops."""
+        if value in self.fusion.outputs:
+            return True
+        return any(r.outputs[0] not in self.made for r in self.fusion.consumers[value])
+
+    def result(self, value: str) -> str:
+        """Return the name that an iteration computes of a value: a slice of the whole if kept."""
+        if not self.is_whole(value):
+            return self.chunk(value)
+        self.allocate(value)
+        return self.read(value, self.stream(value))
+
+    def chunk(self, value: str) -> str:
+        """Return a new name for a chunk of a value."""
+        stream = self.stream(value)
+        name = self.out.new(f"{value}.{self.name}", self.chunk_type(value, stream))
+        self.chunks[value, stream.dim] = name
+        return name
+
+    def stream(self, value: str) -> Stream:
+        """Return the stream of a value that the loop computes."""
+        stream = self.fusion.values[value].stream
+        assert stream is not None
+        return stream
+
+    def landing(self, value: str) -> str:
+        """Return the name of the buffer in which a chunk of a value arrives."""
+        name = f"{value}.{self.name}"
+        return fresh_name(self.out.types, f"{name}.new" if self.is_whole(value) else name)
+
+    def order(self, value: str) -> tuple[int, ...]:
+        """Return the memory order of a whole value: the plain one for a set's result, else its own.
+
+        So chunks may arrive in their places. An order that the user requires stays.
+        """
+        kind = self.fusion.values[value]
+        is_set = self.fusion.producers[value].op == "set"
+        return (
+            tuple(range(len(kind.shape))) if is_set and not kind.is_order_required else kind.order
+        )
+
+    def allocate(self, value: str, is_posted: bool = False) -> None:
+        """Append the buffer of a whole value before the loop; plain if it is posted as a whole."""
+        kind = self.fusion.values[value]
+        self.out.types[value] = value_type(kind)
+        order: tuple[int, ...] | None = self.order(value)
+        if is_posted or order == tuple(range(len(kind.shape))):
+            if value not in self.fusion.reuse:  # those lie as the caller's tensors do
+                self.out.dense.add(value)
+            order = None
+        self.outside.append(
+            Instruction(op="alloc", outputs=(value,), order=order, source=kind.source)
+        )
+
+    def accumulate(self, value: str, part: str, expr: Expr) -> None:
+        """Append what adds the part of this iteration to a value; in f32 where it has 16 bits."""
+        buffer = self.total(value, self.stream(value).op, expr)
+        self.out.code.append(
+            Instruction(op="accumulate", inputs=(part,), outputs=(buffer,), source=expr.source)
+        )
+
+    def total(self, value: str, op: str | None, expr: Expr) -> str:
+        """Return the name of the buffer in which parts of a value are joined by an op.
+
+        One in f32, which is rounded behind the loop, for sums and products of 16 bits; their own
+        without an op, where they are rounded once anyway.
+        """
+        kind = self.fusion.values[value]
+        if kind.dtype not in _WIDENED or op not in ("sum", "prod"):
+            self.allocate(value)
+            return value
+        buffer = self.out.new(f"{value}.{op}", replace(value_type(kind), dtype=torch.float32))
+        self.outside.append(Instruction(op="alloc", outputs=(buffer,), source=kind.source))
+        self.out.types[value] = value_type(kind)
+        fn = "round_terms" if kind.layout and kind.layout.partial_axes else "cast"
+        cast = Expr(op=fn, inputs=(buffer,), outputs=(value,), attrs=(("dtype", kind.dtype),))
+        self.behind.append(replace(local(cast), source=expr.source))
+        return buffer
+
+    def chunk_layout(self, layout: Layout, stream: Stream) -> Layout:
+        return layout.with_stream(Stream(stream.dim, stream.chunks, None, self.index))
