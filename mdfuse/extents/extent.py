@@ -275,7 +275,7 @@ def mapped(x: T, change: Callable[[Extent], int]) -> T:
 
 
 def _mapped(x: Any, change: Callable[[Extent], int]) -> Any:
-    kind = type(x)
+    kind: Any = type(x)
     if kind is Extent:
         return change(x)
     match _form(kind):
