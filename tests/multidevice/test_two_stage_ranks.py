@@ -22,20 +22,20 @@ def by_meshes(cases: list[Case]) -> dict[str, list[Case]]:
     return found
 
 
-OF_4 = by_meshes(ONE_WAY)
-OF_2 = by_meshes([c for c in ONE_WAY if max(*MESHES[c.before].ranks, *MESHES[c.after].ranks) < 2])
+CASES_OF_2 = [c for c in ONE_WAY if max(*MESHES[c.before].ranks, *MESHES[c.after].ranks) < 2]
+OF_4, OF_2 = by_meshes(ONE_WAY), by_meshes(CASES_OF_2)
 
 
 @pytest.mark.world(4)
 @pytest.mark.parametrize("cases", OF_4.values(), ids=OF_4)
 def test_two_stages(cases: list[Case], comm: mf.Communicator) -> None:
-    check(cases, comm)
+    check_all(cases, comm)
 
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("cases", OF_2.values(), ids=OF_2)
 def test_two_stages_among_2(cases: list[Case], comm: mf.Communicator) -> None:
-    check(cases, comm)
+    check_all(cases, comm)
 
 
 @pytest.mark.world(8)
@@ -43,16 +43,16 @@ def test_two_stages_among_2(cases: list[Case], comm: mf.Communicator) -> None:
 @pytest.mark.parametrize("cases", OF_4.values(), ids=OF_4)
 def test_two_stages_among_8(cases: list[Case], comm: mf.Communicator) -> None:
     """The same where half of the ranks are in no mesh."""
-    check(cases, comm)
+    check_all(cases, comm)
 
 
-def check(cases: list[Case], comm: mf.Communicator) -> None:
+def check_all(cases: list[Case], comm: mf.Communicator) -> None:
     for case in cases:
         with telling(case):
-            check_one(case, comm)
+            check(case, comm)
 
 
-def check_one(case: Case, comm: mf.Communicator) -> None:
+def check(case: Case, comm: mf.Communicator) -> None:
     before, _ = case.layouts()
     whole, mine = case.input().to(comm.device), None
     if comm.rank in before.mesh:
