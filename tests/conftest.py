@@ -102,6 +102,23 @@ def launches(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A process of pytest -n tells what it counted to the one that prints it."""
+    if found := getattr(node, "workeroutput", {}).get("launches"):
+        from helpers import compiled_suite
+
+        compiled_suite.add(found)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None and session.config.getoption("launches"):
+        from helpers import compiled_suite
+
+        output["launches"] = compiled_suite.counted()
+
+
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
