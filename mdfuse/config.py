@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal
 
 from mdfuse.errors import ProgramError
@@ -320,7 +321,18 @@ def options_from_environment(
     """
     if base is not None:
         return base
-    variables, found = os.environ if variables is None else variables, Options()
+    return _options(environment()) if variables is None else _options_from(variables)
+
+
+@lru_cache(maxsize=64)
+def _options(values: tuple[str | None, ...]) -> Options:
+    """Return the options for values of the variables, in their order; every run asks for them."""
+    given = zip(VARIABLES, values, strict=True)
+    return _options_from({name: text for name, text in given if text})
+
+
+def _options_from(variables: Mapping[str, str]) -> Options:
+    found = Options()
     for variable, (option, parse, what) in VARIABLES.items():
         text = variables.get(variable)
         if not text:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import linecache
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class Source:
 
     def __str__(self) -> str:
         note = f" ({self.note})" if self.note else ""
-        return f"{printable(Path(self.file).name)}:{self.line}{note}"
+        return f"{printable(os.path.basename(self.file))}:{self.line}{note}"
 
     def quote(self) -> str:
         """Return the place and the text of the line, for error messages."""

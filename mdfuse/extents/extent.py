@@ -20,6 +20,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mdfuse.extents.assumptions import NOTHING, active_assumptions, decide, known_facts
@@ -274,21 +275,33 @@ def mapped(x: T, change: Callable[[Extent], int]) -> T:
 
 
 def _mapped(x: Any, change: Callable[[Extent], int]) -> Any:
-    if type(x) is Extent:
+    kind: Any = type(x)
+    if kind is Extent:
         return change(x)
-    if isinstance(x, tuple):
-        items = [_mapped(i, change) for i in x]
-        return x if all(map(operator.is_, items, x)) else tuple(items)
-    if isinstance(x, list):
-        return [_mapped(i, change) for i in x]
-    if isinstance(x, Mapping):
-        values = {k: _mapped(v, change) for k, v in x.items()}
-        return x if all(values[k] is v for k, v in x.items()) else values
-    if is_dataclass(x) and not isinstance(x, type):
-        found = {f.name: getattr(x, f.name) for f in fields(x) if f.init}
-        changed = {k: new for k, v in found.items() if (new := _mapped(v, change)) is not v}
-        return replace(x, **changed) if changed else x
-    return x
+    match _form(kind):
+        case "tuple":
+            items = [_mapped(i, change) for i in x]
+            return x if all(map(operator.is_, items, x)) else tuple(items)
+        case "list":
+            return [_mapped(i, change) for i in x]
+        case "mapping":
+            values = {k: _mapped(v, change) for k, v in x.items()}
+            return x if all(values[k] is v for k, v in x.items()) else values
+        case None:
+            return x
+        case names:
+            found = [(name, getattr(x, name)) for name in names]
+            changed = {k: new for k, v in found if (new := _mapped(v, change)) is not v}
+            return replace(x, **changed) if changed else x
+
+
+@cache
+def _form(kind: type) -> str | tuple[str, ...] | None:
+    """How a type holds others: as a tuple, a list or a mapping, in fields so named, or not."""
+    for name, base in (("tuple", tuple), ("list", list), ("mapping", Mapping)):
+        if issubclass(kind, base):
+            return name
+    return tuple(f.name for f in fields(kind) if f.init) if is_dataclass(kind) else None
 
 
 def with_numbers(x: T, extents: Mapping[str, int]) -> T:

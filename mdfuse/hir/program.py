@@ -138,7 +138,7 @@ class Instruction:
     @property
     def reads(self) -> tuple[str, ...]:
         """The names among the operands; for a post or recv also the buffer that is written."""
-        return tuple(x for x in self.inputs if isinstance(x, str))
+        return tuple([x for x in self.inputs if isinstance(x, str)])
 
     @property
     def kwargs(self) -> dict[str, Any]:

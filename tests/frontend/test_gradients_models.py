@@ -119,7 +119,7 @@ def test_training_stays_beside_torch() -> None:
     program = mf.compile(fd)
     state = {**given, **{f"{k}.{n}": torch.zeros_like(w) for k in "mv" for n, w in given.items()}}
     losses = []
-    for i in range(200):
+    for i in range(80):
         words = batch(i % 3, torch.float32)
         whole = loss_of(leaves, *words)
         optimizer.zero_grad()

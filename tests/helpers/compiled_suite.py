@@ -64,6 +64,17 @@ def launches() -> Iterator[None]:
         yield
 
 
+def counted() -> list[dict[str, int]]:
+    """What was counted in this process."""
+    return [dict(LAUNCHES), dict(REFUSED)]
+
+
+def add(found: list[dict[str, int]]) -> None:
+    """Count what another process has counted."""
+    for counter, more in zip((LAUNCHES, REFUSED), found, strict=True):
+        counter.update(more)
+
+
 def told() -> Iterator[str]:
     """Yield lines on what was compiled in all tests."""
     yield f"{LAUNCHES['launches']} launches, {LAUNCHES['functions']} functions"

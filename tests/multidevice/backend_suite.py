@@ -21,15 +21,14 @@ import test_reshards_ranks as reshards
 import test_two_stage_ranks as two_stage
 import torch
 from helpers.stand_in_compiler import StandIn
-from helpers.two_stage import CASES, MESHES, Case
+from helpers.two_stage import MESHES
 from torch import Tensor
 
 import mdfuse as mf
 from mdfuse.layouts.call import Call
 
 two, four = pytest.mark.world(2), pytest.mark.world(4)
-MOVED = [*kinds.FLOATS, *kinds.INTEGERS, torch.bool, *kinds.MOVED_ONLY]
-REDUCED = [*kinds.FLOATS, *kinds.INTEGERS, torch.bool]
+MOVED, REDUCED = kinds.MOVED, kinds.REDUCED
 
 
 def each(run: Callable[..., None], comm: Any, *choices: Any) -> None:
@@ -71,21 +70,17 @@ def test_what_goes_between_pairs(comm: Any) -> None:
 @four
 @pytest.mark.parametrize("before", MESHES)
 def test_two_stages(before: str, comm: Any) -> None:
-    run_two_stages(comm, [c for c in CASES if c.before == before])
+    two_stage.check_all([c for c in two_stage.ONE_WAY if c.before == before], comm)
 
 
 @two
 def test_two_stages_of_two(comm: Any) -> None:
-    run_two_stages(comm, two_stage.CASES_OF_2)
+    two_stage.check_all(two_stage.CASES_OF_2, comm)
 
 
 @two
 def test_compiled_launches(comm: mf.Communicator, compiler: StandIn) -> None:
     compiled_ranks.test_ranks_compile_each_function_once(comm, compiler)
-
-
-def run_two_stages(comm: mf.Communicator, cases: Sequence[Case]) -> None:
-    each(lambda comm, case: two_stage.check(case, comm), comm, cases)
 
 
 @four

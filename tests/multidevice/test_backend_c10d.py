@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.in_turn import in_turn
 from torch import Tensor
 
 from mdfuse.backends.c10d.backend import C10dBackend
@@ -25,8 +26,8 @@ INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
 MOVED_ONLY = [torch.uint16, torch.float8_e4m3fn, torch.complex64]
 
 teams = pytest.mark.parametrize("team", TEAMS, ids=str)
-moved = pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, torch.bool, *MOVED_ONLY], ids=str)
-reduced = pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, torch.bool], ids=str)
+REDUCED = [*FLOATS, *INTEGERS, torch.bool]
+MOVED = [*REDUCED, *MOVED_ONLY]
 
 
 def numbers(rank: int, count: int, dtype: torch.dtype, op: str | None = None) -> Tensor:
@@ -99,8 +100,7 @@ def same(got: Tensor, expected: Tensor, what: object = "") -> None:
 
 
 @teams
-@moved
-@pytest.mark.parametrize("count", [0, 1, 5])
+@in_turn(dtype=MOVED, count=[0, 1, 5])
 def test_allgather(comm: Any, team: tuple[int, ...], dtype: torch.dtype, count: int) -> None:
     if comm.rank not in team:
         return
@@ -111,8 +111,7 @@ def test_allgather(comm: Any, team: tuple[int, ...], dtype: torch.dtype, count: 
 
 
 @teams
-@reduced
-@pytest.mark.parametrize("count", [7])
+@in_turn(dtype=REDUCED, count=[7])
 def test_allreduce(comm: Any, team: tuple[int, ...], dtype: torch.dtype, count: int) -> None:
     if comm.rank not in team:
         return
@@ -128,8 +127,7 @@ def test_allreduce(comm: Any, team: tuple[int, ...], dtype: torch.dtype, count: 
 
 
 @teams
-@reduced
-@pytest.mark.parametrize("count", [3])
+@in_turn(dtype=REDUCED, count=[3])
 def test_reduce_scatter(comm: Any, team: tuple[int, ...], dtype: torch.dtype, count: int) -> None:
     if comm.rank not in team:
         return
@@ -143,8 +141,7 @@ def test_reduce_scatter(comm: Any, team: tuple[int, ...], dtype: torch.dtype, co
 
 
 @teams
-@reduced
-@pytest.mark.parametrize("count", [7])
+@in_turn(dtype=REDUCED, count=[7])
 def test_reduce(comm: Any, team: tuple[int, ...], dtype: torch.dtype, count: int) -> None:
     if comm.rank not in team:
         return
@@ -170,8 +167,7 @@ def test_reductions_of_nothing(comm: Any, team: tuple[int, ...]) -> None:
 
 
 @teams
-@moved
-@pytest.mark.parametrize("count", [0, 5])
+@in_turn(dtype=MOVED, count=[0, 5])
 def test_broadcast(comm: Any, team: tuple[int, ...], dtype: torch.dtype, count: int) -> None:
     if comm.rank not in team:
         return
@@ -194,8 +190,7 @@ def _one_to_one(sender: int, receiver: int) -> int:
 
 
 @teams
-@moved
-@pytest.mark.parametrize("counts", [_counts, _one_to_one], ids=["uneven", "some have nothing"])
+@in_turn(dtype=MOVED, counts=[_counts, _one_to_one])
 def test_all_to_all(comm: Any, team: tuple[int, ...], dtype: torch.dtype, counts: Any) -> None:
     if comm.rank not in team:
         return
@@ -229,8 +224,7 @@ GATHERS = [
 
 
 @pytest.mark.parametrize(("team", "root", "parts"), GATHERS, ids=str)
-@moved
-@pytest.mark.parametrize("count", [0, 3])
+@in_turn(dtype=MOVED, count=[0, 3])
 def test_gather(
     comm: Any,
     team: tuple[int, ...],
@@ -260,8 +254,7 @@ SCATTERS = [
 
 
 @pytest.mark.parametrize(("team", "root", "parts", "blocks", "source_blocks"), SCATTERS, ids=str)
-@moved
-@pytest.mark.parametrize("count", [0, 3])
+@in_turn(dtype=MOVED, count=[0, 3])
 def test_scatter(
     comm: Any,
     team: tuple[int, ...],
@@ -304,7 +297,7 @@ EXCHANGES = {
 @pytest.mark.parametrize("kind", ["Exchange", "SendRecv"])
 @pytest.mark.parametrize("name", EXCHANGES)
 @pytest.mark.parametrize("team", [(0, 1, 2, 3), (2, 0, 3, 1)], ids=str)
-@moved
+@in_turn(dtype=MOVED)
 def test_exchange(
     comm: Any, kind: str, name: str, team: tuple[int, ...], dtype: torch.dtype
 ) -> None:
