@@ -239,7 +239,7 @@ class _Buffers:
 def _same(source: int, into: int) -> Step:
     """Return the step that lets one slot hold what another one does."""
     line = Line(run=itself, args=(SlotRef(source),), into=into, shares=(source,), is_view=True)
-    return Step(lines=(line,), label="recv", op="set", inputs=(source,), outputs=(into,))
+    return Step(lines=(line,), label="recv", op="same", inputs=(source,), outputs=(into,))
 
 
 def transfer_team(program: HostProgram, i: Instruction) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from mdfuse.simulation.network import SimNetwork
 
 #: Steps that the host does by itself, in program order. Views are none: what they show may be a
 #: copy of what their stream has still to write.
-_ON_HOST = (*MEMORY, "set_stream", "keep")
+_ON_HOST = (*MEMORY, "set_stream", "keep", "same")
 
 
 def run_shuffled(

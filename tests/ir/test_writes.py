@@ -95,6 +95,16 @@ def wheres(dtype: torch.dtype) -> Iterator[tuple[Operands, Attrs]]:
         yield (condition, 2, 3), {}
 
 
+def copies(dtype: torch.dtype) -> Iterator[tuple[Operands, Attrs]]:
+    """Rows into some places of a tensor, one of them twice: then the last counts."""
+    for shape in SHAPES:
+        for along, extent in enumerate(shape):
+            for count in (0, 1, 3):
+                at, rows = torch.randint(extent, (count,)), [*shape]
+                rows[along] = count
+                yield (at, draw(dtype, *rows), draw(dtype, *shape)), {"along": along}
+
+
 def with_attrs(*choices: Attrs) -> Any:
     def cases(dtype: torch.dtype) -> Iterator[tuple[Operands, Attrs]]:
         for operands, _ in unary(dtype):
@@ -133,6 +143,7 @@ CASES: dict[str, Any] = {
     "leaky_relu": with_attrs({}, {"negative_slope": 0.2}),
     "where": wheres,
     "cat": joins,
+    "index_copy": copies,
     "matmul": matmuls,
     "linear": linears,
     "binary": binary,

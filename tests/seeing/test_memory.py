@@ -17,11 +17,16 @@ from mdfuse.seeing.memory import memory_of
 #: which may be under way.
 COPIED = {"permutes", "to_oneself", "rotated_reduction", "reduce_to_a_mesh"}
 
+#: Programs whose plan does without a buffer that they name: a rank's own shard is read where it is.
+SPARED = {"ring_in_a_grid"}
+
 
 def check(name: str, host: hir.HostProgram, peaks: tuple[int, ...]) -> None:
     found = [memory_of(host.project(r)).peak for r in range(len(peaks))]
     if name in COPIED:
         assert all(0.5 * b < a <= b for a, b in zip(found, peaks, strict=True))
+    elif name in SPARED:
+        assert all(b < a < 1.5 * b for a, b in zip(found, peaks, strict=True))
     else:
         assert found == list(peaks)
 

@@ -258,14 +258,14 @@ class Types:
             return False
         if not isinstance(index, Calc) or index.op != "mod" or index.right != chunk.count:
             return True
-        turn = index.left  # the loop's index and a number of the rank, added or subtracted
+        turn = index.left  # the loop's index and something of the rank, added or subtracted
         if not isinstance(turn, Calc) or turn.op not in ("+", "-") or not self.loops:
             return True
-        sides = [x for x in (turn.left, turn.right) if isinstance(x, Term)]
         attrs = self.loops[-1].kwargs
         is_whole = (attrs["start"], attrs["stop"], attrs["step"]) == (0, chunk.count, 1)
         own = Term("index", self.loops[-1].outputs[0])
-        return not (is_whole and len(sides) == 2 and sides.count(own) == 1)
+        others = [x for x in (turn.left, turn.right) if x != own]
+        return not (is_whole and len(others) == 1 and own not in terms(others[0]))
 
     def partial_write(self, i: Instruction, name: str, of: str, what: str) -> ProgramError:
         return wrong(
