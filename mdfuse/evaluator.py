@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -27,6 +26,7 @@ from mdfuse.ir.tensors import resolved
 from mdfuse.plan.build import Plan, build
 from mdfuse.plan.fusing import Fuser
 from mdfuse.plan.index_checks import IndexChecks
+from mdfuse.plan.lengths import Lengths
 from mdfuse.plan.names import check_names
 from mdfuse.plan.posts import groups
 from mdfuse.plan.runnable import CheckedPlan, Once, Runnable
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from mdfuse.runtime.communicator import Communicator
 
 
-#: The plans of a program, for whatever shapes -> what was compiled for them; see `Fuser.counts`.
-_COMPILED: WeakKeyDictionary[Cache[Runnable], Counter[str]] = WeakKeyDictionary()
+#: The plans of a program, for whatever shapes -> what was compiled for them; see `Fuser.lengths`.
+_COMPILED: WeakKeyDictionary[Cache[Runnable], Lengths] = WeakKeyDictionary()
 
 _serials, _numbers = itertools.count(), itertools.count()
 
@@ -339,8 +339,8 @@ class HostIrEvaluator:
     def fuser(self) -> Fuser:
         """What compiles the host units of this program."""
         options = options_from_environment(self.options)
-        counts = _COMPILED.setdefault(self.plans, Counter())
-        return Fuser(options.compile == "always", options.timeout_s, counts)
+        lengths = _COMPILED.setdefault(self.plans, Lengths())
+        return Fuser(options.compile == "always", options.timeout_s, lengths)
 
     def _may_compile(self, communicator: Communicator) -> bool:
         """Tell whether units are compiled: a call costs the host more, but not in a graph."""

@@ -8,8 +8,9 @@ no other has begun, and waits for the rest.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from mdfuse.caching import Cache
 from mdfuse.plan import inductor
@@ -18,6 +19,7 @@ from mdfuse.plan.forms import Form
 from mdfuse.plan.inductor import Function, Traced
 from mdfuse.plan.overwrites import is_tangled
 from mdfuse.plan.progress import progress
+from mdfuse.plan.symbolic import Joined
 from mdfuse.plan.unit_keys import name_of
 from mdfuse.runtime.deadline import Deadline
 
@@ -30,6 +32,8 @@ class Made:
         results: the forms of its results.
         name: of its files; None: it has none.
         traced: what is to be compiled; None once it is.
+        otherwise: where it is for many sizes, and that cannot be compiled: traces it for its own.
+        serves: tells for which sizes the function is; None: for its own alone.
         function: compiled.
         refused: why it cannot be compiled.
         was_late: another process has not compiled it in time; nobody waits again.
@@ -38,6 +42,8 @@ class Made:
     results: list[Form]
     name: str | None = None
     traced: Traced | None = None
+    otherwise: Callable[[], Traced] | None = None
+    serves: Callable[[Sequence[int]], bool] | None = None
     function: Function | None = None
     refused: str | None = None
     was_late: bool = False
@@ -55,18 +61,24 @@ class Tally:
     Attributes:
         compiled: how many this process compiled.
         found: how many it found in files, of earlier runs or of other processes.
+        shared: how many are those of other lengths.
         unsaved: why a compiled one was not saved -> how many.
         unreadable: why files were of no use -> how many.
     """
 
     compiled: int = 0
     found: int = 0
+    shared: int = 0
     unsaved: Counter[str] = field(default_factory=Counter)
     unreadable: Counter[str] = field(default_factory=Counter)
 
     def told(self) -> Iterator[str]:
         """Yield lines on what happened."""
-        counts = {"compiled": self.compiled, "found in files": self.found}
+        counts = {
+            "compiled": self.compiled,
+            "found in files": self.found,
+            "shared with other lengths": self.shared,
+        }
         if any(counts.values()):
             yield ", ".join(f"{n} {what}" for what, n in counts.items() if n)
         for why, n in self.unsaved.items():
@@ -108,6 +120,42 @@ def traced(key: Hashable, forms: Sequence[Form], function: Function) -> Made:
         made = Made([], refused=reason(error))
     _MADE.put((key, *forms), made)
     return made
+
+
+def traced_with_sizes(
+    key: Hashable,
+    forms: Sequence[Form],
+    function: Function,
+    many: Joined,
+) -> tuple[Made, Traced] | None:
+    """Return a function for many lengths that is to be compiled, and what it was traced to.
+
+    Args:
+        key: see `known`.
+        forms: likewise.
+        function: the calls for these forms alone.
+        many: the calls for any length.
+
+    Returns:
+        None where there can be none.
+    """
+    try:
+        found = inductor.traced_with_sizes(many.run, many.forms_at, many.hints)
+        if is_tangled(found.graph.graph):
+            return None
+        results = found.results_at(many.hints)
+    except Exception:  # an op that takes no symbolic size; there is a function for each length
+        return None
+    made = Made(results, None, found, otherwise=partial(inductor.traced, function, forms))
+    _MADE.put((key, *forms), made)
+    return made, found
+
+
+def serve(key: Hashable, forms: Sequence[Form], made: Made, results: list[Form]) -> Made:
+    """Return what a function for many lengths is for arguments of these forms."""
+    found = Made(results, function=made.function)
+    _MADE.put((key, *forms), found)
+    return found
 
 
 def complete(functions: Iterable[Made], timeout_s: float, shows: bool, tally: Tally) -> list[Made]:
@@ -203,8 +251,19 @@ def _find_or_compile(made: Made, name: str, folder: Artefacts, tally: Tally) -> 
 def _compile(made: Made, tally: Tally) -> None:
     assert made.traced is not None
     try:
-        made.function = inductor.compiled(made.traced)
+        made.function = _compiled(made, made.traced)
         tally.compiled += 1
     except Exception as error:  # it has many reasons; without it the eager calls are right
         made.refused = reason(error)
-    made.traced = None
+    made.traced = made.otherwise = None
+
+
+def _compiled(made: Made, found: Traced) -> Function:
+    if made.otherwise is None:
+        return inductor.compiled(found)
+    try:
+        function = inductor.compiled(found)
+    except Exception:  # likewise
+        return inductor.compiled(made.otherwise())
+    made.serves = found.holds
+    return function

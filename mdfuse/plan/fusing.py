@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import inf
 from typing import Any
 
@@ -23,11 +22,13 @@ from mdfuse.plan import compilation
 from mdfuse.plan.compilation import Made, Tally, complete
 from mdfuse.plan.context import Context, Step, label
 from mdfuse.plan.forms import Form
+from mdfuse.plan.lengths import Lengths
 from mdfuse.plan.lines import Line, SlotRef, drop
+from mdfuse.plan.symbolic import Calls
 from mdfuse.plan.unit_keys import unit_key
 
-#: For how many shapes of a program a unit is compiled: where lengths change from run to run,
-#: compiling for each of them would take longer than the calls one by one.
+#: How many functions of a unit are compiled for a program: where lengths change from run to run and
+#: no function serves many of them, that would take longer than the calls one by one.
 MOST = 8
 
 #: How many units `Fuser.told` names for one reason.
@@ -79,14 +80,14 @@ class Fuser:
     Attributes:
         must: a unit that cannot be compiled is an error.
         timeout_s: how long to wait for another process that compiles.
-        counts: unit -> how many functions were compiled for it, for all shapes of its program.
+        lengths: what was compiled for all shapes of the program.
         refused: unit -> why it runs eagerly.
         tally: where the functions came from.
     """
 
     must: bool = False
     timeout_s: float = inf
-    counts: Counter[str] = field(default_factory=Counter)
+    lengths: Lengths = field(default_factory=Lengths)
     refused: dict[str, str] = field(default_factory=dict)
     tally: Tally = field(default_factory=Tally)
     _held: dict[int, _Held] = field(default_factory=dict)
@@ -163,13 +164,16 @@ class Fuser:
 
     def made(self, i: Instruction, cut: _Cut, forms: Sequence[Form]) -> Made:
         """Return the function of a cut, which is compiled, or will be with all others."""
+        calls = Calls(cut.inside, cut.takes, cut.makes, tuple(forms))
         key = unit_key(cut.inside, cut.takes, cut.makes)
         found = compilation.known(key, forms, self.tally)
         if found is None:
-            if self.counts[i.fn] >= MOST and not self.must:
+            found = self.lengths.served(i.fn, key, calls)
+            self.tally.shared += found is not None
+        if found is None:
+            if self.lengths.counts[i.fn] >= MOST and not self.must:
                 raise Refusal(f"it was compiled for {MOST} other shapes")
-            self.counts[i.fn] += 1
-            found = compilation.traced(key, forms, partial(_run, cut))
+            found = self.lengths.added(i.fn, key, calls)
         if found.refused is not None:
             raise Refusal(found.refused)
         return found
@@ -214,13 +218,6 @@ class Fuser:
 
 def _not_compiled(*_: Any) -> Any:
     raise AssertionError("a plan is finished before it runs")
-
-
-def _run(cut: _Cut, *values: Any) -> list[Any]:
-    slots: dict[int, Any] = dict(zip(cut.takes, values, strict=True))
-    for line in cut.inside:
-        line(slots)
-    return [slots[slot] for slot in cut.makes]
 
 
 def _works(line: Line) -> bool:

@@ -26,12 +26,32 @@ class Traced:
     Attributes:
         graph: the graph.
         arguments: tensors without elements, of the forms that it was traced for.
-        results: the forms of its results.
+        results: the forms of its results; with symbolic sizes, where it has such.
+        sizes: the symbolic sizes of its arguments.
     """
 
     graph: torch.fx.GraphModule
     arguments: tuple[Any, ...]
     results: list[Form]
+    sizes: tuple[torch.SymInt, ...] = ()
+
+    def holds(self, sizes: Sequence[int]) -> bool:
+        """Return whether all that was assumed of symbolic sizes so far is so for these."""
+        env = self.sizes[0].node.shape_env
+        assumed = env.produce_guards_expression(list(self.sizes))
+        return assumed is None or bool(env.evaluate_guards_expression(assumed, sizes))
+
+    def results_at(self, sizes: Sequence[int]) -> list[Form]:
+        """Return the forms of the results for some sizes."""
+        known = {own.node.expr: n for own, n in zip(self.sizes, sizes, strict=True)}
+
+        def number(x: Any) -> int:
+            return int(x.node.expr.xreplace(known)) if isinstance(x, torch.SymInt) else x
+
+        return [
+            (tuple(map(number, shape)), tuple(map(number, strides)), dtype, device)
+            for shape, strides, dtype, device in self.results
+        ]
 
 
 def traced(function: Function, forms: Sequence[Form]) -> Traced:
@@ -44,21 +64,55 @@ def traced(function: Function, forms: Sequence[Form]) -> Traced:
     Raises:
         Exception: whatever an op raises that cannot be traced.
     """
+    return _traced(function, lambda _: forms, ())
+
+
+def traced_with_sizes(
+    function: Function, forms: Callable[[Sequence[Any]], Sequence[Form]], hints: Sequence[int]
+) -> Traced:
+    """Trace a function of tensors for any sizes.
+
+    Args:
+        function: as `traced` takes it; it reads sizes off its arguments.
+        forms: gives the forms of the arguments for some sizes.
+        hints: an example of each size, from 2 on; what is assumed of sizes holds for these.
+
+    Raises:
+        Exception: whatever an op raises that cannot be traced.
+    """
+    return _traced(function, forms, hints)
+
+
+def _traced(
+    function: Function, forms: Callable[[Sequence[Any]], Sequence[Form]], hints: Sequence[int]
+) -> Traced:
     from torch._dispatch.python import enable_python_dispatcher
     from torch._dynamo.convert_frame import compile_lock
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    with compile_lock, torch.no_grad(), FakeTensorMode(shape_env=ShapeEnv()):
+    env = ShapeEnv(duck_shape=False)  # sizes that are equal by chance stay apart
+    sizes = tuple(_size(env, n, hint) for n, hint in enumerate(hints))
+    with compile_lock, torch.no_grad(), FakeTensorMode(shape_env=env):
         arguments: list[Any] = [
             torch.empty_strided(shape, strides, dtype=dtype, device=device)
-            for shape, strides, dtype, device in forms
+            for shape, strides, dtype, device in forms(sizes)
         ]
         with enable_python_dispatcher():  # as in torch.compile: it knows more strides as dense
-            graph = make_fx(function, tracing_mode="fake")(*arguments)
+            graph = make_fx(function, tracing_mode="symbolic" if sizes else "fake")(*arguments)
         results = [form_of(x) for x in function(*arguments)]
-    return Traced(graph, tuple(arguments), results)
+    return Traced(graph, tuple(arguments), results, sizes)
+
+
+def _size(env: Any, n: int, hint: int) -> torch.SymInt:
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    source, how = ConstantSource(f"n{n}"), DimDynamic.DYNAMIC
+    symbol = env.create_symbol(hint, source=source, dynamic_dim=how, constraint_dim=None)
+    size: torch.SymInt = env.create_symintnode(symbol, hint=hint, source=source)
+    return size
 
 
 def writes_of(node: torch.fx.Node) -> list[torch.fx.Node]:
@@ -92,10 +146,16 @@ def compiled(found: Traced) -> Function:
         Exception: whatever the compiler raises where it cannot.
     """
     from torch._dynamo.convert_frame import compile_lock
+    from torch._guards import TracingContext, tracing
     from torch._inductor import standalone_compile
 
+    arguments = list(found.arguments)
     with compile_lock:
-        return standalone_compile(found.graph, list(found.arguments))
+        if not found.sizes:
+            return standalone_compile(found.graph, arguments)
+        mode = arguments[0].fake_mode
+        with tracing(TracingContext(mode)):
+            return standalone_compile(found.graph, arguments, dynamic_shapes="from_tracing_context")
 
 
 # -- compiled functions in files -------------------------------------------------------------------

@@ -104,6 +104,11 @@ def _own_code() -> str:
 # -- values ----------------------------------------------------------------------------------------
 
 
+def value_key(x: Any) -> Hashable:
+    """Return what is equal for equal arguments, with slots as they are numbered."""
+    return _value(x, int)
+
+
 def _value(x: Any, number: Callable[[int], int]) -> Hashable:
     """Return what is equal for equal arguments, and for functions that do the same."""
     match x:

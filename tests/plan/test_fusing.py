@@ -38,9 +38,9 @@ class Compiler:
         self.bodies.append(forms)
 
         def call(*values: Tensor) -> list[Tensor]:
-            assert [form_of(x) for x in values] == forms
+            assert found.sizes or [form_of(x) for x in values] == forms
             results = found.graph(*values)
-            assert [form_of(x) for x in results] == found.results
+            assert found.sizes or [form_of(x) for x in results] == found.results
             return list(results)
 
         return call

@@ -1,0 +1,67 @@
+"""What is compiled for the units of a program, for whatever lengths it is run with."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from mdfuse.plan import compilation
+from mdfuse.plan.compilation import Made
+from mdfuse.plan.inductor import Traced
+from mdfuse.plan.symbolic import Calls, Joined, joined
+
+#: The first lengths of a unit have a function each; the later ones share one where they can.
+ALONE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """A function for many lengths: its calls, what it was traced to, and what became of that."""
+
+    calls: Joined
+    traced: Traced
+    made: Made
+
+    def serving(self, key: Hashable, calls: Calls) -> Made | None:
+        """Return what it is for some calls; None where it is not for these."""
+        serves, sizes = self.made.serves, self.calls.sizes(calls.forms)
+        if serves is None or sizes is None or min(sizes) < 2 or not self.calls.are(calls):
+            return None
+        if not serves(sizes):
+            return None
+        return compilation.serve(key, calls.forms, self.made, self.traced.results_at(sizes))
+
+
+@dataclass
+class Lengths:
+    """The functions of the units of one program.
+
+    Attributes:
+        counts: unit -> how many were compiled.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    _seen: dict[str, list[Calls]] = field(default_factory=dict)
+    _shared: dict[str, list[_Shared]] = field(default_factory=dict)
+
+    def served(self, unit: str, key: Hashable, calls: Calls) -> Made | None:
+        """Return the function for many lengths that does some calls of a unit, if there is one."""
+        found = (shared.serving(key, calls) for shared in self._shared.get(unit, ()))
+        return next((made for made in found if made is not None), None)
+
+    def added(self, unit: str, key: Hashable, calls: Calls) -> Made:
+        """Return a new function of a unit, which is to be compiled."""
+        self.counts[unit] += 1
+        seen = self._seen.setdefault(unit, [])
+        seen.append(calls)
+        for earlier in reversed(seen[:-1] if len(seen) > ALONE else ()):
+            many = joined(earlier, calls)
+            if many is None:
+                continue
+            found = compilation.traced_with_sizes(key, calls.forms, calls.run, many)
+            if found is not None:
+                made, traced = found
+                self._shared.setdefault(unit, []).append(_Shared(many, traced, made))
+                return made
+        return compilation.traced(key, calls.forms, calls.run)
