@@ -190,3 +190,21 @@ def test_a_partial_that_stays_is_not_reduced_on_the_way(op: str) -> None:
     for r in mesh.ranks:
         assert torch.equal(result.per_rank[r][0], local_part(layers[place[r]["a"]], goal, r))
     assert max(program.bytes_received(r) for r in mesh.ranks) == 2 * dtype.itemsize
+
+
+@pytest.mark.parametrize("op", ["sum", "avg", "prod"])
+@pytest.mark.parametrize(
+    "goal", [{}, {"a": Shard(0)}, {"b": Shard(0)}, {"b": Shard(0, 2)}], ids=str
+)
+def test_one_term_is_the_value(op: str, goal: dict[str, Placement]) -> None:
+    """Along an axis of one rank nobody is asked for other terms."""
+    mesh, x = DeviceMesh.arange(a=1, b=2), torch.arange(24.0).reshape(8, 3)
+    with mf.FusionDefinition("one") as fd:
+        given = fd.define_tensor(x.shape, x.dtype, Layout(mesh, {"a": Partial(op)}))
+        fd.add_output(fd.ops.set(given).on(mesh, goal))
+    program = mf.compile(fd)
+    assert all(c.part(rank).call is None for c in program.communications for rank in mesh.ranks)
+    result = mf.simulate(program, per_rank=[{program.fusion.inputs[0]: x}] * 2)
+    assert torch.equal(result.outputs[0], x)
+    for rank, (part,) in enumerate(result.per_rank):
+        assert torch.equal(part, local_part(x, Layout(mesh, goal), rank))

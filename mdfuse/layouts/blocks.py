@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from mdfuse.errors import LayoutError
 from mdfuse.layouts.boxes import Interval, Rows, nth_chunk
+from mdfuse.layouts.stream import Stream
 
 #: How many equal blocks, or the sizes of blocks of which some differ.
 Blocks = int | tuple[int, ...]
@@ -55,6 +56,21 @@ class Cut(NamedTuple):
                 outer += [axis] if whole % size(axis) else []
                 whole = 1 if whole % size(axis) else whole // size(axis)
 
+    def check_chunks(self, dim: int, axes: Sequence[str], stream: Stream) -> None:
+        """Check that a stream takes one block after the other, of which each axis has a piece."""
+        if self.plain or stream.chunks != self.blocks or isinstance(self.blocks, tuple):
+            because = "a chunk is one run of a rank's rows: a piece of one of equal blocks"
+        elif stream.rotate is not None:
+            because = "in a ring each rank starts at its own chunk, and here all have a piece"
+        else:
+            return
+        raise LayoutError(
+            f"{stream} of dim {dim}, which {' and '.join(axes)} split in blocks",
+            because=because,
+            hint="stream another dim, one equal block after the other, or give the blocks a dim of "
+            "their own with reshape",
+        )
+
     def whole_first(
         self, axes: tuple[str, ...], size: Callable[[str], int]
     ) -> tuple[tuple[str, ...], bool]:
@@ -67,6 +83,22 @@ class Cut(NamedTuple):
                 break
             outer, whole = [*outer, axis], whole // size(axis)
         return (*outer, *(a for a in axes if a not in outer)), whole == 1
+
+
+def chunks_as_blocks(dim: int, axes: Sequence[str], stream: Stream | None) -> int:
+    """Return the blocks that axes split inside of a stream of the dim: they are its chunks.
+
+    >>> chunks_as_blocks(0, ("stream", "tp"), Stream(0, 4))
+    4
+    """
+    chunks = stream.chunks if stream is not None and stream.dim == dim else None
+    if axes[0] != "stream" or not isinstance(chunks, int):
+        raise LayoutError(
+            f"order {{{dim}: {axes}}}: the stream comes before {axes[-1]}",
+            because="chunks that axes split are equal parts of the whole dim",
+            hint="put the stream first, with a number of chunks of this dim, or last",
+        )
+    return chunks
 
 
 def as_blocks(given: int | Sequence[int]) -> Blocks | None:

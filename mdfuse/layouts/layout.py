@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from mdfuse.errors import LayoutError, MeshError
 from mdfuse.extents.expressions import Term, resolve
-from mdfuse.layouts.blocks import Blocks, Cut, segments, split
+from mdfuse.layouts.blocks import Blocks, Cut, chunks_as_blocks, segments, split
 from mdfuse.layouts.boxes import Box, Interval, Rows, box_shape
 from mdfuse.layouts.placements import (
     IDEMPOTENT,
@@ -123,11 +123,9 @@ class Layout:
                     hint="leave order= out where the axes' order in the mesh will do",
                 )
             if named and "stream" in axes[:-1]:
-                raise LayoutError(
-                    f"order {{{dim}: {axes}}}: the stream comes before {axes[-1]}",
-                    because="each rank's part is one run of rows, which the stream then splits",
-                    hint="put the stream last, or give the stream a dim of its own with reshape",
-                )
+                cut = Shard(dim, chunks_as_blocks(dim, axes, self.stream))
+                pairs = zip(self.mesh.axes, self.placements, strict=True)
+                self.placements = tuple(cut if a in named else p for a, p in pairs)
             if named:
                 splits[dim] = named
         return tuple(sorted(splits.items()))
@@ -144,11 +142,7 @@ class Layout:
                     hint="give all axes that split blocks of the dim the same blocks=",
                 )
             if blocks and self.stream is not None and self.stream.dim == dim:
-                raise LayoutError(
-                    f"{self.stream} of dim {dim}, which {' and '.join(axes)} split in blocks",
-                    because="a chunk is one run of a rank's rows",
-                    hint="stream another dim, or give the blocks a dim of their own with reshape",
-                )
+                self.cuts[dim].check_chunks(dim, axes, self.stream)
             if blocks:
                 self.cuts[dim].check(dim, axes, self.mesh.axis_size)
 
@@ -241,9 +235,18 @@ class Layout:
         if not self.blocked:
             return self.intervals_at(shape, coordinate)
         return tuple(
-            (0, sum(stop - start for start, stop in rows)) if d in self.blocked else rows[0]
+            self._run(d, shape[d], rows, coordinate) if d in self.blocked else rows[0]
             for d, rows in enumerate(self.rows_at(shape, coordinate))
         )
+
+    def _run(self, dim: int, extent: int, rows: Rows, coordinate: Sequence[int]) -> Interval:
+        """Return where in a rank's part of a dim in blocks some rows are: all, or one chunk."""
+        size, chunk, before = sum(stop - start for start, stop in rows), self.stream, 0
+        if chunk is not None and chunk.index is not None and chunk.dim == dim:
+            i = chunk.index if isinstance(chunk.index, int) else chunk.largest
+            every = self._split(dim, extent, coordinate)
+            before = sum(stop - start for start, stop in every[:i])
+        return before, before + size
 
     def box(self, shape: Sequence[int], rank: int) -> Box:
         """Return `box_at` for a rank; MeshError where it is not in the mesh."""
@@ -271,7 +274,7 @@ class Layout:
             return rows
         # A chunk whose index only the running loop knows counts as the largest.
         i = chunk.index if isinstance(chunk.index, int) else chunk.largest
-        return tuple(chunk.interval(interval, i) for interval in rows)
+        return chunk.rows(rows, i)
 
     def _split(self, dim: int, extent: int, coordinate: Sequence[int]) -> Rows:
         """Return the rows of a dim on a rank, of all chunks."""
@@ -304,9 +307,10 @@ class Layout:
         axes, chunk = self.split_axes(dim), self.stream
         for choice in product(*(range(self.mesh.axis_size(a)) for a in axes)):
             at = dict(zip(axes, choice, strict=True))
-            for interval in self._split(dim, extent, [at.get(a, 0) for a in self.mesh.axes]):
-                if chunk is not None and chunk.dim == dim and isinstance(chunk.index, int):
-                    interval = chunk.interval(interval, chunk.index)
+            rows = self._split(dim, extent, [at.get(a, 0) for a in self.mesh.axes])
+            if chunk is not None and chunk.dim == dim and isinstance(chunk.index, int):
+                rows = chunk.rows(rows, chunk.index)
+            for interval in rows:
                 yield choice, interval
 
     def picture(self, shape: Sequence[int]) -> Picture:

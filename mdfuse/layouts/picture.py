@@ -137,6 +137,9 @@ class Picture:
             if stream is None or not is_whole:
                 found.append(Band(interval=interval, where=where))
                 continue
+            if dim in self.layout.blocked:  # each is a chunk, one after the other on each rank
+                found.append(Band(interval=interval, where=where, chunk=len(found) % stream.count))
+                continue
             chunks = [stream.interval(interval, i) for i in range(stream.count)]
             found += [Band(interval=x, where=where, chunk=i) for i, x in enumerate(chunks)]
         if dim in self.layout.blocked:

@@ -107,7 +107,7 @@ class Side:
         chunk = self.layout.stream
         if chunk is not None and chunk.index is not None and chunk.dim == dim:
             i = chunk.index if isinstance(chunk.index, int) else chunk.largest
-            rows = tuple(chunk.interval(interval, i) for interval in rows)
+            rows = chunk.rows(rows, i)
         return rows
 
     def positions(self, dim: int, rows: Rows) -> range:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mdfuse.errors import LayoutError
 from mdfuse.extents.expressions import Index
-from mdfuse.layouts.boxes import Interval, nth_chunk
+from mdfuse.layouts.boxes import Interval, Rows, nth_chunk
 
 #: The ops by which the parts of chunks join.
 JOINED = ("max", "min", "prod", "sum")
@@ -101,6 +101,17 @@ class Stream:
             )
         begin = start + sum(self.chunks[:i])
         return begin, begin + self.chunks[i]
+
+    def rows(self, rows: Rows, i: int) -> Rows:
+        """Return the rows of a rank in the i-th chunk: of each block, the i-th is one.
+
+        >>> Stream(0, 2).rows(((0, 4),), 1), Stream(0, 2).rows(((0, 4), (8, 12)), 1)
+        (((2, 4),), ((0, 0), (8, 12)))
+        """
+        if len(rows) == 1:
+            return (self.interval(rows[0], i),)
+        self.interval((0, 0), i)
+        return tuple((a, b if n == i else a) for n, (a, b) in enumerate(rows))
 
     def at(self, index: Index) -> Stream:
         """Return this stream with the index of one chunk, as buffers of host programs have it."""

@@ -31,7 +31,8 @@ class Pending:
         unpack, self.unpack = self.unpack, ()
         for destination, source in unpack:
             if self.reduce_op is not None:
-                source = combine(self.reduce_op, source.flatten(1)).view(destination.shape)
+                rows = source.reshape(len(source), -1)  # of numbers, too
+                source = combine(self.reduce_op, rows).view(destination.shape)
             destination.copy_(source)
 
     def is_done(self, piece: int | None = None) -> bool:

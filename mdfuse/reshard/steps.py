@@ -17,7 +17,7 @@ from mdfuse.errors import LayoutError
 from mdfuse.extents.extent import is_symbolic
 from mdfuse.layouts.kinds import KINDS
 from mdfuse.layouts.lacks import UNIT, is_lacking
-from mdfuse.layouts.layout import Layout, Partial
+from mdfuse.layouts.layout import Layout, Partial, Replicate
 from mdfuse.reshard.across import across
 from mdfuse.reshard.blocks import moved, through_blocks
 from mdfuse.reshard.clock import is_timed
@@ -65,6 +65,10 @@ def _steps(
         _check_into_partial(source, destination)
     if 0 in shape:
         return (Local(kind="empty", source=source, destination=destination),)
+    held = _single_terms_reduced(source, destination)
+    if held != source:
+        alone = Local(kind="slice", source=source, destination=held)
+        return (alone, *steps(held, destination, shape, itemsize))
     if destination.reaches:
         return _reached(source, destination, shape, itemsize)
     if source.mesh == destination.mesh and moved(source, destination):
@@ -78,6 +82,16 @@ def _steps(
 
 
 _known_steps = lru_cache(maxsize=4096)(_steps)
+
+
+def _single_terms_reduced(source: Layout, destination: Layout) -> Layout:
+    """Return the source with the terms reduced that are one, which nobody has to be asked for."""
+    is_one = source.mesh == destination.mesh
+    for axis in source.partial_axes:
+        stays = is_one and isinstance(destination.placement(axis), Partial)
+        if source.mesh.axis_size(axis) == 1 and not stays:
+            source = source.with_placement(axis, Replicate())
+    return source
 
 
 def _reached(

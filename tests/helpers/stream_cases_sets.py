@@ -270,3 +270,13 @@ def gathered_weights(fd: mf.FusionDefinition, n: int, rows: int) -> None:
     h = (x @ w).on(line(n), {"tp": Shard(0)}, stream=Stream(0, 2))
     y = (h @ v).on(line(n), {"tp": Shard(0)}, stream=Stream(0, 2))
     fd.add_output(y)
+
+
+@case(lambda x: (x * 2 + 1, (x * 2 + 1).sum(0)), fixed=True)
+def chunks_split_by_an_axis(fd: mf.FusionDefinition, n: int, rows: int) -> None:
+    """Each rank has a piece of every chunk of the whole: the stream is outside of the split."""
+    x = fd.define_tensor([rows, 4], mesh=line(n), layout={"tp": Shard(0)})
+    where = line(n), {"tp": Shard(0)}, {0: ("stream", "tp")}, Stream(0, 2)
+    y = (fd.ops.set(x).on(*where) * 2 + 1).on(*where)
+    fd.add_output(fd.ops.set(y).on(line(n)))
+    fd.add_output(fd.ops.set(y.sum(0)).on(line(n)))

@@ -120,9 +120,31 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: Layout(GRID, {"a": Shard(0), "b": Shard(0, (4, 2))}),
         "order={0: ('b', …)}",
     ),
-    "a stream": (
-        lambda: Layout(TP, {"tp": Shard(0, 2)}, stream=mf.Stream(0, 2)),
-        "split in blocks",
+    "a stream of other chunks": (
+        lambda: Layout(TP, {"tp": Shard(0, 2)}, stream=mf.Stream(0, 4)),
+        "a piece of one of equal blocks",
+    ),
+    "a stream of unequal blocks": (
+        lambda: Layout(TP, {"tp": Shard(0, (1, 3))}, stream=mf.Stream(0, (1, 3))),
+        "a piece of one of equal blocks",
+    ),
+    "a stream beside a plain split": (
+        lambda: Layout(GRID, {"a": Shard(0, 2), "b": Shard(0)}, stream=mf.Stream(0, 2)),
+        "a piece of one of equal blocks",
+    ),
+    "a ring of blocks": (
+        lambda: Layout(TP, {"tp": Shard(0, 2)}, stream=mf.Stream(0, 2, rotate="tp")),
+        "each rank starts at its own chunk",
+    ),
+    "a stream between two axes": (
+        lambda: Layout(
+            GRID, {"a": Shard(0), "b": Shard(0)}, {0: ("a", "stream", "b")}, mf.Stream(0, 2)
+        ),
+        "put the stream first",
+    ),
+    "a stream of another dim in an order": (
+        lambda: Layout(TP, {"tp": Shard(0)}, {0: ("stream", "tp")}, mf.Stream(1, 2)),
+        "put the stream first",
     ),
     "a box": (lambda: Layout(TP, {"tp": Shard(0, 2)}).intervals((4,), 0), "is no box"),
 }

@@ -222,3 +222,17 @@ def _bytes(step: Step) -> int:
     typed = with_type(step, (8, 3), torch.uint8)
     ranks = {*step.source.mesh, *step.destination.mesh}
     return sum(map(typed.bytes_received, ranks)) if isinstance(typed, Communication) else 0
+
+
+def test_terms_of_a_number_are_reduced_where_they_arrive() -> None:
+    text = """
+host @number on m0=mesh(a=2), m1=mesh(x=3: 1..3) {
+  input %x: i8[] m0(a=P(bxor))
+  %y: i8[] m1(x=R) = alloc
+  %c = post reduceexchange[bxor](%x) -> %y i8[] m0(a=P(bxor)) => m1(x=R)
+  wait %c
+  return %y
+}"""
+    given = [{"x": torch.tensor(n, dtype=torch.int8)} for n in (6, 3)] + [{}, {}]
+    found = mf.simulate(hir.parse(text), per_rank=given).per_rank
+    assert [None if y is None else y.item() for (y,) in found] == [None, 5, 5, 5]

@@ -171,15 +171,15 @@ MeshError: mesh(tp=4) has no axis 'dp'
         def define(fd: mf.FusionDefinition) -> Any:
             x = matrix(fd)
             order = {0: ("stream", "tp")}
-            return fd.ops.set(x).on(MESH, {"tp": Shard(0)}, order, Stream(0, 2))
+            return fd.ops.set(x).on(MESH, {"tp": Shard(0)}, order, Stream(0, (2, 6)))
 
         self.assertExpectedInline(
             message(define),
             """\
 LayoutError: order {0: ('stream', 'tp')}: the stream comes before tp
-  here   return fd.ops.set(x).on(MESH, {"tp": Shard(0)}, order, Stream(0, 2))
-  because     each rank's part is one run of rows, which the stream then splits
-  try         put the stream last, or give the stream a dim of its own with reshape""",
+  here   return fd.ops.set(x).on(MESH, {"tp": Shard(0)}, order, Stream(0, (2, 6)))
+  because     chunks that axes split are equal parts of the whole dim
+  try         put the stream first, with a number of chunks of this dim, or last""",
         )
 
     def test_no_chunks(self) -> None:
