@@ -94,14 +94,14 @@ def passes(options: Options, batch: Batch | None = None) -> tuple[tuple[str, Pas
     found: list[tuple[str, Pass]] = []
     for name, run in PASSES:
         found.append((name, run))
-        if name == insert_reshards.name and options.bucket_bytes:
-            # Needs all sets that reduce; before their sums are widened, which reads each.
-            together = partial(bucket_sums.run, most=options.bucket_bytes)
-            found.append((bucket_sums.name, together))
         if name == insert_reshards.name and options.reduce_dtype is not None:
             # Needs all sets that reduce.
             wide = partial(widen_sums.run, dtype=options.reduce_dtype)
             found.append((widen_sums.name, wide))
+        if name == insert_reshards.name and options.bucket_bytes:
+            # Needs all sets that reduce, in the dtype in which they do.
+            together = partial(bucket_sums.run, most=options.bucket_bytes)
+            found.append((bucket_sums.name, together))
         if name == drop_unread.name and batch is not None:
             # Needs all sets; the next pass sees what is streamed.
             cut = partial(microbatches.run, batch=batch.dims, count=batch.count)

@@ -10,7 +10,10 @@
     %g: f32[6] (dp=R) = reshape(slice of %bucket)
     %b: f32[4,2] (dp=R) = reshape(slice of %bucket)
 
-A bucket is reduced where the last of its values is there, so nothing may read one of them before.
+A bucket is reduced where the last of its values is there, so nothing may read one of them before;
+casts of one, which `Options.reduce_dtype` puts around each set, go with it. So a bucket is in the
+wide dtype, and what microbatches added up in that is not rounded on the way into it.
+
 Values that are split, before or after, are so by their first dim, evenly: that dim of the bucket
 has a row for each part, so that a rank's rows of it are its rows of each value.
 """
@@ -36,23 +39,35 @@ class _Kind(NamedTuple):
 
 
 class _Bucket(NamedTuple):
-    """Sets that become one, by their places among the expressions, and their bytes on a rank."""
+    """Sets that become one, by their places among the expressions, and their bytes on a rank.
+
+    Attributes:
+        sets: the sets, in order.
+        before, after: casts of what they read, and of what they make.
+        bytes: on a rank.
+    """
 
     sets: tuple[int, ...] = ()
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
     bytes: int = 0
 
 
 def run(fusion: Fusion, most: int) -> Fusion:
     """Return the fusion in which reductions share buckets of up to `most` bytes on each rank."""
-    buckets = [b.sets for b in _buckets(fusion, most) if len(b.sets) > 1]
+    buckets = [b for b in _buckets(fusion, most) if len(b.sets) > 1]
     if not buckets:
         return fusion
-    values, moved = dict(fusion.values), {at for sets in buckets for at in sets}
-    together = {sets[-1]: sets for sets in buckets}
+    values = dict(fusion.values)
+    moved = {at for b in buckets for at in (*b.sets, *b.before, *b.after)}
+    together = {b.sets[-1]: b for b in buckets}
     exprs: list[Expr] = []
     for at, expr in enumerate(fusion.exprs):
         if at in together:
-            exprs.extend(_merged([fusion.exprs[n] for n in together[at]], values))
+            bucket = together[at]
+            exprs.extend(fusion.exprs[n] for n in bucket.before)
+            exprs.extend(_merged([fusion.exprs[n] for n in bucket.sets], values))
+            exprs.extend(fusion.exprs[n] for n in bucket.after)
         elif at not in moved:
             exprs.append(expr)
     return replace(fusion, values=values, exprs=tuple(exprs))
@@ -63,7 +78,15 @@ def _buckets(fusion: Fusion, most: int) -> Iterator[_Bucket]:
     filling: dict[_Kind, _Bucket] = {}
     #: value -> what is in a bucket that is being filled
     waiting: dict[str, _Kind] = {}
+    #: a sum that is widened for one set -> the place of that
+    widened: dict[str, int] = {}
     for at, expr in enumerate(fusion.exprs):
+        if expr.op == "widen" and len(fusion.consumers[expr.output]) == 1:
+            widened[expr.output] = at
+        if expr.op == "cast" and (kind := waiting.get(expr.reads[0])) is not None:
+            filling[kind] = filling[kind]._replace(after=(*filling[kind].after, at))
+            waiting[expr.output] = kind
+            continue
         for read in {waiting[x] for x in expr.reads if x in waiting}:
             yield filling.pop(read)
             waiting = {x: k for x, k in waiting.items() if k != read}
@@ -78,7 +101,12 @@ def _buckets(fusion: Fusion, most: int) -> Iterator[_Bucket]:
             yield bucket
             waiting = {x: k for x, k in waiting.items() if k != kind}
             bucket = _Bucket()
-        filling[kind] = _Bucket((*bucket.sets, at), bucket.bytes + size)
+        before = (widened[x] for x in expr.reads if x in widened)
+        filling[kind] = bucket._replace(
+            sets=(*bucket.sets, at),
+            before=(*bucket.before, *before),
+            bytes=bucket.bytes + size,
+        )
         waiting[expr.output] = kind
     yield from filling.values()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.oracle import check_everywhere
 from helpers.surface_cases import operands
 from torch import Tensor
 
@@ -134,20 +135,43 @@ PRODUCTS_OF_ALL: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
-@pytest.mark.parametrize("zeros", range(4))
-@pytest.mark.parametrize("name", PRODUCTS_OF_ALL)
-def test_second_derivatives_of_products_at_zeros(name: str, zeros: int) -> None:
-    ours, theirs = PRODUCTS_OF_ALL[name]
-    x, v = numbers(3, 5), numbers(3, 5, seed=5)
-    for row in range(3):
-        x[row, torch.randperm(5, generator=torch.Generator().manual_seed(row))[:zeros]] = 0
-    leaf = x.clone().requires_grad_()
-    (first,) = torch.autograd.grad((theirs(leaf) + 1).square().sum(), leaf, create_graph=True)
-    (second,) = torch.autograd.grad((first * v).sum(), leaf)
+def third(name: str, zeros: Sequence[int]) -> tuple[list[Tensor], Sequence[Tensor]]:
+    """Operands with so many zeros in each row, and by torch the first three derivatives."""
+    xs = [numbers(3, 5, seed=5 * n) for n in range(3)]
+    for row, count in enumerate(zeros):
+        xs[0][row, torch.randperm(5, generator=torch.Generator().manual_seed(row))[:count]] = 0
+    leaf = xs[0].clone().requires_grad_()
+    total = (PRODUCTS_OF_ALL[name][1](leaf) + 1).square().sum()
+    expected = torch.autograd.grad(total, leaf, create_graph=True)
+    for v in xs[1:]:
+        along = (expected[-1] * v).sum()
+        expected += torch.autograd.grad(along, leaf, create_graph=True)
+    return xs, [y.detach() for y in expected]
+
+
+def derivatives(name: str, *where: Any) -> mf.FusionDefinition:
     with mf.FusionDefinition() as fd:
-        h, u = fd.define_tensor([3, 5], torch.float64), fd.define_tensor([3, 5], torch.float64)
-        (dh,) = mf.grad((ours(h) + 1).square().sum(), [h])
-        for out in (dh, *mf.grad((dh * u).sum(), [h])):
+        h, *vs = (fd.define_tensor([3, 5], torch.float64, *where) for _ in range(3))
+        found = mf.grad((PRODUCTS_OF_ALL[name][0](h) + 1).square().sum(), [h])
+        for v in vs:
+            found += mf.grad((found[-1] * v).sum(), [h])
+        for out in found:
             fd.add_output(out)
-    for found, expected in zip(mf.reference(fd, [x, v]), (first.detach(), second), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    return fd
+
+
+@pytest.mark.parametrize("zeros", range(5))
+@pytest.mark.parametrize("name", PRODUCTS_OF_ALL)
+def test_derivatives_of_products_at_zeros(name: str, zeros: int) -> None:
+    xs, expected = third(name, [zeros] * 3)
+    for y, of in zip(mf.reference(derivatives(name), xs), expected, strict=True):
+        torch.testing.assert_close(y, of, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["prod", "cumprod"])
+def test_derivatives_of_products_whose_factors_are_split(name: str) -> None:
+    """The zeros of a row lie on several ranks, of which some have one factor."""
+    xs, expected = third(name, [1, 2, 3])
+    mesh = mf.DeviceMesh.arange(a=2, b=2, c=2)
+    layout = {"a": mf.Shard(1), "b": mf.Shard(1), "c": mf.Shard(0)}
+    check_everywhere(mf.compile(derivatives(name, mesh, layout)), xs, expected)

@@ -170,6 +170,20 @@ def test_narrow_sums_are_widened_together() -> None:
     check_everywhere(program, given, expected)
 
 
+def test_casts_of_what_arrives_go_with_it() -> None:
+    """Gradients of 16 bits of which masters in f32 are made; the last is read at once."""
+    given = [numbers((8, 6), n).bfloat16() for n in range(4)]
+    with mf.FusionDefinition("cast") as fd:
+        xs = [fd.define_tensor([8, 6], torch.bfloat16, LINE, {"dp": Shard(0)}) for _ in given]
+        ys = [fd.ops.set(x.amax(0)).on(LINE, {}).to(torch.float32) for x in xs]
+        for y in (*ys, ys[-1] * 2):
+            fd.add_output(y)
+    program = mf.compile(fd, TOGETHER)
+    assert kinds(program) == {"Allreduce": 1}
+    wide = [x.amax(0).float() for x in given]
+    check_everywhere(program, given, [*wide, wide[-1] * 2])
+
+
 def test_a_sum_that_nobody_reads_is_left_out() -> None:
     with mf.FusionDefinition("unread") as fd:
         x = fd.define_tensor([8, 4], torch.float64, LINE, {"dp": Shard(0)})

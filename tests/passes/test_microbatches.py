@@ -142,7 +142,8 @@ def test_parts_of_16_bits_are_added_up_in_f32() -> None:
     assert (alone.double() - x.double().sum(0)).abs().max() > 50  # so the case tells
 
 
-def test_sums_in_16_bits_are_rounded_once_where_they_are_reduced_in_f32() -> None:
+@pytest.mark.parametrize("bucket", [0, 1 << 20])
+def test_sums_in_16_bits_are_rounded_once_where_they_are_reduced_in_f32(bucket: int) -> None:
     """Sums of whole numbers, exact in f32: over rows, microbatches and ranks."""
     mesh = DeviceMesh.arange(dp=4)
     with mf.FusionDefinition("sums") as fd:
@@ -153,8 +154,10 @@ def test_sums_in_16_bits_are_rounded_once_where_they_are_reduced_in_f32() -> Non
     exact = [x.sum(0), 2 * x.sum(0)]
     found = {}
     for dtype in (None, torch.float32):
-        options = mf.Options(reduce_dtype=dtype, poison=True)
+        options = mf.Options(reduce_dtype=dtype, bucket_bytes=bucket, poison=True)
         program = mf.pipeline(fd, microbatches=8, batch={"x": 0}, options=options)
+        posts = [i for i in program.host.walk() if i.comm is not None]
+        assert len(posts) == (1 if bucket else 2)
         found[dtype] = mf.simulate(program, [x.bfloat16()], options=options).outputs
     assert found[torch.float32] and all(
         map(torch.equal, found[torch.float32], [y.bfloat16() for y in exact])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import creations, reductions, views
 from mdfuse.frontend.ops.recording import record
 from mdfuse.frontend.vjps.table import (
+    ORDERS,
     Applied,
     eq,
     exp,
@@ -19,6 +21,7 @@ from mdfuse.frontend.vjps.table import (
     lt,
     product_of_others,
     rule,
+    symmetric,
     where,
     widely,
 )
@@ -123,7 +126,7 @@ def _cumsum(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 def _cumprod(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     """The sum, from here on, of the products so far without this element.
 
-    As `product_of_others`: by the product of what is not 0, and the sum of the zeros.
+    As `product_of_others`: by the product of what is not 0, and a polynomial of the zeros.
     """
     x, dim = e[0], e.attrs["dim"]
     if not x.ndim:
@@ -131,11 +134,19 @@ def _cumprod(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     is_zero = eq(x, 0)
     rest, own = where(is_zero, 1.0, x), where(is_zero, x, 0.0)
     count = record("cumsum", record("cast", is_zero, dtype=ct.dtype), dim=dim)
-    product, zero = ct * record("cumprod", rest, dim=dim), record("cumsum", own, dim=dim)
-    none, one, two = (where(eq(count, n), product, 0.0) for n in range(3))
-    before = _from_behind(none + one * zero, dim) / rest
-    at = _from_behind(one + two * zero, dim) - own * _from_behind(two, dim)
-    return (where(is_zero, at, before),)
+    product = ct * record("cumprod", rest, dim=dim)
+    with_n = [where(eq(count, n), product, 0.0) for n in range(ORDERS + 1)]
+    zeros: list[Any] = [1.0, *symmetric(own, lambda y: record("cumsum", y, dim=dim))]
+
+    def behind(first: int) -> Handle:
+        """The products without `first` of the zeros that they have."""
+        parts = [with_n[first + n] * of_n for n, of_n in enumerate(zeros) if first + n <= ORDERS]
+        return _from_behind(sum(parts[1:], parts[0]), dim)
+
+    at = behind(ORDERS)
+    for n in range(ORDERS - 1, 0, -1):
+        at = behind(n) - own * at
+    return (where(is_zero, at, behind(0) / rest),)
 
 
 @rule("logcumsumexp")

@@ -152,8 +152,32 @@ def product_of_others(
     """
     is_zero = eq(x, 0)
     rest, own = where(is_zero, 1.0, x), where(is_zero, x, 0.0)
-    count, zero = total(record("cast", is_zero, dtype=x.dtype)), total(own)
-    none, one, two = (eq(count, n) for n in range(3))
-    of_zero = where(one, 1.0, where(two, zero - own, 0.0))
-    of_other = where(none, 1.0, where(one, zero, 0.0))
+    count = total(record("cast", is_zero, dtype=x.dtype))
+    of_other, of_zero = where(eq(count, 0), 1.0, 0.0), where(eq(count, 1), 1.0, 0.0)
+    without: Any = 1.0
+    for n, of_n in enumerate(symmetric(own, total), 1):
+        without = of_n - own * without
+        of_other = where(eq(count, n), of_n, of_other)
+        of_zero = where(eq(count, n + 1), without, of_zero)
     return product(rest) * where(is_zero, of_zero, of_other / rest)
+
+
+#: Derivatives of products are right up to this one, however many factors are 0.
+ORDERS = 3
+
+
+def symmetric(x: Handle, total: Callable[[Handle], Handle]) -> list[Handle]:
+    """The sum of the elements, of the products of all pairs ...: as many as `ORDERS` needs.
+
+    By the sums of their powers (Newton's identities), so that all of them are made of totals.
+    """
+    sums, power = [total(x)], x
+    while len(sums) < ORDERS - 1:
+        power = power * x
+        sums.append(total(power))
+    found: list[Handle] = []
+    for n, made in enumerate(sums, 1):
+        for i in range(n - 1, 0, -1):
+            made = found[n - i - 1] * sums[i - 1] - made
+        found.append(made / n if n > 1 else made)
+    return found
