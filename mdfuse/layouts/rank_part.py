@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Protocol
 
-from mdfuse.layouts.boxes import Box, box_size, nth_chunk, within
+from mdfuse.layouts.boxes import Box, Rows, box_size, has_rows, meet, nth_chunk, within
 from mdfuse.layouts.call import Call
 from mdfuse.layouts.exchange import Exchange
 from mdfuse.layouts.layout import Layout
@@ -72,6 +72,29 @@ def part_of(comm: Family, rank: int) -> RankPart:
     if comm.kind == "AllToAll":
         return _all_to_all(comm, rank, team) if team else RankPart()
     return _with_root(comm, rank, team)
+
+
+def touched(comm: Family, rank: int) -> tuple[bool, bool]:
+    """Return whether a rank reads the source of an Exchange, and whether it writes its destination.
+
+    As few messages are looked at as it takes: among thousands of ranks each may have thousands.
+    """
+    source, destination = Side(comm.source, comm.shape), Side(comm.destination, comm.shape)
+    exchange = Exchange(source, destination)
+    here, there = source.at(rank), destination.at(rank)
+    writes = there is not None and all(map(has_rows, destination.rows(there)))
+    if here is None or not _is_wanted(source.rows(here), destination):
+        return False, writes
+    reads = any(box_size(box) for _, box in exchange.sent(rank))
+    if not reads and writes:
+        reads = any(peer == rank and box_size(box) for peer, box, _ in exchange.received(rank))
+    return reads, writes
+
+
+def _is_wanted(rows: tuple[Rows, ...], destination: Side) -> bool:
+    """Return whether any rank may lack some rows, as far as dims tell that all have alike."""
+    alike = [dim for dim, axes in enumerate(destination.split) if not axes]
+    return all(meet(rows[dim], destination.rows_of(dim, {})) for dim in alike)
 
 
 def _whole(box: Box) -> Box:

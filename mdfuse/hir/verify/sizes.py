@@ -12,7 +12,7 @@ from mdfuse.hir.verify.report import wrong
 from mdfuse.layouts.boxes import Box, box_shape, box_size
 from mdfuse.layouts.kinds import POINT_TO_POINT, blocks_of
 from mdfuse.layouts.layout import Layout
-from mdfuse.layouts.rank_part import RankPart
+from mdfuse.layouts.rank_part import RankPart, touched
 
 
 def part_on(program: HostProgram, i: Instruction, rank: int) -> RankPart:
@@ -41,6 +41,8 @@ def uses(program: HostProgram, i: Instruction, rank: int) -> tuple[bool, bool]:
 
 @lru_cache(maxsize=4096)
 def _uses(comm: Communication, rank: int) -> tuple[bool, bool]:
+    if comm.kind in ("Exchange", "ReduceExchange"):
+        return touched(comm, rank)
     return _used(comm.part(rank))
 
 
@@ -92,8 +94,10 @@ def size_problem(
         (0 for the source or 1 for the destination, the size it has, the size it should have), the
         sizes as text for an error message.
     """
-    part = comm.part(rank)
-    expected = _shapes(comm, part, rank) if comm.kind in POINT_TO_POINT else _counts(comm, part)
+    if comm.kind in POINT_TO_POINT:
+        expected = _shapes(comm, rank)
+    else:
+        expected = _counts(comm, comm.part(rank))
     for which, kind in enumerate((source, destination)):
         want = expected[which]
         if want is None:
@@ -113,14 +117,13 @@ def _text(size: _Size) -> str:
     return f"shape {list(size)}" if isinstance(size, tuple) else f"{size} elements"
 
 
-def _shapes(comm: Communication, part: RankPart, rank: int) -> tuple[_Size, _Size]:
+def _shapes(comm: Communication, rank: int) -> tuple[_Size, _Size]:
     """Return the local shapes of source and destination that a point-to-point kind needs."""
-    source = destination = None
-    if part.sends or part.copies:
-        source = box_shape(comm.source.box(comm.shape, rank))
-    if part.recvs or part.copies:
-        destination = box_shape(comm.destination.box(comm.shape, rank))
-    return source, destination
+    reads, writes = _uses(comm, rank)
+    return (
+        box_shape(comm.source.box(comm.shape, rank)) if reads else None,
+        box_shape(comm.destination.box(comm.shape, rank)) if writes else None,
+    )
 
 
 def _counts(comm: Communication, part: RankPart) -> tuple[_Size, _Size]:
