@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.oracle import is_close, local_part, shares
 from helpers.overlaps import CASES, Case
 from torch import Tensor
@@ -91,3 +92,19 @@ def test_symmetric_chosen_forms(name: str, pays: str, comm: mf.Communicator) -> 
 @pytest.mark.backend("symmetric")
 def test_symmetric_trial(pays: str, comm: mf.Communicator) -> None:
     check_kept("reduce", pays, comm)
+
+
+@pytest.mark.world(4)
+def test_a_ring_by_the_backend_of_its_axis(comm: mf.Communicator) -> None:
+    """Pairs along tp see each other's memory; sums along dp go by the usual backend."""
+    around = mf.Stream(0, 2, rotate="tp")
+    with mf.FusionDefinition("two_backends") as fd:
+        x = fd.define_tensor([7, 8], mesh=GRID, layout={"tp": mf.Shard(0), "dp": mf.Shard(1)})
+        w = fd.define_tensor([8, 6], mesh=GRID, layout={"dp": mf.Shard(0)})
+        whole = fd.ops.set(x).on(GRID, {"dp": mf.Shard(1)}, stream=around)
+        y = fd.ops.matmul(whole, w)
+        fd.add_output(fd.ops.set(y).on(GRID, {}))
+    program = mf.compile(fd, Options(backend=f"{comm.backend}, tp=symmetric"))
+    assert {i.kwargs["backend"] for i in program.host.walk() if i.op == "recv"} == {"symmetric"}
+    for seed in range(3):
+        run_and_check(program, Case(lambda *_: None, torch.matmul), seed, comm)
