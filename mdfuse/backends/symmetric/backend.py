@@ -86,6 +86,7 @@ class SymmetricBackend:
         for team in self._teams.values():
             team.close()
         self._teams.clear()
+        self._provider.close()
 
     def _make(self, team: tuple[int, ...]) -> Team:
         """Make an outbox, and open those of the other members.

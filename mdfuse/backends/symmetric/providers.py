@@ -13,9 +13,10 @@ import ctypes
 import mmap
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from mdfuse.backends.nccl.cuda_driver import CudaDevice
 from mdfuse.backends.post_notes import PostInfo, PostLog, Track
 from mdfuse.backends.symmetric.cuda_memory import CudaLane, CudaMemory
 from mdfuse.backends.symmetric.cuda_team import WORD, CudaOutbox, CudaTeam
+from mdfuse.backends.symmetric.heap import open_heap
 from mdfuse.backends.symmetric.host_memory import Card, SharedMemory, this_process
 from mdfuse.backends.symmetric.host_team import HostTeam, Progress, outbox_of
 from mdfuse.backends.symmetric.moves import Move, Shape
@@ -33,6 +35,9 @@ from mdfuse.layouts.call import Call
 from mdfuse.layouts.kinds import KINDS
 
 _MIB = 1 << 20
+
+#: The size of a place in a heap, bytes.
+_PLACE = 8
 
 #: How long closing waits until the others have taken what this rank put, seconds.
 _CLOSING_S = 2.0
@@ -81,6 +86,9 @@ class Provider(Protocol):
     def track(self, stream: int) -> Track | None:
         """Return a new track of what is queued on a stream; None where nothing is."""
 
+    def close(self) -> None:
+        """Give up what teams had in common."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
@@ -93,12 +101,13 @@ class Place:
 
 
 def memory_size(shape: Shape, has_slots: bool) -> tuple[int, int]:
-    """Return where the slots begin in memory of the host behind whole pages of words, and its size.
+    """Return where slots begin in memory of the host, behind words and places, and its size.
 
     >>> memory_size(Shape(members=4, slot=1 << 20), True)[0] % 4096
     0
     """
-    start = -(-shape.words * WORD // mmap.PAGESIZE) * mmap.PAGESIZE
+    behind = -(-shape.words * WORD // _PLACE) * _PLACE + shape.words * _PLACE
+    start = -(-behind // mmap.PAGESIZE) * mmap.PAGESIZE
     return start, start + (shape.bytes if has_slots else 0)
 
 
@@ -110,10 +119,25 @@ class HostProvider:
 
     def __init__(self, place: Place) -> None:
         self._progress, self._timeout_s = Progress(), place.timeout_s
+        self._heap = open_heap()
+        #: the heaps of members, which teams keep open
+        self._heaps: WeakValueDictionary[Card, SharedMemory] = WeakValueDictionary()
 
     def offer(self, shape: Shape) -> tuple[SharedMemory, Card]:
         memory = SharedMemory(memory_size(shape, True)[1])
-        return memory, Card(process=this_process(), file=memory.file)
+        heap = (self._heap.memory.file, self._heap.memory.size) if self._heap else (0, 0)
+        return memory, Card(process=this_process(), file=memory.file, heap=heap)
+
+    def _heap_of(self, card: Card) -> SharedMemory | None:
+        """Open a member's heap; None where it has none."""
+        file, size = card.heap
+        if not size:
+            return None
+        key = replace(card, file=file)
+        found = self._heaps.get(key) or SharedMemory.of(key, size)
+        found.close()  # the memory stays
+        self._heaps[key] = found
+        return found
 
     def team(
         self,
@@ -127,9 +151,9 @@ class HostProvider:
             ranks=ranks,
             own=own,
             outboxes=tuple(
-                outbox_of(memory.memory, memory.words(shape.words), start, shape.bytes)
-                for memory, _ in found
+                outbox_of(memory, shape, start, self._heap_of(card)) for memory, card in found
             ),
+            heap=self._heap,
             processes=tuple(card.process for _, card in found),
             progress=self._progress,
             timeout_s=self._timeout_s,
@@ -141,6 +165,9 @@ class HostProvider:
 
     def track(self, stream: int) -> None:
         return None
+
+    def close(self) -> None:
+        self._heap = None
 
 
 class IpcProvider:
@@ -197,6 +224,9 @@ class IpcProvider:
 
     def track(self, stream: int) -> Track:
         return self._device.track(stream)
+
+    def close(self) -> None:
+        """Nothing: memory is given up by its team."""
 
 
 @dataclass(eq=False, kw_only=True)
