@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from mdfuse.backends.symmetric import heap as heaps
 from mdfuse.backends.symmetric import host_team
 from mdfuse.backends.symmetric.backend import SymmetricBackend
 from mdfuse.backends.symmetric.heap import Heap, symmetric_empty
+from mdfuse.backends.symmetric.host_memory import this_process
 from mdfuse.errors import BackendError
 from mdfuse.layouts.call import Call
 from mdfuse.torch_private import HashStore
@@ -190,3 +192,14 @@ def test_without_a_heap_buffers_are_plain(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(os, "memfd_create", refuse)
     assert heaps.open_heap() is None
+
+
+def test_a_reader_whose_process_ended_is_named_at_once(pair: Pair) -> None:
+    team: Any = pair[0]._teams[0, 1]
+    gone = replace(this_process(), began="1")
+    team.timeout_s, team.processes = 60, (this_process(), gone)
+    given = [in_heap(drawn(r, MANY)) for r in (0, 1)]
+    call = Call(kind="Exchange", team=(0, 1), rank=0, sends=(1,))
+    work = pair[0].bind(call)([given[0]], [])
+    with pytest.raises(BackendError, match="rank 1 is gone"):
+        work.wait()
