@@ -2,8 +2,8 @@
 
 ===========  =====================================================================================
 host         memory of the host that ranks share; buffers on CPUs
-ipc          memory of a GPU that other processes open by CUDA's IPC handles; words as above. Ranks
-             may share one GPU, or each have one that reaches the others'
+cuda         memory of GPUs, by torch where every member has one of its own, else by CUDA's IPC (see
+             `cuda_slots`); words as above
 ===========  =====================================================================================
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,14 +26,25 @@ from mdfuse.backends.base import Work
 from mdfuse.backends.nccl.cuda_driver import CudaDevice
 from mdfuse.backends.post_notes import PostInfo, PostLog, Track
 from mdfuse.backends.symmetric.cuda_memory import CudaLane, CudaMemory
+from mdfuse.backends.symmetric.cuda_slots import (
+    TORCH,
+    IpcSlots,
+    Meeting,
+    Slots,
+    TorchSlots,
+    has_torch_slots,
+    seat,
+)
 from mdfuse.backends.symmetric.cuda_team import WORD, CudaOutbox, CudaTeam
 from mdfuse.backends.symmetric.heap import open_heap
 from mdfuse.backends.symmetric.host_memory import Card, SharedMemory, this_process
 from mdfuse.backends.symmetric.host_team import HostTeam, Progress, outbox_of
 from mdfuse.backends.symmetric.moves import Move, Shape
 from mdfuse.backends.symmetric.posts import Buffers
+from mdfuse.backends.teams import team_key
 from mdfuse.layouts.call import Call
 from mdfuse.layouts.kinds import KINDS
+from mdfuse.torch_private import PrefixStore, Store
 
 _MIB = 1 << 20
 
@@ -68,7 +80,10 @@ class Provider(Protocol):
     #: bytes of a slot
     slot: int
 
-    def offer(self, shape: Shape) -> tuple[SharedMemory, Card]:
+    def seat(self) -> str:
+        """Return what members tell each other before they make memory; "" where that is nothing."""
+
+    def offer(self, shape: Shape, seats: Sequence[str]) -> tuple[SharedMemory, Card]:
         """Make this rank's outbox, and say how the others find it."""
 
     def team(
@@ -77,8 +92,13 @@ class Provider(Protocol):
         own: int,
         shape: Shape,
         found: Sequence[tuple[SharedMemory, Card]],
+        store: Store,
     ) -> Team:
-        """Return the team, from the outboxes of all members in team order."""
+        """Return the team, from the outboxes of all members in team order.
+
+        Raises:
+            OSError: this rank cannot see another's memory.
+        """
 
     def abort(self) -> bool:
         """End the waits of this rank; return whether that was possible."""
@@ -123,7 +143,10 @@ class HostProvider:
         #: the heaps of members, which teams keep open
         self._heaps: WeakValueDictionary[Card, SharedMemory] = WeakValueDictionary()
 
-    def offer(self, shape: Shape) -> tuple[SharedMemory, Card]:
+    def seat(self) -> str:
+        return ""
+
+    def offer(self, shape: Shape, seats: Sequence[str]) -> tuple[SharedMemory, Card]:
         memory = SharedMemory(memory_size(shape, True)[1])
         heap = (self._heap.memory.file, self._heap.memory.size) if self._heap else (0, 0)
         return memory, Card(process=this_process(), file=memory.file, heap=heap)
@@ -145,6 +168,7 @@ class HostProvider:
         own: int,
         shape: Shape,
         found: Sequence[tuple[SharedMemory, Card]],
+        store: Store,
     ) -> HostTeam:
         start, _ = memory_size(shape, True)
         return HostTeam(
@@ -170,8 +194,8 @@ class HostProvider:
         self._heap = None
 
 
-class IpcProvider:
-    """Outboxes in memory of this rank's GPU, opened by the others through CUDA's IPC."""
+class CudaProvider:
+    """Outboxes in memory of this rank's GPU, which the others have addresses of."""
 
     #: larger copies go no faster; a team takes four slots of each rank's memory
     slot = 8 * _MIB
@@ -180,14 +204,19 @@ class IpcProvider:
         torch.cuda.set_device(place.device)
         torch.cuda.synchronize(place.device)  # makes its context current, which the driver asks for
         self._place = place
-        self._allocated: dict[str, int] = {}  # handle -> address
         self._memory, self._device = CudaMemory(), CudaDevice(place.device)
+        self._ipc, self._torch = IpcSlots(self._memory), TorchSlots(place.device)
 
-    def offer(self, shape: Shape) -> tuple[SharedMemory, Card]:
-        memory = SharedMemory(memory_size(shape, False)[1])
-        address = self._memory.allocate(shape.bytes)
-        handle = self._memory.handle(address)
-        self._allocated[handle] = address
+    def seat(self) -> str:
+        gpu = str(torch.cuda.get_device_properties(self._place.device).uuid)
+        return seat(gpu, self._torch.made, os.environ)
+
+    def _slots(self, is_torch: bool) -> Slots:
+        return self._torch if is_torch else self._ipc
+
+    def offer(self, shape: Shape, seats: Sequence[str]) -> tuple[SharedMemory, Card]:
+        memory, is_torch = SharedMemory(memory_size(shape, False)[1]), has_torch_slots(seats)
+        handle = self._slots(is_torch).offer(shape.bytes)
         return memory, Card(process=this_process(), file=memory.file, device=handle)
 
     def team(
@@ -196,19 +225,23 @@ class IpcProvider:
         own: int,
         shape: Shape,
         found: Sequence[tuple[SharedMemory, Card]],
-    ) -> IpcTeam:
-        size, allocated = memory_size(shape, False)[1], self._allocated
+        store: Store,
+    ) -> CudaOutboxes:
+        size = memory_size(shape, False)[1]
         words = [ctypes.addressof(memory.words(shape.words)) for memory, _ in found]
-        outboxes = tuple(
-            CudaOutbox(
-                words=self._memory.register(address, size),
-                slots=allocated.get(card.device) or self._memory.open(card.device),
-            )
-            for address, (_, card) in zip(words, found, strict=True)
+        seen = [self._memory.register(address, size) for address in words]
+        meeting = Meeting(
+            name=team_key(ranks),
+            own=own,
+            handles=[card.device for _, card in found],
+            store=PrefixStore("slots", store),
+            timeout_s=self._place.timeout_s,
         )
+        slots, release = self._slots(found[own][1].device == TORCH).open(meeting)
+        outboxes = tuple(CudaOutbox(words=w, slots=s) for w, s in zip(seen, slots, strict=True))
         stream = torch.cuda.Stream(self._place.device)
         lane = CudaLane(self._device, stream)
-        return IpcTeam(
+        return CudaOutboxes(
             queue=CudaTeam(own=own, outboxes=outboxes, lane=lane),
             memory=self._memory,
             stream=stream,
@@ -217,6 +250,7 @@ class IpcProvider:
             words=words,
             kept=found,
             own_words=found[own][0].words(shape.words),
+            release=release,
         )
 
     def abort(self) -> bool:
@@ -230,7 +264,7 @@ class IpcProvider:
 
 
 @dataclass(eq=False, kw_only=True)
-class IpcTeam:
+class CudaOutboxes:
     """A team of ranks with buffers on GPUs."""
 
     queue: CudaTeam
@@ -241,6 +275,7 @@ class IpcTeam:
     words: Sequence[int]
     kept: object
     own_words: Any
+    release: Callable[[], None]
 
     def poster(self, call: Call, size: int) -> Posting:
         notes = _silent, _silent
@@ -261,8 +296,8 @@ class IpcTeam:
             if time.monotonic() > until:
                 return
             time.sleep(1e-3)
-        for i, (outbox, word) in enumerate(zip(self.queue.outboxes, self.words, strict=True)):
-            (self.memory.free if i == self.queue.own else self.memory.close)(outbox.slots)
+        self.release()
+        for word in self.words:
             self.memory.unregister(word)
 
 
@@ -285,8 +320,8 @@ def _subject(call: Call, size: int) -> PostInfo:
 #: How many bytes each rank has for each of its teams, by the device that buffers are on.
 OUTBOX_BYTES = {
     "cpu": Shape(members=1, slot=HostProvider.slot).bytes,
-    "cuda": Shape(members=1, slot=IpcProvider.slot).bytes,
+    "cuda": Shape(members=1, slot=CudaProvider.slot).bytes,
 }
 
 #: By the device that buffers are on.
-PROVIDERS: Mapping[str, Callable[[Place], Provider]] = {"cpu": HostProvider, "cuda": IpcProvider}
+PROVIDERS: Mapping[str, Callable[[Place], Provider]] = {"cpu": HostProvider, "cuda": CudaProvider}
