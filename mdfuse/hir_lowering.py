@@ -18,6 +18,7 @@ from mdfuse.hir.passes import (
     insert_frees,
     keep_wide,
     name_backends,
+    place_symmetric,
     raise_posts,
     sink_waits,
 )
@@ -115,6 +116,8 @@ HostPass = Callable[[HostProgram, Options], HostProgram]
 HOST_PASSES: tuple[tuple[str, HostPass], ...] = (
     # Anywhere: no other pass looks at who carries a post.
     (name_backends.name, name_backends.run),
+    # Needs the backends; before posts move, with the buffers that they use.
+    (place_symmetric.name, place_symmetric.run),
     # Anywhere before units exist, which would hold the views that go.
     (group_heads.name, group_heads.run),
     # Anywhere before units exist, likewise.

@@ -67,7 +67,7 @@ __all__ = [
     "reduce_scatter_of",
     "shard_order",
     "spec_of",
-    "symmetric_empty",
+    "symmetric_memory",
     "table_grad",
     "transform_level",
     "unflattened",
@@ -467,12 +467,32 @@ def key_text(path: Sequence[Any]) -> str:
 # -- memory ----------------------------------------------------------------------------------------
 
 
-def symmetric_empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory of a GPU that the other ranks of a host can be given access to."""
-    from torch.distributed import _symmetric_memory
+def symmetric_memory(
+    name: str,
+    place: tuple[int, int],
+    store: Store,
+    timeout_s: float,
+    size: int,
+    device: torch.device,
+) -> tuple[list[object], list[int]]:
+    """Make memory of a GPU together with others; return what keeps it, and the address of each.
 
-    made: Tensor = _symmetric_memory.empty(size, dtype=dtype, device=device)
-    return made
+    Args:
+        name: of the group, which this process has not used before.
+        place: this rank's index, and how many ranks there are; all call this at once.
+        store: of the group alone.
+        timeout_s: how long the others may take.
+        size: bytes, alike on all ranks.
+        device: the GPU.
+    """
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    waiting: Store = store.clone()  # type: ignore[attr-defined]  # with a deadline of its own
+    waiting.set_timeout(timedelta(seconds=timeout_s))
+    _SymmetricMemory.set_group_info(name, *place, waiting)
+    made = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device, name)
+    found = _SymmetricMemory.rendezvous(made, name)
+    return [made, found, waiting], [int(address) for address in found.buffer_ptrs]
 
 
 # -- files -----------------------------------------------------------------------------------------

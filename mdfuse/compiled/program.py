@@ -26,6 +26,7 @@ from mdfuse.extents.extent import example, mapped, with_numbers
 from mdfuse.frontend.cache import NamedDefinition, program_of
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.hir.capture import eager
+from mdfuse.hir.instructions import TRANSFERS
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.traffic import received
 from mdfuse.ir.graph import Fusion
@@ -347,12 +348,23 @@ def _staging(host: HostProgram, options: Options | None) -> Iterator[str]:
     """Yield lines on the memory through which backends carry what the program posts."""
     usual = backend_choice(options_from_environment(options).backend).usual
     for name, named in ((usual, None), *((x, x) for x in host.backends)):
-        posted = [c for c in host.communications if c.backend == named]
+        posted = [*_teams(host, named)]
         staging = BACKENDS[name].staging if name in BACKENDS else {}
         if posted and staging:
-            teams = len({(c.source.mesh, c.destination.mesh, c.axes) for c in posted})
+            teams = len({*posted})
             sizes = " or ".join(f"{size_text(n)} of {of}" for of, n in staging.items())
             yield f"staging: {name} takes {sizes} memory of a rank for each team, at most {teams}"
+
+
+def _teams(host: HostProgram, backend: str | None) -> Iterator[object]:
+    """Yield what tells teams apart, for each post that names a backend."""
+    for i in host.walk():
+        if i.comm is not None and i.comm.backend == backend:
+            yield i.comm.source.mesh, i.comm.destination.mesh, i.comm.axes
+        elif i.op in TRANSFERS and i.kwargs.get("backend") == backend:
+            layout = host.types[i.reads[0]].layout
+            assert layout is not None
+            yield layout.mesh, layout.mesh, tuple(filter(None, [i.kwargs.get("axis")]))
 
 
 def _launches(host: HostProgram, last: HostIrEvaluator | None) -> Iterator[str]:

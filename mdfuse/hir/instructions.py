@@ -70,6 +70,8 @@ _ONE = (1, 1)
 _MEMORY = word("memory", "device", "host", "pinned", "symmetric")
 _AXIS = attr("axis", "axis")
 _AXES = attr("axes", "axes")
+#: Of a transfer whose peer is a rank: the axis along which both are one team.
+_ALONG = attr("along", "axis")
 _BACKEND = attr("backend", "axis")
 _STREAM = attr("stream", "index")
 
@@ -123,7 +125,7 @@ _ROWS = (
     Row(
         name="send",
         operands=_ONE,
-        attrs=(attr("to", "index", True), _AXIS),
+        attrs=(attr("to", "index", True), _AXIS, _ALONG, _BACKEND),
         makes="handle",
         is_post=True,
         communicates=True,
@@ -131,7 +133,7 @@ _ROWS = (
     Row(
         name="recv",
         operands=_ONE,
-        attrs=(attr("from", "index", True), _AXIS),
+        attrs=(attr("from", "index", True), _AXIS, _ALONG, _BACKEND),
         makes="handle",
         is_post=True,
         communicates=True,

@@ -298,7 +298,8 @@ class HostProgram:
     @cached_property
     def backends(self) -> tuple[str, ...]:
         """The backends that posts name, each once, in program order."""
-        return tuple(dict.fromkeys(c.backend for c in self.communications if c.backend))
+        named = (i.comm.backend if i.comm else i.kwargs.get("backend") for i in self.walk())
+        return tuple(dict.fromkeys(name for name in named if name))
 
     @cached_property
     def orders(self) -> Mapping[str, Order]:

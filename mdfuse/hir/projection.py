@@ -190,7 +190,20 @@ def _peer(
             hint="take it modulo the size of the axis",
         )
     del attrs["axis"]
-    return tuple({**attrs, side: team[peer]}.items())
+    along = {"along": axis} if "backend" in attrs else {}  # it need not reach the whole mesh
+    return tuple({**attrs, **along, side: team[peer]}.items())
+
+
+def transfer_team(program: HostProgram, i: Instruction, rank: int) -> tuple[int, ...]:
+    """Return the ranks among which a send or receive of a rank takes place.
+
+    The ranks of the buffer; of these, those along its axis where it names a backend, which need not
+    reach the others.
+    """
+    layout = program.types[i.reads[0]].layout
+    assert layout is not None
+    along = i.kwargs.get("along", i.kwargs.get("axis") if "backend" in i.kwargs else None)
+    return layout.mesh.ranks if along is None else layout.mesh.team(rank, along)
 
 
 def _part(program: HostProgram, i: Instruction, rank: int) -> ExprPart:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mdfuse.backends.symmetric.heap import symmetric_empty
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import Instruction
 from mdfuse.ir.extremes import is_number_of, poison
 from mdfuse.ir.infer import dense_strides
 from mdfuse.plan.context import Context
 from mdfuse.plan.lines import Line, NewBuffer
-from mdfuse.torch_private import symmetric_empty
 
 
 def allocate(i: Instruction, context: Context) -> list[Line]:
@@ -77,19 +76,12 @@ def _fill_parts(x: Tensor, value: float) -> None:
 def _make(memory: str, new: NewBuffer, slot: int) -> Line:
     """Return the call that makes a buffer; the plan may own those in device memory alone."""
     form, on_gpu = (new.shape, new.strides), new.device.type == "cuda"
-    if memory == "symmetric" and on_gpu:
-        return Line(run=_symmetric, args=(*form, new.dtype, new.device), into=slot)
+    if memory == "symmetric" and not on_gpu:
+        return Line(run=symmetric_empty, args=(*form, new.dtype), into=slot)
     is_host = memory in ("host", "pinned")
     kwargs: list[tuple[str, Any]] = [("dtype", new.dtype)]
     kwargs.append(("device", torch.device("cpu") if is_host else new.device))
     if memory == "pinned" and on_gpu:  # memory that a GPU reads directly
         kwargs.append(("pin_memory", True))
-    owned = new if memory == "device" else None
+    owned = None if is_host else new
     return Line(run=torch.empty_strided, args=form, kwargs=tuple(kwargs), into=slot, new=owned)
-
-
-def _symmetric(
-    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Make a buffer that other ranks of the host can be given access to."""
-    return symmetric_empty(math.prod(shape), dtype, device).as_strided(shape, strides)

@@ -137,7 +137,9 @@ def _pack(i: Instruction, context: Context) -> list[Line]:
     parts = layout.mesh.axis_size(attrs["axis"])
     extent = context.local(i.reads[0])[attrs["to_dim"]]
     fact = context.fact(i.reads[0])
-    if extent % parts == 0 and fact is not None and not context.has_buffer(i.outputs[0]):
+    there = context.fact(i.outputs[0])
+    may = not context.has_buffer(i.outputs[0]) or (there is not None and there.is_contiguous())
+    if extent % parts == 0 and fact is not None and may:
         return _pack_evenly(i, context, fact, parts)
     blocks = [nth_chunk((0, extent), parts, n) for n in range(parts)]
     _know_dense(i, context)
@@ -157,7 +159,7 @@ def _pack_evenly(i: Instruction, context: Context, fact: Tensor, parts: int) -> 
     dim = attrs["dim"] + (attrs["to_dim"] < attrs["dim"])
     rows = rows.movedim((attrs["to_dim"], dim), (0, 1))
     source, view = context.ref(i.reads[0]), context.new_slot()
-    buffer, shaped = new_buffer(output, None, context), context.new_slot()
+    buffer, shaped = empty(output, None, context), context.new_slot()
     target, form = context.ref(output), (tuple(rows.shape), rows.stride())
     return [
         Line(

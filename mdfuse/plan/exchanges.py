@@ -19,6 +19,7 @@ from mdfuse.backends.base import Poster, Work
 from mdfuse.errors import ProgramError
 from mdfuse.hir.instructions import POSTS
 from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.projection import transfer_team
 from mdfuse.hir.storage import storage
 from mdfuse.ir.ops import itself
 from mdfuse.layouts.call import Call
@@ -77,11 +78,13 @@ class Exchanges:
             )
 
     def transfer(self, members: Sequence[Instruction]) -> list[Step]:
-        """Prepare sends and receives that are posted at once: one post per team."""
-        by_team: dict[tuple[int, ...], list[Instruction]] = {}
+        """Prepare sends and receives that are posted at once: one post per team and backend."""
+        program, rank = self.context.program, self.context.rank
+        found: dict[tuple[tuple[int, ...], str | None], list[Instruction]] = {}
         for i in members:
-            by_team.setdefault(transfer_team(self.context.program, i), []).append(i)
-        return [step for team, found in by_team.items() for step in self.exchange(team, found)]
+            key = transfer_team(program, i, rank), i.kwargs.get("backend")
+            found.setdefault(key, []).append(i)
+        return [step for (team, _), some in found.items() for step in self.exchange(team, some)]
 
     def exchange(self, team: tuple[int, ...], members: Sequence[Instruction]) -> list[Step]:
         """Prepare the post of one team, and the copies of what this rank sends to itself."""
@@ -141,6 +144,7 @@ class Exchanges:
             rank=self.context.rank,
             sends=tuple(e.peer for e in sends),
             recvs=tuple(e.peer for e in recvs),
+            backend=(*sends, *recvs)[0].i.kwargs.get("backend"),
         )
 
     def post(self, poster: Poster | None) -> _Post:
@@ -158,7 +162,8 @@ class Exchanges:
         raise ProgramError(
             f"{i.op} %{base_name(i.reads[0])} {side} rank {peer} on rank {self.context.rank}",
             where=self.context.where(i),
-            because=f"the buffer lives on the ranks {team}",
+            because=f"the buffer lives on the ranks {team}"
+            + (f" along {i.kwargs['along']}" if "along" in i.kwargs else ""),
             hint="name one of them",
         )
 
@@ -240,13 +245,6 @@ def _same(source: int, into: int) -> Step:
     """Return the step that lets one slot hold what another one does."""
     line = Line(run=itself, args=(SlotRef(source),), into=into, shares=(source,), is_view=True)
     return Step(lines=(line,), label="recv", op="same", inputs=(source,), outputs=(into,))
-
-
-def transfer_team(program: HostProgram, i: Instruction) -> tuple[int, ...]:
-    """Return the ranks among which a send or receive takes place."""
-    layout = program.types[i.reads[0]].layout
-    assert layout is not None
-    return layout.mesh.ranks
 
 
 _Post = Callable[[list[Tensor], list[Tensor]], tuple[Work, ...]]

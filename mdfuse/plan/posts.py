@@ -12,13 +12,15 @@ from torch import Tensor
 from mdfuse.backends.base import Buffer, Poster, PostSite, Prepared, Work
 from mdfuse.communication import Communication
 from mdfuse.errors import CommunicationError
+from mdfuse.hir.instructions import TRANSFERS
 from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.projection import transfer_team
 from mdfuse.layouts.boxes import Box, nth_chunk
 from mdfuse.layouts.call import Call
 from mdfuse.layouts.kinds import POINT_TO_POINT, blocks_of
 from mdfuse.layouts.rank_part import RankPart
 from mdfuse.plan.context import Context, Step, label
-from mdfuse.plan.exchanges import Exchanges, transfer_team
+from mdfuse.plan.exchanges import Exchanges
 from mdfuse.plan.lines import Line, SlotRef, drop, is_dense
 from mdfuse.plan.pending import Pending, landing, nothing_posted
 
@@ -182,8 +184,8 @@ def groups(program: HostProgram, rank: int, backend: str | None = None) -> list[
     for i in program.walk():
         if i.comm is not None and i.comm.backend == backend:
             found[i.comm.group(rank)] = None
-        elif i.op in ("send", "recv") and backend is None:
-            found[transfer_team(program, i)] = None
+        elif i.op in TRANSFERS and i.kwargs.get("backend") == backend:
+            found[transfer_team(program, i, rank)] = None
     return [team for team in found if len(team) > 1]
 
 

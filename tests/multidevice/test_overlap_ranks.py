@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import random
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import test_streams_ranks as streams
+import torch
 from helpers.oracle import is_close, local_part, shares
-from helpers.overlaps import CASES, Case
+from helpers.overlaps import CASES, Case, in_forms, prepared
+from helpers.overlaps import program as in_chunks
 from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Options
+from mdfuse.backends.symmetric import host_team
 
 #: A table by which overlap pays, and all ranks read the same.
 PAYS = {"flops": 1e5, "links": {"*": {"latency_s": 0.0, "bandwidth": 4e4}}}
@@ -91,3 +97,87 @@ def test_symmetric_chosen_forms(name: str, pays: str, comm: mf.Communicator) -> 
 @pytest.mark.backend("symmetric")
 def test_symmetric_trial(pays: str, comm: mf.Communicator) -> None:
     check_kept("reduce", pays, comm)
+
+
+#: case -> how many forms it has of 13 rows, along all ranks and along two of them.
+FORMS = {
+    "gather": (5, 3), "three": (6, 4), "scatter": (3, 2), "reduce": (3, 2), "experts": (6, 6),
+    "mlp": (11, 7),
+}  # fmt: skip
+
+
+def check_forms(name: str, comm: mf.Communicator) -> None:
+    """Each way to compute a case in chunks, of uneven shards, two runs each."""
+    case = CASES[name]
+    for mesh, count in zip((LINE, GRID), FORMS[name], strict=True):
+        found = list(in_forms(prepared(case, mesh, 13)))
+        assert len(found) == count
+        for _, _, streamed in found:
+            program = in_chunks(streamed, Options(verify=False, backend=comm.backend))
+            for seed in range(2):
+                run_and_check(program, case, seed, comm)
+
+
+def check_delays(name: str, comm: mf.Communicator) -> None:
+    """Fifty runs of the last form, in which each rank stops anywhere for a while."""
+    case, draw = CASES[name], random.Random(comm.rank)
+    *_, (_, _, streamed) = in_forms(prepared(case, GRID, 13))
+    program = in_chunks(streamed, Options(backend=comm.backend))
+    is_gpu = comm.device.type == "cuda"
+    inputs = case.inputs(program.fusion, 7)
+    arguments, wholes = mine(program, inputs, comm), case.expected(inputs)
+    sleep = torch.cuda._sleep if is_gpu else lambda cycles: time.sleep(cycles / 1e9)
+    delays, like = streams.Delays(sleep, draw), program.run(*(x.clone() for x in arguments))
+    for got in streams.runs(program.host, arguments, like, delays, comm):
+        for name_, y, whole in zip(program.fusion.outputs, got, wholes, strict=True):
+            part = local_part(whole, program.fusion.layout(name_), comm.rank)
+            assert is_close(y.cpu(), part, exact=True), f"%{name_}:\n{y}\nexpected\n{part}"
+    assert delays.count > streams.RUNS
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form(name: str, comm: mf.Communicator) -> None:
+    check_forms(name, comm)
+
+
+@pytest.mark.world(4)
+@pytest.mark.backend("symmetric")
+@pytest.mark.parametrize("name", FORMS)
+def test_symmetric_every_form(
+    name: str, comm: mf.Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_team, "FEW_CHUNKS", 0)
+    check_forms(name, comm)
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("name", ["experts", "reduce", "mlp"])
+def test_forms_with_random_delays(name: str, comm: mf.Communicator) -> None:
+    check_delays(name, comm)
+
+
+@pytest.mark.world(4)
+@pytest.mark.backend("symmetric")
+@pytest.mark.parametrize("name", ["experts", "reduce", "mlp"])
+def test_symmetric_forms_with_random_delays(
+    name: str, comm: mf.Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_team, "FEW_CHUNKS", 0)
+    check_delays(name, comm)
+
+
+@pytest.mark.world(4)
+def test_a_ring_by_the_backend_of_its_axis(comm: mf.Communicator) -> None:
+    """Pairs along tp see each other's memory; sums along dp go by the usual backend."""
+    around = mf.Stream(0, 2, rotate="tp")
+    with mf.FusionDefinition("two_backends") as fd:
+        x = fd.define_tensor([7, 8], mesh=GRID, layout={"tp": mf.Shard(0), "dp": mf.Shard(1)})
+        w = fd.define_tensor([8, 6], mesh=GRID, layout={"dp": mf.Shard(0)})
+        whole = fd.ops.set(x).on(GRID, {"dp": mf.Shard(1)}, stream=around)
+        y = fd.ops.matmul(whole, w)
+        fd.add_output(fd.ops.set(y).on(GRID, {}))
+    program = mf.compile(fd, Options(backend=f"{comm.backend}, tp=symmetric"))
+    assert {i.kwargs["backend"] for i in program.host.walk() if i.op == "recv"} == {"symmetric"}
+    for seed in range(3):
+        run_and_check(program, Case(lambda *_: None, torch.matmul), seed, comm)

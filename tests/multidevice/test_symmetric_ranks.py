@@ -14,6 +14,7 @@ from backend_suite import *  # noqa: F403  the tests that every backend passes
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Partial, Shard
+from mdfuse.backends.symmetric import host_team
 from mdfuse.layouts.call import Call
 
 pytestmark = pytest.mark.backend("symmetric")
@@ -47,7 +48,43 @@ def test_more_than_fits_into_slots(comm: mf.Communicator) -> None:
         assert torch.equal(found.cpu(), expected)
 
 
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of any size are read where they lie."""
+    monkeypatch.setattr(host_team, "FEW_CHUNKS", 0)
+
+
 @pytest.mark.world(4)
+@pytest.mark.usefixtures("shown")
+def test_what_a_program_computes_is_read_where_it_lies(
+    comm: mf.Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gather, a scatter, an all-to-all, an exchange and a ring of 1 MiB each, uneven."""
+    shown: list[int] = []
+    show = host_team.HostTeam.show
+    monkeypatch.setattr(host_team.HostTeam, "show", lambda *args: (shown.append(1), show(*args))[1])
+    mesh, around = DeviceMesh.arange(tp=4), mf.Stream(0, 4, rotate="tp")
+    with mf.FusionDefinition("shown") as fd:
+        x = fd.define_tensor([1023, 1024], mesh=mesh, layout={"tp": Shard(0)})
+        p = fd.define_tensor([1024, 1024], mesh=mesh, layout={"tp": Partial("sum")})
+        fd.add_output(fd.ops.set(-x).on(mesh))
+        fd.add_output(fd.ops.set(x + 1.0).on(mesh, {"tp": Shard(1)}))
+        fd.add_output(fd.ops.set(p * 2.0).on(mesh, {"tp": Shard(0)}))
+        fd.add_output(fd.ops.set(fd.ops.abs(x)).on(mesh, stream=around))
+    program, draw = mf.compile(fd), torch.Generator().manual_seed(5)
+    whole = torch.randint(-99, 99, (1023, 1024), generator=draw).float()
+    parts = torch.randint(-99, 99, (4, 1024, 1024), generator=draw).float()
+    mine = [whole.chunk(4)[comm.rank], parts[comm.rank]]
+    want = [-whole, (whole + 1).chunk(4, 1)[comm.rank], 2 * parts.sum(0).chunk(4)[comm.rank]]
+    for _ in range(3):
+        got = program.run(*(part.contiguous().to(comm.device) for part in mine))
+        for found, expected in zip(got, [*want, whole.abs()], strict=True):
+            assert torch.equal(found.cpu(), expected)
+    assert comm.device.type == "cuda" or len(shown) >= 3 * 9
+
+
+@pytest.mark.world(4)
+@pytest.mark.usefixtures("shown")
 @pytest.mark.parametrize("case", streams.COMMUNICATING, ids=str)
 def test_streams(case: streams.Case, comm: mf.Communicator) -> None:
     """Gathers and scatters of contractions in chunks, by each of the forms, uneven."""
@@ -59,6 +96,7 @@ def pause(cycles: int) -> None:
 
 
 @pytest.mark.world(4)
+@pytest.mark.usefixtures("shown")
 @pytest.mark.parametrize(
     "name",
     ["gather_matmul_in_a_ring", "matmul_scatter_in_a_ring", "gather_matmul_in_pieces",

@@ -10,6 +10,7 @@ import torch
 import mdfuse as mf
 from mdfuse import hir
 from mdfuse.config import backend_choice
+from mdfuse.hir.verify import verify
 from mdfuse.layouts.call import Call
 from mdfuse.plan.build import build
 from mdfuse.plan.posts import groups
@@ -108,3 +109,72 @@ host @meet on mesh(tp=2) {
     build(program.project(0), bind, torch.device("cpu"), poison=False)
     assert bound == ["ucx"]
     assert groups(program.project(0), 0, "ucx") == [(0, 1)] and groups(program.project(0), 0) == []
+
+
+def ring(*backends: str) -> hir.HostProgram:
+    """A turn of a ring along tp, whose send and receive name these backends."""
+    send, recv = (f", backend={x}" if x else "" for x in backends)
+    return hir.parse(f"""
+host @ring on mesh(dp=2, tp=2) {{
+  input %x: f32[2] of [4] (tp=S0)
+  %y: f32[2] (tp=varies) = alloc
+  group_start
+  %c0 = send(%x, to=(coord(tp) + 1) mod 2, axis=tp{send})
+  %c1 = recv(%y, from=(coord(tp) - 1) mod 2, axis=tp{recv})
+  group_end
+  wait %c0
+  wait %c1
+  return %y
+}}""")
+
+
+def test_rings_name_the_backend_of_their_axis() -> None:
+    """And need the ranks along it alone, each of which the backend must reach."""
+    with mf.FusionDefinition("ring") as fd:
+        x = fd.define_tensor([8, 4], mesh=GRID, layout={"tp": mf.Shard(0)})
+        w = fd.define_tensor([4, 4], mesh=GRID, layout={})
+        around = mf.Stream(0, 2, rotate="tp")
+        whole = fd.ops.set(x).on(GRID, {}, stream=around)
+        fd.add_output((whole @ w).on(GRID, {}, stream=around))
+    program = mf.compile(fd, mf.Options(backend="gloo, tp=symmetric"))
+    sends = [i for i in program.host.walk() if i.op == "send"]
+    assert [i.kwargs["backend"] for i in sends] == ["symmetric"]
+    assert program.host.backends == ("symmetric",)
+    assert hir.parse(str(program)) == program.host
+    for rank, team in enumerate([(0, 1), (0, 1), (2, 3), (2, 3)]):
+        local = program.host.project(rank)
+        assert groups(local, rank, "symmetric") == groups(local.written_out, rank, "symmetric")
+        assert groups(local, rank, "symmetric") == [team] and groups(local, rank) == []
+        assert hir.parse(str(local)) == local
+        assert {call.backend for call in calls_of(local)} == {"symmetric"}
+        assert {call.team for call in calls_of(local)} == {team}
+    assert "symmetric takes" in program.explain() and "at most 1" in program.explain()
+    plain = mf.compile(fd, mf.Options(backend="gloo, dp=symmetric")).host
+    assert plain.backends == () and groups(plain.project(1), 1) == [(0, 1, 2, 3)]
+
+
+def calls_of(program: hir.HostProgram) -> list[Call]:
+    bound: list[Call] = []
+
+    def bind(call: Call) -> Any:
+        bound.append(call)
+        return lambda srcs, dsts: None
+
+    build(program, bind, torch.device("cpu"), poison=False)
+    return bound
+
+
+def test_a_send_and_its_receive_name_one_backend() -> None:
+    for named in (("", ""), ("ucx", "ucx")):
+        verify(ring(*named))
+    for named in (("ucx", ""), ("", "ucx"), ("ucx", "mpi")):
+        with pytest.raises(mf.CommunicationError, match=r"%c0 by .* among .* meets recv %c1 by"):
+            verify(ring(*named))
+
+
+def test_a_peer_that_the_backend_of_an_axis_need_not_reach() -> None:
+    text = str(ring("ucx", "ucx").project(0)).replace("to=1", "to=2")
+    assert "to=2, backend=ucx, along=tp" in text
+    with pytest.raises(mf.ProgramError, match=r"to rank 2") as caught:
+        build(hir.parse(text), lambda call: None, torch.device("cpu"), poison=False)  # type: ignore[arg-type,return-value]
+    assert "the ranks (0, 1) along tp" in str(caught.value)

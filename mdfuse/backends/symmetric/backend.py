@@ -86,6 +86,7 @@ class SymmetricBackend:
         for team in self._teams.values():
             team.close()
         self._teams.clear()
+        self._provider.close()
 
     def _make(self, team: tuple[int, ...]) -> Team:
         """Make an outbox, and open those of the other members.
@@ -95,7 +96,9 @@ class SymmetricBackend:
         shape = Shape(members=len(team), slot=self._provider.slot)
         store = PrefixStore(f"symmetric/{team_key(team)}", self.store)
         with ExitStack() as files:  # which memory needs no more once all members have opened it
-            memory, card = self._offered(team, shape)
+            seat = self._provider.seat()
+            seats = self._exchange(store, "seat", team, seat) if seat else []
+            memory, card = self._offered(team, shape, seats)
             files.callback(memory.close)
             cards = [
                 Card.of(json.loads(text))
@@ -104,7 +107,8 @@ class SymmetricBackend:
             made: Team | None = None
             try:
                 _check_host(self.rank, team, cards)
-                made = self._opened(team, shape, memory, cards, files)
+                found = self._opened(team, memory, cards, files)
+                made = self._provider.team(team, team.index(self.rank), shape, found, store)
                 problem = ""
             except (BackendError, OSError) as error:
                 problem = str(error)
@@ -114,26 +118,28 @@ class SymmetricBackend:
             raise _not_seen(self.rank, team, refusals)
         return made
 
-    def _offered(self, team: tuple[int, ...], shape: Shape) -> tuple[SharedMemory, Card]:
+    def _offered(
+        self, team: tuple[int, ...], shape: Shape, seats: Sequence[str]
+    ) -> tuple[SharedMemory, Card]:
         try:
-            return self._provider.offer(shape)
+            return self._provider.offer(shape, seats)
         except OSError as error:
             raise not_connected(self.name, self.rank, team, error) from error
 
     def _opened(
         self,
         team: tuple[int, ...],
-        shape: Shape,
         memory: SharedMemory,
         cards: Sequence[Card],
         files: ExitStack,
-    ) -> Team:
-        own, memories = team.index(self.rank), []
-        for i, card in enumerate(cards):
-            found = memory if i == own else SharedMemory.of(card, memory.size)
+    ) -> list[tuple[SharedMemory, Card]]:
+        """Open the memory of all members."""
+        memories = []
+        for rank, card in zip(team, cards, strict=True):
+            found = memory if rank == self.rank else SharedMemory.of(card, memory.size)
             files.callback(found.close)
             memories.append((found, card))
-        return self._provider.team(team, own, shape, memories)
+        return memories
 
     def _exchange(self, store: Store, what: str, team: tuple[int, ...], said: str) -> list[str]:
         """Return what each member said, in team order."""

@@ -74,11 +74,13 @@ class Card:
         process: of the rank.
         file: the number of its open file.
         device: the handle of its memory on a GPU, in hex; "" where there is none.
+        heap: the number of the open file of its process's heap, and its size; 0 where it has none.
     """
 
     process: Process
     file: int
     device: str = ""
+    heap: tuple[int, int] = (0, 0)
 
     def fields(self) -> dict[str, object]:
         """Return the card as what JSON can hold."""
@@ -87,7 +89,13 @@ class Card:
     @classmethod
     def of(cls, fields: dict[str, object]) -> Card:
         process = Process(**fields["process"])  # type: ignore[arg-type]
-        return cls(process=process, file=int(str(fields["file"])), device=str(fields["device"]))
+        heap: tuple[int, int] = tuple(fields["heap"])  # type: ignore[arg-type, assignment]
+        return cls(
+            process=process,
+            file=int(str(fields["file"])),
+            device=str(fields["device"]),
+            heap=heap,
+        )
 
 
 class SharedMemory:
@@ -104,6 +112,8 @@ class SharedMemory:
         if file is None:
             os.ftruncate(self.file, size)
         self.memory = mmap.mmap(self.file, size)
+        #: where it begins in this process
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
     @classmethod
     def of(cls, card: Card, size: int) -> SharedMemory:
@@ -118,6 +128,11 @@ class SharedMemory:
     def words(self, count: int) -> ctypes.Array[ctypes.c_uint32]:
         """Return the first words of 32 bits, each read and written at once."""
         return (ctypes.c_uint32 * count).from_buffer(self.memory)
+
+    def places(self, words: int) -> ctypes.Array[ctypes.c_uint64]:
+        """Return the place that belongs to each of so many words, behind them."""
+        start = ctypes.sizeof(ctypes.c_uint32) * words
+        return (ctypes.c_uint64 * words).from_buffer(self.memory, -(-start // 8) * 8)
 
     def close(self) -> None:
         """Close the file; the memory goes when nothing refers to it any more."""

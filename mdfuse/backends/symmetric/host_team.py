@@ -19,8 +19,9 @@ from typing import Any
 from torch import Tensor
 
 from mdfuse.backends.algorithms import Copy, Reduce
-from mdfuse.backends.symmetric.host_memory import Fence, Process
-from mdfuse.backends.symmetric.moves import Move, Put, Take, kind_of
+from mdfuse.backends.symmetric.heap import Heap
+from mdfuse.backends.symmetric.host_memory import Fence, Process, SharedMemory
+from mdfuse.backends.symmetric.moves import IN_HEAP, SLOTS, Move, Put, Shape, Take, kind_of
 from mdfuse.backends.symmetric.posts import Buffers
 from mdfuse.backends.transfers import change
 from mdfuse.backends.work import failure
@@ -30,6 +31,10 @@ from mdfuse.layouts.call import Call
 #: How often a wait looks, giving its core away in between, before it sleeps; and its sleeps, which
 #: double, seconds.
 _LOOKS, _SHORTEST_S, _LONGEST_S = 50, 2e-5, 1e-3
+
+#: How many chunks a piece has at most that goes through the outbox although it lies in the heap: as
+#: many as there are slots, so that its owner need not wait for readers, which takes longer.
+FEW_CHUNKS = SLOTS
 
 #: How often a wait looks whether the processes that it waits for live, seconds.
 _LIVENESS_S = 0.1
@@ -93,11 +98,13 @@ def _rest(looks: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostOutbox:
-    """An outbox: its words, its slots, and the address of the slots."""
+    """An outbox: its words with their places, its slots and where they begin, its owner's heap."""
 
     words: Any
+    places: Any
     slots: Any
     address: int
+    heap: SharedMemory | None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -111,6 +118,7 @@ class HostTeam:
         processes: of all members.
         progress: of this process.
         timeout_s: how long a wait may take.
+        heap: of this process; None where it has none.
         is_broken: a post failed, so that members may be at different ones.
     """
 
@@ -120,6 +128,7 @@ class HostTeam:
     processes: Sequence[Process]
     progress: Progress
     timeout_s: float
+    heap: Heap | None = None
     is_broken: bool = False
     queue: deque[HostPost] = field(init=False)
 
@@ -181,6 +190,31 @@ class HostTeam:
         self._fence()
         outbox.words[move.word] = 0
 
+    def show(self, move: Put, place: int) -> None:
+        """Tell the readers of a piece where all of it lies in this rank's heap."""
+        outbox = self.outboxes[self.own]
+        for word in move.words:
+            outbox.places[word] = place
+        self._fence()
+        for word in move.words:
+            outbox.words[word] = move.tag | IN_HEAP
+
+    def take_shown(self, move: Take, target: int, size: int) -> bool:
+        """Copy a whole piece out of a member's heap; return whether it was there until the end."""
+        outbox = self.outboxes[move.owner]
+        assert outbox.heap is not None  # its owner said where a piece lies there
+        self._fence()
+        ctypes.memmove(target, outbox.heap.address + outbox.places[move.word], size)
+        self._fence()
+        is_there = bool(outbox.words[move.word])
+        outbox.words[move.word] = 0
+        return is_there
+
+    def withdraw(self, shown: Sequence[Put]) -> None:
+        """Tell readers that a piece is no longer there."""
+        for word in (word for move in shown for word in move.words):
+            self.outboxes[self.own].words[word] = 0
+
     def found(self, move: Take) -> int:
         """Return the word that tells whether a piece was put."""
         found: int = self.outboxes[move.owner].words[move.word]
@@ -189,7 +223,23 @@ class HostTeam:
     def close(self) -> None:
         """Give up the outboxes; members keep what they have opened until they close, too."""
         self.is_broken = True
-        self.outboxes = ()
+        for post in self.queue:
+            post.withdraw()
+        self.outboxes, self.heap = (), None
+
+
+class _Withdrawn(Exception):
+    """What a member had shown is not there any more."""
+
+
+def _piece(move: Move) -> tuple[object, ...]:
+    """Return what the parts of one piece have in common, between the same ranks."""
+    match move:
+        case Put():
+            return Put, move.piece, move.readers
+        case Take():
+            return Take, move.piece, move.owner
+    return (move,)
 
 
 @dataclass(eq=False)
@@ -214,6 +264,8 @@ class HostPost:
     def __post_init__(self) -> None:
         self._steps = self._made()
         self._is_done = False
+        self._shown: list[Put] = []  # what lies in the heap, for readers that may not have taken it
+        self._whole: set[tuple[object, ...]] = set()  # the pieces that went as a whole
         self._late: list[int] = []  # the members that the next move waits for
         self._told = 0  # what was found in the place of what the next move wants
         self._looked_at = time.monotonic()
@@ -237,7 +289,11 @@ class HostPost:
             if self.team.is_broken:
                 self._fail("an earlier communication of this team failed, or it was closed")
                 return True
-            self.has_moved = next(self._steps, None) is True
+            try:
+                self.has_moved = next(self._steps, None) is True
+            except _Withdrawn as withdrawn:
+                self._fail(str(withdrawn))
+                return True
             if not (self._is_done or self.has_moved):
                 self._see_whether_they_live()
         return self._is_over()
@@ -247,21 +303,56 @@ class HostPost:
 
     def _made(self) -> Iterator[bool]:
         """Make the moves; yield where the next one cannot be made, and whether others were."""
-        team, buffers, has_moved = self.team, self.buffers, False
+        buffers, has_moved = self.buffers, False
         assert buffers is not None
         for move in self.moves:
+            if _piece(move) in self._whole:
+                continue
             while not self._can(move):
                 yield has_moved
                 has_moved = False
             has_moved = True
             match move:
                 case Put():
-                    team.put(move, buffers.address(move.piece, move.start))
+                    self._put(move, buffers)
                 case Take():
-                    team.take(move, buffers.address(move.piece, move.start))
+                    self._take(move, buffers)
                 case Copy() | Reduce():
                     change(self.call, (move,), buffers.elements)
+        for put in self._shown:
+            while not self._can(put):  # it is being read
+                yield has_moved
+                has_moved = False
+        self._shown = []
         self._is_done, self.buffers, self._late = True, None, []
+
+    def _put(self, move: Put, buffers: Buffers) -> None:
+        """Put a part of a piece into the outbox, or tell where all of it is."""
+        address, place = buffers.address(move.piece, move.start), None
+        is_large = move.start == 0 and buffers.size(move.piece) > FEW_CHUNKS * move.bytes
+        if self.team.heap is not None and is_large and buffers.stays(move.piece):
+            place = self.team.heap.place(address)
+        if place is None:
+            self.team.put(move, address)
+        else:
+            self.team.show(move, place)
+            self._shown.append(move)
+            self._whole.add(_piece(move))
+
+    def _take(self, move: Take, buffers: Buffers) -> None:
+        """Take a part of a piece out of an outbox, or all of it from where it is."""
+        address = buffers.address(move.piece, move.start)
+        if not self._told & IN_HEAP:
+            self.team.take(move, address)
+            return
+        self._whole.add(_piece(move))
+        if not self.team.take_shown(move, address, buffers.size(move.piece)):
+            raise _Withdrawn(f"rank {self._named([move.owner])} has given up")
+
+    def withdraw(self) -> None:
+        """Tell others that buffers which they have not read may be used for something else."""
+        self.team.withdraw(self._shown)
+        self._shown = []
 
     def _can(self, move: Move) -> bool:
         match move:
@@ -270,7 +361,8 @@ class HostPost:
                 return not self._late
             case Take():
                 self._told = self.team.found(move)
-                self._late = [] if self._told == move.tag else [move.owner]
+                is_there = self._told & ~IN_HEAP == move.tag
+                self._late = [] if is_there else [move.owner]
                 return not self._late
         return True
 
@@ -286,6 +378,7 @@ class HostPost:
 
     def _fail(self, because: str) -> None:
         self.error = failure(self.call, TimeoutError(because))
+        self.withdraw()
         self.team.is_broken = True
 
     def _what_is_missing(self) -> str:
@@ -304,7 +397,15 @@ class HostPost:
         return ", ".join(str(self.team.ranks[i]) for i in sorted(members))
 
 
-def outbox_of(memory: Any, words: Any, start: int, size: int) -> HostOutbox:
+def outbox_of(
+    memory: SharedMemory, shape: Shape, start: int, heap: SharedMemory | None
+) -> HostOutbox:
     """Return an outbox whose slots lie in shared memory of the host."""
-    slots = (ctypes.c_char * size).from_buffer(memory, start)
-    return HostOutbox(words=words, slots=slots, address=ctypes.addressof(slots))
+    slots = (ctypes.c_char * shape.bytes).from_buffer(memory.memory, start)
+    return HostOutbox(
+        words=memory.words(shape.words),
+        places=memory.places(shape.words),
+        slots=slots,
+        address=ctypes.addressof(slots),
+        heap=heap,
+    )

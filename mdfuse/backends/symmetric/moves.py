@@ -9,6 +9,10 @@ moves may be made again and again, as the replay of a CUDA graph does.
 What goes to all other members is put once, in a slot of `Shape.slot` bytes; what goes to one of
 them in its share of another slot. Larger pieces go in chunks, which take `SLOTS` slots in turn. All
 members make the moves of a team in one order, and each puts before it takes.
+
+On CPUs a large piece of what is sent may lie in the owner's heap. Then its owner writes only where,
+beside the words, for the whole piece at once; readers copy it from there, and the post of its owner
+is over when all of them have.
 """
 
 from __future__ import annotations
@@ -30,6 +34,9 @@ _ALIGNED = 256
 
 #: A tag holds a kind above the remainder of a size by this prime; it is never 0, and has 31 bits.
 _PRIME, _SIZE_BITS = 16_777_213, 24
+
+#: Set beside a tag where the whole piece lies in the owner's heap, at the place beside the word.
+IN_HEAP = 1 << 31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +138,7 @@ def moves(call: Call, composition: Composition, itemsize: int, shape: Shape) -> 
 
 def kind_of(tag: int) -> str:
     """Return the kind of the communication whose chunk a word's tag tells of."""
-    return CARRIED[((tag - 1) >> _SIZE_BITS) % len(CARRIED)]
+    return CARRIED[(((tag & ~IN_HEAP) - 1) >> _SIZE_BITS) % len(CARRIED)]
 
 
 def _through_outboxes(call: Call, step: Round, itemsize: int, shape: Shape) -> Iterator[Move]:

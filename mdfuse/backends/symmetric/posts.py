@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -27,6 +27,19 @@ class Buffers:
     def elements(self, piece: Piece) -> Tensor:
         """Return a piece as a tensor of one dim."""
         return self._flat[piece.side][piece.index][piece.start : piece.stop]
+
+    def size(self, piece: Piece) -> int:
+        """Return the bytes of a piece."""
+        return piece.size * self._flat[piece.side][piece.index].itemsize
+
+    def stays(self, piece: Piece) -> bool:
+        """Return whether the post itself does not write where a piece lies."""
+        return piece.side == "src" and not any(map(self._shares(piece), self._flat["dst"]))
+
+    def _shares(self, piece: Piece) -> Callable[[Tensor], bool]:
+        start = self.address(piece, 0)
+        stop = start + self.size(piece)
+        return lambda x: x.data_ptr() < stop and start < x.data_ptr() + x.nbytes
 
     def address(self, piece: Piece, start: int) -> int:
         """Return the address of a piece's `start`-th byte."""

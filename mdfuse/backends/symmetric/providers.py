@@ -2,8 +2,8 @@
 
 ===========  =====================================================================================
 host         memory of the host that ranks share; buffers on CPUs
-ipc          memory of a GPU that other processes open by CUDA's IPC handles; words as above. Ranks
-             may share one GPU, or each have one that reaches the others'
+cuda         memory of GPUs, by torch where every member has one of its own, else by CUDA's IPC (see
+             `cuda_slots`); words as above
 ===========  =====================================================================================
 """
 
@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -24,15 +26,30 @@ from mdfuse.backends.base import Work
 from mdfuse.backends.nccl.cuda_driver import CudaDevice
 from mdfuse.backends.post_notes import PostInfo, PostLog, Track
 from mdfuse.backends.symmetric.cuda_memory import CudaLane, CudaMemory
+from mdfuse.backends.symmetric.cuda_slots import (
+    TORCH,
+    IpcSlots,
+    Meeting,
+    Slots,
+    TorchSlots,
+    has_torch_slots,
+    seat,
+)
 from mdfuse.backends.symmetric.cuda_team import WORD, CudaOutbox, CudaTeam
+from mdfuse.backends.symmetric.heap import open_heap
 from mdfuse.backends.symmetric.host_memory import Card, SharedMemory, this_process
 from mdfuse.backends.symmetric.host_team import HostTeam, Progress, outbox_of
 from mdfuse.backends.symmetric.moves import Move, Shape
 from mdfuse.backends.symmetric.posts import Buffers
+from mdfuse.backends.teams import team_key
 from mdfuse.layouts.call import Call
 from mdfuse.layouts.kinds import KINDS
+from mdfuse.torch_private import PrefixStore, Store
 
 _MIB = 1 << 20
+
+#: The size of a place in a heap, bytes.
+_PLACE = 8
 
 #: How long closing waits until the others have taken what this rank put, seconds.
 _CLOSING_S = 2.0
@@ -63,7 +80,10 @@ class Provider(Protocol):
     #: bytes of a slot
     slot: int
 
-    def offer(self, shape: Shape) -> tuple[SharedMemory, Card]:
+    def seat(self) -> str:
+        """Return what members tell each other before they make memory; "" where that is nothing."""
+
+    def offer(self, shape: Shape, seats: Sequence[str]) -> tuple[SharedMemory, Card]:
         """Make this rank's outbox, and say how the others find it."""
 
     def team(
@@ -72,14 +92,22 @@ class Provider(Protocol):
         own: int,
         shape: Shape,
         found: Sequence[tuple[SharedMemory, Card]],
+        store: Store,
     ) -> Team:
-        """Return the team, from the outboxes of all members in team order."""
+        """Return the team, from the outboxes of all members in team order.
+
+        Raises:
+            OSError: this rank cannot see another's memory.
+        """
 
     def abort(self) -> bool:
         """End the waits of this rank; return whether that was possible."""
 
     def track(self, stream: int) -> Track | None:
         """Return a new track of what is queued on a stream; None where nothing is."""
+
+    def close(self) -> None:
+        """Give up what teams had in common."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,12 +121,13 @@ class Place:
 
 
 def memory_size(shape: Shape, has_slots: bool) -> tuple[int, int]:
-    """Return where the slots begin in memory of the host behind whole pages of words, and its size.
+    """Return where slots begin in memory of the host, behind words and places, and its size.
 
     >>> memory_size(Shape(members=4, slot=1 << 20), True)[0] % 4096
     0
     """
-    start = -(-shape.words * WORD // mmap.PAGESIZE) * mmap.PAGESIZE
+    behind = -(-shape.words * WORD // _PLACE) * _PLACE + shape.words * _PLACE
+    start = -(-behind // mmap.PAGESIZE) * mmap.PAGESIZE
     return start, start + (shape.bytes if has_slots else 0)
 
 
@@ -110,10 +139,28 @@ class HostProvider:
 
     def __init__(self, place: Place) -> None:
         self._progress, self._timeout_s = Progress(), place.timeout_s
+        self._heap = open_heap()
+        #: the heaps of members, which teams keep open
+        self._heaps: WeakValueDictionary[Card, SharedMemory] = WeakValueDictionary()
 
-    def offer(self, shape: Shape) -> tuple[SharedMemory, Card]:
+    def seat(self) -> str:
+        return ""
+
+    def offer(self, shape: Shape, seats: Sequence[str]) -> tuple[SharedMemory, Card]:
         memory = SharedMemory(memory_size(shape, True)[1])
-        return memory, Card(process=this_process(), file=memory.file)
+        heap = (self._heap.memory.file, self._heap.memory.size) if self._heap else (0, 0)
+        return memory, Card(process=this_process(), file=memory.file, heap=heap)
+
+    def _heap_of(self, card: Card) -> SharedMemory | None:
+        """Open a member's heap; None where it has none."""
+        file, size = card.heap
+        if not size:
+            return None
+        key = replace(card, file=file)
+        found = self._heaps.get(key) or SharedMemory.of(key, size)
+        found.close()  # the memory stays
+        self._heaps[key] = found
+        return found
 
     def team(
         self,
@@ -121,15 +168,16 @@ class HostProvider:
         own: int,
         shape: Shape,
         found: Sequence[tuple[SharedMemory, Card]],
+        store: Store,
     ) -> HostTeam:
         start, _ = memory_size(shape, True)
         return HostTeam(
             ranks=ranks,
             own=own,
             outboxes=tuple(
-                outbox_of(memory.memory, memory.words(shape.words), start, shape.bytes)
-                for memory, _ in found
+                outbox_of(memory, shape, start, self._heap_of(card)) for memory, card in found
             ),
+            heap=self._heap,
             processes=tuple(card.process for _, card in found),
             progress=self._progress,
             timeout_s=self._timeout_s,
@@ -142,9 +190,12 @@ class HostProvider:
     def track(self, stream: int) -> None:
         return None
 
+    def close(self) -> None:
+        self._heap = None
 
-class IpcProvider:
-    """Outboxes in memory of this rank's GPU, opened by the others through CUDA's IPC."""
+
+class CudaProvider:
+    """Outboxes in memory of this rank's GPU, which the others have addresses of."""
 
     #: larger copies go no faster; a team takes four slots of each rank's memory
     slot = 8 * _MIB
@@ -153,14 +204,19 @@ class IpcProvider:
         torch.cuda.set_device(place.device)
         torch.cuda.synchronize(place.device)  # makes its context current, which the driver asks for
         self._place = place
-        self._allocated: dict[str, int] = {}  # handle -> address
         self._memory, self._device = CudaMemory(), CudaDevice(place.device)
+        self._ipc, self._torch = IpcSlots(self._memory), TorchSlots(place.device)
 
-    def offer(self, shape: Shape) -> tuple[SharedMemory, Card]:
-        memory = SharedMemory(memory_size(shape, False)[1])
-        address = self._memory.allocate(shape.bytes)
-        handle = self._memory.handle(address)
-        self._allocated[handle] = address
+    def seat(self) -> str:
+        gpu = str(torch.cuda.get_device_properties(self._place.device).uuid)
+        return seat(gpu, self._torch.made, os.environ)
+
+    def _slots(self, is_torch: bool) -> Slots:
+        return self._torch if is_torch else self._ipc
+
+    def offer(self, shape: Shape, seats: Sequence[str]) -> tuple[SharedMemory, Card]:
+        memory, is_torch = SharedMemory(memory_size(shape, False)[1]), has_torch_slots(seats)
+        handle = self._slots(is_torch).offer(shape.bytes)
         return memory, Card(process=this_process(), file=memory.file, device=handle)
 
     def team(
@@ -169,19 +225,23 @@ class IpcProvider:
         own: int,
         shape: Shape,
         found: Sequence[tuple[SharedMemory, Card]],
-    ) -> IpcTeam:
-        size, allocated = memory_size(shape, False)[1], self._allocated
+        store: Store,
+    ) -> CudaOutboxes:
+        size = memory_size(shape, False)[1]
         words = [ctypes.addressof(memory.words(shape.words)) for memory, _ in found]
-        outboxes = tuple(
-            CudaOutbox(
-                words=self._memory.register(address, size),
-                slots=allocated.get(card.device) or self._memory.open(card.device),
-            )
-            for address, (_, card) in zip(words, found, strict=True)
+        seen = [self._memory.register(address, size) for address in words]
+        meeting = Meeting(
+            name=team_key(ranks),
+            own=own,
+            handles=[card.device for _, card in found],
+            store=PrefixStore("slots", store),
+            timeout_s=self._place.timeout_s,
         )
+        slots, release = self._slots(found[own][1].device == TORCH).open(meeting)
+        outboxes = tuple(CudaOutbox(words=w, slots=s) for w, s in zip(seen, slots, strict=True))
         stream = torch.cuda.Stream(self._place.device)
         lane = CudaLane(self._device, stream)
-        return IpcTeam(
+        return CudaOutboxes(
             queue=CudaTeam(own=own, outboxes=outboxes, lane=lane),
             memory=self._memory,
             stream=stream,
@@ -190,6 +250,7 @@ class IpcProvider:
             words=words,
             kept=found,
             own_words=found[own][0].words(shape.words),
+            release=release,
         )
 
     def abort(self) -> bool:
@@ -198,9 +259,12 @@ class IpcProvider:
     def track(self, stream: int) -> Track:
         return self._device.track(stream)
 
+    def close(self) -> None:
+        """Nothing: memory is given up by its team."""
+
 
 @dataclass(eq=False, kw_only=True)
-class IpcTeam:
+class CudaOutboxes:
     """A team of ranks with buffers on GPUs."""
 
     queue: CudaTeam
@@ -211,6 +275,7 @@ class IpcTeam:
     words: Sequence[int]
     kept: object
     own_words: Any
+    release: Callable[[], None]
 
     def poster(self, call: Call, size: int) -> Posting:
         notes = _silent, _silent
@@ -231,8 +296,8 @@ class IpcTeam:
             if time.monotonic() > until:
                 return
             time.sleep(1e-3)
-        for i, (outbox, word) in enumerate(zip(self.queue.outboxes, self.words, strict=True)):
-            (self.memory.free if i == self.queue.own else self.memory.close)(outbox.slots)
+        self.release()
+        for word in self.words:
             self.memory.unregister(word)
 
 
@@ -255,8 +320,8 @@ def _subject(call: Call, size: int) -> PostInfo:
 #: How many bytes each rank has for each of its teams, by the device that buffers are on.
 OUTBOX_BYTES = {
     "cpu": Shape(members=1, slot=HostProvider.slot).bytes,
-    "cuda": Shape(members=1, slot=IpcProvider.slot).bytes,
+    "cuda": Shape(members=1, slot=CudaProvider.slot).bytes,
 }
 
 #: By the device that buffers are on.
-PROVIDERS: Mapping[str, Callable[[Place], Provider]] = {"cpu": HostProvider, "cuda": IpcProvider}
+PROVIDERS: Mapping[str, Callable[[Place], Provider]] = {"cpu": HostProvider, "cuda": CudaProvider}

@@ -4,6 +4,8 @@ With `Options(backend="gloo, dp=ucx")`:
 
     %c = post allreduce[sum](%x) -> %y ... axis=dp      ->      ... axis=dp backend=ucx
 
+Sends and receives of rings along the axis name it, too.
+
 Posts of the usual backend name none, so that the program runs on any.
 """
 
@@ -14,6 +16,7 @@ from dataclasses import replace
 
 from mdfuse.communication import Communication
 from mdfuse.config import BETWEEN_MESHES, Options, backend_choice
+from mdfuse.hir.instructions import TRANSFERS
 from mdfuse.hir.program import HostProgram, Instruction
 
 name = "name_backends"
@@ -34,6 +37,8 @@ def _named(i: Instruction, by_axis: Mapping[str, str]) -> Instruction:
     if comm is not None and i.op == "post":
         named = {by_axis.get(axis) for axis in _axes(comm)}
         comm = replace(comm, backend=named.pop() if len(named) == 1 else None)
+    elif i.op in TRANSFERS and i.kwargs.get("axis", "") in by_axis:
+        i = replace(i, attrs=(*i.attrs, ("backend", by_axis[i.kwargs["axis"]])))
     return replace(i, comm=comm, body=_block(i.body, by_axis), orelse=_block(i.orelse, by_axis))
 
 

@@ -12,6 +12,7 @@ import torch
 from mdfuse.communication import Communication
 from mdfuse.hir.instructions import POSTS
 from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.projection import transfer_team
 from mdfuse.hir.verify.report import wrong
 from mdfuse.hir.verify.sizes import elements, part_on
 from mdfuse.ir.graph import dtype_name
@@ -116,8 +117,8 @@ def _transfer(program: HostProgram, at: int, i: Instruction) -> Event:
     (name,) = i.reads
     kind, rank = program.types[name], program.rank
     assert rank is not None and kind.layout is not None
-    team, peer = kind.layout.mesh.ranks, i.kwargs["to" if i.op == "send" else "from"]
-    if not isinstance(peer, int) or peer not in kind.layout.mesh:
+    team, peer = transfer_team(program, i, rank), i.kwargs["to" if i.op == "send" else "from"]
+    if not isinstance(peer, int) or peer not in team:
         raise wrong(
             program,
             i,
@@ -125,11 +126,11 @@ def _transfer(program: HostProgram, at: int, i: Instruction) -> Event:
             because=f"the buffer lives on the ranks {', '.join(map(str, team))}",
             hint="name one of them",
         )
-    peers, size = (peer,), (_elements(program, name),)
+    peers, size, by = (peer,), (_elements(program, name),), i.kwargs.get("backend")
     if i.op == "send":
-        call = Call(kind="Exchange", team=team, rank=rank, sends=peers)
+        call = Call(kind="Exchange", team=team, rank=rank, sends=peers, backend=by)
         return Event(program, at, i, call, kind.dtype, sends=size)
-    call = Call(kind="Exchange", team=team, rank=rank, recvs=peers)
+    call = Call(kind="Exchange", team=team, rank=rank, recvs=peers, backend=by)
     return Event(program, at, i, call, kind.dtype, recvs=size)
 
 

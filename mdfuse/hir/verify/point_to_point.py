@@ -207,10 +207,19 @@ def _mismatch(s: _Side, r: _Side) -> str | None:
         return f"{_amount(s)} are sent where {_amount(r)} are received"
     if (send.i.op == "post") != (recv.i.op == "post"):
         return f"{send.i.op} {send.name} meets {recv.i.op} {recv.name}"
+    ways = [(e.i.kwargs.get("backend"), e.call.team) for e in (send, recv)]
+    if send.i.op != "post" and ways[0] != ways[1]:
+        return f"{_way(send)} meets {_way(recv)}"
     differs = difference(send, recv) if send.i.op == "post" else None
     if differs is not None:
         return f"{send.name} meets {recv.name}, which has another {differs[0] or 'name'}"
     return None
+
+
+def _way(event: Event) -> str:
+    """Return a send or receive with its backend, and the ranks among which that carries it."""
+    backend = event.i.kwargs.get("backend", "the usual backend")
+    return f"{event.i.op} {event.name} by {backend} among {', '.join(map(str, event.call.team))}"
 
 
 def _other_partner(send: Event, r: _Side, partners: dict[str, _Side]) -> str | None:

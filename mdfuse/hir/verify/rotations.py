@@ -115,7 +115,8 @@ def _is_plain(program: HostProgram) -> bool:
 
 def _meet(send: _Site, recv: _Site, is_sent_first: bool) -> bool:
     """Return whether a send meets a receive on all ranks, in each iteration."""
-    if send.place != recv.place:
+    backends = {end.i.kwargs.get("backend") for end in (send, recv)}
+    if send.place != recv.place or len(backends) > 1:
         return False
     mesh, axis = send.place
     size, coordinate = mesh.axis_size(axis), Term("coord", axis)

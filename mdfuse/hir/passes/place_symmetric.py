@@ -1,0 +1,87 @@
+"""Place what is sent by the backend symmetric in memory out of which the others copy it.
+
+With `Options(backend="symmetric")`:
+
+                                                  %h: … = alloc(memory=symmetric)
+    %h: … = relu(%x)                       ->     %h: … = relu(%x)
+    %c = post allgather(%h) -> %y …               %c = post allgather(%h) -> %y …
+
+So the post need not copy it into an outbox. Only what the program itself computes, or allocates,
+and does not return: other buffers are the caller's. Nothing that would have to be copied there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+from mdfuse.config import Options, backend_choice
+from mdfuse.hir.instructions import POSTS
+from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.storage import storage
+from mdfuse.ir.ops import TABLE
+
+name = "place_symmetric"
+
+#: The backend whose ranks see each other's memory.
+SYMMETRIC = "symmetric"
+
+
+def run(program: HostProgram, options: Options) -> HostProgram:
+    """Return the program whose sent buffers lie in symmetric memory, where a post sends them so."""
+    choice = backend_choice(options.backend)
+    if SYMMETRIC not in choice.names:
+        return program
+    shared = storage(program)
+    sent = {shared.get(x, x) for x in _sent(program, choice.usual)}
+    made = Counter(x for i in program.walk() if i.op == "alloc" for x in i.outputs)
+    kept = {program.root(x) for x in (*program.inputs, *program.outputs, *program.aliases)}
+    placed = {x for x in sent - kept - {*program.outputs} if made[x] <= 1}
+    return replace(program, instructions=_block(program.instructions, placed, {*made}))
+
+
+def _sent(program: HostProgram, usual: str) -> Iterator[str]:
+    """Yield the names of what goes through memory that the ranks share."""
+    for i in program.walk():
+        if i.op in POSTS and i.op != "recv" and isinstance(i.inputs[0], str):
+            named = i.comm.backend if i.comm is not None else i.kwargs.get("backend")
+            if (named or usual) == SYMMETRIC:
+                yield program.root(i.inputs[0])
+
+
+def _block(
+    block: tuple[Instruction, ...], placed: set[str], allocated: set[str]
+) -> tuple[Instruction, ...]:
+    found: list[Instruction] = []
+    for i in block:
+        if i.op == "alloc" and placed.issuperset(i.outputs) and "memory" not in i.kwargs:
+            i = replace(i, attrs=(("memory", SYMMETRIC), *i.attrs))
+        for x in i.outputs:
+            if x in placed and x not in allocated and _writes(i, x):
+                allocated.add(x)
+                found.append(_alloc(i, x))
+        body, orelse = (_block(inner, placed, allocated) for inner in (i.body, i.orelse))
+        is_block = i.op != "launch" and (i.body or i.orelse)
+        found.append(replace(i, body=body, orelse=orelse) if is_block else i)
+    return tuple(found)
+
+
+def _alloc(i: Instruction, output: str) -> Instruction:
+    """Return what makes the buffer of a result, in the order that is asked for."""
+    orders = [inner.order for inner in (i, *i.body) if output in inner.outputs and inner.order]
+    memory = (("memory", SYMMETRIC),)
+    order = orders[0] if orders else None
+    return Instruction(op="alloc", outputs=(output,), attrs=memory, order=order, source=i.source)
+
+
+def _writes(i: Instruction, output: str) -> bool:
+    """Return whether an instruction can write its result straight into a buffer."""
+    if i.op == "launch":
+        return any(_writes(inner, output) for inner in i.body if output in inner.outputs)
+    if i.op == "pack":
+        return True
+    row = TABLE.get(i.fn)
+    if row is None or row.is_view or row.results > 1:
+        return False
+    return row.writes.form is not None or row.writes.is_product
