@@ -40,6 +40,8 @@ RANKS = 3
 THIRD = r"in run 3 of @gather, at Allgather #[35] \(fault_job\.py:\d+\)"
 MEETING = r"meeting \d+ of all 3 ranks"
 SILENT = r"rank {0} no sign of life for [\d.]+ s; last seen "
+#: Of one that is gone before the first run: where all are slow, before its first sign, too.
+UNSEEN = rf"{SILENT}|rank {{0}} no answer: the process ended, or is stuck"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +76,10 @@ LOOK = "see the log of rank {0}: it died, or stopped"
 ENDED = (1, EXIT_STATUS)  # by an error, or by the watchdog
 
 CASES = (
-    Case(fault="kill", moment="before", says=(MEETING, r"for ranks \[1\]", SILENT, LOOK), own=-9),
+    Case(fault="kill", moment="before", says=(MEETING, r"for ranks \[1\]", UNSEEN, LOOK), own=-9),
     Case(fault="kill", moment="in", says=(THIRD, SILENT, LOOK), own=-9),
     Case(fault="kill", moment="after", says=(THIRD, SILENT, LOOK), own=-9),
-    Case(fault="stop", moment="before", says=(MEETING, r"for ranks \[1\]", SILENT, LOOK)),
+    Case(fault="stop", moment="before", says=(MEETING, r"for ranks \[1\]", UNSEEN, LOOK)),
     Case(fault="stop", moment="in", says=(THIRD, SILENT, LOOK)),
     Case(fault="stop", moment="after", says=(THIRD, SILENT, LOOK)),
     Case(
