@@ -34,6 +34,8 @@ class Pending:
                 rows = source.reshape(len(source), -1)  # of numbers, too
                 source = combine(self.reduce_op, rows).view(destination.shape)
             destination.copy_(source)
+            if source.is_cuda:  # made where it was posted, which may be another stream
+                source.record_stream(torch.cuda.current_stream(source.device))
 
     def is_done(self, piece: int | None = None) -> bool:
         """Tell, on the simulator, whether a wait for the post or one piece would return at once."""

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ import mdfuse as mf
 from mdfuse.backends.algorithms import Sizes, compose
 from mdfuse.backends.base import Work
 from mdfuse.backends.symmetric.backend import SymmetricBackend
-from mdfuse.backends.symmetric.cuda_team import CudaOutbox, CudaTeam
+from mdfuse.backends.symmetric.cuda_team import CudaOutbox, CudaTeam, CudaWork
 from mdfuse.backends.symmetric.host_memory import Card, Process, this_process
 from mdfuse.backends.symmetric.moves import Put, Shape, Take, kind_of, moves
 from mdfuse.backends.symmetric.posts import Buffers
@@ -417,3 +418,13 @@ def test_staging_is_explained_where_posts_name_it() -> None:
     told = mf.compile(fd, mf.Options(backend="gloo, dp=symmetric")).explain()
     assert "staging: symmetric takes 4 MiB of cpu" in told and "at most 1" in told
     assert "staging" not in mf.compile(fd, mf.Options(backend="gloo")).explain()
+
+
+def test_a_wait_tells_the_allocator_of_its_stream() -> None:
+    """What was packed on a stream that posts is freed behind the one that waits."""
+    done: list[str] = []
+    kept: Any = SimpleNamespace(leave=lambda: done.append("leave"))
+    work = CudaWork(lambda: done.append("join"), kept)
+    work.wait()
+    work.wait()
+    assert done == ["join", "leave", "join"]

@@ -95,9 +95,11 @@ class CudaWork:
     """A post that holds its buffers until it is waited for."""
 
     join: Callable[[], None]
-    kept: object
+    kept: Buffers | None
 
     def wait(self) -> None:
         """Let the current stream wait; further calls do no harm."""
         self.join()
-        self.kept = None
+        kept, self.kept = self.kept, None
+        if kept is not None:
+            kept.leave()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from mdfuse.backends.algorithms import Piece
@@ -23,6 +24,14 @@ class Buffers:
     def of(cls, srcs: Sequence[Tensor], dsts: Sequence[Tensor], scratch: int) -> Buffers:
         """Return the buffers of a post, at least one, with room for so many elements."""
         return cls(srcs, dsts, (*srcs, *dsts)[0].new_empty(scratch))
+
+    def leave(self) -> None:
+        """Let the allocator hand out their memory only behind what is queued on this stream now.
+
+        They may have been made on a stream that never waits for the moves.
+        """
+        for x in (x for side in self._flat.values() for x in side if x.is_cuda):
+            x.record_stream(torch.cuda.current_stream(x.device))
 
     def elements(self, piece: Piece) -> Tensor:
         """Return a piece as a tensor of one dim."""
