@@ -186,7 +186,8 @@ FORK = (
     "rank 1 cannot meet the other ranks here",
     "rank 1 cannot join here",
 )
-CROWD = (r"threads .* of rank 0 run programs that communicate at once", "on one thread of each")
+#: Each rank names its own threads, or those of the first that was found out.
+CROWD = (r"threads .* of rank \d run programs that communicate at once", "on one thread of each")
 IN_ONE_RANK = [
     (Case(fault="fork", moment="after", says=FORK, statuses=(0,), own=0, speakers=(1,)), "gloo"),
     (Case(fault="threads", moment="before", says=CROWD, own=1), "gloo"),
