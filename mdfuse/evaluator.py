@@ -99,6 +99,8 @@ class HostIrEvaluator:
     #: Tells this evaluator and its runs from others; all ranks make theirs in the same order.
     _tally: RunCount = field(default=_NOTHING, init=False, repr=False)
     _device_type: str = field(default="cpu", init=False, repr=False)
+    #: size -> memory for what others copy from where it lies
+    _arenas: dict[int, Tensor | None] = field(default_factory=dict, init=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -324,7 +326,7 @@ class HostIrEvaluator:
         assert self._local is not None
         return build(
             self._local,
-            communicator.poster,
+            communicator.posters(self._tally.serial),
             communicator.device,
             options_from_environment(self.options).poison,
             arguments,
@@ -333,7 +335,14 @@ class HostIrEvaluator:
             tally=self._tally,
             checks=self._checks,
             fuse=self.fuser if self._may_compile(communicator) else None,
+            memory=partial(self._arena_of, communicator) if self._device_type == "cuda" else None,
         )
+
+    def _arena_of(self, communicator: Communicator, size: int) -> Tensor | None:
+        """Return the memory that other ranks remember: the same for all plans."""
+        if size not in self._arenas:
+            self._arenas[size] = communicator.arena(size)
+        return self._arenas[size]
 
     @cached_property
     def fuser(self) -> Fuser:
@@ -419,6 +428,7 @@ class HostIrEvaluator:
     def _forget(self) -> None:
         """Make the next run a first one."""
         self._local, self._signature, self._last = None, None, _NO_RUN
+        self._arenas.clear()
         self._drop(self.plans.clear(self._number))
 
     # -- all ranks run, or none ------------------------------------------------------------------

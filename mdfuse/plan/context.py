@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, repeat
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -116,6 +116,8 @@ class Context:
         fuse: makes the steps of a host unit fewer; None: each stays.
         in_unit: calls are prepared for such a unit, in which torch makes the results: a compiler
             finds the buffers itself, and lays them out as its kernels like them.
+        symmetric: the memory of each `alloc(memory=symmetric)`, in order, as bytes; None: of it,
+            or of all, as of other buffers.
     """
 
     program: HostProgram
@@ -142,6 +144,7 @@ class Context:
     checks: IndexChecks | None = None
     fuse: Fuse | None = None
     in_unit: bool = False
+    symmetric: Iterator[Tensor | None] = field(default_factory=lambda: repeat(None))
 
     def __post_init__(self) -> None:
         self.host_values = HostValues(self.program)

@@ -1,18 +1,19 @@
-"""Moves through outboxes in memory of GPUs, all queued on one stream of the team.
+"""Moves between memories of GPUs, all queued on one stream of the team.
 
 The host waits for nothing. Where a rank does not come, the stream stands still, and the watchdog
-says so: each post is noted, and marked behind its last move.
+says so: each post is noted, and marked behind its last move. Waits for those who read what this
+rank shows have a stream of their own, so that no move waits for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from mdfuse.backends.algorithms import Copy, Reduce
 from mdfuse.backends.symmetric.cuda_memory import Lane
-from mdfuse.backends.symmetric.moves import Move, Put, Take
+from mdfuse.backends.symmetric.moves import Move, Put, Show, Take
 from mdfuse.backends.symmetric.posts import Buffers
 from mdfuse.backends.transfers import change
 from mdfuse.layouts.call import Call
@@ -37,11 +38,14 @@ class CudaTeam:
         own: this rank's index.
         outboxes: of all members.
         lane: where moves are queued.
+        behind: where waits for readers are queued.
     """
 
     own: int
     outboxes: Sequence[CudaOutbox]
     lane: Lane
+    behind: Lane
+    _taken: tuple[int, Callable[[], None]] | None = field(default=None, init=False)
 
     def post(
         self,
@@ -63,15 +67,27 @@ class CudaTeam:
         before()
         self.lane.begin()
         given = self.lane.make(buffers)
-        self._queue(call, moves, given)
-        join = self.lane.end()
+        sent = self._queue(call, moves, given)
+        received = Half(self.lane.end(), given)
         behind()
-        return CudaWork(join, given)
+        return CudaWork(received, received if sent is None else Half(sent, given))
 
-    def _queue(self, call: Call, moves: Sequence[Move], buffers: Buffers) -> None:
-        lane, own = self.lane, self.outboxes[self.own]
+    def _queue(
+        self, call: Call, moves: Sequence[Move], buffers: Buffers
+    ) -> Callable[[], None] | None:
+        """Queue moves; return what waits for all readers of what is shown, if something is."""
+        lane, own, taken = self.lane, self.outboxes[self.own], None
+        self._settle(moves)
+        shown = [word for move in moves if isinstance(move, Show) for word in move.words]
         for move in moves:
             match move:
+                case Show():
+                    for word in move.words:
+                        lane.wait(own.words + WORD * word, 0)
+                        lane.write(own.words + WORD * word, move.tag)
+                        shown.remove(word)
+                    if not shown:
+                        taken = self._wait_for_readers(moves)
                 case Put():
                     for word in move.words:
                         lane.wait(own.words + WORD * word, 0)
@@ -84,15 +100,36 @@ class CudaTeam:
                     word = outbox.words + WORD * move.word
                     lane.wait(word, move.tag)
                     target = buffers.address(move.piece, move.start)
-                    lane.copy(target, outbox.slots + move.place, move.bytes)
+                    slot = outbox.slots + move.place
+                    lane.copy(target, slot if move.source is None else move.source, move.bytes)
                     lane.write(word, 0)
                 case Copy() | Reduce():
                     lane.do(partial(change, call, (move,), buffers.elements))
+        return taken
+
+    def _settle(self, moves: Sequence[Move]) -> None:
+        """Write no word before the wait for its readers has seen that it is 0."""
+        era, taken = self._taken or (0, None)
+        if taken is None or not any(isinstance(move, Put | Show) for move in moves):
+            return
+        self._taken = None
+        if era == self.lane.era():  # else all of that time has come together
+            self.lane.make(taken)
+
+    def _wait_for_readers(self, moves: Sequence[Move]) -> Callable[[], None]:
+        """Queue the wait until every piece that was shown is taken; return what waits for it."""
+        self.behind.make(self.lane.end())
+        words = {word for move in moves if isinstance(move, Show) for word in move.words}
+        for word in sorted(words):
+            self.behind.wait(self.outboxes[self.own].words + WORD * word, 0)
+        taken = self.behind.end()
+        self._taken = self.lane.era(), taken
+        return taken
 
 
 @dataclass(slots=True, eq=False)
-class CudaWork:
-    """A post that holds its buffers until it is waited for."""
+class Half:
+    """What was sent, or what was received; it holds the buffers until it is waited for."""
 
     join: Callable[[], None]
     kept: Buffers | None
@@ -103,3 +140,16 @@ class CudaWork:
         kept, self.kept = self.kept, None
         if kept is not None:
             kept.leave()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CudaWork:
+    """A post under way; see `Divided`."""
+
+    received: Half
+    sent: Half
+
+    def wait(self) -> None:
+        """Let the current stream wait for both halves."""
+        for half in dict.fromkeys((self.received, self.sent)):
+            half.wait()

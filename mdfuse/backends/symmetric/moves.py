@@ -10,16 +10,19 @@ What goes to all other members is put once, in a slot of `Shape.slot` bytes; wha
 them in its share of another slot. Larger pieces go in chunks, which take `SLOTS` slots in turn. All
 members make the moves of a team in one order, and each puts before it takes.
 
-On CPUs a large piece of what is sent may lie in the owner's heap. Then its owner writes only where,
-beside the words, for the whole piece at once; readers copy it from there, and the post of its owner
-is over when all of them have.
+What is sent may lie in memory that the others see. Then its owner writes only words, for the whole
+piece at once; readers copy it from there, and the post of its owner is over when all of them have.
+On CPUs the owner writes where it lies in its heap beside the words (`host_team`). On GPUs, where
+the host does not look at words, readers know that beforehand (`shown`): the owner *shows* a piece.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Protocol
 
 from mdfuse.backends.algorithms import Composition, Copy, Piece, Reduce, Round
 from mdfuse.backends.algorithms import Transfer as Sent
@@ -102,8 +105,21 @@ class Put:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Show:
+    """Words that tell readers that a piece of this rank lies where they know; else as `Put`."""
+
+    readers: tuple[int, ...]
+    words: tuple[int, ...]
+    tag: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Take:
-    """A copy out of a member's outbox; `owner` is its index in the team, the rest as in `Put`."""
+    """A copy out of a member's memory; `owner` is its index in the team, the rest as in `Put`.
+
+    Attributes:
+        source: the address of a whole piece that its owner shows; None: it is in the outbox.
+    """
 
     piece: Piece
     start: int
@@ -112,12 +128,25 @@ class Take:
     owner: int
     word: int
     tag: int
+    source: int | None = None
 
 
-Move = Put | Take | Copy | Reduce
+Move = Put | Show | Take | Copy | Reduce
 
 
-def moves(call: Call, composition: Composition, itemsize: int, shape: Shape) -> tuple[Move, ...]:
+class Shown(Protocol):
+    """Which pieces lie where their readers know; members are counted by their index."""
+
+    def to(self, reader: int, n: int) -> bool:
+        """Return whether this rank shows a member the n-th piece that it sends it in a call."""
+
+    def at(self, owner: int, n: int) -> int | None:
+        """Return the address of the n-th piece that a member sends; None: it is not shown."""
+
+
+def moves(
+    call: Call, composition: Composition, itemsize: int, shape: Shape, shown: Shown | None = None
+) -> tuple[Move, ...]:
     """Return the moves of one rank's part of a communication, in order.
 
     >>> from mdfuse.backends.algorithms import Sizes, compose
@@ -130,10 +159,28 @@ def moves(call: Call, composition: Composition, itemsize: int, shape: Shape) -> 
     Take
     """
     found: list[Move] = []
-    for step in composition.steps:
+    for step, before in zip(composition.steps, _counted(call, composition), strict=True):
         found += step.local
-        found += _through_outboxes(call, step, itemsize, shape)
+        found += _Moving(call, step, itemsize, shape, shown, before).moves()
     return tuple(found)
+
+
+def pieces_to(call: Call, composition: Composition) -> dict[int, list[Piece]]:
+    """Return the pieces that a rank sends in a call, by the index of who gets them, in order."""
+    found: dict[int, list[Piece]] = {}
+    for step in composition.steps:
+        for member, sent in _by_member(call, step.sends).items():
+            found.setdefault(member, []).extend(x.piece for x in sent)
+    return found
+
+
+def _counted(call: Call, composition: Composition) -> Iterator[tuple[Counter[int], Counter[int]]]:
+    """Yield for each step how many pieces went to each member, and came from it, before."""
+    sent, received = Counter[int](), Counter[int]()
+    for step in composition.steps:
+        yield sent.copy(), received.copy()
+        sent.update({m: len(x) for m, x in _by_member(call, step.sends).items()})
+        received.update({m: len(x) for m, x in _by_member(call, step.recvs).items()})
 
 
 def kind_of(tag: int) -> str:
@@ -141,50 +188,76 @@ def kind_of(tag: int) -> str:
     return CARRIED[(((tag & ~IN_HEAP) - 1) >> _SIZE_BITS) % len(CARRIED)]
 
 
-def _through_outboxes(call: Call, step: Round, itemsize: int, shape: Shape) -> Iterator[Move]:
-    """Yield the chunks of a step, one of each pair in turn; each is put one ahead."""
-    own, kind = call.team.index(call.rank), CARRIED.index(call.kind)
-    room = shape.slot if step.is_shared else shape.share
+@dataclass(frozen=True, slots=True)
+class _Moving:
+    """One step of a composition.
 
-    def puts(sent: Sequence[Sent], readers: tuple[int, ...]) -> list[Move]:
-        to = None if step.is_shared else readers[0]
-        return [
-            Put(
-                piece=piece,
-                start=start,
-                bytes=count,
-                place=shape.place(n, to),
-                readers=readers,
-                words=tuple(shape.word(n, reader, step.is_shared) for reader in readers),
-                tag=_tag(kind, piece.size * itemsize),
-            )
-            for n, (piece, start, count) in enumerate(_chunks(sent, itemsize, room))
-        ]
+    Attributes:
+        before: how many pieces went to each member, and came from it, in the steps before.
+    """
 
-    def takes(received: Sequence[Sent], owner: int) -> list[Move]:
-        return [
-            Take(
-                piece=piece,
-                start=start,
-                bytes=count,
-                place=shape.place(n, None if step.is_shared else own),
-                owner=owner,
-                word=shape.word(n, own, step.is_shared),
-                tag=_tag(kind, piece.size * itemsize),
-            )
-            for n, (piece, start, count) in enumerate(_chunks(received, itemsize, room))
-        ]
+    call: Call
+    step: Round
+    itemsize: int
+    shape: Shape
+    shown: Shown | None
+    before: tuple[Counter[int], Counter[int]]
 
-    sends, recvs = (_by_member(call, x) for x in (step.sends, step.recvs))
-    if step.is_shared and sends:
-        put = [puts(next(iter(sends.values())), tuple(sends))]
-    else:
-        put = [puts(sent, (reader,)) for reader, sent in sends.items()]
-    taken = [takes(received, owner) for owner, received in recvs.items()]
-    ahead, behind = _in_turn(put), [[], *_in_turn(taken)]
-    for n in range(max(len(ahead), len(behind))):
-        for row in (*ahead[n : n + 1], *behind[n : n + 1]):
-            yield from row
+    @property
+    def own(self) -> int:
+        return self.call.team.index(self.call.rank)
+
+    @property
+    def room(self) -> int:
+        return self.shape.slot if self.step.is_shared else self.shape.share
+
+    def tag(self, piece: Piece) -> int:
+        return _tag(CARRIED.index(self.call.kind), piece.size * self.itemsize)
+
+    def moves(self) -> Iterator[Move]:
+        """Yield the chunks of the step, one of each pair in turn; each is put one ahead."""
+        sends, recvs = (_by_member(self.call, x) for x in (self.step.sends, self.step.recvs))
+        if self.step.is_shared and sends:
+            put = [list(self.puts(next(iter(sends.values())), tuple(sends)))]
+        else:
+            put = [list(self.puts(sent, (reader,))) for reader, sent in sends.items()]
+        taken = [list(self.takes(received, owner)) for owner, received in recvs.items()]
+        ahead, behind = _in_turn(put), [[], *_in_turn(taken)]
+        for n in range(max(len(ahead), len(behind))):
+            for row in (*ahead[n : n + 1], *behind[n : n + 1]):
+                yield from row
+
+    def puts(self, sent: Sequence[Sent], readers: tuple[int, ...]) -> Iterator[Move]:
+        """Yield what tells readers of pieces; the n-th chunk has the n-th words in turn."""
+        is_shared, n = self.step.is_shared, 0
+        to, first = (None if is_shared else readers[0]), self.before[0][readers[0]]
+        for number, piece in enumerate((x.piece for x in sent), first):
+            is_shown = self.shown is not None and self.shown.to(readers[0], number)
+            for start, count in _chunks(piece, self.itemsize, None if is_shown else self.room):
+                words = tuple(self.shape.word(n, reader, is_shared) for reader in readers)
+                tag, place = self.tag(piece), self.shape.place(n, to)
+                n += 1
+                if is_shown:
+                    yield Show(readers=readers, words=words, tag=tag)
+                else:
+                    yield Put(
+                        piece=piece, start=start, bytes=count, place=place, readers=readers,
+                        words=words, tag=tag,
+                    )  # fmt: skip
+
+    def takes(self, received: Sequence[Sent], owner: int) -> Iterator[Move]:
+        """Yield what copies a member's pieces, in the order in which it puts them."""
+        is_shared, n = self.step.is_shared, 0
+        for number, piece in enumerate((x.piece for x in received), self.before[1][owner]):
+            source = self.shown.at(owner, number) if self.shown is not None else None
+            room = self.room if source is None else None
+            for start, count in _chunks(piece, self.itemsize, room):
+                yield Take(
+                    piece=piece, start=start, bytes=count, owner=owner, tag=self.tag(piece),
+                    place=self.shape.place(n, None if is_shared else self.own),
+                    word=self.shape.word(n, self.own, is_shared), source=source,
+                )  # fmt: skip
+                n += 1
 
 
 def _by_member(call: Call, transfers: Sequence[Sent]) -> dict[int, list[Sent]]:
@@ -195,13 +268,11 @@ def _by_member(call: Call, transfers: Sequence[Sent]) -> dict[int, list[Sent]]:
     return found
 
 
-def _chunks(
-    transfers: Sequence[Sent], itemsize: int, room: int
-) -> Iterator[tuple[Piece, int, int]]:
-    """Yield the parts of pieces that fit into a slot: the piece, first byte, number of bytes."""
-    for piece in (t.piece for t in transfers):
-        size = piece.size * itemsize
-        yield from ((piece, at, min(room, size - at)) for at in range(0, size, room))
+def _chunks(piece: Piece, itemsize: int, room: int | None) -> Iterator[tuple[int, int]]:
+    """Yield the parts of a piece that fit into a slot, as first byte and size; None: all of it."""
+    size = piece.size * itemsize
+    room = max(size, 1) if room is None else room
+    yield from ((at, min(room, size - at)) for at in range(0, size, room))
 
 
 def _in_turn(lanes: Sequence[Sequence[Move]]) -> list[list[Move]]:
