@@ -103,7 +103,11 @@ class Together:
         yield from figures(shape, times, "communication", has_limit=False)
 
     def _program(self, shape: Shape, pieces: int, name: str, mine: Parts) -> _Call:
-        options = mf.Options(graph="always" if self.is_gpu else "never", compile="never")
+        options = mf.Options(
+            backend=self.ranks.comm.backend,
+            graph="always" if self.is_gpu else "never",
+            compile="never",
+        )
         fd = definition(shape, self.ranks.mesh, mine.x.dtype, pieces, name)
         run = mf.compile(fd, options).run
         return lambda: run(mine.x, mine.w)[0]

@@ -19,7 +19,7 @@ from mdfuse import DeviceMesh, Shard, Stream
 class Shape:
     """An all-gather and the product that reads it, or a product and its reduce-scatter.
 
-    What is gathered is computed first (relu), as in a model: it is nobody's input.
+    What is gathered is computed first (scaled), as in a model: it is nobody's input.
 
     Attributes:
         kind: which of both.
@@ -61,7 +61,7 @@ class Shape:
 
     def ready(self, x: Tensor) -> Tensor:
         """What a rank does with its part first."""
-        return torch.relu(x) if self.kind == "AG+MM" else x
+        return x * 0.5 if self.kind == "AG+MM" else x
 
     def incoming(self, parts: list[Parts]) -> dict[int, Tensor]:
         """Rank -> what rank 0 gets from it."""
@@ -158,7 +158,7 @@ def definition(
         if shape.kind == "AG+MM":
             x = _tensor(fd, shape.rows, shape.inner, mesh, 0, dtype)
             w = _tensor(fd, shape.inner, shape.columns * n, mesh, 1, dtype)
-            x = fd.ops.set(fd.ops.relu(x)).on(mesh, {}, stream=stream)
+            x = fd.ops.set(x * 0.5).on(mesh, {}, stream=stream)
             fd.add_output((x @ w).on(mesh, {"tp": Shard(1)}, stream=stream))
         else:
             x = _tensor(fd, shape.rows, shape.inner * n, mesh, 1, dtype)

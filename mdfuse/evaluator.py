@@ -23,6 +23,7 @@ from mdfuse.errors import BackendError, MdfuseError, ProgramError
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.ops import TABLE
 from mdfuse.ir.tensors import resolved
+from mdfuse.plan.arena import same_memory
 from mdfuse.plan.build import Plan, build
 from mdfuse.plan.fusing import Fuser
 from mdfuse.plan.index_checks import IndexChecks
@@ -335,14 +336,8 @@ class HostIrEvaluator:
             tally=self._tally,
             checks=self._checks,
             fuse=self.fuser if self._may_compile(communicator) else None,
-            memory=partial(self._arena_of, communicator) if self._device_type == "cuda" else None,
+            memory=partial(same_memory, self._arenas, communicator.arena),
         )
-
-    def _arena_of(self, communicator: Communicator, size: int) -> Tensor | None:
-        """Return the memory that other ranks remember: the same for all plans."""
-        if size not in self._arenas:
-            self._arenas[size] = communicator.arena(size)
-        return self._arenas[size]
 
     @cached_property
     def fuser(self) -> Fuser:

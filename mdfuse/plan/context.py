@@ -265,6 +265,8 @@ class _Uses:
         self.writes: dict[str, list[int]] = defaultdict(list)
         #: names through which something is written, which must not show in what they are views of
         self.changed: set[str] = set()
+        #: buffers that hold nothing yet: the first result there binds their names
+        self.unfilled: set[str] = set()
         #: name -> those that it is a view of; handle -> the buffers of its post
         self.of: dict[str, set[str]] = defaultdict(set)
 
@@ -276,6 +278,12 @@ class _Uses:
             if j.op == "launch":
                 continue  # what is inside it reads its inputs and binds its outputs
             n = next(numbers)
+            if j.op == "alloc" and "fill" not in j.kwargs:
+                self.unfilled.update(j.outputs)
+            else:
+                for name in self.unfilled.intersection(j.outputs).difference(j.reads):
+                    del self.first[name]
+                self.unfilled.difference_update((*j.reads, *j.outputs))
             written = j.reads[-1:] if j.op in ("post", "recv") else ()
             for name in (*j.reads, *j.outputs):
                 self.use(name, n)

@@ -61,6 +61,11 @@ class CudaHeap:
     _opened: dict[str, int] = field(default_factory=dict)  # handle -> address
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
+    @property
+    def number(self) -> int:
+        """The number of the GPU."""
+        return self.device.index
+
     def take(self, size: int) -> Run:
         """Return memory of at least so many bytes that nobody uses.
 

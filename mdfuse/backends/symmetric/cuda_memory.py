@@ -8,6 +8,7 @@ is registered with the GPU, so that the host sees them, too.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
@@ -80,6 +81,30 @@ class CudaMemory:
         self._unregister(address)
 
 
+#: How many queues of work a process has on a GPU. Streams share them where there are more streams,
+#: and one that waits for another rank would hold up those that this rank needs meanwhile.
+_QUEUES, _QUEUES_SAID, _FEWEST = "CUDA_DEVICE_MAX_CONNECTIONS", "32", 8
+
+#: cuda.h: CU_STREAM_NON_BLOCKING; what a lane does is short, and others wait for it.
+_NON_BLOCKING, _HIGH = 1, -1
+
+
+def ask_for_queues() -> None:
+    """Ask for as many queues as there can be, unless the user did; before CUDA starts."""
+    os.environ.setdefault(_QUEUES, _QUEUES_SAID)
+
+
+def too_few_queues() -> tuple[str, str] | None:
+    """Return why lanes would hold up other streams, and a remedy; None where they do not."""
+    said = os.environ.get(_QUEUES, _QUEUES_SAID)
+    if not said.isdecimal() or int(said) >= _FEWEST:
+        return None
+    return (
+        f"{_QUEUES}={said}: a stream that waits for another rank would hold up the others",
+        f"leave it unset, or set it to {_QUEUES_SAID}",
+    )
+
+
 class Lane(Protocol):
     """The queue of a team's moves on the device, which makes them in order."""
 
@@ -111,10 +136,15 @@ class Lane(Protocol):
 class CudaLane:
     """A stream of its own, driven through libcuda."""
 
-    def __init__(self, device: CudaDevice, stream: torch.cuda.Stream, library: Any = None) -> None:
+    def __init__(self, device: CudaDevice, number: int, library: Any = None) -> None:
         library = library or ctypes.CDLL("libcuda.so.1")
-        self._device, self.stream = device, stream
-        self._stream = device.stream(stream.cuda_stream)
+        create = driver_function(
+            library.cuStreamCreateWithPriority, ctypes.POINTER(_pointer), _number, ctypes.c_int
+        )
+        made = _pointer()
+        create(ctypes.byref(made), _NON_BLOCKING, _HIGH)  # torch's own streams are few, and shared
+        self.stream = torch.cuda.ExternalStream(made.value, device=number)
+        self._device, self._stream = device, device.stream(self.stream.cuda_stream)
         self._copy = driver_function(library.cuMemcpyAsync, _address, _address, _size, _pointer)
         signature = _pointer, _address, _number, _number
         self._write = driver_function(library.cuStreamWriteValue32_v2, *signature)

@@ -20,11 +20,11 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import Work
+from mdfuse.backends.base import Work, check_usable
 from mdfuse.backends.nccl.cuda_driver import CudaDevice
 from mdfuse.backends.post_notes import PostInfo, PostLog, Track
 from mdfuse.backends.symmetric.cuda_heap import CudaHeap, Run, heap_of
-from mdfuse.backends.symmetric.cuda_memory import CudaLane
+from mdfuse.backends.symmetric.cuda_memory import CudaLane, too_few_queues
 from mdfuse.backends.symmetric.cuda_sites import Sited, Sites
 from mdfuse.backends.symmetric.cuda_team import WORD, CudaOutbox, CudaTeam
 from mdfuse.backends.symmetric.heap import open_heap
@@ -40,9 +40,6 @@ _MIB = 1 << 20
 
 #: The size of a place in a heap, bytes.
 _PLACE = 8
-
-#: The priority of streams of moves: what is added up there is short, and others wait for it.
-_HIGH = -1
 
 #: How long closing waits until the others have taken what this rank put, seconds.
 _CLOSING_S = 2.0
@@ -194,6 +191,7 @@ class CudaProvider:
     slot = 8 * _MIB
 
     def __init__(self, place: Place) -> None:
+        check_usable("symmetric", too_few_queues())
         torch.cuda.set_device(place.device)
         torch.cuda.synchronize(place.device)  # makes its context current, which the driver asks for
         self._place = place
@@ -224,10 +222,7 @@ class CudaProvider:
             CudaOutbox(words=w, slots=self._heap.open(card.device))
             for w, (_, card) in zip(seen, found, strict=True)
         )
-        lanes = [
-            CudaLane(self._device, torch.cuda.Stream(self._place.device, priority=_HIGH))
-            for _ in "ab"
-        ]
+        lanes = [CudaLane(self._device, self._heap.number) for _ in ("moves", "behind")]
         stream = lanes[0].stream
         return CudaOutboxes(
             queue=CudaTeam(own=own, outboxes=outboxes, lane=lanes[0], behind=lanes[1]),
