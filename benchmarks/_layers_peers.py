@@ -137,14 +137,14 @@ def _compiled(bench: Bench) -> _Call:
 
     def join(x: Tensor) -> Tensor:
         if bench.is_sequence:
-            part: Tensor = functional.reduce_scatter_tensor(x, "sum", 1, name)
-            return part
+            part: Tensor = functional.reduce_scatter_tensor(x[0], "sum", 0, name)
+            return part[None]
         summed: Tensor = functional.all_reduce(x, "sum", name)
         return summed
 
     def gather(x: Tensor) -> Tensor:
-        whole: Tensor = functional.all_gather_tensor(x, 1, name)
-        return whole
+        whole: Tensor = functional.all_gather_tensor(x[0], 0, name)
+        return whole[None]
 
     is_split = bench.ranks.comm.size > 1
     layer = by_hand(bench, join if is_split else None, gather if bench.is_sequence else as_it_is)

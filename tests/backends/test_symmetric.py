@@ -29,7 +29,7 @@ from mdfuse.backends.symmetric.backend import SymmetricBackend
 from mdfuse.backends.symmetric.cuda_sites import Sited, Sites, numbering
 from mdfuse.backends.symmetric.cuda_team import CudaOutbox, CudaTeam, CudaWork, Half
 from mdfuse.backends.symmetric.host_memory import Card, Process, this_process
-from mdfuse.backends.symmetric.moves import Put, Shape, Show, Take, kind_of, moves, pieces_to
+from mdfuse.backends.symmetric.moves import Put, Shape, Show, Take, kind_of, moves, pieces
 from mdfuse.backends.symmetric.posts import Buffers
 from mdfuse.backends.teams import team_key
 from mdfuse.errors import BackendError
@@ -144,7 +144,7 @@ class World:
                 sited = Sited(
                     call=call,
                     site=site,
-                    pieces=pieces_to(call, composition),
+                    pieces=pieces(call, composition, "sends"),
                     remade=partial(moves, *how),
                 )
                 made = self.sites[own].moves(sited, made, srcs, dsts)

@@ -17,7 +17,7 @@ from mdfuse.backends.base import PostSite, Work, check_call, check_usable
 from mdfuse.backends.post_notes import PostLog, Track
 from mdfuse.backends.symmetric.cuda_sites import Site, Sited, numbering
 from mdfuse.backends.symmetric.host_memory import Card, SharedMemory, why_not
-from mdfuse.backends.symmetric.moves import Move, Shape, moves, pieces_to
+from mdfuse.backends.symmetric.moves import Move, Shape, moves, pieces
 from mdfuse.backends.symmetric.posts import Buffers
 from mdfuse.backends.symmetric.providers import PROVIDERS, Place, Posting, Team
 from mdfuse.backends.teams import new_teams, not_connected, team_key
@@ -228,7 +228,7 @@ class SymmetricPoster:
         return Sited(
             call=self.call,
             site=self.site,
-            pieces=pieces_to(self.call, composition),
+            pieces=pieces(self.call, composition, "sends"),
             remade=partial(moves, self.call, composition, itemsize, self.shape),
         )
 

@@ -96,6 +96,7 @@ class Sited:
 class _Known:
     """What is shown at a site; see `Shown`."""
 
+    site: Site
     mine: Mapping[int, Sequence[Place]]
     others: Mapping[int, Sequence[int | None]]
 
@@ -104,6 +105,9 @@ class _Known:
 
     def at(self, owner: int, n: int) -> int | None:
         return self.others[owner][n]
+
+    def number(self, member: int, is_owner: bool) -> int:
+        return dict(self.site.of if is_owner else self.site.to)[member]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -144,7 +148,7 @@ class Sites:
         if told != mine:
             raise _moved(sited.call)
         if site not in self._known:
-            self._known[site] = sited.remade(_Known(mine, self._others(sited)))
+            self._known[site] = sited.remade(_Known(site, mine, self._others(sited)))
         return self._known[site]
 
     def _places(self, sited: Sited, buffers: Buffers) -> dict[int, list[Place]]:

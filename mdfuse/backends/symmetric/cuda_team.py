@@ -13,7 +13,7 @@ from functools import partial
 
 from mdfuse.backends.algorithms import Copy, Reduce
 from mdfuse.backends.symmetric.cuda_memory import Lane
-from mdfuse.backends.symmetric.moves import Move, Put, Show, Take
+from mdfuse.backends.symmetric.moves import Move, Put, See, Show, Take
 from mdfuse.backends.symmetric.posts import Buffers
 from mdfuse.backends.transfers import change
 from mdfuse.layouts.call import Call
@@ -45,7 +45,8 @@ class CudaTeam:
     outboxes: Sequence[CudaOutbox]
     lane: Lane
     behind: Lane
-    _taken: tuple[int, Callable[[], None]] | None = field(default=None, init=False)
+    #: word -> what waits until its reader has taken what was shown last, and in which capture
+    _taken: dict[int, tuple[int, Callable[[], None]]] = field(default_factory=dict, init=False)
 
     def post(
         self,
@@ -76,18 +77,10 @@ class CudaTeam:
         self, call: Call, moves: Sequence[Move], buffers: Buffers
     ) -> Callable[[], None] | None:
         """Queue moves; return what waits for all readers of what is shown, if something is."""
-        lane, own, taken = self.lane, self.outboxes[self.own], None
-        self._settle(moves)
-        shown = [word for move in moves if isinstance(move, Show) for word in move.words]
+        lane, own = self.lane, self.outboxes[self.own]
+        sent = self._show([move for move in moves if isinstance(move, Show)])
         for move in moves:
             match move:
-                case Show():
-                    for word in move.words:
-                        lane.wait(own.words + WORD * word, 0)
-                        lane.write(own.words + WORD * word, move.tag)
-                        shown.remove(word)
-                    if not shown:
-                        taken = self._wait_for_readers(moves)
                 case Put():
                     for word in move.words:
                         lane.wait(own.words + WORD * word, 0)
@@ -100,31 +93,41 @@ class CudaTeam:
                     word = outbox.words + WORD * move.word
                     lane.wait(word, move.tag)
                     target = buffers.address(move.piece, move.start)
-                    slot = outbox.slots + move.place
-                    lane.copy(target, slot if move.source is None else move.source, move.bytes)
+                    lane.copy(target, outbox.slots + move.place, move.bytes)
                     lane.write(word, 0)
+                case See():
+                    word = self.outboxes[move.owner].words + WORD * move.word
+                    if move.is_first:
+                        lane.wait(word, move.tag)
+                    lane.copy(buffers.address(move.piece, 0), move.source, move.bytes)
+                    if move.is_last:
+                        lane.write(word, 0)
                 case Copy() | Reduce():
                     lane.do(partial(change, call, (move,), buffers.elements))
-        return taken
+        return sent
 
-    def _settle(self, moves: Sequence[Move]) -> None:
-        """Write no word before the wait for its readers has seen that it is 0."""
-        era, taken = self._taken or (0, None)
-        if taken is None or not any(isinstance(move, Put | Show) for move in moves):
-            return
-        self._taken = None
-        if era == self.lane.era():  # else all of that time has come together
-            self.lane.make(taken)
+    def _show(self, shows: Sequence[Show]) -> Callable[[], None] | None:
+        """Queue the words that tell readers, and waits until these have taken what is shown.
 
-    def _wait_for_readers(self, moves: Sequence[Move]) -> Callable[[], None]:
-        """Queue the wait until every piece that was shown is taken; return what waits for it."""
-        self.behind.make(self.lane.end())
-        words = {word for move in moves if isinstance(move, Show) for word in move.words}
-        for word in sorted(words):
-            self.behind.wait(self.outboxes[self.own].words + WORD * word, 0)
-        taken = self.behind.end()
-        self._taken = self.lane.era(), taken
-        return taken
+        A word is written again only when the wait has seen that it is 0: else that wait might see
+        the next post's alone.
+        """
+        if not shows:
+            return None
+        lane, behind, era = self.lane, self.behind, self.lane.era()
+        words = self.outboxes[self.own].words
+        for show in shows:
+            before, taken = self._taken.pop(show.word, (era, None))
+            if taken is not None and before == era:  # else all of that time has come together
+                lane.make(taken)
+            lane.wait(words + WORD * show.word, 0)
+            lane.write(words + WORD * show.word, show.tag)
+        behind.make(lane.end())
+        for show in shows:
+            behind.wait(words + WORD * show.word, 0)
+        sent = behind.end()
+        self._taken.update({show.word: (era, sent) for show in shows})
+        return sent
 
 
 @dataclass(slots=True, eq=False)
