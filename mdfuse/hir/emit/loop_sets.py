@@ -152,7 +152,10 @@ def _piece(loop: Loop, value: str, name: str, expr: Expr) -> str:
     assert kind.layout is not None
     layout = kind.layout.with_stream(Stream(dim, loop.pieces, None, index))
     made = f"{value}.{loop.name}.piece"
-    return loop.out.op("chunk", made, replace(kind, layout=layout), (name,), expr.source)
+    piece = loop.out.op("chunk", made, replace(kind, layout=layout), (name,), expr.source)
+    if name in loop.out.dense and all(n == 1 for n in kind.shape[:dim]):
+        loop.out.dense.add(piece)  # rows that lie side by side
+    return piece
 
 
 def _emit_ring(loop: Loop, expr: Expr) -> None:
