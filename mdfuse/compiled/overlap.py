@@ -155,10 +155,7 @@ def find(
     chooser = _Chooser(fusion, costs, error, should_merge, options)
     choices = chooser.choices()
     told += [str(c) for c in choices] or _nothing(fusion)
-    streamed = fusion
-    for c in choices:
-        if c.form is not None:
-            streamed = overlap.apply(streamed, c.window, c.form) or streamed
+    streamed = _streamed(fusion, {c.window: c.form for c in choices if c.form is not None})
     before = timeline(plain, costs).seconds
     found, after = lowered, before
     if streamed is not fusion:
@@ -175,6 +172,17 @@ def find(
     told += line
     is_new = found is not lowered
     return found, Overlap(plain, tuple(told), is_new and options.overlap == "measure")
+
+
+def _streamed(fusion: Fusion, chosen: Mapping[Window, Form]) -> Fusion:
+    """Return a fusion with windows in loops; of those that exclude each other, the first ones."""
+    if not chosen:
+        return fusion
+    if (streamed := overlap.apply(fusion, chosen)) is not None:
+        return streamed
+    for window, form in chosen.items():
+        fusion = overlap.apply(fusion, {window: form}) or fusion
+    return fusion
 
 
 def _ahead(chooser: _Chooser, lowered: Lowered, before: float) -> tuple[Lowered, list[str]]:
