@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from mdfuse import hir_lowering
-from mdfuse.config import Options
+from mdfuse.config import Options, options_from_environment
 from mdfuse.hir.passes import raise_posts
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.graph import Fusion
@@ -70,6 +70,11 @@ class Overlap:
     plain: HostProgram
     told: tuple[str, ...]
     is_measured: bool = False
+
+
+def left(host: HostProgram, why: str, options: Options) -> Overlap | None:
+    """Return why a program is left as it is; None where nothing was asked for."""
+    return Overlap(host, (f"left as it is: {why}",)) if options.overlap != "never" else None
 
 
 def choose(plain: float, times: Mapping[Form, float], error: float = 0.0) -> Form | None:
@@ -136,6 +141,15 @@ class _Chooser:
 
 #: A fusion, its sections, its host program.
 Lowered = tuple[Fusion, tuple[Section, ...], HostProgram]
+
+
+def lower(
+    fusion: Fusion, should_merge: ShouldMerge | None, options: Options | None
+) -> tuple[Lowered, Overlap | None]:
+    """Return a lowered fusion, and what was chosen of it; None: nothing was asked for."""
+    lowered = hir_lowering.lower(fusion, should_merge, options=options)
+    chosen = options_from_environment(options)
+    return (lowered, None) if chosen.overlap == "never" else find(lowered, should_merge, chosen)
 
 
 def find(
