@@ -290,7 +290,7 @@ class HostIrEvaluator:
                     plan, problem = self._cached(arguments, out, communicator)
                     agree(self.program.name, problem, communicator)
                 except MdfuseError:
-                    self._forget()
+                    self.forget()
                     raise
         elif problem is None:
             plan, problem = self._cached(arguments, out, communicator)
@@ -415,12 +415,12 @@ class HostIrEvaluator:
             from mdfuse.runtime.communicator import init
 
             self.communicator = init(self.options)
-            self._forget()
+            self.forget()
         if not self.communicator.is_ready and self.communicates:
             self.communicator.settle()
         return self.communicator
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Make the next run a first one."""
         self._local, self._signature, self._last = None, None, _NO_RUN
         self._arenas.clear()

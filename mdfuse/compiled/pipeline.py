@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from mdfuse import hir_lowering
+from mdfuse.compiled.overlap import Overlap, left
 from mdfuse.compiled.program import Program
 from mdfuse.compiled.segments import segments_of
-from mdfuse.config import Options
+from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.hir.emit.blocks import Pipeline
+from mdfuse.hir.program import HostProgram
 from mdfuse.hir_lowering import Batch
 from mdfuse.ir.graph import Fusion
 from mdfuse.passes.segment_ids import with_ids
@@ -77,7 +79,8 @@ def pipeline(
     if len(meshes) > 1 or schedule is not None:
         return _in_stages(fusion, found, schedule, options, should_merge)
     made, parts, host = hir_lowering.lower(fusion, should_merge, options=options, batch=found)
-    return Program(made, segments_of(made, parts, host, options), host, options)
+    segments = segments_of(made, parts, host, options)
+    return Program(made, segments, host, options, overlap=_left(host, options))
 
 
 def _in_stages(
@@ -106,7 +109,12 @@ def _in_stages(
     names = {mesh: f"m{n}" for n, mesh in enumerate(host.meshes)}
     named = replace(schedule, meshes=tuple(names[m] for m in dict.fromkeys(stages.meshes)))
     segments = segments_of(made, parts, host, options)
-    return Program(made, segments, host, options, schedule=named)
+    return Program(made, segments, host, options, overlap=_left(host, options), schedule=named)
+
+
+def _left(host: HostProgram, options: Options | None) -> Overlap | None:
+    why = "microbatches are the only loop of a pipeline"
+    return left(host, why, options_from_environment(options))
 
 
 def _stages(made: Fusion, wanted: str | Schedule | None) -> Stages:

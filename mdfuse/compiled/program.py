@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from mdfuse import hir_lowering
 from mdfuse.caching import Cache
 from mdfuse.communication import Communication
 from mdfuse.compiled import overlap
@@ -267,14 +266,14 @@ class Program:
     def _keep(self, trial: Trial) -> None:
         """Run what was quicker from now on."""
         self.__dict__["_usual"] = trial.best
-        self.__dict__["_measured"] = trial
+        self.__dict__["_measured"] = trial.told
 
     def _overlap_told(self) -> Iterator[str]:
         if self.overlap is not None:
             yield from self.overlap.told
-            measured: Trial | None = self.__dict__.get("_measured")
+            measured: str | None = self.__dict__.get("_measured")
             if measured is not None:
-                yield measured.told
+                yield measured
 
     @cached_property
     def _chosen(self) -> Cache[HostIrEvaluator]:
@@ -455,13 +454,9 @@ def _lowered(
     if named.examples:
         symbolic = lowerings_of(named.fusion, named.examples, named.assumed, should_merge, options)
         (first,) = symbolic.made
-        told = Overlap(first.host, ("left as it is: it has symbolic extents",))
-        found = told if options_from_environment(options).overlap != "never" else None
-        return Program(first.fusion, first.segments, first.host, options, symbolic, overlap=found)
-    lowered = hir_lowering.lower(named.fusion, should_merge, options=options)
-    found, chosen = None, options_from_environment(options)
-    if chosen.overlap != "never":
-        lowered, found = overlap.find(lowered, should_merge, chosen)
-    fusion, parts, host = lowered
+        why = "it has symbolic extents"
+        left = overlap.left(first.host, why, options_from_environment(options))
+        return Program(first.fusion, first.segments, first.host, options, symbolic, overlap=left)
+    (fusion, parts, host), found = overlap.lower(named.fusion, should_merge, options)
     segments = segments_of(fusion, parts, host, options)
     return Program(fusion, segments, host, options, overlap=found)
