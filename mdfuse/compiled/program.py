@@ -446,22 +446,25 @@ def compile(
         )
     named = definition.named
     key = should_merge, options, None if options else environment()
-    return program_of(named, key, lambda s: _lowered(s, options, should_merge))
+    return program_of(named, key, lambda s: lowered(s, options, should_merge))
 
 
-def _lowered(
-    named: NamedDefinition, options: Options | None, should_merge: ShouldMerge | None
+def lowered(
+    named: NamedDefinition,
+    options: Options | None = None,
+    should_merge: ShouldMerge | None = None,
 ) -> Program:
+    """Return the program of a definition, lowered anew; see `compile`."""
     if named.examples:
         symbolic = lowerings_of(named.fusion, named.examples, named.assumed, should_merge, options)
         (first,) = symbolic.made
         told = Overlap(first.host, ("left as it is: it has symbolic extents",))
         found = told if options_from_environment(options).overlap != "never" else None
         return Program(first.fusion, first.segments, first.host, options, symbolic, overlap=found)
-    lowered = hir_lowering.lower(named.fusion, should_merge, options=options)
+    parts_of = hir_lowering.lower(named.fusion, should_merge, options=options)
     found, chosen = None, options_from_environment(options)
     if chosen.overlap != "never":
-        lowered, found = overlap.find(lowered, should_merge, chosen)
-    fusion, parts, host = lowered
+        parts_of, found = overlap.find(parts_of, should_merge, chosen)
+    fusion, parts, host = parts_of
     segments = segments_of(fusion, parts, host, options)
     return Program(fusion, segments, host, options, overlap=found)
