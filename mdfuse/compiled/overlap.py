@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from mdfuse import hir_lowering
-from mdfuse.config import Options, options_from_environment
+from mdfuse.config import Options, backend_choice, options_from_environment
 from mdfuse.hir.passes import raise_posts
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.graph import Fusion
@@ -237,10 +237,11 @@ def _nothing(fusion: Fusion) -> Iterator[str]:
 def _table(options: Options) -> tuple[Costs | None, float, list[str]]:
     """Return the table that counts, the error that a gain has to exceed, and what to tell."""
     is_measured = options.overlap == "measure"
+    usual = backend_choice(options.backend).usual
     if options.costs != HERE:
-        costs, error = named(options.costs)
+        costs, error = named(options.costs, usual)
         return costs, 0.0 if is_measured else error, []
-    table, told = here()
+    table, told = here(usual)
     if table is not None:
         return table.costs, 0.0 if is_measured else table.mean_error, told
     if is_measured:

@@ -445,12 +445,15 @@ def compile(
         )
     named = definition.named
     key = should_merge, options, None if options else environment()
-    return program_of(named, key, lambda s: _lowered(s, options, should_merge))
+    return program_of(named, key, lambda s: lowered(s, options, should_merge))
 
 
-def _lowered(
-    named: NamedDefinition, options: Options | None, should_merge: ShouldMerge | None
+def lowered(
+    named: NamedDefinition,
+    options: Options | None = None,
+    should_merge: ShouldMerge | None = None,
 ) -> Program:
+    """Return the program of a definition, lowered anew; see `compile`."""
     if named.examples:
         symbolic = lowerings_of(named.fusion, named.examples, named.assumed, should_merge, options)
         (first,) = symbolic.made
