@@ -67,13 +67,27 @@ def ours(bench: Bench) -> _Call:
     return lambda: run(*inputs)[0]
 
 
-def by_hand(bench: Bench, join: _Join = None) -> Callable[[Mapping[str, Tensor]], Tensor]:
-    """The layer as one function of its inputs, for parts of heads and hidden units."""
+def by_hand(
+    bench: Bench, join: _Join = None, enter: _Join = None
+) -> Callable[[Mapping[str, Tensor]], Tensor]:
+    """The layer as one function of its inputs, for parts of heads and hidden units.
+
+    Args:
+        bench: the layer.
+        join: of what the linear layers with split columns give.
+        enter: of what the others read, once where several read the same.
+    """
     case, rows = bench.case, {n for n, (*_, dim) in bench.case.linears().items() if dim == 1}
 
     def layer(w: Mapping[str, Tensor]) -> Tensor:
+        entered: list[Tensor] = []
+
         def dense(name: str, x: Tensor) -> Tensor:
             weight, bias = w[name], w.get(f"{name}_bias")
+            if enter is not None and name not in rows:
+                if not entered or entered[0] is not x:
+                    entered[:] = [x, enter(x)]
+                x = entered[1]
             if join is None or name not in rows:
                 return F.linear(x, weight, bias)
             y = join(F.linear(x, weight))
