@@ -28,13 +28,14 @@ _TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What is allowed on one GPU.
+    """What is allowed on GPUs.
 
     Attributes:
         times: contender -> mdfuse's time on the device, as a multiple of its.
         host_us: time of the host, for runs of `inputs` tensors; None: of any number.
         memory: at the peak, as a multiple of that of the compiled graph.
         error: as a multiple of that of the compiled layer.
+        on_ranks: several may communicate; else the limits are those of one.
     """
 
     times: Mapping[str, float]
@@ -42,6 +43,7 @@ class Limits:
     inputs: int | None
     memory: float = 1.05
     error: float = 1.1
+    on_ranks: bool = False
 
 
 _LIMITS = Limits(times={"compiled-graph": 1.02, "graph": 1.0}, host_us=25.0, inputs=12)
@@ -73,7 +75,7 @@ class Plan:
         options: mdfuse's; None: those of the environment.
         compiler: the backend of torch.compile.
         limits: what is allowed.
-        left_out: what torch's DTensor could not run, and why; filled while measuring.
+        left_out: what torch could not run or capture, and why; filled while measuring.
         is_sequence: each rank has some of the tokens of x.
     """
 
@@ -92,8 +94,8 @@ class Plan:
 
     @property
     def has_limits(self) -> bool:
-        """Communication is out of the picture, and times are a GPU's."""
-        return self.is_gpu and self.ranks.comm.size == 1
+        """Times are a GPU's, and communication is out of the picture, or meant."""
+        return self.is_gpu and (self.ranks.comm.size == 1 or self.limits.on_ranks)
 
 
 def bench(plan: Plan, case: Case) -> Bench:
@@ -270,7 +272,7 @@ def _peaks(plan: Plan, case: Case, ready: Mapping[str, Ready]) -> Iterator[Row]:
 
 
 def _errors(plan: Plan, case: Case, ready: Mapping[str, Ready]) -> Iterator[Row]:
-    for name in sorted(ready.keys() & {"eager", "compiled"}):
+    for name in sorted(ready.keys() & {"eager", "compiled", "ddp", "ddp-compiled"}):
         is_limited = plan.has_limits and name == "compiled"
         yield Row(
             name=f"{case.name}: error against float64",

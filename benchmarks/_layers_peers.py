@@ -79,14 +79,27 @@ def ours(bench: Bench) -> _Call:
 
 
 def by_hand(
-    bench: Bench, join: _Join = None, gather: Gather = as_it_is
+    bench: Bench, join: _Join = None, enter: _Join = None, gather: Gather = as_it_is
 ) -> Callable[[Mapping[str, Tensor]], Tensor]:
-    """The layer as one function of its inputs, for parts of heads and hidden units."""
+    """The layer as one function of its inputs, for parts of heads and hidden units.
+
+    Args:
+        bench: the layer.
+        join: of what the linear layers with split columns give.
+        enter: of what the others read, once where several read the same.
+        gather: of what linear layers read behind each norm.
+    """
     case, rows = bench.case, {n for n, (*_, dim) in bench.case.linears().items() if dim == 1}
 
     def layer(w: Mapping[str, Tensor]) -> Tensor:
+        entered: list[Tensor] = []
+
         def dense(name: str, x: Tensor) -> Tensor:
             weight, bias = w[name], w.get(f"{name}_bias")
+            if enter is not None and name not in rows:
+                if not entered or entered[0] is not x:
+                    entered[:] = [x, enter(x)]
+                x = entered[1]
             if join is None or name not in rows:
                 return F.linear(x, weight, bias)
             y = join(F.linear(x, weight))
@@ -125,7 +138,7 @@ def _gathered(x: Tensor) -> Tensor:
 
 def _eager(bench: Bench) -> _Call:
     if bench.is_sequence:
-        return partial(by_hand(bench, _scattered, _gathered), bench.parts)
+        return partial(by_hand(bench, _scattered, gather=_gathered), bench.parts)
     join = _reduced if bench.ranks.comm.size > 1 else None
     return partial(by_hand(bench, join), bench.parts)
 
@@ -147,7 +160,9 @@ def _compiled(bench: Bench) -> _Call:
         return whole[None]
 
     is_split = bench.ranks.comm.size > 1
-    layer = by_hand(bench, join if is_split else None, gather if bench.is_sequence else as_it_is)
+    layer = by_hand(
+        bench, join if is_split else None, gather=gather if bench.is_sequence else as_it_is
+    )
     compiled = torch.compile(layer, backend=bench.compiler, dynamic=False, fullgraph=True)
     return partial(compiled, dict(bench.parts))
 

@@ -126,6 +126,7 @@ def test_one_backend_alone_is_no_comparison(tmp_path: Path) -> None:
 
 
 LAYERS = str(ROOT / "benchmarks" / "layers.py")
+TRAINING = str(ROOT / "benchmarks" / "training.py")
 ON_CPUS = ("--device", "cpu", "--small", "--compiler", "aot_eager", "--rounds", "2")
 
 
@@ -155,8 +156,7 @@ def test_layers_agree_with_float64(tmp_path: Path, ranks: int) -> None:
 
 def test_training_steps_agree_with_float64(tmp_path: Path) -> None:
     """The benchmark ends with an error where a contender's step is wrong."""
-    script = str(ROOT / "benchmarks" / "training.py")
-    done = run(tmp_path, script, *ON_CPUS, "--model", "llama3-8b", "minilm", "--output", "a.json")
+    done = run(tmp_path, TRAINING, *ON_CPUS, "--model", "llama3-8b", "minilm", "--output", "a.json")
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "a.json").read_text())["rows"]
     names = [(row["name"], row["alternative"]) for row in rows]
@@ -167,6 +167,34 @@ def test_training_steps_agree_with_float64(tmp_path: Path) -> None:
     assert len(errors) == 4
     for row in errors:
         assert 0 < row["ours"]["median"] < 1e-4 and 0 < row["against"]["median"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("style", "layers", "peers"),
+    [("dp", 2, ["unbucketed", "ddp", "ddp-compiled"]), ("tp", 1, ["eager", "compiled"])],
+)
+def test_training_steps_on_ranks_agree_with_float64(
+    tmp_path: Path, style: str, layers: int, peers: list[str]
+) -> None:
+    """So do those of `DistributedDataParallel`, and those with all-reduces by hand."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
+    started = (*torchrun, "--nproc-per-node", "2", TRAINING, *ON_CPUS, "--parallel", style)
+    done = run(tmp_path, *started, "--layers", str(layers), "--output", "a.json")
+    assert done.returncode == 0, done.stderr
+    stored = json.loads((tmp_path / "a.json").read_text())
+    assert (stored["world"]["ranks"], stored["world"]["layers"]) == (2, layers)
+    assert not stored["world"]["left_out"]
+    times = [row for row in stored["rows"] if row["name"].endswith("time")]
+    assert [row["alternative"] for row in times] == peers
+    errors = [row for row in stored["rows"] if row["measured"] == "relative error"]
+    assert len(errors) == 2
+    for row in errors:
+        assert 0 < row["ours"]["median"] < 1e-4 and 0 < row["against"]["median"] < 1e-4
+
+
+def test_one_rank_shares_no_step(tmp_path: Path) -> None:
+    done = run(tmp_path, TRAINING, *ON_CPUS, "--parallel", "dp")
+    assert done.returncode == 1 and "--parallel tp is for several ranks" in done.stderr
 
 
 @pytest.mark.parametrize(
