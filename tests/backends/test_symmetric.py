@@ -112,10 +112,11 @@ class World:
             CudaOutbox(words=w.data_ptr(), slots=m.data_ptr())
             for w, m in zip(self.words, self.memory, strict=True)
         ]
-        self.lanes = [FakeLane() for _ in (*team, *team)]
+        of_ranks = [[FakeLane() for _ in ("lane", "tell", "behind")] for _ in team]
+        self.lanes = [lane for lanes in of_ranks for lane in lanes]
         self.teams = [
-            CudaTeam(own=i, outboxes=outboxes, lane=lane, behind=self.lanes[len(team) + i])
-            for i, lane in enumerate(self.lanes[: len(team)])
+            CudaTeam(own=i, outboxes=outboxes, lane=lane, tell=tell, behind=behind)
+            for i, (lane, tell, behind) in enumerate(of_ranks)
         ]
         self.works: list[Any] = []
         self.shown = 0

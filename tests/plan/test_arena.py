@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from itertools import combinations
+from types import SimpleNamespace
+from typing import Any
 
 import networkx as nx
 import pytest
@@ -12,7 +14,9 @@ import mdfuse as mf
 from mdfuse import DeviceMesh, Shard, Stream, hir
 from mdfuse.hir.program import HostProgram
 from mdfuse.hir.projection import project
+from mdfuse.layouts.call import Call
 from mdfuse.plan.arena import Arena, arena
+from mdfuse.plan.build import build
 
 
 def layers(count: int, chunks: int, streamed: bool) -> HostProgram:
@@ -102,9 +106,7 @@ def test_places_are_used_again_in_order(streamed: bool, chunks: int, rank: int) 
 
 
 def test_memory_does_not_grow_with_layers() -> None:
-    few, many = (
-        arena(project(layers(n, 8, True), 0).written_out).size for n in (2, 8)
-    )
+    few, many = (arena(project(layers(n, 8, True), 0).written_out).size for n in (2, 8))
     assert many == few
 
 
@@ -124,3 +126,28 @@ def test_outputs_and_empty_buffers_have_no_place() -> None:
         """
     )
     assert arena(project(program, 1).written_out) == Arena((None, 0, None), 512)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "symmetric"])
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_a_rank_reads_its_own_shard_where_it_lies(backend: str, pieces: int) -> None:
+    """In rings that gather and that scatter; also where what is sent has a place of its own."""
+    mesh = DeviceMesh.arange(tp=2)
+    around = Stream(0, 2 * pieces, rotate="tp")
+    with mf.FusionDefinition("rings") as fd:
+        x = fd.define_tensor([8, 4], mesh=mesh, layout={"tp": Shard(0)})
+        w = fd.define_tensor([4, 6], mesh=mesh, layout={"tp": Shard(1)})
+        v = fd.define_tensor([6, 4], mesh=mesh, layout={"tp": Shard(0)})
+        whole = fd.ops.set(x * 2).on(mesh, {}, stream=around)
+        h = (whole @ w).on(mesh, {"tp": Shard(1)}, stream=around)
+        fd.add_output((fd.ops.neg(h) @ v).on(mesh, {"tp": Shard(0)}, stream=around))
+    program = mf.compile(fd, mf.Options(backend=backend))
+    inputs = [torch.empty(4, 4), torch.empty(4, 3), torch.empty(3, 4)]
+    for rank in (0, 1):
+        plan = build(project(program.host, rank), unused, torch.device("cpu"), False, inputs)
+        assert sum(step.op == "same" for step in plan.steps) == 2 * pieces
+
+
+def unused(call: Call) -> Any:
+    """Stand for what posts a call of a plan that does not run."""
+    return SimpleNamespace(prepare=lambda *given: None)

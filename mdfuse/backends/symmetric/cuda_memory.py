@@ -149,9 +149,9 @@ class CudaLane:
         signature = _pointer, _address, _number, _number
         self._write = driver_function(library.cuStreamWriteValue32_v2, *signature)
         self._wait = driver_function(library.cuStreamWaitValue32_v2, *signature)
-        by_reference, number = ctypes.POINTER(ctypes.c_int), ctypes.POINTER(_address)
+        status, found = ctypes.POINTER(ctypes.c_int), ctypes.POINTER(_address)
         self._capture = driver_function(
-            library.cuStreamGetCaptureInfo_v2, _pointer, by_reference, number, *[_pointer] * 3
+            library.cuStreamGetCaptureInfo_v2, _pointer, status, found, *[_pointer] * 3
         )
 
     def begin(self) -> None:

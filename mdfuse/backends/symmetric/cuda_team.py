@@ -1,8 +1,8 @@
 """Moves between memories of GPUs, all queued on one stream of the team.
 
 The host waits for nothing. Where a rank does not come, the stream stands still, and the watchdog
-says so: each post is noted, and marked behind its last move. Waits for those who read what this
-rank shows have a stream of their own, so that no move waits for them.
+says so: each post is noted, and marked behind its last move. What this rank shows it tells on a
+stream of its own, and waits for its readers on another one, so that no move waits for that.
 """
 
 from __future__ import annotations
@@ -38,12 +38,14 @@ class CudaTeam:
         own: this rank's index.
         outboxes: of all members.
         lane: where moves are queued.
+        tell: where words are queued that tell readers what is shown.
         behind: where waits for readers are queued.
     """
 
     own: int
     outboxes: Sequence[CudaOutbox]
     lane: Lane
+    tell: Lane
     behind: Lane
     #: word -> what waits until its reader has taken what was shown last, and in which capture
     _taken: dict[int, tuple[int, Callable[[], None]]] = field(default_factory=dict, init=False)
@@ -114,15 +116,17 @@ class CudaTeam:
         """
         if not shows:
             return None
-        lane, behind, era = self.lane, self.behind, self.lane.era()
+        tell, behind = self.tell, self.behind
+        tell.begin()
+        era = tell.era()
         words = self.outboxes[self.own].words
         for show in shows:
             before, taken = self._taken.pop(show.word, (era, None))
             if taken is not None and before == era:  # else all of that time has come together
-                lane.make(taken)
-            lane.wait(words + WORD * show.word, 0)
-            lane.write(words + WORD * show.word, show.tag)
-        behind.make(lane.end())
+                tell.make(taken)
+            tell.wait(words + WORD * show.word, 0)
+            tell.write(words + WORD * show.word, show.tag)
+        behind.make(tell.end())
         for show in shows:
             behind.wait(words + WORD * show.word, 0)
         sent = behind.end()

@@ -222,10 +222,10 @@ class CudaProvider:
             CudaOutbox(words=w, slots=self._heap.open(card.device))
             for w, (_, card) in zip(seen, found, strict=True)
         )
-        lanes = [CudaLane(self._device, self._heap.number) for _ in ("moves", "behind")]
-        stream = lanes[0].stream
+        lane, tell, behind = (CudaLane(self._device, self._heap.number) for _ in range(3))
+        stream = lane.stream
         return CudaOutboxes(
-            queue=CudaTeam(own=own, outboxes=outboxes, lane=lanes[0], behind=lanes[1]),
+            queue=CudaTeam(own=own, outboxes=outboxes, lane=lane, tell=tell, behind=behind),
             heap=self._heap,
             sites=Sites(
                 own=own,

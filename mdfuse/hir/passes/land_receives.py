@@ -95,7 +95,7 @@ class _Uses:
         if not is_plain or copy.fn != "set" or copy.order is not None or free.op != "free":
             return None
         (into,) = copy.outputs
-        if into in self.program.outputs or not self._alike(got, into):
+        if not self._alike(got, into):
             return None
         made = self.of_name[into][0]
         view = made if made > uses[0] else None
