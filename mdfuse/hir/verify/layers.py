@@ -10,10 +10,9 @@
 
 Layers are runs of instructions that are the same but for names. A name of a layer is its own, one
 of the layer before, an input that this layer alone reads, or the same in all layers, which then
-only read it. So each pair of layers in a row is like the first two, and what happens in between is, too:
-what is ordered, written, freed, and posted there is so everywhere. What a layer does to what all
-layers read is behind what the first one did to it, and before what comes behind the last one, since
-layers use the same streams.
+only read it. So each pair of layers in a row is like the first two: what is ordered, written, freed
+and posted there is so everywhere. What a layer does to what all layers read is behind what the
+first one did to it, and before what comes behind the last one, since layers use the same streams.
 """
 
 from __future__ import annotations

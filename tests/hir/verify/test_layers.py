@@ -140,7 +140,7 @@ def test_faults_in_layers(make: Callable[[], HostProgram]) -> None:
     """The verdict is the one on the program as it is, also where all layers have one fault."""
     program = make()
     short = without_repeated(program)
-    assert short is not None and len(short) < len(program) * 3 / 4
+    assert short is not None and len(short) < len(program)
     assert is_right(program, False)
     drawn = random.Random(0).sample(spoiled(program), 60)
     verdicts = [(is_right(p, False), is_right(p, True)) for p in drawn]
