@@ -363,6 +363,11 @@ class HostProgram:
         return project(self, rank)
 
     @cached_property
+    def blocks(self) -> Mapping[str, Instruction]:
+        """Its blocks by name; see `mdfuse.hir.calls`."""
+        return {i.fn: i for i in self.instructions if i.op == "block"}
+
+    @cached_property
     def near(self) -> Mapping[DeviceMesh | None, list[int]]:
         """Mesh -> positions of the instructions that its ranks may execute; None: all ranks."""
         from mdfuse.hir.projection import near
