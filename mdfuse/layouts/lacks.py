@@ -31,10 +31,18 @@ _Rows = list[tuple[Any, Any]]
 
 
 def worst_lack(source: Layout, destination: Layout, shape: tuple[int, ...], copies: int = 0) -> int:
-    """Return the most elements that a rank needs from others.
+    """Return the most elements that a rank needs from others; see `lacks`."""
+    return lacks(source, destination, shape, copies)[0]
+
+
+def lacks(
+    source: Layout, destination: Layout, shape: tuple[int, ...], copies: int = 0
+) -> tuple[int, int]:
+    """Return how many elements ranks need from others: at most, and `UNIT` times on average.
 
     A rank that has no part of the source lacks all that it needs. All ranks are looked at, by array
-    operations: thousands of them take some tens of microseconds.
+    operations: thousands of them take some tens of microseconds. Where a run chooses the extents,
+    or there are chunks, the average is taken to be the most.
 
     Args:
         source: what ranks hold.
@@ -43,8 +51,15 @@ def worst_lack(source: Layout, destination: Layout, shape: tuple[int, ...], copi
         copies: how many more copies of all that it needs a rank receives.
     """
     if is_special(source, destination, shape):
-        return max((0, *_one_by_one(source, destination, shape, copies)))
-    return int(np.max(_lack(source, destination, shape, copies)))
+        worst = max((0, *_one_by_one(source, destination, shape, copies)))
+        return worst, UNIT * worst
+    return most_and_mean(_lack(source, destination, shape, copies))
+
+
+def most_and_mean(found: Any) -> tuple[int, int]:
+    """Return the largest of some numbers of elements, and `UNIT` times their average."""
+    found = np.asarray(found)
+    return int(found.max()), UNIT * int(found.sum()) // found.size
 
 
 def _lack(source: Layout, destination: Layout, shape: tuple[int, ...], copies: int) -> Any:

@@ -9,10 +9,7 @@ from functools import cached_property
 from itertools import combinations, count, permutations, product
 
 from mdfuse.layouts.hosts import rings
-from mdfuse.layouts.lacks import (
-    UNIT,
-    dearer,
-)
+from mdfuse.layouts.lacks import UNIT
 from mdfuse.layouts.layout import IDEMPOTENT, Partial, Replicate, Shard, commute
 from mdfuse.reshard.clock import nanoseconds
 from mdfuse.reshard.costs import Costs, Move, Node
@@ -172,7 +169,21 @@ class Search(Costs):
             return None
         found = (move for move in self.along(self.start, changed[0]) if move.after == self.end)
         move = next(found, None)
-        return (self.start, move) if move is not None else None
+        if move is None or (move.kind == "Allgather" and self.pads(move, self.start)):
+            return None
+        return self.start, move
+
+    def pads(self, move: Move, here: Node) -> bool:
+        """Whether much of what a collective moves is padding: an exchange may bring less."""
+        if move.kind not in ("Allgather", "ReduceScatter") or move.dim is None:
+            return False
+        axes = max(here.splits[move.dim], move.after.splits[move.dim], key=len)
+        return self.is_coarse(move.dim, axes)
+
+    def is_coarse(self, dim: int, axes: tuple[int, ...]) -> bool:
+        """Whether padding is over 1/64 of a dim."""
+        n = self.shape[dim]
+        return type(n) is int and -n % self.count(axes) * 64 > n
 
     # -- the search ------------------------------------------------------------------------------
 
@@ -226,7 +237,9 @@ class Search(Costs):
             rest = self.to_go(here) - self.least(move.after)
             return max(rest, nanoseconds(1, 0, 0, self.itemsize))
         arrives = UNIT * self.part(move.after) * (self.count(tuple(self.ops)) - 1)
-        return nanoseconds(1, arrives, 0, self.itemsize) if self.is_timed else dearer(arrives)
+        if self.is_timed:
+            return nanoseconds(1, arrives, 0, self.itemsize)
+        return self.dearer(self.weighed(arrives, self.shared(here)))
 
     def settled(
         self, here: Node, spent: int, path: tuple[tuple[Node, Move], ...]
@@ -254,9 +267,9 @@ def _joined(node: Node, dim: int, n: int) -> Node:
 def _effort(move: Move, path: tuple[tuple[Node, Move], ...]) -> int:
     """Return the weight of a step, which decides between paths of equal bytes.
 
-    Two collectives come before one Exchange, which comes before a collective whose result is
-    sliced (some ranks then receive what they throw away).
+    One along several axes comes before two, two collectives before one Exchange, which comes before
+    a collective whose result is sliced (some ranks then receive what they throw away).
     """
     if move.kind in ("slice", "term"):
-        return 3 if any(m.kind not in ("slice", "term") for _, m in path) else 1
-    return 3 if move.kind in ("Exchange", "ReduceExchange") else 1
+        return 6 if any(m.kind not in ("slice", "term") for _, m in path) else 2
+    return 6 if move.kind in ("Exchange", "ReduceExchange") else 2 + (len(move.axes) > 1)
