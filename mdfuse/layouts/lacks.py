@@ -298,9 +298,18 @@ def arriving(kind: str, n: int, before: int, after: int) -> int:
     return UNIT * -(-(2 if kind == "Allreduce" else 1) * before * (n - 1) // n)
 
 
+def weighed(worst: int, average: int) -> int:
+    """Return a cost of what arrives at the worst rank, and at all of them on average.
+
+    >>> weighed(10, 10), weighed(10, 5)
+    (10, 9)
+    """
+    return (4 * worst + average) // 5
+
+
 def dearer(cost: int) -> int:
-    """Return the cost of a ReduceExchange: collectives that bring an eighth more are preferred."""
-    return cost * 9 // 8
+    """Return the cost of a ReduceExchange: collectives that cost 1/64 more are preferred."""
+    return cost * 65 // 64
 
 
 def part_size(layout: Layout, shape: tuple[int, ...]) -> int:

@@ -34,6 +34,7 @@ from mdfuse.layouts.lacks import (
     length,
     most_and_mean,
     shared,
+    weighed,
 )
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
 from mdfuse.layouts.side import Side
@@ -202,11 +203,11 @@ class Costs:
     def weighed(self, worst: int, average: int) -> int:
         """Return a cost of what arrives at the worst rank, and at all of them on average."""
         is_worst_alone = self.is_worst_alone or self.is_timed
-        return worst if is_worst_alone else (4 * worst + average) // 5
+        return worst if is_worst_alone else weighed(worst, average)
 
     def dearer(self, cost: int) -> int:
-        """Return the cost of a ReduceExchange: collectives that cost 1/64 more are preferred."""
-        return dearer(cost) if self.is_worst_alone else cost * 65 // 64
+        """Return the cost of a ReduceExchange: collectives that cost little more are preferred."""
+        return cost * 9 // 8 if self.is_worst_alone else dearer(cost)
 
     def exchange(self, here: Node, after: Node) -> int:
         """Return what an exchange costs, which reduces what is to be reduced."""

@@ -155,7 +155,8 @@ class Search(Costs):
     def direct(self) -> tuple[Node, Move] | None:
         """The row of the table for a change along one axis, innermost before and after; else None.
 
-        Where it reduces, ranks that hold the same along another axis could share that work.
+        Where it reduces, ranks that hold the same along another axis could share that work. Few
+        rows that several axes split are not gathered with padding.
         """
         pairs = enumerate(zip(self.source.placements, self.goal.placements, strict=True))
         changed = [a for a, (p, q) in pairs if p != q]
@@ -169,7 +170,10 @@ class Search(Costs):
             return None
         found = (move for move in self.along(self.start, changed[0]) if move.after == self.end)
         move = next(found, None)
-        if move is None or (move.kind == "Allgather" and self.pads(move, self.start)):
+        is_alone = sum(n > 1 for n in self.sizes) == 1
+        if move is None or (
+            move.kind == "Allgather" and not is_alone and self.pads(move, self.start)
+        ):
             return None
         return self.start, move
 
