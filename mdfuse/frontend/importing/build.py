@@ -18,6 +18,7 @@ from mdfuse.frontend.grad import recompute
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.importing.capture import Captured
 from mdfuse.frontend.importing.constants import as_value, is_made
+from mdfuse.frontend.importing.drawn import Context, draws
 from mdfuse.frontend.importing.fold import Folded
 from mdfuse.frontend.importing.indices import ramp_of
 from mdfuse.frontend.importing.joined import RULES, Joined
@@ -30,8 +31,6 @@ from mdfuse.frontend.importing.table import (
     ROWS,
     TABLE,
     VIEWS,
-    Context,
-    draws,
     is_known,
 )
 from mdfuse.frontend.importing.views import Views
