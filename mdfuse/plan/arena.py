@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from mdfuse.extents.extent import is_symbolic
 from mdfuse.hir.instructions import POSTS
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.storage import storage
@@ -135,7 +136,7 @@ class _Walk:
             return
         type_ = self.program.types[name]
         size = math.prod(type_.local_shape(self.rank)) * type_.dtype.itemsize
-        if not size or self.root(name) in self.kept:
+        if is_symbolic(size) or not size or self.root(name) in self.kept:
             self.offsets.append(None)
             return
         place = self.place(-(-size // _ALIGNED) * _ALIGNED)

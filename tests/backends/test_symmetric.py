@@ -557,6 +557,18 @@ def test_staging_is_explained_where_posts_name_it() -> None:
     assert "staging" not in mf.compile(fd, mf.Options(backend="gloo")).explain()
 
 
+@pytest.mark.parametrize("rows", [8, -1], ids=["a number", "an extent"])
+def test_arenas_are_explained(rows: int) -> None:
+    mesh = mf.DeviceMesh.arange(tp=2)
+    with mf.FusionDefinition("gather") as fd:
+        x = fd.define_tensor([rows, 1024], mesh=mesh, layout={"tp": mf.Shard(0)})
+        fd.add_output(fd.ops.set(x + 1.0).on(mesh, {}))
+    told = mf.compile(fd, mf.Options(backend="symmetric")).explain()
+    found = [line.strip() for line in told.splitlines() if "arena" in line]
+    is_known = rows > 0
+    assert found == ["arena: 16 KiB of a GPU for what the others copy from rank 0"] * is_known
+
+
 def test_a_wait_tells_the_allocator_of_its_stream() -> None:
     """What was packed on a stream that posts is freed behind the one that waits."""
     done: list[str] = []
