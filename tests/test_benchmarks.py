@@ -248,6 +248,36 @@ def test_overlap_on_ranks(tmp_path: Path, backend: str) -> None:
     check_ideal(stored["rows"], "communication", {"gloo", "compiled"})
 
 
+PIPELINES = str(ROOT / "benchmarks" / "pipelines.py")
+
+
+@pytest.mark.parametrize("what", ["naps", "layers"])
+def test_pipelines_beside_tables_and_torch(tmp_path: Path, what: str) -> None:
+    """The benchmark ends with an error where a result is wrong."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
+    started = (*torchrun, "--nproc-per-node", "2", PIPELINES, what, "--device", "cpu", "--small")
+    few = ("--rounds", "2", "--layers", "1", "--compiler", "eager", "--output", "a.json")
+    done = run(tmp_path, *started, *few, "--microbatches", "2" if what == "layers" else "4")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    found = {(row["name"], row["alternative"]): row["rounds"] for row in rows}
+    if (
+        what == "naps"
+    ):  # of 1 ms: forwards and both halves of backwards of 4 microbatches, idle time
+        slots = {"gpipe": 15, "1f1b": 15, "interleaved": 27, "zb1p": 13, "zbv": 25, "dualpipev": 26}
+        for name, count in slots.items():
+            times = found[f"sleeping stages, {name}: time", "table"]
+            assert times["against"] == pytest.approx([count * 1e6] * 2)
+            assert min(times["ours"]) > (24e6 if count > 24 else 12e6)  # what a rank works
+        return
+    peers = {"gpipe": {"torch", "torch, compiled"}, "1f1b": {"torch", "torch, compiled"}}
+    for name, others in {**peers, "zb1p": {"torch"}}.items():
+        for peer in others:
+            assert min(found[f"llama3-8b, {name}: time", peer]["ours"]) > 0
+        assert min(found[f"llama3-8b, {name}: bubble", "formula"]["against"]) > 0
+    assert len(found) == 8
+
+
 @pytest.fixture
 def layers_models(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
