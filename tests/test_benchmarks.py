@@ -77,6 +77,10 @@ def test_reshards_are_near_the_bound(tmp_path: Path) -> None:
     means = {row["group"]: row["mean"] for row in stored["rows"]}
     assert means["no Partial"] == means["Partial that stays"] == 1.0
     assert 1.0 < means["Partial, reduced"] <= 1.05
+    assert means["blocks; no Partial"] == means["blocks; Partial that stays"] == 1.0
+    assert 1.0 < means["blocks; Partial, reduced"] <= 1.06
+    reachable = {row["group"]: row["reachable"] for row in stored["rows"]}
+    assert means["Partial, reduced"] == pytest.approx(reachable["Partial, reduced"])
     for row in stored["rows"]:
         assert row["more_than_dtensor"] == 0 and row["total"] <= 1.03
         assert all(pair in done.stdout for _, pair, _ in row["worst"])
