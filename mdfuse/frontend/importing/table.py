@@ -304,7 +304,9 @@ TABLE: dict[str, Call] = {
     **{f"aten.adaptive_max_pool{n}d.default": images.adaptive_max(n) for n in (1, 2, 3)},
     **{f"aten.upsample_{mode}{n}d.vec": images.resized(mode)
        for mode, n in (("nearest", 1), ("nearest", 2), ("nearest", 3), ("linear", 1),
-                       ("bilinear", 2), ("trilinear", 3))},
+                       ("bilinear", 2), ("trilinear", 3), ("bicubic", 2))},
+    **{f"aten._upsample_{mode}2d_aa.vec": images.resized(mode, antialias=True)
+       for mode in ("bilinear", "bicubic")},
     "aten.grid_sampler.default": images.grid_sample,
     "aten.affine_grid_generator.default": images.affine_grid,
     "aten.channel_shuffle.default": images.channel_shuffle,
