@@ -180,7 +180,7 @@ class Costs:
             made = sum(self._bytes(*kernel) for kernel in found)
             made += self.switch_s * max(0, len(found) + len(inner) - 1)
             return sum((self._work(program, j) for j in inner), start=made)
-        moved = nbytes(program, i) / self.bandwidth if len(inner) < len(i.body) else 0.0
+        moved = sum(size for size, _ in kernels(program, i)) / self.bandwidth
         return max(self.launch_s, moved + sum(self._modelled(program, j) for j in inner))
 
     def _bytes(self, size: int, dtype: str) -> float:
