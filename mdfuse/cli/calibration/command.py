@@ -25,7 +25,7 @@ from mdfuse.cli.calibration.subjects import (
     ways,
 )
 from mdfuse.cli.report import size_text, time_text, titled
-from mdfuse.config import BETWEEN_MESHES
+from mdfuse.config import BETWEEN_MESHES, options_from_environment
 from mdfuse.errors import BackendError, ProgramError
 from mdfuse.interpreter.garbage import quick_collections
 from mdfuse.plan.progress import progress
@@ -109,9 +109,13 @@ _BESIDES = "symmetric"
 
 
 def carriers(comm: Communicator, told: Callable[[str], object]) -> Backends:
-    """Return the backends that are measured, and the options that name them; all ranks call it."""
+    """Return the backends that are measured, and the options that name them; all ranks call it.
+
+    A backend that MDFUSE_BACKEND names is measured alone.
+    """
     found: Backends = {None: replace(OPTIONS, backend=comm.backend)}
-    if comm.size == 1 or comm.backend == _BESIDES or not detect(os.environ).is_one_host:
+    is_named = options_from_environment().backend != "auto"
+    if comm.size == 1 or is_named or not detect(os.environ).is_one_host:
         return found
     try:
         comm.open([_BESIDES])

@@ -86,6 +86,26 @@ def test_products_beside_communications(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.usefixtures("unjoined")
+def test_symmetric_is_measured_where_no_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MDFUSE_BACKEND", raising=False)
+    comm, told = mf.init(), list[str]()
+    monkeypatch.setattr(comm, "size", 2)
+    monkeypatch.setattr(comm, "open", lambda names: None)
+    found = command.carriers(comm, told.append)
+    assert [*found] == [None, "symmetric"] and found[None].backend == comm.backend
+    assert found["symmetric"].backend == f"{comm.backend}, x=symmetric, meshes=symmetric"
+
+    def cannot(names: list[str]) -> None:
+        raise mf.BackendError("rank 1 cannot use symmetric", because="it is on another planet")
+
+    monkeypatch.setattr(comm, "open", cannot)
+    assert [*command.carriers(comm, told.append)] == [None]
+    assert told == ["symmetric is left out: it is on another planet"]
+    monkeypatch.setenv("MDFUSE_BACKEND", comm.backend)
+    assert [*command.carriers(comm, told.append)] == [None] and len(told) == 1
+
+
+@pytest.mark.usefixtures("unjoined")
 def test_what_a_change_of_work_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock where a run takes 3, its work 16 or 8, and both of them 5, 6, 7 or 60 more."""
     found = measuring.Measurements(mf.init(), TINY)
