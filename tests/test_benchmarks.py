@@ -534,6 +534,34 @@ def test_layers_on_two_gpus_that_the_page_shows() -> None:
             assert float(cell.split()[0]) == pytest.approx(row["figure"]["median"], abs=0.0006)
 
 
+def test_overlap_on_two_gpus_that_the_page_shows() -> None:
+    file = json.loads((ROOT / "benchmarks" / "results" / "overlap-symmetric-2.json").read_text())
+    found = {(row["name"], row["alternative"]): row for row in file["rows"]}
+    rows = shown("rows, inner, columns", "torch, fused")
+    assert len(rows) == 8
+    for shape, ours, *ratios in rows:
+        peers = ("ideal", "nccl", "compiled", "torch, fused")
+        for cell, peer in zip(ratios, peers, strict=True):
+            row = found[f"{shape}: time", peer]
+            assert time_of(ours) == pytest.approx(row["ours"]["median"], rel=0.005)
+            assert float(cell.split()[0]) == pytest.approx(row["figure"]["median"], abs=0.0006)
+
+
+def test_layers_whose_tokens_are_split_that_the_page_shows() -> None:
+    file = json.loads((ROOT / "benchmarks" / "results" / "layers-sequence-2.json").read_text())
+    found = {(row["name"], row["alternative"]): row for row in file["rows"]}
+    ((layer, ours, *ratios),) = shown("with tokens split", "alone-graph")
+    for cell, peer in zip(ratios, ("alone-graph", "compiled-graph", "reduced-graph"), strict=True):
+        row = found[f"{layer}: GPU, queued", peer]
+        assert time_of(ours) == pytest.approx(row["ours"]["median"], rel=0.005)
+        assert float(cell.split()[0]) == pytest.approx(row["figure"]["median"], abs=0.0006)
+    peak = found[f"{layer}: memory at the peak", "alone-graph"]
+    assert (peak["ours"]["median"] >> 20, peak["against"]["median"] >> 20) == (480, 384)
+    assert found[f"{layer}: GPU, one call", "alone-graph"]["figure"]["median"] == pytest.approx(
+        1.09, abs=0.006
+    )
+
+
 def test_training_that_the_page_shows() -> None:
     file = json.loads((ROOT / "benchmarks" / "results" / "training-h200.json").read_text())
     found = {(row["name"], row["alternative"]): row for row in file["rows"]}
