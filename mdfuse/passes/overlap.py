@@ -155,9 +155,9 @@ def _chain(fusion: Fusion, a: Window, b: Window, place: dict[str, int]) -> Itera
     waiting = [x for e in b.exprs if e.op in PRODUCTS for x in e.reads]
     while waiting:
         made = fusion.producers.get(waiting.pop())
-        if made is None or made.output in between or made in a.exprs:
+        if made is None or made in a.exprs or not TABLE[made.op].is_elementwise:
             continue
-        if not TABLE[made.op].is_elementwise:
+        if len(made.outputs) > 1 or made.output in between:
             continue
         between[made.output] = made
         waiting += made.reads

@@ -27,6 +27,9 @@ _LOG = logging.getLogger("mdfuse.costs")
 #: What files say that they are.
 FORMAT = "mdfuse costs 1"
 
+#: The link of a single GPU, which has none.
+ALONE = "alone"
+
 #: Where tables are that ship with the package, in it.
 _SHIPPED = "seeing/tables"
 
@@ -86,7 +89,7 @@ def _gpu_link(is_one_host: bool) -> str:
     if not is_one_host:
         return "network"
     if torch.cuda.device_count() < 2:
-        return "alone"
+        return ALONE
     return "peer" if torch.cuda.can_device_access_peer(0, 1) else "host"
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from mdfuse.errors import ProgramError
-from mdfuse.seeing.cost_tables import FORMAT, CostTable, costs_of, found, machine_of, parsed
+from mdfuse.seeing.cost_tables import ALONE, FORMAT, CostTable, costs_of, found, machine_of, parsed
 from mdfuse.seeing.costs import H100, UNIT, Costs
 
 #: Tables that are not measured.
@@ -53,12 +54,18 @@ def _wrong(text: str, why: str) -> ProgramError:
     )
 
 
-def here() -> tuple[CostTable | None, list[str]]:
-    """Return the table of this machine, None where there is none, and why it is no other."""
+def here(may_be_alone: bool = False) -> tuple[CostTable | None, list[str]]:
+    """Return the table of this machine, None where there is none, and why it is no other.
+
+    Args:
+        may_be_alone: whether that of one such GPU counts where nobody measured links between them.
+    """
     is_gpu = torch.cuda.is_available()
     device = torch.device("cuda", 0) if is_gpu else torch.device("cpu")
     machine = machine_of(device, "nccl" if is_gpu else "gloo")
     table, told = found(machine, any_threads=True)
     if table is None:
         told = [*told, f"nothing was measured on {machine.text}"]
+        if is_gpu and may_be_alone:
+            table, _ = found(replace(machine, link=ALONE), any_threads=True)
     return table, told

@@ -154,6 +154,17 @@ def test_a_product_that_must_come_between_is_no_part() -> None:
     assert shown(hir_lowering.prepare(fd.fusion)) == ["set matmul matmul: "]
 
 
+def test_several_results_between_two_windows_are_no_chain() -> None:
+    with mf.FusionDefinition("several") as fd:
+        x = fd.define_tensor([16, 6], mesh=LINE, layout={"tp": Shard(0)})
+        w = fd.define_tensor([6, 8], mesh=LINE, layout={"tp": Shard(1)})
+        v = fd.define_tensor([4, 6], mesh=LINE, layout={})
+        y, _ = fd.ops.topk(fd.ops.set(x @ w).on(LINE, {"tp": Shard(0)}), 4)
+        fd.add_output(fd.ops.set(y @ v).on(LINE, {}))
+    found = hir_lowering.prepare(fd.fusion)
+    assert [w.split(":")[0] for w in shown(found)] == ["set matmul", "matmul set", "matmul set"]
+
+
 def test_side_by_side_in_the_order_that_is_left() -> None:
     """What stands between a set and its product goes before or after them."""
     with mf.FusionDefinition("apart") as fd:

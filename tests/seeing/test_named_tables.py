@@ -10,6 +10,7 @@ import torch
 
 import mdfuse as mf
 from mdfuse.seeing import H100, UNIT, Link
+from mdfuse.seeing.cost_tables import Machine
 from mdfuse.seeing.named_tables import here, named
 
 
@@ -60,3 +61,16 @@ def test_a_machine_without_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     assert table is None and len(told) == 1
     assert told[0].startswith("nothing was measured on ") and backend in told[0]
+
+
+def test_gpus_whose_links_nobody_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of one of them counts where that is asked for."""
+    machine = Machine(device="NVIDIA H200", link="peer", backend="nccl")
+    monkeypatch.setattr("mdfuse.seeing.cost_tables.folder", lambda: tmp_path)
+    monkeypatch.setattr("mdfuse.seeing.named_tables.machine_of", lambda *_: machine)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert here()[0] is None
+    table, told = here(may_be_alone=True)
+    assert table is not None and table.is_default
+    assert (table.machine.device, table.machine.link) == ("NVIDIA H200", "alone")
+    assert not table.costs.links and told == [f"nothing was measured on {machine.text}"]
