@@ -154,6 +154,28 @@ def test_a_product_that_must_come_between_is_no_part() -> None:
     assert shown(hir_lowering.prepare(fd.fusion)) == ["set matmul matmul: "]
 
 
+def test_rows_in_blocks_are_not_cut() -> None:
+    """Of a fused projection each rank has a part of each block; other dims are cut."""
+    blocks = Shard(0, blocks=(8, 4, 4))
+    with mf.FusionDefinition("blocks") as fd:
+        x = fd.define_tensor([16, 6], mesh=LINE, layout={"tp": blocks})
+        w = fd.define_tensor([6, 8], mesh=LINE, layout={"tp": Shard(0)})
+        v = fd.define_tensor([16, 8], mesh=LINE, layout={"tp": blocks})
+        fd.add_output(fd.ops.set(x @ fd.ops.set(w).on(LINE, {})).on(LINE, {}))
+        fd.add_output(fd.ops.linear(fd.ops.set(x).on(LINE, {}), w.T))
+        y = fd.ops.set(fd.ops.relu(w).T).on(LINE, {}) @ fd.ops.set(x).on(LINE, {}).T
+        fd.add_output(fd.ops.set(y).on(LINE, {"tp": Shard(1, blocks=(8, 4, 4))}) @ v)
+    fusion = hir_lowering.prepare(fd.fusion)
+    draw = torch.Generator().manual_seed(3)
+    shapes = [fusion.values[n].shape for n in fusion.inputs]
+    a, b, c = (torch.randint(-2, 3, n, generator=draw).float() for n in shapes)
+    found = list(in_forms(fusion))
+    assert found and len(overlap.windows(fusion)) > len({w for w, _, _ in found})
+    for _, _, streamed in found:
+        wants = [a @ b, a @ b, b.relu().T @ a.T @ c]
+        check_everywhere(program(streamed), [a, b, c], wants, exact=True)
+
+
 def test_several_results_between_two_windows_are_no_chain() -> None:
     with mf.FusionDefinition("several") as fd:
         x = fd.define_tensor([16, 6], mesh=LINE, layout={"tp": Shard(0)})
