@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from mdfuse import hir_lowering
-from mdfuse.config import Options, options_from_environment
+from mdfuse.config import Options, backend_choice, options_from_environment
 from mdfuse.hir.passes import raise_posts
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.graph import Fusion
@@ -239,17 +239,17 @@ def _nothing(fusion: Fusion) -> Iterator[str]:
 def _table(options: Options) -> tuple[Costs | None, float, list[str]]:
     """Return the table that counts, the error that a gain has to exceed, and what to tell."""
     is_measured = options.overlap == "measure"
-    told: list[str] = []
+    usual, told = backend_choice(options.backend).usual, list[str]()
     if options.costs != HERE:
-        costs, error = named(options.costs)
+        costs, error = named(options.costs, usual)
     else:
-        table, told = here(may_be_alone=True)
+        table, told = here(usual)
         if table is None and not is_measured:
             return None, 0.0, [*told, "left as it is: mdfuse calibrate writes a table of costs"]
         if table is None:
             return H100, 0.0, [*told, f"what is tried is chosen by {H100.name}"]
         costs, error = table.costs, table.mean_error
-    if not costs.links:
-        told = [*told, f"no links in {costs.name}: those of {H100.name} count"]
+    if not costs.links:  # which `here` says last
+        told = [*told[:-1], f"no links in {costs.name}: those of {H100.name} count"]
         costs = replace(costs, links=H100.links)
     return costs, 0.0 if is_measured else error, told

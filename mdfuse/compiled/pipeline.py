@@ -42,8 +42,8 @@ def pipeline(
     the sums, as an optimizer does. So results are those of `mf.compile`, up to the order of sums.
 
     On one mesh a loop does so, in the memory of one microbatch: gradient accumulation. On several,
-    which have no rank in common, each is a stage, or several, and a schedule says in which order
-    the stages go forwards and backwards: docs/pipelines.md.
+    each is a stage, or several, and a schedule says in which order the stages go forwards and
+    backwards: docs/pipelines.md. Where meshes share ranks, each has a stream on them.
 
     Args:
         definition: what is computed.
@@ -55,8 +55,8 @@ def pipeline(
         should_merge: as `mf.compile` takes it.
 
     Raises:
-        DefinitionError: no such input or dim; no whole number of microbatches; meshes that share
-            ranks; a value with a stream of its own; a schedule that these stages cannot have.
+        DefinitionError: no such input or dim; no whole number of microbatches; a value with a
+            stream of its own; a schedule that these stages cannot have.
         LoweringError: something needs the batch as a whole, as a sort along it would; a stage
             needs a sum over it, or the next mesh splits it otherwise.
 
@@ -149,11 +149,6 @@ def _checked(fusion: Fusion, count: int, batch: Mapping[str, int]) -> Batch:
     if len({*map(str, extents.values())}) > 1:
         because = ", ".join(f"%{name} has {n} rows" for name, n in extents.items())
         raise _wrong(fusion, f"batch={dict(batch)!r}", because, "name dims of one length")
-    meshes = dict.fromkeys(v.layout.mesh for v in fusion.values.values() if v.layout is not None)
-    ranks = [r for mesh in meshes for r in mesh.ranks]
-    if len({*ranks}) < len(ranks):
-        because = "stages run at the same time, each on ranks of its own"
-        raise _wrong(fusion, "meshes that share ranks", because, "one mesh, or disjoint ones")
     streams = [v.name for v in fusion.values.values() if v.layout is not None and v.layout.stream]
     if streams:
         because = "microbatches are the only loop of such a program"

@@ -27,9 +27,11 @@ from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.hir.capture import eager
 from mdfuse.hir.instructions import TRANSFERS
 from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.projection import project
 from mdfuse.hir.traffic import received
 from mdfuse.ir.graph import Fusion
 from mdfuse.passes.segmentation import ShouldMerge
+from mdfuse.plan.arena import arena
 from mdfuse.plan.runnable import Runnable
 from mdfuse.runs.arguments import has_dtensors
 from mdfuse.runs.extents import (
@@ -353,6 +355,11 @@ def _staging(host: HostProgram, options: Options | None) -> Iterator[str]:
             teams = len({*posted})
             sizes = " or ".join(f"{size_text(n)} of {of}" for of, n in staging.items())
             yield f"staging: {name} takes {sizes} memory of a rank for each team, at most {teams}"
+    if any(i.kwargs.get("memory") == "symmetric" for i in host.walk()):
+        first = host.meshes[0].ranks[0]
+        size = arena(project(host, first).written_out).size
+        if size:
+            yield f"arena: {size_text(size)} of a GPU for what the others copy from rank {first}"
 
 
 def _teams(host: HostProgram, backend: str | None) -> Iterator[object]:
@@ -445,12 +452,15 @@ def compile(
         )
     named = definition.named
     key = should_merge, options, None if options else environment()
-    return program_of(named, key, lambda s: _lowered(s, options, should_merge))
+    return program_of(named, key, lambda s: lowered(s, options, should_merge))
 
 
-def _lowered(
-    named: NamedDefinition, options: Options | None, should_merge: ShouldMerge | None
+def lowered(
+    named: NamedDefinition,
+    options: Options | None = None,
+    should_merge: ShouldMerge | None = None,
 ) -> Program:
+    """Return the program of a definition, lowered anew; see `compile`."""
     if named.examples:
         symbolic = lowerings_of(named.fusion, named.examples, named.assumed, should_merge, options)
         (first,) = symbolic.made

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import mdfuse as mf
-from mdfuse.seeing import H100, UNIT, Link
-from mdfuse.seeing.cost_tables import Machine
+from mdfuse.seeing import H100, UNIT, Costs, CostTable, Link
+from mdfuse.seeing.cost_tables import machine_of
 from mdfuse.seeing.named_tables import here, named
 
 
@@ -63,14 +64,25 @@ def test_a_machine_without_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert told[0].startswith("nothing was measured on ") and backend in told[0]
 
 
-def test_gpus_whose_links_nobody_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table of one of them counts where that is asked for."""
-    machine = Machine(device="NVIDIA H200", link="peer", backend="nccl")
+def test_a_table_of_one_rank_says_that_communications_take_no_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("mdfuse.seeing.cost_tables.folder", lambda: tmp_path)
-    monkeypatch.setattr("mdfuse.seeing.named_tables.machine_of", lambda *_: machine)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert here()[0] is None
-    table, told = here(may_be_alone=True)
-    assert table is not None and table.is_default
-    assert (table.machine.device, table.machine.link) == ("NVIDIA H200", "alone")
-    assert not table.costs.links and told == [f"nothing was measured on {machine.text}"]
+    is_gpu = torch.cuda.is_available()
+    machine = machine_of(torch.device("cuda" if is_gpu else "cpu"), "nccl" if is_gpu else "gloo")
+    one = CostTable(
+        costs=Costs(), machine=machine, ranks=1, date="2026-11-24", mean_error=0.0, p95_error=0.0
+    )
+    (tmp_path / "one.json").write_text(one.as_json())
+    table, told = here()
+    assert table is not None and len(told) == 1
+    assert "they are taken to take no time; mdfuse calibrate on several ranks" in told[0]
+    costs = Costs(links={"*": Link(1e-6), "symmetric: *": Link(2e-6)})
+    (tmp_path / "two.json").write_text(replace(one, ranks=2, costs=costs).as_json())
+    for backend, latency, count in (("auto", 1e-6, 0), ("symmetric", 2e-6, 0), ("mpi", 1e-6, 1)):
+        table, told = here(backend)
+        assert table is not None and table.costs.link("Send", "tp").latency_s == latency
+        assert len(told) == count
+    path = str(tmp_path / "two.json")
+    assert named(path, "symmetric")[0].link("Send", "tp").latency_s == 2e-6
+    assert named(path)[0].link("Send", "tp").latency_s == 1e-6
