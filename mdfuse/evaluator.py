@@ -23,6 +23,7 @@ from mdfuse.errors import BackendError, MdfuseError, ProgramError
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.ops import TABLE
 from mdfuse.ir.tensors import resolved
+from mdfuse.plan.arena import same_memory
 from mdfuse.plan.build import Plan, build
 from mdfuse.plan.fusing import Fuser
 from mdfuse.plan.index_checks import IndexChecks
@@ -96,6 +97,8 @@ class HostIrEvaluator:
     #: Tells this evaluator and its runs from others; all ranks make theirs in the same order.
     _tally: RunCount = field(default=_NOTHING, init=False, repr=False)
     _device_type: str = field(default="cpu", init=False, repr=False)
+    #: size -> memory for what others copy from where it lies
+    _arenas: dict[int, Tensor | None] = field(default_factory=dict, init=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -281,7 +284,7 @@ class HostIrEvaluator:
                     plan, problem = self._cached(arguments, out, communicator)
                     agree(self.program.name, problem, communicator)
                 except MdfuseError:
-                    self._forget()
+                    self.forget()
                     raise
         elif problem is None:
             plan, problem = self._cached(arguments, out, communicator)
@@ -318,7 +321,7 @@ class HostIrEvaluator:
         assert self._local is not None
         return build(
             self._local,
-            communicator.poster,
+            communicator.posters(self._tally.serial),
             communicator.device,
             options_from_environment(self.options).poison,
             arguments,
@@ -327,6 +330,7 @@ class HostIrEvaluator:
             tally=self._tally,
             checks=self._checks,
             fuse=self.fuser if self._may_compile(communicator) else None,
+            memory=partial(same_memory, self._arenas, communicator.arena),
         )
 
     @cached_property
@@ -405,14 +409,15 @@ class HostIrEvaluator:
             from mdfuse.runtime.communicator import init
 
             self.communicator = init(self.options)
-            self._forget()
+            self.forget()
         if not self.communicator.is_ready and self.communicates:
             self.communicator.settle()
         return self.communicator
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Make the next run a first one."""
         self._local, self._signature, self._last, self._again = None, None, _NO_RUN, never
+        self._arenas.clear()
         self._drop(self.plans.clear(self._number))
 
     # -- all ranks run, or none ------------------------------------------------------------------

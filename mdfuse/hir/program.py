@@ -265,10 +265,10 @@ class HostProgram:
     @cached_property
     def written_out(self) -> HostProgram:
         """A projection without loops, branches and aliases; see `mdfuse.hir.unroll`."""
-        from mdfuse.hir.passes import early_waits, late_waits
+        from mdfuse.hir.passes import early_waits, land_receives, late_waits
         from mdfuse.hir.unroll import write
 
-        return early_waits.run(late_waits.run(write(self)))
+        return land_receives.run(early_waits.run(late_waits.run(write(self))))
 
     @cached_property
     def meshes(self) -> tuple[DeviceMesh, ...]:
