@@ -130,13 +130,11 @@ class _Folded(Unrolled):
         found = super().posted(comm)
         if self.last is None or found == comm:
             return found
-        sides = {"source": comm.source, "destination": comm.destination}
-        spans = {
-            side: self.spanning(layout, comm.shape)
-            for side, layout in sides.items()
-            if layout.stream is not None
-        }
-        return replace(found, **{side: k for side, k in spans.items() if k is not None})
+        source, destination = (
+            (k.stream is not None and self.spanning(k, comm.shape)) or here
+            for k, here in ((comm.source, found.source), (comm.destination, found.destination))
+        )
+        return replace(found, source=source, destination=destination)
 
     def at(self, name: str, kind: BufferType, i: Instruction) -> BufferType:
         found = super().at(name, kind, i)
