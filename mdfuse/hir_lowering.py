@@ -12,6 +12,7 @@ from mdfuse.hir.emit.program import emit
 from mdfuse.hir.emit.sets import Orders
 from mdfuse.hir.passes import (
     assign_streams,
+    block_streams,
     cut_loops,
     group_heads,
     group_launches,
@@ -131,6 +132,8 @@ HOST_PASSES: tuple[tuple[str, HostPass], ...] = (
     # Needs the parts of loops, which begin on streams of their own, and the waits where they stay:
     # a stream that waits holds up what is queued behind.
     (assign_streams.name, assign_streams.run),
+    # Likewise, for blocks, which are in no loop.
+    (block_streams.name, block_streams.run),
     # Needs the streams: work of two streams is no unit.
     (group_launches.name, group_launches.run),
     # Last: the others move uses.

@@ -130,6 +130,7 @@ def test_one_backend_alone_is_no_comparison(tmp_path: Path) -> None:
 
 
 LAYERS = str(ROOT / "benchmarks" / "layers.py")
+TRAINING = str(ROOT / "benchmarks" / "training.py")
 ON_CPUS = ("--device", "cpu", "--small", "--compiler", "aot_eager", "--rounds", "2")
 
 
@@ -159,8 +160,7 @@ def test_layers_agree_with_float64(tmp_path: Path, ranks: int) -> None:
 
 def test_training_steps_agree_with_float64(tmp_path: Path) -> None:
     """The benchmark ends with an error where a contender's step is wrong."""
-    script = str(ROOT / "benchmarks" / "training.py")
-    done = run(tmp_path, script, *ON_CPUS, "--model", "llama3-8b", "minilm", "--output", "a.json")
+    done = run(tmp_path, TRAINING, *ON_CPUS, "--model", "llama3-8b", "minilm", "--output", "a.json")
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "a.json").read_text())["rows"]
     names = [(row["name"], row["alternative"]) for row in rows]
@@ -171,6 +171,34 @@ def test_training_steps_agree_with_float64(tmp_path: Path) -> None:
     assert len(errors) == 4
     for row in errors:
         assert 0 < row["ours"]["median"] < 1e-4 and 0 < row["against"]["median"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("style", "layers", "peers"),
+    [("dp", 2, ["unbucketed", "ddp", "ddp-compiled"]), ("tp", 1, ["eager", "compiled"])],
+)
+def test_training_steps_on_ranks_agree_with_float64(
+    tmp_path: Path, style: str, layers: int, peers: list[str]
+) -> None:
+    """So do those of `DistributedDataParallel`, and those with all-reduces by hand."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
+    started = (*torchrun, "--nproc-per-node", "2", TRAINING, *ON_CPUS, "--parallel", style)
+    done = run(tmp_path, *started, "--layers", str(layers), "--output", "a.json")
+    assert done.returncode == 0, done.stderr
+    stored = json.loads((tmp_path / "a.json").read_text())
+    assert (stored["world"]["ranks"], stored["world"]["layers"]) == (2, layers)
+    assert not stored["world"]["left_out"]
+    times = [row for row in stored["rows"] if row["name"].endswith("time")]
+    assert [row["alternative"] for row in times] == peers
+    errors = [row for row in stored["rows"] if row["measured"] == "relative error"]
+    assert len(errors) == 2
+    for row in errors:
+        assert 0 < row["ours"]["median"] < 1e-4 and 0 < row["against"]["median"] < 1e-4
+
+
+def test_one_rank_shares_no_step(tmp_path: Path) -> None:
+    done = run(tmp_path, TRAINING, *ON_CPUS, "--parallel", "dp")
+    assert done.returncode == 1 and "--parallel tp is for several ranks" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -222,6 +250,36 @@ def test_overlap_on_ranks(tmp_path: Path, backend: str) -> None:
     stored = json.loads((tmp_path / "a.json").read_text())
     assert stored["world"]["backend"] == backend and not stored["world"]["left_out"]
     check_ideal(stored["rows"], "communication", {"gloo", "compiled"})
+
+
+PIPELINES = str(ROOT / "benchmarks" / "pipelines.py")
+
+
+@pytest.mark.parametrize("what", ["naps", "layers"])
+def test_pipelines_beside_tables_and_torch(tmp_path: Path, what: str) -> None:
+    """The benchmark ends with an error where a result is wrong."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
+    started = (*torchrun, "--nproc-per-node", "2", PIPELINES, what, "--device", "cpu", "--small")
+    few = ("--rounds", "2", "--layers", "1", "--compiler", "eager", "--output", "a.json")
+    done = run(tmp_path, *started, *few, "--microbatches", "2" if what == "layers" else "4")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    found = {(row["name"], row["alternative"]): row["rounds"] for row in rows}
+    if (
+        what == "naps"
+    ):  # of 1 ms: forwards and both halves of backwards of 4 microbatches, idle time
+        slots = {"gpipe": 15, "1f1b": 15, "interleaved": 27, "zb1p": 13, "zbv": 25, "dualpipev": 26}
+        for name, count in slots.items():
+            times = found[f"sleeping stages, {name}: time", "table"]
+            assert times["against"] == pytest.approx([count * 1e6] * 2)
+            assert min(times["ours"]) > (24e6 if count > 24 else 12e6)  # what a rank works
+        return
+    peers = {"gpipe": {"torch", "torch, compiled"}, "1f1b": {"torch", "torch, compiled"}}
+    for name, others in {**peers, "zb1p": {"torch"}}.items():
+        for peer in others:
+            assert min(found[f"llama3-8b, {name}: time", peer]["ours"]) > 0
+        assert min(found[f"llama3-8b, {name}: bubble", "formula"]["against"]) > 0
+    assert len(found) == 8
 
 
 @pytest.fixture
@@ -478,6 +536,34 @@ def test_layers_on_two_gpus_that_the_page_shows() -> None:
             row = found[f"{layer}: GPU, queued", peer]
             assert time_of(ours) == pytest.approx(row["ours"]["median"], rel=0.005)
             assert float(cell.split()[0]) == pytest.approx(row["figure"]["median"], abs=0.0006)
+
+
+def test_overlap_on_two_gpus_that_the_page_shows() -> None:
+    file = json.loads((ROOT / "benchmarks" / "results" / "overlap-symmetric-2.json").read_text())
+    found = {(row["name"], row["alternative"]): row for row in file["rows"]}
+    rows = shown("rows, inner, columns", "torch, fused")
+    assert len(rows) == 8
+    for shape, ours, *ratios in rows:
+        peers = ("ideal", "nccl", "compiled", "torch, fused")
+        for cell, peer in zip(ratios, peers, strict=True):
+            row = found[f"{shape}: time", peer]
+            assert time_of(ours) == pytest.approx(row["ours"]["median"], rel=0.005)
+            assert float(cell.split()[0]) == pytest.approx(row["figure"]["median"], abs=0.0006)
+
+
+def test_layers_whose_tokens_are_split_that_the_page_shows() -> None:
+    file = json.loads((ROOT / "benchmarks" / "results" / "layers-sequence-2.json").read_text())
+    found = {(row["name"], row["alternative"]): row for row in file["rows"]}
+    ((layer, ours, *ratios),) = shown("with tokens split", "alone-graph")
+    for cell, peer in zip(ratios, ("alone-graph", "compiled-graph", "reduced-graph"), strict=True):
+        row = found[f"{layer}: GPU, queued", peer]
+        assert time_of(ours) == pytest.approx(row["ours"]["median"], rel=0.005)
+        assert float(cell.split()[0]) == pytest.approx(row["figure"]["median"], abs=0.0006)
+    peak = found[f"{layer}: memory at the peak", "alone-graph"]
+    assert (peak["ours"]["median"] >> 20, peak["against"]["median"] >> 20) == (480, 384)
+    assert found[f"{layer}: GPU, one call", "alone-graph"]["figure"]["median"] == pytest.approx(
+        1.09, abs=0.006
+    )
 
 
 def test_training_that_the_page_shows() -> None:

@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from mdfuse import hir_lowering
+from mdfuse.compiled.overlap import Overlap, left
 from mdfuse.compiled.program import Program
 from mdfuse.compiled.segments import segments_of
-from mdfuse.config import Options
+from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.hir.emit.blocks import Pipeline
+from mdfuse.hir.program import HostProgram
 from mdfuse.hir_lowering import Batch
 from mdfuse.ir.graph import Fusion
 from mdfuse.passes.segment_ids import with_ids
@@ -40,8 +42,8 @@ def pipeline(
     the sums, as an optimizer does. So results are those of `mf.compile`, up to the order of sums.
 
     On one mesh a loop does so, in the memory of one microbatch: gradient accumulation. On several,
-    which have no rank in common, each is a stage, or several, and a schedule says in which order
-    the stages go forwards and backwards: docs/pipelines.md.
+    each is a stage, or several, and a schedule says in which order the stages go forwards and
+    backwards: docs/pipelines.md. Where meshes share ranks, each has a stream on them.
 
     Args:
         definition: what is computed.
@@ -53,8 +55,8 @@ def pipeline(
         should_merge: as `mf.compile` takes it.
 
     Raises:
-        DefinitionError: no such input or dim; no whole number of microbatches; meshes that share
-            ranks; a value with a stream of its own; a schedule that these stages cannot have.
+        DefinitionError: no such input or dim; no whole number of microbatches; a value with a
+            stream of its own; a schedule that these stages cannot have.
         LoweringError: something needs the batch as a whole, as a sort along it would; a stage
             needs a sum over it, or the next mesh splits it otherwise.
 
@@ -77,7 +79,8 @@ def pipeline(
     if len(meshes) > 1 or schedule is not None:
         return _in_stages(fusion, found, schedule, options, should_merge)
     made, parts, host = hir_lowering.lower(fusion, should_merge, options=options, batch=found)
-    return Program(made, segments_of(made, parts, host, options), host, options)
+    segments = segments_of(made, parts, host, options)
+    return Program(made, segments, host, options, overlap=_left(host, options))
 
 
 def _in_stages(
@@ -106,7 +109,12 @@ def _in_stages(
     names = {mesh: f"m{n}" for n, mesh in enumerate(host.meshes)}
     named = replace(schedule, meshes=tuple(names[m] for m in dict.fromkeys(stages.meshes)))
     segments = segments_of(made, parts, host, options)
-    return Program(made, segments, host, options, schedule=named)
+    return Program(made, segments, host, options, overlap=_left(host, options), schedule=named)
+
+
+def _left(host: HostProgram, options: Options | None) -> Overlap | None:
+    why = "microbatches are the only loop of a pipeline"
+    return left(host, why, options_from_environment(options))
 
 
 def _stages(made: Fusion, wanted: str | Schedule | None) -> Stages:
@@ -141,11 +149,6 @@ def _checked(fusion: Fusion, count: int, batch: Mapping[str, int]) -> Batch:
     if len({*map(str, extents.values())}) > 1:
         because = ", ".join(f"%{name} has {n} rows" for name, n in extents.items())
         raise _wrong(fusion, f"batch={dict(batch)!r}", because, "name dims of one length")
-    meshes = dict.fromkeys(v.layout.mesh for v in fusion.values.values() if v.layout is not None)
-    ranks = [r for mesh in meshes for r in mesh.ranks]
-    if len({*ranks}) < len(ranks):
-        because = "stages run at the same time, each on ranks of its own"
-        raise _wrong(fusion, "meshes that share ranks", because, "one mesh, or disjoint ones")
     streams = [v.name for v in fusion.values.values() if v.layout is not None and v.layout.stream]
     if streams:
         because = "microbatches are the only loop of such a program"

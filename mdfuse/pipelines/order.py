@@ -4,7 +4,8 @@
     1F0 1B0 1F1 1B1     ->
 
 A hand-over comes right behind the call that makes what it hands over: so the next microbatch is on
-its way before the work on this one begins.
+its way before the work on this one begins. Where stages share ranks there is no way: there a later
+stage begins before an earlier one goes on, so that it waits for no more than what it reads.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def calls(stages: Stages, schedule: Schedule) -> Iterator[Call]:
         LoweringError: parts of the stages need each other.
     """
     done: set[Call] = set()
-    for _, action in schedule.merged(reads=stages.reads):
+    for _, action in schedule.merged(reads=stages.reads, late_first=stages.shares_ranks):
         for part in _parts(stages, action):
             ahead = (p for p in sorted(stages.graph.predecessors(part)) if p.phase == "T")
             for call in ((p, action.microbatch) for p in ahead):

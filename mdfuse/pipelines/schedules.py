@@ -181,20 +181,27 @@ Action(stage=0, phase='W', microbatch=0)),)
         lanes = timing.lanes(self.units, costs, reads or timing.chain(self.units))
         return Timing(name=self.name, lanes=lanes, names=self.labels)
 
-    def merged(self, *, reads: Reads | None = None) -> tuple[tuple[int, Action], ...]:
+    def merged(
+        self, *, reads: Reads | None = None, late_first: bool = False
+    ) -> tuple[tuple[int, Action], ...]:
         """Return all actions in one order that keeps every row's, each with its rank group.
 
-        They come as they would begin if all took the same time, those of lower stages first.
+        They come as they would begin if all took the same time.
 
         Args:
             reads: as `timed` takes it.
+            late_first: which come first of those that begin together: those of later stages, or
+                those of earlier ones.
 
         Raises:
             DefinitionError: the rank groups wait for each other.
         """
         lanes = self.timed(reads=reads).lanes
+        sign = -1 if late_first else 1
         slots = [
-            (s.start, s.action.stage, g, s.action) for g, lane in enumerate(lanes) for s in lane
+            (s.start, sign * s.action.stage, g, s.action)
+            for g, lane in enumerate(lanes)
+            for s in lane
         ]
         return tuple((g, action) for _, _, g, action in sorted(slots))
 

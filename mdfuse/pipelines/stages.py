@@ -72,6 +72,12 @@ class Stages:
         return tuple(map(order.index, self.meshes))
 
     @property
+    def shares_ranks(self) -> bool:
+        """Whether some rank is of several rank groups."""
+        ranks = [r for mesh in {*self.meshes} for r in mesh.ranks]
+        return len({*ranks}) < len(ranks)
+
+    @property
     def has_backward(self) -> bool:
         """Whether some stage computes gradients."""
         return any(p.phase in "IW" for p in self.parts.values())

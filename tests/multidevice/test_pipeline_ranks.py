@@ -16,7 +16,7 @@ def check(places: list[mf.DeviceMesh], schedule: str, comm: mf.Communicator) -> 
     net = network(places, batch=16)
     program = mf.pipeline(net.definition, microbatches=4, batch=batch_of(net), schedule=schedule)
     layouts = [program.fusion.layout(name) for name in program.fusion.inputs]
-    for _ in range(2):  # the second run has a plan
+    for _ in range(3):  # the second run has a plan, or is captured; then it is replayed
         given: list[Any] = [
             mf.shard_tensor(x.clone(), layout, rank=comm.rank).to(comm.device)
             if comm.rank in layout.mesh
@@ -51,3 +51,18 @@ def test_four_stages_on_two_ranks(schedule: str, comm: mf.Communicator) -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_stages_on_four_ranks(tp: int, schedule: str, comm: mf.Communicator) -> None:
     check(meshes(4 // tp, tp), schedule, comm)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb1p"])
+def test_each_rank_has_two_stages_on_streams_of_their_own(
+    schedule: str, comm: mf.Communicator
+) -> None:
+    groups = [mf.DeviceMesh([rank], axes=[axis]) for axis in "ab" for rank in range(2)]
+    check(groups, schedule, comm)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb1p"])
+def test_both_stages_lie_on_both_ranks(schedule: str, comm: mf.Communicator) -> None:
+    check([mf.DeviceMesh([0, 1], axes=["tp"]), mf.DeviceMesh([1, 0], axes=["tp"])], schedule, comm)

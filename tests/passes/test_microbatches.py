@@ -361,14 +361,6 @@ def test_batches_of_other_lengths_are_refused() -> None:
         mf.pipeline(fd, microbatches=2, batch={"x": 0, "y": 0})
 
 
-def test_meshes_that_share_ranks_are_refused() -> None:
-    with mf.FusionDefinition("f") as fd:
-        x = fd.define_tensor([8, 4], mesh=DeviceMesh([0], ["a"]), name="x")
-        fd.add_output(fd.ops.set(x).on(DeviceMesh([0, 1], ["a"]), {}))
-    with pytest.raises(mf.DefinitionError, match="meshes that share ranks"):
-        mf.pipeline(fd, microbatches=2, batch={"x": 0})
-
-
 # -- what the verifier sees ----------------------------------------------------------------------
 
 SUMS = """

@@ -55,6 +55,31 @@ def test_all_forms_give_the_values(name: str, mesh: DeviceMesh, rows: int) -> No
         check_everywhere(program(streamed), inputs, case.expected(inputs), exact=True)
 
 
+@pytest.mark.parametrize("name", ["gather", "scatter"])
+def test_pieces_of_a_short_last_shard(name: str) -> None:
+    """16 rows on three ranks: 6, 6 and 4; halves of 4 are no chunks of the whole, thirds of 3 are.
+
+    12 rows on five ranks: 3, 3, 3, 3 and none.
+    """
+    case = CASES[name]
+    for size, rows, pieces in ((3, 16, [3]), (3, 18, [3, 6]), (5, 12, [5]), (5, 10, [5, 10])):
+        fusion = prepared(case, DeviceMesh.arange(tp=size), rows)
+        inputs = case.inputs(fusion)
+        found = list(in_forms(fusion))
+        assert [f.chunks for _, f, _ in found if f.rotate] == pieces
+        for _, _, streamed in found:
+            check_everywhere(program(streamed), inputs, case.expected(inputs), exact=True)
+
+
+def test_pieces_that_lie_side_by_side_are_sent_from_where_they_lie() -> None:
+    fusion = prepared(CASES["gather"], LINE, 16)
+    pieces = [program(x) for _, form, x in in_forms(fusion) if form.rotate and form.chunks > 4]
+    sent = [i.reads[0] for p in pieces for i in p.host.walk() if i.op == "send"]
+    assert len(pieces) == 2 and sent == ["x.i.piece"] * 2
+    loops = [i for p in pieces for i in p.host if i.op == "for" and len(i.body) > 2]
+    assert len(loops) == 2 and not any(j.fn == "set" for i in loops for j in i.walk())
+
+
 @pytest.mark.parametrize("name", ["gather", "three", "reduce", "experts"])
 def test_floats_are_those_of_the_plain_program(name: str) -> None:
     """Where chunks do not change a sum, only a kernel for other sizes may round otherwise."""
@@ -127,6 +152,33 @@ def test_a_product_that_must_come_between_is_no_part() -> None:
         fd.add_output(whole @ (w * scale))
         fd.add_output(first)
     assert shown(hir_lowering.prepare(fd.fusion)) == ["set matmul matmul: "]
+
+
+def test_rows_in_blocks_are_not_cut() -> None:
+    """Of a fused projection each rank has a part of each block; rows that are not are cut."""
+    blocks = Shard(1, blocks=(8, 4, 4))
+    with mf.FusionDefinition("blocks") as fd:
+        x = fd.define_tensor([3, 16, 6], mesh=GRID, layout={"dp": blocks, "tp": Shard(2)})
+        w = fd.define_tensor([6, 8], mesh=GRID, layout={})
+        fd.add_output(fd.ops.set(x).on(GRID, {"dp": blocks}) @ w)
+    fusion = hir_lowering.prepare(fd.fusion)
+    draw = torch.Generator().manual_seed(3)
+    x, w = (torch.randint(-2, 3, n, generator=draw).float() for n in ((3, 16, 6), (6, 8)))
+    found = list(in_forms(fusion))
+    assert [(form.dims, form.chunks) for _, form, _ in found] == [((0, 0), 2)]
+    for _, _, streamed in found:
+        check_everywhere(program(streamed), [x, w], [x @ w], exact=True)
+
+
+def test_several_results_between_two_windows_are_no_chain() -> None:
+    with mf.FusionDefinition("several") as fd:
+        x = fd.define_tensor([16, 6], mesh=LINE, layout={"tp": Shard(0)})
+        w = fd.define_tensor([6, 8], mesh=LINE, layout={"tp": Shard(1)})
+        v = fd.define_tensor([4, 6], mesh=LINE, layout={})
+        y, _ = fd.ops.topk(fd.ops.set(x @ w).on(LINE, {"tp": Shard(0)}), 4)
+        fd.add_output(fd.ops.set(y @ v).on(LINE, {}))
+    found = hir_lowering.prepare(fd.fusion)
+    assert [w.split(":")[0] for w in shown(found)] == ["set matmul", "matmul set", "matmul set"]
 
 
 def test_side_by_side_in_the_order_that_is_left() -> None:

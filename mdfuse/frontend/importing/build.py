@@ -16,8 +16,10 @@ from mdfuse.errors import DefinitionError
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.frontend.grad import recompute
 from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.importing.batches import on_batches
 from mdfuse.frontend.importing.capture import Captured
 from mdfuse.frontend.importing.constants import as_value, is_made
+from mdfuse.frontend.importing.drawn import Context, draws
 from mdfuse.frontend.importing.fold import Folded
 from mdfuse.frontend.importing.indices import ramp_of
 from mdfuse.frontend.importing.joined import RULES, Joined
@@ -30,8 +32,6 @@ from mdfuse.frontend.importing.table import (
     ROWS,
     TABLE,
     VIEWS,
-    Context,
-    draws,
     is_known,
 )
 from mdfuse.frontend.importing.views import Views
@@ -197,12 +197,37 @@ def check_known(captured: Captured, live: Mapping[Node, None]) -> None:
         first.setdefault(str(node.target), node)
     lines = [(f"{times} x", target, line_of(first[target].meta.get("stack_trace")))
              for target, times in counts.most_common()]  # fmt: skip
+    reasons = {*map(_why_not, counts)}
+    because, hint = reasons.pop() if len(reasons) == 1 else _NONE
     raise DefinitionError(
         f"{captured.name} calls {len(counts)} operations that cannot be imported",
         where=[f"{n} {target}   {source.quote() if source else ''}" for n, target, source in lines],
-        because="no operation of mf.ops stands for them",
-        hint="write them with other operations of torch; docs/importing.md lists what there is",
+        because=because,
+        hint=hint,
     )
+
+
+def _why_not(target: str) -> tuple[str, str]:
+    """Why an operation is not in the table, and what to write instead."""
+    name = target.removeprefix("aten.").removeprefix("_")
+    return next((why for names, why in _WHY.items() if name.startswith(names)), _NONE)
+
+
+_NONE = (
+    "no operation of mf.ops stands for them",
+    "write them with other operations of torch; docs/importing.md lists what there is",
+)
+_WHY: Mapping[tuple[str, ...], tuple[str, str]] = {
+    ("item", "local_scalar_dense", "nonzero", "masked_select", "unique", "bincount"): (
+        "what follows, or its shape, depends on numbers that only a run knows",
+        "where(mask, x, other) keeps the shape; experts of transformers have other forms: "
+        'module.set_experts_implementation("grouped_mm")',
+    ),
+    ("fft",): (
+        "there is no Fourier transform",
+        "a product with its matrix, exp(-2j * pi * j * k / n), which is a constant",
+    ),
+}
 
 
 def constants_of(live: Mapping[Node, None], folded: Folded) -> dict[Node, Node]:
@@ -337,7 +362,8 @@ class _Recording:
     def _apply(self, target: str, args: Any, kwargs: Any) -> Any:
         if target not in BY_VALUE:
             args, kwargs = map_aggregate((args, kwargs), self._as_handle)
-        return self._on_rows(target, args, kwargs)
+        found = on_batches(self.views, target, args, kwargs, self._dispatch)
+        return self._on_rows(target, args, kwargs) if found is None else found
 
     def _on_rows(self, target: str, args: Any, kwargs: Any) -> Any:
         """Apply a linear map to rows that several dims make up, without joining these."""

@@ -8,14 +8,16 @@ from typing import NamedTuple
 import torch
 
 from mdfuse.errors import DefinitionError
-from mdfuse.extents.extent import Extent
+from mdfuse.extents.extent import Extent, are_same
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops.creations import arange
+from mdfuse.frontend.ops.exponents import log_of_sum
 from mdfuse.frontend.ops.loss_parts import distance, reduced
 from mdfuse.frontend.ops.parts import chunk
 from mdfuse.frontend.ops.pointwise import ROWS, clamp, where
 from mdfuse.frontend.ops.recording import (
     Dims,
+    again,
     as_dtype,
     back,
     in_f32,
@@ -25,8 +27,8 @@ from mdfuse.frontend.ops.recording import (
     record_several,
     shown,
 )
-from mdfuse.frontend.ops.reductions import logsumexp, mean, norm, sum
-from mdfuse.frontend.ops.views import repeat_interleave, reshape
+from mdfuse.frontend.ops.reductions import mean, norm, sum
+from mdfuse.frontend.ops.views import expand, repeat_interleave, reshape
 
 
 def softmax(x: Handle, dim: int = -1, dtype: torch.dtype | None = None) -> Handle:
@@ -59,7 +61,9 @@ def glu(x: Handle, dim: int = -1) -> Handle:
             hint="an even extent",
         )
     first, second = chunk(x, 2, at)
-    return first * ROWS["sigmoid"](second)
+    with again(x):
+        share = ROWS["sigmoid"](second)
+    return first * share
 
 
 # -- normalisations ------------------------------------------------------------------------------
@@ -159,7 +163,8 @@ def scaled_dot_product_attention(
 ) -> Handle:
     """softmax(q k^T * scale + mask) v for q[…,l,e], k[…,s,e], v[…,s,f].
 
-    With enable_gqa each head of key and value serves as many heads of query as there are to one.
+    Leading dims of extent 1 serve for all, as the one head of key and value that all heads of query
+    read; with enable_gqa each serves as many heads of query as there are to one.
     """
     if dropout_p:
         raise DefinitionError(
@@ -167,6 +172,7 @@ def scaled_dot_product_attention(
         )
     if enable_gqa:
         key, value = _for_each_head(query, key), _for_each_head(query, value)
+    query, key, value = _of_one_batch(query, key, value)
     return record(
         "scaled_dot_product_attention",
         query,
@@ -210,6 +216,19 @@ def attention(
     operands = (query, key, value, *(() if attn_mask is None else (attn_mask,)))
     how = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     return Attended(*record_several("attention", *operands, **how))
+
+
+def _of_one_batch(*operands: Handle) -> list[Handle]:
+    """Operands whose leading dims of extent 1 are repeated for those of the others."""
+    fronts = [x.shape[:-2] for x in operands]
+    if len({*map(len, fronts)}) > 1:
+        return [*operands]
+    front = [next((n for n in of if not are_same(n, 1)), 1) for of in zip(*fronts, strict=True)]
+    kept = [all(map(are_same, of, front)) for of in fronts]
+    return [
+        x if is_kept else expand(x, (*front, *x.shape[-2:]))
+        for x, is_kept in zip(operands, kept, strict=True)
+    ]
 
 
 def _for_each_head(query: Handle, x: Handle) -> Handle:
@@ -260,8 +279,9 @@ def cross_entropy(
         label_smoothing: how much of each row's target is spread over all classes, from 0 to 1.
     """
     at = _of_classes(x, target, label_smoothing)
-    wide, n = in_f32(x), x.shape[at]
-    total = logsumexp(wide, at)
+    with again(x):
+        wide, n = in_f32(x), x.shape[at]
+    total = record("squeeze", log_of_sum(wide, (at,)), dims=(at,))
     if target.dtype.is_floating_point:
         of_each = as_dtype(target, wide.dtype)
         if label_smoothing:
@@ -270,7 +290,8 @@ def cross_entropy(
         return back(reduced(found, reduction), x)
     classes, behind = arange(n, dtype=target.dtype), x.ndim - 1 - at
     classes = reshape(classes, (n, *(1,) * behind)) if behind else classes
-    is_it = ROWS["eq"](classes, record("unsqueeze", target, dims=(at,)))
+    with again(x, is_more=True):
+        is_it = ROWS["eq"](classes, record("unsqueeze", target, dims=(at,)))
     score = sum(where(is_it, wide, 0.0), at)
     if label_smoothing:  # both are sums over the classes, which ranks join together
         score = score * (1 - label_smoothing) + mean(wide, at) * label_smoothing

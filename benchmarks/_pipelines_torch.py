@@ -1,0 +1,74 @@
+"""The same stages by torch.distributed.pipelining."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleavedZeroBubble,
+)
+
+if TYPE_CHECKING:
+    from _pipelines_layers import Bench, Results
+
+#: mdfuse's name of a schedule -> torch's class, and whether a rank's stages are given as a list.
+SCHEDULES: Mapping[str, tuple[Any, bool]] = {
+    "gpipe": (ScheduleGPipe, False),
+    "1f1b": (Schedule1F1B, False),
+    "zb1p": (ScheduleInterleavedZeroBubble, True),
+}
+
+
+class _Stage(nn.Module):
+    """This rank's layers."""
+
+    def __init__(self, bench: Bench) -> None:
+        super().__init__()
+        self.bench = bench
+        self.kept = nn.ParameterList(nn.Parameter(x) for x in bench.weights.values())
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = dict(zip(self.bench.weights, self.kept, strict=True))
+        result: Tensor = self.bench.stage({**w, **self.bench.angles}, x)
+        return result
+
+
+def step_of(bench: Bench, name: str, compiler: str | None) -> Callable[[], Results]:
+    """A step by a schedule of torch.
+
+    Args:
+        bench: the stages.
+        name: of the schedule.
+        compiler: the backend of torch.compile for a stage; None: stages are run as they are.
+    """
+    kind, several = SCHEDULES[name]
+    rank, size = bench.ranks.comm.rank, bench.stages
+    with torch.enable_grad():
+        module = _Stage(bench)
+        if compiler is not None:
+            module.compile(backend=compiler, dynamic=False)
+        stage = PipelineStage(module, rank, size, bench.ranks.device)
+        schedule = kind(
+            [stage] if several else stage, n_microbatches=bench.microbatches, loss_fn=F.mse_loss
+        )
+
+    def step() -> Results:
+        losses: list[Tensor] = []
+        for p in module.parameters():
+            p.grad = None
+        with torch.enable_grad():
+            given = (bench.x,) if rank == 0 else ()
+            aims = {"target": bench.t, "losses": losses} if rank == size - 1 else {}
+            schedule.step(*given, **aims, return_outputs=False)
+        gradients = zip(bench.weights, (p.grad for p in module.parameters()), strict=True)
+        loss = torch.stack(losses).mean().detach() if losses else None
+        return loss, {name: x for name, x in gradients if x is not None}
+
+    return step

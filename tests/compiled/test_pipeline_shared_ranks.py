@@ -1,0 +1,101 @@
+"""Pipelines over meshes that share ranks: each stage has a stream there."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.pipelines import batch_of, network, sines
+
+import mdfuse as mf
+from mdfuse import DeviceMesh, hir
+from mdfuse.hir.verify import verify
+
+#: Meshes of stages, as (ranks, axis); a mesh that comes twice has two stages.
+PLACES = {
+    "one rank": ["0a", "0b"],
+    "one rank, five stages": ["0a", "0b", "0c", "0d", "0e"],
+    "the same ranks": ["01a", "01b"],
+    "the same ranks, turned": ["01a", "10a"],
+    "one rank is in both": ["01a", "12a"],
+    "a part": ["012a", "1a"],
+    "round": ["01a", "12a", "20a"],
+    "two ranks, two stages on each": ["0a", "1a", "0b", "1b"],
+    "there and back": ["01a", "12a", "01a"],
+}
+
+
+def meshes(places: list[str]) -> list[DeviceMesh]:
+    return [DeviceMesh([*map(int, ranks)], axes=[axis]) for *ranks, axis in places]
+
+
+#: Three stages on two rank groups are for gpipe alone.
+CASES = [("there and back", "gpipe")] + [
+    (name, schedule)
+    for name in PLACES
+    for schedule in ("gpipe", "1f1b", "zb1p")
+    if name != "there and back"
+]
+
+
+@pytest.mark.parametrize(("name", "schedule"), CASES)
+def test_stages_equal_torch_in_any_order_of_streams(name: str, schedule: str) -> None:
+    net = sines(meshes(PLACES[name]), batch=7)
+    program = mf.pipeline(net.definition, microbatches=3, batch={"x": 0, "t": 0}, schedule=schedule)
+    assert hir.parse(str(program)) == program.host
+    for seed in (None, *range(4)):
+        given = [x.clone() for x in net.inputs]
+        options = mf.Options(poison=True)
+        found = mf.simulate(program, given, options=options, schedule=seed).outputs
+        for got, want in zip(found, net.wanted, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def two_stages(schedule: str = "1f1b") -> mf.Program:
+    net = network(meshes(PLACES["one rank"]))
+    return mf.pipeline(net.definition, microbatches=2, batch=batch_of(net), schedule=schedule)
+
+
+def test_a_stage_waits_for_what_it_reads_alone() -> None:
+    """A later stage is queued first, so its stream does not wait for the next microbatch."""
+    local = two_stages().host.project(0).written_out
+    found, stream = [], ""
+    for i in local.instructions:
+        if i.op == "set_stream":
+            stream = str(i.kwargs.get("stream", "caller"))
+        if i.op == "sync" and i.attrs:
+            found.append(f"{stream} waits for {i.kwargs['stream']}")
+        if i.op == "launch" or i.fn == "linear":
+            found.append(f"work on {stream}")
+    first = [re.sub("work on ", "", x) for x in found[:8]]
+    linears = ["0", "0"]  # of a stage, on its stream
+    assert first[:5] == [*linears, "1 waits for 0", "1", "1"], found
+
+
+@pytest.mark.parametrize("block", ["T01", "T10"])
+def test_a_stage_that_does_not_wait_is_refused(block: str) -> None:
+    host = two_stages().host
+    code = [
+        replace(i, body=tuple(j for j in i.body if j.op != "sync")) if i.fn == block else i
+        for i in host.instructions
+    ]
+    assert code != [*host.instructions]
+    verify(host)
+    with pytest.raises(mf.ProgramError, match="sync"):
+        verify(replace(host, instructions=tuple(code)))
+
+
+def test_one_stream_is_enough_where_no_more_are_wanted() -> None:
+    net = network(meshes(PLACES["one rank"]))
+    program = mf.pipeline(
+        net.definition,
+        microbatches=2,
+        batch=batch_of(net),
+        schedule="gpipe",
+        options=mf.Options(streams=1),
+    )
+    assert "set_stream" not in str(program)
+    for got, want in zip(mf.simulate(program, net.inputs).outputs, net.wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
