@@ -28,13 +28,14 @@ _TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What is allowed on one GPU.
+    """What is allowed on GPUs.
 
     Attributes:
         times: contender -> mdfuse's time on the device, as a multiple of its.
         host_us: time of the host, for runs of `inputs` tensors; None: of any number.
         memory: at the peak, as a multiple of that of the compiled graph.
         error: as a multiple of that of the compiled layer.
+        on_ranks: several may communicate; else the limits are those of one.
     """
 
     times: Mapping[str, float]
@@ -42,6 +43,7 @@ class Limits:
     inputs: int | None
     memory: float = 1.05
     error: float = 1.1
+    on_ranks: bool = False
 
 
 _LIMITS = Limits(times={"compiled-graph": 1.02, "graph": 1.0}, host_us=25.0, inputs=12)
@@ -73,7 +75,8 @@ class Plan:
         options: mdfuse's; None: those of the environment.
         compiler: the backend of torch.compile.
         limits: what is allowed.
-        left_out: what torch's DTensor could not run, and why; filled while measuring.
+        left_out: what torch could not run or capture, and why; filled while measuring.
+        is_sequence: each rank has some of the tokens of x.
     """
 
     ranks: Ranks
@@ -83,6 +86,7 @@ class Plan:
     compiler: str
     limits: Limits = _LIMITS
     left_out: dict[str, str] = field(default_factory=dict)
+    is_sequence: bool = False
 
     @property
     def is_gpu(self) -> bool:
@@ -90,15 +94,15 @@ class Plan:
 
     @property
     def has_limits(self) -> bool:
-        """Communication is out of the picture, and times are a GPU's."""
-        return self.is_gpu and self.ranks.comm.size == 1
+        """Times are a GPU's, and communication is out of the picture, or meant."""
+        return self.is_gpu and (self.ranks.comm.size == 1 or self.limits.on_ranks)
 
 
 def bench(plan: Plan, case: Case) -> Bench:
     """The layer with random inputs: bfloat16 on GPUs, float32 on CPUs."""
     dtype = torch.bfloat16 if plan.is_gpu else torch.float32
     wholes = case.draw(plan.ranks.device, dtype)
-    layouts = case.layouts(plan.ranks.mesh)
+    layouts = case.layouts(plan.ranks.mesh, plan.is_sequence)
     return Bench(
         ranks=plan.ranks,
         case=case,
@@ -106,6 +110,7 @@ def bench(plan: Plan, case: Case) -> Bench:
         parts={name: plan.ranks.local(x, layouts[name]).clone() for name, x in wholes.items()},
         options=plan.options,
         compiler=plan.compiler,
+        is_sequence=plan.is_sequence,
     )
 
 
@@ -130,7 +135,7 @@ def prepare(plan: Plan, layer: Bench) -> dict[str, Ready]:
                 raise
             plan.left_out[f"{layer.case.name}: {name}"] = f"{type(error).__name__}: {error}"
             continue
-        error_of = _error(layer, steady, want)
+        error_of = 0.0 if PEERS[name].lacks else _error(layer, steady, want)
         if not error_of < _TOLERANCE[layer.parts["x"].dtype]:
             raise AssertionError(f"{layer.case.name}, {name}: a relative error of {error_of:.2g}")
         found[name] = Ready(call=steady, peak=peak, error=error_of)
@@ -172,12 +177,16 @@ def settled(
 
 def _error(layer: Bench, call: Callable[[], Tensor], want: Tensor) -> float:
     """Of a result that was computed anew, from an x that the call did not see before."""
-    x = layer.parts["x"]
-    right = x.clone()
-    x.normal_()
+    inputs = layer.parts["x"], layer.wholes["x"]
+    right = [x.clone() for x in inputs]
+    for x in inputs:
+        x.normal_()
     call().fill_(torch.nan)  # the memory that the next result gets, as a rule
-    x.copy_(right)
+    for x, before in zip(inputs, right, strict=True):
+        x.copy_(before)
     got = call().double()
+    if got.shape != want.shape:  # this rank's tokens
+        want = layer.ranks.local(want, layer.case.layouts(layer.ranks.mesh, True)["x"])
     return float(torch.linalg.vector_norm(got - want) / torch.linalg.vector_norm(want))
 
 
@@ -263,7 +272,7 @@ def _peaks(plan: Plan, case: Case, ready: Mapping[str, Ready]) -> Iterator[Row]:
 
 
 def _errors(plan: Plan, case: Case, ready: Mapping[str, Ready]) -> Iterator[Row]:
-    for name in sorted(ready.keys() & {"eager", "compiled"}):
+    for name in sorted(ready.keys() & {"eager", "compiled", "ddp", "ddp-compiled"}):
         is_limited = plan.has_limits and name == "compiled"
         yield Row(
             name=f"{case.name}: error against float64",

@@ -18,6 +18,14 @@ Phase = Literal["prefill", "decode"]
 #: Applies the linear layer of that name: (name, x) -> x W^T, with its bias where it has one.
 Dense = Callable[[str, Any], Any]
 
+#: Makes what linear layers read whole, where each rank has some of the tokens.
+Gather = Callable[[Any], Any]
+
+
+def as_it_is(x: Any) -> Any:
+    """The value itself."""
+    return x
+
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
@@ -143,12 +151,17 @@ class Case:
                 found[f"{name}_bias"] = (m.width,), None
         return found
 
-    def layouts(self, mesh: DeviceMesh) -> dict[str, Layout]:
-        """Heads and hidden units are split along tp, the rest is everywhere."""
-        return {
-            name: Layout(mesh, {} if dim is None else {"tp": Shard(dim)})
-            for name, (_, dim) in self.shapes().items()
-        }
+    def layouts(self, mesh: DeviceMesh, is_sequence: bool = False) -> dict[str, Layout]:
+        """Heads and hidden units are split along tp, the rest is everywhere.
+
+        Args:
+            mesh: with an axis tp.
+            is_sequence: the tokens of x are split, too.
+        """
+        dims = {name: dim for name, (_, dim) in self.shapes().items()}
+        if is_sequence:
+            dims["x"] = 1
+        return {n: Layout(mesh, {} if d is None else {"tp": Shard(d)}) for n, d in dims.items()}
 
     def draw(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
         """Random inputs of ordinary sizes, whole; the same on all ranks with such a device."""
@@ -165,14 +178,15 @@ class Case:
             found[name] = drawn
         return found
 
-    def layer(self, w: Mapping[str, Any], dense: Dense) -> Any:
+    def layer(self, w: Mapping[str, Any], dense: Dense, gather: Gather = as_it_is) -> Any:
         """The layer's output.
 
         Args:
             w: its inputs, but those of the linear layers; tensors, or values of a fusion.
             dense: applies the linear layers.
+            gather: called on what linear layers read behind each norm.
         """
-        return _LAYERS[self.model.family](self, w, dense)
+        return _LAYERS[self.model.family](self, w, dense, gather)
 
 
 def _angles(case: Case, device: torch.device) -> Tensor:
@@ -184,28 +198,28 @@ def _angles(case: Case, device: torch.device) -> Tensor:
     return torch.outer(positions, 500000.0**-powers).repeat(1, 2)
 
 
-def _llama(case: Case, w: Mapping[str, Any], dense: Dense) -> Any:
+def _llama(case: Case, w: Mapping[str, Any], dense: Dense, gather: Gather) -> Any:
     x, width = w["x"], (case.model.width,)
-    y = F.rms_norm(x, width, w["norm_1"], 1e-5)
+    y = gather(F.rms_norm(x, width, w["norm_1"], 1e-5))
     x = x + _attention(case, w, dense, y)
-    y = F.rms_norm(x, width, w["norm_2"], 1e-5)
+    y = gather(F.rms_norm(x, width, w["norm_2"], 1e-5))
     return x + dense("down", F.silu(dense("gate", y)) * dense("up", y))
 
 
-def _gpt(case: Case, w: Mapping[str, Any], dense: Dense) -> Any:
+def _gpt(case: Case, w: Mapping[str, Any], dense: Dense, gather: Gather) -> Any:
     x = w["x"]
-    x = x + _attention(case, w, dense, _layer_norm(case, w, "norm_1", x))
-    y = _layer_norm(case, w, "norm_2", x)
+    x = x + _attention(case, w, dense, gather(_layer_norm(case, w, "norm_1", x)))
+    y = gather(_layer_norm(case, w, "norm_2", x))
     return x + dense("down", F.gelu(dense("up", y), approximate="tanh"))
 
 
-def _bert(case: Case, w: Mapping[str, Any], dense: Dense) -> Any:
+def _bert(case: Case, w: Mapping[str, Any], dense: Dense, gather: Gather) -> Any:
     x = w["x"]
-    x = _layer_norm(case, w, "norm_1", x + _attention(case, w, dense, x))
-    return _layer_norm(case, w, "norm_2", x + dense("down", F.gelu(dense("up", x))))
+    x = _layer_norm(case, w, "norm_1", x + _attention(case, w, dense, gather(x)))
+    return _layer_norm(case, w, "norm_2", x + dense("down", F.gelu(dense("up", gather(x)))))
 
 
-_LAYERS: dict[Family, Callable[[Case, Mapping[str, Any], Dense], Any]] = {
+_LAYERS: dict[Family, Callable[[Case, Mapping[str, Any], Dense, Gather], Any]] = {
     "llama": _llama,
     "gpt": _gpt,
     "bert": _bert,

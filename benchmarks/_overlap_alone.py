@@ -109,9 +109,15 @@ class Alone:
 
     def _product(self, shape: Shape, parts: list[Parts]) -> _Call:
         """The product of a rank, all at once."""
-        x = torch.cat([p.x for p in parts]) if shape.kind == "AG+MM" else parts[0].x
+        is_first = shape.kind == "AG+MM"
+        x = torch.cat([shape.ready(p.x) for p in parts]) if is_first else parts[0].x
         y, w = x.new_empty(shape.rows, shape.columns), parts[0].w
-        return partial(torch.mm, x, w, out=y)
+
+        def compute() -> Tensor:
+            shape.ready(parts[0].x)
+            return torch.mm(x, w, out=y)
+
+        return compute
 
     def _moved(self, shape: Shape, incoming: dict[int, Tensor], mine: Parts) -> _Call:
         """The copies of a rank into it and out of it, side by side."""

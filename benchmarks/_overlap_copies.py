@@ -44,7 +44,7 @@ def lane(device: torch.device) -> HostLane | CudaLane:
         return HostLane()
     torch.cuda.set_device(device)
     torch.cuda.synchronize(device)  # makes its context current, which the driver asks for
-    return CudaLane(CudaDevice(device), torch.cuda.Stream(device))
+    return CudaLane(CudaDevice(device), device.index)
 
 
 @dataclass(eq=False)

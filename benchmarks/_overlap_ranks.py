@@ -19,8 +19,8 @@ from torch import Tensor
 
 import mdfuse as mf
 
-#: Calls of a turn.
-_FOLLOWING = 4
+#: Calls of a turn, and clock cycles, about four milliseconds, in which the host queues them.
+_FOLLOWING, _AHEAD = 4, 8_000_000
 
 _Call = Callable[[], Tensor]
 
@@ -70,7 +70,7 @@ class Together:
         rank, dtype = self.ranks.comm.rank, torch.bfloat16 if self.is_gpu else torch.float32
         parts = shape.parts(self.size, self.ranks.device, dtype)
         right, mine = shape.right(parts, rank), parts[rank]
-        whole = torch.cat([p.x for p in parts]) if shape.kind == "AG+MM" else mine.x
+        whole = torch.cat([shape.ready(p.x) for p in parts]) if shape.kind == "AG+MM" else mine.x
         del parts
         calls: dict[str, Callable[[], object]] = {
             name: self._program(shape, pieces, name, mine) for name, pieces in FORMS.items()
@@ -91,19 +91,23 @@ class Together:
             for _ in range(3):  # eager, captured, replayed
                 compare(f"{shape}, {name}", calls[name](), right)  # type: ignore[arg-type]
         y = whole.new_empty(shape.rows, shape.columns)
-        calls["product"] = self._steady(partial(torch.mm, whole, mine.w, out=y))
+        calls["product"] = self._steady(partial(_product, shape, mine, whole, y))
         calls["communication"] = self._steady(partial(_moved, shape, mine, y))
         times = interleave(
             {name: Contender(call=call) for name, call in calls.items()},
             rounds=self.rounds,
             batch=_FOLLOWING if self.is_gpu else 1,
             settle=self.ranks.settle,
-            stopwatch=device_time if self.is_gpu else host_time,
+            stopwatch=partial(device_time, ahead=_AHEAD) if self.is_gpu else host_time,
         )
         yield from figures(shape, times, "communication", has_limit=False)
 
     def _program(self, shape: Shape, pieces: int, name: str, mine: Parts) -> _Call:
-        options = mf.Options(graph="always" if self.is_gpu else "never", compile="never")
+        options = mf.Options(
+            backend=self.ranks.comm.backend,
+            graph="always" if self.is_gpu else "never",
+            compile="never",
+        )
         fd = definition(shape, self.ranks.mesh, mine.x.dtype, pieces, name)
         run = mf.compile(fd, options).run
         return lambda: run(mine.x, mine.w)[0]
@@ -114,7 +118,7 @@ class Together:
 
         def layer(x: Tensor, w: Tensor) -> Tensor:
             if shape.kind == "AG+MM":
-                return functional.all_gather_tensor(x, 0, group) @ w
+                return functional.all_gather_tensor(shape.ready(x), 0, group) @ w
             return functional.reduce_scatter_tensor(x @ w, "sum", 0, group)
 
         made = torch.compile(layer, backend=self.compiler, dynamic=False, fullgraph=True)
@@ -132,6 +136,12 @@ class Together:
         return replay
 
 
+def _product(shape: Shape, mine: Parts, whole: Tensor, y: Tensor) -> Tensor:
+    """What a rank computes, without any communication."""
+    shape.ready(mine.x)
+    return torch.mm(whole, mine.w, out=y)
+
+
 def _group() -> str:
     world: Any = dist.group.WORLD
     return str(world.group_name)
@@ -141,7 +151,7 @@ def _in_turn(shape: Shape, mine: Parts) -> Tensor:
     """The communication, then the product, or the other way round."""
     if shape.kind == "AG+MM":
         whole = mine.x.new_empty(shape.rows, shape.inner)
-        dist.all_gather_into_tensor(whole, mine.x)
+        dist.all_gather_into_tensor(whole, shape.ready(mine.x))
         return whole @ mine.w
     part = mine.x @ mine.w
     return _moved(shape, mine, part)
@@ -165,6 +175,7 @@ def _fused(shape: Shape, mine: Parts) -> Tensor:
         symmetric_memory.enable_symm_mem_for_group(group)
     ops: Any = torch.ops.symm_mem
     if shape.kind == "AG+MM":
-        _, (y,) = ops.fused_all_gather_matmul(mine.x, [mine.w], 0, group, return_A=False)
+        x = shape.ready(mine.x)
+        _, (y,) = ops.fused_all_gather_matmul(x, [mine.w], 0, group, return_A=False)
         return y  # type: ignore[no-any-return]
     return ops.fused_matmul_reduce_scatter(mine.x, mine.w, "sum", 0, group)  # type: ignore[no-any-return]

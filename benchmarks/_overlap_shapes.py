@@ -19,6 +19,8 @@ from mdfuse import DeviceMesh, Shard, Stream
 class Shape:
     """An all-gather and the product that reads it, or a product and its reduce-scatter.
 
+    What is gathered is computed first (scaled), as in a model: it is nobody's input.
+
     Attributes:
         kind: which of both.
         rows: of all ranks.
@@ -57,17 +59,21 @@ class Shape:
             Parts(drawn(rows, self.inner), drawn(self.inner, self.columns)) for _ in range(ranks)
         ]
 
+    def ready(self, x: Tensor) -> Tensor:
+        """What a rank does with its part first."""
+        return x * 0.5 if self.kind == "AG+MM" else x
+
     def incoming(self, parts: list[Parts]) -> dict[int, Tensor]:
         """Rank -> what rank 0 gets from it."""
         if self.kind == "AG+MM":
-            return {r: p.x for r, p in enumerate(parts) if r}
+            return {r: self.ready(p.x) for r, p in enumerate(parts) if r}
         mine = self.rows // len(parts)
         return {r: p.x[:mine] @ p.w for r, p in enumerate(parts) if r}
 
     def right(self, parts: list[Parts], rank: int = 0) -> Tensor:
         """What a rank is to compute, in float64: every 97th row."""
         if self.kind == "AG+MM":
-            whole = torch.cat([p.x for p in parts])[::97]
+            whole = torch.cat([self.ready(p.x) for p in parts])[::97]
             return whole.double() @ parts[rank].w.double()
         rows = self.rows // len(parts)
         mine = slice(rank * rows, (rank + 1) * rows, 97)
@@ -152,7 +158,7 @@ def definition(
         if shape.kind == "AG+MM":
             x = _tensor(fd, shape.rows, shape.inner, mesh, 0, dtype)
             w = _tensor(fd, shape.inner, shape.columns * n, mesh, 1, dtype)
-            x = fd.ops.set(x).on(mesh, {}, stream=stream)
+            x = fd.ops.set(x * 0.5).on(mesh, {}, stream=stream)
             fd.add_output((x @ w).on(mesh, {"tp": Shard(1)}, stream=stream))
         else:
             x = _tensor(fd, shape.rows, shape.inner * n, mesh, 1, dtype)

@@ -14,20 +14,30 @@ import torch
 
 from mdfuse import DeviceMesh, Layout, Partial, Replicate, Shard
 from mdfuse.communication import Communication
+from mdfuse.errors import LayoutError
 from mdfuse.layouts.boxes import box_size
 from mdfuse.layouts.kinds import POINT_TO_POINT
 from mdfuse.layouts.layout import Placement
 from mdfuse.reshard import Step, with_type
 from mdfuse.reshard.bound import Moved, bound
 
-__all__ = ["Moved", "bound", "moved", "pairs", "posts", "sender_spread"]
+__all__ = ["Moved", "blocked_pairs", "bound", "moved", "pairs", "posts", "sender_spread"]
 
 Pair = tuple[Layout, Layout]
 
 
-def layouts(mesh: DeviceMesh, ndim: int, ops: Sequence[str] = ()) -> Iterator[Layout]:
-    """Yield every layout of a tensor on a mesh, every order of axes that split one dim included."""
-    kinds: list[Placement] = [Replicate(), *map(Shard, range(ndim)), *map(Partial, ops)]
+def layouts(
+    mesh: DeviceMesh, ndim: int, ops: Sequence[str] = (), more: Sequence[Placement] = ()
+) -> Iterator[Layout]:
+    """Yield every layout of a tensor on a mesh, every order of axes that split one dim included.
+
+    Args:
+        mesh: the mesh.
+        ndim: how many dims the tensor has.
+        ops: by which reduce ops it may be Partial.
+        more: placements besides; where they do not go with others, there is no such layout.
+    """
+    kinds: list[Placement] = [Replicate(), *map(Shard, range(ndim)), *map(Partial, ops), *more]
     for chosen in product(kinds, repeat=mesh.ndim):
         splits: dict[int, list[str]] = defaultdict(list)
         for axis, placement in zip(mesh.axes, chosen, strict=True):
@@ -35,7 +45,11 @@ def layouts(mesh: DeviceMesh, ndim: int, ops: Sequence[str] = ()) -> Iterator[La
                 splits[placement.dim].append(axis)
         placements = dict(zip(mesh.axes, chosen, strict=True))
         for order in product(*(permutations(axes) for axes in splits.values())):
-            yield Layout(mesh, placements, dict(zip(splits, order, strict=True)))
+            try:
+                yield Layout(mesh, placements, dict(zip(splits, order, strict=True)))
+            except LayoutError:
+                if not more:
+                    raise
 
 
 def pairs(mesh: DeviceMesh, ndim: int) -> Iterator[Pair]:
@@ -43,6 +57,20 @@ def pairs(mesh: DeviceMesh, ndim: int) -> Iterator[Pair]:
     every = list(layouts(mesh, ndim, ("sum",)))
     for source, goal in product(every, repeat=2):
         if source != goal and {*goal.partial_axes} <= {*source.partial_axes}:
+            yield source, goal
+
+
+def blocked_pairs(mesh: DeviceMesh, shape: tuple[int, ...]) -> Iterator[Pair]:
+    """Yield the same where dim 0 of one of them, or of both, is in three unequal blocks.
+
+    As a fused projection of grouped-query attention has them: one half, one and another quarter.
+    """
+    n = shape[0]
+    blocks = Shard(0, (n // 2, n // 4, n - n // 2 - n // 4))
+    every = list(layouts(mesh, len(shape), ("sum",), (blocks,)))
+    for source, goal in product(every, repeat=2):
+        is_blocked = source.blocked or goal.blocked
+        if is_blocked and source != goal and {*goal.partial_axes} <= {*source.partial_axes}:
             yield source, goal
 
 

@@ -3,12 +3,15 @@
 python benchmarks/layers.py                                            # one GPU, or one process
 python benchmarks/layers.py --model llama3-8b --phase decode           # some rows
 ./launch/torchrun 2 benchmarks/layers.py                               # heads and units split
+./launch/torchrun 2 benchmarks/layers.py --sequence --backend symmetric --overlap auto
 python benchmarks/layers.py --device cpu --small --compiler aot_eager  # only to see that it runs
 python benchmarks/layers.py --plot FILE.json ...                       # draws what was stored
 
 Contenders: eager (one function of torch's, all-reduces by torch.distributed), compiled (the same
 under torch.compile, functional all-reduces), dtensor (parallelize_module), dtensor-compiled; and
-where the name ends in graph, captured by hand as a CUDA graph. docs/measured.md says more.
+where the name ends in graph, captured by hand as a CUDA graph. With --sequence tokens are split
+outside of linear layers; then reduced-graph has all-reduces all the same, and alone-graph computes
+a rank's part without any communication. docs/measured.md says more.
 """
 
 from __future__ import annotations
@@ -29,6 +32,9 @@ from _ranks import start_or_alone
 import mdfuse as mf
 from mdfuse.cli import screen
 
+#: Contenders that nobody has to name; the others are for tokens that are split.
+_USUAL = [name for name in PEERS if name not in ("mdfuse", "reduced-graph", "alone-graph")]
+
 _RESULTS = Path(__file__).parent / "results"
 
 
@@ -42,6 +48,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--cache", type=int, help="earlier positions of a decode")
     parser.add_argument("--peers", help=f"some of {','.join([*PEERS][1:])}; by default all")
     parser.add_argument("--compile", choices=("auto", "never", "always"), help="mdfuse's option")
+    parser.add_argument("--sequence", action="store_true", help="tokens are split, too")
+    parser.add_argument("--overlap", choices=("never", "auto", "measure"), help="mdfuse's option")
+    parser.add_argument("--costs", help="mdfuse's table for it")
+    parser.add_argument("--backend", help="mdfuse's on several ranks: nccl (gloo), or symmetric")
     parser.add_argument("--compiler", default="inductor", help="the backend of torch.compile")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="a GPU if there is one")
     parser.add_argument("--rounds", type=int, default=25)
@@ -59,6 +69,8 @@ def _chosen(arguments: argparse.Namespace, size: int) -> list[Case]:
     )
     found = []
     for case in wanted:
+        if arguments.sequence and case.phase == "decode":
+            continue
         if case.model.kv_heads % size or case.model.hidden % size:
             heads = f"{case.model.kv_heads} heads, {case.model.hidden} hidden units"
             screen.output().print(f"left out: {case.name}: {heads} on {size} ranks")
@@ -72,7 +84,8 @@ def _chosen(arguments: argparse.Namespace, size: int) -> list[Case]:
 def _peers(wanted: str | None, is_gpu: bool) -> tuple[str, ...]:
     """The contenders to run; without a GPU no graphs."""
     possible = [name for name, peer in PEERS.items() if is_gpu or not peer.is_captured]
-    chosen = possible[1:] if wanted is None else wanted.split(",")
+    chosen = _USUAL if wanted is None else wanted.split(",")
+    chosen = [name for name in chosen if name in possible] if wanted is None else chosen
     wrong = [name for name in chosen if name not in possible[1:]]
     if wrong:
         screen.fail(f"peers {', '.join(wrong)}: here there are {', '.join(possible[1:])}")
@@ -84,6 +97,7 @@ def _where(plan: Plan) -> dict[str, object]:
         "ranks": plan.ranks.comm.size,
         "backend": plan.ranks.comm.backend,
         "device": str(plan.ranks.device),
+        "tokens": "split" if plan.is_sequence else "everywhere",
         "dtype": "bfloat16" if plan.is_gpu else "float32",
         "reference": "float64",
         "peers": plan.peers,
@@ -116,14 +130,20 @@ def main() -> None:
     if arguments.plot:
         draw(arguments.plot, arguments.output or arguments.plot[0].with_suffix(".svg"))
         return
-    mdfuse_options = options(arguments.compile)
-    ranks = start_or_alone(arguments.device)
+    ranks = start_or_alone(arguments.device, arguments.backend)
+    mdfuse_options = options(
+        arguments.compile,
+        overlap=arguments.overlap,
+        costs=arguments.costs,
+        backend=arguments.backend,
+    )
     plan = Plan(
         ranks=ranks,
         rounds=arguments.rounds,
         peers=_peers(arguments.peers, ranks.device.type == "cuda"),
         options=mdfuse_options,
         compiler=arguments.compiler,
+        is_sequence=arguments.sequence,
     )
     path = _measure(plan, _chosen(arguments, ranks.comm.size), arguments)
     if ranks.comm.rank == 0:

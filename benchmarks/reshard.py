@@ -24,7 +24,8 @@ from pathlib import Path
 import torch
 from _reshard_dtensor import Planner, fake_ranks
 from _reshard_hosts import CASES, Timed, timed
-from _reshard_pairs import Moved, bound, moved, pairs, posts, sender_spread
+from _reshard_least import Least
+from _reshard_pairs import Moved, blocked_pairs, bound, moved, pairs, posts, sender_spread
 from rich import box
 from rich.table import Table
 
@@ -58,6 +59,7 @@ class Found:
     steps: str
     least: Moved
     ours: Moved
+    reachable: float | None
     dtensor: float | None
     messages: int
     milliseconds: float
@@ -68,8 +70,21 @@ class Found:
         """What the worst rank gets over what it must; 1 where nothing has to move."""
         return self.ours.worst / self.least.worst if self.least.worst else 1.0 + self.ours.worst
 
+    @property
+    def reachable_ratio(self) -> float | None:
+        """What it gets at least by steps between layouts, over what it must."""
+        if self.reachable is None:
+            return None
+        return self.reachable / self.least.worst if self.least.worst else 1.0 + self.reachable
 
-def look(source: Layout, goal: Layout, shape: tuple[int, ...], theirs: Planner | None) -> Found:
+
+def look(
+    source: Layout,
+    goal: Layout,
+    shape: tuple[int, ...],
+    theirs: Planner | None = None,
+    least: Least | None = None,
+) -> Found:
     """Plan one pair, and count what its steps move."""
     start = time.process_time_ns()
     path = planned(source, goal, shape)
@@ -80,6 +95,7 @@ def look(source: Layout, goal: Layout, shape: tuple[int, ...], theirs: Planner |
         steps="; ".join(map(str, found)) or "nothing is sent",
         least=bound(source, goal, shape),
         ours=moved(found, ranks),
+        reachable=least.worst(source, goal) if least is not None else None,
         dtensor=theirs.elements(source, goal, least=True) if theirs is not None else None,
         messages=sum(map(_messages, found)),
         milliseconds=elapsed / 1e6,
@@ -107,6 +123,7 @@ class Row:
     ninetieth: float
     most: float
     total: float
+    reachable: float | None
     dtensor: float | None
     more_than_dtensor: int
     messages: float
@@ -131,6 +148,9 @@ def row(mesh: DeviceMesh, shape: tuple[int, ...], group: str, found: list[Found]
         ninetieth=ratios[len(ratios) * 9 // 10],
         most=ratios[-1],
         total=sum(f.ours.total for f in found) / max(sum(f.least.total for f in found), 1),
+        reachable=statistics.mean(x for f in found if (x := f.reachable_ratio) is not None)
+        if found[0].reachable is not None
+        else None,
         dtensor=statistics.mean(f.dtensor / f.least.worst for f in theirs) if theirs else None,
         more_than_dtensor=sum(f.ours.worst > math.ceil(f.dtensor or 0) for f in theirs),
         messages=statistics.mean(f.messages for f in found),
@@ -146,10 +166,16 @@ def rows(is_quick: bool) -> Iterator[Row]:
     for mesh in _MESHES[:1] if is_quick else _MESHES:
         for shape in _SHAPES[:1] if is_quick else _SHAPES:
             with fake_ranks(mesh.size):
-                theirs = Planner(mesh, shape) if mesh == _MESHES[0] else None  # it takes minutes
-                found = [(s, g, look(s, g, shape, theirs)) for s, g in pairs(mesh, len(shape))]
+                theirs, least = Planner(mesh, shape), Least(mesh, shape)
+                every = pairs(mesh, len(shape))
+                found = [(s, g, look(s, g, shape, theirs, least)) for s, g in every]
             for group, belongs in _GROUPS.items():
                 yield row(mesh, shape, group, [f for s, g, f in found if belongs(s, g)])
+    for shape in _SHAPES[:1] if is_quick else _SHAPES:
+        found = [(s, g, look(s, g, shape)) for s, g in blocked_pairs(_MESHES[0], shape)]
+        for group, belongs in _GROUPS.items():
+            inside = [f for s, g, f in found if belongs(s, g)]
+            yield row(_MESHES[0], shape, f"blocks; {group}", inside)
 
 
 # -- large meshes --------------------------------------------------------------------------------
@@ -192,7 +218,7 @@ def _table(title: str, *columns: str) -> Table:
 def _shown(found: list[Row]) -> Table:
     table = _table(
         "bytes at the worst rank over the bound",
-        *("pairs", "n", "mean", "p90", "max", "total", "DTensor", "more", "messages"),
+        *("pairs", "n", "mean", "p90", "max", "total", "reachable", "DTensor", "more", "messages"),
         *("ms", "p99", "busiest sender"),
     )
     for r in found:
@@ -200,6 +226,7 @@ def _shown(found: list[Row]) -> Table:
             f"{r.mesh} {r.shape[0]} x {r.shape[1]}, {r.group}",
             str(r.pairs),
             *(f"{x:.3f}" for x in (r.mean, r.ninetieth, r.most, r.total)),
+            "" if r.reachable is None else f"{r.reachable:.3f}",
             "" if r.dtensor is None else f"{r.dtensor:.3f}",
             "" if r.dtensor is None else str(r.more_than_dtensor),
             *(f"{x:.2f}" for x in (r.messages, r.median_ms, r.slow_ms, r.spread)),

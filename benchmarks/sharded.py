@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,10 @@ import torch
 import torch.nn.functional as F
 from _layers_figures import Limits, Plan, Ready, bench, figures, settled
 from _layers_models import MODELS, Case, cases
-from _layers_peers import Bench, by_hand
+from _layers_peers import by_hand
 from _measure import Report, show
-from _ranks import Ranks, start_or_alone
+from _ranks import start_or_alone
+from _stacks import Stack, stacked
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -44,61 +44,16 @@ _PEERS = ("unraised", "fsdp", "fsdp-compiled")
 _TOLERANCE = {torch.bfloat16: 4e-2, torch.float32: 1e-4}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Network:
-    """Some layers on some ranks.
-
-    Attributes:
-        layer: one of them; all have its sizes.
-        count: how many.
-        weights: of each layer, whole.
-        x, seed: this rank's sequences, and the gradient of what comes of them.
-    """
-
-    layer: Bench
-    count: int
-    weights: list[dict[str, Tensor]]
-    x: Tensor
-    seed: Tensor
-
-    @property
-    def ranks(self) -> Ranks:
-        return self.layer.ranks
-
-    @property
-    def angles(self) -> dict[str, Tensor]:
-        return {name: self.layer.wholes[name] for name in ("cos", "sin")}
-
-
-def _network(layer: Bench, count: int) -> _Network:
-    """Draw everything; all ranks draw the same, and each its own sequences."""
-    names = [n for n in layer.wholes if n not in ("x", "cos", "sin")]
-    like = layer.wholes["x"]
-    generator = torch.Generator(like.device).manual_seed(2)
-
-    def drawn(shape: torch.Size) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device)
-
-    weights = []
-    for _ in range(count):
-        noise = {n: drawn(layer.wholes[n].shape) for n in names}
-        weights.append({n: layer.wholes[n] + noise[n] * layer.wholes[n].std() / 4 for n in names})
-    size, rank = layer.ranks.comm.size, layer.ranks.comm.rank
-    both = [(drawn(like.shape), drawn(like.shape)) for _ in range(size)]
-    return _Network(layer=layer, count=count, weights=weights, x=both[rank][0], seed=both[rank][1])
-
-
 # -- mdfuse ----------------------------------------------------------------------------------------
 
 
-def _program(net: _Network, ahead: int) -> mf.Program:
+def _program(net: Stack, ahead: int) -> mf.Program:
     """The whole step as one program."""
     case, size = net.layer.case, net.ranks.comm.size
     mesh, dtype = DeviceMesh.arange(dp=size), net.x.dtype
     rows = {"dp": Shard(0)}
-    shape = [net.x.shape[0] * size, *net.x.shape[1:]]
     with mf.FusionDefinition("sharded") as fd:
-        h, seed = (fd.define_tensor(shape, dtype, mesh, rows, name=name) for name in ("x", "seed"))
+        h, seed = (fd.define_tensor(net.x.shape, dtype, mesh, rows, name=n) for n in ("x", "seed"))
         angles = {n: fd.define_tensor(v.shape, dtype, mesh, name=n) for n, v in net.angles.items()}
         step = fd.define_tensor([], torch.float32, mesh, name="step")
         parts = {
@@ -125,11 +80,11 @@ def _program(net: _Network, ahead: int) -> mf.Program:
     return mf.compile(fd, mf.Options(prefetch_bytes=ahead))
 
 
-def _ours(net: _Network, ahead: int) -> mf.Step:
+def _ours(net: Stack, ahead: int) -> mf.Step:
     state: dict[str, Any] = {}
     for n, weights in enumerate(net.weights):
         for name, w in weights.items():
-            part = w.chunk(net.ranks.comm.size)[net.ranks.comm.rank].clone()
+            part = net.mine(w)
             state[f"{name}.{n}"] = part
             state |= {f"{name}.{n}.{m}": torch.zeros_like(part) for m in ("mean", "square")}
     state["step"] = torch.ones((), device=net.ranks.device)
@@ -142,7 +97,7 @@ def _ours(net: _Network, ahead: int) -> mf.Step:
 class _Layer(nn.Module):
     """A layer as a module."""
 
-    def __init__(self, net: _Network, weights: dict[str, Tensor]) -> None:
+    def __init__(self, net: Stack, weights: dict[str, Tensor]) -> None:
         super().__init__()
         self.weights = nn.ParameterDict({n: nn.Parameter(w.clone()) for n, w in weights.items()})
         self.angles, self.function = net.angles, by_hand(net.layer)
@@ -151,7 +106,7 @@ class _Layer(nn.Module):
         return self.function({**self.weights, **self.angles, "x": x})
 
 
-def _theirs(net: _Network, is_compiled: bool) -> Callable[[], Tensor]:
+def _theirs(net: Stack, is_compiled: bool) -> Callable[[], Tensor]:
     """`fully_shard` of each layer, and the optimizer on its parts."""
     mesh = init_device_mesh(net.ranks.device.type, (net.ranks.comm.size,))
     with torch.enable_grad():
@@ -165,10 +120,12 @@ def _theirs(net: _Network, is_compiled: bool) -> Callable[[], Tensor]:
             layers.parameters(), lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_DECAY, fused=True
         )
 
+    x, seed = net.mine(net.x), net.mine(net.seed)
+
     def call() -> Tensor:
         with torch.enable_grad():
-            y: Tensor = layers(net.x)
-            y.backward(net.seed)
+            y: Tensor = layers(x)
+            y.backward(seed)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return y.detach()
@@ -179,16 +136,15 @@ def _theirs(net: _Network, is_compiled: bool) -> Callable[[], Tensor]:
 # -- measuring -------------------------------------------------------------------------------------
 
 
-def _error(net: _Network, step: mf.Step, call: Callable[[], Any]) -> float:
+def _error(net: Stack, step: mf.Step, call: Callable[[], Any]) -> float:
     """The largest one of mdfuse's first step: of the output, and of the means of gradients.
 
     Raises:
         AssertionError: something is wrong.
     """
-    size, rank = net.ranks.comm.size, net.ranks.comm.rank
     for n, weights in enumerate(net.weights):
         for name, w in weights.items():
-            step.state[f"{name}.{n}"].copy_(w.chunk(size)[rank])
+            step.state[f"{name}.{n}"].copy_(net.mine(w))
             for moment in ("mean", "square"):
                 step.state[f"{name}.{n}.{moment}"].zero_()
     step.state["step"].fill_(1.0)
@@ -197,16 +153,16 @@ def _error(net: _Network, step: mf.Step, call: Callable[[], Any]) -> float:
     wide = [{n: w.double().requires_grad_() for n, w in weights.items()} for weights in net.weights]
     angles = {n: v.double() for n, v in net.angles.items()}
     with torch.enable_grad():
-        h = net.x.double()
+        h = net.mine(net.x).double()
         for weights in wide:
             h = function({**weights, **angles, "x": h})
-        h.backward(net.seed.double())
+        h.backward(net.mine(net.seed).double())
     norm, largest = torch.linalg.vector_norm, float((y - h).norm() / h.norm())
     for n, weights in enumerate(wide):
         for name, w in weights.items():
             assert w.grad is not None
             torch.distributed.all_reduce(w.grad)
-            want = w.grad.chunk(size)[rank] * (1 - _BETAS[0])
+            want = net.mine(w.grad) * (1 - _BETAS[0])
             got = step.state[f"{name}.{n}.mean"].double()
             largest = max(largest, float(norm(got - want) / norm(want)))
     if not largest < _TOLERANCE[net.x.dtype] * net.count:
@@ -214,13 +170,14 @@ def _error(net: _Network, step: mf.Step, call: Callable[[], Any]) -> float:
     return largest
 
 
-def _ready(plan: Plan, net: _Network) -> dict[str, Ready]:
+def _ready(plan: Plan, net: Stack) -> dict[str, Ready]:
     one_layer = sum(w.nbytes for w in net.weights[0].values())
     found: dict[str, Ready] = {}
     for name, ahead in (("mdfuse", one_layer), ("unraised", 0)):
         if name in plan.peers:
             step = _ours(net, ahead)
-            call = partial(_first, step, net)
+            given = net.mine(net.x), net.mine(net.seed), *net.angles.values()
+            call = partial(_first, step, given)
             steady, peak = settled(plan, call)
             found[name] = Ready(call=steady, peak=peak, error=_error(net, step, steady))
     for name in ("fsdp", "fsdp-compiled"):
@@ -232,9 +189,8 @@ def _ready(plan: Plan, net: _Network) -> dict[str, Ready]:
     return found
 
 
-def _first(step: mf.Step, net: _Network) -> Tensor:
-    given = {"x": net.x, "seed": net.seed, **net.angles}
-    found: Tensor = step(*given.values())[0]
+def _first(step: mf.Step, given: tuple[Tensor, ...]) -> Tensor:
+    found: Tensor = step(*given)[0]
     return found
 
 
@@ -271,7 +227,7 @@ def main() -> None:
     path: Path = arguments.output or _RESULTS / f"sharded-{ranks.name}.json"
     case: Case
     (case,) = cases([arguments.model], "prefill", arguments.tokens, 0, is_small=arguments.small)
-    net = _network(bench(plan, case), arguments.layers)
+    net = stacked(bench(plan, case), arguments.layers, ranks.comm.size)
     rows = list(figures(plan, case, _ready(plan, net)))
     if ranks.comm.rank == 0:
         told = {k: v and str(v) for k, v in vars(arguments).items() if k != "output"}

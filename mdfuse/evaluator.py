@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from sys import modules
@@ -23,6 +23,7 @@ from mdfuse.errors import BackendError, MdfuseError, ProgramError
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.ops import TABLE
 from mdfuse.ir.tensors import resolved
+from mdfuse.plan.arena import same_memory
 from mdfuse.plan.build import Plan, build
 from mdfuse.plan.fusing import Fuser
 from mdfuse.plan.index_checks import IndexChecks
@@ -40,6 +41,7 @@ from mdfuse.runs.arguments import (
     not_by_name,
     numbers,
 )
+from mdfuse.runs.repeats import Again, never, repeated
 from mdfuse.runs.tracing import align, noted, trace_of
 from mdfuse.runtime.agreement.programs import agree, first_run
 from mdfuse.runtime.watch.running import RunCount
@@ -57,16 +59,10 @@ _serials, _numbers = itertools.count(), itertools.count()
 #: The tally of an evaluator before its first run.
 _NOTHING = RunCount(name="", serial=-1)
 
-#: What was run last: the key of its arguments, its plan; and, once it was run twice, what tells of
-#: others whether they are alike, and where they lie if all that is written is apart.
-_Last = tuple[
-    Hashable | None,
-    "Runnable | None",
-    Callable[[Sequence[Any]], bool] | None,
-    Callable[[Sequence[Any]], tuple[int, ...] | None] | None,
-]
+#: What was run last: the key of its arguments, its plan.
+_Last = tuple[Hashable | None, "Runnable | None"]
 
-_NO_RUN = None, None, None, None
+_NO_RUN = None, None
 
 
 @dataclass
@@ -93,12 +89,16 @@ class HostIrEvaluator:
     plans: Cache[Runnable] = field(init=False, repr=False)
     _number: int = field(default_factory=_numbers.__next__, init=False, repr=False)
     _last: _Last = field(default=_NO_RUN, init=False, repr=False)
+    #: Runs with arguments that are surely like those of the last two runs, else returns None.
+    _again: Again = field(default_factory=lambda: never, init=False, repr=False)
     #: What this rank runs, once all ranks agreed to.
     _local: HostProgram | None = field(default=None, init=False, repr=False)
     _signature: Signature | None = field(default=None, init=False, repr=False)
     #: Tells this evaluator and its runs from others; all ranks make theirs in the same order.
     _tally: RunCount = field(default=_NOTHING, init=False, repr=False)
     _device_type: str = field(default="cpu", init=False, repr=False)
+    #: size -> memory for what others copy from where it lies
+    _arenas: dict[int, Tensor | None] = field(default_factory=dict, init=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -173,26 +173,6 @@ class HostIrEvaluator:
                 plan = self._plan(arguments, out, problem, is_partial)
             return self._run(plan, arguments, out)
 
-    def _again(self, arguments: Sequence[Any]) -> list[Any] | None:
-        """Run with arguments that are surely like those of the last run; else return None."""
-        with self._lock:
-            key, plan, is_like, apart_at = self._last
-            communicator = self.communicator
-            if is_like is None or communicator is None or not communicator.is_ready:
-                return None
-            if not is_like(arguments):
-                return None
-            assert plan is not None and apart_at is not None and self._signature is not None
-            at = apart_at(arguments) if plan.may_overlap else None
-            if (
-                (plan.may_overlap and at is None)
-                or (plan.records and is_grad_enabled())
-                or (plan.numbers and not self._are_numbers(self._signature, arguments))
-                or not self.plans.again(key, plan)
-            ):
-                return None
-            return self._run(plan, arguments, None, at)
-
     def _run(
         self,
         plan: Runnable,
@@ -260,9 +240,26 @@ class HostIrEvaluator:
         if not self.plans.again(key, plan):
             return None
         is_twice = key == self._last[0] and out is None
-        tell = (signature.like(arguments), signature.apart_again()) if is_twice else (None, None)
-        self._last = key, plan, *tell
+        self._last = key, plan
+        self._again = self._repeated(signature, arguments) if is_twice else never
         return plan
+
+    def _repeated(self, signature: Signature, arguments: Sequence[Any]) -> Again:
+        """Return what runs the last plan again; the arguments are those that it was found for."""
+        (key, plan), communicator = self._last, self.communicator
+        assert plan is not None and communicator is not None
+        return repeated(
+            plan,
+            is_like=signature.like(arguments),
+            apart_at=signature.apart_again() if plan.may_overlap else None,
+            is_kept=partial(self.plans.again, key, plan),
+            are_numbers=partial(self._are_numbers, signature) if plan.numbers else None,
+            guarded=partial(self._run, plan),
+            is_alone=not self.communicates and self._checks is None,
+            communicator=communicator,
+            tally=self._tally,
+            lock=self._lock,
+        )
 
     def _are_numbers(self, signature: Signature, arguments: Sequence[Any]) -> bool:
         """Tell whether each number is of its kind; a signature does not say so."""
@@ -287,7 +284,7 @@ class HostIrEvaluator:
                     plan, problem = self._cached(arguments, out, communicator)
                     agree(self.program.name, problem, communicator)
                 except MdfuseError:
-                    self._forget()
+                    self.forget()
                     raise
         elif problem is None:
             plan, problem = self._cached(arguments, out, communicator)
@@ -324,7 +321,7 @@ class HostIrEvaluator:
         assert self._local is not None
         return build(
             self._local,
-            communicator.poster,
+            communicator.posters(self._tally.serial),
             communicator.device,
             options_from_environment(self.options).poison,
             arguments,
@@ -333,6 +330,7 @@ class HostIrEvaluator:
             tally=self._tally,
             checks=self._checks,
             fuse=self.fuser if self._may_compile(communicator) else None,
+            memory=partial(same_memory, self._arenas, communicator.arena),
         )
 
     @cached_property
@@ -411,14 +409,15 @@ class HostIrEvaluator:
             from mdfuse.runtime.communicator import init
 
             self.communicator = init(self.options)
-            self._forget()
+            self.forget()
         if not self.communicator.is_ready and self.communicates:
             self.communicator.settle()
         return self.communicator
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Make the next run a first one."""
-        self._local, self._signature, self._last = None, None, _NO_RUN
+        self._local, self._signature, self._last, self._again = None, None, _NO_RUN, never
+        self._arenas.clear()
         self._drop(self.plans.clear(self._number))
 
     # -- all ranks run, or none ------------------------------------------------------------------

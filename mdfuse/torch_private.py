@@ -67,7 +67,6 @@ __all__ = [
     "reduce_scatter_of",
     "shard_order",
     "spec_of",
-    "symmetric_memory",
     "table_grad",
     "transform_level",
     "unflattened",
@@ -465,27 +464,6 @@ def key_text(path: Sequence[Any]) -> str:
 
 
 # -- memory ----------------------------------------------------------------------------------------
-
-
-def symmetric_memory(
-    name: str, at: tuple[int, int], store: Store, timeout_s: float, size: int, device: torch.device
-) -> tuple[list[object], list[int]]:
-    """Make memory of a GPU together with others; return what keeps it, and the address of each.
-
-    Args:
-        name: of the group, which this process has not used before.
-        at: this rank's index, and how many ranks there are; all call this at once.
-        store: of the group alone; the others may take `timeout_s`.
-        size: bytes, alike on all ranks.
-    """
-    from torch._C._distributed_c10d import _SymmetricMemory
-
-    waiting: Store = store.clone()  # type: ignore[attr-defined]  # with a deadline of its own
-    waiting.set_timeout(timedelta(seconds=timeout_s))
-    _SymmetricMemory.set_group_info(name, *at, waiting)
-    made = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device, name)
-    found = _SymmetricMemory.rendezvous(made, name)
-    return [made, found, waiting], [int(address) for address in found.buffer_ptrs]
 
 
 # -- files -----------------------------------------------------------------------------------------

@@ -126,6 +126,7 @@ def test_one_backend_alone_is_no_comparison(tmp_path: Path) -> None:
 
 
 LAYERS = str(ROOT / "benchmarks" / "layers.py")
+TRAINING = str(ROOT / "benchmarks" / "training.py")
 ON_CPUS = ("--device", "cpu", "--small", "--compiler", "aot_eager", "--rounds", "2")
 
 
@@ -155,8 +156,7 @@ def test_layers_agree_with_float64(tmp_path: Path, ranks: int) -> None:
 
 def test_training_steps_agree_with_float64(tmp_path: Path) -> None:
     """The benchmark ends with an error where a contender's step is wrong."""
-    script = str(ROOT / "benchmarks" / "training.py")
-    done = run(tmp_path, script, *ON_CPUS, "--model", "llama3-8b", "minilm", "--output", "a.json")
+    done = run(tmp_path, TRAINING, *ON_CPUS, "--model", "llama3-8b", "minilm", "--output", "a.json")
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "a.json").read_text())["rows"]
     names = [(row["name"], row["alternative"]) for row in rows]
@@ -167,6 +167,34 @@ def test_training_steps_agree_with_float64(tmp_path: Path) -> None:
     assert len(errors) == 4
     for row in errors:
         assert 0 < row["ours"]["median"] < 1e-4 and 0 < row["against"]["median"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("style", "layers", "peers"),
+    [("dp", 2, ["unbucketed", "ddp", "ddp-compiled"]), ("tp", 1, ["eager", "compiled"])],
+)
+def test_training_steps_on_ranks_agree_with_float64(
+    tmp_path: Path, style: str, layers: int, peers: list[str]
+) -> None:
+    """So do those of `DistributedDataParallel`, and those with all-reduces by hand."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
+    started = (*torchrun, "--nproc-per-node", "2", TRAINING, *ON_CPUS, "--parallel", style)
+    done = run(tmp_path, *started, "--layers", str(layers), "--output", "a.json")
+    assert done.returncode == 0, done.stderr
+    stored = json.loads((tmp_path / "a.json").read_text())
+    assert (stored["world"]["ranks"], stored["world"]["layers"]) == (2, layers)
+    assert not stored["world"]["left_out"]
+    times = [row for row in stored["rows"] if row["name"].endswith("time")]
+    assert [row["alternative"] for row in times] == peers
+    errors = [row for row in stored["rows"] if row["measured"] == "relative error"]
+    assert len(errors) == 2
+    for row in errors:
+        assert 0 < row["ours"]["median"] < 1e-4 and 0 < row["against"]["median"] < 1e-4
+
+
+def test_one_rank_shares_no_step(tmp_path: Path) -> None:
+    done = run(tmp_path, TRAINING, *ON_CPUS, "--parallel", "dp")
+    assert done.returncode == 1 and "--parallel tp is for several ranks" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -504,6 +532,34 @@ def test_layers_on_two_gpus_that_the_page_shows() -> None:
             row = found[f"{layer}: GPU, queued", peer]
             assert time_of(ours) == pytest.approx(row["ours"]["median"], rel=0.005)
             assert float(cell.split()[0]) == pytest.approx(row["figure"]["median"], abs=0.0006)
+
+
+def test_overlap_on_two_gpus_that_the_page_shows() -> None:
+    file = json.loads((ROOT / "benchmarks" / "results" / "overlap-symmetric-2.json").read_text())
+    found = {(row["name"], row["alternative"]): row for row in file["rows"]}
+    rows = shown("rows, inner, columns", "torch, fused")
+    assert len(rows) == 8
+    for shape, ours, *ratios in rows:
+        peers = ("ideal", "nccl", "compiled", "torch, fused")
+        for cell, peer in zip(ratios, peers, strict=True):
+            row = found[f"{shape}: time", peer]
+            assert time_of(ours) == pytest.approx(row["ours"]["median"], rel=0.005)
+            assert float(cell.split()[0]) == pytest.approx(row["figure"]["median"], abs=0.0006)
+
+
+def test_layers_whose_tokens_are_split_that_the_page_shows() -> None:
+    file = json.loads((ROOT / "benchmarks" / "results" / "layers-sequence-2.json").read_text())
+    found = {(row["name"], row["alternative"]): row for row in file["rows"]}
+    ((layer, ours, *ratios),) = shown("with tokens split", "alone-graph")
+    for cell, peer in zip(ratios, ("alone-graph", "compiled-graph", "reduced-graph"), strict=True):
+        row = found[f"{layer}: GPU, queued", peer]
+        assert time_of(ours) == pytest.approx(row["ours"]["median"], rel=0.005)
+        assert float(cell.split()[0]) == pytest.approx(row["figure"]["median"], abs=0.0006)
+    peak = found[f"{layer}: memory at the peak", "alone-graph"]
+    assert (peak["ours"]["median"], peak["against"]["median"]) == (480, 384)
+    assert found[f"{layer}: GPU, one call", "alone-graph"]["figure"]["median"] == pytest.approx(
+        1.09, abs=0.006
+    )
 
 
 def test_training_that_the_page_shows() -> None:

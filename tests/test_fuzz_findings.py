@@ -344,3 +344,30 @@ def test_numbers_of_a_run_are_not_complex() -> None:
     ):
         fd.ops.complex(1.0, 2.0)
     assert "test_fuzz_findings.py" in str(raised.value)
+
+
+def test_a_sum_of_what_is_repeated_along_blocks() -> None:
+    """The gradient of a variance: a Partial that is expanded to a dim that is split in blocks."""
+    layout = {"t": Shard(0, blocks=(1, 3))}
+    with FusionDefinition("f") as fd:
+        x = fd.define_tensor([4, 6], torch.float64, MESH, layout)
+        (dx,) = mf.grad(x.var(), [x])
+        fd.add_output(dx)
+    given = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    (expected,) = torch.autograd.grad(given.var(), given)
+    (found,) = mf.simulate(mf.compile(fd), [given.detach()]).outputs
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+def test_places_that_arrive_late(rows: int) -> None:
+    """In a random order of what happens, a lookup is queued before its indices are there."""
+    with FusionDefinition("f") as fd:
+        places = fd.define_tensor([6], torch.int64, MESH, {"t": Shard(0, blocks=2)})
+        table = fd.define_tensor([rows, 3], torch.float32, MESH, {})
+        fd.add_output(F.embedding(fd.ops.set(places).on(MESH, {"t": Shard(0)}), table))
+    given, numbers = torch.arange(6) % rows, torch.randn(rows, 3)
+    for schedule in range(1, 4):
+        options = mf.Options(poison=True)
+        found = mf.simulate(mf.compile(fd), [given, numbers], options=options, schedule=schedule)
+        assert torch.equal(found.outputs[0], numbers[given])

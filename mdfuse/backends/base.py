@@ -76,6 +76,14 @@ class Work(Protocol):
         """Return once the buffers may be used (on GPUs: by work queued on the current stream)."""
 
 
+@runtime_checkable
+class Divided(Protocol):
+    """A work whose halves can be waited for one by one: what this rank sends, what it receives."""
+
+    sent: Work
+    received: Work
+
+
 @dataclass(frozen=True, slots=True)
 class Buffer:
     """A placeholder for a buffer of a post among the arguments of a prepared call.
@@ -196,3 +204,19 @@ class Tracking(Protocol):
 
     def track(self, stream: int) -> Track | None:
         """Return a new track of what is queued on a stream; None where nothing is."""
+
+
+@runtime_checkable
+class Sharing(Protocol):
+    """A backend that copies what a program computes from where it lies."""
+
+    def posters(self, run: int) -> Callable[[Call], Poster]:
+        """Return what prepares the calls of a plan, in program order; see `Backend.bind`.
+
+        Args:
+            run: the number of the program, alike on all ranks.
+        """
+
+    def arena(self, size: int) -> Tensor | None:
+        """Return bytes of memory that the others see, for buffers of a program, as long as a view
+        of them is left; None where buffers need no such memory."""

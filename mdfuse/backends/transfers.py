@@ -18,7 +18,7 @@ from mdfuse.backends.work import DONE, Posted
 from mdfuse.errors import CommunicationError
 from mdfuse.layouts.call import Call
 from mdfuse.layouts.kinds import REDUCING
-from mdfuse.layouts.reduction import check_reduction, combine
+from mdfuse.layouts.reduction import check_reduction, combine_into
 
 Post = Callable[[Sequence[Tensor], Sequence[Tensor]], Work]
 Made = TypeVar("Made")
@@ -127,7 +127,7 @@ def change(call: Call, local: Sequence[Copy | Reduce], elements: Callable[[Piece
                 elements(target).copy_(elements(source))
             case Reduce(rows, target):
                 operands = elements(rows).view(len(call.team), -1)
-                elements(target).copy_(combine(call.reduce_op or "", operands))
+                combine_into(call.reduce_op or "", operands, elements(target))
 
 
 def transferred(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mdfuse.cli import screen
+from mdfuse.config import backend_choice, options_from_environment
 from mdfuse.errors import ProgramError
 from mdfuse.seeing.costs import Costs
 from mdfuse.seeing.named_tables import HERE, here, named
@@ -16,12 +17,13 @@ def costs_named(text: str | None) -> Costs | None:
     """
     if text is None:
         return None
-    return _here() if text == HERE else named(text)[0]
+    usual = backend_choice(options_from_environment().backend).usual
+    return _here(usual) if text == HERE else named(text, usual)[0]
 
 
-def _here() -> Costs:
+def _here(backend: str) -> Costs:
     """Return the table of this machine, and say which one it is and why it is no other."""
-    table, told = here()
+    table, told = here(backend)
     console = screen.output()
     if table is None:
         *told, because = told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.table import Table
@@ -10,45 +11,60 @@ from rich.text import Text
 
 from mdfuse.cli import screen
 from mdfuse.cli.costs import costs_named
+from mdfuse.cli.layouts import parse_layouts, placed
 from mdfuse.cli.program_file import call_build, load_build
 from mdfuse.cli.report import size_range, time_text, titled
-from mdfuse.compiled.program import Program, compile
+from mdfuse.compiled.program import Program, compile, lowered
 from mdfuse.hir.program import HostProgram
 from mdfuse.mesh import DeviceMesh
 from mdfuse.runs.extents import global_extents
 from mdfuse.seeing.comparison import Account, account, differing_text, groups_of
 
 
-def compiled(file: Path, mesh: DeviceMesh) -> Program:
-    """Return the program that a file builds for a mesh, with numbers for all extents.
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a program is from.
+
+    Attributes:
+        file: defines `build`.
+        mesh: to build the program for.
+        layouts: of some inputs, as text; "": all as the file has them.
+    """
+
+    file: Path
+    mesh: DeviceMesh
+    layouts: str = ""
+
+
+def compiled(source: Source) -> Program:
+    """Return the program of a source, with numbers for all extents.
 
     Raises:
         MdfuseError: it cannot be built, or compiled.
     """
-    definition, inputs = call_build(load_build(file), mesh)
-    program = compile(definition)
+    definition, inputs = call_build(load_build(source.file), source.mesh)
+    if source.layouts:
+        program = lowered(placed(definition.named, parse_layouts(source.layouts)))
+    else:
+        program = compile(definition)
     if definition.examples:
         program = program.with_extents(global_extents(definition.fusion, inputs))
     return program
 
 
-def show(
-    files: Sequence[Path], meshes: Sequence[DeviceMesh], costs: str | None, is_full: bool
-) -> None:
+def show(sources: Sequence[Source], costs: str | None, is_full: bool) -> None:
     """Print two programs beside each other.
 
     Args:
-        files: one or two.
-        meshes: one or two; the only one of either is for both.
+        sources: two.
         costs: a table of costs, for predicted times; None: none are printed.
         is_full: whether the texts are compared with the types of all values.
     """
     table = costs_named(costs)
-    pairs = [(files[0], meshes[0]), (files[-1], meshes[-1])]
     accounts: list[Account] = []
-    for (file, mesh), label in zip(pairs, labels(pairs), strict=True):
+    for source, label in zip(sources, labels(sources), strict=True):
         with screen.progress(f"compiling {label}"):
-            accounts.append(account(label, compiled(file, mesh).host, table))
+            accounts.append(account(label, compiled(source).host, table))
     console = screen.output()
     console.print(facts(accounts))
     console.print(communications(accounts))
@@ -57,16 +73,16 @@ def show(
     console.print(coloured(lines) if lines else "the instructions are the same", soft_wrap=True)
 
 
-def labels(pairs: Sequence[tuple[Path, DeviceMesh]]) -> list[str]:
-    """Return what tells programs apart: their files, their meshes, or both."""
-    (file, mesh), (other, another) = pairs
-    axes = [",".join(f"{a}={n}" for a, n in zip(m.axes, m.shape, strict=True)) for _, m in pairs]
-    if file == other:
-        return axes
-    names = [file.name, other.name] if file.name != other.name else [str(file), str(other)]
-    if mesh == another:
-        return names
-    return [f"{name} {text}" for name, text in zip(names, axes, strict=True)]
+def labels(sources: Sequence[Source]) -> list[str]:
+    """Return what tells programs apart: their files, their meshes, their layouts."""
+    names = [s.file.name for s in sources]
+    if len({*names}) == 1:
+        names = [str(s.file) for s in sources]
+    axes = (zip(s.mesh.axes, s.mesh.shape, strict=True) for s in sources)
+    meshes = [",".join(f"{axis}={n}" for axis, n in of_one) for of_one in axes]
+    layouts = [s.layouts or "as written" for s in sources]
+    columns = [texts for texts in (names, meshes, layouts) if len({*texts}) > 1] or [meshes]
+    return [" ".join(row) for row in zip(*columns, strict=True)]
 
 
 def facts(accounts: Sequence[Account]) -> Table:

@@ -146,6 +146,13 @@ def diff(
         list[str] | None,
         typer.Option(metavar="dp=8", help="The mesh of both programs, or, twice, of each."),
     ] = None,
+    layout: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="'w*=(tp=S0)'",
+            help="Layouts of inputs in the second program, or, twice, of each; several with ;",
+        ),
+    ] = None,
     costs: Annotated[
         str | None,
         typer.Option(metavar="h100", help="Predict times: here, h100, unit, or a JSON file."),
@@ -154,18 +161,23 @@ def diff(
 ) -> None:
     """Show two programs beside each other: communications, memory, times, and what differs.
 
-    One file with two meshes (--mesh dp=8 --mesh fsdp=4,tp=2), or two files.
+    One file with two meshes (--mesh dp=8 --mesh fsdp=4,tp=2), with other layouts of some inputs
+    (--mesh tp=4 --layout 'w1=(tp=S1)'), or two files.
     """
-    texts = mesh or ["tp=4"]
-    if len(texts) > 2:
-        raise typer.BadParameter("two programs have two meshes", param_hint="--mesh")
-    if other is None and len(texts) < 2:
-        raise typer.BadParameter("one file needs it twice", param_hint="--mesh")
+    texts, layouts = mesh or ["tp=4"], layout or []
+    for given, option in ((texts, "--mesh"), (layouts, "--layout")):
+        if len(given) > 2:
+            raise typer.BadParameter("there are two programs", param_hint=option)
+    if other is None and len(texts) < 2 and not layouts:
+        why = "one file needs it twice, or another --layout"
+        raise typer.BadParameter(why, param_hint="--mesh")
     meshes = [m for m in (_mesh(text, "--mesh") for text in texts) if m is not None]
     with screen.errors():
         from mdfuse.cli import differing
 
-        differing.show([file, *filter(None, [other])], meshes, costs, full)
+        placed = ["", *layouts][-2:] if layouts else ["", ""]
+        pairs = zip((file, other or file), (meshes[0], meshes[-1]), placed, strict=True)
+        differing.show([differing.Source(*pair) for pair in pairs], costs, full)
 
 
 @app.command()

@@ -30,8 +30,7 @@ def _bytes(fusion: Fusion, expr: Expr) -> int:
     An expanded dim counts as one element, since it travels as one.
     """
     value = fusion.values[expr.reads[0]]
-    shape = tuple(1 if d in value.expanded else n for d, n in enumerate(value.shape))
-    before, after = fusion.layout(value.name), fusion.layout(expr.output)
+    shape, (before, after) = value.travels(fusion.layout(value.name), fusion.layout(expr.output))
     return round(elements_received(before, after, shape) * value.dtype.itemsize)
 
 

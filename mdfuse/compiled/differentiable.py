@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse import hir_lowering
 from mdfuse.caching import Cache
+from mdfuse.compiled import overlap
 from mdfuse.compiled.program import Program, compile
 from mdfuse.compiled.segments import segments_of
 from mdfuse.compiled.traced import LIMIT, TracedFunction
@@ -268,5 +268,5 @@ def _seed(ct: Tensor, layout: Layout) -> Tensor:
 
 
 def _lowered(fusion: Fusion, options: Options | None) -> Program:
-    made, parts, host = hir_lowering.lower(fusion, None, options=options)
-    return Program(made, segments_of(made, parts, host, options), host, options)
+    (made, parts, host), found = overlap.lower(fusion, None, options)
+    return Program(made, segments_of(made, parts, host, options), host, options, overlap=found)

@@ -33,6 +33,7 @@ from mdfuse.frontend.spec import TensorSpec
 from mdfuse.ir.graph import Fusion
 from mdfuse.mesh import DeviceMesh, as_mesh
 from mdfuse.names import as_name
+from mdfuse.plan.progress import progress
 from mdfuse.runtime.communicator import Communicator
 from mdfuse.torch_private import flattened, unflattened
 
@@ -372,13 +373,15 @@ class ImportedModel:
         )
         there = {*checkpoint.names}
         found: list[Tensor | None] = []
-        for node, names in zip(self.model.parameters, wanted, strict=True):
-            name, value = next(n for n in names if n in there), node.meta["val"]
-            loading.check_shape(checkpoint, name, value.shape)
-            read = partial(loading.read, checkpoint, name, value.dtype)
-            for boxes in self.model.boxes(node, rank):
-                part = None if boxes is None else loading.joined(boxes, read)
-                found.append(part if part is None else part.to(device))
+        with progress("loading", len(wanted), shows=not rank) as advance:
+            for node, names in zip(self.model.parameters, wanted, strict=True):
+                name, value = next(n for n in names if n in there), node.meta["val"]
+                loading.check_shape(checkpoint, name, value.shape)
+                read = partial(loading.read, checkpoint, name, value.dtype)
+                for boxes in self.model.boxes(node, rank):
+                    part = None if boxes is None else loading.joined(boxes, read)
+                    found.append(part if part is None else part.to(device))
+                advance()
         for node in self.model.constants:
             cut = partial(loading.part_of, folded[node])
             for boxes in self.model.boxes(node, rank):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from mdfuse import hir_lowering
-from mdfuse.config import Options
+from mdfuse.config import Options, backend_choice, options_from_environment
 from mdfuse.hir.passes import raise_posts
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.graph import Fusion
@@ -70,6 +70,11 @@ class Overlap:
     plain: HostProgram
     told: tuple[str, ...]
     is_measured: bool = False
+
+
+def left(host: HostProgram, why: str, options: Options) -> Overlap | None:
+    """Return why a program is left as it is; None where nothing was asked for."""
+    return Overlap(host, (f"left as it is: {why}",)) if options.overlap != "never" else None
 
 
 def choose(plain: float, times: Mapping[Form, float], error: float = 0.0) -> Form | None:
@@ -138,6 +143,15 @@ class _Chooser:
 Lowered = tuple[Fusion, tuple[Section, ...], HostProgram]
 
 
+def lower(
+    fusion: Fusion, should_merge: ShouldMerge | None, options: Options | None
+) -> tuple[Lowered, Overlap | None]:
+    """Return a lowered fusion, and what was chosen of it; None: nothing was asked for."""
+    lowered = hir_lowering.lower(fusion, should_merge, options=options)
+    chosen = options_from_environment(options)
+    return (lowered, None) if chosen.overlap == "never" else find(lowered, should_merge, chosen)
+
+
 def find(
     lowered: Lowered, should_merge: ShouldMerge | None, options: Options
 ) -> tuple[Lowered, Overlap]:
@@ -155,10 +169,7 @@ def find(
     chooser = _Chooser(fusion, costs, error, should_merge, options)
     choices = chooser.choices()
     told += [str(c) for c in choices] or _nothing(fusion)
-    streamed = fusion
-    for c in choices:
-        if c.form is not None:
-            streamed = overlap.apply(streamed, c.window, c.form) or streamed
+    streamed = _streamed(fusion, {c.window: c.form for c in choices if c.form is not None})
     before = timeline(plain, costs).seconds
     found, after = lowered, before
     if streamed is not fusion:
@@ -175,6 +186,17 @@ def find(
     told += line
     is_new = found is not lowered
     return found, Overlap(plain, tuple(told), is_new and options.overlap == "measure")
+
+
+def _streamed(fusion: Fusion, chosen: Mapping[Window, Form]) -> Fusion:
+    """Return a fusion with windows in loops; of those that exclude each other, the first ones."""
+    if not chosen:
+        return fusion
+    if (streamed := overlap.apply(fusion, chosen)) is not None:
+        return streamed
+    for window, form in chosen.items():
+        fusion = overlap.apply(fusion, {window: form}) or fusion
+    return fusion
 
 
 def _ahead(chooser: _Chooser, lowered: Lowered, before: float) -> tuple[Lowered, list[str]]:
@@ -215,10 +237,11 @@ def _nothing(fusion: Fusion) -> Iterator[str]:
 def _table(options: Options) -> tuple[Costs | None, float, list[str]]:
     """Return the table that counts, the error that a gain has to exceed, and what to tell."""
     is_measured = options.overlap == "measure"
+    usual = backend_choice(options.backend).usual
     if options.costs != HERE:
-        costs, error = named(options.costs)
+        costs, error = named(options.costs, usual)
         return costs, 0.0 if is_measured else error, []
-    table, told = here()
+    table, told = here(usual)
     if table is not None:
         return table.costs, 0.0 if is_measured else table.mean_error, told
     if is_measured:

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mdfuse import hir_lowering
+from mdfuse.compiled.overlap import Overlap, left
 from mdfuse.compiled.program import Program
 from mdfuse.compiled.segments import Segment, segments_of
 from mdfuse.compiled.specialisations import Lowerings
-from mdfuse.config import Options
+from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.hir.emit.blocks import Pipeline
@@ -76,13 +77,22 @@ def pipeline(
     fusion = definition.fusion
     lower = _Lower(_checked(fusion, microbatches, batch), schedule, options, should_merge)
     if not definition.examples:
-        return Program(*lower(fusion), options, schedule=lower.schedule)
+        made, segments, host = lower(fusion)
+        return Program(
+            made, segments, host, options, schedule=lower.schedule, overlap=_left(host, options)
+        )
     symbolic = Lowerings(
         fusion, definition.examples, definition.assumed, lower, options, chunks=microbatches
     )
     first = symbolic.first()
     return Program(
-        first.fusion, first.segments, first.host, options, symbolic, schedule=lower.schedule
+        first.fusion,
+        first.segments,
+        first.host,
+        options,
+        symbolic,
+        schedule=lower.schedule,
+        overlap=_left(first.host, options),
     )
 
 
@@ -130,6 +140,11 @@ class _Lower:
         meshes = tuple(names[m] for m in dict.fromkeys(stages.meshes))
         self.schedule = replace(schedule, meshes=meshes)
         return made, segments_of(made, parts, host, self.options), host
+
+
+def _left(host: HostProgram, options: Options | None) -> Overlap | None:
+    why = "microbatches are the only loop of a pipeline"
+    return left(host, why, options_from_environment(options))
 
 
 def _stages(made: Fusion, wanted: str | Schedule | None) -> Stages:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from mdfuse import hir_lowering
 from mdfuse.caching import Cache
 from mdfuse.communication import Communication
 from mdfuse.compiled import overlap
@@ -28,9 +27,11 @@ from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.hir.capture import eager
 from mdfuse.hir.instructions import TRANSFERS
 from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.projection import project
 from mdfuse.hir.traffic import received
 from mdfuse.ir.graph import Fusion
 from mdfuse.passes.segmentation import ShouldMerge
+from mdfuse.plan.arena import arena
 from mdfuse.plan.runnable import Runnable
 from mdfuse.runs.arguments import has_dtensors
 from mdfuse.runs.extents import (
@@ -268,14 +269,14 @@ class Program:
     def _keep(self, trial: Trial) -> None:
         """Run what was quicker from now on."""
         self.__dict__["_usual"] = trial.best
-        self.__dict__["_measured"] = trial
+        self.__dict__["_measured"] = trial.told
 
     def _overlap_told(self) -> Iterator[str]:
         if self.overlap is not None:
             yield from self.overlap.told
-            measured: Trial | None = self.__dict__.get("_measured")
+            measured: str | None = self.__dict__.get("_measured")
             if measured is not None:
-                yield measured.told
+                yield measured
 
     @cached_property
     def _chosen(self) -> Cache[HostIrEvaluator]:
@@ -355,6 +356,11 @@ def _staging(host: HostProgram, options: Options | None) -> Iterator[str]:
             teams = len({*posted})
             sizes = " or ".join(f"{size_text(n)} of {of}" for of, n in staging.items())
             yield f"staging: {name} takes {sizes} memory of a rank for each team, at most {teams}"
+    if any(i.kwargs.get("memory") == "symmetric" for i in host.walk()):
+        first = host.meshes[0].ranks[0]
+        size = arena(project(host, first).written_out).size
+        if size:
+            yield f"arena: {size_text(size)} of a GPU for what the others copy from rank {first}"
 
 
 def _teams(host: HostProgram, backend: str | None) -> Iterator[object]:
@@ -447,22 +453,21 @@ def compile(
         )
     named = definition.named
     key = should_merge, options, None if options else environment()
-    return program_of(named, key, lambda s: _lowered(s, options, should_merge))
+    return program_of(named, key, lambda s: lowered(s, options, should_merge))
 
 
-def _lowered(
-    named: NamedDefinition, options: Options | None, should_merge: ShouldMerge | None
+def lowered(
+    named: NamedDefinition,
+    options: Options | None = None,
+    should_merge: ShouldMerge | None = None,
 ) -> Program:
+    """Return the program of a definition, lowered anew; see `compile`."""
     if named.examples:
         symbolic = lowerings_of(named.fusion, named.examples, named.assumed, should_merge, options)
         (first,) = symbolic.made
-        told = Overlap(first.host, ("left as it is: it has symbolic extents",))
-        found = told if options_from_environment(options).overlap != "never" else None
-        return Program(first.fusion, first.segments, first.host, options, symbolic, overlap=found)
-    lowered = hir_lowering.lower(named.fusion, should_merge, options=options)
-    found, chosen = None, options_from_environment(options)
-    if chosen.overlap != "never":
-        lowered, found = overlap.find(lowered, should_merge, chosen)
-    fusion, parts, host = lowered
+        why = "it has symbolic extents"
+        left = overlap.left(first.host, why, options_from_environment(options))
+        return Program(first.fusion, first.segments, first.host, options, symbolic, overlap=left)
+    (fusion, parts, host), found = overlap.lower(named.fusion, should_merge, options)
     segments = segments_of(fusion, parts, host, options)
     return Program(fusion, segments, host, options, overlap=found)

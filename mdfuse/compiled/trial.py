@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -62,19 +63,23 @@ class Trial:
         begin = _now()
         results = evaluator.call(arguments, out)
         self._times[turn].append(_now() - begin)
-        if self._runs == 2 * _RUNS:
+        if self._runs >= 2 * _RUNS:  # more where the last one failed
             self._decide()
         return results
 
     def _decide(self) -> None:
-        """Agree with all ranks on the quicker form; they all read the same times."""
-        mine = [statistics.median(times[_FIRST:]) for times in self._times]
+        """Agree with all ranks on the quicker form; they all read the same times.
+
+        A form whose runs failed is none; the plans of the slower one, with their buffers, go.
+        """
+        mine = [statistics.median(times[_FIRST:] or [math.inf]) for times in self._times]
         said = init(self.plain.options).all_ok(json.dumps(mine))
         plain, chunks = (
             max(times) for times in zip(*(json.loads(t or "null") for t in said), strict=True)
         )
         self.seconds = plain, chunks
         self.best = self.overlapped if chunks < plain else self.plain
+        (self.plain if self.best is self.overlapped else self.overlapped).forget()
         self.keep(self)
 
 

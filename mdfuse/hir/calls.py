@@ -21,9 +21,9 @@ from mdfuse.hir.program import BufferType, HostProgram, Instruction, index_names
 from mdfuse.mesh import DeviceMesh
 
 
-def blocks_of(program: HostProgram) -> dict[str, Instruction]:
+def blocks_of(program: HostProgram) -> Mapping[str, Instruction]:
     """Return the blocks of a program by name."""
-    return {i.fn: i for i in program.instructions if i.op == "block"}
+    return program.blocks
 
 
 def mesh_of_block(types: Mapping[str, BufferType], block: Instruction) -> DeviceMesh | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from mdfuse.errors import ProgramError
@@ -36,7 +37,7 @@ class Problem:
 def check_forms(program: HostProgram) -> None:
     """Raise ProgramError where something in a program has a wrong form."""
     check_nesting(program)
-    for name, kind in program.types.items():
+    for kind, name in {id(kind): (kind, name) for name, kind in program.types.items()}.values():
         found = kind_problem(name, kind)
         if found is not None:
             raise _refused(program, None, found)
@@ -97,7 +98,7 @@ def program_problem(program: HostProgram) -> Problem | None:
         return Problem(f"a program is named {program.name!r}", RULE, "name it otherwise")
     names = (*program.inputs, *program.outputs, *program.aliases, *program.types)
     for name in names:
-        if not is_value_name(name.partition("@")[0]):  # the number of an iteration follows the @
+        if not _is_of_value(name):
             return Problem(f"a value is named {name!r}", RULE, "name it otherwise")
     for kind in program.types.values():
         stream = kind.layout.stream if kind.layout is not None else None
@@ -207,8 +208,14 @@ def _of_parts(i: Instruction, row: Row) -> Problem | None:
     if len({*i.outputs}) < makes:
         what = f"{row.name} defines %{i.outputs[0]} twice"
         return Problem(what, "each result has a name of its own", "name them differently")
-    bad = [n for n in (*i.outputs, *i.reads) if not is_value_name(n.partition("@")[0])]
+    bad = [n for n in (*i.outputs, *i.reads) if not _is_of_value(n)]
     return Problem(f"a value is named {bad[0]!r}", RULE, "name it otherwise") if bad else None
+
+
+@lru_cache(1 << 15)
+def _is_of_value(name: str) -> bool:
+    """Return whether a value may have a name; the number of an iteration follows an @."""
+    return is_value_name(name.partition("@")[0])
 
 
 # -- operands ------------------------------------------------------------------------------------
@@ -309,15 +316,15 @@ def attributes_problem(
         rank: whose program it is; None for the global one.
         dims: of the tensors that they are about.
     """
-    rows, seen = {a.name: a for a in attrs if rank is not None or not a.is_local}, set[str]()
-    known = _known_text(name, attrs)
+    rows = attrs if rank is not None else [a for a in attrs if not a.is_local]
+    seen = set[str]()
     for key, value in given:
-        a = rows.get(key)
+        a = next((a for a in rows if a.name == key), None)
         if a is None or key in seen:
             what = (
                 f"{name} with {key}= twice" if key in seen else f"{name} has no attribute {key!r}"
             )
-            return Problem(what, known, f"leave {key}= out")
+            return Problem(what, _known_text(name, attrs), f"leave {key}= out")
         seen.add(key)
         if value is None or (value is False and not a.required):
             if a.required:
@@ -326,11 +333,11 @@ def attributes_problem(
         if not a.holds(value, dims.of(a) if dims is not None else None):
             what = f"{name} with {key}={attr_text(value)}"
             more = dims.text(a) if dims is not None else ""
-            return Problem(what, f"{key} is {a.kind}{more}", known)
-    lacking = [a for a in rows.values() if a.required and a.name not in seen]
-    if lacking:
-        a = lacking[0]
-        return Problem(f"{name} without {a.name}=", known, f"add {a.name}=, {a.kind}")
+            return Problem(what, f"{key} is {a.kind}{more}", _known_text(name, attrs))
+    for a in rows:
+        if a.required and a.name not in seen:
+            known = _known_text(name, attrs)
+            return Problem(f"{name} without {a.name}=", known, f"add {a.name}=, {a.kind}")
     return None
 
 

@@ -265,10 +265,10 @@ class HostProgram:
     @cached_property
     def written_out(self) -> HostProgram:
         """A projection without loops, branches and aliases; see `mdfuse.hir.unroll`."""
-        from mdfuse.hir.passes import early_waits, late_waits
+        from mdfuse.hir.passes import early_waits, land_receives, late_waits
         from mdfuse.hir.unroll import write
 
-        return early_waits.run(late_waits.run(write(self)))
+        return land_receives.run(early_waits.run(late_waits.run(write(self))))
 
     @cached_property
     def meshes(self) -> tuple[DeviceMesh, ...]:
@@ -361,6 +361,11 @@ class HostProgram:
         from mdfuse.hir.projection import project
 
         return project(self, rank)
+
+    @cached_property
+    def blocks(self) -> Mapping[str, Instruction]:
+        """Its blocks by name; see `mdfuse.hir.calls`."""
+        return {i.fn: i for i in self.instructions if i.op == "block"}
 
     @cached_property
     def near(self) -> Mapping[DeviceMesh | None, list[int]]:

@@ -16,7 +16,7 @@ made.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mdfuse.errors import ProgramError
@@ -88,7 +88,7 @@ class Unrolled:
     local: HostProgram = field(init=False)
 
     #: the blocks, and the names that belong to the index of a call
-    blocks: dict[str, Instruction] = field(init=False)
+    blocks: Mapping[str, Instruction] = field(init=False)
     per_index: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -120,6 +120,14 @@ class Value:
             n *= 1 if dim in self.expanded else extent
         return n
 
+    def travels(self, *layouts: Layout) -> tuple[tuple[int, ...], list[Layout]]:
+        """Return shape and layouts of what travels: one element of an expanded dim, unsplit."""
+        if not self.expanded:
+            return self.shape, [*layouts]
+        shape = tuple(1 if d in self.expanded else n for d, n in enumerate(self.shape))
+        kept = {d: d for d in range(len(shape)) if d not in self.expanded}
+        return shape, [layout.with_dims(kept) for layout in layouts]
+
     def type_text(self) -> str:
         """The type as programs print it: `f32[8,16]`."""
         return f"{dtype_name(self.dtype)}[{','.join(map(str, self.shape))}]"

@@ -31,10 +31,18 @@ _Rows = list[tuple[Any, Any]]
 
 
 def worst_lack(source: Layout, destination: Layout, shape: tuple[int, ...], copies: int = 0) -> int:
-    """Return the most elements that a rank needs from others.
+    """Return the most elements that a rank needs from others; see `lacks`."""
+    return lacks(source, destination, shape, copies)[0]
+
+
+def lacks(
+    source: Layout, destination: Layout, shape: tuple[int, ...], copies: int = 0
+) -> tuple[int, int]:
+    """Return how many elements ranks need from others: at most, and `UNIT` times on average.
 
     A rank that has no part of the source lacks all that it needs. All ranks are looked at, by array
-    operations: thousands of them take some tens of microseconds.
+    operations: thousands of them take some tens of microseconds. Where a run chooses the extents,
+    or there are chunks, the average is taken to be the most.
 
     Args:
         source: what ranks hold.
@@ -43,8 +51,15 @@ def worst_lack(source: Layout, destination: Layout, shape: tuple[int, ...], copi
         copies: how many more copies of all that it needs a rank receives.
     """
     if is_special(source, destination, shape):
-        return max((0, *_one_by_one(source, destination, shape, copies)))
-    return int(np.max(_lack(source, destination, shape, copies)))
+        worst = max((0, *_one_by_one(source, destination, shape, copies)))
+        return worst, UNIT * worst
+    return most_and_mean(_lack(source, destination, shape, copies))
+
+
+def most_and_mean(found: Any) -> tuple[int, int]:
+    """Return the largest of some numbers of elements, and `UNIT` times their average."""
+    found = np.asarray(found)
+    return int(found.max()), UNIT * int(found.sum()) // found.size
 
 
 def _lack(source: Layout, destination: Layout, shape: tuple[int, ...], copies: int) -> Any:
@@ -283,9 +298,18 @@ def arriving(kind: str, n: int, before: int, after: int) -> int:
     return UNIT * -(-(2 if kind == "Allreduce" else 1) * before * (n - 1) // n)
 
 
+def weighed(worst: int, average: int) -> int:
+    """Return a cost of what arrives at the worst rank, and at all of them on average.
+
+    >>> weighed(10, 10), weighed(10, 5)
+    (10, 9)
+    """
+    return (4 * worst + average) // 5
+
+
 def dearer(cost: int) -> int:
-    """Return the cost of a ReduceExchange: collectives that bring an eighth more are preferred."""
-    return cost * 9 // 8
+    """Return the cost of a ReduceExchange: collectives that cost 1/64 more are preferred."""
+    return cost * 65 // 64
 
 
 def part_size(layout: Layout, shape: tuple[int, ...]) -> int:

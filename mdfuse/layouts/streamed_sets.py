@@ -97,13 +97,17 @@ def _is_one_shard_per_chunk(
 
 
 def _are_pieces(split: Layout, stream: Stream, extent: object, pieces: int) -> bool:
-    """Whether the chunks of a dim are those into which its shards are cut."""
+    """Whether the chunks of a dim are those into which its shards are cut, the short ones, too."""
     if not isinstance(extent, int) or split.blocked.get(stream.dim) is not None:
         return False
     rows = [stop - start for _, (start, stop) in split.chunks_of(stream.dim, extent)]
     size = split.mesh.axis_size(split.split_axes(stream.dim)[-1])
-    teams = (rows[at : at + size] for at in range(0, len(rows), size))
-    return all(max(team) % pieces == 0 for team in teams)
+    for at in range(0, len(rows), size):
+        team = rows[at : at + size]
+        each, rest = divmod(max(team), pieces)
+        if rest or any(n > 1 and -(-n // pieces) != each for n in team):
+            return False
+    return True
 
 
 def _one_to_all(source: Layout, stream: Stream, axis: str) -> str | None:

@@ -14,7 +14,7 @@ in chunks. Which of them pays, if any, depends on costs; that is decided elsewhe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -203,7 +203,7 @@ def forms(fusion: Fusion, window: Window) -> dict[Form, Fusion]:
     for dims in _cuts(fusion, window):
         for chunks, rotate in _counts(fusion, window, dims):
             form = Form(dims, chunks, rotate)
-            streamed = apply(fusion, window, form)
+            streamed = apply(fusion, {window: form})
             if streamed is not None:
                 found[form] = streamed
     return found
@@ -262,16 +262,18 @@ def _rows(value: Value, dim: int, moved: Sequence[str]) -> int:
     return value.shape[dim] // math.prod(fixed)
 
 
-def apply(fusion: Fusion, window: Window, form: Form) -> Fusion | None:
-    """Return the fusion with a window in one loop; None where one loop cannot compute it."""
+def apply(fusion: Fusion, chosen: Mapping[Window, Form]) -> Fusion | None:
+    """Return the fusion with each window in one loop; None where a loop cannot compute one."""
     values = dict(fusion.values)
-    for name, dim in zip(window.values, form.dims, strict=True):
-        values[name] = replace(values[name], stream=Stream(dim, form.chunks, form.rotate))
-    streamed = _together(replace(fusion, values=values), window)
-    if streamed is None or any(not _may_cut(streamed, e) for e in window.exprs):
+    for window, form in chosen.items():
+        for name, dim in zip(window.values, form.dims, strict=True):
+            values[name] = replace(values[name], stream=Stream(dim, form.chunks, form.rotate))
+    streamed = _together(replace(fusion, values=values), [*chosen])
+    if streamed is None or any(not _may_cut(streamed, e) for w in chosen for e in w.exprs):
         return None
     loops = HostLoops(streamed)
-    return streamed if loops.may_share(window.exprs[:-1], window.exprs[-1:]) else None
+    is_right = all(loops.may_share(w.exprs[:-1], w.exprs[-1:]) for w in chosen)
+    return streamed if is_right else None
 
 
 def _may_cut(fusion: Fusion, expr: Expr) -> bool:
@@ -282,28 +284,27 @@ def _may_cut(fusion: Fusion, expr: Expr) -> bool:
     return how is not None and (how != "ring_reduce" or size > 1)
 
 
-def _together(fusion: Fusion, window: Window) -> Fusion | None:
-    """Return the fusion with the expressions of a window side by side; None where they cannot be.
+def _together(fusion: Fusion, found: Sequence[Window]) -> Fusion | None:
+    """Return the fusion with the expressions of each window side by side; None: they cannot be.
 
     Otherwise expressions stay in their order as far as they can.
     """
-    members = {id(e) for e in window.exprs}
     at = {name: n for n, e in enumerate(fusion.exprs) for name in e.outputs}
-    home = min(at[v] for v in window.values)
+    home, members = dict[int, int](), dict[int, Window]()
+    for window in found:
+        places = [at[v] for v in window.values]
+        home.update(dict.fromkeys(places, min(places)))
+        members[min(places)] = window
     graph: nx.DiGraph[int] = nx.DiGraph()
-
-    def node(n: int) -> int:
-        return home if id(fusion.exprs[n]) in members else n
-
     for n, expr in enumerate(fusion.exprs):
-        graph.add_node(node(n))
-        graph.add_edges_from(
-            (node(at[x]), node(n)) for x in expr.reads if x in at and node(at[x]) != node(n)
-        )
+        node = home.get(n, n)
+        graph.add_node(node)
+        made = (home.get(at[x], at[x]) for x in expr.reads if x in at)
+        graph.add_edges_from((m, node) for m in made if m != node)
     if not nx.is_directed_acyclic_graph(graph):
         return None
     order = nx.lexicographical_topological_sort(graph)
-    placed = [window.exprs if n == home else (fusion.exprs[n],) for n in order]
+    placed = [members[n].exprs if n in members else (fusion.exprs[n],) for n in order]
     return replace(fusion, exprs=tuple(e for exprs in placed for e in exprs))
 
 

@@ -137,8 +137,8 @@ def _price(fusion: Fusion, value: str, axis: str, to: Placement) -> int:
 
 
 def _bytes(value: Value, layout: Layout, axis: str, to: Placement) -> int:
-    shape = tuple(1 if d in value.expanded else n for d, n in enumerate(value.shape))
-    return cost(layout, layout.with_placement(axis, to), shape) * value.dtype.itemsize
+    shape, (before, after) = value.travels(layout, layout.with_placement(axis, to))
+    return cost(before, after, shape) * value.dtype.itemsize
 
 
 def _wanted(fusion: Fusion, expr: Expr, value: str) -> Layout:

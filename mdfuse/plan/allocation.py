@@ -12,6 +12,7 @@ from mdfuse.errors import ProgramError
 from mdfuse.hir.program import Instruction
 from mdfuse.ir.extremes import is_number_of, poison
 from mdfuse.ir.infer import dense_strides
+from mdfuse.ir.ops import itself
 from mdfuse.plan.context import Context
 from mdfuse.plan.lines import Line, NewBuffer
 
@@ -24,7 +25,8 @@ def allocate(i: Instruction, context: Context) -> list[Line]:
     """
     (output,) = i.outputs
     memory = i.kwargs.get("memory", "device")
-    lines = empty(output, i.order, context, memory)
+    place = next(context.symmetric) if memory == "symmetric" else None
+    lines = empty(output, i.order, context, memory, place)
     fill = i.kwargs.get("fill")
     if fill is None:
         return lines
@@ -38,16 +40,24 @@ def allocate(i: Instruction, context: Context) -> list[Line]:
 
 
 def empty(
-    output: str, order: tuple[int, ...] | None, context: Context, memory: str = "device"
+    output: str,
+    order: tuple[int, ...] | None,
+    context: Context,
+    memory: str = "device",
+    place: Tensor | None = None,
 ) -> list[Line]:
     """Bind a name to a new buffer, unless the name has one; see `new_buffer`."""
     if context.has_buffer(output):
         return []
-    return new_buffer(output, order, context, memory)
+    return new_buffer(output, order, context, memory, place)
 
 
 def new_buffer(
-    output: str, order: tuple[int, ...] | None, context: Context, memory: str = "device"
+    output: str,
+    order: tuple[int, ...] | None,
+    context: Context,
+    memory: str = "device",
+    place: Tensor | None = None,
 ) -> list[Line]:
     """Bind a name to a new buffer, poisoned where the context says so.
 
@@ -56,12 +66,14 @@ def new_buffer(
         order: the dims from outermost to innermost in memory; None: row-major.
         context: what is known at this instruction; it learns the strides.
         memory: "device", "host", "pinned" or "symmetric".
+        place: bytes where it lies in all runs; None: each run makes it.
     """
     shape, dtype = context.local(output), context.type(output).dtype
     strides = dense_strides(shape, order)
     new = NewBuffer(shape=shape, strides=strides, dtype=dtype, device=context.device)
     context.know(output, torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
-    made = [_make(memory, new, context.slot(output))]
+    slot = context.slot(output)
+    made = [_make(memory, new, slot) if place is None else _placed(place, new, slot)]
     if context.poison:
         run = _fill_parts if dtype.is_complex else "fill_"
         made.append(Line(run=run, args=(context.ref(output), poison(dtype))))
@@ -71,6 +83,12 @@ def new_buffer(
 def _fill_parts(x: Tensor, value: float) -> None:
     """Fill both parts of complex numbers: traced graphs cannot name such a number."""
     torch.view_as_real(x).fill_(value)
+
+
+def _placed(place: Tensor, new: NewBuffer, slot: int) -> Line:
+    """Return the call that binds a buffer which has its place in an arena."""
+    buffer = place.view(new.dtype).as_strided(new.shape, new.strides)
+    return Line(run=itself, args=(buffer,), into=slot)
 
 
 def _make(memory: str, new: NewBuffer, slot: int) -> Line:

@@ -7,7 +7,7 @@ list of calls, written down as one function (`mdfuse.plan.lines`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,6 +20,7 @@ from mdfuse.errors import ProgramError
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.interpreter.garbage import no_collection
 from mdfuse.layouts.call import Call
+from mdfuse.plan.arena import Arena, arena
 from mdfuse.plan.context import CALLER_SLOT, Context, Fuse, Step, updated_names
 from mdfuse.plan.index_checks import IndexChecks
 from mdfuse.plan.lines import Function, Line, SlotRef, Slots, Stamping, write
@@ -231,6 +232,7 @@ def build(
     tally: RunCount | None = None,
     checks: IndexChecks | None = None,
     fuse: Fuse | None = None,
+    memory: Callable[[int], Tensor | None] | None = None,
 ) -> Plan:
     """Prepare the calls of a projected program.
 
@@ -246,6 +248,8 @@ def build(
         caller: the handle of the caller's CUDA stream.
         tally: how often the program ran.
         checks, fuse: see `Context`.
+        memory: returns so many bytes that other ranks see, the same each time; None where buffers
+            need no such memory.
 
     Raises:
         ProgramError: an instruction of it means nothing on this rank.
@@ -259,6 +263,8 @@ def build(
         one_stream=not any(i.op == "set_stream" for i in written.instructions),
         caller=caller, stream=caller, checks=checks, fuse=fuse,
     )  # fmt: skip
+    if memory is not None:
+        context.symmetric = _placed(arena(written), memory)
     inputs = tuple(context.slot(name) for name in written.inputs)
     context.bound.update(n for n in written.inputs if written.has(n, program.rank))
     context.updated = updated_names(written)
@@ -279,6 +285,13 @@ def build(
         records=any(isinstance(x, Tensor) and x.requires_grad for x in (*arguments, *out)),
         tally=tally, code=written.instructions,
     )  # fmt: skip
+
+
+def _placed(found: Arena, memory: Callable[[int], Tensor | None]) -> Iterator[Tensor | None]:
+    """Yield the memory of each symmetric buffer: the arena from where it begins."""
+    whole = memory(found.size) if found.size else None
+    for offset in found.offsets:
+        yield None if whole is None or offset is None else whole[offset:]
 
 
 def _know(context: Context, name: str, x: Any) -> None:

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, repeat
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -116,6 +116,8 @@ class Context:
         fuse: makes the steps of a host unit fewer; None: each stays.
         in_unit: calls are prepared for such a unit, in which torch makes the results: a compiler
             finds the buffers itself, and lays them out as its kernels like them.
+        symmetric: the memory of each `alloc(memory=symmetric)`, in order, as bytes; None: of it,
+            or of all, as of other buffers.
     """
 
     program: HostProgram
@@ -142,6 +144,7 @@ class Context:
     checks: IndexChecks | None = None
     fuse: Fuse | None = None
     in_unit: bool = False
+    symmetric: Iterator[Tensor | None] = field(default_factory=lambda: repeat(None))
 
     def __post_init__(self) -> None:
         self.host_values = HostValues(self.program)
@@ -262,6 +265,8 @@ class _Uses:
         self.writes: dict[str, list[int]] = defaultdict(list)
         #: names through which something is written, which must not show in what they are views of
         self.changed: set[str] = set()
+        #: buffers that hold nothing yet: the first result there binds their names
+        self.unfilled: set[str] = set()
         #: name -> those that it is a view of; handle -> the buffers of its post
         self.of: dict[str, set[str]] = defaultdict(set)
 
@@ -273,6 +278,12 @@ class _Uses:
             if j.op == "launch":
                 continue  # what is inside it reads its inputs and binds its outputs
             n = next(numbers)
+            if j.op == "alloc" and "fill" not in j.kwargs:
+                self.unfilled.update(j.outputs)
+            else:
+                for name in self.unfilled.intersection(j.outputs).difference(j.reads):
+                    del self.first[name]
+                self.unfilled.difference_update((*j.reads, *j.outputs))
             written = j.reads[-1:] if j.op in ("post", "recv") else ()
             for name in (*j.reads, *j.outputs):
                 self.use(name, n)

@@ -25,7 +25,7 @@ from mdfuse.ir.ops import itself
 from mdfuse.layouts.call import Call
 from mdfuse.plan.context import Context, Step, base_name, label
 from mdfuse.plan.lines import Line, SlotRef, drop
-from mdfuse.plan.pending import Pending, landing, nothing_posted
+from mdfuse.plan.pending import Pending, halves, landing, nothing_posted
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +268,10 @@ def _exchange(
             destination.copy_(source.reshape(destination.shape))
         landed = [landing(place) for place in away[sends:]]
         works = post([x.contiguous() for x in away[:sends]], [d for d, _ in landed])
+        sent, received = halves(works)
         unpacks = (unpack for _, unpack in landed)
-        return tuple(Pending(works, next(unpacks) if is_one else ()) for is_one in receives)
+        return tuple(
+            Pending(received, next(unpacks)) if is_one else Pending(sent) for is_one in receives
+        )
 
     return exchange

@@ -232,10 +232,11 @@ class GraphPlan:
         buffers = self._fresh() if out is None else self._buffers(out)
         values = [*arguments, *buffers]
         key: tuple[int, ...] | None = None
-        if self._is_simple and at is not None and len(at) == len(arguments):
-            key = *at, *map(_address, buffers)
-        elif self._is_simple:
-            key = tuple([0 if x is None else x.data_ptr() for x in values])
+        if self._is_simple:
+            try:
+                key = tuple(map(_address, values)) if at is None else (*at, *map(_address, buffers))
+            except TypeError:  # this rank lacks some
+                key = tuple([0 if x is None else x.data_ptr() for x in values])
         calls = self._ready.get(key) if key is not None else None
         if calls is None:
             return self._run(values, key)

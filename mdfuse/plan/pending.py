@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import Work
+from mdfuse.backends.base import Divided, Work
 from mdfuse.layouts.reduction import combine
 
 #: (where data belongs, the dense buffer in which it arrives)
@@ -57,6 +57,14 @@ class _Copied:
     def wait(self) -> None:
         """Let the stream that is current now wait for the copies."""
         self._event.wait()
+
+
+def halves(works: tuple[Work, ...]) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
+    """Return what is to be waited for where something is sent, and where it is received."""
+    if not any(isinstance(work, Divided) for work in works):
+        return works, works
+    sent = tuple(work.sent if isinstance(work, Divided) else work for work in works)
+    return sent, tuple(work.received if isinstance(work, Divided) else work for work in works)
 
 
 def nothing_posted(has_streams: bool) -> Callable[[], tuple[Work, ...]]:

@@ -13,7 +13,9 @@ def picked(places: Sequence[int | None]) -> Callable[[Sequence[Any]], list[Any]]
     >>> picked([2, 0, None])("abc")
     ['c', 'a', None]
     """
-    if None in places or len(places) < 2:
+    if len(places) == 1 and (place := places[0]) is not None:
+        return lambda values: [values[place]]
+    if None in places or not places:
         return lambda values: [None if n is None else values[n] for n in places]
     taken = itemgetter(*places)
     return lambda values: [*taken(values)]

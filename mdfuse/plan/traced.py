@@ -92,16 +92,17 @@ def described(plan: Plan, rank: int) -> Iterator[tuple[int, int, Step, Entry]]:
 def _runs(plan: Plan) -> list[tuple[int, int, Step]]:
     """Return (first, last) of the lines that are left of each step, for steps that call anything.
 
-    What only forgets values is part of the step in front of it.
+    What only forgets values is part of the step in front of it; but a wait is a step also where
+    nothing is left to call, since what comes next is queued behind the post.
     """
     owner = [step for step in plan.steps for _ in step.lines]
     found: list[tuple[int, int, Step]] = []
     for n, number in enumerate(plan.lines_of_run):
         step, line = owner[number], plan.owned.lines[n]
-        is_same = bool(found) and (found[-1][2] is step or line.run is None)
-        if is_same:
+        is_noted = line.run is not None or step.waits is not None
+        if found and (found[-1][2] is step or not is_noted):
             found[-1] = found[-1][0], n, found[-1][2]
-        elif line.run is not None:
+        elif is_noted:
             found.append((n, n, step))
     return found
 

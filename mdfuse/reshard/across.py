@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from itertools import combinations, permutations
+from itertools import combinations
 
 from mdfuse.communication import Communication
 from mdfuse.layouts.exchange import kept_terms
-from mdfuse.layouts.lacks import dearer, is_lacking
-from mdfuse.layouts.layout import Layout, Placement, Replicate, Shard, replicated
+from mdfuse.layouts.lacks import is_lacking
+from mdfuse.layouts.layout import Layout, Replicate, Shard, replicated
 from mdfuse.reshard.blocks import through_blocks
 from mdfuse.reshard.clock import is_timed
 from mdfuse.reshard.refined import on_common_mesh
-from mdfuse.reshard.step import Local, Step, elements, step_time
+from mdfuse.reshard.splits import free_dims, placed, splits_of
+from mdfuse.reshard.step import Local, Step, step_cost, step_time
 
 _Steps = Callable[[Layout, Layout, tuple[int, ...], int], tuple[Step, ...]]
 _Path = tuple[Step, ...]
@@ -64,14 +65,14 @@ def _before_terms(layout: Layout, shape: tuple[int, ...]) -> Iterator[Layout]:
     Of a split each rank's term is its part, and elsewhere what leaves others as they are.
     """
     axes = layout.partial_axes
-    whole = _with(layout, axes, Replicate())
+    whole = placed(layout, axes, Replicate())
     yield whole
     parts = math.prod(map(layout.mesh.axis_size, axes))
     room = whole.local_shape(shape)
     if "avg" not in layout.reduce_ops.values():
-        for dim in _free_dims(layout, shape):
+        for dim in free_dims(layout, shape):
             if room[dim] >= parts:
-                yield _with(whole, axes, Shard(dim))
+                yield placed(whole, axes, Shard(dim))
 
 
 def _cheapest(
@@ -91,12 +92,6 @@ def _as_it_is(source: Layout, destination: Layout) -> _Path:
     return (Local(kind="slice", source=source, destination=destination),)
 
 
-def _with(layout: Layout, axes: tuple[str, ...], placement: Placement) -> Layout:
-    for axis in axes:
-        layout = layout.with_placement(axis, placement)
-    return layout
-
-
 def _cost(way: _Way, shape: tuple[int, ...], itemsize: int | None) -> tuple[int, int]:
     """Return what the steps cost, and how many there are; without an itemsize, in elements."""
     spent = [sum(_step_cost(step, shape, itemsize) for step in path) for path in way[:2]]
@@ -107,10 +102,7 @@ def _cost(way: _Way, shape: tuple[int, ...], itemsize: int | None) -> tuple[int,
 
 
 def _step_cost(step: Step, shape: tuple[int, ...], itemsize: int | None) -> int:
-    if itemsize is not None:
-        return step_time(step, shape, itemsize)  # which counts messages
-    is_reduce = isinstance(step, Communication) and step.kind == "ReduceExchange"
-    return dearer(elements(step, shape)) if is_reduce else elements(step, shape)
+    return step_cost(step, shape) if itemsize is None else step_time(step, shape, itemsize)
 
 
 def _moved(
@@ -170,11 +162,11 @@ def _reducing(
         rest = steps(at_root, destination, shape) if at_root != destination else ()
         yield (first,), rest, True
     is_apart = not any(r in source.mesh for r in destination.mesh)
-    for done in _splits(source, axes, shape):
+    for done in splits_of(source, axes, shape):
         yield steps(source, done, shape), steps(done, destination, shape), is_apart
     if len(ops) == 1 and not kept and source.stream is None:
         (op,) = ops
-        for split in _splits(destination, (), shape):
+        for split in splits_of(destination, (), shape):
             reduced = Communication(
                 kind="ReduceExchange", source=source, destination=split, reduce_op=op
             )
@@ -202,36 +194,8 @@ def _finer(layout: Layout, shape: tuple[int, ...]) -> Iterator[Layout]:
     free = [a for a, p in layout.by_axis().items() if isinstance(p, Replicate)]
     free = [a for a in free if layout.mesh.axis_size(a) > 1]
     room = layout.local_shape(shape)
-    for dim in _free_dims(layout, shape):
+    for dim in free_dims(layout, shape):
         for n in range(1, len(free) + 1):
             for axes in combinations(free, n):
                 if room[dim] >= math.prod(map(layout.mesh.axis_size, axes)):
-                    yield _with(layout, axes, Shard(dim))
-
-
-def _splits(layout: Layout, axes: tuple[str, ...], shape: tuple[int, ...]) -> list[Layout]:
-    """Return a layout with some axes whole, and with these or all whole axes splitting dims.
-
-    The others split the same dim as these, or another one.
-    """
-    whole = _with(layout, axes, Replicate())
-    free = tuple(a for a, p in whole.by_axis().items() if isinstance(p, Replicate))
-    free = tuple(a for a in free if layout.mesh.axis_size(a) > 1)
-    rest = tuple(a for a in free if a not in axes) if axes else ()
-    dims = _free_dims(layout, shape)
-    ways = [{d: of} for d in dims for of in dict.fromkeys((axes, free)) if of]
-    ways += [{d: axes, e: rest} for d, e in permutations(dims, 2) if axes and rest]
-    room, found = whole.local_shape(shape), [whole]
-    for way in ways:
-        if all(room[d] >= math.prod(map(layout.mesh.axis_size, of)) for d, of in way.items()):
-            split = whole
-            for d, of in way.items():
-                split = _with(split, of, Shard(d))
-            found.append(split)
-    return found
-
-
-def _free_dims(layout: Layout, shape: tuple[int, ...]) -> list[int]:
-    """Return the dims that ranks may split: not that of chunks."""
-    chunked = layout.stream.dim if layout.stream is not None else None
-    return [d for d in range(len(shape)) if d != chunked]
+                    yield placed(layout, axes, Shard(dim))

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 
 from mdfuse.communication import Communication
 from mdfuse.layouts.exchange import kept_terms
-from mdfuse.layouts.lacks import dearer
 from mdfuse.layouts.layout import Layout, Replicate
 from mdfuse.reshard.clock import is_timed
-from mdfuse.reshard.step import Step, elements, step_time
+from mdfuse.reshard.splits import splits_of
+from mdfuse.reshard.step import Step, step_cost, step_time
 
 _Path = tuple[Step, ...]
 #: the steps from one layout to another, for one shape and itemsize
@@ -53,18 +53,15 @@ def through_blocks(
     timed = is_timed(source, destination, shape)
 
     def cost(way: _Path) -> tuple[int, int]:
-        spent = (step_time(s, shape, itemsize) if timed else _arriving(s, shape) for s in way)
+        spent = (step_time(s, shape, itemsize) if timed else step_cost(s, shape) for s in way)
         return sum(spent), len(way)
 
-    return min(_ways(source, destination, find), key=cost)
+    return min(_ways(source, destination, shape, find), key=cost)
 
 
-def _arriving(step: Step, shape: tuple[int, ...]) -> int:
-    is_reduce = isinstance(step, Communication) and step.kind == "ReduceExchange"
-    return dearer(elements(step, shape)) if is_reduce else elements(step, shape)
-
-
-def _ways(source: Layout, destination: Layout, find: _Find) -> Iterator[_Path]:
+def _ways(
+    source: Layout, destination: Layout, shape: tuple[int, ...], find: _Find
+) -> Iterator[_Path]:
     """Yield what may be posted: at once, reduced first, or with plain parts before or behind."""
     at_once = _at_once(source, destination)
     if at_once is not None:
@@ -73,6 +70,8 @@ def _ways(source: Layout, destination: Layout, find: _Find) -> Iterator[_Path]:
     behind = _at_once(reduced, destination)
     if reduced != source and behind is not None:
         yield (*find(source, reduced), behind)
+    if reduced != source:
+        yield from _in_shares(source, destination, shape, find)
     dims = moved(source, destination)
     ends = [x.without_blocks(dims) for x in (source, destination)]
     is_reduced = source.mesh == destination.mesh and bool(source.partial_axes)
@@ -81,6 +80,25 @@ def _ways(source: Layout, destination: Layout, find: _Find) -> Iterator[_Path]:
         first, last = ([_at_once(*leg)] if leg[0] != leg[1] else [] for leg in legs)
         between = find(ends[0], ends[1]) if ends[0] != ends[1] else ()
         yield tuple(step for step in (*first, *between, *last) if step is not None)
+
+
+def _in_shares(
+    source: Layout, destination: Layout, shape: tuple[int, ...], find: _Find
+) -> Iterator[_Path]:
+    """Yield ways on which ranks that hold the same, or terms, reduce a share each."""
+
+    def leg(before: Layout, after: Layout) -> _Path | None:
+        if before.mesh == after.mesh and not moved(before, after):
+            return find(before, after) if before != after else ()
+        found = _at_once(before, after)
+        return (found,) if found is not None else None
+
+    kept = {a for a, _ in kept_terms(source, destination)}
+    reduced = tuple(a for a in source.partial_axes if a not in kept)
+    for split in (*splits_of(destination, (), shape), *splits_of(source, reduced, shape)):
+        legs = leg(source, split), leg(split, destination)
+        if legs[0] is not None and legs[1] is not None:
+            yield (*legs[0], *legs[1])
 
 
 def _reduced(source: Layout, destination: Layout) -> Layout:

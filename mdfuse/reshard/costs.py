@@ -30,9 +30,11 @@ from mdfuse.layouts.lacks import (
     cut,
     dearer,
     is_special,
+    lacks,
     length,
+    most_and_mean,
     shared,
-    worst_lack,
+    weighed,
 )
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
 from mdfuse.layouts.side import Side
@@ -67,6 +69,8 @@ class Costs:
     goal: Layout
     shape: tuple[int, ...]
     itemsize: int
+    #: whether what arrives at others than the worst rank is no matter
+    is_worst_alone: bool = False
     #: node -> elements of its largest part
     parts: dict[Node, int] = field(default_factory=dict)
     #: node without a Partial -> cost of all that is left
@@ -75,8 +79,10 @@ class Costs:
     crossings: dict[tuple[Layout, Layout], Crossing] = field(default_factory=dict)
     #: axes that are Partial -> what crosses hosts at least
     crossed: dict[tuple[int, ...], int] = field(default_factory=dict)
-    #: (dim, axes that split it) -> the rows that each rank then has of those that it needs
-    overlaps: dict[tuple[int, tuple[int, ...]], Any] = field(default_factory=dict)
+    #: (dim, axes that split it, and afterwards) -> the rows that each rank has of those it needs
+    overlaps: dict[tuple[int, tuple[int, ...], tuple[int, ...]], Any] = field(default_factory=dict)
+    #: (dim, axes that split it) -> the rows of each rank
+    rows_by_rank: dict[tuple[int, tuple[int, ...]], Any] = field(default_factory=dict)
 
     # -- nodes and layouts -----------------------------------------------------------------------
 
@@ -185,7 +191,7 @@ class Costs:
             return self.exchange(here, move.after) if self.is_timed else self.to_go(here)
         if move.kind == "ReduceExchange":
             found = self.exchange(here, move.after)
-            return found if self.is_timed else dearer(found)
+            return found if self.is_timed else self.dearer(found)
         parts = self.part(here), self.part(move.after)
         arrives = arriving(move.kind, self.count(move.axes), *parts)
         if not self.is_timed:
@@ -194,15 +200,22 @@ class Costs:
         names = tuple(mesh.axes[a] for a in move.axes)
         return nanoseconds(1, arrives, along(move.kind, mesh, names, *parts), self.itemsize)
 
+    def weighed(self, worst: int, average: int) -> int:
+        """Return a cost of what arrives at the worst rank, and at all of them on average."""
+        is_worst_alone = self.is_worst_alone or self.is_timed
+        return worst if is_worst_alone else weighed(worst, average)
+
+    def dearer(self, cost: int) -> int:
+        """Return the cost of a ReduceExchange: collectives that cost little more are preferred."""
+        return cost * 9 // 8 if self.is_worst_alone else dearer(cost)
+
     def exchange(self, here: Node, after: Node) -> int:
         """Return what an exchange costs, which reduces what is to be reduced."""
-        copies = self.count(here.partial) - 1
-        held = self.layout(here._replace(partial=(), made=()))
-        need = self.layout(after._replace(made=()))
-        arrives = UNIT * worst_lack(held, need, self.shape, copies)
+        worst, average = self.lack(here, after, self.count(here.partial) - 1)
+        arrives = UNIT * worst
         if not self.is_timed:
-            return arrives
-        terms = self.layout(here._replace(made=()))
+            return self.weighed(arrives, average)
+        terms, need = (self.layout(x._replace(made=())) for x in (here, after))
         found = self.crossing(terms, need)
         return nanoseconds(found.messages, arrives, found.busiest, self.itemsize)
 
@@ -219,26 +232,36 @@ class Costs:
         Where elements count, one Exchange costs just that.
         """
         if node not in self.left:
-            lack = UNIT * self.lack(node)
-            if self.is_timed and lack:
+            worst, average = self.lack(node, self.end)
+            arrives = UNIT * worst
+            if self.is_timed and worst:
                 held, need = (self.layout(x._replace(made=())) for x in (node, self.end))
                 crossing = least_crossing(Exchange(Side(held, self.shape), Side(need, self.shape)))
-                lack = nanoseconds(1, lack, crossing, self.itemsize)
-            self.left[node] = lack
+                self.left[node] = nanoseconds(1, arrives, crossing, self.itemsize)
+            else:
+                self.left[node] = self.weighed(arrives, average)
         return self.left[node]
 
-    def lack(self, node: Node) -> int:
-        """Return the most elements that a rank needs from others, for a node without a Partial."""
+    def lack(self, here: Node, after: Node, copies: int = 0) -> tuple[int, int]:
+        """Return what an exchange brings to a rank, at most and on average; see `lacks`."""
         if is_special(self.source, self.goal, self.shape):
-            aim = self.layout(self.end._replace(made=()))
-            return worst_lack(self.layout(node._replace(made=())), aim, self.shape)
+            held = self.layout(here._replace(partial=(), made=()))
+            return lacks(held, self.layout(after._replace(made=())), self.shape, copies)
+        return most_and_mean(self.missing(here, after, copies))
+
+    def missing(self, here: Node, after: Node, copies: int) -> Any:
+        """Return the same for each rank: an array that broadcasts over the mesh."""
+        needed: Any = copies + 1
         held: Any = 1
-        for dim, axes in enumerate(node.splits):
-            if (dim, axes) not in self.overlaps:
-                need, have = (self.cut(dim, x) for x in (self.end.splits[dim], axes))
-                self.overlaps[dim, axes] = shared(need, have)
-            held = held * self.overlaps[dim, axes]
-        return int(np.max(self.needed - held))
+        for dim, (have, need) in enumerate(zip(here.splits, after.splits, strict=True)):
+            if (dim, need) not in self.rows_by_rank:
+                self.rows_by_rank[dim, need] = length(self.cut(dim, need))
+            if (dim, have, need) not in self.overlaps:
+                both = self.cut(dim, need), self.cut(dim, have)
+                self.overlaps[dim, have, need] = shared(*both)
+            needed = needed * self.rows_by_rank[dim, need]
+            held = held * self.overlaps[dim, have, need]
+        return needed - held
 
     def cut(self, dim: int, axes: tuple[int, ...]) -> list[tuple[Any, Any]]:
         """Return where the parts of all ranks begin and end, in each block of a dim."""
@@ -251,14 +274,6 @@ class Costs:
     def grid(self) -> Any:
         """The coordinate of all ranks on each axis."""
         return np.ogrid[tuple(slice(n) for n in self.sizes)]
-
-    @cached_property
-    def needed(self) -> Any:
-        """The elements that each rank needs: an array that broadcasts over the mesh."""
-        needed: Any = 1
-        for dim, axes in enumerate(self.end.splits):
-            needed = needed * length(self.cut(dim, axes))
-        return needed
 
     def least(self, node: Node) -> int:
         """Return a cost that is quickly known, and that all that is left has at least."""
@@ -289,9 +304,9 @@ class Costs:
         need = UNIT * self.part(self.end)
         if not node.partial:
             here = UNIT * self.part(node)
-            return need - here if need > here else 0
+            return self.weighed(need - here, 0) if need > here else 0
         shared = self.shared(node)
-        return shared if shared > need else need
+        return self.weighed(shared if shared > need else need, shared)
 
     def shared(self, node: Node) -> int:
         """Return what arrives at a rank on average where a Partial is reduced, at least.

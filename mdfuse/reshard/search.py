@@ -9,10 +9,7 @@ from functools import cached_property
 from itertools import combinations, count, permutations, product
 
 from mdfuse.layouts.hosts import rings
-from mdfuse.layouts.lacks import (
-    UNIT,
-    dearer,
-)
+from mdfuse.layouts.lacks import UNIT
 from mdfuse.layouts.layout import IDEMPOTENT, Partial, Replicate, Shard, commute
 from mdfuse.reshard.clock import nanoseconds
 from mdfuse.reshard.costs import Costs, Move, Node
@@ -158,7 +155,8 @@ class Search(Costs):
     def direct(self) -> tuple[Node, Move] | None:
         """The row of the table for a change along one axis, innermost before and after; else None.
 
-        Where it reduces, ranks that hold the same along another axis could share that work.
+        Where it reduces, ranks that hold the same along another axis could share that work. Few
+        rows that several axes split are not gathered with padding.
         """
         pairs = enumerate(zip(self.source.placements, self.goal.placements, strict=True))
         changed = [a for a, (p, q) in pairs if p != q]
@@ -172,7 +170,24 @@ class Search(Costs):
             return None
         found = (move for move in self.along(self.start, changed[0]) if move.after == self.end)
         move = next(found, None)
-        return (self.start, move) if move is not None else None
+        is_alone = sum(n > 1 for n in self.sizes) == 1
+        if move is None or (
+            move.kind == "Allgather" and not is_alone and self.pads(move, self.start)
+        ):
+            return None
+        return self.start, move
+
+    def pads(self, move: Move, here: Node) -> bool:
+        """Whether much of what a collective moves is padding: an exchange may bring less."""
+        if move.kind not in ("Allgather", "ReduceScatter") or move.dim is None:
+            return False
+        axes = max(here.splits[move.dim], move.after.splits[move.dim], key=len)
+        return self.is_coarse(move.dim, axes)
+
+    def is_coarse(self, dim: int, axes: tuple[int, ...]) -> bool:
+        """Whether padding is over 1/64 of a dim."""
+        n = self.shape[dim]
+        return type(n) is int and -n % self.count(axes) * 64 > n
 
     # -- the search ------------------------------------------------------------------------------
 
@@ -226,7 +241,9 @@ class Search(Costs):
             rest = self.to_go(here) - self.least(move.after)
             return max(rest, nanoseconds(1, 0, 0, self.itemsize))
         arrives = UNIT * self.part(move.after) * (self.count(tuple(self.ops)) - 1)
-        return nanoseconds(1, arrives, 0, self.itemsize) if self.is_timed else dearer(arrives)
+        if self.is_timed:
+            return nanoseconds(1, arrives, 0, self.itemsize)
+        return self.dearer(self.weighed(arrives, self.shared(here)))
 
     def settled(
         self, here: Node, spent: int, path: tuple[tuple[Node, Move], ...]
@@ -254,9 +271,9 @@ def _joined(node: Node, dim: int, n: int) -> Node:
 def _effort(move: Move, path: tuple[tuple[Node, Move], ...]) -> int:
     """Return the weight of a step, which decides between paths of equal bytes.
 
-    Two collectives come before one Exchange, which comes before a collective whose result is
-    sliced (some ranks then receive what they throw away).
+    One along several axes comes before two, two collectives before one Exchange, which comes before
+    a collective whose result is sliced (some ranks then receive what they throw away).
     """
     if move.kind in ("slice", "term"):
-        return 3 if any(m.kind not in ("slice", "term") for _, m in path) else 1
-    return 3 if move.kind in ("Exchange", "ReduceExchange") else 1
+        return 6 if any(m.kind not in ("slice", "term") for _, m in path) else 2
+    return 6 if move.kind in ("Exchange", "ReduceExchange") else 2 + (len(move.axes) > 1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mdfuse.communication import Communication
 from mdfuse.layouts.exchange import kept_terms
-from mdfuse.layouts.lacks import UNIT, arriving, part_size, worst_lack
+from mdfuse.layouts.lacks import UNIT, arriving, dearer, lacks, part_size, weighed
 from mdfuse.layouts.layout import Layout
 from mdfuse.reshard.clock import EXCHANGES, nanoseconds, network
 
@@ -34,15 +34,29 @@ def elements(step: Step, shape: tuple[int, ...]) -> int:
         return 0
     before, after = (part_size(x, shape) for x in (step.source, step.destination))
     if step.kind in EXCHANGES:
-        copies = 0
-        if step.reduce_op is not None:
-            kept = dict(kept_terms(step.source, step.destination))
-            reduced = (a for a in step.source.partial_axes if a not in kept)
-            copies = math.prod(map(step.source.mesh.axis_size, reduced)) - 1
-        return UNIT * worst_lack(step.source, step.destination, shape, copies)
+        return UNIT * _exchanged(step, shape)[0]
     if not step.is_along_axes:
         return UNIT * (after if step.kind == "Scatter" else max(before, after))
     return arriving(step.kind, step.size, before, after)
+
+
+def _exchanged(step: Communication, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return what an exchange brings to a rank, at most and on average."""
+    copies = 0
+    if step.reduce_op is not None:
+        kept = dict(kept_terms(step.source, step.destination))
+        reduced = (a for a in step.source.partial_axes if a not in kept)
+        copies = math.prod(map(step.source.mesh.axis_size, reduced)) - 1
+    return lacks(step.source, step.destination, shape, copies)
+
+
+def step_cost(step: Step, shape: tuple[int, ...]) -> int:
+    """Return what a step costs where hosts are not known, to be compared with other ways."""
+    if isinstance(step, Local) or step.kind not in EXCHANGES:
+        return elements(step, shape)
+    worst, average = _exchanged(step, shape)
+    cost = weighed(UNIT * worst, average)
+    return dearer(cost) if step.reduce_op is not None else cost
 
 
 def step_time(step: Step, shape: tuple[int, ...], itemsize: int) -> int:

@@ -21,6 +21,7 @@ from mdfuse.layouts.layout import Layout, Partial, Replicate
 from mdfuse.reshard.across import across
 from mdfuse.reshard.blocks import moved, through_blocks
 from mdfuse.reshard.clock import is_timed
+from mdfuse.reshard.coarse import cheapest
 from mdfuse.reshard.costs import Move, Node
 from mdfuse.reshard.search import Search
 from mdfuse.reshard.step import Local, Step, elements, step_time
@@ -155,7 +156,7 @@ def _same_mesh(
     if source.stream != destination.stream:
         return (Communication(kind="Exchange", source=source, destination=destination),)
     search = Search(source, destination, shape, itemsize)
-    path = [search.direct] if search.direct is not None else search.path()
+    path = [search.direct] if search.direct is not None else cheapest(search)
     return tuple(_step(search, here, move) for here, move in path)
 
 

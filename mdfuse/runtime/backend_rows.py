@@ -14,6 +14,7 @@ from mdfuse.backends.c10d.groups import LIBRARIES
 from mdfuse.backends.mpi import library as mpi_library
 from mdfuse.backends.mpi.backend import MpiBackend
 from mdfuse.backends.symmetric.backend import SymmetricBackend
+from mdfuse.backends.symmetric.cuda_memory import ask_for_queues
 from mdfuse.backends.symmetric.host_memory import why_not as why_not_symmetric
 from mdfuse.backends.symmetric.providers import OUTBOX_BYTES
 from mdfuse.backends.ucx import library as ucx_library
@@ -130,6 +131,7 @@ BACKENDS: dict[str, BackendRow] = {
         devices=("cuda", "cpu"),
         why_not=why_not_symmetric,
         open=_open_symmetric,
+        load=ask_for_queues,  # before CUDA
         staging=OUTBOX_BYTES,
     ),
 }

@@ -15,8 +15,9 @@ from functools import partial
 from typing import NoReturn, Protocol
 
 import torch
+from torch import Tensor
 
-from mdfuse.backends.base import Backend, Interruptible, Poster, Tracking
+from mdfuse.backends.base import Backend, Interruptible, Poster, Sharing, Tracking
 from mdfuse.backends.c10d.groups import default_group
 from mdfuse.backends.mpi import library as mpi_library
 from mdfuse.backends.work import first_line
@@ -170,6 +171,25 @@ class Communicator:
         """Prepare a call that will be posted many times."""
         self._check_open("bind a call")
         return self._carrier(call.backend).bind(call)
+
+    def posters(self, run: int) -> Callable[[Call], Poster]:
+        """Return what prepares the calls of a plan, in program order; see `Sharing`."""
+        sharing = {
+            name: backend.posters(run)
+            for name, backend in self._backends.items()
+            if isinstance(backend, Sharing)
+        }
+
+        def poster(call: Call) -> Poster:
+            found = sharing.get(call.backend or self.backend)
+            return self.poster(call) if found is None else found(call)
+
+        return poster
+
+    def arena(self, size: int) -> Tensor | None:
+        """Return memory for buffers of a program that others see; see `Sharing`."""
+        found = (x.arena(size) for x in self._backends.values() if isinstance(x, Sharing))
+        return next(found, None)
 
     def _carrier(self, name: str | None) -> Backend:
         return self._backends[name or self.backend]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from pathlib import Path
@@ -126,6 +126,14 @@ class CostTable:
     spread: float = 0.0
     is_default: bool = False
 
+    def by(self, backend: str) -> CostTable:
+        """Return the table for programs of a backend, where it has what that one takes."""
+        costs = self.costs.by(backend) if backend != self.machine.backend else None
+        if costs is None:
+            return self
+        found = replace(self, machine=replace(self.machine, backend=backend), costs=costs)
+        return replace(found, costs=replace(costs, name=found.text))
+
     @property
     def text(self) -> str:
         """What it is, in a line."""
@@ -201,9 +209,12 @@ def _grid(axes: Sequence[Sequence[float]], times: Sequence[float]) -> Grid:
 
 def _costs_out(costs: Costs) -> dict[str, Any]:
     links = {
-        key: {"curve": link.curve.points}
-        if link.curve is not None
-        else {"latency_s": link.latency_s, "bandwidth": link.bandwidth}
+        key: (
+            {"curve": link.curve.points}
+            if link.curve is not None
+            else {"latency_s": link.latency_s, "bandwidth": link.bandwidth}
+        )
+        | ({"slows": link.slows} if link.slows else {})
         for key, link in costs.links.items()
     }
     return {
@@ -285,7 +296,8 @@ def found(
     """
     told: list[str] = []
     fitting = []
-    for name, table in _tables(_files(place or folder()), told):
+    for name, whole in _tables(_files(place or folder()), told):
+        table = whole.by(machine.backend)
         threads = table.machine.threads if any_threads else machine.threads
         if (why := _differs(table.machine, replace(machine, threads=threads))) is None:
             fitting.append(table)
@@ -293,15 +305,32 @@ def found(
             told.append(f"{name} is of another machine: {why}")
     if fitting:
         return max(fitting, key=lambda t: (t.machine.threads == machine.threads, t.ranks)), told
-    shipped = _tables(_files(resources.files("mdfuse").joinpath(_SHIPPED)), told)
-    alike = [t for _, t in shipped if (t.machine.device, t.machine.link) == _class(machine)]
-    if not alike:
-        return None, told
-    return _marked(max(alike, key=lambda t: t.ranks)), told
+    shipped = _shipped(machine, told)
+    return (_marked(shipped) if shipped is not None else None), told
 
 
-def _class(machine: Machine) -> tuple[str, str]:
-    return machine.device, machine.link
+def _shipped(machine: Machine, told: list[str]) -> CostTable | None:
+    """Return the table that ships for a device and its link; one of most ranks goes first.
+
+    One GPU alone has no communications. Where a program of several is asked about there, they are
+    those of such GPUs in one host, whose table has them.
+    """
+    tables = _tables(_files(resources.files("mdfuse").joinpath(_SHIPPED)), told)
+    alike = [t.by(machine.backend) for _, t in tables if t.machine.device == machine.device]
+
+    def best(some: Iterable[CostTable]) -> CostTable | None:
+        return max(
+            some, key=lambda t: (t.machine.backend == machine.backend, t.ranks), default=None
+        )
+
+    mine = best(t for t in alike if t.machine.link == machine.link)
+    if mine is None:
+        told += [f"{t.text}: not of link {machine.link}" for t in alike]
+    elif machine.link == "alone" and not mine.costs.links:
+        other = best(t for t in alike if t.costs.links)
+        if other is not None:
+            mine = replace(mine, costs=replace(mine.costs, links=other.costs.links))
+    return mine
 
 
 def _differs(table: Machine, here: Machine) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mdfuse.errors import ProgramError
 from mdfuse.hir.instructions import is_library
@@ -32,6 +32,10 @@ def _check(**numbers: float) -> None:
             )
 
 
+#: Work never comes to a stand beside communications.
+MOST_SLOWED = 0.95
+
+
 @dataclass(frozen=True, slots=True)
 class Link:
     """What a communication takes.
@@ -40,14 +44,23 @@ class Link:
         latency_s: seconds, however little is sent.
         bandwidth: bytes per second that arrive at a rank.
         curve: measured seconds by bytes, which go before the two numbers.
+        slows: the share of its speed that work loses while the communication runs: 0.05 for 5 %.
     """
 
     latency_s: float = 0.0
     bandwidth: float = math.inf
     curve: Curve | None = None
+    slows: float = 0.0
 
     def __post_init__(self) -> None:
         _check(latency_s=self.latency_s, bandwidth=self.bandwidth)
+        is_number = isinstance(self.slows, int | float) and not isinstance(self.slows, bool)
+        if not is_number or not 0 <= self.slows <= MOST_SLOWED:
+            raise ProgramError(
+                f"slows={self.slows!r}",
+                because="it is the share of its speed that work loses beside a communication",
+                hint=f"a number from 0 to {MOST_SLOWED}",
+            )
 
     def seconds(self, nbytes: int) -> float:
         """Return the seconds that some bytes take."""
@@ -67,7 +80,8 @@ class Costs:
         flops: floating-point operations per second of products and attention.
         bandwidth: bytes per second of all other work, read and written.
         links: kind of communication, axis, "kind axis", or "kind 4" among so many ranks -> its
-            link; "*" is any other. "SendRecv" is the kind of send and recv, too.
+            link; "*" is any other. "SendRecv" is the kind of send and recv, too. What begins with
+            a backend and a colon, "symmetric: Allgather 2", is of that backend where posts name it.
         works: "gelu f32", or "* f32" for all other work of a type -> seconds by bytes read and
             written; "attention f32 64", or "attention f32 64 causal", where heads have 64 features
             -> seconds by operations, counted as if nothing was masked.
@@ -102,31 +116,39 @@ class Costs:
                     hint="for example Link(10e-6, 100e9)",
                 )
 
-    def link(self, kind: str, where: str, ranks: int = 2) -> Link:
+    def link(self, kind: str, where: str, ranks: int = 2, backend: str | None = None) -> Link:
         """Return the link of a kind of communication along an axis, or between meshes.
 
-        Among a number of ranks that nobody measured it is that of the next number below.
+        Among a number of ranks that nobody measured it is that of the next number below; a backend
+        that nobody measured is like the usual one.
         """
+        links = self._links(backend) or self._links(None)
         for key in (f"{kind} {where}", where):
-            if key in self.links:
-                return self.links[key]
-        measured = [int(n) for k, _, n in (x.partition(" ") for x in self.links) if _is(k, n, kind)]
+            if key in links:
+                return links[key]
+        measured = [int(n) for k, _, n in (x.partition(" ") for x in links) if _is(k, n, kind)]
         if measured:
-            return self.links[
+            return links[
                 f"{kind} {max((n for n in measured if n <= ranks), default=min(measured))}"
             ]
-        return self.links.get(kind, self.links.get("*", Link()))
+        return links.get(kind, links.get("*", Link()))
 
-    def transfer_seconds(self, kind: str, where: str, nbytes: int, ranks: int = 2) -> float:
-        """Return the seconds of a communication that brings some bytes to a rank.
+    def _links(self, backend: str | None) -> Mapping[str, Link]:
+        """Return the links of a backend that posts name; None: of the usual one."""
+        if backend is None:
+            return {key: link for key, link in self.links.items() if _OF not in key}
+        before = backend + _OF
+        return {k.removeprefix(before): x for k, x in self.links.items() if k.startswith(before)}
 
-        Args:
-            kind: of communication.
-            where: the axis, or axes, or "meshes".
-            nbytes: that arrive at the rank.
-            ranks: how many take part.
+    def by(self, backend: str) -> Costs | None:
+        """Return the table for programs whose usual backend is another one; None: not measured.
+
+        >>> costs = Costs(links={"*": Link(2e-6), "symmetric: *": Link(1e-6)})
+        >>> costs.by("symmetric").link("Allgather", "tp").latency_s, costs.by("mpi")
+        (1e-06, None)
         """
-        return self.link(kind, where, ranks).seconds(nbytes)
+        links = self._links(backend)
+        return replace(self, links=links) if links else None
 
     def copy_seconds(self, nbytes: int, dtype: str) -> float:
         """Return the seconds of a copy of some bytes on a rank, each of which is read and written.
@@ -152,7 +174,7 @@ class Costs:
         if self.works:
             made = sum(self._bytes(*kernel) for kernel in kernels(program, i))
             return sum((self._work(program, j) for j in inner), start=made)
-        moved = nbytes(program, i) / self.bandwidth if len(inner) < len(i.body) else 0.0
+        moved = sum(size for size, _ in kernels(program, i)) / self.bandwidth
         return max(self.launch_s, moved + sum(self._modelled(program, j) for j in inner))
 
     def _bytes(self, size: int, dtype: str) -> float:
@@ -198,6 +220,10 @@ class Costs:
     def _modelled(self, program: HostProgram, i: Instruction) -> float:
         moved = nbytes(program, i) / self.bandwidth
         return max(moved, operations(program, i) / self.flops)
+
+
+#: Between a backend and what one of its links is of.
+_OF = ": "
 
 
 def _is(kind: str, number: str, wanted: str) -> bool:

@@ -18,10 +18,14 @@ NAMED = {"h100": H100, "unit": UNIT}
 HERE = "here"
 
 
-def named(text: str) -> tuple[Costs, float]:
+def named(text: str, backend: str = "auto") -> tuple[Costs, float]:
     """Return a table of costs that is named, or that of a JSON file, and its mean error.
 
     The error is that of predictions of the machine that was measured; 0 of other tables.
+
+    Args:
+        text: the name, or the path of the file.
+        backend: the usual one of the programs that are asked about.
 
     Raises:
         ProgramError: there is no such table, or the file does not hold one.
@@ -36,7 +40,7 @@ def named(text: str) -> tuple[Costs, float]:
         fields = json.loads(Path(text).read_text(encoding="utf-8"))
         if isinstance(fields, dict) and "format" in fields:
             table = parsed(json.dumps(fields))
-            return table.costs, table.mean_error
+            return table.by(backend).costs, table.mean_error
         return costs_of({"name": Path(text).stem, **fields}), 0.0
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise _wrong(text, str(error)) from error
@@ -53,12 +57,23 @@ def _wrong(text: str, why: str) -> ProgramError:
     )
 
 
-def here() -> tuple[CostTable | None, list[str]]:
-    """Return the table of this machine, None where there is none, and why it is no other."""
+def here(backend: str = "auto") -> tuple[CostTable | None, list[str]]:
+    """Return the table of this machine, None where there is none, and why it is no other.
+
+    Args:
+        backend: the usual one of the programs that are asked about.
+    """
     is_gpu = torch.cuda.is_available()
     device = torch.device("cuda", 0) if is_gpu else torch.device("cpu")
-    machine = machine_of(device, "nccl" if is_gpu else "gloo")
-    table, told = found(machine, any_threads=True)
+    usual = "nccl" if is_gpu else "gloo"
+    table, told = found(machine_of(device, usual), any_threads=True)
     if table is None:
-        told = [*told, f"nothing was measured on {machine.text}"]
+        return None, [*told, f"nothing was measured on {machine_of(device, usual).text}"]
+    if backend not in ("auto", usual):
+        table = table.by(backend)
+        if table.machine.backend != backend:
+            told = [*told, f"nothing was measured with {backend}: it is taken to be like {usual}"]
+    if not table.costs.links:
+        text = "no communication was measured: they are taken to take no time"
+        told = [*told, f"{text}; mdfuse calibrate on several ranks"]
     return table, told

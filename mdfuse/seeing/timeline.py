@@ -8,12 +8,16 @@ A stream of a rank does its work in order, and the host is ahead of all of them.
 the stream that it stands on has come there on all ranks that take part, and the link is free; a
 wait holds the stream up until the data is there. Communications of one team share a link, in the
 order in which they are posted. Sends and receives share one link out of each rank, and one into it.
+
+Where the table says that communications slow down work beside them, the ranks go through their
+programs once more, with what the work beside the transfers of the first time then takes
+(`mdfuse.seeing.beside`).
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +27,7 @@ from mdfuse.hir.instructions import TRANSFERS
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.ir.graph import dtype_name
 from mdfuse.seeing.amounts import buffer_bytes
+from mdfuse.seeing.beside import slowed
 from mdfuse.seeing.costs import Costs
 from mdfuse.seeing.events import Event, Part, makespan, name_of
 from mdfuse.seeing.rank_classes import Classes, rank_classes
@@ -104,9 +109,12 @@ def timeline(program: HostProgram, costs: Costs) -> Timeline:
 
 def on_ranks(program: HostProgram, costs: Costs, classes: Classes) -> Timeline:
     """Return a timeline of the first rank of each class."""
+    programs = [program.project(r).written_out for r in classes.firsts]
     clock = _Clock(costs=costs, classes=classes)
-    ranks = [_Rank(program.project(r).written_out, clock) for r in classes.firsts]
-    clock.run(ranks)
+    clock.run([_Rank(p, clock) for p in programs])
+    if more := slowed(clock.events, clock.slows):
+        clock = _Clock(costs=costs, classes=classes, more=more)
+        clock.run([_Rank(p, clock) for p in programs])
     events = sorted(clock.events, key=lambda e: (e.start_ns, e.rank, e.stop_ns))
     members = {m[0]: m for m in classes.members}
     return Timeline(
@@ -128,6 +136,7 @@ class _Post:
     at: float
     seconds: float
     nbytes: int
+    slows: float
     number: int
     i: Instruction
     stream: str
@@ -159,6 +168,10 @@ class _Clock:
     #: the posts of communications that all have posted, and whose time is not known yet
     ready: list[tuple[_Post, ...]] = field(default_factory=list)
     flows: int = 0
+    #: (rank, instruction) -> seconds that its work takes longer beside communications
+    more: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    #: (rank, flow) -> the share of its speed that work loses while this is transferred
+    slows: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def run(self, ranks: Iterable[_Rank]) -> None:
         waiting = [*ranks]
@@ -199,6 +212,8 @@ class _Clock:
         for p in posts:
             p.start, p.stop, p.flow = start, stop, self.flows
             self.free[p.rank, p.lane] = stop
+            if p.slows:
+                self.slows[p.rank, p.flow] = p.slows
             self._transferred(p)
         self.flows += 1
         return True
@@ -298,6 +313,7 @@ class _Rank:
     def _work(self, i: Instruction) -> None:
         seconds = self.clock.costs.seconds(self.program, i)
         if seconds:
+            seconds += self.clock.more.get((self.rank, self.at), 0.0)
             start = self.now
             self.streams[self.stream] = start + seconds
             line = str(i.source or "")
@@ -317,10 +333,12 @@ class _Rank:
             posts = self._collective(i, i.comm)
         self.handles[i.outputs[0]] = posts
 
-    def _made(self, i: Instruction, what: str, lane: str, nbytes: int, seconds: float) -> _Post:
+    def _made(
+        self, i: Instruction, what: str, lane: str, nbytes: int, seconds: float, slows: float
+    ) -> _Post:
         pieces = i.kwargs.get("pieces") or 1
         return _Post(
-            self.rank, what, lane, self.now, seconds, nbytes, self.at, i, self.stream, pieces
+            self.rank, what, lane, self.now, seconds, nbytes, slows, self.at, i, self.stream, pieces
         )
 
     def _class(self, rank: int) -> int:
@@ -335,10 +353,11 @@ class _Rank:
         where = axes[0] if len(axes) == 1 else "pairs"
         peer = i.kwargs["to" if is_send else "from"]
         costs = self.clock.costs
-        seconds = costs.transfer_seconds("SendRecv", where, size)
+        link = costs.link("SendRecv", where, backend=i.kwargs.get("backend"))
+        seconds = link.seconds(size)
         if peer == self.rank:  # its own part, which only moves in memory
             seconds = costs.copy_seconds(size, dtype_name(self.program.types[i.reads[0]].dtype))
-        return self._side(i, i.op, peer, is_send, size, seconds)
+        return self._side(i, i.op, peer, is_send, size, seconds, link.slows)
 
     def _pairs(self, i: Instruction, comm: Communication) -> list[_Post]:
         """Post what a rank sends, and what it receives, from one mesh to another."""
@@ -346,19 +365,29 @@ class _Rank:
         if call is None:  # it has what it needs
             return []
         size = comm.bytes_received(self.rank)
-        seconds = self.clock.costs.transfer_seconds(comm.kind, "meshes", size)
+        link = self.clock.costs.link(comm.kind, "meshes", backend=comm.backend)
+        seconds = link.seconds(size)
         sides = [(peer, True) for peer in call.sends] + [(peer, False) for peer in call.recvs]
-        return [self._side(i, comm.kind, p, is_send, size, seconds) for p, is_send in sides]
+        return [
+            self._side(i, comm.kind, p, is_send, size, seconds, link.slows) for p, is_send in sides
+        ]
 
     def _side(
-        self, i: Instruction, what: str, peer: int, is_send: bool, size: int, seconds: float
+        self,
+        i: Instruction,
+        what: str,
+        peer: int,
+        is_send: bool,
+        size: int,
+        seconds: float,
+        slows: float,
     ) -> _Post:
         """Post one side of a transfer between two ranks."""
         other = self._class(peer)
         lane = f"to {other}" if is_send else f"from {other}"
         if what in TRANSFERS and peer != self.rank:  # whoever it is, the way is the same
             lane = "out" if is_send else "in"
-        post = self._made(i, what, lane, 0 if is_send else size, seconds)
+        post = self._made(i, what, lane, 0 if is_send else size, seconds, slows)
         pair = (self.rank, other) if is_send else (other, self.rank)
         self.clock.meet((what in TRANSFERS, pair), frozenset((True, False)), is_send, post)
         return post
@@ -371,10 +400,10 @@ class _Rank:
         size = comm.bytes_received(self.rank)
         name = f"{comm.kind}[{comm.reduce_op}]" if comm.reduce_op else comm.kind
         where = ",".join(comm.axes) if comm.is_along_axes else "meshes"
-        seconds = self.clock.costs.transfer_seconds(comm.kind, where, size, len(team))
+        link = self.clock.costs.link(comm.kind, where, len(team), comm.backend)
         found = frozenset[Hashable](map(self._class, team))
         lane = self._lane(where, team)
-        post = self._made(i, name, lane, size, seconds)
+        post = self._made(i, name, lane, size, link.seconds(size), link.slows)
         key = where, comm.source.mesh, comm.destination.mesh, found
         self.clock.meet(key, found, self.rank, post)
         return [post]
@@ -415,8 +444,8 @@ class _Rank:
             ranks = comm.team(self.rank)
             team = frozenset[Hashable](map(self._class, ranks))
             where = ",".join(comm.axes)
-            seconds = self.clock.costs.transfer_seconds("Barrier", where, 0, len(ranks))
-            post = self._made(i, "barrier", "barrier", 0, seconds)
+            seconds = self.clock.costs.link("Barrier", where, len(ranks)).seconds(0)
+            post = self._made(i, "barrier", "barrier", 0, seconds, 0.0)
             self.handles[key] = [post]
             self.clock.meet(("barrier", team), team, self.rank, post)
         (post,) = self.handles[key]

@@ -178,14 +178,21 @@ class _Queues:
         return run
 
     def bind(self, step: Step) -> None:
-        """Let a step bind its outputs, though its inputs are not there yet."""
-        try:
-            step.run(self.slots)
-        except RuntimeError:  # a division by integers that are still 0
-            ones = list(map(_one, self.slots))
-            step.run(ones)
-            for x in step.outputs:
-                self.slots[x] = ones[x]
+        """Let a step bind its outputs, though its inputs are not there yet.
+
+        Integers that are still anything may be no divisors, and no places in a table.
+        """
+        for number in (None, 1, 0):
+            slots = self.slots if number is None else [_filled(x, number) for x in self.slots]
+            try:
+                step.run(slots)
+            except (RuntimeError, IndexError):
+                if number == 0:
+                    raise
+            else:
+                for x in step.outputs:
+                    self.slots[x] = slots[x]
+                return
 
     def heads(self) -> list[_Task]:
         """Return the first task of each stream."""
@@ -204,9 +211,9 @@ def _nothing() -> None:
     """Do nothing: a join only orders what is around it."""
 
 
-def _one(x: Any) -> Any:
+def _filled(x: Any, number: int) -> Any:
     is_integer = isinstance(x, Tensor) and not x.dtype.is_floating_point
-    return torch.ones_like(x) if is_integer else x
+    return torch.full_like(x, number) if is_integer else x
 
 
 def _memory(x: Any) -> int:

@@ -26,9 +26,10 @@ import mdfuse as mf
 from mdfuse.backends.algorithms import Sizes, compose
 from mdfuse.backends.base import Work
 from mdfuse.backends.symmetric.backend import SymmetricBackend
-from mdfuse.backends.symmetric.cuda_team import CudaOutbox, CudaTeam, CudaWork
+from mdfuse.backends.symmetric.cuda_sites import Sited, Sites, numbering
+from mdfuse.backends.symmetric.cuda_team import CudaOutbox, CudaTeam, CudaWork, Half
 from mdfuse.backends.symmetric.host_memory import Card, Process, this_process
-from mdfuse.backends.symmetric.moves import Put, Shape, Take, kind_of, moves
+from mdfuse.backends.symmetric.moves import Put, Shape, Show, Take, kind_of, moves, pieces
 from mdfuse.backends.symmetric.posts import Buffers
 from mdfuse.backends.teams import team_key
 from mdfuse.errors import BackendError
@@ -41,6 +42,8 @@ TEAMS = [(0, 1), (2, 0, 1), (3, 1, 0, 2)]
 
 class FakeLane:
     """A stream as a queue of functions, each of which returns whether it could be carried out."""
+
+    current: FakeLane | None = None
 
     def __init__(self) -> None:
         self.queue: deque[Callable[[], bool]] = deque()
@@ -62,13 +65,40 @@ class FakeLane:
         self.queue.append(lambda: ctypes.c_uint32.from_address(word).value == value)
 
     def make(self, work: Callable[[], Any]) -> Any:
-        return work()
+        FakeLane.current = self
+        made = work()
+        FakeLane.current = None
+        return made
 
     def do(self, work: Callable[[], object]) -> None:
         self.queue.append(lambda: work() is None)
 
     def end(self) -> Callable[[], None]:
-        return lambda: None
+        done: list[bool] = []
+        self.queue.append(lambda: not done.append(True))  # type: ignore[func-returns-value]
+
+        def join() -> None:
+            if FakeLane.current is not None:
+                FakeLane.current.queue.append(lambda: bool(done))
+
+        return join
+
+    def era(self) -> int:
+        return 0
+
+
+class FakeHeap:
+    """All memory of this process, which the others have open, but for what is kept out."""
+
+    def __init__(self) -> None:
+        self.out: set[int] = set()
+
+    def find(self, address: int) -> tuple[str, int] | None:
+        return None if address in self.out else ("all", address)
+
+    def open(self, handle: str) -> int:
+        assert handle == "all"
+        return 0
 
 
 class World:
@@ -82,18 +112,44 @@ class World:
             CudaOutbox(words=w.data_ptr(), slots=m.data_ptr())
             for w, m in zip(self.words, self.memory, strict=True)
         ]
-        self.lanes = [FakeLane() for _ in team]
+        of_ranks = [[FakeLane() for _ in ("lane", "tell", "behind")] for _ in team]
+        self.lanes = [lane for lanes in of_ranks for lane in lanes]
         self.teams = [
-            CudaTeam(own=i, outboxes=outboxes, lane=lane) for i, lane in enumerate(self.lanes)
+            CudaTeam(own=i, outboxes=outboxes, lane=lane, tell=tell, behind=behind)
+            for i, (lane, tell, behind) in enumerate(of_ranks)
         ]
         self.works: list[Any] = []
+        self.shown = 0
+        self.numbers: list[Any] = []
+        self.sites = [
+            Sites(own=i, heap=FakeHeap(), store=store, timeout_s=1.0)  # type: ignore[arg-type]
+            for store in [HashStore()]
+            for i in range(len(team))
+        ]
+
+    def begin_run(self) -> None:
+        """Let the next posts be those of a run of one program, of which each rank has a plan."""
+        self.numbers = [numbering(7) for _ in self.team]
 
     def post(self, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor], small: int) -> None:
         sent, received = (tuple(x.numel() for x in side) for side in (srcs, dsts))
         sizes = Sizes(srcs=sent, dsts=received, small=small, is_open=True)
         composition = compose(call, sizes)
         first = (*srcs, *dsts)[0]
-        made = moves(call, composition, first.itemsize, self.shape)
+        how = call, composition, first.itemsize, self.shape
+        made = moves(*how)
+        if self.numbers:
+            own = self.team.index(call.rank)
+            site = self.numbers[own](call)
+            if site is not None:
+                sited = Sited(
+                    call=call,
+                    site=site,
+                    pieces=pieces(call, composition, "sends"),
+                    remade=partial(moves, *how),
+                )
+                made = self.sites[own].moves(sited, made, srcs, dsts)
+            self.shown += sum(isinstance(move, Show) for move in made)
         buffers = partial(Buffers.of, srcs, dsts, composition.scratch)
         notes = (lambda: None), (lambda: None)
         team = self.teams[self.team.index(call.rank)]
@@ -184,6 +240,87 @@ def test_what_all_need_is_put_once() -> None:
     assert all(sorted(m.readers) == [0, 2] for m in sent)
     assert sum(m.bytes for m in made if isinstance(m, Take)) == 8000
     assert {kind_of(m.tag) for m in sent} == {"Allgather"}
+
+
+@pytest.mark.parametrize("team", TEAMS, ids=str)
+@pytest.mark.parametrize("small", [0, 1 << 20], ids=["in two steps", "in one step"])
+def test_streams_show_what_others_copy(team: tuple[int, ...], small: int) -> None:
+    """From the second run on, what is sent is shown; what is reduced on the way is not."""
+    n, count, here = len(team), 700, World(team, slot=4096)
+    operands = [drawn(r, n * count) for r in team]
+    got = [[torch.zeros(x) for x in (n * n * count, count, n * count, n * count)] for _ in team]
+    here.sites[1].heap.out.add(operands[1].data_ptr())  # type: ignore[attr-defined]
+    for run in range(4):
+        here.begin_run()
+        before = here.shown
+        for i, rank in enumerate(team):
+            operands[i].copy_(drawn(rank + run * 50, n * count))
+            call = partial(Call, team=team, rank=rank)
+            here.post(call(kind="Allgather"), [operands[i]], got[i][:1], small)
+            here.post(
+                call(kind="ReduceScatter", reduce_op="sum"), [operands[i]], got[i][1:2], small
+            )
+            here.post(call(kind="Allreduce", reduce_op="sum"), [operands[i]], got[i][2:3], small)
+            counts = (count,) * n
+            to_all = call(kind="AllToAll", send_counts=counts, recv_counts=counts)
+            here.post(to_all, [operands[i]], got[i][3:], small)
+        here.run()
+        assert (here.shown > before) == (run > 0)
+        total = torch.stack(operands).sum(0)
+        for i in range(n):
+            mine = slice(i * count, i * count + count)
+            want = [torch.cat(operands), total[mine], total, torch.cat([x[mine] for x in operands])]
+            assert all(torch.equal(a, b) for a, b in zip(got[i], want, strict=True))
+            got[i][0].zero_(), got[i][3].zero_()
+
+
+def test_pairs_show_uneven_pieces() -> None:
+    """Pieces that are shown beside others, none, many one after the other, and one rank idle."""
+    here = World((0, 1, 2), slot=2048)
+    given = {0: [drawn(3, 700), drawn(4, 1), drawn(8, 0)], 1: [drawn(5, 2000)], 2: [drawn(6, 9)]}
+    here.sites[0].heap.out.add(given[0][0].data_ptr())  # type: ignore[attr-defined]
+    sends = {0: (1, 1, 1), 1: (0,), 2: (1,)}
+    recvs = {0: (1,), 1: (0, 0, 0, 2), 2: ()}
+    into = {0: [2000], 1: [700, 1, 0, 9], 2: []}
+    got = {rank: [torch.zeros(k) for k in sizes] for rank, sizes in into.items()}
+    for run in range(3):
+        here.begin_run()
+        for turn in range(5):
+            for rank in (2, 0, 1) if turn % 2 else (0, 1, 2):
+                call = Call(
+                    kind="Exchange", team=(0, 1, 2), rank=rank, sends=sends[rank], recvs=recvs[rank]
+                )
+                here.post(call, given[rank], got[rank], 0)
+        here.run()
+        assert here.shown == run * 5 * 3
+        assert torch.equal(got[0][0], given[1][0])
+        for found, want in zip(got[1], [*given[0], given[2][0]], strict=True):
+            assert torch.equal(found, want)
+        for rank, some in given.items():
+            for x in some:
+                x.copy_(drawn(rank + 20 + run, x.numel()))
+
+
+def test_what_is_shown_does_not_move() -> None:
+    here, call = World((0, 1), slot=4096), Call(kind="Allgather", team=(0, 1), rank=0)
+    for x in (drawn(0, 8), drawn(1, 8)):
+        here.begin_run()
+        if here.works:
+            with pytest.raises(BackendError, match="rank 0 sends from another place than before"):
+                here.post(call, [x], [torch.zeros(16)], 0)
+        else:
+            here.post(call, [x], [torch.zeros(16)], 0)
+
+
+def test_who_does_not_tell_where_it_lies() -> None:
+    here, x, y = World((0, 1), slot=4096), drawn(0, 8), torch.zeros(16)
+    call = Call(kind="Allgather", team=(0, 1), rank=0)
+    here.begin_run()
+    here.post(call, [x], [y], 0)
+    here.begin_run()
+    here.sites[0].timeout_s = 0.05
+    with pytest.raises(BackendError, match=r"cannot connect rank 0 with the team \(0, 1\)"):
+        here.post(call, [x], [y], 0)
 
 
 # -- in memory of the host -------------------------------------------------------------------------
@@ -420,11 +557,31 @@ def test_staging_is_explained_where_posts_name_it() -> None:
     assert "staging" not in mf.compile(fd, mf.Options(backend="gloo")).explain()
 
 
+@pytest.mark.parametrize("rows", [8, -1], ids=["a number", "an extent"])
+def test_arenas_are_explained(rows: int) -> None:
+    mesh = mf.DeviceMesh.arange(tp=2)
+    with mf.FusionDefinition("gather") as fd:
+        x = fd.define_tensor([rows, 1024], mesh=mesh, layout={"tp": mf.Shard(0)})
+        fd.add_output(fd.ops.set(x + 1.0).on(mesh, {}))
+    told = mf.compile(fd, mf.Options(backend="symmetric")).explain()
+    found = [line.strip() for line in told.splitlines() if "arena" in line]
+    is_known = rows > 0
+    assert found == ["arena: 16 KiB of a GPU for what the others copy from rank 0"] * is_known
+
+
 def test_a_wait_tells_the_allocator_of_its_stream() -> None:
     """What was packed on a stream that posts is freed behind the one that waits."""
     done: list[str] = []
     kept: Any = SimpleNamespace(leave=lambda: done.append("leave"))
-    work = CudaWork(lambda: done.append("join"), kept)
+    half = Half(lambda: done.append("join"), kept)
+    work = CudaWork(half, half)
     work.wait()
     work.wait()
     assert done == ["join", "leave", "join"]
+    done.clear()
+    work = CudaWork(
+        Half(lambda: done.append("received"), kept), Half(lambda: done.append("sent"), kept)
+    )
+    work.sent.wait()
+    work.wait()
+    assert done == ["sent", "leave", "received", "leave", "sent"]

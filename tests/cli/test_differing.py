@@ -11,6 +11,8 @@ from expecttest import assert_expected_inline
 from helpers.example_files import FOLDER
 from typer.testing import CliRunner, Result
 
+from mdfuse import Partial, Shard
+from mdfuse.cli.layouts import parse_layouts
 from mdfuse.cli.main import app
 
 HELLO = str(FOLDER / "hello_mesh.py")
@@ -91,6 +93,27 @@ def test_two_files_on_one_mesh() -> None:
     assert row == ["AllToAll", "tp", "-", "-", "1", "48", "B"]
 
 
+def test_one_file_with_two_layouts() -> None:
+    """What is split along the wrong dim is brought there first: 3 of 4 quarters of a quarter."""
+    text = shown(MLP, "--layout", "w1=(tp=S1)")
+    assert text.splitlines()[1].split() == ["as", "written", "w1=(tp=S1)"]
+    assert "-  input %w1: (tp=S0)\n+  input %w1: (tp=S1)" in text
+    assert row(text, "AllToAll") == ["tp", "-", "-", "1", "12", "KiB"]
+    both = shown(MLP, "--mesh", "tp=2", "--layout", "w*=(tp=R)", "--layout", "w1 = ( tp=S-1 )")
+    assert both.splitlines()[1].split() == ["w*=(tp=R)", "w1", "=", "(", "tp=S-1", ")"]
+    assert "-  input %w2: (tp=R)\n+  input %w2: (tp=S1)" in both
+
+
+def test_layouts_of_the_command_line() -> None:
+    """As programs print them."""
+    found = parse_layouts("q=(dp=P(sum), tp=S0/[4,2,2]);k.*=(); x = tp=S1/3")
+    assert found == {
+        "q": {"dp": Partial("sum"), "tp": Shard(0, blocks=(4, 2, 2))},
+        "k.*": {},
+        "x": {"tp": Shard(1, blocks=3)},
+    }
+
+
 def test_what_is_the_same_is_said_to_be() -> None:
     text = shown(MLP, MLP, "--mesh", "tp=2")
     assert "the instructions are the same" in text and "@@" not in text
@@ -122,9 +145,16 @@ def test_times_follow_from_a_table_of_costs(tmp_path: Path) -> None:
     [
         ([MLP], 2, "one file needs it twice"),
         ([MLP, "--mesh", "tp=2"], 2, "one file needs it twice"),
-        ([MLP, HELLO, *["--mesh", "tp=2"] * 3], 2, "two programs have two meshes"),
+        ([MLP, HELLO, *["--mesh", "tp=2"] * 3], 2, "there are two programs"),
         ([MLP, "--mesh", "tp=2", "--mesh", "tp="], 2, "'tp=' is no mesh"),
         ([MLP, "nowhere.py", "--mesh", "tp=2"], 2, "does not exist"),
+        ([MLP, *["--layout", "w1=(tp=R)"] * 3], 2, "there are two programs"),
+        ([MLP, "--layout", "w1=S0"], 1, "'w1=S0' is no layout of inputs"),
+        ([MLP, "--layout", "w1=(tp=S0)x"], 1, "is no layout of inputs"),
+        ([MLP, "--layout", "w1=(tp=S0); w1=(tp=R)"], 1, "is no layout of inputs"),
+        ([MLP, "--layout", "w9=(tp=S0)"], 1, "@mlp has no tensor of that name among its inputs"),
+        ([MLP, "--layout", "w1=(dp=S0)"], 1, "layout of w1: mesh(tp=4) has no axis 'dp'"),
+        ([MLP, "--layout", "b1=(tp=S1)"], 1, "dim 1 is out of range"),
         ([MLP, HELLO, "--costs", "a100"], 1, "ProgramError: costs a100"),
         ([MLP, HELLO, "--costs", MLP], 1, "ProgramError: costs"),
     ],

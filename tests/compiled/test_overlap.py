@@ -8,6 +8,7 @@ import random
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -181,6 +182,20 @@ def test_symbolic_extents_are_told(pays: str) -> None:
         fd.add_output((x @ w).on(LINE, {"tp": Shard(1)}))
     found = mf.compile(fd, replace(AUTO, costs=pays))
     assert told(found) == ["left as it is: it has symbolic extents"]
+
+
+def test_microbatches_are_told(pays: str) -> None:
+    """On one mesh, and in two stages."""
+    for meshes in ((LINE, LINE), (LINE, DeviceMesh([4, 5], axes=("tp",)))):
+        with mf.FusionDefinition("batches") as fd:
+            x = fd.define_tensor([16, 6], mesh=meshes[0], layout={"tp": Shard(1)}, name="x")
+            w = fd.define_tensor([6, 8], mesh=meshes[0], layout={"tp": Shard(0)})
+            fd.add_output(fd.ops.relu((x @ w).on(meshes[0], {})).on(meshes[1], {}))
+        batch: dict[str, Any] = {"microbatches": 2, "batch": {"x": 0}}
+        found = mf.pipeline(fd, options=replace(AUTO, costs=pays), **batch)
+        assert told(found) == ["left as it is: microbatches are the only loop of a pipeline"]
+        assert told(mf.pipeline(fd, **batch)) == []
+        assert str(found) == str(mf.pipeline(fd, **batch))
 
 
 def test_the_next_layer_is_gathered_over_this_one(pays: str) -> None:

@@ -25,6 +25,10 @@ class Fake:
 
     def __init__(self, clock: Clock, seconds: list[float]) -> None:
         self.clock, self.seconds, self.runs = clock, seconds, 0
+        self.has_plans = True
+
+    def forget(self) -> None:
+        self.has_plans = False
 
     def call(self, arguments: Any, out: Any = None) -> list[Any]:
         self.clock.now += self.seconds[self.runs % len(self.seconds)]
@@ -86,6 +90,7 @@ def test_the_slowest_rank_counts(
     assert kept == [found] and found.seconds == seconds
     assert found.best is (chunks if is_chunked else plain)
     assert (plain.runs, chunks.runs) == (6, 6)
+    assert (plain.has_plans, chunks.has_plans) == (not is_chunked, is_chunked)
     assert peers.heard == ["[4.0, 3.0]"]
     how = "in chunks" if is_chunked else "one after the other"
     assert found.told.endswith(f"all ranks run it {how}")
@@ -100,3 +105,27 @@ def test_first_runs_and_outliers_do_not_count(
     chunks = Fake(clock, [70.0, 80.0, 90.0, 3.0, 60.0, 2.0])
     found, _ = tried(plain, chunks, Others(), monkeypatch)
     assert found.seconds == (5.0, 3.0) and found.best is chunks
+
+
+@pytest.mark.parametrize(("failing", "is_chunked"), [("plain", True), ("chunks", False)])
+def test_a_form_whose_runs_fail_is_not_kept(
+    failing: str, is_chunked: bool, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks run either form equally often, whatever becomes of it."""
+    plain, chunks = Fake(clock, [2.0]), Fake(clock, [2.0])
+
+    def fail(arguments: Any, out: Any = None) -> list[Any]:
+        raise ValueError("as it is asked to")
+
+    monkeypatch.setattr({"plain": plain, "chunks": chunks}[failing], "call", fail)
+    monkeypatch.setattr(trial, "init", lambda _: Others())
+    kept: list[Trial] = []
+    found = Trial(plain, chunks, kept.append)  # type: ignore[arg-type]
+    for turn in range(12 if failing == "plain" else 13):
+        assert not kept
+        if (turn % 2 == 0) == (failing == "plain"):
+            with pytest.raises(ValueError, match="as it is asked to"):
+                found.call([turn])
+        else:
+            found.call([turn])
+    assert kept == [found] and found.best is (chunks if is_chunked else plain)

@@ -573,6 +573,9 @@ def composite_rows() -> Iterator[Case]:
         attend,
         20,
     )
+    for heads, batch in (((2, 1), (2, 3)), ((1, 3), (2, 1)), ((1, 1), (1, 3))):
+        few = Arg((*heads, 6, 4)), Arg((*batch, 6, 2))
+        yield Case(f"scaled_dot_product_attention-{heads}-{batch}", (q, *few), fused, attend, 20)
     for more in ({"is_causal": True}, {"scale": 0.25}):
         yield Case(
             f"scaled_dot_product_attention-{more}",

@@ -187,6 +187,7 @@ SPECIAL: dict[str, Callable[..., Any]] = {
     "ties of amin": lambda x: x.amin(0, keepdim=True),
     "relu": lambda x: (F.relu(x), F.leaky_relu(x, 0.1), F.elu(x), x.abs(), torch.sign(x)),
     "clamp": lambda x: (x.clamp(-1, 1), x.clamp(min=0), x.clamp(max=-2), x.clamp(1, -1)),
+    "hardtanh": lambda x: (F.hardtanh(x), F.relu6(x * 6), F.hardtanh(x, -2, 0)),
     "square": lambda x: (x**2, x.square(), x * x, x**0, x**1, x**3, x**0.5),
     "power": lambda x: (2.0**x, (x * 0) ** 2, (x * 0.0) ** x.abs()),
     "zero to a power": lambda x: torch.pow(torch.zeros_like(x), x.abs()),

@@ -135,6 +135,7 @@ def drawn(row: Op) -> Any:
 #: The operands of an op, by its name, else by the host instruction that runs it.
 CASES: dict[str, Any] = {
     "clamp": with_attrs({"min": -1, "max": 1.5}, {"min": 2}),
+    "hardtanh": with_attrs({"min": -1, "max": 1.5}),
     "gelu": with_attrs({"approximate": "none"}, {"approximate": "tanh"}),
     "cast": with_attrs(*({"dtype": d} for d in DTYPES)),
     "widen": with_attrs({"dtype": torch.float64}),

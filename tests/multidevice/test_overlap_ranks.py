@@ -61,6 +61,7 @@ def check_kept(name: str, costs: str, comm: mf.Communicator) -> None:
     for seed in range(15):
         assert ("measured: " in program.explain()) == (seed >= 12)
         run_and_check(program, case, seed, comm)
+        assert program.plans.info().size == (2 if 0 < seed < 11 else 1)  # that of the other goes
     (told,) = [line for line in program.explain().splitlines() if "measured: " in line]
     assert {*comm.all_ok(told)} == {told}
 
@@ -97,6 +98,31 @@ def test_symmetric_chosen_forms(name: str, pays: str, comm: mf.Communicator) -> 
 @pytest.mark.backend("symmetric")
 def test_symmetric_trial(pays: str, comm: mf.Communicator) -> None:
     check_kept("reduce", pays, comm)
+
+
+@pytest.mark.world(4)
+def test_gradients_of_torch(pays: str, comm: mf.Communicator, monkeypatch: Any) -> None:
+    """Forwards and backwards are computed in chunks; gradients are those of torch."""
+    made: list[mf.Program] = []
+    run = mf.Program.run
+    monkeypatch.setattr(mf.Program, "run", lambda p, *x, **k: (made.append(p), run(p, *x, **k))[1])
+    case = CASES["mlp"]
+    fd = case.definition(LINE, 16)
+    f = mf.differentiable(fd, Options(overlap="auto", costs=pays))
+    wholes = [x.double().requires_grad_() for x in case.inputs(mf.compile(fd).fusion, 3)]
+    (want,) = case.expected(wholes)
+    want.square().sum().backward()
+    layouts = [v.layout for v in map(fd.fusion.values.get, fd.fusion.inputs)]
+    parts = zip(wholes, layouts, strict=True)
+    leaves = [local_part(x.detach().float(), y, comm.rank).to(comm.device) for x, y in parts]
+    for x in leaves:
+        x.requires_grad_()
+    (y,) = f(*leaves)
+    y.square().sum().backward()
+    for x, whole, layout in zip(leaves, wholes, layouts, strict=True):
+        assert x.grad is not None and whole.grad is not None
+        assert torch.equal(x.grad.cpu().double(), local_part(whole.grad, layout, comm.rank))
+    assert ["for %i in" in str(p) for p in made] == [True, True]
 
 
 #: case -> how many forms it has of 13 rows, along all ranks and along two of them.

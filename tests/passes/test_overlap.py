@@ -55,6 +55,31 @@ def test_all_forms_give_the_values(name: str, mesh: DeviceMesh, rows: int) -> No
         check_everywhere(program(streamed), inputs, case.expected(inputs), exact=True)
 
 
+@pytest.mark.parametrize("name", ["gather", "scatter"])
+def test_pieces_of_a_short_last_shard(name: str) -> None:
+    """16 rows on three ranks: 6, 6 and 4; halves of 4 are no chunks of the whole, thirds of 3 are.
+
+    12 rows on five ranks: 3, 3, 3, 3 and none.
+    """
+    case = CASES[name]
+    for size, rows, pieces in ((3, 16, [3]), (3, 18, [3, 6]), (5, 12, [5]), (5, 10, [5, 10])):
+        fusion = prepared(case, DeviceMesh.arange(tp=size), rows)
+        inputs = case.inputs(fusion)
+        found = list(in_forms(fusion))
+        assert [f.chunks for _, f, _ in found if f.rotate] == pieces
+        for _, _, streamed in found:
+            check_everywhere(program(streamed), inputs, case.expected(inputs), exact=True)
+
+
+def test_pieces_that_lie_side_by_side_are_sent_from_where_they_lie() -> None:
+    fusion = prepared(CASES["gather"], LINE, 16)
+    pieces = [program(x) for _, form, x in in_forms(fusion) if form.rotate and form.chunks > 4]
+    sent = [i.reads[0] for p in pieces for i in p.host.walk() if i.op == "send"]
+    assert len(pieces) == 2 and sent == ["x.i.piece"] * 2
+    loops = [i for p in pieces for i in p.host if i.op == "for" and len(i.body) > 2]
+    assert len(loops) == 2 and not any(j.fn == "set" for i in loops for j in i.walk())
+
+
 @pytest.mark.parametrize("name", ["gather", "three", "reduce", "experts"])
 def test_floats_are_those_of_the_plain_program(name: str) -> None:
     """Where chunks do not change a sum, only a kernel for other sizes may round otherwise."""

@@ -213,7 +213,7 @@ def test_calls_per_step(name: str) -> None:
 
 #: The Python functions that a run goes through, each once.
 FRAMES = {
-    "Program.run", "HostIrEvaluator.call", "HostIrEvaluator._again", "HostIrEvaluator._run",
+    "Program.run", "HostIrEvaluator.call", "repeated.<locals>.again", "HostIrEvaluator._run",
     "Signature.like.<locals>.is_like", "Cache.again", "Plan.run", "Plan.call", "run",
 }  # fmt: skip
 
@@ -221,6 +221,7 @@ FRAMES = {
 @pytest.mark.parametrize("steps", [1, 8, 40])
 def test_calls_around_a_plan(steps: int) -> None:
     assert counts(chain(steps)).frames == Counter(FRAMES)
+    assert counts(local(steps)).frames == Counter(FRAMES - {"HostIrEvaluator._run"})
 
 
 def test_a_reshard_is_two_calls() -> None:

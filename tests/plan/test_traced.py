@@ -16,10 +16,11 @@ import torch
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Options, Shard, Stream
+from mdfuse.backends.base import Posting, Prepared
 from mdfuse.evaluator import HostIrEvaluator
 from mdfuse.plan.build import build
 from mdfuse.plan.device_clock import DeviceClock
-from mdfuse.plan.traced import TracedPlan, traced
+from mdfuse.plan.traced import TracedPlan, described, traced
 from mdfuse.seeing import UNIT
 from mdfuse.seeing.events import lanes
 from mdfuse.seeing.trace_files import TraceFile
@@ -64,6 +65,26 @@ def test_the_calls_are_the_same_with_stamps_behind(tmp_path: Path) -> None:
     assert waits and all(line.startswith("    flush(); ") for line in waits)
     made = [line for line in after[1:-1] if not line.endswith("= None")]
     assert sum("stamp()" in line for line in after) <= len(made)
+
+
+class AtOnce:
+    """A poster behind whose posts the stream goes on, so that nothing is left to wait for."""
+
+    def __call__(self, *given: object) -> Any:
+        raise AssertionError("not posted in a test")
+
+    def prepare(self, *given: object) -> Posting:
+        return Posting(post=(Prepared(run=print, args=()),), wait=())
+
+
+def test_a_wait_for_nothing_is_noted() -> None:
+    local = mf.compile(defined(DeviceMesh.arange(tp=2))).for_rank(0)
+    plan = build(local, lambda call: AtOnce(), torch.device("cpu"), False, [torch.ones(2, 4)])
+    names = [entry.name for *_, entry in described(plan, 0)]
+    assert [n for n in names if n.startswith(("post", "wait"))] == [
+        "post Allreduce[sum]",
+        "wait Allreduce[sum]",
+    ]
 
 
 def test_a_run_is_in_the_file(tmp_path: Path) -> None:

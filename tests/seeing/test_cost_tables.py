@@ -20,10 +20,13 @@ COSTS = Costs(
     run_s=7e-6,
     flops=1e12,
     bandwidth=1e11,
-    links={"Allreduce 2": Link(curve=CURVE), "*": Link(1e-5, 1e9)},
+    links={
+        "Allreduce 2": Link(curve=CURVE, slows=0.06), "*": Link(1e-5, 1e9),
+        "symmetric: Allreduce 2": Link(4e-6, 2e9), "symmetric: *": Link(3e-6, 2e9, slows=0.02),
+    },
     works={"* f32": CURVE},
     products={"linear f32": Grid(((1.0, 2.0), (4.0,), (8.0,)), (1e-6, 2e-6))},
-)
+)  # fmt: skip
 TABLE = CostTable(
     costs=COSTS, machine=MACHINE, ranks=2, date="2026-11-23", mean_error=0.04, p95_error=0.09,
     held_out={"mlp": (1e-3, 1.1e-3)}, spread=0.02,
@@ -96,18 +99,68 @@ def test_damaged_tables_are_named(text: str, why: str, tmp_path: Path) -> None:
     assert told[1].startswith("damaged.json is no table of costs: ") and why in told[1]
 
 
-def test_a_local_calibration_goes_before_a_shipped_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Shipped:
+def test_posts_that_name_a_backend_take_its_links() -> None:
+    def at(kind: str, backend: str | None, costs: Costs = COSTS) -> float:
+        return costs.link(kind, "tp", 2, backend).seconds(0)
+
+    assert at("Allreduce", None) == pytest.approx(1e-6) and at("Gather", None) == 1e-5
+    assert at("Allreduce", "symmetric") == 4e-6 and at("Gather", "symmetric") == 3e-6
+    assert at("Allreduce", "mpi") == pytest.approx(1e-6), "nobody measured it: as the usual one"
+    by = COSTS.by("symmetric")
+    assert by is not None and at("Allreduce", None, by) == 4e-6 and at("Gather", None, by) == 3e-6
+
+
+def test_programs_of_another_backend_have_its_table(tmp_path: Path) -> None:
+    write(tmp_path, TABLE)
+    table, told = found(replace(MACHINE, backend="symmetric"), tmp_path)
+    assert table is not None and not told
+    assert table.machine.backend == "symmetric" and "(peer, symmetric)" in table.costs.name
+    assert table.costs.link("Allreduce", "tp").latency_s == 4e-6
+    assert found(replace(MACHINE, backend="mpi"), tmp_path)[0] is None
+
+
+@pytest.fixture
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of tables that ship, which is empty."""
+
+    class Package:
         @staticmethod
         def files(package: str) -> Path:
             assert package == "mdfuse"
             return tmp_path / "package"
 
-    monkeypatch.setattr(tables, "resources", Shipped)
-    (tmp_path / "package" / "seeing").mkdir(parents=True)
-    write(tmp_path / "package" / "seeing" / "tables", TABLE)
+    monkeypatch.setattr(tables, "resources", Package)
+    place = tmp_path / "package" / "seeing" / "tables"
+    place.mkdir(parents=True)
+    return place
+
+
+def test_one_gpu_alone_has_the_links_of_several(shipped: Path, tmp_path: Path) -> None:
+    """Its work is its own; only what nobody can measure there is of others."""
+    alone = replace(MACHINE, link="alone")
+    own = replace(TABLE, machine=alone, ranks=1, costs=replace(COSTS, links={}, launch_s=9e-6))
+    write(shipped, own)
+    table, _ = found(alone, tmp_path)
+    assert table is not None and not table.costs.links
+    write(shipped, TABLE)
+    write(shipped, replace(TABLE, machine=replace(MACHINE, device="another GPU")))
+    table, told = found(alone, tmp_path)
+    assert table is not None and table.is_default and table.ranks == 1 and not told
+    assert table.costs.launch_s == 9e-6 and table.costs.links == COSTS.links
+    table, _ = found(MACHINE, tmp_path)
+    assert table is not None and table.ranks == 2 and table.costs.launch_s == 2e-6
+
+
+def test_gpus_together_do_without_a_table_of_one_alone(shipped: Path, tmp_path: Path) -> None:
+    """It would say that communications take no time."""
+    write(shipped, replace(TABLE, machine=replace(MACHINE, link="alone"), ranks=1))
+    table, told = found(MACHINE, tmp_path)
+    assert table is None and len(told) == 1
+    assert "a GPU (alone, nccl), 1 ranks" in told[0] and told[0].endswith("not of link peer")
+
+
+def test_a_local_calibration_goes_before_a_shipped_table(shipped: Path, tmp_path: Path) -> None:
+    write(shipped, TABLE)
     other_versions = replace(MACHINE, versions={"torch": "2.13"}, backend="ucx")
     default, _ = found(other_versions, tmp_path / "local")
     assert default is not None and default.is_default
@@ -157,7 +210,7 @@ def test_a_default_table_says_so_on_all_ranks(tmp_path: Path) -> None:
 def test_links_follow_the_number_of_ranks() -> None:
     links = {f"Allreduce {n}": Link(curve=Curve(((1.0, float(n)),))) for n in (2, 4)}
     costs = Costs(links=links | {"*": Link(9.0)})
-    at = {n: costs.transfer_seconds("Allreduce", "tp", 1, n) for n in (2, 3, 4, 8)}
+    at = {n: costs.link("Allreduce", "tp", n).seconds(1) for n in (2, 3, 4, 8)}
     assert at == {2: 2.0, 3: 2.0, 4: 4.0, 8: 4.0}
-    assert costs.transfer_seconds("Gather", "tp", 0, 2) == 9.0
+    assert costs.link("Gather", "tp", 2).seconds(0) == 9.0
     assert json.loads(TABLE.as_json())["costs"]["links"]["*"]["latency_s"] == 1e-5

@@ -39,6 +39,9 @@ def test_a_launch_takes_its_products_and_its_kernels() -> None:
     bytes_moved = 4 * (5 * ROWS * WIDTH + 2 * ROWS * HIDDEN)
     seconds = bytes_moved + 2 * ROWS * WIDTH * HIDDEN * 1e-3
     assert round(costs.seconds(host, launch), 6) == round(seconds, 6)
+    modelled = Costs(bandwidth=1.0, flops=1e3).seconds(host, launch)
+    product = 4 * (ROWS * WIDTH + WIDTH * HIDDEN + ROWS * HIDDEN)  # its bytes take longer
+    assert modelled == bytes_moved + 2 * product  # weights are no kernel's
     torch.testing.assert_close(
         Costs(works=costs.works, products=costs.products, is_fused=False).seconds(host, launch),
         4 * ROWS * (2 * WIDTH + 2 * WIDTH + 2 * HIDDEN + 2 * HIDDEN + 3 * WIDTH)

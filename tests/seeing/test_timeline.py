@@ -195,6 +195,27 @@ def test_work_behind_a_post_hides_it(transfer: float, total: float) -> None:
     assert found.ranks == {0: (0, 1)}
 
 
+@pytest.mark.parametrize(
+    ("transfer", "slows", "total"),
+    [(2.0, 0.25, 4.5), (0.5, 0.5, 4.25), (5.0, 0.25, 7.0), (2.0, 0.0, 4.0)],
+)
+def test_work_is_slower_beside_a_transfer(transfer: float, slows: float, total: float) -> None:
+    """Of 2 s at three quarters of the speed 1.5 s are done, and half a second is left."""
+    costs = Costs(launch_s=1.0, links={"Allreduce tp": Link(transfer, slows=slows)})
+    found = timeline(hir.parse(OVERLAP), costs)
+    check(found)
+    assert found.seconds == pytest.approx(total, abs=1e-8)
+
+
+@pytest.mark.parametrize("name", sorted(PROGRAMS)[::7])
+def test_nothing_is_quicker_where_transfers_slow_work(name: str) -> None:
+    program = PROGRAMS[name]()
+    slow = replace(UNEVEN, links={"*": replace(UNEVEN.links["*"], slows=0.3)})
+    free, slowed = timeline(program, UNEVEN), timeline(program, slow)
+    check(slowed)
+    assert free.seconds <= slowed.seconds <= free.seconds / (1 - 0.9)
+
+
 def test_a_rank_in_both_meshes_hands_over_and_takes() -> None:
     """From ranks 0, 1 to 1, 2: rank 1 receives and sends at once; from 0, 1 to 2, 1 it keeps."""
     text = """

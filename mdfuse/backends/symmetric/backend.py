@@ -15,8 +15,9 @@ from torch import Tensor
 from mdfuse.backends.algorithms import Composition, Sizes
 from mdfuse.backends.base import PostSite, Work, check_call, check_usable
 from mdfuse.backends.post_notes import PostLog, Track
+from mdfuse.backends.symmetric.cuda_sites import Site, Sited, numbering
 from mdfuse.backends.symmetric.host_memory import Card, SharedMemory, why_not
-from mdfuse.backends.symmetric.moves import Move, Shape, moves
+from mdfuse.backends.symmetric.moves import Move, Shape, moves, pieces
 from mdfuse.backends.symmetric.posts import Buffers
 from mdfuse.backends.symmetric.providers import PROVIDERS, Place, Posting, Team
 from mdfuse.backends.teams import new_teams, not_connected, team_key
@@ -76,10 +77,22 @@ class SymmetricBackend:
 
     def bind(self, call: Call) -> SymmetricPoster:
         """Prepare a call that will be posted many times; see `Backend.bind`."""
+        return self._poster(call, None)
+
+    def posters(self, run: int) -> Callable[[Call], SymmetricPoster]:
+        """Return what prepares the calls of a plan; see `Sharing`."""
+        number = numbering(run)
+        return lambda call: self._poster(call, number(call))
+
+    def arena(self, size: int) -> Tensor | None:
+        """Return memory for buffers of a program; see `Sharing`."""
+        return self._provider.arena(size)
+
+    def _poster(self, call: Call, site: Site | None) -> SymmetricPoster:
         team = self._teams.get(call.team)
         check_call(call, team is not None)
         shape = Shape(members=len(call.team), slot=self._provider.slot)
-        return SymmetricPoster(call, team, shape)
+        return SymmetricPoster(call, team, shape, site)
 
     def close(self) -> None:
         """Give up all outboxes."""
@@ -96,9 +109,7 @@ class SymmetricBackend:
         shape = Shape(members=len(team), slot=self._provider.slot)
         store = PrefixStore(f"symmetric/{team_key(team)}", self.store)
         with ExitStack() as files:  # which memory needs no more once all members have opened it
-            seat = self._provider.seat()
-            seats = self._exchange(store, "seat", team, seat) if seat else []
-            memory, card = self._offered(team, shape, seats)
+            memory, card = self._offered(team, shape)
             files.callback(memory.close)
             cards = [
                 Card.of(json.loads(text))
@@ -118,11 +129,9 @@ class SymmetricBackend:
             raise _not_seen(self.rank, team, refusals)
         return made
 
-    def _offered(
-        self, team: tuple[int, ...], shape: Shape, seats: Sequence[str]
-    ) -> tuple[SharedMemory, Card]:
+    def _offered(self, team: tuple[int, ...], shape: Shape) -> tuple[SharedMemory, Card]:
         try:
-            return self._provider.offer(shape, seats)
+            return self._provider.offer(shape)
         except OSError as error:
             raise not_connected(self.name, self.rank, team, error) from error
 
@@ -182,6 +191,7 @@ class SymmetricPoster:
     call: Call
     team: Team | None
     shape: Shape
+    site: Site | None = None
     _by_size: dict[int, Callable[[Sequence[Tensor], Sequence[Tensor]], _Bound]] = field(
         default_factory=dict
     )
@@ -206,8 +216,21 @@ class SymmetricPoster:
     def _bound(self, itemsize: int, composition: Composition, sizes: Sizes) -> _Bound:
         largest = itemsize * max(sum(sizes.srcs), sum(sizes.dsts))
         made = moves(self.call, composition, itemsize, self.shape)
-        post = None if self.team is None else self.team.poster(self.call, largest)
+        post = None
+        if self.team is not None:
+            sited = self._sited(itemsize, composition)
+            post = self.team.poster(self.call, largest, sited)
         return _Bound(self.call, made, composition.scratch, post)
+
+    def _sited(self, itemsize: int, composition: Composition) -> Sited | None:
+        if self.site is None:
+            return None
+        return Sited(
+            call=self.call,
+            site=self.site,
+            pieces=pieces(self.call, composition, "sends"),
+            remade=partial(moves, self.call, composition, itemsize, self.shape),
+        )
 
 
 @dataclass(slots=True, eq=False)

@@ -8,6 +8,7 @@ is registered with the GPU, so that the host sees them, too.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
@@ -41,10 +42,8 @@ class CudaMemory:
         library = library or ctypes.CDLL("libcuda.so.1")
         by_reference = ctypes.POINTER(_address)
         self._allocate = driver_function(library.cuMemAlloc_v2, by_reference, _size)
-        self._free = driver_function(library.cuMemFree_v2, _address)
         self._handle = driver_function(library.cuIpcGetMemHandle, ctypes.POINTER(_Handle), _address)
         self._open = driver_function(library.cuIpcOpenMemHandle_v2, by_reference, _Handle, _number)
-        self._close = driver_function(library.cuIpcCloseMemHandle, _address)
         self._register = driver_function(library.cuMemHostRegister_v2, _pointer, _size, _number)
         self._unregister = driver_function(library.cuMemHostUnregister, _pointer)
         self._seen_at = driver_function(
@@ -56,10 +55,6 @@ class CudaMemory:
         found = _address()
         self._allocate(ctypes.byref(found), size)
         return found.value
-
-    def free(self, address: int) -> None:
-        """Give memory back that this process allocated."""
-        self._free(address)
 
     def handle(self, address: int) -> str:
         """Return by what another process opens memory that this one allocated."""
@@ -74,10 +69,6 @@ class CudaMemory:
         self._open(ctypes.byref(found), given, _PEER_ACCESS)
         return found.value
 
-    def close(self, address: int) -> None:
-        """Give up what was opened."""
-        self._close(address)
-
     def register(self, address: int, size: int) -> int:
         """Let the device see whole pages of the host's memory; return the address there."""
         found = _address()
@@ -88,6 +79,30 @@ class CudaMemory:
     def unregister(self, address: int) -> None:
         """Undo `register`."""
         self._unregister(address)
+
+
+#: How many queues of work a process has on a GPU. Streams share them where there are more streams,
+#: and one that waits for another rank would hold up those that this rank needs meanwhile.
+_QUEUES, _QUEUES_SAID, _FEWEST = "CUDA_DEVICE_MAX_CONNECTIONS", "32", 8
+
+#: cuda.h: CU_STREAM_NON_BLOCKING; what a lane does is short, and others wait for it.
+_NON_BLOCKING, _HIGH = 1, -1
+
+
+def ask_for_queues() -> None:
+    """Ask for as many queues as there can be, unless the user did; before CUDA starts."""
+    os.environ.setdefault(_QUEUES, _QUEUES_SAID)
+
+
+def too_few_queues() -> tuple[str, str] | None:
+    """Return why lanes would hold up other streams, and a remedy; None where they do not."""
+    said = os.environ.get(_QUEUES, _QUEUES_SAID)
+    if not said.isdecimal() or int(said) >= _FEWEST:
+        return None
+    return (
+        f"{_QUEUES}={said}: a stream that waits for another rank would hold up the others",
+        f"leave it unset, or set it to {_QUEUES_SAID}",
+    )
 
 
 class Lane(Protocol):
@@ -114,18 +129,30 @@ class Lane(Protocol):
     def end(self) -> Callable[[], None]:
         """Return what lets the then current stream wait for all that was queued so far."""
 
+    def era(self) -> int:
+        """Return the number of the capture that the lane takes part in; 0: of none."""
+
 
 class CudaLane:
     """A stream of its own, driven through libcuda."""
 
-    def __init__(self, device: CudaDevice, stream: torch.cuda.Stream, library: Any = None) -> None:
+    def __init__(self, device: CudaDevice, number: int, library: Any = None) -> None:
         library = library or ctypes.CDLL("libcuda.so.1")
-        self._device, self._torch_stream = device, stream
-        self._stream = device.stream(stream.cuda_stream)
+        create = driver_function(
+            library.cuStreamCreateWithPriority, ctypes.POINTER(_pointer), _number, ctypes.c_int
+        )
+        made = _pointer()
+        create(ctypes.byref(made), _NON_BLOCKING, _HIGH)  # torch's own streams are few, and shared
+        self.stream = torch.cuda.ExternalStream(made.value, device=number)
+        self._device, self._stream = device, device.stream(self.stream.cuda_stream)
         self._copy = driver_function(library.cuMemcpyAsync, _address, _address, _size, _pointer)
         signature = _pointer, _address, _number, _number
         self._write = driver_function(library.cuStreamWriteValue32_v2, *signature)
         self._wait = driver_function(library.cuStreamWaitValue32_v2, *signature)
+        status, found = ctypes.POINTER(ctypes.c_int), ctypes.POINTER(_address)
+        self._capture = driver_function(
+            library.cuStreamGetCaptureInfo_v2, _pointer, status, found, *[_pointer] * 3
+        )
 
     def begin(self) -> None:
         fork = self._device.event()
@@ -142,7 +169,7 @@ class CudaLane:
         self._wait(self._stream, word, value, _EQUAL)
 
     def make(self, work: Callable[[], Made]) -> Made:
-        with torch.cuda.stream(self._torch_stream):
+        with torch.cuda.stream(self.stream):
             return work()
 
     def do(self, work: Callable[[], object]) -> None:
@@ -152,3 +179,9 @@ class CudaLane:
         device, done = self._device, self._device.event()
         device.record(done, self._stream)
         return lambda: device.wait(device.stream(device.current_stream()), done, 0)
+
+    def era(self) -> int:
+        status, found = ctypes.c_int(), _address()
+        references = ctypes.byref(status), ctypes.byref(found)
+        self._capture(self._stream, *references, None, None, None)
+        return found.value if status.value else 0

@@ -1,18 +1,19 @@
-"""Moves through outboxes in memory of GPUs, all queued on one stream of the team.
+"""Moves between memories of GPUs, all queued on one stream of the team.
 
 The host waits for nothing. Where a rank does not come, the stream stands still, and the watchdog
-says so: each post is noted, and marked behind its last move.
+says so: each post is noted, and marked behind its last move. What this rank shows it tells on a
+stream of its own, and waits for its readers on another one, so that no move waits for that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from mdfuse.backends.algorithms import Copy, Reduce
 from mdfuse.backends.symmetric.cuda_memory import Lane
-from mdfuse.backends.symmetric.moves import Move, Put, Take
+from mdfuse.backends.symmetric.moves import Move, Put, See, Show, Take
 from mdfuse.backends.symmetric.posts import Buffers
 from mdfuse.backends.transfers import change
 from mdfuse.layouts.call import Call
@@ -37,11 +38,17 @@ class CudaTeam:
         own: this rank's index.
         outboxes: of all members.
         lane: where moves are queued.
+        tell: where words are queued that tell readers what is shown.
+        behind: where waits for readers are queued.
     """
 
     own: int
     outboxes: Sequence[CudaOutbox]
     lane: Lane
+    tell: Lane
+    behind: Lane
+    #: word -> what waits until its reader has taken what was shown last, and in which capture
+    _taken: dict[int, tuple[int, Callable[[], None]]] = field(default_factory=dict, init=False)
 
     def post(
         self,
@@ -63,13 +70,17 @@ class CudaTeam:
         before()
         self.lane.begin()
         given = self.lane.make(buffers)
-        self._queue(call, moves, given)
-        join = self.lane.end()
+        sent = self._queue(call, moves, given)
+        received = Half(self.lane.end(), given)
         behind()
-        return CudaWork(join, given)
+        return CudaWork(received, received if sent is None else Half(sent, given))
 
-    def _queue(self, call: Call, moves: Sequence[Move], buffers: Buffers) -> None:
+    def _queue(
+        self, call: Call, moves: Sequence[Move], buffers: Buffers
+    ) -> Callable[[], None] | None:
+        """Queue moves; return what waits for all readers of what is shown, if something is."""
         lane, own = self.lane, self.outboxes[self.own]
+        sent = self._show([move for move in moves if isinstance(move, Show)])
         for move in moves:
             match move:
                 case Put():
@@ -86,13 +97,46 @@ class CudaTeam:
                     target = buffers.address(move.piece, move.start)
                     lane.copy(target, outbox.slots + move.place, move.bytes)
                     lane.write(word, 0)
+                case See():
+                    word = self.outboxes[move.owner].words + WORD * move.word
+                    if move.is_first:
+                        lane.wait(word, move.tag)
+                    lane.copy(buffers.address(move.piece, 0), move.source, move.bytes)
+                    if move.is_last:
+                        lane.write(word, 0)
                 case Copy() | Reduce():
                     lane.do(partial(change, call, (move,), buffers.elements))
+        return sent
+
+    def _show(self, shows: Sequence[Show]) -> Callable[[], None] | None:
+        """Queue the words that tell readers, and waits until these have taken what is shown.
+
+        A word is written again only when the wait has seen that it is 0: else that wait might see
+        the next post's alone.
+        """
+        if not shows:
+            return None
+        tell, behind = self.tell, self.behind
+        tell.begin()
+        era = tell.era()
+        words = self.outboxes[self.own].words
+        for show in shows:
+            before, taken = self._taken.pop(show.word, (era, None))
+            if taken is not None and before == era:  # else all of that time has come together
+                tell.make(taken)
+            tell.wait(words + WORD * show.word, 0)
+            tell.write(words + WORD * show.word, show.tag)
+        behind.make(tell.end())
+        for show in shows:
+            behind.wait(words + WORD * show.word, 0)
+        sent = behind.end()
+        self._taken.update({show.word: (era, sent) for show in shows})
+        return sent
 
 
 @dataclass(slots=True, eq=False)
-class CudaWork:
-    """A post that holds its buffers until it is waited for."""
+class Half:
+    """What was sent, or what was received; it holds the buffers until it is waited for."""
 
     join: Callable[[], None]
     kept: Buffers | None
@@ -103,3 +147,16 @@ class CudaWork:
         kept, self.kept = self.kept, None
         if kept is not None:
             kept.leave()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CudaWork:
+    """A post under way; see `Divided`."""
+
+    received: Half
+    sent: Half
+
+    def wait(self) -> None:
+        """Let the current stream wait for both halves."""
+        for half in dict.fromkeys((self.received, self.sent)):
+            half.wait()

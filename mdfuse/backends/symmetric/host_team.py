@@ -136,7 +136,7 @@ class HostTeam:
         self.queue = self.progress.new_queue()
         self._fence = Fence()
 
-    def poster(self, call: Call, size: int) -> Callable[..., HostPost]:
+    def poster(self, call: Call, size: int, sited: object) -> Callable[..., HostPost]:
         """Return what begins posts of a call; see `Team`."""
 
         def post(

@@ -10,16 +10,21 @@ What goes to all other members is put once, in a slot of `Shape.slot` bytes; wha
 them in its share of another slot. Larger pieces go in chunks, which take `SLOTS` slots in turn. All
 members make the moves of a team in one order, and each puts before it takes.
 
-On CPUs a large piece of what is sent may lie in the owner's heap. Then its owner writes only where,
-beside the words, for the whole piece at once; readers copy it from there, and the post of its owner
-is over when all of them have.
+What is sent may lie in memory that the others see. Then its owner writes only words, for the whole
+piece at once; readers copy it from there, and the post of its owner is over when all of them have.
+On CPUs the owner writes where it lies in its heap beside the words (`host_team`). On GPUs, where
+the host does not look at words, readers know that beforehand (`Shown`): the owner *shows* all such
+pieces of a post at once, by one word for each reader, and posts take `TURNS` words in turn, so that
+none waits for the readers of the one before.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Literal, Protocol
 
 from mdfuse.backends.algorithms import Composition, Copy, Piece, Reduce, Round
 from mdfuse.backends.algorithms import Transfer as Sent
@@ -28,6 +33,9 @@ from mdfuse.layouts.kinds import CARRIED
 
 #: Slots that chunks take in turn: while one is taken, the next one is filled.
 SLOTS = 2
+
+#: Words that posts take in turn for what they show.
+TURNS = 8
 
 #: Where a reader's share of a slot begins, bytes: copies of aligned memory are faster.
 _ALIGNED = 256
@@ -59,7 +67,7 @@ class Shape:
     @property
     def words(self) -> int:
         """The number of words."""
-        return 2 * SLOTS * self.members
+        return (2 * SLOTS + TURNS) * self.members
 
     @property
     def bytes(self) -> int:
@@ -76,6 +84,10 @@ class Shape:
     def word(self, chunk: int, reader: int, is_shared: bool) -> int:
         """Return which word tells a reader of the n-th chunk."""
         return ((0 if is_shared else SLOTS) + chunk % SLOTS) * self.members + reader
+
+    def turn(self, number: int, reader: int) -> int:
+        """Return which word tells a reader of what the n-th post with it shows."""
+        return (2 * SLOTS + number % TURNS) * self.members + reader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +114,15 @@ class Put:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Show:
+    """A word that tells a reader that pieces of this rank lie where it knows; see `Put`."""
+
+    reader: int
+    word: int
+    tag: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Take:
     """A copy out of a member's outbox; `owner` is its index in the team, the rest as in `Put`."""
 
@@ -114,10 +135,44 @@ class Take:
     tag: int
 
 
-Move = Put | Take | Copy | Reduce
+@dataclass(frozen=True, slots=True, kw_only=True)
+class See:
+    """A copy of a piece that its owner shows, from its address.
+
+    Attributes:
+        is_first, is_last: of those that are shown at once: it waits for the word, or clears it.
+    """
+
+    piece: Piece
+    bytes: int
+    source: int
+    owner: int
+    word: int
+    tag: int
+    is_first: bool
+    is_last: bool
 
 
-def moves(call: Call, composition: Composition, itemsize: int, shape: Shape) -> tuple[Move, ...]:
+Move = Put | Show | Take | See | Copy | Reduce
+
+
+class Shown(Protocol):
+    """Which pieces lie where their readers know; members are counted by their index."""
+
+    def to(self, reader: int, n: int) -> bool:
+        """Return whether this rank shows a member the n-th piece that it sends it in a call."""
+
+    def at(self, owner: int, n: int) -> int | None:
+        """Return the address of the n-th piece that a member sends; None: it is not shown."""
+
+    def number(self, member: int, is_owner: bool) -> int:
+        """Return the number of the post among those in which a member sends to this rank, or gets
+        something from it."""
+
+
+def moves(
+    call: Call, composition: Composition, itemsize: int, shape: Shape, shown: Shown | None = None
+) -> tuple[Move, ...]:
     """Return the moves of one rank's part of a communication, in order.
 
     >>> from mdfuse.backends.algorithms import Sizes, compose
@@ -130,10 +185,32 @@ def moves(call: Call, composition: Composition, itemsize: int, shape: Shape) -> 
     Take
     """
     found: list[Move] = []
-    for step in composition.steps:
+    ends = _Ends(call, composition, itemsize, shape, shown)
+    found += ends.shows()
+    for step, before in zip(composition.steps, _counted(call, composition), strict=True):
         found += step.local
-        found += _through_outboxes(call, step, itemsize, shape)
+        found += _Moving(ends, step, before).moves()
     return tuple(found)
+
+
+def pieces(
+    call: Call, composition: Composition, side: Literal["sends", "recvs"]
+) -> dict[int, list[Piece]]:
+    """Return what a rank sends, or receives, in a call, by the index of the other, in order."""
+    found: dict[int, list[Piece]] = {}
+    for step in composition.steps:
+        for member, some in _by_member(call, getattr(step, side)).items():
+            found.setdefault(member, []).extend(x.piece for x in some)
+    return found
+
+
+def _counted(call: Call, composition: Composition) -> Iterator[tuple[Counter[int], Counter[int]]]:
+    """Yield for each step how many pieces went to each member, and came from it, before."""
+    sent, received = Counter[int](), Counter[int]()
+    for step in composition.steps:
+        yield sent.copy(), received.copy()
+        sent.update({m: len(x) for m, x in _by_member(call, step.sends).items()})
+        received.update({m: len(x) for m, x in _by_member(call, step.recvs).items()})
 
 
 def kind_of(tag: int) -> str:
@@ -141,50 +218,125 @@ def kind_of(tag: int) -> str:
     return CARRIED[(((tag & ~IN_HEAP) - 1) >> _SIZE_BITS) % len(CARRIED)]
 
 
-def _through_outboxes(call: Call, step: Round, itemsize: int, shape: Shape) -> Iterator[Move]:
-    """Yield the chunks of a step, one of each pair in turn; each is put one ahead."""
-    own, kind = call.team.index(call.rank), CARRIED.index(call.kind)
-    room = shape.slot if step.is_shared else shape.share
+class _Ends:
+    """A rank's part of a call, and what of it is shown.
 
-    def puts(sent: Sequence[Sent], readers: tuple[int, ...]) -> list[Move]:
-        to = None if step.is_shared else readers[0]
-        return [
-            Put(
-                piece=piece,
-                start=start,
-                bytes=count,
-                place=shape.place(n, to),
-                readers=readers,
-                words=tuple(shape.word(n, reader, step.is_shared) for reader in readers),
-                tag=_tag(kind, piece.size * itemsize),
-            )
-            for n, (piece, start, count) in enumerate(_chunks(sent, itemsize, room))
-        ]
+    Attributes:
+        seen: owner -> the numbers of its pieces that it shows, in order.
+    """
 
-    def takes(received: Sequence[Sent], owner: int) -> list[Move]:
-        return [
-            Take(
-                piece=piece,
-                start=start,
-                bytes=count,
-                place=shape.place(n, None if step.is_shared else own),
-                owner=owner,
-                word=shape.word(n, own, step.is_shared),
-                tag=_tag(kind, piece.size * itemsize),
-            )
-            for n, (piece, start, count) in enumerate(_chunks(received, itemsize, room))
-        ]
+    def __init__(
+        self,
+        call: Call,
+        composition: Composition,
+        itemsize: int,
+        shape: Shape,
+        shown: Shown | None,
+    ) -> None:
+        self.call, self.itemsize, self.shape, self.shown = call, itemsize, shape, shown
+        self.own = call.team.index(call.rank)
+        self.sent = pieces(call, composition, "sends")
+        self.received = pieces(call, composition, "recvs")
+        self.seen = {
+            owner: [n for n, x in enumerate(some) if x.size and self.source(owner, n) is not None]
+            for owner, some in self.received.items()
+        }
 
-    sends, recvs = (_by_member(call, x) for x in (step.sends, step.recvs))
-    if step.is_shared and sends:
-        put = [puts(next(iter(sends.values())), tuple(sends))]
-    else:
-        put = [puts(sent, (reader,)) for reader, sent in sends.items()]
-    taken = [takes(received, owner) for owner, received in recvs.items()]
-    ahead, behind = _in_turn(put), [[], *_in_turn(taken)]
-    for n in range(max(len(ahead), len(behind))):
-        for row in (*ahead[n : n + 1], *behind[n : n + 1]):
-            yield from row
+    def tag(self, some: Sequence[Piece]) -> int:
+        return _tag(CARRIED.index(self.call.kind), sum(x.size for x in some) * self.itemsize)
+
+    def is_shown(self, reader: int, n: int) -> bool:
+        return self.shown is not None and self.shown.to(reader, n)
+
+    def source(self, owner: int, n: int) -> int | None:
+        return self.shown.at(owner, n) if self.shown is not None else None
+
+    def shows(self) -> Iterator[Show]:
+        """Yield what tells readers of all that is shown."""
+        for reader, some in self.sent.items():
+            found = [x for n, x in enumerate(some) if x.size and self.is_shown(reader, n)]
+            if found and self.shown is not None:
+                word = self.shape.turn(self.shown.number(reader, False), reader)
+                yield Show(reader=reader, word=word, tag=self.tag(found))
+
+    def see(self, owner: int, n: int, source: int) -> See:
+        """Return the copy of a piece that is shown."""
+        assert self.shown is not None
+        together, some = self.seen[owner], self.received[owner]
+        return See(
+            piece=some[n],
+            bytes=some[n].size * self.itemsize,
+            source=source,
+            owner=owner,
+            word=self.shape.turn(self.shown.number(owner, True), self.own),
+            tag=self.tag([some[k] for k in together]),
+            is_first=n == together[0],
+            is_last=n == together[-1],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Moving:
+    """One step of a composition.
+
+    Attributes:
+        before: how many pieces went to each member, and came from it, in the steps before.
+    """
+
+    ends: _Ends
+    step: Round
+    before: tuple[Counter[int], Counter[int]]
+
+    @property
+    def room(self) -> int:
+        shape = self.ends.shape
+        return shape.slot if self.step.is_shared else shape.share
+
+    def moves(self) -> Iterator[Move]:
+        """Yield the chunks of the step, one of each pair in turn; each is put one ahead."""
+        call = self.ends.call
+        sends, recvs = (_by_member(call, x) for x in (self.step.sends, self.step.recvs))
+        if self.step.is_shared and sends:
+            put = [list(self.puts(next(iter(sends.values())), tuple(sends)))]
+        else:
+            put = [list(self.puts(sent, (reader,))) for reader, sent in sends.items()]
+        taken = [list(self.takes(received, owner)) for owner, received in recvs.items()]
+        ahead, behind = _in_turn(put), [[], *_in_turn(taken)]
+        for n in range(max(len(ahead), len(behind))):
+            for row in (*ahead[n : n + 1], *behind[n : n + 1]):
+                yield from row
+
+    def puts(self, sent: Sequence[Sent], readers: tuple[int, ...]) -> Iterator[Move]:
+        """Yield what goes through the outbox; the n-th chunk has the n-th words in turn."""
+        ends, is_shared, n = self.ends, self.step.is_shared, 0
+        to, first = (None if is_shared else readers[0]), self.before[0][readers[0]]
+        for number, piece in enumerate((x.piece for x in sent), first):
+            if ends.is_shown(readers[0], number):
+                continue
+            for start, count in _chunks(piece, ends.itemsize, self.room):
+                words = tuple(ends.shape.word(n, reader, is_shared) for reader in readers)
+                yield Put(
+                    piece=piece, start=start, bytes=count, place=ends.shape.place(n, to),
+                    readers=readers, words=words, tag=ends.tag([piece]),
+                )  # fmt: skip
+                n += 1
+
+    def takes(self, received: Sequence[Sent], owner: int) -> Iterator[Move]:
+        """Yield what copies a member's pieces, in the order in which it puts them."""
+        ends, is_shared, n = self.ends, self.step.is_shared, 0
+        for number, piece in enumerate((x.piece for x in received), self.before[1][owner]):
+            source = ends.source(owner, number)
+            if source is not None:
+                if piece.size:
+                    yield ends.see(owner, number, source)
+                continue
+            for start, count in _chunks(piece, ends.itemsize, self.room):
+                yield Take(
+                    piece=piece, start=start, bytes=count, owner=owner, tag=ends.tag([piece]),
+                    place=ends.shape.place(n, None if is_shared else ends.own),
+                    word=ends.shape.word(n, ends.own, is_shared),
+                )  # fmt: skip
+                n += 1
 
 
 def _by_member(call: Call, transfers: Sequence[Sent]) -> dict[int, list[Sent]]:
@@ -195,13 +347,10 @@ def _by_member(call: Call, transfers: Sequence[Sent]) -> dict[int, list[Sent]]:
     return found
 
 
-def _chunks(
-    transfers: Sequence[Sent], itemsize: int, room: int
-) -> Iterator[tuple[Piece, int, int]]:
-    """Yield the parts of pieces that fit into a slot: the piece, first byte, number of bytes."""
-    for piece in (t.piece for t in transfers):
-        size = piece.size * itemsize
-        yield from ((piece, at, min(room, size - at)) for at in range(0, size, room))
+def _chunks(piece: Piece, itemsize: int, room: int) -> Iterator[tuple[int, int]]:
+    """Yield the parts of a piece that fit into a slot, as first byte and size."""
+    size = piece.size * itemsize
+    yield from ((at, min(room, size - at)) for at in range(0, size, room))
 
 
 def _in_turn(lanes: Sequence[Sequence[Move]]) -> list[list[Move]]:

@@ -2,8 +2,7 @@
 
 ===========  =====================================================================================
 host         memory of the host that ranks share; buffers on CPUs
-cuda         memory of GPUs, by torch where every member has one of its own, else by CUDA's IPC (see
-             `cuda_slots`); words as above
+cuda         memory of GPUs by CUDA's IPC (see `cuda_heap`); words as above
 ===========  =====================================================================================
 """
 
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,26 +20,18 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import Work
+from mdfuse.backends.base import Work, check_usable
 from mdfuse.backends.nccl.cuda_driver import CudaDevice
 from mdfuse.backends.post_notes import PostInfo, PostLog, Track
-from mdfuse.backends.symmetric.cuda_memory import CudaLane, CudaMemory
-from mdfuse.backends.symmetric.cuda_slots import (
-    TORCH,
-    IpcSlots,
-    Meeting,
-    Slots,
-    TorchSlots,
-    has_torch_slots,
-    seat,
-)
+from mdfuse.backends.symmetric.cuda_heap import CudaHeap, Run, heap_of
+from mdfuse.backends.symmetric.cuda_memory import CudaLane, too_few_queues
+from mdfuse.backends.symmetric.cuda_sites import Sited, Sites
 from mdfuse.backends.symmetric.cuda_team import WORD, CudaOutbox, CudaTeam
 from mdfuse.backends.symmetric.heap import open_heap
 from mdfuse.backends.symmetric.host_memory import Card, SharedMemory, this_process
 from mdfuse.backends.symmetric.host_team import HostTeam, Progress, outbox_of
 from mdfuse.backends.symmetric.moves import Move, Shape
 from mdfuse.backends.symmetric.posts import Buffers
-from mdfuse.backends.teams import team_key
 from mdfuse.layouts.call import Call
 from mdfuse.layouts.kinds import KINDS
 from mdfuse.torch_private import PrefixStore, Store
@@ -67,8 +57,8 @@ class Posting(Protocol):
 class Team(Protocol):
     """A team whose members have opened each other's outboxes."""
 
-    def poster(self, call: Call, size: int) -> Posting:
-        """Return what posts a call whose buffers have `size` bytes."""
+    def poster(self, call: Call, size: int, sited: Sited | None) -> Posting:
+        """Return what posts a call whose buffers have `size` bytes, at a site of a program."""
 
     def close(self) -> None:
         """Give up the outboxes."""
@@ -80,10 +70,7 @@ class Provider(Protocol):
     #: bytes of a slot
     slot: int
 
-    def seat(self) -> str:
-        """Return what members tell each other before they make memory; "" where that is nothing."""
-
-    def offer(self, shape: Shape, seats: Sequence[str]) -> tuple[SharedMemory, Card]:
+    def offer(self, shape: Shape) -> tuple[SharedMemory, Card]:
         """Make this rank's outbox, and say how the others find it."""
 
     def team(
@@ -99,6 +86,9 @@ class Provider(Protocol):
         Raises:
             OSError: this rank cannot see another's memory.
         """
+
+    def arena(self, size: int) -> Tensor | None:
+        """Return memory for buffers of a program; see `Sharing`."""
 
     def abort(self) -> bool:
         """End the waits of this rank; return whether that was possible."""
@@ -143,10 +133,10 @@ class HostProvider:
         #: the heaps of members, which teams keep open
         self._heaps: WeakValueDictionary[Card, SharedMemory] = WeakValueDictionary()
 
-    def seat(self) -> str:
-        return ""
+    def arena(self, size: int) -> None:
+        return None  # the heap has memory for buffers
 
-    def offer(self, shape: Shape, seats: Sequence[str]) -> tuple[SharedMemory, Card]:
+    def offer(self, shape: Shape) -> tuple[SharedMemory, Card]:
         memory = SharedMemory(memory_size(shape, True)[1])
         heap = (self._heap.memory.file, self._heap.memory.size) if self._heap else (0, 0)
         return memory, Card(process=this_process(), file=memory.file, heap=heap)
@@ -201,23 +191,21 @@ class CudaProvider:
     slot = 8 * _MIB
 
     def __init__(self, place: Place) -> None:
+        check_usable("symmetric", too_few_queues())
         torch.cuda.set_device(place.device)
         torch.cuda.synchronize(place.device)  # makes its context current, which the driver asks for
         self._place = place
-        self._memory, self._device = CudaMemory(), CudaDevice(place.device)
-        self._ipc, self._torch = IpcSlots(self._memory), TorchSlots(place.device)
+        self._heap, self._device = heap_of(place.device), CudaDevice(place.device)
+        self._outboxes: dict[str, Run] = {}
 
-    def seat(self) -> str:
-        gpu = str(torch.cuda.get_device_properties(self._place.device).uuid)
-        return seat(gpu, self._torch.made, os.environ)
+    def arena(self, size: int) -> Tensor:
+        return self._heap.arena(size)
 
-    def _slots(self, is_torch: bool) -> Slots:
-        return self._torch if is_torch else self._ipc
-
-    def offer(self, shape: Shape, seats: Sequence[str]) -> tuple[SharedMemory, Card]:
-        memory, is_torch = SharedMemory(memory_size(shape, False)[1]), has_torch_slots(seats)
-        handle = self._slots(is_torch).offer(shape.bytes)
-        return memory, Card(process=this_process(), file=memory.file, device=handle)
+    def offer(self, shape: Shape) -> tuple[SharedMemory, Card]:
+        memory = SharedMemory(memory_size(shape, False)[1])
+        run = self._heap.take(shape.bytes)
+        self._outboxes[run.handle] = run
+        return memory, Card(process=this_process(), file=memory.file, device=run.handle)
 
     def team(
         self,
@@ -229,28 +217,29 @@ class CudaProvider:
     ) -> CudaOutboxes:
         size = memory_size(shape, False)[1]
         words = [ctypes.addressof(memory.words(shape.words)) for memory, _ in found]
-        seen = [self._memory.register(address, size) for address in words]
-        meeting = Meeting(
-            name=team_key(ranks),
-            own=own,
-            handles=[card.device for _, card in found],
-            store=PrefixStore("slots", store),
-            timeout_s=self._place.timeout_s,
+        seen = [self._heap.memory.register(address, size) for address in words]
+        outboxes = tuple(
+            CudaOutbox(words=w, slots=self._heap.open(card.device))
+            for w, (_, card) in zip(seen, found, strict=True)
         )
-        slots, release = self._slots(found[own][1].device == TORCH).open(meeting)
-        outboxes = tuple(CudaOutbox(words=w, slots=s) for w, s in zip(seen, slots, strict=True))
-        stream = torch.cuda.Stream(self._place.device)
-        lane = CudaLane(self._device, stream)
+        lane, tell, behind = (CudaLane(self._device, self._heap.number) for _ in range(3))
+        stream = lane.stream
         return CudaOutboxes(
-            queue=CudaTeam(own=own, outboxes=outboxes, lane=lane),
-            memory=self._memory,
+            queue=CudaTeam(own=own, outboxes=outboxes, lane=lane, tell=tell, behind=behind),
+            heap=self._heap,
+            sites=Sites(
+                own=own,
+                heap=self._heap,
+                store=PrefixStore("sites", store),
+                timeout_s=self._place.timeout_s,
+            ),
             stream=stream,
             track=self._device.track(int(stream.cuda_stream)),
             noter=self._place.noter,
             words=words,
             kept=found,
             own_words=found[own][0].words(shape.words),
-            release=release,
+            outbox=self._outboxes.pop(found[own][1].device),
         )
 
     def abort(self) -> bool:
@@ -268,16 +257,17 @@ class CudaOutboxes:
     """A team of ranks with buffers on GPUs."""
 
     queue: CudaTeam
-    memory: CudaMemory
+    heap: CudaHeap
+    sites: Sites
     stream: torch.cuda.Stream
     track: Track
     noter: PostLog | None
     words: Sequence[int]
     kept: object
     own_words: Any
-    release: Callable[[], None]
+    outbox: Run
 
-    def poster(self, call: Call, size: int) -> Posting:
+    def poster(self, call: Call, size: int, sited: Sited | None) -> Posting:
         notes = _silent, _silent
         if self.noter is not None:
             notes = self.noter.prepare(_subject(call, size), self.track)
@@ -285,6 +275,8 @@ class CudaOutboxes:
         def post(
             moves: Sequence[Move], srcs: Sequence[Tensor], dsts: Sequence[Tensor], scratch: int
         ) -> Work:
+            if sited is not None:
+                moves = self.sites.moves(sited, tuple(moves), srcs, dsts)
             return self.queue.post(call, moves, partial(Buffers.of, srcs, dsts, scratch), notes)
 
         return post
@@ -296,9 +288,9 @@ class CudaOutboxes:
             if time.monotonic() > until:
                 return
             time.sleep(1e-3)
-        self.release()
+        self.heap.give(self.outbox)
         for word in self.words:
-            self.memory.unregister(word)
+            self.heap.memory.unregister(word)
 
 
 def _silent() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,9 +15,18 @@ from mdfuse.bootstrap import detect
 from mdfuse.cli import screen
 from mdfuse.cli.calibration.held_out import COUNT, programs
 from mdfuse.cli.calibration.measuring import Measurements, errors, pair
-from mdfuse.cli.calibration.subjects import CPU, GPU, Scale, points
+from mdfuse.cli.calibration.subjects import (
+    CPU,
+    GPU,
+    OPTIONS,
+    Backends,
+    Scale,
+    points,
+    ways,
+)
 from mdfuse.cli.report import size_text, time_text, titled
-from mdfuse.errors import ProgramError
+from mdfuse.config import BETWEEN_MESHES
+from mdfuse.errors import BackendError, ProgramError
 from mdfuse.interpreter.garbage import quick_collections
 from mdfuse.plan.progress import progress
 from mdfuse.runtime.communicator import Communicator, init
@@ -44,7 +55,10 @@ def run(out: Path | None) -> None:
             path = out or folder() / file_name(table.machine, table.ranks)
             wrong = _written(path, table)
         console = screen.output()
-        for part in (kinds(table.costs), judged(table)):
+        shown = [kinds(table.costs), judged(table)]
+        if table.costs.links:
+            shown.insert(1, communications(table.costs))
+        for part in shown:
             console.print(part)
         if any(comm.all_ok(str(wrong) if wrong is not None else None)):
             raise wrong or ProgramError("rank 0 wrote no table")
@@ -63,15 +77,16 @@ def calibrated(comm: Communicator, scale: Scale | None = None) -> CostTable:
     """
     scale = scale or (GPU if comm.device.type == "cuda" else CPU)
     console = screen.output()
-    measured = Measurements(comm, scale, console.print)
-    total = points(scale, comm.size) + COUNT
+    backends = carriers(comm, console.print)
+    measured = Measurements(comm, scale, console.print, backends)
+    total = points(scale, comm.size, backends) + len(ways(comm.size, backends)) + COUNT
     shown = progress("calibrating", total, shows=comm.rank == 0)
     measured.begin()
     with quick_collections(), shown as advance:
         measured.take(advance)
         start = time.perf_counter()
         costs, pairs = measured.costs, []
-        for program in programs(scale, comm.size):
+        for program in programs(scale, comm.size, backends[None]):
             pairs.append(pair(comm, program, costs))
             advance()
     console.print(f"programs that it did not see: {time.perf_counter() - start:.1f} s")
@@ -87,6 +102,24 @@ def calibrated(comm: Communicator, scale: Scale | None = None) -> CostTable:
         held_out={p.name: (p.predicted_s, p.measured_s) for p in pairs},
         spread=measured.spread,
     )
+
+
+#: A backend that is measured beside the usual one, where ranks can use it.
+_BESIDES = "symmetric"
+
+
+def carriers(comm: Communicator, told: Callable[[str], object]) -> Backends:
+    """Return the backends that are measured, and the options that name them; all ranks call it."""
+    found: Backends = {None: replace(OPTIONS, backend=comm.backend)}
+    if comm.size == 1 or comm.backend == _BESIDES or not detect(os.environ).is_one_host:
+        return found
+    try:
+        comm.open([_BESIDES])
+    except BackendError as error:
+        told(f"{_BESIDES} is left out: {error.because or error.what}")
+        return found
+    named = f"{comm.backend}, x={_BESIDES}, {BETWEEN_MESHES}={_BESIDES}"
+    return {**found, _BESIDES: replace(OPTIONS, backend=named)}
 
 
 def refusal(table: CostTable) -> ProgramError | None:
@@ -128,11 +161,19 @@ def kinds(costs: Costs) -> Table:
         m, n, k = (axis[-1] for axis in grid.axes)
         speed = f"{2 * m * n * k / grid.times[-1] / 1e9:.4g} GFLOP/s"
         found.add_row(key, time_text(min(grid.times)), f"{m:.0f} x {n:.0f} x {k:.0f}", speed)
+    return found
+
+
+def communications(costs: Costs) -> Table:
+    """Return a table of each kind of communication, by backends, and of work beside it."""
+    right = ("least time", "largest size", "its speed", "work beside it is slower by")
+    found = titled("communications", "kind and ranks", right=right)
     for key, link in costs.links.items():
-        if link.curve is not None and key != "*":
+        if link.curve is not None and not key.endswith("*"):
             size, seconds = link.curve.points[-1]
-            speed = f"{size / seconds / 1e9:.4g} GB/s"
-            found.add_row(key, time_text(link.curve.points[0][1]), size_text(round(size)), speed)
+            speed, slower = f"{size / seconds / 1e9:.4g} GB/s", f"{link.slows:.1%}"
+            least = time_text(link.curve.points[0][1])
+            found.add_row(key, least, size_text(round(size)), speed, slower)
     return found
 
 

@@ -1,13 +1,14 @@
-"""Ten small programs that a calibration does not fit, and is judged by."""
+"""Small programs that a calibration does not fit, and is judged by."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from mdfuse.cli.calibration.subjects import OPTIONS, Scale
+from mdfuse.cli.calibration.subjects import Scale
 from mdfuse.compiled.program import Program, compile
 from mdfuse.config import Options
 from mdfuse.frontend.definition import FusionDefinition
@@ -95,6 +96,18 @@ def _gathered(rows: int, width: int) -> _Build:
     return build
 
 
+def _ahead(rows: int, width: int) -> _Build:
+    def build(fd: FusionDefinition, dtype: torch.dtype, mesh: DeviceMesh, ranks: int) -> Any:
+        x = fd.define_tensor([rows, width], dtype, mesh=mesh)
+        for _ in range(2):  # a weight comes beside a product
+            own = _weight(fd, dtype, mesh, width, width, None)
+            w = fd.ops.set(_weight(fd, dtype, mesh, width, width, 0)).on(mesh, {})
+            x = F.linear(F.linear(x, own), w)
+        return x
+
+    return build
+
+
 def _builds(f: int) -> dict[str, _Build]:
     """Return the programs by name; their sizes, `f` times as large, are between measured ones."""
     return {
@@ -108,6 +121,7 @@ def _builds(f: int) -> dict[str, _Build]:
         "products": _products(48 * f, 320 * f, 1280 * f, 192 * f, 768 * f),
         "many_rows": _products(720 * f, 448 * f, 448 * f, 896 * f),
         "gathered": _gathered(128 * f, 384 * f),
+        "ahead": _ahead(320 * f, 512 * f),
     }
 
 
@@ -118,10 +132,10 @@ _COMPILED = ("mlp", "gated", "normed", "attention")
 COUNT = len(_builds(1))
 
 
-def programs(scale: Scale, ranks: int) -> Iterator[Program]:
-    """Yield the programs, on a mesh of all ranks."""
+def programs(scale: Scale, ranks: int, options: Options) -> Iterator[Program]:
+    """Yield the programs, on a mesh of all ranks; some are compiled as they are by default."""
     mesh = DeviceMesh.arange(x=ranks)
     for name, build in _builds(scale.factor).items():
         with FusionDefinition(name) as fd:
             fd.add_output(build(fd, scale.dtypes[0], mesh, ranks))
-        yield compile(fd, Options() if name in _COMPILED else OPTIONS)
+        yield compile(fd, replace(options, compile="auto") if name in _COMPILED else options)

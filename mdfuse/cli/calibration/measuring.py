@@ -14,14 +14,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.cli.calibration.subjects import OPTIONS, Scale, Subject, chains, subjects
+from mdfuse.cli.calibration.subjects import (
+    OPTIONS,
+    Backends,
+    Scale,
+    Subject,
+    Way,
+    beside,
+    chains,
+    subjects,
+    ways,
+)
 from mdfuse.cli.execution import timed
 from mdfuse.compiled.program import Program
+from mdfuse.config import Options
 from mdfuse.errors import BackendError
 from mdfuse.evaluator import HostIrEvaluator
 from mdfuse.hir.program import HostProgram
+from mdfuse.ir.graph import dtype_name
 from mdfuse.runtime.communicator import Communicator
-from mdfuse.seeing.costs import Costs, Link
+from mdfuse.seeing.costs import MOST_SLOWED, Costs, Link
 from mdfuse.seeing.curves import Curve, Grid
 
 #: Timed samples of each subject, of which the least counts.
@@ -33,17 +45,39 @@ _QUEUED = 8
 #: Subjects between two looks at the same piece of work, whose times say how calm the machine is.
 _EVERY = 16
 
+#: Of the time of a product, how long a communication beside it takes at most.
+_SHORTER = 0.8
+
 #: Subjects after which what was measured is given back.
 _KEPT = 32
 
 
+Call = Callable[[], object]
+Clock = Callable[[], float]
+
+
 def seconds_of(
-    comm: Communicator, call: Callable[[], object], runs: int = 2, samples: int = SAMPLES
+    comm: Communicator, call: Call, runs: int = 2, clock: Clock = time.perf_counter
 ) -> float:
     """Return the least seconds of a call in some samples, on this rank; all ranks call it.
 
     What else runs on a machine only ever adds time. On a GPU its own time counts.
     """
+    return min(samples_of(comm, call, runs, clock))
+
+
+def own_clock() -> Clock:
+    """Return the clock of work that waits for nobody: processor time, where a thread does it all.
+
+    What else runs takes none of it.
+    """
+    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+
+
+def samples_of(
+    comm: Communicator, call: Call, runs: int, clock: Clock = time.perf_counter
+) -> list[float]:
+    """Return the seconds of a call, on this rank, in each of some samples; all ranks call it."""
 
     def calls() -> None:
         for _ in range(runs):
@@ -51,8 +85,9 @@ def seconds_of(
 
     for _ in range(3):  # prepares, captures, connects
         call()
-    take = _queued if comm.device.type == "cuda" else timed
-    return min(take(calls, comm) / runs for _ in range(samples))
+    if comm.device.type != "cuda":
+        return [timed(calls, comm, clock) / runs for _ in range(SAMPLES)]
+    return [_queued(calls, call, comm) / runs for _ in range(SAMPLES)]
 
 
 #: Bytes that a GPU copies before what is timed, and how often: some 2 ms, in which the host queues
@@ -60,8 +95,11 @@ def seconds_of(
 _HELD_BYTES, _HELD = 1 << 28, 8
 
 
-def _queued(calls: Callable[[], object], comm: Communicator) -> float:
-    """Return the seconds between two events on a GPU that has all of some calls before it."""
+def _queued(calls: Callable[[], object], first: Callable[[], object], comm: Communicator) -> float:
+    """Return the seconds between two events on a GPU that has all of some calls before it.
+
+    Ranks that communicate in a first one begin to count at the same time.
+    """
     source = torch.empty(_HELD_BYTES, dtype=torch.uint8, device=comm.device)
     copy = torch.empty_like(source)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -69,6 +107,7 @@ def _queued(calls: Callable[[], object], comm: Communicator) -> float:
     comm.barrier()
     for _ in range(_HELD):
         copy.copy_(source)
+    first()
     start.record()
     calls()
     end.record()
@@ -105,6 +144,7 @@ class Measurements:
     Attributes:
         comm: the ranks.
         scale: of the subjects.
+        backends: whose communications are measured, and the options that name them.
         times: table and key -> seconds by size, of one of the times that it was done in a run.
         calm: seconds of one piece of work, again and again.
         told: is called with a line for each kind of subjects: how long it took.
@@ -113,6 +153,7 @@ class Measurements:
     comm: Communicator
     scale: Scale
     told: Callable[[str], object] = print
+    backends: Backends = field(default_factory=lambda: {None: OPTIONS})
     times: dict[tuple[str, str], dict[Any, float]] = field(default_factory=dict)
     calm: list[float] = field(default_factory=list)
 
@@ -123,15 +164,16 @@ class Measurements:
     def take(self, advance: Callable[[], object]) -> None:
         """Measure everything else; `advance` is called after each subject."""
         run_s = self.times["run", "run"][1]
-        probe: Callable[[], object] | None = None
+        probe: Call | None = None
         for n, subject in enumerate(self._subjects()):
-            call = self._call(subject)
-            seconds = seconds_of(self.comm, call, subject.runs) - run_s
+            call = self._run_of(subject.program, subject.options)
+            clock = time.perf_counter if subject.table == "links" else own_clock()
+            seconds = seconds_of(self.comm, call, subject.runs, clock) - run_s
             seconds = max(seconds, 0.0) / subject.times
             if probe is None and subject.at == self._probed:
                 probe = call
             if probe is not None and n % _EVERY == 0:
-                self.calm.append(seconds_of(self.comm, probe))
+                self.calm += samples_of(self.comm, probe, 1)
             if n % _KEPT == 0:
                 gc.collect()
             if subject.local:
@@ -139,6 +181,30 @@ class Measurements:
                 seconds -= sum(self.costs.seconds(mine, i) for i in subject.local)
             self.times.setdefault((subject.table, subject.key), {})[subject.at] = seconds
             advance()
+        self._take_slows(advance)
+
+    def _take_slows(self, advance: Callable[[], object]) -> None:
+        """Measure how much slower work is beside each kind of communication."""
+        start, costs, messages = time.perf_counter(), self.costs, self.scale.messages
+        product = costs.products[f"linear {dtype_name(self.scale.dtypes[0])}"]
+        rows, n = self.scale.rows[-1], self.scale.features[-2]
+        most = _SHORTER * product.seconds(rows, n, n)
+        alone: dict[int, float] = {}
+        for way in ways(self.comm.size, self.backends):
+            link = costs.links[way.key]
+            size = max((x for x in messages if link.seconds(x) < most), default=messages[0])
+            if way.ranks not in alone:
+                alone[way.ranks] = self._beside(way, None)
+            sent, both = self._beside(way, size, has_product=False), self._beside(way, size)
+            self.times["slows", way.key] = {1: share(alone[way.ranks], sent, both)}
+            advance()
+        if self.comm.size > 1:
+            self._share()
+        self.told(f"work beside communications: {time.perf_counter() - start:.1f} s")
+
+    def _beside(self, way: Way, size: int | None, has_product: bool = True) -> float:
+        program = beside(self.scale, way, size, has_product)
+        return seconds_of(self.comm, self._run_of(program, way.options), 1)
 
     def _run(self) -> float:
         """Return what a run takes besides its work: what is left when it does nothing.
@@ -146,7 +212,7 @@ class Measurements:
         Of two programs one does twice as much as the other.
         """
         few, many = (
-            seconds_of(self.comm, _call(self.comm, program), _QUEUED)
+            seconds_of(self.comm, _call(self.comm, program), _QUEUED, own_clock())
             for program in chains(self.scale, self.comm.size)
         )
         return max(0.0, 2 * few - many)
@@ -158,15 +224,15 @@ class Measurements:
         return self.scale.rows[-1], n, n
 
     def _subjects(self) -> Iterator[Subject]:
-        for name, some in subjects(self.scale, self.comm.size).items():
+        for name, some in subjects(self.scale, self.comm.size, self.backends).items():
             start = time.perf_counter()
             yield from some()
             self._share()
             self.told(f"{name}: {time.perf_counter() - start:.1f} s")
 
-    def _call(self, subject: Subject) -> Callable[[], object]:
-        evaluator = HostIrEvaluator(subject.program, self.comm, OPTIONS)
-        given = arguments(subject.program, self.comm)
+    def _run_of(self, program: HostProgram, options: Options) -> Callable[[], object]:
+        evaluator = HostIrEvaluator(program, self.comm, options)
+        given = arguments(program, self.comm)
         return lambda: evaluator.run(given)
 
     def _share(self) -> None:
@@ -202,13 +268,15 @@ class Measurements:
     def costs(self) -> Costs:
         """The table of what was measured so far."""
         by: dict[str, dict[str, dict[Any, float]]] = {}
-        by |= {table: {} for table in ("works", "products", "links", "run")}
+        by |= {table: {} for table in ("works", "products", "links", "run", "slows")}
         for (table, key), points in self.times.items():
             by[table][key] = {at: max(seconds, 1e-9) for at, seconds in points.items()}
         works = {key: Curve.of(points) for key, points in by["works"].items()}
-        links = {key: Link(curve=Curve.of(points)) for key, points in by["links"].items()}
-        if links:
-            links["*"] = _slowest(links)
+        links = {
+            key: Link(curve=Curve.of(points), slows=self._slows(key))
+            for key, points in by["links"].items()
+        }
+        links |= _others(links)
         return Costs(
             name="measured",
             launch_s=min((c.points[0][1] for c in works.values()), default=0.0),
@@ -220,6 +288,22 @@ class Measurements:
             bandwidth=_bandwidth(works),
             is_fused=self.comm.device.type == "cuda",
         )
+
+    def _slows(self, key: str) -> float:
+        return self.times.get(("slows", key), {}).get(1, 0.0)
+
+
+def share(product: float, communication: float, both: float) -> float:
+    """Return the share of its speed that a product loses while a communication runs.
+
+    Of a communication that is not over before the product nothing is known.
+
+    >>> share(10.0, 4.0, 10.5), share(10.0, 4.0, 9.9), share(10.0, 4.0, 15.0), share(1.0, 4.0, 4.0)
+    (0.125, 0.0, 0.95, 0.0)
+    """
+    if communication > product:
+        return 0.0
+    return min(MOST_SLOWED, max(0.0, (both - product) / communication))
 
 
 def _size(at: Any) -> Any:
@@ -242,9 +326,20 @@ def _bandwidth(works: Mapping[str, Curve]) -> float:
     return max((size / seconds for size, seconds in found), default=float("inf"))
 
 
-def _slowest(links: Mapping[str, Link]) -> Link:
-    """Return the link that takes longest for much: kinds that nobody measured are like it."""
-    return max(links.values(), key=lambda link: link.seconds(1 << 24))
+def _others(links: Mapping[str, Link]) -> dict[str, Link]:
+    """Return what kinds that nobody measured are like: of each backend what takes longest."""
+    slowest: dict[str, Link] = {}
+    for key, link in links.items():
+        backend, colon, _ = key.rpartition(": ")
+        other = f"{backend}{colon}*"
+        if other not in slowest or _much(link) > _much(slowest[other]):
+            slowest[other] = link
+    return slowest
+
+
+def _much(link: Link) -> float:
+    """Return the seconds that much takes."""
+    return link.seconds(1 << 24)
 
 
 # -- small programs that the table did not see -----------------------------------------------------
@@ -286,5 +381,5 @@ def _call(comm: Communicator, program: Program) -> Callable[[], object]:
 
 def errors(pairs: list[Pair]) -> tuple[float, float]:
     """Return the mean error, and the one that 95 of 100 do not exceed."""
-    found = sorted(p.error for p in pairs)
-    return statistics.mean(found), found[min(len(found) - 1, round(0.95 * (len(found) - 1)))]
+    found = [p.error for p in pairs]
+    return statistics.mean(found), statistics.quantiles(found, n=20, method="inclusive")[-1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -86,7 +86,7 @@ GPU = Scale(
     most=8,
     cache=1 << 28,
     sizes=tuple(1 << n for n in (14, 18, 20, 22, 24, 26, 28)),
-    rows=(1, 16, 128, 512, 2048, 4096),
+    rows=(1, 16, 128, 512, 1024, 2048, 4096),
     features=(256, 1024, 2048, 4096, 8192, 16384),
     lengths=(64, 512, 2048, 4096),
     messages=tuple(1 << n for n in (8, 12, 16, 18, 20, 22, 24, 26, 28)),
@@ -106,6 +106,7 @@ class Subject:
         times: how often.
         runs: how many make a sample, the same on all ranks.
         local: of a communication: the work beside it in the program, which is taken off.
+        options: that it is run with.
     """
 
     table: Literal["works", "products", "links"]
@@ -115,6 +116,7 @@ class Subject:
     times: int
     runs: int
     local: tuple[Instruction, ...] = ()
+    options: Options = OPTIONS
 
 
 def repeated(program: HostProgram, loops: int) -> HostProgram:
@@ -258,43 +260,68 @@ _SETS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def links(scale: Scale, ranks: int) -> Iterator[Subject]:
-    """Yield communications of each kind among the first 2, 4, … of some ranks, and all of them."""
-    teams = sorted({1 << n for n in range(1, ranks.bit_length())} | {ranks})
-    for team in (n for n in teams if 1 < n <= ranks):
-        mesh = DeviceMesh.arange(x=team)
-        for kind, (before, after) in _SETS.items():
-            for size in scale.messages:
-                columns = 8 * team
-                rows = max(1, size // 4 // columns // team) * team
-                yield _link(scale, mesh, kind, before, after, (rows, columns))
-    if ranks > 1:
-        for size in scale.messages:
-            yield _pair(scale, size)
+#: The kind of what goes from one rank to another one.
+_PAIR = "SendRecv"
 
 
-def _link(
-    scale: Scale,
-    mesh: DeviceMesh,
-    kind: str,
-    before: Any,
-    after: Any,
-    shape: tuple[int, int],
-) -> Subject:
-    with FusionDefinition(kind.lower()) as fd:
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A kind of communication among the first of some ranks, by a backend.
+
+    Attributes:
+        kind: of communication.
+        ranks: how many take part.
+        backend: which carries it; None: the usual one.
+        options: that its programs are compiled with.
+    """
+
+    kind: str
+    ranks: int
+    backend: str | None = None
+    options: Options = OPTIONS
+
+    @property
+    def key(self) -> str:
+        """Its key in `mdfuse.seeing.Costs.links`."""
+        name = self.kind if self.kind == _PAIR else f"{self.kind} {self.ranks}"
+        return f"{self.backend}: {name}" if self.backend else name
+
+    def sets(self, fd: FusionDefinition, size: int) -> Any:
+        """Define a value of about so many bytes, and return what it is set to."""
+        if self.kind == _PAIR:
+            x = fd.define_tensor([max(1, size // 4)], torch.float32, mesh=DeviceMesh([0]))
+            return fd.ops.set(x).on(DeviceMesh([1]))
+        mesh, (before, after) = DeviceMesh.arange(x=self.ranks), _SETS[self.kind]
+        columns = 8 * self.ranks
+        shape = (max(1, size // 4 // columns // self.ranks) * self.ranks, columns)
         x = fd.define_tensor(shape, torch.float32, layout=Layout(mesh, {"x": before}))
-        fd.add_output(fd.ops.set(x).on(mesh, {} if after is None else {"x": after}))
-    return _sent(scale, f"{kind} {len(mesh.ranks)}", compile(fd, OPTIONS).host)
+        return fd.ops.set(x).on(mesh, {} if after is None else {"x": after})
 
 
-def _pair(scale: Scale, size: int) -> Subject:
-    with FusionDefinition("pair") as fd:
-        x = fd.define_tensor([max(1, size // 4)], torch.float32, mesh=DeviceMesh([0]))
-        fd.add_output(fd.ops.set(x).on(DeviceMesh([1])))
-    return _sent(scale, "SendRecv", compile(fd, OPTIONS).host)
+#: A backend, None for the usual one -> the options of programs whose communications it carries.
+Backends = Mapping[str | None, Options]
+
+_USUAL: Backends = {None: OPTIONS}
 
 
-def _sent(scale: Scale, key: str, host: HostProgram) -> Subject:
+def ways(ranks: int, backends: Backends = _USUAL) -> list[Way]:
+    """Return each kind among the first 2, 4, … of some ranks, and all of them, on each backend."""
+    teams = sorted({1 << n for n in range(1, ranks.bit_length())} | {ranks})
+    found = [(kind, n) for n in teams if 1 < n <= ranks for kind in _SETS]
+    found += [(_PAIR, 2)] if ranks > 1 else []
+    return [Way(*kind, *backend) for backend in backends.items() for kind in found]
+
+
+def links(scale: Scale, of: Iterable[Way]) -> Iterator[Subject]:
+    """Yield communications of each size."""
+    for way in of:
+        for size in scale.messages:
+            with FusionDefinition(way.kind.lower()) as fd:
+                fd.add_output(way.sets(fd, size))
+            yield _sent(scale, way, compile(fd, way.options).host)
+
+
+def _sent(scale: Scale, way: Way, host: HostProgram) -> Subject:
     comm = next(i.comm for i in host.instructions if i.op in POSTS and i.comm is not None)
     moved = max(comm.bytes_received(rank) for rank in comm.destination.mesh.ranks)
     once = max(4 * moved / scale.bandwidth, 10 * _ONCE_S)  # slower than memory
@@ -303,13 +330,39 @@ def _sent(scale: Scale, key: str, host: HostProgram) -> Subject:
     local = tuple(i for i in mine.instructions if is_work(i))
     return Subject(
         table="links",
-        key=key,
+        key=way.key,
         at=float(max(1, moved)),
         program=repeated(host, loops),
         times=loops,
         runs=_runs(scale, once * loops),
         local=local,
+        options=way.options,
     )
+
+
+def beside(scale: Scale, way: Way, size: int | None, has_product: bool = True) -> HostProgram:
+    """Return a program of a product and a communication beside it, or of one of them.
+
+    Args:
+        scale: what is measured.
+        way: the communication.
+        size: its bytes; None: there is none.
+        has_product: whether there is a product.
+    """
+    mesh = DeviceMesh.arange(x=way.ranks)
+    m, n = scale.rows[-1], scale.features[-2]
+    with FusionDefinition("beside") as fd:
+        if size is not None:
+            fd.add_output(way.sets(fd, size))
+        if has_product:
+            a = fd.define_tensor([m, n], scale.dtypes[0], mesh=mesh)
+            w = fd.define_tensor([n, n], scale.dtypes[0], mesh=mesh)
+            fd.add_output(fd.ops.linear(a, w))
+    return repeated(compile(fd, way.options).host, _BESIDE)
+
+
+#: How often something is done beside a communication in a run.
+_BESIDE = 2
 
 
 #: How often the programs do something that show what a run takes, however little it does.
@@ -329,26 +382,27 @@ def chains(scale: Scale, ranks: int) -> Iterator[Program]:
         yield compile(fd, OPTIONS)
 
 
-def subjects(scale: Scale, ranks: int) -> Mapping[str, Callable[[], Iterator[Subject]]]:
+def subjects(
+    scale: Scale, ranks: int, backends: Backends = _USUAL
+) -> Mapping[str, Callable[[], Iterator[Subject]]]:
     """Return what is measured on some ranks: local work first, which communications need."""
     mesh = DeviceMesh.arange(x=ranks)
     return {
         "work": lambda: works(scale, mesh),
         "products": lambda: products(scale, mesh),
         "attention": lambda: attentions(scale, mesh),
-        "communications": lambda: links(scale, ranks),
+        "communications": lambda: links(scale, ways(ranks, backends)),
     }
 
 
-def points(scale: Scale, ranks: int) -> int:
+def points(scale: Scale, ranks: int, backends: Backends = _USUAL) -> int:
     """Return about how many subjects there are."""
     few = math.ceil(len(scale.features) / 2) ** 2 * math.ceil(len(scale.rows) / 2)
     many = len(scale.features) ** 2 * len(scale.rows)
     of_types = len(scale.dtypes)
-    teams = len({1 << n for n in range(1, ranks.bit_length())} | {ranks}) if ranks > 1 else 0
     return (
         (len(_WORKS) + 1 + (of_types - 1) * (len(_FEW) + 1)) * len(scale.sizes)
         + many + few + (of_types - 1) * 2 * few
         + 2 * len(_HEADS) * len(scale.lengths)
-        + (teams * len(_SETS) + (ranks > 1)) * len(scale.messages)
+        + len(ways(ranks, backends)) * len(scale.messages)
     )  # fmt: skip

@@ -16,8 +16,10 @@ from mdfuse.errors import DefinitionError
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.frontend.grad import recompute
 from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.importing.batches import on_batches
 from mdfuse.frontend.importing.capture import Captured
 from mdfuse.frontend.importing.constants import as_value, is_made
+from mdfuse.frontend.importing.drawn import Context, draws
 from mdfuse.frontend.importing.fold import Folded
 from mdfuse.frontend.importing.indices import ramp_of
 from mdfuse.frontend.importing.joined import RULES, Joined
@@ -30,8 +32,6 @@ from mdfuse.frontend.importing.table import (
     ROWS,
     TABLE,
     VIEWS,
-    Context,
-    draws,
     is_known,
 )
 from mdfuse.frontend.importing.views import Views
@@ -337,7 +337,8 @@ class _Recording:
     def _apply(self, target: str, args: Any, kwargs: Any) -> Any:
         if target not in BY_VALUE:
             args, kwargs = map_aggregate((args, kwargs), self._as_handle)
-        return self._on_rows(target, args, kwargs)
+        found = on_batches(self.views, target, args, kwargs, self._dispatch)
+        return self._on_rows(target, args, kwargs) if found is None else found
 
     def _on_rows(self, target: str, args: Any, kwargs: Any) -> Any:
         """Apply a linear map to rows that several dims make up, without joining these."""

@@ -16,8 +16,9 @@ from torch.fx.node import map_aggregate, map_arg
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend.importing.buffers import made_again
 from mdfuse.frontend.importing.capture import Captured
+from mdfuse.frontend.importing.drawn import draws
 from mdfuse.frontend.importing.lines import line_of
-from mdfuse.frontend.importing.table import IN_CONTEXT, draws
+from mdfuse.frontend.importing.table import IN_CONTEXT
 
 #: Operations that read of their first operand its shape and dtype alone.
 _SHAPE_ONLY = {

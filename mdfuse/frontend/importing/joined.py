@@ -7,8 +7,10 @@ is concatenated, which needs blocks that are whole.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,6 +21,10 @@ from mdfuse.frontend.importing import indices
 from mdfuse.frontend.importing.views import Views
 
 ops: Any = operations
+
+
+#: Products of rows of groups with a matrix each: torch's, and what transformers have for it.
+GROUPED = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +108,13 @@ def _bmm(views: Views, x: Any, y: Any) -> Any:
     return _matmul(views, x, y)
 
 
+def _grouped_mm(views: Views, x: Any, weight: Any, offs: Any = None, *_: Any) -> Any:
+    is_by_columns = isinstance(weight, Joined) and weight.dim == 2
+    if isinstance(x, Joined) or not is_by_columns or offs is None:
+        return None
+    return weight.mapped(lambda w: ops.grouped_mm(x, w, offs), 1)
+
+
 def _index(views: Views, x: Joined, where: Sequence[Any]) -> Any:
     """Rows of a dim before the joined one."""
     at = [d for d, i in enumerate(where) if i is not None]
@@ -142,13 +155,35 @@ def _unflatten(views: Views, x: Joined, dim: int, sizes: Sequence[int]) -> Any:
 
 
 def _split(views: Views, x: Joined, size: int | Sequence[int], dim: int = 0) -> Any:
-    wanted = [size] * len(x.parts) if isinstance(size, int) else [*size]
-    return x.parts if dim % x.ndim == x.dim and x.sizes == wanted else None
+    """Pieces that are blocks, or several of them: queries, and keys with values."""
+    if dim % x.ndim != x.dim:
+        return None
+    extent = sum(x.sizes)
+    if isinstance(size, int):
+        wanted = [min(size, extent - first) for first in range(0, extent, size)]
+    else:
+        wanted = [*size]
+    ends = [0]
+    for n in wanted:
+        ends.append(ends[-1] + n)
+    found = [_whole_blocks(x, first, last) for first, last in pairwise(ends)]
+    is_by_blocks = ends[-1] == extent and all(piece is not None for piece in found)
+    return found if is_by_blocks else None
 
 
 def _chunk(views: Views, x: Joined, chunks: int, dim: int = 0) -> Any:
-    is_even = len({*x.sizes}) == 1 and chunks == len(x.parts)
-    return x.parts if is_even and dim % x.ndim == x.dim else None
+    return _split(views, x, -(-sum(x.sizes) // chunks), dim)
+
+
+def _whole_blocks(x: Joined, first: int, last: int) -> Handle | Joined | None:
+    """The blocks from an element to another; None where these begin or end within one."""
+    ends = [0]
+    for size in x.sizes:
+        ends.append(ends[-1] + size)
+    if first not in ends or last not in ends or first >= last:
+        return None
+    kept = x.parts[ends.index(first) : ends.index(last)]
+    return kept[0] if len(kept) == 1 else Joined(kept, x.dim)
 
 
 def _slice(
@@ -159,13 +194,7 @@ def _slice(
     if dim % x.ndim != x.dim or step != 1:
         return None
     first, last, _ = slice(start, end).indices(extent)
-    ends = [0]
-    for size in x.sizes:
-        ends.append(ends[-1] + size)
-    if first not in ends or last not in ends or first >= last:
-        return None
-    kept = x.parts[ends.index(first) : ends.index(last)]
-    return kept[0] if len(kept) == 1 else Joined(kept, x.dim)
+    return _whole_blocks(x, first, last)
 
 
 def _select(views: Views, x: Joined, dim: int, index: int) -> Any:
@@ -196,18 +225,24 @@ def _transpose(views: Views, x: Joined, dim0: int, dim1: int) -> Any:
     return _permute(views, x, order)
 
 
+def _piece(views: Views, pieces: Any, place: int) -> Any:
+    return pieces[place] if isinstance(pieces, tuple | list) else None
+
+
 def _itself(views: Views, x: Joined, *_: Any, **__: Any) -> Any:
     return x
 
 
 #: overload -> what it makes of `Joined` arguments; None where these must be one.
 RULES: dict[str, Callable[..., Any]] = {
+    str(operator.getitem): _piece,
     "aten.linear.default": _linear,
     "aten.add.Tensor": _add,
     "aten.addmm.default": _addmm,
     "aten.matmul.default": _matmul,
     "aten.mm.default": _matmul,
     "aten.bmm.default": _bmm,
+    **dict.fromkeys(GROUPED, _grouped_mm),
     "aten.index.Tensor": _index,
     **dict.fromkeys(("aten.view.default", "aten.reshape.default"), _reshape),
     "aten.unflatten.int": _unflatten,

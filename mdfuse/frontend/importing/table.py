@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +17,9 @@ from mdfuse.errors import DefinitionError
 from mdfuse.extents.extent import are_same
 from mdfuse.frontend import ops as operations
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.importing import bags, images, indices, norms, recurrent, written
+from mdfuse.frontend.importing import bags, drawn, images, indices, norms, recurrent, written
 from mdfuse.frontend.importing.constants import as_value
+from mdfuse.frontend.importing.joined import GROUPED
 from mdfuse.frontend.importing.views import Views
 
 Call = Callable[..., Any]
@@ -222,116 +222,23 @@ def _elu(x: Handle, alpha: float = 1.0, scale: float = 1.0, input_scale: float =
     return y if scale == 1 else y * scale
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
-    """What is known of a recording besides its graph: a seed, and whether gradients follow."""
-
-    seed: Handle | None
-    is_trained: bool
-
-
 def _embedding(
-    context: Context, weight: Handle, indices: Handle, padding_idx: int = -1, *_: Any
+    context: drawn.Context, weight: Handle, indices: Handle, padding_idx: int = -1, *_: Any
 ) -> Any:
     """Rows of a table; the one of padding gets no gradient."""
     is_padded = context.is_trained and padding_idx >= 0
     return ops.embedding(indices, weight, padding_idx if is_padded else None)
 
 
-def _dropout(context: Context, x: Handle, p: float = 0.5, train: bool = False) -> Any:
-    return ops.dropout(x, p, context.seed) if train and p else x
-
-
-def _other_dropout(x: Handle, p: float, train: bool) -> Any:
-    """`Dropout2d`, `AlphaDropout` and their like, which do nothing in eval mode."""
-    if train and p:
+def _grouped_mm(x: Handle, weight: Handle, offs: Any = None, bias: Any = None, *how: Any) -> Any:
+    """Rows of groups times a matrix each, by torch or by what transformers have for it."""
+    if offs is None or bias is not None or x.ndim != 2 or how not in ((), (None,), (x.dtype,)):
         raise DefinitionError(
-            "dropout of whole channels, or that keeps mean and variance, in training",
-            because="there is no such operation",
-            hint="nn.Dropout, or module.eval() before the import",
+            "grouped_mm without offs, with a bias, of groups of columns, or of another dtype",
+            because="groups of rows are multiplied with a matrix each",
+            hint="grouped_mm(x, weight, offs=...) of rows [t,k] and matrices [e,k,n]",
         )
-    return x
-
-
-def _rrelu(x: Handle, lower: float = 1 / 8, upper: float = 1 / 3, train: bool = False) -> Any:
-    """`RReLU` in eval mode: the mean of the slopes that it draws in training."""
-    if train:
-        raise DefinitionError(
-            "rrelu in training",
-            because="there is no such operation",
-            hint="nn.LeakyReLU, or module.eval() before the import",
-        )
-    return ops.leaky_relu(x, (lower + upper) / 2)
-
-
-def _attention(
-    context: Context,
-    query: Handle,
-    key: Handle,
-    value: Handle,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **how: Any,
-) -> Any:
-    kind = kind_of_mask(attn_mask, query.shape[-2], key.shape[-2])
-    if kind is not None:
-        attn_mask, is_causal = None, kind == "causal"
-    if dropout_p:
-        return _attention_with_dropout(
-            context.seed, query, key, value, attn_mask, dropout_p, is_causal, **how
-        )
-    return ops.scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, **how
-    )
-
-
-def _attention_with_dropout(
-    seed: Any,
-    query: Handle,
-    key: Handle,
-    value: Handle,
-    mask: Any,
-    p: float,
-    is_causal: bool,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    """Attention in its parts: probabilities are dropped before they meet the values."""
-    if enable_gqa:
-        times = query.shape[-3] // key.shape[-3]
-        key, value = (ops.repeat_interleave(x, times, -3) for x in (key, value))
-    scores = ops.matmul(query, ops.transpose(key, -2, -1))
-    scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        rows, columns = (ops.arange(n) for n in scores.shape[-2:])
-        mask = ops.unsqueeze(rows, 1) >= columns
-    if mask is not None:
-        is_shown = mask.dtype == torch.bool
-        scores = ops.where(mask, scores, -torch.inf) if is_shown else scores + mask
-    return ops.matmul(ops.dropout(ops.softmax(scores, -1), p, seed), value)
-
-
-def draws(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a node draws random numbers, which take a seed."""
-    if target == "aten.dropout.default":
-        p, train = [*args, *(kwargs.get(k) for k in ("p", "train")[len(args) - 1 :])][1:3]
-        return bool(p and train)
-    is_attention = target == "aten.scaled_dot_product_attention.default"
-    return is_attention and bool(args[4] if len(args) > 4 else kwargs.get("dropout_p"))
-
-
-def kind_of_mask(mask: Any, rows: Any, columns: Any) -> str | None:
-    """Whether a mask that is known hides nothing ("none"), or what is ahead ("causal")."""
-    if not isinstance(mask, Tensor):
-        return None
-    shown = mask if mask.dtype == torch.bool else mask == 0
-    if shown.all():
-        return "none"
-    is_square = mask.ndim >= 2 and tuple(mask.shape[-2:]) == (rows, columns) and rows == columns
-    if not is_square or (mask.dtype != torch.bool and not (mask[~shown] == -torch.inf).all()):
-        return None
-    return "causal" if torch.equal(shown, torch.ones_like(shown).tril()) else None
+    return ops.grouped_mm(x, weight, offs)
 
 
 #: overload -> function of handles. Those of `BY_VALUE` also take tensors that are known.
@@ -405,9 +312,10 @@ TABLE: dict[str, Call] = {
     **{f"aten.{name}.input": recurrent.network(name)
        for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
     "aten.cdist.default": lambda x, y, p=2.0, mode=None: ops.cdist(x, y, p),
-    "aten.rrelu.default": _rrelu,
-    **{f"aten.{name}.default": _other_dropout
+    "aten.rrelu.default": drawn.rrelu,
+    **{f"aten.{name}.default": drawn.other_dropout
        for name in ("feature_dropout", "alpha_dropout", "feature_alpha_dropout")},
+    **dict.fromkeys(GROUPED, _grouped_mm),
     "aten.einsum.default": lambda equation, tensors, **_: ops.einsum(equation, *tensors),
     "aten.meshgrid.default": lambda tensors: ops.meshgrid(*tensors),
     "aten.meshgrid.indexing": lambda tensors, indexing: ops.meshgrid(*tensors, indexing=indexing),
@@ -449,13 +357,6 @@ def is_known(target: str) -> bool:
     return target in TABLE or target in IN_CONTEXT or target in VIEWS
 
 
-def _wanted_of_attention(
-    query: Any, key: Any, value: Any, attn_mask: Any = None, *_: Any, **__: Any
-) -> list[Any]:
-    is_known = kind_of_mask(attn_mask, query.shape[-2], key.shape[-2]) is not None
-    return [query, key, value, *([] if is_known else [attn_mask])]
-
-
 #: overload -> method of `Views`.
 VIEWS: dict[str, Call] = {
     **dict.fromkeys(
@@ -480,9 +381,9 @@ ROWS: Mapping[str, int] = {
 
 #: overload -> function of a context and handles.
 IN_CONTEXT: dict[str, Call] = {
-    "aten.dropout.default": _dropout,
+    "aten.dropout.default": drawn.dropout,
     "aten.embedding.default": _embedding,
-    "aten.scaled_dot_product_attention.default": _attention,
+    "aten.scaled_dot_product_attention.default": drawn.attention,
 }
 
 #: overload -> which of its arguments must be handles; it takes the others as tensors.
@@ -490,5 +391,5 @@ BY_VALUE: Mapping[str, Call] = {
     **dict.fromkeys(_JOINS, lambda tensors, *_: [x for x in tensors if not is_nothing(x)]),
     "aten.index.Tensor": lambda x, indices: [x],
     "aten.embedding_bag.padding_idx": bags.wanted,
-    "aten.scaled_dot_product_attention.default": _wanted_of_attention,
+    "aten.scaled_dot_product_attention.default": drawn.wanted_of_attention,
 }

@@ -108,6 +108,13 @@ class Views:
         groups = (1,) * view.groups[0] + view.groups[1:]
         return self._handle(View(view.base, view.atoms, view.order, groups))
 
+    def front(self, x: Handle) -> tuple[int, ...] | None:
+        """Return the extents that the first dim joins; None where it is one."""
+        view = self._known.get(x.id)
+        if view is None or view.groups[0] < 2:
+            return None
+        return tuple(view.atoms[a] for a in view.dims[0])
+
     def _of(self, x: Handle) -> View:
         ndim = x.ndim
         return self._known.get(x.id) or View(x, x.shape, tuple(range(ndim)), (1,) * ndim)

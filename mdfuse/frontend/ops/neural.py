@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from mdfuse.errors import DefinitionError
-from mdfuse.extents.extent import Extent
+from mdfuse.extents.extent import Extent, are_same
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops.creations import arange
 from mdfuse.frontend.ops.loss_parts import distance, reduced
@@ -26,7 +26,7 @@ from mdfuse.frontend.ops.recording import (
     shown,
 )
 from mdfuse.frontend.ops.reductions import logsumexp, mean, norm, sum
-from mdfuse.frontend.ops.views import repeat_interleave, reshape
+from mdfuse.frontend.ops.views import expand, repeat_interleave, reshape
 
 
 def softmax(x: Handle, dim: int = -1, dtype: torch.dtype | None = None) -> Handle:
@@ -159,7 +159,8 @@ def scaled_dot_product_attention(
 ) -> Handle:
     """softmax(q k^T * scale + mask) v for q[…,l,e], k[…,s,e], v[…,s,f].
 
-    With enable_gqa each head of key and value serves as many heads of query as there are to one.
+    Leading dims of extent 1 serve for all, as the one head of key and value that all heads of query
+    read; with enable_gqa each serves as many heads of query as there are to one.
     """
     if dropout_p:
         raise DefinitionError(
@@ -167,6 +168,7 @@ def scaled_dot_product_attention(
         )
     if enable_gqa:
         key, value = _for_each_head(query, key), _for_each_head(query, value)
+    query, key, value = _of_one_batch(query, key, value)
     return record(
         "scaled_dot_product_attention",
         query,
@@ -210,6 +212,19 @@ def attention(
     operands = (query, key, value, *(() if attn_mask is None else (attn_mask,)))
     how = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     return Attended(*record_several("attention", *operands, **how))
+
+
+def _of_one_batch(*operands: Handle) -> list[Handle]:
+    """Operands whose leading dims of extent 1 are repeated for those of the others."""
+    fronts = [x.shape[:-2] for x in operands]
+    if len({*map(len, fronts)}) > 1:
+        return [*operands]
+    front = [next((n for n in of if not are_same(n, 1)), 1) for of in zip(*fronts, strict=True)]
+    kept = [all(map(are_same, of, front)) for of in fronts]
+    return [
+        x if is_kept else expand(x, (*front, *x.shape[-2:]))
+        for x, is_kept in zip(operands, kept, strict=True)
+    ]
 
 
 def _for_each_head(query: Handle, x: Handle) -> Handle:

@@ -246,24 +246,26 @@ def selu(x: Handle) -> Handle:
 
 def hardtanh(x: Handle, min_val: float = -1.0, max_val: float = 1.0) -> Handle:
     """x limited to [min_val, max_val]; of integers, to the integers towards zero."""
-    if x.dtype.is_floating_point:
+    if not x.dtype.is_floating_point:
+        return clamp(x, *(_towards_zero("hardtanh", x, limit) for limit in (min_val, max_val)))
+    if any(math.isnan(limit) for limit in (min_val, max_val)):
         return clamp(x, min_val, max_val)
-    return clamp(x, *(_towards_zero("hardtanh", x, limit) for limit in (min_val, max_val)))
+    return record("hardtanh", x, min=min_val, max=max_val)
 
 
 def relu6(x: Handle) -> Handle:
     """x limited to [0, 6]."""
-    return clamp(x, 0, 6)
+    return hardtanh(x, 0, 6) if x.dtype.is_floating_point else clamp(x, 0, 6)
 
 
 def hardsigmoid(x: Handle) -> Handle:
     """x + 3 limited to [0, 6], divided by 6."""
-    return clamp(x + 3, 0, 6) / 6
+    return relu6(x + 3) / 6
 
 
 def hardswish(x: Handle) -> Handle:
     """x * hardsigmoid(x)."""
-    return x * clamp(x + 3, 0, 6) / 6
+    return x * relu6(x + 3) / 6
 
 
 def softsign(x: Handle) -> Handle:

@@ -200,6 +200,11 @@ def _clamp(e: Applied, ct: Handle) -> Handle:
     return ct if most is None else where(le(e[0], most), ct, 0.0)
 
 
+def _hardtanh(e: Applied, ct: Handle) -> Handle:
+    """At its limits it is flat, where `clamp` is not."""
+    return where(gt(e[0], e.attrs["min"]), where(lt(e[0], e.attrs["max"]), ct, 0.0), 0.0)
+
+
 def _cast(e: Applied, ct: Handle) -> Handle:
     return ct  # cast by the caller
 
@@ -269,6 +274,7 @@ _UNARY: dict[str, Callable[[Applied, Handle], Handle]] = {
     "leaky_relu": lambda e, ct: where(gt(e[0], 0), ct, ct * e.attrs["negative_slope"]),
     "gelu": _gelu,
     "clamp": _clamp,
+    "hardtanh": _hardtanh,
     "cast": _cast,
     "dropout": _dropout,
 }
@@ -280,7 +286,8 @@ def _of_one(formula: Callable[[Applied, Handle], Handle]) -> Rule:
 
 #: Formulas of one step, or of several that are exact.
 _EXACT = (
-    "neg", "abs", "square", "exp", "log", "relu", "leaky_relu", "clamp", "cast", "dropout",
+    "neg", "abs", "square", "exp", "log", "relu", "leaky_relu", "clamp", "hardtanh", "cast",
+    "dropout",
 )  # fmt: skip
 RULES.update(
     {

@@ -126,17 +126,29 @@ class Loop:
         One in f32, which is rounded behind the loop, for sums and products of 16 bits; their own
         without an op, where they are rounded once anyway.
         """
-        kind = self.fusion.values[value]
-        if kind.dtype not in _WIDENED or op not in ("sum", "prod"):
+        buffer = self.wide(value) if op in ("sum", "prod") else None
+        if buffer is None:
             self.allocate(value)
             return value
-        buffer = self.out.new(f"{value}.{op}", replace(value_type(kind), dtype=torch.float32))
-        self.outside.append(Instruction(op="alloc", outputs=(buffer,), source=kind.source))
-        self.out.types[value] = value_type(kind)
-        fn = "round_terms" if kind.layout and kind.layout.partial_axes else "cast"
-        cast = Expr(op=fn, inputs=(buffer,), outputs=(value,), attrs=(("dtype", kind.dtype),))
-        self.behind.append(replace(local(cast), source=expr.source))
+        self.out.types[value] = value_type(self.fusion.values[value])
+        self.behind.append(self.rounding(value, buffer, value, expr))
         return buffer
+
+    def wide(self, value: str) -> str | None:
+        """Return the name of a new buffer in f32 for a value of 16 bits; None for others."""
+        kind = self.fusion.values[value]
+        if kind.dtype not in _WIDENED:
+            return None
+        buffer = self.out.new(f"{value}.sum", replace(value_type(kind), dtype=torch.float32))
+        self.outside.append(Instruction(op="alloc", outputs=(buffer,), source=kind.source))
+        return buffer
+
+    def rounding(self, value: str, wide: str, into: str, expr: Expr) -> Instruction:
+        """Return what rounds parts in f32, or a piece of them, to the type of the value."""
+        kind = self.fusion.values[value]
+        fn = "round_terms" if kind.layout and kind.layout.partial_axes else "cast"
+        cast = Expr(op=fn, inputs=(wide,), outputs=(into,), attrs=(("dtype", kind.dtype),))
+        return replace(local(cast), source=expr.source)
 
     def chunk_layout(self, layout: Layout, stream: Stream) -> Layout:
         return layout.with_stream(Stream(stream.dim, stream.chunks, None, self.index))

@@ -152,7 +152,10 @@ def _piece(loop: Loop, value: str, name: str, expr: Expr) -> str:
     assert kind.layout is not None
     layout = kind.layout.with_stream(Stream(dim, loop.pieces, None, index))
     made = f"{value}.{loop.name}.piece"
-    return loop.out.op("chunk", made, replace(kind, layout=layout), (name,), expr.source)
+    piece = loop.out.op("chunk", made, replace(kind, layout=layout), (name,), expr.source)
+    if name in loop.out.dense and all(n == 1 for n in kind.shape[:dim]):
+        loop.out.dense.add(piece)  # rows that lie side by side
+    return piece
 
 
 def _emit_ring(loop: Loop, expr: Expr) -> None:
@@ -222,21 +225,28 @@ def _emit_ring_reduce(loop: Loop, expr: Expr) -> None:
     assert stream.rotate is not None
     out, n, axis = loop.out, source.mesh.axis_size(stream.rotate), stream.rotate
     current = dense(out, loop.read(expr.reads[0], stream), expr.source)
-    whole = loop.total(expr.output, "sum" if n > 2 else None, expr)
-    y = _piece(loop, expr.output, whole, expr)
-    kind = replace(out.types[y], dtype=loop.fusion.values[expr.output].dtype)
+    loop.allocate(expr.output)
+    y = _piece(loop, expr.output, expr.output, expr)
+    wide = loop.wide(expr.output) if n > 2 else None
+    kind, total = out.types[y], y
     got = out.op("alloc", f"{expr.output}.{loop.name}.recv", kind, (), expr.source)
     to, come = _position(loop, "+", axis, n), _position(loop, "-", axis, n)
     _emit_transfer(loop, expr, current, to, got, come)
     first = Instruction(op="set", fn="set", inputs=(got,), outputs=(y,), source=expr.source)
-    if whole != expr.output:
+    if wide is not None:
+        total = _piece(loop, wide, wide, expr)
         attrs = (("dtype", torch.float32),)
-        wide = local(Expr(op="cast", inputs=(got,), outputs=(y,), attrs=attrs))
-        first = replace(wide, source=expr.source)
-    more = Instruction(op="binary", fn="add", inputs=(y, got), outputs=(y,), source=expr.source)
-    index = Term("index", loop.name)
+        cast = local(Expr(op="cast", inputs=(got,), outputs=(total,), attrs=attrs))
+        first = replace(cast, source=expr.source)
+    reads, writes = (total, got), (total,)
+    more = Instruction(op="binary", fn="add", inputs=reads, outputs=writes, source=expr.source)
+    index, last = Term("index", loop.name), (n - 1) * loop.pieces
     test = calc("<", index, loop.pieces) if loop.pieces > 1 else calc("==", index, 0)
     out.code.append(Instruction(op="if", attrs=(("test", test),), body=(first,), orelse=(more,)))
+    if wide is not None:
+        rounded = loop.rounding(expr.output, total, y, expr)
+        at_last = (("test", calc(">=", index, last)),)
+        out.code.append(Instruction(op="if", attrs=at_last, body=(rounded,)))
 
 
 #: form -> the function that emits a set of that form.

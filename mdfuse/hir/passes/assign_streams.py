@@ -39,8 +39,7 @@ name = "assign_streams"
 #: The streams of the policy copy_compute.
 COMPUTE, TRANSFER = 0, 1
 
-#: Instructions on the transfer stream: an `alloc` too, since most are of what arrives; an `if`
-#: adds up what arrives.
+#: Instructions on the transfer stream: an `alloc` of what arrives, too; an `if` adds that up.
 _TRANSFERS = (*POSTS, "wait", "alloc", "if")
 #: Large computations, which are worth a stream of their own.
 _CONTRACTIONS = ("matmul", "linear", "attention")
@@ -187,6 +186,8 @@ class _Assigned:
 
     def stream_of(self, i: Instruction) -> int | None:
         """Return the stream of an instruction; None where it does no work."""
+        if i.op == "alloc" and i.kwargs.get("memory") == "symmetric":
+            return COMPUTE  # of what is sent; its place waits for nobody
         if i.op in _TRANSFERS:
             return TRANSFER
         row, op = row_of(i), op_of(i)

@@ -93,7 +93,7 @@ class _Groups:
                 self.given.update(self.bound.intersection(i.outputs))
                 self.waiting.append(i)
                 self.readers.update(map(self.memory, i.reads))
-            elif i.op == "alloc" and not i.kwargs:
+            elif i.op == "alloc" and i.kwargs in ({}, {"memory": "symmetric"}):
                 self.empty.update(set(i.outputs) - self.bound)
                 done.append(i)
             else:

@@ -7,7 +7,8 @@ With `Options(backend="symmetric")`:
     %c = post allgather(%h) -> %y …               %c = post allgather(%h) -> %y …
 
 So the post need not copy it into an outbox. Only what the program itself computes, or allocates,
-and does not return: other buffers are the caller's. Nothing that would have to be copied there.
+and does not return: other buffers are the caller's. Where an op of torch cannot compute into a
+buffer, its result is copied there, which takes as long as a copy into an outbox.
 """
 
 from __future__ import annotations
@@ -76,12 +77,10 @@ def _alloc(i: Instruction, output: str) -> Instruction:
 
 
 def _writes(i: Instruction, output: str) -> bool:
-    """Return whether an instruction can write its result straight into a buffer."""
+    """Return whether an instruction can write its result into a buffer: it computes it anew."""
     if i.op == "launch":
         return any(_writes(inner, output) for inner in i.body if output in inner.outputs)
     if i.op == "pack":
         return True
     row = TABLE.get(i.fn)
-    if row is None or row.is_view or row.results > 1:
-        return False
-    return row.writes.form is not None or row.writes.is_product
+    return row is not None and not row.is_view and row.results == 1

@@ -25,6 +25,7 @@ from mdfuse.hir.projection import executed
 from mdfuse.hir.verify.elsewhere import key_of
 from mdfuse.hir.verify.flow import Flow
 from mdfuse.hir.verify.folded import folded
+from mdfuse.hir.verify.layers import without_repeated
 from mdfuse.hir.verify.rotations import rotates
 from mdfuse.hir.verify.sizes import check_sizes
 from mdfuse.hir.verify.structure import check_defined, check_structure
@@ -62,6 +63,22 @@ def verify(program: HostProgram | Mapping[int, HostProgram], in_full: bool = Fal
 
 
 def _verify_global(program: HostProgram, in_full: bool) -> None:
+    short = without_repeated(program) if not in_full else None
+    if short is not None and not _is_of_ranks(short):
+        try:
+            _verify_whole(short, in_full)
+            return
+        except MdfuseError:
+            pass  # what is wrong is told of the program itself
+    _verify_whole(program, in_full)
+
+
+def _is_of_ranks(program: HostProgram) -> bool:
+    """Return whether ranks take other paths, or meet peers that follow no rule for all of them."""
+    return any(map(_depends_on_rank, _inside(program.instructions)))
+
+
+def _verify_whole(program: HostProgram, in_full: bool) -> None:
     check_structure(program)
     check_types(program)
     layouts = [k.layout for k in program.types.values() if k.layout is not None]

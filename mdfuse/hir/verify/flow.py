@@ -6,6 +6,7 @@ buffer. Nothing here knows of other ranks.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +53,8 @@ class Flow:
     numbers: set[str] = field(default_factory=set)
     freed: dict[str, Instruction] = field(default_factory=dict)
     posted: dict[str, OpenPost] = field(default_factory=dict)
+    #: names of buffers that posts under way use, and of their memory -> how many do
+    busy: Counter[str] = field(default_factory=Counter)
     waited: dict[str, Instruction] = field(default_factory=dict)
     #: values of get_stream -> the stream
     streams: dict[str, int] = field(default_factory=dict)
@@ -265,7 +268,7 @@ class Flow:
                 continue
             if name in self.kept:
                 raise refusals.not_to_free(self.program, name, i)
-            if self.posted:
+            if self.busy[name]:
                 self.check_idle(name, i)
             if self.bound.pop(name, None) is None and name not in self.numbers:
                 raise self.unbound(name, i)
@@ -275,9 +278,7 @@ class Flow:
     def check_idle(self, name: str, i: Instruction) -> None:
         """Raise ProgramError where a communication under way uses a buffer that is freed."""
         for posted in self.posted.values():
-            views = [self.bound.get(n) for n in posted.i.reads]
-            owners = [v.storage.name for v in views if v is not None]
-            if name in (*posted.i.reads, *owners):
+            if name in posted.names:
                 raise refusals.freed_in_use(self.program, name, i, posted.i)
 
     # -- communications --------------------------------------------------------------------------
@@ -309,15 +310,16 @@ class Flow:
         (handle,) = i.outputs
         if handle in self.posted:
             raise refusals.posted_twice(self.program, i, self.posted[handle].i)
-        for name in i.reads:
-            self.view(name, i)
+        views = [self.view(name, i) for name in i.reads]
+        names = {*i.reads, *(v.storage.name for v in views if v is not None)}
+        self.busy.update(names)
         used = [
             (name, view, is_write)
             for name, is_write in buffers
             if isinstance(name, str) and (view := self.access(name, is_write, i)) is not None
         ]
         clock = self.clocks.snapshot(self.clocks.current) if self.is_streamed else {}
-        self.posted[handle] = OpenPost(i, clock, pieces_of(self.program, i, used, count))
+        self.posted[handle] = OpenPost(i, clock, pieces_of(self.program, i, used, count), names)
 
     def access(self, name: str, is_write: bool, i: Instruction) -> View | None:
         """Check that a communication may use a buffer; return its view, None for a number."""
@@ -345,6 +347,7 @@ class Flow:
             self.clocks.join(posted.clock)
         if not posted.pieces:
             del self.posted[handle]
+            self.busy.subtract(posted.names)
             self.waited[handle] = i
 
     def finish(self, view: View, access: Access) -> None:

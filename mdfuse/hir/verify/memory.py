@@ -90,11 +90,13 @@ class OpenPost:
         i: what began it.
         clock: what came before it.
         pieces: piece (None: all there is) -> what it accesses, each with the view of the buffer.
+        names: of its buffers, and of their memory.
     """
 
     i: Instruction
     clock: Clock
     pieces: dict[int | None, list[tuple[View, Access]]]
+    names: set[str]
 
 
 # -- what is written -----------------------------------------------------------------------------

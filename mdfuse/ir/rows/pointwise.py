@@ -77,7 +77,9 @@ _unary("elu", _F.elu, rounded(_on("elu")), attr("alpha", "number"))
 _unary("softplus", _F.softplus, rounded(_on("softplus")), *_BEND)
 _unary("leaky_relu", _F.leaky_relu, rounded(_on("leaky_relu")), _SLOPE)
 _unary("gelu", _F.gelu, rounded(_on("gelu")), _FORM)
-_unary("clamp", torch.clamp, exact(torch.clamp), attr("min", "number"), attr("max", "number"))
+for _name in ("clamp", "hardtanh"):  # whose gradients differ at the limits
+    _limits = (attr("min", "number"), attr("max", "number"))
+    _unary(_name, torch.clamp, exact(torch.clamp), *_limits)
 _unary("cast", calls.cast, exact(calls.cast), attr("dtype", "dtype", True))
 # A cast of floats to wider ones, as lowering makes it: of a sum it is the sum of the casts.
 _unary("widen", calls.cast, exact(calls.cast), attr("dtype", "dtype", True), partial="scale")

@@ -6,11 +6,13 @@ from __future__ import annotations
 def size_text(n: int) -> str:
     """Return a number of bytes as text for people: `1536` -> "1.5 KiB".
 
-    >>> size_text(1000), size_text(1536), size_text(5 << 30)
-    ('1000 B', '1.5 KiB', '5 GiB')
+    >>> size_text(1000), size_text(1536), size_text(1020 << 10), size_text(5 << 30)
+    ('1000 B', '1.5 KiB', '0.996 MiB', '5 GiB')
     """
     units = ("B", "KiB", "MiB", "GiB", "TiB")
     power = min(max(n.bit_length() - 1, 0) // 10, len(units) - 1)
+    if 0 < power < len(units) - 1 and n >= 999.5 * 1024**power:
+        power += 1
     return f"{n} B" if power == 0 else f"{n / 1024**power:.3g} {units[power]}"
 
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import mdfuse as mf
 from mdfuse.cli.calibration import command, measuring
 from mdfuse.cli.calibration.command import calibrated
-from mdfuse.cli.calibration.subjects import CPU, Scale
+from mdfuse.cli.calibration.subjects import CPU, Scale, ways
 from mdfuse.cli.main import app
 from mdfuse.seeing.amounts import is_work
 from mdfuse.seeing.cost_tables import machine_of, parsed
@@ -47,7 +47,7 @@ def test_a_table_has_everything_that_was_measured(
     assert costs.products.keys() == {"linear f32", "matmul f32"}
     assert costs.products["linear f32"].axes == ((4.0, 8.0), (16.0, 32.0), (16.0, 32.0))
     assert costs.run_s >= 0
-    assert table.ranks == 1 and len(table.held_out) == 10 and not costs.is_fused
+    assert table.ranks == 1 and len(table.held_out) == 11 and not costs.is_fused
     assert table.machine == machine_of(mf.init().device, "gloo")
 
 
@@ -56,16 +56,33 @@ def test_a_run_takes_what_no_work_in_it_takes(monkeypatch: pytest.MonkeyPatch) -
     """On a clock where each run takes 7 and each of its instructions of work 0.5."""
     monkeypatch.setattr(measuring, "_call", lambda comm, program: program)
     monkeypatch.setattr(
-        measuring, "seconds_of", lambda comm, program, runs: 7.0 + 0.5 * works(program.host)
+        measuring, "seconds_of", lambda comm, program, runs, clock: 7.0 + 0.5 * works(program.host)
     )
     found = measuring.Measurements(mf.init(), TINY)._run()
     assert found == pytest.approx(7.0)
-    monkeypatch.setattr(measuring, "seconds_of", lambda comm, program, runs: 0.5)
+    monkeypatch.setattr(measuring, "seconds_of", lambda comm, program, runs, clock: 0.5)
     assert measuring.Measurements(mf.init(), TINY)._run() == pytest.approx(0.5)
 
 
 def works(host: mf.hir.HostProgram) -> int:
     return sum(map(is_work, host.project(0).written_out.instructions))
+
+
+@pytest.mark.usefixtures("unjoined")
+def test_products_beside_communications(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock where a product takes 8, a communication 2, and both 8.5."""
+    found = measuring.Measurements(mf.init(), TINY)
+    monkeypatch.setattr(found.comm, "size", 2)
+    monkeypatch.setattr(found, "_share", lambda: None)
+    keys = [way.key for way in ways(2)]
+    found.times |= {("links", key): {1: 2.0, 2: 2.0} for key in keys}
+    found.times["products", "linear f32"] = {(8, 16, 16): 8.0}
+    taken = iter([8.0, *[2.0, 8.5] * len(keys)])
+    monkeypatch.setattr(measuring.Measurements, "_run_of", lambda *args: None)
+    monkeypatch.setattr(measuring, "seconds_of", lambda comm, call, runs: next(taken))
+    found._take_slows(lambda: None)
+    assert {key: found.costs.links[key].slows for key in keys} == dict.fromkeys(keys, 0.25)
+    assert found.costs.links["*"].slows == 0.25 and next(taken, None) is None
 
 
 #: A table that nobody measured.
@@ -108,4 +125,4 @@ def test_the_spread_is_that_of_quartiles() -> None:
 def test_errors_are_those_of_all_pairs() -> None:
     pairs = [measuring.Pair(name="", predicted_s=100.0 + n, measured_s=100.0) for n in range(1, 21)]
     mean, p95 = measuring.errors(pairs)
-    assert mean == pytest.approx(0.105) and p95 == pytest.approx(0.19)
+    assert mean == pytest.approx(0.105) and p95 == pytest.approx(0.1905)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_models import LLAMA, MODELS, Tiny, imported, llama
+from helpers.tiny_models import LLAMA, MESHES, MODELS, Tiny, imported, llama
 from torch import Tensor
 
 import mdfuse as mf
@@ -54,6 +55,35 @@ def test_batches_beside_tensor_parallel(name: str) -> None:
     posts = Counter((c.kind, c.axes) for c in model.compile().communications)
     assert posts == {(kind, ("tp",)): n for kind, n in tiny.posts.items()}
     close(ran(model, tiny), expected(tiny))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_experts_as_they_are_shipped(mesh: str) -> None:
+    """Tokens sorted by their expert, and products of groups; torch has none in f64 but by loops."""
+    tiny = MODELS["mixtral"]
+    module: Any = tiny.module()
+    module.set_experts_implementation("grouped_mm")
+    where, layouts = MESHES[mesh]
+    how: dict[str, Any] = {"gather": "fsdp"}
+    if "tp" in mesh:
+        layouts, how = {**tiny.layouts(), **layouts}, {"blocks": tiny.blocks}
+    model = mf.from_torch(module, tiny.args, mesh=where, layouts=layouts, **how)
+    of_tp = Counter(c.kind for c in model.compile().communications if c.axes == ("tp",))
+    assert of_tp == (tiny.posts if "tp" in mesh else {})
+    assert {e.op for e in model.fusion.exprs} > {"grouped_mm", "sort"}
+    module.set_experts_implementation("eager")
+    wanted = module(*tiny.args).logits
+    result = model.outputs(mf.simulate(model.compile(), [*model.load(), *tiny.args]).outputs)
+    torch.testing.assert_close(result.logits, wanted.detach(), rtol=1e-6, atol=1e-9)
+    step = model.training_step(lambda y: (y * y).mean(), optimizer=partial(mf.optim.sgd, lr=1.0))
+    weights = model.load()
+    given = step.arguments(weights, step.state(weights), *tiny.args)
+    state = step.updated(mf.simulate(step.compile(), given).outputs)
+    (wanted * wanted).mean().backward()
+    for name, w in module.named_parameters():
+        parts = [state[f"{name}.{i}"] for i in range(2) if f"{name}.{i}" in state]
+        found = torch.cat(parts, 1) if parts else state[name]
+        torch.testing.assert_close(found, (w - w.grad).detach(), rtol=1e-6, atol=1e-9)
 
 
 def test_every_operation_has_the_line_of_the_model() -> None:

@@ -36,6 +36,8 @@ APART: dict[str, tuple[tuple[int, ...], Callable[..., Any]]] = {
     "chunk": ((4, 4), lambda y, w: F.silu(y.chunk(2, -1)[0]) * y.chunk(2, -1)[1]),
     "slices": ((8, 4, 4), lambda y, w: (y[..., :8], y[..., 8:12], y[..., 12:])),
     "two of three": ((4, 4, 4), lambda y, w: y[..., 4:].split(4, -1)),
+    "keys with values": ((4, 4, 4), lambda y, w: y.split([4, 8], -1)[1].split(4, -1)),
+    "queries beside them": ((4, 4, 4), lambda y, w: y.split([4, 8], -1)[0].exp()),
     "unflatten": ((4, 4), lambda y, w: y.unflatten(-1, (2, 4)).unbind(0)[0].select(1, 1)),
     "view": ((4, 4), lambda y, w: y.view(3, 4, 2, 4).permute(2, 0, 1, 3)[1]),
     "rows": ((4, 4), lambda y, w: y.reshape(-1, 8).split(4, 1)),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, ProgramError, Shard
+from mdfuse.compiled import imported
 from mdfuse.compiled.imported import ImportedModel
 
 TP = DeviceMesh.arange(tp=2)
@@ -34,6 +37,22 @@ class Two(nn.Module):
 
 
 LAYOUTS = {"first.*": {"tp": Shard(0)}, "second.weight": {"tp": Shard(1)}}
+
+
+def test_it_shows_on_rank_0_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter is one more; other ranks show nothing."""
+    told: list[tuple[Any, ...]] = []
+
+    @contextmanager
+    def noted(what: str, total: int, shows: bool) -> Iterator[Callable[[], None]]:
+        told.append((what, total, shows))
+        yield lambda: told.append((what,))
+
+    monkeypatch.setattr(imported, "progress", noted)
+    for rank in (0, 1):
+        two().load(rank=rank)
+        assert told == [("loading", 3, rank == 0), *[("loading",)] * 3]
+        told.clear()
 
 
 def two(module: nn.Module | None = None) -> ImportedModel:

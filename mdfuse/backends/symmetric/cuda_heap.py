@@ -1,0 +1,132 @@
+"""Memory of this rank's GPU that other processes open by CUDA's IPC: outboxes, and arenas.
+
+An *arena* is a run of memory for what a program computes and sends: the others copy it from where
+it lies. Ranks may share a GPU, or each have one that reaches the others'. What was given back is
+taken again, and never freed while the process lives: others may still have it open.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mdfuse.backends.symmetric.cuda_memory import CudaMemory
+
+#: Sizes of runs are multiples of this, so that they are alike more often.
+_ALIGNED = 2 << 20
+
+#: A run is taken again where at least one byte of so many is used.
+_WASTE = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Memory of this process.
+
+    Attributes:
+        address: where it begins.
+        size: in bytes.
+        handle: by what other processes open it.
+    """
+
+    address: int
+    size: int
+    handle: str
+
+
+class _Bytes:
+    """Memory of a GPU as torch takes it from others."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+@dataclass(eq=False)
+class CudaHeap:
+    """The runs of this process on one GPU, and those of other processes that it has open."""
+
+    memory: CudaMemory
+    device: torch.device
+    _runs: list[Run] = field(default_factory=list)
+    _idle: list[Run] = field(default_factory=list)
+    _opened: dict[str, int] = field(default_factory=dict)  # handle -> address
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def number(self) -> int:
+        """The number of the GPU."""
+        return self.device.index
+
+    def take(self, size: int) -> Run:
+        """Return memory of at least so many bytes that nobody uses.
+
+        Raises:
+            BackendError: the GPU has no room.
+        """
+        size = max(-(-size // _ALIGNED), 1) * _ALIGNED
+        with self._lock:
+            fits = [x for x in self._idle if size <= x.size <= _WASTE * size]
+            if fits:
+                found = min(fits, key=lambda x: x.size)
+                self._idle.remove(found)
+                return found
+            address = self.memory.allocate(size)
+            made = Run(address=address, size=size, handle=self.memory.handle(address))
+            self._runs.append(made)
+            return made
+
+    def give(self, run: Run) -> None:
+        """Give memory back that nothing reads any more."""
+        with self._lock:
+            self._idle.append(run)
+
+    def arena(self, size: int) -> Tensor:
+        """Return memory as a tensor of bytes; it is given back when no view of it is left."""
+        run = self.take(size)
+        torch.cuda.synchronize(self.device)  # who had it before may have queued work on it
+        owner = _Bytes(run.address, size)
+        with torch.inference_mode(False), torch.no_grad():
+            made = torch.as_tensor(owner, device=self.device)  # which keeps its owner
+        weakref.finalize(owner, self.give, run).atexit = False
+        return made
+
+    def open(self, handle: str) -> int:
+        """Return the address, in this process, of memory of any process."""
+        with self._lock:
+            own = next((x.address for x in self._runs if x.handle == handle), None)
+            if own is not None:
+                return own
+            if handle not in self._opened:
+                self._opened[handle] = self.memory.open(handle)
+            return self._opened[handle]
+
+    def find(self, address: int) -> tuple[str, int] | None:
+        """Return by what others open the memory at an address, and how far behind its begin it is.
+
+        None where it is not of this heap.
+        """
+        for run in self._runs:
+            if 0 <= address - run.address < run.size:
+                return run.handle, address - run.address
+        return None
+
+
+#: By the number of the GPU.
+_heaps: dict[int, CudaHeap] = {}
+
+
+def heap_of(device: torch.device) -> CudaHeap:
+    """Return this process's heap on a GPU, whose context is current."""
+    number = device.index if device.index is not None else torch.cuda.current_device()
+    if number not in _heaps:
+        _heaps[number] = CudaHeap(CudaMemory(), torch.device("cuda", number))
+    return _heaps[number]

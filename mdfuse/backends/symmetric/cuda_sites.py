@@ -1,0 +1,186 @@
+"""What a program's posts send out of arenas: readers learn once where it lies, and copy it there.
+
+A *site* is a post of a program, in all its runs. The first run goes through outboxes, and each rank
+tells the others through the store where what it sends them lies; from the second run on they copy
+it from there. So the host waits for others once, and for what they told in a run that all have
+begun; a CUDA graph holds addresses that stay. They do, since arenas are a program's, and where
+something lies there follows from its text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from torch import Tensor
+
+from mdfuse.backends.algorithms import Piece
+from mdfuse.backends.symmetric.cuda_heap import CudaHeap
+from mdfuse.backends.symmetric.moves import Move, Shown
+from mdfuse.backends.symmetric.posts import Buffers
+from mdfuse.backends.teams import not_connected
+from mdfuse.errors import BackendError
+from mdfuse.layouts.call import Call
+from mdfuse.layouts.kinds import POINT_TO_POINT
+from mdfuse.torch_private import Store
+
+#: Kinds in which every member of the team sends to, and receives from, each other one.
+_ALL_TO_ALL = ("Allgather", "ReduceScatter", "Allreduce", "AllToAll")
+
+#: The handle of a piece's memory, and the first byte; None: it goes through the outbox.
+Place = tuple[str, int] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """A post of a program: for each member, the how manieth that sends it something, or gets it.
+
+    Attributes:
+        run: the number of the program, alike on all ranks.
+        to: index of a reader -> the number of this post among those with it.
+        of: index of an owner -> likewise.
+    """
+
+    run: int
+    to: tuple[tuple[int, int], ...]
+    of: tuple[tuple[int, int], ...]
+
+
+def numbering(run: int) -> Callable[[Call], Site | None]:
+    """Return what numbers the posts of a plan, which come in program order.
+
+    >>> number = numbering(3)
+    >>> number(Call(kind="Exchange", team=(4, 5, 7), rank=5, sends=(7, 7), recvs=(4,)))
+    Site(run=3, to=((2, 0),), of=((0, 0),))
+    >>> number(Call(kind="Allgather", team=(4, 5, 7), rank=5)).of
+    ((0, 1), (2, 0))
+    """
+    counts: Counter[tuple[tuple[int, ...], int, bool]] = Counter()
+
+    def number(call: Call) -> Site | None:
+        if call.kind in POINT_TO_POINT:
+            sides = {*call.sends}, {*call.recvs}
+        elif call.kind in _ALL_TO_ALL:
+            sides = {*call.team} - {call.rank}, {*call.team} - {call.rank}
+        else:
+            return None
+        found = []
+        for is_read, ranks in enumerate(sides):
+            members = sorted(map(call.team.index, ranks))
+            found.append(tuple((m, counts[call.team, m, bool(is_read)]) for m in members))
+            counts.update((call.team, m, bool(is_read)) for m in members)
+        return Site(run=run, to=found[0], of=found[1])
+
+    return number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sited:
+    """A call at its site, for buffers of certain sizes.
+
+    Attributes:
+        pieces: index of a reader -> what is sent to it, in order.
+        remade: returns its moves where some pieces are shown.
+    """
+
+    call: Call
+    site: Site
+    pieces: Mapping[int, Sequence[Piece]]
+    remade: Callable[[Shown], tuple[Move, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What is shown at a site; see `Shown`."""
+
+    site: Site
+    mine: Mapping[int, Sequence[Place]]
+    others: Mapping[int, Sequence[int | None]]
+
+    def to(self, reader: int, n: int) -> bool:
+        return self.mine[reader][n] is not None
+
+    def at(self, owner: int, n: int) -> int | None:
+        return self.others[owner][n]
+
+    def number(self, member: int, is_owner: bool) -> int:
+        return dict(self.site.of if is_owner else self.site.to)[member]
+
+
+@dataclass(eq=False, kw_only=True)
+class Sites:
+    """The sites of one team.
+
+    Attributes:
+        own: this rank's index.
+        heap: of its GPU.
+        store: of the team; nobody else uses its keys.
+        timeout_s: how long another rank may take.
+    """
+
+    own: int
+    heap: CudaHeap
+    store: Store
+    timeout_s: float
+    _told: dict[Site, dict[int, list[Place]]] = field(default_factory=dict)
+    _known: dict[Site, tuple[Move, ...]] = field(default_factory=dict)
+
+    def moves(
+        self, sited: Sited, usual: tuple[Move, ...], srcs: Sequence[Tensor], dsts: Sequence[Tensor]
+    ) -> tuple[Move, ...]:
+        """Return the moves of a post: those through outboxes in its first run.
+
+        Raises:
+            BackendError: another rank does not tell where its pieces lie, or they have moved.
+        """
+        site = sited.site
+        mine = self._places(sited, Buffers.of(srcs, dsts, 0))
+        told = self._told.get(site)
+        if told is None:
+            self._told[site] = mine
+            for reader, number in site.to:
+                key = f"{site.run}/{self.own}/{reader}/{number}"
+                self.store.set(key, json.dumps(mine.get(reader, [])))
+            return usual
+        if told != mine:
+            raise _moved(sited.call)
+        if site not in self._known:
+            self._known[site] = sited.remade(_Known(site, mine, self._others(sited)))
+        return self._known[site]
+
+    def _places(self, sited: Sited, buffers: Buffers) -> dict[int, list[Place]]:
+        """Return where the pieces for each reader lie."""
+
+        def place(piece: Piece) -> Place:
+            stays = piece.size > 0 and buffers.stays(piece)
+            return self.heap.find(buffers.address(piece, 0)) if stays else None
+
+        return {reader: [place(x) for x in some] for reader, some in sited.pieces.items()}
+
+    def _others(self, sited: Sited) -> dict[int, list[int | None]]:
+        """Return the addresses, in this process, of what others send at a site."""
+        site, call = sited.site, sited.call
+        keys = [f"{site.run}/{owner}/{self.own}/{number}" for owner, number in site.of]
+        if not keys:
+            return {}
+        try:
+            self.store.wait(keys, timedelta(seconds=self.timeout_s))
+            texts = self.store.multi_get(keys)
+        except RuntimeError as error:
+            raise not_connected("symmetric", call.rank, call.team, error) from error
+        found: dict[int, list[int | None]] = {}
+        for (owner, _), text in zip(site.of, texts, strict=True):
+            places = json.loads(text.decode())
+            found[owner] = [None if x is None else self.heap.open(x[0]) + x[1] for x in places]
+        return found
+
+
+def _moved(call: Call) -> BackendError:
+    return BackendError(
+        f"{call.kind} on team {call.team}: rank {call.rank} sends from another place than before",
+        because="the others copy what a program sends from where it lay in its first run",
+        hint="this is a fault of mdfuse: please report it, with the program",
+    )

@@ -1,0 +1,127 @@
+"""What draws random numbers in training, dropout and attention, and which masks these know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mdfuse.errors import DefinitionError
+from mdfuse.frontend import ops as operations
+from mdfuse.frontend.handle import Handle
+
+ops: Any = operations
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What is known of a recording besides its graph: a seed, and whether gradients follow."""
+
+    seed: Handle | None
+    is_trained: bool
+
+
+def dropout(context: Context, x: Handle, p: float = 0.5, train: bool = False) -> Any:
+    return ops.dropout(x, p, context.seed) if train and p else x
+
+
+def other_dropout(x: Handle, p: float, train: bool) -> Any:
+    """`Dropout2d`, `AlphaDropout` and their like, which do nothing in eval mode."""
+    if train and p:
+        raise DefinitionError(
+            "dropout of whole channels, or that keeps mean and variance, in training",
+            because="there is no such operation",
+            hint="nn.Dropout, or module.eval() before the import",
+        )
+    return x
+
+
+def rrelu(x: Handle, lower: float = 1 / 8, upper: float = 1 / 3, train: bool = False) -> Any:
+    """`RReLU` in eval mode: the mean of the slopes that it draws in training."""
+    if train:
+        raise DefinitionError(
+            "rrelu in training",
+            because="there is no such operation",
+            hint="nn.LeakyReLU, or module.eval() before the import",
+        )
+    return ops.leaky_relu(x, (lower + upper) / 2)
+
+
+def attention(
+    context: Context,
+    query: Handle,
+    key: Handle,
+    value: Handle,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **how: Any,
+) -> Any:
+    kind = kind_of_mask(attn_mask, query.shape[-2], key.shape[-2])
+    if kind is not None:
+        attn_mask, is_causal = None, kind == "causal"
+    if dropout_p:
+        return _attention_with_dropout(
+            context.seed, query, key, value, attn_mask, dropout_p, is_causal, **how
+        )
+    return ops.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, **how
+    )
+
+
+def _attention_with_dropout(
+    seed: Any,
+    query: Handle,
+    key: Handle,
+    value: Handle,
+    mask: Any,
+    p: float,
+    is_causal: bool,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Attention in its parts: probabilities are dropped before they meet the values."""
+    if enable_gqa:
+        times = query.shape[-3] // key.shape[-3]
+        key, value = (ops.repeat_interleave(x, times, -3) for x in (key, value))
+    scores = ops.matmul(query, ops.transpose(key, -2, -1))
+    scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        rows, columns = (ops.arange(n) for n in scores.shape[-2:])
+        mask = ops.unsqueeze(rows, 1) >= columns
+    if mask is not None:
+        is_shown = mask.dtype == torch.bool
+        scores = ops.where(mask, scores, -torch.inf) if is_shown else scores + mask
+    return ops.matmul(ops.dropout(ops.softmax(scores, -1), p, seed), value)
+
+
+def draws(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a node draws random numbers, which take a seed."""
+    if target == "aten.dropout.default":
+        p, train = [*args, *(kwargs.get(k) for k in ("p", "train")[len(args) - 1 :])][1:3]
+        return bool(p and train)
+    is_attention = target == "aten.scaled_dot_product_attention.default"
+    return is_attention and bool(args[4] if len(args) > 4 else kwargs.get("dropout_p"))
+
+
+def kind_of_mask(mask: Any, rows: Any, columns: Any) -> str | None:
+    """Whether a mask that is known hides nothing ("none"), or what is ahead ("causal")."""
+    if not isinstance(mask, Tensor):
+        return None
+    shown = mask if mask.dtype == torch.bool else mask == 0
+    if shown.all():
+        return "none"
+    is_square = mask.ndim >= 2 and tuple(mask.shape[-2:]) == (rows, columns) and rows == columns
+    if not is_square or (mask.dtype != torch.bool and not (mask[~shown] == -torch.inf).all()):
+        return None
+    return "causal" if torch.equal(shown, torch.ones_like(shown).tril()) else None
+
+
+def wanted_of_attention(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, *_: Any, **__: Any
+) -> list[Any]:
+    is_known = kind_of_mask(attn_mask, query.shape[-2], key.shape[-2]) is not None
+    return [query, key, value, *([] if is_known else [attn_mask])]

@@ -1,0 +1,408 @@
+"""Leave out layers that do what the layers before them do, so that they are verified once.
+
+    %h_1 = matmul(%x, %w)                 layer 0        %h_1 = matmul(%x, %w)
+    %x_1 = relu(%h_1)                                    %x_1 = relu(%h_1)
+    %h_2 = matmul(%x_1, %w_1)             layer 1        %h_2 = matmul(%x_1, %w_1)
+    %x_2 = relu(%h_2)                                    %x_2 = relu(%h_2)
+    %h_3 = matmul(%x_2, %w_2)             layer 2   ->
+    %x_3 = relu(%h_3)
+    return %x_3                                          return %x_2
+
+Layers are runs of instructions that are the same but for names. A name of a layer is its own, one
+of the layer before, an input that this layer alone reads, or the same in all layers, which then
+only read it. So each pair of layers in a row is like the first two: what is ordered, written, freed
+and posted there is so everywhere. What a layer does to what all layers read is behind what the
+first one did to it, and before what comes behind the last one, since layers use the same streams.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mdfuse.communication import Communication
+from mdfuse.extents.expressions import Calc, Index, Poly, Term, terms
+from mdfuse.hir.forms import check_nesting
+from mdfuse.hir.instructions import TRANSFERS, row_of
+from mdfuse.hir.program import BufferType, HostProgram, Instruction
+from mdfuse.layouts.layout import Layout
+from mdfuse.names import is_value_name
+
+#: Layers of which one is left out: two are kept.
+_FEWEST = 3
+
+#: How many lengths of a layer are tried, the most frequent distances first.
+_TRIED = 4
+
+#: How many instructions in a row are looked for further on.
+_WINDOW = 4
+
+#: What stands in a layer alone would be left out with it, or means another thing in each layer.
+_NEVER = ("block", "call", "get_stream", "accumulate", "return", "barrier")
+
+
+class _Unlike(Exception):
+    """Names stand for different things in two layers."""
+
+
+def without_repeated(program: HostProgram) -> HostProgram | None:
+    """Return a program with two of all layers that are alike; None where there are none.
+
+    Whatever is wrong with the one is wrong with the other, but for the names in it.
+
+    Args:
+        program: for all ranks.
+    """
+    if len(program.meshes) > 1:  # stages have meshes of their own, and so are not alike
+        return None
+    check_nesting(program)
+    found = _longest([_sketch(i) for i in program.instructions])
+    if found is None:
+        return None
+    try:
+        return _shortened(program, *found)
+    except (_Unlike, TypeError, ValueError, AttributeError, KeyError):
+        return None  # what has a wrong form is refused elsewhere
+
+
+def _shortened(program: HostProgram, start: int, period: int, count: int) -> HostProgram:
+    """Return a program with two of some layers; raise _Unlike where they are not alike."""
+    uses = _uses_of(program)
+    _Layers(program, (), uses, start, period, count).check_behind()
+    forms = [_Form(program).of(i) for i in program.instructions[start : start + period * count]]
+    alike = _longest([form.said for form in forms])
+    if alike is None:
+        raise _Unlike
+    skipped, period, count = alike
+    for more in (0, 1):  # the first one may read other things than all others do
+        first = skipped + more * period
+        layers = _Layers(program, forms[first:], uses, start + first, period, count - more)
+        try:
+            layers.check()
+        except _Unlike:
+            continue
+        return layers.shortened()
+    raise _Unlike
+
+
+# -- what is said without names ------------------------------------------------------------------
+
+
+def _sketch(i: Instruction) -> Hashable:
+    """Return what is the same for instructions that are alike, made quickly."""
+    if i.op in _NEVER:
+        return id(i)
+    return i.op, i.fn if i.op != "launch" else "", len(i.inputs), len(i.outputs), len(i.body)
+
+
+@dataclass(slots=True)
+class _Form:
+    """What an instruction says, and the names in it, in order.
+
+    Attributes:
+        said: the same for instructions that are alike but for names.
+        names: all names but indices of loops.
+        made: those that it binds or writes.
+        loops: index of a loop around -> how deep it is.
+        views: (result, operand) of what may share memory.
+        sends: how many sends it has, less its receives.
+    """
+
+    program: HostProgram
+    said: Hashable = None
+    names: list[str] = field(default_factory=list)
+    made: list[str] = field(default_factory=list)
+    loops: dict[str, int] = field(default_factory=dict)
+    views: list[tuple[str, str]] = field(default_factory=list)
+    sends: int = 0
+
+    def of(self, i: Instruction) -> _Form:
+        self.said = self.instruction(i)
+        return self
+
+    def instruction(self, i: Instruction) -> Hashable:
+        if i.op in _NEVER:
+            return i.op, id(i)
+        if i.op == "for":
+            return self.loop(i)
+        inputs = tuple([self.name(x) if type(x) is str else self.value(x) for x in i.inputs])
+        kinds = tuple([self.result(x) for x in i.outputs])
+        self.made += _written(i)
+        row = row_of(i)
+        if row is not None and row.is_view:
+            self.views += [(x, y) for x in i.outputs for y in i.reads]
+        if i.op in TRANSFERS:
+            self.sends += 1 if i.op == "send" else -1
+        attrs = tuple([(k, self.value(v)) for k, v in i.attrs])
+        comm = self.posted(i.comm) if i.comm is not None else None
+        inside = [tuple(map(self.instruction, block)) for block in (i.body, i.orelse)]
+        fn = i.fn if i.op != "launch" else ""
+        return i.op, fn, inputs, kinds, attrs, i.order, comm, *inside
+
+    def loop(self, i: Instruction) -> Hashable:
+        (index,) = i.outputs
+        attrs = tuple([(k, self.value(v)) for k, v in i.attrs])
+        outer, self.loops = self.loops, {**self.loops, index: len(self.loops)}
+        body = tuple(map(self.instruction, i.body))
+        self.loops = outer
+        return i.op, attrs, body
+
+    def name(self, name: str) -> int | None:
+        if name not in self.loops:
+            self.names.append(name)
+        return self.loops.get(name)
+
+    def result(self, name: str) -> Hashable:
+        if name in self.loops:
+            raise _Unlike
+        self.names.append(name)
+        self.made.append(name)
+        kind = self.program.types.get(name)
+        return self.kind(kind) if kind is not None else None
+
+    def value(self, x: Any) -> Hashable:
+        return self.index(x) if isinstance(x, Term | Calc | Poly) else (type(x), x)
+
+    def index(self, x: Index | Poly | None) -> Hashable:
+        """Return an index with the indices of loops among the names."""
+        if isinstance(x, Calc):
+            return x.op, self.index(x.left), self.index(x.right)
+        if isinstance(x, Poly):
+            if any(t.kind in ("index", "extent") for t in terms(x)):
+                raise _Unlike
+            return x
+        if isinstance(x, Term):
+            if x.kind == "extent":
+                raise _Unlike
+            return ("index", self.loops[x.name]) if x.kind == "index" else x
+        return x
+
+    def kind(self, kind: BufferType) -> Hashable:
+        layout = self.layout(kind.layout) if kind.layout is not None else None
+        if layout is kind.layout:
+            return kind
+        return kind.dtype, kind.shape, kind.padding, kind.flat, layout
+
+    def layout(self, layout: Layout) -> Hashable:
+        chunk = layout.stream
+        if chunk is None or chunk.index is None or isinstance(chunk.index, int):
+            return layout
+        parts = chunk.dim, chunk.chunks, chunk.rotate, chunk.op, self.index(chunk.index)
+        return layout.mesh, layout.placements, layout.splits, layout.reaches, *parts
+
+    def posted(self, comm: Communication) -> Hashable:
+        said = comm.kind, comm.shape, comm.dtype, comm.axes, comm.dim, comm.to_dim, comm.reduce_op
+        return *said, comm.backend, self.layout(comm.source), self.layout(comm.destination)
+
+
+# -- which layers there are ----------------------------------------------------------------------
+
+
+def _longest(codes: Sequence[Hashable]) -> tuple[int, int, int] | None:
+    """Return (start, length of a layer, how many) of the layers that have the most instructions.
+
+    >>> _longest("xabcdabcdabcdy")
+    (1, 4, 3)
+    """
+    numbers: dict[Hashable, int] = {}
+    known = [numbers.setdefault(code, len(numbers)) for code in codes]
+    last: dict[Hashable, int] = {}
+    distances: Counter[int] = Counter()
+    for at, window in enumerate(zip(*(known[n:] for n in range(_WINDOW)), strict=False)):
+        if window in last:
+            distances[at - last[window]] += 1
+        last[window] = at
+    best, found = 0, None
+    for period, _ in distances.most_common(_TRIED):
+        for start, stop in _runs(known, period):
+            count = (stop - start) // period + 1
+            if count >= _FEWEST and (count - 2) * period > best:
+                best, found = (count - 2) * period, (start, period, count)
+    return found
+
+
+def _runs(codes: Sequence[int], period: int) -> Iterator[tuple[int, int]]:
+    """Yield the longest [start, stop) in which each code is the one `period` later."""
+    start = None
+    for at, (a, b) in enumerate(zip(codes, codes[period:], strict=False)):
+        if a == b:
+            start = at if start is None else start
+        elif start is not None:
+            yield start, at
+            start = None
+    if start is not None:
+        yield start, len(codes) - period
+
+
+@dataclass(slots=True)
+class _Uses:
+    """Where names stand in a program, loop indices left out: positions of its instructions.
+
+    Attributes:
+        made: name -> where it is bound or written first.
+        first: name -> where it stands first.
+        last: name -> where it stands last; the outputs are used behind the end.
+    """
+
+    made: dict[str, int] = field(default_factory=dict)
+    first: dict[str, int] = field(default_factory=dict)
+    last: dict[str, int] = field(default_factory=dict)
+
+    def note(self, i: Instruction, at: int) -> None:
+        for name in (*i.outputs, *_written(i)):
+            self.made.setdefault(name, at)
+        for name in (*i.outputs, *i.reads):
+            self.first.setdefault(name, at)
+            self.last[name] = at
+        for inner in (*i.body, *i.orelse):
+            self.note(inner, at)
+        if i.op == "for":
+            for name in i.outputs:
+                for found in (self.made, self.first, self.last):
+                    found.pop(name, None)
+
+
+def _written(i: Instruction) -> tuple[str, ...]:
+    """Return the names among its operands that a communication writes."""
+    written = i.inputs[1:] if i.op == "post" else i.inputs if i.op == "recv" else ()
+    return tuple([x for x in written if isinstance(x, str)])
+
+
+def _uses_of(program: HostProgram) -> _Uses:
+    found = _Uses()
+    for at, i in enumerate(program.instructions):
+        found.note(i, at)
+    found.last.update(dict.fromkeys(program.outputs, len(program.instructions)))
+    return found
+
+
+@dataclass(slots=True)
+class _Layers:
+    """Layers in a row: `count` times `period` instructions from `start` on."""
+
+    program: HostProgram
+    forms: Sequence[_Form]
+    uses: _Uses
+    start: int
+    period: int
+    count: int
+    #: for each layer but the first: name of the layer before -> what it is called here
+    renamed: list[dict[str, str]] = field(default_factory=list)
+
+    def layer(self, at: int) -> int:
+        """Return which layer an instruction is in; -1: before, `count`: behind."""
+        return min(max((at - self.start) // self.period, -1), self.count)
+
+    def owner(self, name: str) -> int:
+        """Return the layer that makes a name; -1: it is there before."""
+        at = self.uses.made.get(name)
+        return self.layer(at) if at is not None else -1
+
+    def reader(self, name: str) -> int | None:
+        """Return the layer that alone reads an input; None for what is no such input."""
+        if name in self.uses.made or name not in self.uses.first:
+            return None
+        first, last = (self.layer(at[name]) for at in (self.uses.first, self.uses.last))
+        return first if first == last else None
+
+    def check(self) -> None:
+        """Find what names of a layer are in the next one.
+
+        Raises:
+            _Unlike: a layer is not like the one before.
+        """
+        self.check_behind()
+        self.check_once()
+        for n in range(1, self.count):
+            self.renamed.append(self.compare(n - 1, n))
+
+    def check_behind(self) -> None:
+        """Check that what comes behind the layers knows the last one alone."""
+        end = self.start + self.count * self.period
+        own = range(self.start, end - self.period)
+        last = self.uses.last
+        if any(at in own and last.get(name, -1) >= end for name, at in self.uses.made.items()):
+            raise _Unlike
+        if any(name in self.uses.made for name in self.program.inputs):
+            raise _Unlike
+
+    def names(self, layer: int) -> list[str]:
+        forms = self.forms[layer * self.period : (layer + 1) * self.period]
+        return [n for form in forms for n in form.names]
+
+    def check_once(self) -> None:
+        """Check of a layer what is then so of all."""
+        second = self.forms[self.period : 2 * self.period]
+        if sum(form.sends for form in second):
+            raise _Unlike
+        if any(self.owner(n) < 0 for form in second for n in form.made):
+            raise _Unlike  # each layer writes there
+        aliases = self.program.aliases
+        shared = {*aliases, *aliases.values()}
+        if shared and any(n in shared for layer in range(self.count) for n in self.names(layer)):
+            raise _Unlike
+        moved = {n for n in self.names(1) if self.owner(n) == 0}
+        for form in second:
+            moved.update(x for x, y in form.views if y in moved)
+        if any(self.owner(n) == 1 and n in moved for n in self.names(2)):
+            raise _Unlike  # memory goes from layer to layer, under other names
+
+    def compare(self, one: int, other: int) -> dict[str, str]:
+        """Return what names of one layer are in the next one; raise _Unlike where that differs."""
+        earlier = self.renamed[-1] if self.renamed else {}
+        pairs = dict.fromkeys(zip(self.names(one), self.names(other), strict=True))
+        found = dict([*pairs])
+        if len(found) < len(pairs) or len({*found.values()}) < len(pairs):
+            raise _Unlike
+        for x, y in pairs:
+            if not self.is_same(x, y, one, other, earlier):
+                raise _Unlike
+        return found
+
+    def is_same(self, x: str, y: str, one: int, other: int, earlier: dict[str, str]) -> bool:
+        """Return whether a name is to one layer what another name is to the next layer."""
+        of, to = self.owner(x), self.owner(y)
+        if x == y:
+            return of < 0
+        if (of, to) == (one, other):
+            return is_value_name(y)
+        if to == one:  # of the layer before; the first one reads what was there before
+            return of < 0 if one == 0 else earlier.get(x) == y
+        types = self.program.types
+        return (self.reader(x), self.reader(y)) == (one, other) and types[x] == types[y]
+
+    def shortened(self) -> HostProgram:
+        """Return the program with the first two layers, the second one as the last."""
+        program, new, left_out = self.program, self.last_as_second(), range(2, self.count)
+        of = {n: self.owner(n) for n in program.types}
+        dropped = {n for n, layer in of.items() if layer in left_out}
+        dropped.update(n for n in program.inputs if self.reader(n) in left_out)
+        end = self.start + self.count * self.period
+        code = list(program.instructions[: self.start + 2 * self.period])
+        code += [_with_names(i, new) for i in program.instructions[end:]]
+        return replace(
+            program,
+            types={n: kind for n, kind in program.types.items() if n not in dropped},
+            inputs=tuple(n for n in program.inputs if n not in dropped),
+            outputs=tuple(new.get(n, n) for n in program.outputs),
+            instructions=tuple(code),
+        )
+
+    def last_as_second(self) -> dict[str, str]:
+        """Return names of the last layer -> what they are in the second one."""
+        found = {n: n for n in self.names(1) if self.owner(n) == 1}
+        for step in self.renamed[1:]:
+            found = {x: step[y] for x, y in found.items()}
+        return {y: x for x, y in found.items()}
+
+
+def _with_names(i: Instruction, new: dict[str, str]) -> Instruction:
+    """Return an instruction with other names."""
+    if not new:
+        return i
+    inputs = tuple([new.get(x, x) if isinstance(x, str) else x for x in i.inputs])
+    outputs = tuple([new.get(x, x) for x in i.outputs])
+    body, orelse = (tuple(_with_names(j, new) for j in b) for b in (i.body, i.orelse))
+    return i.changed(inputs=inputs, outputs=outputs, body=body, orelse=orelse)

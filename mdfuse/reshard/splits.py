@@ -1,0 +1,43 @@
+"""Layouts on the way of a reshard: ranks that hold the same, or terms, share what follows."""
+
+from __future__ import annotations
+
+import math
+from itertools import permutations
+
+from mdfuse.layouts.layout import Layout, Placement, Replicate, Shard
+
+
+def placed(layout: Layout, axes: tuple[str, ...], placement: Placement) -> Layout:
+    """Return a layout with another placement along some axes."""
+    for axis in axes:
+        layout = layout.with_placement(axis, placement)
+    return layout
+
+
+def splits_of(layout: Layout, axes: tuple[str, ...], shape: tuple[int, ...]) -> list[Layout]:
+    """Return a layout with some axes whole, and with these or all whole axes splitting dims.
+
+    The others split the same dim as these, or another one.
+    """
+    whole = placed(layout, axes, Replicate())
+    free = tuple(a for a, p in whole.by_axis().items() if isinstance(p, Replicate))
+    free = tuple(a for a in free if layout.mesh.axis_size(a) > 1)
+    rest = tuple(a for a in free if a not in axes) if axes else ()
+    dims = free_dims(layout, shape)
+    ways = [{d: of} for d in dims for of in dict.fromkeys((axes, free)) if of]
+    ways += [{d: axes, e: rest} for d, e in permutations(dims, 2) if axes and rest]
+    room, found = whole.local_shape(shape), [whole]
+    for way in ways:
+        if all(room[d] >= math.prod(map(layout.mesh.axis_size, of)) for d, of in way.items()):
+            split = whole
+            for d, of in way.items():
+                split = placed(split, of, Shard(d))
+            found.append(split)
+    return found
+
+
+def free_dims(layout: Layout, shape: tuple[int, ...]) -> list[int]:
+    """Return the dims that ranks may split: not that of chunks."""
+    chunked = layout.stream.dim if layout.stream is not None else None
+    return [d for d in range(len(shape)) if d != chunked]

@@ -1,0 +1,40 @@
+"""Reductions of rows: into a buffer they have the bits that they have by themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mdfuse.layouts.reduction import combine, combine_into
+
+DTYPES = [
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn,
+    torch.complex64, torch.int8, torch.int64, torch.uint8, torch.uint16, torch.bool,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_sums_have_the_same_bits(dtype: torch.dtype, n: int) -> None:
+    """Numbers whose sums are rounded, and wrap; an infinity and a NaN among floats."""
+    draw = torch.Generator().manual_seed(n)
+    rows = (torch.randn(n, 501, generator=draw) * 100).to(dtype)
+    if dtype.is_floating_point and dtype.itemsize > 1:
+        rows[0, :2] = torch.tensor([torch.inf, torch.nan], dtype=dtype)
+    into = torch.empty(501, dtype=dtype)
+    combine_into("sum", rows, into)
+    assert torch.equal(into.view(torch.uint8), combine("sum", rows).view(torch.uint8))
+
+
+@pytest.mark.parametrize("op", ["prod", "min", "max"])
+def test_other_ops(op: str) -> None:
+    rows = torch.tensor([[1.0, -4.0], [3.0, 2.0]])
+    into = torch.empty(2)
+    combine_into(op, rows, into)
+    assert into.tolist() == {"prod": [3, -8], "min": [1, -4], "max": [3, 2]}[op]
+
+
+def test_a_sum_of_two_may_go_over_one_of_them() -> None:
+    rows = torch.arange(8, dtype=torch.bfloat16).view(2, 4)
+    combine_into("sum", rows, rows[0])
+    assert rows[0].tolist() == [4, 6, 8, 10]
