@@ -76,24 +76,12 @@ def pipeline(
     """
     fusion = definition.fusion
     lower = _Lower(_checked(fusion, microbatches, batch), schedule, options, should_merge)
-    if not definition.examples:
-        made, segments, host = lower(fusion)
-        return Program(
-            made, segments, host, options, schedule=lower.schedule, overlap=_left(host, options)
+    symbolic = None
+    if definition.examples:
+        symbolic = Lowerings(
+            fusion, definition.examples, definition.assumed, lower, options, chunks=microbatches
         )
-    symbolic = Lowerings(
-        fusion, definition.examples, definition.assumed, lower, options, chunks=microbatches
-    )
-    first = symbolic.first()
-    return Program(
-        first.fusion,
-        first.segments,
-        first.host,
-        options,
-        symbolic,
-        schedule=lower.schedule,
-        overlap=_left(first.host, options),
-    )
+    return lower.program(fusion, symbolic)
 
 
 @dataclass
@@ -120,6 +108,23 @@ class _Lower:
             fusion, self.should_merge, options=self.options, batch=self.batch
         )
         return made, segments_of(made, parts, host, self.options), host
+
+    def program(self, fusion: Fusion, symbolic: Lowerings | None) -> Program:
+        """Return the program; with symbolic extents, that of the first lowering."""
+        if symbolic is None:
+            made, segments, host = self(fusion)
+        else:
+            first = symbolic.first()
+            made, segments, host = first.fusion, first.segments, first.host
+        return Program(
+            made,
+            segments,
+            host,
+            self.options,
+            symbolic,
+            schedule=self.schedule,
+            overlap=_left(host, self.options),
+        )
 
     def in_stages(self, fusion: Fusion) -> tuple[Fusion, tuple[Segment, ...], HostProgram]:
         """Lower a fusion whose stages follow a schedule."""

@@ -297,7 +297,8 @@ def _mapped(x: Any, change: Callable[[Extent], int]) -> Any:
 
 def comparable(x: Any) -> Any:
     """Return what has a hash, and equals others, without deciding on symbolic extents in it."""
-    return _mapped(x, lambda n: n.poly)
+    poly: Callable[[Extent], Any] = poly_from
+    return _mapped(x, poly)
 
 
 @cache
