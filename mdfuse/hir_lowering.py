@@ -39,6 +39,7 @@ from mdfuse.passes import (
     push_slices,
     settle_partials,
     split_scans,
+    spread_streams,
     streams,
     widen_sums,
 )
@@ -73,6 +74,8 @@ PASSES: tuple[tuple[str, Pass], ...] = (
     ("check_stream_lengths", streams.check_lengths),
     # So late that a law on a value that nobody reads still counts where layouts are inferred.
     (drop_unread.name, drop_unread.run),
+    # Needs all sets, at which it ends; what nobody reads would be in a loop, too.
+    (spread_streams.name, spread_streams.run),
     # Last: needs to know who reads a value, and which sets communicate.
     (choose_orders.name, choose_orders.run),
 )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mdfuse import hir_lowering
 from mdfuse.compiled.overlap import Overlap, left
 from mdfuse.compiled.program import Program
-from mdfuse.compiled.segments import segments_of
+from mdfuse.compiled.segments import Segment, segments_of
+from mdfuse.compiled.specialisations import Lowerings
 from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend.definition import FusionDefinition
@@ -74,42 +75,76 @@ def pipeline(
     >>> torch.testing.assert_close(new, (w - 0.1 * w.grad).detach())
     """
     fusion = definition.fusion
-    found = _checked(fusion, microbatches, batch)
-    meshes = {v.layout.mesh for v in fusion.values.values() if v.layout is not None}
-    if len(meshes) > 1 or schedule is not None:
-        return _in_stages(fusion, found, schedule, options, should_merge)
-    made, parts, host = hir_lowering.lower(fusion, should_merge, options=options, batch=found)
-    segments = segments_of(made, parts, host, options)
-    return Program(made, segments, host, options, overlap=_left(host, options))
+    lower = _Lower(_checked(fusion, microbatches, batch), schedule, options, should_merge)
+    symbolic = None
+    if definition.examples:
+        symbolic = Lowerings(
+            fusion, definition.examples, definition.assumed, lower, options, chunks=microbatches
+        )
+    return lower.program(fusion, symbolic)
 
 
-def _in_stages(
-    fusion: Fusion,
-    batch: Batch,
-    wanted: str | Schedule | None,
-    options: Options | None,
-    should_merge: ShouldMerge | None,
-) -> Program:
-    """Return the program of a fusion whose stages follow a schedule."""
-    made = with_ids(hir_lowering.prepare(fusion, options=options, batch=batch))
-    stages = _stages(made, wanted)
-    if wanted is None:
-        wanted = "1f1b" if stages.has_backward else "forward"
-    schedule = choose(
-        wanted,
-        microbatches=batch.count,
-        groups=stages.groups,
-        gradients=stages.has_backward,
-        reads=stages.reads,
-    )
-    if not schedule.has("I"):
-        stages = stages.whole_backward()
-    found = Pipeline(stages=stages, calls=tuple(calls(stages, schedule)))
-    parts, host = hir_lowering.lower_prepared(made, should_merge, options, found)
-    names = {mesh: f"m{n}" for n, mesh in enumerate(host.meshes)}
-    named = replace(schedule, meshes=tuple(names[m] for m in dict.fromkeys(stages.meshes)))
-    segments = segments_of(made, parts, host, options)
-    return Program(made, segments, host, options, overlap=_left(host, options), schedule=named)
+@dataclass
+class _Lower:
+    """Lowers a fusion to a loop over microbatches, or to stages.
+
+    Attributes:
+        batch: what the microbatches are cut of.
+        wanted: the schedule, or its name.
+        schedule: that of the last fusion that was lowered; None where it is a loop.
+    """
+
+    batch: Batch
+    wanted: str | Schedule | None
+    options: Options | None
+    should_merge: ShouldMerge | None
+    schedule: Schedule | None = None
+
+    def __call__(self, fusion: Fusion) -> tuple[Fusion, tuple[Segment, ...], HostProgram]:
+        meshes = {v.layout.mesh for v in fusion.values.values() if v.layout is not None}
+        if len(meshes) > 1 or self.wanted is not None:
+            return self.in_stages(fusion)
+        made, parts, host = hir_lowering.lower(
+            fusion, self.should_merge, options=self.options, batch=self.batch
+        )
+        return made, segments_of(made, parts, host, self.options), host
+
+    def program(self, fusion: Fusion, symbolic: Lowerings | None) -> Program:
+        """Return the program; with symbolic extents, that of the first lowering."""
+        if symbolic is None:
+            made, segments, host = self(fusion)
+        else:
+            first = symbolic.first()
+            made, segments, host = first.fusion, first.segments, first.host
+        return Program(
+            made,
+            segments,
+            host,
+            self.options,
+            symbolic,
+            schedule=self.schedule,
+            overlap=_left(host, self.options),
+        )
+
+    def in_stages(self, fusion: Fusion) -> tuple[Fusion, tuple[Segment, ...], HostProgram]:
+        """Lower a fusion whose stages follow a schedule."""
+        made = with_ids(hir_lowering.prepare(fusion, options=self.options, batch=self.batch))
+        stages = _stages(made, self.wanted)
+        schedule = choose(
+            self.wanted or ("1f1b" if stages.has_backward else "forward"),
+            microbatches=self.batch.count,
+            groups=stages.groups,
+            gradients=stages.has_backward,
+            reads=stages.reads,
+        )
+        if not schedule.has("I"):
+            stages = stages.whole_backward()
+        found = Pipeline(stages=stages, calls=tuple(calls(stages, schedule)))
+        parts, host = hir_lowering.lower_prepared(made, self.should_merge, self.options, found)
+        names = {mesh: f"m{n}" for n, mesh in enumerate(host.meshes)}
+        meshes = tuple(names[m] for m in dict.fromkeys(stages.meshes))
+        self.schedule = replace(schedule, meshes=meshes)
+        return made, segments_of(made, parts, host, self.options), host
 
 
 def _left(host: HostProgram, options: Options | None) -> Overlap | None:

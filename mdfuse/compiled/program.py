@@ -115,7 +115,8 @@ class Program:
         if found is None:
             of = self.symbolic.lowering_for(extents)
             segments = tuple(s.with_extents(extents) for s in of.segments)
-            found = Program(with_numbers(of.fusion, extents), segments, host, self.options)
+            fusion = with_numbers(of.fusion, extents)
+            found = Program(fusion, segments, host, self.options, schedule=self.schedule)
             self._numbered.put(key, found)
         return found
 

@@ -61,6 +61,7 @@ class Lowerings:
         assumed: what the definition itself decided about them.
         lower: lowers a fusion: returns it as lowered, its segments and its host program.
         options: those that it is lowered with.
+        chunks: in how many parts the lowering cuts what it computes.
     """
 
     fusion: Fusion
@@ -68,6 +69,7 @@ class Lowerings:
     assumed: Assumptions
     lower: Callable[[Fusion], tuple[Fusion, tuple[Segment, ...], HostProgram]]
     options: Options | None = None
+    chunks: int = 1
     made: list[Lowering] = field(default_factory=list)
 
     @cached_property
@@ -82,7 +84,7 @@ class Lowerings:
 
     def first(self) -> Lowering:
         """Lower the fusion with examples that meshes and loops divide, as far as possible."""
-        return self._add(_good_examples(self.fusion, self.examples, self.assumed))
+        return self._add(_good_examples(self.fusion, self.examples, self.assumed, self.chunks))
 
     def _add(self, examples: Extents) -> Lowering:
         assumed = Assumptions()
@@ -169,13 +171,13 @@ def _lowered(
 # -- examples ------------------------------------------------------------------------------------
 
 
-def _good_examples(fusion: Fusion, examples: Extents, assumed: Assumptions) -> Extents:
+def _good_examples(fusion: Fusion, examples: Extents, assumed: Assumptions, chunks: int) -> Extents:
     """Choose examples that all meshes and loops divide, and that differ where they may."""
 
     def fits(changed: Extents) -> bool:
         return assumed.hold(changed) and is_possible(fusion, changed)
 
-    base = math.lcm(max(examples.values()), *_divisors(fusion))
+    base = math.lcm(max(examples.values()), *(n * chunks for n in _divisors(fusion)))
     largest = {s: base if n == max(examples.values()) else n for s, n in examples.items()}
     good = largest if base < 1 << 20 and fits(largest) else dict(examples)
     for i, name in enumerate(good):

@@ -295,6 +295,12 @@ def _mapped(x: Any, change: Callable[[Extent], int]) -> Any:
             return replace(x, **changed) if changed else x
 
 
+def comparable(x: Any) -> Any:
+    """Return what has a hash, and equals others, without deciding on symbolic extents in it."""
+    poly: Callable[[Extent], Any] = poly_from
+    return _mapped(x, poly)
+
+
 @cache
 def _form(kind: type) -> str | tuple[str, ...] | None:
     """How a type holds others: as a tuple, a list or a mapping, in fields so named, or not."""

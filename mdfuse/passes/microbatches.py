@@ -16,8 +16,9 @@ from dataclasses import replace
 from networkx.utils import UnionFind
 
 from mdfuse.errors import RECOMPUTED, LoweringError
+from mdfuse.extents.extent import comparable
 from mdfuse.ir.dims import DimMap, always
-from mdfuse.ir.graph import Expr, Fusion, Operand, Value
+from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.layouts.stream import JOINED, Stream
 from mdfuse.layouts.streamed_sets import form
 from mdfuse.passes.strategy import dim_map
@@ -62,11 +63,12 @@ def _once(fusion: Fusion) -> Fusion:
     The loop would come after both: what a backward gathers again is there from the forward.
     """
     values, exprs, known = dict(fusion.values), list[Expr](), dict[object, tuple[str, ...]]()
-    instead: dict[Operand, Operand] = {}
+    instead: dict[str, str] = {}
     for expr in fusion.exprs:
-        expr = replace(expr, inputs=tuple(instead.get(x, x) for x in expr.inputs))
+        inputs = (instead.get(x, x) if isinstance(x, str) else x for x in expr.inputs)
+        expr = replace(expr, inputs=tuple(inputs))
         where = tuple((values[n].layout, values[n].dtype) for n in expr.outputs)
-        key = (expr.op, expr.inputs, expr.attrs, where)
+        key = comparable((expr.op, expr.inputs, expr.attrs, where))
         is_whole = all(values[name].stream is None for name in expr.outputs)
         is_again = expr.source is not None and expr.source.note == RECOMPUTED
         if is_whole and is_again and key in known:

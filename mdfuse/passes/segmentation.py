@@ -266,6 +266,8 @@ class HostLoops:
     def __init__(self, fusion: Fusion) -> None:
         self.fusion = fusion
         self._alike = streamed_alike(fusion)
+        #: first result of an expression -> how it reads its operands, and whether it gives chunks
+        self._known: dict[str, tuple[tuple[tuple[str, Stream | None], ...], bool]] = {}
 
     def key(self, expr: Expr) -> tuple[object, ...] | None:
         """Return what expressions in one loop have in common; None for one not streamed.
@@ -289,12 +291,19 @@ class HostLoops:
 
     def _reads_chunks(self, expr: Expr, made: Mapping[str, Expr]) -> bool:
         """Whether all that an expression reads of others in its loop is the chunk just computed."""
-        pairs = zip(expr.inputs, streams_read(self.fusion, expr), strict=True)
-        inside = [(x, stream) for x, stream in pairs if isinstance(x, str) and x in made]
         return all(
-            self.fusion.values[x].stream == stream and _gives_chunks(self.fusion, made[x])
-            for x, stream in inside
+            self.fusion.values[x].stream == stream and self._asked_once(made[x])[1]
+            for x, stream in self._asked_once(expr)[0]
+            if x in made
         )
+
+    def _asked_once(self, expr: Expr) -> tuple[tuple[tuple[str, Stream | None], ...], bool]:
+        found = self._known.get(expr.outputs[0])
+        if found is None:
+            pairs = zip(expr.inputs, streams_read(self.fusion, expr), strict=True)
+            reads = tuple((x, stream) for x, stream in pairs if isinstance(x, str))
+            found = self._known[expr.outputs[0]] = reads, _gives_chunks(self.fusion, expr)
+        return found
 
 
 def streams_read(fusion: Fusion, expr: Expr) -> tuple[Stream | None, ...]:

@@ -21,7 +21,7 @@ POISON = mf.Options(poison=True)
 
 
 def check(net: Net, program: mf.Program, **how: Any) -> None:
-    given = [x.clone() for x in net.inputs]
+    given = [x.clone() if isinstance(x, torch.Tensor) else x for x in net.inputs]
     found = mf.simulate(program, given, options=POISON, **how).outputs
     for got, want in zip(found, net.wanted, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
@@ -310,6 +310,22 @@ def test_a_loss_that_counts_has_a_loop_before() -> None:
     program = mf.pipeline(fd, microbatches=4, batch={"x": 0, "t": 0}, schedule="1f1b")
     check(Net(fd, [x, t, w.detach()], [want.detach(), w.grad]), program)
     assert next(i.op for i in program.host if i.op in ("for", "block")) == "for"
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_dropout_draws_what_it_draws_without_stages(count: int) -> None:
+    a, b = mesh(0, 1, dp=2), mesh(2)
+    with mf.FusionDefinition("net") as fd:
+        x = fd.define_tensor([8, 4], D, a, name="x")
+        seed = fd.define_scalar(None, dtype=torch.int64)
+        w, v = fd.define_tensor([4, 4], D, a), fd.define_tensor([4, 4], D, b)
+        h = fd.ops.dropout(fd.ops.linear(x, w), 0.5, seed=seed)
+        loss = fd.ops.dropout(fd.ops.linear(fd.ops.set(h).on(b, {}), v), 0.3, seed=7).square().sum()
+        for y in (loss, *mf.grad(loss, [w, v])):
+            fd.add_output(y)
+    given: Any = [torch.randn(8, 4, dtype=D), 5, *torch.randn(2, 4, 4, dtype=D)]
+    wanted = mf.reference(fd, given)
+    check(Net(fd, given, wanted), mf.pipeline(fd, microbatches=count, batch={"x": 0}))
 
 
 # -- what is refused -----------------------------------------------------------------------------

@@ -53,6 +53,28 @@ def test_stages_equal_torch_in_any_order_of_streams(name: str, schedule: str) ->
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
+def test_weights_that_are_gathered_before_are_there_for_all_streams() -> None:
+    a, b = (DeviceMesh(ranks, axes=["dp"]) for ranks in ([0, 1], [1, 2]))
+    split = {"dp": mf.Shard(0)}
+    with mf.FusionDefinition("net") as fd:
+        x = fd.define_tensor([8, 4], torch.float64, a, split, name="x")
+        w, v = (fd.define_tensor([4, 4], torch.float64, m, split) for m in (a, b))
+        h = fd.ops.set(fd.ops.linear(x, fd.ops.set(w).on(a, {})).tanh()).on(b, split)
+        loss = fd.ops.linear(h, fd.ops.set(v).on(b, {})).square().sum()
+        for y in (loss, *mf.grad(loss, [w, v])):
+            fd.add_output(y)
+    program = mf.pipeline(fd, microbatches=2, batch={"x": 0})
+    given = [torch.randn(s, dtype=torch.float64) for s in ([8, 4], [4, 4], [4, 4])]
+    x, *leaves = (g.clone().requires_grad_() for g in given)
+    want = torch.nn.functional.linear(x, leaves[0]).tanh() @ leaves[1].T
+    loss = want.square().sum()
+    wanted = [loss.detach(), *torch.autograd.grad(loss, leaves)]
+    for seed in (None, 0, 1):
+        found = mf.simulate(program, given, schedule=seed).outputs
+        for got, right in zip(found, wanted, strict=True):
+            torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
+
+
 def two_stages(schedule: str = "1f1b") -> mf.Program:
     net = network(meshes(PLACES["one rank"]))
     return mf.pipeline(net.definition, microbatches=2, batch=batch_of(net), schedule=schedule)

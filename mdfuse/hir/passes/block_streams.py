@@ -39,13 +39,15 @@ def run(program: HostProgram, options: Options) -> HostProgram:
         assigned.block(i, streams[_mesh(program, i)]) if i.op == "block" else i
         for i in program.instructions
     ]
-    first, *_, last = (n for n, i in enumerate(code) if i.op in ("block", "call"))
+    first, *_, last = (n for n, i in enumerate(code) if i.op == "call")
+    calls = [i for i in code[first : last + 1] if i.op == "call"]
+    ahead = [i for i in code[first : last + 1] if i.op != "call"]  # waits for what all may read
     caller = fresh_name(program.types, "caller")
     used = sorted({*streams.values()})
     begin, end = Instruction(op="get_stream", outputs=(caller,)), _set_stream(caller)
     waits = [j for s in used for j in (_set_stream(s), Instruction(op="sync", inputs=(caller,)))]
     ends = [end, *(_sync(s) for s in used)]
-    code = [*code[:first], begin, *waits, *code[first : last + 1], *ends, *code[last + 1 :]]
+    code = [*code[:first], *ahead, begin, *waits, *calls, *ends, *code[last + 1 :]]
     return replace(program, instructions=tuple(code))
 
 

@@ -92,14 +92,9 @@ class _Unit:
     def has(self, *ops: str) -> bool:
         return any(i.op in ops for i in self.members)
 
-    def needs(self, other: _Unit) -> bool:
-        """Return whether this must stay behind a unit that stands before it."""
-        used = self.read | self.written
-        return not (
-            self.names.isdisjoint(other.made)
-            and used.isdisjoint(other.written)
-            and self.written.isdisjoint(other.read)
-        )
+    @property
+    def used(self) -> set[str]:
+        return self.read | self.written
 
 
 def _cut(
@@ -142,18 +137,55 @@ def _memory(program: HostProgram, shared: Mapping[str, str], names: Sequence[str
 
 
 def _place(units: Sequence[_Unit]) -> None:
-    """Say in which part of the loop each unit is: in one more than what it waits for."""
-    for n, unit in enumerate(units):
-        before = [u for u in units[:n] if unit.needs(u)]
+    """Say in which part of the loop each unit is: in one more than what it waits for.
+
+    A unit stays behind those before it that make a name it uses, write memory it uses, or read
+    memory that it writes.
+    """
+    behind = _Latest(), _Latest()  # the parts of these; and one more for those that post
+    for unit in units:
         waits = unit.has("wait")
-        unit.part = max((u.part + (waits and u.has(*POSTS)) for u in before), default=0)
-        unit.part = min(unit.part, PARTS - 1)
-    first: list[_Unit] = []  # what the posts of the first part need, and these
+        unit.part = min(behind[waits].of(unit), PARTS - 1)
+        for posts, latest in enumerate(behind):
+            latest.add(unit, unit.part + (posts and unit.has(*POSTS)))
+    names, used, written = set[str](), set[str](), set[str]()  # of the posts of the first part,
+    first = set[_Unit]()  # and of what these need
     for unit in reversed(units):
-        if unit.part == 0 and (unit.has(*POSTS) or any(u.needs(unit) for u in first)):
-            first.append(unit)
+        is_needed = not (
+            names.isdisjoint(unit.made)
+            and used.isdisjoint(unit.written)
+            and written.isdisjoint(unit.read)
+        )
+        if unit.part == 0 and (unit.has(*POSTS) or is_needed):
+            first.add(unit)
+            names |= unit.names
+            used |= unit.used
+            written |= unit.written
     for unit in units:
         unit.part = max(unit.part, int(unit not in first))
+
+
+@dataclass(eq=False)
+class _Latest:
+    """The latest part that must be over before a name or memory is used: name -> its number."""
+
+    made: dict[str, int] = field(default_factory=dict)
+    read: dict[str, int] = field(default_factory=dict)
+    written: dict[str, int] = field(default_factory=dict)
+
+    def of(self, unit: _Unit) -> int:
+        """Return the latest part that a unit stays behind; 0 where there is none."""
+        ways = ((unit.names, self.made), (unit.used, self.written), (unit.written, self.read))
+        return max((known.get(x, 0) for names, known in ways for x in names), default=0)
+
+    def add(self, unit: _Unit, part: int) -> None:
+        """Note what a unit makes, reads and writes."""
+        for names, known in (
+            (unit.made, self.made),
+            (unit.read, self.read),
+            (unit.written, self.written),
+        ):
+            known.update((x, part) for x in names if part > known.get(x, 0))
 
 
 def _meets_itself(

@@ -155,14 +155,14 @@ host @two_sets on mesh(tp=4) {
         )
 
     def test_plain_between(self) -> None:
-        """The plain operation ends the loop."""
+        """The stream spreads to what is computed of chunks, and what chunks are computed of."""
         self.assertExpectedInline(
             text(CASES["plain_between"].compile()),
             """\
 host @plain_between on mesh(tp=4) {
   input %x: f32[8,4] (tp=R)
   %caller = get_stream
-  %a: f32[8,4] (tp=R) = alloc
+  %c: f32[8,4] (tp=R) = alloc
   for %s in 0..3 {
     set_stream %s
     sync %caller
@@ -170,29 +170,14 @@ host @plain_between on mesh(tp=4) {
   for %i in 0..3 {
     set_stream %i mod 3
     %x.i: f32[3,4] of [8,4] (tp=R, chunk(0,3,%i)) = chunk(%x)
-    %a.i: f32[3,4] of [8,4] (tp=R, chunk(0,3,%i)) = chunk(%a)
-    %a.i = add(%x.i, 1)
-    free %x.i, %a.i
+    %a.i: f32[3,4] of [8,4] (tp=R, chunk(0,3,%i)) = add(%x.i, 1)
+    free %x.i
+    %b.i: f32[3,4] of [8,4] (tp=R, chunk(0,3,%i)) = mul(%a.i, 2)
+    free %a.i
+    %c.i: f32[3,4] of [8,4] (tp=R, chunk(0,3,%i)) = chunk(%c)
+    %c.i = sub(%b.i, 3)
+    free %b.i, %c.i
   }
-  set_stream %caller
-  for %s in 0..3 {
-    sync %s
-  }
-  %b: f32[8,4] (tp=R) = mul(%a, 2)
-  free %a
-  %c: f32[8,4] (tp=R) = alloc
-  for %s in 0..3 {
-    set_stream %s
-    sync %caller
-  }
-  for %j in 0..3 {
-    set_stream %j mod 3
-    %b.j: f32[3,4] of [8,4] (tp=R, chunk(0,3,%j)) = chunk(%b)
-    %c.j: f32[3,4] of [8,4] (tp=R, chunk(0,3,%j)) = chunk(%c)
-    %c.j = sub(%b.j, 3)
-    free %b.j, %c.j
-  }
-  free %b
   set_stream %caller
   for %s in 0..3 {
     sync %s

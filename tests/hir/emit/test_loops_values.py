@@ -206,7 +206,7 @@ def test_more_chunks_need_no_more_memory(define: object) -> None:
 
 LOOPS = {
     "two_sets": 1,
-    "plain_between": 2,
+    "plain_between": 1,
     "several_loops": 3,
     "read_whole": 2,
     "host_unit": 1,
