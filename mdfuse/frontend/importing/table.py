@@ -266,6 +266,7 @@ TABLE: dict[str, Call] = {
     ),
     "aten.linalg_vector_norm.default": lambda x, ord=2, dim=None, keepdim=False, **how: (
         ops.vector_norm(x, ord, dim, keepdim, **how)),
+    "aten.linalg_norm.default": norms.linalg_norm,
     "aten.max_pool2d_with_indices.default": lambda *a, **k: (
         ops.max_pool2d(*a, **k, return_indices=True)),
     **{f"aten.adaptive_max_pool{n}d.default": images.adaptive_max(n) for n in (1, 2, 3)},
