@@ -13,6 +13,7 @@ import mdfuse as mf
 from mdfuse import DeviceMesh, Shard, Stream
 from mdfuse.caching import Cache
 from mdfuse.frontend.handle import Handle
+from mdfuse.hir import HostProgram
 from mdfuse.hir.verify import verify
 
 #: The rooms that lowering goes through, and whose functions keep answers.
@@ -93,10 +94,39 @@ def stages(count: int) -> mf.FusionDefinition:
     return fd
 
 
-#: What is measured, the program, and of how many ranks or stages.
-VERIFIED: tuple[tuple[str, Callable[[int], mf.FusionDefinition], tuple[int, ...]], ...] = (
-    ("rings of 4 layers, ranks", rings, (8, 64, 512, 8192)),
-    ("stages", stages, (64, 1024)),
+def step(layers: int) -> mf.FusionDefinition:
+    """A training step: layers of two matmuls, hidden units split over four ranks, rows over two."""
+    mesh, rows = DeviceMesh.arange(dp=2, tp=4), {"dp": Shard(0)}
+    with mf.FusionDefinition("step") as fd:
+        x = fd.define_tensor([256, 64], torch.float32, mesh, rows, name="x")
+        weights = []
+        for _ in range(layers):
+            w1 = fd.define_tensor([128, 64], torch.float32, mesh, {"tp": Shard(0)})
+            w2 = fd.define_tensor([64, 128], torch.float32, mesh, {"tp": Shard(1)})
+            weights += [w1, w2]
+            y = fd.ops.linear(fd.ops.gelu(fd.ops.linear(x, w1)), w2)
+            x = x + fd.ops.set(y).on(mesh, rows)
+        for g in mf.grad((x * x).mean(), weights):
+            fd.add_output(g)
+    return fd
+
+
+def _lowered(definition: mf.FusionDefinition) -> HostProgram:
+    return mf.compile(definition, mf.Options(verify=False)).host
+
+
+def _microbatches(count: int) -> HostProgram:
+    options = mf.Options(verify=False)
+    return mf.pipeline(step(8), microbatches=count, batch={"x": 0}, options=options).host
+
+
+#: What is measured, what defines and lowers it, and of how many ranks, layers or stages.
+VERIFIED: tuple[tuple[str, Callable[[int], HostProgram], tuple[int, ...]], ...] = (
+    ("rings of 4 layers, ranks", lambda n: _lowered(rings(n)), (8, 64, 512, 8192)),
+    ("rings of 64 layers, ranks", lambda n: _lowered(rings(n, 64)), (8, 8192)),
+    ("training steps, layers", lambda n: _lowered(step(n)), (8, 64)),
+    ("steps of 8 layers, microbatches", _microbatches, (8, 64)),
+    ("stages", lambda n: _lowered(stages(n)), (64, 1024)),
 )
 
 

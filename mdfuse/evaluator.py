@@ -44,6 +44,7 @@ from mdfuse.runs.arguments import (
 from mdfuse.runs.repeats import Again, never, repeated
 from mdfuse.runs.tracing import align, noted, trace_of
 from mdfuse.runtime.agreement.programs import agree, first_run
+from mdfuse.runtime.sharing import arena, posters
 from mdfuse.runtime.watch.running import RunCount
 
 if TYPE_CHECKING:
@@ -321,7 +322,7 @@ class HostIrEvaluator:
         assert self._local is not None
         return build(
             self._local,
-            communicator.posters(self._tally.serial),
+            posters(communicator, self._tally.serial),
             communicator.device,
             options_from_environment(self.options).poison,
             arguments,
@@ -330,7 +331,7 @@ class HostIrEvaluator:
             tally=self._tally,
             checks=self._checks,
             fuse=self.fuser if self._may_compile(communicator) else None,
-            memory=partial(same_memory, self._arenas, communicator.arena),
+            memory=partial(same_memory, self._arenas, partial(arena, communicator)),
         )
 
     @cached_property

@@ -371,3 +371,15 @@ def test_places_that_arrive_late(rows: int) -> None:
         options = mf.Options(poison=True)
         found = mf.simulate(mf.compile(fd), [given, numbers], options=options, schedule=schedule)
         assert torch.equal(found.outputs[0], numbers[given])
+
+
+def test_a_copy_before_windows_that_overlap() -> None:
+    """A convolution reads more than its part of a copy, of which no part is asked for."""
+    with FusionDefinition("f") as fd:
+        x = fd.define_tensor([1, 1, 8], torch.float64, MESH, {})
+        w = fd.define_tensor([1, 1, 3], torch.float64, MESH, {})
+        y = F.conv1d(fd.ops.set(x * 2), w, padding=1).on(MESH, {"t": Shard(2)})
+        fd.add_output(y)
+    given, kernel = torch.randn(1, 1, 8).double(), torch.randn(1, 1, 3).double()
+    (found,) = mf.simulate(mf.compile(fd), [given, kernel]).outputs
+    torch.testing.assert_close(found, F.conv1d(given * 2, kernel, padding=1))

@@ -168,7 +168,9 @@ def find(
         return lowered, Overlap(plain, tuple(told))
     chooser = _Chooser(fusion, costs, error, should_merge, options)
     choices = chooser.choices()
-    told += [str(c) for c in choices] or _nothing(fusion)
+    place = {e.outputs[0]: n for n, e in enumerate(fusion.exprs)}
+    in_order = sorted(choices, key=lambda c: place[c.window.values[0]])
+    told += [str(c) for c in in_order] or _nothing(fusion)
     streamed = _streamed(fusion, {c.window: c.form for c in choices if c.form is not None})
     before = timeline(plain, costs).seconds
     found, after = lowered, before
@@ -237,13 +239,17 @@ def _nothing(fusion: Fusion) -> Iterator[str]:
 def _table(options: Options) -> tuple[Costs | None, float, list[str]]:
     """Return the table that counts, the error that a gain has to exceed, and what to tell."""
     is_measured = options.overlap == "measure"
-    usual = backend_choice(options.backend).usual
+    usual, told = backend_choice(options.backend).usual, list[str]()
     if options.costs != HERE:
         costs, error = named(options.costs, usual)
-        return costs, 0.0 if is_measured else error, []
-    table, told = here(usual)
-    if table is not None:
-        return table.costs, 0.0 if is_measured else table.mean_error, told
-    if is_measured:
-        return H100, 0.0, [*told, f"what is tried is chosen by {H100.name}"]
-    return None, 0.0, [*told, "left as it is: mdfuse calibrate writes a table of costs"]
+    else:
+        table, told = here(usual)
+        if table is None and not is_measured:
+            return None, 0.0, [*told, "left as it is: mdfuse calibrate writes a table of costs"]
+        if table is None:
+            return H100, 0.0, [*told, f"what is tried is chosen by {H100.name}"]
+        costs, error = table.costs, table.mean_error
+    if not costs.links:  # which `here` says last
+        told = [*told[:-1], f"no links in {costs.name}: those of {H100.name} count"]
+        costs = replace(costs, links=H100.links)
+    return costs, 0.0 if is_measured else error, told

@@ -360,12 +360,12 @@ class FusionDefinition:
         node = self._do(("grad", *said), said)
         return tuple(Handle(self, id_, fact) for id_, fact in node.fact)
 
-    def begin_recompute(self) -> None:
-        """Begin a block of values that gradients compute again; an inner one is a part of it."""
+    def begin_recompute(self, begins: bool | None = True) -> None:
+        """Begin a block that gradients compute again (None: go on); inner ones are parts of it."""
         self._check_open()
         self._recomputing += 1
         if self._recomputing == 1:
-            self._do(("recompute", True), (True,))
+            self._do(("recompute", begins), (begins,))
 
     def end_recompute(self) -> None:
         """End the block that began last."""

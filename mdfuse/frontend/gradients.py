@@ -148,6 +148,12 @@ class _Scribe:
     def current(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return self.recorder.current(shape)
 
+    def begin_recompute(self, begins: bool | None = True) -> None:
+        """Do nothing: what is recorded for a gradient is kept for the next one."""
+
+    def end_recompute(self) -> None:
+        """Do nothing."""
+
     def fusion_where(self) -> list[str]:
         return self.line.where
 

@@ -176,10 +176,10 @@ class Recorder:
             self._exprs, self._used = exprs, used
             raise
 
-    def recompute(self, site: Site, begins: bool) -> None:
-        """Begin a block of values that gradients compute again, or end it."""
-        self.is_recomputing = begins
-        self._blocks += begins
+    def recompute(self, site: Site, begins: bool | None) -> None:
+        """Begin a block of values that gradients compute again, go on with the last, or end it."""
+        self.is_recomputing = begins is not False
+        self._blocks += begins is True
 
     def place(
         self,

@@ -19,12 +19,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from mdfuse.communication import Communication
 from mdfuse.errors import ProgramError
 from mdfuse.extents.expressions import Index, Term, resolve
 from mdfuse.hir.calls import blocks_of, per_index
 from mdfuse.hir.instructions import POSTS, TRANSFERS, op_of
 from mdfuse.hir.program import BufferType, HostProgram, Instruction, index_names, resolved
 from mdfuse.ir.graph import Operand
+from mdfuse.layouts.layout import Layout
 
 #: The most instructions, or iterations, that are written out.
 LIMIT = 1_000_000
@@ -84,6 +86,8 @@ class Unrolled:
     #: id of a loop -> what `inside` and `dependent` return for it
     _inside: dict[int, int] = field(default_factory=dict)
     _dependent: dict[int, list[str]] = field(default_factory=dict)
+    #: layout of a chunk, its number -> the layout with that number
+    _layouts: dict[tuple[Layout, object], Layout] = field(default_factory=dict)
     #: the program with the types that were found so far
     local: HostProgram = field(init=False)
 
@@ -298,7 +302,7 @@ class Unrolled:
             if kind is not None:
                 self.types[new] = self.at(new, kind, i)
         body = tuple(map(self.renamed, i.body))
-        comm = i.comm.at(self.known) if i.comm is not None else None
+        comm = self.posted(i.comm) if i.comm is not None else None
         attrs = resolved(i.attrs, self.known) if i.attrs else i.attrs
         i = i.changed(inputs=inputs, outputs=outputs, attrs=attrs, comm=comm, body=body)
         return self.local.relocalized(i) if self.env and self.is_of_part(i) else i
@@ -333,7 +337,19 @@ class Unrolled:
 
     def here(self, kind: BufferType) -> BufferType:
         """Return a type as it is in this iteration."""
-        return kind.at(self.known)
+        layout = kind.layout
+        chunk = layout.stream if layout is not None else None
+        if layout is None or chunk is None or chunk.index is None or isinstance(chunk.index, int):
+            return kind
+        key = layout, resolve(chunk.index, self.known)
+        found = self._layouts.get(key)
+        if found is None:
+            found = self._layouts[key] = layout.at(self.known)
+        return kind if found is layout else replace(kind, layout=found)
+
+    def posted(self, comm: Communication) -> Communication:
+        """Return a communication as it is in this iteration."""
+        return comm.at(self.known)
 
     def operand(self, x: Operand) -> Operand:
         if isinstance(x, str):

@@ -95,17 +95,23 @@ class Pattern:
         self.turns = source.count(source.free)
         self.most_shares = _most_shares(source, destination) if may_share else 1
         self._met: dict[tuple[int, ...], _Met] = {}
+        self._met_at: dict[tuple[int, range], _Met] = {}
         self._shapes: dict[tuple[object, ...], _Shape] = {}
 
     def met(self, holders: At) -> list[_Met]:
         """Return for each dim which of the destination's parts a part of the source meets."""
         found, rows = list[_Met](), None
         for dim, axes in enumerate(self.source.split):
-            key = (dim, *[holders[a] for a in axes])
-            if key not in self._met:
+            key = (dim, holders[axes[0]]) if len(axes) == 1 else (dim, *[holders[a] for a in axes])
+            met = self._met.get(key)
+            if met is None:
                 rows = rows or self.source.rows(holders)
-                self._met[key] = self._meet(dim, self.destination.positions(dim, rows[dim]))
-            found.append(self._met[key])
+                where = (dim, self.destination.positions(dim, rows[dim]))
+                met = self._met_at.get(where)
+                if met is None:
+                    met = self._met_at[where] = self._meet(*where)
+                self._met[key] = met
+            found.append(met)
         return found
 
     def _meet(self, dim: int, found: range) -> _Met:
@@ -122,9 +128,10 @@ class Pattern:
     def shape(self, met: list[_Met], is_fit: bool) -> _Shape:
         """Return what the messages of all parts have in common that meet as many, alike."""
         key = (is_fit, *[(m.size, m.inner if is_fit else None) for m in met])
-        if key not in self._shapes:
-            self._shapes[key] = self._shape(met, is_fit)
-        return self._shapes[key]
+        found = self._shapes.get(key)
+        if found is None:
+            found = self._shapes[key] = self._shape(met, is_fit)
+        return found
 
     def _shape(self, met: list[_Met], is_fit: bool) -> _Shape:
         count, stride, blocks = self.destination.count, self.all, tuple[str, ...]()
@@ -226,13 +233,16 @@ class Messages:
         self.pattern, self.holders = pattern, holders
         self.destination = pattern.destination
         self.met = met = pattern.met(holders)
-        fixed = [(a, i) for m in met for a, i in m.fixed.items() if a in pattern.blocks]
-        is_fit = all(m.is_fit for m in met) and all(i == holders[a] for a, i in fixed)
         #: coordinates that all receivers have
-        self.fixed = {a: i for m in met for a, i in m.fixed.items()} if is_fit else {}
+        self.fixed: dict[str, int] = {}
+        is_fit = True
+        if pattern.blocks:
+            fixed = [(a, i) for m in met for a, i in m.fixed.items() if a in pattern.blocks]
+            is_fit = all(m.is_fit for m in met) and all(i == holders[a] for a, i in fixed)
+            self.fixed = {a: i for m in met for a, i in m.fixed.items()} if is_fit else {}
         self.shape = shape = pattern.shape(met, is_fit)
         self.count, self.shares = shape.total, shape.shares
-        self.own = self.destination.number(holders, shape.blocks)
+        self.own = self.destination.number(holders, shape.blocks) if shape.blocks else 0
         #: who sends first: the holder that the first message would have if all blocks lacked it
         self.turn = self.own + 1 if shape.blocks else 0
 
@@ -252,7 +262,7 @@ class Messages:
             if count > 1:
                 part = part * count + number(at, axes) - (m.start if is_met else 0)
         n = number(at, pattern.along)
-        block = number(at, shape.blocks)
+        block = number(at, shape.blocks) if shape.blocks else 0
         if block != self.own:
             return ((block - (block > self.own)) * shape.parts + part) * pattern.all + n
         has_holders = pattern.lacking < pattern.all and self._is_common(at)

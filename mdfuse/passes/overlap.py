@@ -26,7 +26,7 @@ from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.layout import Layout, Replicate
 from mdfuse.layouts.stream import Stream
-from mdfuse.passes.segmentation import HostLoops, set_form
+from mdfuse.passes.segmentation import HostLoops, set_form, streams_read
 from mdfuse.passes.strategy import dim_map
 from mdfuse.passes.streams import one_dim
 
@@ -155,9 +155,9 @@ def _chain(fusion: Fusion, a: Window, b: Window, place: dict[str, int]) -> Itera
     waiting = [x for e in b.exprs if e.op in PRODUCTS for x in e.reads]
     while waiting:
         made = fusion.producers.get(waiting.pop())
-        if made is None or made.output in between or made in a.exprs:
+        if made is None or made in a.exprs or not TABLE[made.op].is_elementwise:
             continue
-        if not TABLE[made.op].is_elementwise:
+        if len(made.outputs) > 1 or made.output in between:
             continue
         between[made.output] = made
         waiting += made.reads
@@ -269,7 +269,10 @@ def apply(fusion: Fusion, chosen: Mapping[Window, Form]) -> Fusion | None:
         for name, dim in zip(window.values, form.dims, strict=True):
             values[name] = replace(values[name], stream=Stream(dim, form.chunks, form.rotate))
     streamed = _together(replace(fusion, values=values), [*chosen])
-    if streamed is None or any(not _may_cut(streamed, e) for w in chosen for e in w.exprs):
+    if streamed is None:
+        return None
+    exprs = [e for window in chosen for e in window.exprs]
+    if not all(_may_cut(streamed, e) and _is_plain(streamed, e) for e in exprs):
         return None
     loops = HostLoops(streamed)
     is_right = all(loops.may_share(w.exprs[:-1], w.exprs[-1:]) for w in chosen)
@@ -282,6 +285,14 @@ def _may_cut(fusion: Fusion, expr: Expr) -> bool:
         return True
     how, size = set_form(fusion, expr), fusion.values[expr.output].dtype.itemsize
     return how is not None and (how != "ring_reduce" or size > 1)
+
+
+def _is_plain(fusion: Fusion, expr: Expr) -> bool:
+    """Whether no dim that is cut is split in blocks, of each of which a rank has a part."""
+    read = zip(expr.inputs, streams_read(fusion, expr), strict=True)
+    made = ((x, fusion.values[x].stream) for x in expr.outputs)
+    cut = [(x, s.dim) for x, s in (*read, *made) if isinstance(x, str) and s is not None]
+    return all(fusion.layout(x).cuts.get(dim) is None for x, dim in cut)
 
 
 def _together(fusion: Fusion, found: Sequence[Window]) -> Fusion | None:

@@ -24,7 +24,8 @@ def run(fusion: Fusion) -> Fusion:
     # What the user wants to lie as another value would no longer do so.
     fixed = {v.like.of for v in values.values() if v.like is not None and v.like.past is None}
     fixed.update(fusion.outputs)
-    for name in (name for expr in reversed(fusion.exprs) for name in expr.outputs):
+    made = [(expr.op, name) for expr in reversed(fusion.exprs) for name in expr.outputs]
+    for op, name in made:
         out = values[name]
         if not out.is_tensor or out.is_law or name in fixed:
             continue
@@ -33,7 +34,9 @@ def run(fusion: Fusion) -> Fusion:
             strategy = _strategy(reader, replace(fusion, values=values))
             wanted.add(strategy.wanted[name])
         assert out.layout is not None
-        if len(wanted) == 1 and _is_slice(out.layout, goal := wanted.pop()):
+        if len(wanted) != 1 or not _is_slice(out.layout, goal := wanted.pop()):
+            continue
+        if op != "set" or not goal.reaches:  # windows that overlap are made where they are read
             values[name] = replace(out, layout=goal)
     return replace(fusion, values=values)
 

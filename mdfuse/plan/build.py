@@ -248,8 +248,7 @@ def build(
         caller: the handle of the caller's CUDA stream.
         tally: how often the program ran.
         checks, fuse: see `Context`.
-        memory: returns so many bytes that other ranks see, the same each time; None where buffers
-            need no such memory.
+        memory: returns bytes that other ranks see, the same each time; None: of no buffer.
 
     Raises:
         ProgramError: an instruction of it means nothing on this rank.
@@ -263,13 +262,9 @@ def build(
         one_stream=not any(i.op == "set_stream" for i in written.instructions),
         caller=caller, stream=caller, checks=checks, fuse=fuse,
     )  # fmt: skip
-    if memory is not None:
-        context.symmetric = _placed(arena(written), memory)
-    inputs = tuple(context.slot(name) for name in written.inputs)
-    context.bound.update(n for n in written.inputs if written.has(n, program.rank))
+    context.symmetric = _placed(arena(written), memory)
+    inputs = _inputs(context, arguments)
     context.updated = updated_names(written)
-    for name, x in zip(written.inputs, arguments, strict=False):
-        _know(context, name, x)
     given = _given(context, out)
     builder = Builder(context, Posts(context))
     builder.build(written.instructions)
@@ -287,11 +282,20 @@ def build(
     )  # fmt: skip
 
 
-def _placed(found: Arena, memory: Callable[[int], Tensor | None]) -> Iterator[Tensor | None]:
+def _placed(found: Arena, memory: Callable[[int], Tensor | None] | None) -> Iterator[Tensor | None]:
     """Yield the memory of each symmetric buffer: the arena from where it begins."""
-    whole = memory(found.size) if found.size else None
+    whole = memory(found.size) if memory is not None and found.size else None
     for offset in found.offsets:
         yield None if whole is None or offset is None else whole[offset:]
+
+
+def _inputs(context: Context, arguments: Sequence[Any]) -> tuple[int, ...]:
+    """Return the slots of the inputs, which are bound from the start."""
+    program = context.program
+    context.bound.update(n for n in program.inputs if program.has(n, context.rank))
+    for name, x in zip(program.inputs, arguments, strict=False):
+        _know(context, name, x)
+    return tuple(map(context.slot, program.inputs))
 
 
 def _know(context: Context, name: str, x: Any) -> None:

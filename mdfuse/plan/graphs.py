@@ -27,7 +27,7 @@ from mdfuse.plan.context import CALLER_SLOT
 from mdfuse.plan.forms import Form, all_new, empty, form_of
 from mdfuse.plan.lines import Function, Line, write
 from mdfuse.plan.places import picked
-from mdfuse.plan.signature import span
+from mdfuse.plan.signature import copy_alike
 
 if TYPE_CHECKING:
     from mdfuse.runtime.fast_lane import Replays
@@ -131,7 +131,7 @@ class _Captured:
     def replay(self, slots: dict[int, Any]) -> None:
         for slot, buffer in self.copied.items():
             if slot not in self.filled:
-                _copy(slots[slot], buffer)
+                copy_alike(slots[slot], buffer)
         before, behind = self.notes
         before()
         self.recording.replay()
@@ -416,18 +416,6 @@ class GraphPlan:
             del self.stays[slot]  # from now on it is copied
             return None
         return x.data_ptr()
-
-
-def _copy(x: Tensor, buffer: Tensor) -> None:
-    """Copy a tensor into one of the same strides; torch writes into none that overlaps itself."""
-    reach = 1
-    for stride, n in sorted(zip(x.stride(), x.shape, strict=True)):
-        if n > 1 and stride < reach:
-            size = ((span(x)[1] - span(x)[0]) // x.itemsize,)
-            x, buffer = x.as_strided(size, (1,)), buffer.as_strided(size, (1,))
-            break
-        reach += (n - 1) * stride
-    buffer.copy_(x)
 
 
 def _views(plan: Plan, parameters: Sequence[int]) -> dict[int, Callable[[Mapping[int, Any]], Any]]:

@@ -176,6 +176,18 @@ def span(x: Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * x.itemsize
 
 
+def copy_alike(x: Tensor, buffer: Tensor) -> None:
+    """Copy a tensor into one of the same strides; torch writes into none that overlaps itself."""
+    reach = 1
+    for stride, n in sorted(zip(x.stride(), x.shape, strict=True)):
+        if n > 1 and stride < reach:
+            size = ((span(x)[1] - span(x)[0]) // x.itemsize,)
+            x, buffer = x.as_strided(size, (1,)), buffer.as_strided(size, (1,))
+            break
+        reach += (n - 1) * stride
+    buffer.copy_(x)
+
+
 def signature_of(
     program: HostProgram,
     rank: int,

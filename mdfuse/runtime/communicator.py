@@ -15,7 +15,6 @@ from functools import partial
 from typing import NoReturn, Protocol
 
 import torch
-from torch import Tensor
 
 from mdfuse.backends.base import Backend, Interruptible, Poster, Sharing, Tracking
 from mdfuse.backends.c10d.groups import default_group
@@ -172,24 +171,9 @@ class Communicator:
         self._check_open("bind a call")
         return self._carrier(call.backend).bind(call)
 
-    def posters(self, run: int) -> Callable[[Call], Poster]:
-        """Return what prepares the calls of a plan, in program order; see `Sharing`."""
-        sharing = {
-            name: backend.posters(run)
-            for name, backend in self._backends.items()
-            if isinstance(backend, Sharing)
-        }
-
-        def poster(call: Call) -> Poster:
-            found = sharing.get(call.backend or self.backend)
-            return self.poster(call) if found is None else found(call)
-
-        return poster
-
-    def arena(self, size: int) -> Tensor | None:
-        """Return memory for buffers of a program that others see; see `Sharing`."""
-        found = (x.arena(size) for x in self._backends.values() if isinstance(x, Sharing))
-        return next(found, None)
+    def sharing(self) -> dict[str, Sharing]:
+        """Return the backends that copy what a program computes from where it lies."""
+        return {n: x for n, x in self._backends.items() if isinstance(x, Sharing)}
 
     def _carrier(self, name: str | None) -> Backend:
         return self._backends[name or self.backend]
@@ -202,8 +186,7 @@ class Communicator:
     def _abort(self) -> bool:
         """End the waits of this rank with an error; return whether a backend could."""
         found = [b for b in self._backends.values() if isinstance(b, Interruptible)]
-        were_ended = [backend.abort() for backend in found]  # any() alone would stop early
-        return any(were_ended)
+        return any([x.abort() for x in found])  # noqa: C419  of a generator it would stop early
 
     def all_ok(self, error_text: str | None) -> tuple[str | None, ...]:
         """Tell all ranks whether this one is well (None) or not (why); return what each one said.
@@ -259,8 +242,7 @@ class Communicator:
     def disown(self) -> None:
         """Leave to the parent of this fork what is its own: connections, threads, ending MPI."""
         if self._meetings.size > 1:
-            self._is_fork = True
-            self.is_ready = self.is_sound = False
+            self._is_fork, self.is_ready, self.is_sound = True, False, False
             atexit.unregister(self.close)
             mpi_library.leave_to_parent()
 

@@ -77,6 +77,8 @@ class Costs:
         name: what the figures are of, for readers.
         launch_s: seconds that any work takes at least.
         run_s: seconds that a run takes besides what its instructions do.
+        switch_s: seconds that work takes more behind work of another kind or size than behind its
+            like: of each kernel of a launch, too.
         flops: floating-point operations per second of products and attention.
         bandwidth: bytes per second of all other work, read and written.
         links: kind of communication, axis, "kind axis", or "kind 4" among so many ranks -> its
@@ -99,6 +101,7 @@ class Costs:
     name: str = "a table"
     launch_s: float = 0.0
     run_s: float = 0.0
+    switch_s: float = 0.0
     flops: float = math.inf
     bandwidth: float = math.inf
     links: Mapping[str, Link] = field(default_factory=dict)
@@ -107,7 +110,8 @@ class Costs:
     is_fused: bool = True
 
     def __post_init__(self) -> None:
-        _check(launch_s=self.launch_s, run_s=self.run_s, flops=self.flops, bandwidth=self.bandwidth)
+        times = {"launch_s": self.launch_s, "run_s": self.run_s, "switch_s": self.switch_s}
+        _check(**times, flops=self.flops, bandwidth=self.bandwidth)
         for key, link in self.links.items():
             if not isinstance(link, Link):
                 raise ProgramError(
@@ -172,7 +176,9 @@ class Costs:
         if not self.is_fused:
             return sum(self.seconds(program, j) for j in i.body)
         if self.works:
-            made = sum(self._bytes(*kernel) for kernel in kernels(program, i))
+            found = kernels(program, i)
+            made = sum(self._bytes(*kernel) for kernel in found)
+            made += self.switch_s * max(0, len(found) + len(inner) - 1)
             return sum((self._work(program, j) for j in inner), start=made)
         moved = sum(size for size, _ in kernels(program, i)) / self.bandwidth
         return max(self.launch_s, moved + sum(self._modelled(program, j) for j in inner))

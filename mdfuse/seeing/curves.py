@@ -1,4 +1,8 @@
-"""Curves: measured seconds by size, with straight lines in logarithms between the points."""
+"""Curves: measured seconds by size, with straight lines between the points.
+
+Work takes a time however little there is, and a time per byte or operation: a straight line, which
+one between logarithms would lie above.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from mdfuse.errors import ProgramError
 
@@ -25,7 +29,7 @@ class Curve:
 
     >>> curve = Curve(((1e3, 1e-6), (1e5, 1e-5)))
     >>> [f"{curve.seconds(size):.2g}" for size in (10, 1e3, 1e4, 1e5, 1e6)]
-    ['1e-06', '1e-06', '3.2e-06', '1e-05', '0.0001']
+    ['1e-06', '1e-06', '1.8e-06', '1e-05', '0.0001']
     """
 
     points: tuple[tuple[float, float], ...]
@@ -42,7 +46,7 @@ class Curve:
         if len(sizes) == 1:
             return self.points[0][1] * beyond
         low, high = self.points[at][1], self.points[at + 1][1]
-        return math.exp((1 - share) * math.log(low) + share * math.log(high)) * beyond
+        return ((1 - share) * low + share * high) * beyond
 
     @staticmethod
     def of(points: Mapping[float, float]) -> Curve:
@@ -70,12 +74,11 @@ class Grid:
 
     >>> grid = Grid(((1.0, 64.0), (64.0,), (64.0,)), (1e-6, 1e-5))
     >>> f"{grid.seconds(8, 64, 64):.2g} {grid.seconds(64, 128, 64):.2g}"
-    '3.2e-06 2e-05'
+    '2e-06 2e-05'
     """
 
     axes: tuple[tuple[float, ...], ...]
     times: tuple[float, ...]
-    _logs: tuple[float, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for axis in self.axes:
@@ -83,7 +86,6 @@ class Grid:
         _check_times(self.times)
         if len(self.axes) != 3 or len(self.times) != math.prod(map(len, self.axes)):
             raise _wrong(f"a grid of {len(self.times)} times", "m x n x k times, one for each")
-        object.__setattr__(self, "_logs", tuple(map(math.log, self.times)))
 
     def seconds(self, m: float, n: float, k: float) -> float:
         """Return the seconds of a product."""
@@ -94,17 +96,17 @@ class Grid:
             for axis, (low, share, _), up in zip(self.axes, places, corner, strict=True):
                 weight *= share if up else 1 - share
                 at = at * len(axis) + min(low + up, len(axis) - 1)
-            found += weight * self._logs[at] if weight else 0.0
-        return math.exp(found) * math.prod(beyond for *_, beyond in places)
+            found += weight * self.times[at] if weight else 0.0
+        return found * math.prod(beyond for *_, beyond in places)
 
 
 def _place(axis: Sequence[float], x: float) -> tuple[int, float, float]:
-    """Return the point below, the share of the way to the next one in logarithms, and how many
-    times the last point it is."""
+    """Return the point below, the share of the way to the next one, and how many times the last
+    point it is."""
     if len(axis) == 1 or x <= axis[0]:
         return 0, 0.0, max(1.0, x / axis[-1]) if len(axis) == 1 else 1.0
     at = min(bisect_right(axis, x) - 1, len(axis) - 2)
-    share = math.log(x / axis[at]) / math.log(axis[at + 1] / axis[at])
+    share = (x - axis[at]) / (axis[at + 1] - axis[at])
     return at, min(share, 1.0), max(1.0, x / axis[-1])
 
 

@@ -259,6 +259,8 @@ class _Rank:
     #: name of a handle -> what was posted; of a stream -> the stream
     handles: dict[str, list[_Post]] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
+    #: stream -> the kind and the sizes of its last work
+    kinds: dict[str, object] = field(default_factory=dict)
     #: axes -> the teams of this rank along them, in the order of their first posts
     links: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
 
@@ -310,10 +312,18 @@ class _Rank:
     def _named(self, i: Instruction) -> str:
         return self.names[i.reads[0]] if i.reads else f"stream {i.kwargs['stream']}"
 
+    def _kind(self, i: Instruction) -> object:
+        """Return what work has to be like to follow its like: the same, of the same size."""
+        kinds = (self.program.types.get(x) for x in (*i.reads, *i.outputs))
+        return i.fn or i.op, tuple(k.shape for k in kinds if k is not None)
+
     def _work(self, i: Instruction) -> None:
         seconds = self.clock.costs.seconds(self.program, i)
         if seconds:
             seconds += self.clock.more.get((self.rank, self.at), 0.0)
+            if (kind := self._kind(i)) != self.kinds.get(self.stream):
+                seconds += self.clock.costs.switch_s if self.stream in self.kinds else 0.0
+                self.kinds[self.stream] = kind
             start = self.now
             self.streams[self.stream] = start + seconds
             line = str(i.source or "")

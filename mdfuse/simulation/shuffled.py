@@ -21,6 +21,7 @@ from mdfuse.plan.build import Plan
 from mdfuse.plan.context import Step
 from mdfuse.plan.lines import Slots
 from mdfuse.plan.pending import Pending
+from mdfuse.plan.signature import copy_alike
 from mdfuse.plan.streams import CALLER
 from mdfuse.simulation.network import SimNetwork
 
@@ -173,7 +174,7 @@ class _Queues:
         def run() -> None:
             step.run(before)
             for x, buffer in made.items():
-                buffer.copy_(before[x])
+                copy_alike(before[x], buffer)
 
         return run
 

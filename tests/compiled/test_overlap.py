@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.oracle import check_everywhere
-from helpers.overlaps import CASES, prepared, program
+from helpers.overlaps import CASES, Layer, prepared, program
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Options, ProgramError, Shard, Stream
@@ -21,7 +21,8 @@ from mdfuse.compiled.overlap import choose
 from mdfuse.hir.program import HostProgram
 from mdfuse.passes import overlap
 from mdfuse.passes.overlap import Form
-from mdfuse.seeing import Costs, Link
+from mdfuse.seeing import H100, Costs, Link
+from mdfuse.seeing.named_tables import named
 from mdfuse.seeing.timeline import timeline
 
 LINE = DeviceMesh.arange(tp=4)
@@ -146,6 +147,44 @@ def test_what_was_chosen_is_told(pays: str) -> None:
     seconds = found.timeline(PAYS).seconds
     assert f"{seconds * 1e3:.3g} ms predicted, {plain * 1e3:.3g} ms one after the other" in whole
     assert "for %i in" in str(found)
+
+
+#: The table that ships for a GPU, which was alone.
+H200 = Path(mf.__file__).parent / "seeing/tables/NVIDIA_H200-alone-nccl-0-1.json"
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_layer_has_four_windows(size: int) -> None:
+    """Of 70B, by a table that ships; in between all is launches, and in loops nothing is copied."""
+    layer = Layer(width=8192, heads=64, kv_heads=8, head=128, hidden=28672)
+    fd = layer.definition(DeviceMesh.arange(tp=size), 4096, torch.bfloat16)
+    found = mf.compile(fd, replace(AUTO, costs=str(H200), compile="always"))
+    links, *chosen, whole = told(found)
+    assert links.startswith("no links in calibrated: NVIDIA H200") and "those of H100" in links
+    assert [line.count("linear") for line in chosen] == [3, 1, 2, 1]
+    assert all("chunks, a ring along tp" in line for line in chosen)
+    assert "the whole program" in whole
+    loops = [i for i in found.host if i.op == "for" and any(j.op == "send" for j in i.body)]
+    assert [sum(j.fn == "linear" for j in i.body) for i in loops] == [3, 1, 2, 1]
+    assert sum(i.op == "launch" for i in found.host) == 3
+    copied = [j for i in loops for j in i.body if j.fn in ("set", "cat", "pack")]
+    assert not copied
+    costs = replace(named(str(H200))[0], links=H100.links)
+    plain = mf.compile(fd, Options(compile="always"))
+    assert found.timeline(costs).seconds < 0.95 * plain.timeline(costs).seconds
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("rows", [16, 13])
+def test_a_layer_in_chunks_gives_the_values(size: int, rows: int, pays: str) -> None:
+    layer = Layer(width=8, heads=4, kv_heads=4, head=4, hidden=12)
+    fd = layer.definition(DeviceMesh.arange(tp=size), rows, torch.float64)
+    found = mf.compile(fd, replace(AUTO, costs=pays))
+    assert sum("left as it is" not in line for line in told(found)) > 2
+    draw = torch.Generator().manual_seed(1)
+    values = {x: found.fusion.values[x] for x in found.fusion.inputs}
+    given = {x: torch.randn(v.shape, generator=draw).double() for x, v in values.items()}
+    check_everywhere(found, [*given.values()], [layer.of(given)])
 
 
 def test_what_was_left_is_told() -> None:

@@ -227,7 +227,29 @@ def gathered(recomputes: bool) -> Net:
     return built(define, reference, [[8, 4], [8, 4], *[[4, 4]] * 4], [2, 3, 4, 5])
 
 
+def computed_again() -> Net:
+    """Operations whose parts a backward computes again, on both sides of the border."""
+    a, b = mesh(0, 1), mesh(2, 3)
+    into = {"tp": Shard(0)}
+
+    def define(fd: Any) -> Any:
+        x = fd.define_tensor([8, 4], D, a, name="x")
+        t = fd.define_tensor([8, 6], D, b, name="t")
+        w, v = fd.define_tensor([6, 4], D, a, into), fd.define_tensor([6, 6], D, b, into)
+        h = F.group_norm(F.mish(fd.ops.linear(x, w)), 2)
+        y = fd.ops.linear(fd.ops.set(h).on(b, {}), v)
+        return F.huber_loss(F.hardswish(y / y.std(1, keepdim=True)), t), [w, v]
+
+    def reference(x: Any, t: Any, w: Any, v: Any) -> Any:
+        y = F.linear(F.group_norm(F.mish(F.linear(x, w)), 2), v)
+        y = y / y.std(1, keepdim=True)
+        return F.huber_loss(y * F.relu6(y + 3) / 6, t)
+
+    return built(define, reference, [[8, 4], [8, 6], [6, 4], [6, 6]], [2, 3])
+
+
 KINDS = {
+    "parts that are computed again": (computed_again, 4),
     "a weight of two stages": (tied, 4),
     "past a stage": (skip, 4),
     "two ranks, then four": (lambda: other_sizes(mesh(0, 1), mesh(2, 3, 4, 5)), 2),

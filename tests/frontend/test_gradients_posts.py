@@ -351,3 +351,22 @@ def test_state_that_is_split_beside_a_whole_parameter() -> None:
         fd.add_output(velocity, reuse=v)
         fd.add_output(new, reuse=w)
     assert posts(mf.compile(fd)) == {"ReduceScatter": 1, "Allgather": 1}
+
+
+def test_a_split_vocabulary() -> None:
+    """Three numbers for each row, forwards; backwards nothing but the gradient of what is whole."""
+    with mf.FusionDefinition("head") as fd:
+        x = fd.define_tensor([32, 16], torch.float64, FOUR)
+        table = fd.define_tensor([64, 16], torch.float64, FOUR, {"tp": S0})
+        targets = fd.define_tensor([32], torch.int64, FOUR)
+        loss = F.cross_entropy(F.linear(x, table), targets)
+        fd.add_output(loss)
+        for g in mf.grad(loss, [x, table]):
+            fd.add_output(g)
+    program = mf.compile(fd)
+    assert posts(program) == {"allreduce": 3, "Allreduce": 1}
+    leaves = [numbers((n, 16), n).double().requires_grad_() for n in (32, 64)]
+    places = torch.arange(32) * 7 % 64
+    whole = F.cross_entropy(F.linear(*leaves), places)
+    expected = [whole.detach(), *torch.autograd.grad(whole, leaves)]
+    check_everywhere(program, [*(x.detach() for x in leaves), places], expected)

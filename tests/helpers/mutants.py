@@ -12,6 +12,7 @@ from mdfuse import DeviceMesh, MdfuseError
 from mdfuse.communication import Communication
 from mdfuse.extents.expressions import Calc, calc
 from mdfuse.hir import BufferType, HostProgram, Instruction
+from mdfuse.hir.verify import verify
 
 Block = tuple[Instruction, ...]
 POSTS = ("post", "send", "recv")
@@ -194,3 +195,26 @@ def _other_types(program: HostProgram, i: Instruction) -> Iterator[tuple[str, Bu
     if kind.shape:
         yield "more rows", replace(kind, shape=(kind.shape[0] + 4, *kind.shape[1:]))
         yield "fewer columns", replace(kind, shape=(*kind.shape[:-1], max(kind.shape[-1] // 2, 1)))
+
+
+# -- the same verdict, however few instructions stand for all --------------------------------------
+
+
+def broken(block: Block, at: int) -> Iterator[Block]:
+    """A block without an instruction, with it twice, behind the next one, or broken inside."""
+    i = block[at]
+    yield (*block[:at], *block[at + 1 :])
+    yield (*block[: at + 1], *block[at:])
+    yield (*block[:at], *block[at + 1 : at + 2], i, *block[at + 2 :])
+    for n in range(len(i.body)):
+        for body in broken(i.body, n):
+            yield (*block[:at], replace(i, body=body), *block[at + 1 :])
+
+
+def is_right(program: HostProgram, in_full: bool) -> bool:
+    """The verifier's verdict."""
+    try:
+        verify(program, in_full)
+    except MdfuseError:
+        return False
+    return True

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import mdfuse as mf
@@ -95,6 +96,75 @@ def _mlp(fd: mf.FusionDefinition, mesh: DeviceMesh, rows: int) -> None:
     w = fd.define_tensor([6, 8], mesh=mesh, layout={"tp": Shard(1)}, name="w")
     v = fd.define_tensor([8, 6], mesh=mesh, layout={"tp": Shard(0)}, name="v")
     fd.add_output((fd.ops.relu(x @ w) @ v).on(mesh, _rows(mesh, tp=Shard(0))))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of Llama whose rows, as what it adds to them, are split along tp.
+
+    Attributes:
+        width: features of a row.
+        heads, kv_heads: of queries, and of keys and values.
+        head: features of a head.
+        hidden: units between.
+    """
+
+    width: int
+    heads: int
+    kv_heads: int
+    head: int
+    hidden: int
+
+    def definition(self, mesh: DeviceMesh, rows: int, dtype: torch.dtype) -> mf.FusionDefinition:
+        split, out, into = {"tp": Shard(1)}, {"tp": Shard(0)}, {"tp": Shard(1)}
+        queries, keys = self.heads * self.head, self.kv_heads * self.head
+        shapes = {
+            "x": ((1, rows, self.width), split),
+            "q": ((queries, self.width), out),
+            "k": ((keys, self.width), out),
+            "v": ((keys, self.width), out),
+            "o": ((self.width, queries), into),
+            "gate": ((self.hidden, self.width), out),
+            "up": ((self.hidden, self.width), out),
+            "down": ((self.width, self.hidden), into),
+            "cos": ((rows, self.head), {}),
+            "sin": ((rows, self.head), {}),
+            "first": ((self.width,), {}),
+            "second": ((self.width,), {}),
+        }
+        with mf.FusionDefinition("layer") as fd:
+            given = {
+                name: fd.define_tensor(shape, dtype, mesh=mesh, layout=layout, name=name)
+                for name, (shape, layout) in shapes.items()
+            }
+            fd.add_output(self.of(given, lambda y: y.on(mesh, split)))
+        return fd
+
+    def of(self, given: dict[str, Any], joined: Callable[[Any], Any] = lambda y: y) -> Any:
+        """The output, of tensors or of values; `joined` is asked of what ranks have parts of."""
+        x, width = given["x"], (self.width,)
+        y = F.rms_norm(x, width, given["first"], 1e-5)
+        x = x + joined(F.linear(self._mixed(given, y), given["o"]))
+        y = F.rms_norm(x, width, given["second"], 1e-5)
+        y = F.silu(F.linear(y, given["gate"])) * F.linear(y, given["up"])
+        return x + joined(F.linear(y, given["down"]))
+
+    def _mixed(self, given: dict[str, Any], y: Any) -> Any:
+        rows = y.shape[1]
+
+        def heads(name: str, count: int) -> Any:
+            return F.linear(y, given[name]).reshape(1, rows, count, self.head).permute(0, 2, 1, 3)
+
+        def turned(z: Any) -> Any:
+            half = self.head // 2
+            ends = torch.cat([-z[..., half:], z[..., :half]], -1)
+            return z * given["cos"] + ends * given["sin"]
+
+        q, k = turned(heads("q", self.heads)), turned(heads("k", self.kv_heads))
+        mixed = F.scaled_dot_product_attention(
+            q, k, heads("v", self.kv_heads), is_causal=True, enable_gqa=True
+        )
+        return mixed.permute(0, 2, 1, 3).reshape(1, rows, self.heads * self.head)
 
 
 CASES = {

@@ -426,6 +426,8 @@ CASES |= {
             F.interpolate(x, scale_factor=2), F.interpolate(x, size=(4, 7)),
             F.interpolate(x, scale_factor=1.5, mode="bilinear"),
             F.interpolate(x, (4, 7), mode="bilinear", align_corners=True),
+            F.interpolate(x, scale_factor=0.8, mode="bicubic"),
+            F.interpolate(x, (2, 9), mode="bilinear", antialias=True),
             F.interpolate(x, (3, 3), mode="nearest-exact"), F.interpolate(x, (3, 2), mode="area"),
         ),
     ),

@@ -154,6 +154,33 @@ def test_a_product_that_must_come_between_is_no_part() -> None:
     assert shown(hir_lowering.prepare(fd.fusion)) == ["set matmul matmul: "]
 
 
+def test_rows_in_blocks_are_not_cut() -> None:
+    """Of a fused projection each rank has a part of each block; rows that are not are cut."""
+    blocks = Shard(1, blocks=(8, 4, 4))
+    with mf.FusionDefinition("blocks") as fd:
+        x = fd.define_tensor([3, 16, 6], mesh=GRID, layout={"dp": blocks, "tp": Shard(2)})
+        w = fd.define_tensor([6, 8], mesh=GRID, layout={})
+        fd.add_output(fd.ops.set(x).on(GRID, {"dp": blocks}) @ w)
+    fusion = hir_lowering.prepare(fd.fusion)
+    draw = torch.Generator().manual_seed(3)
+    x, w = (torch.randint(-2, 3, n, generator=draw).float() for n in ((3, 16, 6), (6, 8)))
+    found = list(in_forms(fusion))
+    assert [(form.dims, form.chunks) for _, form, _ in found] == [((0, 0), 2)]
+    for _, _, streamed in found:
+        check_everywhere(program(streamed), [x, w], [x @ w], exact=True)
+
+
+def test_several_results_between_two_windows_are_no_chain() -> None:
+    with mf.FusionDefinition("several") as fd:
+        x = fd.define_tensor([16, 6], mesh=LINE, layout={"tp": Shard(0)})
+        w = fd.define_tensor([6, 8], mesh=LINE, layout={"tp": Shard(1)})
+        v = fd.define_tensor([4, 6], mesh=LINE, layout={})
+        y, _ = fd.ops.topk(fd.ops.set(x @ w).on(LINE, {"tp": Shard(0)}), 4)
+        fd.add_output(fd.ops.set(y @ v).on(LINE, {}))
+    found = hir_lowering.prepare(fd.fusion)
+    assert [w.split(":")[0] for w in shown(found)] == ["set matmul", "matmul set", "matmul set"]
+
+
 def test_side_by_side_in_the_order_that_is_left() -> None:
     """What stands between a set and its product goes before or after them."""
     with mf.FusionDefinition("apart") as fd:

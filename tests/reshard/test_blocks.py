@@ -11,7 +11,7 @@ import torch
 import mdfuse as mf
 from mdfuse import DeviceMesh, Layout, Partial, Replicate, Shard
 from mdfuse.layouts.layout import Placement
-from mdfuse.reshard import cost, steps
+from mdfuse.reshard import cost, steps, with_type
 
 MESHES = (
     DeviceMesh.arange(a=4),
@@ -119,6 +119,19 @@ def test_blocks_that_stay_are_no_matter() -> None:
     ):
         found = steps(source, source.with_placement("dp", goal), (12, 8))
         assert [str(step) for step in found] == [text]
+
+
+@pytest.mark.parametrize("blocks", [3, (24, 12, 12)])
+@pytest.mark.parametrize(("axis", "bytes_"), [("a", 144), ("b", 96)])
+def test_ranks_that_hold_the_same_terms_reduce_a_share_each(
+    axis: str, bytes_: int, blocks: int | tuple[int, ...]
+) -> None:
+    """Three more terms of an eighth of 192 bytes, and then the rest of a half or a quarter."""
+    mesh = DeviceMesh.arange(a=2, b=4)
+    source, goal = Layout(mesh, {"b": Partial()}), Layout(mesh, {axis: Shard(0, blocks)})
+    found = [with_type(step, (48, 4), torch.uint8) for step in steps(source, goal, (48, 4))]
+    each = [sum(x.bytes_received(rank) for x in found) for rank in mesh.ranks]
+    assert each == [bytes_] * 8
 
 
 def test_a_written_gather_of_blocks_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Tensors of few rows for each rank: what arrives, post by post, beside all ways of two exchanges."""
+"""Tensors of few rows for each rank: what arrives, beside all ways of two exchanges."""
 
 from __future__ import annotations
 

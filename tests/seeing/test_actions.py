@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
+from helpers.pipelines import batch_of, meshes, sines
+
 import mdfuse as mf
 from mdfuse import DeviceMesh
 from mdfuse.pipelines.actions import Action
-from mdfuse.pipelines.timing import Slot
+from mdfuse.pipelines.timing import Slot, lanes
 from mdfuse.seeing import Costs, Event, Link, by_action
+from mdfuse.seeing.amounts import is_work
 
 
 def step(microbatches: int, schedule: str) -> mf.Program:
@@ -62,3 +66,32 @@ def test_an_action_is_from_its_first_work_to_its_last() -> None:
 def test_no_events() -> None:
     program = step(2, "1f1b")
     assert by_action(program.host, program.schedule, []).makespan == 0
+
+
+@pytest.mark.parametrize("schedule", ["forward", "gpipe", "1f1b", "zb1p", "interleaved", "zbv"])
+def test_a_timeline_takes_what_the_schedule_takes(schedule: str) -> None:
+    """Each work a second, transfers none: as long as the schedule with the works of its blocks.
+
+    A block may begin before all that it needs is there, with what does not wait; forwards do not.
+    """
+    places = meshes(3)
+    places += {"interleaved": places, "zbv": places[::-1]}.get(schedule, [])
+    trains = schedule != "forward"
+    net = sines(places, batch=12, trains=trains)
+    program = mf.pipeline(net.definition, microbatches=4, batch=batch_of(net), schedule=schedule)
+    costs = Costs(launch_s=1.0, links={"*": Link(0.0)})
+    timeline = program.timeline(costs)
+    found = by_action(program.host, program.schedule, timeline.events)
+    works = {
+        i.fn: float(sum(is_work(k) for j in i.body for k in j.walk()))
+        for i in program.host.instructions
+        if i.op == "block"
+    }
+    reads = {s: (s - 1,) if s else () for s in range(len(places))}
+    rows = lanes(program.schedule.units, lambda a: works.get(f"{a.phase}{a.stage}") or 1e-9, reads)
+    planned = max(row[-1].stop for row in rows if row)
+    busiest = max(sum(s.stop - s.start for s in row) for row in rows)
+    if trains:
+        assert busiest - 1e-6 <= found.makespan <= planned + 1e-6
+    else:
+        assert timeline.seconds == pytest.approx(planned)

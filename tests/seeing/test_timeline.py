@@ -440,6 +440,9 @@ def test_attention_counts_its_products() -> None:
     [
         (lambda: Costs(launch_s=-1.0), r"launch_s=-1.0"),
         (lambda: Costs(flops=0), r"flops=0"),
+        (lambda: Costs(switch_s=-1e-6), r"switch_s=-1e-06"),
+        (lambda: Link(slows=0.96), r"slows=0.96"),
+        (lambda: Link(slows=True), r"slows=True"),
         (lambda: Costs(bandwidth=float("nan")), "bandwidth=nan"),
         (lambda: Link(bandwidth=True), "bandwidth=True"),
         (lambda: Costs(links={"tp": 3.0}), r"links\['tp'\] is 3.0"),  # type: ignore[dict-item]
@@ -495,6 +498,21 @@ def test_what_a_run_takes_comes_on_top() -> None:
     costs = Costs(launch_s=1.0, run_s=0.25, links={"*": Link(1.0)})
     found, plain = program.timeline(costs), program.timeline(replace(costs, run_s=0.0))
     assert found.events == plain.events and found.seconds == plain.seconds + 0.25 == 3.25
+
+
+def test_work_takes_more_behind_other_work() -> None:
+    """Behind its like of the same size it does not; the first of a stream is behind nothing."""
+    with mf.FusionDefinition("switches") as fd:
+        x = fd.define_tensor([4, 4], mesh=DeviceMesh([0]))
+        y = fd.ops.exp(fd.ops.exp(x))
+        z = fd.ops.exp(y[:2].sum(0))
+        fd.add_output(fd.ops.exp(z))
+    program = mf.compile(fd, mf.Options(compile="never"))
+    works = [e.name.split(" = ")[1] for e in program.timeline(UNIT).events]
+    assert works == ["exp", "exp", "sum", "exp", "exp"]
+    costs = Costs(launch_s=1.0, switch_s=0.25)
+    events = program.timeline(costs).events
+    assert [(e.stop_ns - e.start_ns) / 1e9 for e in events] == [1.0, 1.0, 1.25, 1.25, 1.0]
 
 
 def two_products() -> mf.FusionDefinition:

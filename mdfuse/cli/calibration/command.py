@@ -25,7 +25,7 @@ from mdfuse.cli.calibration.subjects import (
     ways,
 )
 from mdfuse.cli.report import size_text, time_text, titled
-from mdfuse.config import BETWEEN_MESHES
+from mdfuse.config import BETWEEN_MESHES, options_from_environment
 from mdfuse.errors import BackendError, ProgramError
 from mdfuse.interpreter.garbage import quick_collections
 from mdfuse.plan.progress import progress
@@ -109,9 +109,13 @@ _BESIDES = "symmetric"
 
 
 def carriers(comm: Communicator, told: Callable[[str], object]) -> Backends:
-    """Return the backends that are measured, and the options that name them; all ranks call it."""
+    """Return the backends that are measured, and the options that name them; all ranks call it.
+
+    A backend that MDFUSE_BACKEND names is measured alone.
+    """
     found: Backends = {None: replace(OPTIONS, backend=comm.backend)}
-    if comm.size == 1 or comm.backend == _BESIDES or not detect(os.environ).is_one_host:
+    is_named = options_from_environment().backend != "auto"
+    if comm.size == 1 or is_named or not detect(os.environ).is_one_host:
         return found
     try:
         comm.open([_BESIDES])
@@ -151,6 +155,7 @@ def kinds(costs: Costs) -> Table:
     """Return a table of the least and the greatest speed of each kind of work."""
     found = titled("what was measured", "kind", right=("least time", "largest size", "its speed"))
     found.add_row("run", time_text(costs.run_s), "", "")
+    found.add_row("behind other work", time_text(costs.switch_s), "", "")
     for key, curve in costs.works.items():
         size, seconds = curve.points[-1]
         is_attention = "attention" in key

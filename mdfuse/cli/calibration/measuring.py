@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from mdfuse.cli.calibration.subjects import (
+    BETWEEN,
     OPTIONS,
+    TURNS,
     Backends,
     Scale,
     Subject,
@@ -23,6 +25,7 @@ from mdfuse.cli.calibration.subjects import (
     beside,
     chains,
     subjects,
+    switches,
     ways,
 )
 from mdfuse.cli.execution import timed
@@ -32,6 +35,7 @@ from mdfuse.errors import BackendError
 from mdfuse.evaluator import HostIrEvaluator
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.graph import dtype_name
+from mdfuse.mesh import DeviceMesh
 from mdfuse.runtime.communicator import Communicator
 from mdfuse.seeing.costs import MOST_SLOWED, Costs, Link
 from mdfuse.seeing.curves import Curve, Grid
@@ -182,6 +186,8 @@ class Measurements:
             self.times.setdefault((subject.table, subject.key), {})[subject.at] = seconds
             advance()
         self._take_slows(advance)
+        self.times["run", "switch"] = {1: self._switch()}
+        self._share()
 
     def _take_slows(self, advance: Callable[[], object]) -> None:
         """Measure how much slower work is beside each kind of communication."""
@@ -198,8 +204,6 @@ class Measurements:
             sent, both = self._beside(way, size, has_product=False), self._beside(way, size)
             self.times["slows", way.key] = {1: share(alone[way.ranks], sent, both)}
             advance()
-        if self.comm.size > 1:
-            self._share()
         self.told(f"work beside communications: {time.perf_counter() - start:.1f} s")
 
     def _beside(self, way: Way, size: int | None, has_product: bool = True) -> float:
@@ -216,6 +220,22 @@ class Measurements:
             for program in chains(self.scale, self.comm.size)
         )
         return max(0.0, 2 * few - many)
+
+    def _switch(self) -> float:
+        """Return what work takes more behind other work than behind its like: of some the median.
+
+        Of three programs one does in turns what the other two do by themselves.
+        """
+        mesh = DeviceMesh.arange(x=self.comm.size)
+        found = []
+        for between in BETWEEN:
+            product, other, both = (
+                seconds_of(self.comm, self._run_of(host, OPTIONS), _QUEUED, own_clock())
+                for host in switches(self.scale, mesh, between)
+            )
+            run_s = self.times["run", "run"][1]
+            found.append((both - product - other + run_s) / (2 * TURNS))
+        return max(0.0, statistics.median(found))
 
     @property
     def _probed(self) -> tuple[int, int, int]:
@@ -281,6 +301,7 @@ class Measurements:
             name="measured",
             launch_s=min((c.points[0][1] for c in works.values()), default=0.0),
             run_s=by["run"].get("run", {}).get(1, 0.0),
+            switch_s=by["run"].get("switch", {}).get(1, 0.0),
             flops=_flops(by["products"]),
             links=links,
             works=works,

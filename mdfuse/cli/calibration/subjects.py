@@ -39,6 +39,10 @@ class Scale:
         sample_s: how long the runs of a sample are to take.
         most: how often a run does something at most: planning and capturing it takes time, too.
         cache: bytes of weights beyond which products find none of them in a cache.
+        stale: bytes of operands and results that pointwise work goes through before it comes back
+            to the first, so that none is in the cache of a core: in programs others were there.
+        tensors: how many operands or weights a run goes through at most: to define and plan them
+            takes time, too.
         sizes: bytes of pointwise work.
         rows: m of products.
         features: n and k.
@@ -54,6 +58,8 @@ class Scale:
     sample_s: float
     most: int
     cache: int
+    stale: int
+    tensors: int
     sizes: tuple[int, ...]
     rows: tuple[int, ...]
     features: tuple[int, ...]
@@ -70,8 +76,10 @@ CPU = Scale(
     sample_s=3e-3,
     most=64,
     cache=1 << 25,
+    stale=1 << 22,
+    tensors=48,
     sizes=tuple(1 << n for n in (12, 15, 18, 20, 22, 24, 26)),
-    rows=(1, 8, 64, 512),
+    rows=(1, 2, 8, 32, 128, 512),
     features=(64, 256, 1024, 4096),
     lengths=(32, 128, 512),
     messages=tuple(1 << n for n in (8, 12, 15, 18, 20, 22, 24)),
@@ -85,6 +93,8 @@ GPU = Scale(
     sample_s=1e-3,
     most=8,
     cache=1 << 28,
+    stale=0,
+    tensors=16,
     sizes=tuple(1 << n for n in (14, 18, 20, 22, 24, 26, 28)),
     rows=(1, 16, 128, 512, 1024, 2048, 4096),
     features=(256, 1024, 2048, 4096, 8192, 16384),
@@ -130,6 +140,10 @@ def repeated(program: HostProgram, loops: int) -> HostProgram:
     return replace(program, instructions=(loop, Instruction(op="return")), outputs=())
 
 
+#: Weights of products that do not fill a cache, and how much longer than others a run of products
+#: may take where it takes more of them.
+_LEAST_WEIGHTS, _LONGER = 4, 5
+
 _Apply = Callable[[Any, Any, int], Any]
 
 #: Work with curves of its own: name -> (definition, x, columns) -> result.
@@ -170,9 +184,11 @@ def works(scale: Scale, mesh: DeviceMesh) -> Iterator[Subject]:
 def _work(
     scale: Scale, mesh: DeviceMesh, dtype: torch.dtype, apply: _Apply, shape: tuple[int, ...]
 ) -> Subject:
+    size = 2 * math.prod(shape) * dtype.itemsize
     with FusionDefinition("work") as fd:
-        x = fd.define_tensor(shape, dtype, mesh=mesh)
-        fd.add_output(apply(fd, x, shape[-1]))
+        for _ in range(max(1, min(scale.tensors, scale.stale // size))):
+            x = fd.define_tensor(shape, dtype, mesh=mesh)
+            fd.add_output(apply(fd, x, shape[-1]))
     return _local(scale, "works", compile(fd, OPTIONS).host)
 
 
@@ -224,7 +240,10 @@ def products(scale: Scale, mesh: DeviceMesh) -> Iterator[Subject]:
 def _product(
     scale: Scale, mesh: DeviceMesh, dtype: torch.dtype, is_linear: bool, m: int, n: int, k: int
 ) -> Subject:
-    weights = max(1, min(4, scale.cache // (n * k * dtype.itemsize)))
+    size = n * k * dtype.itemsize
+    once = max(2 * m * n * k / scale.flops, size / scale.bandwidth, _ONCE_S)
+    most = max(_LEAST_WEIGHTS, min(scale.tensors, round(_LONGER * scale.run_s / once)))
+    weights = max(1, min(most, scale.cache // size))
     with FusionDefinition("product") as fd:
         x = fd.define_tensor([m, k], dtype, mesh=mesh)
         for _ in range(weights):
@@ -363,6 +382,28 @@ def beside(scale: Scale, way: Way, size: int | None, has_product: bool = True) -
 
 #: How often something is done beside a communication in a run.
 _BESIDE = 2
+
+
+#: Kinds of work that stand between products.
+BETWEEN = ("gelu", "softmax", "add", "layer_norm")
+
+
+def switches(scale: Scale, mesh: DeviceMesh, between: str) -> Iterator[HostProgram]:
+    """Yield products, other work as often, and both of them in turns: programs of as many each."""
+    m, n, dtype = scale.rows[len(scale.rows) // 2], scale.features[1], scale.dtypes[0]
+    for has_product, has_other in ((True, False), (False, True), (True, True)):
+        with FusionDefinition("switches") as fd:
+            x, w = (fd.define_tensor([size, n], dtype, mesh=mesh) for size in (m, n))
+            for _ in range(TURNS):
+                if has_product:
+                    fd.add_output(fd.ops.linear(x, w))
+                if has_other:
+                    fd.add_output(_WORKS[between](fd, x, n))
+        yield repeated(compile(fd, OPTIONS).host, 1)
+
+
+#: How often products and other work take turns in a run.
+TURNS = 8
 
 
 #: How often the programs do something that show what a run takes, however little it does.

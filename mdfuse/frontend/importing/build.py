@@ -197,12 +197,37 @@ def check_known(captured: Captured, live: Mapping[Node, None]) -> None:
         first.setdefault(str(node.target), node)
     lines = [(f"{times} x", target, line_of(first[target].meta.get("stack_trace")))
              for target, times in counts.most_common()]  # fmt: skip
+    reasons = {*map(_why_not, counts)}
+    because, hint = reasons.pop() if len(reasons) == 1 else _NONE
     raise DefinitionError(
         f"{captured.name} calls {len(counts)} operations that cannot be imported",
         where=[f"{n} {target}   {source.quote() if source else ''}" for n, target, source in lines],
-        because="no operation of mf.ops stands for them",
-        hint="write them with other operations of torch; docs/importing.md lists what there is",
+        because=because,
+        hint=hint,
     )
+
+
+def _why_not(target: str) -> tuple[str, str]:
+    """Why an operation is not in the table, and what to write instead."""
+    name = target.removeprefix("aten.").removeprefix("_")
+    return next((why for names, why in _WHY.items() if name.startswith(names)), _NONE)
+
+
+_NONE = (
+    "no operation of mf.ops stands for them",
+    "write them with other operations of torch; docs/importing.md lists what there is",
+)
+_WHY: Mapping[tuple[str, ...], tuple[str, str]] = {
+    ("item", "local_scalar_dense", "nonzero", "masked_select", "unique", "bincount"): (
+        "what follows, or its shape, depends on numbers that only a run knows",
+        "where(mask, x, other) keeps the shape; experts of transformers have other forms: "
+        'module.set_experts_implementation("grouped_mm")',
+    ),
+    ("fft",): (
+        "there is no Fourier transform",
+        "a product with its matrix, exp(-2j * pi * j * k / n), which is a constant",
+    ),
+}
 
 
 def constants_of(live: Mapping[Node, None], folded: Folded) -> dict[Node, Node]:

@@ -11,12 +11,12 @@ from mdfuse.frontend.handle import Handle
 ops: Any = operations
 
 
-def resized(mode: str) -> Callable[..., Any]:
+def resized(mode: str, antialias: bool = False) -> Callable[..., Any]:
     """`interpolate` in a mode, with the arguments of aten."""
-    if "linear" not in mode:
+    if mode.startswith("nearest"):
         return lambda x, size, scales=None: ops.interpolate(x, size, scales, mode=mode)
     return lambda x, size, corners, scales=None: ops.interpolate(
-        x, size, scales, mode=mode, align_corners=corners
+        x, size, scales, mode=mode, align_corners=corners, antialias=antialias
     )
 
 

@@ -17,7 +17,16 @@ from mdfuse.errors import DefinitionError
 from mdfuse.extents.extent import are_same
 from mdfuse.frontend import ops as operations
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.importing import bags, drawn, images, indices, norms, recurrent, written
+from mdfuse.frontend.importing import (
+    bags,
+    drawn,
+    images,
+    indices,
+    losses,
+    norms,
+    recurrent,
+    written,
+)
 from mdfuse.frontend.importing.constants import as_value
 from mdfuse.frontend.importing.joined import GROUPED
 from mdfuse.frontend.importing.views import Views
@@ -175,48 +184,6 @@ def _over(name: str) -> Call:
     return lambda x, dim=(), keepdim=False: operation(x, tuple(dim) or None, keepdim)
 
 
-def _loss(name: str, *order: str) -> Call:
-    """A loss, whose reduction aten writes as a number; the order of arguments behind the target."""
-    operation = ops.BY_NAME[name]
-
-    def call(x: Handle, target: Handle, *given: Any, **named: Any) -> Any:
-        known = {**dict(zip(order, given, strict=False)), **named}
-        known["reduction"] = _REDUCTIONS[known.get("reduction", 1)]
-        return operation(x, target, **{k: v for k, v in known.items() if v is not None})
-
-    return call
-
-
-_REDUCTIONS = ("none", "mean", "sum")
-
-
-def _cross_entropy(
-    x: Handle,
-    target: Handle,
-    weight: Handle | None = None,
-    reduction: int = 1,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-) -> Any:
-    if weight is not None:
-        if label_smoothing or target.dtype.is_floating_point:
-            raise DefinitionError(
-                "cross_entropy with weights of classes, and smoothed labels or probabilities",
-                because="there is no such operation",
-                hint="leave weight= out, or multiply the losses of rows",
-            )
-        logs = ops.log_softmax(x, 0 if x.ndim == 1 else 1)
-        how = {"ignore_index": ignore_index, "reduction": _REDUCTIONS[reduction]}
-        return ops.nll_loss(logs, target, weight, **how)
-    return ops.cross_entropy(
-        x,
-        target,
-        ignore_index=ignore_index,
-        reduction=_REDUCTIONS[reduction],
-        label_smoothing=label_smoothing,
-    )
-
-
 def _elu(x: Handle, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Any:
     y = ops.elu(x if input_scale == 1 else x * input_scale, alpha)
     return y if scale == 1 else y * scale
@@ -275,27 +242,27 @@ TABLE: dict[str, Call] = {
     "aten._log_softmax.default": lambda x, dim, half_to_float=False: ops.log_softmax(x, dim),
     "aten.amax.default": _over("amax"),
     "aten.amin.default": _over("amin"),
-    "aten.mse_loss.default": _loss("mse_loss", "reduction"),
-    "aten.l1_loss.default": _loss("l1_loss", "reduction"),
-    "aten.huber_loss.default": _loss("huber_loss", "reduction", "delta"),
-    "aten.smooth_l1_loss.default": _loss("smooth_l1_loss", "reduction", "beta"),
-    "aten.soft_margin_loss.default": _loss("soft_margin_loss", "reduction"),
-    "aten.kl_div.default": _loss("kl_div", "reduction"),
+    "aten.mse_loss.default": losses.loss("mse_loss", "reduction"),
+    "aten.l1_loss.default": losses.loss("l1_loss", "reduction"),
+    "aten.huber_loss.default": losses.loss("huber_loss", "reduction", "delta"),
+    "aten.smooth_l1_loss.default": losses.loss("smooth_l1_loss", "reduction", "beta"),
+    "aten.soft_margin_loss.default": losses.loss("soft_margin_loss", "reduction"),
+    "aten.kl_div.default": losses.loss("kl_div", "reduction"),
     "aten.cosine_embedding_loss.default": (
-        _loss("cosine_embedding_loss", "target", "margin", "reduction")),
+        losses.loss("cosine_embedding_loss", "target", "margin", "reduction")),
     "aten.margin_ranking_loss.default": (
-        _loss("margin_ranking_loss", "target", "margin", "reduction")),
-    "aten.hinge_embedding_loss.default": _loss("hinge_embedding_loss", "margin", "reduction"),
+        losses.loss("margin_ranking_loss", "target", "margin", "reduction")),
+    "aten.hinge_embedding_loss.default": losses.loss("hinge_embedding_loss", "margin", "reduction"),
     "aten.triplet_margin_loss.default": (
-        _loss("triplet_margin_loss", "negative", "margin", "p", "eps", "swap", "reduction")),
+        losses.loss("triplet_margin_loss", "negative", "margin", "p", "eps", "swap", "reduction")),
     "aten.poisson_nll_loss.default": (
-        _loss("poisson_nll_loss", "log_input", "full", "eps", "reduction")),
-    "aten.binary_cross_entropy.default": _loss("binary_cross_entropy", "weight", "reduction"),
+        losses.loss("poisson_nll_loss", "log_input", "full", "eps", "reduction")),
+    "aten.binary_cross_entropy.default": losses.loss("binary_cross_entropy", "weight", "reduction"),
     "aten.binary_cross_entropy_with_logits.default": (
-        _loss("binary_cross_entropy_with_logits", "weight", "pos_weight", "reduction")),
+        losses.loss("binary_cross_entropy_with_logits", "weight", "pos_weight", "reduction")),
     **dict.fromkeys(
         ("aten.nll_loss.default", "aten.nll_loss_nd.default", "aten.nll_loss2d.default"),
-        _loss("nll_loss", "weight", "reduction", "ignore_index"),
+        losses.loss("nll_loss", "weight", "reduction", "ignore_index"),
     ),
     "aten.linalg_vector_norm.default": lambda x, ord=2, dim=None, keepdim=False, **how: (
         ops.vector_norm(x, ord, dim, keepdim, **how)),
@@ -304,7 +271,9 @@ TABLE: dict[str, Call] = {
     **{f"aten.adaptive_max_pool{n}d.default": images.adaptive_max(n) for n in (1, 2, 3)},
     **{f"aten.upsample_{mode}{n}d.vec": images.resized(mode)
        for mode, n in (("nearest", 1), ("nearest", 2), ("nearest", 3), ("linear", 1),
-                       ("bilinear", 2), ("trilinear", 3))},
+                       ("bilinear", 2), ("trilinear", 3), ("bicubic", 2))},
+    **{f"aten._upsample_{mode}2d_aa.vec": images.resized(mode, antialias=True)
+       for mode in ("bilinear", "bicubic")},
     "aten.grid_sampler.default": images.grid_sample,
     "aten.affine_grid_generator.default": images.affine_grid,
     "aten.channel_shuffle.default": images.channel_shuffle,
@@ -320,7 +289,7 @@ TABLE: dict[str, Call] = {
     "aten.meshgrid.default": lambda tensors: ops.meshgrid(*tensors),
     "aten.meshgrid.indexing": lambda tensors, indexing: ops.meshgrid(*tensors, indexing=indexing),
     **{f"aten.{name}.default": ops.BY_NAME[name] for name in ("full", "zeros", "ones")},
-    "aten.cross_entropy_loss.default": _cross_entropy,
+    "aten.cross_entropy_loss.default": losses.cross_entropy,
     "aten.zero.default": ops.zeros_like,
     "aten.fill.Scalar": written.fill,
     "aten.fill.Tensor": written.fill,

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from mdfuse.errors import DefinitionError
 from mdfuse.frontend import ops as operations
 from mdfuse.frontend.handle import Handle
 
@@ -39,11 +38,8 @@ def slice_scatter(
     at = dim % x.ndim
     first, last, _ = slice(start, end).indices(x.shape[at])
     if step != 1:
-        raise DefinitionError(
-            f"a write into %{x.name} with step {step}",
-            because="what is written stands together",
-            hint="torch.where(mask, new, x)",
-        )
+        new = _spread(x, source, at, len(range(first, last, step)))
+        return ops.slice_scatter(x, new, at, first, last, step)
     return _between(x, _spread(x, source, at, last - first), at, first, max(first, last))
 
 

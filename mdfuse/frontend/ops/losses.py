@@ -13,7 +13,7 @@ from mdfuse.frontend.ops import distances
 from mdfuse.frontend.ops.creations import arange
 from mdfuse.frontend.ops.loss_parts import distance, reduced
 from mdfuse.frontend.ops.pointwise import ROWS, clamp_min, logsigmoid, where
-from mdfuse.frontend.ops.recording import as_dtype, back, in_f32, record, shown
+from mdfuse.frontend.ops.recording import again, as_dtype, back, in_f32, record, shown
 from mdfuse.frontend.ops.reductions import sum
 from mdfuse.frontend.ops.views import reshape
 
@@ -55,7 +55,8 @@ def nll_loss(
     n, behind = x.shape[at], x.ndim - 1 - at
     classes = arange(n, dtype=target.dtype)
     classes = reshape(classes, (n, *(1,) * behind)) if behind else classes
-    is_it = ROWS["eq"](classes, record("unsqueeze", target, dims=(at,)))
+    with again(x):
+        is_it = ROWS["eq"](classes, record("unsqueeze", target, dims=(at,)))
     counts = ROWS["ne"](target, ignore_index)
     score = sum(where(is_it, in_f32(x), 0.0), at)
     share = as_dtype(counts, score.dtype)
@@ -82,9 +83,10 @@ def binary_cross_entropy(
 ) -> Handle:
     """-(target * log(x) + (1 - target) * log(1 - x)); logarithms are at least -100."""
     _probabilities("binary_cross_entropy", x, target)
-    wide, goal = in_f32(x), in_f32(target)
-    is_it, is_not = (clamp_min(ROWS["log"](p), -100) for p in (wide, 1.0 - wide))
-    found = (goal - 1.0) * is_not - goal * is_it
+    with again(x):
+        wide, goal = in_f32(x), in_f32(target)
+        is_it, is_not = (clamp_min(ROWS["log"](p), -100) for p in (wide, 1.0 - wide))
+        found = (goal - 1.0) * is_not - goal * is_it
     return back(reduced(found if weight is None else found * weight, reduction), x)
 
 
@@ -106,9 +108,10 @@ def binary_cross_entropy_with_logits(
         pos_weight: a factor for the part of the target.
     """
     _probabilities("binary_cross_entropy_with_logits", x, target)
-    wide, goal = in_f32(x), in_f32(target)
-    factor = 1.0 if pos_weight is None else (pos_weight - 1.0) * goal + 1.0
-    found = (1.0 - goal) * wide - logsigmoid(wide) * factor
+    with again(x):
+        wide, goal = in_f32(x), in_f32(target)
+        factor = 1.0 if pos_weight is None else (pos_weight - 1.0) * goal + 1.0
+        found = (1.0 - goal) * wide - logsigmoid(wide) * factor
     return back(reduced(found if weight is None else found * weight, reduction), x)
 
 
@@ -116,15 +119,16 @@ def smooth_l1_loss(
     x: Handle, target: Handle, *, reduction: str = "mean", beta: float = 1.0
 ) -> Handle:
     """Squares of distances below beta, divided by 2 * beta; above it the distance less beta / 2."""
-    far = ROWS["abs"](distance(x, target))
     if beta < 0:
         raise DefinitionError(
             f"smooth_l1_loss with beta={beta}", because="beta is a distance", hint="0 or more"
         )
-    if beta == 0:
-        return reduced(far, reduction)
-    near = far * far * (0.5 / beta)
-    return reduced(where(ROWS["lt"](far, beta), near, far - 0.5 * beta), reduction)
+    with again(x):
+        far = ROWS["abs"](distance(x, target))
+        if beta:
+            near = far * far * (0.5 / beta)
+            far = where(ROWS["lt"](far, beta), near, far - 0.5 * beta)
+    return reduced(far, reduction)
 
 
 def huber_loss(x: Handle, target: Handle, *, reduction: str = "mean", delta: float = 1.0) -> Handle:
@@ -133,9 +137,11 @@ def huber_loss(x: Handle, target: Handle, *, reduction: str = "mean", delta: flo
         raise DefinitionError(
             f"huber_loss with delta={delta}", because="delta is a distance", hint="more than 0"
         )
-    far = ROWS["abs"](distance(x, target))
-    near = far * far * 0.5
-    return reduced(where(ROWS["le"](far, delta), near, (far - 0.5 * delta) * delta), reduction)
+    with again(x):
+        far = ROWS["abs"](distance(x, target))
+        near = far * far * 0.5
+        found = where(ROWS["le"](far, delta), near, (far - 0.5 * delta) * delta)
+    return reduced(found, reduction)
 
 
 def kl_div(

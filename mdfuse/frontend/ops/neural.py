@@ -11,11 +11,13 @@ from mdfuse.errors import DefinitionError
 from mdfuse.extents.extent import Extent, are_same
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops.creations import arange
+from mdfuse.frontend.ops.exponents import log_of_sum
 from mdfuse.frontend.ops.loss_parts import distance, reduced
 from mdfuse.frontend.ops.parts import chunk
 from mdfuse.frontend.ops.pointwise import ROWS, clamp, where
 from mdfuse.frontend.ops.recording import (
     Dims,
+    again,
     as_dtype,
     back,
     in_f32,
@@ -25,7 +27,7 @@ from mdfuse.frontend.ops.recording import (
     record_several,
     shown,
 )
-from mdfuse.frontend.ops.reductions import logsumexp, mean, norm, sum
+from mdfuse.frontend.ops.reductions import mean, norm, sum
 from mdfuse.frontend.ops.views import expand, repeat_interleave, reshape
 
 
@@ -59,7 +61,9 @@ def glu(x: Handle, dim: int = -1) -> Handle:
             hint="an even extent",
         )
     first, second = chunk(x, 2, at)
-    return first * ROWS["sigmoid"](second)
+    with again(x):
+        share = ROWS["sigmoid"](second)
+    return first * share
 
 
 # -- normalisations ------------------------------------------------------------------------------
@@ -275,8 +279,9 @@ def cross_entropy(
         label_smoothing: how much of each row's target is spread over all classes, from 0 to 1.
     """
     at = _of_classes(x, target, label_smoothing)
-    wide, n = in_f32(x), x.shape[at]
-    total = logsumexp(wide, at)
+    with again(x):
+        wide, n = in_f32(x), x.shape[at]
+    total = record("squeeze", log_of_sum(wide, (at,)), dims=(at,))
     if target.dtype.is_floating_point:
         of_each = as_dtype(target, wide.dtype)
         if label_smoothing:
@@ -285,7 +290,8 @@ def cross_entropy(
         return back(reduced(found, reduction), x)
     classes, behind = arange(n, dtype=target.dtype), x.ndim - 1 - at
     classes = reshape(classes, (n, *(1,) * behind)) if behind else classes
-    is_it = ROWS["eq"](classes, record("unsqueeze", target, dims=(at,)))
+    with again(x, is_more=True):
+        is_it = ROWS["eq"](classes, record("unsqueeze", target, dims=(at,)))
     score = sum(where(is_it, wide, 0.0), at)
     if label_smoothing:  # both are sums over the classes, which ranks join together
         score = score * (1 - label_smoothing) + mean(wide, at) * label_smoothing

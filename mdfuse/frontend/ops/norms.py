@@ -6,15 +6,20 @@ from mdfuse.errors import DefinitionError
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import moves, parts, views
 from mdfuse.frontend.ops.pointwise import ROWS
-from mdfuse.frontend.ops.recording import back, in_f32, shown
+from mdfuse.frontend.ops.recording import again, back, in_f32, shown
 from mdfuse.frontend.ops.reductions import mean
 
 
 def _standard(x: Handle, over: tuple[int, ...], eps: float) -> Handle:
     """x less its mean over dims, divided by its standard deviation, of at least 32 bits."""
-    wide = in_f32(x)
-    far = wide - mean(wide, over, True)
-    return far * ROWS["rsqrt"](mean(far * far, over, True) + eps)
+    with again(x):
+        wide = in_f32(x)
+    centre = mean(wide, over, True)
+    with again(x, is_more=True):
+        far = wide - centre
+    scale = ROWS["rsqrt"](mean(far * far, over, True) + eps)
+    with again(x, is_more=True):
+        return far * scale
 
 
 def _scaled(x: Handle, weight: Handle | None, bias: Handle | None) -> Handle:
@@ -59,7 +64,9 @@ def group_norm(
             hint="a divisor of the channels",
         )
     apart = views.reshape(x, (x.shape[0], num_groups, x.shape[1] // num_groups, *x.shape[2:]))
-    normal = views.reshape(_standard(apart, tuple(range(2, apart.ndim)), eps), x.shape)
+    normal = _standard(apart, tuple(range(2, apart.ndim)), eps)
+    with again(x, is_more=True):
+        normal = views.reshape(normal, x.shape)
     return back(_scaled(normal, weight, bias), x)
 
 
@@ -99,9 +106,11 @@ def batch_norm(
         over = tuple(d for d in range(x.ndim) if d != 1)
         return back(_scaled(_standard(x, over, eps), weight, bias), x)
     shape = (-1, *(1,) * (x.ndim - 2))
-    scale = ROWS["rsqrt"](in_f32(running_var) + eps)
-    far = in_f32(x) - views.reshape(running_mean, shape)
-    return back(_scaled(far * views.reshape(scale, shape), weight, bias), x)
+    scale = views.reshape(ROWS["rsqrt"](in_f32(running_var) + eps), shape)
+    centre = views.reshape(running_mean, shape)
+    with again(x):
+        normal = (in_f32(x) - centre) * scale
+    return back(_scaled(normal, weight, bias), x)
 
 
 def instance_norm(

@@ -10,7 +10,7 @@ import torch
 from mdfuse.errors import DefinitionError
 from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.ops.recording import Elementwise, as_dtype, record, shown
+from mdfuse.frontend.ops.recording import Elementwise, again, as_dtype, record, shown
 from mdfuse.ir.ops import TABLE
 
 
@@ -236,12 +236,16 @@ def logsigmoid(x: Handle) -> Handle:
 
 def mish(x: Handle) -> Handle:
     """x * tanh(softplus(x))."""
-    return x * tanh(softplus(x))
+    with again(x):
+        share = tanh(softplus(x))
+    return x * share
 
 
 def selu(x: Handle) -> Handle:
     """A scaled elu (Klambauer et al. 2017, arXiv:1706.02515, for the constants)."""
-    return elu(x, 1.6732632423543772) * 1.0507009873554805
+    with again(x):
+        bent = elu(x, 1.6732632423543772)
+    return bent * 1.0507009873554805
 
 
 def hardtanh(x: Handle, min_val: float = -1.0, max_val: float = 1.0) -> Handle:
@@ -260,12 +264,16 @@ def relu6(x: Handle) -> Handle:
 
 def hardsigmoid(x: Handle) -> Handle:
     """x + 3 limited to [0, 6], divided by 6."""
-    return relu6(x + 3) / 6
+    with again(x):
+        kept = relu6(x + 3)
+    return kept / 6
 
 
 def hardswish(x: Handle) -> Handle:
     """x * hardsigmoid(x)."""
-    return x * relu6(x + 3) / 6
+    with again(x):
+        kept = relu6(x + 3)
+    return x * kept / 6
 
 
 def softsign(x: Handle) -> Handle:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,24 @@ def record(op: str, *operands: Any, **attrs: Any) -> Handle:
 def record_several(op: str, *operands: Any, **attrs: Any) -> tuple[Handle, ...]:
     """Append one expression with several results."""
     return definition_of(*operands).record_several(op, operands, attrs)
+
+
+@contextmanager
+def again(x: Handle, is_more: bool = False) -> Iterator[None]:
+    """Of what is computed inside gradients keep nothing: they compute it again, of what it reads.
+
+    For the elementwise parts of an operation that is made of several; not for sums over dims.
+
+    Args:
+        x: a value of the definition.
+        is_more: the parts belong to those of the last such block.
+    """
+    definition = x.definition
+    definition.begin_recompute(None if is_more else True)
+    try:
+        yield
+    finally:
+        definition.end_recompute()
 
 
 def shown(x: Any) -> str:

@@ -14,8 +14,18 @@ import torch
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import pointwise
+from mdfuse.frontend.ops.exponents import log_of_sum
 from mdfuse.frontend.ops.pointwise import ROWS, cast
-from mdfuse.frontend.ops.recording import Dims, as_dtype, back, checked, chosen, in_f32, record
+from mdfuse.frontend.ops.recording import (
+    Dims,
+    again,
+    as_dtype,
+    back,
+    checked,
+    chosen,
+    in_f32,
+    record,
+)
 
 Reduction = Callable[..., Handle]
 
@@ -108,9 +118,11 @@ def _moments(
     """The variance, and the mean with its dims kept, both of at least 32 bits."""
     if correction is None:
         correction = 0 if unbiased is False else 1
-    wide = in_f32(x)
+    with again(x):
+        wide = in_f32(x)
     centre = mean(wide, over, keepdim=True)
-    distance = wide - centre
+    with again(x, is_more=True):
+        distance = wide - centre
     count = math.prod(x.shape[d] for d in (range(x.ndim) if over is None else over))
     rest = count - correction if count else 0  # of no elements it is NaN, whatever is subtracted
     return sum(distance * distance, over, keepdim) / (rest if rest > 0 else 0), centre
@@ -173,10 +185,9 @@ def logsumexp(x: Handle, dim: Dims = None, keepdim: bool = False, *, dims: Dims 
     over = checked(x, dim, dims)
     if not x.dtype.is_floating_point:
         x = cast(x, torch.get_default_dtype())
-    wide = in_f32(x)
-    top = amax(wide, over, keepdim=True)
-    top = pointwise.where(ROWS["isfinite"](top), top, 0.0)
-    total = ROWS["log"](sum(ROWS["exp"](wide - top), over, keepdim=True)) + top
+    with again(x):
+        wide = in_f32(x)
+    total = log_of_sum(wide, over)
     return back(total if keepdim else _without(total, over), x)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend.handle import Handle
@@ -22,7 +23,7 @@ from mdfuse.frontend.ops.recording import back, in_f32, record, shown
 
 #: mode -> how many spatial dims it takes.
 _MODES = {"nearest": (1, 2, 3), "nearest-exact": (1, 2, 3), "linear": (1,), "bilinear": (2,),
-          "trilinear": (3,), "area": (1, 2, 3)}  # fmt: skip
+          "trilinear": (3,), "bicubic": (2,), "area": (1, 2, 3)}  # fmt: skip
 
 
 def interpolate(
@@ -34,24 +35,26 @@ def interpolate(
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
 ) -> Handle:
-    """Images in another size, by the nearest element or linearly between neighbours.
+    """Images in another size: by the nearest element, linearly or by cubics between neighbours.
 
     Args:
         x: [batch, channels, …]; its spatial dims are whole on every rank, or are made so.
         size: the new spatial extents.
         scale_factor: or by how much they grow.
-        mode: "nearest", "nearest-exact", "linear", "bilinear", "trilinear" or "area".
-        align_corners: of linear ones, whether the outermost elements stay at the corners.
+        mode: "nearest", "nearest-exact", "linear", "bilinear", "trilinear", "bicubic" or "area".
+        align_corners: of linear and cubic ones, whether the outermost elements stay at the corners.
         recompute_scale_factor: whether shares follow from the extents and not from scale_factor.
-        antialias: must be False.
+        antialias: of "bilinear" and "bicubic", whether smaller images are means of what they cover.
     """
     n = x.ndim - 2
-    if n not in _MODES.get(mode, ()) or antialias or (align_corners and mode.startswith("nearest")):
+    is_smooth = mode in ("bilinear", "bicubic")
+    is_unlike = (antialias and not is_smooth) or (align_corners and mode.startswith("nearest"))
+    if n not in _MODES.get(mode, ()) or is_unlike:
         raise DefinitionError(
             f"interpolate of {shown(x)} with mode={mode!r}, align_corners={align_corners} and "
             f"antialias={antialias}",
-            because="the modes are " + ", ".join(_MODES) + ", each for its number of dims; there "
-            "is no antialiasing",
+            because="the modes are " + ", ".join(_MODES) + ", each for its number of dims; "
+            "antialiasing is for bilinear and bicubic",
             hint="x: [batch, channels, height, width] for bilinear",
         )
     sizes, scales = _extents(x, size, scale_factor)
@@ -64,6 +67,8 @@ def interpolate(
         dim, extent = 2 + at, x.shape[2 + at]
         if mode.startswith("nearest"):
             x = index_select(x, dim, tensor(_nearest(extent, m, scale, "exact" in mode)))
+        elif mode == "bicubic" or antialias:
+            x = _shared(x, dim, _shares(extent, m, scale, mode, bool(align_corners), antialias))
         elif m != extent or (scale not in (None, 1.0) and not align_corners):
             x = _linear(x, dim, _sources(extent, m, scale, bool(align_corners)))
     return record("set", x)
@@ -101,6 +106,38 @@ def _sources(n: int, m: int, scale: float | None, corners: bool) -> list[float]:
         return [step * i for i in range(m)]
     step = 1.0 / scale if scale else n / m
     return [max(step * (i + 0.5) - 0.5, 0.0) for i in range(m)]
+
+
+def _shares(
+    n: int, m: int, scale: float | None, mode: str, corners: bool, antialias: bool
+) -> Tensor:
+    """Return what each of n elements gives to each of m places, [m,n]: torch's own answer.
+
+    It is asked with two columns, as torch 2.13 is wrong about one with antialiasing.
+    """
+    how: dict[str, Any] = {"size": (m, 2)} if scale is None else {"scale_factor": (scale, 1.0)}
+    columns = torch.eye(n, dtype=torch.float64)[None, :, :, None].repeat(1, 1, 1, 2)
+    made = torch.nn.functional.interpolate(
+        columns, mode=mode, align_corners=corners, antialias=antialias, **how
+    )
+    return made[0, :, :, 0].T
+
+
+def _shared(x: Handle, dim: int, shares: Tensor) -> Handle:
+    """Sums of neighbours by their shares; those of a place are one behind the other."""
+    n, wide = x.shape[dim], in_f32(x)
+    given = (shares != 0).int()
+    first, last = given.argmax(1), n - 1 - given.flip(1).argmax(1)
+    total: Any = None
+    for k in range(int((last - first).max()) + 1):
+        at = (first + k).clamp(max=n - 1)
+        share = shares.gather(1, at[:, None])[:, 0].where(first + k < n, 0.0)
+        numbers = views.reshape(
+            tensor(share.tolist(), dtype=wide.dtype), (-1, *(1,) * (x.ndim - 1 - dim))
+        )
+        part = index_select(wide, dim, tensor(at.tolist())) * numbers
+        total = part if total is None else total + part
+    return back(total, x)
 
 
 def _linear(x: Handle, dim: int, sources: Sequence[float]) -> Handle:

@@ -9,7 +9,7 @@ import torch
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops.pointwise import ROWS, cast, clamp, elu, tanh, where
-from mdfuse.frontend.ops.recording import record, shown
+from mdfuse.frontend.ops.recording import again, record, shown
 from mdfuse.frontend.ops.views import reshape
 
 
@@ -122,9 +122,10 @@ def celu(x: Handle, alpha: float = 1.0) -> Handle:
         )
     if alpha == 1.0:
         return elu(x)
-    return where(
-        ROWS["gt"](x, 0), x, ROWS["expm1"](where(ROWS["gt"](x, 0), 0.0, x) / alpha) * alpha
-    )
+    with again(x):
+        is_plain = ROWS["gt"](x, 0)
+        bent = ROWS["expm1"](where(is_plain, 0.0, x) / alpha) * alpha
+    return where(is_plain, x, bent)
 
 
 def prelu(x: Handle, weight: Handle) -> Handle:
@@ -150,7 +151,9 @@ def prelu(x: Handle, weight: Handle) -> Handle:
     ones = (1,) * max(x.ndim - 2, 0)
     if weight.ndim:  # along dim 1 where there is one
         weight = reshape(weight, (*weight.shape, *ones) if x.ndim else ())
-    return where(ROWS["gt"](x, 0), x, weight * x)
+    with again(x):
+        is_plain = ROWS["gt"](x, 0)
+    return where(is_plain, x, weight * x)
 
 
 def threshold(x: Handle, threshold: float, value: float) -> Handle:

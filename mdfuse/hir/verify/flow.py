@@ -213,10 +213,13 @@ class Flow:
             view.storage.parts = None
         self.write(output, i)
         assert chunk is not None and isinstance(chunk.index, int)
-        if chunk.index in done or self.bound[output].region is not None:
+        # where an iteration stands for many: which ones (`folded.py`)
+        parts: range = i.kwargs.get("parts", range(chunk.index, chunk.index + 1))
+        count = i.kwargs.get("of", chunk.count)
+        if not done.isdisjoint(parts) or self.bound[output].region is not None:
             raise refusals.added_twice(self.program, output, i, chunk.index)
-        done.add(chunk.index)
-        self.bound[output].storage.parts = done if len(done) < chunk.count else None
+        done.update(parts)
+        self.bound[output].storage.parts = done if len(done) < count else None
 
     def bind_view(self, output: str, i: Instruction) -> None:
         """Bind the result of a view op to its operand's memory."""

@@ -15,6 +15,7 @@ What the verifier accepts of this it accepts of all iterations written out:
   that is as near, and each that is not, has one here that is like it.
 - This is some of the instructions that run, in their order. What is ordered among these is so among
   all; what one iteration does before the next one, it does before each later one.
+- The parts of chunks that are added up are added by the one that stands for many, all at once.
 - Of a buffer from outside of the loop each iteration uses a chunk of its own, or the whole. The one
   that stands for many reads and writes all their chunks, and is in conflict where any of them is.
 Where one of these is not sure, there is no such program, and all iterations have to be written out.
@@ -22,11 +23,12 @@ Where one of these is not sure, there is no such program, and all iterations hav
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
+from mdfuse.communication import Communication
 from mdfuse.extents.expressions import Calc, Term, resolve, terms
 from mdfuse.extents.linear import Linear, linear
 from mdfuse.hir.instructions import TRANSFERS, op_of, row_of
@@ -36,6 +38,7 @@ from mdfuse.hir.storage import storage
 from mdfuse.hir.unroll import LIMIT, Turn, Unrolled
 from mdfuse.hir.verify.layouts import chunk_of
 from mdfuse.layouts.boxes import nth_chunk
+from mdfuse.layouts.layout import Layout
 from mdfuse.layouts.stream import Stream
 
 #: Loops of fewer iterations are written out as they are.
@@ -54,7 +57,10 @@ def folded(program: HostProgram) -> HostProgram | None:
         KeyError: it reads a name in a branch that this rank does not take.
     """
     writer = _Folded(program)
-    found = early_waits.run(late_waits.run(writer.write()))
+    try:
+        found = early_waits.run(late_waits.run(writer.write()))
+    except _Unfit:
+        return None
     return found if len(writer.code) + writer.saved < LIMIT else None
 
 
@@ -87,11 +93,19 @@ class _Folded(Unrolled):
         self.saved += (len(turn.numbers) - 1) * (len(self.code) - before)
 
     def here(self, kind: BufferType) -> BufferType:
-        found = kind.at(self.known)
+        found = super().here(kind)
         if self.last is None or kind is found or kind.layout is None or kind.layout.stream is None:
             return found
+        if kind.layout.stream.op is not None:
+            return found  # see `at`
+        layout = self.spanning(kind.layout, kind.shape)
+        return found if layout is None else replace(found, layout=layout)
+
+    def spanning(self, layout: Layout, shape: Sequence[int]) -> Layout | None:
+        """Return a layout with the chunks of all iterations as one; None: they have one chunk."""
+        assert self.last is not None and layout.stream is not None
         index, last = self.last
-        chunk, first = kind.layout.stream, self.env[index]
+        chunk, first = layout.stream, self.env[index]
         numbers = []
         for n in (first, last):
             self.env[index] = n
@@ -99,14 +113,52 @@ class _Folded(Unrolled):
         self.env[index] = first
         low, high = sorted(numbers)  # type: ignore[type-var]
         if (low == high and first != last) or not isinstance(low, int) or not isinstance(high, int):
-            return found
+            return None
         assert isinstance(chunk.chunks, int) and high - low == last - first
-        layout, rank = kind.layout.with_stream(None), self.program.rank
-        rows = layout.local_shape(kind.shape, rank)[chunk.dim]
+        key = layout, (*shape, low, high)
+        if (known := self._layouts.get(key)) is not None:
+            return known
+        whole = layout.with_stream(None)
+        rows = whole.local_shape(tuple(shape), self.program.rank)[chunk.dim]
         start, stop = (nth_chunk((0, rows), chunk.chunks, n) for n in (low, high))
         lengths = start[0], stop[1] - start[0], rows - stop[1]
-        stream = Stream(chunk.dim, lengths, chunk.rotate, 1)
-        return replace(found, layout=layout.with_stream(stream))
+        found = whole.with_stream(Stream(chunk.dim, lengths, chunk.rotate, 1))
+        self._layouts[key] = found
+        return found
+
+    def posted(self, comm: Communication) -> Communication:
+        found = super().posted(comm)
+        if self.last is None or found == comm:
+            return found
+        source, destination = (
+            (k.stream is not None and self.spanning(k, comm.shape)) or here
+            for k, here in ((comm.source, found.source), (comm.destination, found.destination))
+        )
+        return replace(found, source=source, destination=destination)
+
+    def at(self, name: str, kind: BufferType, i: Instruction) -> BufferType:
+        found = super().at(name, kind, i)
+        chunk = chunk_of(kind.layout) if kind.layout is not None else None
+        if chunk is None or chunk.op is None or found is kind or self.last is None:
+            return found
+        assert found.layout is not None
+        operands = (self.types[self.name(x)].layout for x in i.reads if self.name(x) in self.types)
+        streams = [k.stream for k in operands if k is not None and k.stream is not None]
+        lengths = {x.chunks for x in streams if isinstance(x.chunks, tuple)}
+        if len(lengths) != 1:
+            raise _Unfit
+        stream = Stream.over(chunk.op, lengths.pop(), 1)
+        return replace(found, layout=found.layout.with_stream(stream))
+
+    def renamed(self, i: Instruction) -> Instruction:
+        found = super().renamed(i)
+        if i.op != "accumulate" or self.last is None:
+            return found
+        layout = self.program.types[self.program.root(i.reads[0])].layout
+        assert layout is not None and layout.stream is not None
+        index, last = self.last
+        parts, count = range(self.env[index], last + 1), layout.stream.count
+        return found.changed(attrs=(("parts", parts), ("of", count)))
 
     def is_of_part(self, i: Instruction) -> bool:
         return i.op not in TRANSFERS and super().is_of_part(i)
@@ -142,6 +194,10 @@ class _Folded(Unrolled):
             raise _Unfit
         cut: dict[str, Linear] = {}
         for i in inside:
+            for layout in (i.comm.source, i.comm.destination) if i.comm is not None else ():
+                which, chunk = self.which_of(layout, index), chunk_of(layout)
+                if which is not None and chunk is not None and chunk.op is not None:
+                    raise _Unfit
             row = row_of(i)
             if row is not None and row.is_view and i.reads:
                 self.check_view(i, row.is_slice, found, cut)
@@ -155,7 +211,9 @@ class _Folded(Unrolled):
         which, types = found.get(made_of), self.program.types
         if of not in found:
             memory = self.shared.get(of, of)
-            if which is not None and (i.op != "chunk" or cut.setdefault(memory, which) != which):
+            if which is None or not is_slice:
+                return  # it shows all of the buffer, whatever the iteration
+            if i.op != "chunk" or cut.setdefault(memory, which) != which:
                 raise _Unfit
             return
         before, after = (_extent(types[n]) for n in (of, made_of))
@@ -165,16 +223,25 @@ class _Folded(Unrolled):
     def which(self, name: str, index: Term) -> Linear | None:
         """Return which chunk a buffer is in an iteration; None where it is the same in all."""
         kind = self.program.types.get(name)
-        chunk = chunk_of(kind.layout) if kind is not None and kind.layout is not None else None
-        if kind is None or chunk is None or index not in terms(chunk.index):
+        if kind is None or kind.layout is None:
             return None
-        if chunk.op is not None:  # all must be there
+        found = self.which_of(kind.layout, index)
+        if found is not None and kind.padding is not None:
             raise _Unfit
+        return found
+
+    def which_of(self, layout: Layout, index: Term) -> Linear | None:
+        """Return which chunk a layout is of in an iteration; None where it is the same in all."""
+        chunk = chunk_of(layout)
+        if chunk is None or index not in terms(chunk.index):
+            return None
         known = resolve(chunk.index, self.before(index))
+        if chunk.op is not None and known != index:
+            raise _Unfit
         is_there = known == index or (
             isinstance(known, Calc) and known.op == "mod" and known.right == chunk.chunks
         )
-        if not is_there or not isinstance(chunk.chunks, int) or kind.padding is not None:
+        if not is_there or not isinstance(chunk.chunks, int):
             raise _Unfit
         found = linear(known, chunk.chunks)  # type: ignore[arg-type]
         if found is None or found.factor(index) not in (1, chunk.count - 1):
@@ -191,6 +258,8 @@ class _Folded(Unrolled):
         """Yield the iterations at which the chunks begin anew, or have another size."""
         kind, count, constant = self.program.types[name], which.modulus, which.constant
         assert kind.layout is not None and kind.layout.stream is not None
+        if kind.layout.stream.op is not None:
+            return  # a part of as many elements as all others
         shape = kind.layout.with_stream(None).local_shape(kind.shape, self.program.rank)
         rows = shape[kind.layout.stream.dim]
         if type(rows) is not int:
@@ -224,9 +293,11 @@ class _Folded(Unrolled):
 _COMPARISONS = ("==", "!=", "<", "<=", ">", ">=")
 
 
-def _extent(kind: BufferType) -> int:
-    """Return the extent of the dim of a buffer that is taken in chunks."""
+def _extent(kind: BufferType) -> int | None:
+    """Return the extent of the dim of a buffer that is taken in chunks; None: parts are added."""
     assert kind.layout is not None and kind.layout.stream is not None
+    if kind.layout.stream.op is not None:
+        return None
     return kind.shape[kind.layout.stream.dim]
 
 
@@ -238,10 +309,8 @@ def _check(i: Instruction, index: Term) -> None:
     checked with the transfers of all ranks.
     """
     attrs = () if i.op in (*TRANSFERS, "if") else i.attrs
-    comms = (i.comm.source, i.comm.destination) if i.comm is not None else ()
-    chunks = [c.index for c in map(chunk_of, comms) if c is not None]
     numbers = [x for x in i.inputs if not isinstance(x, str)] if op_of(i) is None else []
-    if any(index in terms(x) for x in (*(v for _, v in attrs), *chunks, *numbers)):
+    if any(index in terms(x) for x in (*(v for _, v in attrs), *numbers)):
         raise _Unfit
     if (index.name in i.reads and op_of(i) is None) or i.op == "get_stream":
         raise _Unfit

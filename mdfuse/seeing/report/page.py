@@ -215,7 +215,7 @@ def _key(c: Communication | None) -> tuple[str, ...]:
     if c is None:
         return (*group_of(c), "", "")
     before, after = (x.with_stream(None) for x in (c.source, c.destination))
-    return (*group_of(c), f"{before} → {after}", "×".join(map(str, c.shape)))
+    return (*group_of(c), f"{before} → {after}", "×".join(map(str, c.shape)) or "a number")
 
 
 def _least(c: Communication | None) -> int | None:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import mdfuse as mf
 from mdfuse.cli.calibration import command, measuring
 from mdfuse.cli.calibration.command import calibrated
-from mdfuse.cli.calibration.subjects import CPU, Scale, ways
+from mdfuse.cli.calibration.subjects import CPU, TURNS, Scale, ways
 from mdfuse.cli.main import app
 from mdfuse.seeing.amounts import is_work
 from mdfuse.seeing.cost_tables import machine_of, parsed
@@ -83,6 +83,40 @@ def test_products_beside_communications(monkeypatch: pytest.MonkeyPatch) -> None
     found._take_slows(lambda: None)
     assert {key: found.costs.links[key].slows for key in keys} == dict.fromkeys(keys, 0.25)
     assert found.costs.links["*"].slows == 0.25 and next(taken, None) is None
+
+
+@pytest.mark.usefixtures("unjoined")
+def test_symmetric_is_measured_where_no_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MDFUSE_BACKEND", raising=False)
+    comm, told = mf.init(), list[str]()
+    monkeypatch.setattr(comm, "size", 2)
+    monkeypatch.setattr(comm, "open", lambda names: None)
+    found = command.carriers(comm, told.append)
+    assert [*found] == [None, "symmetric"] and found[None].backend == comm.backend
+    assert found["symmetric"].backend == f"{comm.backend}, x=symmetric, meshes=symmetric"
+
+    def cannot(names: list[str]) -> None:
+        raise mf.BackendError("rank 1 cannot use symmetric", because="it is on another planet")
+
+    monkeypatch.setattr(comm, "open", cannot)
+    assert [*command.carriers(comm, told.append)] == [None]
+    assert told == ["symmetric is left out: it is on another planet"]
+    monkeypatch.setenv("MDFUSE_BACKEND", comm.backend)
+    assert [*command.carriers(comm, told.append)] == [None] and len(told) == 1
+
+
+@pytest.mark.usefixtures("unjoined")
+def test_what_a_change_of_work_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock where a run takes 3, its work 16 or 8, and both of them 5, 6, 7 or 60 more."""
+    found = measuring.Measurements(mf.init(), TINY)
+    found.times["run", "run"] = {1: 3.0}
+    times = [x for more in (5.0, 60.0, 6.0, 7.0) for x in (3.0 + 16, 3.0 + 8, 3.0 + 24 + more)]
+    taken = iter(times)
+    monkeypatch.setattr(measuring.Measurements, "_run_of", lambda *args: None)
+    monkeypatch.setattr(measuring, "seconds_of", lambda comm, call, runs, clock: next(taken))
+    assert found._switch() == pytest.approx(6.5 / (2 * TURNS))
+    taken = iter([19.0, 11.0, 20.0] * 4)
+    assert found._switch() == 0.0
 
 
 #: A table that nobody measured.

@@ -6,16 +6,20 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mdfuse import DeviceMesh
 from mdfuse.cli.calibration.subjects import (
+    BETWEEN,
     CPU,
     GPU,
     OPTIONS,
+    TURNS,
     Backends,
     Scale,
     Way,
     beside,
     points,
     subjects,
+    switches,
     ways,
 )
 from mdfuse.hir.instructions import POSTS
@@ -78,3 +82,12 @@ def test_a_product_stands_between_a_post_and_its_wait(way: Way) -> None:
     times = len(ops[0])
     assert times > 1 and ops[1] == ["post", "wait"] * times
     assert ops[2] == ["post", product_op, "wait"] * times
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_products_and_other_work_take_turns(between: str) -> None:
+    mesh = DeviceMesh.arange(x=1)
+    programs = [p.project(0).written_out for p in switches(CPU, mesh, between)]
+    alone, other, both = ([i.fn for i in p.instructions if is_work(i)] for p in programs)
+    assert alone == ["linear"] * TURNS and other == [other[0]] * TURNS != alone
+    assert both == ["linear", other[0]] * TURNS

@@ -183,6 +183,31 @@ def test_unknown_operations_are_refused_at_once() -> None:
     assert any("aten.fft_fft.default" in n for n in lines)
 
 
+class Called(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, call: Any) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, x: Tensor) -> Any:
+        return self.call(x)
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda x: torch.fft.fft(x).real, ("Fourier", "product with its matrix")),
+        (lambda x: torch.fft.rfft(x).real, ("Fourier", "product with its matrix")),
+        (lambda x: (x > 0).nonzero(), ("numbers that only a run knows", "where(mask, x, other)")),
+    ],
+)
+def test_a_reason_and_a_way_out(call: Any, told: tuple[str, ...]) -> None:
+    with pytest.raises(DefinitionError) as error:
+        mf.from_torch(Called(call), (X,), mesh=TP)
+    assert all(text in str(error.value) for text in told)
+
+
 class Masked(nn.Module):
     """Elements where a mask holds: how many is data."""
 

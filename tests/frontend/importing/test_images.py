@@ -26,6 +26,11 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     "sizes": lambda x: (
         F.interpolate(x[..., 0], scale_factor=2, mode="linear"), F.interpolate(x[..., 0], 8),
         F.interpolate(x, (6, 3), mode="bilinear", align_corners=True)),
+    "cubics": lambda x: (
+        F.interpolate(x, (7, 3), mode="bicubic"),
+        F.interpolate(x, scale_factor=1.7, mode="bicubic", align_corners=True),
+        F.interpolate(x, (2, 9), mode="bicubic", antialias=True),
+        F.interpolate(x, (3, 2), mode="bilinear", antialias=True)),
     "grids": lambda x: (placed(x, False), placed(x, True)),
     "channels": lambda x: F.instance_norm(F.channel_shuffle(x, 2)),
     "pools": lambda x: (F.adaptive_max_pool2d(x, (2, 3)), F.adaptive_max_pool1d(x[..., 0], 2)),

@@ -123,6 +123,15 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
                       F.cross_entropy(x, i, torch.linspace(1, 2, 6, dtype=x.dtype))],
         (A, torch.tensor([1, 2, 0, 5])),
     ),
+    "weights of classes": (
+        lambda x, i: [F.cross_entropy(x, i, ROW, label_smoothing=0.1, reduction=how, **more)
+                      for how in ("none", "mean", "sum") for more in ({}, {"ignore_index": 2})]
+        + [F.cross_entropy(x, x.softmax(1).flip(1), ROW, label_smoothing=smoothed, reduction=how)
+           for how in ("none", "mean", "sum") for smoothed in (0.0, 0.2)]
+        + [F.cross_entropy(x[:, :, None] * x[:, None, 1:], i[:, None].expand(4, 5), ROW,
+                           ignore_index=5, label_smoothing=0.3)],
+        (A, torch.tensor([1, 2, 0, 5])),
+    ),
     "convolutions": (
         lambda x, w: [F.conv2d(x, w), F.conv2d(x, w, padding=1, stride=2), F.max_pool2d(x, 2),
                       F.avg_pool2d(x, 3, 1), F.adaptive_avg_pool2d(x, 1), F.group_norm(x, 3),
@@ -208,8 +217,7 @@ def test_what_the_table_names_is_there() -> None:
     [(lambda x: x + torch.randn(4, 6), "aten.randn.default of neither inputs nor parameters"),
      (lambda x: x * F.dropout(torch.ones(4, 6)), "each run would have the same draw"),
      (lambda x: F.rrelu(x, training=True), "rrelu in training"),
-     (lambda x: F.dropout1d(x, training=True), "dropout of whole channels"),
-     (lambda x: F.cross_entropy(x, x.softmax(1), ROW), "weights of classes, and smoothed")],
+     (lambda x: F.dropout1d(x, training=True), "dropout of whole channels")]
 )  # fmt: skip
 def test_what_is_refused(call: Callable[..., Any], said: str) -> None:
     with pytest.raises(DefinitionError, match=said) as error:

@@ -208,7 +208,9 @@ WRONG: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "a mean of integers": (lambda x, w: F.avg_pool2d(x.int(), 2), ("a mean is a fraction",)),
     "both sizes": (
         lambda x, w: F.interpolate(x, size=3, scale_factor=2), ("one of both",)),
-    "no mode": (lambda x, w: F.interpolate(x, 3, mode="bicubic"), ("'bicubic'", "bilinear")),
+    "no mode": (lambda x, w: F.interpolate(x, 3, mode="lanczos"), ("'lanczos'", "bilinear")),
+    "no mean of nearest ones": (
+        lambda x, w: F.interpolate(x, 3, antialias=True), ("antialiasing", "bilinear")),
     "a grid of another batch": (lambda x, w: F.grid_sample(x, w), ("[n,a,b,2]",)),
     "reflected": (lambda x, w: F.grid_sample(x, x, padding_mode="reflection"), ("'reflection'",)),
     "columns": (lambda x, w: F.fold(x[0], (4, 5), 2), ("a column for each window", "3 by 4")),

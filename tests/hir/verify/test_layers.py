@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+from helpers.mutants import broken, is_right
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, MdfuseError, Options, Shard, Stream
-from mdfuse.hir import HostProgram, Instruction
+from mdfuse.hir import HostProgram
 from mdfuse.hir.text.parser import parse
 from mdfuse.hir.verify import verify
 from mdfuse.hir.verify.layers import without_repeated
 
-Block = tuple[Instruction, ...]
 MESH = DeviceMesh.arange(tp=2)
 LAYERS = 5
 
@@ -96,17 +96,6 @@ def sums() -> HostProgram:
     return mf.compile(fd, Options(verify=False)).host
 
 
-def broken(block: Block, at: int) -> Iterator[Block]:
-    """The block without an instruction, with it twice, behind the next one, or broken inside."""
-    i = block[at]
-    yield (*block[:at], *block[at + 1 :])
-    yield (*block[: at + 1], *block[at:])
-    yield (*block[:at], *block[at + 1 : at + 2], i, *block[at + 2 :])
-    for n in range(len(i.body)):
-        for body in broken(i.body, n):
-            yield (*block[:at], replace(i, body=body), *block[at + 1 :])
-
-
 def spoiled(program: HostProgram) -> list[HostProgram]:
     """The program with one fault, in all of its layers, some, or one."""
     code = program.instructions
@@ -125,14 +114,6 @@ def spoiled(program: HostProgram) -> list[HostProgram]:
             kept = (*code[:start], *(i for block in made for i in block), *behind)
             found.append(replace(program, instructions=kept))
     return found
-
-
-def is_right(program: HostProgram, in_full: bool) -> bool:
-    try:
-        verify(program, in_full)
-    except MdfuseError:
-        return False
-    return True
 
 
 @pytest.mark.parametrize("make", [rings, sums])

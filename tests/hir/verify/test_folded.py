@@ -1,0 +1,68 @@
+"""Iterations that are written out as one: parts that are added up, communications, views."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.mutants import broken, is_right
+
+import mdfuse as mf
+from mdfuse import DeviceMesh, Options, Shard, Stream
+from mdfuse.hir import HostProgram
+from mdfuse.hir.verify.folded import folded
+
+MESH = DeviceMesh.arange(dp=2, tp=2)
+
+
+def microbatches(count: int) -> HostProgram:
+    """A training step, whose gradients are added up; an all-reduce in each iteration."""
+    rows = 6 * count
+    with mf.FusionDefinition("step") as fd:
+        x = fd.define_tensor([rows, 4], torch.float32, MESH, {"dp": Shard(0)}, name="x")
+        w1 = fd.define_tensor([8, 4], torch.float32, MESH, {"tp": Shard(0)})
+        w2 = fd.define_tensor([4, 8], torch.float32, MESH, {"tp": Shard(1)})
+        y = fd.ops.linear(fd.ops.relu(fd.ops.linear(x, w1)), w2)
+        loss = fd.ops.set(y).on(MESH, {"dp": Shard(0)}).square().mean()
+        for g in mf.grad(loss, [w1, w2]):
+            fd.add_output(g)
+    options = Options(verify=False)
+    return mf.pipeline(fd, microbatches=count, batch={"x": 0}, options=options).host
+
+
+def chunks(count: int) -> HostProgram:
+    """Uneven chunks, each all-reduced."""
+    stream = Stream(0, count)
+    with mf.FusionDefinition("chunks") as fd:
+        x = fd.define_tensor([2 * count - 1, 4], torch.float32, MESH, {"tp": Shard(1)})
+        w = fd.define_tensor([4, 4], torch.float32, MESH, {"tp": Shard(0)})
+        fd.add_output(fd.ops.relu(fd.ops.set(x @ w).on(MESH, stream=stream)))
+    return mf.compile(fd, Options(verify=False)).host
+
+
+@pytest.mark.parametrize("make", [microbatches, chunks])
+def test_what_is_written_out_does_not_grow(make: Callable[[int], HostProgram]) -> None:
+    lengths = set()
+    for count in (8, 32):
+        found = folded(make(count).project(0))
+        assert found is not None
+        lengths.add(len(found))
+    assert len(lengths) == 1
+
+
+@pytest.mark.parametrize("make", [microbatches, chunks])
+def test_faults_in_iterations(make: Callable[[int], HostProgram]) -> None:
+    """The verdict is the one on all iterations written out."""
+    program = make(5)
+    assert is_right(program, False) and is_right(program, True)
+    code = program.instructions
+    loops = [n for n, i in enumerate(code) if i.op == "for" and len(i.body) > 4]
+    spoiled = [block for at in loops for block in broken(code, at)]
+    drawn = random.Random(0).sample(spoiled, min(len(spoiled), 50))
+    programs = [replace(program, instructions=block) for block in drawn]
+    verdicts = [(is_right(p, False), is_right(p, True)) for p in programs]
+    assert all(a == b for a, b in verdicts)
+    assert len({*verdicts}) == 2
