@@ -122,7 +122,7 @@ IN_PLACE = {
     "chunks_of_another": "%rows.i = matmul(%w.i, %t_2)",
     "chunks_that_go_on": "%x.i = add(%x.i, 1.0)",
     "chunks_after_a_loop": "%x.j = add(%x.j, 1.0)",
-    "two_by_chunks": "%x.j = sub(%x.j, %t_1.j)",
+    "two_by_chunks": "%x.i = sub(%x.i, %t_1.i)",
     "sent_by_chunks": "%x.i = add(%x.i, 1.0)",
     "read_on_both_streams": "%x.i = sub(%x.i, %w.i)",
 }
