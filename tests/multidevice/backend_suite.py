@@ -25,6 +25,7 @@ from helpers.two_stage import MESHES
 from torch import Tensor
 
 import mdfuse as mf
+from mdfuse import evaluator
 from mdfuse.layouts.call import Call
 
 two, four = pytest.mark.world(2), pytest.mark.world(4)
@@ -127,14 +128,19 @@ def test_another_backend_along_an_axis(
     axis: str, comm: mf.Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which one carries which team is seen at what is bound; both carry the right bytes."""
-    bound, poster = {}, comm.poster
+    bound, posters = {}, evaluator.posters
 
-    def spy(call: Call) -> Any:
-        found = poster(call)
-        bound[call.kind] = type(found).__module__.removeprefix("mdfuse.backends.")
-        return found
+    def spy(comm: mf.Communicator, run: int) -> Any:
+        poster = posters(comm, run)
 
-    monkeypatch.setattr(comm, "poster", spy)
+        def bind(call: Call) -> Any:
+            found = poster(call)
+            bound[call.kind] = type(found).__module__.removeprefix("mdfuse.backends.")
+            return found
+
+        return bind
+
+    monkeypatch.setattr(evaluator, "posters", spy)
     fd, generator = two_axes(), torch.Generator().manual_seed(0)
     program = mf.compile(fd, mf.Options(backend=f"{axis}=gloo"))
     whole = [torch.randn(shape, generator=generator) for shape in ((4, 6), (6, 8))]
