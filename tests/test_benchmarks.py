@@ -559,6 +559,8 @@ def test_layers_whose_tokens_are_split_that_the_page_shows() -> None:
         row = found[f"{layer}: GPU, queued", peer]
         assert time_of(ours) == pytest.approx(row["ours"]["median"], rel=0.005)
         assert float(cell.split()[0]) == pytest.approx(row["figure"]["median"], abs=0.0006)
+    told = f"takes {found[f'{layer}: GPU, queued', 'alone-graph']['figure']['median']:.2f} times"
+    assert told in (ROOT / "README.md").read_text()
     peak = found[f"{layer}: memory at the peak", "alone-graph"]
     assert (peak["ours"]["median"] >> 20, peak["against"]["median"] >> 20) == (480, 384)
     assert found[f"{layer}: GPU, one call", "alone-graph"]["figure"]["median"] == pytest.approx(
