@@ -278,5 +278,6 @@ def options(compiles: str | None, **others: str | None) -> mf.Options | None:
     changed: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     missing = changed.keys() - {each.name for each in fields(mf.Options)}
     if missing:
-        screen.fail(f"Options of this version have no field {', '.join(sorted(missing))}")
+        names = ", ".join(f"`{name}`" for name in sorted(missing))
+        screen.fail(f"Options of this version have no field {names}")
     return mf.Options(**changed) if changed else None

@@ -373,7 +373,7 @@ def test_an_option_that_is_not_there(
 def test_a_result_that_is_not_computed_anew(layers_models: Any, is_stale: bool) -> None:
     figures = importlib.import_module("_layers_figures")
     x = torch.randn(4)
-    layer = SimpleNamespace(parts={"x": x})
+    layer = SimpleNamespace(parts={"x": x}, wholes={"x": x.clone()})
     kept, want = x * 2, x * 2
     error = figures._error(layer, lambda: kept if is_stale else x * 2, want.double())
     assert math.isnan(error) if is_stale else error < 1e-6

@@ -272,9 +272,13 @@ def test_required_orders_and_streams_are_not_asked_of_cotangents() -> None:
             return h * 2
         return torch.tanh(h) * 2
 
-    program = check(f, TP, ([8, 4], {}), ([4, 8], {"tp": Shard(1)}))
-    backward = [e.output for e in program.fusion.exprs if e.source and e.source.note]
-    values = [program.fusion.values[n] for n in backward]
+    inputs = ([8, 4], {}), ([4, 8], {"tp": Shard(1)})
+    check(f, TP, *inputs)
+    with mf.FusionDefinition("asked") as fd:
+        handles = given(fd, TP, *inputs)
+        fd.add_output(mf.grad(f(*handles).sum(), handles)[0])
+    backward = [e.output for e in fd.fusion.exprs if e.source and e.source.note]
+    values = [fd.fusion.values[n] for n in backward]
     assert backward
     assert not any(v.stream is not None or v.is_order_required for v in values)
 
