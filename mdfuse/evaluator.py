@@ -23,7 +23,6 @@ from mdfuse.errors import BackendError, MdfuseError, ProgramError
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.ops import TABLE
 from mdfuse.ir.tensors import resolved
-from mdfuse.plan.arena import same_memory
 from mdfuse.plan.build import Plan, build
 from mdfuse.plan.fusing import Fuser
 from mdfuse.plan.index_checks import IndexChecks
@@ -98,8 +97,8 @@ class HostIrEvaluator:
     #: Tells this evaluator and its runs from others; all ranks make theirs in the same order.
     _tally: RunCount = field(default=_NOTHING, init=False, repr=False)
     _device_type: str = field(default="cpu", init=False, repr=False)
-    #: size -> memory for what others copy from where it lies
-    _arenas: dict[int, Tensor | None] = field(default_factory=dict, init=False, repr=False)
+    #: Memory of what others copy from where it lies.
+    _arena: Tensor | None = field(default=None, init=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -331,8 +330,14 @@ class HostIrEvaluator:
             tally=self._tally,
             checks=self._checks,
             fuse=self.fuser if self._may_compile(communicator) else None,
-            memory=partial(same_memory, self._arenas, partial(arena, communicator)),
+            memory=self._memory if self._device_type == "cuda" else None,
         )
+
+    def _memory(self, size: int) -> Tensor | None:
+        """Return memory for the arena, the same for all plans: others remember where it lies."""
+        if self._arena is None and self.communicator is not None:
+            self._arena = arena(self.communicator, size)
+        return self._arena
 
     @cached_property
     def fuser(self) -> Fuser:
@@ -418,7 +423,7 @@ class HostIrEvaluator:
     def forget(self) -> None:
         """Make the next run a first one."""
         self._local, self._signature, self._last, self._again = None, None, _NO_RUN, never
-        self._arenas.clear()
+        self._arena = None
         self._drop(self.plans.clear(self._number))
 
     # -- all ranks run, or none ------------------------------------------------------------------

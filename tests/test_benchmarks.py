@@ -525,47 +525,50 @@ def test_layers_that_the_page_shows() -> None:
         assert error == pytest.approx(1, abs=0.002)
 
 
-def test_layers_on_two_gpus_that_the_page_shows() -> None:
-    file = json.loads((ROOT / "benchmarks" / "results" / "layers-h200-2.json").read_text())
+#: what -> the file, how its rows are named behind what the table says, the table's first heading,
+#: whom it compares with, and how many rows it has.
+RATIOS: dict[str, tuple[str, str, str, tuple[str, ...], int]] = {
+    "layers on two GPUs": (
+        "layers-h200-2", "GPU, queued", "on two GPUs",
+        ("graph", "compiled-graph", "dtensor", "dtensor-compiled", "dtensor-compiled-graph"), 2,
+    ),
+    "layers whose tokens are split": (
+        "layers-sequence-2", "GPU, queued", "with tokens split",
+        ("alone-graph", "compiled-graph", "reduced-graph"), 1,
+    ),
+    "overlap on two GPUs": (
+        "overlap-symmetric-2", "time", "rows, inner, columns",
+        ("ideal", "nccl", "compiled", "torch, fused"), 8,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", RATIOS)
+def test_ratios_that_the_page_shows(what: str) -> None:
+    name, of, heading, peers, count = RATIOS[what]
+    file = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
     found = {(row["name"], row["alternative"]): row for row in file["rows"]}
-    peers = ("graph", "compiled-graph", "dtensor", "dtensor-compiled", "dtensor-compiled-graph")
-    rows = shown("on two GPUs", "dtensor")
-    assert len(rows) == 2
+    rows = shown(heading, peers[-1])
+    assert len(rows) == count
     for layer, ours, *ratios in rows:
         for cell, peer in zip(ratios, peers, strict=True):
-            row = found[f"{layer}: GPU, queued", peer]
+            row = found[f"{layer}: {of}", peer]
             assert time_of(ours) == pytest.approx(row["ours"]["median"], rel=0.005)
             assert float(cell.split()[0]) == pytest.approx(row["figure"]["median"], abs=0.0006)
 
 
-def test_overlap_on_two_gpus_that_the_page_shows() -> None:
-    file = json.loads((ROOT / "benchmarks" / "results" / "overlap-symmetric-2.json").read_text())
-    found = {(row["name"], row["alternative"]): row for row in file["rows"]}
-    rows = shown("rows, inner, columns", "torch, fused")
-    assert len(rows) == 8
-    for shape, ours, *ratios in rows:
-        peers = ("ideal", "nccl", "compiled", "torch, fused")
-        for cell, peer in zip(ratios, peers, strict=True):
-            row = found[f"{shape}: time", peer]
-            assert time_of(ours) == pytest.approx(row["ours"]["median"], rel=0.005)
-            assert float(cell.split()[0]) == pytest.approx(row["figure"]["median"], abs=0.0006)
-
-
-def test_layers_whose_tokens_are_split_that_the_page_shows() -> None:
+def test_what_is_told_of_layers_whose_tokens_are_split() -> None:
     file = json.loads((ROOT / "benchmarks" / "results" / "layers-sequence-2.json").read_text())
     found = {(row["name"], row["alternative"]): row for row in file["rows"]}
-    ((layer, ours, *ratios),) = shown("with tokens split", "alone-graph")
-    for cell, peer in zip(ratios, ("alone-graph", "compiled-graph", "reduced-graph"), strict=True):
-        row = found[f"{layer}: GPU, queued", peer]
-        assert time_of(ours) == pytest.approx(row["ours"]["median"], rel=0.005)
-        assert float(cell.split()[0]) == pytest.approx(row["figure"]["median"], abs=0.0006)
+    layer = "llama3-70b, prefill"
     told = f"takes {found[f'{layer}: GPU, queued', 'alone-graph']['figure']['median']:.2f} times"
     assert told in (ROOT / "README.md").read_text()
+    page = (ROOT / "docs" / "measured.md").read_text()
     peak = found[f"{layer}: memory at the peak", "alone-graph"]
-    assert (peak["ours"]["median"] >> 20, peak["against"]["median"] >> 20) == (480, 384)
-    assert found[f"{layer}: GPU, one call", "alone-graph"]["figure"]["median"] == pytest.approx(
-        1.09, abs=0.006
-    )
+    ours, others = (peak[side]["median"] >> 20 for side in ("ours", "against"))
+    assert f"{ours} MiB at the peak beside {others}" in page
+    once = found[f"{layer}: GPU, one call", "alone-graph"]["figure"]["median"]
+    assert f"(`GPU, one call` is {once:.2f} of `alone-graph`)" in page
 
 
 def test_training_that_the_page_shows() -> None:

@@ -76,8 +76,7 @@ class Work(Protocol):
         """Return once the buffers may be used (on GPUs: by work queued on the current stream)."""
 
 
-@runtime_checkable
-class Divided(Protocol):
+class Divided(Work, Protocol):
     """A work whose halves can be waited for one by one: what this rank sends, what it receives."""
 
     sent: Work

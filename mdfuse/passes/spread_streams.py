@@ -12,7 +12,7 @@ they are stated: each rank begins with another chunk.
 from __future__ import annotations
 
 from collections import ChainMap, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 from mdfuse.ir.graph import Expr, Fusion, Value
@@ -42,7 +42,7 @@ def run(fusion: Fusion) -> Fusion:
     return replace(fusion, values=values)
 
 
-def _before(fusion: Fusion, at: str, values: Mapping[str, Value]) -> Iterator[Value]:
+def _before(fusion: Fusion, at: str, values: dict[str, Value]) -> Iterator[Value]:
     """Yield what a streamed value is computed from in chunks, with its stream."""
     expr = fusion.producers.get(at)
     if expr is None or expr.op == "set":
@@ -56,9 +56,7 @@ def _before(fusion: Fusion, at: str, values: Mapping[str, Value]) -> Iterator[Va
             yield value
 
 
-def _behind(
-    fusion: Fusion, at: str, stream: Stream, values: Mapping[str, Value]
-) -> Iterator[Value]:
+def _behind(fusion: Fusion, at: str, stream: Stream, values: dict[str, Value]) -> Iterator[Value]:
     """Yield what is computed from chunks of a streamed value, with its stream."""
     for expr in fusion.consumers[at]:
         if not _is_free(expr, values):
@@ -72,7 +70,7 @@ def _behind(
                 break
 
 
-def _is_free(expr: Expr, values: Mapping[str, Value]) -> bool:
+def _is_free(expr: Expr, values: dict[str, Value]) -> bool:
     """Return whether an expression computes one tensor on each rank by itself, in one piece."""
     if expr.op == "set" or len(expr.outputs) > 1:
         return False
@@ -80,10 +78,10 @@ def _is_free(expr: Expr, values: Mapping[str, Value]) -> bool:
     return value.is_tensor and value.stream is None
 
 
-def _reads_chunks(expr: Expr, value: Value, values: Mapping[str, Value]) -> bool:
+def _reads_chunks(expr: Expr, value: Value, values: dict[str, Value]) -> bool:
     return any(s is not None for s in _read(expr, value, values))
 
 
-def _read(expr: Expr, value: Value, values: Mapping[str, Value]) -> tuple[Stream | None, ...]:
+def _read(expr: Expr, value: Value, values: dict[str, Value]) -> tuple[Stream | None, ...]:
     """Return how an expression reads its operands if its result had a stream."""
-    return operand_streams(expr, ChainMap({value.name: value}, dict(values)))
+    return operand_streams(expr, ChainMap({value.name: value}, values))

@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-from torch import Tensor
 
 from mdfuse.extents.extent import is_symbolic
 from mdfuse.hir.instructions import POSTS
@@ -67,15 +65,6 @@ def arena(program: HostProgram) -> Arena:
     for i in program.instructions:
         walk.step(i)
     return Arena(tuple(walk.offsets), walk.size)
-
-
-def same_memory(
-    found: dict[int, Tensor | None], make: Callable[[int], Tensor | None], size: int
-) -> Tensor | None:
-    """Return memory of a size, made once: other ranks remember where it lies."""
-    if size not in found:
-        found[size] = make(size)
-    return found[size]
 
 
 def _is_symmetric(i: Instruction) -> bool:

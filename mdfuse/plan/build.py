@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -262,7 +263,7 @@ def build(
         one_stream=not any(i.op == "set_stream" for i in written.instructions),
         caller=caller, stream=caller, checks=checks, fuse=fuse,
     )  # fmt: skip
-    context.symmetric = _placed(arena(written), memory)
+    context.symmetric = _placed(written, memory)
     inputs = _inputs(context, arguments)
     context.updated = updated_names(written)
     given = _given(context, out)
@@ -282,11 +283,14 @@ def build(
     )  # fmt: skip
 
 
-def _placed(found: Arena, memory: Callable[[int], Tensor | None] | None) -> Iterator[Tensor | None]:
+def _placed(
+    program: HostProgram, memory: Callable[[int], Tensor | None] | None
+) -> Iterator[Tensor | None]:
     """Yield the memory of each symmetric buffer: the arena from where it begins."""
+    found = arena(program) if memory is not None else Arena((), 0)
     whole = memory(found.size) if memory is not None and found.size else None
-    for offset in found.offsets:
-        yield None if whole is None or offset is None else whole[offset:]
+    offsets = found.offsets if whole is not None else repeat(None)
+    yield from (None if whole is None or at is None else whole[at:] for at in offsets)
 
 
 def _inputs(context: Context, arguments: Sequence[Any]) -> tuple[int, ...]:

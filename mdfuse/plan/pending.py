@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import Divided, Work
+from mdfuse.backends.base import Work
 from mdfuse.layouts.reduction import combine
 
 #: (where data belongs, the dense buffer in which it arrives)
@@ -60,11 +60,14 @@ class _Copied:
 
 
 def halves(works: tuple[Work, ...]) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
-    """Return what is to be waited for where something is sent, and where it is received."""
-    if not any(isinstance(work, Divided) for work in works):
-        return works, works
-    sent = tuple(work.sent if isinstance(work, Divided) else work for work in works)
-    return sent, tuple(work.received if isinstance(work, Divided) else work for work in works)
+    """Return what is to be waited for where something is sent, and where it is received.
+
+    Some backends have works whose halves can be waited for one by one (`Divided`).
+    """
+    sent, received = (
+        tuple([getattr(work, half, work) for work in works]) for half in ("sent", "received")
+    )
+    return sent, received
 
 
 def nothing_posted(has_streams: bool) -> Callable[[], tuple[Work, ...]]:

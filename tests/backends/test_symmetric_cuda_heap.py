@@ -11,6 +11,7 @@ import torch
 
 from mdfuse.backends.symmetric import cuda_heap, cuda_memory
 from mdfuse.backends.symmetric.cuda_heap import CudaHeap
+from mdfuse.errors import BackendError
 
 MIB = 1 << 20
 
@@ -93,6 +94,35 @@ def test_an_arena_is_given_back_with_its_last_view(
     del view
     gc.collect()
     assert [run.size for run in heap._idle] == [2 * MIB]
+
+
+def test_what_torch_keeps_is_freed_where_there_is_no_room(
+    heap: CudaHeap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emptied: list[bool] = []
+    allocate = heap.memory.allocate
+
+    def full(size: int) -> int:
+        if not emptied:
+            raise BackendError("the CUDA driver refuses cuMemAlloc_v2: error 2")
+        return allocate(size)
+
+    monkeypatch.setattr(heap.memory, "allocate", full)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    assert heap.take(1).size == 2 * MIB and emptied == [True]
+
+
+def test_a_collection_gives_back_while_memory_is_taken(heap: CudaHeap) -> None:
+    """What ends a tensor may run in any line of its thread, within `take`, too."""
+    given, allocate = heap.take(1), heap.memory.allocate
+
+    def collecting(size: int) -> int:
+        heap.give(given)
+        return allocate(size)
+
+    heap.memory.allocate = collecting  # type: ignore[method-assign]
+    assert heap.take(1) is not given
+    assert heap.take(1) is given
 
 
 @pytest.mark.parametrize(

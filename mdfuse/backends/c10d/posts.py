@@ -22,7 +22,7 @@ from mdfuse.backends.transfers import Post, Transfer, in_a_row, transferred
 from mdfuse.backends.work import DONE, Posted, explained
 from mdfuse.layouts.call import Call
 from mdfuse.layouts.kinds import KINDS, REDUCING, by_kind
-from mdfuse.layouts.reduction import BOOL_OPS, check_reduction, combine
+from mdfuse.layouts.reduction import BOOL_OPS, check_reduction, combine_into
 from mdfuse.torch_private import AllgatherOptions, Group, all_gather_of, reduce_scatter_of
 
 _View = Callable[[Tensor], Tensor]
@@ -282,6 +282,6 @@ def _gathered(team: Team, call: Call, dtype: torch.dtype) -> Post:
             return bring(srcs, ()) if srcs[0].numel() else DONE
         (dst,), rows = dsts, srcs[0].new_empty((n, dsts[0].numel()))
         work = bring(srcs, (rows,))
-        return Posted(call, (work,), srcs, lambda: in_a_row(dst).copy_(combine(op, rows)))
+        return Posted(call, (work,), srcs, lambda: combine_into(op, rows, in_a_row(dst)))
 
     return post

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mdfuse.backends.symmetric.cuda_memory import CudaMemory
+from mdfuse.errors import BackendError
 
 #: Sizes of runs are multiples of this, so that they are alike more often.
 _ALIGNED = 2 << 20
@@ -79,15 +80,24 @@ class CudaHeap:
                 found = min(fits, key=lambda x: x.size)
                 self._idle.remove(found)
                 return found
-            address = self.memory.allocate(size)
+            address = self._allocated(size)
             made = Run(address=address, size=size, handle=self.memory.handle(address))
             self._runs.append(made)
             return made
 
+    def _allocated(self, size: int) -> int:
+        try:
+            return self.memory.allocate(size)
+        except BackendError:  # torch may keep what it does not use
+            torch.cuda.empty_cache()
+            return self.memory.allocate(size)
+
     def give(self, run: Run) -> None:
-        """Give memory back that nothing reads any more."""
-        with self._lock:
-            self._idle.append(run)
+        """Give memory back that nothing reads any more.
+
+        Without the lock, as a collection of garbage may call it in a thread that holds that.
+        """
+        self._idle.append(run)
 
     def arena(self, size: int) -> Tensor:
         """Return memory as a tensor of bytes; it is given back when no view of it is left."""

@@ -196,6 +196,7 @@ class CudaProvider:
         torch.cuda.synchronize(place.device)  # makes its context current, which the driver asks for
         self._place = place
         self._heap, self._device = heap_of(place.device), CudaDevice(place.device)
+        #: handle -> what was offered to a team that is not made yet
         self._outboxes: dict[str, Run] = {}
 
     def arena(self, size: int) -> Tensor:
@@ -249,7 +250,9 @@ class CudaProvider:
         return self._device.track(stream)
 
     def close(self) -> None:
-        """Nothing: memory is given up by its team."""
+        """Give back the outboxes of teams that could not be made; the others are their team's."""
+        while self._outboxes:
+            self._heap.give(self._outboxes.popitem()[1])
 
 
 @dataclass(eq=False, kw_only=True)

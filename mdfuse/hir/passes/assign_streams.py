@@ -68,20 +68,20 @@ def _on_streams(i: Instruction, options: Options, caller: str, s: str) -> list[I
         used = {j.kwargs["stream"] for j in body if j.op == "set_stream"}
     else:
         used = set(range(min(options.streams, i.kwargs["stop"])))
-        turn = _set_stream(calc("mod", loop(i.outputs[0]), len(used)))
+        turn = set_stream(calc("mod", loop(i.outputs[0]), len(used)))
         body = joined((turn, *part) for part in i.parts)
     if len(used) == 1:
         (only,) = used
         body = tuple(j for j in body if j.op != "set_stream")
-        return [_set_stream(only), wait, replace(i, body=body), back, _sync(only)]
+        return [set_stream(only), wait, replace(i, body=body), back, sync_with(only)]
     over = Instruction(
         op="for", outputs=(s,), attrs=(("start", 0), ("stop", len(used)), ("step", 1))
     )
     return [
-        replace(over, body=(_set_stream(loop(s)), wait)),
+        replace(over, body=(set_stream(loop(s)), wait)),
         replace(i, body=body),
         back,
-        replace(over, body=(_sync(loop(s)),)),
+        replace(over, body=(sync_with(loop(s)),)),
     ]
 
 
@@ -103,11 +103,13 @@ def _is_spread(i: Instruction) -> bool:
     return i.op == "for" and (not _adds_up(i) or any(j.op in POSTS for j in i.walk()))
 
 
-def _set_stream(stream: Index) -> Instruction:
+def set_stream(stream: Index) -> Instruction:
+    """Return what makes a stream current."""
     return Instruction(op="set_stream", attrs=(("stream", stream),))
 
 
-def _sync(stream: Index) -> Instruction:
+def sync_with(stream: Index) -> Instruction:
+    """Return what lets the current stream wait for another one."""
     return Instruction(op="sync", attrs=(("stream", stream),))
 
 
@@ -155,7 +157,7 @@ class _Assigned:
         self.homes.update(dict.fromkeys(arrived & self.homes.keys(), COMPUTE))
         self.known -= arrived
         self.used[TRANSFER].difference_update(self.memory(arrived))
-        self.code += [_set_stream(COMPUTE), i] if self.current != COMPUTE else [i]
+        self.code += [set_stream(COMPUTE), i] if self.current != COMPUTE else [i]
         self.current = COMPUTE
 
     def add(self, members: list[Instruction]) -> None:
@@ -168,13 +170,13 @@ class _Assigned:
             self.pass_on(members[0])
             return
         if stream != self.current:
-            self.code.append(_set_stream(stream))
+            self.code.append(set_stream(stream))
             self.current = stream
         names = {n for i in members for n in self.touched(i)}
         written = {n for i in members for n in _written(i)}
         away = {n for n in names if self.homes.get(n, stream) != stream} - self.known
         if away or not self.used[1 - stream].isdisjoint(self.memory(written)):
-            self.code.append(_sync(1 - stream))
+            self.code.append(sync_with(1 - stream))
             self.known.update(n for n, home in self.homes.items() if home != stream)
             self.used[1 - stream].clear()
         self.used[stream].update(self.memory(names))

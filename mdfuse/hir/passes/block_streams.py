@@ -18,6 +18,7 @@ from itertools import combinations
 from mdfuse.config import Options
 from mdfuse.hir.calls import blocks_of
 from mdfuse.hir.instructions import POSTS
+from mdfuse.hir.passes.assign_streams import set_stream, sync_with
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.storage import shared_operand, storage
 from mdfuse.ir.graph import fresh_name
@@ -34,7 +35,7 @@ def run(program: HostProgram, options: Options) -> HostProgram:
     if options.streams == 1 or not any({*a.ranks} & {*b.ranks} for a, b in pairs):
         return program
     streams = {mesh: n % options.streams for n, mesh in enumerate(meshes)}
-    assigned = _Assigned(program)
+    assigned = _Assigned(program, storage(program))
     code = [
         assigned.block(i, streams[_mesh(program, i)]) if i.op == "block" else i
         for i in program.instructions
@@ -44,9 +45,10 @@ def run(program: HostProgram, options: Options) -> HostProgram:
     ahead = [i for i in code[first : last + 1] if i.op != "call"]  # waits for what all may read
     caller = fresh_name(program.types, "caller")
     used = sorted({*streams.values()})
-    begin, end = Instruction(op="get_stream", outputs=(caller,)), _set_stream(caller)
-    waits = [j for s in used for j in (_set_stream(s), Instruction(op="sync", inputs=(caller,)))]
-    ends = [end, *(_sync(s) for s in used)]
+    begin = Instruction(op="get_stream", outputs=(caller,))
+    end = Instruction(op="set_stream", inputs=(caller,))
+    waits = [j for s in used for j in (set_stream(s), Instruction(op="sync", inputs=(caller,)))]
+    ends = [end, *(sync_with(s) for s in used)]
     code = [*code[:first], *ahead, begin, *waits, *calls, *ends, *code[last + 1 :]]
     return replace(program, instructions=tuple(code))
 
@@ -61,19 +63,10 @@ def _mesh(program: HostProgram, block: Instruction) -> DeviceMesh:
     return next(k.layout.mesh for k in kinds if k.layout is not None)
 
 
-def _set_stream(stream: int | str) -> Instruction:
-    if isinstance(stream, str):
-        return Instruction(op="set_stream", inputs=(stream,))
-    return Instruction(op="set_stream", attrs=(("stream", stream),))
-
-
-def _sync(stream: int) -> Instruction:
-    return Instruction(op="sync", attrs=(("stream", stream),))
-
-
 @dataclass
 class _Assigned:
     program: HostProgram
+    shared: dict[str, str]
     #: name -> the stream of the block that made it, or wrote it last
     homes: dict[str, int] = field(default_factory=dict)
 
@@ -84,17 +77,17 @@ class _Assigned:
         away = {self.homes.get(n, stream) for n in names} - {stream}
         for n in self.written(inside):
             self.homes[n] = stream
-        head = (_set_stream(stream), *map(_sync, sorted(away)))
+        head = (set_stream(stream), *map(sync_with, sorted(away)))
         return replace(block, body=(*head, *block.body))
 
     def written(self, code: list[Instruction]) -> Iterator[str]:
         """Yield the names that are made, and those whose memory is written."""
-        shared, made = storage(self.program), set[str]()
+        made = set[str]()
         for i in code:
             is_view = shared_operand(i) is not None and made.isdisjoint(i.outputs)
             into = i.reads[-1:] if i.op in POSTS else ()
             for n in (*i.outputs, *into):
                 yield n
                 if not is_view:
-                    yield shared.get(self.program.root(n), n)
+                    yield self.shared.get(self.program.root(n), n)
             made.update(i.outputs)

@@ -8,7 +8,8 @@ With `Options(backend="symmetric")`:
 
 So the post need not copy it into an outbox. Only what the program itself computes, or allocates,
 and does not return: other buffers are the caller's. Where an op of torch cannot compute into a
-buffer, its result is copied there, which takes as long as a copy into an outbox.
+buffer, its result is copied there, which takes as long as a copy into an outbox; on CPUs a piece
+that fits into the slots then is copied once more.
 """
 
 from __future__ import annotations

@@ -16,11 +16,8 @@ HEAD = """host @landing on mesh(x=2) {
   input %a: f32[4] of [8] (x=S0)
 """
 
-#: body -> which of its copies are left on rank 0.
-CASES = {
-    "a part of a sum": (
-        """  %y: f32[4] of [8] (x=S0) = alloc
-  %got: f32[4] of [8] (x=S0) = alloc
+#: What the other rank has, in %y.
+SWAP = """  %got: f32[4] of [8] (x=S0) = alloc
   group_start
   %c0 = send(%a, to=(coord(x) + 1) mod 2, axis=x)
   %c1 = recv(%got, from=(coord(x) + 1) mod 2, axis=x)
@@ -28,7 +25,13 @@ CASES = {
   wait %c0
   wait %c1
   %y = set(%got)
-  free %got
+"""
+
+#: name -> body, in which SWAP stands for that, and how many of its copies are left on rank 0.
+CASES = {
+    "a part of a sum": (
+        """  %y: f32[4] of [8] (x=S0) = alloc
+SWAP  free %got
   %z: f32[4] of [8] (x=S0) = add(%y, %a)
   free %y
   return %z
@@ -38,30 +41,14 @@ CASES = {
     "something is there": (
         """  %y: f32[4] of [8] (x=S0) = mul(%a, 2.0)
   %z: f32[4] of [8] (x=S0) = neg(%y)
-  %got: f32[4] of [8] (x=S0) = alloc
-  group_start
-  %c0 = send(%a, to=(coord(x) + 1) mod 2, axis=x)
-  %c1 = recv(%got, from=(coord(x) + 1) mod 2, axis=x)
-  group_end
-  wait %c0
-  wait %c1
-  %y = set(%got)
-  free %got, %y
+SWAP  free %got, %y
   return %z
 """,
         1,
     ),
     "it is read once more": (
         """  %y: f32[4] of [8] (x=S0) = alloc
-  %got: f32[4] of [8] (x=S0) = alloc
-  group_start
-  %c0 = send(%a, to=(coord(x) + 1) mod 2, axis=x)
-  %c1 = recv(%got, from=(coord(x) + 1) mod 2, axis=x)
-  group_end
-  wait %c0
-  wait %c1
-  %y = set(%got)
-  %z: f32[4] of [8] (x=S0) = add(%y, %got)
+SWAP  %z: f32[4] of [8] (x=S0) = add(%y, %got)
   free %got, %y
   return %z
 """,
@@ -69,15 +56,7 @@ CASES = {
     ),
     "an output": (
         """  %y: f32[4] of [8] (x=S0) = alloc
-  %got: f32[4] of [8] (x=S0) = alloc
-  group_start
-  %c0 = send(%a, to=(coord(x) + 1) mod 2, axis=x)
-  %c1 = recv(%got, from=(coord(x) + 1) mod 2, axis=x)
-  group_end
-  wait %c0
-  wait %c1
-  %y = set(%got)
-  free %got
+SWAP  free %got
   return %y
 """,
         0,
@@ -92,7 +71,7 @@ def sets(program: hir.HostProgram) -> int:
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_received_in_its_place(name: str) -> None:
     body, left = CASES[name]
-    program = hir.parse(HEAD + body + "}\n")
+    program = hir.parse(HEAD + body.replace("SWAP", SWAP) + "}\n")
     plain = write(project(program, 0))
     assert sets(plain) == 1
     assert sets(land_receives.run(plain)) == left
