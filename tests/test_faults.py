@@ -193,6 +193,19 @@ IN_ONE_RANK = [
     (Case(fault="threads", moment="before", says=CROWD, own=1), "gloo"),
 ]
 
+#: A rank compiles for longer than the others wait: they say where it is.
+COMPILING = [
+    (
+        Case(
+            fault="compile",
+            moment="before",
+            says=(MEETING, r"for ranks \[1\]", r"rank 1 answers; .* inductor\.compiled = "),
+        ),
+        backend,
+    )
+    for backend in ("gloo", "symmetric")
+]
+
 #: What mpirun says where it is left to itself, or the rank that is the first to fail.
 ENDED_BY_ITSELF = (
     Case(fault="kill", moment="in", says=(r"process rank 1 .*exited on\s+signal 9",), own=-9),
@@ -365,7 +378,7 @@ def text(file: Path) -> str:
     return file.read_text(encoding="utf-8", errors="replace")
 
 
-@pytest.mark.parametrize(("case", "launch"), JOINING + PARTING + IN_ONE_RANK, ids=str)
+@pytest.mark.parametrize(("case", "launch"), JOINING + PARTING + IN_ONE_RANK + COMPILING, ids=str)
 def test_ranks_that_join_and_part(
     case: Case, launch: str, jobs: dict[tuple[str, str], Future[Job]]
 ) -> None:
@@ -428,7 +441,13 @@ def test_mpirun_ends_the_job(
 
 def test_the_page_shows_cases_that_there_are() -> None:
     ours = [(c, launch) for c in CASES for launch in ("gloo", "ucx", "symmetric", "mpi")]
-    ours += [*JOINING, *PARTING, *IN_ONE_RANK, *((c, "mpirun") for c in ENDED_BY_ITSELF)]
+    ours += [
+        *JOINING,
+        *PARTING,
+        *IN_ONE_RANK,
+        *COMPILING,
+        *((c, "mpirun") for c in ENDED_BY_ITSELF),
+    ]
     elsewhere = {"test_refusal", "test_reports"}
     assert {*SHOWN} - elsewhere <= {f"{case}, {launch}" for case, launch in ours}
     assert elsewhere <= {*SHOWN}
