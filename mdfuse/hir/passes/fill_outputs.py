@@ -27,6 +27,9 @@ from mdfuse.hir.storage import storage
 
 name = "fill_outputs"
 
+#: Bytes of an output from which on this is done: one kernel may be made of fewer ops by it.
+LEAST = 1 << 20
+
 
 def run(program: HostProgram, options: Options) -> HostProgram:
     """Return the program with values in the memory of outputs, where launches are made."""
@@ -46,6 +49,9 @@ def _filled(program: HostProgram, output: str) -> HostProgram:
     if len(places) != 1 or not _is_elementwise(code[places[0]]):
         return program
     (at,) = places
+    kind = program.types[output]
+    if kind.layout is None or _bytes(kind.local_shape(), kind.dtype.itemsize) < LEAST:
+        return program
     value = next((x for x in code[at].reads if _may_lie_there(program, x, output, at)), None)
     if value is None:
         return program
@@ -78,10 +84,10 @@ def _may_lie_there(program: HostProgram, value: str, output: str, at: int) -> bo
         at: its place.
     """
     code, types, shared = program.instructions, program.types, storage(program)
-    if value in (*program.inputs, *program.outputs) or types[value] != types[output]:
+    if value in (*program.inputs, *program.outputs) or types.get(value) != types[output]:
         return False
-    if types[value].layout is None or [n for n, of in shared.items() if of == value] != [value]:
-        return False  # a number; a part of another value; or others are parts of it
+    if [n for n, of in shared.items() if of == value] != [value]:
+        return False  # it is a part of another value, or others are parts of it
     makers = [i for i in code if value in i.outputs]
     readers = [(n, i) for n, i in enumerate(code) if value in i.reads]
     if len(makers) != 1 or not _is_elementwise(makers[0]) or makers[0].order is not None:
