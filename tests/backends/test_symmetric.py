@@ -27,7 +27,7 @@ from mdfuse.backends.algorithms import Sizes, compose
 from mdfuse.backends.base import Work
 from mdfuse.backends.symmetric.backend import SymmetricBackend
 from mdfuse.backends.symmetric.cuda_sites import Sited, Sites, numbering
-from mdfuse.backends.symmetric.cuda_team import CudaOutbox, CudaTeam, CudaWork, Half
+from mdfuse.backends.symmetric.cuda_team import CudaOutbox, CudaTeam, CudaWork, Half, outbox_bytes
 from mdfuse.backends.symmetric.host_memory import Card, Process, this_process
 from mdfuse.backends.symmetric.moves import Put, Shape, Show, Take, kind_of, moves, pieces
 from mdfuse.backends.symmetric.posts import Buffers
@@ -41,12 +41,23 @@ TEAMS = [(0, 1), (2, 0, 1), (3, 1, 0, 2)]
 
 
 class FakeLane:
-    """A stream as a queue of functions, each of which returns whether it could be carried out."""
+    """A stream as a queue of functions, each of which returns whether it could be carried out.
+
+    Writes of words are seen late, by this stream itself too, but before what it writes next is.
+    """
 
     current: FakeLane | None = None
 
     def __init__(self) -> None:
         self.queue: deque[Callable[[], bool]] = deque()
+        self.late: tuple[int, int] | None = None
+
+    def arrive(self) -> None:
+        """Let others see what was written last."""
+        if self.late is not None:
+            word, value = self.late
+            ctypes.c_uint32.from_address(word).value = value
+        self.late = None
 
     def begin(self) -> None:
         return None
@@ -56,7 +67,8 @@ class FakeLane:
 
     def write(self, word: int, value: int) -> None:
         def write() -> bool:
-            ctypes.c_uint32.from_address(word).value = value
+            self.arrive()
+            self.late = word, value
             return True
 
         self.queue.append(write)
@@ -75,7 +87,13 @@ class FakeLane:
 
     def end(self) -> Callable[[], None]:
         done: list[bool] = []
-        self.queue.append(lambda: not done.append(True))  # type: ignore[func-returns-value]
+
+        def record() -> bool:
+            self.arrive()
+            done.append(True)
+            return True
+
+        self.queue.append(record)
 
         def join() -> None:
             if FakeLane.current is not None:
@@ -106,12 +124,9 @@ class World:
 
     def __init__(self, team: tuple[int, ...], slot: int) -> None:
         self.team, self.shape = team, Shape(members=len(team), slot=slot)
-        self.memory = [torch.zeros(self.shape.bytes, dtype=torch.uint8) for _ in team]
-        self.words = [torch.zeros(self.shape.words, dtype=torch.int32) for _ in team]
-        outboxes = [
-            CudaOutbox(words=w.data_ptr(), slots=m.data_ptr())
-            for w, m in zip(self.words, self.memory, strict=True)
-        ]
+        size = outbox_bytes(self.shape)
+        self.memory = [torch.zeros(size, dtype=torch.uint8) for _ in team]
+        outboxes = [CudaOutbox.at(m.data_ptr(), self.shape) for m in self.memory]
         of_ranks = [[FakeLane() for _ in ("lane", "tell", "behind")] for _ in team]
         self.lanes = [lane for lanes in of_ranks for lane in lanes]
         self.teams = [
@@ -160,13 +175,20 @@ class World:
         draw = torch.Generator().manual_seed(len(self.team))
         while any(lane.queue for lane in self.lanes):
             before = sum(len(lane.queue) for lane in self.lanes)
+            is_late = any(lane.late for lane in self.lanes)
             for i in torch.randperm(len(self.lanes), generator=draw).tolist():
-                queue = self.lanes[i].queue
+                lane = self.lanes[i]
                 for _ in range(int(torch.randint(1, 9, (1,), generator=draw))):
-                    if queue and queue[0]():
-                        queue.popleft()
-            assert sum(len(lane.queue) for lane in self.lanes) < before, "the streams stand still"
-        assert not any(w.any() for w in self.words), "something was put that nobody took"
+                    if lane.queue and lane.queue[0]():
+                        lane.queue.popleft()
+            for i in torch.randperm(len(self.lanes), generator=draw).tolist()[::2]:
+                self.lanes[i].arrive()
+            after = sum(len(lane.queue) for lane in self.lanes)
+            assert is_late or after < before, "the streams stand still"
+        for lane in self.lanes:
+            lane.arrive()
+        words = [m[self.shape.bytes :] for m in self.memory]
+        assert not any(w.any() for w in words), "something was put that nobody took"
 
 
 def drawn(rank: int, count: int) -> Tensor:

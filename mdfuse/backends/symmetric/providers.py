@@ -2,19 +2,18 @@
 
 ===========  =====================================================================================
 host         memory of the host that ranks share; buffers on CPUs
-cuda         memory of GPUs by CUDA's IPC (see `cuda_heap`); words as above
+cuda         memory of GPUs by CUDA's IPC (see `cuda_heap`)
 ===========  =====================================================================================
 """
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -23,10 +22,10 @@ from torch import Tensor
 from mdfuse.backends.base import Work, check_usable
 from mdfuse.backends.nccl.cuda_driver import CudaDevice
 from mdfuse.backends.post_notes import PostInfo, PostLog, Track
-from mdfuse.backends.symmetric.cuda_heap import CudaHeap, Run, heap_of
-from mdfuse.backends.symmetric.cuda_memory import CudaLane, too_few_queues
+from mdfuse.backends.symmetric.cuda_heap import CudaHeap, Lanes, Run, heap_of
+from mdfuse.backends.symmetric.cuda_memory import too_few_queues
 from mdfuse.backends.symmetric.cuda_sites import Sited, Sites
-from mdfuse.backends.symmetric.cuda_team import WORD, CudaOutbox, CudaTeam
+from mdfuse.backends.symmetric.cuda_team import WORD, CudaOutbox, CudaTeam, outbox_bytes
 from mdfuse.backends.symmetric.heap import open_heap
 from mdfuse.backends.symmetric.host_memory import Card, SharedMemory, this_process
 from mdfuse.backends.symmetric.host_team import HostTeam, Progress, outbox_of
@@ -70,18 +69,18 @@ class Provider(Protocol):
     #: bytes of a slot
     slot: int
 
-    def offer(self, shape: Shape) -> tuple[SharedMemory, Card]:
-        """Make this rank's outbox, and say how the others find it."""
+    def offer(self, shape: Shape) -> tuple[SharedMemory | None, Card]:
+        """Make this rank's outbox; return its memory of the host, and how the others find it."""
 
     def team(
         self,
         ranks: tuple[int, ...],
         own: int,
         shape: Shape,
-        found: Sequence[tuple[SharedMemory, Card]],
+        found: Sequence[tuple[SharedMemory | None, Card]],
         store: Store,
     ) -> Team:
-        """Return the team, from the outboxes of all members in team order.
+        """Return the team, from what all members offer, in team order.
 
         Raises:
             OSError: this rank cannot see another's memory.
@@ -110,15 +109,15 @@ class Place:
     noter: PostLog | None
 
 
-def memory_size(shape: Shape, has_slots: bool) -> tuple[int, int]:
+def memory_size(shape: Shape) -> tuple[int, int]:
     """Return where slots begin in memory of the host, behind words and places, and its size.
 
-    >>> memory_size(Shape(members=4, slot=1 << 20), True)[0] % 4096
+    >>> memory_size(Shape(members=4, slot=1 << 20))[0] % 4096
     0
     """
     behind = -(-shape.words * WORD // _PLACE) * _PLACE + shape.words * _PLACE
     start = -(-behind // mmap.PAGESIZE) * mmap.PAGESIZE
-    return start, start + (shape.bytes if has_slots else 0)
+    return start, start + shape.bytes
 
 
 class HostProvider:
@@ -137,7 +136,7 @@ class HostProvider:
         return None  # the heap has memory for buffers
 
     def offer(self, shape: Shape) -> tuple[SharedMemory, Card]:
-        memory = SharedMemory(memory_size(shape, True)[1])
+        memory = SharedMemory(memory_size(shape)[1])
         heap = (self._heap.memory.file, self._heap.memory.size) if self._heap else (0, 0)
         return memory, Card(process=this_process(), file=memory.file, heap=heap)
 
@@ -157,15 +156,17 @@ class HostProvider:
         ranks: tuple[int, ...],
         own: int,
         shape: Shape,
-        found: Sequence[tuple[SharedMemory, Card]],
+        found: Sequence[tuple[SharedMemory | None, Card]],
         store: Store,
     ) -> HostTeam:
-        start, _ = memory_size(shape, True)
+        start, _ = memory_size(shape)
         return HostTeam(
             ranks=ranks,
             own=own,
             outboxes=tuple(
-                outbox_of(memory, shape, start, self._heap_of(card)) for memory, card in found
+                outbox_of(memory, shape, start, self._heap_of(card))
+                for memory, card in found
+                if memory is not None
             ),
             heap=self._heap,
             processes=tuple(card.process for _, card in found),
@@ -202,31 +203,33 @@ class CudaProvider:
     def arena(self, size: int) -> Tensor:
         return self._heap.arena(size)
 
-    def offer(self, shape: Shape) -> tuple[SharedMemory, Card]:
-        memory = SharedMemory(memory_size(shape, False)[1])
-        run = self._heap.take(shape.bytes)
+    def offer(self, shape: Shape) -> tuple[None, Card]:
+        run = self._heap.take(outbox_bytes(shape))
+        self._heap.bytes_of(run).zero_()
+        torch.cuda.synchronize(self._place.device)  # before others write words
         self._outboxes[run.handle] = run
-        return memory, Card(process=this_process(), file=memory.file, device=run.handle)
+        return None, Card(process=this_process(), file=-1, device=run.handle)
 
     def team(
         self,
         ranks: tuple[int, ...],
         own: int,
         shape: Shape,
-        found: Sequence[tuple[SharedMemory, Card]],
+        found: Sequence[tuple[SharedMemory | None, Card]],
         store: Store,
     ) -> CudaOutboxes:
-        size = memory_size(shape, False)[1]
-        words = [ctypes.addressof(memory.words(shape.words)) for memory, _ in found]
-        seen = [self._heap.memory.register(address, size) for address in words]
-        outboxes = tuple(
-            CudaOutbox(words=w, slots=self._heap.open(card.device))
-            for w, (_, card) in zip(seen, found, strict=True)
-        )
-        lane, tell, behind = (CudaLane(self._device, self._heap.number) for _ in range(3))
-        stream = lane.stream
+        at = [self._heap.open(card.device) for _, card in found]
+        lanes = self._heap.take_lanes(self._device)
+        lane, tell, behind = lanes
+        run = self._outboxes.pop(found[own][1].device)
         return CudaOutboxes(
-            queue=CudaTeam(own=own, outboxes=outboxes, lane=lane, tell=tell, behind=behind),
+            queue=CudaTeam(
+                own=own,
+                outboxes=[CudaOutbox.at(x, shape) for x in at],
+                lane=lane,
+                tell=tell,
+                behind=behind,
+            ),
             heap=self._heap,
             sites=Sites(
                 own=own,
@@ -234,13 +237,11 @@ class CudaProvider:
                 store=PrefixStore("sites", store),
                 timeout_s=self._place.timeout_s,
             ),
-            stream=stream,
-            track=self._device.track(int(stream.cuda_stream)),
+            lanes=lanes,
+            track=self._device.track(int(lane.stream.cuda_stream)),
             noter=self._place.noter,
-            words=words,
-            kept=found,
-            own_words=found[own][0].words(shape.words),
-            outbox=self._outboxes.pop(found[own][1].device),
+            words=self._heap.bytes_of(run)[shape.bytes :][: WORD * shape.words],
+            outbox=run,
         )
 
     def abort(self) -> bool:
@@ -262,12 +263,11 @@ class CudaOutboxes:
     queue: CudaTeam
     heap: CudaHeap
     sites: Sites
-    stream: torch.cuda.Stream
+    lanes: Lanes
     track: Track
     noter: PostLog | None
-    words: Sequence[int]
-    kept: object
-    own_words: Any
+    #: those of what this rank puts, as bytes
+    words: Tensor
     outbox: Run
 
     def poster(self, call: Call, size: int, sited: Sited | None) -> Posting:
@@ -287,13 +287,19 @@ class CudaOutboxes:
     def close(self) -> None:
         """Give the memory up once all was taken; where a member does not take it, leave it."""
         until = time.monotonic() + _CLOSING_S
-        while not self.stream.query() or any(self.own_words):
+        while not self._is_idle():
             if time.monotonic() > until:
                 return
             time.sleep(1e-3)
         self.heap.give(self.outbox)
-        for word in self.words:
-            self.heap.memory.unregister(word)
+        self.heap.give_lanes(self.lanes)
+
+    def _is_idle(self) -> bool:
+        """Return whether nothing is queued any more, and the others have taken all."""
+        if not all(lane.stream.query() for lane in self.lanes):
+            return False
+        with torch.cuda.stream(self.lanes[0].stream):
+            return not self.words.any()
 
 
 def _silent() -> None:
