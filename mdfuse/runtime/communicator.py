@@ -275,7 +275,9 @@ class Communicator:
         track = next((x for x in tracks if x is not None), None)
         if track is None:
             return None
-        return Replays(self._watch, track, name, tuple(range(self.size)))
+        around = [x.around() for x in self.sharing().values()]
+        ranks = tuple(range(self.size))
+        return Replays(self._watch, track, name, ranks, [x for x in around if x is not None])
 
     @property
     def is_closed(self) -> bool:

@@ -28,6 +28,7 @@ from mdfuse.backends.base import Work
 from mdfuse.backends.symmetric.backend import SymmetricBackend
 from mdfuse.backends.symmetric.cuda_sites import Sited, Sites, numbering
 from mdfuse.backends.symmetric.cuda_team import CudaOutbox, CudaTeam, CudaWork, Half, outbox_bytes
+from mdfuse.backends.symmetric.cuda_turns import Turns
 from mdfuse.backends.symmetric.host_memory import Card, Process, this_process
 from mdfuse.backends.symmetric.moves import Put, Shape, Show, Take, kind_of, moves, pieces
 from mdfuse.backends.symmetric.posts import Buffers
@@ -50,6 +51,7 @@ class FakeLane:
 
     def __init__(self) -> None:
         self.queue: deque[Callable[[], bool]] = deque()
+        self.capture = 0
         self.late: tuple[int, int] | None = None
 
     def arrive(self) -> None:
@@ -102,7 +104,30 @@ class FakeLane:
         return join
 
     def era(self) -> int:
-        return 0
+        return self.capture
+
+
+class FakeDevice:
+    """Events between such streams."""
+
+    def event(self) -> list[list[bool]]:
+        return []
+
+    def stream(self, handle: FakeLane) -> FakeLane:
+        return handle
+
+    def current_stream(self) -> FakeLane:
+        assert FakeLane.current is not None
+        return FakeLane.current
+
+    def record(self, event: list[list[bool]], stream: FakeLane) -> None:
+        done: list[bool] = []
+        event.append(done)
+        stream.queue.append(lambda: not done.append(True))  # type: ignore[func-returns-value]
+
+    def wait(self, stream: FakeLane, event: list[list[bool]], flags: int) -> None:
+        done = event[-1]
+        stream.queue.append(lambda: bool(done))
 
 
 class FakeHeap:
@@ -130,7 +155,14 @@ class World:
         of_ranks = [[FakeLane() for _ in ("lane", "tell", "behind")] for _ in team]
         self.lanes = [lane for lanes in of_ranks for lane in lanes]
         self.teams = [
-            CudaTeam(own=i, outboxes=outboxes, lane=lane, tell=tell, behind=behind)
+            CudaTeam(
+                own=i,
+                outboxes=outboxes,
+                turns=Turns(FakeDevice()),  # type: ignore[arg-type]
+                lane=lane,
+                tell=tell,
+                behind=behind,
+            )
             for i, (lane, tell, behind) in enumerate(of_ranks)
         ]
         self.works: list[Any] = []
@@ -321,6 +353,37 @@ def test_pairs_show_uneven_pieces() -> None:
         for rank, some in given.items():
             for x in some:
                 x.copy_(drawn(rank + 20 + run, x.numel()))
+
+
+def test_replays_and_eager_posts_take_turns() -> None:
+    """A program, or its caller, may have no order between them; each needs its own tags."""
+    world = World((0, 1), 1024)
+    sources = [drawn(n, 24) for n in range(9)]
+    kept = [torch.full_like(x, torch.nan) for x in sources]
+
+    def broadcast(n: int, rank: int) -> None:
+        srcs, dsts = ([sources[n]], []) if rank == 0 else ([], [kept[n]])
+        world.post(Call(kind="Broadcast", team=(0, 1), rank=rank, root=0), srcs, dsts, 0)
+
+    for rank, team in enumerate(world.teams):
+        lane, caller, other = team.lane, FakeLane(), FakeLane()
+        world.lanes += [caller, other]
+        captured = []
+        for n in (0, 1):
+            team.lane, caller.capture = caller, 1  # type: ignore[assignment]
+            broadcast(n, rank)
+            team.lane, caller.capture = lane, 0
+            captured.append([*caller.queue])
+            caller.queue.clear()
+        for n, stream in ((0, caller), (2, None), (3, None), (1, caller), (0, other), (4, None)):
+            if stream is None:
+                broadcast(n, rank)
+                continue
+            stream.make(team.turns.before)
+            stream.queue.extend(captured[n])
+            stream.make(team.turns.behind)
+    world.run()
+    assert all(map(torch.equal, sources[:5], kept[:5]))
 
 
 def test_what_is_shown_does_not_move() -> None:

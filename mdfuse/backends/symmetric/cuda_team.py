@@ -19,6 +19,7 @@ from functools import partial
 
 from mdfuse.backends.algorithms import Copy, Reduce
 from mdfuse.backends.symmetric.cuda_memory import Lane
+from mdfuse.backends.symmetric.cuda_turns import Turns
 from mdfuse.backends.symmetric.moves import Move, Put, See, Shape, Show, Take
 from mdfuse.backends.symmetric.posts import Buffers
 from mdfuse.backends.transfers import change
@@ -65,6 +66,7 @@ class CudaTeam:
     Attributes:
         own: this rank's index.
         outboxes: of all members.
+        turns: of this rank, which eager posts and replays of graphs take.
         lane: where moves are queued.
         tell: where words are queued that tell readers what is shown.
         behind: where waits for readers are queued.
@@ -72,6 +74,7 @@ class CudaTeam:
 
     own: int
     outboxes: Sequence[CudaOutbox]
+    turns: Turns
     lane: Lane
     tell: Lane
     behind: Lane
@@ -96,6 +99,7 @@ class CudaTeam:
         """
         before, behind = notes
         before()
+        self.turns.post(self.lane)
         self.lane.begin()
         given = self.lane.make(buffers)
         sent = self._queue(call, moves, given)
@@ -143,6 +147,8 @@ class CudaTeam:
         if not shows:
             return None
         tell, behind = self.tell, self.behind
+        self.turns.post(tell)
+        self.turns.post(behind)
         tell.begin()
         era = tell.era()
         for show in shows:

@@ -19,13 +19,14 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import Work, check_usable
+from mdfuse.backends.base import Around, Work, check_usable
 from mdfuse.backends.nccl.cuda_driver import CudaDevice
 from mdfuse.backends.post_notes import PostInfo, PostLog, Track
 from mdfuse.backends.symmetric.cuda_heap import CudaHeap, Lanes, Run, heap_of
 from mdfuse.backends.symmetric.cuda_memory import too_few_queues
 from mdfuse.backends.symmetric.cuda_sites import Sited, Sites
 from mdfuse.backends.symmetric.cuda_team import WORD, CudaOutbox, CudaTeam, outbox_bytes
+from mdfuse.backends.symmetric.cuda_turns import Turns
 from mdfuse.backends.symmetric.heap import open_heap
 from mdfuse.backends.symmetric.host_memory import Card, SharedMemory, this_process
 from mdfuse.backends.symmetric.host_team import HostTeam, Progress, outbox_of
@@ -94,6 +95,9 @@ class Provider(Protocol):
 
     def track(self, stream: int) -> Track | None:
         """Return a new track of what is queued on a stream; None where nothing is."""
+
+    def around(self) -> Around | None:
+        """Return what to call before and behind replays of graphs; see `Sharing`."""
 
     def close(self) -> None:
         """Give up what teams had in common."""
@@ -181,6 +185,9 @@ class HostProvider:
     def track(self, stream: int) -> None:
         return None
 
+    def around(self) -> None:
+        return None
+
     def close(self) -> None:
         self._heap = None
 
@@ -197,6 +204,7 @@ class CudaProvider:
         torch.cuda.synchronize(place.device)  # makes its context current, which the driver asks for
         self._place = place
         self._heap, self._device = heap_of(place.device), CudaDevice(place.device)
+        self._turns = Turns(self._device)
         #: handle -> what was offered to a team that is not made yet
         self._outboxes: dict[str, Run] = {}
 
@@ -226,6 +234,7 @@ class CudaProvider:
             queue=CudaTeam(
                 own=own,
                 outboxes=[CudaOutbox.at(x, shape) for x in at],
+                turns=self._turns,
                 lane=lane,
                 tell=tell,
                 behind=behind,
@@ -249,6 +258,9 @@ class CudaProvider:
 
     def track(self, stream: int) -> Track:
         return self._device.track(stream)
+
+    def around(self) -> Around:
+        return self._turns.before, self._turns.behind
 
     def close(self) -> None:
         """Give back the outboxes of teams that could not be made; the others are their team's."""
