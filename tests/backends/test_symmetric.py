@@ -27,7 +27,7 @@ from mdfuse.backends.algorithms import Sizes, compose
 from mdfuse.backends.base import Work
 from mdfuse.backends.symmetric.backend import SymmetricBackend
 from mdfuse.backends.symmetric.cuda_sites import Sited, Sites, numbering
-from mdfuse.backends.symmetric.cuda_team import CudaOutbox, CudaTeam, CudaWork, Half, outbox_bytes
+from mdfuse.backends.symmetric.cuda_team import CudaOutbox, CudaTeam, CudaWork, Half
 from mdfuse.backends.symmetric.cuda_turns import Turns
 from mdfuse.backends.symmetric.host_memory import Card, Process, this_process
 from mdfuse.backends.symmetric.moves import Put, Shape, Show, Take, kind_of, moves, pieces
@@ -44,7 +44,7 @@ TEAMS = [(0, 1), (2, 0, 1), (3, 1, 0, 2)]
 class FakeLane:
     """A stream as a queue of functions, each of which returns whether it could be carried out.
 
-    Writes of words are seen late, by this stream itself too, but before what it writes next is.
+    Others see writes of words late, but before what it writes next.
     """
 
     current: FakeLane | None = None
@@ -76,7 +76,13 @@ class FakeLane:
         self.queue.append(write)
 
     def wait(self, word: int, value: int) -> None:
-        self.queue.append(lambda: ctypes.c_uint32.from_address(word).value == value)
+        def wait() -> bool:
+            found = ctypes.c_uint32.from_address(word).value
+            if self.late is not None and self.late[0] == word:
+                found = self.late[1]
+            return found == value
+
+        self.queue.append(wait)
 
     def make(self, work: Callable[[], Any]) -> Any:
         FakeLane.current = self
@@ -149,9 +155,12 @@ class World:
 
     def __init__(self, team: tuple[int, ...], slot: int) -> None:
         self.team, self.shape = team, Shape(members=len(team), slot=slot)
-        size = outbox_bytes(self.shape)
-        self.memory = [torch.zeros(size, dtype=torch.uint8) for _ in team]
-        outboxes = [CudaOutbox.at(m.data_ptr(), self.shape) for m in self.memory]
+        self.memory = [torch.zeros(self.shape.bytes, dtype=torch.uint8) for _ in team]
+        self.words = [torch.zeros(self.shape.words, dtype=torch.int32) for _ in team]
+        outboxes = [
+            CudaOutbox(words=w.data_ptr(), slots=m.data_ptr())
+            for w, m in zip(self.words, self.memory, strict=True)
+        ]
         of_ranks = [[FakeLane() for _ in ("lane", "tell", "behind")] for _ in team]
         self.lanes = [lane for lanes in of_ranks for lane in lanes]
         self.teams = [
@@ -219,8 +228,7 @@ class World:
             assert is_late or after < before, "the streams stand still"
         for lane in self.lanes:
             lane.arrive()
-        words = [m[self.shape.bytes :] for m in self.memory]
-        assert not any(w.any() for w in words), "something was put that nobody took"
+        assert not any(w.any() for w in self.words), "something was put that nobody took"
 
 
 def drawn(rank: int, count: int) -> Tensor:

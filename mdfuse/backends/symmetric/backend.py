@@ -114,8 +114,7 @@ class SymmetricBackend:
         store = PrefixStore(f"symmetric/{team_key(team)}", self.store)
         with ExitStack() as files:  # which memory needs no more once all members have opened it
             memory, card = self._offered(team, shape)
-            if memory is not None:
-                files.callback(memory.close)
+            files.callback(memory.close)
             cards = [
                 Card.of(json.loads(text))
                 for text in self._exchange(store, "card", team, json.dumps(card.fields()))
@@ -134,7 +133,7 @@ class SymmetricBackend:
             raise _not_seen(self.rank, team, refusals)
         return made
 
-    def _offered(self, team: tuple[int, ...], shape: Shape) -> tuple[SharedMemory | None, Card]:
+    def _offered(self, team: tuple[int, ...], shape: Shape) -> tuple[SharedMemory, Card]:
         try:
             return self._provider.offer(shape)
         except OSError as error:
@@ -143,17 +142,15 @@ class SymmetricBackend:
     def _opened(
         self,
         team: tuple[int, ...],
-        memory: SharedMemory | None,
+        memory: SharedMemory,
         cards: Sequence[Card],
         files: ExitStack,
-    ) -> list[tuple[SharedMemory | None, Card]]:
-        """Open the memory of the host of all members, where there is some."""
-        memories: list[tuple[SharedMemory | None, Card]] = []
+    ) -> list[tuple[SharedMemory, Card]]:
+        """Open the memory of all members."""
+        memories = []
         for rank, card in zip(team, cards, strict=True):
-            found = memory
-            if memory is not None and rank != self.rank:
-                found = SharedMemory.of(card, memory.size)
-                files.callback(found.close)
+            found = memory if rank == self.rank else SharedMemory.of(card, memory.size)
+            files.callback(found.close)
             memories.append((found, card))
         return memories
 

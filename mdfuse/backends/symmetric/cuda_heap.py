@@ -109,17 +109,10 @@ class CudaHeap:
         run = self.take(size)
         torch.cuda.synchronize(self.device)  # who had it before may have queued work on it
         owner = _Bytes(run.address, size)
-        made = self._tensor(owner)  # which keeps its owner
+        with torch.inference_mode(False), torch.no_grad():
+            made = torch.as_tensor(owner, device=self.device)  # which keeps its owner
         weakref.finalize(owner, self.give, run).atexit = False
         return made
-
-    def bytes_of(self, run: Run) -> Tensor:
-        """Return memory as a tensor of bytes, which does not keep it."""
-        return self._tensor(_Bytes(run.address, run.size))
-
-    def _tensor(self, memory: _Bytes) -> Tensor:
-        with torch.inference_mode(False), torch.no_grad():
-            return torch.as_tensor(memory, device=self.device)
 
     def take_lanes(self, device: CudaDevice) -> Lanes:
         """Return streams for a team, those of a closed one first: a GPU has few queues for them."""

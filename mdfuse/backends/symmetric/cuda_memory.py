@@ -1,7 +1,8 @@
 """Memory of a GPU that several processes see, and a stream that waits for words in memory.
 
 Through ctypes, as `mdfuse.backends.nccl.cuda_driver` is. Memory goes from one process to another by
-CUDA's IPC handles: also between processes that share one GPU.
+CUDA's IPC handles: also between processes that share one GPU. Words lie in memory of the host that
+is registered with the GPU, so that the host sees them, too.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import torch
 
 from mdfuse.backends.nccl.cuda_driver import CudaDevice, driver_function
 
-#: cuda.h: CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, CU_STREAM_WAIT_VALUE_EQ.
-_PEER_ACCESS, _EQUAL = 1, 1
+#: cuda.h: CU_MEMHOSTREGISTER_PORTABLE and _DEVICEMAP, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS,
+#: CU_STREAM_WAIT_VALUE_EQ.
+_REGISTERED, _PEER_ACCESS, _EQUAL = 1 | 2, 1, 1
 
 Made = TypeVar("Made")
 
@@ -42,6 +44,11 @@ class CudaMemory:
         self._allocate = driver_function(library.cuMemAlloc_v2, by_reference, _size)
         self._handle = driver_function(library.cuIpcGetMemHandle, ctypes.POINTER(_Handle), _address)
         self._open = driver_function(library.cuIpcOpenMemHandle_v2, by_reference, _Handle, _number)
+        self._register = driver_function(library.cuMemHostRegister_v2, _pointer, _size, _number)
+        self._unregister = driver_function(library.cuMemHostUnregister, _pointer)
+        self._seen_at = driver_function(
+            library.cuMemHostGetDevicePointer_v2, by_reference, _pointer, _number
+        )
 
     def allocate(self, size: int) -> int:
         """Return the address of new memory on the device."""
@@ -61,6 +68,17 @@ class CudaMemory:
         given = _Handle.from_buffer_copy(bytes.fromhex(handle))
         self._open(ctypes.byref(found), given, _PEER_ACCESS)
         return found.value
+
+    def register(self, address: int, size: int) -> int:
+        """Let the device see whole pages of the host's memory; return the address there."""
+        found = _address()
+        self._register(address, size, _REGISTERED)
+        self._seen_at(ctypes.byref(found), address, 0)
+        return found.value
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`."""
+        self._unregister(address)
 
 
 #: How many queues of work a process has on a GPU. Streams share them where there are more streams,
@@ -97,7 +115,7 @@ class Lane(Protocol):
         """Queue a copy of bytes between two addresses."""
 
     def write(self, word: int, value: int) -> None:
-        """Queue a write of a word, which all see after what was copied and written before it."""
+        """Queue a write of a word, which is seen after what was copied before it."""
 
     def wait(self, word: int, value: int) -> None:
         """Queue a wait until a word has a value."""

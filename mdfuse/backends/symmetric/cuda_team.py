@@ -3,12 +3,6 @@
 The host waits for nothing. Where a rank does not come, the stream stands still, and the watchdog
 says so: each post is noted, and marked behind its last move. What this rank shows it tells on a
 stream of its own, and waits for its readers on another one, so that no move waits for that.
-
-Each word is there twice, on the GPU of its owner and on that of its reader, and each of the two
-waits for its own alone, which only the other one sets: that to 0 when it has taken the piece, this
-to a tag when it is there. Before it lets the other one do so, it has set its own to what the other
-one will change. So a wait never sees what is older than that, in whatever order a GPU reads and
-writes words: a write is seen after all that its stream wrote before.
 """
 
 from __future__ import annotations
@@ -20,7 +14,7 @@ from functools import partial
 from mdfuse.backends.algorithms import Copy, Reduce
 from mdfuse.backends.symmetric.cuda_memory import Lane
 from mdfuse.backends.symmetric.cuda_turns import Turns
-from mdfuse.backends.symmetric.moves import Move, Put, See, Shape, Show, Take
+from mdfuse.backends.symmetric.moves import Move, Put, See, Show, Take
 from mdfuse.backends.symmetric.posts import Buffers
 from mdfuse.backends.transfers import change
 from mdfuse.layouts.call import Call
@@ -31,32 +25,10 @@ WORD = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaOutbox:
-    """A member's memory as this rank's GPU sees it.
+    """An outbox as this rank's GPU sees it: the addresses of its words and of its slots."""
 
-    Attributes:
-        puts: where its words of what it puts begin, an address.
-        takes: where its words of what it takes begin.
-        slots: where its slots begin.
-    """
-
-    puts: int
-    takes: int
+    words: int
     slots: int
-
-    @classmethod
-    def at(cls, address: int, shape: Shape) -> CudaOutbox:
-        """Return the outbox at an address: slots, and behind them words.
-
-        >>> CudaOutbox.at(4096, Shape(members=2, slot=1024))
-        CudaOutbox(puts=8192, takes=8288, slots=4096)
-        """
-        puts = address + shape.bytes
-        return cls(puts=puts, takes=puts + WORD * shape.words, slots=address)
-
-
-def outbox_bytes(shape: Shape) -> int:
-    """Return the size of an outbox with its words."""
-    return shape.bytes + 2 * WORD * shape.words
 
 
 @dataclass(eq=False, kw_only=True)
@@ -111,29 +83,31 @@ class CudaTeam:
         self, call: Call, moves: Sequence[Move], buffers: Buffers
     ) -> Callable[[], None] | None:
         """Queue moves; return what waits for all readers of what is shown, if something is."""
-        lane, own = self.lane, self.own
+        lane, own = self.lane, self.outboxes[self.own]
         sent = self._show([move for move in moves if isinstance(move, Show)])
         for move in moves:
             match move:
                 case Put():
                     for word in move.words:
-                        lane.wait(self._owners(own, word), 0)
-                        lane.write(self._owners(own, word), move.tag)
+                        lane.wait(own.words + WORD * word, 0)
                     source = buffers.address(move.piece, move.start)
-                    lane.copy(self.outboxes[own].slots + move.place, source, move.bytes)
-                    for reader, word in zip(move.readers, move.words, strict=True):
-                        lane.write(self._readers(own, reader, word), move.tag)
+                    lane.copy(own.slots + move.place, source, move.bytes)
+                    for word in move.words:
+                        lane.write(own.words + WORD * word, move.tag)
                 case Take():
-                    lane.wait(self._readers(move.owner, own, move.word), move.tag)
+                    outbox = self.outboxes[move.owner]
+                    word = outbox.words + WORD * move.word
+                    lane.wait(word, move.tag)
                     target = buffers.address(move.piece, move.start)
-                    lane.copy(target, self.outboxes[move.owner].slots + move.place, move.bytes)
-                    self._clear(move)
+                    lane.copy(target, outbox.slots + move.place, move.bytes)
+                    lane.write(word, 0)
                 case See():
+                    word = self.outboxes[move.owner].words + WORD * move.word
                     if move.is_first:
-                        lane.wait(self._readers(move.owner, own, move.word), move.tag)
+                        lane.wait(word, move.tag)
                     lane.copy(buffers.address(move.piece, 0), move.source, move.bytes)
                     if move.is_last:
-                        self._clear(move)
+                        lane.write(word, 0)
                 case Copy() | Reduce():
                     lane.do(partial(change, call, (move,), buffers.elements))
         return sent
@@ -151,32 +125,19 @@ class CudaTeam:
         self.turns.post(behind)
         tell.begin()
         era = tell.era()
+        words = self.outboxes[self.own].words
         for show in shows:
             before, taken = self._taken.pop(show.word, (era, None))
             if taken is not None and before == era:  # else all of that time has come together
                 tell.make(taken)
-            tell.wait(self._owners(self.own, show.word), 0)
-            tell.write(self._owners(self.own, show.word), show.tag)
-            tell.write(self._readers(self.own, show.reader, show.word), show.tag)
+            tell.wait(words + WORD * show.word, 0)
+            tell.write(words + WORD * show.word, show.tag)
         behind.make(tell.end())
         for show in shows:
-            behind.wait(self._owners(self.own, show.word), 0)
+            behind.wait(words + WORD * show.word, 0)
         sent = behind.end()
         self._taken.update({show.word: (era, sent) for show in shows})
         return sent
-
-    def _owners(self, owner: int, word: int) -> int:
-        """Return the address of a word where its owner waits for it."""
-        return self.outboxes[owner].puts + WORD * word
-
-    def _readers(self, owner: int, reader: int, word: int) -> int:
-        """Return the address of a word where its reader waits for it, among those of all owners."""
-        return self.outboxes[reader].takes + WORD * (word - reader + owner)
-
-    def _clear(self, move: Take | See) -> None:
-        """Queue the words that tell that a piece is taken."""
-        self.lane.write(self._readers(move.owner, self.own, move.word), 0)
-        self.lane.write(self._owners(move.owner, move.word), 0)
 
 
 @dataclass(slots=True, eq=False)

@@ -2,18 +2,19 @@
 
 ===========  =====================================================================================
 host         memory of the host that ranks share; buffers on CPUs
-cuda         memory of GPUs by CUDA's IPC (see `cuda_heap`)
+cuda         memory of GPUs by CUDA's IPC (see `cuda_heap`); words as above
 ===========  =====================================================================================
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -25,7 +26,7 @@ from mdfuse.backends.post_notes import PostInfo, PostLog, Track
 from mdfuse.backends.symmetric.cuda_heap import CudaHeap, Lanes, Run, heap_of
 from mdfuse.backends.symmetric.cuda_memory import too_few_queues
 from mdfuse.backends.symmetric.cuda_sites import Sited, Sites
-from mdfuse.backends.symmetric.cuda_team import WORD, CudaOutbox, CudaTeam, outbox_bytes
+from mdfuse.backends.symmetric.cuda_team import WORD, CudaOutbox, CudaTeam
 from mdfuse.backends.symmetric.cuda_turns import Turns
 from mdfuse.backends.symmetric.heap import open_heap
 from mdfuse.backends.symmetric.host_memory import Card, SharedMemory, this_process
@@ -70,18 +71,18 @@ class Provider(Protocol):
     #: bytes of a slot
     slot: int
 
-    def offer(self, shape: Shape) -> tuple[SharedMemory | None, Card]:
-        """Make this rank's outbox; return its memory of the host, and how the others find it."""
+    def offer(self, shape: Shape) -> tuple[SharedMemory, Card]:
+        """Make this rank's outbox, and say how the others find it."""
 
     def team(
         self,
         ranks: tuple[int, ...],
         own: int,
         shape: Shape,
-        found: Sequence[tuple[SharedMemory | None, Card]],
+        found: Sequence[tuple[SharedMemory, Card]],
         store: Store,
     ) -> Team:
-        """Return the team, from what all members offer, in team order.
+        """Return the team, from the outboxes of all members in team order.
 
         Raises:
             OSError: this rank cannot see another's memory.
@@ -113,15 +114,15 @@ class Place:
     noter: PostLog | None
 
 
-def memory_size(shape: Shape) -> tuple[int, int]:
+def memory_size(shape: Shape, has_slots: bool) -> tuple[int, int]:
     """Return where slots begin in memory of the host, behind words and places, and its size.
 
-    >>> memory_size(Shape(members=4, slot=1 << 20))[0] % 4096
+    >>> memory_size(Shape(members=4, slot=1 << 20), True)[0] % 4096
     0
     """
     behind = -(-shape.words * WORD // _PLACE) * _PLACE + shape.words * _PLACE
     start = -(-behind // mmap.PAGESIZE) * mmap.PAGESIZE
-    return start, start + shape.bytes
+    return start, start + (shape.bytes if has_slots else 0)
 
 
 class HostProvider:
@@ -140,7 +141,7 @@ class HostProvider:
         return None  # the heap has memory for buffers
 
     def offer(self, shape: Shape) -> tuple[SharedMemory, Card]:
-        memory = SharedMemory(memory_size(shape)[1])
+        memory = SharedMemory(memory_size(shape, True)[1])
         heap = (self._heap.memory.file, self._heap.memory.size) if self._heap else (0, 0)
         return memory, Card(process=this_process(), file=memory.file, heap=heap)
 
@@ -160,17 +161,15 @@ class HostProvider:
         ranks: tuple[int, ...],
         own: int,
         shape: Shape,
-        found: Sequence[tuple[SharedMemory | None, Card]],
+        found: Sequence[tuple[SharedMemory, Card]],
         store: Store,
     ) -> HostTeam:
-        start, _ = memory_size(shape)
+        start, _ = memory_size(shape, True)
         return HostTeam(
             ranks=ranks,
             own=own,
             outboxes=tuple(
-                outbox_of(memory, shape, start, self._heap_of(card))
-                for memory, card in found
-                if memory is not None
+                outbox_of(memory, shape, start, self._heap_of(card)) for memory, card in found
             ),
             heap=self._heap,
             processes=tuple(card.process for _, card in found),
@@ -211,29 +210,33 @@ class CudaProvider:
     def arena(self, size: int) -> Tensor:
         return self._heap.arena(size)
 
-    def offer(self, shape: Shape) -> tuple[None, Card]:
-        run = self._heap.take(outbox_bytes(shape))
-        self._heap.bytes_of(run).zero_()
-        torch.cuda.synchronize(self._place.device)  # before others write words
+    def offer(self, shape: Shape) -> tuple[SharedMemory, Card]:
+        memory = SharedMemory(memory_size(shape, False)[1])
+        run = self._heap.take(shape.bytes)
         self._outboxes[run.handle] = run
-        return None, Card(process=this_process(), file=-1, device=run.handle)
+        return memory, Card(process=this_process(), file=memory.file, device=run.handle)
 
     def team(
         self,
         ranks: tuple[int, ...],
         own: int,
         shape: Shape,
-        found: Sequence[tuple[SharedMemory | None, Card]],
+        found: Sequence[tuple[SharedMemory, Card]],
         store: Store,
     ) -> CudaOutboxes:
-        at = [self._heap.open(card.device) for _, card in found]
+        size = memory_size(shape, False)[1]
+        words = [ctypes.addressof(memory.words(shape.words)) for memory, _ in found]
+        seen = [self._heap.memory.register(address, size) for address in words]
+        outboxes = tuple(
+            CudaOutbox(words=w, slots=self._heap.open(card.device))
+            for w, (_, card) in zip(seen, found, strict=True)
+        )
         lanes = self._heap.take_lanes(self._device)
         lane, tell, behind = lanes
-        run = self._outboxes.pop(found[own][1].device)
         return CudaOutboxes(
             queue=CudaTeam(
                 own=own,
-                outboxes=[CudaOutbox.at(x, shape) for x in at],
+                outboxes=outboxes,
                 turns=self._turns,
                 lane=lane,
                 tell=tell,
@@ -249,8 +252,10 @@ class CudaProvider:
             lanes=lanes,
             track=self._device.track(int(lane.stream.cuda_stream)),
             noter=self._place.noter,
-            words=self._heap.bytes_of(run)[shape.bytes :][: WORD * shape.words],
-            outbox=run,
+            words=words,
+            kept=found,
+            own_words=found[own][0].words(shape.words),
+            outbox=self._outboxes.pop(found[own][1].device),
         )
 
     def abort(self) -> bool:
@@ -278,8 +283,9 @@ class CudaOutboxes:
     lanes: Lanes
     track: Track
     noter: PostLog | None
-    #: those of what this rank puts, as bytes
-    words: Tensor
+    words: Sequence[int]
+    kept: object
+    own_words: Any
     outbox: Run
 
     def poster(self, call: Call, size: int, sited: Sited | None) -> Posting:
@@ -299,19 +305,14 @@ class CudaOutboxes:
     def close(self) -> None:
         """Give the memory up once all was taken; where a member does not take it, leave it."""
         until = time.monotonic() + _CLOSING_S
-        while not self._is_idle():
+        while any(self.own_words) or not all(lane.stream.query() for lane in self.lanes):
             if time.monotonic() > until:
                 return
             time.sleep(1e-3)
         self.heap.give(self.outbox)
         self.heap.give_lanes(self.lanes)
-
-    def _is_idle(self) -> bool:
-        """Return whether nothing is queued any more, and the others have taken all."""
-        if not all(lane.stream.query() for lane in self.lanes):
-            return False
-        with torch.cuda.stream(self.lanes[0].stream):
-            return not self.words.any()
+        for word in self.words:
+            self.heap.memory.unregister(word)
 
 
 def _silent() -> None:
