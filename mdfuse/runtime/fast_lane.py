@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from mdfuse.backends.base import Around
+from mdfuse.backends.base import Around, Sharing
 from mdfuse.backends.nccl import lane as nccl_lane
 from mdfuse.backends.nccl import library as nccl_library
 from mdfuse.backends.nccl.cuda_driver import CudaDevice, Device
@@ -72,7 +72,7 @@ class Replays:
             never given back.
         name: of a program, the same on all ranks that replay it, and used for it alone.
         team: the ranks that replay it, the same on all of them.
-        around: what backends have called around each replay, too.
+        sharing: backends that may have something called around each replay, too.
     """
 
     def __init__(
@@ -81,10 +81,11 @@ class Replays:
         track: Track,
         name: str,
         team: tuple[int, ...],
-        around: Sequence[Around] = (),
+        sharing: Iterable[Sharing] = (),
     ) -> None:
         self._watch, self._track, self._name, self._team = watch, track, name, team
-        self._around = around
+        around = [x.around() for x in sharing]
+        self._around = [x for x in around if x is not None]
 
     def begin(self) -> None:
         """Forget what was captured before: a capture begins."""

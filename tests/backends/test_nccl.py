@@ -702,9 +702,10 @@ def test_a_replay_is_one_post() -> None:
 def test_backends_are_called_around_a_replay() -> None:
     called: list[str] = []
     watch, track = Watch(rank=0, timeout_s=5), FakeTrack(called, COMPUTE)
-    around = [(partial(called.append, f"before {n}"), partial(called.append, f"behind {n}"))
-              for n in (1, 2)]  # fmt: skip
-    before, behind = Replays(watch, track, "mlp", (0, 1), around).end(0)
+    pairs = [(partial(called.append, f"before {n}"), partial(called.append, f"behind {n}"))
+             for n in (1, 2)]  # fmt: skip
+    sharing: Any = [SimpleNamespace(around=lambda x=x: x) for x in (*pairs, None)]
+    before, behind = Replays(watch, track, "mlp", (0, 1), sharing).end(0)
     before()
     called.append("replay")
     behind()
