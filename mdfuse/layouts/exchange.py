@@ -2,9 +2,9 @@
 
 A part of the source is sent by all ranks that hold it in turn: its messages have numbers, and the
 n-th holder sends the n-th of them, and so on round. A rank's part costs as many steps as it has
-messages, since numbers follow from coordinates, not from a walk over ranks. Where a part has more
-holders than messages, they are cut into shares, so that more of the holders send. Where hosts are
-known, holders on the receiver's host come first, and all messages of a part are looked at.
+messages, since numbers follow from coordinates, not from a walk over ranks. Where holders cannot
+send as many messages each, these are cut into shares. Where hosts are known, holders on the
+receiver's host come first, and all messages of a part are looked at.
 """
 
 from __future__ import annotations

@@ -16,6 +16,9 @@ from mdfuse.layouts.side import At, Side
 #: In how many shares a message is sent at most: the receiver has to start each of them.
 _MOST_SHARES = 8
 
+#: What the busiest holder sends over the average, at which messages need not be cut further.
+_EVENLY = 9 / 8
+
 #: Elements of a share, at least: fewer are not worth a message.
 _LEAST_SHARE = 1024
 
@@ -166,8 +169,16 @@ class Pattern:
         )
 
     def shares(self, messages: int) -> int:
-        """Return in how many shares each of some messages is sent."""
-        return max(1, min(self.turns // max(messages, 1), self.most_shares))
+        """Return in how many shares each of some messages is sent.
+
+        The fewest with which no holder sends over an eighth more than all do on average; where
+        there are none, those with which it is least.
+        """
+        n, turns = max(messages, 1), self.turns
+        if self.most_shares == 1 or n % turns == 0:
+            return 1
+        over = (-(-n * s // turns) * turns / (n * s) for s in range(1, self.most_shares + 1))
+        return 1 + min(enumerate(over), key=lambda found: max(found[1], _EVENLY))[0]
 
     def has_turn(self, at: Mapping[str, Any], met: Sequence[tuple[Any, Any]]) -> Any:
         """Return which ranks of the source have a turn to send; arrays.
@@ -196,7 +207,10 @@ class Pattern:
             blocks, own = blocks * np.where(is_met, n, 1), np.where(is_met, own * n + at[a], own)
         fewer = parts // blocks * ((blocks - 1) * self.all + self.lacking)
         messages = np.where(is_fit, fewer, parts * self.all)
-        shares = np.clip(self.turns // np.maximum(messages, 1), 1, self.most_shares)
+        shares: Any = 1
+        if self.most_shares > 1:
+            counts, which = np.unique(messages, return_inverse=True)
+            shares = np.array([*map(self.shares, counts.tolist())])[which].reshape(messages.shape)
         turn = self.source.number(at, self.source.free) - np.where(blocks > 1, own + 1, 0)
         return turn % self.turns < messages * shares
 

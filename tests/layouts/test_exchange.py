@@ -163,6 +163,18 @@ def test_holders_without_a_message_send_shares() -> None:
     assert comm.part(4).call == replace(comm.part(5).call, rank=4, recvs=(0, 1))
 
 
+def test_three_messages_of_two_holders_are_halved() -> None:
+    """Else the one would send twice as much as the other."""
+    comm = Communication(
+        kind="Exchange", source=Layout(DeviceMesh.arange(a=2)),
+        destination=Layout(DeviceMesh([2, 3, 4]), {"x": Shard(0)}), shape=(90, 100),
+        dtype=torch.float32,
+    )  # fmt: skip
+    for r in (0, 1):
+        half = (0, 50) if r == 0 else (50, 100)
+        assert [*comm.part(r).sends] == [((rows, rows + 30), half) for rows in (0, 30, 60)]
+
+
 def test_ranks_that_lack_nothing_take_no_turn() -> None:
     """Every second part of the destination is on ranks that hold it: the others are four."""
     mesh = DeviceMesh.arange(a=2, b=2, c=2)
