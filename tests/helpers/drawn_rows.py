@@ -224,8 +224,25 @@ def _slope_call(name: str) -> Callable[[random.Random], tuple[list[Any], dict[st
     return drawn_for
 
 
+def _routed_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
+    t, k, n, p, e = (drawn.randrange(1, 4) for _ in range(5))
+    rows = k + (drawn.random() < 0.1)
+    front = (p,) if drawn.random() < 0.5 else ()
+    ids = torch.zeros(t + (drawn.random() < 0.1), dtype=torch.int64)
+    return [torch.ones(*front, t, k), torch.ones(p, e, rows, n), ids], {}
+
+
+def _routed_grad_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
+    (x, weight, ids), _ = _routed_call(drawn)
+    front = () if x.ndim == 3 else weight.shape[:1]
+    ct = torch.ones(*front, x.shape[-2], weight.shape[3])
+    return [x, ct, ids], {"shape": tuple(weight.shape)}
+
+
 _DRAWN = {
     **{f"{name}_grad": _slope_call(f"{name}_grad") for name in slopes.NAMES},
+    "routed_mm": _routed_call,
+    "routed_mm_grad": _routed_grad_call,
     "grouped_mm": _grouped_call,
     "grouped_mm_grad": _grouped_grad_call,
     **dict.fromkeys(("inverse", "cholesky"), _square_call),
