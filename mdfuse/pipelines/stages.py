@@ -166,12 +166,18 @@ class _Finder:
             if _changes_mesh(fusion, expr) and _is_of_batch(fusion, expr) and not is_in:
                 raise _whole(fusion, expr)
         self.back = self.backward()
+        #: the results of hand-overs
+        self.over = {e.output for e in self.exprs if self.is_border(e)}
 
     def mesh(self, name: str) -> DeviceMesh:
         return self.fusion.layout(name).mesh
 
     def hands_over(self, expr: Expr) -> bool:
         """Return whether an expression hands over to another stage."""
+        return expr.outputs[0] in self.over
+
+    def is_border(self, expr: Expr) -> bool:
+        """Return whether an expression is a set to another mesh, or one that changes nothing."""
         if expr.op != "set" or not self.fusion.values[expr.output].is_tensor:
             return False
         is_idle = self.fusion.layout(expr.reads[0]) == self.fusion.layout(expr.output)
@@ -306,6 +312,8 @@ class _Finder:
             loose = [stage[o] for o in operands if o in stage]
             if said or self.hands_over(e):
                 most = min(said) if said else max(loose, default=len(meshes) - 1)
+                if not _changes_mesh(self.fusion, e) and self.mesh(x) not in meshes[:most]:
+                    self.over.discard(x)  # no stage is before: it is the last of its own
                 stage[x] = self.no_later(x, most - self.hands_over(e), meshes)
                 firm.add(x)
             elif loose:

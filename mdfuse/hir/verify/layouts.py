@@ -405,9 +405,9 @@ def _result(
     if shapes and shapes[0] is not None and not labels.reaches:
         groups = reshape_groups(shapes[0], shape)
         row.units = {p: q for [p, *r], [q, *s] in groups if not r + s and shape[q] == 1}
-        at = {label: shapes[0][d] for d, label in enumerate(labels.operands[0])}
-        ends = ((label, n) for label, n in zip(labels.result, shape, strict=True) if label in at)
-        row.extents = {label: (n, at[label]) for label, n in ends if label is not None}
+        before = {label: shapes[0][d] for d, label in enumerate(labels.operands[0])}
+        after = zip(labels.result, shape, strict=True)
+        row.extents = {label: (n, before[label]) for label, n in after if label is not None}
     return row.result(numbers, plain(declared, len(labels.result)))
 
 
