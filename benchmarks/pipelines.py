@@ -27,6 +27,7 @@ import torch
 from _layers_models import cases
 from _layers_peers import options
 from _measure import Report, Row, show
+from _pipelines_torch import SCHEDULES
 from _ranks import Ranks, start
 
 import mdfuse as mf
@@ -54,7 +55,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--small", action="store_true", help="short naps, small layers")
     parser.add_argument("--output", type=Path, help="by default in benchmarks/results")
-    return parser.parse_args()
+    found = parser.parse_args()
+    unknown = {*found.schedules.split(",")} - {*SCHEDULES}
+    if unknown:
+        parser.error(f"--schedules: {', '.join(unknown)}; there are {', '.join(SCHEDULES)}")
+    return found
 
 
 def main() -> None:
