@@ -267,10 +267,10 @@ class _Uses:
         for name in i.outputs:
             first.setdefault(name, at)
             last[name] = at
-        for name in i.inputs:
-            if isinstance(name, str):
-                first.setdefault(name, at)
-                last[name] = at
+        for x in i.inputs:
+            if isinstance(x, str):
+                first.setdefault(x, at)
+                last[x] = at
         if not i.body and not i.orelse and i.op != "for":
             return
         for inner in (*i.body, *i.orelse):
