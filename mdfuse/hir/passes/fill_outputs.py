@@ -50,6 +50,8 @@ def _filled(program: HostProgram, output: str) -> HostProgram:
         return program
     (at,) = places
     kind = program.types[output]
+    if code[at].order not in (None, tuple(range(len(kind.shape)))):
+        return program  # what reads the value would read it column by column
     if kind.layout is None or _bytes(kind.local_shape(), kind.dtype.itemsize) < LEAST:
         return program
     value = next((x for x in code[at].reads if _may_lie_there(program, x, output, at)), None)

@@ -37,7 +37,9 @@ def block(
     return h, h + join(F.linear(F.silu(F.linear(n, up)), down))
 
 
-def defined(size: int = 1, reads: str = "") -> FusionDefinition:
+def defined(
+    size: int = 1, reads: str = "", stride_order: list[int] | None = None
+) -> FusionDefinition:
     mesh = DeviceMesh.arange(tp=size)
     with FusionDefinition("block") as fd:
         x = fd.define_tensor([ROWS, WIDTH], torch.float64, mesh, {}, name="x")
@@ -45,7 +47,7 @@ def defined(size: int = 1, reads: str = "") -> FusionDefinition:
         up = fd.define_tensor([UNITS, WIDTH], torch.float64, mesh, {"tp": Shard(0)}, name="up")
         down = fd.define_tensor([WIDTH, UNITS], torch.float64, mesh, {"tp": Shard(1)}, name="down")
         h, y = block(fd.ops, x, w, up, down, lambda m: fd.ops.set(m).on(mesh, {}))
-        fd.add_output(y)
+        fd.add_output(y, stride_order=stride_order)
         if reads:
             fd.add_output({"itself": h, "later": (y.sin() @ h.T), "part": h[:, :2] @ x[:2]}[reads])
     return fd
@@ -133,3 +135,12 @@ def test_the_buffer_of_the_caller_is_filled() -> None:
     lines = str(program.plans.recent).splitlines()
     calls = [found.group(1) for line in lines[1:] if (found := re.match(CALL, line))]
     assert calls == ["f", "add"]
+
+
+@pytest.mark.parametrize("stride_order", [None, [1, 0], [0, 1]])
+def test_memory_orders_are_those_without_launches(stride_order: list[int] | None) -> None:
+    found = []
+    for compile in ("always", "never"):
+        host = compiled(defined(stride_order=stride_order), compile).host
+        found.append(host.orders[host.outputs[0]])
+    assert found[0] == found[1] and found[0].stated is not None
