@@ -108,7 +108,7 @@ def _leads_to_libraries(i: Instruction, readers: dict[str, list[Instruction]]) -
 
 
 def _fullest(program: HostProgram) -> int:
-    """Return the place of the instruction at which the program holds most, the last of several."""
+    """Return the place of the instruction at which the program holds most, the first of several."""
     code, shared = program.instructions, storage(program)
     first, last = dict[str, int](), dict[str, int]()
     for n, i in enumerate(code):
@@ -136,6 +136,6 @@ def _highest(changes: Sequence[int]) -> int:
     now, best, found = 0, 0, -1
     for n, change in enumerate(changes):
         now += change
-        if now >= best:
+        if now > best:
             best, found = now, n
     return found

@@ -118,6 +118,19 @@ def test_not_where_the_most_is_held_before() -> None:
     assert made(compiled(fd)) == ["add"]
 
 
+def test_not_in_the_last_of_equal_layers() -> None:
+    """The others hold as much while the output is idle."""
+    mesh = DeviceMesh.arange(tp=1)
+    with FusionDefinition("stack") as fd:
+        x = fd.define_tensor([ROWS, WIDTH], mesh=mesh, layout={})
+        for _ in range(2):
+            shapes = [WIDTH, WIDTH], [UNITS, WIDTH], [WIDTH, UNITS]
+            weights = [fd.define_tensor(s, mesh=mesh, layout={}) for s in shapes]
+            _, x = block(fd.ops, x, *weights, lambda m: m)
+        fd.add_output(x)
+    assert made(compiled(fd)) == ["add"]
+
+
 def test_the_buffer_of_the_caller_is_filled() -> None:
     """Nothing else of its size is there beside the product that is added."""
     comm = mf.init(backend="null", size=1)
