@@ -29,7 +29,7 @@ ALIGNMENT = {"cpu": 64, "cuda": 512}
 
 #: A plan owns its buffers where that takes no more memory than this, compared with what torch's
 #: allocator would hold at once.
-WORTH = 1.05
+WORTH = 1.0
 
 #: At how many heights of its memory it is tried to leave what lies above to torch.
 TRIED = 64
