@@ -25,7 +25,7 @@ from mdfuse.plan.arena import Arena, arena
 from mdfuse.plan.context import CALLER_SLOT, Context, Fuse, Step, updated_names
 from mdfuse.plan.index_checks import IndexChecks
 from mdfuse.plan.lines import Function, Line, SlotRef, Slots, Stamping, write
-from mdfuse.plan.memory import Owned, own
+from mdfuse.plan.memory import Owned, in_place, own
 from mdfuse.plan.posts import Posts
 from mdfuse.plan.steps import Builder
 from mdfuse.runtime.watch.running import RunCount, register
@@ -100,8 +100,9 @@ class Plan:
 
     @cached_property
     def lines(self) -> tuple[Line, ...]:
-        """All calls, in order."""
-        return tuple(line for step in self.steps for line in step.lines)
+        """All calls, in order; what may take the place of an operand does."""
+        lines = tuple(line for step in self.steps for line in step.lines)
+        return in_place(lines, self.outputs) if self.one_stream else lines
 
     @cached_property
     def owned(self) -> Owned:
