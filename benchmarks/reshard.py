@@ -6,7 +6,8 @@ mdfuse bench reshard --quick
 Nothing is sent: the steps of all pairs of layouts are planned, and what they bring to each rank is
 counted; times are those of the processor. Prints the tables and the worst pairs, and stores them as
 JSON. A row is about the changes of one mesh and shape; ratios are to what no algorithm can go below
-(`_reshard_pairs.bound`). Of changes from mesh to mesh whose hosts are known, the time follows from
+(`_reshard_pairs.bound`). "reachable" is the least of three steps through layouts, "owners" what
+comes at least where each element is reduced by one rank, whichever. Of changes from mesh to mesh whose hosts are known, the time follows from
 a model (`_reshard_hosts`).
 """
 
@@ -25,6 +26,7 @@ import torch
 from _reshard_dtensor import Planner, fake_ranks
 from _reshard_hosts import CASES, Timed, timed
 from _reshard_least import Least
+from _reshard_owners import worst as worst_of_owners
 from _reshard_pairs import Moved, blocked_pairs, bound, moved, pairs, posts, sender_spread
 from rich import box
 from rich.table import Table
@@ -60,6 +62,7 @@ class Found:
     least: Moved
     ours: Moved
     reachable: float | None
+    owners: float | None
     dtensor: float | None
     messages: int
     milliseconds: float
@@ -76,6 +79,13 @@ class Found:
         if self.reachable is None:
             return None
         return self.reachable / self.least.worst if self.least.worst else 1.0 + self.reachable
+
+    @property
+    def owners_ratio(self) -> float | None:
+        """What it gets at least where any rank may reduce any element, over what it must."""
+        if self.owners is None:
+            return None
+        return max(self.owners / self.least.worst, 1.0)
 
 
 def look(
@@ -96,6 +106,9 @@ def look(
         least=bound(source, goal, shape),
         ours=moved(found, ranks),
         reachable=least.worst(source, goal) if least is not None else None,
+        owners=worst_of_owners(source, goal, shape)
+        if least is not None and source.partial_axes and not goal.partial_axes
+        else None,
         dtensor=theirs.elements(source, goal, least=True) if theirs is not None else None,
         messages=sum(map(_messages, found)),
         milliseconds=elapsed / 1e6,
@@ -124,6 +137,7 @@ class Row:
     most: float
     total: float
     reachable: float | None
+    owners: float | None
     dtensor: float | None
     more_than_dtensor: int
     messages: float
@@ -150,6 +164,9 @@ def row(mesh: DeviceMesh, shape: tuple[int, ...], group: str, found: list[Found]
         total=sum(f.ours.total for f in found) / max(sum(f.least.total for f in found), 1),
         reachable=statistics.mean(x for f in found if (x := f.reachable_ratio) is not None)
         if found[0].reachable is not None
+        else None,
+        owners=statistics.mean(x for f in found if (x := f.owners_ratio) is not None)
+        if all(f.owners is not None for f in found)
         else None,
         dtensor=statistics.mean(f.dtensor / f.least.worst for f in theirs) if theirs else None,
         more_than_dtensor=sum(f.ours.worst > math.ceil(f.dtensor or 0) for f in theirs),
@@ -219,8 +236,8 @@ def _table(title: str, *columns: str) -> Table:
 def _shown(found: list[Row]) -> Table:
     table = _table(
         "bytes at the worst rank over the bound",
-        *("pairs", "n", "mean", "p90", "max", "total", "reachable", "DTensor", "more", "messages"),
-        *("ms", "p99", "busiest sender"),
+        *("pairs", "n", "mean", "p90", "max", "total", "reachable", "owners", "DTensor", "more"),
+        *("messages", "ms", "p99", "busiest sender"),
     )
     for r in found:
         table.add_row(
@@ -228,6 +245,7 @@ def _shown(found: list[Row]) -> Table:
             str(r.pairs),
             *(f"{x:.3f}" for x in (r.mean, r.ninetieth, r.most, r.total)),
             "" if r.reachable is None else f"{r.reachable:.3f}",
+            "" if r.owners is None else f"{r.owners:.3f}",
             "" if r.dtensor is None else f"{r.dtensor:.3f}",
             "" if r.dtensor is None else str(r.more_than_dtensor),
             *(f"{x:.2f}" for x in (r.messages, r.median_ms, r.slow_ms, r.spread)),
