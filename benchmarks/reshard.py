@@ -7,8 +7,8 @@ Nothing is sent: the steps of all pairs of layouts are planned, and what they br
 counted; times are those of the processor. Prints the tables and the worst pairs, and stores them as
 JSON. A row is about the changes of one mesh and shape; ratios are to what no algorithm can go below
 (`_reshard_pairs.bound`). "reachable" is the least of three steps through layouts, "owners" what
-comes at least where each element is reduced by one rank, whichever. Of changes from mesh to mesh whose hosts are known, the time follows from
-a model (`_reshard_hosts`).
+comes at least where each element is reduced by one rank, whichever. Of changes from mesh to mesh
+whose hosts are known, the time follows from a model (`_reshard_hosts`).
 """
 
 from __future__ import annotations
