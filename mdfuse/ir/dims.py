@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from mdfuse.layouts.blocks import Cut, part_of_blocks
 from mdfuse.layouts.boxes import nth_chunk
 from mdfuse.layouts.reach import Reach
 
@@ -181,32 +180,6 @@ def window(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
     return DimMap(operands=(labels,), results=(labels,))
 
 
-def along_blocks(
-    labels: DimMap, attrs: Mapping[str, Any], shape: Shape, cuts: Mapping[int, Cut]
-) -> tuple[DimMap, dict[int, Cut | None]]:
-    """Label the dims of a slice that takes whole blocks of them: they may stay split.
-
-    Args:
-        labels: those of a `window`.
-        attrs: its attributes.
-        shape: of its operand.
-        cuts: dims of the operand that are in blocks -> how they are cut.
-
-    Returns:
-        the labels, and for each such dim how the result is cut; None: plainly.
-    """
-    found: dict[int, Cut | None] = {}
-    for d, cut in cuts.items():
-        if labels.result[d] is None and attrs["steps"][d] == 1 and not cut.plain:
-            taken = part_of_blocks(cut.blocks, shape[d], (attrs["starts"][d], attrs["ends"][d]))
-            if taken != 0:
-                found[d] = Cut(taken) if taken else None
-    if not found:
-        return labels, found
-    dims = tuple(d if d in found else label for d, label in enumerate(labels.result))
-    return replace(labels, operands=(dims,), results=(dims,)), found
-
-
 def window_of_parts(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
     """Label a slice that ranks reduce from what each has of it: dims it cuts may be split, too."""
     taken = window(shapes, result, attrs)
@@ -369,12 +342,12 @@ def reshape(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
         inner[i] = (shape[i], rest[0], result[j], rest[1])
 
     def fits(label: int, sizes: tuple[int, ...]) -> bool:
-        return _fall_together(*inner[label], sizes)
+        return fall_together(*inner[label], sizes)
 
     return DimMap(operands=(tuple(before),), results=(tuple(after),), fits=fits)
 
 
-def _fall_together(n: int, n_inner: int, m: int, m_inner: int, sizes: tuple[int, ...]) -> bool:
+def fall_together(n: int, n_inner: int, m: int, m_inner: int, sizes: tuple[int, ...]) -> bool:
     """Whether the parts of a dim have the boundaries of those of another one.
 
     Args:
@@ -388,59 +361,6 @@ def _fall_together(n: int, n_inner: int, m: int, m_inner: int, sizes: tuple[int,
     if (n == m and n_inner == m_inner) or (n % parts == 0 and m % parts == 0):
         return True
     return _boundaries(n, n_inner, sizes) == _boundaries(m, m_inner, sizes)
-
-
-def reshape_of_blocks(
-    labels: DimMap, shape: Shape, result: Shape, cuts: Mapping[int, Cut]
-) -> tuple[DimMap, dict[int, Cut | None]]:
-    """Label the dims of a reshape of an operand in blocks: more of them may stay split.
-
-    A dim that the reshape keeps stays in blocks; of one that falls into its equal blocks, the dim
-    behind that of the blocks is split, plainly.
-
-    Args:
-        labels: those of a `reshape`.
-        shape: of its operand.
-        result: of its result.
-        cuts: dims of the operand that are in blocks -> how they are cut.
-
-    Returns:
-        the labels, and for each such dim how the result is cut; None: plainly.
-    """
-    after, taken = [*labels.result], dict[int, Cut | None]()
-    inner: dict[int, tuple[int, int, int, int]] = {}
-    for old, new in reshape_groups(shape, result):
-        large = [d for d in old if shape[d] != 1], [d for d in new if result[d] != 1]
-        d = large[0][0] if large[0] else -1
-        cut = cuts.get(d)
-        if cut is None or any(e in cuts for e in old if e != d):
-            continue
-        if len(large[0]) == len(large[1]) == 1:
-            taken[d] = cut
-            continue
-        j = _behind(result, large[1], cut.blocks) if not cut.plain else None
-        if j is not None and isinstance(cut.blocks, int):
-            after[after.index(d)], after[j], taken[d] = None, d, None
-            rest = [math.prod(x[e] for e in of if e > at) for x, of, at in
-                    ((shape, old, d), (result, new, j))]  # fmt: skip
-            inner[d] = shape[d] // cut.blocks, rest[0], result[j], rest[1]
-
-    def fits(label: int, sizes: tuple[int, ...]) -> bool:
-        if label in inner:
-            return _fall_together(*inner[label], sizes)
-        return label in taken or labels.fits(label, sizes)
-
-    return (replace(labels, results=(tuple(after),), fits=fits) if taken else labels), taken
-
-
-def _behind(result: Shape, dims: Sequence[int], blocks: object) -> int | None:
-    """Return the dim behind those that number some blocks; None where none do."""
-    n = 1
-    for d in dims:
-        if n == blocks:
-            return d
-        n *= result[d]
-    return None
 
 
 def reshape_groups(shape: Shape, result: Shape) -> list[tuple[list[int], list[int]]]:

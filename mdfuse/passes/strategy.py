@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from mdfuse.caching import Cache
 from mdfuse.extents.assumptions import active_assumptions
-from mdfuse.ir.dims import DimMap, Labels, along_blocks, always, reshape_of_blocks
+from mdfuse.ir.dims import DimMap, Labels, always
+from mdfuse.ir.dims_in_blocks import along_blocks, reshape_of_blocks
 from mdfuse.ir.graph import Expr, Value
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.blocks import Cut
@@ -133,9 +134,10 @@ def _chosen(
         shape = operands[0].value.shape
         labels, taken = along_blocks(labels, expr.kwargs, shape, layout.cuts)
         operands = [replace(operands[0], labels=labels.operands[0])]
-    if expr.op == "reshape" and (layout := operands[0].layout) is not None and layout.blocked:
+    if expr.op == "reshape" and (layout := operands[0].layout) is not None:
         shapes = operands[0].value.shape, values[expr.output].shape
-        labels, taken = reshape_of_blocks(labels, *shapes, layout.cuts)
+        labels, taken = reshape_of_blocks(labels, *shapes, layout)
+        operands = [replace(operands[0], labels=labels.operands[0])]
     mesh = _mesh(operands, laws)
     if mesh is None:
         return None
@@ -419,10 +421,11 @@ def _cuts(
 ) -> dict[int, Cut]:
     """Return label -> how its dims are cut: as the first operand in blocks, else as a law.
 
-    These are `taken` labels alone where parts must have the same boundaries.
+    These are `taken` labels of operands alone where parts must have the same boundaries.
     """
     is_free = TABLE[expr.op].takes_blocks and labels.fits is always
-    sides = [(o.layout, o.labels) for o in operands] + [(r.law, r.labels) for r in results]
+    sides = [(o.layout, o.labels) for o in operands]
+    sides += [(r.law, r.labels) for r in results if is_free]
     found: dict[int, Cut] = {}
     for layout, dims in sides:
         for dim, cut in layout.cuts.items() if layout is not None else ():

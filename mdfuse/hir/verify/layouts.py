@@ -14,15 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 from mdfuse.extents.expressions import Index, terms
-from mdfuse.ir.dims import (
-    DimMap,
-    Labels,
-    along_blocks,
-    always,
-    reshape,
-    reshape_groups,
-    reshape_of_blocks,
-)
+from mdfuse.ir.dims import DimMap, Labels, always, reshape, reshape_groups
+from mdfuse.ir.dims_in_blocks import along_blocks, reshape_of_blocks
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.blocks import Cut
 from mdfuse.layouts.boxes import Box, Rows
@@ -356,8 +349,8 @@ def result_layout(
     if taken:
         return _result(fn, labels, tuple(layouts), declared, numbers, tuple(absent), taken=taken)
     if fn == "reshape" and layouts[0] is not None and shapes[0] is not None:
-        cuts = plain(layouts[0], len(shapes[0])).cuts
-        labels, taken = reshape_of_blocks(labels, shapes[0], shape, cuts)
+        operand = plain(layouts[0], len(shapes[0]))
+        labels, taken = reshape_of_blocks(labels, shapes[0], shape, operand)
     if labels.fits is not always or labels.reaches:
         known = shapes if TABLE[fn].rule is reshape or labels.reaches else ()
         given = (tuple(layouts), declared, numbers, tuple(absent), known, shape, taken)
