@@ -53,7 +53,7 @@ def reshape_of_blocks(
 
     A dim that the reshape keeps stays in blocks; of one that falls into its equal blocks, the dim
     behind that of the blocks is split, plainly. The other way round, a dim that is split behind a
-    few others is in blocks when they are one.
+    few others is in blocks when they are one; not behind the first dim, which is a batch.
 
     Args:
         labels: those of a `reshape`.
@@ -82,7 +82,7 @@ def reshape_of_blocks(
                 continue
             after[j], j, taken[d] = None, found, None
             rows = shape[d] // cut.blocks, result[j]
-        elif len(large[1]) == 1 and _are_few(blocks, shape[d], result[j]):
+        elif len(large[1]) == 1 and old[0] and _are_few(blocks, shape[d], result[j]):
             before[large[0][0]], taken[d] = None, Cut(blocks)
             rows = shape[d], result[j] // blocks
         else:
