@@ -56,7 +56,7 @@ def ramp_of(node: Any, read: Callable[[Any], Any]) -> Ramp | None:
     return inner if is_same or is_whole else None
 
 
-def take(x: Handle | Tensor, where: Sequence[Any]) -> Any:
+def take(x: Any, where: Sequence[Any]) -> Any:
     """Index a value with tensors; None takes a dim whole, as in `aten.index`.
 
     Raises:

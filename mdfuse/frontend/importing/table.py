@@ -217,7 +217,7 @@ TABLE: dict[str, Call] = {
          "aten.lift_fresh_copy.default", "aten.positive.default"),
         _itself,
     ),
-    **dict.fromkeys(("aten.detach.default", "aten.detach_.default"), ops.detach),
+    **{f"aten.{name}.default": ops.detach for name in ("detach", "detach_", "detach_copy")},
     "aten.expand.default": _expand,
     **dict.fromkeys(
         ("aten.to.dtype", "aten.to.device", "aten.to.dtype_layout", "aten.to.other",
