@@ -19,7 +19,7 @@ from mdfuse.compiled.segments import Segment, kept, last_uses, segments_of
 from mdfuse.compiled.specialisations import Lowering, Lowerings, lowerings_of
 from mdfuse.compiled.trial import Trial
 from mdfuse.config import Options, backend_choice, environment, options_from_environment
-from mdfuse.errors import DefinitionError, MdfuseError
+from mdfuse.errors import DefinitionError, MdfuseError, ProgramError
 from mdfuse.evaluator import HostIrEvaluator
 from mdfuse.extents.extent import example, mapped, with_numbers
 from mdfuse.frontend.cache import NamedDefinition, program_of
@@ -195,6 +195,26 @@ class Program:
     def _local_extents(self) -> LocalExtents:
         assert self.symbolic is not None
         return local_extents(self.host, self.symbolic.fusion)
+
+    def __call__(self, *inputs: Any, **named: Any) -> list[Any]:
+        """Run with inputs by name, behind those in definition order: `run`.
+
+        Raises:
+            ProgramError: a name that is no input, or is given in order, too; inputs that lack.
+        """
+        names = self.fusion.inputs
+        left = names[len(inputs) :]
+        unknown = [name for name in named if name not in left]
+        lacking = [name for name in left if name not in named]
+        if unknown or lacking:
+            what = f"no input {unknown[0]!r}" if unknown else f"lacks {', '.join(lacking[:3])}"
+            problem = ProgramError(
+                f"a call of @{self.fusion.name}: {what}",
+                because=f"its inputs are {', '.join(names)}; {len(inputs)} are given in order",
+                hint="program(**inputs) with all of them, once each",
+            )
+            self.refuse(problem)
+        return self.run(*inputs, *(named[name] for name in left))
 
     def run(
         self,
