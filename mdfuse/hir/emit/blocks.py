@@ -102,7 +102,8 @@ def emit_blocks(out: Emitter, pipeline: Pipeline, sections: Sequence[Section]) -
     out.code = building.outside
     pieces: dict[Part, list[str]] = {}
     for part in order:
-        cut = _cut(bodies[str(part)]) if part in pipeline.overlapping else [bodies[str(part)]]
+        is_cut = part in pipeline.overlapping and part.phase != "T"
+        cut = _cut(bodies[str(part)]) if is_cut else [bodies[str(part)]]
         pieces[part] = [f"{part}.{n}" if n else str(part) for n in range(len(cut))]
         for fn, body in zip(pieces[part], cut, strict=True):
             out.code.append(
@@ -116,11 +117,12 @@ def emit_blocks(out: Emitter, pipeline: Pipeline, sections: Sequence[Section]) -
 
 
 def _cut(body: Sequence[Instruction]) -> list[list[Instruction]]:
-    """Cut a block in front of each wait for what it has posted."""
+    """Cut a block in front of each wait for what it has posted, if there is work behind it."""
     pieces: list[list[Instruction]] = [[]]
     posted = set[str]()
-    for i in body:
-        if i.op == "wait" and not posted.isdisjoint(i.reads):
+    last = max((n for n, i in enumerate(body) if i.op != "wait"), default=-1)
+    for n, i in enumerate(body):
+        if i.op == "wait" and n < last and not posted.isdisjoint(i.reads):
             pieces.append([])
             posted.clear()
         if i.op in POSTS:
