@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 
 import pytest
@@ -63,3 +64,34 @@ def test_it_is_quicker_than_one_after_the_other() -> None:
         both.append(at["0F3"].stop > at["3I1"].start)
     assert both == [True, False]
     assert ends[0] < 0.95 * ends[1]
+
+
+def test_other_orders_of_pieces_are_refused_with_the_call_or_give_the_same() -> None:
+    (only,) = meshes(1, tp=2)
+    net = network([only, only], batch=4)
+    lines = str(made(net, 2)).splitlines()
+    at = [n for n, line in enumerate(lines) if line.startswith("  call")]
+    draw, accepted = random.Random(0), 0
+    for _ in range(60):
+        i, j = draw.sample(at, 2)
+        other = {
+            "swap": {i: [lines[j]], j: [lines[i]]},
+            "drop": {i: []},
+            "twice": {j: [lines[i], lines[j]]},
+        }[draw.choice(["swap", "drop", "twice"])]
+        text = [x for n, line in enumerate(lines) for x in other.get(n, [line])]
+        program = hir.parse("\n".join(text))
+        refusal = None
+        try:
+            program.check()
+        except mf.ProgramError as error:
+            refusal = str(error)
+        if refusal is not None:
+            assert re.search(r"call [FIWT]\d+(\.\d)?\(\d\)", refusal)
+            continue
+        accepted += 1
+        given = [x.clone() for x in net.inputs]
+        found = mf.simulate(program, given, options=mf.Options(poison=True)).outputs
+        for got, want in zip(found, net.wanted, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    assert accepted < 10
