@@ -40,7 +40,7 @@ def test_results_are_those_of_torch_in_any_order_of_ranks_and_streams(count: int
 def test_blocks_are_in_pieces_that_begin_with_waits() -> None:
     program = made(turning(8), 4)
     calls = " ".join(re.findall(r"call (\S+)", str(program)))
-    assert "F0(3) I3(1) F0.1(3) I3.1(1) T01(3) I3.2(1) T32(1) W3(1)" in calls
+    assert "F0(3) I3(1) F0.1(3) T01(3) I3.1(1) I3.2(1) T32(1) W3(1)" in calls
     bodies = {i.fn: i.body for i in program.host.instructions if i.op == "block"}
     posted = {i.outputs[0] for i in bodies["F0"] if i.op == "post"}
     waited = {i.reads[0] for i in bodies["F0.1"] if i.op == "wait"}

@@ -36,7 +36,7 @@ from mdfuse.hir.emit.sets import Emitter
 from mdfuse.hir.instructions import POSTS
 from mdfuse.hir.program import Instruction
 from mdfuse.passes.segmentation import Section
-from mdfuse.pipelines.order import Lanes
+from mdfuse.pipelines.order import Call, Lanes
 from mdfuse.pipelines.stages import Part, Stages
 
 
@@ -110,10 +110,23 @@ def emit_blocks(out: Emitter, pipeline: Pipeline, sections: Sequence[Section]) -
                 Instruction(op="block", fn=fn, outputs=(building.name,), body=tuple(body))
             )
     for lanes in pipeline.calls:
-        rows = [[(fn, k) for part, k in lane for fn in pieces[part]] for lane in lanes]
-        for fn, k in (call for turn in zip_longest(*rows) for call in turn if call is not None):
+        rows = [_turns(lane, pieces) for lane in lanes]
+        in_turns = (call for x in zip_longest(*rows, fillvalue=[]) for turn in x for call in turn)
+        for fn, k in in_turns:
             out.code.append(Instruction(op="call", fn=fn, attrs=(("index", k),)))
     out.code += building.behind
+
+
+def _turns(lane: Sequence[Call], pieces: Mapping[Part, list[str]]) -> list[list[tuple[str, int]]]:
+    """Return what calls do in a turn each: a piece, with the hand-overs of what it makes."""
+    turns: list[list[tuple[str, int]]] = []
+    for part, k in lane:
+        for fn in pieces[part]:
+            if part.phase == "T" and turns:
+                turns[-1].append((fn, k))
+            else:
+                turns.append([(fn, k)])
+    return turns
 
 
 def _cut(body: Sequence[Instruction]) -> list[list[Instruction]]:
