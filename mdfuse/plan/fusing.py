@@ -14,6 +14,7 @@ from math import inf
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mdfuse.errors import ProgramError
 from mdfuse.hir.instructions import is_library
@@ -139,7 +140,7 @@ class Fuser:
         if sum(map(_works, cut.inside)) < 2:
             return list(steps)
         made = self.made(i, cut, _forms(cut, outside, context))
-        _learn(dict(zip(cut.makes, made.results, strict=True)), i, context)
+        _learn(_found(cut, made.results, outside, context), i, context)
         call = Line(
             run=made.function or _not_compiled,
             args=tuple(map(SlotRef, cut.takes)),
@@ -314,15 +315,28 @@ def _forms(cut: _Cut, outside: Mapping[int, str], context: Context) -> list[Form
     return forms
 
 
-def _learn(forms: Mapping[int, Form], i: Instruction, context: Context) -> None:
+def _found(
+    cut: _Cut, results: Sequence[Form], outside: Mapping[int, str], context: Context
+) -> dict[int, Tensor]:
+    """Return meta tensors like what the unit takes and makes, and like views of these, by slot."""
+    slots: dict[int, Any] = {slot: context.fact(outside[slot]) for slot in cut.takes}
+    for slot, (shape, strides, dtype, _) in zip(cut.makes, results, strict=True):
+        slots[slot] = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    for line in cut.behind:
+        if line.is_view and slots.keys() >= {*line.refs}:
+            line(slots)
+    return slots
+
+
+def _learn(found: Mapping[int, Tensor], i: Instruction, context: Context) -> None:
     """Check the results against their types, and note their strides."""
     for name in i.outputs:
-        shape, strides, dtype, _ = forms.get(context.slot(name), (None, (), None, None))
-        if shape is None:
+        fact = found.get(context.slot(name))
+        if fact is None:
             continue
-        if (shape, dtype) != (context.local(name), context.type(name).dtype):
-            raise Refusal(f"%{name} would be {dtype}{list(shape)}")
-        context.know(name, torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
+        if (tuple(fact.shape), fact.dtype) != (context.local(name), context.type(name).dtype):
+            raise Refusal(f"%{name} would be {fact.dtype}{list(fact.shape)}")
+        context.know(name, fact)
 
 
 def _nbytes(form: Form) -> int:

@@ -317,3 +317,29 @@ def test_what_one_call_makes_is_known_to_the_next_unit(body: str, compiler: Comp
     (found,) = evaluator.run({"x": x})
     torch.testing.assert_close(found, (x * 2).exp() + 1)
     assert len(compiler.bodies) == 1 and not evaluator.fuser.refused
+
+
+def test_a_view_of_what_a_unit_makes_is_known_to_the_next_one(compiler: Compiler) -> None:
+    """As of keys and values, which a backward reads: the view is taken behind the unit."""
+    text = """
+        host @views on mesh(t=1) {
+          input %x: f32[3,4] (t=R)
+          launch first(%x) -> %y {
+            %v: f32[4,3] (t=R) = permute(%x, dims=[1,0])
+            %w: f32[4,3] (t=R) = mul(%v, 2)
+            %u: f32[4,3] (t=R) = exp(%w)
+            %y: f32[3,4] (t=R) = permute(%u, dims=[1,0])
+          }
+          launch second(%y) -> %z {
+            %a: f32[3,4] (t=R) = sin(%y)
+            %z: f32[3,4] (t=R) = add(%a, 1)
+          }
+          free %y
+          return %z
+        }
+    """
+    evaluator = HostIrEvaluator(parse(text), options=ALWAYS)
+    x = torch.randn(3, 4)
+    (found,) = evaluator.run({"x": x})
+    torch.testing.assert_close(found, (x * 2).exp().sin() + 1)
+    assert len(compiler.bodies) == 2 and not evaluator.fuser.refused

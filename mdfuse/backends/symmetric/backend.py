@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mdfuse.backends.algorithms import Composition, Sizes
-from mdfuse.backends.base import PostSite, Work, check_call, check_usable
+from mdfuse.backends.base import Around, PostSite, Work, check_call, check_usable
 from mdfuse.backends.post_notes import PostLog, Track
 from mdfuse.backends.symmetric.cuda_sites import Site, Sited, numbering
 from mdfuse.backends.symmetric.host_memory import Card, SharedMemory, why_not
@@ -83,6 +83,10 @@ class SymmetricBackend:
         """Return what prepares the calls of a plan; see `Sharing`."""
         number = numbering(run)
         return lambda call: self._poster(call, number(call))
+
+    def around(self) -> Around | None:
+        """Return what to call before and behind replays of graphs; see `Sharing`."""
+        return self._provider.around()
 
     def arena(self, size: int) -> Tensor | None:
         """Return memory for buffers of a program; see `Sharing`."""
