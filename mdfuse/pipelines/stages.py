@@ -321,9 +321,11 @@ class _Finder:
         for e in reversed(behind):
             x = e.outputs[0]
             if x not in firm:
-                readers = [stage[r] for r in self.readers(e) if not self.hands_over(self.made[r])]
-                known = [*readers, *([stage[x]] if x in stage else [])]
-                stage[x] = self.no_later(x, max(known, default=len(meshes) - 1), meshes)
+                least = [stage[r] + self.hands_over(self.made[r]) for r in self.readers(e)]
+                least += [stage[x]] if x in stage else []
+                fits = (n for n, m in enumerate(meshes) if m == self.mesh(x) and n >= max(least))
+                last = len(meshes) - 1
+                stage[x] = next(fits) if least else self.no_later(x, last, meshes)
 
     def no_later(self, x: str, most: int, meshes: list[DeviceMesh]) -> int:
         """Return the last stage of a value's mesh up to a number.
@@ -393,6 +395,13 @@ def _changes_mesh(fusion: Fusion, expr: Expr) -> bool:
     return fusion.layout(expr.reads[0]).mesh != fusion.layout(expr.output).mesh
 
 
+def _brings_together(fusion: Fusion, expr: Expr) -> bool:
+    """Return whether a set makes the whole batch of its chunks."""
+    made = fusion.values[expr.outputs[0]]
+    before = fusion.values[expr.reads[0]].stream if expr.op == "set" and expr.reads else None
+    return made.stream is None and before is not None and before.op is None
+
+
 def _is_of_batch(fusion: Fusion, expr: Expr) -> bool:
     """Return whether an expression is computed of chunks of the batch."""
     names: Iterable[str] = (*expr.reads, *expr.outputs)
@@ -403,7 +412,11 @@ def _is_of_batch(fusion: Fusion, expr: Expr) -> bool:
 def _whole(fusion: Fusion, expr: Expr) -> LoweringError:
     (x,) = expr.reads
     value = fusion.values[expr.output]
-    if value.stream is None:
+    whole = next((e for e in fusion.exprs if _brings_together(fusion, e)), None)
+    if value.stream is not None and whole is not None:
+        because = f"it leads to %{whole.output}, for which ranks bring the whole batch together"
+        hint = "split the batch into even parts, or not at all"
+    elif value.stream is None:
         before, after = fusion.layout(x), fusion.layout(expr.output)
         because = f"it goes from {before} to {after}, which split the batch otherwise"
         hint = "split the batch alike on both meshes, or not at all"

@@ -19,10 +19,11 @@ from torch import Tensor
 from mdfuse.backends.base import Poster
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.updates import updated_names
 from mdfuse.interpreter.garbage import no_collection
 from mdfuse.layouts.call import Call
 from mdfuse.plan.arena import Arena, arena
-from mdfuse.plan.context import CALLER_SLOT, Context, Fuse, Step, updated_names
+from mdfuse.plan.context import CALLER_SLOT, Context, Fuse, Step
 from mdfuse.plan.index_checks import IndexChecks
 from mdfuse.plan.lines import Function, Line, SlotRef, Slots, Stamping, write
 from mdfuse.plan.memory import Owned, in_place, own

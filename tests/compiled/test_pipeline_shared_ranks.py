@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -128,8 +129,11 @@ def test_one_stream_is_enough_where_no_more_are_wanted() -> None:
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("name", ["one rank", "one rank, five stages"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb1p"])
-def test_stages_on_streams_of_one_gpu_are_one_graph(schedule: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "compile"),
+    [("gpipe", "never"), ("1f1b", "never"), ("1f1b", "auto"), ("zb1p", "never")],
+)
+def test_stages_on_streams_of_one_gpu_are_one_graph(schedule: str, compile: Any, name: str) -> None:
     """With "always", what cannot be captured is an error; replays read other numbers."""
     net = network(meshes(PLACES[name]), batch=12)
     program = mf.pipeline(
@@ -137,7 +141,7 @@ def test_stages_on_streams_of_one_gpu_are_one_graph(schedule: str, name: str) ->
         microbatches=4,
         batch=batch_of(net),
         schedule=schedule,
-        options=mf.Options(graph="always"),
+        options=mf.Options(graph="always", compile=compile),
     )
     assert len({*re.findall(r"set_stream (\d)", str(program))}) == min(len(PLACES[name]), 4)
     given = [x.cuda() for x in net.inputs]

@@ -110,3 +110,41 @@ def test_stages_without_work_are_a_chain() -> None:
     fd, given = define(name, 6)
     batch = {"x": 0, "aim3": 0}
     check(name, mf.pipeline(fd, microbatches=3, batch=batch, schedule="1f1b"), given)
+
+
+def test_what_a_rank_hands_over_as_it_is_takes_no_memory() -> None:
+    fd, given = define("an input on its way", 6)
+    batch = {"x": 0, "aim2": 0}
+    table = in_turn(CASES["an input on its way"][1], "B")
+    program = mf.pipeline(fd, microbatches=2, batch=batch, schedule=table)
+    x, aim, *_, w = (g.nbytes for g in given)
+    first, second, _ = mf.simulate(program, given).peak_bytes
+    assert first == x + aim + w
+    assert second == x + aim + w  # one microbatch goes while the next one comes
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_sums_of_the_forward_share_no_bucket(reduction: str) -> None:
+    """The backward waits for the count of a mean, and would wait for the loss in its bucket."""
+    a, b = (mf.DeviceMesh(ranks, axes=["dp"]) for ranks in ([0, 1], [2, 3]))
+    split = {"dp": mf.Shard(0)}
+    with mf.FusionDefinition("net") as fd:
+        x = fd.define_tensor([8, 4], D, a, split, name="x")
+        aim = fd.define_tensor([8], torch.int64, b, split, name="aim")
+        w, v = fd.define_tensor([4, 4], D, a), fd.define_tensor([4, 4], D, b)
+        u = fd.define_tensor([5, 4], D, b)
+        h = fd.ops.set(F.linear(x, w)).on(b, split)
+        loss = F.cross_entropy(F.linear(F.linear(h, v), u), aim, reduction=reduction)
+        for y in (loss, *mf.grad(loss, [w, v, u])):
+            fd.add_output(y)
+    options = mf.Options(bucket_bytes=1 << 20)
+    program = mf.pipeline(fd, microbatches=2, batch={"x": 0, "aim": 0}, options=options)
+    x, aim = torch.randn(8, 4, dtype=D), torch.tensor([0, 2, 1, 3, 2, 2, 4, 0])
+    w, v, u = (torch.randn(n, 4, dtype=D, requires_grad=True) for n in (4, 4, 5))
+    want = F.cross_entropy(F.linear(F.linear(F.linear(x, w), v), u), aim, reduction=reduction)
+    wanted = [want.detach(), *torch.autograd.grad(want, [w, v, u])]
+    given = [x, aim, *(g.detach() for g in (w, v, u))]
+    for got, right in zip(mf.simulate(program, given).outputs, wanted, strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
+    sums = [c for c in program.communications if c.kind == "Allreduce"]
+    assert len(sums) == 3 + (reduction == "mean")  # loss, count; dw; dv and du together

@@ -36,7 +36,7 @@ from mdfuse.hir.emit.sets import Emitter
 from mdfuse.hir.instructions import POSTS
 from mdfuse.hir.program import Instruction
 from mdfuse.passes.segmentation import Section
-from mdfuse.pipelines.order import Lanes
+from mdfuse.pipelines.order import Call, Lanes
 from mdfuse.pipelines.stages import Part, Stages
 
 
@@ -102,25 +102,40 @@ def emit_blocks(out: Emitter, pipeline: Pipeline, sections: Sequence[Section]) -
     out.code = building.outside
     pieces: dict[Part, list[str]] = {}
     for part in order:
-        cut = _cut(bodies[str(part)]) if part in pipeline.overlapping else [bodies[str(part)]]
+        is_cut = part in pipeline.overlapping and part.phase != "T"
+        cut = _cut(bodies[str(part)]) if is_cut else [bodies[str(part)]]
         pieces[part] = [f"{part}.{n}" if n else str(part) for n in range(len(cut))]
         for fn, body in zip(pieces[part], cut, strict=True):
             out.code.append(
                 Instruction(op="block", fn=fn, outputs=(building.name,), body=tuple(body))
             )
     for lanes in pipeline.calls:
-        rows = [[(fn, k) for part, k in lane for fn in pieces[part]] for lane in lanes]
-        for fn, k in (call for turn in zip_longest(*rows) for call in turn if call is not None):
+        rows = [_turns(lane, pieces) for lane in lanes]
+        in_turns = (call for x in zip_longest(*rows, fillvalue=[]) for turn in x for call in turn)
+        for fn, k in in_turns:
             out.code.append(Instruction(op="call", fn=fn, attrs=(("index", k),)))
     out.code += building.behind
 
 
+def _turns(lane: Sequence[Call], pieces: Mapping[Part, list[str]]) -> list[list[tuple[str, int]]]:
+    """Return what calls do in a turn each: a piece, with the hand-overs of what it makes."""
+    turns: list[list[tuple[str, int]]] = []
+    for part, k in lane:
+        for fn in pieces[part]:
+            if part.phase == "T" and turns:
+                turns[-1].append((fn, k))
+            else:
+                turns.append([(fn, k)])
+    return turns
+
+
 def _cut(body: Sequence[Instruction]) -> list[list[Instruction]]:
-    """Cut a block in front of each wait for what it has posted."""
+    """Cut a block in front of each wait for what it has posted, if there is work behind it."""
     pieces: list[list[Instruction]] = [[]]
     posted = set[str]()
-    for i in body:
-        if i.op == "wait" and not posted.isdisjoint(i.reads):
+    last = max((n for n, i in enumerate(body) if i.op != "wait"), default=-1)
+    for n, i in enumerate(body):
+        if i.op == "wait" and n < last and not posted.isdisjoint(i.reads):
             pieces.append([])
             posted.clear()
         if i.op in POSTS:
