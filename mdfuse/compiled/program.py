@@ -358,7 +358,7 @@ def _staging(host: HostProgram, options: Options | None) -> Iterator[str]:
             yield f"staging: {name} takes {sizes} memory of a rank for each team, at most {teams}"
     if any(i.kwargs.get("memory") == "symmetric" for i in host.walk()):
         first = host.meshes[0].ranks[0]
-        size = arena(project(host, first).written_out).size
+        size = arena(project(host, first).as_run).size
         if size:
             yield f"arena: {size_text(size)} of a GPU for what the others copy from rank {first}"
 

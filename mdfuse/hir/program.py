@@ -271,6 +271,13 @@ class HostProgram:
         return land_receives.run(early_waits.run(late_waits.run(write(self))))
 
     @cached_property
+    def as_run(self) -> HostProgram:
+        """What plans are made of: `written_out`, whose own products add to what arrived."""
+        from mdfuse.hir.passes import add_in_products
+
+        return add_in_products.run(self.written_out)
+
+    @cached_property
     def meshes(self) -> tuple[DeviceMesh, ...]:
         """The meshes of its buffers and communications."""
         found = [t.layout.mesh for t in self.types.values() if t.layout is not None]

@@ -84,6 +84,11 @@ def product(program: HostProgram, i: Instruction) -> tuple[int, int, int, int] |
         m = shapes[0][-2] if len(shapes[0]) > 1 else 1
         n = shapes[1][-1]
         return math.prod(made) // max(m * n, 1), m, n, shapes[0][-1]
+    if i.fn == "addmm":
+        made, k = shapes[0], shapes[1][-1]
+        rows = 1 if len(shapes[2]) == 2 else made[-2]
+        m = math.prod(made[:-1]) if len(shapes[2]) == 2 else rows
+        return math.prod(made) // max(m * made[-1], 1), m, made[-1], k
     if i.fn == "contract":
         return _contraction(i, shapes)
     return None

@@ -65,7 +65,7 @@ def memory_of(local: HostProgram) -> Memory:
         ProgramError: its loops cannot be written out.
     """
     assert local.rank is not None
-    flat = local.written_out
+    flat = local.as_run
     walk = _Walk(flat)
     for name in flat.inputs:
         walk.bind(name, -1)
