@@ -112,6 +112,7 @@ _ROWS = (
     ),
     Row(name="term", operands=_ONE, makes="value"),
     Row(name="accumulate", operands=_ONE, makes="value"),
+    Row(name="addmm", operands=(3, 3), makes="value"),
     # -- communications
     Row(
         name="post",

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional as _F
 
 from mdfuse import torch_private
-from mdfuse.ir.out_forms import addmm
 
 
 def cast(x: Tensor, *, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
@@ -67,13 +66,6 @@ def lookup(indices: Tensor, table: Tensor, *, part: tuple[int, int, int] | None 
     here = (indices >= start) & (indices < stop)
     rows = _F.embedding((indices - start).clamp(0, stop - start - 1), table)
     return torch.where(here.unsqueeze(-1), rows, 0)
-
-
-def add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """`x + a @ b`, rounded once where torch has one call for it."""
-    made = torch.empty_like(x, memory_format=torch.contiguous_format)
-    addmm(x, a, b, out=made)
-    return made
 
 
 def running(name: str) -> Callable[..., tuple[Tensor, Tensor]]:

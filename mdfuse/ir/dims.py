@@ -240,13 +240,6 @@ def matmul(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
     )
 
 
-def addmm(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
-    """Label `x[…,m,n] + a[…,m,k] @ b[…,k,n]`, whose sum over k is whole on each rank."""
-    made = matmul(shapes[1:], result, attrs)
-    left, right = (tuple(None if x in made.reduces else x for x in o) for o in made.operands)
-    return DimMap(operands=(made.result, left, right), results=made.results)
-
-
 def linear(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
     """Label `x[…,k], w[n,k], b[n]`; without a bias k may be split, which gives Partial(sum)."""
     x, w, bias = (*shapes, None)[:3]

@@ -38,8 +38,8 @@ class Op:
         is_view: the result may share storage with the first operand.
         is_single: runs as a single host op; others are merged into segments by default.
         indexed: the position of the operand (a table) whose rows the first operand indexes.
-        keeps: the position of an operand over which the result may be written: each element of it
-            is read before, or it stays. Read nowhere else.
+        keeps: the position of an operand whose elements the result has but for those that the op
+            writes: in the operand's own buffer it writes these alone. Read nowhere else.
         stays: the position of a matrix operand that keeps its split of the result's dims; the
             other operand moves (weights stay where they are).
         attrs: all attributes that it may have.

@@ -104,20 +104,6 @@ def matmul(a: Tensor, b: Tensor, *, out: Tensor) -> None:
         torch.matmul(a, b, out=out)
 
 
-def addmm(x: Tensor, a: Tensor, b: Tensor, *, out: Tensor) -> None:
-    """Write `x + a @ b`, in place where x is the buffer: its product adds as it writes."""
-    if a.ndim > b.ndim == 2 and a.is_contiguous() and out.is_contiguous():
-        x, a, out = (x.flatten(0, -2), a.flatten(0, -2), (into := out.flatten(0, -2)))
-        x = into if x.data_ptr() == into.data_ptr() else x
-    if out.ndim == 2:
-        torch.addmm(x, a, b, out=out)
-    elif out.ndim == 3:
-        a, b = (y.expand(out.shape[0], *y.shape[-2:]) for y in (a, b))
-        torch.baddbmm(x, a, b, out=out)
-    else:
-        torch.add(x, torch.matmul(a, b), out=out)
-
-
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor) -> None:
     """Write `linear`; with a bias as one fused product, as torch does with dense operands."""
     if bias is None:

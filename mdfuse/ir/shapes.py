@@ -181,15 +181,6 @@ def matmul(shapes: Shapes, attrs: Attrs) -> Shape:
     return (*_broadcast(a[:-2], b[:-2]), *a[-2:-1], *(b[-1:] if len(b) > 1 else ()))
 
 
-def addmm(shapes: Shapes, attrs: Attrs) -> Shape:
-    """Return the shape of `x + a @ b`, which is x's: nothing is broadcast but batches of b."""
-    x, *factors = _present(shapes)
-    made = matmul(factors, attrs)
-    if x != made or min(len(f) for f in factors) < 2:
-        raise ValueError(f"{x} is not the shape {made} of the product of two matrices")
-    return made
-
-
 def linear(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the shape […,n] for `x[…,k], w[n,k], b[n]`."""
     x, w, *bias = _present(shapes)

@@ -75,6 +75,10 @@ def attention(program: HostProgram, i: Instruction) -> tuple[float, int, str] | 
 def product(program: HostProgram, i: Instruction) -> tuple[int, int, int, int] | None:
     """Return how many products [m, k] x [k, n] an instruction is, m, n and k; None: it is none."""
     shapes = _shapes(program, i)
+    if i.op == "addmm":
+        (*batch, m, n), k = shapes[0], shapes[1][-1]
+        count = math.prod(batch)
+        return (1, count * m, n, k) if len(shapes[2]) == 2 else (count, m, n, k)
     if i.fn == "linear" or (i.fn == "matmul" and len(shapes[1]) <= 2):
         made = _shape(program, i.outputs[0])
         n = shapes[1][-1 if i.fn == "matmul" else 0] if len(shapes[1]) == 2 else 1
@@ -84,11 +88,6 @@ def product(program: HostProgram, i: Instruction) -> tuple[int, int, int, int] |
         m = shapes[0][-2] if len(shapes[0]) > 1 else 1
         n = shapes[1][-1]
         return math.prod(made) // max(m * n, 1), m, n, shapes[0][-1]
-    if i.fn == "addmm":
-        made, k = shapes[0], shapes[1][-1]
-        rows = 1 if len(shapes[2]) == 2 else made[-2]
-        m = math.prod(made[:-1]) if len(shapes[2]) == 2 else rows
-        return math.prod(made) // max(m * made[-1], 1), m, made[-1], k
     if i.fn == "contract":
         return _contraction(i, shapes)
     return None

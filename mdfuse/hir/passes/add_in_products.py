@@ -195,22 +195,21 @@ class _Walk:
         """Return the product that adds, behind a view of its weight where that is transposed."""
         i, (into,) = self.program.instructions[x.product], self.program.instructions[x.add].outputs
         a, b = i.reads
-        turned: list[Instruction] = []
-        if i.fn == "linear":
-            b, turned = _turned(b, x.part, types, i)
-        made = Instruction(
-            op="addmm", fn="addmm", inputs=(into, a, b), outputs=(into,), source=i.source
-        )
-        return [*turned, made]
+        made = Instruction(op="addmm", inputs=(into, a, b), outputs=(into,), source=i.source)
+        if i.fn == "matmul":
+            return [made]
+        name, view = _turned(b, x.part, types, i)
+        free = [Instruction(op="free", inputs=(name,))] if self.program.has_frees else []
+        return [view, replace(made, inputs=(into, a, name)), *free]
 
 
 def _turned(
     weight: str, part: str, types: dict[str, BufferType], i: Instruction
-) -> tuple[str, list[Instruction]]:
+) -> tuple[str, Instruction]:
     """Return the name of a transposed weight, and the view."""
     kind, name = types[weight], f"{part}.weight"
     assert kind.layout is not None
     types[name] = replace(kind, shape=kind.shape[::-1], layout=kind.layout.permuted((1, 0)))
     attrs = (("dims", (1, 0)),)
     view = replace(i, op="permute", fn="permute", inputs=(weight,), outputs=(name,), attrs=attrs)
-    return name, [view.changed(order=None)]
+    return name, view.changed(order=None)

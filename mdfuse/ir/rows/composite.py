@@ -28,16 +28,6 @@ row(
     operands=(2, 2),
 )
 row(
-    "addmm",
-    calls.add_product,
-    dims.addmm,
-    shapes.addmm,
-    product(out_forms.addmm),
-    is_library=True,
-    operands=(3, 3),
-    keeps=0,
-)
-row(
     "linear",
     lambda x, w, b=None: _F.linear(x, w, b),
     dims.linear,
