@@ -61,7 +61,8 @@ def _rows_problem(into: BufferType, a: BufferType, b: BufferType, rank: int) -> 
     labels = dims.matmul((a.shape, b.shape), into.shape, {})
     for kind, own in zip((into, a, b), (labels.result, *labels.operands), strict=True):
         assert kind.layout is not None
-        for label, rows in zip(own, kind.layout.rows(kind.shape, rank), strict=True):
+        here = kind.layout.at(lambda term: rank if term.kind == "rank" else None)
+        for label, rows in zip(own, here.rows(kind.shape, rank), strict=True):
             if label is not None and found.setdefault(label, rows) != rows:
                 return f"rank {rank} has other rows of one dim than of the other"
     return None
