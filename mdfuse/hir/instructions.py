@@ -96,6 +96,7 @@ _ROWS = (
         makes="value",
         is_view=True,
     ),
+    Row(name="own", operands=_ONE, makes="value", is_view=True, is_slice=True),
     Row(
         name="pad",
         operands=_ONE,

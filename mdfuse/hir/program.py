@@ -272,10 +272,10 @@ class HostProgram:
 
     @cached_property
     def as_run(self) -> HostProgram:
-        """What plans are made of: `written_out`, whose own products add to what arrived."""
-        from mdfuse.hir.passes import add_in_products
+        """What plans are made of: `written_out`, with a rank's own products where sums are."""
+        from mdfuse.hir.passes import own_products
 
-        return add_in_products.run(self.written_out)
+        return own_products.run(self.written_out)
 
     @cached_property
     def meshes(self) -> tuple[DeviceMesh, ...]:

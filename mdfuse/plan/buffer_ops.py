@@ -11,6 +11,7 @@ from torch import Tensor
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import Instruction
 from mdfuse.ir.extremes import neutral
+from mdfuse.ir.ops import itself
 from mdfuse.layouts.boxes import nth_chunk, relative
 from mdfuse.layouts.layout import Partial
 from mdfuse.layouts.stream import JOINED
@@ -103,6 +104,11 @@ def _unexpand(i: Instruction, context: Context) -> list[Line]:
     ndim = len(context.type(i.outputs[0]).shape)
     index = tuple(slice(0, 1) if d in dims else slice(None) for d in range(ndim))
     return _view(i, context, "__getitem__", index)
+
+
+def _own(i: Instruction, context: Context) -> list[Line]:
+    """Bind the result to all of the operand."""
+    return _view(i, context, itself)
 
 
 def _pad(i: Instruction, context: Context) -> list[Line]:
@@ -274,6 +280,7 @@ BUFFER_OPS: dict[str, Callable[[Instruction, Context], list[Line]]] = {
     "chunk": _narrow,
     "select": _select,
     "unexpand": _unexpand,
+    "own": _own,
     "pad": _pad,
     "pack": _pack,
     "term": _term,

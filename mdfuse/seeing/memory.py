@@ -178,7 +178,9 @@ def _seen(i: Instruction, lies: Dims | None, program: HostProgram) -> Dims | Non
         return None
     if i.op == "permute":
         return seen_through(i, lies)
-    if i.op in ("set", "pad", "unexpand") or (i.op == "expand" and _ndim(i, program) == len(lies)):
+    if i.op in ("set", "own", "pad", "unexpand") or (
+        i.op == "expand" and _ndim(i, program) == len(lies)
+    ):
         return lies
     shapes = [program.types[x].local_shape(program.rank) for x in (i.reads[0], i.outputs[0])]
     rows = tuple(range(len(shapes[0])))

@@ -19,7 +19,7 @@ from mdfuse.hir.verify.layouts import (
     rows_text,
 )
 from mdfuse.hir.verify.posts import buffer_problem, transition_problem
-from mdfuse.hir.verify.products import product_problem
+from mdfuse.hir.verify.products import own_problem, product_problem
 from mdfuse.hir.verify.report import wrong
 from mdfuse.ir.extremes import is_number_of
 from mdfuse.ir.graph import dtype_name
@@ -340,6 +340,18 @@ def _addmm(types: Types, i: Instruction) -> None:
         raise types.mismatch(i, problem)
 
 
+def _own(types: Types, i: Instruction) -> None:
+    """Check that a rank's term of a sum may lie where its part of the sum is."""
+    pair = types.same_shape(i)
+    if pair is None:
+        return
+    _dense(types, i, *pair)
+    problem = own_problem(*pair, types.program.rank)
+    if problem is not None:
+        raise types.mismatch(i, problem)
+    types.slice(i)
+
+
 def _alloc(types: Types, i: Instruction) -> None:
     kind = types.made(i)
     if kind.layout is None:
@@ -416,6 +428,7 @@ RULES: dict[str, Callable[[Types, Instruction], None]] = {
     "chunk": _chunk,
     "select": _select,
     "unexpand": _unexpand,
+    "own": _own,
     "pad": _pad,
     "pack": _pack,
     "term": _term,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mdfuse.extents.expressions import terms
 from mdfuse.hir.program import BufferType
 from mdfuse.ir import dims, shapes
+from mdfuse.ir.dims import Labels
 from mdfuse.layouts.layout import Partial, Replicate, Shard, Varies
 
 
@@ -25,16 +28,33 @@ def product_problem(into: BufferType, a: BufferType, b: BufferType, rank: int | 
         return f"the product has the shape {list(made)}"
     if len({k.layout.mesh for k in kinds if k.layout is not None}) > 1:
         return "it computes on one mesh"
-    problem = _placement_problem(*kinds)
-    mesh = into.layout.mesh if into.layout is not None else None
-    if problem is not None or mesh is None or not all(map(_is_known, kinds)):
-        return problem
-    ranks = (mesh.first, mesh.last_rank) if rank is None else (rank,)
-    return next((p for p in (_rows_problem(*kinds, r) for r in ranks) if p is not None), None)
+    labels = dims.matmul((a.shape, b.shape), into.shape, {})
+    return _placement_problem(*kinds) or _rows_problem(
+        kinds, (labels.result, *labels.operands), rank
+    )
+
+
+def own_problem(whole: BufferType, term: BufferType, rank: int | None) -> str | None:
+    """Return why a rank's term of a sum does not lie where its part of the sum is; None: it does.
+
+    Args:
+        whole: the sum.
+        term: what a rank adds to it.
+        rank: whose program it is; None for the global one.
+    """
+    p, q = whole.layout, term.layout
+    assert p is not None and q is not None
+    for axis in p.mesh.axes:
+        held, given = p.placement(axis), q.placement(axis)
+        is_term = isinstance(held, Shard) and isinstance(given, Partial) and given.op == "sum"
+        if p.mesh.axis_size(axis) > 1 and held != given and not is_term:
+            return f"along {axis} {given} is no term of {held}"
+    labels = tuple(range(len(whole.shape)))
+    return _rows_problem((whole, term), (labels, labels), rank)
 
 
 def _is_known(kind: BufferType) -> bool:
-    """Tell whether it is known which chunk a buffer is: in a loop it is once that is written out."""
+    """Tell whether it is known which chunk a buffer is; in a loop it is not, until written out."""
     stream = kind.layout.stream if kind.layout is not None else None
     return stream is None or all(t.kind in ("rank", "coord") for t in terms(stream.index))
 
@@ -55,14 +75,19 @@ def _placement_problem(into: BufferType, a: BufferType, b: BufferType) -> str | 
     return None
 
 
-def _rows_problem(into: BufferType, a: BufferType, b: BufferType, rank: int) -> str | None:
-    """Return which rows of one dim a rank has of one buffer, and others of another."""
-    found: dict[int | None, object] = {}
-    labels = dims.matmul((a.shape, b.shape), into.shape, {})
-    for kind, own in zip((into, a, b), (labels.result, *labels.operands), strict=True):
-        assert kind.layout is not None
-        here = kind.layout.at(lambda term: rank if term.kind == "rank" else None)
-        for label, rows in zip(own, here.rows(kind.shape, rank), strict=True):
-            if label is not None and found.setdefault(label, rows) != rows:
-                return f"rank {rank} has other rows of one dim than of the other"
+def _rows_problem(
+    kinds: Sequence[BufferType], labels: Sequence[Labels], rank: int | None
+) -> str | None:
+    """Return that ranks have other rows of one buffer than of another, along one dim."""
+    mesh = kinds[0].layout.mesh if kinds[0].layout is not None else None
+    if mesh is None or not all(map(_is_known, kinds)):
+        return None
+    for r in (mesh.first, mesh.last_rank) if rank is None else (rank,):
+        found: dict[int | None, object] = {}
+        for kind, own in zip(kinds, labels, strict=True):
+            assert kind.layout is not None
+            here = kind.layout.at(lambda term, r=r: r if term.kind == "rank" else None)
+            for label, rows in zip(own, here.rows(kind.shape, r), strict=True):
+                if label is not None and found.setdefault(label, rows) != rows:
+                    return f"rank {r} has other rows of one buffer than of another"
     return None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 import pytest
 import torch
 from helpers.oracle import POISON
+from helpers.overlaps import CASES, in_forms, prepared, program
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard, Stream, hir, simulate
@@ -44,9 +46,33 @@ def sums(program: mf.Program, rank: int) -> list[str]:
     return [i.fn or i.op for i in code if "add" in (i.fn, i.op[:3])]
 
 
+def check_runs(program: mf.Program) -> None:
+    """What ranks run is right by the verifier's own rules: types, contents, streams and frees."""
+    for rank in program.host.meshes[0].ranks:
+        run = program.for_rank(rank).as_run
+        check_types(run)
+        Flow(run, has_frees=True).run()
+
+
+@pytest.mark.parametrize("compiled", ["never", "always"])
+@pytest.mark.parametrize("mesh", [DeviceMesh.arange(tp=2), DeviceMesh.arange(dp=2, tp=2)], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_every_form_is_right(name: str, mesh: DeviceMesh, compiled: str) -> None:
+    """In chains the own part comes first, and is computed where the sum is."""
+    found = Counter[str]()
+    options = mf.Options(compile=compiled, backend="symmetric")
+    for window, form, fusion in in_forms(prepared(CASES[name], mesh, 16)):
+        run = program(fusion, options)
+        check_runs(run)
+        if form.rotate is not None and window.exprs[-1].op == "set":
+            found.update(i.op for i in run.for_rank(0).as_run.instructions)
+    assert bool(found["own"]) == (name == "mlp")
+    assert bool(found["addmm"]) == (name in ("scatter", "mlp"))
+
+
 @pytest.mark.parametrize("product", ["matmul", "linear", "batches"])
 @pytest.mark.parametrize("dtype", OFF, ids=str)
-@pytest.mark.parametrize("ranks, pieces", [(2, 1), (2, 2), (3, 2), (4, 2)])
+@pytest.mark.parametrize(("ranks", "pieces"), [(2, 1), (2, 2), (3, 2), (4, 2)])
 @pytest.mark.parametrize("batch", [(), (3,)], ids=str)
 def test_values(
     ranks: int, pieces: int, dtype: torch.dtype, product: str, batch: tuple[int, ...]
@@ -65,10 +91,7 @@ def test_values(
     is_wide = ranks > 2 and dtype == torch.bfloat16  # added up in f32
     own = 0 if pieces == 1 or is_wide else pieces
     assert [sums(program, r).count("addmm") for r in range(ranks)] == [own] * ranks
-    for rank in range(ranks):
-        run = program.for_rank(rank).as_run
-        check_types(run)
-        Flow(run, has_frees=True).run()
+    check_runs(program)
 
 
 def test_it_prints_and_parses() -> None:
