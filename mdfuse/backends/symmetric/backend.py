@@ -109,9 +109,7 @@ class SymmetricBackend:
         why = f"on rank {rank} {first_line(OSError(because))}"
         self.carried[team] = f"{self._other.name}, as ranks do not see each other's memory: {why}"
         if self.rank == team[0]:
-            _log.warning(
-                "ranks %s communicate by %s", ", ".join(map(str, team)), self.carried[team]
-            )
+            _log.warning("ranks %s communicate by %s", team, self.carried[team])
 
     def bind(self, call: Call) -> Poster:
         """Prepare a call that will be posted many times; see `Backend.bind`."""
