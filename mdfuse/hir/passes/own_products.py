@@ -257,8 +257,27 @@ class _Walk:
         view = [self.code[bound]] if bound != own.made else []
         found.rows.update((n, []) for n in (bound,) if view)
         added = self.added(product, own.part, into, found.types)
-        found.rows[own.made] = [*view, *self.synced(own.made, at), *added]
+        found.rows[own.made] = [*view, *self.arrived(into, own.made, at, found), *added]
         found.rows[at] = self.synced(at, own.made)
+
+    def arrived(self, into: str, made: int, add: int, found: _Changes) -> list[Instruction]:
+        """Return what a product does first: it waits for what arrives in the buffer, if that is all
+        that is there, and else for the stream on which sums are added."""
+        touched = [n for n in dict.fromkeys(self.touched(into)) if self.code[n].op != "free"]
+        before = [n for n in touched if n < made]
+        if [self.code[n].op for n in before] != ["recv", "wait"]:
+            return self.synced(made, add)
+        recv, wait = before
+        (name,) = self.code[recv].reads
+        frees = [n for n in self.uses[name] if wait < n < made]
+        if any(self.code[n].op != "free" for n in frees):
+            return self.synced(made, add)
+        found.rows[wait] = []
+        for n in frees:
+            found.rows[n] = [
+                j for i in found.rows.get(n, [self.code[n]]) for j in _without(i, {name})
+            ]
+        return [self.code[wait], *(Instruction(op="free", inputs=(name,)) for _ in frees)]
 
     def is_product(self, i: Instruction, into: str) -> bool:
         """Tell whether an instruction is a product of matrices that has the type of a sum."""

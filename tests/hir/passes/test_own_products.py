@@ -70,10 +70,11 @@ def test_every_form_is_right(name: str, mesh: DeviceMesh, compiled: str) -> None
     assert bool(found["addmm"]) == (name in ("scatter", "mlp"))
 
 
-@pytest.mark.parametrize("product", ["matmul", "linear", "batches"])
+@pytest.mark.parametrize(
+    ("product", "batch"), [("matmul", ()), ("linear", (3,)), ("linear", ()), ("batches", (3,))]
+)
 @pytest.mark.parametrize("dtype", OFF, ids=str)
 @pytest.mark.parametrize(("ranks", "pieces"), [(2, 1), (2, 2), (3, 2), (4, 2)])
-@pytest.mark.parametrize("batch", [(), (3,)], ids=str)
 def test_values(
     ranks: int, pieces: int, dtype: torch.dtype, product: str, batch: tuple[int, ...]
 ) -> None:
