@@ -81,8 +81,8 @@ class SymmetricBackend:
 
     def abort(self) -> bool:
         """End the waits of this rank with an error; see `Interruptible`."""
-        other = isinstance(self._other, Interruptible) and self._other.abort()
-        return self._provider.abort() or other
+        others = [x for x in (self._other,) if isinstance(x, Interruptible)]
+        return any([x.abort() for x in (self._provider, *others)])  # noqa: C419  it would stop early
 
     def track(self, stream: int) -> Track | None:
         """Return a new track of what is queued on a stream; see `Tracking`."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
-from mdfuse.extents.expressions import terms
+from mdfuse.extents.expressions import Term, terms
 from mdfuse.hir.program import BufferType
 from mdfuse.ir import dims, shapes
 from mdfuse.ir.dims import Labels
@@ -86,8 +87,12 @@ def _rows_problem(
         found: dict[int | None, object] = {}
         for kind, own in zip(kinds, labels, strict=True):
             assert kind.layout is not None
-            here = kind.layout.at(lambda term, r=r: r if term.kind == "rank" else None)
+            here = kind.layout.at(partial(_known, r))
             for label, rows in zip(own, here.rows(kind.shape, r), strict=True):
                 if label is not None and found.setdefault(label, rows) != rows:
                     return f"rank {r} has other rows of one buffer than of another"
     return None
+
+
+def _known(rank: int, term: Term) -> int | None:
+    return rank if term.kind == "rank" else None
